@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from google.protobuf import unknown_fields
 import jax
@@ -146,8 +146,7 @@ def is_collective(instruction: Instruction) -> bool:
   return instruction.opcode.removesuffix('-start') in _KINDS or bool(_between_slices(instruction))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scheduled:
+class _Scheduled(NamedTuple):
   """A collective with the instructions that start it and wait for it in the computation that runs it."""
 
   instruction: Instruction

@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -35,20 +35,13 @@ _REFUSALS = (  # of all that a device holds; of temporaries alone
 _UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OutOfMemory:
-  """The compiler's refusal.
-
-  Attributes:
-    needed_bytes, available_bytes: of one device.
-    is_temporaries: whether the compiler counts temporaries alone, without the step's arguments.
-    message: the compiler's own words, with its largest allocations.
-  """
+class OutOfMemory(NamedTuple):
+  """The compiler's refusal: bytes of one device, its own words, and whether it counts temporaries alone."""
 
   needed_bytes: int
   available_bytes: int
-  is_temporaries: bool
   message: str
+  is_temporaries: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,12 +123,7 @@ def read_refusal(message: str) -> OutOfMemory | None:
   for is_temporaries, pattern in _REFUSALS:
     if found := pattern.search(message):
       needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
-      return OutOfMemory(
-        needed_bytes=round(needed),
-        available_bytes=round(available),
-        is_temporaries=is_temporaries,
-        message=message,
-      )
+      return OutOfMemory(round(needed), round(available), message, is_temporaries)
   return None
 
 

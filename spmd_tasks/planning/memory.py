@@ -5,7 +5,7 @@
 
 Arguments live all the time: the state and the batch, as the compiler stores them, tiles padded. Whatever else lives is
 found from the schedule: which buffers hold a value that is still needed. The sum is compared with the compiler's own
-figure, `compiler_bytes`. It counts what is live at the peak; `temp_size_in_bytes` of
+figure, `peak_bytes`. It counts what is live at the peak; `temp_size_in_bytes` of
 `memory_analysis()` is larger on TPUs, because it counts gaps between buffers too.
 
 What a buffer is for is read from JAX's names. An operation of the forward pass is called `jvp(...)`, one of the
@@ -81,31 +81,20 @@ class Buffer:
   last_user: Instruction | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryParts:
-  """Bytes of one device at the peak, by what they hold.
-
-  Attributes:
-    parts: name in PARTS -> bytes; together they are near `compiler_bytes`.
-    padding: how much of the state is padding: true shapes to even shards, and shards to tiles. A part of the others.
-    compiler_bytes: the compiler's figure for the sum.
-    largest: the largest arrays, at most 20, as plan.json has them: `name` of the argument or of the instruction that
-      makes it, `part`, `op_name` (JAX's, with the layer), `dtype`, `shape` and `bytes` of one device, tiles padded.
-  """
-
-  parts: Mapping[str, int]
-  padding: int
-  compiler_bytes: int
-  largest: Sequence[dict[str, Any]]
-
-
-def memory_parts(analysis: Any, program: Program, model: PartitionedModel) -> MemoryParts:
+def memory_parts(analysis: Any, program: Program, model: PartitionedModel) -> dict[str, Any]:
   """Finds what holds the memory at the peak.
 
   Args:
     analysis: `memory_analysis()` of the compiled step.
     program: the same step.
     model: the partitioned model whose step it is.
+
+  Returns:
+    what plan.json has of one device's memory.
+    memory: name in PARTS -> bytes; together they are near `peak_bytes`, the compiler's own figure.
+    padding_bytes: how much of the state is padding: true shapes to even shards, and shards to tiles.
+    largest: the largest arrays, at most 20: `name` of the argument or of the instruction that makes it, `part`,
+      `op_name` (JAX's, with the layer), `dtype`, `shape` and `bytes` of one device, tiles padded.
   """
   arguments = list(_arguments(program))
   live = [*arguments, *_live_at_peak(program, _weight_dims(model))]
@@ -113,12 +102,12 @@ def memory_parts(analysis: Any, program: Program, model: PartitionedModel) -> Me
   for each in live:
     sums[each['part']] += each['bytes']
   sums['program'] = analysis.generated_code_size_in_bytes
-  return MemoryParts(
-    parts=sums,
-    padding=_padding(program, arguments, model),
-    compiler_bytes=compiler_bytes(analysis),
-    largest=sorted(live, key=lambda each: -each['bytes'])[:20],
-  )
+  return {
+    'peak_bytes': compiler_bytes(analysis),
+    'memory': sums,
+    'padding_bytes': _padding(program, arguments, model),
+    'largest': sorted(live, key=lambda each: -each['bytes'])[:20],
+  }
 
 
 def compiler_bytes(analysis: Any) -> int:

@@ -25,7 +25,7 @@ from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 from spmd_tasks.planning.plan import Plan, mesh_devices
 from spmd_tasks.planning.report import format_suggestions
-from spmd_tasks.planning.search import Found, search_plans
+from spmd_tasks.planning.search import Trial, search_plans
 from spmd_tasks.planning.targets import Target
 
 PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
@@ -53,9 +53,9 @@ def run(command: Command) -> int:
   flags, planner = command.flags, _Planner(command)
   directory = absolute_path(flags.plan_out) if flags.plan_out else None
   if flags.plan_search:
-    found = planner.search(flags.plan_trials or DEFAULT_SEARCH_TRIALS)
-    _print(f'the best settings for {planner.start().name}: {found.left_out}\n')
-    made = _with_suggestions(planner.plan(found.trials[0].setting), found)
+    trials, left_out = planner.search(flags.plan_trials or DEFAULT_SEARCH_TRIALS)
+    _print(f'the best settings for {planner.start().name}: {left_out}\n')
+    made = _with_suggestions(planner.plan(trials[0].setting), trials)
   else:
     made = planner.plan(())
   _write(made, directory)  # first: a reader of stdout may want only its beginning
@@ -63,14 +63,14 @@ def run(command: Command) -> int:
   num_trials = DEFAULT_TRIALS if flags.plan_trials is None else flags.plan_trials
   if made.fits is False and num_trials and not flags.plan_search:
     _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
-    made = _with_suggestions(made, planner.search(num_trials, wanted=_WANTED))
+    made = _with_suggestions(made, planner.search(num_trials, wanted=_WANTED)[0])
     _print(format_suggestions(made.report))
     _write(made, directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
 
 
-def _with_suggestions(made: Plan, found: Found) -> Plan:
-  suggestions = [dataclasses.asdict(trial) for trial in found.trials]
+def _with_suggestions(made: Plan, trials: Sequence[Trial]) -> Plan:
+  suggestions = [dataclasses.asdict(trial) for trial in trials]
   return dataclasses.replace(made, report=made.report | {'suggestions': suggestions})
 
 
@@ -106,19 +106,20 @@ class _Planner:
     resolved = self._command.resolve(after=overrides, prepare=self._start_devices)
     return resolved.build(), to_json(resolved)['config']
 
-  def plan(self, overrides: Sequence[str]) -> Plan:
-    """Plans all steps that the flags name."""
-    return self._plan(overrides, (self._command.flags.plan_steps or 'train').split(','))
+  def plan(self, overrides: Sequence[str], steps: Sequence[str] | None = None) -> Plan:
+    """Plans these steps, or all that the flags name."""
+    steps = steps or (self._command.flags.plan_steps or 'train').split(',')
+    key = tuple(overrides), tuple(steps)
+    if key not in self._plans:
+      job, _ = self.resolve(overrides)
+      self._plans[key] = make_plan(job, self.start(), steps=steps)
+    return self._plans[key]
 
-  def plan_train(self, overrides: Sequence[str]) -> dict[str, Any]:
-    """Plans the training step alone; returns plan.json."""
-    return self._plan(overrides, ('train',)).to_json()
-
-  def search(self, limit: int, wanted: float = math.inf) -> Found:
+  def search(self, limit: int, wanted: float = math.inf) -> tuple[list[Trial], str]:
     """Searches settings of the training step for the target."""
     target = self.start()
     return search_plans(
-      self.plan_train,
+      lambda overrides: self.plan(overrides, ['train']).report,
       self.resolve,
       num_devices=target.num_devices,
       num_slices=target.num_slices if target.chip.platform == 'tpu' else 1,
@@ -128,13 +129,6 @@ class _Planner:
       wanted=wanted,
       progress=_note,
     )
-
-  def _plan(self, overrides: Sequence[str], steps: Sequence[str]) -> Plan:
-    key = (tuple(overrides), tuple(steps))
-    if key not in self._plans:
-      job, _ = self.resolve(overrides)
-      self._plans[key] = make_plan(job, self.start(), steps=steps)
-    return self._plans[key]
 
 
 def _write(made: Plan, directory: epath.Path | None) -> None:

@@ -152,29 +152,17 @@ def plan_step(
   time = predict_time(program, found, target.chip, model.mesh, model_flops=model_flops, num_tokens=num_tokens)
   is_checked = target.chip.platform == 'tpu'  # their compiler refuses what does not fit
   return {
-    'fits': None if hbm_bytes is None else is_checked or parts.compiler_bytes <= hbm_bytes,
+    'fits': None if hbm_bytes is None else is_checked or parts['peak_bytes'] <= hbm_bytes,
     'hbm_bytes': hbm_bytes,
-    'peak_bytes': parts.compiler_bytes,
     # A TPU's temporaries count more than is held at once.
     **{f'{name}_bytes': getattr(analysis, f'{name}_size_in_bytes') for name in ('argument', 'output', 'alias', 'temp')},
     'program_bytes': analysis.generated_code_size_in_bytes,
-    'padding_bytes': parts.padding,
     'out_of_memory': None,
-    'memory': dict(parts.parts),
-    'largest': list(parts.largest),
+    **parts,
     # Loop bodies count once; a GPU's compiler does not say.
     'compiler_flops': (compilation.program.cost_analysis() or {}).get('flops'),
     'collectives': [_collective_json(each) for each in found],
-    'predicted_step_s': time.seconds,
-    'predicted_step_low_s': time.low_s,
-    'predicted_step_high_s': time.high_s,
-    'predicted_mfu': time.mfu,
-    'tokens_per_s_per_chip': time.tokens_per_second_per_chip,
-    'hidden_s': time.hidden_s,
-    'roofline': dict(time.roofline),
-    'time_by_kind': dict(time.by_kind),
-    'top_operations': list(time.top),
-    'assumptions': list(time.assumptions),
+    **time,
     **seconds,
   }
 
@@ -201,8 +189,7 @@ def _refused(compilation: Compilation, model: PartitionedModel) -> Json:
     'program_bytes': 0,
     'padding_bytes': round(held['weights'] * model.padding_waste),
     'out_of_memory': {
-      'needed_bytes': refused.needed_bytes,
-      'available_bytes': refused.available_bytes,
+      **{name: getattr(refused, name) for name in ('needed_bytes', 'available_bytes')},
       'message': refused.message.splitlines()[0],
     },
     'memory': held | {'temporaries': temporaries},

@@ -1,7 +1,7 @@
 """Finds the settings of an experiment that fit, the fastest first, by compiling them.
 
-    found = search_plans(plan_with, resolve, num_devices=32, hbm_bytes=16e9)
-    found.trials[0].setting                                 # 'ici_mesh_shape=1,16,2', 'remat_policy=full'
+    trials, left_out = search_plans(plan_with, resolve, num_devices=32, hbm_bytes=16e9)
+    trials[0].setting                                 # 'ici_mesh_shape=1,16,2', 'remat_policy=full'
 
 `plan_with(overrides)` compiles the experiment with further overrides and returns its plan.json; `resolve(overrides)`
 only builds it. Both raise a UserError for a setting that is impossible. Nothing here depends on how a plan is made, so
@@ -58,14 +58,6 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-  """The result of a search: every setting that was compiled, the best first, and a sentence on what was left out."""
-
-  trials: list[Trial]
-  left_out: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
   """A point of the search.
 
@@ -92,7 +84,7 @@ def search_plans(
   limit: int = 12,
   wanted: float = math.inf,
   progress: Callable[[str], None] = print,
-) -> Found:
+) -> tuple[list[Trial], str]:
   """Searches settings for `num_devices` devices by compiling up to `limit` of them.
 
   Args:
@@ -105,6 +97,9 @@ def search_plans(
     limit: how many settings are compiled at most.
     wanted: the search ends after so many that fit.
     progress: gets a line per trial, before and after it.
+
+  Returns:
+    every setting that was compiled, the best first, and a sentence on what was left out.
 
   Raises:
     UserError: no setting can be built at all.
@@ -154,9 +149,7 @@ def search_plans(
     )
   end = 'the limit left others untried' if queue else 'every neighbour of these was tried or dropped'
   dropped = f'{num_refused} settings refused by the experiment, {num_pruned} whose state alone does not fit'
-  return Found(
-    trials=sorted(trials, key=lambda trial: trial.rank), left_out=f'{len(trials)} compiled; {dropped}; {end}.'
-  )
+  return sorted(trials, key=lambda trial: trial.rank), f'{len(trials)} compiled; {dropped}; {end}.'
 
 
 def state_bytes(job: Job) -> float:

@@ -1,7 +1,7 @@
 """Predicts how long one execution of a compiled step takes, and on what: the compiler's cycles, kernels, networks.
 
     prediction = predict_time(program, collectives(program, mesh), chip, mesh, model_flops=..., num_tokens=...)
-    prediction.seconds, prediction.mfu, prediction.top[0]
+    prediction['predicted_step_s'], prediction['predicted_mfu'], prediction['top_operations'][0]
 
 The program's schedule is run on paper. Instructions run one after another. Each takes the cycles that the TPU compiler
 estimates; where there is no such estimate (on GPU and CPU: everywhere) it takes its roofline (costs.py). A collective
@@ -32,44 +32,6 @@ CYCLES_ERROR = 0.25  # how far the sum of the compiler's cycles is assumed to be
 NUM_TOP = 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimePrediction:
-  """The predicted time of one step.
-
-  Attributes:
-    seconds: of the step; None where the chip's figures are not known (CPU).
-    by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici', 'dcn' and 'host' that nothing
-      hides; they add up to `seconds`.
-    hidden_s: seconds of collectives during which other work runs.
-    low_s, high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing overlapped, cycles plus 25%,
-      and kernels at half of the assumed efficiency.
-    roofline: the least that the step needs of one device: `flops` of matrix products and kernels, rematerialisation
-      included; `hbm_bytes` read and written; `ici_bytes` and `dcn_bytes` sent; `host_bytes` moved to the memory of the
-      host or from there, whichever is more; how long each takes alone at the chip's published rates (`compute_s`,
-      `hbm_s`, `ici_s`, `dcn_s`, `host_s`, None where these are not known), and the longest of them, `seconds`.
-    top: the ten operations that take longest, as plan.json has them: `name` and `computation` (where it is in the
-      program), `op_name` (JAX's), `seconds` of all its executions (of a transfer, only while the program waits for it),
-      `share` of the step, `count` of executions, `basis` ('cycles', 'roofline' or 'kernel', or what it waits
-      for: 'ici', 'dcn' or 'host'), and `flops` of all its executions.
-    tokens_per_second_per_chip, mfu: None without tokens or model FLOPs.
-    unknown: operations without an estimate of their work, kernels and where the compiler says so; kernels count the
-      time of their bytes, others 0 seconds.
-    assumptions: what is assumed, a sentence each.
-  """
-
-  seconds: float | None
-  by_kind: Mapping[str, float]
-  hidden_s: float
-  low_s: float | None
-  high_s: float | None
-  roofline: Mapping[str, float | None]
-  top: Sequence[dict[str, Any]]
-  tokens_per_second_per_chip: float | None
-  mfu: float | None
-  unknown: Sequence[str]
-  assumptions: Sequence[str]
-
-
 def predict_time(
   program: Program,
   collectives: Sequence[Collective],
@@ -78,7 +40,7 @@ def predict_time(
   *,
   model_flops: float | None = None,
   num_tokens: int | None = None,
-) -> TimePrediction:
+) -> dict[str, Any]:
   """Predicts the time of one execution of a program.
 
   Args:
@@ -88,6 +50,22 @@ def predict_time(
     mesh: the mesh; on TPUs its devices' coordinates say which links a collective has.
     model_flops: of the step on all devices together, as `runtime.model_flops_per_train_step` counts them.
     num_tokens: of the step on all devices together.
+
+  Returns:
+    what plan.json has of the time of a step; seconds are None where the chip's figures are not known (CPU).
+    time_by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici', 'dcn' and 'host' that no work
+      hides; they add up to `predicted_step_s`.
+    hidden_s: seconds of collectives during which other work runs.
+    predicted_step_low_s, predicted_step_high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing
+      overlapped, cycles plus 25%, and kernels at half of the assumed efficiency.
+    roofline: the least that the step needs of one device: `flops` of matrix products and kernels, rematerialisation
+      included; `hbm_bytes` read and written; `ici_bytes` and `dcn_bytes` sent; `host_bytes` moved to the memory of the
+      host or from there, whichever is more; how long each takes alone at the chip's published rates (`compute_s`,
+      `hbm_s`, `ici_s`, `dcn_s`, `host_s`, None where these are not known), and the longest of them, `seconds`.
+    top_operations: the ten that take longest: `name` and `computation` (where it is in the program), `op_name` (JAX's),
+      `seconds` of all its executions (of a transfer, only while the program waits for it), `share` of the step, `count`
+      of executions, `basis` ('cycles', 'roofline' or 'kernel', or what it waits for), and `flops`.
+    assumptions: what is assumed, a sentence each.
   """
   links = Links(mesh, chip)
   copies = host_copies(program)
@@ -105,19 +83,19 @@ def predict_time(
   error = CYCLES_ERROR * by_kind.get('cycles', 0)
   seconds = total if is_known else None
   top = sorted(operations, key=lambda each: -each['seconds'])[:NUM_TOP]
-  return TimePrediction(
-    seconds=seconds,
-    by_kind=by_kind,
-    hidden_s=max(0.0, on_network - exposed),
-    low_s=min(total, max(roofline['seconds'] or 0, total - error)) if is_known else None,
-    high_s=serial + error + by_kind.get('kernel', 0) if is_known else None,
-    roofline=roofline,
-    top=[each | {'share': each['seconds'] / total} for each in top],
-    tokens_per_second_per_chip=num_tokens / seconds / mesh.size if num_tokens and seconds else None,
-    mfu=model_flops / (seconds * mesh.size * chip.peak_flops) if model_flops and seconds and chip.peak_flops else None,
-    unknown=schedule.unknown,
-    assumptions=_assumptions(schedule, by_kind, chip, roofline),
-  )
+  peak = seconds and mesh.size * (chip.peak_flops or 0) * seconds
+  return {
+    'predicted_step_s': seconds,
+    'predicted_step_low_s': min(total, max(roofline['seconds'] or 0, total - error)) if is_known else None,
+    'predicted_step_high_s': serial + error + by_kind.get('kernel', 0) if is_known else None,
+    'predicted_mfu': model_flops / peak if model_flops and peak else None,
+    'tokens_per_s_per_chip': num_tokens / seconds / mesh.size if num_tokens and seconds else None,
+    'hidden_s': max(0.0, on_network - exposed),
+    'roofline': roofline,
+    'time_by_kind': by_kind,
+    'top_operations': [each | {'share': each['seconds'] / total} for each in top],
+    'assumptions': _assumptions(schedule, by_kind, chip, roofline),
+  }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,7 +77,7 @@ def search(monkeypatch):
     monkeypatch.setattr(search_module, 'state_bytes', formula.state_bytes)
     formula.tried.clear()
     lines = []
-    return lines, search_plans(
+    trials, left_out = search_plans(
       formula.plan_with,
       formula.resolve,
       num_devices=num_devices,
@@ -85,6 +86,7 @@ def search(monkeypatch):
       progress=lines.append,
       **settings,
     )
+    return lines, SimpleNamespace(trials=trials, left_out=left_out)
 
   return run
 
@@ -211,7 +213,7 @@ def test_with_a_real_compiler_what_is_said_to_fit_was_compiled_and_fits():
     plans[overrides] = plan | {'fits': plan['peak_bytes'] <= limit}
     return plans[overrides]
 
-  found = search_plans(plan_with, resolve, num_devices=8, limit=4, wanted=1, progress=lambda line: None)
-  assert found.trials[0].fits
-  assert found.trials[0].peak_bytes <= 0.45 * plans[()]['peak_bytes']
-  assert all(plans[trial.setting]['peak_bytes'] == trial.peak_bytes for trial in found.trials)
+  trials, _ = search_plans(plan_with, resolve, num_devices=8, limit=4, wanted=1, progress=lambda line: None)
+  assert trials[0].fits
+  assert trials[0].peak_bytes <= 0.45 * plans[()]['peak_bytes']
+  assert all(plans[trial.setting]['peak_bytes'] == trial.peak_bytes for trial in trials)
