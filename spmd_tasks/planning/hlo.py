@@ -230,11 +230,7 @@ def origin_of(instruction: Instruction, path: tuple[int, ...] = ()) -> tuple[Ins
 
 
 def read_module(serialized: bytes) -> Module:
-  """Reads a serialized HloModuleProto.
-
-  Raises:
-    ValueError: it holds no computation.
-  """
+  """Reads a serialized HloModuleProto."""
   schema = _schema()
   proto = schema.FromString(serialized)
   dtypes = schema.DESCRIPTOR.file.pool.FindEnumTypeByName('xla.PrimitiveType').values_by_number
@@ -252,8 +248,6 @@ def read_module(serialized: bytes) -> Module:
       )
     order = proto.schedule.sequences[each.id].instruction_ids if each.id in proto.schedule.sequences else found
     computations[each.id] = Computation(each.name, tuple(found[key] for key in order), found[each.root_id])
-  if not computations:
-    raise ValueError(f'a program of {len(serialized)} bytes holds no computation.')
   donated = frozenset(tuple(entry.output_shape_index) for entry in proto.input_output_alias.entries)
   return Module(tuple(computations.values()), computations[proto.entry_computation_id], donated)
 

@@ -53,8 +53,8 @@ def predict_time(
 
   Returns:
     what plan.json has of the time of a step; seconds are None where the chip's figures are not known (CPU).
-    time_by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici', 'dcn' and 'host' that no work
-      hides; they add up to `predicted_step_s`.
+    time_by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici', 'dcn' and 'host' that
+      nothing hides; they add up to `predicted_step_s`.
     hidden_s: seconds of collectives during which other work runs.
     predicted_step_low_s, predicted_step_high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing
       overlapped, cycles plus 25%, and kernels at half of the assumed efficiency.

@@ -22,7 +22,6 @@ FAMILIES = (
   'inputs',
   'clients',
   'decoding',
-  'security',
   'processes',
 )
 

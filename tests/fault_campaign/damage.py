@@ -1,6 +1,8 @@
 """Damage of what a job has on disk, between two runs: bits, ends, whole files, in checkpoints and beside them."""
 
 from collections.abc import Callable
+import hashlib
+import json
 from pathlib import Path
 import random
 import shutil
@@ -220,3 +222,27 @@ def damage_step_asked_for(scene: Scene) -> str:
   check(f'step {step - SAVE_INTERVAL}  eval' in ended.stderr, 'eval did not take the newest whole checkpoint')
   judge.keep_steps(scene.job_log_dir / 'eval/valid/metrics.jsonl', scene.reference.evals['valid'])
   return go_on_without_the_newest(scene, step)
+
+
+@kind('damage/a manifest leads out of its directory', share=2)
+def manifest_leads_out(scene: Scene) -> str:
+  """A manifest whose digest is right, as a stranger can make it: its files must lie in the checkpoint."""
+  saved = 10
+  scene.begun(saved, saved + 1)
+  newest = scene.checkpoints / f'checkpoint_{saved:08d}'
+  path = newest / 'manifest.json'
+  body = json.loads(path.read_text())['body']
+  secret = scene.path / 'secret'
+  secret.write_text('a secret')
+  name = scene.rng.choice(
+    (f'../../../{secret.name}', str(secret), '/etc/passwd', '../../../../../etc/passwd', '/dev/zero')
+  )
+  body['files'].append([name, 8, hashlib.sha256(b'a secret').hexdigest()])
+  path.write_text(judge.sealed(body))
+  scene.where = name
+  ended = scene.run()
+  check(secret.read_text() == 'a secret', 'a file outside was changed')
+  check(
+    'a secret' not in ended.stdout + ended.stderr and 'root:' not in ended.stderr, 'the content of a file was shown'
+  )
+  return scene.accept(ended, codes=REFUSED)
