@@ -2,10 +2,10 @@
 
     source = Source(flags=('--exp', 'lm.UnevenTiny'), resolve=resolve)      # resolve(overrides) -> (job, values)
     bench = Bench(source, num_devices=8, directory='verify')
-    for case in CLAIMS['mesh'].cases(bench, 0):
+    for case in CLAIMS['mesh'].cases(bench):
       print(case.subject, case.decide(bench).status)
 
-Read `_claims.py` first, the table of the claims, and `_cases.py`, how one case is decided. `_runner.py` has the train
+Read `mode.py` first, with the table of the claims, and `_cases.py`, how one case is decided. `_runner.py` has the train
 step that also gives its gradients; `_agreement.py` compares its steps with a reference's and says how large a
 difference may be. `_settings.py` draws meshes, `_shrink.py` makes an experiment tiny, `_batches.py` cuts batches and
 makes rows differ. The files `*_claim.py` and `*_claims.py` have the cases.

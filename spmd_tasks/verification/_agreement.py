@@ -17,7 +17,8 @@ A leaf whose allowance exceeds MAX_SHARE of its largest entry is not compared in
 jump is recognised by moving the weights a little further, in more directions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import collections
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -29,6 +30,7 @@ from spmd_tasks.runtime import TrainState
 from spmd_tasks.verification._batches import Batch
 from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
 
+Notes = MutableMapping[str, dict[str, None]]  # what was not compared: kind, such as 'steps' -> items
 SPREADS, ROUNDINGS = 16.0, 64.0
 MAX_SHARE = 1e-3
 FLOAT32 = 2.0**-23  # the rounding unit
@@ -38,15 +40,15 @@ _MAX_SHARE_OF_LARGEST = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-  """One leaf that differs: the step (from 1), its name, the largest difference, and what was allowed.
+  """One leaf that differs: the step (from 1), its name, the largest difference (infinite: it lacks), what was allowed.
 
   `is_of_curve`: found in the curve of losses of training without a stop, not in a single step.
   """
 
   step: int
   leaf: str
-  difference: float
-  allowed: float
+  difference: float = float('inf')
+  allowed: float = 0.0
   is_of_curve: bool = False
 
   def __str__(self) -> str:
@@ -125,7 +127,7 @@ def compare(
   every, noise = [], []
   for name, value in reference.items():
     if name not in other:
-      every.append(Difference(step=step, leaf=name, difference=float('inf'), allowed=0.0))
+      every.append(Difference(step=step, leaf=name))
       continue
     noisy = SPREADS * spreads[name]
     if noisy > max(MAX_SHARE * sizes[name], _MAX_SHARE_OF_LARGEST * largest_of[name.partition('/')[0]]):
@@ -271,20 +273,20 @@ def agree(
     train: also compare the curve of losses of training without a stop.
   """
   closest: Difference | None = None
-  notes, num_compared = Notes(), 0
+  notes, num_compared = collections.defaultdict[str, dict](dict), 0
   for step in range(expected.num_steps) if steps is None else steps:
     if not np.isfinite(expected.result(step).forward['loss']):
-      notes.add('steps', f'{step + 1} (the loss is not finite)')
+      notes['steps'][f'{step + 1} (the loss is not finite)'] = None
       break
     result = runner.step(expected.state(step), expected.batches[step])
     wrong, every = compare_step(expected, step, result, metrics, notes)
     if wrong is not None:
-      return Agreement(first=wrong, closest=wrong, num_steps=step + 1, notes=notes.lines())
+      return Agreement(first=wrong, closest=wrong, num_steps=step + 1, notes=_lines(notes))
     if every:
       num_compared += 1
       closest = nearest([*every, *([closest] if closest else [])])
   wrong = _compare_curves(runner, expected, notes) if train and num_compared else None
-  return Agreement(first=wrong, closest=wrong or closest, num_steps=num_compared, notes=notes.lines())
+  return Agreement(first=wrong, closest=wrong or closest, num_steps=num_compared, notes=_lines(notes))
 
 
 def compare_step(
@@ -292,12 +294,12 @@ def compare_step(
   step: int,
   result: StepResult,
   metrics: Sequence[str] | None = None,
-  notes: 'Notes | None' = None,
+  notes: Notes | None = None,
 ) -> tuple[Difference | None, list[Difference]]:
   """Returns the worst difference that is too large, and all differences; none if the reference jumps by itself."""
-  notes = notes or Notes()
+  notes = collections.defaultdict(dict) if notes is None else notes
   if result.nonzero_padding:
-    return padding_difference(step + 1, result), []
+    return Difference(step=step + 1, leaf=f'padding of {result.nonzero_padding[0]}'), []
   epsilon, spread = expected.runner.epsilon, expected.spread(step)
   reference = {
     name: value
@@ -312,7 +314,7 @@ def compare_step(
       each.leaf in result.forward and further[each.leaf] > max(_JUMP * linear[each.leaf], each.difference / 4)
       for each in wrong
     ):
-      notes.add('steps', f'{step + 1} (rounding alone makes the reference jump, as at a tie between experts)')
+      notes['steps'][f'{step + 1} (rounding alone makes the reference jump, as at a tie between experts)'] = None
       return None, []
     return wrong[0], every
   updated = expected.runner.updated_from(expected.state(step), result)
@@ -320,51 +322,34 @@ def compare_step(
     updated, result.updated, expected.spread_of_update(step), FLOAT32, step + 1, expected.changes(step)
   )
   for name in (*noise, *of_update[2]):
-    notes.add('leaves that are only noise', name)
+    notes['leaves that are only noise'][name] = None
   return (of_update[0][0] if of_update[0] else None), every + of_update[1]
 
 
-def _compare_curves(runner: Runner, expected: Trajectory, notes: 'Notes') -> Difference | None:
+def _compare_curves(runner: Runner, expected: Trajectory, notes: Notes) -> Difference | None:
   """Returns the first difference of training without a stop."""
   epsilon, results = expected.runner.epsilon, runner.steps(expected.state(0), expected.batches)
   for step, (result, loss, noise) in enumerate(zip(results, expected.losses, expected.spread_of_losses()), 1):
     if result.nonzero_padding:
-      return dataclasses.replace(padding_difference(step, result), is_of_curve=True)
+      return Difference(step=step, leaf=f'padding of {result.nonzero_padding[0]}', is_of_curve=True)
     allowed = SPREADS * noise + ROUNDINGS * step * epsilon * abs(loss)
     difference = abs(float(result.forward['loss']) - loss)
     if not np.isfinite(loss) or allowed > MAX_SHARE * abs(loss):
-      notes.add('the curve of losses from step', f'{step} (rounding alone moves it)')
+      notes['the curve of losses from step'][f'{step} (rounding alone moves it)'] = None
       return None
     if not difference <= allowed:
       if expected.spread_of_losses(True)[step - 1] > max(_JUMP * FURTHER * noise, difference / 4):
-        notes.add('the curve of losses from step', f'{step} (rounding alone makes the reference jump)')
+        notes['the curve of losses from step'][f'{step} (rounding alone makes the reference jump)'] = None
         return None
       leaf = 'loss of training without a stop'
       return Difference(step=step, leaf=leaf, difference=difference, allowed=float(allowed), is_of_curve=True)
   return None
 
 
-def padding_difference(step: int, result: StepResult) -> Difference:
-  """Returns the difference that the first leaf with padding that is not zero makes."""
-  leaf = f'padding of {result.nonzero_padding[0]}'
-  return Difference(step=step, leaf=leaf, difference=float('inf'), allowed=0.0)
+def _lines(notes: Notes) -> tuple[str, ...]:
+  return tuple(f'not compared: {kind} {", ".join(items)}' for kind, items in notes.items())
 
 
 def nearest(differences: Sequence[Difference]) -> Difference | None:
   """Returns the difference that is the largest part of what is allowed."""
   return max(differences, key=lambda each: each.difference / max(each.allowed, 1e-30), default=None)
-
-
-class Notes:
-  """Collects what was not compared, without repetition."""
-
-  def __init__(self):
-    self._items: dict[str, dict[str, None]] = {}
-
-  def add(self, kind: str, item: str) -> None:
-    """Adds an item of a kind, such as a step."""
-    self._items.setdefault(kind, {})[item] = None
-
-  def lines(self) -> tuple[str, ...]:
-    """Returns a line for each kind."""
-    return tuple(f'not compared: {kind} {", ".join(items)}' for kind, items in self._items.items())

@@ -26,7 +26,9 @@ from spmd_tasks.verification._settings import Mesh, Setting, Source, scaled_mesh
 class Bench:
   """An experiment on this process's devices, in any setting."""
 
-  def __init__(self, source: Source, *, num_devices: int, directory: str, num_steps: int = 4, seed: int = 0):
+  def __init__(
+    self, source: Source, *, num_devices: int, directory: str, num_steps: int = 4, seed: int = 0, num_drawn: int = 0
+  ):
     """Makes a bench; nothing is compiled yet.
 
     Args:
@@ -35,9 +37,10 @@ class Bench:
       directory: gets the files of child processes.
       num_steps: how many steps are compared.
       seed: of everything that is drawn.
+      num_drawn: how many meshes the claims about meshes and rows draw beside their own.
     """
     self.source, self.num_devices, self.directory = source, num_devices, directory
-    self.num_steps, self.seed = num_steps, seed
+    self.num_steps, self.seed, self.num_drawn = num_steps, seed, num_drawn
     # Programs are compiled on two threads and run on one: two programs at once could wait for each other's devices.
     self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix='compile')
     self._runners: dict[Setting, concurrent.futures.Future[Runner]] = {}

@@ -30,9 +30,8 @@ _MAX_POSITIONS = 24
 _NUM_TEXTS = 3
 
 
-def decode_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+def decode_cases(bench: Bench) -> Iterator[Case]:
   """Yields a case on one device and one on the experiment's mesh."""
-  del num_more
   for setting in dict.fromkeys((Setting(), Setting(mesh=bench.own_mesh))):
     yield Case(
       claim='decode',

@@ -82,8 +82,8 @@ def _turn_off(source: Source, off: Mapping[str, Any]) -> tuple[str, ...]:
 _MAX_TRIES = 40
 
 
-def mesh_cases(bench: Bench, num_more: int) -> Iterator[Case]:
-  """Yields the experiment's own mesh, two others of all devices, an uneven one, and `num_more` drawn ones."""
+def mesh_cases(bench: Bench) -> Iterator[Case]:
+  """Yields the experiment's own mesh, two others of all devices, an uneven one, and those of --cases."""
   if Setting(mesh=bench.own_mesh).num_devices == 1:
     yield not_applicable('mesh', "the experiment's mesh", 'it is one device')
   else:
@@ -91,7 +91,7 @@ def mesh_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   uneven = [n for n in (3, 6, 5, 7) if n <= bench.num_devices] or [bench.num_devices]
   any_size = np.random.default_rng((bench.seed, 12)).permutation(range(2, max(bench.num_devices, 2) + 1)).tolist()
   seen = {bench.own_mesh}
-  for sizes, wanted in (([bench.num_devices], 2), (uneven, 1), (any_size, num_more)):
+  for sizes, wanted in (([bench.num_devices], 2), (uneven, 1), (any_size, bench.num_drawn)):
     for mesh in itertools.islice(drawn_meshes(bench, sizes), wanted + len(seen)):
       if wanted and mesh not in seen:
         seen.add(mesh)
@@ -166,9 +166,8 @@ class AsPipeline:
     return dataclasses.replace(job, experiment=experiment, task=task)
 
 
-def pipeline_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+def pipeline_cases(bench: Bench) -> Iterator[Case]:
   """Yields a case for each schedule, of a model with a pipeline or of a plain stack that is made one."""
-  del num_more
   job, values = bench.source.base, bench.source.values
   paths = bench.source.paths_of(PipelinedStack)
   try:
@@ -227,9 +226,8 @@ def _pipeline_mesh(bench: Bench, schedule: ScheduleName, own_microbatches: int |
   return tuple(sizes.items())
 
 
-def microbatch_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+def microbatch_cases(bench: Bench) -> Iterator[Case]:
   """Yields the case that the learner's microbatches give the gradient of the full batch."""
-  del num_more
   job, values = bench.source.base, bench.source.values
   path, subject = 'task.learner.num_microbatches', 'microbatches of the learner'
   batch_size, now = _batch_size(job), values.get(path)
@@ -277,17 +275,15 @@ def _accumulation(bench: Bench, batch_size: int) -> tuple[Mesh, int] | None:
   return None
 
 
-def _field_cases(bench: Bench, num_more: int, *, claim: str, field: str, new: tuple[Any, Any]) -> Iterator[Case]:
+def _field_cases(bench: Bench, *, claim: str, field: str, new: tuple[Any, Any]) -> Iterator[Case]:
   """Yields the case that a field of the model's stacks changes no number.
 
   Args:
     bench: the experiment.
-    num_more: not used.
     claim: the name of the claim.
     field: the field's name.
     new: the first of these values that is new to the field anywhere is set, wherever the model has the field.
   """
-  del num_more
   values, paths = bench.source.values, bench.source.paths_ending(field)
   if not paths:
     yield not_applicable(claim, field, f'no part of the model has a field {field}')
@@ -337,8 +333,8 @@ class Cut:
     return job if self.pipeline is None else self.pipeline(job, sizes)
 
 
-def row_cases(bench: Bench, num_more: int) -> Iterator[Case]:
-  """Yields the own mesh, without and with microbatches, a mesh beside every axis, and `num_more` drawn ones."""
+def row_cases(bench: Bench) -> Iterator[Case]:
+  """Yields the own mesh, without and with microbatches, a mesh beside every axis, and those of --cases."""
   experiment, values = bench.source.base.experiment, bench.source.values
   names, rules = experiment.mesh_axis_names, experiment.axis_rules
   axes = [axis for axis in names if axis in row_axes(names, rules, experiment.inputs_split_mapping)]
@@ -358,7 +354,7 @@ def row_cases(bench: Bench, num_more: int) -> Iterator[Case]:
     beside.append(((STAGE, 2), (data, half)))
   counts = (1, 3) if _MICROBATCHES in values else (1,)
   rng = np.random.default_rng((bench.seed, 40))
-  drawn = itertools.islice(drawn_meshes(bench, [bench.num_devices]), num_more)
+  drawn = itertools.islice(drawn_meshes(bench, [bench.num_devices]), bench.num_drawn)
   own = _in_order(names, dict(bench.own_mesh))
   wanted = [(own, count) for count in counts] + [(mesh, 1) for mesh in beside]
   wanted += [(_in_order(names, dict(mesh)), int(rng.choice(counts))) for mesh in drawn]

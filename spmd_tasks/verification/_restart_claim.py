@@ -41,9 +41,8 @@ _JOB = {
 }
 
 
-def restart_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+def restart_cases(bench: Bench) -> Iterator[Case]:
   """Yields the one case; its processes run beside all other cases."""
-  del num_more
   setting = Setting(mesh=bench.own_mesh)
   jobs = _Jobs(bench, setting.num_devices)
   yield Case(
@@ -57,7 +56,7 @@ def restart_cases(bench: Bench, num_more: int) -> Iterator[Case]:
 
 def _compare_jobs(bench: Bench, setting: Setting, jobs: '_Jobs') -> Verdict:
   step, failed = jobs.wait()
-  wrong = _difference(0, failed, float('inf')) if failed else _first_difference(bench, setting, jobs)
+  wrong = Difference(step=0, leaf=failed) if failed else _first_difference(bench, setting, jobs)
   if wrong is not None:
     return broken(bench, 'restart', setting, wrong)
   return Verdict(
@@ -162,17 +161,17 @@ def _first_difference(bench: Bench, setting: Setting, jobs: _Jobs) -> Difference
   got, want = (read_jsonl(epath.Path(directory)) for directory in (jobs.killed, jobs.undisturbed))
   for step in range(1, _NUM_STEPS + 1):
     if step not in got or step not in want:
-      return _difference(step, 'metrics.jsonl has no such step', float('inf'))
+      return Difference(step=step, leaf='metrics.jsonl has no such step')
     for name in sorted(names):
       value, wanted = (np.asarray(record[step].get(name, np.nan)) for record in (got, want))
       if not np.array_equal(value, wanted, equal_nan=True):
-        return _difference(step, name, distance(value, wanted))
+        return Difference(step=step, leaf=name, difference=distance(value, wanted))
   job = build_job(bench.source, setting)
   states = [_last_state(job, setting, directory) for directory in (jobs.killed, jobs.undisturbed)]
   for name, value in leaves_of(states[1]).items():
     other = leaves_of(states[0])[name]
     if value.tobytes() != other.tobytes():
-      return _difference(_NUM_STEPS, f'checkpoint: {name}', distance(value, other))
+      return Difference(step=_NUM_STEPS, leaf=f'checkpoint: {name}', difference=distance(value, other))
   return None
 
 
@@ -185,7 +184,3 @@ def _last_state(job: Job, setting: Setting, directory: Path) -> Any:
   restored = checkpointer.restore(state, _NUM_STEPS)
   assert restored is not None
   return jax.device_get(restored.state)
-
-
-def _difference(step: int, leaf: str, size: float) -> Difference:
-  return Difference(step=step, leaf=leaf, difference=size, allowed=0.0)

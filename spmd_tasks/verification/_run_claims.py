@@ -28,9 +28,8 @@ from spmd_tasks.verification._settings import Setting
 _SAVED_AFTER = 2  # steps
 
 
-def eval_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+def eval_cases(bench: Bench) -> Iterator[Case]:
   """Yields the case that an evaluation gives the same metrics on the experiment's mesh and on one device."""
-  del num_more
   own = Setting(mesh=bench.own_mesh)
   setting = own if own.num_devices > 1 else Setting(mesh=other_mesh(bench))
   if setting.num_devices == 1:
@@ -79,9 +78,8 @@ def _mean(average: clu_metrics.Average) -> np.ndarray:
   return np.asarray(average.total, np.float64) / (float(average.count) or 1.0)
 
 
-def checkpoint_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+def checkpoint_cases(bench: Bench) -> Iterator[Case]:
   """Yields the case that a checkpoint of the experiment's mesh goes on, on another mesh, as if nothing had happened."""
-  del num_more
   saved, restored = Setting(mesh=bench.own_mesh), Setting(mesh=other_mesh(bench))
   if saved.num_devices == restored.num_devices == 1:
     yield not_applicable('checkpoint', 'saved and restored', 'there is one device')
@@ -106,12 +104,15 @@ def _move_checkpoint(bench: Bench, saved: Setting, restored: Setting) -> Verdict
     assert found is not None
     live = target.model.from_canonical(found.state)
   state, nonzero_padding = target.to_numpy(live)
-  if nonzero_padding:
-    return broken(bench, 'checkpoint', restored, _of_checkpoint(f'padding of {nonzero_padding[0]}', float('inf')))
   want = leaves_of(before)
-  for name, value in leaves_of(state).items():
-    if not np.array_equal(value, want[name], equal_nan=value.dtype.kind == 'f'):
-      return broken(bench, 'checkpoint', restored, _of_checkpoint(name, distance(value, want[name])))
+  others = [Difference(step=_SAVED_AFTER, leaf=f'padding of {name}') for name in nonzero_padding]
+  others += [
+    Difference(step=_SAVED_AFTER, leaf=name, difference=distance(value, want[name]))
+    for name, value in leaves_of(state).items()
+    if not np.array_equal(value, want[name], equal_nan=value.dtype.kind == 'f')
+  ]
+  if others:
+    return broken(bench, 'checkpoint', restored, others[0])
   wrong, every = compare_step(expected, _SAVED_AFTER, target.step_from(live, expected.batches[_SAVED_AFTER])[1])
   if wrong is not None:
     return broken(bench, 'checkpoint', restored, wrong)
@@ -119,18 +120,13 @@ def _move_checkpoint(bench: Bench, saved: Setting, restored: Setting) -> Verdict
   return dataclasses.replace(verdict, detail=f'every bit of {len(want)} leaves; then {verdict.detail}')
 
 
-def _of_checkpoint(leaf: str, difference: float) -> Difference:
-  return Difference(step=_SAVED_AFTER, leaf=leaf, difference=difference, allowed=0.0)
-
-
 ROUNDING = 2.0**-8
 ROUNDED_VALUES = 8.0
 _NUM_SAMPLES = 3
 
 
-def precision_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+def precision_cases(bench: Bench) -> Iterator[Case]:
   """Yields the case that the experiment with every `dtype` of its model set to bfloat16 is near."""
-  del num_more
   values = bench.source.values
   own = ['dtype'] if values.get('dtype') == 'float32' else []  # the experiment's field sets those of all parts
   paths = own or [path for path in bench.source.paths_ending('dtype') if values[path] == 'float32']

@@ -1,12 +1,14 @@
 """--mode=verify: checks that an experiment gives the same numbers however it is run, on fake devices.
 
-The experiment is shrunk, then each claim of `spmd_tasks.verification` is decided case by case. A case is printed when
-it is decided; the table and one line of JSON come last.
+`CLAIMS` is the table of the claims. The experiment is shrunk, then each claim is decided case by case. A case is printed
+when it is decided; the table and one line of JSON come last.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
+import json
 from pathlib import Path
 import tempfile
 import time
@@ -21,7 +23,17 @@ from spmd_tasks.distributed.fake_devices import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification._cases import Bench, Case, Verdict
-from spmd_tasks.verification._claims import CLAIMS, format_case, format_table, summary
+from spmd_tasks.verification._decode_claim import decode_cases
+from spmd_tasks.verification._layout_claims import (
+  mesh_cases,
+  microbatch_cases,
+  pipeline_cases,
+  remat_cases,
+  row_cases,
+  scan_cases,
+)
+from spmd_tasks.verification._restart_claim import restart_cases
+from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases
 from spmd_tasks.verification._settings import Source, scaled_mesh
 from spmd_tasks.verification._shrink import shrink
 
@@ -30,6 +42,63 @@ DEFAULT_NUM_DEVICES = 8
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
 
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Job, Mapping[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+  """A sentence about numbers, and a function that yields the cases of an experiment."""
+
+  sentence: str
+  cases: Callable[[Bench], Iterator[Case]]
+
+
+CLAIMS: Mapping[str, Claim] = {
+  'mesh': Claim(sentence='every mesh gives the numbers of one device, padded or not', cases=mesh_cases),
+  'pipeline': Claim(sentence='a pipeline of any schedule gives those of layers in sequence', cases=pipeline_cases),
+  'microbatches': Claim(sentence='microbatches of the learner give those of the full batch', cases=microbatch_cases),
+  'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),
+  'remat': Claim(sentence='rematerialisation changes no number', cases=remat_cases),
+  'scan': Claim(sentence='layers in a loop and unrolled give the same', cases=scan_cases),
+  'eval': Claim(sentence='evaluation gives the same on every mesh', cases=eval_cases),
+  'decode': Claim(sentence='decoding with a cache gives what a full forward pass does', cases=decode_cases),
+  'bfloat16': Claim(sentence='bfloat16 is as near float32 as its roundings let expect', cases=precision_cases),
+  'checkpoint': Claim(sentence='saved, restored on another mesh and trained on: the same', cases=checkpoint_cases),
+  'restart': Claim(sentence='killed and started again: every bit of an undisturbed run', cases=restart_cases),
+}
+
+
+def format_case(case: Case, verdict: Verdict) -> str:
+  """Returns the line of one case, with its notes below."""
+  lines = [f'{verdict.status:15}{case.claim:14}{case.subject}: {verdict.detail}']
+  return '\n'.join(lines + [f'{"":15}{"":14}{note}' for note in verdict.notes])
+
+
+def format_table(decided: Sequence[tuple[Case, Verdict]]) -> str:
+  """Returns a line per claim: how many of its cases held and broke, and what it says."""
+  rows = []
+  for name, claim in CLAIMS.items():
+    counts = [
+      sum(case.claim == name and verdict.status == status for case, verdict in decided)
+      for status in ('held', 'BROKEN', 'not applicable')
+    ]
+    if any(counts):
+      verdict = 'BROKEN' if counts[1] else 'held' if counts[0] else 'n.a.'
+      rows.append(f'{name:14}{verdict:8}{counts[0]:5}{counts[1]:8}{counts[2]:6}   {claim.sentence}')
+  return '\n'.join([f'{"claim":14}{"verdict":8}{"held":>5}{"broken":>8}{"n.a.":>6}', *rows])
+
+
+def summary(decided: Sequence[tuple[Case, Verdict]]) -> str:
+  """Returns the JSON of the last line: `claims`, `held`, `broken`, `not_applicable` (counts) and `failures`."""
+  counts = {
+    name: sum(verdict.status == status for _, verdict in decided)
+    for name, status in (('held', 'held'), ('broken', 'BROKEN'), ('not_applicable', 'not applicable'))
+  }
+  failures = [
+    {'claim': case.claim, 'case': case.subject} | verdict.failure
+    for case, verdict in decided
+    if verdict.status == 'BROKEN'
+  ]
+  return json.dumps({'claims': counts['held'] + counts['broken']} | counts | {'failures': failures})
 
 
 def run(command: Command) -> int:
@@ -96,10 +165,10 @@ def verify(
       place = stack.enter_context(tempfile.TemporaryDirectory(prefix='spmd_tasks_verify_'))
     else:
       place = str(Path(directory).absolute() / 'verify')
-    bench = Bench(source, num_devices=num_devices, directory=place, seed=job.experiment.seed)
+    bench = Bench(source, num_devices=num_devices, directory=place, seed=job.experiment.seed, num_drawn=num_cases)
     stack.callback(bench.close)
     chosen = {name: CLAIMS[name] for name in CLAIMS if claims is None or name in claims}
-    cases = [case for claim in chosen.values() for case in claim.cases(bench, num_cases)]
+    cases = [case for claim in chosen.values() for case in claim.cases(bench)]
     bench.prepare(setting for case in cases for setting in case.settings)
     for case in cases:
       case.begin(bench)

@@ -14,7 +14,6 @@ import pytest
 from spmd_tasks.config import resolve as resolve_config
 from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.planning import search as search_module
 from spmd_tasks.planning.search import MICROBATCHES, search_plans
 from spmd_tasks.sharding import factorizations
@@ -186,34 +185,3 @@ def test_microbatches_leave_every_device_a_row(search):
     changed = dict(override.split('=') for override in overrides)
     replica, data, _ = map(int, changed.get('ici_mesh_shape', '1,8,4').split(','))
     assert int(changed.get(MICROBATCHES[0], 1)) * replica * data <= 512
-
-
-TINY = (
-  'num_layers=2',
-  'model_dims=32',
-  'num_heads=2',
-  'hidden_dims=64',
-  'vocab_size=264',
-  'seq_len=64',
-  'batch_size=64',
-)
-
-
-def test_with_a_real_compiler_what_is_said_to_fit_was_compiled_and_fits():
-  """lm.StdlibTiny, made smaller, on 8 fake devices that have 45% of the memory that it needs as it is."""
-  plans = {}
-
-  def resolve(overrides):
-    found = resolve_config('lm.StdlibTiny', [*TINY, *overrides])
-    return found.build(), to_json(found)['config']
-
-  def plan_with(overrides):
-    plan = make_plan(resolve(overrides)[0], parse_target('cpu:8'), show_progress=False).to_json()
-    limit = 0.45 * (plans[()]['peak_bytes'] if plans else plan['peak_bytes'])
-    plans[overrides] = plan | {'fits': plan['peak_bytes'] <= limit}
-    return plans[overrides]
-
-  trials, _ = search_plans(plan_with, resolve, num_devices=8, limit=4, wanted=1, progress=lambda line: None)
-  assert trials[0].fits
-  assert trials[0].peak_bytes <= 0.45 * plans[()]['peak_bytes']
-  assert all(plans[trial.setting]['peak_bytes'] == trial.peak_bytes for trial in trials)

@@ -11,9 +11,9 @@ from spmd_tasks.config import resolve, to_json
 from spmd_tasks.verification._agreement import compare
 from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._cases import Case, Verdict
-from spmd_tasks.verification._claims import summary
 from spmd_tasks.verification._settings import all_meshes, draw_meshes, scaled_mesh, smaller_meshes
 from spmd_tasks.verification._shrink import shrink
+from spmd_tasks.verification.mode import summary
 
 
 def shrunk(name: str, *overrides: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from spmd_tasks.recipes import MoeLanguageModel, SyntheticLanguageModel
 from spmd_tasks.sharding import split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import ShardingScope, even_spec
 from spmd_tasks.verification import Bench
-from spmd_tasks.verification._claims import CLAIMS
+from spmd_tasks.verification.mode import CLAIMS
 from tests.runtime.loss_curves import source_of
 from tests.verification.planted_bugs import Planted
 
@@ -61,7 +61,7 @@ def test_rows_that_fill_up_have_no_gradient_and_are_found_if_they_have(experimen
   def compare():
     bench = Bench(source_of(experiment), num_devices=4, directory=str(tmp_path), num_steps=1)
     try:
-      (case,) = (case for case in CLAIMS['rows'].cases(bench, 0) if case.subject == subject)
+      (case,) = (case for case in CLAIMS['rows'].cases(bench) if case.subject == subject)
       reference, setting = case.settings
       return bench.agree(setting, reference, train=False)
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config import registry
-from spmd_tasks.verification._claims import CLAIMS
+from spmd_tasks.verification.mode import CLAIMS
 from tests import binary
 from tests.model_folders import write_llama
 
