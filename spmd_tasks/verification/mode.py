@@ -1,7 +1,7 @@
 """--mode=verify: checks that an experiment gives the same numbers however it is run, on fake devices.
 
-`CLAIMS` is the table of the claims. The experiment is shrunk, then each claim is decided case by case. A case is printed
-when it is decided; the table and one line of JSON come last.
+`CLAIMS` is the table of the claims. The experiment is shrunk, then each claim is decided case by case. A case is
+printed when it is decided; the table and one line of JSON come last.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
