@@ -67,9 +67,5 @@ def _chip(name: str, table: dict[str, Any]) -> Chip:
   return Chip(name=name, **{**figures, 'sources': tuple(figures['sources'])})
 
 
-def _read() -> dict[str, Chip]:
-  table = tomllib.loads(resources.files('spmd_tasks.planning').joinpath('chips.toml').read_text(encoding='utf-8'))
-  return {name: _chip(name, table) for name, figures in table.items() if 'platform' in figures}
-
-
-CHIPS: dict[str, Chip] = _read()
+_TABLE = tomllib.loads(resources.files('spmd_tasks.planning').joinpath('chips.toml').read_text(encoding='utf-8'))
+CHIPS: dict[str, Chip] = {name: _chip(name, _TABLE) for name, figures in _TABLE.items() if 'platform' in figures}

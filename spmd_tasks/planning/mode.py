@@ -30,7 +30,6 @@ from spmd_tasks.planning.targets import Target
 
 PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
 DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12
-_WANTED = 3  # changes with which a job fits that does not
 
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
 
@@ -63,7 +62,7 @@ def run(command: Command) -> int:
   num_trials = DEFAULT_TRIALS if flags.plan_trials is None else flags.plan_trials
   if made.fits is False and num_trials and not flags.plan_search:
     _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
-    made = _with_suggestions(made, planner.search(num_trials, wanted=_WANTED)[0])
+    made = _with_suggestions(made, planner.search(num_trials, wanted=3)[0])
     _print(format_suggestions(made.report))
     _write(made, directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK

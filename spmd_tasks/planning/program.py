@@ -11,7 +11,7 @@ in a fusion, or be carried into the loop from outside.
 """
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
 import operator
@@ -24,7 +24,7 @@ _NO_WORK = frozenset({'parameter', 'tuple', 'get-tuple-element', 'bitcast', 'con
 _COPIES = frozenset({'bitcast', 'copy', 'convert', 'reshape', 'broadcast', 'copy-done', 'bitcast-convert', 'transpose'})
 _HANDED_ON = _COPIES | {'copy-start', 'optimization-barrier', 'opt-barrier'}
 _COUNTERS = frozenset({'s8', 'u8', 's16', 'u16', 's32', 'u32', 's64', 'u64'})
-_OPERATIONS = {
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
   'add': operator.add, 'subtract': operator.sub, 'multiply': operator.mul, 'minimum': min, 'maximum': max,
   'LT': operator.lt, 'LE': operator.le, 'GT': operator.gt, 'GE': operator.ge, 'NE': operator.ne, 'EQ': operator.eq,
 }  # fmt: skip

@@ -106,7 +106,8 @@ def search_plans(
   """
   space = _Space(*resolve(()), can_offload)
   start = space.start(num_devices, num_slices)
-  order, queue, seen = itertools.count(1), [((0.0,), 0, start)], {start}
+  queue: list[tuple[tuple[float, ...], int, Setting]] = [((0.0,), 0, start)]
+  order, seen = itertools.count(1), {start}
   trials: list[Trial] = []
   state_of: dict[Any, float] = {}  # by mesh
   num_refused, num_pruned, last_refusal, num_taken = 0, 0, 'none', 0
@@ -193,7 +194,7 @@ class _Space:
   def overrides(self, setting: Setting) -> Overrides:
     """The overrides that make the experiment have a setting: those that change it."""
     own = self._own
-    changed = [('ici_mesh_shape', _sizes(setting.ici))] * (setting.ici != own.ici)
+    changed: list[tuple[str, Any]] = [('ici_mesh_shape', _sizes(setting.ici))] * (setting.ici != own.ici)
     changed += [('dcn_mesh_shape', _sizes(setting.dcn))] * (setting.dcn != own.dcn)
     changed += [(path, setting.remat) for path in self._remat_paths if setting.remat != own.remat]
     changed += [(path, str(count)) for path, count in setting.microbatches if count != dict(own.microbatches)[path]]
@@ -221,7 +222,7 @@ class _Space:
   def _splits_rows(self, setting: Setting) -> bool:
     """Whether microbatches of the learner are so small that some devices hold padding alone."""
     experiment = self.job.experiment
-    batch, count = getattr(experiment, 'batch_size', None), dict(setting.microbatches).get(MICROBATCHES[0], 1)
+    batch, count = getattr(experiment, 'batch_size', 0), dict(setting.microbatches).get(MICROBATCHES[0], 1)
     axes = next((axes for name, axes in experiment.axis_rules if name == 'batch'), None)
     names = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple) else ()
     dcn = setting.dcn or (1,) * len(setting.ici)

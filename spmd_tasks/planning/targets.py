@@ -96,7 +96,7 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
     devices = make(target.chip, target.slice_shape, target.num_slices)
     error: Any = None if len(devices) == target.num_devices else f'it makes {len(devices)} devices of it'
   except Exception as raised:  # whatever the library raises for a name that it does not know
-    devices, error = (), raised
+    devices, error = [], raised
   if error is not None:
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     raise UserError(
@@ -146,7 +146,8 @@ def parse_target(text: str, *, num_cpu_devices: int | None = None) -> Target:
   if wrong is not None:
     raise UserError(f'target {text!r} {wrong}: take one such as {example}.')
   if chip.platform == 'gpu' and len(shape) == 2:
-    shape, num_slices = shape[:1], shape[1]
+    per_node, num_slices = shape
+    shape = (per_node,)
   if chip.platform == 'tpu':
     written = (f'{num_slices}x ' if num_slices > 1 else '') + f'{name}:{"x".join(map(str, shape))}'
   else:
