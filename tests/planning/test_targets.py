@@ -90,6 +90,7 @@ def test_without_its_compiler_a_target_says_what_installs_it(monkeypatch):
 
 
 def test_more_fake_devices_than_jax_has_started_with():
+  assert len(parse_target('cpu:8').devices()) == 8
   with pytest.raises(UserError, match='needs 9 fake devices but JAX has started with 8: plan in a new process'):
     parse_target('cpu:9').devices()
 
