@@ -105,10 +105,15 @@ class EmergencyExit:
     threading.Thread(target=self._watch_departures, name='departures', daemon=True).start()
 
   def attach(self, describe: Callable[..., tuple[str, str]] | None):
-    """Makes later reports include what RankRecords.describe says. With None the caller tells the others of the end."""
+    """Makes later reports include what RankRecords.describe says; departures are watched, if they were not before.
+
+    With None the caller tells the others of the end.
+    """
     self._describe = describe
     if describe is None:
       self._job = None
+    elif self._job is None:  # somebody else has initialized jax.distributed
+      self.watch_departures()
 
   def set_position_source(self, position: Callable[[], Position]):
     """Sets the function that gives this process's position for reports (the watchdog's)."""
