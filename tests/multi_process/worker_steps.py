@@ -53,7 +53,6 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
     collective_timeout_s=args.collective_timeout_s,
   )
   initialize(settings)
-  emergency.watch_departures()
   rank_records._VISIBLE_LIMIT_S = args.visible_limit_s
   records = open_rank_records(args.job_log_dir) if jax.process_count() > 1 else None
   if records is not None:
