@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.layers.attention.relative_bias import RelativePositionBias
 from spmd_tasks.layers.base import layer_scope, run_stack
@@ -37,9 +38,15 @@ class EncoderDecoderLm(LanguageModel, kw_only=True):
     if 'encoder_ids' not in batch:
       return context, {}
     x, segment_ids, segment_pos = self._embed(batch, 'encoder_', train)
-    given = {} if self.encoder_position_bias is None else {'position_bias': self.encoder_position_bias()}
+    given: dict[str, Any] = {}
+    if self.encoder_position_bias is not None:
+      given['position_bias'] = self.encoder_position_bias()
+    if self.masks_zeros:
+      given['token_mask'] = batch['encoder_ids'] > 0
     with layer_scope(encodes=True):
       x, aux = run_stack(self.encoder_stack, x, segment_ids, segment_pos, train=train, **given)
     # T5X shares no mask here, whatever it shares elsewhere.
     encoded = self._dropout(self.encoder_norm(x), train, broadcast_dims=())
+    if self.masks_zeros:
+      encoded = jnp.where(given['token_mask'][..., None], encoded, 0)
     return context | {'encoded': encoded, 'encoder_segment_ids': segment_ids}, aux

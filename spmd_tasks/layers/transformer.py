@@ -125,27 +125,33 @@ class TransformerBlock(WithSublayers, kw_only=True):
     prefix_mask: jax.Array | None = None,
     encoded: jax.Array | None = None,
     encoder_segment_ids: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, Aux]:
-    """Returns ([B, T, D], aux of the sublayers) for x [B, T, D]; the other arguments are those of Attention."""
+    """Returns ([B, T, D], aux of the sublayers) for x [B, T, D]; the other arguments are those of Attention.
+
+    Where `token_mask` [B, T] is False, the inputs of all sublayers are zeros, and `ffn` sees padding.
+    """
     if encoded is not None and self.cross_attention is None:
       raise UserError('the blocks of a decoder need cross_attention, such as Attention(cross=True): set it.')
     ids, positions = {'segment_ids': segment_ids}, {'segment_pos': segment_pos}
     given = {**ids, **positions, 'position_bias': position_bias, 'prefix_mask': prefix_mask}
-    x, attention_aux = self._add('attention', self.attention, x, train, given)
+    x, attention_aux = self._add('attention', self.attention, x, train, given, token_mask)
     cross_aux: Aux = {}
     if self.cross_attention is not None:
       given = {**ids, **positions, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
-      x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, given)
-    x, aux = self._add('ffn', self.ffn, x, train, ids)
+      x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, given, token_mask)
+    ids = ids if token_mask is None else {'segment_ids': token_mask.astype(jnp.int32)}
+    x, aux = self._add('ffn', self.ffn, x, train, ids, token_mask)
     return x, {**attention_aux, **cross_aux, **aux}
 
   @nn.nowrap
   def _add(
-    self, role: str, layer: nn.Module, x: jax.Array, train: bool, given: Mapping[str, Any]
+    self, role: str, layer: nn.Module, x: jax.Array, train: bool, given: Mapping[str, Any], mask: jax.Array | None
   ) -> tuple[jax.Array, Aux]:
     """Adds a sublayer's output to the residual stream."""
-    y, aux = run_layer(role, layer, self._norm(f'{role}_norm', x, self.pre_norm), **given, train=train)
+    y = self._norm(f'{role}_norm', x, self.pre_norm)
+    y, aux = run_layer(role, layer, y if mask is None else jnp.where(mask[..., None], y, 0), **given, train=train)
     y = self._norm(f'{role}_post_norm', y, self.post_norm)
     y = nn.Dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, deterministic=not train)(y)
     return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux
