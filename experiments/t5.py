@@ -12,8 +12,10 @@ import fiddle as fdl
 
 from spmd_tasks import register
 from spmd_tasks.inputs import SyntheticText
+from spmd_tasks.layers.moe import ExpertChoiceRouter
 from spmd_tasks.learning import AdamW
-from spmd_tasks.recipes import EncoderDecoderLanguageModel
+from spmd_tasks.recipes import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
+from spmd_tasks.sharding import DataExpertModelMesh
 
 
 class V10(EncoderDecoderLanguageModel):
@@ -185,3 +187,38 @@ class DecoderTiny(_Tiny):
     return fdl.Config(
       SyntheticText, batch_size=self.batch_size, seq_len=self.seq_len, vocab_size=self.vocab_size, seed=self.seed
     )
+
+
+class _TinyExperts(_Tiny, MoeEncoderDecoderLanguageModel):
+  """4 experts in every second block; mesh data 2 x expert 2 x mdl 2."""
+
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=2)
+  num_experts = 4
+  num_groups_multiple_of = 4
+  max_group_size = 64
+
+
+@register
+class SwitchTiny(_TinyExperts):
+  """Switch in small: top-1 (Fedus et al., 2022)."""
+
+  activation = 'relu'
+  is_gated = False
+
+
+@register
+class StMoeTiny(_TinyExperts):
+  """ST-MoE in small: top-2, in the encoder by the batch's priorities (Zoph et al., 2022)."""
+
+  num_selected_experts = 2
+  prioritizes_batch = True
+
+
+@register
+class ExpertChoiceTiny(_TinyExperts):
+  """Experts choose in the encoder (Zhou et al., 2022), tokens in the decoder, which must not look ahead; in small."""
+
+  def router(self, *, encodes: bool) -> fdl.Config:
+    if not encodes:
+      return super().router(encodes=False)
+    return fdl.Config(ExpertChoiceRouter, num_experts=self.num_experts, **self.capacity())

@@ -28,8 +28,8 @@ class LanguageModel(WithSublayers, kw_only=True):
     position_bias: relative position biases that all layers of `stack` share; None: they have none, or their own.
     dropout_rate: in training, of the embeddings and of the final norm's output; needs the rng `dropout`.
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
-    masks_zeros: whether the inputs of all sublayers are zeros at tokens 0, but for one that begins a row or that another
-      token follows (Flaxformer's mask; it decides which padding the experts of a mixture compute).
+    masks_zeros: whether the inputs of all sublayers are zeros at tokens 0, but for one that begins a row or that
+      another token follows (Flaxformer's mask; it decides which padding the experts of a mixture compute).
     num_logit_chunks: with more than 1, and with `labels` in the batch, the logits of this part of the tokens are in
       memory at a time, and the model returns the `label_scores` that its loss needs in place of all logits. It must
       divide T. Worth it where B x T x V is large: float32 logits of 8,192 tokens and 128,256 words are 4.2 GB.

@@ -20,7 +20,7 @@ from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.recipes.dense import DenseLanguageModel
-  from spmd_tasks.recipes.encoder_decoder import EncoderDecoderLanguageModel
+  from spmd_tasks.recipes.encoder_decoder import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
   from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
   from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
   from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
@@ -29,6 +29,7 @@ with epy.lazy_api_imports(globals()):
 __all__ = [
   'DenseLanguageModel',
   'EncoderDecoderLanguageModel',
+  'MoeEncoderDecoderLanguageModel',
   'MoeLanguageModel',
   'PipelinedLanguageModel',
   'SyntheticLanguageModel',

@@ -20,6 +20,7 @@ from spmd_tasks.layers import (
   TransformerStack,
 )
 from spmd_tasks.layers.attention import Attention, RelativePositionBias
+from spmd_tasks.layers.moe import CapacityGather, DerivedGroupSize, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.learning import Adafactor, Learner, LinearWarmupRsqrt
 from spmd_tasks.recipes.dense import DenseLanguageModel
 from spmd_tasks.runtime import DecodeSettings, Task
@@ -75,8 +76,9 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
       **self._dropout(),
     )
 
-  def mixture(self) -> fdl.Config | None:
-    """The feed-forward sublayer of every `mixture_every`-th block, such as a MixtureOfExperts; None: of no block."""
+  def mixture(self, *, encodes: bool) -> fdl.Config | None:
+    """The feed-forward sublayer of every `mixture_every`-th block of a stack, such as a MixtureOfExperts, or None."""
+    del encodes
     return None
 
   def attention(self, **settings: Any) -> fdl.Config[Attention]:
@@ -119,7 +121,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
   def stack(self, *, encodes: bool = False) -> fdl.Config[TransformerStack]:
     """All blocks of the decoder, or of the encoder."""
     num_layers, every = self.num_encoder_layers if encodes else self.num_layers, self.mixture_every
-    mixture, block = self.mixture(), self.block(self.ffn(), encodes=encodes)
+    mixture, block = self.mixture(encodes=encodes), self.block(self.ffn(), encodes=encodes)
     if mixture is not None:
       if num_layers % every:
         raise UserError(f'{num_layers} layers are no multiple of mixture_every={every}: change one of them.')
@@ -197,3 +199,62 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
 
   def _dropout(self) -> dict[str, Any]:
     return {'dropout_rate': self.dropout_rate, 'dropout_broadcast_dims': (-2,)}
+
+
+class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
+  """T5 with experts in every `mixture_every`-th block, as Flaxformer has them: capacities, groups, padding, masks.
+
+  The number of groups is a multiple of `num_groups_multiple_of`: in Flaxformer the number of experts times their
+  replicas, on any mesh here.
+  """
+
+  num_experts: int = 8
+  num_selected_experts: int = 1
+  capacity_factor: float = 1.25
+  eval_capacity_factor: float = 2.0
+  max_group_size: int = 4096
+  num_groups_multiple_of: int = 8
+  prioritizes_batch: bool = False  # in the encoder alone: a decoder would look ahead
+  ignores_padding: bool = False
+  load_balance_weight: float = 0.01
+  router_z_weight: float = 1e-4
+
+  def router(self, *, encodes: bool) -> fdl.Config:
+    """The router of the encoder's or of the decoder's mixtures."""
+    del encodes
+    return fdl.Config(TopKRouter, num_experts=self.num_experts, num_selected=self.num_selected_experts)
+
+  def capacity(self) -> dict[str, Any]:
+    """The fields of the capacity and of the groups."""
+    groups = fdl.Config(
+      DerivedGroupSize, max_size=self.max_group_size, num_groups_multiple_of=self.num_groups_multiple_of
+    )
+    factors = {'capacity_factor': self.capacity_factor, 'eval_capacity_factor': self.eval_capacity_factor}
+    return {**factors, 'min_capacity': 4, 'group_size': groups}
+
+  def mixture(self, *, encodes: bool) -> fdl.Config[MixtureOfExperts]:
+    ffn = self.ffn()
+    return fdl.Config(
+      MixtureOfExperts,
+      router=self.router(encodes=encodes),
+      experts=fdl.Config(
+        Experts,
+        num_experts=self.num_experts,
+        hidden_dim=ffn.hidden_dim,
+        gated=self.is_gated,
+        activation=self.activation,
+        dtype=self.dtype,
+      ),
+      computation=fdl.Config(
+        CapacityGather, **self.capacity(), priority='score' if encodes and self.prioritizes_batch else 'position'
+      ),
+      padding='counted' if self.ignores_padding else 'routed',
+      load_balance_shards='groups',
+    )
+
+  def language_model(self) -> fdl.Config[LanguageModel]:
+    return fdl.copy_with(super().language_model(), masks_zeros=True)
+
+  def loss(self) -> fdl.Config[LanguageModelLoss]:
+    weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': self.router_z_weight}
+    return fdl.copy_with(super().loss(), aux_loss_weights=weights)

@@ -30,9 +30,8 @@ def test_all_tokens_are_seen_but_zeros_that_no_token_follows():
     model = LanguageModel(embedding=embedding, stack=stack, final_norm=RmsNorm(), masks_zeros=masks_zeros)
     batch = {'ids': IDS, **segments}
     variables = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0), batch))
-    variables['params']['embedding']['table'] = variables['params']['embedding']['table'].replace_boxed(jnp.ones((11, 4)))
-    variables['params']['stack'] = jax.tree.map(jnp.ones_like, variables['params']['stack'])
-    variables['params']['final_norm'] = jax.tree.map(jnp.ones_like, variables['params']['final_norm'])
+    for name in ('embedding', 'stack', 'final_norm'):
+      variables['params'][name] = jax.tree.map(jnp.ones_like, variables['params'][name])
     _, captured = model.apply(variables, batch, capture_intermediates=lambda module, _: isinstance(module, SeesZeros))
     (y, _), *_ = jax.tree.leaves(captured, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2)
     return np.asarray(y).reshape(8, 4)[:, 0]
