@@ -265,7 +265,9 @@ class Comparison:
       return -self.model.task.compute_loss(variables, batch, train=False).per_example['cross_entropy']
 
     step = self.model.batch_step('scores', self.spec, scores_of)
-    scores = np.asarray(step(state.variables, step.place(case.batch)))
+    # T5X scored and decoded rows, of packed ones too, as single texts.
+    rows = {name: x for name, x in case.features.items() if not name.endswith(('_segment_ids', '_positions'))}
+    scores = np.asarray(step(state.variables, step.place(case.batch | contract_batch(rows))))
     expected = np.array(want['score_batch'])
     self.note('scores', float(np.abs(scores - expected).max() / np.abs(expected).max()))
     num_tokens = case.config['lengths'][1]
