@@ -73,7 +73,7 @@ def test_attention(rng, fields):
     logit_cap=layer.logit_cap,
     scale=layer.softmax_scale,
   )
-  actual = layer.apply({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
+  actual = jax.jit(layer.apply)({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -88,9 +88,9 @@ def _rotation(rotary):
 def test_no_segment_ids_means_one_document(rng):
   x = rng.normal(size=(2, 6, 30)).astype(np.float32)
   layer, one_document, pos = Attention(num_heads=3), np.ones((2, 6), int), np.tile(np.arange(6), (2, 1))
-  weights = _weights(layer, x, rng)
+  weights, apply = _weights(layer, x, rng), jax.jit(layer.apply)
   np.testing.assert_allclose(
-    layer.apply({'params': weights}, x, None, pos), layer.apply({'params': weights}, x, one_document, pos), rtol=1e-6
+    apply({'params': weights}, x, None, pos), apply({'params': weights}, x, one_document, pos), rtol=1e-6
   )
 
 

@@ -116,7 +116,9 @@ def _generate(model, weights, ids):
   """Logits [B, T, V] of the columns behind each row's prompt, one at a time; the rest are NaN."""
 
   def place(fresh, full):
-    return jnp.zeros(full.shape, full.dtype).at[..., : fresh.shape[-2], :].set(fresh)
+    # What an earlier sequence left in places that are not read must not matter.
+    cache = jnp.zeros(full.shape, full.dtype).at[..., : fresh.shape[-2], :].set(fresh)
+    return cache.at[..., LENGTHS.max() :, :].set(1e3)
 
   def write(cache, new, positions, active):
     for row in range(len(LENGTHS)):
@@ -145,8 +147,6 @@ def _generate(model, weights, ids):
     return outputs['logits'][:, 0], jax.tree.map(lambda c, n: write(c, n, positions, active), cache, new)
 
   cache = prefill(weights)
-  # What an earlier sequence left in places that are not read must not matter.
-  cache = jax.tree.map(lambda x: x.at[..., LENGTHS.max() :, :].set(1e3), cache)
   logits = np.full((*ids.shape, VOCAB), np.nan, np.float32)
   rows = np.arange(len(LENGTHS))
   for i in range(NUM_STEPS):
@@ -186,12 +186,17 @@ def test_a_chunk_goes_on_where_the_cache_ends(rng):
   weights = random_weights(model)
   ids = rng.integers(1, VOCAB, (1, 8)).astype(np.int32)
   positions = np.arange(8)[None].astype(np.int32)
-  expected = model.apply({'params': weights}, {'ids': ids})['logits']
-  _, variables = model.apply({'params': weights}, {'ids': ids}, mutable='new_cache')
-  cache = jax.tree.map(lambda x: x.at[..., 3:, :].set(0), unbox_weights(variables['new_cache']))
-  chunk = {'ids': ids[:, 3:7], 'segment_pos': positions[:, 3:7]}
-  outputs, _ = model.apply({'params': weights, 'cache': cache}, chunk, mutable='new_cache')
-  np.testing.assert_allclose(outputs['logits'], expected[:, 3:7], rtol=1e-4, atol=2e-5)
+
+  @jax.jit
+  def whole_and_chunk(weights):
+    whole, variables = model.apply({'params': weights}, {'ids': ids}, mutable='new_cache')
+    cache = jax.tree.map(lambda x: x.at[..., 3:, :].set(0), unbox_weights(variables['new_cache']))
+    chunk = {'ids': ids[:, 3:7], 'segment_pos': positions[:, 3:7]}
+    outputs, _ = model.apply({'params': weights, 'cache': cache}, chunk, mutable='new_cache')
+    return whole['logits'][:, 3:7], outputs['logits']
+
+  expected, actual = whole_and_chunk(weights)
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_logit_columns_selects(rng):
@@ -199,8 +204,9 @@ def test_logit_columns_selects(rng):
   weights = random_weights(model)
   ids = rng.integers(1, VOCAB, (2, 5)).astype(np.int32)
   columns = np.array([[4, 0], [2, 2]])
-  every = model.apply({'params': weights}, {'ids': ids})['logits']
-  some = model.apply({'params': weights}, {'ids': ids, 'logit_columns': columns})['logits']
+  apply = jax.jit(model.apply)
+  every = apply({'params': weights}, {'ids': ids})['logits']
+  some = apply({'params': weights}, {'ids': ids, 'logit_columns': columns})['logits']
   np.testing.assert_allclose(some, np.asarray(every)[np.arange(2)[:, None], columns], rtol=1e-5, atol=1e-6)
 
 

@@ -45,6 +45,10 @@ def draw(rng, mask=None):
   )
 
 
+def sum_trees(trees):
+  return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
+
+
 def real_tokens(routing, rows=slice(None)):
   """The real tokens' logits [n, E], scores [n, E] and expert ids [n, k] of some rows, in float64."""
   mask = np.ones((B, T), bool) if routing.token_mask is None else routing.token_mask
@@ -67,7 +71,7 @@ def test_shards_may_be_smaller_than_a_row_or_cross_rows(num_shards, num_parts, r
     with layer_scope(part=BatchPart(index=jnp.int32(m), count=num_parts)):
       return balance.routing_sums(jax.tree.map(lambda x: x[rows], routing), num_shards=num_shards)
 
-  added = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(sums, range(num_parts)))
+  added = jax.jit(lambda: sum_trees(map(sums, range(num_parts))))()
   np.testing.assert_allclose(balance.load_balance_loss(added), expected, rtol=1e-5)
 
 
@@ -177,9 +181,8 @@ def test_sums_of_the_parts_of_a_batch_add_up_to_the_values_of_the_whole(num_shar
     ratios = {'of_the_part': (jnp.float32(rows[0]), jnp.float32(len(rows)))}
     return balance.routing_sums(part, num_shards=num_shards).replace(ratios=ratios)
 
-  whole = sums(np.arange(B)).values()
-  first, second = sums(np.array([0, 2])), sums(np.array([1, 3]))
-  added = jax.tree.map(jnp.add, first, second).values()
+  whole = jax.jit(lambda: sums(np.arange(B)).values())()
+  added = jax.jit(lambda: sum_trees([sums(np.array([0, 2])), sums(np.array([1, 3]))]).values())()
   assert added.pop('of_the_part') == (0 + 1) / (2 + 2)
   for name, value in added.items():
     np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
@@ -216,14 +219,14 @@ def test_losses_and_statistics_of_a_sharded_batch_take_one_all_reduce(rng):
 @pytest.mark.parametrize('num_shards', [1, 2, 4])
 def test_shards_are_of_the_whole_batch_whatever_its_microbatches(num_parts, num_shards, rng):
   routing = draw(rng, rng.random((B, T)) < 0.6)
-  expected = balance.routing_sums(routing, num_shards=num_shards)
+  expected = jax.jit(lambda: balance.routing_sums(routing, num_shards=num_shards))()
 
   def sums(m):
     rows = slice(m * B // num_parts, (m + 1) * B // num_parts)
     with layer_scope(part=BatchPart(index=jnp.int32(m), count=num_parts)):
       return balance.routing_sums(jax.tree.map(lambda x: x[rows], routing), num_shards=num_shards)
 
-  added = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(sums, range(num_parts)))
+  added = jax.jit(lambda: sum_trees(map(sums, range(num_parts))))()
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), added, expected)
 
 
