@@ -105,7 +105,7 @@ def _loss_and_gradients(model, batch):
 def test_bfloat16_compute_is_close_and_its_gradients_are_float32():
   weights, loss, gradients = _float32_loss_and_gradients()
   model = tiny_model(dtype='bfloat16')
-  assert model.apply({'params': weights}, packed_batch())['logits'].dtype == np.float32
+  assert jax.eval_shape(model.apply, {'params': weights}, packed_batch())['logits'].dtype == np.float32
   loss_16, gradients_16 = jax.jit(_loss_and_gradients(model, packed_batch()))(weights)
   np.testing.assert_allclose(loss_16, loss, rtol=1e-2)
   assert loss_16 != loss

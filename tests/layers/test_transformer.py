@@ -189,8 +189,9 @@ def test_a_sequence_of_stacks_is_its_layers_in_order():
     'stack_0': {'layers': jax.tree.map(lambda w: w[:2], layers)},
     'stack_1': {'layers': jax.tree.map(lambda w: w[2:], layers)},
   }
-  expected = model.apply({'params': weights}, batch)['logits']
-  actual = model.clone(stack=StackSequence(stacks=parts)).apply({'params': weights | {'stack': split}}, batch)['logits']
+  expected = jax.jit(model.apply)({'params': weights}, batch)['logits']
+  sequence = model.clone(stack=StackSequence(stacks=parts))
+  actual = jax.jit(sequence.apply)({'params': weights | {'stack': split}}, batch)['logits']
   np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
   x = jnp.zeros((2, 3, 8))

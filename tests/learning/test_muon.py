@@ -175,12 +175,13 @@ def test_qk_clip_shrinks_the_heads_whose_largest_logit_passed_the_bound(num_kv_h
   attention = Attention(num_heads=4, num_kv_heads=num_kv_heads, rotary=None, qk_clip=3.0, window=280)
   x = jnp.asarray(rng.normal(size=(2, 300, 8)), jnp.float32)
   segment_ids = jnp.asarray([[1] * 200 + [2] * 90 + [0] * 10, [1] * 300], jnp.int32)
-  variables = attention.init(jax.random.key(0), x, segment_ids)
+  variables = jax.jit(attention.init)(jax.random.key(0), x, segment_ids)
   variables = jax.tree.map(lambda box: box.unbox(), variables, is_leaf=lambda box: hasattr(box, 'unbox'))
   x = x.at[0, 290:].mul(100.0)  # padding does not count
   weights = variables['params']
   weights['query']['kernel'] *= jnp.asarray([0.01, 1, 3, 6])[None, :, None]
-  _, updated = attention.apply(variables, x, segment_ids, train=True, mutable='weight_factors')
+  apply = jax.jit(lambda variables: attention.apply(variables, x, segment_ids, train=True, mutable='weight_factors'))
+  _, updated = apply(variables)
 
   wide = lambda name: np.einsum('btd,dhk->bthk', np.asarray(x, np.float64), np.asarray(weights[name]['kernel'], float))
   logits = np.einsum('bthk,bshk->bhts', wide('query'), np.repeat(wide('key'), 4 // num_kv_heads, axis=2)) / np.sqrt(2)

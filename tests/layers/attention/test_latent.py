@@ -73,7 +73,7 @@ def latent_attention(x, weights, *, scale, epsilon=1e-6, amplitude=1.0):
 def test_is_attention_to_keys_and_values_of_every_head(rng, fields, settings):
   layer, x = make_layer(**fields), rng.normal(size=(B, T, D)).astype(np.float32)
   weights = draw_weights(layer, rng)
-  actual = layer.apply({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
+  actual = jax.jit(layer.apply)({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
   np.testing.assert_allclose(actual, latent_attention(x.astype(np.float64), weights, **settings), rtol=1e-4, atol=1e-5)
 
 

@@ -71,9 +71,9 @@ def test_a_shared_expert_comes_on_top(rng):
   shared = GatedFeedForward(hidden_dim=F)
   layer = make_layer(shared_expert=shared)
   weights = weights_of(layer, x)
-  y, _ = layer.apply({'params': weights}, x)
-  routed, _ = routed_only.apply({'params': {name: weights[name] for name in ('router', 'experts')}}, x)
-  dense, _ = shared.apply({'params': weights['shared_expert']}, x)
+  y, _ = jax.jit(layer.apply)({'params': weights}, x)
+  routed, _ = jax.jit(routed_only.apply)({'params': {name: weights[name] for name in ('router', 'experts')}}, x)
+  dense, _ = jax.jit(shared.apply)({'params': weights['shared_expert']}, x)
   np.testing.assert_allclose(y, dense + routed, rtol=1e-5, atol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_experts_start_different_at_the_scale_of_a_dense_network(rng):
 def test_the_values_of_a_layer(rng):
   layer = make_layer(computation=CapacityGather(capacity_factor=0.5, min_capacity=1))
   x = tokens(rng)
-  _, aux = layer.apply({'params': weights_of(layer, x)}, x, SEGMENTS)
+  _, aux = jax.jit(layer.apply)({'params': weights_of(layer, x)}, x, SEGMENTS)
   values = aux['routing'].values()
   assert {'load_balance_loss', 'router_z_loss', 'expert_load', 'max_expert_load', 'router_entropy'} <= values.keys()
   assert {'router_confidence', 'fraction_dropped', 'expert_usage'} <= values.keys()
