@@ -55,8 +55,10 @@ def test_what_has_weights_and_no_counterpart_is_listed(run_pax, tmp_path):
   missing, _, rest = lists.partition('Not translated, so training differs:\n')
   attention = 'LanguageModel.lm_tpl.stacked_transformer_tpl.block.transformer_layer_params_tpl.tr_atten_tpl'
   assert [line.strip() for line in missing.splitlines()] == [
+    f'{attention}.output_proj_use_nhd_shape=True',
     f"{attention}.relative_bias_tpl='RelativeBias'",
     f'{attention}.attention_extra_logit=0.0',
+    f'{attention}.proj_tpl.attention_combine_dims=True',
   ]
   assert 'Not compared, because something with weights is not translated' in rest
   assert 'relative_bias.wrb' in rest
