@@ -262,8 +262,8 @@ def test_evaluation_of_another_batch_size_has_the_numbers_of_one_device(batch_si
 @pytest.mark.parametrize(
   'num_microbatches, num_rows, num_shards, message',
   [
-    (4, 8, 1, "group_size=48 makes groups of 8 rows of 6 tokens, but each of the pipeline's 4 microbatches has 4 rows"),
-    (4, 2, 3, 'load_balance_shards=3 must divide the 16 rows .or groups. of the batch'),
+    (4, 8, 1, "group_size=48 makes groups of 48 tokens, but each of the pipeline's 4 microbatches has 24"),
+    (4, 2, 5, 'load_balance_shards=5 must divide the tokens of the batch'),
     (4, 2, 0, 'load_balance_shards=0 must be at least 1'),
   ],
 )
