@@ -40,9 +40,8 @@ from spmd_tasks.bridges.t5x.exporting import write_state  # noqa: E402
 from spmd_tasks.bridges.t5x.origin import T5xOrigin  # noqa: E402
 from spmd_tasks.decoding import DecodeSteps, Request  # noqa: E402
 from spmd_tasks.decoding.generation import generate, search  # noqa: E402
-from spmd_tasks.layers import moe  # noqa: E402
 from spmd_tasks.learning import Adafactor, Learner, ProductOfFactors  # noqa: E402
-from spmd_tasks.recipes import EncoderDecoderLanguageModel  # noqa: E402
+from spmd_tasks.recipes import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel  # noqa: E402
 from spmd_tasks.runtime import DecodeSettings, Task, partition_spmd_model  # noqa: E402
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES  # noqa: E402
 
@@ -103,10 +102,18 @@ class Case:
     }
     experiment = EncoderDecoderLanguageModel(**settings)
     if 'experts' in c:
-      experiment = MixtureExperiment(**settings, config=c)
-    loss = experiment.loss()
-    if 'experts' in c:
-      loss.aux_loss_weights = {'load_balance_loss': c['aux'], 'router_z_loss': c.get('router_z', 1e-3)}
+      experiment = MoeEncoderDecoderLanguageModel(
+        **settings,
+        num_experts=c['experts'],
+        num_selected_experts=c['top_k'],
+        capacity_factor=c['capacity'],
+        eval_capacity_factor=c.get('eval_capacity', 2.0),
+        max_group_size=c['group'],
+        num_groups_multiple_of=max(c['experts'], NUM_DEVICES),
+        prioritizes_batch=c.get('batch_prioritized', True),
+        load_balance_weight=c['aux'],
+        router_z_weight=c.get('router_z', 1e-3),
+      )
     factors, base, warmup = c['learning_rate'].split(', ')
     schedule = ProductOfFactors(factors=factors, base=float(base), warmup_steps=int(warmup.split()[-1]))
     decode = DecodeSettings(
@@ -121,46 +128,10 @@ class Case:
     )
     return Task(
       model=fdl.build(experiment.language_model()),
-      loss=fdl.build(loss),
+      loss=fdl.build(experiment.loss()),
       learner=Learner(optimizer=Adafactor.as_t5x(learning_rate=schedule)),
       decode=decode,
     )
-
-
-class MixtureExperiment(EncoderDecoderLanguageModel):
-  """With Flaxformer's mixture of experts in every second layer."""
-
-  config: Any = None
-
-  def mixture(self) -> fdl.Config:
-    c = self.config
-    num_experts = c['experts']
-    groups = moe.DerivedGroupSize(max_size=c['group'], num_groups_multiple_of=max(num_experts, NUM_DEVICES))
-    return fdl.Config(
-      moe.MixtureOfExperts,
-      router=fdl.Config(moe.TopKRouter, num_experts=num_experts, num_selected=c['top_k']),
-      experts=fdl.Config(moe.Experts, num_experts=num_experts, hidden_dim=self.hidden_dims, activation=self.activation),
-      computation=fdl.Config(
-        moe.CapacityEinsum,
-        capacity_factor=c['capacity'],
-        eval_capacity_factor=c.get('eval_capacity', c['capacity']),
-        min_capacity=c.get('min_capacity', 4),
-        group_size=groups,
-      ),
-      padding='routed',
-      load_balance_shards='groups',
-    )
-
-  def stack(self, *, encodes: bool = False) -> fdl.Config:
-    stack = super().stack(encodes=encodes)
-    # Flaxformer's encoders prefer tokens by their scores, decoders by their positions.
-    stack.block.blocks[-1].ffn.computation.priority = 'score' if encodes else 'position'
-    return stack
-
-  def language_model(self) -> fdl.Config:
-    model = super().language_model()
-    model.masks_zeros = True
-    return model
 
 
 class Comparison:
@@ -195,7 +166,7 @@ class Comparison:
     """Returns a canonical tree like the weights by T5X's names."""
     table = Layout.of(names, 'the weights').weights(self.shapes).inverse()
     flat = traverse_util.flatten_dict(tree, sep='/')
-    return dict(table.convert(lambda name: np.asarray(flat[name]), {n: jax.ShapeDtypeStruct((), 'f4') for n in names}))
+    return table.convert(flat, {name: jax.ShapeDtypeStruct((), 'f4') for name in names})
 
   def compare_weights(self, state: Any) -> None:
     final = self.case.final

@@ -45,7 +45,7 @@ def theirs(tree):
   flat = traverse_util.flatten_dict(tree, sep='/')
   table = layout.weights(one.shapes).inverse()
   names = {slot.name: jax.ShapeDtypeStruct((), 'f4') for rule in table.rules for slot in rule.target}
-  return dict(table.convert(lambda name: np.asarray(flat[name]), names))
+  return table.convert(flat, names)
 
 state, step = one.model.init(3), one.model.train_step
 np.savez(directory / 'initial_weights.npz', **theirs(one.model.to_canonical(state).weights))
