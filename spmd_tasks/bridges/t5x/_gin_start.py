@@ -66,6 +66,8 @@ def _continue_model_dir(made: Translation, files: list[str], flags: argparse.Nam
         )
       made.fields |= {'init_from': f't5x:{place}', 'skips_trained_batches': True}
       made.fields['init_from_step'] = max(steps) or None
+      if made.relative_steps:
+        made.fields['num_train_steps'] = made.relative_steps + max(steps)
       return
   flags.job_log_dir = flags.job_log_dir or str(made.model_dir)
 

@@ -19,6 +19,10 @@ from spmd_tasks.bridges.t5x._gin import Node, Setup
 from spmd_tasks.errors import UserError
 
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
+_NOT_DONE = {
+  'eval': "the task's metric_fns are not computed: --mode eval gives loss and accuracy of the split",
+  'decode': "the task's examples are not decoded: give prompts by --decode_input FILE to --mode decode_once",
+}
 _NETWORK = re.compile(r't5x\.examples\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)')
 _NORMALIZATION = {
   None: 'sum',
@@ -75,6 +79,7 @@ class Translation:
   missing: list[str] = dataclasses.field(default_factory=list)
   notes: list[str] = dataclasses.field(default_factory=list)
   model_dir: str | None = None
+  relative_steps: int | None = None
 
   def lacks(self, what: str, why: str) -> None:
     self.missing.append(f'{what}: {why}')
@@ -102,6 +107,7 @@ def translate(setup: Setup) -> Translation:
     dataset |= {'num_epochs': 1, 'packing': False}
     made.fields |= {'train_data': dataset, 'eval_data': dataset if made.mode == 'eval' else None}
     made.fields |= _sizes_of(dataset) | _start(root.get('restore_checkpoint_cfg'), made)
+    made.notes.append(_NOT_DONE[made.mode])
   _partitioner(root.get('partitioner', None), made)
   _report_rest(root, made)
   return made
@@ -226,6 +232,7 @@ def _training(root: Node, made: Translation) -> None:
   made.fields['num_train_steps'] = root.get('total_steps')
   relative = root.get('relative_steps', None)
   if relative:
+    made.relative_steps = relative
     made.fields['num_train_steps'] = relative + (made.fields.get('init_from_step') or 0)
   seed = root.get('random_seed', None)
   if seed is None:
@@ -295,7 +302,9 @@ def _start(restore: Node, made: Translation) -> dict[str, Any]:
   step = re.fullmatch(r'checkpoint_(\d+)', directory.name)
   if step is None:
     return {'init_from': f't5x:{path}'}
-  return {'init_from': f't5x:{directory.parent}', 'init_from_step': int(step.group(1)) or None}
+  if not int(step.group(1)):  # a field that has no 0: the checkpoint itself is named
+    return {'init_from': f't5x:{path}'}
+  return {'init_from': f't5x:{directory.parent}', 'init_from_step': int(step.group(1))}
 
 
 def _partitioner(partitioner: Node | None, made: Translation) -> None:

@@ -74,6 +74,8 @@ def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
     expand(flags_of('--mode', 'train', '--gin_file', SUMS, '--gin.MODEL_DIR="model_dir"'))
   flags = expanded('--gin.MODEL_DIR="model_dir"', '--job_log_dir', 'new', '--set', 'init_from_step=10')
   assert {'init_from=t5x:model_dir', 'init_from_step=20', 'skips_trained_batches=True'} < set(flags.overrides)
+  flags = expanded('--gin.MODEL_DIR="model_dir"', '--job_log_dir', 'new', '--gin.TRAIN_STEPS_RELATIVE=5')
+  assert 'num_train_steps=25' in flags.overrides
   experiment = T5xExperiment(train_data={'task': 'a', 'lengths': {}}, init_from_step=10, init_from='t5x:a')
   assert experiment.train_input().skip_batches == 0
   experiment = T5xExperiment(
@@ -119,14 +121,24 @@ def test_fine_tuning_starts_from_a_checkpoint():
   wanted |= {'ici_mesh_shape': (1, -1, 2), 'num_microbatches': 4, 'seed': 3}
   assert made.fields | wanted == made.fields
   assert made.fields['rate'] == {'factors': 'constant', 'base': 0.001, 'warmup_steps': 1000}
+  first = translate(read_setup(files, [*NEEDED, "INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_0'"]))
+  assert first.fields['init_from'] == 't5x:/models/small/checkpoint_0'
+  assert 'init_from_step' not in first.fields
 
 
-@pytest.mark.parametrize('run, output', [('eval', 'EVAL_OUTPUT_DIR'), ('infer', 'INFER_OUTPUT_DIR')])
-def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output):
+@pytest.mark.parametrize(
+  'run, output, note',
+  [
+    ('eval', 'EVAL_OUTPUT_DIR', 'metric_fns are not computed'),
+    ('infer', 'INFER_OUTPUT_DIR', 'examples are not decoded'),
+  ],
+)
+def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, note):
   files = ['t5x/examples/t5/t5_1_1/small.gin', f't5x/configs/runs/{run}.gin']
   bound = [*NEEDED, "CHECKPOINT_PATH = '/models/small/checkpoint_1000'", f"{output} = 'x'"]
   made = translate(read_setup(files, bound))
   assert not made.missing
+  assert any(note in each for each in made.notes)
   assert made.fields | {'init_from': 't5x:/models/small', 'init_from_step': 1000} == made.fields
 
 
