@@ -204,7 +204,8 @@ class PromptTokenizer:
     Raises:
       UserError: the prompt does not fit the model or the settings; the message begins with `where`.
     """
-    ids, encoder_ids = self._ids(prompt, where), ()
+    ids: tuple[int, ...] = self._ids(prompt, where)
+    encoder_ids: tuple[int, ...] = ()
     if prompt.decoder_ids and self.encoder_len is None:
       raise UserError(
         f'{where}: decoder_ids are for encoder-decoders, which this model is not: append them to prompt_ids.'

@@ -308,7 +308,7 @@ def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
 
 def encoder_entries(ids: jax.Array | None, lengths: jax.Array | None) -> dict[str, jax.Array]:
   """Returns the entries of a model's batch for the encoder, of texts int32 [P, E] of these lengths; {} for None."""
-  if ids is None:
+  if ids is None or lengths is None:
     return {}
   columns = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
   is_text = (columns < lengths[:, None]).astype(jnp.int32)

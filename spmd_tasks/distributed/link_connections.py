@@ -84,7 +84,7 @@ def connect_pairs(
     pool = stack.enter_context(ThreadPoolExecutor(1))
     admitting = guests and pool.submit(admit, listener, secret, own, guests, silence_limit_s=silence_limit_s)
     joined = {
-      admits: join(*rows[admits][1:], secret, (admits, own), silence_limit_s=silence_limit_s)
+      admits: join(rows[admits][1], rows[admits][2], secret, (admits, own), silence_limit_s=silence_limit_s)
       for joins, admits in pairs
       if joins == own
     }

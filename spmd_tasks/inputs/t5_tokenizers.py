@@ -48,12 +48,12 @@ class SentencePieceTokenizer:
   def _processor(self) -> Any:
     require('t5x', 'sentencepiece', wants=self.path)
     import sentencepiece
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece import sentencepiece_model_pb2 as proto
 
     if not epath.Path(self.path).exists():
       raise UserError(f'there is no SentencePiece model {self.path}: correct the path.')
     try:
-      model = sentencepiece_model_pb2.ModelProto.FromString(read_bytes(self.path))
+      model = proto.ModelProto.FromString(read_bytes(self.path))  # type: ignore[attr-defined]
       for number in reversed(range(self.extra_ids)):
         model.pieces.add(piece=f'▁<extra_id_{number}>', score=0.0, type=model.SentencePiece.USER_DEFINED)
       return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())

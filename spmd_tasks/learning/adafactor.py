@@ -90,7 +90,7 @@ class Adafactor(OptimizerSettings):
       scanned: whether T5X's layers are one weight, as in its `scalable_t5`.
       settings: `learning_rate` and others.
     """
-    defaults = {
+    defaults: dict[str, Any] = {
       'factor_rules': T5X_SCANNED_FACTOR_RULES if scanned else T5X_FACTOR_RULES,
       'momentum_of': 'steps',
       'weight_decay_exponent': 0.0,

@@ -161,7 +161,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     )
 
   def optimizer(self) -> fdl.Config:
-    schedule = fdl.Config(LinearWarmupRsqrt, peak=self.learning_rate, warmup_steps=self.warmup_steps)
+    schedule = fdl.Config(LinearWarmupRsqrt, peak=self.learning_rate, warmup_steps=self.warmup_steps)  # type: ignore[operator]
     return fdl.Config(Adafactor, learning_rate=schedule)
 
   def decode_settings(self) -> fdl.Config[DecodeSettings]:

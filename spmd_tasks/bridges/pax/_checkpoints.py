@@ -136,7 +136,7 @@ class PaxCheckpoint:
       return {}
     described = json.loads(read_text(self.path / _METADATA)).get('train_state_metadata', {})
     arrays = jax.tree_util.tree_leaves_with_path(
-      described, is_leaf=lambda node: isinstance(node, Mapping) and node.get(_ARRAY_TAG)
+      described, is_leaf=lambda node: isinstance(node, Mapping) and bool(node.get(_ARRAY_TAG))
     )
     return {
       _ocdbt_name(path): tuple(array['unpadded_shape'])

@@ -45,7 +45,7 @@ from spmd_tasks.layers import (
 )
 from spmd_tasks.layers.attention import LearnedPositions, SinusoidalPositions
 from spmd_tasks.layers.moe import MixtureOfExperts
-from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
 
 _REMAT_POLICIES = {
   'save_everything': 'none',
@@ -259,7 +259,7 @@ def _translate_stack(settings: Settings, source: str, target: str, context: Cont
   }
   if not num_microbatches:
     return TransformerStack(**fields), rules
-  schedule = 'circular' if num_repeats > 1 else 'gpipe'
+  schedule: ScheduleName = 'circular' if num_repeats > 1 else 'gpipe'
   return PipelinedStack(**fields, num_microbatches=num_microbatches, schedule=schedule, num_repeats=num_repeats), rules
 
 

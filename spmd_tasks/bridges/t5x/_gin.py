@@ -202,7 +202,8 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
           setup.bindings[key] = statement.value
   except (SyntaxError, tokenize.TokenError) as error:
     message = ' '.join(str(error.args[0]).split())
-    line = f' line {error.lineno}' if getattr(error, 'lineno', None) else ''
+    number = getattr(error, 'lineno', None)
+    line = f' line {number}' if number else ''
     raise UserError(f'{name}{line} is not in the syntax of gin: {message}.') from error
 
 

@@ -90,14 +90,16 @@ def _model(example: str, family: str, known: Mapping[str, Any], sizes: tuple[int
   config, module = ('TransformerConfig', 'DecoderWrapper') if is_decoder else ('T5Config', 'Transformer')
   model = 'DecoderOnlyModel' if is_decoder else 'EncoderDecoderModel'
   names = tuple(each for each in _MODELS if each != 'num_encoder_layers') if is_decoder else _MODELS
-  fields = dict(zip(('emb_dim', 'num_heads', 'num_layers', 'head_dim', 'mlp_dim') if is_decoder else names, sizes))
+  fields: dict[str, Any] = dict(
+    zip(('emb_dim', 'num_heads', 'num_layers', 'head_dim', 'mlp_dim') if is_decoder else names, sizes)
+  )
   fields |= {'vocab_size': known['vocab_size'], 'mlp_activations': known['activations']}
   fields |= {'dtype': 'bfloat16', 'dropout_rate': _Raw('%DROPOUT_RATE'), 'logits_via_embedding': known['tied']}
   if example == 'scalable_t5':
     fields |= {'scan_layers': True, 'remat_policy': 'minimal'}
   vocabularies = ('vocabulary',) if is_decoder else ('input_vocabulary', 'output_vocabulary')
   kind = 'ByteVocabulary' if known['vocabulary'] is None else 'SentencePieceVocabulary'
-  optimizer = {'decay_rate': 0.8, 'step_offset': 0}
+  optimizer: dict[str, Any] = {'decay_rate': 0.8, 'step_offset': 0}
   optimizer['logical_factor_rules'] = _Raw('@adafactor.standard_logical_factor_rules()')
   of_model = {'module': _Raw(f'@network.{module}()'), **dict.fromkeys(vocabularies, _Raw('%VOCABULARY'))}
   of_model |= {'optimizer_def': _Raw('%OPTIMIZER'), 'z_loss': _Raw('%Z_LOSS')}

@@ -242,7 +242,16 @@ class SeqIoInput:
 
   def identity(self) -> dict[str, Any]:
     """Returns the settings that decide the batches, as JSON."""
-    names = ('task', 'split', 'batch_size', 'architecture', 'packing', 'loss_on_targets_only', 'shuffle', 'seed')
+    names: tuple[str, ...] = (
+      'task',
+      'split',
+      'batch_size',
+      'architecture',
+      'packing',
+      'loss_on_targets_only',
+      'shuffle',
+      'seed',
+    )
     names += ('num_epochs', 'skip_batches', 'num_shards', 'use_cached', 'trim_output_features')
     return {'kind': 'seqio', **{name: getattr(self, name) for name in names}, 'lengths': self.feature_lengths}
 

@@ -247,10 +247,8 @@ class Attention(WithSublayers, kw_only=True):
         segment_ids, encoder_segment_ids = None, jnp.ones(key.shape[:2], jnp.int32)
       if is_decoding(self) and stored is None:
         write_new_cache(self, {ENCODED + 'key': key, ENCODED + 'value': value}, self.kv_activation_split_dims)
-        segments = {ENCODED + 'segments': encoder_segment_ids[:, :, None, None]}
-        write_new_cache(
-          self, segments, self.kv_activation_split_dims and (*self.kv_activation_split_dims[:2], None, None)
-        )
+        whose = {ENCODED + 'segments': encoder_segment_ids[:, :, None, None]}
+        write_new_cache(self, whose, self.kv_activation_split_dims and (*self.kv_activation_split_dims[:2], None, None))
     elif is_decoding(self):
       if not self.causal or segment_pos is None:
         raise UserError(

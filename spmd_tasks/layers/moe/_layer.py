@@ -140,7 +140,9 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
         raise UserError("load_balance_shards='groups' needs groups: take CapacityGather or CapacityEinsum.")
       if routing.slots is not None:
         return tokens[1]
-      return tokens[0] // tokens_per_group(*routing.scores.shape[:2], self.computation.group_size)
+      return tokens[0] // tokens_per_group(
+        routing.scores.shape[0], routing.scores.shape[1], self.computation.group_size
+      )
     return shards if train else max(n for n in range(1, shards + 1) if all(count % n == 0 for count in tokens))
 
   def _without_drops(self, routing: RouterOutput) -> ExpertComputation:
