@@ -154,6 +154,7 @@ class Wing:
     keeps_numbers: `(path) -> bool`: whether a field at this path of a config only decides how a job runs, so that a
       job may go on with another value.
     fields_of_process: the names of fields that each process of a job may have differently.
+    fields_of_modules: the names of fields that name modules to import, which a saved config alone must not decide.
     prepare_job: `(Job, mode, directory) -> Job`: what a mode (its name) runs in place of a built job, the same job if
       nothing is to be changed; raises a UserError for a job that the mode cannot run in the directory. Like
       `train_hooks` it is called for every job.
@@ -170,6 +171,7 @@ class Wing:
   unbuilt_configs: tuple[str, ...] = ()
   keeps_numbers: Reference | None = None
   fields_of_process: tuple[str, ...] = ()
+  fields_of_modules: tuple[str, ...] = ()
   prepare_job: Reference | None = None
   train_hooks: Reference | None = None
 

@@ -177,12 +177,13 @@ def get_saved(
       because = f' (it does not go by the directory that it names, for {why_not})' if why_not else ''
       raise UserError(
         f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
-        f'is imported{because}: {_remedy(top)} (in Python, import {module_name} first).'
+        f'is imported{because}: {remedy(top)} (in Python, import {module_name} first).'
       )
   return _find_class(name, is_typed=False)
 
 
-def _remedy(top: str) -> str:
+def remedy(top: str) -> str:
+  """What a user can do who trusts the code of a top-level module that a saved config names."""
   place = place_of(top)
   if place is None:
     return f'add --experiment_path DIR, the directory that holds {top}'

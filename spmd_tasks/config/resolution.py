@@ -22,7 +22,7 @@ from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import decode, encode, encode_field, show
 from spmd_tasks.config.overrides import Path, parse_override, split_override
 from spmd_tasks.config.saved_config import SavedConfig, checked_config
-from spmd_tasks.config.search_path import origin_of, own_directory
+from spmd_tasks.config.search_path import add_to_search_path, may_be_imported, origin_of, own_directory
 from spmd_tasks.config.tree import (
   DROP,
   UNSET,
@@ -39,7 +39,7 @@ from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 from spmd_tasks.inputs import as_input
-from spmd_tasks.wings import call, kind_of, load
+from spmd_tasks.wings import call, kind_of, load, wings
 
 Prepare = Callable[[Experiment], None]
 _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
@@ -154,7 +154,7 @@ def from_json(
   is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
   of_parts = {path: value for path, value in saved['config'].items() if is_part[path]}
-  config = apply_changes(config, _changes_to(config, of_experiment))
+  config = apply_changes(config, _refuse_modules(_changes_to(config, of_experiment), experiment_path))
   for name in MESH_FIELDS:
     if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
       setattr(config, name, decode(of_experiment[name]))
@@ -162,7 +162,7 @@ def from_json(
   as_saved = _build_experiment(cls, config)
   if prepare is not None:
     prepare(as_saved)
-  changes = _changes_to(_parts_of(as_saved), of_parts)
+  changes = _refuse_modules(_changes_to(_parts_of(as_saved), of_parts), experiment_path)
   return _resolve(cls, config, changes, overrides, saved['overrides'], None)
 
 
@@ -308,6 +308,19 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
       f'the saved config does not fit the code of today: {"; ".join(refused)}. Run it with the code that saved it, or '
       'start a new run.'
     )
+  return changes
+
+
+def _refuse_modules(changes: dict[Path, Any], experiment_path: Sequence[str | os.PathLike[str]]) -> dict[Path, Any]:
+  """Returns the changes, or raises a UserError for a module in them that a file alone must not have imported."""
+  fields = {name for wing in wings() for name in wing.fields_of_modules}
+  for path, names in changes.items():
+    for name in names if path[-1] in fields and isinstance(names, tuple | list) else ():
+      if not may_be_imported(name, (), add_to_search_path(experiment_path)):
+        raise UserError(
+          f'the saved config names the module {name} at {".".join(path)}, and a file alone never decides what is '
+          f'imported: {registry.remedy(name.partition(".")[0])}.'
+        )
   return changes
 
 

@@ -58,4 +58,5 @@ WING = Wing(
     Flag(name='translate', metavar='FILE', help='write the gin setup as a Python file, and exit'),
   ),
   expand=_expand,
+  fields_of_modules=('modules', 'task_modules'),
 )

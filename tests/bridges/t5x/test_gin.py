@@ -1,5 +1,6 @@
 """Gin setups of T5X: what the files say, without T5X, and what it becomes here."""
 
+import json
 from pathlib import Path
 import runpy
 
@@ -9,7 +10,7 @@ from spmd_tasks.bridges.t5x import SeqIoInput, T5xExperiment
 from spmd_tasks.bridges.t5x._gin import read_setup
 from spmd_tasks.bridges.t5x._gin_files import shipped_file
 from spmd_tasks.bridges.t5x._gin_translation import translate
-from spmd_tasks.config import resolve
+from spmd_tasks.config import from_json, resolve, to_json
 from spmd_tasks.flags import all_modes, make_parser
 from spmd_tasks.wings import expand
 
@@ -53,6 +54,10 @@ def test_a_setup_of_t5x_is_an_experiment_of_ours(tmp_path, monkeypatch):
   assert parts['task'].loss.normalization == 'sum'
   optimizer = job.task.learner.optimizer
   assert (optimizer.learning_rate.factors, optimizer.momentum_of) == ('constant * rsqrt_decay', 'steps')
+  saved = json.loads(json.dumps(to_json(resolved)))
+  saved['config']['task_modules'] = {'list': ['a_strangers']}
+  with pytest.raises(ValueError, match='names the module a_strangers at task_modules, and a file alone never decides'):
+    from_json(saved)
 
 
 def test_a_setup_is_written_as_python(tmp_path, monkeypatch, capsys):
