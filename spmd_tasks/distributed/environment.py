@@ -1,12 +1,13 @@
 """What outside of the config decides a job's numbers: JAX's own settings, versions, XLA's flags, the code.
 
-refuse_unusable_environment()         # first of all: what JAX would answer by a traceback
+refuse_unusable_environment()         # first of all: what JAX or XLA would answer by a traceback or an abort
 numeric_settings()                    # saved with the config, and compared when a job goes on
 process_environment(), code_digests() # compared between the processes of a job
 """
 
 from collections.abc import Iterator
 import contextlib
+import functools
 import hashlib
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ import re
 import sys
 import sysconfig
 from typing import Any
+import warnings
 
 from absl import logging
 import jax
@@ -57,6 +59,7 @@ def refuse_unusable_environment() -> None:
       )
   if sys.flags.optimize > 1:
     raise UserError('PYTHONOPTIMIZE=2 (python -OO) cannot be used, because Fiddle reads docstrings: at most 1.')
+  _refuse_unknown_xla_flags(os.environ.get('XLA_FLAGS', ''))
   if given := [f'{name.upper()}={os.environ[name.upper()]}' for name in _NUMERIC if name.upper() in os.environ]:
     logging.warning('the environment decides numbers: %s. A job keeps it in its config.json.', ', '.join(given))
 
@@ -121,3 +124,36 @@ def _digest(paths: list[Path]) -> str:
   for path in paths:
     digest.update(path.name.encode() + b'\0' + path.read_bytes())
   return digest.hexdigest()
+
+
+@functools.cache
+def _refuse_unknown_xla_flags(flags: str) -> None:
+  """Raises a UserError for flags that XLA does not take; it would end the process without a word of ours.
+
+  A forked child has XLA read them, in some milliseconds.
+  """
+  if not flags:
+    return
+  try:
+    from jaxlib._jax import CompileOptions  # its first use has XLA read the flags; no public name does
+  except ImportError:
+    return
+  read_end, write_end = os.pipe()
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # that a fork beside threads may hang: the child has XLA read its flags, no more
+    child = os.fork()
+  if child == 0:
+    try:
+      os.dup2(write_end, 2)
+      CompileOptions()
+      os._exit(0)
+    finally:
+      os._exit(1)  # after any error, or the child would go on as a second parent
+  os.close(write_end)
+  with open(read_end, errors='replace') as said:
+    unknown = re.search(r'Unknown flags? in XLA_FLAGS: .*', said.read())
+  if os.waitpid(child, 0)[1] != 0:
+    reason = f' ({unknown[0].strip()})' if unknown else ''
+    raise UserError(
+      f'XLA_FLAGS={flags!r} cannot be used, because XLA does not take it{reason}: correct it, or unset it.'
+    )

@@ -1,15 +1,17 @@
 """Names of adapters in requests: what they choose, what is said of them, and what is counted; by a fake engine."""
 
 from concurrent.futures import ThreadPoolExecutor
+import dataclasses
 
 import numpy as np
 import pytest
 
 from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.errors import UserError
 from spmd_tasks.serving.multi_process.messages import from_message, to_message
 from tests.serving.fake_engine import TOKENIZER
-from tests.serving.served import ASK, CHAT, COMPLETIONS, HELLO, events, metric, serving, wait_for
+from tests.serving.served import ASK, CHAT, COMPLETIONS, HELLO, MODEL, events, metric, serving, wait_for
 
 NAMES = ('fake.Model', 'one', 'two')
 TEXTS = {'fake.Model': 'abcabca', 'one': 'bcdbcdb', 'two': 'cdecdec'}  # the fake adds the adapter's number to each byte
@@ -75,6 +77,16 @@ def test_an_unknown_name_is_an_error_that_lists_those_that_are_served(client, ro
   assert (error['type'], error['param'], error['code']) == ('not_found_error', 'model', 'model_not_found')
   assert error['message'] == "model 'three' is not served here; 'fake.Model', 'one', 'two' are."
   assert client.get('/v1/models/three').status_code == 404
+
+
+def test_the_tokenizer_s_routes_take_any_of_the_names(client):
+  assert client.post('/tokenize', json={'prompt': 'abc', 'model': 'two'}).json()['count'] == 3 + 1
+  assert client.post('/detokenize', json={'tokens': TOKENIZER.encode('abc'), 'model': 'one'}).status_code == 200
+
+
+def test_an_adapter_cannot_have_the_name_of_the_model():
+  with pytest.raises(UserError, match=r"the name 'fake.Model', which is that of the model itself"):
+    dataclasses.replace(MODEL, adapters=('one', 'fake.Model'))
 
 
 def test_other_processes_are_told_the_adapter():
