@@ -2,8 +2,8 @@
 
     CHIPS['v5p'].peak_flops       # 459e12 bfloat16 FLOP/s
 
-All rates are per chip. `hbm_bytes` is what a program may use: less than the data sheet's capacity, of which the runtime
-keeps a part.
+All rates are per device, which is a chip or one of its `cores`. `hbm_bytes` is what a program may use: less than the
+data sheet's capacity, of which the runtime keeps a part.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ class Chip:
       any two GPUs of a node can use all of them.
     dcn_bandwidth: bytes/s that one chip sends over the network between slices (GPU: between nodes).
     host_bandwidth: bytes/s between one chip and the memory of its host, in one direction.
+    cores: of a chip, each a device of JAX with its part of the chip's figures.
     torus_dims: dims of a slice's torus: 3 or 2; 0 where a switch connects the chips.
     host_chips: chips of one host, as a shape in the torus; (8,) for a GPU node.
     sources: where the figures are published, and what is assumed.
@@ -46,6 +47,7 @@ class Chip:
   ici_links: int = 0
   dcn_bandwidth: float | None = None
   host_bandwidth: float | None = None
+  cores: int = 1
   torus_dims: int = 0
   host_chips: tuple[int, ...] = ()
   sources: tuple[str, ...] = ()
@@ -64,6 +66,9 @@ def _chip(name: str, table: dict[str, Any]) -> Chip:
     config = figures['gpu_target_config'].replace('NAME', name.upper()).replace('HBM_BYTES', str(figures['hbm_bytes']))
     config = config.replace('HBM_BANDWIDTH', f'{figures["hbm_bandwidth"]:.0f}')
     figures |= {'host_chips': (8,), 'gpu_target_config': config}
+  if (cores := figures.get('cores', 1)) > 1:
+    figures |= {key: figures[key] / cores for key in figures if key.endswith(('_flops', 'bandwidth'))}
+    figures['hbm_bytes'] //= cores
   return Chip(name=name, **{**figures, 'sources': tuple(figures['sources'])})
 
 

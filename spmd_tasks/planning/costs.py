@@ -88,7 +88,7 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
     attention = _attention(instruction)
     if attention is not None:
       flops, head_dim = attention
-      efficiency = _filled(head_dim, chip.mxu_size)
+      efficiency = filled_part(head_dim, chip.mxu_size)
     else:
       stated = nested(instruction.backend_config, 'custom_call_config', 'cost_estimate', 'flops')
       flops = float(stated or 0) or _grouped_flops(instruction) or flops
@@ -140,11 +140,11 @@ def _grouped_flops(instruction: Instruction) -> float | None:
   return 2.0 * left.size * (right.dims[-1] if found[1] else instruction.shape.dims[-1])
 
 
-def _filled(head_dim: int, mxu_size: int | None) -> float:
-  """The part of a matrix unit of `mxu_size` rows that a head of this size fills."""
-  if not head_dim or not mxu_size:
+def filled_part(size: int, mxu_size: int | None) -> float:
+  """Returns the part of matrix units of `mxu_size` rows that a side of this size fills, such as a head."""
+  if not size or not mxu_size:
     return 1.0
-  return head_dim / (-(-head_dim // mxu_size) * mxu_size)
+  return size / (-(-size // mxu_size) * mxu_size)
 
 
 def program_flops(program: Program) -> float:

@@ -75,16 +75,17 @@ class Links:
       return 1.0
     sizes = (self._coordinates.max(axis=0) + 1).tolist()
     places = [sorted(set(dim)) for dim in self._coordinates[list(group)].T.tolist()]
-    dims = [(dim, size, self._is_ring(size)) for dim, size in zip(places, sizes, strict=True) if len(dim) > 1]
+    dims = [(dim, size, is_ring(self._chip, size)) for dim, size in zip(places, sizes, strict=True) if len(dim) > 1]
     if not dims:
       return 1.0
     if not is_exchange:
       return sum(links_of_dim(*dim) for dim in dims)
     return min(exchange_links(*dim) for dim in dims) * (len(group) - 1) / len(group)  # what stays is not sent
 
-  def _is_ring(self, size: int) -> bool:
-    """Whether a dim of this size closes to a ring: multiples of 4 on a 3D torus, a full pod's 16 on a 2D one."""
-    return size % 4 == 0 if self._chip.torus_dims == 3 else size == 16
+
+def is_ring(chip: Chip, size: int) -> bool:
+  """Whether a dim of this size closes to a ring: multiples of 4 on a 3D torus, a full pod's 16 on a 2D one."""
+  return size % 4 == 0 if chip.torus_dims == 3 else size == 16
 
 
 def links_of_dim(places: Sequence[int], size: int, is_ring: bool) -> float:

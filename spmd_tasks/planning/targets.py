@@ -6,6 +6,7 @@
 | text | devices | compiler |
 |---|---|---|
 | `v5p:4x4x2`, `v4:`, `v5e:8x4`, `v6e:16x16` | a TPU slice: the shape of its torus | libtpu |
+| `tpu7x:4x4x4` | the same with two devices a chip, its cores | libtpu |
 | `2x v5p:8x8x4` | that many slices | libtpu |
 | `h200:8`, `h100:8x4` | one node of 8 GPUs, 4 nodes of 8 | XLA's for CUDA |
 | `cpu`, `cpu:2048` | fake devices; without a number as many as the mesh needs | XLA's for CPUs |
@@ -68,8 +69,8 @@ class Target:
 
   @property
   def num_devices(self) -> int:
-    """All chips together."""
-    return self.num_slices * math.prod(self.slice_shape)
+    """All devices of JAX together: chips, or their cores."""
+    return self.num_slices * math.prod(self.slice_shape) * self.chip.cores
 
   def devices(self) -> list[jax.Device]:
     """Returns the devices: compile-only ones, or fake CPU devices.
@@ -140,7 +141,7 @@ def parse_target(text: str, *, num_cpu_devices: int | None = None) -> Target:
     )
   if name == 'cpu' and not shape and num_cpu_devices is not None:
     shape = (num_cpu_devices,)
-  num_devices = num_slices * math.prod(shape)
+  num_devices = num_slices * math.prod(shape) * chip.cores
   example = (shape and target_of(chip, num_devices, num_slices)) or _EXAMPLE_OF[chip.torus_dims].format(chip.name)
   wrong = _wrong_shape(chip, num_slices, shape)
   if wrong is not None:
@@ -184,10 +185,10 @@ def has_compiler(platform: str) -> bool:
 
 
 def target_of(chip: Chip, num_devices: int, num_slices: int = 1) -> str | None:
-  """Returns a target with so many chips of a kind, as near to a cube or square as there is; None if there is none."""
-  if not num_devices or num_devices % num_slices:
+  """Returns a target with so many devices of a kind, as near to a cube or square as there is; None if there is none."""
+  if not num_devices or num_devices % (num_slices * chip.cores):
     return None
-  count = num_devices // num_slices
+  count = num_devices // (num_slices * chip.cores)
   prefix = f'{num_slices}x ' if num_slices > 1 else ''
   if chip.platform == 'cpu':
     return f'cpu:{num_devices}'

@@ -46,7 +46,7 @@ def test_a_target_is_read(text, name, num_devices, num_slices, slice_shape):
     ('v5p', ['no shape', 'v5p:4x4x2']),
     ('v5p:32', ['a torus of 3 dims', 'v5p:4x4x2']),
     ('v6e:4x4x4', ['a torus of 2 dims', 'v6e:8x8']),
-    ('v9:4x4', ["the chip 'v9'", 'v5p, v6e, h100, h200, cpu']),
+    ('v9:4x4', ["the chip 'v9'", 'v5p, v6e, tpu7x, h100, h200, cpu']),
     ('v5p:4x4x2x', ['CHIP:SHAPE', '2x v5p:8x8x4']),
     ('0x v5p:4x4x2', ['no chips']),
     ('v5p:3x5x7', ['whole hosts of 2x2x1 chips', 'v5p:4x4x2']),
@@ -74,6 +74,7 @@ def test_a_wrong_target_is_one_sentence_with_a_remedy(text, parts):
     ('v5e', 32, 1, 'v5e:8x4'),
     ('v6e', 256, 1, 'v6e:16x16'),
     ('v6e', 512, 2, '2x v6e:16x16'),
+    ('tpu7x', 128, 1, 'tpu7x:4x4x4'),
     ('v5p', 6, 1, None),
     ('h100', 32, 1, 'h100:8x4'),
     ('h100', 4, 1, 'h100:4'),
@@ -96,7 +97,15 @@ def test_more_fake_devices_than_jax_has_started_with():
 
 
 def test_the_figures_of_the_chips_agree_with_those_of_training_and_are_published():
-  kinds = {'v4': 'TPU v4', 'v5e': 'TPU v5 lite', 'v5p': 'TPU v5', 'v6e': 'TPU v6 lite', 'h100': 'H100', 'h200': 'H200'}
+  kinds = {
+    'v4': 'TPU v4',
+    'v5e': 'TPU v5 lite',
+    'v5p': 'TPU v5',
+    'v6e': 'TPU v6 lite',
+    'tpu7x': 'TPU7x',
+    'h100': 'H100',
+    'h200': 'H200',
+  }
   assert kinds.keys() == CHIPS.keys()
   for name, chip in CHIPS.items():
     assert chip.peak_flops == peak_flops_per_device(kinds[name])
@@ -105,7 +114,9 @@ def test_the_figures_of_the_chips_agree_with_those_of_training_and_are_published
 
 
 @needs_libtpu
-@pytest.mark.parametrize('text', ['v5p:2x2x1', 'v5e:1x1', 'v5e:2x4', 'v5e:8x4', 'v6e:4x4', 'v4:2x2x2', '2x v5p:2x2x2'])
+@pytest.mark.parametrize(
+  'text', ['v5p:2x2x1', 'v5e:1x1', 'v5e:8x4', 'v6e:4x4', 'v4:2x2x2', 'tpu7x:2x2x1', '2x v5p:2x2x2']
+)
 def test_libtpu_makes_the_devices(text):
   target = parse_target(text)
   devices = target.devices()
@@ -116,7 +127,7 @@ def test_libtpu_makes_the_devices(text):
     assert len({device.slice_index for device in devices}) == target.num_slices
   coordinates = [device.coords[: target.chip.torus_dims] for device in devices]
   extent = [1 + max(sizes) for sizes in zip(*coordinates)]
-  assert math.prod(extent) * target.num_slices == target.num_devices
+  assert math.prod(extent) * target.num_slices * target.chip.cores == target.num_devices
 
 
 @needs_libtpu

@@ -1,0 +1,76 @@
+"""Predicts published step times and says how far they are from the measured ones.
+
+    scripts/plan_published FILE [--only NAME] [--docs]
+
+FILE is like ../shared/plan/published.json. A table goes to stderr; the last line on stdout is one JSON object: `rows`,
+each with name, predicted_s, measured_s, ratio and fits (null where the model is not known), and the errors of `dense`
+models and of `experts`. `--docs` also writes docs/benchmarks/results/published.json, for scripts/render_benchmarks.py.
+"""
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+import sys
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.planning.published import compare_rows
+
+RESULT = Path(__file__).parents[1] / 'docs' / 'benchmarks' / 'results' / 'published.json'
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('file', type=Path)
+  parser.add_argument('--only', metavar='NAME', help='of one row')
+  parser.add_argument('--docs', action='store_true')
+  flags = parser.parse_args()
+  try:
+    rows = json.loads(flags.file.read_text(encoding='utf-8'))['rows']
+    if flags.only:
+      names = [row['name'] for row in rows]
+      rows = [row for row in rows if row['name'] == flags.only]
+      if not rows:
+        raise UserError(f'--only {flags.only!r} is no row of {flags.file}: choose from {", ".join(names)}.')
+    report = compare_rows(rows)
+  except (UserError, OSError, ValueError, KeyError) as error:
+    print(f'plan_published: {error}', file=sys.stderr)
+    return 1
+  for row in sorted(report['rows'], key=lambda row: -abs((row['ratio'] or 1) - 1)):
+    if row['predicted_s'] is not None:
+      parts = ', '.join(f'{name} {seconds:.3g}' for name, seconds in row['seconds'].items())
+      print(f'{row["ratio"] or 0:6.2f}  {row["predicted_s"]:8.2f} s  {row["name"]:40}  {parts}', file=sys.stderr)
+  if flags.docs:
+    RESULT.write_text(json.dumps(_result(report, flags.file), indent=1) + '\n', encoding='utf-8')
+  print(json.dumps(report))
+  return 0
+
+
+def _result(report: dict, file: Path) -> dict:
+  """Returns the table of docs/benchmarks, worst first."""
+  known = [row for row in report['rows'] if row['ratio'] is not None]
+  rows = [
+    [
+      row['name'],
+      f'{row["predicted_s"]:.2f} s',
+      f'{row["measured_s"]:.2f} s',
+      f'{row["ratio"]:.2f}',
+      f'{row["mfu"]:.1%}',
+      f'{row["measured_mfu"]:.1%}',
+      f'{row["share"].get("fitted", 0):.0%}',
+      f'{row["share"].get("assumed", 0):.0%}',
+    ]
+    for row in sorted(known, key=lambda row: -abs(row['ratio'] - 1))
+  ]
+  return {
+    'date': datetime.date.today().isoformat(),
+    'hardware': 'predicted from recipes, not compiled, not run',
+    'versions': f'measured by the authors of {file.name}',
+    'command': f'scripts/plan_published {file.name} --docs',
+    'columns': ['row', 'predicted', 'measured', 'ratio', 'MFU', 'MFU, measured', 'on fitted rates', 'on assumed rates'],
+    'rows': rows,
+  }
+
+
+if __name__ == '__main__':
+  sys.exit(main())
