@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 import sys
 import tempfile
+import types
 
 from tests import xla_settings
 
@@ -30,6 +31,8 @@ from tests import forked, shared_models
 
 # A process that loads Triton beside TensorFlow aborts, as both bring LLVM; PyTorch does without on a CPU.
 sys.modules['triton'] = None  # type: ignore[assignment]  # importing it raises ImportError
+# TensorBoard's reader takes its own stand-in for TensorFlow where this module exists: 10 s sooner.
+sys.modules['tensorboard.compat.notf'] = types.ModuleType('notf')
 use_fake_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 

@@ -56,7 +56,7 @@ def lines_of_a_stream(client, fault, *, max_tokens=900):
   'culprit, signum',
   [
     (0, signal.SIGKILL),
-    (1, signal.SIGKILL),
+    pytest.param(1, signal.SIGKILL, marks=pytest.mark.exhaustive),
     pytest.param(0, signal.SIGSTOP, marks=pytest.mark.exhaustive),
     (1, signal.SIGSTOP),
   ],
@@ -111,6 +111,7 @@ def test_strangers_at_the_coordinators_port_do_not_disturb_a_server(tmp_path):
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
 
 
+@pytest.mark.exhaustive  # the port is the server's, too
 def test_strangers_at_the_coordinators_port_do_not_disturb_training(tmp_path):
   argvs = [
     [sys.executable, str(Path(WORKER).with_name('worker_steps.py')), *own, f'--job_log_dir={tmp_path}']

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 START_S = 120.0
 DEADLINE_S = 30.0  # from a fault until the last process is gone
+EXHAUSTIVE = pytest.mark.exhaustive  # of SIGTERM test_faults.py has all cases, with a smaller worker
 
 
 def commands(job_log_dir: Path, num_processes: int, *flags: str) -> list[list[str]]:
@@ -92,10 +93,11 @@ def wait_for_end(job: Job) -> list[RankResult]:
   'flags, code, difference',
   [
     (['--set', 'task.learner.optimizer.learning_rate=0.01'], '', 'learning_rate=0.01, process 0 has 0.003: start all'),
-    (
+    pytest.param(  # of what is compared tests/distributed/test_agreement.py has all
       [],
       'import jax; jax.config.update("jax_enable_x64", True)',
       'jax_enable_x64=true, process 0 has false: start all',
+      marks=EXHAUSTIVE,
     ),
     (
       ['--set', 'task.learner.optimizer.learning_rte=0.01'],
@@ -115,13 +117,17 @@ def test_processes_that_differ_are_refused_before_anything_is_written(tmp_path, 
   assert not (tmp_path / 'job').exists()
 
 
-def test_ctrl_c_to_one_process_saves_the_same_step_on_all_also_while_they_save(tmp_path):
+@pytest.mark.parametrize(
+  'signum, left',
+  [(signal.SIGINT, exit_codes.INTERRUPTED), pytest.param(signal.SIGTERM, exit_codes.PREEMPTED, marks=EXHAUSTIVE)],
+)
+def test_a_signal_to_one_process_saves_the_same_step_on_all_also_while_they_save(tmp_path, signum, left):
   flags = ['--num_train_steps=100000', '--set', 'checkpoint_every_steps=1', '--set', 'eval_every_steps=None']
   with Job(commands(tmp_path / 'job', 2, *flags), log_dir=tmp_path, num_devices=4) as job:
     job.wait_for_text(0, 'step 3/', limit_s=START_S)
-    job.send(1, signal.SIGINT)
+    job.send(1, signum)
     ranks = wait_for_end(job)
-  assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED, exit_codes.INTERRUPTED], ranks[0].log
+  assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED, left], ranks[0].log
   step = max(losses_by_step(tmp_path / 'job'))
   assert f'Preempted: step {step} is saved' in ranks[0].log
   assert (tmp_path / 'job' / 'checkpoints' / f'checkpoint_{step:08}').is_dir()
@@ -158,14 +164,3 @@ def test_sigterm_in_an_eval_ends_it_everywhere_after_the_same_batch(tmp_path):
   again = train(tmp_path, directory, 2, '--set', 'eval_every_steps=5', '--num_train_steps=10')
   assert [rank.returncode for rank in again] == [exit_codes.OK] * 2, [rank.log for rank in again]
   assert list(read_jsonl(directory / 'eval' / 'valid')) == [5, 10]
-
-
-def test_sigterm_to_one_process_saves_one_step_everywhere(tmp_path):
-  with Job(commands(tmp_path / 'job', 2, '--num_train_steps=100000'), log_dir=tmp_path, num_devices=4) as job:
-    job.wait_for_text(0, 'step 3/', limit_s=START_S)
-    job.send(1, signal.SIGTERM)
-    ranks = wait_for_end(job)
-  assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED] * 2, [rank.log for rank in ranks]
-  steps = sorted(int(path.name.split('_')[1]) for path in (tmp_path / 'job' / 'checkpoints').iterdir())
-  assert f'Preempted: step {steps[-1]} is saved' in ranks[0].log
-  assert max(read_jsonl(tmp_path / 'job')) == steps[-1]

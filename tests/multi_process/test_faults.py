@@ -14,7 +14,8 @@ WORKER = str(Path(__file__).with_name('worker_steps.py'))
 DEADLINE_S = 30.0  # From the fault on, as promised; the start before it takes about 2 s.
 START_S = 60.0  # For the start alone, on a machine that is busy with other tests.
 
-SLOW = pytest.mark.slow  # All of these take seconds; the fast tests keep one of each kind of end.
+# All of these take seconds; the fast tests keep one of each kind of end, and one of the two processes ends so.
+THE_OTHER = (pytest.mark.slow, pytest.mark.exhaustive)
 MAIN_THREAD_WAITS = 'in __float__'  # A survivor's stacks show it waiting for the step's result.
 
 
@@ -45,7 +46,7 @@ def test_a_clean_run_leaves_with_zero_and_the_same_losses(tmp_path):
   assert losses[0] == losses[1] == [f'step {step} loss {1.5 * (step + 1)}' for step in range(8)]
 
 
-@pytest.mark.parametrize('culprit', [pytest.param(0, marks=SLOW), 1])
+@pytest.mark.parametrize('culprit', [pytest.param(0, marks=THE_OTHER), 1])
 def test_an_exception_in_one_process_ends_the_other_with_its_reason(tmp_path, culprit):
   ranks = run_worker(tmp_path, '--fault=raise', f'--fault_rank={culprit}')
   assert_all_left(ranks)
@@ -67,7 +68,7 @@ def test_a_nonzero_exit_of_one_process_ends_the_other(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('culprit', [0, 1])
+@pytest.mark.parametrize('culprit', [0, pytest.param(1, marks=THE_OTHER)])
 def test_a_process_that_hangs_ends_both_and_is_named(tmp_path, culprit):
   ranks = run_worker(tmp_path, '--fault=hang', f'--fault_rank={culprit}', '--watchdog_timeout_s=5')
   assert_all_left(ranks)
@@ -143,7 +144,7 @@ def test_processes_that_never_come_end_the_wait(tmp_path, alone):
   assert ('process 1 of 2 did not come within 5 s', 'process 0 does not answer at')[alone] in rank.log
 
 
-@pytest.mark.parametrize('preempted', [pytest.param(0, marks=SLOW), 1, pytest.param(-1, marks=SLOW)])
+@pytest.mark.parametrize('preempted', [pytest.param(0, marks=THE_OTHER), 1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_sigterm_to_one_process_or_all_stops_all_at_the_same_step(tmp_path, preempted):
   # The worker gets a second SIGTERM in the middle of its save.
   ranks = run_worker(tmp_path, '--fault=sigterm', f'--fault_rank={preempted}', '--num_steps=2000', '--step_s=0.02')

@@ -36,6 +36,7 @@ def test_a_pax_experiment_becomes_one_of_ours(run_pax, tmp_path):
   assert f'{path} exists: choose another file by --out' in again.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_bfloat16_experiment_is_compared_too(run_pax, tmp_path):
   """Its batches are cast like its weights, or Praxis' loops over layers refuse them."""
   path = tmp_path / 'bfloat16_native.py'

@@ -85,6 +85,7 @@ def test_one_curve_on_every_layout(small_lm, mesh):
   np.testing.assert_allclose(curve(other, other_state, batch)[0], expected, rtol=2e-5)
 
 
+@pytest.mark.exhaustive  # test_decode_pax.py has the tokens of Praxis' own decoding
 def test_the_engine_generates_what_the_model_predicts(small_lm):
   """Greedy tokens by `decode_forward`, prompts of one chunk and of two; `predict` reads the whole texts at once."""
   model, state, _ = small_lm
