@@ -27,7 +27,7 @@ from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_pref
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import adapter_choices
+from spmd_tasks.layers.adapters_of_model import adapter_choices
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables

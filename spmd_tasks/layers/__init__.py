@@ -27,18 +27,17 @@ from etils import epy
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter
   from spmd_tasks.layers.base import FanInNormal, Statistics, WithSublayers, declare_weight
-  from spmd_tasks.layers.chunked_logits import LabelScores, label_scores
   from spmd_tasks.layers.embedding import TokenEmbedding
   from spmd_tasks.layers.encoder_decoder import EncoderDecoderLm
   from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
+  from spmd_tasks.layers.label_scores import LabelScores, label_scores
   from spmd_tasks.layers.language_model import LanguageModel
+  from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
   from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
   from spmd_tasks.layers.transformer import (
     Aux,
-    BlockGroup,
-    StackSequence,
     TransformerBlock,
     TransformerStack,
     remat_policy,

@@ -262,6 +262,17 @@ def current_layer_scope() -> LayerScope:
   return _layer_scope.get()
 
 
+NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)
+
+
+def is_decoding(module: nn.Module) -> bool:
+  """Returns whether the caller generates text with this layer, that is, whether `new_cache` is mutable.
+
+  An encoder reads its whole text at once, so its layers keep nothing.
+  """
+  return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing() and not current_layer_scope().encodes
+
+
 # Name -> (numerator, denominator), float32 scalars, of a statistic that is a ratio of two sums.
 Ratios = Mapping[str, tuple[jax.Array, jax.Array]]
 

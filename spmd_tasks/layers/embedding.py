@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, soft_cap
-from spmd_tasks.layers.chunked_logits import LabelScores, label_scores, label_scores_in_chunks
 from spmd_tasks.layers.gathered_weights import multiply_gathered
+from spmd_tasks.layers.label_scores import LabelScores, label_scores
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
 
@@ -135,6 +135,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     """
     if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
       return label_scores(self.attend(x), labels)
+    from spmd_tasks.layers.chunked_logits import label_scores_in_chunks
+
     weights, logits_of = self._logits(x)
     return label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=num_chunks)
 

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
-from spmd_tasks.layers.attention.relative_bias import RelativePositionBias
 from spmd_tasks.layers.base import WithSublayers, layer_scope, run_stack
 from spmd_tasks.layers.embedding import TokenEmbedding
 
@@ -24,8 +22,8 @@ class LanguageModel(WithSublayers, kw_only=True):
     embedding: embeds the tokens and computes the logits.
     stack: stack(x, segment_ids, segment_pos, train=...) -> x or (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
-    positions: learned or sinusoidal positions, added to the embeddings; None for rotary attention.
-    position_bias: relative position biases that all layers of `stack` share; None: they have none, or their own.
+    positions: LearnedPositions or SinusoidalPositions, added to the embeddings; None for rotary attention.
+    position_bias: a RelativePositionBias, which all layers of `stack` share; None: they have none, or their own.
     dropout_rate: in training, of the embeddings and of the final norm's output; needs the rng `dropout`.
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
     masks_zeros: whether the inputs of all sublayers are zeros at tokens 0, but for one that begins a row or that
@@ -41,8 +39,8 @@ class LanguageModel(WithSublayers, kw_only=True):
   embedding: TokenEmbedding
   stack: nn.Module
   final_norm: nn.Module
-  positions: LearnedPositions | SinusoidalPositions | None = None
-  position_bias: RelativePositionBias | None = None
+  positions: nn.Module | None = None
+  position_bias: nn.Module | None = None
   dropout_rate: float = 0.0
   dropout_broadcast_dims: tuple[int, ...] = ()
   masks_zeros: bool = False

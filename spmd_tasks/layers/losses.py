@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import describe
-from spmd_tasks.layers.chunked_logits import predicted_label_scores
+from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.row_sources import row_sources
 
 

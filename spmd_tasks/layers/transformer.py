@@ -13,9 +13,8 @@ Shapes: B batch, T sequence, D model, L layers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import flax
 import flax.linen as nn
 import jax
 from jax import checkpoint_policies
@@ -25,11 +24,13 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
-from spmd_tasks.layers.attention.relative_bias import PositionBias
-from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, run_stack, values_per_layer
+from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, values_per_layer
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import STACK_DIM, refuse_plain_weights
+
+if TYPE_CHECKING:
+  from spmd_tasks.layers.attention.relative_bias import PositionBias
 
 Aux = Mapping[str, Statistics]
 
@@ -121,7 +122,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
     *,
-    position_bias: PositionBias | None = None,
+    position_bias: 'PositionBias | None' = None,
     prefix_mask: jax.Array | None = None,
     encoded: jax.Array | None = None,
     encoder_segment_ids: jax.Array | None = None,
@@ -159,42 +160,6 @@ class TransformerBlock(WithSublayers, kw_only=True):
   @nn.nowrap
   def _norm(self, name: str, x: jax.Array, is_present: bool) -> jax.Array:
     return self.norm.copy(name=name)(x) if is_present else x
-
-
-class BlockGroup(WithSublayers, kw_only=True):
-  """Several different blocks in sequence, called as one block, for stacks whose layers alternate.
-
-      TransformerStack(block=BlockGroup(blocks=(dense_block, moe_block)), num_layers=12)
-
-  has 24 layers, every second one a mixture of experts (GShard, GLaM, T5X's `moe_layer` every other).
-
-  Weights under `block_0`, `block_1`, ...
-
-  Fields:
-    blocks: templates: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
-  """
-
-  blocks: tuple[nn.Module, ...]
-
-  @nn.compact
-  def __call__(
-    self,
-    x: jax.Array,
-    segment_ids: jax.Array | None = None,
-    segment_pos: jax.Array | None = None,
-    *,
-    train: bool = False,
-    **context: Any,
-  ) -> tuple[jax.Array, Aux]:
-    """Returns ([B, T, D], aux): each of the statistics stacked over the blocks that report it, [n, ...]."""
-    parts: dict[str, list[Statistics]] = {}
-    for i, template in enumerate(self.blocks):
-      block = template.copy(name=f'block_{i}')
-      given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
-      x, aux = run_layer('block', block, x, **given, train=train)
-      for name, statistics in aux.items():
-        parts.setdefault(name, []).append(statistics)
-    return x, {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *same) for name, same in parts.items()}
 
 
 class TransformerStack(WithSublayers, kw_only=True):
@@ -238,88 +203,6 @@ class TransformerStack(WithSublayers, kw_only=True):
     given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
     x, aux = layers(self.block.copy(name='layers'), x, given)
     return x, values_per_layer(aux)
-
-
-class StackSequence(WithSublayers, kw_only=True):
-  """Stacks in sequence, where a model's depth is no repetition of one block. Weights under `stack_0`, `stack_1`, ...
-
-      StackSequence(stacks=(
-        TransformerStack(block=dense_block, num_layers=1),        # DeepSeek: the first layers are dense
-        PipelinedStack(block=moe_block, num_layers=26, ...),      # and the others mixtures of experts
-      ))
-
-  It has the call signature of one TransformerStack, and each stack compiles one block, whatever its depth. Gemma 3's 26
-  layers, of which every sixth sees the whole text, are 4 groups of 6 (`BlockGroup`) and 2 more.
-
-  On a mesh with pipeline stages, a PipelinedStack among the stacks is pipelined. The layers of the others run on all
-  stages at once, each stage with its share of the batch, and their weights are split over the stages and gathered layer
-  by layer; keep these stacks short. KV caches of the stacks may have different lengths, as with windows.
-
-  Fields:
-    stacks: stack(x, segment_ids, segment_pos, train=...) -> x or (x, {name: [L] or [L, E]}).
-  """
-
-  stacks: tuple[nn.Module, ...]
-
-  def __post_init__(self):
-    if not self.stacks:
-      raise UserError('stacks is empty: give a StackSequence at least one stack of layers.')
-    super().__post_init__()
-
-  @nn.compact
-  def __call__(
-    self,
-    x: jax.Array,
-    segment_ids: jax.Array | None = None,
-    segment_pos: jax.Array | None = None,
-    *,
-    train: bool = False,
-    **context: Any,
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E]}), L counting the layers that report it, in order.
-
-    Raises:
-      UserError: stacks report vectors of different lengths under one name.
-    """
-    parts: dict[str, list[jax.Array]] = {}
-    for i, stack in enumerate(self.stacks):
-      x, aux = run_stack(stack.copy(name=f'stack_{i}'), x, segment_ids, segment_pos, train=train, **context)
-      for name, value in aux.items():
-        parts.setdefault(name, []).append(value)
-    for name, values in parts.items():
-      if len(lengths := {value.shape[1:] for value in values}) > 1:
-        raise UserError(
-          f'the stacks of a StackSequence report {name!r} as vectors of different lengths, '
-          f'{sorted(shape[0] for shape in lengths)}: give all mixtures the same number of experts.'
-        )
-    return x, {name: jnp.concatenate(values) for name, values in parts.items()}
-
-
-def map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
-  """Returns what `scan_layers` returns, for init alone: all layers draw their weights side by side, from the same x.
-
-  The numbers are the same. XLA does not split a loop over devices, so each stage of a pipeline would draw the weights
-  of all stages.
-  """
-
-  def layer(block, x, given):
-    # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
-    first = flax.core.Scope({}, rngs=block.scope.rngs, mutable=True)
-    first.rng_counters = block.scope.rng_counters
-    for each in (block.copy(parent=first), block):
-      _, aux = run_layer('block', each, x, **given, train=train)
-    refuse_plain_weights(block.variables.get('params', {}))
-    return x, aux
-
-  return nn.vmap(
-    layer,
-    variable_axes={True: 0},
-    split_rngs={'params': True, 'dropout': True},
-    in_axes=None,
-    out_axes=(None, 0),
-    axis_size=num_layers,
-    metadata_params={STACK_DIM: 'layers'},
-  )
 
 
 def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
-from spmd_tasks.layers.adapter import map_adapters
 from spmd_tasks.layers.base import named_arguments, signature_of
 from spmd_tasks.layers.losses import as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
@@ -188,6 +187,8 @@ class Task:
       variables = variables | {'cache': cache}
     model, numbers = self.model, batch.get('adapters')
     if numbers is not None:
+      from spmd_tasks.layers.adapters_of_model import map_adapters
+
       model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
     given, named = self._arguments(batch, train=False)
     outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput, losses_by_source
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.chunked_logits import predicted_label_scores
+from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of, without_adapters

@@ -11,8 +11,8 @@ DeepSeek's multi-head latent attention, with a small cache. Positions are rotary
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
 
-Read attention.py, then implementations.py (which of them computes a call, a kernel per platform), positions.py,
-rotary_scaling.py and latent.py; kv_cache.py explains generation.
+Read attention.py and rotary.py, then implementations.py (which of them computes a call, a kernel per platform),
+positions.py, rotary_scaling.py and latent.py; kv_cache.py explains generation.
 """
 
 from etils import epy
@@ -21,13 +21,13 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.attention.attention import Attention
   from spmd_tasks.layers.attention.implementations import AttentionCall
   from spmd_tasks.layers.attention.latent import LatentAttention
-  from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
+  from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
   from spmd_tasks.layers.attention.relative_bias import PositionBias, RelativePositionBias
+  from spmd_tasks.layers.attention.rotary import Rotary, RotaryScaling
   from spmd_tasks.layers.attention.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
-    RotaryScaling,
     YarnScaling,
   )
 

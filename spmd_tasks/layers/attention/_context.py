@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
-from spmd_tasks.layers.attention._on_devices import AttentionLayout, Axes, attend_on_devices
+from spmd_tasks.layers.attention._layout import AttentionLayout, Axes
+from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import AttentionOptions, visible
 from spmd_tasks.layers.base import soft_cap
 

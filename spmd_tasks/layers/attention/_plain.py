@@ -6,13 +6,15 @@ Shapes: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G,
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention.relative_bias import PositionBias
 from spmd_tasks.layers.base import soft_cap
+
+if TYPE_CHECKING:
+  from spmd_tasks.layers.attention.relative_bias import PositionBias
 
 BLOCK = 256  # how many queries are compared at a time where their scores are not to be in memory for all
 
@@ -40,7 +42,7 @@ class AttentionOptions:
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: jax.Array | None = None
-  bias: PositionBias | None = None
+  bias: 'PositionBias | None' = None
   has_prefix: bool = False
   even_padding: bool = False
 
@@ -71,21 +73,8 @@ def attend_plainly(
   options: AttentionOptions,
   *,
   key_segments: jax.Array | None = None,
-  implementation: Literal['xla', 'cudnn'] = 'xla',
 ) -> jax.Array:
-  """Computes `attend`; on request by cuDNN, which has no keys of another text."""
-  if implementation == 'cudnn':
-    return jax.nn.dot_product_attention(
-      query,
-      key,
-      value,
-      mask=None if segment_ids is None else segment_mask(segment_ids),
-      scale=options.softmax_scale,
-      is_causal=options.causal,
-      # Documents are contiguous, so the distance of two columns is the distance within the document.
-      local_window_size=None if options.window is None else (options.window - 1, 0),
-      implementation=implementation,
-    )
+  """Computes `attend` with all scores in memory."""
   columns, key_columns = jnp.arange(query.shape[1]), jnp.arange(key.shape[1])
   key_segments = segment_ids if key_segments is None else key_segments
   may_see = visible(columns, key_columns, segment_ids, key_segments, options)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
-from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices
+from spmd_tasks.layers.attention._layout import AttentionLayout
+from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions
 
 _TILE = 128

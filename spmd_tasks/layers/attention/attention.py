@@ -5,7 +5,7 @@ Shapes: B batch, T sequence, S sequence of the encoder, D model, H query heads, 
 
 from collections.abc import Mapping
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -16,13 +16,14 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import Implementation, attend
-from spmd_tasks.layers.attention.kv_cache import ENCODED, attend_to_cache, is_decoding, read_cache, write_new_cache
-from spmd_tasks.layers.attention.positions import Rotary
-from spmd_tasks.layers.attention.relative_bias import PositionBias, RelativePositionBias
-from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight
+from spmd_tasks.layers.attention.rotary import Rotary
+from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight, is_decoding
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims
+
+if TYPE_CHECKING:
+  from spmd_tasks.layers.attention.relative_bias import PositionBias
 
 ATTENTION_INPUTS_NAME = 'attention_inputs'  # the `checkpoint_name` of queries, keys and values, as they are compared
 
@@ -51,7 +52,7 @@ class Attention(WithSublayers, kw_only=True):
     clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
     per_dim_scale: whether feature i of the queries is multiplied by softplus(s_i) / softplus(0) after the rotation, for
       a learned vector s that starts at zero (Lingvo, Pax).
-    position_bias: relative position biases of this layer; None: those that the call gives, for all layers, or none.
+    position_bias: a RelativePositionBias of this layer; None: the biases that the call gives, for all layers, or none.
     softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
     logit_cap: bounds the attention logits softly, see `soft_cap`; None does not.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
@@ -85,7 +86,7 @@ class Attention(WithSublayers, kw_only=True):
   qk_norm: bool | RmsNorm = False
   clip_qkv: float | None = None
   per_dim_scale: bool = False
-  position_bias: RelativePositionBias | None = None
+  position_bias: nn.Module | None = None
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: bool = False
@@ -162,7 +163,7 @@ class Attention(WithSublayers, kw_only=True):
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
     *,
-    position_bias: PositionBias | None = None,
+    position_bias: 'PositionBias | None' = None,
     prefix_mask: jax.Array | None = None,
     encoded: jax.Array | None = None,
     encoder_segment_ids: jax.Array | None = None,
@@ -210,7 +211,10 @@ class Attention(WithSublayers, kw_only=True):
     )
     if self.qk_norm:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
-    stored = read_cache(self, *map(ENCODED.__add__, ('key', 'value', 'segments'))) if self.cross else None
+    cache: Any = None
+    if is_decoding(self):
+      from spmd_tasks.layers.attention import kv_cache as cache
+    stored = cache.read_encoded(self) if cache is not None and self.cross else None
     if stored is not None:
       key, value, segments = (jnp.swapaxes(each, 1, 2) for each in stored)
       key, value, encoder_segment_ids = key.astype(query.dtype), value.astype(query.dtype), segments[:, :, 0, 0]
@@ -245,19 +249,17 @@ class Attention(WithSublayers, kw_only=True):
     if self.cross:
       if encoder_segment_ids is None or segment_ids is None:
         segment_ids, encoder_segment_ids = None, jnp.ones(key.shape[:2], jnp.int32)
-      if is_decoding(self) and stored is None:
-        write_new_cache(self, {ENCODED + 'key': key, ENCODED + 'value': value}, self.kv_activation_split_dims)
-        whose = {ENCODED + 'segments': encoder_segment_ids[:, :, None, None]}
-        write_new_cache(self, whose, self.kv_activation_split_dims and (*self.kv_activation_split_dims[:2], None, None))
-    elif is_decoding(self):
+      if cache is not None and stored is None:
+        cache.write_encoded(self, key, value, encoder_segment_ids, self.kv_activation_split_dims)
+    elif cache is not None:
       if not self.causal or segment_pos is None:
         raise UserError(
           f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: generation needs causal '
           'attention and positions, so set causal=True and pass segment_pos.'
         )
       new = {'key': key, 'value': value}
-      write_new_cache(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
-      cached = read_cache(self, 'key', 'value')
+      cache.write_new_cache(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
+      cached = cache.read_cache(self, 'key', 'value')
     logits: Any = {
       'window': self.window,
       'softmax_scale': self.softmax_scale,
@@ -280,7 +282,7 @@ class Attention(WithSublayers, kw_only=True):
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       assert segment_pos is not None
-      attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos, **logits)
+      attended = cache.attend_to_cache(query, key, value, cached, segment_ids, segment_pos, **logits)
     else:
       attended = attend(
         query,

@@ -4,7 +4,7 @@
 
   'xla'        the plain computation, with all scores [B, H, T, S] in memory; on every platform.
   'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
-  'cudnn'      cuDNN's kernel, through `jax.nn.dot_product_attention`; NVIDIA GPUs, 16-bit dtypes.
+  'cudnn'      cuDNN's kernel, through `jax.nn.dot_product_attention` (_cudnn.py); NVIDIA GPUs, 16-bit dtypes.
   'splash'     JAX's Pallas kernel for TPUs (_splash.py).
   'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
 
@@ -21,19 +21,21 @@ Shapes: B batch, T sequence (S as seen by queries), H query heads, G key/value h
 import dataclasses
 import functools
 import importlib.util
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from absl import logging
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices, attention_layout
+from spmd_tasks.layers.attention._layout import attention_layout
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly, prefix_segments
-from spmd_tasks.layers.attention.relative_bias import PositionBias
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_platform
+
+if TYPE_CHECKING:
+  from spmd_tasks.layers.attention.relative_bias import PositionBias
 
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash', 'ring']
 IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash', 'ring')
@@ -51,7 +53,7 @@ def attend(
   softmax_scale: float | None = None,
   logit_cap: float | None = None,
   sinks: jax.Array | None = None,
-  bias: PositionBias | None = None,
+  bias: 'PositionBias | None' = None,
   even_padding: bool = False,
   prefix_mask: jax.Array | None = None,
   key_segments: jax.Array | None = None,
@@ -120,7 +122,9 @@ def attend(
 
     return attend_by_splash(*args, layout=layout, interpret=call.platform != 'tpu')
   if name == 'cudnn':
-    return _attend_by_cudnn(*args, layout=layout)
+    from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
+
+    return attend_by_cudnn(*args, layout=layout)
   if call.num_token_parts > 1:
     from spmd_tasks.layers.attention._context import attend_gathered
 
@@ -130,22 +134,6 @@ def attend(
 
     return attend_blockwise(*args, key_segments=key_segments)
   return attend_plainly(*args, key_segments=key_segments)
-
-
-def _attend_by_cudnn(
-  query, key, value, segment_ids, options: AttentionOptions, *, layout: AttentionLayout
-) -> jax.Array:
-  """Computes `attend` by cuDNN's kernel on the rows and heads of each device.
-
-  Documents of packed text are told apart by a mask [B, 1, T, T], which cuDNN reads as a bias: 2 bytes per pair of
-  tokens and row, once for all heads. cuDNN wants an even number of tokens; what a token that is added sees is cut off.
-  """
-
-  def attend_local(query, key, value, segment_ids, sinks, table):
-    del sinks, table  # cuDNN has none
-    return attend_plainly(query, key, value, segment_ids, options, implementation='cudnn')
-
-  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

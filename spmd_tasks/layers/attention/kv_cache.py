@@ -23,28 +23,22 @@ Shapes: B batch (or slots), T tokens of this call, S cache entries, H query head
 
 from collections.abc import Mapping
 import math
+from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.attention._plain import masked_softmax
-from spmd_tasks.layers.attention.relative_bias import PositionBias
-from spmd_tasks.layers.base import current_layer_scope, soft_cap
+from spmd_tasks.layers.base import NEW_CACHE, soft_cap
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.weights import WeightBox
 
+if TYPE_CHECKING:
+  from spmd_tasks.layers.attention.relative_bias import PositionBias
+
 CACHE = 'cache'
-NEW_CACHE = 'new_cache'
 ENCODED = 'encoded_'  # what a cache has of an encoder's text: made by a request's first call, and read by all others
-
-
-def is_decoding(module: nn.Module) -> bool:
-  """Returns whether the caller generates text with this layer, that is, whether `new_cache` is mutable.
-
-  An encoder reads its whole text at once, so its layers keep nothing.
-  """
-  return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing() and not current_layer_scope().encodes
 
 
 def write_new_cache(
@@ -86,6 +80,20 @@ def read_cache(module: nn.Module, *names: str) -> tuple[jax.Array, ...] | None:
   return tuple(module.get_variable(CACHE, f'cached_{name}') for name in names)
 
 
+def write_encoded(
+  module: nn.Module, key: jax.Array, value: jax.Array, segment_ids: jax.Array, split_dims: SplitDims
+) -> None:
+  """Writes keys and values [B, S, G, K] of an encoder's text, and its documents [B, S], for all later calls."""
+  write_new_cache(module, {ENCODED + 'key': key, ENCODED + 'value': value}, split_dims)
+  whose = {ENCODED + 'segments': segment_ids[:, :, None, None]}
+  write_new_cache(module, whose, split_dims and (*split_dims[:2], None, None))
+
+
+def read_encoded(module: nn.Module) -> tuple[jax.Array, ...] | None:
+  """Returns what the first call has written by `write_encoded`, as [B, G, S, K]; None in the first call."""
+  return read_cache(module, *(ENCODED + name for name in ('key', 'value', 'segments')))
+
+
 def attend_to_cache(
   query: jax.Array,
   key: jax.Array,
@@ -98,7 +106,7 @@ def attend_to_cache(
   softmax_scale: float | None = None,
   logit_cap: float | None = None,
   sinks: jax.Array | None = None,
-  bias: PositionBias | None = None,
+  bias: 'PositionBias | None' = None,
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 

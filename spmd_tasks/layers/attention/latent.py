@@ -28,9 +28,9 @@ from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapt
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
-from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
-from spmd_tasks.layers.attention.positions import Rotary
-from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
+from spmd_tasks.layers.attention.rotary import Rotary
+from spmd_tasks.layers.base import FanInNormal, declare_weight, is_decoding
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims, constrain

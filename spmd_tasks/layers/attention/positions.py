@@ -1,10 +1,9 @@
-"""Positions of tokens: rotary embeddings of queries and keys, or a vector per position, learned or sinusoidal.
+"""Positions that are added to embeddings: a vector per position, learned or sinusoidal. Rotary ones: rotary.py.
 
-Shapes: B batch, T sequence, D model, H heads, K head dim. `positions` is int32 [B, T] and counts from 0 within each
+Shapes: B batch, T sequence, D model. `positions` is int32 [B, T] and counts from 0 within each
 packed document (the batch's `segment_pos`).
 """
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -12,56 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention.rotary_scaling import RotaryScaling
 from spmd_tasks.layers.base import declare_weight
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rotary:
-  """Rotates pairs of a head's features by angles proportional to the position (Su et al., 2021). Has no weights.
-
-  Of d features that rotate, feature i is paired with feature i + d/2, as in GPT-NeoX, Llama on Hugging Face and Pax;
-  the original paper pairs 2i with 2i + 1. The two conventions differ by a fixed permutation of the head dim of queries
-  and keys. Pair i turns by `position * max_wavelength ** (-2i / d)` radians; angles and rotation are float32.
-
-  Fields:
-    max_wavelength: sets the slowest rotation ("rope theta" elsewhere).
-    num_features: d; the first d features of a head rotate, the others stay as they are (GPT-J, Phi, GLM). None: all.
-    scaling: of the frequencies, for long texts; see rotary_scaling.py.
-  """
-
-  max_wavelength: float = 10_000.0
-  num_features: int | None = None
-  scaling: RotaryScaling | None = None
-
-  def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns the rotated x [B, T, H, K] in x's dtype.
-
-    Raises:
-      UserError: d is odd or greater than K, or the scaling is for another d.
-    """
-    head_dim = x.shape[-1]
-    num_features = head_dim if self.num_features is None else self.num_features
-    if num_features % 2 or not 0 < num_features <= head_dim:
-      name = 'head_dim is' if self.num_features is None else f'head_dim is {head_dim} and num_features is'
-      raise UserError(
-        f'rotary positions rotate pairs of features, but {name} {num_features}: choose an even number, at most the '
-        'head_dim.'
-      )
-    fraction = jnp.arange(0, num_features, 2, dtype=jnp.float32) / num_features
-    frequencies = self.max_wavelength**-fraction  # [d/2]
-    scaling = None if self.scaling is None else self.scaling.for_rows(x.shape[1])
-    if scaling is not None:
-      frequencies = scaling.scale(frequencies, self.max_wavelength)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    sin, cos = jnp.sin(angles), jnp.cos(angles)  # [B, T, 1, d/2]
-    if scaling is not None:
-      sin, cos = sin * scaling.amplitude(), cos * scaling.amplitude()
-    first, second = jnp.split(x[..., :num_features].astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return rotated if num_features == head_dim else jnp.concatenate([rotated, x[..., num_features:]], axis=-1)
 
 
 class LearnedPositions(nn.Module, kw_only=True):

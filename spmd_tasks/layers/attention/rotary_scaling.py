@@ -9,7 +9,6 @@ the fields are given in quotes.
 Shapes: d features that rotate.
 """
 
-import abc
 import dataclasses
 import math
 
@@ -17,30 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention.rotary import RotaryScaling
 from spmd_tasks.layers.base import current_layer_scope
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RotaryScaling(abc.ABC):
-  """Base of the scalings: divides frequencies by `factor` ("factor"), each kind in its own manner."""
-
-  factor: float
-
-  def __post_init__(self):
-    if not self.factor > 0:
-      raise UserError(f'factor={self.factor} must be positive: it divides the frequencies of a rotary position.')
-
-  def for_rows(self, num_columns: int) -> 'RotaryScaling':
-    """Returns the scaling for rows of `num_columns` tokens, or for the texts that the LayerScope says."""
-    return self
-
-  @abc.abstractmethod
-  def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
-    """Returns the scaled frequencies, float32 [d/2], in radians per token, highest first as the argument is."""
-
-  def amplitude(self) -> float:
-    """Returns A, the factor of sine and cosine."""
-    return 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention.kv_cache import is_decoding
-from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight
+from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight, is_decoding
 from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_tokens
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights

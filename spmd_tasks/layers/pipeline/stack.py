@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import logging
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, values_per_layer
+from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, run_layer, values_per_layer
 from spmd_tasks.layers.pipeline.loop import run_loop
 from spmd_tasks.layers.pipeline.microbatches import (
   Microbatch,
@@ -33,9 +34,9 @@ from spmd_tasks.layers.pipeline.microbatches import (
 from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
-from spmd_tasks.layers.transformer import map_layers, remat_policy, scan_layers
+from spmd_tasks.layers.transformer import remat_policy, scan_layers
 from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope, stage_axis, without_axis
-from spmd_tasks.sharding.weights import merge_stacked, split_stacked, unbox_weights
+from spmd_tasks.sharding.weights import STACK_DIM, merge_stacked, refuse_plain_weights, split_stacked, unbox_weights
 
 _RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
   'gpipe': run_loop,
@@ -110,7 +111,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
     if scope is not None and axis is not None and scope.mesh.shape[axis] > 1:
       schedules = self._schedules(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
       if self.is_initializing():
-        layers = map_layers(num_layers=self.num_layers, train=train)
+        layers = _map_layers(num_layers=self.num_layers, train=train)
         return self._in_sequence(x, segment_ids, segment_pos, train, layers)
       for schedule in schedules:
         try:
@@ -198,3 +199,30 @@ def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:
   widths = [(0, 0)] * weight.ndim
   widths[dim] = (0, -weight.shape[dim] % num_stages)
   return jnp.pad(weight, widths)
+
+
+def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
+  """Returns what `scan_layers` returns, for init alone: all layers draw their weights side by side, from the same x.
+
+  The numbers are the same. XLA does not split a loop over devices, so each stage of a pipeline would draw the weights
+  of all stages.
+  """
+
+  def layer(block, x, given):
+    # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
+    first = flax.core.Scope({}, rngs=block.scope.rngs, mutable=True)
+    first.rng_counters = block.scope.rng_counters
+    for each in (block.copy(parent=first), block):
+      _, aux = run_layer('block', each, x, **given, train=train)
+    refuse_plain_weights(block.variables.get('params', {}))
+    return x, aux
+
+  return nn.vmap(
+    layer,
+    variable_axes={True: 0},
+    split_rngs={'params': True, 'dropout': True},
+    in_axes=None,
+    out_axes=(None, 0),
+    axis_size=num_layers,
+    metadata_params={STACK_DIM: 'layers'},
+  )
