@@ -18,6 +18,7 @@ from typing import Any
 
 import fiddle as fdl
 
+from spmd_tasks import inputs
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import decode, encode, encode_field, show
 from spmd_tasks.config.overrides import Path, parse_override, split_override
@@ -38,7 +39,7 @@ from spmd_tasks.config.tree import (
 from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
-from spmd_tasks.inputs import as_input
+from spmd_tasks.inputs.base import is_input
 from spmd_tasks.wings import call, kind_of, load, wings
 
 Prepare = Callable[[Experiment], None]
@@ -85,7 +86,7 @@ class ResolvedConfig:
 
   def _input(self, path: str, cfg: Any, built: Any) -> Any:
     """Returns an Input of what the config of an input has built, which may be plain data."""
-    return as_input(path, built, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
+    return _as_input(path, built, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
 
 
 def resolve(
@@ -266,7 +267,11 @@ def _unbuilt_input(experiment: Experiment, path: str, given: Any) -> Any:
 
   if isinstance(given, fdl.Buildable):
     return given
-  return as_input(path, given, repeats=not key, again=again)
+  return _as_input(path, given, repeats=not key, again=again)
+
+
+def _as_input(path: str, given: Any, **how: Any) -> Any:
+  return given if is_input(given) else inputs.as_input(path, given, **how)  # a lazy face: plain data are rare
 
 
 def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,6 +82,11 @@ class Input(Protocol):
     ...
 
 
+def is_input(given: Any) -> bool:
+  """Whether an object is an Input rather than plain data, of which `as_input` of batches.py makes one."""
+  return isinstance(given, type) or (hasattr(given, 'element_spec') and hasattr(given, 'make_iterator'))
+
+
 def language_model_spec(
   batch_size: int, seq_len: int, dtypes: Mapping[str, Any] = BATCH_DTYPES
 ) -> dict[str, jax.ShapeDtypeStruct]:

@@ -43,7 +43,7 @@ def as_input(name: str, given: Any, *, repeats: bool, again: Callable[[], Any] |
     repeats: whether the data are read again and again, for training.
     again: makes the data once more, where `given` is an iterator, which can be read only once.
   """
-  if isinstance(given, Batches | type) or (hasattr(given, 'element_spec') and hasattr(given, 'make_iterator')):
+  if base.is_input(given):
     return given
   is_iterable = hasattr(given, '__iter__') or _is_sequence(given)
   if isinstance(given, Mapping | str) or not (is_iterable or callable(given)):

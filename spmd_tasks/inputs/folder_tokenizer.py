@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
-from spmd_tasks.inputs.tokenizers import digest_of, load_tokenizer_file, offsets_of
+from spmd_tasks.inputs.bpe_tokenizer import digest_of, load_tokenizer_file, offsets_of
 
 _CONFIG = 'tokenizer_config.json'
 

@@ -30,7 +30,7 @@ from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
-from spmd_tasks.inputs import Batches, Prefetcher, State
+from spmd_tasks.inputs import Prefetcher, State
 from spmd_tasks.inputs.base import data_of
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
@@ -215,7 +215,7 @@ class Evaluator:
 
   def _make_iterator(self, name: str) -> Any:
     given = self._inputs[name]
-    is_whole = isinstance(given, Batches) and given.gives_whole_batches
+    is_whole = getattr(given, 'gives_whole_batches', False)  # of plain data (inputs/batches.py)
     return given.make_iterator(*((0, 1) if is_whole else (jax.process_index(), jax.process_count())))
 
   def _evaluate_set(
@@ -255,7 +255,7 @@ class Evaluator:
   def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""
     step = self._steps[name]
-    if isinstance(given := self._inputs[name], Batches) and given.gives_whole_batches:
+    if getattr(given := self._inputs[name], 'gives_whole_batches', False):
       batch = given.as_specified(dict(batch))
       step = self._steps_by_shape.of(batch)  # a smaller last batch has a step of its own
       return step, step.place(step.layout.own_rows(batch))
