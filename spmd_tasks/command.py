@@ -8,7 +8,7 @@ A mode that builds an experiment more than once, or for devices that are not the
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import math
@@ -22,10 +22,8 @@ import jax
 
 from spmd_tasks.activity import set_activity, silence
 from spmd_tasks.config import resolve, to_json
-from spmd_tasks.config.changes import refuse_changed_config
-from spmd_tasks.config.resolution import ResolvedConfig, from_json
-from spmd_tasks.config.saved_config import read_saved_config
-from spmd_tasks.config.search_path import add_to_search_path
+from spmd_tasks.config.registry import add_to_search_path
+from spmd_tasks.config.resolution import Prepare, ResolvedConfig
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, is_primary, use_fake_devices
 from spmd_tasks.distributed.agreement import refuse_differences
 from spmd_tasks.distributed.environment import backend_errors, code_digests, numeric_settings, process_environment
@@ -34,6 +32,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
+from spmd_tasks.programs.job_directory import has_trained
 from spmd_tasks.programs.timing import StartupClock
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.wings import prepare_job, wings
@@ -94,7 +93,7 @@ class Command:
     self,
     before: Sequence[str] = (),
     after: Sequence[str] = (),
-    prepare: Callable[[Experiment], None] | None = None,
+    prepare: Prepare | None = None,
   ) -> ResolvedConfig:
     """Resolves the experiment that the flags name: a class, a saved config, or that of the job in --job_log_dir.
 
@@ -113,7 +112,7 @@ class Command:
     if flags.exp is not None:
       raise UserError('--exp and --config both name an experiment: give one of them.')
     if flags.config is not None:
-      return from_json(read_saved_config(flags.config), overrides, flags.experiment_path, prepare)
+      return self._resolve_saved(flags.config, overrides, prepare)
     if not flags.job_log_dir:
       raise UserError(
         'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
@@ -125,7 +124,13 @@ class Command:
         f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME '
         '(--list shows the registered names).'
       )
-    return from_json(read_saved_config(own), overrides, flags.experiment_path, prepare)
+    return self._resolve_saved(own, overrides, prepare)
+
+  def _resolve_saved(self, path: epath.PathLike, overrides: Sequence[str], prepare: Prepare | None) -> ResolvedConfig:
+    from spmd_tasks.config.from_saved import from_json
+    from spmd_tasks.config.saved_config import read_saved_config
+
+    return from_json(read_saved_config(path), overrides, self.flags.experiment_path, prepare)
 
   @contextlib.contextmanager
   def open_job(self) -> Iterator[OpenJob]:
@@ -163,7 +168,9 @@ class Command:
       )
       refuse_differences('config', self._fields_to_compare(config), limit_s=limit_s)
       job = prepare_job(resolved.build(), self.mode, directory)
-      if not flags.accept_config_changes:
+      if has_trained(directory) and not flags.accept_config_changes:
+        from spmd_tasks.config.changes import refuse_changed_config
+
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
       yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, clock=clock)
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from spmd_tasks.activity import doing
 from spmd_tasks.config import resolve
-from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.decoding import DecodeSteps, generate
 from spmd_tasks.decoding.generation import search

@@ -7,8 +7,8 @@
 
 Read in this order:
   registry.py      names to experiment classes, and --list
-  search_path.py   which modules a saved config may have imported
-  resolution.py    overrides, defaults and saved values to one resolved config
+  resolution.py    overrides and defaults to one resolved config
+  from_saved.py    the same of a saved config, with search_path.py: which modules it may have imported
   overrides.py     one `path=value`, with the nearest names where a path does not exist
   values.py        the type of a field, and the value of a text (pydantic)
   tree.py          configs, dataclasses and Linen modules as one tree of fields
@@ -33,10 +33,10 @@ __all__ = [
 
 _MODULES = {
   'changes': ('diff', 'refuse_changed_config'),
-  'registry': ('UnknownExperimentError', 'list_experiments', 'register'),
-  'resolution': ('ResolvedConfig', 'from_json', 'resolve', 'to_json'),
+  'from_saved': ('from_json',),
+  'registry': ('UnknownExperimentError', 'add_to_search_path', 'list_experiments', 'register'),
+  'resolution': ('ResolvedConfig', 'resolve', 'to_json'),
   'saved_config': ('format_config', 'read_saved_config'),
-  'search_path': ('add_to_search_path',),
   'symbols': ('symbol_of',),
 }
 

@@ -13,7 +13,7 @@ from etils import epath
 from spmd_tasks.config.encoding import show
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import glob_below, read_text
+from spmd_tasks.files import read_text
 from spmd_tasks.wings import keeps_numbers
 
 _TRAINING = ('seed', 'task', 'train_input')
@@ -29,7 +29,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   """Compares `config` with the one that the directory's job was begun with.
 
   Args:
-    job_log_dir: a job's directory, or a new one.
+    job_log_dir: a directory in which a job has trained (programs/job_directory.py).
     config: JSON, as `to_json` gives it; 'environment' beside it, if given, has JAX's settings that decide numbers.
     mode: 'train', where everything that a step depends on must be the same, or 'eval': model, loss and experiment.
 
@@ -37,10 +37,6 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     UserError: another experiment, or a config that gives other numbers; the message lists them.
   """
   path = job_log_dir / 'config.json'
-  # Without a checkpoint a job may still go on from copies in memory (checkpoints/peer_copies.py).
-  has_state = glob_below(job_log_dir, 'checkpoints/checkpoint_*') or (job_log_dir / 'peer_copies.json').exists()
-  if not path.exists() or not has_state:
-    return  # nothing has been trained here
   try:
     previous = checked_config(json.loads(read_text(path)))
   except (OSError, ValueError, RecursionError) as error:

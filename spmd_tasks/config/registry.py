@@ -11,11 +11,11 @@ A name is one of three:
 * `package.module.Class`: any importable class; the current directory counts. It may be an experiment of another
   framework, of a kind that a wing recognizes (wings.py).
 
-A name in a saved config may have less imported than one that the user types: `get_saved`, search_path.py.
+A name in a saved config may have less imported than one that the user types: from_saved.py.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import difflib
 import importlib
 from importlib import metadata
@@ -29,7 +29,6 @@ from types import ModuleType
 from typing import TypeVar
 
 from spmd_tasks import wings
-from spmd_tasks.config.search_path import add_to_search_path, may_be_imported, place_of
 from spmd_tasks.config.symbols import public_module_of
 from spmd_tasks.errors import UserError, place_of_error
 from spmd_tasks.experiments import DIRECTORY
@@ -79,14 +78,14 @@ def list_experiments() -> list[tuple[str, str]]:
   found: dict[str, str] = {}
   for path in sorted(DIRECTORY.glob('*.py')):
     found.update(_registered_in(path, path.stem))
-  for name, modules in sorted(_modules_of_others().items()):
+  for name, modules in sorted(modules_of_others().items()):
     for module in sorted(modules):
       source = _source_of(module)
       if source is None:
         found[f'{name}.*'] = f'cannot be listed: the source of {module}, an entry point, is not found'
         continue
       try:
-        found.update(_registered_in(source, name if len(modules) == 1 and not _is_own_module(name) else module))
+        found.update(_registered_in(source, name if len(modules) == 1 and not is_own_module(name) else module))
       except (OSError, SyntaxError, ValueError) as error:  # one broken package must not hide the others
         found[f'{name}.*'] = f'cannot be listed: {source}, an entry point, cannot be read ({error})'
   return list(found.items())
@@ -99,7 +98,7 @@ def _registered_in(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
       yield f'{prefix}.{node.name}', (ast.get_docstring(node) or '').partition('\n')[0]
 
 
-def _modules_of_others() -> dict[str, list[str]]:
+def modules_of_others() -> dict[str, list[str]]:
   """The modules that other packages register by entry points, by their names there."""
   modules: dict[str, list[str]] = {}
   for point in metadata.entry_points(group=ENTRY_POINTS):
@@ -124,6 +123,11 @@ def _source_of(module: str) -> Path | None:
   return next((file for file in files if file.is_file()), None)
 
 
+def known(name: str) -> type | None:
+  """The experiment class that a module imported already has registered by this name."""
+  return _registry.get(name)
+
+
 def get(name: str) -> type:
   """The experiment class of a name that the user typed; the current directory is put in front of sys.path.
 
@@ -138,59 +142,16 @@ def get(name: str) -> type:
       error and line), or two packages register the module's name.
   """
   try:
-    return _registry.get(name) or _find_class(name, is_typed=True)
+    return _registry.get(name) or find_class(name, is_typed=True)
   except UnknownExperimentError:
     pairs = [pair for kind in wings.kinds() for pair in kind.short_names if name.startswith(pair[0])]
     if not pairs:
       raise
     short, whole = pairs[0]
-    return _find_class(f'{whole}{name.removeprefix(short)}', is_typed=True)
+    return find_class(f'{whole}{name.removeprefix(short)}', is_typed=True)
 
 
-def get_saved(
-  name: str,
-  experiment_path: Sequence[str | os.PathLike[str]] = (),
-  why_not: str = '',
-) -> type:
-  """The experiment class of a name in a saved config, which alone never decides what is imported.
-
-  Args:
-    name: as `name_of` gave it.
-    experiment_path: directories whose modules may be imported, too; they are put in front of sys.path.
-    why_not: why the directory that the config names is not one of them, for the message.
-
-  Raises:
-    UserError: as `get`; or the name's module is neither registered nor below `experiment_path`.
-  """
-  directories = add_to_search_path(experiment_path)
-  if name in _registry:
-    return _registry[name]
-  module_name, _ = _split(name)
-  points = _modules_of_others()
-  registered = {module.partition(':')[0] for modules in points.values() for module in modules}
-  if not _is_own_module(module_name) and module_name not in points:
-    top = module_name.partition('.')[0]
-    for module in sorted(registered):
-      if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name
-        _import(name, module)
-    if not may_be_imported(module_name, registered, directories):
-      because = f' (it does not go by the directory that it names, for {why_not})' if why_not else ''
-      raise UserError(
-        f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
-        f'is imported{because}: {remedy(top)} (in Python, import {module_name} first).'
-      )
-  return _find_class(name, is_typed=False)
-
-
-def remedy(top: str) -> str:
-  """What a user can do who trusts the code of a top-level module that a saved config names."""
-  place = place_of(top)
-  if place is None:
-    return f'add --experiment_path DIR, the directory that holds {top}'
-  return f'if you trust the code in {place}, add --experiment_path {place}'
-
-
-def _split(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
   """The module and the class of a name."""
   module_name, _, class_name = name.rpartition('.')
   if not module_name or not all(part.isidentifier() for part in name.split('.')):
@@ -198,8 +159,9 @@ def _split(name: str) -> tuple[str, str]:
   return module_name, class_name
 
 
-def _find_class(name: str, *, is_typed: bool) -> type:
-  module_name, class_name = _split(name)
+def find_class(name: str, *, is_typed: bool) -> type:
+  """Imports what `get` or a saved config (not `is_typed`) names."""
+  module_name, class_name = split_name(name)
   module = _find_module(name, module_name, in_current_directory=is_typed)
   # A name in a file meets no module's own __getattr__, which might import others, except for our faces.
   may_be_lazy = is_typed or module_name.partition('.')[0] == 'spmd_tasks'
@@ -226,16 +188,16 @@ def name_of(cls: type) -> str:
 
 def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> ModuleType:
   if '.' not in module_name:  # a registered name, which nothing in the current directory shadows
-    if _is_own_module(module_name):
-      return _import(name, f'{_EXPERIMENTS}.{module_name}')
-    modules = sorted(_modules_of_others().get(module_name, []))
+    if is_own_module(module_name):
+      return import_module(name, f'{_EXPERIMENTS}.{module_name}')
+    modules = sorted(modules_of_others().get(module_name, []))
     if len(modules) > 1:
       raise UserError(
         f'experiment {name} is ambiguous: {" and ".join(modules)} are both registered as {module_name!r}: write for '
         f'example {modules[0]}.{name.rpartition(".")[2]}.'
       )
     if modules:
-      return _import(name, modules[0])
+      return import_module(name, modules[0])
   if in_current_directory and '' not in sys.path:
     add_to_search_path([Path.cwd()])
   # Parents are imported one by one: a parent that is missing means "no such name", one that fails means a bug in it.
@@ -250,23 +212,25 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
       raise _unknown(name, _with_other_part(name, end - 1))
     if spec.origin and Path(spec.origin).parent == DIRECTORY:  # experiments.lm, in our checkout
       prefix = f'{_EXPERIMENTS}.{Path(spec.origin).stem}'
-    module = _import(name, prefix)
+    module = import_module(name, prefix)
   return module
 
 
 def is_registered(name: str) -> bool:
   """Whether a new process finds the experiment without being told where, as one of this or an installed package."""
   module = name.rpartition('.')[0]
-  points = _modules_of_others()
+  points = modules_of_others()
   modules = {each.partition(':')[0] for values in points.values() for each in values}
-  return _is_own_module(module) or module in points or module in modules or module.startswith('spmd_tasks.')
+  return is_own_module(module) or module in points or module in modules or module.startswith('spmd_tasks.')
 
 
-def _is_own_module(module_name: str) -> bool:
+def is_own_module(module_name: str) -> bool:
+  """Whether it is the name of a file of our experiments, such as `lm`."""
   return (DIRECTORY / f'{module_name}.py').is_file()
 
 
-def _import(name: str, module_name: str) -> ModuleType:
+def import_module(name: str, module_name: str) -> ModuleType:
+  """Imports the module of an experiment `name`; a UserError has the module's own error and line."""
   try:
     for kind in wings.kinds() if not module_name.startswith('spmd_tasks.') else ():
       if kind.before_import is not None:
@@ -335,3 +299,31 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
   near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   near = near or sorted((each for each in known if likeness(each) >= 0.8), key=likeness, reverse=True)[:3]
   return near or difflib.get_close_matches(name, known, n=3, cutoff=0.3)  # not very near, but names that exist
+
+
+def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
+  """Puts directories in front of sys.path, the first one first; returns them as absolute paths.
+
+  Raises:
+    UserError: there is no such directory.
+  """
+  resolved = []
+  for directory in directories:
+    path = Path(directory).expanduser()
+    if not path.is_dir():
+      raise UserError(f'--experiment_path {directory} is not a directory: name the one that holds your modules.')
+    resolved.append(path.resolve())
+  missing = [str(path) for path in resolved if str(path) not in sys.path]
+  if missing:
+    sys.path[:0] = missing
+    importlib.invalidate_caches()
+  return resolved
+
+
+def origin_of(cls: type) -> str | None:
+  """The directory of sys.path from which a class was imported; None for one without a file."""
+  module = sys.modules[cls.__module__]
+  if getattr(module, '__file__', None) is None or cls.__module__ == '__main__':
+    return None
+  depth = cls.__module__.count('.') + hasattr(module, '__path__')
+  return str(Path(str(module.__file__)).resolve().parents[depth])

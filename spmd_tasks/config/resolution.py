@@ -1,4 +1,4 @@
-"""Resolves an experiment and its overrides to one config, writes that as JSON, reads JSON back, and builds the Job.
+"""Resolves an experiment and its overrides to one config, writes that as JSON, and builds the Job.
 
     resolved = resolve('lm.StdlibTiny', ['num_layers=4', 'task.learner.clip_global_norm=0.5'])
     job = resolved.build()
@@ -12,18 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import inspect
-import json
-import os
 from typing import Any
 
 import fiddle as fdl
 
 from spmd_tasks import inputs
 from spmd_tasks.config import registry
-from spmd_tasks.config.encoding import decode, encode, encode_field, show
+from spmd_tasks.config.encoding import encode, encode_field, show
 from spmd_tasks.config.overrides import Path, parse_override, split_override
-from spmd_tasks.config.saved_config import SavedConfig, checked_config
-from spmd_tasks.config.search_path import add_to_search_path, may_be_imported, origin_of, own_directory
 from spmd_tasks.config.tree import (
   DROP,
   UNSET,
@@ -32,20 +28,18 @@ from spmd_tasks.config.tree import (
   check_numbers,
   copy_config,
   fields_of,
-  is_node,
   walk,
   without_foreign_configs,
 )
-from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError, naming_own_code
-from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
+from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.inputs.base import is_input
-from spmd_tasks.wings import call, kind_of, load, wings
+from spmd_tasks.wings import call, kind_of, load
 
 Prepare = Callable[[Experiment], None]
-_PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
+PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 # The timeouts of an experiment, which no experiment of another framework decides.
-_TIMEOUTS = ('heartbeat_timeout_s', 'shutdown_timeout_s', 'first_step_timeout_s')
+TIMEOUTS = ('heartbeat_timeout_s', 'shutdown_timeout_s', 'first_step_timeout_s')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,63 +105,19 @@ def resolve(
     own = fdl.Config(Experiment)
     return {path[0]: parse_override(own, path, text) for path, text in split if _is_timeout(path)}
 
-  cls = _adapted(cls, timeouts, prepare)
-  return _resolve(cls, fdl.Config(cls), {}, overrides, {}, prepare)
+  cls = adapted(cls, timeouts, prepare)
+  return resolve_changed(cls, fdl.Config(cls), {}, overrides, {}, prepare)
 
 
 def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
   """Returns strict JSON of the experiment's name, its overrides, and every field's value by path, with defaults."""
   config = {path: encode_field(field.value) for path, field in walk(_root_of(resolved.experiment, resolved.parts))}
   saved = {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
-  origin = None if registry.is_registered(resolved.name) else origin_of(type(resolved.experiment))
+  origin = None if registry.is_registered(resolved.name) else registry.origin_of(type(resolved.experiment))
   return saved if origin is None else saved | {'origin': origin}
 
 
-def from_json(
-  saved: Mapping[str, Any],
-  overrides: Sequence[str] = (),
-  experiment_path: Sequence[str | os.PathLike[str]] = (),
-  prepare: Prepare | None = None,
-) -> ResolvedConfig:
-  """Resolves the config that `to_json` saved, with further overrides. `prepare`: as in `resolve`.
-
-  Saved values replace the code's defaults of today. A field that the code added since then has its default. The file
-  decides neither what is imported nor what is called: its experiment is registered, imported already, in a module
-  below `experiment_path`, or where this user's own job found it (search_path.py), and every class and function comes
-  from the experiment's own code.
-
-  Raises:
-    UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist any more,
-      a value is not of its field's type, or the code now has another class, function or object at a path.
-  """
-  why_not = ''
-  if isinstance(saved, SavedConfig) and not experiment_path:
-    own, why_not = own_directory(saved.path, saved)
-    experiment_path = [] if own is None else [own]
-  saved = checked_config(saved)
-  cls = registry.get_saved(saved['experiment'], experiment_path, why_not)
-
-  def timeouts() -> dict[str, Any]:
-    return {name: decode(saved['config'][name]) for name in _TIMEOUTS if name in saved['config']}
-
-  cls = _adapted(cls, timeouts, prepare)
-  config = fdl.Config(cls)
-  is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
-  of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
-  of_parts = {path: value for path, value in saved['config'].items() if is_part[path]}
-  config = apply_changes(config, _refuse_modules(_changes_to(config, of_experiment), experiment_path))
-  for name in MESH_FIELDS:
-    if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
-      setattr(config, name, decode(of_experiment[name]))
-  _leave_mesh_to_its_layout(cls, config)
-  as_saved = _build_experiment(cls, config)
-  if prepare is not None:
-    prepare(as_saved)
-  changes = _refuse_modules(_changes_to(_parts_of(as_saved), of_parts), experiment_path)
-  return _resolve(cls, config, changes, overrides, saved['overrides'], None)
-
-
-def _resolve(
+def resolve_changed(
   cls: type,
   config: fdl.Config,
   part_changes: Mapping[Path, Any],
@@ -179,10 +129,10 @@ def _resolve(
   on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
   on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
   changes = {path: parse_override(config, path, text) for path, text in on_experiment}
-  experiment = _build_experiment(cls, apply_changes(config, changes))
+  experiment = build_experiment(cls, apply_changes(config, changes))
   if prepare is not None:
     prepare(experiment)
-  parts = _parts_of(experiment)
+  parts = parts_of(experiment)
   parts = apply_changes(parts, _check_paths(parts, part_changes))
   # The experiment's fields are in the tree too, for the nearest names.
   root = _root_of(experiment, parts)
@@ -200,10 +150,10 @@ def _resolve(
 
 
 def _is_timeout(path: Path) -> bool:
-  return len(path) == 1 and path[0] in _TIMEOUTS
+  return len(path) == 1 and path[0] in TIMEOUTS
 
 
-def _adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepare | None) -> type[Experiment]:
+def adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepare | None) -> type[Experiment]:
   """Returns a subclass of Experiment: the class itself, or what a wing makes of it after `prepare`."""
   kind = None if registry.is_experiment(cls) else registry.foreign_kind(cls)
   if kind is None:
@@ -213,18 +163,7 @@ def _adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prep
   return call(kind.adapt, cls)
 
 
-def _leave_mesh_to_its_layout(cls: type, config: fdl.Config) -> None:
-  """Unsets the mesh fields that equal the values from `mesh`, so that overrides of `mesh` have an effect."""
-  given = {name: getattr(config, name) for name in MESH_FIELDS if name in config.__arguments__}
-  for name in given:
-    delattr(config, name)
-  filled = _build_experiment(cls, config)
-  for name, value in given.items():
-    if getattr(filled, name) != value:
-      setattr(config, name, value)
-
-
-def _build_experiment(cls: type, config: fdl.Config) -> Experiment:
+def build_experiment(cls: type, config: fdl.Config) -> Experiment:
   if inspect.isabstract(cls):
     missing = ', '.join(f'{name}()' for name in sorted(getattr(cls, '__abstractmethods__', ())))
     raise UserError(f'experiment {registry.name_of(cls)} does not define {missing}: define it, or name a subclass.')
@@ -238,9 +177,9 @@ def _build_experiment(cls: type, config: fdl.Config) -> Experiment:
     return cls(**config.__arguments__)
 
 
-def _parts_of(experiment: Experiment) -> dict[str, Any]:
+def parts_of(experiment: Experiment) -> dict[str, Any]:
   parts = {}
-  for name in _PARTS:
+  for name in PARTS:
     with naming_own_code(f'{name}() of {registry.name_of(type(experiment))}', part=experiment):
       parts[name] = getattr(experiment, name)()
     if name.endswith('_inputs'):
@@ -278,60 +217,14 @@ def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]
   return {name: field.value for name, field in fields_of(experiment).items()} | dict(parts)
 
 
-def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
-  """Returns the changes that give `root` the saved values."""
-  present = dict(walk(root))
-  changes: dict[Path, Any] = {}
-  refused = []
-  for path, value in saved.items():
-    if path not in present:
-      refused.append(f'{path} (saved as {show(value)}) does not exist any more')
-      continue
-    field = present[path]
-    now = None if field.value is UNSET else encode_field(field.value)
-    if field.value is not UNSET and json.dumps(now, sort_keys=True) == json.dumps(value, sort_keys=True):
-      continue  # compared as text: 1, 1.0 and True are different values
-    key = tuple(path.split('.'))
-    keys_now, keys = _keys_of(now), _keys_of(value)
-    if keys and keys <= keys_now:
-      changes |= {(*key, name): DROP for name in keys_now - keys}
-      continue
-    try:
-      decoded = decode(value, field.value)
-    except ValueError:
-      refused.append(f'{path} was {show(value)} and is {show(now)} now')
-      continue
-    kind = unwrap(field.annotation)
-    if is_node(field.value) and kind is Any and (decoded is not None or path in _PARTS):
-      refused.append(f'{path} was {show(value)} and is {show(now)} now')
-    elif is_of_type(field.value, kind) and not is_of_type(decoded, kind):
-      refused.append(f'{path} is {show(value)} and should be of type {describe_type(kind)}')
-    else:
-      changes[key] = decoded
-  if refused:
-    raise UserError(
-      f'the saved config does not fit the code of today: {"; ".join(refused)}. Run it with the code that saved it, or '
-      'start a new run.'
-    )
-  return changes
-
-
-def _refuse_modules(changes: dict[Path, Any], experiment_path: Sequence[str | os.PathLike[str]]) -> dict[Path, Any]:
-  """Returns the changes, or raises a UserError for a module in them that a file alone must not have imported."""
-  fields = {name for wing in wings() for name in wing.fields_of_modules}
-  for path, names in changes.items():
-    for name in names if path[-1] in fields and isinstance(names, tuple | list) else ():
-      if not may_be_imported(name, (), add_to_search_path(experiment_path)):
-        raise UserError(
-          f'the saved config names the module {name} at {".".join(path)}, and a file alone never decides what is '
-          f'imported: {registry.remedy(name.partition(".")[0])}.'
-        )
-  return changes
-
-
-def _keys_of(encoded: Any) -> set[str]:
-  """Returns the keys of an encoded dict of nodes; an empty set for any other value."""
-  return set(encoded.get('keys', ())) if isinstance(encoded, dict) else set()
+def _without_fiddle_context(error: UserError) -> UserError:
+  """Returns the error with the message `task.model: <message of the part>`, without Fiddle's context."""
+  message = str(error).partition('\n\nFiddle context:')[0]
+  context = f'{error}{error.__cause__}'.partition('\n\nFiddle context:')[2]
+  _, _, path = context.partition(' at <root>')
+  path = path.partition(' with positional')[0]
+  path = path.replace("']", '').replace("['", '.').replace('[', '.').replace(']', '').strip('.')
+  return UserError(f'{path}: {message}' if path else message)
 
 
 def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -345,13 +238,3 @@ def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
       'those overrides out or start a new run.'
     )
   return {path: value for path, value in changes.items() if path not in missing}
-
-
-def _without_fiddle_context(error: UserError) -> UserError:
-  """Returns the error with the message `task.model: <message of the part>`, without Fiddle's context."""
-  message = str(error).partition('\n\nFiddle context:')[0]
-  context = f'{error}{error.__cause__}'.partition('\n\nFiddle context:')[2]
-  _, _, path = context.partition(' at <root>')
-  path = path.partition(' with positional')[0]
-  path = path.replace("']", '').replace("['", '.').replace('[', '.').replace(']', '').strip('.')
-  return UserError(f'{path}: {message}' if path else message)

@@ -9,7 +9,6 @@ A module that the process has imported already is only looked up. Nothing is imp
 
 from collections.abc import Iterable, Mapping, Sequence
 import contextlib
-import importlib
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 import importlib.util
@@ -19,36 +18,7 @@ import stat
 import sys
 from typing import Any
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.wings import kinds
-
-
-def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
-  """Puts directories in front of sys.path, the first one first; returns them as absolute paths.
-
-  Raises:
-    UserError: there is no such directory.
-  """
-  resolved = []
-  for directory in directories:
-    path = Path(directory).expanduser()
-    if not path.is_dir():
-      raise UserError(f'--experiment_path {directory} is not a directory: name the one that holds your modules.')
-    resolved.append(path.resolve())
-  missing = [str(path) for path in resolved if str(path) not in sys.path]
-  if missing:
-    sys.path[:0] = missing
-    importlib.invalidate_caches()
-  return resolved
-
-
-def origin_of(cls: type) -> str | None:
-  """The directory of sys.path from which a class was imported; None for one without a file."""
-  module = sys.modules[cls.__module__]
-  if getattr(module, '__file__', None) is None or cls.__module__ == '__main__':
-    return None
-  depth = cls.__module__.count('.') + hasattr(module, '__path__')
-  return str(Path(str(module.__file__)).resolve().parents[depth])
 
 
 def own_directory(config_path: str | os.PathLike[str], saved: Mapping[str, Any]) -> tuple[Path | None, str]:
@@ -98,7 +68,7 @@ def may_be_imported(module_name: str, registered: Iterable[str], directories: Se
   Args:
     module_name: such as `package.module`.
     registered: the modules of entry points.
-    directories: what `add_to_search_path` returned.
+    directories: absolute paths.
   """
   if module_name in sys.modules or module_name in registered or module_name.startswith('spmd_tasks.'):
     return True

@@ -139,6 +139,12 @@ def write_config(job_log_dir: epath.Path, config_json: str) -> None:
   write_durably(job_log_dir / CONFIG_FILE, json.dumps(config, indent=1) + '\n')
 
 
+def has_trained(job_log_dir: epath.Path) -> bool:
+  """Whether a job has left a state in the directory, in a checkpoint or in memory (checkpoints/peer_copies.py)."""
+  has_state = glob_below(job_log_dir, 'checkpoints/checkpoint_*') or (job_log_dir / PEER_COPIES_FILE).exists()
+  return (job_log_dir / CONFIG_FILE).exists() and bool(has_state)
+
+
 def _own_paths(job_log_dir: epath.Path) -> set[epath.Path]:
   """Returns the files and directories of a job that are in its directory."""
   patterns = (*_DIRECTORIES, *_FILES, PEER_COPIES_FILE, 'events.out.tfevents.*')

@@ -23,7 +23,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path

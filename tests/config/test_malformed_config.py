@@ -9,7 +9,7 @@ from small_experiments import Small
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve, to_json
-from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.errors import user_error_code
 from tests import binary
 

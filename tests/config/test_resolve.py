@@ -10,7 +10,7 @@ from small_experiments import Built, FeedForward, Incomplete, Input, Model, Opti
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve, to_json
-from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.experiment import Experiment
 from tests import binary

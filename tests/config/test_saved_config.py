@@ -20,7 +20,7 @@ from small_experiments import Built, Input, Reduction, Small
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.changes import diff
 from spmd_tasks.config.encoding import decode, encode, show
-from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import format_config
 
 

@@ -12,7 +12,7 @@ from etils import epath
 import pytest
 
 from spmd_tasks.config import registry, resolve, search_path, to_json
-from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.programs.job_directory import write_config

@@ -18,9 +18,9 @@ from praxis import base_layer, py_utils
 
 from spmd_tasks.bridges.pax import install_shims
 from spmd_tasks.config import resolve
-from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.from_saved import from_json
+from spmd_tasks.config.registry import add_to_search_path
 from spmd_tasks.config.saved_config import read_saved_config
-from spmd_tasks.config.search_path import add_to_search_path
 from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.saved_steps import SavedSteps

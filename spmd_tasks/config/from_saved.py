@@ -1,0 +1,191 @@
+"""Resolves a saved config to one of today, as `resolve` does a name: `resolved = from_json(saved, ['seed=1'])`.
+
+Saved values replace the code's defaults of today. A field that the code added since then has its default.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import os
+from typing import Any
+
+import fiddle as fdl
+
+from spmd_tasks.config import registry
+from spmd_tasks.config.encoding import decode, encode_field, show
+from spmd_tasks.config.overrides import Path
+from spmd_tasks.config.resolution import (
+  PARTS,
+  TIMEOUTS,
+  Prepare,
+  ResolvedConfig,
+  adapted,
+  build_experiment,
+  parts_of,
+  resolve_changed,
+)
+from spmd_tasks.config.saved_config import SavedConfig, checked_config
+from spmd_tasks.config.search_path import may_be_imported, own_directory, place_of
+from spmd_tasks.config.tree import (
+  DROP,
+  UNSET,
+  apply_changes,
+  is_node,
+  walk,
+)
+from spmd_tasks.config.values import describe_type, is_of_type, unwrap
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import MESH_FIELDS
+from spmd_tasks.wings import wings
+
+
+def from_json(
+  saved: Mapping[str, Any],
+  overrides: Sequence[str] = (),
+  experiment_path: Sequence[str | os.PathLike[str]] = (),
+  prepare: Prepare | None = None,
+) -> ResolvedConfig:
+  """Resolves the config that `to_json` saved, with further overrides. `prepare`: as in `resolve`.
+
+  The file decides neither what is imported nor what is called: its experiment is registered, imported already, in a
+  module below `experiment_path`, or where this user's own job found it (search_path.py), and every class and function
+  comes from the experiment's own code.
+
+  Raises:
+    UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist any more,
+      a value is not of its field's type, or the code now has another class, function or object at a path.
+  """
+  why_not = ''
+  if isinstance(saved, SavedConfig) and not experiment_path:
+    own, why_not = own_directory(saved.path, saved)
+    experiment_path = [] if own is None else [own]
+  saved = checked_config(saved)
+  cls = get_saved(saved['experiment'], experiment_path, why_not)
+
+  def timeouts() -> dict[str, Any]:
+    return {name: decode(saved['config'][name]) for name in TIMEOUTS if name in saved['config']}
+
+  cls = adapted(cls, timeouts, prepare)
+  config = fdl.Config(cls)
+  is_part = {path: path.split('.')[0] in PARTS for path in saved['config']}
+  of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
+  of_parts = {path: value for path, value in saved['config'].items() if is_part[path]}
+  config = apply_changes(config, _refuse_modules(_changes_to(config, of_experiment), experiment_path))
+  for name in MESH_FIELDS:
+    if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
+      setattr(config, name, decode(of_experiment[name]))
+  _leave_mesh_to_its_layout(cls, config)
+  as_saved = build_experiment(cls, config)
+  if prepare is not None:
+    prepare(as_saved)
+  changes = _refuse_modules(_changes_to(parts_of(as_saved), of_parts), experiment_path)
+  return resolve_changed(cls, config, changes, overrides, saved['overrides'], None)
+
+
+def _leave_mesh_to_its_layout(cls: type, config: fdl.Config) -> None:
+  """Unsets the mesh fields that equal the values from `mesh`, so that overrides of `mesh` have an effect."""
+  given = {name: getattr(config, name) for name in MESH_FIELDS if name in config.__arguments__}
+  for name in given:
+    delattr(config, name)
+  filled = build_experiment(cls, config)
+  for name, value in given.items():
+    if getattr(filled, name) != value:
+      setattr(config, name, value)
+
+
+def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
+  """Returns the changes that give `root` the saved values."""
+  present = dict(walk(root))
+  changes: dict[Path, Any] = {}
+  refused = []
+  for path, value in saved.items():
+    if path not in present:
+      refused.append(f'{path} (saved as {show(value)}) does not exist any more')
+      continue
+    field = present[path]
+    now = None if field.value is UNSET else encode_field(field.value)
+    if field.value is not UNSET and json.dumps(now, sort_keys=True) == json.dumps(value, sort_keys=True):
+      continue  # compared as text: 1, 1.0 and True are different values
+    key = tuple(path.split('.'))
+    keys_now, keys = _keys_of(now), _keys_of(value)
+    if keys and keys <= keys_now:
+      changes |= {(*key, name): DROP for name in keys_now - keys}
+      continue
+    try:
+      decoded = decode(value, field.value)
+    except ValueError:
+      refused.append(f'{path} was {show(value)} and is {show(now)} now')
+      continue
+    kind = unwrap(field.annotation)
+    if is_node(field.value) and kind is Any and (decoded is not None or path in PARTS):
+      refused.append(f'{path} was {show(value)} and is {show(now)} now')
+    elif is_of_type(field.value, kind) and not is_of_type(decoded, kind):
+      refused.append(f'{path} is {show(value)} and should be of type {describe_type(kind)}')
+    else:
+      changes[key] = decoded
+  if refused:
+    raise UserError(
+      f'the saved config does not fit the code of today: {"; ".join(refused)}. Run it with the code that saved it, or '
+      'start a new run.'
+    )
+  return changes
+
+
+def _refuse_modules(changes: dict[Path, Any], experiment_path: Sequence[str | os.PathLike[str]]) -> dict[Path, Any]:
+  """Returns the changes, or raises a UserError for a module in them that a file alone must not have imported."""
+  fields = {name for wing in wings() for name in wing.fields_of_modules}
+  for path, names in changes.items():
+    for name in names if path[-1] in fields and isinstance(names, tuple | list) else ():
+      if not may_be_imported(name, (), registry.add_to_search_path(experiment_path)):
+        raise UserError(
+          f'the saved config names the module {name} at {".".join(path)}, and a file alone never decides what is '
+          f'imported: {remedy(name.partition(".")[0])}.'
+        )
+  return changes
+
+
+def _keys_of(encoded: Any) -> set[str]:
+  """Returns the keys of an encoded dict of nodes; an empty set for any other value."""
+  return set(encoded.get('keys', ())) if isinstance(encoded, dict) else set()
+
+
+def get_saved(
+  name: str,
+  experiment_path: Sequence[str | os.PathLike[str]] = (),
+  why_not: str = '',
+) -> type:
+  """The experiment class of a name in a saved config, which alone never decides what is imported.
+
+  Args:
+    name: as `name_of` gave it.
+    experiment_path: directories whose modules may be imported, too; they are put in front of sys.path.
+    why_not: why the directory that the config names is not one of them, for the message.
+
+  Raises:
+    UserError: as `get`; or the name's module is neither registered nor below `experiment_path`.
+  """
+  directories = registry.add_to_search_path(experiment_path)
+  if (cls := registry.known(name)) is not None:
+    return cls
+  module_name, _ = registry.split_name(name)
+  points = registry.modules_of_others()
+  registered = {module.partition(':')[0] for modules in points.values() for module in modules}
+  if not registry.is_own_module(module_name) and module_name not in points:
+    top = module_name.partition('.')[0]
+    for module in sorted(registered):
+      if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name
+        registry.import_module(name, module)
+    if not may_be_imported(module_name, registered, directories):
+      because = f' (it does not go by the directory that it names, for {why_not})' if why_not else ''
+      raise UserError(
+        f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
+        f'is imported{because}: {remedy(top)} (in Python, import {module_name} first).'
+      )
+  return registry.find_class(name, is_typed=False)
+
+
+def remedy(top: str) -> str:
+  """What a user can do who trusts the code of a top-level module that a saved config names."""
+  place = place_of(top)
+  if place is None:
+    return f'add --experiment_path DIR, the directory that holds {top}'
+  return f'if you trust the code in {place}, add --experiment_path {place}'
