@@ -32,7 +32,8 @@ from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.specs import sharding_scope, stage_axis, without_axis
+from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
+from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 

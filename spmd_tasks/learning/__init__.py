@@ -13,8 +13,8 @@ weights.
 
 Read learner.py, then optimizers.py and schedules.py (what users write). accumulation.py cuts a batch into
 microbatches, from_optax.py wraps any optax optimizer, skipping.py keeps state in skipped steps, adafactor.py treats
-stacked layers separately, expert_weights.py has the rules for mixtures of experts, frozen_weights.py those for weights
-that are not trained, and optimizer_specs.py lays out optimizer state.
+stacked layers separately, expert_weights.py has the rules for mixtures of experts, trained_weights.py and
+frozen_weights.py those for weights that are not trained, and optimizer_specs.py lays out optimizer state.
 """
 
 from etils import epy
@@ -26,13 +26,13 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.learning.multi_optimizer import MultiOptimizer
   from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW, Lion, Sgd
+  from spmd_tasks.learning.product_of_factors import ProductOfFactors
   from spmd_tasks.learning.schedules import (
     Constant,
     LearningRate,
     LinearWarmupCosine,
     LinearWarmupExponential,
     LinearWarmupRsqrt,
-    ProductOfFactors,
     Schedule,
   )
 

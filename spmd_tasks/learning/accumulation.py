@@ -108,8 +108,8 @@ def accumulate_gradients(
       for means [E]), `per_example` (name -> [B]) and `updated_variables` (a tree), and a method `replace`.
     weights: the gradient is taken with respect to these.
     batch: tree of arrays [B, ...].
-    rng: passed to `loss_fn` unchanged for one microbatch; microbatch m of several gets `fold_in(rng, m)`. May be None.
-    num_microbatches: M; 1 differentiates the batch in one piece.
+    rng: microbatch m gets `fold_in(rng, m)`. May be None.
+    num_microbatches: M.
     mode: 'mean': gradients are averaged by the microbatches' weights, which gives the full batch's gradient even if
       microbatches have different numbers of tokens. 'sum': gradients are added, as T5X does; learning rate and clipping
       threshold must then suit M.
@@ -118,7 +118,7 @@ def accumulate_gradients(
 
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss and metrics are those of the full
-    batch in both modes; `per_example` is empty if M > 1, because training does not read it. Updated variables are the
+    batch in both modes; `per_example` is empty, because training does not read it. Updated variables are the
     mean over microbatches: running means of a batch's statistics become those of the full batch. Of factors of weights,
     which bound something, they are the smallest.
 
@@ -128,10 +128,6 @@ def accumulate_gradients(
   if mode not in ('mean', 'sum'):
     raise UserError(f"the accumulation mode is {mode!r}; it must be 'mean' or 'sum': choose one.")
   grad_fn = jax.grad(loss_fn, has_aux=True)
-  if num_microbatches == 1:
-    grads, loss_output = grad_fn(weights, batch, rng)
-    return loss_output, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-
   if is_sum is None or mode == 'sum':
     is_sum = jax.tree.map(lambda _: mode == 'sum', weights)
   batches_M = split_microbatches(batch, num_microbatches)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
+from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, chain
 from spmd_tasks.sharding import WeightSpec
@@ -222,7 +222,7 @@ def scale_by_adafactor(
     )
 
   def per_layer(function, spec: WeightSpec, in_axes):
-    for _ in range(num_separate_dims(spec)):
+    for _ in range(spec.num_separate_dims):
       function = jax.vmap(function, in_axes=in_axes)
     return function
 
@@ -230,7 +230,7 @@ def scale_by_adafactor(
     """Reshapes an array like the weight to the matrices that the rule factors."""
     if rule not in ('matrix', 'always') or x.shape != spec.shape:
       return x
-    return x.reshape(*x.shape[: num_separate_dims(spec)], *layer_matrix(spec))
+    return x.reshape(*x.shape[: spec.num_separate_dims], *layer_matrix(spec))
 
   def unzip(tree_of_tuples: Any, num: int) -> Any:
     return jax.tree.transpose(jax.tree.structure(weight_specs), jax.tree.structure((0,) * num), tree_of_tuples)

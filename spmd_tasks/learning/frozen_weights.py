@@ -1,6 +1,5 @@
-"""Frozen weights: marks the weights that are not trained, and makes trees without them.
+"""Frozen weights: makes trees without the weights that are not trained, which have the tag `frozen`.
 
-    specs = mark_frozen(specs, trained=('lora_',), dtype='bfloat16')     # the others get the tag `frozen`
     trained = without_frozen(weights, specs)                             # None in the place of each frozen weight
     weights = fill_in(trained, weights)
 
@@ -9,46 +8,12 @@ gradient computed. None is a subtree without leaves, so that a tree without froz
 maps over weights.
 """
 
-import dataclasses
 from typing import Any
 
 from flax.core import meta
 import jax
 
-from spmd_tasks.sharding.weight_names import matching_names
-
 FROZEN_TAG = 'frozen'
-
-
-def mark_frozen(weight_specs: Any, trained: tuple[str, ...], dtype: str | None = None) -> Any:
-  """Returns the specs with the tag `frozen` for all weights but those that the patterns name.
-
-  Args:
-    weight_specs: tree of WeightSpec.
-    trained: patterns of names; see `matching_names`.
-    dtype: in which frozen kernels are held, as `stored_spec` says (sharding/quantized.py); None: as they are.
-
-  Raises:
-    UserError: a pattern names no weight.
-  """
-
-  def name_of(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator='/')
-
-  names = [name_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(weight_specs)[0]]
-  kept = set(matching_names(trained, names, setting='task.trained'))
-
-  def mark(path: Any, spec: Any) -> Any:
-    if (name := name_of(path)) in kept:
-      return spec
-    frozen = dataclasses.replace(spec, tags=(*spec.tags, FROZEN_TAG))
-    if dtype is None:
-      return frozen
-    from spmd_tasks.sharding.quantized import stored_spec
-
-    return stored_spec(name, frozen, dtype)
-
-  return jax.tree_util.tree_map_with_path(mark, weight_specs)
 
 
 def are_frozen(weight_specs: Any) -> bool:

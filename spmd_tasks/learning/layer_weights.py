@@ -9,15 +9,9 @@ from typing import Any
 import jax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning.expert_weights import EXPERT_TAG
 from spmd_tasks.sharding import WeightSpec
 
 _VECTOR_TAG = 'no_decay'  # of norms and biases, whatever their rank
-
-
-def num_separate_dims(weight: WeightSpec) -> int:
-  """Returns how many leading dims count separate weights: layers of a stack, then experts."""
-  return weight.stacked + (EXPERT_TAG in weight.tags)
 
 
 def layer_matrix(weight: WeightSpec) -> tuple[int, ...]:
@@ -25,7 +19,7 @@ def layer_matrix(weight: WeightSpec) -> tuple[int, ...]:
 
   (I, O) with joined heads for a kernel, as declared; all elements in one dim for norms and biases; else as it is.
   """
-  shape = weight.shape[num_separate_dims(weight) :]
+  shape = weight.shape[weight.num_separate_dims :]
   if _VECTOR_TAG in weight.tags:
     return (math.prod(shape),)
   if weight.num_input_dims:
@@ -35,7 +29,7 @@ def layer_matrix(weight: WeightSpec) -> tuple[int, ...]:
 
 def as_layers(x: jax.Array, weight: WeightSpec) -> jax.Array:
   """Reshapes a weight, or an array like it, to its layers' matrices: [S..., I, O]."""
-  return x.reshape(*x.shape[: num_separate_dims(weight)], *layer_matrix(weight))
+  return x.reshape(*x.shape[: weight.num_separate_dims], *layer_matrix(weight))
 
 
 def are_matrices(weight_specs: Any, optimizer: str) -> Any:
@@ -50,7 +44,7 @@ def are_matrices(weight_specs: Any, optimizer: str) -> Any:
   """
 
   def is_matrix(path: Any, spec: WeightSpec) -> bool:
-    shape = spec.shape[num_separate_dims(spec) :]
+    shape = spec.shape[spec.num_separate_dims :]
     if _VECTOR_TAG in spec.tags or len(shape) < 2:
       return False
     if spec.num_input_dims is None or spec.num_input_dims > len(shape):

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
+from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.learning.optimizer_specs import map_state
 from spmd_tasks.sharding import WeightSpec
 
@@ -67,7 +67,7 @@ def layerwise(
       'layers: clip by learner.clip_global_norm instead of in the chain, or choose an optimizer that treats each '
       'weight by itself.'
     )
-  separate = [spec.shape[: num_separate_dims(spec)] for spec in specs]
+  separate = [spec.shape[: spec.num_separate_dims] for spec in specs]
   groups: list[Any] = [None, *dict.fromkeys(separate)]  # None: what belongs to no weight
 
   def run(function: Callable[..., Any], owners: list[int | None], shapes: Sequence[Any], inputs: list[Any]) -> Any:

@@ -24,7 +24,7 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.frozen_weights import fill_in
-from spmd_tasks.learning.layer_weights import are_matrices, as_layers, layer_matrix, num_separate_dims
+from spmd_tasks.learning.layer_weights import are_matrices, as_layers, layer_matrix
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite, scale_by_adam
 from spmd_tasks.sharding import WeightSpec, padding, split_dims_to_partition_spec
@@ -214,7 +214,7 @@ def _dealings(spec: WeightSpec) -> tuple[list[NamedSharding], tuple[int, ...]]:
   scope = current_sharding_scope()
   if scope is None or spec.split_dims is None:
     return [], spec.shape
-  sizes, num_separate, ndim = scope.mesh.shape, num_separate_dims(spec), len(spec.shape)
+  sizes, num_separate, ndim = scope.mesh.shape, spec.num_separate_dims, len(spec.shape)
   partition = split_dims_to_partition_spec(spec.split_dims, scope.mesh.axis_names, scope.axis_rules)
   axes = [[*each] for each in spec_axes(partition, ndim)]
   inputs, outputs = layer_matrix(spec)

@@ -10,7 +10,6 @@ Step 0 is the first update. A warmup rises linearly from 0 at step 0 to `peak` a
 
 from collections.abc import Callable
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +33,14 @@ def check_learning_rate(name: str, learning_rate: LearningRate) -> None:
     raise UserError(f'{name} is {learning_rate}; it must be 0 or more and finite, or a schedule.')
 
 
-def _check_non_negative(name: str, value: float) -> None:
+def check_non_negative(name: str, value: float) -> None:
+  """Raises a UserError if the value of a field is negative or not finite."""
   if not 0 <= value < float('inf'):
     raise UserError(f'{name} is {value}; it must be 0 or more and finite.')
 
 
 def _check_span(warmup_steps: int, total_steps: int) -> None:
-  _check_non_negative('warmup_steps', warmup_steps)
+  check_non_negative('warmup_steps', warmup_steps)
   if total_steps <= warmup_steps:
     raise UserError(
       f'total_steps {total_steps} must be larger than warmup_steps {warmup_steps}: shorten the warmup or train longer.'
@@ -62,7 +62,7 @@ class Constant:
   value: float
 
   def __post_init__(self):
-    _check_non_negative('value', self.value)
+    check_non_negative('value', self.value)
 
   def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
     return jnp.asarray(self.value, jnp.float32)
@@ -82,8 +82,8 @@ class LinearWarmupCosine:
   decay_start: int | None = None
 
   def __post_init__(self):
-    _check_non_negative('peak', self.peak)
-    _check_non_negative('final_fraction', self.final_fraction)
+    check_non_negative('peak', self.peak)
+    check_non_negative('final_fraction', self.final_fraction)
     _check_span(self.warmup_steps, self.total_steps)
     if self.decay_start is not None and not self.warmup_steps <= self.decay_start < self.total_steps:
       raise UserError(
@@ -113,7 +113,7 @@ class LinearWarmupExponential:
   final_fraction: float = 0.01
 
   def __post_init__(self):
-    _check_non_negative('peak', self.peak)
+    check_non_negative('peak', self.peak)
     _check_span(self.decay_start, self.decay_end)
     if not 0 <= self.warmup_steps <= self.decay_start or not self.final_fraction > 0:
       raise UserError(
@@ -142,7 +142,7 @@ class LinearWarmupRsqrt:
   warmup_steps: int
 
   def __post_init__(self):
-    _check_non_negative('peak', self.peak)
+    check_non_negative('peak', self.peak)
     if self.warmup_steps < 1:
       raise UserError(
         f'warmup_steps is {self.warmup_steps}; it must be 1 or more, because the decay is relative to it.'
@@ -155,67 +155,3 @@ class LinearWarmupRsqrt:
       return self.peak * jnp.sqrt(self.warmup_steps / steps)
 
     return _after_warmup(self.peak, self.warmup_steps, after, step)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductOfFactors:
-  """T5X's schedules: a product of named factors, such as 'constant * linear_warmup * rsqrt_decay'.
-
-  The factors at step s, counted from `step_offset` and never negative, with w = `warmup_steps`:
-
-      constant                  base
-      linear_warmup             min(1, s / w)
-      linear_decay              base * min(s / w, 1 + decay_factor * (w - s))
-      rsqrt_decay               1 / sqrt(max(s, w))
-      rsqrt_normalized_decay    sqrt(w / max(s, w))
-      decay_every               decay_factor ** floor(s / steps_per_decay)
-      cosine_decay              (1 + cos(pi * ((s - w) / steps_per_cycle mod 1))) / 2; 1 before w
-
-  So `constant * rsqrt_decay` is constant up to step w, and with `linear_warmup` the first step has `minimum`.
-
-  Attributes:
-    factors: names, between them `*`.
-    base: T5X's `base_learning_rate`.
-    warmup_steps, decay_factor, steps_per_decay, steps_per_cycle, step_offset: see above.
-    minimum: the rate is never smaller; T5X's `min_learning_rate`.
-  """
-
-  factors: str = 'constant * linear_warmup * rsqrt_decay'
-  base: float = 0.5
-  warmup_steps: int = 1000
-  decay_factor: float = 0.5
-  steps_per_decay: int = 20000
-  steps_per_cycle: int = 100000
-  step_offset: int = 0
-  minimum: float = 1e-8
-
-  def __post_init__(self):
-    _check_non_negative('base', self.base)
-    for name in ('warmup_steps', 'steps_per_decay', 'steps_per_cycle'):
-      if getattr(self, name) < 1:
-        raise UserError(f'{name} is {getattr(self, name)}; it must be 1 or more, because factors divide by it.')
-    known = self._values(jnp.zeros(()))
-    if unknown := [name for name in self._names if name not in known]:
-      raise UserError(f'factors has {unknown[0]!r}; it must be a product of some of {", ".join(known)}.')
-
-  @property
-  def _names(self) -> list[str]:
-    return [name.strip() for name in self.factors.split('*')]
-
-  def _values(self, step: jax.Array) -> dict[str, jax.typing.ArrayLike]:
-    warmup, after = self.warmup_steps, jnp.maximum(step, self.warmup_steps)
-    progress = (after - warmup) / self.steps_per_cycle
-    return {
-      'constant': self.base,
-      'linear_warmup': jnp.minimum(1.0, step / warmup),
-      'linear_decay': self.base * jnp.minimum(step / warmup, 1.0 + self.decay_factor * (warmup - step)),
-      'rsqrt_decay': 1 / jnp.sqrt(after),
-      'rsqrt_normalized_decay': jnp.sqrt(warmup / after),
-      'decay_every': self.decay_factor ** (step // self.steps_per_decay),
-      'cosine_decay': 0.5 * (1.0 + jnp.cos(jnp.pi * (progress % 1.0))),
-    }
-
-  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-    values = self._values(jnp.maximum(jnp.asarray(step, jnp.float32) - self.step_offset, 0))
-    rate = math.prod([values[name] for name in self._names])
-    return jnp.maximum(jnp.asarray(rate, jnp.float32), self.minimum)

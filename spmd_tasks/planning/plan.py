@@ -29,7 +29,7 @@ from spmd_tasks.planning.weights import weight_rows
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.flops import model_flops_per_train_step
 from spmd_tasks.runtime.parameter_table import bytes_per_device
-from spmd_tasks.sharding.specs import stage_axis
+from spmd_tasks.sharding.axis_rules import stage_axis
 
 _COMPILER_PACKAGES = {'tpu': 'libtpu', 'gpu': 'jax-cuda13-plugin', 'cpu': 'jaxlib'}
 _JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes as it starts: docs.jax.dev, "GPU memory allocation"

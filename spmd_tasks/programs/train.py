@@ -25,7 +25,6 @@ from spmd_tasks.experiment import (
 )
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import InputIterator, Prefetcher
-from spmd_tasks.learning.accumulation import check_num_microbatches
 from spmd_tasks.programs.eval import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
@@ -165,7 +164,10 @@ def _check(job: Job, clock: StartupClock, goodput: Goodput) -> tuple[Partitioned
   with clock.phase('partition'):
     model = partition_job(job)
   check_state_fits(model)
-  check_num_microbatches(_batch_size(model), job.task.learner.num_microbatches)
+  if (num_microbatches := job.task.learner.num_microbatches) > 1:
+    from spmd_tasks.learning.accumulation import check_num_microbatches
+
+    check_num_microbatches(_batch_size(model), num_microbatches)
   with clock.phase('input'):
     iterator = make_training_iterator(job)
     if jax.process_count() > 1:

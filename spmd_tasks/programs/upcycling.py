@@ -28,13 +28,12 @@ from spmd_tasks.checkpoints.manifest import LeafEntry, describe_mismatches
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.sharding import evenly_divided_spec
-from spmd_tasks.sharding.weights import match_fn
 
 _BLOCK = re.compile(r'(.*/layers/)block_(\d+)/(.*)')
 _EXPERTS = re.compile(r'(.*/)?experts/(up|gate|down)')
 _SHARED = re.compile(r'(.*/)?shared_expert/(.*)')
-_is_drawn = match_fn(r'(.*/)?(router/|(\w+_)?lora_[ab]$)')
-_is_ffn_bias = match_fn(r'(.*/)?(up|gate|down)/bias$')
+_is_drawn = re.compile(r'(.*/)?(router/|(\w+_)?lora_[ab]$)').match
+_is_ffn_bias = re.compile(r'(.*/)?(up|gate|down)/bias$').match
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from spmd_tasks.layers.pipeline.microbatches import check_microbatches_divide
 from spmd_tasks.recipes.dense import DenseLanguageModel
 from spmd_tasks.recipes.text_training import TextTraining
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis_rules
-from spmd_tasks.sharding.specs import stage_axis
+from spmd_tasks.sharding.axis_rules import stage_axis
 
 
 class Pipelined(TextTraining):

@@ -20,7 +20,8 @@ from spmd_tasks.layers import RunsModel
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.task import Task, Variables
-from spmd_tasks.sharding.weights import is_quantized, numbers_spec
+from spmd_tasks.sharding.quantized import numbers_spec
+from spmd_tasks.sharding.weights import is_quantized
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
 # A jax device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.

@@ -26,9 +26,8 @@ from spmd_tasks.layers import LossOutput, RunsModel
 from spmd_tasks.layers.base import named_arguments, signature_of
 from spmd_tasks.layers.losses import as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
-from spmd_tasks.learning.accumulation import accumulate_gradients
 from spmd_tasks.learning.expert_weights import are_balance_biases
-from spmd_tasks.learning.frozen_weights import fill_in, mark_frozen, without_frozen
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, WEIGHT_FACTORS
@@ -127,10 +126,13 @@ class Task:
     Raises:
       UserError: a pattern of `trained` names no weight, or the loss refuses weights that are trained.
     """
-    specs = weight_specs if self.trained is None else mark_frozen(weight_specs, self.trained, self.frozen_dtype)
+    if self.trained is not None:
+      from spmd_tasks.learning.trained_weights import mark_frozen
+
+      weight_specs = mark_frozen(weight_specs, self.trained, self.frozen_dtype)
     if isinstance(self.loss, RunsModel):
-      self.loss.check_weights(specs)
-    return specs
+      self.loss.check_weights(weight_specs)
+    return weight_specs
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, without dropout."""
@@ -247,15 +249,15 @@ class Task:
 
     learner = self.learner
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl='threefry2x32'), state.step)
-    output, gradients = accumulate_gradients(
-      loss_fn,
-      trained,
-      batch,
-      rng,
-      learner.num_microbatches,
-      learner.accumulation,
-      is_sum=are_balance_biases(trained_specs),
-    )
+    if learner.num_microbatches == 1:
+      gradients, output = jax.grad(loss_fn, has_aux=True)(trained, batch, rng)
+      gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+    else:
+      from spmd_tasks.learning.accumulation import accumulate_gradients
+
+      settings = learner.num_microbatches, learner.accumulation
+      is_sum = are_balance_biases(trained_specs)
+      output, gradients = accumulate_gradients(loss_fn, trained, batch, rng, *settings, is_sum=is_sum)
     weights, learner_state, learner_metrics = learner.update(
       gradients,
       output.loss,

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.padding import padded_shape
-from spmd_tasks.sharding.weights import is_quantized, numbers_spec
+from spmd_tasks.sharding.quantized import numbers_spec
+from spmd_tasks.sharding.weights import is_quantized
 
 
 def flat_specs(weight_specs: Any) -> dict[str, WeightSpec]:

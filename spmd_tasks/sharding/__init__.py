@@ -10,14 +10,15 @@ step; the layers never see the padding. Inside a step, `constrain` lays out acti
 
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
 of a weight), padding.py (uneven shapes). Then mesh_layouts.py (a mesh and its rules as one field of an experiment),
-expert_meshes.py (those with expert parallelism), reductions.py (norms of sharded trees), weight_names.py (patterns of
-names) and quantized.py (how weights are held in fewer bits).
+axis_rules.py (rules for pipeline stages and contexts), expert_meshes.py (those with expert parallelism), reductions.py
+(norms of sharded trees), weight_names.py (patterns of names) and quantized.py (how weights are held in fewer bits).
 """
 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.sharding._mesh_shapes import factorizations, nearest_hybrid_shape, nearest_shapes
+  from spmd_tasks.sharding.axis_rules import context_axis_rules, residual_axis_rules, stage_axis_rules
   from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
   from spmd_tasks.sharding.mesh import MeshSpec
   from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshAxes, MeshLayout
@@ -26,12 +27,9 @@ with epy.lazy_api_imports(globals()):
     AxisRules,
     SplitDims,
     constrain,
-    context_axis_rules,
     infer_partition_spec_based_on_rank,
-    residual_axis_rules,
     shard_on_batch_dim_partition_spec,
     split_dims_to_partition_spec,
-    stage_axis_rules,
   )
   from spmd_tasks.sharding.weights import WeightSpec
 

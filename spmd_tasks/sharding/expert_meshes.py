@@ -16,8 +16,9 @@ here.
 import dataclasses
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding.axis_rules import stage_axis_rules
 from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshAxes
-from spmd_tasks.sharding.specs import AxisRules, SplitDim, stage_axis_rules
+from spmd_tasks.sharding.specs import AxisRules, SplitDim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

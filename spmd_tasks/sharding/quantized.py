@@ -94,7 +94,7 @@ def stored_spec(name: str, spec: WeightSpec, dtype: str) -> WeightSpec | Quantiz
   Vectors, biases, routers, low-rank adapters and weights that are no floats stay as they are. Where kernels are
   quantized, weights with the vocabulary are held in bfloat16: a lookup would scale the whole table.
   """
-  split_dims = (spec.split_dims or (None,) * len(spec.shape))[spec.stacked :]
+  split_dims = spec.all_split_dims[spec.stacked :]
   is_kernel = len(split_dims) >= 2 and not {'no_decay', 'adapter'}.intersection(spec.tags) and 'router' not in name
   if not is_kernel or not jnp.issubdtype(spec.dtype, jnp.floating):
     return spec
@@ -107,9 +107,8 @@ def stored_spec(name: str, spec: WeightSpec, dtype: str) -> WeightSpec | Quantiz
 
 def contracted_dims(spec: WeightSpec) -> Sequence[int]:
   """Returns the dims of a kernel that its product contracts: [..., D] -> ... has one; ... -> [D] all but the last."""
-  first = spec.stacked + ('expert' in spec.tags)
-  split_dims = spec.split_dims or (None,) * len(spec.shape)
-  return range(first, len(spec.shape) - 1) if split_dims[-1] == 'embed' else (first,)
+  first = spec.num_separate_dims
+  return range(first, len(spec.shape) - 1) if spec.all_split_dims[-1] == 'embed' else (first,)
 
 
 def quantized_spec(spec: WeightSpec, dtype: str) -> Quantized:
@@ -193,3 +192,11 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 def _cut(array: jax.Array, dim: int, size: int) -> jax.Array:
   return jax.lax.slice_in_dim(array, 0, size, axis=dim)
+
+
+def numbers_spec(spec: WeightSpec | Quantized) -> WeightSpec:
+  """Returns the WeightSpec of the numbers that a quantized kernel stands for; another weight's as it is."""
+  if not isinstance(spec, Quantized):
+    return spec
+  values = jax.tree.leaves(spec)[0]
+  return dataclasses.replace(values, shape=spec.shape, dtype=jnp.dtype('float32'))

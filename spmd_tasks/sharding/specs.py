@@ -10,8 +10,8 @@ entry is
   in this tensor applies; if the axes of every such rule are taken, the dimension stays unsharded;
 * None or -1: unsharded.
 
-`constrain` applies split dims to an activation inside a `sharding_scope`. `stage_axis_rules` adds pipeline stages to
-axis rules: the mesh axis of the logical name `layers` holds the stages.
+`constrain` applies split dims to an activation inside a `sharding_scope`. axis_rules.py adds pipeline stages and other
+axes to rules.
 
 No dim of rows or tokens is ever split unevenly (`activation_spec`), so there are no rows that fill up a device's part,
 and nothing that could count them. XLA (jaxlib 0.10.2 and 0.11.2) does not keep such rows out of every sum: the gradient
@@ -37,7 +37,7 @@ SplitDims = Sequence[SplitDim] | None
 AxisRules = Sequence[tuple[str, SplitDim]]
 
 
-def _axes_of(entry: SplitDim) -> tuple[str, ...]:
+def axes_of(entry: SplitDim) -> tuple[str, ...]:
   """Returns the names in one entry, () for unsharded."""
   if entry is None or entry == -1:
     return ()
@@ -50,7 +50,8 @@ def _axes_of(entry: SplitDim) -> tuple[str, ...]:
   return tuple(entry)
 
 
-def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+def spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+  """Returns the entry of a PartitionSpec for the axes of one dim."""
   return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
@@ -59,14 +60,14 @@ def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> N
   for name, target in axis_rules:
     if name in mesh_axis_names:
       raise UserError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
-    unknown = [axis for axis in _axes_of(target) if axis not in mesh_axis_names]
+    unknown = [axis for axis in axes_of(target) if axis not in mesh_axis_names]
     if unknown:
       raise UserError(
         f'axis rule ({name!r}, {target!r}) names {unknown[0]!r}, which is not one of the mesh axes '
         f'{tuple(mesh_axis_names)}: correct the rule or add the axis to mesh_axis_names.'
       )
-    for axis in _axes_of(target):
-      if _axes_of(target).count(axis) > 1:
+    for axis in axes_of(target):
+      if axes_of(target).count(axis) > 1:
         raise UserError(f'axis rule ({name!r}, {target!r}) names mesh axis {axis!r} twice: name it once.')
 
 
@@ -86,7 +87,7 @@ def split_dims_to_partition_spec(
   """
   if split_dims is None:
     return PartitionSpec()
-  entries = [_axes_of(entry) for entry in split_dims]
+  entries = [axes_of(entry) for entry in split_dims]
   rule_names = {name for name, _ in axis_rules}
   direct_names = set(mesh_axis_names) - rule_names
   direct = [axis for axes in entries for axis in axes if axis in direct_names]
@@ -103,7 +104,7 @@ def split_dims_to_partition_spec(
       if name in direct_names:
         resolved.append(name)
       elif name in rule_names:
-        targets = (_axes_of(target) for rule, target in axis_rules if rule == name)
+        targets = (axes_of(target) for rule, target in axis_rules if rule == name)
         chosen = next((t for t in targets if not used.intersection(t)), ())
         used.update(chosen)
         resolved.extend(chosen)
@@ -112,14 +113,14 @@ def split_dims_to_partition_spec(
           f'split dims {tuple(split_dims)} name {name!r}, which is neither a mesh axis {tuple(mesh_axis_names)} nor a '
           f'logical name of the axis rules {sorted(rule_names)}: correct it or add a rule for it.'
         )
-    spec.append(_spec_entry(resolved))
+    spec.append(spec_entry(resolved))
   return PartitionSpec(*spec)
 
 
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
   """Returns the mesh axes of each of `ndim` dimensions, () for an unsharded one."""
   entries = list(spec) + [None] * (ndim - len(spec))
-  return [_axes_of(entry) for entry in entries]
+  return [axes_of(entry) for entry in entries]
 
 
 def num_parts(axes: Sequence[str], axis_sizes: Mapping[str, int]) -> int:
@@ -146,7 +147,7 @@ def even_spec(
     even = [each for each in subsets if size % num_parts(each, axis_sizes) == 0]
     return max(even, key=lambda each: num_parts(each, axis_sizes))
 
-  return PartitionSpec(*(_spec_entry(kept(*each)) for each in zip(shape, spec_axes(spec, len(spec)))))
+  return PartitionSpec(*(spec_entry(kept(*each)) for each in zip(shape, spec_axes(spec, len(spec)))))
 
 
 def row_axes(
@@ -154,8 +155,8 @@ def row_axes(
 ) -> frozenset[str]:
   """Returns the mesh axes that split rows or tokens: those of the inputs, and of the names `batch` and `seq`."""
   mapped = [entry for split_dims in (inputs_split_mapping or {}).values() for entry in split_dims or ()]
-  names = {'batch', 'seq', *(name for entry in mapped for name in _axes_of(entry))}
-  targets = {axis for name, axes in axis_rules if name in names for axis in _axes_of(axes)}
+  names = {'batch', 'seq', *(name for entry in mapped for name in axes_of(entry))}
+  targets = {axis for name, axes in axis_rules if name in names for axis in axes_of(axes)}
   return frozenset(targets | names.intersection(mesh_axis_names))
 
 
@@ -311,7 +312,7 @@ def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims
     return weight
   of_tokens = _axes_in_use(token_split_dims, scope)
   axes = spec_axes(split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules), weight.ndim)
-  kept = [_spec_entry([axis for axis in each if axis not in of_tokens]) for each in axes]
+  kept = [spec_entry([axis for axis in each if axis not in of_tokens]) for each in axes]
   return jax.lax.with_sharding_constraint(weight, NamedSharding(scope.mesh, PartitionSpec(*kept)))
 
 
@@ -320,69 +321,3 @@ def _axes_in_use(split_dims: SplitDims, scope: ShardingScope) -> set[str]:
   assert split_dims is not None
   spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
   return {axis for axes in spec_axes(spec, len(split_dims)) for axis in axes}
-
-
-def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
-  """Returns the base rules with `layers` split over `axis`, and `batch` also split over it, as its outermost axis.
-
-  Each stage then holds a run of layers. The batch is split over the stages outside of the pipeline, so that stages
-  share the work of embeddings and logits. As the outermost axis of the batch, the stages hold runs of rows, which are
-  runs of microbatches. The name `layers` needs no rule if the axis itself is called so.
-  """
-  rules = [(name, axes) for name, axes in base_rules if name != 'layers']
-
-  def widened(name: str, axes: SplitDim) -> SplitDim:
-    return (axis, *_axes_of(axes)) if name == 'batch' else axes
-
-  stages = () if axis == 'layers' else (('layers', axis),)
-  return (*stages, *((name, widened(name, axes)) for name, axes in rules))
-
-
-def residual_axis_rules(base_rules: AxisRules, axis: str = 'mdl') -> AxisRules:
-  """Returns the base rules with `act_embed`, the features of the residual stream, split over `axis` as well.
-
-  Between sublayers a device of a tensor-parallel group then holds its part of the activations instead of all of them:
-  what remat keeps and what a pipeline sends is divided by the axis. The sum behind a sublayer becomes a reduce-scatter,
-  and an all-gather before the next one. Megatron's sequence parallelism splits the tokens instead (Korthikanti et al.,
-  2022).
-  """
-  return tuple((name, axis if name == 'act_embed' else axes) for name, axes in base_rules)
-
-
-def context_axis_rules(base_rules: AxisRules, axis: str = 'context') -> AxisRules:
-  """Returns the base rules with `seq`, the tokens of a sequence, split over `axis` (context parallelism).
-
-  The devices of `axis` share their rows, so they would hold the same weights: the rule of `embed`, by which weights are
-  fully sharded, gets the axis too.
-  """
-  rules = [(name, axes) for name, axes in base_rules if name != 'seq']
-  return (('seq', axis), *((name, (*_axes_of(axes), axis) if name == 'embed' else axes) for name, axes in rules))
-
-
-def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | None:
-  """Returns the mesh axis of the pipeline's stages, which is the one that splits `layers`; None if there is none.
-
-  Raises:
-    UserError: several axes split `layers`.
-  """
-  if 'layers' not in {*mesh_axis_names, *(name for name, _ in axis_rules)}:  # as in a Pax experiment
-    return None
-  spec = split_dims_to_partition_spec(('layers',), mesh_axis_names, axis_rules)
-  axes = spec_axes(spec, 1)[0]
-  if len(axes) > 1:
-    raise UserError(
-      f"the axis rules split 'layers' over {axes}, but the stages of a pipeline lie along one mesh axis: name one."
-    )
-  return axes[0] if axes else None
-
-
-def without_axis(axis: str, axis_rules: AxisRules) -> AxisRules:
-  """Returns the axis rules without an axis: no split dim then resolves to the axis, not even by the axis's own name.
-
-  For a region in which the axis is manual and no sharding may name it, or in which it has no part.
-  """
-
-  def remove(axes: SplitDim) -> SplitDim:
-    return _spec_entry([name for name in _axes_of(axes) if name != axis])
-
-  return ((axis, None), *((name, remove(axes)) for name, axes in axis_rules))

@@ -11,7 +11,6 @@ the box by the dimension that it adds. `weight_specs` reads the specs back, also
 from collections.abc import Callable
 import dataclasses
 import math
-import re
 from typing import Any
 
 from flax import struct
@@ -74,14 +73,23 @@ class WeightSpec:
       return self.shape
     return (math.prod(self.shape[: self.stacked]), *self.shape[self.stacked :])
 
+  @property
+  def num_separate_dims(self) -> int:
+    """How many leading dims count separate weights: layers of a stack, then experts."""
+    return self.stacked + ('expert' in self.tags)
+
+  @property
+  def all_split_dims(self) -> tuple[SplitDim, ...]:
+    """An entry per dim also of a weight that is not sharded."""
+    return (None,) * len(self.shape) if self.split_dims is None else self.split_dims
+
   def __call__(self, rng: jax.Array) -> 'WeightBox':
     """Draws the weight; has the signature that `nn.Module.param` expects of an initializer."""
     if self.init is None:
       raise UserError('this WeightSpec has no initializer: pass init, or read the existing weight.')
-    split_dims = self.split_dims if self.split_dims is not None else (None,) * len(self.shape)
     return WeightBox(
       value=self.init(rng, self.shape, self.dtype),
-      split_dims=split_dims,
+      split_dims=self.all_split_dims,
       tags=self.tags,
       stacked=0,
       num_input_dims=self.num_input_dims,
@@ -141,14 +149,6 @@ def is_quantized(leaf: Any) -> bool:
   return isinstance(leaf, Quantized)
 
 
-def numbers_spec(spec: WeightSpec | Quantized) -> WeightSpec:
-  """Returns the WeightSpec of the numbers that a quantized kernel stands for; another weight's as it is."""
-  if not isinstance(spec, Quantized):
-    return spec
-  values = jax.tree.leaves(spec)[0]
-  return dataclasses.replace(values, shape=spec.shape, dtype=jnp.dtype('float32'))
-
-
 def weight_specs(boxed_weights: Any, largest_dim: SplitDim = None) -> Any:
   """Returns a tree of WeightSpecs (without initializers) for a tree of variables in their boxes, abstract or not.
 
@@ -206,35 +206,3 @@ def refuse_plain_weights(boxed_weights: Any) -> None:
         f'weight {name} of a stacked layer was declared without split dims: use Linear or declare_weight of '
         'spmd_tasks.layers, or pass a WeightSpec to self.param.'
       )
-
-
-def split_stacked(boxed_weights: Any, num_groups: int) -> Any:
-  """Reshapes stacked weights [L, ...] to [num_groups, L / num_groups, ...]; the second dim keeps the split dim of L."""
-
-  def split(box: WeightBox) -> WeightBox:
-    value = box.value.reshape(num_groups, -1, *box.value.shape[1:])
-    return box.replace(value=value, split_dims=(None, *box.split_dims), stacked=box.stacked + 1)
-
-  return jax.tree.map(split, boxed_weights, is_leaf=lambda x: isinstance(x, WeightBox))
-
-
-def merge_stacked(weights: Any) -> Any:
-  """Reverses `split_stacked`, for weights with or without boxes."""
-
-  def merge(leaf: Any) -> Any:
-    if isinstance(leaf, WeightBox):
-      return leaf.replace(value=merge(leaf.value), split_dims=leaf.split_dims[1:], stacked=leaf.stacked - 1)
-    return leaf.reshape(-1, *leaf.shape[2:])
-
-  return jax.tree.map(merge, weights, is_leaf=lambda x: isinstance(x, WeightBox))
-
-
-def match_fn(prefix: str | None) -> Callable[[str], bool]:
-  """Returns a predicate on weight names ('stack/layers/ffn/up/kernel'): does the regular expression match the start?
-
-  An empty prefix, or None, matches no name (as in T5X contrib/moe).
-  """
-  if not prefix:
-    return lambda name: False
-  pattern = re.compile(prefix)
-  return lambda name: pattern.match(name) is not None

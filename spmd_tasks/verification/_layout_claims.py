@@ -21,7 +21,8 @@ from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES
 from spmd_tasks.sharding import stage_axis_rules
-from spmd_tasks.sharding.specs import num_parts, row_axes, stage_axis
+from spmd_tasks.sharding.axis_rules import stage_axis
+from spmd_tasks.sharding.specs import num_parts, row_axes
 from spmd_tasks.verification._batches import CutInput
 from spmd_tasks.verification._cases import Bench, Case, Verdict, agreement, not_applicable
 from spmd_tasks.verification._runner import Runner

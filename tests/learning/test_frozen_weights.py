@@ -7,7 +7,8 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion
-from spmd_tasks.learning.frozen_weights import fill_in, mark_frozen, without_frozen
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
+from spmd_tasks.learning.trained_weights import mark_frozen
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.quantized import quantize
 from spmd_tasks.sharding.weight_names import matching_names

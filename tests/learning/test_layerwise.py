@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from spmd_tasks.learning import FromOptax, Learner
-from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
+from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.sharding import WeightSpec
 
 L, D, F, H, K, E = 2, 6, 5, 3, 2, 3
@@ -25,7 +25,7 @@ def of_layers(function):
   return {
     name: {
       str(index): function(name, index, layer_matrix(spec))
-      for index in np.ndindex(*spec.shape[: num_separate_dims(spec)])
+      for index in np.ndindex(*spec.shape[: spec.num_separate_dims])
     }
     for name, spec in SPECS.items()
   }

@@ -9,7 +9,7 @@ import pytest
 
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.learning import AdamW, Learner, Muon, MuonClip
-from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
+from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.sharding import MeshSpec, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import sharding_scope
 
@@ -87,7 +87,7 @@ def torch_muon(monkeypatch, scale, nesterov, start, grads):
   monkeypatch.setattr('torch.optim._muon.torch', wide)
 
   def matrices(name, x):
-    lead = SPECS[name].shape[: num_separate_dims(SPECS[name])]
+    lead = SPECS[name].shape[: SPECS[name].num_separate_dims]
     return torch.tensor(x.reshape(-1, *layer_matrix(SPECS[name])).swapaxes(-1, -2).copy()), lead
 
   weights = {name: [torch.nn.Parameter(w) for w in matrices(name, start[name])[0]] for name in MATRICES}

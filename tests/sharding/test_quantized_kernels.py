@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.quantized import quantize, quantized_spec
-from spmd_tasks.sharding.weights import numbers_spec
+from spmd_tasks.sharding.quantized import numbers_spec, quantize, quantized_spec
 
 # Table of the paper's appendix E.
 NF4 = np.array(

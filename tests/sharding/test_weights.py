@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.weights import STACK_DIM, match_fn, unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import STACK_DIM, unbox_weights, weight_specs
 
 
 class Dense(nn.Module):
@@ -138,18 +138,3 @@ def test_split_dims_must_have_one_entry_per_dim():
 def test_a_spec_of_an_existing_weight_cannot_draw_it():
   with pytest.raises(ValueError, match='no initializer'):
     WeightSpec(shape=(3,), init=None)(jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-  'prefix, name, matches',
-  [
-    ('.*expert', 'stack/layers/ffn/experts/up', True),
-    ('stack/', 'stack/layers/ffn/up/kernel', True),
-    ('layers', 'stack/layers/ffn/up/kernel', False),  # at the start only
-    ('a|stack', 'stack/up', True),
-    ('', 'stack/up', False),
-    (None, 'stack/up', False),
-  ],
-)
-def test_match_fn_matches_at_the_start_of_a_name(prefix, name, matches):
-  assert match_fn(prefix)(name) == matches

@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import split_dims_to_partition_spec
-from spmd_tasks.sharding.specs import ShardingScope, SplitDim, even_spec, spec_axes, without_axis
+from spmd_tasks.sharding.axis_rules import without_axis
+from spmd_tasks.sharding.specs import ShardingScope, SplitDim, even_spec, spec_axes
 
 
 class Microbatch(NamedTuple):

@@ -35,8 +35,9 @@ from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
 from spmd_tasks.layers.transformer import remat_policy, scan_layers
-from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope, stage_axis, without_axis
-from spmd_tasks.sharding.weights import STACK_DIM, merge_stacked, refuse_plain_weights, split_stacked, unbox_weights
+from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
+from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope
+from spmd_tasks.sharding.weights import STACK_DIM, WeightBox, refuse_plain_weights, unbox_weights
 
 _RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
   'gpipe': run_loop,
@@ -140,8 +141,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
       layers = nn.map_variables(
         layers,
         'params',
-        trans_in_fn=merge_stacked,
-        trans_out_fn=lambda weights: split_stacked(weights, self.num_repeats),
+        trans_in_fn=_merge_stacked,
+        trans_out_fn=lambda weights: _split_stacked(weights, self.num_repeats),
         init=self.is_initializing(),
       )
     x, aux = layers(self.block.copy(name='layers'), x, {'segment_ids': segment_ids, 'segment_pos': segment_pos})
@@ -226,3 +227,24 @@ def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
     axis_size=num_layers,
     metadata_params={STACK_DIM: 'layers'},
   )
+
+
+def _split_stacked(boxed_weights: Any, num_groups: int) -> Any:
+  """Reshapes stacked weights [L, ...] to [num_groups, L / num_groups, ...]; the second dim keeps the split dim of L."""
+
+  def split(box: WeightBox) -> WeightBox:
+    value = box.value.reshape(num_groups, -1, *box.value.shape[1:])
+    return box.replace(value=value, split_dims=(None, *box.split_dims), stacked=box.stacked + 1)
+
+  return jax.tree.map(split, boxed_weights, is_leaf=lambda x: isinstance(x, WeightBox))
+
+
+def _merge_stacked(weights: Any) -> Any:
+  """Reverses `_split_stacked`, for weights with or without boxes."""
+
+  def merge(leaf: Any) -> Any:
+    if isinstance(leaf, WeightBox):
+      return leaf.replace(value=merge(leaf.value), split_dims=leaf.split_dims[1:], stacked=leaf.stacked - 1)
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+  return jax.tree.map(merge, weights, is_leaf=lambda x: isinstance(x, WeightBox))

@@ -1,0 +1,74 @@
+"""ProductOfFactors: the learning rate schedules of T5X."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.learning.schedules import check_non_negative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductOfFactors:
+  """T5X's schedules: a product of named factors, such as 'constant * linear_warmup * rsqrt_decay'.
+
+  The factors at step s, counted from `step_offset` and never negative, with w = `warmup_steps`:
+
+      constant                  base
+      linear_warmup             min(1, s / w)
+      linear_decay              base * min(s / w, 1 + decay_factor * (w - s))
+      rsqrt_decay               1 / sqrt(max(s, w))
+      rsqrt_normalized_decay    sqrt(w / max(s, w))
+      decay_every               decay_factor ** floor(s / steps_per_decay)
+      cosine_decay              (1 + cos(pi * ((s - w) / steps_per_cycle mod 1))) / 2; 1 before w
+
+  So `constant * rsqrt_decay` is constant up to step w, and with `linear_warmup` the first step has `minimum`.
+
+  Attributes:
+    factors: names, between them `*`.
+    base: T5X's `base_learning_rate`.
+    warmup_steps, decay_factor, steps_per_decay, steps_per_cycle, step_offset: see above.
+    minimum: the rate is never smaller; T5X's `min_learning_rate`.
+  """
+
+  factors: str = 'constant * linear_warmup * rsqrt_decay'
+  base: float = 0.5
+  warmup_steps: int = 1000
+  decay_factor: float = 0.5
+  steps_per_decay: int = 20000
+  steps_per_cycle: int = 100000
+  step_offset: int = 0
+  minimum: float = 1e-8
+
+  def __post_init__(self):
+    check_non_negative('base', self.base)
+    for name in ('warmup_steps', 'steps_per_decay', 'steps_per_cycle'):
+      if getattr(self, name) < 1:
+        raise UserError(f'{name} is {getattr(self, name)}; it must be 1 or more, because factors divide by it.')
+    known = self._values(jnp.zeros(()))
+    if unknown := [name for name in self._names if name not in known]:
+      raise UserError(f'factors has {unknown[0]!r}; it must be a product of some of {", ".join(known)}.')
+
+  @property
+  def _names(self) -> list[str]:
+    return [name.strip() for name in self.factors.split('*')]
+
+  def _values(self, step: jax.Array) -> dict[str, jax.typing.ArrayLike]:
+    warmup, after = self.warmup_steps, jnp.maximum(step, self.warmup_steps)
+    progress = (after - warmup) / self.steps_per_cycle
+    return {
+      'constant': self.base,
+      'linear_warmup': jnp.minimum(1.0, step / warmup),
+      'linear_decay': self.base * jnp.minimum(step / warmup, 1.0 + self.decay_factor * (warmup - step)),
+      'rsqrt_decay': 1 / jnp.sqrt(after),
+      'rsqrt_normalized_decay': jnp.sqrt(warmup / after),
+      'decay_every': self.decay_factor ** (step // self.steps_per_decay),
+      'cosine_decay': 0.5 * (1.0 + jnp.cos(jnp.pi * (progress % 1.0))),
+    }
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    values = self._values(jnp.maximum(jnp.asarray(step, jnp.float32) - self.step_offset, 0))
+    rate = math.prod([values[name] for name in self._names])
+    return jnp.maximum(jnp.asarray(rate, jnp.float32), self.minimum)
