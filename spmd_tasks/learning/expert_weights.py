@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG
 
 EXPERT_TAG = 'expert'
-BALANCE_BIAS_TAG = 'balance_bias'
 
 ExpertGradScale = float | Literal['t5x']
 
@@ -66,16 +66,6 @@ def _num_partitions(spec: Any) -> int:
     return 1
   resolved = split_dims_to_partition_spec(spec.split_dims, scope.mesh.axis_names, scope.axis_rules)
   return num_parts(spec_axes(resolved, len(spec.shape))[spec.stacked], scope.mesh.shape)
-
-
-def are_balance_biases(weight_specs: Any) -> Any:
-  """Returns a tree of bools congruent to the weights: which are balance biases."""
-  return jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, weight_specs)
-
-
-def without_balance_biases(tree: Any, weight_specs: Any) -> Any:
-  """Replaces every balance bias by None, which is a subtree without leaves; the tree is congruent to the weights."""
-  return jax.tree.map(lambda spec, leaf: None if BALANCE_BIAS_TAG in spec.tags else leaf, weight_specs, tree)
 
 
 def with_balance_bias_steps(steps: Any, grads: Any, weight_specs: Any, rate: float) -> Any:

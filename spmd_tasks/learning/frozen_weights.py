@@ -23,7 +23,12 @@ def are_frozen(weight_specs: Any) -> bool:
 
 def without_frozen(tree: Any, weight_specs: Any) -> Any:
   """Replaces every frozen weight by None; the tree is congruent to the weights, or lacks them already."""
-  return jax.tree.map(lambda spec, leaf: None if FROZEN_TAG in spec.tags else leaf, weight_specs, tree)
+  return without_tag(tree, weight_specs, FROZEN_TAG)
+
+
+def without_tag(tree: Any, weight_specs: Any, tag: str) -> Any:
+  """Replaces every weight with a tag by None, which is a subtree without leaves."""
+  return jax.tree.map(lambda spec, leaf: None if tag in spec.tags else leaf, weight_specs, tree)
 
 
 def fill_in(tree: Any, other: Any) -> Any:

@@ -19,18 +19,11 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
-from spmd_tasks.learning.expert_weights import (
-  ExpertGradScale,
-  check_expert_grad_scale,
-  scale_expert_grads,
-  with_balance_bias_steps,
-  without_balance_biases,
-)
-from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.weights import WEIGHT_FACTORS
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS
 
 ACCUMULATIONS = ('mean', 'sum')
 
@@ -78,6 +71,11 @@ def global_norm(tree: Any, weight_specs: Any) -> jax.Array:
   return jnp.sqrt(sum_of_squares(tree, weight_specs))
 
 
+def _optimized(tree: Any, weight_specs: Any) -> Any:
+  """Returns a tree like the weights with those alone that the optimizer updates."""
+  return without_tag(tree, weight_specs, BALANCE_BIAS_TAG)
+
+
 def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
@@ -113,7 +111,7 @@ class Learner:
   """
 
   optimizer: Optimizer | optax.GradientTransformation
-  expert_grad_scale: ExpertGradScale = 1.0
+  expert_grad_scale: float | Literal['t5x'] = 1.0
   balance_bias_rate: float = 1e-3
   clip_global_norm: float | None = None
   ema_decay: float | None = None
@@ -131,7 +129,10 @@ class Learner:
         f'learner.optimizer is {self.optimizer!r}; it must have a learning_rate and transformation(weight_specs): pass '
         'one of ours such as AdamW(learning_rate=3e-4), or an optax optimizer such as optax.adam(3e-4).'
       )
-    check_expert_grad_scale(self.expert_grad_scale)
+    if self.expert_grad_scale != 1:
+      from spmd_tasks.learning.expert_weights import check_expert_grad_scale
+
+      check_expert_grad_scale(self.expert_grad_scale)
     if not self.balance_bias_rate >= 0:
       raise UserError(f'learner.balance_bias_rate is {self.balance_bias_rate}; it must be 0 (biases rest) or more.')
     if (bound := self.clip_global_norm) is not None and not bound > 0:
@@ -154,7 +155,7 @@ class Learner:
     ema_weights = None
     if self.ema_decay is not None:
       ema_weights = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
-    optimized, optimized_specs = (without_balance_biases(tree, weight_specs) for tree in (weights, weight_specs))
+    optimized, optimized_specs = (_optimized(tree, weight_specs) for tree in (weights, weight_specs))
     return LearnerState(
       opt_state=self.optimizer.transformation(optimized_specs).init(_float32(optimized)),
       ema_weights=ema_weights,
@@ -207,9 +208,13 @@ class Learner:
     """
     all_weights = weights
     grads, weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (grads, weights, weight_specs))
-    grads = scale_expert_grads(_float32(grads), weight_specs, self.expert_grad_scale)
+    grads = _float32(grads)
+    if self.expert_grad_scale != 1:
+      from spmd_tasks.learning.expert_weights import scale_expert_grads
+
+      grads = scale_expert_grads(grads, weight_specs, self.expert_grad_scale)
     optimized_grads, optimized_weights, optimized_specs = (
-      without_balance_biases(tree, weight_specs) for tree in (grads, weights, weight_specs)
+      _optimized(tree, weight_specs) for tree in (grads, weights, weight_specs)
     )
     grad_norm = global_norm(optimized_grads, optimized_specs)
     # The norm is finite only if every gradient element is: inf and nan propagate through the sum of squares.
@@ -229,7 +234,10 @@ class Learner:
     steps = directions
     if not getattr(self.optimizer, 'applies_learning_rate', False):
       steps = jax.tree.map(lambda d: learning_rate * d, directions)
-    steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
+    if any(BALANCE_BIAS_TAG in spec.tags for spec in jax.tree.leaves(weight_specs)):
+      from spmd_tasks.learning.expert_weights import with_balance_bias_steps
+
+      steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
     new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
     if factors is not None:
       new_weights = _multiplied(new_weights, weight_specs, factors)
@@ -268,7 +276,7 @@ class Learner:
       return WeightSpec(shape=(), init=None, split_dims=(), dtype=leaf.dtype)
 
     weight_specs = without_frozen(weight_specs, weight_specs)
-    optimized_specs = without_balance_biases(weight_specs, weight_specs)
+    optimized_specs = _optimized(weight_specs, weight_specs)
     return abstract_state.replace(
       opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, optimized_specs),
       ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),

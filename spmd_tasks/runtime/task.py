@@ -26,11 +26,10 @@ from spmd_tasks.layers import LossOutput, RunsModel
 from spmd_tasks.layers.base import named_arguments, signature_of
 from spmd_tasks.layers.losses import as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
-from spmd_tasks.learning.expert_weights import are_balance_biases
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, WEIGHT_FACTORS
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
@@ -256,7 +255,7 @@ class Task:
       from spmd_tasks.learning.accumulation import accumulate_gradients
 
       settings = learner.num_microbatches, learner.accumulation
-      is_sum = are_balance_biases(trained_specs)
+      is_sum = jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, trained_specs)
       output, gradients = accumulate_gradients(loss_fn, trained, batch, rng, *settings, is_sum=is_sum)
     weights, learner_state, learner_metrics = learner.update(
       gradients,

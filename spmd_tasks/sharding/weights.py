@@ -29,6 +29,8 @@ STACK_DIM = 'stack_dim'
 WEIGHT_FACTORS = 'weight_factors'
 # The dtypes in which kernels are held in few bits (quantized.py).
 QUANTIZED_DTYPES = ('int8', 'nf4', 'nf4_double')
+# Tag of a router's biases, which experts' load updates (learning/expert_weights.py), not the optimizer.
+BALANCE_BIAS_TAG = 'balance_bias'
 # Tag of weights that were declared without split dims, and have those of `weight_specs`.
 SPLIT_BY_DEFAULT = 'split_by_default'
 
