@@ -18,7 +18,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from spmd_tasks.config.registry import list_experiments
+from spmd_tasks.config.listing import list_experiments
 
 ROOT = Path(__file__).parents[1]
 # Modules beside the packages whose public names are written without an `__all__`.

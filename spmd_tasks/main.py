@@ -66,11 +66,12 @@ def _threads_remain(limit_s: float) -> bool:
 
 def run(argv: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit code."""
-  from spmd_tasks.config.registry import list_experiments
   from spmd_tasks.flags import all_modes, make_parser
 
   args = make_parser(all_modes()).parse_args(argv)
   if args.list:
+    from spmd_tasks.config.listing import list_experiments
+
     experiments = list_experiments()
     width = max(len(name) for name, _ in experiments) + 2
     print('\n'.join(f'{name:{width}}{line}' for name, line in experiments))

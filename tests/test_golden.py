@@ -18,14 +18,14 @@ import sysconfig
 import jax
 import pytest
 
-from spmd_tasks.config import registry, resolve, to_json
+from spmd_tasks.config import listing, resolve, to_json
 from spmd_tasks.config.saved_config import format_config
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
 
 GOLDEN = Path(__file__).parent / 'golden'
 IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
-EXPERIMENTS = dict(registry.list_experiments())
+EXPERIMENTS = dict(listing.list_experiments())
 # An experiment that takes its sizes from a folder.
 OVERRIDES = {
   name: ('model=tests/data/huggingface/llama',) for name in EXPERIMENTS if name.startswith(('hf.', 'finetune.'))

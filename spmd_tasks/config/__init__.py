@@ -6,7 +6,7 @@
     resolved = from_json(saved, ['seed=1'])
 
 Read in this order:
-  registry.py      names to experiment classes, and --list
+  registry.py      names to experiment classes; listing.py: --list
   resolution.py    overrides and defaults to one resolved config
   from_saved.py    the same of a saved config, with search_path.py: which modules it may have imported
   overrides.py     one `path=value`, with the nearest names where a path does not exist
@@ -34,7 +34,8 @@ __all__ = [
 _MODULES = {
   'changes': ('diff', 'refuse_changed_config'),
   'from_saved': ('from_json',),
-  'registry': ('UnknownExperimentError', 'add_to_search_path', 'list_experiments', 'register'),
+  'listing': ('list_experiments',),
+  'registry': ('UnknownExperimentError', 'add_to_search_path', 'register'),
   'resolution': ('ResolvedConfig', 'resolve', 'to_json'),
   'saved_config': ('format_config', 'read_saved_config'),
   'symbols': ('symbol_of',),

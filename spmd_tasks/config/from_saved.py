@@ -35,6 +35,7 @@ from spmd_tasks.config.tree import (
 from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS
+from spmd_tasks.experiments import is_own_module, modules_of_others
 from spmd_tasks.wings import wings
 
 
@@ -167,9 +168,9 @@ def get_saved(
   if (cls := registry.known(name)) is not None:
     return cls
   module_name, _ = registry.split_name(name)
-  points = registry.modules_of_others()
+  points = modules_of_others()
   registered = {module.partition(':')[0] for modules in points.values() for module in modules}
-  if not registry.is_own_module(module_name) and module_name not in points:
+  if not is_own_module(module_name) and module_name not in points:
     top = module_name.partition('.')[0]
     for module in sorted(registered):
       if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name

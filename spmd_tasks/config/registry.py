@@ -1,4 +1,4 @@
-"""Finds experiment classes by name, and lists the registered ones; imports neither JAX nor Fiddle for a list.
+"""Finds experiment classes by name.
 
 A name is one of three:
 
@@ -14,11 +14,9 @@ A name is one of three:
 A name in a saved config may have less imported than one that the user types: from_saved.py.
 """
 
-import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 import difflib
 import importlib
-from importlib import metadata
 import importlib.util
 import inspect
 import os
@@ -31,10 +29,9 @@ from typing import TypeVar
 from spmd_tasks import wings
 from spmd_tasks.config.symbols import public_module_of
 from spmd_tasks.errors import UserError, place_of_error
-from spmd_tasks.experiments import DIRECTORY
+from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
 
 _EXPERIMENTS = 'spmd_tasks.experiments'
-ENTRY_POINTS = 'spmd_tasks.experiments'  # the group
 
 T = TypeVar('T', bound=type)
 _registry: dict[str, type] = {}
@@ -65,62 +62,6 @@ def register(cls: T) -> T:
 def _is_dataclass_signature(cls: type) -> bool:
   # dataclasses fill a missing docstring with the signature.
   return (cls.__doc__ or '').startswith(f'{cls.__name__}(')
-
-
-def _is_register(decorator: ast.expr) -> bool:
-  return (isinstance(decorator, ast.Name) and decorator.id == 'register') or (
-    isinstance(decorator, ast.Attribute) and decorator.attr == 'register'
-  )
-
-
-def list_experiments() -> list[tuple[str, str]]:
-  """(name, first line of the docstring) of every registered experiment, ours first; nothing is imported."""
-  found: dict[str, str] = {}
-  for path in sorted(DIRECTORY.glob('*.py')):
-    found.update(_registered_in(path, path.stem))
-  for name, modules in sorted(modules_of_others().items()):
-    for module in sorted(modules):
-      source = _source_of(module)
-      if source is None:
-        found[f'{name}.*'] = f'cannot be listed: the source of {module}, an entry point, is not found'
-        continue
-      try:
-        found.update(_registered_in(source, name if len(modules) == 1 and not is_own_module(name) else module))
-      except (OSError, SyntaxError, ValueError) as error:  # one broken package must not hide the others
-        found[f'{name}.*'] = f'cannot be listed: {source}, an entry point, cannot be read ({error})'
-  return list(found.items())
-
-
-def _registered_in(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
-  """(name, first line of the docstring) of every class with @register in a source file."""
-  for node in ast.parse(path.read_text(encoding='utf-8'), filename=str(path)).body:
-    if isinstance(node, ast.ClassDef) and any(_is_register(decorator) for decorator in node.decorator_list):
-      yield f'{prefix}.{node.name}', (ast.get_docstring(node) or '').partition('\n')[0]
-
-
-def modules_of_others() -> dict[str, list[str]]:
-  """The modules that other packages register by entry points, by their names there."""
-  modules: dict[str, list[str]] = {}
-  for point in metadata.entry_points(group=ENTRY_POINTS):
-    if point.value not in modules.setdefault(point.name, []):
-      modules[point.name].append(point.value)
-  return modules
-
-
-def _source_of(module: str) -> Path | None:
-  """A module's source file, found without importing the packages around it."""
-  top, *rest = module.split('.')
-  try:
-    spec = importlib.util.find_spec(top)
-  except (ImportError, ValueError):
-    return None
-  if spec is None:
-    return None
-  if not rest:
-    return Path(spec.origin) if spec.origin and Path(spec.origin).suffix == '.py' else None
-  below = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
-  files = [file for path in below for file in (path.with_suffix('.py'), path / '__init__.py')]
-  return next((file for file in files if file.is_file()), None)
 
 
 def known(name: str) -> type | None:
@@ -224,11 +165,6 @@ def is_registered(name: str) -> bool:
   return is_own_module(module) or module in points or module in modules or module.startswith('spmd_tasks.')
 
 
-def is_own_module(module_name: str) -> bool:
-  """Whether it is the name of a file of our experiments, such as `lm`."""
-  return (DIRECTORY / f'{module_name}.py').is_file()
-
-
 def import_module(name: str, module_name: str) -> ModuleType:
   """Imports the module of an experiment `name`; a UserError has the module's own error and line."""
   try:
@@ -265,6 +201,8 @@ def _experiment_names(module: ModuleType) -> list[str]:
 
 
 def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
+  from spmd_tasks.config.listing import list_experiments
+
   module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
   if module != name or Path(f'{name}.py').is_file():  # a file, not a module, or a module alone
     near = [module if '.' in module else f'{module}.CLASS']

@@ -11,7 +11,8 @@ import time
 import pytest
 import small_experiments
 
-from spmd_tasks.config import registry
+from spmd_tasks import experiments
+from spmd_tasks.config import listing, registry
 from spmd_tasks.experiment import Experiment
 
 EXPERIMENT = '''
@@ -161,8 +162,8 @@ def test_the_list_is_read_from_the_source(tmp_path, monkeypatch):
   (tmp_path / '__init__.py').write_text('')
   (tmp_path / 'own.py').write_text(EXPERIMENT + '\nclass NotRegistered(Mine):\n  """Base."""\n')
   (tmp_path / 'another.py').write_text('raise ValueError\n\n@registry.register\nclass B(A):\n  """One line."""\n')
-  monkeypatch.setattr(registry, 'DIRECTORY', tmp_path)
-  assert registry.list_experiments() == [('another.B', 'One line.'), ('own.Mine', 'My own.')]
+  monkeypatch.setattr(listing, 'DIRECTORY', tmp_path)
+  assert listing.list_experiments() == [('another.B', 'One line.'), ('own.Mine', 'My own.')]
 
 
 # --- experiments of other packages, by entry points ---
@@ -177,7 +178,7 @@ def installed(directory, monkeypatch):
     info.mkdir(parents=True)
     (info / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n')
     lines = [f'{name} = {value}\n' for name, value in points.items()]
-    (info / 'entry_points.txt').write_text(f'[{registry.ENTRY_POINTS}]\n' + ''.join(lines))
+    (info / 'entry_points.txt').write_text(f'[{experiments.ENTRY_POINTS}]\n' + ''.join(lines))
 
   package = directory / 'site' / 'their_package' / 'deeper'
   package.mkdir(parents=True)
@@ -190,8 +191,8 @@ def installed(directory, monkeypatch):
 
 def of_others():
   """What is listed beside our own experiments."""
-  ours = {path.stem for path in registry.DIRECTORY.glob('*.py')}
-  return [item for item in registry.list_experiments() if item[0].partition('.')[0] not in ours]
+  ours = {path.stem for path in experiments.DIRECTORY.glob('*.py')}
+  return [item for item in listing.list_experiments() if item[0].partition('.')[0] not in ours]
 
 
 def test_other_packages_register_theirs_and_are_not_imported_for_the_list(installed):
@@ -248,12 +249,12 @@ def test_an_own_package_called_experiments_and_ours_do_not_shadow_each_other(dir
 
 
 def test_in_our_checkout_a_class_is_the_same_by_its_path(directory, monkeypatch):
-  monkeypatch.chdir(registry.DIRECTORY.parent)
+  monkeypatch.chdir(experiments.DIRECTORY.parent)
   assert registry.get('experiments.lm.StdlibTiny') is registry.get('lm.StdlibTiny')
 
 
 def test_every_listed_experiment_is_found_and_documented():
-  for name, line in registry.list_experiments():
+  for name, line in listing.list_experiments():
     assert line.strip(), name
     assert registry.name_of(registry.get(name)) == name
 
@@ -261,8 +262,8 @@ def test_every_listed_experiment_is_found_and_documented():
 def test_listing_is_fast_and_imports_nothing_heavy():
   script = textwrap.dedent("""
     import sys
-    from spmd_tasks.config import registry
-    registry.list_experiments()
+    from spmd_tasks.config import listing
+    listing.list_experiments()
     print([name for name in ('jax', 'flax', 'fiddle', 'tensorflow', 'numpy') if name in sys.modules])
   """)
   root = Path(registry.__file__).parents[2]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_tasks.config import registry, resolve
+from spmd_tasks.config import resolve
+from spmd_tasks.config.listing import list_experiments
 from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.planning.plan import Plan, mesh_devices
 from spmd_tasks.planning.targets import has_compiler
@@ -102,7 +103,7 @@ def test_the_plan_is_what_its_golden_file_says(name, target):
 
 
 def test_every_recipe_for_a_pod_names_its_target():
-  for name, _ in registry.list_experiments():
+  for name, _ in list_experiments():
     if name.startswith('finetune.'):  # they need a folder and data, and have no pod
       continue
     overrides = ('model=tests/data/huggingface/llama',) if name.startswith('hf.') else ()

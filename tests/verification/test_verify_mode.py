@@ -8,12 +8,12 @@ import json
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config import registry
+from spmd_tasks.config.listing import list_experiments
 from spmd_tasks.verification.mode import CLAIMS
 from tests import binary
 from tests.model_folders import write_llama
 
-TINY = [name for name, _ in registry.list_experiments() if 'Tiny' in name or 'Uneven' in name]
+TINY = [name for name, _ in list_experiments() if 'Tiny' in name or 'Uneven' in name]
 FEW = {
   'lm.UnevenTiny': 'checkpoint,remat',
   'synthetic.Tiny': 'mesh,microbatches',
