@@ -1,4 +1,4 @@
-"""Settings of optimizers: AdamW, Sgd, Lion. Adafactor and Muon have files of their own; `from_optax.py` wraps others.
+"""Settings of optimizers, and AdamW. Others have files of their own; `from_optax.py` wraps those of optax.
 
 Each class has a `learning_rate` (a number or a schedule) and `transformation(weight_specs)`, which returns an optax
 transformation from gradients to a direction. The learner multiplies the direction by minus the learning rate. Weight
@@ -86,46 +86,3 @@ class AdamW(OptimizerSettings):
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     return [scale_by_adam(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sgd(OptimizerSettings):
-  """Stochastic gradient descent, with heavy-ball or Nesterov momentum.
-
-  Attributes:
-    momentum: `trace = gradient + momentum * trace`; None: plain gradients.
-    nesterov: whether the direction looks ahead by one more momentum step.
-    momentum_dtype: of the stored trace.
-  """
-
-  momentum: float | None = None
-  nesterov: bool = False
-  momentum_dtype: str = 'float32'
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.nesterov and self.momentum is None:
-      raise UserError('Sgd.nesterov is True, which needs Sgd.momentum: set momentum, to 0.9 for example.')
-
-  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    if self.momentum is None:
-      return [optax.identity()]  # optax.chain needs at least one transformation.
-    return [optax.trace(self.momentum, nesterov=self.nesterov, accumulator_dtype=jnp.dtype(self.momentum_dtype))]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lion(OptimizerSettings):
-  """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675).
-
-  Attributes:
-    beta1: weight of the momentum in the interpolation whose sign is the direction.
-    beta2: decay of the momentum.
-    momentum_dtype: of the stored momentum.
-  """
-
-  beta1: float = 0.9
-  beta2: float = 0.99
-  momentum_dtype: str = 'float32'
-
-  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    return [optax.scale_by_lion(b1=self.beta1, b2=self.beta2, mu_dtype=jnp.dtype(self.momentum_dtype))]

@@ -12,7 +12,6 @@ Usage:
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import os
-import re
 import time
 from typing import Any, Self
 
@@ -27,33 +26,6 @@ from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
 _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
 
 
-# Options of the TPU's compiler that let the gathers of weights run beside products, as MaxText's published commands for
-# v5p and v6e set them by LIBTPU_INIT_ARGS. Without them each layer waits for its weights.
-_TPU_OPTIONS = {
-  'xla_enable_async_all_gather': 'true',
-  'xla_tpu_enable_async_collective_fusion': 'true',
-  'xla_tpu_enable_async_collective_fusion_fuse_all_gather': 'true',
-  'xla_tpu_enable_async_collective_fusion_multiple_steps': 'true',
-  'xla_tpu_overlap_compute_collective_tc': 'true',
-}
-# A v6e does four times the FLOPs of a v5e with twice the bandwidth, so its products need large tiles in vector memory,
-# of which it has 128 MiB; MaxText's figure. With it the compiler estimates a product of [8192, 8192] and [8192, 28672]
-# at 90% of peak instead of 71%.
-#
-# Reduce-scatters that layers write out (layers/gathered_weights.py): by the next three each stays one, whichever dim of
-# a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them, beside products.
-# MaxText's.
-_OPTIONS_BY_KIND = {
-  'TPU v6 lite': {
-    'xla_tpu_scoped_vmem_limit_kib': '98304',
-    'xla_tpu_use_minor_sharding_for_major_trivial_input': 'true',
-    'xla_tpu_relayout_group_size_threshold_for_reduce_scatter': '1',
-    'xla_tpu_assign_all_reduce_scatter_layout': 'true',
-    'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter': 'true',
-    'xla_sc_disable_megacore_partitioning': 'true',
-    'xla_tpu_use_tc_device_shape_on_sc': 'true',
-  }
-}
 # The pass of XLA for CPUs that cuts what a loop over elements computes into parts, for several threads of one device.
 _DISABLED_PASSES, _PARALLEL_LOOPS = 'xla_disable_hlo_passes', 'cpu-parallel-task-assigner'
 
@@ -74,9 +46,9 @@ def compiler_options(devices: Iterable[jax.Device]) -> dict[str, str] | None:
     return None if is_given or (os.cpu_count() or 1) > num_devices else {_DISABLED_PASSES: _PARALLEL_LOOPS}
   if device.platform != 'tpu':
     return None
-  given = os.environ.get('LIBTPU_INIT_ARGS', '')
-  options = _TPU_OPTIONS | _OPTIONS_BY_KIND.get(device.device_kind, {})
-  return {name: value for name, value in options.items() if not re.search(rf'\b{name}\b', given)}
+  from spmd_tasks.runtime.tpu_options import tpu_options
+
+  return tpu_options(device.device_kind)
 
 
 class CompiledStep:
