@@ -18,8 +18,8 @@ _TPU_OPTIONS = {
 # of which it has 128 MiB; MaxText's figure. With it the compiler estimates a product of [8192, 8192] and [8192, 28672]
 # at 90% of peak instead of 71%.
 #
-# Reduce-scatters that layers write out (layers/scattered_gradients.py): by the next three each stays one, whichever dim of
-# a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them, beside products.
+# Reduce-scatters that layers write out (layers/scattered_gradients.py): by the next three each stays one, whichever dim
+# of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them, beside products.
 # MaxText's.
 _OPTIONS_BY_KIND = {
   'TPU v6 lite': {
