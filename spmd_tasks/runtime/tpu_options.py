@@ -19,7 +19,7 @@ _TPU_OPTIONS = {
 # at 90% of peak instead of 71%.
 #
 # Reduce-scatters that layers write out (layers/scattered_gradients.py): by the next three each stays one, whichever dim
-# of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them, beside products.
+# of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them beside products.
 # MaxText's.
 _OPTIONS_BY_KIND = {
   'TPU v6 lite': {
