@@ -33,7 +33,7 @@ import numpy as np
 from spmd_tasks.bridges import _lazy_arrays
 from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.bridges._operations import Arrays, Operation, Shape
-from spmd_tasks.checkpoints.manifest import describe_mismatches
+from spmd_tasks.checkpoints.verifying import describe_mismatches
 from spmd_tasks.errors import UserError
 
 

@@ -16,7 +16,6 @@ import dataclasses
 import math
 import os
 import re
-import time
 
 from absl import logging
 from etils import epath
@@ -27,14 +26,11 @@ from spmd_tasks.checkpoints.manifest import (
   CheckpointSaveError,
   DamagedCheckpointError,
   LeafEntry,
-  describe_mismatches,
-  leaf_mismatches,
   read_manifest,
-  verify_files,
   write_digests,
   write_manifest,
 )
-from spmd_tasks.files import describe_storage_error, sync_path
+from spmd_tasks.files import sync_path
 
 PEER_COPIES_FILE = 'peer_copies.json'  # in the job's directory: the random name by which it knows its copies in memory
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
@@ -70,7 +66,7 @@ class CheckpointDirectory:
 
   def claimed_steps(self) -> dict[int, epath.Path]:
     """Every directory with the name of a complete checkpoint, whole or not, by ascending step."""
-    found = {_step_of(path): path for path in self._list()}
+    found = {step_of(path): path for path in self._list()}
     return {step: found[step] for step in sorted(step for step in found if step is not None)}
 
   def complete_steps(self) -> list[int]:
@@ -109,12 +105,12 @@ class CheckpointDirectory:
       CheckpointError: there is a `loss`; nothing is created or removed then.
       OSError: the directory cannot be created or written.
     """
-    if not self._damaged():  # else `choose` names them
-      self._refuse_loss()
+    if not self.damaged():  # else they are named where one is chosen (verifying.py)
+      self.refuse_loss()
     self.path.mkdir(parents=True, exist_ok=True)
     for path in self._list():
       leftover = _LEFTOVER.fullmatch(path.name)
-      if leftover and _step_of(path.with_name(leftover[1])) is not None and _is_own_directory(path):
+      if leftover and step_of(path.with_name(leftover[1])) is not None and _is_own_directory(path):
         logging.info('Removing %s, left by an interrupted job.', path)
         path.rmtree()
 
@@ -183,82 +179,18 @@ class CheckpointDirectory:
     sync_path(path.parent)
     return target
 
-  def choose(
-    self, step: int | None, wanted: Sequence[LeafEntry], *, prefix: str, rejected: set[Stamp] | None = None
-  ) -> int | None:
-    """Chooses the step to restore and verifies every byte of it; None if the directory has never held a checkpoint.
+  def is_unused(self) -> bool:
+    """Whether the directory has never held a checkpoint."""
+    return not self.damaged() and self.loss() is None
 
-    Args:
-      step: the requested step; None for the newest undamaged one (newer damaged ones are set aside).
-      wanted: the leaves to restore.
-      prefix: the checkpoint's leaves with this prefix must be exactly `wanted`.
-      rejected: given by a reader beside the job that owns the directory. Nothing is renamed; damaged checkpoints are
-        added to this set and not read again; after a deletion during the reading, the directory is listed again.
-
-    Raises:
-      CheckpointError: see `Checkpointer.restore`; also if there is a `loss`.
-    """
-    steps = self.claimed_steps()
-    if step is not None and step not in steps:
-      raise CheckpointError(f'{self.path} has no checkpoint of step {step}; it has {list(steps)}.')
-    for candidate in reversed(steps) if step is None else [step]:
-      path, stamp = steps[candidate], self.stamp(candidate)
-      if step is None and rejected and stamp in rejected:
-        continue
-      try:
-        self._verify(path, wanted, prefix)
-        return candidate
-      except (DamagedCheckpointError, OSError) as problem:
-        if rejected is not None and not path.exists():
-          logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
-          return self.choose(step, wanted, prefix=prefix, rejected=rejected)
-        if isinstance(problem, OSError):
-          reason, remedy = describe_storage_error(problem, path) or (str(problem), 'check the storage')
-          raise CheckpointError(f'checkpoint {path} cannot be read: {reason}. It may be whole: {remedy}.') from problem
-        if step is not None:
-          whole = [other for other in self.complete_steps() if other != step]
-          raise CheckpointError(
-            f'checkpoint {path} is damaged: {problem}. Other steps: {whole}. Restore one of them, or give no step '
-            'to use the newest that is whole.'
-          ) from problem
-        if rejected is not None:
-          rejected.add(stamp)
-          logging.error('Checkpoint %s is damaged and skipped: %s.', path, problem)
-        else:
-          aside = self.set_aside(path, f'damaged-{problem.file.replace("/", "_")}')
-          logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
-    if damaged := self._damaged():
-      raise CheckpointError(
-        f'{self.path} has no checkpoint that is whole; damaged: {damaged}. Repair one and remove the suffix from '
-        'its name, or train in a new directory, or here with --begin_anew.'
-      )
-    self._refuse_loss()
-    return None
-
-  def _refuse_loss(self) -> None:
+  def refuse_loss(self) -> None:
+    """Raises a CheckpointError if there is a `loss`."""
     if sentence := self.loss():
       raise CheckpointError(sentence)
 
-  def _damaged(self) -> list[str]:
+  def damaged(self) -> list[str]:
     """The names of checkpoints that are set aside as damaged, and of those that have not been looked at."""
-    return sorted(path.name for path in self._list() if _step_of(path) is not None or '.damaged-' in path.name)
-
-  def _verify(self, path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
-    """Compares the leaf table before reading any array; then reads and digests every file."""
-    started = time.monotonic()
-    manifest = read_manifest(path)
-    if _step_of(path) != manifest.step:
-      raise DamagedCheckpointError(MANIFEST_FILE, f'belongs to step {manifest.step}')
-    saved = [leaf for leaf in manifest.leaves if leaf.name.startswith(prefix)]
-    lines = leaf_mismatches(saved, wanted)
-    if lines:
-      raise CheckpointError(
-        f'checkpoint {path} does not fit the experiment:\n{describe_mismatches(lines)}\nRestore it with the experiment '
-        'and settings that saved it (config.json beside it), or train in a new job_log_dir.'
-      )
-    verify_files(path, manifest, num_threads=self.num_hash_threads)
-    num_bytes = sum(entry.num_bytes for entry in manifest.files)
-    logging.info('Verified %s: %.3f GB in %.1f s.', path, num_bytes / 1e9, time.monotonic() - started)
+    return sorted(path.name for path in self._list() if step_of(path) is not None or '.damaged-' in path.name)
 
   def _list(self) -> list[epath.Path]:
     try:
@@ -267,7 +199,7 @@ class CheckpointDirectory:
       raise CheckpointError(f'checkpoint directory {self.path} cannot be listed: {error}.') from error
 
 
-def _step_of(path: epath.Path) -> int | None:
+def step_of(path: epath.Path) -> int | None:
   """The step of a directory with the very name that a checkpoint is given; None for any other path."""
   match = _STEP_DIRECTORY.fullmatch(path.name)
   return int(match[1]) if match and path.name == f'checkpoint_{int(match[1]):08d}' else None

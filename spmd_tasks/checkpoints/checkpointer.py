@@ -19,7 +19,7 @@ host (the state may then be donated); Orbax's write, the hashing and the rename 
 waits for them first. So at any time, every save but the last is on disk, and the next `save` or `wait` raises an error
 of a save.
 
-A restore verifies every byte (manifest.py states the cost). A damaged checkpoint is renamed to
+A restore verifies every byte (verifying.py; manifest.py states the cost). A damaged checkpoint is renamed to
 `checkpoint_00000100.damaged-<file>`, and the one before it is used; a step requested by number raises instead.
 
 With several processes (one shared directory), every process calls every method, in the same order, from its main
@@ -319,13 +319,17 @@ class Checkpointer:
     """Returns the verified step that every process restores, and shares what process 0 found damaged."""
     wanted = [dataclasses.replace(leaf, name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
 
-    def choose() -> tuple[int | None, list[Stamp]]:
+    def decide() -> tuple[int | None, list[Stamp]]:
       rejected = self._rejected if self._read_only else None
-      return self._directory.choose(step, wanted, prefix=prefix, rejected=rejected), list(self._rejected)
+      if step is None and self._directory.is_unused():
+        return None, []
+      from spmd_tasks.checkpoints.verifying import choose
+
+      return choose(self._directory, step, wanted, prefix=prefix, rejected=rejected), list(self._rejected)
 
     limit_s = self._arrays.limit_s(self._directory.num_bytes() if jax.process_count() > 1 else 0)
     try:
-      chosen, rejected = primary_decides(choose, 'checkpoint_decided', limit_s=limit_s)
+      chosen, rejected = primary_decides(decide, 'checkpoint_decided', limit_s=limit_s)
     except PrimaryError as error:
       raise CheckpointChoiceError(str(error)) from error
     self._rejected.update((step, time) for step, time in rejected)

@@ -30,9 +30,8 @@ MANIFEST_FILE = 'manifest.json'
 FORMAT = 1
 _PACKAGES = ('spmd_tasks', 'jax', 'orbax-checkpoint')
 _CHUNK_BYTES = 1 << 22
-_MAX_LISTED = 10
 # Nothing is there, or a directory or a FIFO is.
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 _DIGESTS = 'digests'  # below a checkpoint that is being written
 
 
@@ -99,32 +98,6 @@ def leaf_entries(tree: Any) -> tuple[LeafEntry, ...]:
   )
 
 
-def leaf_mismatches(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[str]:
-  """Compares two leaf tables: returns one line for each leaf that differs, with both sides; [] if they agree."""
-  saved_by_name = {leaf.name: leaf for leaf in saved}
-  wanted_by_name = {leaf.name: leaf for leaf in wanted}
-  lines = []
-  for name, leaf in wanted_by_name.items():
-    if name not in saved_by_name:
-      lines.append(f'{name}: the experiment has {leaf}, the checkpoint has no such leaf')
-    elif (leaf.shape, leaf.dtype) != (saved_by_name[name].shape, saved_by_name[name].dtype):
-      lines.append(f'{name}: the experiment has {leaf}, the checkpoint has {saved_by_name[name]}')
-  lines += [
-    f'{name}: the experiment has no such leaf, the checkpoint has {leaf}'
-    for name, leaf in saved_by_name.items()
-    if name not in wanted_by_name
-  ]
-  return lines
-
-
-def describe_mismatches(lines: Sequence[str]) -> str:
-  """Formats the first ten mismatches, one per line, and the number of further ones."""
-  shown = [f'  {line}' for line in lines[:_MAX_LISTED]]
-  if len(lines) > _MAX_LISTED:
-    shown.append(f'  ... and {len(lines) - _MAX_LISTED} more')
-  return '\n'.join(shown)
-
-
 def write_digests(directory: epath.Path, process_index: int, *, num_threads: int) -> None:
   """Hashes the array files that one process wrote and leaves the digests for `write_manifest`. Raises OSError.
 
@@ -177,7 +150,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
   try:
     data = read_bytes(directory / MANIFEST_FILE)
   except OSError as error:
-    if error.errno not in _NO_FILE:
+    if error.errno not in NO_FILE:
       raise
     raise DamagedCheckpointError(MANIFEST_FILE, 'missing') from None
   try:
@@ -202,44 +175,12 @@ def read_manifest(directory: epath.Path) -> Manifest:
   )
 
 
-def verify_files(directory: epath.Path, manifest: Manifest, *, num_threads: int) -> None:
-  """Compares the size and digest of every file that the manifest lists; ignores other files.
-
-  Raises:
-    DamagedCheckpointError: names the first file, in the manifest's order, that is missing or differs.
-    OSError: a file exists but cannot be read (permission, I/O), so that nothing is known about damage.
-  """
-
-  def problem_of(entry: FileEntry) -> str | None:
-    path = directory / entry.path
-    try:
-      num_bytes = path.stat().length
-      if num_bytes != entry.num_bytes:
-        return f'has {num_bytes} bytes instead of {entry.num_bytes}'
-      _, digest = _hash_file(path)
-    except OSError as error:
-      if error.errno not in _NO_FILE:
-        raise
-      return 'missing'
-    return (
-      None
-      if digest == entry.sha256
-      else f'its content has changed (SHA-256 {digest[:12]}..., was {entry.sha256[:12]}...)'
-    )
-
-  with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
-    for entry, problem in zip(manifest.files, pool.map(problem_of, manifest.files)):
-      if problem:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise DamagedCheckpointError(entry.path, problem)
-
-
 def _hash_files(directory: epath.Path, paths: Sequence[str], num_threads: int) -> dict[str, FileEntry]:
   """Flushes and hashes files, `num_threads` at a time."""
 
   def entry_of(path: str) -> FileEntry:
     sync_path(directory / path)
-    num_bytes, digest = _hash_file(directory / path)
+    num_bytes, digest = hash_file(directory / path)
     return FileEntry(path=path, num_bytes=num_bytes, sha256=digest)
 
   with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
@@ -275,7 +216,8 @@ def _files_below(directory: epath.Path, prefix: str = '') -> Iterator[str]:
       yield f'{prefix}{path.name}'
 
 
-def _hash_file(path: epath.Path) -> tuple[int, str]:
+def hash_file(path: epath.Path) -> tuple[int, str]:
+  """Returns the size of a file and its SHA-256."""
   digest, num_bytes = hashlib.sha256(), 0
   with open_bytes(path) as file:
     while chunk := file.read(_CHUNK_BYTES):

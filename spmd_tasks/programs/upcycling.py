@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.checkpoints import Checkpointer
-from spmd_tasks.checkpoints.manifest import LeafEntry, describe_mismatches
+from spmd_tasks.checkpoints.manifest import LeafEntry
+from spmd_tasks.checkpoints.verifying import describe_mismatches
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.sharding import evenly_divided_spec

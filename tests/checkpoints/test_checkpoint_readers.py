@@ -9,7 +9,7 @@ from etils import epath
 import orbax.checkpoint as ocp
 import pytest
 
-from spmd_tasks.checkpoints import Checkpointer, checkpoint_directory
+from spmd_tasks.checkpoints import Checkpointer, verifying
 from spmd_tasks.checkpoints.manifest import CheckpointError
 
 
@@ -29,13 +29,13 @@ class Owner:
 
 
 def test_a_step_that_is_deleted_while_it_is_verified_gives_way_to_the_newest(directory, monkeypatch):
-  owner, verify_files = Owner(directory), checkpoint_directory.verify_files
+  owner, verify_files = Owner(directory), verifying.verify_files
 
   def verify_late(*args, **kwargs):
     owner.go_on()
     verify_files(*args, **kwargs)
 
-  monkeypatch.setattr(checkpoint_directory, 'verify_files', verify_late)
+  monkeypatch.setattr(verifying, 'verify_files', verify_late)
   assert_restores(Checkpointer(directory, read_only=True).restore(abstract_state()), 3)
   assert names(directory) == ['checkpoint_00000001', 'checkpoint_00000003']
 
@@ -56,26 +56,26 @@ def test_a_step_that_is_deleted_while_it_is_read_gives_way_to_the_newest(directo
 
 
 def test_a_step_that_was_asked_for_and_is_deleted_meanwhile_is_an_error(directory, monkeypatch):
-  owner, verify_files = Owner(directory), checkpoint_directory.verify_files
+  owner, verify_files = Owner(directory), verifying.verify_files
 
   def verify_late(*args, **kwargs):
     owner.go_on()
     verify_files(*args, **kwargs)
 
-  monkeypatch.setattr(checkpoint_directory, 'verify_files', verify_late)
+  monkeypatch.setattr(verifying, 'verify_files', verify_late)
   with pytest.raises(CheckpointError, match=re.escape('has no checkpoint of step 2; it has [1, 3]')):
     Checkpointer(directory, read_only=True).restore(abstract_state(), step=2)
 
 
 def test_a_damaged_step_is_read_once_and_reported_as_the_latest_again_only_when_it_was_replaced(directory, monkeypatch):
   verified: list[str] = []
-  verify_files = checkpoint_directory.verify_files
+  verify_files = verifying.verify_files
 
   def verify_and_count(path, *args, **kwargs):
     verified.append(path.name)
     verify_files(path, *args, **kwargs)
 
-  monkeypatch.setattr(checkpoint_directory, 'verify_files', verify_and_count)
+  monkeypatch.setattr(verifying, 'verify_files', verify_and_count)
   newest = directory / 'checkpoint_00000003'
   whole = {path: path.read_bytes() for path in newest.rglob('*') if path.is_file()}
   flip_bit(array_file(newest))

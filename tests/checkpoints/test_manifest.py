@@ -14,12 +14,11 @@ from spmd_tasks.checkpoints.manifest import (
   CheckpointError,
   DamagedCheckpointError,
   LeafEntry,
-  describe_mismatches,
   leaf_entries,
   read_manifest,
-  verify_files,
   write_manifest,
 )
+from spmd_tasks.checkpoints.verifying import describe_mismatches, verify_files
 
 LEAVES = (LeafEntry(name='weights/w', shape=(2, 3), dtype='bfloat16'), LeafEntry(name='step', shape=(), dtype='int32'))
 FILES = {'state/d/a': b'\x00' * 5000, 'state/b': b'text', 'state/empty': b'', 'input/process_0_of_1.json': b'{}'}
@@ -52,8 +51,8 @@ def test_each_process_hashes_the_array_files_that_it_wrote(tmp_path, monkeypatch
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(name)
   hashed = []
-  hash_file = manifest_file._hash_file
-  monkeypatch.setattr(manifest_file, '_hash_file', lambda path: hashed.append(str(path)) or hash_file(path))
+  hash_file = manifest_file.hash_file
+  monkeypatch.setattr(manifest_file, 'hash_file', lambda path: hashed.append(str(path)) or hash_file(path))
   manifest_file.write_digests(directory, 1, num_threads=1)
   assert hashed == [str(tmp_path / files[1])]
   write_manifest(directory, step=7, num_processes=2, leaves=LEAVES, num_threads=1)

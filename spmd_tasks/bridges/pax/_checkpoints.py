@@ -27,7 +27,7 @@ import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, place_on_mesh
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
-from spmd_tasks.checkpoints.manifest import describe_mismatches
+from spmd_tasks.checkpoints.verifying import describe_mismatches
 from spmd_tasks.distributed import barrier, is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import is_remote, read_text, storage_errors, write_durably

@@ -33,6 +33,7 @@ from spmd_tasks.bridges.pax._checkpoints import (
 )
 from spmd_tasks.bridges.pax._task import pax_state
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.verifying import choose
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.runtime import Origin, PartitionedModel, TrainState
@@ -210,7 +211,7 @@ def _open(directory: str, step: int | None) -> _Source:
   path = _checkpoints_of(absolute_path(directory))
   if checkpoint_format(path) == 'spmd_tasks':
     own = CheckpointDirectory(path=path)
-    step = own.choose(step, own.saved_leaves(step) or (), prefix='', rejected=set())  # and verify it
+    step = choose(own, step, own.saved_leaves(step) or (), prefix='', rejected=set())  # and verify it
     assert step is not None
     arrays = PaxCheckpoint(own.final(step)).arrays
     named = {

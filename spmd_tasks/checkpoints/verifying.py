@@ -1,0 +1,159 @@
+"""Chooses the checkpoint to restore: compares its leaves with those that are asked for, and verifies every byte."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+import time
+
+from absl import logging
+from etils import epath
+
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, step_of
+from spmd_tasks.checkpoints.manifest import (
+  MANIFEST_FILE,
+  NO_FILE,
+  CheckpointError,
+  DamagedCheckpointError,
+  FileEntry,
+  LeafEntry,
+  Manifest,
+  hash_file,
+  read_manifest,
+)
+from spmd_tasks.files import describe_storage_error
+
+_MAX_LISTED = 10
+
+
+def choose(
+  directory: CheckpointDirectory,
+  step: int | None,
+  wanted: Sequence[LeafEntry],
+  *,
+  prefix: str,
+  rejected: set[Stamp] | None = None,
+) -> int | None:
+  """Chooses the step to restore and verifies every byte of it; None if the directory has never held a checkpoint.
+
+  Args:
+    directory: the checkpoints.
+    step: the requested step; None for the newest undamaged one (newer damaged ones are set aside).
+    wanted: the leaves to restore.
+    prefix: the checkpoint's leaves with this prefix must be exactly `wanted`.
+    rejected: given by a reader beside the job that owns the directory. Nothing is renamed; damaged checkpoints are
+      added to this set and not read again; after a deletion during the reading, the directory is listed again.
+
+  Raises:
+    CheckpointError: see `Checkpointer.restore`; also if there is a `loss`.
+  """
+  steps = directory.claimed_steps()
+  if step is not None and step not in steps:
+    raise CheckpointError(f'{directory.path} has no checkpoint of step {step}; it has {list(steps)}.')
+  for candidate in reversed(steps) if step is None else [step]:
+    path, stamp = steps[candidate], directory.stamp(candidate)
+    if step is None and rejected and stamp in rejected:
+      continue
+    try:
+      _verify(directory, path, wanted, prefix)
+      return candidate
+    except (DamagedCheckpointError, OSError) as problem:
+      if rejected is not None and not path.exists():
+        logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
+        return choose(directory, step, wanted, prefix=prefix, rejected=rejected)
+      if isinstance(problem, OSError):
+        reason, remedy = describe_storage_error(problem, path) or (str(problem), 'check the storage')
+        raise CheckpointError(f'checkpoint {path} cannot be read: {reason}. It may be whole: {remedy}.') from problem
+      if step is not None:
+        whole = [other for other in directory.complete_steps() if other != step]
+        raise CheckpointError(
+          f'checkpoint {path} is damaged: {problem}. Other steps: {whole}. Restore one of them, or give no step '
+          'to use the newest that is whole.'
+        ) from problem
+      if rejected is not None:
+        rejected.add(stamp)
+        logging.error('Checkpoint %s is damaged and skipped: %s.', path, problem)
+      else:
+        aside = directory.set_aside(path, f'damaged-{problem.file.replace("/", "_")}')
+        logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
+  if damaged := directory.damaged():
+    raise CheckpointError(
+      f'{directory.path} has no checkpoint that is whole; damaged: {damaged}. Repair one and remove the suffix from '
+      'its name, or train in a new directory, or here with --begin_anew.'
+    )
+  directory.refuse_loss()
+  return None
+
+
+def _verify(directory: CheckpointDirectory, path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
+  """Compares the leaf table before reading any array; then reads and digests every file."""
+  started = time.monotonic()
+  manifest = read_manifest(path)
+  if step_of(path) != manifest.step:
+    raise DamagedCheckpointError(MANIFEST_FILE, f'belongs to step {manifest.step}')
+  saved = [leaf for leaf in manifest.leaves if leaf.name.startswith(prefix)]
+  lines = leaf_mismatches(saved, wanted)
+  if lines:
+    raise CheckpointError(
+      f'checkpoint {path} does not fit the experiment:\n{describe_mismatches(lines)}\nRestore it with the experiment '
+      'and settings that saved it (config.json beside it), or train in a new job_log_dir.'
+    )
+  verify_files(path, manifest, num_threads=directory.num_hash_threads)
+  num_bytes = sum(entry.num_bytes for entry in manifest.files)
+  logging.info('Verified %s: %.3f GB in %.1f s.', path, num_bytes / 1e9, time.monotonic() - started)
+
+
+def leaf_mismatches(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[str]:
+  """Compares two leaf tables: returns one line for each leaf that differs, with both sides; [] if they agree."""
+  saved_by_name = {leaf.name: leaf for leaf in saved}
+  wanted_by_name = {leaf.name: leaf for leaf in wanted}
+  lines = []
+  for name, leaf in wanted_by_name.items():
+    if name not in saved_by_name:
+      lines.append(f'{name}: the experiment has {leaf}, the checkpoint has no such leaf')
+    elif (leaf.shape, leaf.dtype) != (saved_by_name[name].shape, saved_by_name[name].dtype):
+      lines.append(f'{name}: the experiment has {leaf}, the checkpoint has {saved_by_name[name]}')
+  lines += [
+    f'{name}: the experiment has no such leaf, the checkpoint has {leaf}'
+    for name, leaf in saved_by_name.items()
+    if name not in wanted_by_name
+  ]
+  return lines
+
+
+def describe_mismatches(lines: Sequence[str]) -> str:
+  """Formats the first ten mismatches, one per line, and the number of further ones."""
+  shown = [f'  {line}' for line in lines[:_MAX_LISTED]]
+  if len(lines) > _MAX_LISTED:
+    shown.append(f'  ... and {len(lines) - _MAX_LISTED} more')
+  return '\n'.join(shown)
+
+
+def verify_files(directory: epath.Path, manifest: Manifest, *, num_threads: int) -> None:
+  """Compares the size and digest of every file that the manifest lists; ignores other files.
+
+  Raises:
+    DamagedCheckpointError: names the first file, in the manifest's order, that is missing or differs.
+    OSError: a file exists but cannot be read (permission, I/O), so that nothing is known about damage.
+  """
+
+  def problem_of(entry: FileEntry) -> str | None:
+    path = directory / entry.path
+    try:
+      num_bytes = path.stat().length
+      if num_bytes != entry.num_bytes:
+        return f'has {num_bytes} bytes instead of {entry.num_bytes}'
+      _, digest = hash_file(path)
+    except OSError as error:
+      if error.errno not in NO_FILE:
+        raise
+      return 'missing'
+    return (
+      None
+      if digest == entry.sha256
+      else f'its content has changed (SHA-256 {digest[:12]}..., was {entry.sha256[:12]}...)'
+    )
+
+  with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
+    for entry, problem in zip(manifest.files, pool.map(problem_of, manifest.files)):
+      if problem:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise DamagedCheckpointError(entry.path, problem)
