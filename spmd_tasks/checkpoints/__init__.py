@@ -9,9 +9,9 @@ A checkpoint counts only when its manifest lists every file with size and SHA-25
 falls back from a damaged checkpoint to the one before it. A checkpoint holds unpadded arrays with all layers of a stack
 in one dim, so any mesh, stage count or expert-parallel degree can restore it.
 
-Read checkpointer.py (what a program calls), checkpoint_directory.py (names, deleting), verifying.py (choosing), manifest.py
-(digests), orbax_arrays.py (array files). peer_copies.py keeps copies in the memory of two hosts beside all that, and
-memory_copies.py is their files.
+Read checkpointer.py (what a program calls), checkpoint_directory.py (names, deleting), verifying.py (choosing),
+manifest.py (digests), orbax_arrays.py (array files). peer_copies.py keeps copies in the memory of two hosts beside all
+that, and memory_copies.py is their files.
 """
 
 from etils import epy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.sharding import MeshSpec
-from spmd_tasks.sharding.mesh import device_array
+from spmd_tasks.sharding.granules import device_array
 
 AXES = ('replica', 'data', 'mdl')
 

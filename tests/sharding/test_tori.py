@@ -13,7 +13,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import MeshSpec, nearest_hybrid_shape, nearest_shapes
 from spmd_tasks.sharding._mesh_shapes import factorizations
 from spmd_tasks.sharding._torus import _torus, split_torus
-from spmd_tasks.sharding.mesh import device_array
+from spmd_tasks.sharding.granules import device_array
 from tests.sharding.stand_in_devices import gpu_devices, tpu_devices
 
 # ici, dcn, chip, topology: the registered experiments for pods on what they are for.
