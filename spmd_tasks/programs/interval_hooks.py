@@ -1,21 +1,15 @@
-"""Hooks that use the state at intervals and at a job's end: they save it, copy it, evaluate it, and sample from it."""
+"""Hooks that use the state at intervals and at a job's end: they save it, and evaluate it."""
 
 import functools
 import time
-from typing import TYPE_CHECKING
 
 from spmd_tasks.checkpoints.orbax_arrays import num_bytes
-from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.programs.eval import Evaluator
 from spmd_tasks.programs.hooks import NewestEvals, PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.progress import format_metrics
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.origin import saved_part
-
-if TYPE_CHECKING:
-  from spmd_tasks.checkpoints.peer_copies import RestoredCopy
-  from spmd_tasks.programs.samples import Sampler
 
 # A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
 # second. A larger one is written while training goes on.
@@ -63,40 +57,6 @@ class SaveCheckpoints(TrainHook):
         run.checkpointer.wait()
     run.goodput.mark(run.step)
     self._last_saved = run.step
-
-
-class CopyToPeers(TrainHook):
-  """Copies the state to the memory of two processes each, every `peer_copy_every_steps`; restores from the copies."""
-
-  def prepare(self, run: TrainRun) -> None:
-    self._every_steps = run.experiment.peer_copy_every_steps
-
-  def open(self, run: TrainRun) -> None:
-    if self._every_steps is not None:
-      from spmd_tasks.checkpoints.peer_copies import RAM_DISK, PeerCopies
-
-      directory = run.experiment.peer_copy_directory or RAM_DISK
-      copies = PeerCopies(directory, run.job_log_dir, run.model.padded_state, limit_s=run.limit_s)
-      self._copies = run.stack.enter_context(copies)
-
-  def restore(self, run: TrainRun, newest_checkpoint: int) -> 'RestoredCopy | None':
-    if self._every_steps is None:
-      return None
-    return self._copies.restore(newest_checkpoint if newest_checkpoint >= 0 else None)
-
-  def start(self, run: TrainRun) -> None:
-    if self._every_steps is not None:
-      run.message(f'every {self._every_steps} steps the state is copied to memory: {self._copies}')
-
-  def needs_state(self, step: int) -> bool:
-    return is_multiple(step, self._every_steps)
-
-  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
-    if is_multiple(outcome.step, self._every_steps):
-      newest = run.checkpointer.latest_step() if is_primary() else None
-      with run.timed('copy', 'checkpoint_save'):
-        self._copies.copy(run.step, run.state, run.loop.input_state, newest)
-      run.goodput.mark(run.step)
 
 
 class Evaluate(TrainHook):
@@ -158,54 +118,3 @@ class Evaluate(TrainHook):
       return False
     run.evals = NewestEvals(run.step, evals, time.perf_counter() - start)
     return True
-
-
-class Sample(TrainHook):
-  """Writes texts that the model generates from the sample prompts, every `sample_every_steps`."""
-
-  _sampler: 'Sampler | None'
-
-  def prepare(self, run: TrainRun) -> None:
-    self._every_steps = run.experiment.sample_every_steps
-    self._sampler = None
-    if self._every_steps is not None:
-      from spmd_tasks.programs.samples import make_sampler  # with all of decoding
-
-      self._sampler = make_sampler(run.job, run.model, run.job_log_dir)
-
-  def start(self, run: TrainRun) -> None:
-    if self._sampler is not None:
-      run.stack.callback(self._sampler.close)
-      self._sampler.resume(run.first_step)
-
-  def before_loop(self, run: TrainRun) -> None:
-    self._make_up_for_samples(run)
-
-  def needs_state(self, step: int) -> bool:
-    return is_multiple(step, self._every_steps)
-
-  def after_first_step(self, run: TrainRun) -> None:
-    if self._sampler is not None:
-      with run.compiling():
-        self._sampler.compile()
-
-  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
-    self._sample_if_due(run)
-
-  def finish(self, run: TrainRun) -> None:
-    self._make_up_for_samples(run)
-
-  def _make_up_for_samples(self, run: TrainRun) -> None:
-    if not self._sample_if_due(run):
-      raise PreemptedError
-
-  def _sample_if_due(self, run: TrainRun) -> bool:
-    """Writes the texts of the step unless they are written; returns False if SIGTERM came first."""
-    step, sampler = run.step, self._sampler
-    if sampler is None or not is_multiple(step, self._every_steps) or sampler.is_recorded(step):
-      return True
-    with run.timed('sample', 'evaluation'):
-      is_done = sampler.sample(run.model.task.decoding_variables(run.state), step, run.should_stop)
-    if is_done:
-      run.message(f'step {step}  samples: in {sampler.path}')
-    return is_done

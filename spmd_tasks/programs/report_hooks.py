@@ -1,4 +1,4 @@
-"""Hooks that report: metrics and their rates, progress, the time until the first step, goodput, and a profile."""
+"""Hooks that report: metrics and their rates, progress, the time until the first step, and goodput."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -132,41 +132,6 @@ class LogMetrics(TrainHook):
       'padding_waste': run.model.padding_waste,
       'num_compilations': self._compilations.num_programs - self._num_programs,
     }
-
-
-class Profile(TrainHook):
-  """Captures the steps [first, last) of `profile_steps` with JAX's profiler, for TensorBoard and XProf."""
-
-  _is_running = False
-
-  def prepare(self, run: TrainRun) -> None:
-    self._steps = run.experiment.profile_steps
-    self._directory = run.job_log_dir / 'profile'
-
-  def before_loop(self, run: TrainRun) -> None:
-    run.stack.callback(self._stop)
-    self._start_or_stop(run.first_step)
-
-  def needs_state(self, step: int) -> bool:
-    return self._steps is not None and step in self._steps  # no step may be in flight at the borders
-
-  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
-    self._start_or_stop(outcome.step)
-
-  def _start_or_stop(self, step: int) -> None:
-    is_inside = self._steps is not None and self._steps[0] <= step < self._steps[1]
-    if is_inside and not self._is_running:
-      with storage_errors(self._directory):
-        jax.profiler.start_trace(str(self._directory))
-      self._is_running = True
-    elif not is_inside:
-      self._stop()
-
-  def _stop(self) -> None:
-    if self._is_running:
-      self._is_running = False
-      with storage_errors(self._directory):
-        jax.profiler.stop_trace()
 
 
 class ReportEnd(TrainHook):

@@ -1,6 +1,6 @@
-"""Sampler: texts that a training job generates at intervals, for people to read.
+"""Sample: the hook of training jobs that generate texts at intervals, for people to read.
 
-    sampler = make_sampler(job, model, job_log_dir)        # None where the experiment asks for none
+    sampler = make_sampler(job, model, job_log_dir)
     sampler.resume(first_step)                             # forgets the samples of steps that are made again
     sampler.sample(variables, step)
 
@@ -34,7 +34,10 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, write_durably
 from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
+from spmd_tasks.programs.interval_hooks import is_multiple
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
+from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.metrics import TensorBoardWriter, can_write_events
 from spmd_tasks.runtime.optional_methods import DecodesBatches
@@ -49,15 +52,13 @@ class _StoppedError(Exception):
   """The job is to end before the samples are finished."""
 
 
-def make_sampler(job: Job, model: PartitionedModel, job_log_dir: epath.Path) -> 'Sampler | None':
-  """Makes the sampler of a job; None if its experiment has no `sample_every_steps`. Nothing is compiled or written.
+def make_sampler(job: Job, model: PartitionedModel, job_log_dir: epath.Path) -> 'Sampler':
+  """Makes the sampler of a job that has `sample_every_steps`. Nothing is compiled or written.
 
   Raises:
     UserError: the model cannot generate text, the job has no tokenizer, or a prompt does not fit the model.
   """
   experiment = job.experiment
-  if experiment.sample_every_steps is None:
-    return None
   if isinstance(job.task, DecodesBatches) or job.tokenizer is None:
     lacks = 'a tokenizer in its inputs' if job.tokenizer is None else 'a model that continues prompts'
     raise UserError(f'sample_every_steps = {experiment.sample_every_steps} needs {lacks}: set it to None.')
@@ -201,3 +202,46 @@ def _markdown(prompt: str, text: str) -> str:
   """Both texts as blocks of code: by indents, which no text can end."""
   blocks = ['\n'.join(f'    {line}' for line in part.split('\n')) for part in (prompt, text)]
   return f'prompt\n\n{blocks[0]}\n\nsample\n\n{blocks[1]}\n'
+
+
+class Sample(TrainHook):
+  """Writes texts that the model generates from the sample prompts, every `sample_every_steps`."""
+
+  def prepare(self, run: TrainRun) -> None:
+    self._every_steps = run.experiment.sample_every_steps
+    self._sampler = make_sampler(run.job, run.model, run.job_log_dir)
+
+  def start(self, run: TrainRun) -> None:
+    run.stack.callback(self._sampler.close)
+    self._sampler.resume(run.first_step)
+
+  def before_loop(self, run: TrainRun) -> None:
+    self._make_up_for_samples(run)
+
+  def needs_state(self, step: int) -> bool:
+    return is_multiple(step, self._every_steps)
+
+  def after_first_step(self, run: TrainRun) -> None:
+    with run.compiling():
+      self._sampler.compile()
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self._sample_if_due(run)
+
+  def finish(self, run: TrainRun) -> None:
+    self._make_up_for_samples(run)
+
+  def _make_up_for_samples(self, run: TrainRun) -> None:
+    if not self._sample_if_due(run):
+      raise PreemptedError
+
+  def _sample_if_due(self, run: TrainRun) -> bool:
+    """Writes the texts of the step unless they are written; returns False if SIGTERM came first."""
+    step, sampler = run.step, self._sampler
+    if not is_multiple(step, self._every_steps) or sampler.is_recorded(step):
+      return True
+    with run.timed('sample', 'evaluation'):
+      is_done = sampler.sample(run.model.task.decoding_variables(run.state), step, run.should_stop)
+    if is_done:
+      run.message(f'step {step}  samples: in {sampler.path}')
+    return is_done

@@ -6,6 +6,7 @@ The loop knows only steps. Everything that is done beside them is a TrainHook (h
 import contextlib
 import functools
 import math
+from typing import Any
 
 from etils import epath
 import jax
@@ -28,10 +29,10 @@ from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.programs.eval import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
-from spmd_tasks.programs.interval_hooks import CopyToPeers, Evaluate, Sample, SaveCheckpoints
+from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
 from spmd_tasks.programs.job_directory import claim, write_config
 from spmd_tasks.programs.progress import Progress
-from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, Profile, ReportEnd, ShowProgress
+from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, ReportEnd, ShowProgress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.timing import StartupClock
@@ -49,13 +50,18 @@ def job_hooks(job: Job) -> tuple[TrainHook, ...]:
     *wings.train_hooks(job),
     LogMetrics(),
     SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and one that fails loses nothing
-    CopyToPeers(),
+    *_if_asked(job.experiment.peer_copy_every_steps, 'spmd_tasks.programs.copy_to_peers:CopyToPeers'),
     Evaluate(),
-    Sample(),
+    *_if_asked(job.experiment.sample_every_steps, 'spmd_tasks.programs.samples:Sample'),
     *_own_hooks(job),  # these find the evals of the step in `run.evals`
-    Profile(),
+    *_if_asked(job.experiment.profile_steps, 'spmd_tasks.programs.profiling:Profile'),
     ReportEnd(),  # last: all is done when it says so
   )
+
+
+def _if_asked(setting: Any, hook: str) -> list[TrainHook]:
+  """Returns a hook that few jobs have, which is imported for those alone."""
+  return [] if setting is None else [wings.load(hook)()]
 
 
 def train(
