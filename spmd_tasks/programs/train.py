@@ -191,7 +191,9 @@ def _claim(run: TrainRun, *, begin_anew: bool) -> SavedSteps:
   def claim_here() -> None:
     run.stack.enter_context(claim(run.job_log_dir, experiment_name=run.job.name))
     if begin_anew:
-      saved.begin_anew()
+      from spmd_tasks.programs.begin_anew import set_aside
+
+      set_aside(run.job_log_dir)
 
   try:
     primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)
