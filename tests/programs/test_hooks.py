@@ -183,19 +183,23 @@ def test_a_job_calls_the_hook_of_its_experiment_in_the_order_of_its_life(tmp_pat
   assert binary.checkpoint_names(tmp_path / 'job')[-1] == 'checkpoint_00000003'
 
 
+def job_with(hook, **settings):
+  settings = {'peer_copy_every_steps': None, 'sample_every_steps': None, 'profile_steps': None, **settings}
+  experiment = types.SimpleNamespace(hooks=lambda: [hook], **settings)
+  return types.SimpleNamespace(name='X', train_input=None, eval_inputs={}, experiment=experiment)
+
+
 def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_reported():
-  job = types.SimpleNamespace(
-    name='X', train_input=None, eval_inputs={}, experiment=types.SimpleNamespace(hooks=lambda: [Needs()])
-  )
-  names = [type(hook).__name__ for hook in job_hooks(job)]
+  names = [type(hook).__name__ for hook in job_hooks(job_with(Needs()))]
   assert names[0] == 'CountGoodput'
   assert names.index('SaveCheckpoints') < names.index('Evaluate') < names.index('Needs')
   assert names[-1] == 'ReportEnd'
+  asked = job_hooks(job_with(Needs(), peer_copy_every_steps=4, sample_every_steps=2, profile_steps=(0, 1)))
+  few = [type(hook).__name__ for hook in asked if type(hook).__name__ not in names[:-2]]
+  assert few == ['CopyToPeers', 'Sample', 'Needs', 'Profile', 'ReportEnd']
 
 
 def test_what_is_no_hook_is_refused():
-  job = types.SimpleNamespace(
-    name='X', train_input=None, eval_inputs={}, experiment=types.SimpleNamespace(hooks=lambda: [Needs])
-  )
+  job = job_with(Needs)
   with pytest.raises(UserError, match=r'hooks\(\) of X returns .*Needs.*, which is no TrainHook'):
     job_hooks(job)
