@@ -4,6 +4,9 @@ What bench_step.py measures against. Nothing of spmd_tasks is in here: the trans
 written out, with the sharding constraints of the default axis rules; what does not depend on the layer (angles, mask)
 is computed once. A step that is not finite is not looked for. It takes the weights' tree of lm.DenseLanguageModel.
 
+`dtype` is that of the products; weights, norms, angles and the loss stay in float32. With `remat` the backward pass
+computes all of a layer again but its attention. gpu_check.py sets both.
+
 Shapes: B batch, T sequence, D model, H heads, K head dim, F ffn, V vocab, L layers.
 """
 
@@ -22,16 +25,24 @@ BATCH = ('replica', 'data')
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-  return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6) * scale
+  wide = x.astype(jnp.float32)
+  return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
 def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
   first, second = jnp.split(x, 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def logits_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[..., jax.Array]) -> jax.Array:
-  """Logits [B, T, V]."""
+def logits_of(
+  weights: Any,
+  batch: Mapping[str, jax.Array],
+  constrain: Callable[..., jax.Array],
+  dtype: Any = jnp.float32,
+  remat: bool = False,
+  implementation: Any = None,
+) -> jax.Array:
+  """Logits float32 [B, T, V]; `implementation` is of jax.nn.dot_product_attention."""
   table, layers = weights['embedding']['table'], weights['stack']['layers']
   head_dim = layers['attention']['query']['kernel'].shape[-1]
   frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
@@ -40,30 +51,43 @@ def logits_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[
   segments, positions = batch['segment_ids'], jnp.arange(batch['ids'].shape[1])
   mask = (segments[:, :, None] == segments[:, None, :]) & (positions[:, None] >= positions[None, :])
 
-  def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+  def before(x: jax.Array, w: Any) -> tuple[jax.Array, ...]:
     normed = rms_norm(x, w['attention_norm']['scale'])
     query, key, value = (
-      constrain(jnp.einsum('BTD,DHK->BTHK', normed, w['attention'][name]['kernel']), BATCH, None, 'mdl', None)
+      constrain(
+        jnp.einsum('BTD,DHK->BTHK', normed, w['attention'][name]['kernel'].astype(dtype)), BATCH, None, 'mdl', None
+      )
       for name in ('query', 'key', 'value')
     )
-    query, key = rotate(query, sin, cos), rotate(key, sin, cos)
-    attended = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
-    x = constrain(x + jnp.einsum('BTHK,HKD->BTD', attended, w['attention']['out']['kernel']), BATCH, None, None)
+    return rotate(query, sin, cos), rotate(key, sin, cos), value
+
+  def after(x: jax.Array, attended: jax.Array, w: Any) -> jax.Array:
+    out = jnp.einsum('BTHK,HKD->BTD', attended, w['attention']['out']['kernel'].astype(dtype))
+    x = constrain(x + out, BATCH, None, None)
     normed = rms_norm(x, w['ffn_norm']['scale'])
-    gate = constrain(normed @ w['ffn']['gate']['kernel'], BATCH, None, 'mdl')
-    up = constrain(normed @ w['ffn']['up']['kernel'], BATCH, None, 'mdl')
-    return constrain(x + (jax.nn.silu(gate) * up) @ w['ffn']['down']['kernel'], BATCH, None, None), None
+    gate = constrain(normed @ w['ffn']['gate']['kernel'].astype(dtype), BATCH, None, 'mdl')
+    up = constrain(normed @ w['ffn']['up']['kernel'].astype(dtype), BATCH, None, 'mdl')
+    return constrain(x + (jax.nn.silu(gate) * up) @ w['ffn']['down']['kernel'].astype(dtype), BATCH, None, None)
+
+  if remat:
+    before, after = jax.checkpoint(before), jax.checkpoint(after)
+
+  def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    attended = jax.nn.dot_product_attention(*before(x, w), mask=mask[:, None], implementation=implementation)
+    return after(x, attended, w), None
 
   # Looked up with D gathered and V split, so that no rows are exchanged along D.
-  x = constrain(table, 'mdl', None)[batch['ids']] * math.sqrt(table.shape[1])
+  table = table.astype(dtype)
+  x = constrain(table, 'mdl', None)[batch['ids']] * jnp.asarray(math.sqrt(table.shape[1]), dtype)
   x = constrain(x, BATCH, None, None)
   x, _ = jax.lax.scan(layer, x, layers)
-  return constrain(rms_norm(x, weights['final_norm']['scale']) @ table.T, BATCH, None, 'mdl')
+  normed = rms_norm(x, weights['final_norm']['scale'])
+  return constrain(jnp.matmul(normed, table.T, preferred_element_type=jnp.float32), BATCH, None, 'mdl')
 
 
-def loss_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[..., jax.Array]) -> jax.Array:
-  """Mean cross-entropy plus z-loss over the batch's tokens."""
-  logits = logits_of(weights, batch, constrain)
+def loss_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[..., jax.Array], **how: Any) -> jax.Array:
+  """Mean cross-entropy plus z-loss over the batch's tokens; `how` is of `logits_of`."""
+  logits = logits_of(weights, batch, constrain, **how)
   log_normalizer = jax.nn.logsumexp(logits, axis=-1)
   # Compared and summed, not gathered: the logits are sharded over V.
   is_label = batch['labels'][..., None] == jnp.arange(logits.shape[-1])
@@ -93,7 +117,7 @@ def init_state(weights: Any) -> dict[str, Any]:
   return {'step': jnp.zeros((), jnp.int32), 'weights': jax.tree.map(jnp.copy, weights), 'mu': mu, 'nu': nu}
 
 
-def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true: Any = None) -> Any:
+def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true: Any = None, **how: Any) -> Any:
   """The jitted `(state, batch) -> (state, {'loss', 'grad_norm'})`, which donates the state.
 
   Args:
@@ -101,6 +125,7 @@ def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true
     batch_sharding: of the batch as it arrives.
     total_steps: of the learning rate's schedule.
     true: the weights' shapes as the model sees them, where they are stored with padding.
+    how: the dtype, remat and implementation of `logits_of`.
   """
   mesh = batch_sharding.mesh
 
@@ -120,7 +145,7 @@ def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true
     if true is not None:
       trees = [jax.tree.map(unpad, tree, padded, true) for tree in trees]
     weights, mu, nu = trees
-    loss, grads = jax.value_and_grad(loss_of)(weights, batch, constrain)
+    loss, grads = jax.value_and_grad(loss_of)(weights, batch, constrain, **how)
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g * (CLIP / jnp.maximum(grad_norm, CLIP)), grads)
     rate = learning_rate_at(count, total_steps)

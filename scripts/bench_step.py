@@ -53,15 +53,15 @@ class Stepper:
 class Case:
   """One model's compiled steps, ours and by hand, from the same weights."""
 
-  def __init__(self, overrides: tuple[str, ...]):
-    self.job = resolve(EXPERIMENT, overrides).build()
+  def __init__(self, overrides: tuple[str, ...], experiment: str = EXPERIMENT):
+    self.job = resolve(experiment, overrides).build()
     self.model = partition_job(self.job)
 
   def ours(self) -> Stepper:
     step = self.model.train_step
     return Stepper(step, self.model.init(seed=0), step.compile())
 
-  def bare(self) -> Stepper:
+  def bare(self, **how: Any) -> Stepper:
     model = self.model
     padded, true = model.padded_state.weights, model.abstract_state.weights
     step = bare_step.make_step(
@@ -69,6 +69,7 @@ class Case:
       model.input_layout.padded['ids'].sharding,
       self.job.experiment.num_train_steps,
       true if model.padding_waste else None,
+      **how,
     )
     state = bare_step.init_state(model.init(seed=0).weights)
     return Stepper(step, state, step.lower(state, dict(model.input_layout.padded)).compile())

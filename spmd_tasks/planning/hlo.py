@@ -27,6 +27,8 @@ from google.protobuf import (
   timestamp_pb2,
 )
 
+from spmd_tasks.errors import UserError
+
 HOST_MEMORY = 5  # a layout's memory space; 0 is the device's main memory (HBM), 1 a TPU's vector memory
 UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes where it has no estimate
 _WRAPPING = frozenset({'bitcast', 'optimization-barrier', 'opt-barrier', 'async-update'})
@@ -267,8 +269,8 @@ def _shape(proto: Any, dtypes: Mapping[int, Any]) -> Shape:
 def _schema() -> Any:
   """Returns the class of HloModuleProto."""
   package = importlib.util.find_spec('tensorflow')
-  assert package is not None
-  assert package.origin is not None
+  if package is None or package.origin is None:
+    raise UserError('a plan reads the compiled program by the format that TensorFlow brings: pip install tensorflow.')
   folder = pathlib.Path(package.origin).parent / 'compiler' / 'xla'
   pool = descriptor_pool.DescriptorPool()  # its own: TensorFlow registers the same files
   for module in (any_pb2, duration_pb2, timestamp_pb2):

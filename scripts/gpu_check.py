@@ -1,0 +1,585 @@
+"""Measures and checks spmd_tasks on one GPU: kernels, training, decoding, serving, and what others get there.
+
+    scripts/gpu_check --out DIR [--sections env,kernels] [--budget 570] [--tiny]
+
+Each section is a process of its own with a time limit, the most wanted first; what fails or takes too long is recorded,
+and the next one runs. DIR gets gpu_check.json, gpu_check.md and log.txt. The last line on stdout is one JSON object,
+and the exit code is 0 if nothing failed. With --tiny all sizes are small, and all runs on the CPU.
+
+A row has what applies of: ms, tokens_per_s, tflops, mfu, peak_gb, compile_s; `error`, relative in the 2-norm to the
+plain computation, or absolute in `unit`, with the `limit` under which it must be; `failure`. Section `plan` is what
+--mode plan predicts: made here where TensorFlow is, which brings the format of compiled programs, and else read from
+gpu_check_plans.json, which `--sections plan --target h100 --write_plans` writes on any machine with jax[cuda13].
+
+Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim; R rows, E experts, D in, F out.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+import concurrent.futures
+import contextlib
+import datetime
+import functools
+import http.client
+import importlib.metadata
+import importlib.util
+import json
+import os
+from pathlib import Path
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
+PLANS = Path(__file__).with_name('gpu_check_plans.json')
+LIMITS = {'env': 60, 'kernels': 110, 'dense': 140, 'moe': 110, 'train': 150, 'serve': 120, 'decode': 130}
+LIMITS |= {'pytorch': 110, 'plan': 120}  # seconds
+LEAST_S = 20  # a section is not begun with less
+Row = dict[str, Any]
+
+
+def sizes(tiny: bool) -> Any:
+  """The sizes of everything; `steps` are warm ones and all."""
+  if tiny:
+    shape = dict(vocab_size=320, model_dims=32, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dims=64)
+    moe = ('mesh.num_devices=1', 'mesh.num_expert_partitions=1', 'num_layers=1', 'seq_len=32', 'batch_size=2')
+    kernels = dict(square=128, copy=2**16, attention=[(2, 64, 4, 2, 16)], experts=(128, 4, 32, 48))
+    decode = dict(slots=(2,), max_len=64, new_tokens=4, requests=2)
+    rest = dict(moe=('moe.StdlibTiny', moe), steps=(2, 4), platform='cpu')
+    return SimpleNamespace(shape=shape | dict(seq_len=64, batch_size=2), **kernels, **decode, **rest)
+  shape = dict(vocab_size=32_000, model_dims=2048, num_layers=24, num_heads=16, num_kv_heads=8, hidden_dims=5632)
+  moe = ('mesh.num_devices=1', 'mesh.num_replicas=1', 'num_layers=4', 'vocab_size=32000', 'seq_len=4096')
+  attention = [(8, 2048, 16, 8, 128), (4, 2048, 8, 4, 256)]
+  kernels = dict(square=8192, copy=2**28, attention=attention, experts=(32_768, 64, 2048, 1408))
+  decode = dict(slots=(1, 32, 128), max_len=1024, new_tokens=64, requests=64)
+  rest = dict(moe=('moe.Qwen3Moe30B', (*moe, 'batch_size=4', 'remat_policy=attention')), steps=(4, 20), platform='gpu')
+  return SimpleNamespace(shape=shape | dict(seq_len=2048, batch_size=16), **kernels, **decode, **rest)
+
+
+def dense_job(size: Any, slots: int = 1) -> tuple[str, tuple[str, ...]]:
+  """lm.Dense1B on one device, with the learning rate that bare_step.py has."""
+  decode = dict(num_slots=slots, max_len=size.max_len, prefill_chunk=64, min_bucket=64, weights_dtype='bfloat16')
+  fields = size.shape | {f'task.decode.{name}': value for name, value in decode.items()}
+  fixed = ('ici_mesh_shape=1,1,1', 'learning_rate=3e-3', f'num_train_steps={size.steps[1]}', 'eval_batches=1')
+  return 'lm.Dense1B', (*fixed, 'log_every_steps=2', *(f'{name}={value}' for name, value in fields.items()))
+
+
+def binary(mode: str, experiment: str, overrides: tuple[str, ...], *flags: Any) -> list[str]:
+  command = [sys.executable, '-m', 'spmd_tasks.main', '--mode', mode, '--exp', experiment, *map(str, flags)]
+  return command + [flag for override in overrides for flag in ('--set', override)]
+
+
+def milliseconds(run: Callable[[], Any], count: int = 10) -> float:
+  """The median of `count` runs after three, of a function that returns arrays."""
+  import jax
+
+  times = []
+  for _ in range(count + 3):
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    times.append(1e3 * (time.perf_counter() - start))
+  return statistics.median(times[3:])
+
+
+def row(what: str, measure: Callable[..., Row], *args: Any) -> Row:
+  """Measures; a failure becomes part of the row, as the next row is wanted all the same."""
+  try:
+    return {'what': what, **measure(*args)}
+  except Exception as error:
+    traceback.print_exc()
+    return {'what': what, 'failure': f'{type(error).__name__}: {error}'[:400]}
+
+
+def distance(found: Any, wanted: Any) -> float:
+  import numpy as np
+
+  found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+  return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def peak_memory() -> Row:
+  import jax
+
+  stats = jax.devices()[0].memory_stats() or {}
+  return {'peak_gb': stats['peak_bytes_in_use'] / 1e9} if 'peak_bytes_in_use' in stats else {}
+
+
+def rates(seconds: float, tokens: float, flops: float, device_kind: str) -> Row:
+  from spmd_tasks.runtime.flops import peak_flops_per_device
+
+  peak = peak_flops_per_device(device_kind)
+  found = dict(ms=1e3 * seconds, tokens_per_s=tokens / seconds, tflops=flops / seconds / 1e12)
+  return found | ({'mfu': flops / seconds / peak} if peak else {})
+
+
+def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any, losses: list[float]) -> Row:
+  """Compiles a step of bench_step.Case; runs it, each launched without a wait for the one before."""
+  import jax
+
+  from spmd_tasks.runtime.flops import model_flops_per_train_step
+
+  start = time.perf_counter()
+  stepper = make()
+  compile_s = time.perf_counter() - start
+  warm, count = size.steps
+  stepper.batch = batch
+  losses += [float(stepper()[1]['loss']) for _ in range(warm)]
+  jax.block_until_ready(stepper.state)
+  start = time.perf_counter()
+  last = [stepper()[1]['loss'] for _ in range(count - warm)][-1]
+  jax.block_until_ready((last, stepper.state))
+  seconds = (time.perf_counter() - start) / (count - warm)
+  model, text = case.model, stepper.compiled.as_text()
+  assert float(last) < losses[0], f'the loss does not fall: {losses[0]} to {last}'
+  variables = model.abstract_state.variables
+  flops = model_flops_per_train_step(model.task, model.input_layout.spec, variables, model.weight_specs)
+  kernels = ('__cudnn$fmha', 'triton', 'mosaic_gpu', 'cublas', ' conditional(')
+  counts = ''.join(f', {text.count(name)} {name}' for name in kernels if name in text)
+  note = f'{model.total_num_params / 1e9:.2f}B parameters, losses {losses[0]:.3f} to {float(last):.3f}{counts}'
+  found = rates(seconds, batch['ids'].size, flops, jax.devices()[0].device_kind)
+  return found | {'compile_s': compile_s, 'note': note} | peak_memory()
+
+
+# ---------------------------------------------------------------- sections
+
+
+def env(size: Any) -> Iterator[Row]:
+  """Versions and the machine's own rates; what is missing, and what does not work without it."""
+  import jax
+  import jax.numpy as jnp
+
+  device = jax.devices()[0]
+  if device.platform != size.platform:
+    raise SystemExit(f'JAX sees no GPU but {device}: install jax[cuda13], or run --tiny on the CPU.')
+
+  def version(name: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      return importlib.metadata.version(name)
+    return None
+
+  missing = []
+  for use, requirements in ({'training': PROJECT['dependencies']} | PROJECT['optional-dependencies']).items():
+    names = [requirement.split('>')[0].partition('[')[0] for requirement in requirements]
+    if use in ('training', 'serve', 'tokamax') and (absent := [name for name in names if version(name) is None]):
+      missing.append(f'missing for {use}: {", ".join(absent)}')
+  names = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'nvidia-cudnn-cu13', 'flax', 'tokamax', 'torch', 'transformers')
+  versions = {'python': sys.version.split()[0]} | {name: version(name) for name in names if version(name)}
+  query = ['nvidia-smi', '--query-gpu=name,driver_version,memory.total,power.limit', '--format=csv,noheader']
+  driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which('nvidia-smi') else None
+  yield {'what': device.device_kind, 'note': '; '.join(missing), 'versions': versions, 'driver': driver}
+  n = size.square
+  a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+  product, add = jax.jit(lambda a, b: a @ b), jax.jit(lambda x: x + 1)
+  ms = milliseconds(lambda: product(a, b))
+  yield {'what': f'bfloat16 product of {n} x {n}', 'ms': ms, 'tflops': 2 * n**3 / ms / 1e9}
+  x = jnp.zeros(size.copy, jnp.float32)
+  ms = milliseconds(lambda: add(x))
+  yield {'what': 'memory, read and written', 'ms': ms, 'note': f'{2 * x.nbytes / ms / 1e9:.2f} TB/s'}
+
+
+def kernels(size: Any) -> Iterator[Row]:
+  """Attention and grouped matmuls, forward and backward, against the plain computation in float32."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from spmd_tasks.layers.attention.implementations import attend
+  from spmd_tasks.layers.moe._grouped_matmul import GROUPED_MATMUL_BACKENDS, grouped_matmul
+
+  def both_passes(function: Callable[..., Any]) -> Any:
+    def run(cotangent, *arguments):
+      out, pull_back = jax.vjp(function, *arguments)
+      return out, *pull_back(cotangent.astype(out.dtype))
+
+    return jax.jit(run)
+
+  def measure(function: Any, cotangent: Any, arguments: Any, wanted: Any, flops: float, select: Any) -> Row:
+    forward, both = jax.jit(function), both_passes(function)
+    found = [select(x) for x in jax.device_get(both(cotangent, *arguments))]
+    errors = [distance(x, w) for x, w in zip(found, wanted, strict=True)]
+    ms, both_ms = milliseconds(lambda: forward(*arguments)), milliseconds(lambda: both(cotangent, *arguments))
+    note = f'with the backward pass {both_ms:.2f} ms; errors {", ".join(f"{x:.1e}" for x in errors)}'
+    return {'ms': ms, 'tflops': flops / ms / 1e9, 'error': max(errors), 'limit': 2e-2, 'note': note}
+
+  keys = jax.random.split(jax.random.key(0), 4)
+  two_rows = lambda x: x[:2]
+  for B, T, H, G, K in size.attention:
+    shapes = [(B, T, n, K) for n in (H, G, G, H)]
+    *arguments, cotangent = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+    documents = jnp.asarray(np.broadcast_to(1 + np.arange(T) * 4 // T, (B, T)), jnp.int32)
+    for case, segments in (('packed', documents), ('causal', None)):
+      few = None if segments is None else segments[:2]
+      plain = both_passes(functools.partial(attend, segment_ids=few, implementation='xla'))
+      with jax.default_matmul_precision('highest'):
+        wanted = jax.device_get(plain(*(two_rows(x).astype(jnp.float32) for x in (cotangent, *arguments))))
+      for name in ('cudnn', 'blockwise', 'xla') if size.platform == 'gpu' else ('blockwise', 'xla'):
+        function = functools.partial(attend, segment_ids=segments, implementation=name)
+        what = f'attention {name}, {case}, {B} x {T}, {H} heads of {K}'
+        yield row(what, measure, function, cotangent, arguments, wanted, 2 * B * H * T * T * K, two_rows)
+
+  R, E, D, F = size.experts
+  rng = np.random.default_rng(0)
+  counts = np.bincount(rng.choice(E, R), minlength=E).astype(np.int32)
+  shapes = ((R, D), (E, D, F), (R, F))
+  rows, weights, d_out = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=False))
+  ends = np.cumsum(counts)[:4]  # four experts are compared
+  parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=False)]
+  wide, matrices, d_wide = (np.asarray(x, np.float32) for x in (rows[: ends[-1]], weights[:4], d_out[: ends[-1]]))
+  wanted = (
+    np.concatenate([wide[part] @ w for part, w in zip(parts, matrices, strict=True)]),
+    np.concatenate([d_wide[part] @ w.T for part, w in zip(parts, matrices, strict=True)]),
+    np.stack([wide[part].T @ d_wide[part] for part in parts]),
+  )
+  select = lambda x: x[: ends[-1]] if x.ndim == 2 else x[:4]
+  has_tokamax = size.platform == 'gpu' and importlib.util.find_spec('tokamax')
+  for name in sorted(set(GROUPED_MATMUL_BACKENDS) - {'megablox'} - (set() if has_tokamax else {'tokamax'})):
+    function = functools.partial(grouped_matmul, group_sizes=jnp.asarray(counts), backend=name, clear_rest=False)
+    what = f'experts {name}, {R} rows, {E} of {D} x {F}'
+    yield row(what, measure, function, d_out, (rows, weights), wanted, 2 * R * D * F, select)
+
+
+def dense(size: Any) -> Iterator[Row]:
+  """The train step of lm.Dense1B on the standard library's text, and the same by hand (bare_step.py)."""
+  import bench_step
+  import jax.numpy as jnp
+
+  name, overrides = dense_job(size)
+  case = bench_step.Case(overrides, name)
+  (batch,) = case.batches(1)
+  how = dict(dtype=jnp.bfloat16, remat=True, implementation='cudnn' if size.platform == 'gpu' else None)
+  ours, theirs = [], []
+  yield row(f'{name}, ours', train_on_one_batch, case, case.ours, batch, size, ours)
+  found = row(f'{name}, by hand', train_on_one_batch, case, lambda: case.bare(**how), batch, size, theirs)
+  worst = max((abs(a / b - 1) for a, b in zip(ours, theirs, strict=False)), default=0.0)
+  yield found | {'error': worst, 'limit': 2e-2}  # of the losses of the first steps
+
+
+def moe(size: Any) -> Iterator[Row]:
+  """The train step of a mixture of experts."""
+  import bench_step
+
+  def measure() -> Row:
+    case = bench_step.Case(size.moe[1], size.moe[0])
+    return train_on_one_batch(case, case.ours, case.batches(1)[0], size, [])
+
+  yield row(f'{size.moe[0]} {" ".join(size.moe[1][2:])}', measure)
+
+
+def train(size: Any) -> Iterator[Row]:
+  """The binary itself: what input, logs and the checkpoint cost beside the steps. `serve` takes its checkpoint."""
+
+  def measure() -> Row:
+    start = time.perf_counter()
+    done = subprocess.run(binary('train', *dense_job(size), '--job_log_dir', 'job'))
+    assert done.returncode == 0, f'exit code {done.returncode}; log.txt says why'
+    lines = [json.loads(line) for line in Path('job/metrics.jsonl').read_text(encoding='utf-8').splitlines()]
+    startup = json.loads(Path('job/startup.json').read_text(encoding='utf-8'))
+    tokens = statistics.median(line['tokens_per_second'] for line in lines[2:])
+    found = {'tokens_per_s': tokens, 'ms': 1e3 * size.shape['seq_len'] * size.shape['batch_size'] / tokens}
+    found |= {'mfu': lines[-1]['mfu']} if 'mfu' in lines[-1] else {}
+    note = f'first step after {startup["total"]:.0f} s, checkpoint and end after {time.perf_counter() - start:.0f} s'
+    return found | {'compile_s': startup.get('compile'), 'note': note}
+
+  yield row('--mode train', measure)
+
+
+def serve(size: Any) -> Iterator[Row]:
+  """--mode serve of the checkpoint that `train` wrote: one request, then many at once."""
+  command = binary('serve', *dense_job(size, size.requests), '--job_log_dir', 'job', '--port', 0)
+  start, address, model = time.perf_counter(), '', ''
+  process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+  for line in process.stdout or ():
+    print(line, end='')
+    if line.startswith('Serving '):
+      model, address = line.split()[1].rstrip(','), line.split('http://')[1].strip().rstrip('/')
+      break
+  else:
+    raise SystemExit(f'the server ended with exit code {process.wait()} before it listened')
+  yield {'what': 'start of the server', 'ms': 1e3 * (time.perf_counter() - start)}
+
+  def ask(number: int) -> float:
+    begun = time.perf_counter()
+    connection = http.client.HTTPConnection(address, timeout=100)
+    body = {'model': model, 'prompt': f'def f{number}(', 'max_tokens': size.new_tokens, 'ignore_eos': True}
+    connection.request('POST', '/v1/completions', json.dumps(body), {'Content-Type': 'application/json'})
+    response = connection.getresponse()
+    text = response.read().decode()
+    assert response.status == 200, text[:300]
+    count = json.loads(text)['usage']['completion_tokens']
+    assert count == size.new_tokens, f'{count} tokens in place of {size.new_tokens}'
+    return time.perf_counter() - begun
+
+  def measure(requests: int) -> Row:
+    begun = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(requests) as threads:
+      slowest = max(threads.map(ask, range(requests)))
+    return {'ms': 1e3 * slowest, 'tokens_per_s': requests * size.new_tokens / (time.perf_counter() - begun)}
+
+  yield row(f'one request for {size.new_tokens} tokens', measure, 1)
+  yield row(f'{size.requests} at once; ms of the slowest', measure, size.requests)
+  process.terminate()
+  process.wait()
+
+
+def decode(size: Any) -> Iterator[Row]:
+  """Steps of the engine with all slots in use; log-probabilities against those of the whole text read at once."""
+  import bench_step
+  import jax
+  import numpy as np
+
+  from spmd_tasks.decoding import DecodeSteps, Request
+  from spmd_tasks.decoding.engine import ModelEngine
+  from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+  from spmd_tasks.decoding.scheduler import Scheduler
+  from spmd_tasks.decoding.scoring import score_texts
+
+  def measure(slots: int) -> Row:
+    name, overrides = dense_job(size, slots)
+    case = bench_step.Case(overrides, name)
+    steps = DecodeSteps(case.model)
+    start = time.perf_counter()
+    engine = ModelEngine(steps, steps.storage.store(case.model.init(seed=0).variables))
+    engine.warm_up()
+    compile_s = time.perf_counter() - start
+    prompts = [tuple((5 + 7 * slot + i) % 250 for i in range(8)) for slot in range(slots)]
+    requests = [Request(ids=ids, max_tokens=size.max_len - 16) for ids in prompts]
+    sequences = [GeneratedSequence(each, case.job.tokenizer.decode, has_logprobs=True) for each in requests]
+    scheduler = Scheduler(engine, prefill_budget=slots * size.max_len)
+    scheduler.submit(sequences)
+    deltas = [delta for _ in range(6) for delta in scheduler.advance()]
+    entries = [entry for delta in deltas if delta.sequence is sequences[0] for entry in delta.logprobs]
+    text = prompts[0], tuple(entry.token for entry in entries)
+    ((_, score),) = score_texts(steps, engine.weights, [text], num_rows=1)
+    error = max(abs(entry.logprob - other) for entry, other in zip(entries, score.logprobs, strict=True))
+    launched = engine.step(keep := np.ones(slots, np.bool_))
+    launched.read()
+    start = time.perf_counter()
+    for _ in range(size.new_tokens):  # a step is launched before the one before is read
+      launched, before = engine.step(keep), launched
+      before.read()
+    launched.read()
+    seconds = (time.perf_counter() - start) / size.new_tokens
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(engine.weights))
+    note = f'weights at {num_bytes / seconds / 1e9:.0f} GB/s; {len(entries)} log-probabilities compared'
+    found = {'ms': 1e3 * seconds, 'tokens_per_s': slots / seconds, 'compile_s': compile_s, 'note': note}
+    return found | {'error': error, 'limit': 0.1, 'unit': 'nats'} | peak_memory()
+
+  for slots in size.slots:
+    yield row(f'{slots} slots of {size.max_len}', measure, slots)
+
+
+def pytorch(size: Any) -> Iterator[Row]:
+  """The shapes of lm.Dense1B as transformers' Llama, in autocast bfloat16, causal, without documents or remat."""
+  if missing := [name for name in ('torch', 'transformers') if not importlib.util.find_spec(name)]:
+    yield {'what': 'PyTorch', 'skipped': f'not installed: {", ".join(missing)}'}
+    return
+  import torch
+  from transformers import LlamaConfig, LlamaForCausalLM
+
+  device, shape, T = 'cuda' if size.platform == 'gpu' else 'cpu', size.shape, size.shape['seq_len']
+  B = max(1, shape['batch_size'] // 4)  # what fits without remat
+  theirs = dict(model_dims='hidden_size', hidden_dims='intermediate_size', num_layers='num_hidden_layers')
+  theirs |= dict(num_heads='num_attention_heads', num_kv_heads='num_key_value_heads', vocab_size='vocab_size')
+  settings = {name: shape[ours] for ours, name in theirs.items()}
+
+  def measure() -> Row:
+    torch.manual_seed(0)
+    with torch.device(device):
+      config = LlamaConfig(**settings, tie_word_embeddings=True, use_cache=False, attn_implementation='sdpa')
+      model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, shape['vocab_size'], (B, T), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for layer in model.model.layers if device == 'cuda' else ():
+      layer.compile()  # one program for all of them
+
+    def step() -> Any:
+      with torch.autocast(device, torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+      loss.backward()
+      torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+      optimizer.step()
+      optimizer.zero_grad()
+      return loss.detach()
+
+    (warm, count), begun = size.steps, time.perf_counter()
+    losses = [float(step()) for _ in range(warm)]
+    start = time.perf_counter()
+    losses.append(float([step() for _ in range(count - warm)][-1]))
+    seconds = (time.perf_counter() - start) / (count - warm)
+    num = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    flops = 3 * B * T * (2 * num + 4 * shape['num_layers'] * T * shape['model_dims'])
+    found = rates(seconds, B * T, flops, torch.cuda.get_device_name() if device == 'cuda' else 'cpu')
+    found |= {'peak_gb': torch.cuda.max_memory_allocated() / 1e9} if device == 'cuda' else {}
+    note = f'torch {torch.__version__}, {B} x {T}, losses {losses[0]:.3f} to {losses[-1]:.3f}'
+    return found | {'compile_s': start - begun, 'note': note}
+
+  yield row("PyTorch, transformers' Llama", measure)
+
+
+def plan(size: Any) -> Iterator[Row]:
+  """What --mode plan says of the steps of `dense`, `moe` and `decode`."""
+  if not importlib.util.find_spec('tensorflow'):
+    kept = json.loads(PLANS.read_text(encoding='utf-8')) if PLANS.exists() else {}
+    yield from kept.get(size.target, [{'what': size.target, 'skipped': f'no TensorFlow, and no plan in {PLANS.name}'}])
+    return
+
+  def measure(section: str, step: str, job: tuple[str, tuple[str, ...]]) -> Row:
+    flags = ('--target', f'{size.target}:1', '--plan_out', 'plan', '--plan_steps', step, '--plan_trials', 0)
+    done = subprocess.run(binary('plan', *job, *flags), stdout=subprocess.DEVNULL)
+    assert done.returncode == 0, f'exit code {done.returncode}; log.txt says why'
+    report = json.loads(Path('plan/plan.json').read_text(encoding='utf-8'))
+    found = {'section': section, 'peak_gb': report['steps'][step]['peak_bytes'] / 1e9, 'mfu': report['predicted_mfu']}
+    seconds, versions = report['predicted_step_s'], (f'{name} {each}' for name, each in report['versions'].items())
+    return found | {'ms': seconds and 1e3 * seconds, 'note': f'{size.target}:1, by {", ".join(versions)}'}
+
+  yield row('lm.Dense1B, train', measure, 'dense', 'train', dense_job(size))
+  if size.platform == 'cpu':
+    return  # --tiny: one is enough
+  yield row(f'{size.moe[0]}, train', measure, 'moe', 'train', size.moe)
+  yield row('lm.Dense1B, decode', measure, 'decode', 'decode', dense_job(size, size.slots[-1]))
+
+
+RUN: dict[str, Callable[[Any], Iterator[Row]]] = {name: globals()[name] for name in LIMITS}
+
+
+# ---------------------------------------------------------------- the driver
+
+
+def judge(status: str, rows: list[Row]) -> str:
+  """The first thing wrong with a section, '' if nothing is."""
+  for each in rows:
+    if 'failure' in each:
+      return f'{each["what"]}: {each["failure"]}'
+    if 'limit' in each and not each['error'] <= each['limit']:
+      return f'{each["what"]}: error {each["error"]:.2g}, at most {each["limit"]:g} wanted'
+  return status
+
+
+def table(result: dict[str, Any]) -> str:
+  columns = {'ms': '.4g', 'tokens_per_s': ',.0f', 'tflops': '.4g', 'mfu': '.1%', 'peak_gb': '.1f', 'compile_s': '.1f'}
+  planned = {each['section']: each for each in result['sections'].get('plan', {}).get('rows', []) if 'section' in each}
+  versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
+  lines = [f'# {result["device"]}, {result["date"]}', '', f'{versions}; driver {result["driver"]}', '']
+  lines += [f'| section | what | {" | ".join(columns)} | planned ms | error | remark |', '|' + '---|' * 11]
+  for name, section in result['sections'].items():
+    for each in section['rows']:
+      cells = [format(each[key], style) if each.get(key) is not None else '' for key, style in columns.items()]
+      is_planned = each is section['rows'][-1 if name == 'decode' else 0]  # decode: with the most slots
+      plan_ms = planned.get(name, {}).get('ms') if is_planned else None
+      error = f'{each["error"]:.1e} {each.get("unit", "")}' if 'error' in each else ''
+      remark = each.get('skipped') or each.get('failure') or each.get('note', '')
+      cells = [name, each['what'], *cells, f'{plan_ms:.4g}' if plan_ms else '', error, remark]
+      lines.append(f'| {" | ".join(cells)} |'.replace('\n', ' '))
+  wrong = [f'* {name}: {section["wrong"]}' for name, section in result['sections'].items() if section['wrong']]
+  return '\n'.join([*lines, '', *(wrong or ['Nothing failed.'])]) + '\n'
+
+
+def child_environment(work: Path, tiny: bool) -> dict[str, str]:
+  """The variables of sections; in a checkout that nobody has installed, also what names the project's wings."""
+  variables = {'JAX_COMPILATION_CACHE_DIR': str(work / 'cache'), 'XLA_CLIENT_MEM_FRACTION': '0.92', **os.environ}
+  variables |= {'JAX_PLATFORMS': 'cpu'} if tiny else {}
+  if not importlib.metadata.entry_points(group='spmd_tasks.wings'):
+    folder = work / 'site' / 'spmd_tasks-0.dist-info'
+    folder.mkdir(parents=True)
+    (folder / 'METADATA').write_text('Metadata-Version: 2.1\nName: spmd-tasks\nVersion: 0\n', encoding='utf-8')
+    points = (f'{name} = {value}' for name, value in PROJECT['entry-points']['spmd_tasks.wings'].items())
+    (folder / 'entry_points.txt').write_text('\n'.join(['[spmd_tasks.wings]', *points]), encoding='utf-8')
+    variables['PYTHONPATH'] = f'{folder.parent}:{variables.get("PYTHONPATH", ROOT)}'
+  return variables
+
+
+def run_section(name: str, args: argparse.Namespace, work: Path, limit_s: float, log: Any) -> tuple[str, list[Row]]:
+  """Runs a section in a process of its own; returns what is wrong with it, and the rows that it has come to."""
+  target = work / f'{name}.json'
+  flags = ['--section', name, '--to', target, '--target', args.target, *(['--tiny'] if args.tiny else [])]
+  print(f'--- {name}', file=log, flush=True)
+  process = subprocess.Popen(
+    [sys.executable, __file__, *map(str, flags)], stdout=log, stderr=log, cwd=work, start_new_session=True, env=args.env
+  )
+  try:
+    code = process.wait(timeout=limit_s)
+    status = f'exit code {code}; log.txt says why' if code else ''
+  except subprocess.TimeoutExpired:
+    status = f'stopped after {limit_s:.0f} s'
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+    process.wait()
+  rows = json.loads(target.read_text(encoding='utf-8')) if target.exists() else []
+  return judge(status, rows), rows
+
+
+def drive(args: argparse.Namespace, work: Path) -> int:
+  out = Path(args.out).absolute()
+  out.mkdir(parents=True, exist_ok=True)
+  begun, args.env = time.monotonic(), child_environment(work, args.tiny)
+  args.target = args.target or 'cpu'
+  result: dict[str, Any] = {'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}
+  result |= {'device': 'unknown', 'driver': None, 'versions': {}, 'sections': {}}
+  with open(out / 'log.txt', 'w', encoding='utf-8') as log:
+    for name in args.sections.split(','):
+      start, left = time.monotonic(), args.budget - (time.monotonic() - begun)
+      wrong, rows = 'not begun: no time was left', []
+      if left >= LEAST_S:
+        limit_s = left if args.tiny or args.write_plans else min(LIMITS[name], left)
+        wrong, rows = run_section(name, args, work, limit_s, log)
+      section = {'rows': rows, 'wrong': wrong, 'seconds': round(time.monotonic() - start, 1)}
+      result['sections'][name] = section
+      if name == 'env' and rows:
+        result |= {'device': rows[0]['what'], 'driver': rows[0]['driver'], 'versions': rows[0]['versions']}
+        if args.target == 'cpu':
+          kind = result['device'].lower()
+          args.target = next((chip for chip in ('gb200', 'b200', 'h200', 'h100') if chip in kind), 'cpu')
+      (out / 'gpu_check.json').write_text(json.dumps(result, indent=1), encoding='utf-8')
+      (out / 'gpu_check.md').write_text(table(result), encoding='utf-8')
+      print(f'{name}: {wrong or "ok"}, {section["seconds"]:.0f} s', file=sys.stderr, flush=True)
+      if name == 'env' and not rows:
+        break  # no GPU
+  print(table(result))
+  wrong = {name: section['wrong'] for name, section in result['sections'].items() if section['wrong']}
+  skipped = [each['skipped'] for s in result['sections'].values() for each in s['rows'] if 'skipped' in each]
+  if args.write_plans and not wrong:
+    kept = json.loads(PLANS.read_text(encoding='utf-8')) if PLANS.exists() else {}
+    kept[args.target] = result['sections']['plan']['rows']
+    PLANS.write_text(json.dumps(kept, indent=1) + '\n', encoding='utf-8')
+  seconds = {name: section['seconds'] for name, section in result['sections'].items()}
+  summary = {'ok': not wrong, 'wrong': wrong, 'skipped': skipped, 'device': result['device'], 'date': result['date']}
+  print(json.dumps(summary | {'seconds': seconds, 'out': str(out)}))
+  return 1 if wrong else 0
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--out', default=os.environ.get('OUT', 'runs/gpu_check'), help='default: $OUT or runs/gpu_check')
+  parser.add_argument('--sections', default=','.join(RUN), help=f'names with commas; default: {",".join(RUN)}')
+  parser.add_argument('--budget', type=float, default=570, help='seconds for all sections')
+  parser.add_argument('--tiny', action='store_true', help='small sizes, on the CPU')
+  parser.add_argument('--target', help='the chip of `plan`; default: that of this machine')
+  parser.add_argument('--write_plans', action='store_true', help='keep the plans for machines without TensorFlow')
+  parser.add_argument('--section', choices=RUN, help=argparse.SUPPRESS)
+  parser.add_argument('--to', type=Path, help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if unknown := set(args.sections.split(',')) - set(RUN):
+    parser.error(f'--sections names {sorted(unknown)[0]!r}: choose from {", ".join(RUN)}.')
+  if args.section:
+    size, rows = sizes(args.tiny), []
+    size.target = args.target
+    for each in RUN[args.section](size):
+      rows.append(each)
+      args.to.write_text(json.dumps(rows), encoding='utf-8')  # whatever happens to the next
+    return 0
+  with tempfile.TemporaryDirectory(prefix='gpu_check.') as work:
+    return drive(args, Path(work))
+
+
+if __name__ == '__main__':
+  sys.exit(main())
