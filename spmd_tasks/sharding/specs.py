@@ -224,15 +224,14 @@ class ShardingScope:
     return even_spec(spec, shape, self.mesh.shape, None if is_even else self.row_axes)
 
   @property
-  def platform(self) -> str | None:
-    """The platform of the mesh's devices, such as 'cpu', 'gpu' or 'tpu'; None for a mesh that knows none.
+  def device(self) -> Any:
+    """A device of the mesh, or what stands for one, with its `platform` and `device_kind`; None for a mesh without.
 
     A step may be compiled for devices that this process does not have, so `jax.default_backend()` is another question.
     """
     if isinstance(self.mesh, Mesh):
-      return self.mesh.devices.flat[0].platform
-    device = getattr(self.mesh, 'abstract_device', None)  # of a mesh inside a `shard_map`
-    return None if device is None else device.platform
+      return self.mesh.devices.flat[0]
+    return getattr(self.mesh, 'abstract_device', None)  # of a mesh inside a `shard_map`
 
   def free_mesh(self) -> tuple[Any, frozenset[str]]:
     """Returns the mesh for a `shard_map` at this place, and its axes that no enclosing `shard_map` has made manual."""
@@ -267,10 +266,16 @@ def current_sharding_scope() -> ShardingScope | None:
   return getattr(_scopes, 'current', None)
 
 
+def current_device() -> Any:
+  """Returns a device as the current step is compiled for: one of the scope's mesh, else JAX's first."""
+  scope = current_sharding_scope()
+  device = None if scope is None else scope.device
+  return jax.devices()[0] if device is None else device
+
+
 def current_platform() -> str:
   """Returns the platform that the current step is compiled for: that of the scope's mesh, else JAX's default."""
-  scope = current_sharding_scope()
-  return (scope and scope.platform) or jax.default_backend()
+  return current_device().platform
 
 
 def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:

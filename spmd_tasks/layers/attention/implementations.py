@@ -4,7 +4,7 @@
 
   'xla'        the plain computation, with all scores [B, H, T, S] in memory; on every platform.
   'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
-  'cudnn'      cuDNN's kernel, through `jax.nn.dot_product_attention` (_cudnn.py); NVIDIA GPUs, 16-bit dtypes.
+  'cudnn'      cuDNN's kernel (_cudnn.py); NVIDIA GPUs, 16-bit dtypes.
   'splash'     JAX's Pallas kernel for TPUs (_splash.py).
   'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
 
@@ -21,6 +21,7 @@ Shapes: B batch, T sequence (S as seen by queries), H query heads, G key/value h
 import dataclasses
 import functools
 import importlib.util
+import re
 from typing import TYPE_CHECKING, Literal
 
 from absl import logging
@@ -32,7 +33,7 @@ from spmd_tasks.layers.attention._layout import attention_layout
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly, prefix_segments
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims
-from spmd_tasks.sharding.specs import current_platform
+from spmd_tasks.sharding.specs import current_device
 
 if TYPE_CHECKING:
   from spmd_tasks.layers.attention.relative_bias import PositionBias
@@ -85,8 +86,10 @@ def attend(
     'evenly attending padding': even_padding,
     'keys of an encoder': key_segments is not None or key.shape[1] != query.shape[1],
   }
+  device = current_device()
+  is_hopper = re.search(r'\bG?[HB]\d+\b', device.device_kind) is not None  # H100, GH200, B200, ...
   call = AttentionCall(
-    platform=current_platform(),
+    platform=device.platform,
     dtype=query.dtype.name,
     length=query.shape[1],
     head_dim=query.shape[-1],
@@ -95,6 +98,7 @@ def attend(
     has_sinks=sinks is not None,
     num_token_parts=layout.num_tokens,
     has_cudnn=_has_cudnn(),
+    is_hopper=is_hopper,
     special=next((name for name, is_asked in special.items() if is_asked), None),
   )
   name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
@@ -124,7 +128,7 @@ def attend(
   if name == 'cudnn':
     from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
 
-    return attend_by_cudnn(*args, layout=layout)
+    return attend_by_cudnn(*args, layout=layout, has_offsets=is_hopper)
   if call.num_token_parts > 1:
     from spmd_tasks.layers.attention._context import attend_gathered
 
@@ -148,6 +152,7 @@ class AttentionCall:
     has_cap, has_sinks: whether logits are capped, and whether heads have sinks.
     num_token_parts: into how many parts the mesh splits T.
     has_cudnn: whether JAX's plugin for CUDA is installed, which brings cuDNN.
+    is_hopper: whether the devices are GPUs of NVIDIA's Hopper generation or a later one.
     special: what only the plain computations have, such as 'relative position biases'; None: nothing.
   """
 
@@ -160,6 +165,7 @@ class AttentionCall:
   has_sinks: bool = False
   num_token_parts: int = 1
   has_cudnn: bool = True
+  is_hopper: bool = False
   special: str | None = None
 
   def obstacle(self, implementation: str) -> str | None:
@@ -183,10 +189,11 @@ class AttentionCall:
         return f'needs a dtype of 16 bits, not {self.dtype}'
       if self.has_cap or self.has_sinks:
         return f'has no {"logit cap" if self.has_cap else "sinks"}'
-      if self.head_dim != self.value_dim or self.head_dim % 8 or self.head_dim > 128:
+      most = 256 if self.is_hopper else 128
+      if self.head_dim != self.value_dim or self.head_dim % 8 or self.head_dim > most:
         return (
-          f'needs heads whose keys and values have the same multiple of 8 of at most 128 features, not {self.head_dim} '
-          f'and {self.value_dim}'
+          f'needs heads whose keys and values have the same multiple of 8 of at most {most} features'
+          f'{"" if self.is_hopper else " (256 from Hopper on)"}, not {self.head_dim} and {self.value_dim}'
         )
     return None
 

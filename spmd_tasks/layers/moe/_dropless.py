@@ -162,7 +162,7 @@ def apply_experts(
   exchange = Exchange(
     axes=layout.exchange,
     num_devices=num_parts(layout.exchange, axis_sizes),
-    platform=scope.platform,
+    platform=getattr(scope.device, 'platform', None),
     capacity_factor=capacity_factor,
     all_axes=layout.all_axes,
   )

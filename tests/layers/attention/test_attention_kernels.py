@@ -241,6 +241,7 @@ CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128
     ({'platform': 'gpu', 'has_sinks': True}, 'blockwise', 'cudnn has no sinks'),
     ({'platform': 'gpu', 'has_cudnn': False}, 'blockwise', "cudnn comes with JAX's plugin for CUDA"),
     ({'platform': 'gpu', 'length': 4097}, 'cudnn', "platform 'gpu'"),
+    ({'platform': 'gpu', 'is_hopper': True, 'head_dim': 256, 'value_dim': 256}, 'cudnn', "platform 'gpu'"),
     ({'platform': 'gpu', 'value_dim': 64, 'length': 100}, 'xla', 'not 128 and 64'),
     ({'platform': 'cpu'}, 'blockwise', "4096 tokens on 'cpu'"),
     ({'platform': 'cpu', 'length': 64}, 'xla', "only 64 tokens on 'cpu'"),
@@ -263,7 +264,11 @@ def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason
     ('cudnn', {'platform': 'gpu', 'has_cap': True}, 'has no logit cap'),
     ('cudnn', {'platform': 'gpu', 'num_token_parts': 2}, 'the mesh splits it into 2 parts'),
     ('ring', {}, 'no mesh axis of several devices splits it'),
-    ('cudnn', {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256}, 'at most 128 features, not 256 and 256'),
+    (
+      'cudnn',
+      {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256},
+      r'128 features \(256 from Hopper on\), not 256',
+    ),
   ],
 )
 def test_what_is_asked_for_and_cannot_be_had_is_an_error(asked, changes, message):
@@ -303,6 +308,7 @@ def gradients_in_bfloat16(case: Case, mesh):
 @pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")
 def test_cudnn_compiles_for_a_gpu():
   mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 4)).build(parse_target('h200:8').devices())
-  case = Case(heads=3, kv_heads=3, head_dim=64, value_dim=64, length=301, window=100, dtype='bfloat16')
-  compiled = gradients_in_bfloat16(case, mesh).lower().compile()
-  assert compiled.as_text().count('custom_call_target="__cudnn$fmha') == 2
+  case = Case(heads=3, kv_heads=3, head_dim=256, value_dim=256, length=301, window=100, dtype='bfloat16')
+  text = gradients_in_bfloat16(case, mesh).lower().compile().as_text()
+  assert text.count('custom_call_target="__cudnn$fmhaSoftmax') == 2  # by the offsets of documents
+  assert text.count('custom_call_target="__cudnn$fmhaScaleBias') == 2  # where they do not fit

@@ -1,0 +1,157 @@
+"""cuDNN's attention without a GPU: the calls are those that JAX makes, and an emulation of them gives the numbers.
+
+JAX tests its calls on GPUs; its packed documents (offsets) have no public function. Shapes: as in _cudnn.py.
+"""
+
+import functools
+import json
+import re
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo as theirs  # what is compared with; the package does not import it
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.attention import _cudnn
+from spmd_tasks.layers.attention._layout import AttentionLayout
+from spmd_tasks.layers.attention._plain import AttentionOptions, attend_plainly
+
+B, T, H, G, K, M = 2, 48, 4, 2, 16, 4
+SCALE, WINDOW = K**-0.5, 16
+
+
+def calls(function, *arrays):
+  """Each custom call of a function and its gradients, lowered for CUDA: target, config, layouts, types."""
+
+  def both(*arrays):
+    out, pull_back = jax.vjp(function, *arrays)
+    return pull_back(out)
+
+  found = []
+  for line in jax.jit(both).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text().splitlines():
+    if call := re.search(r'custom_call @(__cudnn\$\w+)\(.*?\) \{(.*)\} : (.*)$', line):
+      config = re.search(r'backend_config = "((?:[^"\\]|\\.)*)"', call[2])
+      kernel = json.loads(config[1].replace('\\22', '"').replace('\\"', '"'))['cudnn_fmha_backend_config']
+      kernel['intermediate_tensor_shape'] = [
+        kernel['intermediate_tensor_shape'][key] for key in ('dimensions', 'element_type')
+      ]
+      found.append((call[1], kernel, call[2].replace(config[0], ''), call[3]))
+  return found
+
+
+@pytest.mark.parametrize('kind', ['none', 'bias', 'offsets'])
+def test_the_calls_are_those_of_jax(kind, monkeypatch):
+  monkeypatch.setattr(theirs, 'check_cudnn_version', lambda: 91000)  # it asks the GPU for what is allowed
+  monkeypatch.setattr(theirs, 'check_is_flash_attention', lambda *args, **kwargs: None)
+  query, key, value = (jax.ShapeDtypeStruct((B, T, n, K), jnp.bfloat16) for n in (H, G, G))
+  segments = None if kind == 'none' else jnp.asarray(np.repeat([[1, 2, 3]], B, 0).repeat(T // 3, 1), jnp.int32)
+
+  def by_jax(query, key, value, lengths=None, offsets=None):
+    mask = segments[:, None, :, None] == segments[:, None, None, :] if kind == 'bias' else None
+    mask_type = theirs.MaskType.CAUSAL if lengths is None else theirs.MaskType.PADDING_CAUSAL
+    given = (mask, lengths, lengths, offsets, offsets)
+    return theirs.dot_product_attention(
+      query, key, value, None, *given, scale=SCALE, mask_type=mask_type, sliding_window_length=WINDOW
+    )
+
+  static = _cudnn._Static(SCALE, True, WINDOW, M if kind == 'offsets' else 0)
+  ours = calls(lambda *arrays: _cudnn._attend(*arrays, segments, static), query, key, value)
+  if kind == 'offsets':
+    assert len(ours) == 4  # of both branches
+    ours = [call for call in ours if 'ScaleBias' not in call[0]]
+  extra = (jnp.ones((B, M), jnp.int32), jnp.ones((B, M + 1), jnp.int32)) if kind == 'offsets' else ()
+  wanted = calls(lambda *arrays: by_jax(*arrays, *extra), query, key, value)
+  if kind == 'bias' and jax.__version_info__ < (0, 11):  # there it also computes the gradient of the bias
+    ours, wanted = ([call[:2] for call in each] for each in (ours, wanted))
+  assert len(ours) == 2
+  assert ours == wanted
+
+
+def emulated(static, bias, places, operands, results, *, is_backward):
+  """What cuDNN computes, as its documentation has it, on rows that are one row of B * T tokens; in float32."""
+  query, key, value = (jnp.asarray(x, jnp.float32).reshape(B * T, *x.shape[2:]) for x in operands[:3])
+  repeats = query.shape[1] // key.shape[1]
+  token = jnp.arange(B * T)
+  distance = token[:, None] - token[None, :]
+  if places is None:
+    number, first = token // T, token // T * T
+  else:  # only lengths and starts are given to it
+    belongs = (token[:, None] >= places.starts[None, : B * M]) & (
+      token[:, None] < (places.starts[: B * M] + places.lengths)[None, :]
+    )
+    number = jnp.argmax(belongs, axis=1)
+    first = places.starts[number]
+  may_see = (number[:, None] == number[None, :]) & (distance >= 0) & (distance < (static.window or B * T))
+  added = jnp.zeros((B * T, B * T))
+  if bias is not None:
+    added = jax.vmap(lambda row: row[token % T][:, token % T])(bias[:, 0].astype(jnp.float32))[token // T, token]
+  logits = jnp.einsum('TGRK,SGK->GRTS', query.reshape(B * T, -1, repeats, K), key) * static.scale + added[None, None]
+  logits = jnp.where(may_see[None, None], logits, -jnp.inf)
+  split = lambda x, last: jnp.moveaxis(x.reshape(B, T, -1, last), 1, 2)
+  if not is_backward:
+    attended = jnp.einsum('GRTS,SGK->TGRK', jax.nn.softmax(logits), value)
+    sums = jax.scipy.special.logsumexp(logits, axis=-1).reshape(H, B * T)
+    of_segments = jnp.full(results[1].shape, jnp.nan).at[number, :, token - first].set(sums.T)
+    return split(attended, K).astype(results[0].dtype), of_segments
+  sums, cotangent = (
+    operands[3][number, :, token - first],
+    operands[4].astype(jnp.float32).reshape(B * T, -1, repeats, K),
+  )
+  weights = jnp.exp(logits - sums.T.reshape(-1, repeats, B * T, 1))
+  inner = jnp.einsum('TGRK,SGK->GRTS', cotangent, value)
+  d_logits = weights * (inner - jnp.sum(weights * inner, axis=-1, keepdims=True)) * static.scale
+  d_query = jnp.einsum('GRTS,SGK->TGRK', d_logits, key)
+  d_key = jnp.einsum('GRTS,TGRK->SGK', d_logits, query.reshape(B * T, -1, repeats, K))
+  d_value = jnp.einsum('GRTS,TGRK->SGK', weights, cotangent)
+  return tuple(split(x, K).astype(r.dtype) for x, r in zip((d_query, d_key, d_value), results, strict=True))
+
+
+def documents(*lengths):
+  """Segment ids of a row, in order; a length below 0 is of padding."""
+  return [0 if n < 0 else 1 + i for i, n in enumerate(lengths) for _ in range(abs(n))]
+
+
+ROWS = {
+  'few documents': (documents(7, 20, 21), documents(48)),
+  'padding at the end': (documents(30, 2, -16), documents(1, 1, 46)),
+  'more documents than there is room for': (documents(10, 10, 10, 10, 8), documents(48)),
+  'a document in two parts': (documents(20, 28), [1] * 10 + [2] * 10 + [1] * 28),
+}
+
+
+@functools.cache
+def compiled(is_plain):
+  def run(query, key, value, segments, cotangent):
+    options = AttentionOptions(window=WINDOW)
+    attend = functools.partial(attend_plainly, segment_ids=segments, options=options)
+    if not is_plain:
+      static = _cudnn._Static(SCALE, True, WINDOW, M)
+      attend = lambda *arrays: _cudnn._attend(*arrays, segments, static)
+    out, pull_back = jax.vjp(attend, query, key, value)
+    fits = _cudnn._fits(segments, M)
+    return (out, *pull_back(cotangent)), fits
+
+  return jax.jit(run)
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_packed_documents_have_the_numbers_of_the_plain_computation(name, rng, monkeypatch):
+  monkeypatch.setattr(_cudnn, '_call', emulated)
+  query, key, value, cotangent = (jnp.asarray(rng.normal(size=(B, T, n, K)), 'float32') for n in (H, G, G, H))
+  segments = jnp.asarray(ROWS[name], jnp.int32)
+  found, fits = compiled(False)(query, key, value, segments, cotangent)
+  wanted, _ = compiled(True)(query, key, value, segments, cotangent)
+  assert bool(fits) == (name in ('few documents', 'padding at the end'))
+  for ours, theirs_ in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(ours, theirs_, atol=2e-5)
+
+
+def test_there_is_room_for_documents_of_256_tokens(monkeypatch):
+  seen = []
+  monkeypatch.setattr(_cudnn, '_attend', lambda query, key, value, segments, static: seen.append(static) or query)
+  for length, has_offsets in ((64, True), (4095, True), (65_536, True), (4096, False)):
+    arrays = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.bfloat16) for _ in range(3))
+    attend = functools.partial(_cudnn.attend_by_cudnn, layout=AttentionLayout(), has_offsets=has_offsets)
+    jax.eval_shape(lambda *x: attend(*x, None, AttentionOptions()), *arrays)  # noqa: B023
+  assert [static.num_segments for static in seen] == [4, 16, 32, 0]
