@@ -42,8 +42,12 @@ def _plain_loss_and_gradients():
 
 @pytest.mark.parametrize(
   'fields',
-  [{'scan': False}, {'scan': False, 'remat_policy': 'full'}]
-  + [{'remat_policy': name} for name in REMAT_POLICIES if name != 'none'],
+  [{'scan': False}, {'scan': False, 'remat_policy': 'full'}, {'remat_policy': 'attention_offloaded'}]
+  + [  # what each of them keeps is told by the jaxpr, below
+    pytest.param({'remat_policy': name}, marks=pytest.mark.exhaustive)
+    for name in REMAT_POLICIES
+    if name not in ('none', 'attention_offloaded')
+  ],
   ids=str,
 )
 def test_neither_unrolling_nor_remat_changes_loss_or_gradients(fields):

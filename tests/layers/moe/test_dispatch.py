@@ -101,7 +101,10 @@ def drop_overflow(expert_ids, num_experts, capacity, num_devices=4):
   return kept
 
 
-@pytest.mark.parametrize('capacity_factor, capacity', [(None, 12), (1.0, 3), (1.5, 5), (0.1, 1), (100.0, 12)])
+EXHAUSTIVE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((None, 12), (1.5, 5))]
+
+
+@pytest.mark.parametrize('capacity_factor, capacity', [(1.0, 3), (0.1, 1), (100.0, 12), *EXHAUSTIVE])
 def test_what_has_no_room_is_dropped_and_counted(capacity_factor, capacity, rng):
   """Each of 4 devices has 2 x 3 tokens with 2 choices: 12 rows, 3 for each device if balanced."""
   inputs, d_y = draw_inputs(rng, E=8)
@@ -119,7 +122,7 @@ def test_what_has_no_room_is_dropped_and_counted(capacity_factor, capacity, rng)
     assert result[2]['pair_capacity'] == capacity
 
 
-@pytest.mark.parametrize('capacity_factor, most', [(1.0, 4), (0.4, 12), (4.0, 1)])
+@pytest.mark.parametrize('capacity_factor, most', [(0.4, 12), (4.0, 1)])
 def test_what_has_no_room_goes_in_a_further_pass(capacity_factor, most, rng):
   inputs, d_y = draw_inputs(rng, E=8)
   computation = Dropless(dispatch='padded_all_to_all', capacity_factor=capacity_factor, overflow='passes')
@@ -133,7 +136,7 @@ def test_what_has_no_room_goes_in_a_further_pass(capacity_factor, most, rng):
     num_passes[routing] = int(result[2].get('num_passes', 1))
   # Of 'one expert', each device sends its 6 tokens to the first one.
   assert num_passes['no expert'] == 1
-  assert num_passes['one expert'] == {4: 2, 12: 6, 1: 1}[most]
+  assert num_passes['one expert'] == {12: 6, 1: 1}[most]
 
 
 def test_padding_takes_no_room(rng):

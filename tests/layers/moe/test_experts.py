@@ -106,7 +106,13 @@ def assert_equals_reference(actual, group_sizes, rows, weights, d_result):
 @pytest.mark.parametrize('name', GROUP_SIZES)
 @pytest.mark.parametrize('activation, gated', VARIANTS)
 @pytest.mark.parametrize(
-  'backend, dtype', [('loop', 'float32'), ('loop', 'bfloat16'), ('ragged_dot', 'bfloat16'), ('ragged_dot', 'float32')]
+  'backend, dtype',
+  [
+    ('loop', 'bfloat16'),
+    ('ragged_dot', 'float32'),
+    pytest.param('loop', 'float32', marks=pytest.mark.exhaustive),  # with biases and with gates below
+    pytest.param('ragged_dot', 'bfloat16', marks=pytest.mark.exhaustive),
+  ],
 )
 def test_equals_float64_reference(rng, backend, dtype, activation, gated, name):
   rows, d_result, weights = make_rows(rng, dtype), make_rows(rng, dtype), make_weights(rng, activation, gated, dtype)

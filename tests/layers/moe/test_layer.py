@@ -33,7 +33,7 @@ def tokens(rng):
 
 
 def weights_of(layer, x):
-  return unbox_weights(layer.init(jax.random.key(0), x)['params'])
+  return unbox_weights(jax.jit(layer.init)(jax.random.key(0), x)['params'])
 
 
 @pytest.mark.parametrize('computation', [Dropless(), CapacityEinsum(capacity_factor=1.0), CapacityGather()], ids=str)
@@ -46,19 +46,25 @@ def test_one_expert_is_the_dense_network(computation, gated, rng):
   weights = weights_of(layer, x)
   dense_weights = {name: {'kernel': weight[0]} for name, weight in weights['experts'].items()}
 
-  @jax.jit
   def sparse_loss(x, experts):
     y, _ = layer.apply({'params': weights | {'experts': experts}}, x, SEGMENTS, train=True)
     return jnp.sum(jnp.sin(y)), y
 
-  @jax.jit
   def dense_loss(x, weights):
     y, _ = dense.apply({'params': weights}, x)
     y = jnp.where(mask, y, 0.0)
     return jnp.sum(jnp.sin(y)), y
 
-  (_, y), (d_x, d_experts) = jax.value_and_grad(sparse_loss, (0, 1), has_aux=True)(x, weights['experts'])
-  (_, expected), (d_x_expected, d_dense) = jax.value_and_grad(dense_loss, (0, 1), has_aux=True)(x, dense_weights)
+  @jax.jit
+  def both(x, experts, dense_weights):
+    return [
+      jax.value_and_grad(loss, (0, 1), has_aux=True)(x, weights)
+      for loss, weights in ((sparse_loss, experts), (dense_loss, dense_weights))
+    ]
+
+  sparse, expected = both(x, weights['experts'], dense_weights)
+  (_, y), (d_x, d_experts) = sparse
+  (_, expected), (d_x_expected, d_dense) = expected
   np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(d_x, d_x_expected, rtol=1e-5, atol=1e-6)
   for name, gradient in d_experts.items():
@@ -71,9 +77,14 @@ def test_a_shared_expert_comes_on_top(rng):
   shared = GatedFeedForward(hidden_dim=F)
   layer = make_layer(shared_expert=shared)
   weights = weights_of(layer, x)
-  y, _ = jax.jit(layer.apply)({'params': weights}, x)
-  routed, _ = jax.jit(routed_only.apply)({'params': {name: weights[name] for name in ('router', 'experts')}}, x)
-  dense, _ = jax.jit(shared.apply)({'params': weights['shared_expert']}, x)
+
+  @jax.jit
+  def all_three(weights, x):
+    y, _ = layer.apply({'params': weights}, x)
+    routed, _ = routed_only.apply({'params': {name: weights[name] for name in ('router', 'experts')}}, x)
+    return y, routed, shared.apply({'params': weights['shared_expert']}, x)[0]
+
+  y, routed, dense = all_three(weights, x)
   np.testing.assert_allclose(y, dense + routed, rtol=1e-5, atol=1e-5)
 
 

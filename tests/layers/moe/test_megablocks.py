@@ -1,11 +1,12 @@
 """Our layers against MegaBlocks' real ones: outputs, losses and gradients, which `scripts/run_megablocks.py` computed.
 
-`OWN` are the 37 cases of MegaBlocks' own layer tests, `CORNERS` a few more of its settings.
+`OWN` are the 37 cases of MegaBlocks' own layer tests, `CORNERS` a few more of its settings. Sizes change
+the numbers and nothing else: every run has the largest and the longest of OWN.
 """
 
 import jax
 import jax.numpy as jnp
-from megablocks_cases import BALANCE_WEIGHT, CASES, HIDDEN, OWN, Z_WEIGHT, digest, draw
+from megablocks_cases import BALANCE_WEIGHT, CASES, CORNERS, HIDDEN, OWN, Z_WEIGHT, digest, draw
 import numpy as np
 import pytest
 
@@ -61,9 +62,16 @@ def as_weights(parts, case):
 
 def test_the_cases_are_those_of_megablocks():
   assert len(OWN) == 37
+  assert CASES.keys() >= ALWAYS
 
 
-@pytest.mark.parametrize('name', CASES)
+ALWAYS = {*CORNERS, 'ffn 8x2048x512x1x1 dmoe', 'glu 8x2048x512x1x1 dmoe'}
+ALWAYS |= {f'{kind} {sizes}' for kind in ('moe', 'dmoe') for sizes in ('8x2048x512x4x1', '16x1024x512x8x8')}
+
+
+@pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in ALWAYS)) for name in CASES]
+)
 def test_equals_megablocks(name, expected):
   case, arrays = CASES[name], draw(name)
   layer, cotangent = make_layer(case), arrays.pop('cotangent')
