@@ -263,7 +263,7 @@ def test_argparse_answers_for_the_flags_themselves(flags, part, capsys):
 @pytest.mark.parametrize(
   'flags, part',
   [
-    (('--exp', 'synthetic.Tniy'), "unknown experiment 'synthetic.Tniy'"),
+    pytest.param(('--exp', 'synthetic.Tniy'), "unknown experiment 'synthetic.Tniy'", marks=pytest.mark.exhaustive),
     (('--exp', 'synthetic.Tiny', '--num_fake_devices', '2'), 'needs 1 devices but there are 2'),
   ],
 )

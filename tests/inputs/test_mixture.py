@@ -144,7 +144,7 @@ def test_follows_the_protocols(mixtures):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('shard_count', [3, 12])
+@pytest.mark.parametrize('shard_count', [pytest.param(3, marks=pytest.mark.exhaustive), 12])
 def test_the_examples_do_not_depend_on_the_number_of_hosts(mixtures, kind, shard_count):
   iterators = shards(mixtures[kind], shard_count)
   assert read(iterators, 25) == undisturbed(mixtures[kind], 25)

@@ -91,11 +91,16 @@ def plain_optax(optimizer, model, weights):
     learning_rate=optimizer.learning_rate(step) if callable(optimizer.learning_rate) else optimizer.learning_rate,
     **optimizer.arguments,
   )
-  gradient = jax.jit(jax.grad(lambda w, batch: model.task.compute_loss({'params': w}, batch, train=True).loss))
-  state = build(0).init(weights)
-  for step, batch in enumerate(batches()):
+  gradient = jax.grad(lambda w, batch: model.task.compute_loss({'params': w}, batch, train=True).loss)
+
+  @jax.jit
+  def one_step(step, batch, state, weights):
     updates, state = build(step).update(gradient(weights, batch), state, weights)
-    weights = optax.apply_updates(weights, updates)
+    return state, optax.apply_updates(weights, updates)
+
+  state = jax.jit(build(0).init)(weights)
+  for step, batch in enumerate(batches()):
+    state, weights = one_step(step, batch, state, weights)
   return weights, state
 
 

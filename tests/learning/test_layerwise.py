@@ -68,17 +68,19 @@ CASES = [  # fast ones first
   ('factored moments and rms of layers', optax.adafactor, SMALL),
 ]
 SLOW = [
-  ('norms of layers', optax.novograd, {}),
-  ('a norm of layers with momentum', optax.lars, {}),
   ('norms of units', chain(optax.adaptive_grad_clip(0.1)), {}),
-  ('sums of products over all weights', optax.contrib.prodigy, {}),
-  ('the loss over a norm', chain(optax.polyak_sgd(1.0)), {}),
   ('a vector of all weights', optax.lbfgs, {'linesearch': None}),
   (
     'several steps in one',
     lambda learning_rate: optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation(),
     {},
   ),
+]
+EXHAUSTIVE = [  # these read what one of those above reads
+  ('norms of layers', optax.novograd, {}),
+  ('a norm of layers with momentum', optax.lars, {}),
+  ('sums of products over all weights', optax.contrib.prodigy, {}),
+  ('the loss over a norm', chain(optax.polyak_sgd(1.0)), {}),
   ('singular vectors', optax.contrib.galore, {}),
 ]
 
@@ -86,7 +88,8 @@ SLOW = [
 @pytest.mark.parametrize(
   'factory, arguments',
   [pytest.param(*case, id=name) for name, *case in CASES]
-  + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, *case in SLOW],
+  + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, *case in SLOW]
+  + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, *case in EXHAUSTIVE],
 )
 def test_a_stack_learns_as_its_layers(factory, arguments, rng):
   optimizer = FromOptax(factory=factory, learning_rate=0.01, arguments=arguments)

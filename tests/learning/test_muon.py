@@ -120,7 +120,7 @@ def test_each_matrix_is_that_of_torch_and_others_are_those_of_adamw(scale, neste
     np.testing.assert_allclose(got[name], others[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize('shape', [(4, 2), pytest.param((2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('shape', [(4, 2), pytest.param((2, 4), marks=pytest.mark.exhaustive)])
 def test_one_result_on_a_mesh_and_no_stack_is_gathered(shape, rng):
   start, grads = draw(rng), [draw(rng) for _ in range(NUM_STEPS)]
   optimizer = Muon(learning_rate=RATE, weight_decay=DECAY)

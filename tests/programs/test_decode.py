@@ -112,7 +112,7 @@ def test_a_finished_file_is_not_decoded_again(decoded, capfd):
   assert binary.snapshot(directory) == before
 
 
-@pytest.mark.parametrize('num_whole', [0, 2, 5])
+@pytest.mark.parametrize('num_whole', [pytest.param(0, marks=pytest.mark.exhaustive), 2, 5])
 def test_it_goes_on_behind_the_last_whole_line(decoded, finished_job, tmp_path, num_whole):
   """As after a kill in the middle of a write."""
   directory, lines = decoded

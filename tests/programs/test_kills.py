@@ -80,14 +80,14 @@ def assert_same_losses(directory: Path, finished_job: Path) -> None:
 
 
 # When to kill: after this step, and whether in the middle of a save.
-KILLS = ((3, True), (9, False), (15, True))
+KILLS = ((3, True), (9, False))
 MORE_KILLS = ((3, True), (6, False), (9, True), (12, False), (15, True))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-  'kills', [pytest.param(KILLS, id='3 times'), pytest.param(MORE_KILLS, id='5 times', marks=pytest.mark.exhaustive)]
+  'kills', [pytest.param(KILLS, id='twice'), pytest.param(MORE_KILLS, id='5 times', marks=pytest.mark.exhaustive)]
 )
 def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path, kills):
   directory = tmp_path / 'job'
@@ -163,7 +163,7 @@ def test_sigterm_in_an_eval_gives_it_up_and_the_same_command_makes_up_for_it(fin
     assert [line | {'time': 0} for line in again] == [line | {'time': 0} for line in undisturbed]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/test_main.py has a directory in use, too
 def test_a_second_job_in_the_same_directory_is_refused_while_the_first_goes_on(start, tmp_path):
   directory = tmp_path / 'job'
   flags = (*FLAGS, '--job_log_dir', directory)
