@@ -12,7 +12,7 @@ Read in this order:
   overrides.py     one `path=value`, with the nearest names where a path does not exist
   values.py        the type of a field, and the value of a text (pydantic)
   tree.py          configs, dataclasses and Linen modules as one tree of fields
-  encoding.py, symbols.py, saved_config.py    values as JSON, names of classes, the file's form
+  encoding.py, saved_config.py    values as JSON, the file's form
   changes.py       whether a resumed job computes the same numbers
 
 A name below is imported when it is first used, because --list must wait for neither JAX nor Fiddle.
@@ -35,10 +35,9 @@ _MODULES = {
   'changes': ('diff', 'refuse_changed_config'),
   'from_saved': ('from_json',),
   'listing': ('list_experiments',),
-  'registry': ('UnknownExperimentError', 'add_to_search_path', 'register'),
+  'registry': ('UnknownExperimentError', 'add_to_search_path', 'register', 'symbol_of'),
   'resolution': ('ResolvedConfig', 'resolve', 'to_json'),
   'saved_config': ('format_config', 'read_saved_config'),
-  'symbols': ('symbol_of',),
 }
 
 

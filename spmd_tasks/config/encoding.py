@@ -17,7 +17,7 @@ from flax.core import FrozenDict
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.config.symbols import symbol_of
+from spmd_tasks.config.registry import symbol_of
 from spmd_tasks.config.tree import is_node
 from spmd_tasks.config.values import is_dtype
 from spmd_tasks.errors import UserError

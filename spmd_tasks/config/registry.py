@@ -11,7 +11,9 @@ A name is one of three:
 * `package.module.Class`: any importable class; the current directory counts. It may be an experiment of another
   framework, of a kind that a wing recognizes (wings.py).
 
-A name in a saved config may have less imported than one that the user types: from_saved.py.
+A saved config names other classes and functions as `package:QualName` of the nearest package that exports them
+(`symbol_of`), so that files can move inside a package. Its experiment's name may have less imported than one that the
+user types: from_saved.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,10 +26,9 @@ from pathlib import Path
 import pkgutil
 import sys
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spmd_tasks import wings
-from spmd_tasks.config.symbols import public_module_of
 from spmd_tasks.errors import UserError, place_of_error
 from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
 
@@ -265,3 +266,38 @@ def origin_of(cls: type) -> str | None:
     return None
   depth = cls.__module__.count('.') + hasattr(module, '__path__')
   return str(Path(str(module.__file__)).resolve().parents[depth])
+
+
+def symbol_of(value: Any) -> str:
+  """The name of a class or function as `package:QualName`.
+
+  The package is the nearest one around the object's module that exports the object by its own name. Without such a
+  package it is the module, up to its first private part: `jax:relu` for `jax._src.nn.functions.relu`.
+  """
+  return f'{public_module_of(value)}:{value.__qualname__}'
+
+
+def public_module_of(value: Any) -> str:
+  """The nearest package that exports a class or function, else its module up to the first private part."""
+  module = value.__module__ or 'builtins'
+  name = value.__qualname__.partition('.')[0]
+  public = module.partition('._')[0]
+  outermost = _loaded(module).get(name)
+  packages = public.split('.') if public != module else public.split('.')[:-1]
+  for end in range(len(packages), 0, -1):
+    package = '.'.join(packages[:end])
+    if outermost is not None and _exports(package, name, outermost):
+      return package
+  return public
+
+
+def _exports(package: str, name: str, value: Any) -> bool:
+  found = _loaded(package)
+  if name in found:
+    return found[name] is value
+  return name in found.get('__all__', ()) and getattr(sys.modules[package], name, None) is value  # a lazy face
+
+
+def _loaded(module: str) -> dict[str, Any]:
+  """The names in a module that was imported already; nothing is imported."""
+  return vars(sys.modules[module]) if module in sys.modules else {}
