@@ -35,7 +35,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
-from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep

@@ -11,10 +11,7 @@ from spmd_tasks.wings import (
   Flag,
   Mode,
   Wing,
-  call,
   formats,
-  kind_of,
-  prepare_job,
 )
 
 _DECODE_INPUT = Flag(name='decode_input', metavar='FILE', help="a file of prompts, in place of the experiment's")
@@ -45,22 +42,6 @@ def _eval(command: Any) -> int:
     )
 
 
-def _decode(command: Any) -> int:
-  from spmd_tasks.programs import decode
-
-  flags = command.flags
-  with command.open_job() as opened:
-    return decode.decode(
-      opened.job,
-      opened.directory,
-      emergency=opened.emergency,
-      input_path=flags.decode_input,
-      output_path=flags.decode_output,
-      step=flags.checkpoint_step,
-      watch=command.mode == 'decode',
-    )
-
-
 def _check_decode_once(flags: argparse.Namespace) -> None:
   if flags.decode_output is not None and flags.decode_input is None:
     raise UserError(
@@ -69,32 +50,9 @@ def _check_decode_once(flags: argparse.Namespace) -> None:
     )
 
 
-def _export(command: Any) -> int:
-  from spmd_tasks.experiment import mesh_of_all_devices
-  from spmd_tasks.files import absolute_path
-
-  flags = command.flags
-  with command.open_job() as opened:
-    kind = kind_of(type(opened.job.experiment))
-    exporters = {each.name: each.export for each in formats() if each.export is not None}
-    name = flags.format or (kind and kind.format) or next(iter(exporters))
-    mesh = mesh_of_all_devices(opened.job.experiment, command.overrides)
-    return call(exporters[name], opened, absolute_path(flags.out), step=flags.checkpoint_step, mesh=mesh)
-
-
 def _check_export(flags: argparse.Namespace) -> None:
   if flags.out is None:
     raise UserError('--mode export needs --out DIR, the folder to write.')
-
-
-def _preview(command: Any) -> int:
-  from spmd_tasks.activity import set_activity
-  from spmd_tasks.programs import preview
-
-  set_activity('reading the training input')
-  command.use_fake_devices()
-  job = prepare_job(command.resolve().build(), 'preview', None)
-  return preview.preview(job, command.flags.num_examples or preview.DEFAULT_NUM_EXAMPLES)
 
 
 def _check_preview(flags: argparse.Namespace) -> None:
@@ -137,7 +95,7 @@ CORE = Wing(
     Mode(
       name='decode',
       help='decodes prompts with every new checkpoint of a job',
-      run=_decode,
+      run='spmd_tasks.programs.decode:run',
       needs_directory=True,
       flags=(_DECODE_INPUT, ACCEPT_CONFIG_CHANGES),
       remedies={
@@ -149,7 +107,7 @@ CORE = Wing(
     Mode(
       name='decode_once',
       help='decodes prompts with one checkpoint',
-      run=_decode,
+      run='spmd_tasks.programs.decode:run',
       needs_directory=True,
       flags=(
         _DECODE_INPUT,
@@ -162,7 +120,7 @@ CORE = Wing(
     Mode(
       name='export',
       help='writes the model in the format of another program',
-      run=_export,
+      run='spmd_tasks.programs.export:run',
       flags=(
         Flag(name='out', metavar='PATH', help="a new folder, or a Pax job's directory"),
         Flag(
@@ -178,7 +136,7 @@ CORE = Wing(
     Mode(
       name='preview',
       help='shows examples of the training input',
-      run=_preview,
+      run='spmd_tasks.programs.preview:run',
       answers_on_stdout=True,
       flags=(
         Flag(name='num_examples', type=int, metavar='N', help='how many examples of the training input; default: 4'),

@@ -33,10 +33,26 @@ from spmd_tasks.files import absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress
-from spmd_tasks.programs.restore import LOOK_LIMIT_S, checkpoints_to_use
+from spmd_tasks.programs.restore import LOOK_LIMIT_S
+from spmd_tasks.programs.restored_weights import checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.optional_methods import DecodesBatches
+
+
+def run(command: Any) -> int:
+  """Runs the modes decode and decode_once of a Command (command.py)."""
+  flags = command.flags
+  with command.open_job() as opened:
+    return decode(
+      opened.job,
+      opened.directory,
+      emergency=opened.emergency,
+      input_path=flags.decode_input,
+      output_path=flags.decode_output,
+      step=flags.checkpoint_step,
+      watch=command.mode == 'decode',
+    )
 
 
 def decode(

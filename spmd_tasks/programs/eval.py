@@ -34,7 +34,6 @@ from spmd_tasks.inputs import Prefetcher, State
 from spmd_tasks.inputs.base import data_of
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
-from spmd_tasks.programs.restore import checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep, StepsByShape
@@ -66,6 +65,8 @@ def evaluate(
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the experiment has no eval sets, or both `step` and `watch` are given.
   """
+  from spmd_tasks.programs.restored_weights import checkpoints_to_use  # which a training job's evals do not need
+
   experiment = job.experiment
   if watch and step is not None:
     raise UserError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
@@ -255,7 +256,8 @@ class Evaluator:
   def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""
     step = self._steps[name]
-    if getattr(given := self._inputs[name], 'gives_whole_batches', False):
+    given: Any = self._inputs[name]
+    if getattr(given, 'gives_whole_batches', False):
       batch = given.as_specified(dict(batch))
       step = self._steps_by_shape.of(batch)  # a smaller last batch has a step of its own
       return step, step.place(step.layout.own_rows(batch))

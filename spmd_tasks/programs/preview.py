@@ -7,19 +7,29 @@ no terminal, or NO_COLOR is set) it stands between « and ». Nothing is compile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import set_activity
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs import Input, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES, source_of_rows
 from spmd_tasks.inputs.tokenizers import decode_all
+from spmd_tasks.wings import prepare_job
 
 DEFAULT_NUM_EXAMPLES = 4
 _LEARNT, _READ, _TITLE, _OFF = '\x1b[1;32m', '\x1b[2m', '\x1b[36m', '\x1b[0m'
+
+
+def run(command: Any) -> int:
+  """Runs the mode preview of a Command (command.py)."""
+  set_activity('reading the training input')
+  command.use_fake_devices()
+  job = prepare_job(command.resolve().build(), 'preview', None)
+  return preview(job, command.flags.num_examples or DEFAULT_NUM_EXAMPLES)
 
 
 def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | None = None) -> int:

@@ -27,7 +27,8 @@ from spmd_tasks.distributed.emergency_exit import Position
 from spmd_tasks.distributed.link_connections import connect_pairs
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs.restore import LOOK_LIMIT_S, restore_evaluation_variables
+from spmd_tasks.programs.restore import LOOK_LIMIT_S
+from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.serving.multi_process.follower import follow

@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, Request, generate
-from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings
 from tests.runtime.loss_curves import make_model
 from tests.runtime.pipeline_experiments import PipelinedExperts

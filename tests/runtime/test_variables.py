@@ -10,7 +10,7 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.layers import LanguageModelLoss, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.learning import AdamW, Learner
-from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import Task, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, WeightSpec, stage_axis_rules
 

@@ -19,7 +19,7 @@ import pytest
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.experiments.lm import UnevenTiny
 from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from tests import binary
 from tests.runtime.loss_curves import make_model
 

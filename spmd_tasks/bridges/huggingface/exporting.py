@@ -42,7 +42,7 @@ from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import is_remote, write_durably
-from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.tuning.adapted_weights import adapters_of
