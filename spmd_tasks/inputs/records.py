@@ -10,16 +10,8 @@ import os
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.text import (
-  DEFAULT_BLOCK_BYTES,
-  Block,
-  ListedFile,
-  common_root,
-  cut_files,
-  expand_globs,
-  file_fingerprint,
-  refuse_changed_size,
-)
+from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, ListedFile, cut_files, file_fingerprint
+from spmd_tasks.inputs.text_files import common_root, expand_globs, refuse_changed_size
 from spmd_tasks.wings import require
 
 _MAX_LINE_BYTES = 1 << 30

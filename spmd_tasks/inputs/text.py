@@ -1,4 +1,4 @@
-"""Sources of documents with random access: text files, and the source code of the Python standard library.
+"""Sources of documents with random access, such as the source code of the Python standard library.
 
 A TextSource is a frozen dataclass; its `open()` lists the files and reads none of them. An opened source is
 a sequence of *blocks*. A block holds neighbouring documents, or a piece of one long document, of about `block_bytes`.
@@ -8,7 +8,6 @@ position, so that no file has to be scanned before the first batch.
 
 from collections.abc import Sequence
 import dataclasses
-import glob
 import hashlib
 import os
 import platform
@@ -16,7 +15,6 @@ import sysconfig
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.files import refuse_url
 
 DEFAULT_BLOCK_BYTES = 1 << 16
 _MIN_BLOCK_BYTES = 16  # longer than any one character
@@ -63,40 +61,12 @@ class TextSource(Protocol):
   def open(self) -> OpenSource: ...
 
 
-def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
-  """The files that glob patterns match, sorted.
-
-  Raises:
-    UserError: a pattern matches nothing.
-  """
-  patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-  if not patterns:
-    raise UserError(f'no {kind} files are named: give a path or a glob pattern.')
-  files = set()
-  for pattern in patterns:
-    refuse_url(pattern)
-    pattern = os.path.expanduser(pattern)
-    # A file whose own name has the characters of a pattern is meant itself.
-    found = [path for path in (glob.glob(pattern, recursive=True) or [pattern]) if os.path.isfile(path)]
-    if not found:
-      raise UserError(
-        f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
-      )
-    files.update(found)
-  return sorted(files)
-
-
 def file_fingerprint(root: str, paths: Sequence[str], *settings: object) -> str:
   """Digests relative paths, sizes and `settings`. Does not read contents; the root may move."""
   digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
   for path in paths:
     digest.update(f'{os.path.relpath(path, root)}\0{os.path.getsize(path)}\0'.encode())
   return digest.hexdigest()
-
-
-def common_root(paths: Sequence[str]) -> str:
-  """The directory that all files lie in."""
-  return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
 
 def cut_files(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, int]]:
@@ -148,16 +118,11 @@ class ListedFile:
     return line
 
   def _is_shorter(self, found: int, needed: int) -> JobError:
-    return _changed_file(self._path, self._size, f'ends at byte {found}, before byte {needed}')
+    return changed_file(self._path, self._size, f'ends at byte {found}, before byte {needed}')
 
 
-def refuse_changed_size(path: str, size: int) -> None:
-  """Raises a JobError if a file does not have the `size` that it had when its source was opened."""
-  if (now := os.path.getsize(path)) != size:
-    raise _changed_file(path, size, f'has {now} bytes')
-
-
-def _changed_file(path: str, size: int, now: str) -> JobError:
+def changed_file(path: str, size: int, now: str) -> JobError:
+  """Returns the error of a file that is not what it was when its source was opened, of `size` bytes."""
   return JobError(
     f'{path} {now}, but it had {size} bytes when the job opened it: it was cut or replaced while the job reads it. Put '
     'the same file back, and start the same command again.'
@@ -229,32 +194,6 @@ class OpenTextFiles:
     while continued + 1 < len(window) and window[continued + 1] & 0xC0 == 0x80:
       continued += 1
     return nominal + continued
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextFiles:
-  """UTF-8 text files, one document each: a glob pattern (`**` for any directories), or several.
-
-  `split` 'train' and 'valid' divide the files by a hash of their path below the common directory: about
-  `valid_fraction` of them are 'valid'.
-  """
-
-  pattern: str | tuple[str, ...]
-  split: str = 'all'
-  valid_fraction: float = 0.05
-  block_bytes: int = DEFAULT_BLOCK_BYTES
-
-  def open(self) -> OpenTextFiles:
-    paths = expand_globs(self.pattern, 'text')
-    root = common_root(paths)
-    chosen = [p for p in paths if in_split(os.path.relpath(p, root), self.split, self.valid_fraction)]
-    source = OpenTextFiles(root, chosen, self.block_bytes, file_fingerprint(root, chosen, 'text', self.block_bytes))
-    if len(source) == 0:
-      raise UserError(
-        f'the {len(paths)} files of {self.pattern!r} have no text in split {self.split!r} (valid_fraction '
-        f'{self.valid_fraction}): name more files, or set valid_fraction nearer to 0.5, or split to "all".'
-      )
-    return source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
