@@ -32,7 +32,7 @@ CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's
 _TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
 _GPU_FILES = ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg')
 
-_explicit_coordinator: str | None = None  # the address that `initialize` was given
+explicit_coordinator: str | None = None  # the address that `initialize` was given
 _has_called_roll = False
 
 
@@ -73,7 +73,10 @@ class DistributedSettings:
         raise UserError(f'{name}={getattr(self, name)} must be at least 1 second.')
     if self.cluster not in ('auto', 'none', *CLUSTERS):
       raise UserError(f"cluster={self.cluster!r} is not known: choose 'auto', 'none' or one of {', '.join(CLUSTERS)}.")
-    _check_explicit(self)
+    if (self.coordinator_address, self.num_processes, self.process_id) != (None, None, None):
+      from spmd_tasks.distributed.roll_call import check_explicit
+
+      check_explicit(self)
 
   @property
   def is_explicit(self) -> bool:
@@ -99,8 +102,8 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
   if settings.is_explicit:
     if settings.num_processes == 1:
       return False
-    global _explicit_coordinator
-    _explicit_coordinator = settings.coordinator_address
+    global explicit_coordinator
+    explicit_coordinator = settings.coordinator_address
     connection: dict[str, Any] = {
       'coordinator_address': settings.coordinator_address,
       'num_processes': settings.num_processes,
@@ -129,7 +132,9 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
   if settings.is_explicit:
     global _has_called_roll
     _has_called_roll = True
-    _call_roll(settings)
+    from spmd_tasks.distributed.roll_call import call_roll_of
+
+    call_roll_of(settings)
   jax.distributed.initialize(
     heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
     shutdown_timeout_seconds=settings.shutdown_timeout_s,
@@ -143,18 +148,9 @@ def report_absence(settings: DistributedSettings, problem: str) -> None:
   """Tells the processes that wait for this one that it does not come, and why; does nothing where a launcher knows."""
   if settings.is_explicit and settings.num_processes != 1 and not _has_called_roll:
     with contextlib.suppress(UserError):  # nobody waits
-      _call_roll(settings, problem)
+      from spmd_tasks.distributed.roll_call import call_roll_of
 
-
-def _call_roll(settings: DistributedSettings, problem: str | None = None) -> None:
-  from spmd_tasks.distributed.roll_call import call_roll
-
-  address, index, number = settings.coordinator_address, settings.process_id, settings.num_processes
-  assert address is not None
-  assert index is not None
-  assert number is not None
-  bind_address = settings.coordinator_bind_address or address
-  call_roll(address, bind_address, index, number, settings.initialization_timeout_s, problem)
+      call_roll_of(settings, problem)
 
 
 def coordination() -> Any:
@@ -203,21 +199,6 @@ def finish():
     multihost_utils.sync_global_devices('finish')
 
 
-def coordinator_host() -> str:
-  """The host of process 0 as the other processes reach it, in a job of several processes.
-
-  Raises:
-    UserError: a launcher chose the address, and this version of JAX does not tell it.
-  """
-  address = _explicit_coordinator or getattr(coordination(), 'coordinator_address', None)
-  if address is None:
-    raise UserError(
-      f'jax {jax.__version__} does not tell the address of process 0, which serving needs: give --coordinator_address, '
-      '--num_processes and --process_id.'
-    )
-  return address.rpartition(':')[0].strip('[]')
-
-
 def detect_cluster(environ: Mapping[str, str]) -> str | None:
   """Returns JAX's name of the launcher that started several processes, or None.
 
@@ -251,35 +232,6 @@ def detect_cluster(environ: Mapping[str, str]) -> str | None:
   if 'KUBERNETES_SERVICE_HOST' in environ and 'JOB_COMPLETION_INDEX' in environ:
     return 'k8s'
   return None
-
-
-def _check_explicit(settings: DistributedSettings):
-  """Checks that all three fields are given or none, and that each is in range."""
-  given = {name: getattr(settings, name) for name in ('coordinator_address', 'num_processes', 'process_id')}
-  missing = [name for name, value in given.items() if value is None]
-  if len(missing) == 3:
-    return
-  if missing:
-    present = ', '.join(f'{name}={value}' for name, value in given.items() if value is not None)
-    raise UserError(
-      f'{present} given without {" and ".join(missing)}: give all of coordinator_address, num_processes and '
-      'process_id, or none of them to let the launcher (Slurm, Open MPI, Kubernetes, TPU) decide.'
-    )
-  assert settings.coordinator_address is not None
-  assert settings.num_processes is not None
-  assert settings.process_id is not None
-  host, _, port = settings.coordinator_address.rpartition(':')
-  if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-    raise UserError(
-      f'coordinator_address={settings.coordinator_address!r} must be host:port of process 0, such as 10.0.0.1:1234.'
-    )
-  if settings.num_processes < 1:
-    raise UserError(f'num_processes={settings.num_processes} must be at least 1: the number of processes started.')
-  if not 0 <= settings.process_id < settings.num_processes:
-    raise UserError(
-      f'process_id={settings.process_id} must lie in [0, {settings.num_processes}) for num_processes='
-      f'{settings.num_processes}: number the processes from 0.'
-    )
 
 
 def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:

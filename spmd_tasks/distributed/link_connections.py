@@ -23,8 +23,8 @@ import struct
 from absl import logging
 import jax
 
+from spmd_tasks.distributed import initialization
 from spmd_tasks.distributed.agreement import gather
-from spmd_tasks.distributed.initialization import coordinator_host
 from spmd_tasks.distributed.links import Link
 from spmd_tasks.errors import JobError, UserError
 
@@ -258,3 +258,18 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes:
       raise ConnectionResetError('it closed the connection')
     data += more
   return data
+
+
+def coordinator_host() -> str:
+  """The host of process 0 as the other processes reach it, in a job of several processes.
+
+  Raises:
+    UserError: a launcher chose the address, and this version of JAX does not tell it.
+  """
+  address = initialization.explicit_coordinator or getattr(initialization.coordination(), 'coordinator_address', None)
+  if address is None:
+    raise UserError(
+      f'jax {jax.__version__} does not tell the address of process 0, which serving needs: give --coordinator_address, '
+      '--num_processes and --process_id.'
+    )
+  return address.rpartition(':')[0].strip('[]')

@@ -1,4 +1,4 @@
-"""Roll call: the processes of a job meet at process 0's address, before jax.distributed starts there.
+"""Roll call: the processes of a job that flags number meet at process 0's address, before jax.distributed starts there.
 
 JAX answers a port in use, an id given twice or a stranger at the address by aborting, with stacks of C++. Here each
 gets a sentence. A process says in one line of JSON who it is; process 0 greets it, and once all have come, or one has a
@@ -23,6 +23,37 @@ _RETRY_S = 0.2
 _PORT_LIMIT_S = 5.0  # a job that is started again may come before the last one has freed its port,
 _STRANGER_LIMIT_S = 10.0  # or be answered by it
 _PROBLEM_LIMIT_S = 10.0  # for the others to come and hear that this process does not
+
+
+def check_explicit(settings: Any) -> None:
+  """Raises a UserError unless DistributedSettings have all three fields, each in its range."""
+  given = {name: getattr(settings, name) for name in ('coordinator_address', 'num_processes', 'process_id')}
+  missing = [name for name, value in given.items() if value is None]
+  if missing:
+    present = ', '.join(f'{name}={value}' for name, value in given.items() if value is not None)
+    raise UserError(
+      f'{present} given without {" and ".join(missing)}: give all of coordinator_address, num_processes and '
+      'process_id, or none of them to let the launcher (Slurm, Open MPI, Kubernetes, TPU) decide.'
+    )
+  host, _, port = settings.coordinator_address.rpartition(':')
+  if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    raise UserError(
+      f'coordinator_address={settings.coordinator_address!r} must be host:port of process 0, such as 10.0.0.1:1234.'
+    )
+  if settings.num_processes < 1:
+    raise UserError(f'num_processes={settings.num_processes} must be at least 1: the number of processes started.')
+  if not 0 <= settings.process_id < settings.num_processes:
+    raise UserError(
+      f'process_id={settings.process_id} must lie in [0, {settings.num_processes}) for num_processes='
+      f'{settings.num_processes}: number the processes from 0.'
+    )
+
+
+def call_roll_of(settings: Any, problem: str | None = None) -> None:
+  """Calls the roll of a job with these DistributedSettings; raises as `call_roll`."""
+  address, limit_s = settings.coordinator_address, settings.initialization_timeout_s
+  bind_address = settings.coordinator_bind_address or address
+  call_roll(address, bind_address, settings.process_id, settings.num_processes, limit_s, problem)
 
 
 def call_roll(
