@@ -32,8 +32,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
+from spmd_tasks.programs.goodput import StartupClock
 from spmd_tasks.programs.job_directory import has_trained
-from spmd_tasks.programs.timing import StartupClock
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.wings import prepare_job, wings
 

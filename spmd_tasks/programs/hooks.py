@@ -50,9 +50,8 @@ if TYPE_CHECKING:
   from spmd_tasks.distributed.watchdog import StepWatchdog
   from spmd_tasks.experiment import Experiment, Job
   from spmd_tasks.inputs import Prefetcher
-  from spmd_tasks.programs.goodput import Goodput
+  from spmd_tasks.programs.goodput import Goodput, StartupClock
   from spmd_tasks.programs.progress import Progress
-  from spmd_tasks.programs.timing import StartupClock
   from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
   from spmd_tasks.runtime import PartitionedModel, TrainState
   from spmd_tasks.runtime.metrics import Metrics

@@ -14,11 +14,10 @@ from spmd_tasks.errors import is_own
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs.base import progress_of
 from spmd_tasks.layers.losses import RESERVED_METRICS
-from spmd_tasks.programs.goodput import Goodput
+from spmd_tasks.programs.goodput import Goodput, format_startup
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.programs.timing import format_startup
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
 from spmd_tasks.runtime.compilation import CompilationCounter

@@ -17,7 +17,7 @@ import dataclasses
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.axis_rules import stage_axis_rules
-from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshAxes
+from spmd_tasks.sharding.mesh import DEFAULT_AXIS_RULES, MeshAxes
 from spmd_tasks.sharding.specs import AxisRules, SplitDim
 
 

@@ -7,10 +7,9 @@ import types
 import jax
 import pytest
 
-from spmd_tasks.programs.goodput import Goodput
+from spmd_tasks.programs.goodput import Goodput, StartupClock, format_startup
 from spmd_tasks.programs.profiling import Profile
 from spmd_tasks.programs.report_hooks import StepRates, count_batch
-from spmd_tasks.programs.timing import StartupClock, format_startup
 from spmd_tasks.programs.training_loop import Outcome
 
 
