@@ -70,7 +70,7 @@ def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: jax.Array) 
 
 
 def adjust(logits: jax.Array, seen: jax.Array, counts: jax.Array, sampling: SamplingArrays) -> jax.Array:
-  """Logits [N, V] after the penalties and biases.
+  """Logits [N, V] after the penalties; `sample` adds the biases.
 
   Args:
     logits: [N, V].
@@ -80,18 +80,14 @@ def adjust(logits: jax.Array, seen: jax.Array, counts: jax.Array, sampling: Samp
   """
   logits = penalize_repetition(logits.astype(jnp.float32), seen, sampling.repetition_penalty)
   frequency, presence = sampling.frequency_penalty[:, None], sampling.presence_penalty[:, None]
+  return logits - frequency * counts - presence * (counts > 0)  # without penalties the same bits
 
-  def penalize(logits):
-    return logits - frequency * counts - presence * (counts > 0)
 
-  def bias(logits):
-    vocab_size = logits.shape[-1]
-    ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # the scatter drops ids from V on
-    return logits.at[jnp.arange(len(ids))[:, None], ids].add(sampling.bias_values, mode='drop')
-
-  # Few requests have them, and a row without them has the same bits either way.
-  logits = jax.lax.cond(jnp.any((frequency != 0) | (presence != 0)), penalize, lambda x: x, logits)
-  return jax.lax.cond(jnp.any(sampling.bias_ids >= 0), bias, lambda x: x, logits)
+def add_biases(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
+  """Logits [N, V] with the rows' biases of tokens."""
+  vocab_size = logits.shape[-1]
+  ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # the scatter drops ids from V on
+  return logits.at[jnp.arange(len(ids))[:, None], ids].add(sampling.bias_values, mode='drop')
 
 
 def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
@@ -116,6 +112,9 @@ def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
 def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays) -> jax.Array:
   """One token per row, int32 [N].
 
+  What few requests need is computed only if a row needs it: sorting the vocabulary costs more than everything else
+  here. Rows that need less have the same bits either way. There is one branch, as a GPU's host may wait at each.
+
   Args:
     logits: [N, V], after `adjust`.
     keys: uint32 [N, 2], threefry key data, one per row and position.
@@ -124,15 +123,20 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays) -> jax.
   is_greedy = sampling.temperature <= 0
   is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 
-  def draw(logits):
-    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    # Sorting the vocabulary costs more than everything else here, so it runs only if a row needs it.
-    scaled = jax.lax.cond(jnp.any(is_cut), lambda x: keep_likeliest(x, sampling), lambda x: x, scaled)
+  def draw(logits, scaled):
     noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, logits.shape[-1])
     return jnp.where(is_greedy[:, None], logits, scaled + noise)
 
-  chosen_by = jax.lax.cond(jnp.all(is_greedy), lambda x: x, draw, logits)
-  return jnp.argmax(chosen_by, axis=-1).astype(jnp.int32)
+  def scale(logits):
+    return logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+
+  def cut(logits):
+    return draw(logits, keep_likeliest(scale(logits), sampling))
+
+  kinds = (lambda x: x, lambda x: draw(x, scale(x)), cut, lambda x: cut(add_biases(x, sampling)))
+  kind = jnp.where(jnp.any(is_cut), 2, jnp.where(jnp.all(is_greedy), 0, 1))
+  kind = jnp.where(jnp.any(sampling.bias_ids >= 0), 3, kind)
+  return jnp.argmax(jax.lax.switch(kind, kinds, logits), axis=-1).astype(jnp.int32)
 
 
 def request_keys(seeds: jax.Array, sample_indices: jax.Array) -> jax.Array:

@@ -237,12 +237,14 @@ def detect_cluster(environ: Mapping[str, str]) -> str | None:
 def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:
   """All visible GPUs if this task is the only one of its node; JAX would use GPU 0 alone and leave the others idle.
 
-  Returns None if the number of tasks is unknown; JAX then gives each task the GPU of its local number.
+  Those are the GPUs in CUDA_VISIBLE_DEVICES; without that variable, all of the node, as nothing hides one. Returns None
+  if the number of tasks is unknown; JAX then gives each task the GPU of its local number.
   """
   # Slurm writes `1(x4)` for one task on each of four nodes, `2,1` for two and one.
   tasks_per_node = environ.get('SLURM_STEP_TASKS_PER_NODE', environ.get('OMPI_COMM_WORLD_LOCAL_SIZE', ''))
   is_alone = bool(tasks_per_node) and all(part.partition('(')[0] == '1' for part in tasks_per_node.split(','))
-  gpus = [gpu for gpu in environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if gpu]
+  visible = environ.get('CUDA_VISIBLE_DEVICES')
+  gpus = glob.glob('/dev/nvidia[0-9]*') if visible is None else [gpu for gpu in visible.split(',') if gpu]
   return tuple(range(len(gpus))) if is_alone and gpus else None
 
 

@@ -9,6 +9,7 @@ import pytest
 from spmd_tasks.decoding import SamplingParams
 from spmd_tasks.decoding.sampling import (
   SamplingArrays,
+  add_biases,
   adjust,
   keep_likeliest,
   penalize_repetition,
@@ -90,6 +91,20 @@ def test_greedy_rows_beside_random_ones():
   assert tokens[2] == 3  # the likeliest one was seen
 
 
+def test_a_row_has_the_same_token_whatever_the_others_need(rng):
+  """One branch of four computes all rows: what the most demanding of them needs."""
+  logits, keys = rng.normal(size=(4, 50)).astype(np.float32), np.asarray(_keys(4))
+  rows = [{'temperature': 0.0}, {'temperature': 2.0}, {'temperature': 2.0, 'top_k': 3}, {'temperature': 1.0}]
+  biases = ((), (), (), ((7, 100.0),))
+  params = [SamplingParams(**row) for row in rows]
+  together = np.asarray(sample(logits, keys, SamplingArrays.from_params(params, 4, biases)))
+  for n in (1, 2, 3):
+    fewer = sample(logits[:n], keys[:n], SamplingArrays.from_params(params[:n], n, biases[:n]))
+    np.testing.assert_array_equal(fewer, together[:n])
+  assert together[0] == logits[0].argmax()
+  assert together[3] == 7
+
+
 def test_a_draw_is_of_its_key_alone(rng):
   logits = rng.normal(size=(4, 50)).astype(np.float32)
   rows = [{'top_k': 7}, {'temperature': 3.0}, {'temperature': 0.0}, {'top_p': 0.9}]
@@ -137,10 +152,12 @@ def test_penalties_and_biases(rng):
     expected[row] -= each.frequency_penalty * counts[row] + each.presence_penalty * (counts[row] > 0)
     for token, bias in pairs:
       expected[row, token] += bias
-  found = np.asarray(adjust(logits, seen, counts, SamplingArrays.from_params(params, 6, biases)))
+  sampling = SamplingArrays.from_params(params, 6, biases)
+  found = np.asarray(add_biases(adjust(logits, seen, counts, sampling), sampling))
   np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
   np.testing.assert_array_equal(found[0], logits[0])
   for row in range(6):
     one = slice(row, row + 1)
-    alone = adjust(logits[one], seen[one], counts[one], SamplingArrays.from_params(params[one], 1, biases[one]))
+    sampling = SamplingArrays.from_params(params[one], 1, biases[one])
+    alone = add_biases(adjust(logits[one], seen[one], counts[one], sampling), sampling)
     np.testing.assert_array_equal(alone[0], found[row])

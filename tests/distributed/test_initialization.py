@@ -150,10 +150,13 @@ def test_a_collective_timeout_set_by_hand_stays(calls, monkeypatch):
     ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, (0, 1, 2, 3)),
     ({'SLURM_STEP_TASKS_PER_NODE': '4(x2)', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, None),
     ({'SLURM_STEP_TASKS_PER_NODE': '1,2', 'CUDA_VISIBLE_DEVICES': '0,1'}, None),
-    ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)'}, None),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'CUDA_VISIBLE_DEVICES': ''}, None),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)'}, (0, 1, 2)),  # nothing hides a GPU
+    ({'SLURM_STEP_TASKS_PER_NODE': '4(x2)'}, None),
   ],
 )
-def test_a_nodes_only_task_takes_all_its_gpus(calls, environ, expected):
+def test_a_nodes_only_task_takes_all_its_gpus(calls, environ, expected, monkeypatch):
+  monkeypatch.setattr('glob.glob', lambda pattern: [f'/dev/nvidia{i}' for i in range(3)] if 'nvidia' in pattern else [])
   initialize(DistributedSettings(), SLURM | environ)
   assert calls[0]['cluster_detection_method'] == 'slurm'
   assert calls[0]['local_device_ids'] == expected

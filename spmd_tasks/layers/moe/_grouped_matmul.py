@@ -29,6 +29,7 @@ from spmd_tasks.sharding.specs import current_platform
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _LARGEST_BLOCK = 256
+_TOKAMAX_KERNELS = ('mosaic', 'triton')  # in order of preference
 
 
 def multiply_by_ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -38,12 +39,22 @@ def multiply_by_ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax
 
 
 def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-  """Computes `grouped_matmul` by `tokamax.ragged_dot`. Rows outside of all groups must be zero."""
+  """Computes `grouped_matmul` by a kernel of tokamax, by the loop if it has none for this GPU.
+
+  Left to itself, tokamax would then take `jax.lax.ragged_dot`, which multiplies every row by every matrix. Rows outside
+  of all groups must be zero.
+  """
   import tokamax  # optional, and slow to import
 
   if not flags.FLAGS.is_parsed():
     flags.FLAGS(sys.argv[:1])  # otherwise tokamax parses the whole command line and exits at an unknown flag
-  return tokamax.ragged_dot(rows, weights, group_sizes, preferred_element_type=jnp.float32).astype(rows.dtype)
+  settings: Any = {'preferred_element_type': jnp.float32, 'implementation': _TOKAMAX_KERNELS}
+  try:
+    return tokamax.ragged_dot(rows, weights, group_sizes, **settings).astype(rows.dtype)
+  except (ExceptionGroup, NotImplementedError, ValueError) as error:
+    reasons = '; '.join(map(str, getattr(error, 'exceptions', (error,))))
+    logging.log_first_n(logging.WARNING, 'No kernel of tokamax for the experts, so the loop: %s', 1, reasons)
+    return multiply_by_loop(rows, weights, group_sizes)
 
 
 def multiply_by_loop(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:

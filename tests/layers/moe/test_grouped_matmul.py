@@ -5,6 +5,8 @@ Shapes: R = 64 rows, E = 4 groups, K = 6 in, N = 5 out.
 
 import functools
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +122,22 @@ def test_a_backend_of_another_name_is_refused():
 def test_each_platform_has_a_backend(platform, expected):
   """Of a GPU that this process does not have: tokamax could not choose a kernel for it."""
   assert best_grouped_matmul_backend(platform) == expected
+
+
+def test_without_a_kernel_of_tokamax_the_loop_computes_and_says_so(rng, monkeypatch):
+  asked, lines = [], []
+
+  def ragged_dot(*arrays, implementation, **settings):
+    asked.append(implementation)
+    raise ExceptionGroup('all implementations failed', [NotImplementedError('Not supported on cpu')])
+
+  monkeypatch.setitem(sys.modules, 'tokamax', SimpleNamespace(ragged_dot=ragged_dot))
+  monkeypatch.setattr('absl.logging.log_first_n', lambda level, line, n, *values: lines.append(line % values))
+  inputs = make_inputs(rng, GROUP_SIZES['skewed'], 'float32')
+  found = grouped_matmul(*inputs[:3], backend='tokamax')
+  np.testing.assert_array_equal(found, compiled('loop')(*inputs)[0])
+  assert asked == [('mosaic', 'triton')]  # never 'xla', every row times every matrix
+  assert 'Not supported on cpu' in lines[0]
 
 
 def test_megablox_is_refused_on_a_gpu(monkeypatch):
