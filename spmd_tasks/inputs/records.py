@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, ListedFile, cut_files, file_fingerprint
+from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, ListedFile, OpenFiles, file_fingerprint
 from spmd_tasks.inputs.text_files import common_root, expand_globs, refuse_changed_size
 from spmd_tasks.wings import require
 
@@ -61,25 +61,12 @@ class JsonLines:
     return source
 
 
-class OpenJsonLines:
+class OpenJsonLines(OpenFiles):
   """Opened JSON lines files: a block holds the lines whose first byte lies in its byte range."""
 
   def __init__(self, paths: Sequence[str], field: str, block_bytes: int):
-    self._paths = list(paths)
+    super().__init__(paths, block_bytes, file_fingerprint(common_root(paths), paths, 'jsonl', field, block_bytes))
     self._field = field
-    self._sizes = [os.path.getsize(path) for path in paths]
-    self._cuts = cut_files(self._sizes, block_bytes)
-    self._fingerprint = file_fingerprint(common_root(paths), paths, 'jsonl', field, block_bytes)
-
-  def __len__(self) -> int:
-    return len(self._cuts)
-
-  def block_name(self, index: int) -> str:
-    file, start, end = self._cuts[index]
-    return f'{self._paths[file]} bytes {start}-{end}'
-
-  def fingerprint(self) -> str:
-    return self._fingerprint
 
   def __getitem__(self, index: int) -> Block:
     file, start, end = self._cuts[index]

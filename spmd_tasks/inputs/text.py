@@ -145,17 +145,14 @@ def in_split(name: str, split: str, valid_fraction: float) -> bool:
   return (int.from_bytes(digest, 'big') / 2**64 < valid_fraction) == (split == 'valid')
 
 
-class OpenTextFiles:
-  """Opened text files: each file is one document, in one or more blocks."""
+class OpenFiles:
+  """Base of opened files that are cut into blocks by byte position."""
 
-  def __init__(self, root: str, paths: Sequence[str], block_bytes: int, fingerprint: str, errors: str = 'strict'):
-    self._root = root
+  def __init__(self, paths: Sequence[str], block_bytes: int, fingerprint: str):
     self._paths = list(paths)
     self._sizes = [os.path.getsize(path) for path in self._paths]
     self._cuts = cut_files(self._sizes, block_bytes)
-    self._window = min(_CUT_WINDOW, block_bytes)
     self._fingerprint = fingerprint
-    self._errors = errors
 
   def __len__(self) -> int:
     return len(self._cuts)
@@ -166,6 +163,15 @@ class OpenTextFiles:
 
   def fingerprint(self) -> str:
     return self._fingerprint
+
+
+class OpenTextFiles(OpenFiles):
+  """Opened text files: each file is one document, in one or more blocks."""
+
+  def __init__(self, paths: Sequence[str], block_bytes: int, fingerprint: str, errors: str = 'strict'):
+    super().__init__(paths, block_bytes, fingerprint)
+    self._window = min(_CUT_WINDOW, block_bytes)
+    self._errors = errors
 
   def __getitem__(self, index: int) -> Block:
     file, start, end = self._cuts[index]
@@ -224,4 +230,4 @@ class StdlibText:
         f'the standard library of this Python, {root}, has no .py files (it may be a zip archive): use TextFiles.'
       )
     fingerprint = file_fingerprint(root, paths, 'stdlib', platform.python_version(), self.block_bytes)
-    return OpenTextFiles(root, paths, self.block_bytes, fingerprint, errors='replace')
+    return OpenTextFiles(paths, self.block_bytes, fingerprint, errors='replace')

@@ -61,7 +61,7 @@ class TextFiles:
     paths = expand_globs(self.pattern, 'text')
     root = common_root(paths)
     chosen = [p for p in paths if in_split(os.path.relpath(p, root), self.split, self.valid_fraction)]
-    source = OpenTextFiles(root, chosen, self.block_bytes, file_fingerprint(root, chosen, 'text', self.block_bytes))
+    source = OpenTextFiles(chosen, self.block_bytes, file_fingerprint(root, chosen, 'text', self.block_bytes))
     if len(source) == 0:
       raise UserError(
         f'the {len(paths)} files of {self.pattern!r} have no text in split {self.split!r} (valid_fraction '
