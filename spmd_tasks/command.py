@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import math
+import os
 import secrets
 import shutil
 import tempfile
@@ -33,7 +34,7 @@ from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import StartupClock
-from spmd_tasks.programs.job_directory import has_trained
+from spmd_tasks.programs.job_directory import PROGRAMS_DIRECTORY, has_trained
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.wings import prepare_job, wings
 
@@ -161,6 +162,7 @@ class Command:
         report_absence(self._distributed_settings(), str(error))
         raise
       directory = self._directory(resolved.experiment, stack)
+      self._keep_programs(directory)
       config = to_json(resolved) | {'environment': numeric_settings()}
       set_activity(f'preparing --mode {self.mode}')
       refuse_differences(
@@ -173,6 +175,21 @@ class Command:
 
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
       yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, clock=clock)
+
+  def _keep_programs(self, directory: epath.Path) -> None:
+    """Has JAX keep what it compiles where --compilation_cache says, and read it there at the next start."""
+    asked, own = self.flags.compilation_cache, 'jax_compilation_cache_dir'
+    if asked == 'none':
+      jax.config.update('jax_enable_compilation_cache', False)
+    elif asked:
+      jax.config.update(own, str(absolute_path(asked)))
+    elif (
+      self.flags.job_log_dir
+      and not getattr(jax.config, own)
+      and jax.default_backend() != 'cpu'
+      and (not directory.exists() or os.access(directory, os.W_OK))  # a server may only read it
+    ):
+      jax.config.update(own, str(directory / PROGRAMS_DIRECTORY))
 
   def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:
     """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""

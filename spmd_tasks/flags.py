@@ -96,6 +96,12 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
   shortcuts.add_argument('--seed', metavar='N')
   running = parser.add_argument_group('how it runs')
   running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
+  running.add_argument(
+    '--compilation_cache',
+    metavar='DIR',
+    help='where compiled programs are kept for the next start; none: nowhere; default: JAX_COMPILATION_CACHE_DIR, or '
+    'on accelerators JOB_LOG_DIR/compiled',
+  )
   groups: dict[str, Any] = {}
   for flag_of_mode in _flags_of(modes).values():
     helps: dict[str, list[str]] = {}

@@ -50,7 +50,8 @@ _FILES = (
   f'eval/*/{METRICS_FILE}',
   'samples/samples.txt',
 )
-_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks', 'samples')
+PROGRAMS_DIRECTORY = 'compiled'
+_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY)
 # The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 

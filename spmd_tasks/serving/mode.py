@@ -79,7 +79,7 @@ def serve(
 
   Args:
     job: the built experiment.
-    job_log_dir: a training job's directory, running or not; nothing is written to it.
+    job_log_dir: a training job's directory, running or not; nothing is written to it but compiled programs.
     settings: the server's address and limits.
     emergency: the way out when another process has failed.
     step: the step of the checkpoint that is served first; None is the newest.

@@ -1,0 +1,51 @@
+"""Compiled programs are kept for the next start where the user says, and by default in the directory of the job."""
+
+import os
+from types import SimpleNamespace
+
+from etils import epath
+import jax
+import pytest
+
+from spmd_tasks.command import Command
+from tests import binary
+
+DIR, ENABLED = 'jax_compilation_cache_dir', 'jax_enable_compilation_cache'
+
+
+@pytest.mark.parametrize(
+  'asked, named, platform, directory, enabled',
+  [
+    (None, None, 'gpu', 'job/compiled', True),
+    (None, None, 'cpu', None, True),
+    (None, '/jax', 'gpu', '/jax', True),  # JAX's own variable
+    ('mine', '/jax', 'cpu', 'mine', True),
+    ('none', '/jax', 'gpu', '/jax', False),
+  ],
+)
+def test_the_flag_comes_first_then_jax_own_variable(asked, named, platform, directory, enabled, tmp_path, monkeypatch):
+  updates = {DIR: named, ENABLED: True}
+  monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**updates, update=updates.__setitem__))
+  monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: platform)
+  monkeypatch.chdir(tmp_path)
+  flags = SimpleNamespace(compilation_cache=asked, job_log_dir='job')
+  Command(flags=flags)._keep_programs(epath.Path(tmp_path / 'job'))
+  assert updates == {DIR: directory and str(tmp_path / directory), ENABLED: enabled}
+
+
+def test_a_directory_that_may_only_be_read_is_left_alone(tmp_path, monkeypatch):
+  monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: 'gpu')
+  monkeypatch.setattr(os, 'access', lambda path, mode: False)
+  before = getattr(jax.config, DIR)
+  monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**{DIR: None}, update=None))
+  Command(flags=SimpleNamespace(compilation_cache=None, job_log_dir=tmp_path))._keep_programs(epath.Path(tmp_path))
+  monkeypatch.undo()
+  assert getattr(jax.config, DIR) == before
+
+
+def test_a_job_keeps_its_programs_where_it_is_told_to(tmp_path):
+  flags = ['--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', tmp_path / 'job', '--num_train_steps', '1']
+  flags += ['--ici_mesh_shape', '1,1,1', '--compilation_cache', tmp_path / 'kept']
+  done = binary.run_binary(*flags, env={'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'})
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert any('train_step' in path.name for path in (tmp_path / 'kept').iterdir())
