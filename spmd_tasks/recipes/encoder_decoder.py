@@ -1,5 +1,6 @@
 """Encoder-decoders with T5's layers, and decoder-only models: the base of the registered `t5` experiments."""
 
+import dataclasses
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -162,7 +163,14 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
 
   def optimizer(self) -> fdl.Config:
     schedule = fdl.Config(LinearWarmupRsqrt, peak=self.learning_rate, warmup_steps=self.warmup_steps)  # type: ignore[operator]
-    return fdl.Config(Adafactor, learning_rate=schedule)
+    return self.t5x_adafactor(schedule, scanned=self.has_bias_per_layer)
+
+  def t5x_adafactor(self, rate: fdl.Config, *, scanned: bool, **settings: Any) -> fdl.Config[Adafactor]:
+    """Adafactor.as_t5x: T5X's rules which dims are factored, and T5X's order of momentum and weight decay."""
+    made, default = Adafactor.as_t5x(scanned=scanned, learning_rate=1.0, **settings), Adafactor(learning_rate=1.0)
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    return fdl.Config(Adafactor, **changed, learning_rate=rate)
 
   def decode_settings(self) -> fdl.Config[DecodeSettings]:
     """How texts are generated: greedily, up to `seq_len` tokens; T5X's beam search has num_beams=4."""

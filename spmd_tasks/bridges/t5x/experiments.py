@@ -6,7 +6,6 @@ A subclass says the same in Python: `--translate FILE` writes one.
 """
 
 from collections.abc import Mapping
-import dataclasses
 import re
 from typing import Any
 
@@ -41,11 +40,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   has_bias_per_layer = False
 
   def optimizer(self) -> fdl.Config[Adafactor]:
-    made = Adafactor.as_t5x(scanned=self.scanned, learning_rate=1.0, **self.adafactor)
-    default = Adafactor(learning_rate=1.0)
-    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
-    return fdl.Config(Adafactor, **changed, learning_rate=fdl.Config(ProductOfFactors, **self.rate))
+    return self.t5x_adafactor(fdl.Config(ProductOfFactors, **self.rate), scanned=self.scanned, **self.adafactor)
 
   def task(self) -> fdl.Config:
     task = super().task()
