@@ -20,7 +20,7 @@ SCATTERED = ('scatters_gradients=True',)
 FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
 CASES = [
   ('data 2 x mdl 4', AdamW, (1, 2, 4), {}),
-  ('data 8, dropout', AdamW, (1, 8, 1), {'overrides': DROPOUT, 'reference': DROPOUT}),
+  ('data 8', AdamW, (1, 8, 1), {}),
   ('mdl 8, 2 microbatches', AdamW, (1, 1, 8), {'overrides': TWO_MICROBATCHES}),
   ('replica 2 x data 2 x mdl 2, full remat, unrolled', AdamW, (2, 2, 2), {'overrides': REMAT + UNROLLED}),
   (
@@ -32,8 +32,8 @@ CASES = [
   ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), {}),
   ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), {'overrides': TWO_MICROBATCHES}),
 ]
-ONE_BY_ONE = [
-  ('data 8', AdamW, (1, 8, 1), {}),
+ONE_BY_ONE = [  # test_t5_numbers_agree.py has dropout in every run
+  ('data 8, dropout', AdamW, (1, 8, 1), {'overrides': DROPOUT, 'reference': DROPOUT}),
   ('mdl 8', AdamW, (1, 1, 8), {}),
   ('replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), {}),
   ('two slices of data 2 x mdl 2', AdamW, (1, 2, 2), {'dcn': (1, 2, 1)}),
