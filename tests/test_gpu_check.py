@@ -16,6 +16,7 @@ import gpu_check  # noqa: E402
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # more than a minute of CPU; as those of most benchmarks, before a release or a run on a GPU
 @pytest.mark.timeout(900)
 def test_every_section_runs_small_on_the_cpu(tmp_path):
   env = {name: value for name, value in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'}
