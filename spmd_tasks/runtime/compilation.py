@@ -30,11 +30,11 @@ _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
 _DISABLED_PASSES, _PARALLEL_LOOPS = 'xla_disable_hlo_passes', 'cpu-parallel-task-assigner'
 
 
-def compiler_options(devices: Iterable[jax.Device]) -> dict[str, Any] | None:
+def compiler_options(devices: Iterable[jax.Device]) -> dict[str, str] | None:
   """Returns the compiler's options for a training step on devices of one kind; without devices, none.
 
-  An option that the environment variable LIBTPU_INIT_ARGS names, or XLA_FLAGS elsewhere, is left to it. CPU devices
-  that have no more than one core each compute all on one thread: to wake a second one gains nothing there.
+  An option that the environment variable LIBTPU_INIT_ARGS names, or XLA_FLAGS for CPUs, is left to it. CPU devices that
+  have no more than one core each compute all on one thread: to wake a second one gains nothing there.
   """
   devices = list(devices)
   if not devices:
@@ -44,10 +44,6 @@ def compiler_options(devices: Iterable[jax.Device]) -> dict[str, Any] | None:
     num_devices = sum(other.process_index == device.process_index for other in devices)
     is_given = _DISABLED_PASSES in os.environ.get('XLA_FLAGS', '')
     return None if is_given or (os.cpu_count() or 1) > num_devices else {_DISABLED_PASSES: _PARALLEL_LOOPS}
-  if device.platform == 'gpu' and len(devices) > 1:
-    from spmd_tasks.runtime.gpu_options import gpu_options
-
-    return gpu_options()
   if device.platform != 'tpu':
     return None
   from spmd_tasks.runtime.tpu_options import tpu_options

@@ -4,12 +4,8 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
-from spmd_tasks.planning import parse_target
-from spmd_tasks.planning.targets import has_compiler
 from spmd_tasks.runtime.compilation import compiler_options
 
 VECTOR_MEMORY = 'xla_tpu_scoped_vmem_limit_kib'
@@ -37,25 +33,6 @@ def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
   options = compiler_options(devices('tpu', 'TPU v6 lite'))
   assert options
   assert not {VECTOR_MEMORY, 'xla_enable_async_all_gather'} & set(options)
-
-
-def test_gpus_start_collectives_of_loops_early(monkeypatch):
-  monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_autotune_level=0 --xla_gpu_enable_pipelined_all_gather=false')
-  monkeypatch.setattr('spmd_tasks.runtime.gpu_options.JAXLIB', (0, 10, 2))
-  assert compiler_options(devices('gpu', 'NVIDIA H200')) is None  # one has no collectives
-  names = list(compiler_options(devices('gpu', 'NVIDIA H200', 8)) or ())
-  assert names == ['xla_gpu_enable_pipelined_reduce_scatter', 'xla_gpu_enable_pipelined_all_reduce']
-  monkeypatch.setattr('spmd_tasks.runtime.gpu_options.JAXLIB', (0, 11, 0))  # which knows other names
-  assert not compiler_options(devices('gpu', 'NVIDIA H200', 8))
-
-
-@pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")
-def test_the_compiler_for_gpus_knows_the_options():
-  target = parse_target('h200:8').devices()
-  mesh = jax.sharding.Mesh(np.array(target), ('data',))
-  x = jax.ShapeDtypeStruct((8, 8), 'float32', sharding=jax.NamedSharding(mesh, jax.P('data')))
-  total = jax.jit(lambda x: x.sum(), compiler_options=compiler_options(target))
-  assert total.lower(x).compile().as_text().count('all-reduce') > 0
 
 
 @pytest.mark.parametrize(
