@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.learning import schedules
+from spmd_tasks.learning import ProductOfFactors, schedules
 
 COSINE = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.1)
 HELD = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, decay_start=8, total_steps=16, final_fraction=0.1)
@@ -13,9 +13,9 @@ EXPONENTIAL = schedules.LinearWarmupExponential(
   peak=2.0, warmup_steps=4, decay_start=6, decay_end=10, final_fraction=0.25
 )
 RSQRT = schedules.LinearWarmupRsqrt(peak=2.0, warmup_steps=4)
-FACTORS = schedules.ProductOfFactors(base=2.0, warmup_steps=4)
-FLAT_FIRST = schedules.ProductOfFactors(factors='constant * rsqrt_decay', base=2.0, warmup_steps=4, step_offset=3)
-OTHERS = schedules.ProductOfFactors(
+FACTORS = ProductOfFactors(base=2.0, warmup_steps=4)
+FLAT_FIRST = ProductOfFactors(factors='constant * rsqrt_decay', base=2.0, warmup_steps=4, step_offset=3)
+OTHERS = ProductOfFactors(
   factors='rsqrt_normalized_decay * decay_every * cosine_decay', warmup_steps=4, steps_per_decay=4, steps_per_cycle=10
 )
 NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8)
@@ -61,8 +61,8 @@ NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8
     (OTHERS, 3, 1.0),
     (OTHERS, 9, (4 / 9) ** 0.5 * 0.25 * 0.5),
     (OTHERS, 14, (4 / 14) ** 0.5 * 0.125),
-    (schedules.ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 2, 1.0),
-    (schedules.ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 9, 1.0),
+    (ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 2, 1.0),
+    (ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 9, 1.0),
     (NO_WARMUP, 0, 2.0),
     (NO_WARMUP, 4, 1.0),
     (NO_WARMUP, 8, 0.0),
