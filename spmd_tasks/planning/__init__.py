@@ -3,14 +3,16 @@
     target = parse_target('v5p:4x4x2')
     plan = make_plan(job, target)              # compiles the very step that training runs
     print(format_plan(plan.to_json()))         # memory, weights, collectives, time
+    plan_compiled(compiled, target)            # of any program that was compiled for target.devices()
 
 `--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA GPUs.
 
-Read chips.py with chips.toml (published figures: the one table of chips) and targets.py (what `v5p:4x4x2` means, and
-compile-only devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of it);
-weights.py (why a weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py (XLA's
-protocol buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and
+Read chips.py with chips.toml (published figures) and rates.toml (what is reached of them); targets.py (what `v5p:4x4x2`
+means, and compile-only devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of
+it); weights.py (why a weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py
+(XLA's protocol buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and
 time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer). search.py finds settings.
+published.py holds predictions against the seconds that others measured.
 """
 
 import argparse
@@ -21,15 +23,18 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.wings import Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.planning.plan import make_plan
+  from spmd_tasks.planning.plan import make_plan, plan_compiled
+  from spmd_tasks.planning.published import compare_rows
   from spmd_tasks.planning.report import format_plan, plan_page
   from spmd_tasks.planning.targets import parse_target
 
 __all__ = [
   'WING',
+  'compare_rows',
   'format_plan',
   'make_plan',
   'parse_target',
+  'plan_compiled',
   'plan_page',
 ]
 

@@ -1,15 +1,17 @@
 """Chip: the published figures of the accelerators that a plan can be made for; chips.toml has them with their sources.
 
-    CHIPS['v5p'].peak_flops       # 459e12 bfloat16 FLOP/s
+    CHIPS['v5p'].peak_flops           # 459e12 bfloat16 FLOP/s
+    rate_of(CHIPS['v6e'], 'hbm')      # what is reached of the published rate, and who says so: rates.toml
 
 All rates are per device, which is a chip or one of its `cores`. `hbm_bytes` is what a program may use: less than the
 data sheet's capacity, of which the runtime keeps a part.
 """
 
 import dataclasses
+import functools
 from importlib import resources
 import tomllib
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,20 +59,58 @@ class Chip:
 CPU = Chip(name='cpu', platform='cpu')
 
 
+class Rate(NamedTuple):
+  """What a chip reaches of a published rate.
+
+  Attributes:
+    value: the share that is reached, or the rate itself; rates.toml says which.
+    basis: 'measured', 'fitted' or 'assumed'.
+    source: where that is published, or after what it is assumed.
+  """
+
+  value: float
+  basis: str
+  source: str
+
+
+_ASSUMED = Rate(0.6, 'assumed', 'published kernels of attention and grouped products reach 0.5 to 0.75')
+
+
+@functools.cache
+def read_table(name: str) -> dict[str, Any]:
+  """Reads a table beside this file."""
+  return tomllib.loads(resources.files('spmd_tasks.planning').joinpath(name).read_text(encoding='utf-8'))
+
+
+def has_rates(chip: Chip) -> bool:
+  """Whether rates.toml has the chip."""
+  return chip.name in read_table('rates.toml')
+
+
+def rate_of(chip: Chip, name: str) -> Rate:
+  """Returns a rate of rates.toml; for chips that it does not have, of kernels, 60% of peak."""
+  entry = read_table('rates.toml').get(chip.name, {}).get(name)
+  return Rate(*entry) if entry else _ASSUMED
+
+
 def _chip(name: str, table: dict[str, Any]) -> Chip:
-  figures = table[name] | table.get(table[name].get('like'), {})
-  figures.pop('like', None)
+  figures = dict(table[name])
+  while like := figures.pop('like', None):
+    figures = table[like] | figures
   if torus_dims := figures.get('torus_dims', 0):
     figures |= {'ici_links': 2 * torus_dims, 'host_chips': (2, 2, 1) if torus_dims == 3 else (2, 2)}
   else:
     config = figures['gpu_target_config'].replace('NAME', name.upper()).replace('HBM_BYTES', str(figures['hbm_bytes']))
     config = config.replace('HBM_BANDWIDTH', f'{figures["hbm_bandwidth"]:.0f}')
-    figures |= {'host_chips': (8,), 'gpu_target_config': config}
+    for key in ('multiprocessors', 'clock_ghz', 'l2_bytes', 'major'):
+      config = config.replace(key.upper(), str(figures.pop(key)))
+    figures |= {'host_chips': (figures.pop('node'),), 'gpu_target_config': config}
   if (cores := figures.get('cores', 1)) > 1:
     figures |= {key: figures[key] / cores for key in figures if key.endswith(('_flops', 'bandwidth'))}
     figures['hbm_bytes'] //= cores
   return Chip(name=name, **{**figures, 'sources': tuple(figures['sources'])})
 
 
-_TABLE = tomllib.loads(resources.files('spmd_tasks.planning').joinpath('chips.toml').read_text(encoding='utf-8'))
-CHIPS: dict[str, Chip] = {name: _chip(name, _TABLE) for name, figures in _TABLE.items() if 'platform' in figures}
+_TABLE = read_table('chips.toml')
+_FAMILIES = ('hopper', 'blackwell')
+CHIPS: dict[str, Chip] = {name: _chip(name, _TABLE) for name in _TABLE if name not in _FAMILIES}

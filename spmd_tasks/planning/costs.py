@@ -1,8 +1,9 @@
 """Estimates how long one instruction of a compiled program takes on a chip, and says on what the estimate rests.
 
 For TPUs the compiler notes its own estimate in cycles. Everything else is a roofline: the larger of the time for the
-FLOPs at the chip's peak and the time for the bytes at its memory's bandwidth. Kernels (custom calls) get a share of the
-peak, `KERNEL_EFFICIENCY`; what an attention kernel multiplies is known from its name and the shapes of its operands.
+FLOPs at the chip's peak and the time for the bytes at its memory's bandwidth. Kernels (custom calls) get the share of
+the peak that rates.toml has for `attention` or, for all others, `grouped` products; what an attention kernel multiplies
+is known from its name and the shapes of its operands.
 
 Every product of attention has a side as short as a head. Where a TPU's matrix units are wider than a head, a part of
 them has nothing to do: heads of 128 fill half of a v6e's. A published profile of a v6e agrees, see chips.py.
@@ -20,13 +21,9 @@ import dataclasses
 import math
 import re
 
-from spmd_tasks.planning.chips import Chip
+from spmd_tasks.planning.chips import Chip, rate_of
 from spmd_tasks.planning.hlo import UNKNOWN_CYCLES, Computation, Instruction, Shape, nested
 from spmd_tasks.planning.program import Program
-
-# Of peak FLOP/s, or of the filled part of the matrix units; published attention and grouped-matmul kernels reach 0.5 to
-# 0.75.
-KERNEL_EFFICIENCY = 0.6
 
 _CONTROL = frozenset({'while', 'conditional', 'call', 'async-start', 'async-update', 'async-done'})
 # Custom calls that only tell the compiler something.
@@ -88,10 +85,11 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
     attention = _attention(instruction)
     if attention is not None:
       flops, head_dim = attention
-      efficiency = filled_part(head_dim, chip.mxu_size)
+      efficiency = filled_part(head_dim, chip.mxu_size) * rate_of(chip, 'attention').value
     else:
       stated = nested(instruction.backend_config, 'custom_call_config', 'cost_estimate', 'flops')
       flops = float(stated or 0) or _grouped_flops(instruction) or flops
+      efficiency = rate_of(chip, 'grouped').value
     basis = 'kernel' if flops or instruction.target == 'tpu_custom_call' else 'roofline'
   cycles = instruction.estimated_cycles
   if cycles == UNKNOWN_CYCLES:
@@ -101,8 +99,8 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
     return Cost(max(cycles / chip.clock_hz, at_peak), flops, moved, 'cycles')
   seconds = 0.0
   if chip.peak_flops and chip.hbm_bandwidth:
-    efficiency *= KERNEL_EFFICIENCY if basis == 'kernel' else 1
-    seconds = max(flops / (chip.peak_flops * efficiency), moved / chip.hbm_bandwidth)
+    at_full_rate = chip.peak_flops * (efficiency if basis == 'kernel' else 1)
+    seconds = max(flops / at_full_rate, moved / chip.hbm_bandwidth)
   return Cost(seconds, flops, moved, basis, is_known=basis != 'kernel' or flops > 0)
 
 

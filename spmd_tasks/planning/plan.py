@@ -21,8 +21,8 @@ from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
 from spmd_tasks.planning.compiling import STEPS, Compilation, compile_step
-from spmd_tasks.planning.memory import memory_parts
-from spmd_tasks.planning.program import read_program
+from spmd_tasks.planning.memory import compiler_bytes, memory_parts
+from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.planning.targets import Target, target_of
 from spmd_tasks.planning.time import predict_time
 from spmd_tasks.planning.weights import weight_rows
@@ -121,6 +121,38 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
   return Plan(target=target, report=report)
 
 
+def plan_compiled(
+  compiled: Any,
+  target: Target,
+  *,
+  mesh: Mesh | None = None,
+  num_tokens: int | None = None,
+  model_flops: float | None = None,
+) -> Json:
+  """Reads what any compiled program needs and costs, whoever wrote it.
+
+  Args:
+    compiled: jax.stages.Compiled, compiled for `target.devices()`.
+    target: the chips.
+    mesh: of the program; default: that of its first argument.
+    num_tokens, model_flops: of one execution on all devices together, for tokens/s and MFU.
+
+  Returns:
+    the keys of plan.json that a step has, without those that need the model: bytes are one device's.
+
+  Raises:
+    UserError: no argument has a mesh, and none is given.
+  """
+  shardings = jax.tree.leaves(compiled.input_shardings)
+  found = (each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
+  mesh = mesh or next((each for each in found if isinstance(each, Mesh)), None)
+  if mesh is None:
+    raise UserError('no argument of the program is split over a mesh: give plan_compiled the mesh of its devices.')
+  analysis = compiled.memory_analysis()
+  parts = {'peak_bytes': compiler_bytes(analysis)}
+  return _read_compiled(compiled, read_program(compiled), target, mesh, parts, num_tokens, model_flops)
+
+
 def plan_step(
   compilation: Compilation,
   model: PartitionedModel,
@@ -143,13 +175,27 @@ def plan_step(
   if compilation.out_of_memory is not None:
     return _refused(compilation, model) | seconds
   assert isinstance(model.mesh, Mesh)
-  analysis, hbm_bytes = compilation.program.memory_analysis(), target.chip.hbm_bytes
   program = read_program(compilation.program)
-  parts = memory_parts(analysis, program, model)
+  parts = memory_parts(compilation.program.memory_analysis(), program, model)
+  figures = (num_tokens, model_flops, num_slices)
+  return _read_compiled(compilation.program, program, target, model.mesh, parts, *figures) | seconds
+
+
+def _read_compiled(
+  compiled: Any,
+  program: Program,
+  target: Target,
+  mesh: Mesh,
+  parts: Json,
+  num_tokens: int | None,
+  model_flops: float | None,
+  num_slices: int = 1,
+) -> Json:
+  analysis, hbm_bytes = compiled.memory_analysis(), target.chip.hbm_bytes
   slice_size = target.num_devices // num_slices
   slice_of = slice_of_device if target.chip.platform != 'cpu' else lambda device: device.id // slice_size
-  found = collectives(program, model.mesh, slice_of)
-  time = predict_time(program, found, target.chip, model.mesh, model_flops=model_flops, num_tokens=num_tokens)
+  found = collectives(program, mesh, slice_of)
+  time = predict_time(program, found, target.chip, mesh, model_flops=model_flops, num_tokens=num_tokens)
   is_checked = target.chip.platform == 'tpu'  # their compiler refuses what does not fit
   return {
     'fits': None if hbm_bytes is None else is_checked or parts['peak_bytes'] <= hbm_bytes,
@@ -160,10 +206,9 @@ def plan_step(
     'out_of_memory': None,
     **parts,
     # Loop bodies count once; a GPU's compiler does not say.
-    'compiler_flops': (compilation.program.cost_analysis() or {}).get('flops'),
+    'compiler_flops': (compiled.cost_analysis() or {}).get('flops'),
     'collectives': [_collective_json(each) for each in found],
     **time,
-    **seconds,
   }
 
 

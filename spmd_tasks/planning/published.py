@@ -22,13 +22,11 @@ their program, not of ours. What it cannot see: fusions, layouts and schedules, 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-from importlib import resources
 import statistics
-import tomllib
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning.chips import CHIPS, Chip
+from spmd_tasks.planning.chips import CHIPS, Chip, Rate, has_rates, rate_of, read_table
 from spmd_tasks.planning.costs import filled_part
 from spmd_tasks.planning.networks import is_ring, links_of_dim
 from spmd_tasks.planning.targets import parse_target, target_of
@@ -119,6 +117,8 @@ class Recipe:
   expert: int = 1
   context: int = 1
   replicas: int = 1
+  is_split_over_slices: bool = False  # the state; otherwise each slice has it all
+  state_bytes: int = 12  # of a weight with its moments and its gradient
   vocab_tiles: int = 1
   blocks: Sequence[int] = (1024, 1024)  # of the attention kernel, forward and backward
   seq_len: int | None = None  # where a row of results states another than the script
@@ -130,23 +130,18 @@ class Recipe:
     return (*self.save.split(), *self.offload.split())
 
 
-@functools.cache
-def _table(name: str) -> dict[str, Any]:
-  return tomllib.loads(resources.files('spmd_tasks.planning').joinpath(name).read_text(encoding='utf-8'))
-
-
 def find_model(name: str) -> Model | None:
   """Returns the architecture of a name of MaxText's; None if it is not known."""
-  found = _table('recipes.toml')
+  found = read_table('recipes.toml')
   entry = found['models'].get(found['aliases'].get(name, name))
   return entry and Model(**entry)
 
 
-def find_recipe(name: str, chip: str, seq_len: int, precision: str) -> Recipe | None:
+def find_recipe(name: str, chip: str, num_chips: int, seq_len: int, precision: str) -> Recipe | None:
   """Returns the published recipe of a model on a chip, if there is one."""
-  found = _table('recipes.toml')
+  found = read_table('recipes.toml')
   name, of_chip = found['aliases'].get(name, name), found.get(chip, {})
-  keys = (f'{name}.{seq_len}', f'{name}.{precision.split("_")[0]}', name)
+  keys = (f'{name}.{num_chips}chips', f'{name}.{seq_len}', f'{name}.{precision.split("_")[0]}', name)
   return next((Recipe(**of_chip[key]) for key in keys if key in of_chip), None)
 
 
@@ -158,7 +153,6 @@ class _Step:
     self.by_basis: dict[str, float] = {}
     self.model, self.recipe, self.chip, self.num_chips, self.tokens = model, recipe, chip, num_chips, tokens
     self.seq_len, self.is_low = seq_len, low
-    self.rates = _table('rates.toml')[chip.name]
     self.peak = (chip.peak_flops or 0) * chip.cores
     self.hbm = (chip.hbm_bandwidth or 0) * chip.cores
     width, kv_width = model.heads * model.head_dim, (model.kv_heads or model.heads) * model.head_dim
@@ -168,16 +162,18 @@ class _Step:
       **{'wi': (1 + model.gated) * active, 'wo': model.dims * model.selected},
     }
 
+  def rate(self, name: str) -> float:
+    return rate_of(self.chip, name).value
+
   def add(self, operation: str, rate: str, work: float) -> None:
     """Adds an operation: its work over its rate, in seconds; of collectives, the share that is exposed."""
-    value, basis, _ = self.rates.get(rate, (1.0, 'assumed', ''))
+    value, basis, _ = Rate(1, 'assumed', '') if rate == 'host' else rate_of(self.chip, rate)
     self.seconds[operation] = seconds = work * value if rate == 'exposed' else work / value
     self.by_basis[basis] = self.by_basis.get(basis, 0) + seconds
 
   def add_products(self) -> None:
     model, recipe, weights = self.model, self.recipe, self.model.weights
-    low_peak, low_share = (self.rates[name][0] for name in ('low_precision_peak', 'low_precision'))
-    peak = low_peak * low_share if self.is_low else self.peak
+    peak = self.rate('low_precision_peak') * self.rate('low_precision') if self.is_low else self.peak
     again = {name: name not in recipe.kept for name in weights}
     unfilled = 2 * self.tokens / filled_part(model.dims, self.chip.mxu_size)
     expert = sum(weights[name] * (3 + again[name]) for name in ('wi', 'wo'))
@@ -227,7 +223,7 @@ class _Step:
       + layer * 4 * (3 - ('wi' in recipe.kept)) * (recipe.tensor - 1) * model.dims
       + _BF16 * tokens * model.routed_layers * 6 * (1 - 1 / recipe.expert) * model.selected * model.dims
     )
-    seconds = (3 * _BF16 * weights / links + along_a_dim / 2) / (link * self.rates['ici'][0])
+    seconds = (3 * _BF16 * weights / links + along_a_dim / 2) / (link * self.rate('ici'))
     self.add('collectives', 'exposed', seconds)
     if num_slices > 1:
       self.add('slices', 'dcn', 2 * _F32 * model.num_params() * (num_slices - 1) / self.num_chips)
@@ -244,7 +240,8 @@ class _Step:
     words = {'input', *recipe.kept} - set(recipe.offload.split())
     saved = _BF16 * model.layers * sum(self.widths[word] for word in words)
     working = _BF16 * (6 * model.dims + 2 * self.widths['wi'] + model.vocab / recipe.vocab_tiles)
-    state = (2 * _F32 + 2 * _BF16) * model.num_params() / self.num_chips * num_slices * recipe.replicas
+    copies = recipe.replicas * (1 if recipe.is_split_over_slices else num_slices)
+    state = recipe.state_bytes * model.num_params() / self.num_chips * copies
     layer = 2 * _BF16 * max(model.num_params() / model.layers / recipe.expert, model.vocab * model.dims)
     return state + (layer + self.tokens * (saved + working)) / recipe.tensor
 
@@ -318,10 +315,10 @@ def _compare_row(row: Mapping[str, Any]) -> dict[str, Any]:
     raise UserError(f'row {row.get("name", row)!r} has no {missing[0]!r}: give {", ".join(wanted)}.')
   model, chip, measured = find_model(row['model']), CHIPS.get(row['chip']), row.get('step_s')
   answer = {'name': row['name'], 'predicted_s': None, 'measured_s': measured, 'ratio': None, 'fits': None, 'kind': None}
-  if model is None or chip is None or chip.name not in _table('rates.toml'):
+  if model is None or chip is None or not has_rates(chip):
     return answer
   precision, plans = row.get('precision') or 'bf16', []
-  found = find_recipe(row['model'], chip.name, row['seq_len'], precision)
+  found = find_recipe(row['model'], chip.name, row['num_chips'], row['seq_len'], precision)
   for recipe in [found] if found else [Recipe(**words) for words in _GUESSES]:
     settings: dict[str, Any] = {'seq_len': recipe.seq_len or row['seq_len'], 'precision': recipe.precision or precision}
     sizes: dict[str, Any] = {'num_chips': row['num_chips'], 'num_slices': row.get('num_slices') or 1}

@@ -168,7 +168,11 @@ def _wrong_shape(chip: Chip, num_slices: int, shape: tuple[int, ...]) -> str | N
   if chip.platform == 'gpu':
     if len(shape) > 2 or (len(shape) == 2 and num_slices > 1):
       return f'is not a number of GPUs, such as {chip.name}:8 for one node, {chip.name}:8x4 for four nodes of 8'
-    return f'has {shape[0]} GPUs in a node, of which NVLink connects 8' if shape[0] > chip.host_chips[0] else None
+    return (
+      f'has {shape[0]} GPUs in a node, of which NVLink connects {chip.host_chips[0]}'
+      if shape[0] > chip.host_chips[0]
+      else None
+    )
   if len(shape) != chip.torus_dims:
     return f'has {len(shape)} sizes but a slice of {chip.name} is a torus of {chip.torus_dims} dims'
   if not _is_slice(chip, shape):

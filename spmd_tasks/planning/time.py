@@ -21,9 +21,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from spmd_tasks.planning.chips import Chip
+from spmd_tasks.planning.chips import Chip, rate_of
 from spmd_tasks.planning.collectives import Collective, is_collective
-from spmd_tasks.planning.costs import CAUSAL_SHARE, KERNEL_EFFICIENCY, Cost, instruction_cost
+from spmd_tasks.planning.costs import CAUSAL_SHARE, Cost, instruction_cost
 from spmd_tasks.planning.hlo import Computation, Instruction
 from spmd_tasks.planning.networks import HostCopy, Links, host_bytes, host_copies
 from spmd_tasks.planning.program import Program, op_name_of
@@ -296,9 +296,12 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, r
       'time is longer.'
     )
   if by_kind.get('kernel'):
+    rates = {name: rate_of(chip, name) for name in ('attention', 'grouped')}
+    attention, other = (f'{rate.value:.0%} ({rate.basis})' for rate in rates.values())
     lines.append(
-      f'Kernels (custom calls) run at {KERNEL_EFFICIENCY:.0%} of peak FLOP/s, attention kernels of the part of it that '
-      f'heads of their size fill, and these skip {1 - CAUSAL_SHARE:.0%} of the scores (causal).'
+      f'Attention kernels run at {attention} of peak FLOP/s, of the part of it that heads of their size fill, and skip '
+      f'{1 - CAUSAL_SHARE:.0%} of the scores (causal); other kernels (custom calls) run at {other}. They are '
+      f'{by_kind["kernel"] / sum(by_kind.values()):.0%} of the time.'
     )
   lines.append(
     'Collectives run at the published bandwidth of the links that all their groups can use at once, without latency '

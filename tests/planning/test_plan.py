@@ -1,11 +1,16 @@
 """A plan says what the run then does: on CPUs its memory and FLOPs are those of the compiled training step."""
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.planning import format_plan, make_plan, parse_target
+from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_compiled
 from spmd_tasks.planning import plan as plan_module
 from spmd_tasks.planning.compiling import STEPS, read_refusal
 from spmd_tasks.planning.costs import program_flops
@@ -120,3 +125,26 @@ def test_a_plan_for_gpus_says_when_jax_must_be_given_more_of_their_memory(needed
   assert len(notes) == bool(said)
   for words in said:
     assert words in notes[0]
+
+
+@pytest.mark.parametrize(
+  'target, mesh_shape',
+  [
+    ('cpu:8', (8,)),
+    pytest.param(
+      'tpu7x:2x2x1', (8,), marks=pytest.mark.skipif(not has_compiler('tpu'), reason='needs libtpu: the extra plan-tpu')
+    ),
+  ],
+)
+def test_any_compiled_program_is_planned(target, mesh_shape):
+  target = parse_target(target)
+  mesh = jax.sharding.Mesh(np.array(target.devices()).reshape(mesh_shape), ('data',))
+  rows = jax.ShapeDtypeStruct((8 * 1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P('data')))
+  weight = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P('data')))
+  planned = plan_compiled(jax.jit(lambda x, w: jnp.sum(x @ w, axis=0)).lower(rows, weight).compile(), target)
+  assert planned['roofline']['flops'] == 2 * 1024 * 1024 * 2048
+  gathers = [each for each in planned['collectives'] if each['kind'] == 'all_gather']
+  assert [each['axes'] for each in gathers] == [('data',)]
+  assert planned['argument_bytes'] == 2 * (1024 * 1024 + 1024 * 2048 // 8)
+  if target.chip.peak_flops:
+    assert planned['predicted_step_s'] >= planned['roofline']['flops'] / 1153.5e12

@@ -108,7 +108,7 @@ def test_a_schedule_by_hand():
   assert prediction['predicted_mfu'] == pytest.approx(1e6 / (seconds * 4 * CHIP.peak_flops))
   assert prediction['tokens_per_s_per_chip'] == pytest.approx(80 / seconds / 4)
   text = ' '.join(prediction['assumptions'])
-  for words in ('estimated cycles at 1e-06 GHz', '60% of peak', 'without latency', 'count at most their bytes: next'):
+  for words in ('cycles at 1e-06 GHz', '60% (assumed) of peak', 'without latency', 'count at most their bytes: next'):
     assert words in text
 
 

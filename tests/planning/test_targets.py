@@ -46,7 +46,7 @@ def test_a_target_is_read(text, name, num_devices, num_slices, slice_shape):
     ('v5p', ['no shape', 'v5p:4x4x2']),
     ('v5p:32', ['a torus of 3 dims', 'v5p:4x4x2']),
     ('v6e:4x4x4', ['a torus of 2 dims', 'v6e:8x8']),
-    ('v9:4x4', ["the chip 'v9'", 'v5p, v6e, tpu7x, h100, h200, cpu']),
+    ('v9:4x4', ["the chip 'v9'", 'v5p, v6e, tpu7x, h100, h200, b200, gb200, cpu']),
     ('v5p:4x4x2x', ['CHIP:SHAPE', '2x v5p:8x8x4']),
     ('0x v5p:4x4x2', ['no chips']),
     ('v5p:3x5x7', ['whole hosts of 2x2x1 chips', 'v5p:4x4x2']),
@@ -78,6 +78,7 @@ def test_a_wrong_target_is_one_sentence_with_a_remedy(text, parts):
     ('v5p', 6, 1, None),
     ('h100', 32, 1, 'h100:8x4'),
     ('h100', 4, 1, 'h100:4'),
+    ('gb200', 72, 1, 'gb200:72'),
   ],
 )
 def test_the_target_with_so_many_chips(chip, num_devices, num_slices, name):
@@ -105,6 +106,8 @@ def test_the_figures_of_the_chips_agree_with_those_of_training_and_are_published
     'tpu7x': 'TPU7x',
     'h100': 'H100',
     'h200': 'H200',
+    'b200': 'B200',
+    'gb200': 'GB200',
   }
   assert kinds.keys() == CHIPS.keys()
   for name, chip in CHIPS.items():
