@@ -28,11 +28,16 @@ IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
 EXPERIMENTS = dict(listing.list_experiments())
 # An experiment that takes its sizes from a folder.
 OVERRIDES = {
-  name: ('model=tests/data/huggingface/llama',) for name in EXPERIMENTS if name.startswith(('hf.', 'finetune.'))
+  name: ('model=tests/data/huggingface/llama',)
+  for name in EXPERIMENTS
+  if name.startswith(('hf.', 'finetune.', 'tune.'))
 }
 OVERRIDES |= {
-  name: (*overrides, 'data=examples.jsonl') for name, overrides in OVERRIDES.items() if name.endswith(('Sft', 'Dpo'))
+  name: (*overrides, 'data=examples.jsonl')
+  for name, overrides in OVERRIDES.items()
+  if name.endswith(('Sft', 'Dpo', 'Grpo'))
 }
+OVERRIDES |= {name: (*overrides, 'reward=lab:score') for name, overrides in OVERRIDES.items() if 'Grpo' in name}
 
 
 @functools.cache

@@ -23,6 +23,7 @@ that order before the next one is called on any. The methods, in the order of a 
     open               the directory is the job's own; no state yet
     restore            asked before the store: may give the state to go on from
     start              there is a state; the train step may not be compiled yet
+    batches            asked before the input is read: may give the loop its batches
     before_loop        everything is compiled, and SIGTERM is kept for `should_stop`
     after_first_step   of this process, before `after_step` of the same step
     after_step         every step that counts; `after_skipped_step` for one that was not finite and changed nothing
@@ -37,7 +38,7 @@ does that on every process, after the same steps: it decides by the step, by met
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
   from spmd_tasks.distributed.preemption import PreemptionGuard
   from spmd_tasks.distributed.watchdog import StepWatchdog
   from spmd_tasks.experiment import Experiment, Job
-  from spmd_tasks.inputs import Prefetcher
+  from spmd_tasks.inputs import InputIterator, Prefetcher
   from spmd_tasks.programs.goodput import Goodput, StartupClock
   from spmd_tasks.programs.progress import Progress
   from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
@@ -93,6 +94,13 @@ class TrainHook:
 
   def start(self, run: 'TrainRun') -> None:
     """Does what needs the first state, of step `run.first_step`, which may be that of the last step."""
+
+  def batches(self, run: 'TrainRun', iterator: 'InputIterator') -> 'Iterator[Any] | None':
+    """Returns what the loop takes its batches from in place of reading the input ahead; the first answer counts.
+
+    It is an iterator of (placed batch, position after it) with the attribute `seconds_waited`, as a Prefetcher.
+    """
+    return None
 
   def before_loop(self, run: 'TrainRun') -> None:
     """Does what an earlier process of the job was ended in. Raises PreemptedError if `run.should_stop()` came first."""
@@ -146,6 +154,7 @@ class TrainRun:
     loop: launches the steps; has the state, the input's position and counts.
     batches: takes them from the input (from `before_loop` on).
     evals: the newest ones.
+    metrics: of hooks, scalars by name; they are written with those of the next logged step.
   """
 
   watchdog: 'StepWatchdog'
@@ -177,6 +186,7 @@ class TrainRun:
     self.base: Callable[[], Mapping[str, str]] | None = None
     self.first_step, self.origin = -1, ''
     self.evals = NewestEvals()
+    self.metrics: dict[str, float] = {}
     self._guard = guard
 
   @property

@@ -125,7 +125,7 @@ class LogMetrics(TrainHook):
         seconds_blocked=run.loop.seconds_blocked,
       )
       run.goodput.seconds_waited_elsewhere = self._slowest.seconds_waited_elsewhere
-    metrics |= progress_of(run.job.train_input, run.loop.outcome_input_state)
+    metrics |= progress_of(run.job.train_input, run.loop.outcome_input_state) | run.metrics
     return metrics | {
       'num_skipped_steps': run.loop.num_skipped,
       'padding_waste': run.model.padding_waste,

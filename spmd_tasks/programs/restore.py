@@ -13,7 +13,7 @@ from spmd_tasks.activity import doing
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.distributed.agreement import primary_decides
-from spmd_tasks.experiment import Job
+from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning.frozen_weights import fill_in
@@ -55,20 +55,8 @@ def restore_or_init(
   origin = experiment.origin()
   part = saved_part(model, origin)
   restored = checkpointer.restore(part(model.canonical_state))
-  if restored is None and origin is not None:
-    return origin.start(model, experiment.seed)
-  if restored is None and experiment.init_from is not None:
-    from spmd_tasks.programs.upcycling import initialize_from
-
-    directory = absolute_path(experiment.init_from)
-    other = SavedSteps(directory).open_checkpoints(read_only=True)
-    try:
-      state, step = initialize_from(model, other, experiment.seed, experiment.init_from_step)
-    finally:
-      other.close()
-    return state, 0, f'starting from the weights of step {step} in {directory}'
   if restored is None:
-    return model.init(experiment.seed), 0, 'starting from new weights'
+    return initial_state(model, experiment)
   positions = [state for state in restored.input_states if state is not None]
   if len(positions) < len(restored.input_states):
     raise CheckpointError(f'the checkpoint of step {restored.step} holds no input position: it cannot be trained on.')
@@ -82,6 +70,23 @@ def restore_or_init(
     base.check(restored, checkpointer.path, identity)
     state = state.replace(weights=fill_in(state.weights, base.frozen(model)))
   return state, restored.step, f'resuming after step {restored.step}'
+
+
+def initial_state(model: PartitionedModel, experiment: Experiment) -> tuple[TrainState, int, str]:
+  """Returns what `restore_or_init` does for a job without a checkpoint of its own: the same weights every time."""
+  if (origin := experiment.origin()) is not None:
+    return origin.start(model, experiment.seed)
+  if experiment.init_from is None:
+    return model.init(experiment.seed), 0, 'starting from new weights'
+  from spmd_tasks.programs.upcycling import initialize_from
+
+  directory = absolute_path(experiment.init_from)
+  other = SavedSteps(directory).open_checkpoints(read_only=True)
+  try:
+    state, step = initialize_from(model, other, experiment.seed, experiment.init_from_step)
+  finally:
+    other.close()
+  return state, 0, f'starting from the weights of step {step} in {directory}'
 
 
 def newest_step(checkpointer: Checkpointer) -> int:

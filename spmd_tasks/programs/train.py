@@ -245,7 +245,10 @@ def _first_state(run: TrainRun, iterator: InputIterator) -> tuple[TrainState, in
 
 
 def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:
-  """Starts to read batches ahead."""
+  """Starts to read batches ahead, or takes those of a hook."""
+  for hook in run.hooks:
+    if (made := hook.batches(run, iterator)) is not None:
+      return made
   batches = Prefetcher(
     iterator,
     run.model.train_step.place,

@@ -1,11 +1,11 @@
-"""Tuning: trains a pretrained model further on conversations, on pairs of answers, or with low-rank adapters alone.
+"""Tuning: trains a pretrained model further on conversations, pairs of answers or rewards, or low-rank adapters alone.
 
     class Notes(LowRankTuning, InstructionTuning): ...     # see experiments/finetune.py
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
-`references.py` (the reference model's log-probabilities), `low_rank.py` and `adapted_weights.py` (adapters of a model),
-`base_digest.py` (a checkpoint of adapters belongs to one base), then `adapter_stacks.py`
-(several adapters beside one model). The names below are imported when they are first used.
+`references.py` (the reference model's log-probabilities), `rollouts.py` and `policy_loss.py` (rewards),
+`low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one
+base), then `adapter_stacks.py` (several adapters beside one model). The names below are imported when first used.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,11 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
   from spmd_tasks.tuning.instruction_tuning import InstructionTuning, PreferenceTuning
   from spmd_tasks.tuning.low_rank import LowRankTuning
+  from spmd_tasks.tuning.policy_loss import PolicyLoss
   from spmd_tasks.tuning.preference_loss import PreferenceLoss
   from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
+  from spmd_tasks.tuning.reward_tuning import RewardTuning
+  from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
 
 __all__ = [
   'WING',
@@ -32,10 +35,14 @@ __all__ = [
   'InstructionTuning',
   'LowRankAdapter',
   'LowRankTuning',
+  'PolicyLoss',
   'PreferenceInput',
   'PreferenceLoss',
   'PreferenceTuning',
   'Preferences',
+  'RewardPrompts',
+  'RewardTuning',
+  'RolloutInput',
   'add_adapters',
 ]
 
@@ -48,6 +55,8 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
       f'adapters = {sorted(adapters)} are for --mode serve, decode and decode_once, not for --mode {mode}: leave them '
       'out. To train one, see finetune.LoraSft.'
     )
+  if mode == 'preview' and getattr(job.train_input, 'kind', None) == 'rollouts':
+    raise UserError('this experiment samples its examples itself: --mode train shows some of them with their rewards.')
   if not _has_pairs(job):
     return job
   from spmd_tasks.tuning.references import name_references
@@ -56,7 +65,11 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
 
 
 def _train_hooks(job: Any) -> tuple[Any, ...]:
-  """Computes the references of pairs before the first step."""
+  """Computes the references of pairs before the first step; samples completions where rewards are learnt from."""
+  if getattr(job.train_input, 'kind', None) == 'rollouts':
+    from spmd_tasks.tuning.rollouts import MakeRollouts
+
+    return (MakeRollouts(),)
   if not _has_pairs(job):
     return ()
   from spmd_tasks.tuning.references import ComputeReferences
@@ -73,4 +86,4 @@ def _has_pairs(job: Any) -> bool:
   return any(getattr(each, 'kind', None) == 'preferences' for each in found)
 
 
-WING = Wing(name='tuning', prepare_job=_prepare_job, train_hooks=_train_hooks)
+WING = Wing(name='tuning', prepare_job=_prepare_job, train_hooks=_train_hooks, fields_of_modules=('reward', 'rewards'))

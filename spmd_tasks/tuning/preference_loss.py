@@ -52,7 +52,7 @@ def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array
       float [B, T], whose sum over a segment is the reference model's log-probability of its answer.
   """
   weights = batch['weights'].astype(jnp.float32)
-  log_probs = _answer_log_probs(predictions, batch)
+  log_probs = answer_log_probs(predictions, batch)
   num_pairs = weights.shape[1] // 2
   per_token = jnp.stack([log_probs, batch['reference_log_probs'].astype(jnp.float32), weights], axis=-1)  # [B, T, 3]
 
@@ -66,12 +66,35 @@ def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array
   )
 
 
-def _answer_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
+def answer_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns the log-probability of each token of an answer, and 0 elsewhere, float32 [B, T]."""
   weights = batch['weights'].astype(jnp.float32)
   scores = predicted_label_scores(predictions, batch['labels'])
   log_probs = scores.label_logit - scores.log_normalizer
   return jnp.where(weights == 0, 0.0, jnp.where(scores.is_known, log_probs, jnp.nan)) * weights
+
+
+def base_log_probs(task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns `answer_log_probs` under the task's model without its adapters, without a gradient."""
+  names = [AdapterNames(kernel=name) for name in adapters_of(task.model)]
+  left_out = {name for each in names for name in (each.a, each.b, each.magnitude)}
+  flat = traverse_util.flatten_dict(variables['params'], sep='/')
+  weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
+  base = {**variables, 'params': jax.lax.stop_gradient(weights)}
+  predictions = dataclasses.replace(task, model=without_adapters(task.model)).predict(base, batch)
+  return answer_log_probs(predictions, batch)
+
+
+def refuse_trained_base(weight_specs: Any) -> None:
+  """Raises a UserError if a weight is trained that is no adapter's, so that there is no base to compare with."""
+  specs = traverse_util.flatten_dict(weight_specs, sep='/')
+  trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
+  if trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values()):
+    found = f'{trained[0]} is trained' if trained else 'there are no adapters'
+    raise UserError(
+      f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
+      "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,26 +143,12 @@ class PreferenceLoss(WithAuxLosses):
     """Returns the batch with the log-probabilities that the model without its adapters gives to its answers."""
     if self.reference_from != 'base':
       return batch
-    names = [AdapterNames(kernel=name) for name in adapters_of(task.model)]
-    left_out = {name for each in names for name in (each.a, each.b, each.magnitude)}
-    flat = traverse_util.flatten_dict(variables['params'], sep='/')
-    weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
-    base = {**variables, 'params': jax.lax.stop_gradient(weights)}
-    predictions = dataclasses.replace(task, model=without_adapters(task.model)).predict(base, batch)
-    return {**batch, 'reference_log_probs': _answer_log_probs(predictions, batch)}
+    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch)}
 
   def check_weights(self, weight_specs: Any) -> None:
     """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
-    if self.reference_from != 'base':
-      return
-    specs = traverse_util.flatten_dict(weight_specs, sep='/')
-    trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
-    if trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values()):
-      found = f'{trained[0]} is trained' if trained else 'there are no adapters'
-      raise UserError(
-        f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
-        "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
-      )
+    if self.reference_from == 'base':
+      refuse_trained_base(weight_specs)
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput, whose weight is the number of pairs.

@@ -35,8 +35,8 @@ class Record:
 class OpenRecordFiles:
   """Opened files of records: block `i` holds record `i`, a Record, as its one document."""
 
-  def __init__(self, pattern: str | Sequence[str], required: Sequence[str], optional: Sequence[str] = ()):
-    """Opens the files that the glob patterns match; of Parquet and Arrow only the named columns are read.
+  def __init__(self, pattern: str | Sequence[str], required: Sequence[str], optional: Sequence[str] | None = ()):
+    """Opens the files that the glob patterns match; of Parquet and Arrow only the named columns are read (None: all).
 
     Raises:
       UserError: no file matches, one is of an unknown kind, cannot be read or lacks a column, or there is no record.
@@ -47,7 +47,7 @@ class OpenRecordFiles:
     if len(self) == 0:
       raise UserError(f'the files of {pattern!r} have no records: correct the path, or write one record per line.')
     digests = tuple(file.digest for file in self._files)
-    self._fingerprint = file_fingerprint(common_root(paths), paths, 'records', *required, *optional, digests)
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'records', *required, *(optional or ()), digests)
 
   def __len__(self) -> int:
     return int(self._starts[-1])
@@ -68,12 +68,12 @@ class OpenRecordFiles:
     return Block(file.name(number), [(Record(index, file.read(number)), True)])
 
 
-def _open_file(path: str, required: Sequence[str], optional: Sequence[str]) -> Any:
+def _open_file(path: str, required: Sequence[str], optional: Sequence[str] | None) -> Any:
   suffix = os.path.splitext(path)[1].lower()
   if suffix in _JSON_LINES:
     return _JsonLinesFile(path)
   if suffix in _PARQUET or suffix in _ARROW:
-    return _TableFile(path, tuple(required), tuple(optional))
+    return _TableFile(path, tuple(required), None if optional is None else tuple(optional))
   known = ', '.join((*_JSON_LINES, *_PARQUET, *_ARROW))
   raise UserError(f'{path} is of an unknown kind: give a file whose name ends in one of {known}.')
 
@@ -112,7 +112,7 @@ class _JsonLinesFile:
 class _TableFile:
   """A Parquet file, held in memory, or an Arrow file (IPC, as a file or as a stream), mapped."""
 
-  def __init__(self, path: str, required: tuple[str, ...], optional: tuple[str, ...]):
+  def __init__(self, path: str, required: tuple[str, ...], optional: tuple[str, ...] | None):
     self._path, self._size = path, os.path.getsize(path)
     self._required, self._optional = required, optional
     digest = 0
@@ -141,7 +141,9 @@ class _TableFile:
         raise UserError(
           f'{self._path} has no column {missing[0]!r} (it has {table.column_names}): name the right field.'
         )
-      self._table = table.select([name for name in table.column_names if name in (*self._required, *self._optional)])
+      if self._optional is not None:
+        table = table.select([name for name in table.column_names if name in (*self._required, *self._optional)])
+      self._table = table
     return self._table
 
   def __len__(self) -> int:

@@ -1,0 +1,136 @@
+"""PolicyLoss: the loss of policy gradients on texts that the model sampled itself (GRPO and its relatives).
+
+Shapes: B rows, each a prompt and one sampled completion, T tokens. All results are float32.
+
+    A        advantage of a completion: how much better its reward is than expected (advantages.py)
+    log p    log-probability of a token under the model, log q under the model that sampled it, both by the training
+             forward pass; log s as the sampler computed it, with its cache
+    ratio    exp(log p - log q), of a token, or of a whole completion
+    loss     -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) + kl_weight KL
+
+| method | ratio | aggregation | source |
+|---|---|---|---|
+| GRPO | token | sequences | Shao et al., DeepSeekMath, 2024 |
+| Dr. GRPO | token | max_tokens | Liu et al., Understanding R1-Zero-like training, 2025 |
+| DAPO | token | tokens | Yu et al., 2025 |
+| GSPO | sequence | sequences | Zheng et al., 2025 |
+| RLOO | sequence_sum | sequences | Ahmadian et al., Back to basics, 2024 |
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import LossOutput
+from spmd_tasks.layers.losses import WithAuxLosses
+from spmd_tasks.tuning.preference_loss import answer_log_probs, base_log_probs, refuse_trained_base
+
+_RATIOS = ('token', 'sequence', 'sequence_sum')
+_AGGREGATIONS = ('sequences', 'tokens', 'max_tokens')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyLoss(WithAuxLosses):
+  """The clipped policy gradient of completions; the module's docstring has the formulas.
+
+  Fields:
+    ratio: of each 'token'; of the 'sequence', the exponential of the mean over its tokens; or its 'sequence_sum'.
+    aggregation: the mean over 'sequences' of their means over tokens, the mean over all 'tokens', or the sum over
+      tokens divided by B times `max_tokens`.
+    max_tokens: the most tokens of a completion; for aggregation='max_tokens' only.
+    clip_low, clip_high: how far a ratio may move in the direction of its advantage.
+    kl_weight: of the KL divergence from a reference model, estimated by exp(d) - d - 1 with d = log r - log p
+      (Schulman, 2020); 0: there is none.
+    reference_from: where log r is from: the 'batch', or the 'base' of the model, the model without its adapters.
+    sampler_cap: each token's loss is multiplied by q / s, at most this number, which corrects for what the sampler
+      computes differently (truncated importance sampling: Yao et al., 2025); None: it is not.
+    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+  """
+
+  ratio: str = 'token'
+  aggregation: str = 'sequences'
+  max_tokens: int | None = None
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  kl_weight: float = 0.0
+  reference_from: str = 'batch'
+  sampler_cap: float | None = None
+
+  def __post_init__(self):
+    for name, known in (('ratio', _RATIOS), ('aggregation', _AGGREGATIONS), ('reference_from', ('batch', 'base'))):
+      if getattr(self, name) not in known:
+        raise UserError(f'{name}={getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
+    if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.kl_weight < 0:
+      raise UserError(
+        f'clip_low={self.clip_low} must be from 0 to 1, and clip_high={self.clip_high} and kl_weight={self.kl_weight} '
+        'at least 0.'
+      )
+    if self.sampler_cap is not None and not self.sampler_cap > 0:
+      raise UserError(f'sampler_cap={self.sampler_cap} must be positive, such as 2.0, or None.')
+    if (self.aggregation == 'max_tokens') != (self.max_tokens is not None):
+      raise UserError(f"max_tokens={self.max_tokens} goes with aggregation='max_tokens', not {self.aggregation!r}.")
+
+  def with_model(
+    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
+  ) -> Mapping[str, jax.Array]:
+    """Returns the batch with the log-probabilities of the model without its adapters, if the reference is that."""
+    if not self.kl_weight or self.reference_from != 'base':
+      return batch
+    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch)}
+
+  def check_weights(self, weight_specs: Any) -> None:
+    """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
+    if self.kl_weight and self.reference_from == 'base':
+      refuse_trained_base(weight_specs)
+
+  def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
+    """Computes the LossOutput, whose weight is the number of completions, or of tokens for aggregation='tokens'.
+
+    Args:
+      predictions: `logits` float [B, T, V], or in their place `label_scores`; optionally `aux`.
+      batch: `labels` int32 [B, T]; `weights` float [B, T], 1 on the tokens of completions; `advantages` float [B];
+        `sampler_log_probs` float [B, T], log s; `old_log_probs` float [B, T], log q, or without them q is p; and
+        `reference_log_probs` float [B, T] where kl_weight is not 0.
+    """
+    weights = batch['weights'].astype(jnp.float32)
+    log_probs = answer_log_probs(predictions, batch)
+    old = batch.get('old_log_probs', jax.lax.stop_gradient(log_probs))
+    num_tokens = jnp.sum(weights, axis=1)  # [B]
+    has_tokens = (num_tokens > 0).astype(jnp.float32)
+    per_row = jnp.maximum(num_tokens, 1.0)
+
+    log_ratio = (log_probs - old) * weights
+    if self.ratio != 'token':
+      log_ratio = jnp.sum(log_ratio, axis=1, keepdims=True)
+      log_ratio = log_ratio / per_row[:, None] if self.ratio == 'sequence' else log_ratio
+      log_ratio = jnp.broadcast_to(log_ratio, weights.shape)
+    ratio, advantages = jnp.exp(log_ratio), batch['advantages'].astype(jnp.float32)[:, None]
+    clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+    objective = -jnp.minimum(ratio * advantages, clipped * advantages)
+    is_clipped = ((advantages < 0) & (ratio < 1 - self.clip_low)) | ((advantages > 0) & (ratio > 1 + self.clip_high))
+    mismatch = jnp.abs(old - batch['sampler_log_probs']) * weights
+    if self.sampler_cap is not None:
+      objective *= jnp.minimum(jnp.exp(old - batch['sampler_log_probs']), self.sampler_cap)
+    per_token = {'clip_fraction': is_clipped, 'entropy': -log_probs, 'sampler_mismatch': mismatch}
+    if self.kl_weight:
+      difference = batch['reference_log_probs'] - log_probs
+      per_token['kl'] = jnp.exp(difference) - difference - 1
+      objective += self.kl_weight * per_token['kl']
+
+    # One sum over a stack: if B is sharded, each separate sum would be a separate all-reduce.
+    rows = [jnp.sum(each * weights, axis=1) for each in (objective, *per_token.values())]
+    sums = jnp.sum(jnp.stack([*rows, rows[0] / per_row, num_tokens, has_tokens]), axis=1)
+    total, *totals, total_of_means, tokens, num_rows = sums
+    weight = tokens if self.aggregation == 'tokens' else num_rows
+    loss = {
+      'sequences': total_of_means,
+      'tokens': total,
+      'max_tokens': total / (self.max_tokens or 1),
+    }[self.aggregation] / jnp.maximum(weight, 1.0)
+    metrics = {name: (each / jnp.maximum(tokens, 1.0), tokens) for name, each in zip(per_token, totals, strict=True)}
+    loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
+    return LossOutput(loss=loss, weight=weight, metrics=metrics)

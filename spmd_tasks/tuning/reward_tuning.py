@@ -1,0 +1,142 @@
+"""RewardTuning: the base of experiments that learn from rewards; also the published methods by name.
+
+class Grpo(RewardTuning, PretrainedLanguageModel): ...       # see experiments/tune.py
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import types
+from typing import Any
+
+import fiddle as fdl
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import ChatTemplate
+from spmd_tasks.recipes.text_training import TextTraining
+from spmd_tasks.tuning.policy_loss import PolicyLoss
+from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
+
+Files = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+  """What a published method chooses; see PolicyLoss and RolloutInput for the fields."""
+
+  baseline: str = 'group'
+  scale: str = 'group'
+  ratio: str = 'token'
+  aggregation: str = 'sequences'
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  drops_equal: bool = False
+
+
+METHODS: Mapping[str, Method] = types.MappingProxyType(
+  {
+    'grpo': Method(),
+    'dr_grpo': Method(scale='none', aggregation='max_tokens'),
+    'dapo': Method(aggregation='tokens', clip_high=0.28, drops_equal=True),
+    'gspo': Method(ratio='sequence', clip_low=3e-4, clip_high=4e-4),
+    'rloo': Method(baseline='leave_one_out', scale='none', ratio='sequence_sum'),
+    'reinforce++': Method(scale='batch', aggregation='tokens'),
+  }
+)
+
+
+class RewardTuning(TextTraining):
+  """Trains on completions that the model samples itself, by rewards; a base before that of the model."""
+
+  # Files of prompts for training and, if given, for evaluation (JSON lines, Parquet or Arrow), whose records have
+  # `prompt`, a text or messages, and what the reward functions read.
+  data: Files = ''
+  eval_data: Files = ''
+  # module:function, called as (prompt, completion, record) -> number; or several with their weights.
+  reward: str | Mapping[str, float] = ''
+  # One of METHODS; a field below that is not None replaces what the method chooses.
+  method: str = 'grpo'
+  baseline: str | None = None
+  scale: str | None = None
+  ratio: str | None = None
+  aggregation: str | None = None
+  clip_low: float | None = None
+  clip_high: float | None = None
+  drops_equal: bool | None = None
+
+  group_size: int = 8  # completions of each prompt
+  batch_size: int = 64  # completions of an update
+  num_minibatches: int = 1  # updates that divide a rollout's completions
+  num_iterations: int = 1  # how often each completion is trained on
+  max_tokens: int = 256  # of a completion
+  overlong_margin: int = 0
+  num_rollout_slots: int = 64  # completions that are generated at once
+  # How strongly the model is held to a reference: 'start', the weights that training starts from, or 'base', the frozen
+  # model under low-rank adapters.
+  kl_weight: float = 0.0
+  reference: str = 'start'
+  sampler_cap: float | None = None
+  num_reward_workers: int = 2
+  reward_timeout_s: float = 10.0
+
+  seq_len: int = 1024
+  learning_rate: float = 1e-6
+
+  @property
+  def chosen(self) -> Method:
+    """The method, with the fields that are set."""
+    if self.method not in METHODS:
+      raise UserError(f'method = {self.method!r} must be one of {", ".join(METHODS)}.')
+    given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Method)}
+    return dataclasses.replace(METHODS[self.method], **{k: v for k, v in given.items() if v is not None})
+
+  def loss(self) -> fdl.Config:
+    """The clipped policy gradient."""
+    if self.reference not in ('start', 'base'):
+      raise UserError(f"reference = {self.reference!r} must be 'start' or 'base'.")
+    method = self.chosen
+    return fdl.Config(
+      PolicyLoss,
+      ratio=method.ratio,
+      aggregation=method.aggregation,
+      max_tokens=self.max_tokens if method.aggregation == 'max_tokens' else None,
+      clip_low=method.clip_low,
+      clip_high=method.clip_high,
+      kl_weight=self.kl_weight,
+      reference_from='base' if self.reference == 'base' else 'batch',
+      sampler_cap=self.sampler_cap,
+    )
+
+  def train_input(self) -> fdl.Config:
+    if not self.data or not self.reward:
+      raise UserError(
+        f'{type(self).__name__} needs prompts and a reward: --set data=FILE --set reward=MODULE:FUNCTION, a function '
+        '(prompt, completion, record) -> number.'
+      )
+    method, template = self.chosen, self.chat_template()
+    fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
+    names: dict[str, Any] = {'baseline': method.baseline, 'scale': method.scale, 'drops_equal': method.drops_equal}
+    return fdl.Config(
+      RolloutInput,
+      source=fdl.Config(RewardPrompts, pattern=self.data),
+      eval_source=fdl.Config(RewardPrompts, pattern=self.eval_data) if self.eval_data else None,
+      tokenizer=self.tokenizer(),
+      template=fdl.Config(ChatTemplate, **fields),
+      rewards={self.reward: 1.0} if isinstance(self.reward, str) else dict(self.reward),
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      group_size=self.group_size,
+      num_minibatches=self.num_minibatches,
+      num_iterations=self.num_iterations,
+      max_tokens=self.max_tokens,
+      overlong_margin=self.overlong_margin,
+      has_reference=self.kl_weight > 0 and self.reference == 'start',
+      num_slots=self.num_rollout_slots,
+      num_workers=self.num_reward_workers,
+      reward_timeout_s=self.reward_timeout_s,
+      seed=self.seed,
+      **names,
+    )
+
+  def eval_inputs(self) -> dict[str, fdl.Config]:
+    """None: prompts for evaluation are completed, see `eval_data`."""
+    return {}

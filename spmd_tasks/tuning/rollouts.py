@@ -1,0 +1,590 @@
+"""Rollouts: completions of prompts that the training job itself samples, with their rewards, as batches of the loop.
+
+    RolloutInput(source=RewardPrompts(pattern='sums.jsonl'), rewards={'my_lab.rewards:is_correct': 1.0}, ...)
+
+A step's batch is made when the step is due: P prompts are completed G times each by the decoding engine, on the
+training mesh and with the weights of that moment; each completion gets rewards, and from these an advantage. A rollout
+may serve several updates, with minibatches of its rows, several times.
+
+The position of the input is that of its prompts, and the rollout of which updates are still due. The draws depend on
+the seed, the epoch and the record only: a job that goes on from a checkpoint makes the same bits.
+
+Shapes: R = P * G rows of a rollout, B rows of an update, T tokens of a row (a prompt and its completion), K rewards.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import io
+import time
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import ChatTemplate, Tokenizer
+from spmd_tasks.inputs.base import BATCH_DTYPES, State, check_state, language_model_spec, shard_rows
+from spmd_tasks.inputs.tokenizers import encode_prompt
+from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.interval_hooks import is_multiple
+from spmd_tasks.programs.training_loop import Outcome
+from spmd_tasks.runtime.metrics import make_writer
+from spmd_tasks.tuning.advantages import BASELINES, SCALES, advantages_of, overlong_penalties
+from spmd_tasks.tuning.conversations import messages_of
+from spmd_tasks.tuning.preference_loss import answer_log_probs
+from spmd_tasks.tuning.record_files import OpenRecordFiles
+from spmd_tasks.tuning.reward_functions import RewardWorkers
+
+_Prompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
+_LOG_PROBS = ('sampler_log_probs', 'old_log_probs', 'reference_log_probs')
+_MAX_DRAWS = 8  # of prompts for one rollout, where groups whose rewards are all equal are left out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardPrompts:
+  """Prompts in JSON lines, Parquet or Arrow files (a glob pattern or several).
+
+  A record has `prompt`, a text or a list of messages, and whatever else the reward functions read.
+  """
+
+  pattern: str | tuple[str, ...]
+
+  def open(self) -> OpenRecordFiles:
+    return OpenRecordFiles(self.pattern, ['prompt'], None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutInput:
+  """What a rollout is made of; the batches are made by MakeRollouts.
+
+  Fields:
+    source: RewardPrompts.
+    eval_source: further ones, which are completed greedily at the experiment's `eval_every_steps`; None: none.
+    tokenizer, template: of the prompts.
+    rewards: `module:function` -> its weight in a completion's reward (reward_functions.py).
+    batch_size, seq_len: B and T.
+    group_size: G.
+    num_minibatches: R / B.
+    num_iterations: how often each row of a rollout is trained on.
+    max_tokens: of a completion.
+    baseline, scale: of advantages (advantages.py).
+    drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
+      (DAPO's dynamic sampling).
+    overlong_margin: the last tokens before max_tokens that cost up to 1 (overlong_penalties); 0: none do.
+    has_reference: whether batches have the log-probabilities under the weights that training starts from.
+    num_slots: how many completions are generated at once.
+    num_workers, reward_timeout_s: processes for rewards, and the seconds that one call may take.
+    seed, shuffle: of the order of prompts, and of the draws.
+  """
+
+  source: RewardPrompts
+  eval_source: RewardPrompts | None = None
+  tokenizer: Tokenizer
+  template: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
+  rewards: Mapping[str, float]
+  batch_size: int
+  seq_len: int
+  group_size: int = 8
+  num_minibatches: int = 1
+  num_iterations: int = 1
+  max_tokens: int = 256
+  baseline: str = 'group'
+  scale: str = 'group'
+  drops_equal: bool = False
+  overlong_margin: int = 0
+  has_reference: bool = False
+  num_slots: int = 64
+  num_workers: int = 2
+  reward_timeout_s: float = 10.0
+  seed: int = 0
+  shuffle: bool = True
+
+  kind: ClassVar[str] = 'rollouts'
+
+  def __post_init__(self):
+    for name in ('group_size', 'num_minibatches', 'num_iterations', 'max_tokens', 'num_slots', 'num_workers'):
+      if getattr(self, name) < 1:
+        raise UserError(f'{name} = {getattr(self, name)} must be at least 1.')
+    if self.num_rows % self.group_size:
+      raise UserError(
+        f'batch_size {self.batch_size} x num_minibatches {self.num_minibatches} must be a multiple of group_size '
+        f'{self.group_size}, the completions of one prompt.'
+      )
+    if not self.rewards:
+      raise UserError('rewards are missing: --set reward=MODULE:FUNCTION, a function (prompt, completion, record).')
+    for name, known in (('baseline', BASELINES), ('scale', SCALES)):
+      if getattr(self, name) not in known:
+        raise UserError(f'{name} = {getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
+    if self.group_size == 1 and (self.baseline, self.scale) != ('none', 'none') and self.scale != 'batch':
+      raise UserError("group_size = 1 has no group to compare with: set baseline='none' and scale='batch'.")
+    if not 0 < self.max_tokens < self.seq_len or not 0 <= self.overlong_margin <= self.max_tokens:
+      raise UserError(
+        f'max_tokens = {self.max_tokens} must be less than seq_len {self.seq_len}, which holds the prompt too, and at '
+        f'least overlong_margin {self.overlong_margin}.'
+      )
+
+  @property
+  def num_rows(self) -> int:
+    """R."""
+    return self.batch_size * self.num_minibatches
+
+  @property
+  def num_updates(self) -> int:
+    """How many updates one rollout serves."""
+    return self.num_minibatches * self.num_iterations
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    names = ['sampler_log_probs', *['old_log_probs'] * (self.num_updates > 1)]
+    names += ['reference_log_probs'] * self.has_reference
+    spec = language_model_spec(self.batch_size, self.seq_len, {**BATCH_DTYPES, **dict.fromkeys(names, np.float32)})
+    return spec | {'advantages': jax.ShapeDtypeStruct((self.batch_size,), np.float32)}
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PromptIterator':
+    """Every process reads all prompts."""
+    shard_rows(self.batch_size, shard_index, shard_count)
+    return PromptIterator(self)
+
+  def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
+    return [states[0]] * shard_count
+
+  def prompt_of(self, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The text that a record's prompt is, and the strings that end its completion."""
+    if isinstance(record['prompt'], str):
+      return record['prompt'], ()
+    return self.template.render(messages_of(record, 'prompt')), self.template.stop
+
+  def epochs(self, state: State) -> float:
+    return state['num_read'] / state['num_records']
+
+
+class Rollout(NamedTuple):
+  """A rollout whose updates are not all made yet: host arrays.
+
+  Fields:
+    tokens: int32 [R, T + 1], prompt and completion, padded.
+    prompt_lengths, lengths: int32 [R], tokens of the prompt and of both; a length 0 is of a row to leave out.
+    advantages: float32 [R].
+    sampler_log_probs, old_log_probs, reference_log_probs: float32 [R, T]; the last two [0] where there are none.
+  """
+
+  tokens: np.ndarray
+  prompt_lengths: np.ndarray
+  lengths: np.ndarray
+  advantages: np.ndarray
+  sampler_log_probs: np.ndarray
+  old_log_probs: np.ndarray
+  reference_log_probs: np.ndarray
+
+  def batch(self, rows: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
+    """The arrays of some rows, as `RolloutInput.element_spec` names them."""
+    columns = np.arange(self.tokens.shape[1] - 1)[None, :]
+    is_text = columns < self.lengths[rows, None] - 1
+    batch = {
+      'ids': np.where(is_text, self.tokens[rows, :-1], pad_id).astype(np.int32),
+      'labels': np.where(is_text, self.tokens[rows, 1:], pad_id).astype(np.int32),
+      'weights': (is_text & (columns >= self.prompt_lengths[rows, None] - 1)).astype(np.float32),
+      'segment_ids': is_text.astype(np.int32),
+      'segment_pos': np.where(is_text, columns, 0).astype(np.int32),
+      'advantages': self.advantages[rows],
+    }
+    for name in _LOG_PROBS:
+      if (values := getattr(self, name)).ndim == 2:
+        batch[name] = values[rows]
+    return batch
+
+  def to_text(self) -> str:
+    """As JSON takes it."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **self._asdict())
+    return base64.b85encode(buffer.getvalue()).decode()
+
+  @classmethod
+  def from_text(cls, text: str) -> 'Rollout':
+    with np.load(io.BytesIO(base64.b85decode(text))) as arrays:
+      return cls(**arrays)
+
+
+class PromptIterator:
+  """The order of prompts, and the rollout of which updates are still due: the position of a RolloutInput.
+
+  Attributes:
+    rollout: that rollout; None: the next update needs a new one.
+    num_made: how many updates were made of it.
+  """
+
+  def __init__(self, settings: RolloutInput):
+    self._settings = settings
+    self._records = settings.source.open()
+    self._num_read = 0
+    self.rollout: Rollout | None = None
+    self.num_made = 0
+
+  def __iter__(self) -> 'PromptIterator':
+    return self
+
+  def __next__(self) -> dict[str, np.ndarray]:
+    """A batch with made-up completions and advantages in place of sampled ones, for --mode verify."""
+    settings = self._settings
+    rng = np.random.default_rng((settings.seed, self._num_read))
+    texts = [settings.prompt_of(record)[0] for *_, record in self.take(settings.batch_size)]
+    prompts = [list(encode_prompt(settings.tokenizer, text))[: settings.seq_len - 1] for text in texts]
+    made_up = rng.geometric(0.1, (settings.batch_size, settings.seq_len + 1)) % settings.tokenizer.vocab_size
+    lengths = [min(len(ids) + int(rng.integers(1, settings.max_tokens + 1)), settings.seq_len) for ids in prompts]
+    for row, ids in enumerate(prompts):
+      made_up[row, : len(ids)] = ids
+    nothing, known = np.zeros((settings.batch_size, settings.seq_len), np.float32), settings.element_spec()
+    rollout = Rollout(
+      made_up.astype(np.int32),
+      np.array([len(ids) for ids in prompts]),
+      np.array(lengths),
+      rng.normal(size=settings.batch_size).astype(np.float32),
+      *(nothing if name in known else nothing[0] for name in _LOG_PROBS),
+    )
+    return rollout.batch(np.arange(settings.batch_size), settings.tokenizer.pad_id)
+
+  def take(self, number: int) -> list[_Prompt]:
+    """The next prompts."""
+    taken = []
+    for _ in range(number):
+      epoch, place = divmod(self._num_read, len(self._records))
+      self._num_read += 1
+      if self._settings.shuffle:
+        place = int(np.random.default_rng((self._settings.seed, epoch)).permutation(len(self._records))[place])
+      taken.append((epoch, place, record_of(self._records, place)))
+    return taken
+
+  def get_state(self) -> State:
+    state = self._identity() | {'num_read': self._num_read, 'num_made': self.num_made}
+    return state | {'rollout': None if self.rollout is None else self.rollout.to_text()}
+
+  def set_state(self, state: State) -> None:
+    check_state(state, self._identity())
+    self._num_read, self.num_made = state['num_read'], state['num_made']
+    self.rollout = None if state['rollout'] is None else Rollout.from_text(state['rollout'])
+
+  def close(self) -> None:
+    pass
+
+  def _identity(self) -> State:
+    names = ('seed', 'shuffle', 'group_size', 'batch_size', 'seq_len', 'num_minibatches', 'num_iterations')
+    return {
+      'kind': self._settings.kind,
+      'source': self._records.fingerprint(),
+      'tokenizer': self._settings.tokenizer.fingerprint(),
+      'num_records': len(self._records),
+      **{name: getattr(self._settings, name) for name in names},
+    }
+
+
+def record_of(records: OpenRecordFiles, index: int) -> Mapping[str, Any]:
+  """The fields of a record; raises a UserError that names it if it has no prompt."""
+  ((record, _),) = records[index].documents
+  if not record.values.get('prompt'):
+    raise UserError(f"{records.block_name(index)}: there is no 'prompt', a text or a list of messages.")
+  return record.values
+
+
+class MakeRollouts(TrainHook):
+  """Gives the loop its batches: samples completions, has them rewarded, and notes metrics; also evaluates rewards."""
+
+  def prepare(self, run: TrainRun) -> None:
+    from spmd_tasks.decoding import DecodeSteps
+    from spmd_tasks.decoding.prompts import PromptTokenizer
+
+    assert isinstance(run.job.train_input, RolloutInput)
+    self._input = run.job.train_input
+    given = run.job.task.decode
+    settings = dataclasses.replace(
+      given,
+      max_len=self._input.seq_len,
+      num_slots=min(self._input.num_slots, self._input.num_rows),
+      prefill_rows=min(given.prefill_rows, self._input.num_rows),
+      num_top_logprobs=0,
+      num_beams=1,
+      weights_dtype=None,
+    )
+    self._steps = DecodeSteps(run.model, settings)
+    self._tokenizer = PromptTokenizer.for_steps(self._steps, self._input.tokenizer, run.experiment.seed)
+    self._eval_records = self._input.eval_source.open() if self._input.eval_source else None
+    self._every_steps = run.experiment.eval_every_steps
+    self._score = run.model.batch_step('score_rollouts', self._input.element_spec(), self._log_probs)
+    self._task = run.model.task
+    self._metrics: list[dict[str, float]] = []  # of the updates that were given to the loop, oldest first
+    self._newest: dict[str, float] = {}
+    self._last_eval, self._num_decided = -1, 0
+
+  def _log_probs(self, variables: Any, batch: Any) -> Any:
+    """float32 [B, T], by the forward pass of training."""
+    return answer_log_probs(self._task.predict(variables, batch), batch)
+
+  def open(self, run: TrainRun) -> None:
+    self._workers = None
+    if is_primary():
+      number, limit_s = self._input.num_workers, self._input.reward_timeout_s
+      workers = RewardWorkers(list(self._input.rewards), num_workers=number, timeout_s=limit_s)
+      self._workers = run.stack.enter_context(workers)
+
+  def start(self, run: TrainRun) -> None:
+    self._reference = None
+    if self._input.has_reference:
+      from spmd_tasks.programs.restore import initial_state
+
+      self._reference = initial_state(run.model, run.experiment)[0].variables
+    if self._eval_records is not None:
+      directory = run.job_log_dir / 'eval_rewards'
+      self._writer = make_writer(directory, tensorboard=run.experiment.tensorboard, primary=is_primary())
+      run.stack.callback(self._writer.close)
+
+  def batches(self, run: TrainRun, iterator: Any) -> Any:
+    return _Batches(self, run, iterator)
+
+  def before_loop(self, run: TrainRun) -> None:
+    if run.first_step == 0:
+      self._evaluate(run)
+
+  def needs_state(self, step: int) -> bool:
+    return self._eval_records is not None and is_multiple(step, self._every_steps)
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    run.metrics |= self._metrics.pop(0)
+    if is_multiple(outcome.step, self._every_steps):
+      self._evaluate(run)
+
+  def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self._metrics.pop(0)
+
+  def finish(self, run: TrainRun) -> None:
+    self._evaluate(run)
+
+  def next_batch(self, run: TrainRun, iterator: PromptIterator) -> Any:
+    """The placed batch of the next update."""
+    settings = self._input
+    if iterator.rollout is None:
+      iterator.rollout, self._newest = self._roll_out(run, iterator)
+    rollout = iterator.rollout
+    iteration, minibatch = divmod(iterator.num_made, settings.num_minibatches)
+    rows = np.arange(settings.num_rows)
+    if settings.num_minibatches > 1:
+      rows = np.random.default_rng((settings.seed, int(rollout.lengths.sum()), iteration)).permutation(rows)
+    batch = self._place(run, run.model.train_step, rollout, rows.reshape(settings.num_minibatches, -1)[minibatch])
+    iterator.num_made += 1
+    if iterator.num_made == settings.num_updates:
+      iterator.rollout, iterator.num_made = None, 0
+    self._metrics.append(self._newest)
+    return batch
+
+  def _place(self, run: TrainRun, step: Any, rollout: Rollout, rows: np.ndarray) -> Any:
+    own = shard_rows(self._input.batch_size, jax.process_index(), jax.process_count())
+    return step.place(rollout.batch(rows[own.start : own.stop], self._input.tokenizer.pad_id))
+
+  def _roll_out(self, run: TrainRun, iterator: PromptIterator) -> tuple[Rollout, dict[str, float]]:
+    """Samples the completions of the next prompts and has them rewarded; returns metrics of the rollout beside it."""
+    settings, num_prompts = self._input, self._input.num_rows // self._input.group_size
+    variables = run.model.task.decoding_variables(run.loop.state)
+    started, reward_seconds, num_drawn = time.perf_counter(), 0.0, 0
+    completions: list[Any] = []
+    totals: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    for _ in range(_MAX_DRAWS):
+      prompts = iterator.take(num_prompts - len(totals))
+      num_drawn += len(prompts)
+      made = self._complete(run, variables, prompts, settings.group_size)
+      rewards, seconds = self._rewards(run, [record for *_, record in prompts], made)
+      reward_seconds += seconds
+      total = rewards @ np.array(list(settings.rewards.values()))
+      if settings.overlong_margin:
+        lengths = np.array([[len(each.ids) for each in group] for group in made])
+        total = total + overlong_penalties(lengths, settings.max_tokens, settings.overlong_margin)
+      for group, each, all_values in zip(made, total, rewards, strict=True):
+        known = each[~np.isnan(each)]
+        if not settings.drops_equal or (known.size and np.ptp(known) > 0):
+          completions += group
+          totals.append(each)
+          values.append(all_values)
+      if len(totals) == num_prompts:
+        break
+    if not totals:
+      raise UserError(
+        f'all completions of {num_drawn} prompts have one reward each, so that nothing can be learnt: use prompts that '
+        'the model sometimes answers, or set drops_equal=False.'
+      )
+    grid, known = np.stack(totals), np.stack(values)  # [P, G], [P, G, K]
+    advantages = advantages_of(grid, baseline=settings.baseline, scale=settings.scale)
+    rollout = self._as_rollout(completions, advantages.reshape(-1), np.isnan(grid).reshape(-1))
+    scored_at = time.perf_counter()
+    rollout = self._with_log_probs(run, variables, rollout)
+    tokens = [len(each.ids) for each in completions]
+    now = time.perf_counter()
+    metrics = {
+      'reward': _mean(grid),
+      'reward_std': _mean(np.nanstd(grid, axis=1) if not np.isnan(grid).all() else grid),
+      'reward_failures': float(np.isnan(known).any(axis=-1).mean()),
+      'completion_tokens': float(np.mean(tokens)),
+      'truncated': float(np.mean([each.finish_reason == 'length' for each in completions])),
+      'prompts_drawn': float(num_drawn),
+      'rollout_seconds': scored_at - started - reward_seconds,
+      'reward_seconds': reward_seconds,
+      'score_seconds': now - scored_at,
+      'rollout_tokens_per_second': sum(tokens) / max(scored_at - started - reward_seconds, 1e-9),
+    }
+    if len(settings.rewards) > 1:
+      metrics |= {f'reward/{name}': _mean(known[..., k]) for k, name in enumerate(settings.rewards)}
+    if is_multiple(run.loop.step + 1, run.experiment.log_every_steps):
+      metrics['sampler_mismatch_max'] = self._largest_mismatch(run, variables, rollout)
+      best = int(np.nanargmax(grid)) if not np.isnan(grid).all() else 0
+      shown = ' '.join(completions[best].text.split())[:160]
+      run.message(f'rollout for step {run.loop.step + 1}: reward {grid.reshape(-1)[best]:.3g} for {shown!r}')
+    return rollout, metrics
+
+  def _as_rollout(self, completions: Sequence[Any], advantages: np.ndarray, is_failed: np.ndarray) -> Rollout:
+    num_rows, num_tokens = self._input.num_rows, self._input.seq_len
+    tokens = np.zeros((num_rows, num_tokens + 1), np.int32)
+    prompt_lengths, lengths = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    sampler = np.zeros((num_rows, num_tokens), np.float32)
+    padded = np.zeros(num_rows, np.float32)
+    padded[: len(advantages)] = advantages
+    for row, each in enumerate(completions):
+      if is_failed[row]:
+        continue
+      text, start = [*each.request.ids, *each.ids], len(each.request.ids)
+      tokens[row, : len(text)] = text
+      prompt_lengths[row], lengths[row] = start, len(text)
+      sampler[row, start - 1 : len(text) - 1] = each.logprobs
+    nothing = np.zeros(0, np.float32)
+    return Rollout(tokens, prompt_lengths, lengths, padded, sampler, nothing, nothing)
+
+  def _with_log_probs(self, run: TrainRun, variables: Any, rollout: Rollout) -> Rollout:
+    """Adds what the batches have of the sampling model and of the reference model, by one program."""
+    settings = self._input
+    wanted = {}
+    if settings.num_updates > 1:
+      wanted['old_log_probs'] = variables
+    if self._reference is not None:
+      wanted['reference_log_probs'] = self._reference
+    return self._scored(run, wanted, rollout) if wanted else rollout
+
+  def _scored(self, run: TrainRun, models: Mapping[str, Any], rollout: Rollout) -> Rollout:
+    """Computes log-probabilities under several variables of the model, by the name that they get in the rollout."""
+    settings, made = self._input, {name: [] for name in models}  # type: ignore[var-annotated]
+    empty = np.zeros((settings.num_rows, settings.seq_len), np.float32)
+    filled = rollout._replace(**{name: empty for name in _LOG_PROBS[1:] if name in settings.element_spec()})
+    for rows in np.arange(settings.num_rows).reshape(settings.num_minibatches, -1):
+      batch = self._place(run, self._score, filled, rows)
+      for name, variables in models.items():
+        made[name].append(np.asarray(self._score(variables, batch)))
+    return rollout._replace(**{name: np.concatenate(parts) for name, parts in made.items()})
+
+  def _largest_mismatch(self, run: TrainRun, variables: Any, rollout: Rollout) -> float:
+    """The largest difference between a token's log-probability in sampling and by the forward pass of training."""
+    scored = rollout if rollout.old_log_probs.ndim == 2 else self._scored(run, {'old_log_probs': variables}, rollout)
+    return float(np.abs(scored.old_log_probs - scored.sampler_log_probs).max())
+
+  def _complete(
+    self,
+    run: TrainRun,
+    variables: Any,
+    prompts: Sequence[tuple[int, int, Mapping[str, Any]]],
+    number: int,
+    **draws: Any,
+  ) -> list[list[Any]]:
+    """The completions of each prompt, `number` of them."""
+    from spmd_tasks.decoding import generate
+
+    requests = []
+    for epoch, index, record in prompts:
+      seed = int(np.random.SeedSequence((self._input.seed, epoch, index)).generate_state(1)[0])
+      request = self._request(record, f'record {index}', seed=seed, **draws)
+      requests += [request.as_sample(sample) for sample in range(number)]
+    made: list[Any] = [None] * len(requests)
+
+    def on_step() -> None:
+      run.watchdog.beat(run.loop.step, 'rollout')
+
+    for place, completion in generate(self._steps, variables, requests, decode=self._tokenizer.decode, on_step=on_step):
+      made[place] = completion
+    return [made[start : start + number] for start in range(0, len(made), number)]
+
+  def _request(self, record: Mapping[str, Any], where: str, *, seed: int, temperature: float = 1.0) -> Any:
+    """The request of a prompt; it is drawn from the model's own distribution, or greedy."""
+    from spmd_tasks.decoding.prompts import Prompt
+
+    text, stop = self._input.prompt_of(record)
+    has_bos = bool(stop) and self._input.template.writes_bos
+    ids = tuple(self._input.tokenizer.encode(text)) if has_bos else None
+    prompt = Prompt(
+      prompt=None if ids else text,
+      prompt_ids=ids,
+      stop=stop,
+      max_tokens=self._input.max_tokens,
+      seed=seed,
+      temperature=temperature,
+      top_k=0,
+      top_p=1.0,
+      min_p=0.0,
+      repetition_penalty=1.0,
+      frequency_penalty=0.0,
+      presence_penalty=0.0,
+    )
+    return self._tokenizer.request(prompt, where)[0]
+
+  def _rewards(
+    self, run: TrainRun, records: Sequence[Mapping[str, Any]], made: Sequence[Sequence[Any]]
+  ) -> tuple[np.ndarray, float]:
+    """float64 [P, G, K], and the seconds that they took; process 0 calls the functions."""
+    calls = [(r['prompt'], each.text, r) for r, group in zip(records, made, strict=True) for each in group]
+    started = time.perf_counter()
+
+    def decide() -> list[list[float]]:
+      assert self._workers is not None
+      failed = self._workers.num_failed
+      found = self._workers.rewards(calls)
+      if self._workers.num_failed > failed:
+        run.message(f'{self._workers.num_failed - failed} rewards failed, the last one: {self._workers.last_problem}')
+      return found.tolist()
+
+    limit_s = run.limit_s + round(self._input.reward_timeout_s * len(calls))
+    with run.watchdog.allow('rewards', limit_s):
+      self._num_decided += 1
+      found = primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
+    shape = (len(records), -1, len(self._input.rewards))
+    return np.array(found, np.float64).reshape(shape), time.perf_counter() - started
+
+  def _evaluate(self, run: TrainRun) -> None:
+    """Completes the prompts for evaluation greedily and records their rewards."""
+    if self._eval_records is None or self._last_eval == run.step:
+      return
+    self._last_eval = run.step
+    with run.timed('eval', 'evaluation'):
+      variables = run.model.task.evaluation_variables(run.state)
+      prompts = [(0, index, record_of(self._eval_records, index)) for index in range(len(self._eval_records))]
+      made = self._complete(run, variables, prompts, 1, temperature=0.0)
+      rewards, _ = self._rewards(run, [record for *_, record in prompts], made)
+    total = rewards @ np.array(list(self._input.rewards.values()))
+    metrics = {'reward': _mean(total), 'reward_failures': float(np.isnan(rewards).any(axis=-1).mean())}
+    metrics |= {f'reward/{name}': _mean(rewards[..., k]) for k, name in enumerate(self._input.rewards)}
+    metrics['completion_tokens'] = float(np.mean([len(group[0].ids) for group in made]))
+    self._writer.write(run.step, metrics)
+    run.message(f'step {run.step}  eval rewards: reward {metrics["reward"]:.4f} over {len(prompts)} prompts')
+
+
+class _Batches:
+  """The loop's batches, each made when it is asked for."""
+
+  seconds_waited = 0.0  # sampling is work of the devices
+
+  def __init__(self, hook: MakeRollouts, run: TrainRun, iterator: PromptIterator):
+    self._hook, self._run, self._iterator = hook, run, iterator
+
+  def __iter__(self) -> Iterator[tuple[Any, State]]:
+    return self
+
+  def __next__(self) -> tuple[Any, State]:
+    return self._hook.next_batch(self._run, self._iterator), self._iterator.get_state()
+
+
+def _mean(values: np.ndarray) -> float:
+  """The mean of the values that are known; NaN without any."""
+  return float(np.nanmean(values)) if not np.isnan(values).all() else float('nan')

@@ -1,0 +1,52 @@
+"""Reward functions in real processes: one that fails in any way costs its own result and nothing else."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.tuning.reward_functions import RewardWorkers
+
+NAME = 'tests.tuning.test_reward_functions'
+
+
+def length(prompt, completion, record):
+  return len(completion) + record['bonus']
+
+
+def fails(prompt, completion, record):
+  if completion == 'raise':
+    raise KeyError('answer')
+  if completion == 'hang':
+    time.sleep(60)
+  if completion == 'die':
+    os._exit(3)
+  return {'nan': float('nan'), 'text': 'good'}.get(completion, 1)
+
+
+def test_functions_are_called_for_all_completions_and_a_bad_one_costs_its_own_result():
+  calls = [('p', text, {'bonus': 0.5}) for text in ('ok', 'raise', 'hang', 'nan', 'fine', 'die', 'text', 'ok')]
+  with RewardWorkers([f'{NAME}:length', f'{NAME}:fails'], num_workers=2, timeout_s=1.5) as workers:
+    started = time.monotonic()
+    found = workers.rewards(calls)
+    np.testing.assert_array_equal(found[:, 0], [len(text) + 0.5 for _, text, _ in calls])
+    np.testing.assert_array_equal(found[:, 1], [1, np.nan, np.nan, np.nan, 1, np.nan, np.nan, 1])
+    assert workers.num_failed == 5
+    assert time.monotonic() - started < 30  # not the 60 s of the one that hangs
+    np.testing.assert_array_equal(workers.rewards(calls[:1]), [[2.5, 1]])  # those that were replaced work
+
+
+@pytest.mark.parametrize(
+  ('name', 'says'),
+  [
+    ('length', 'must name a function as module:function'),
+    (f'{NAME}:nothing', 'cannot be imported'),
+    ('no_such_module:length', 'cannot be imported'),
+    (f'{NAME}:NAME', 'must name a function'),
+  ],
+)
+def test_a_name_of_no_function_is_refused(name, says):
+  with pytest.raises(UserError, match=says):
+    RewardWorkers([name], num_workers=1, timeout_s=1.0)

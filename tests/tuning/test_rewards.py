@@ -1,0 +1,96 @@
+"""Learning from rewards: one curve on every mesh, and a job that learns, goes on exactly, and says what is wrong."""
+
+import json
+
+import pytest
+
+from spmd_tasks import exit_codes
+from tests import binary
+from tests.runtime.loss_curves import assert_same_run, reference, runner, table
+from tests.tuning.reward_experiments import (
+  ExpertsPolicy,
+  LowRankPolicy,
+  PipelinedPolicy,
+  Policy,
+  SequencePolicy,
+  TokenPolicy,
+  write_prompts,
+)
+
+IN_PARTS = ('task.learner.num_microbatches=4',)
+CASES = [
+  ('data 2 x mdl 4', Policy, Policy, (1, 2, 4), ()),
+  ('data 8, 4 microbatches', Policy, Policy, (1, 8, 1), IN_PARTS),
+  ('mean over tokens, data 2 x mdl 4, 4 microbatches', TokenPolicy, TokenPolicy, (1, 2, 4), IN_PARTS),
+  ('ratios of sequences, data 4 x mdl 2', SequencePolicy, SequencePolicy, (1, 4, 2), ()),
+  ('stage 4 x data 2', Policy, PipelinedPolicy, (1, 4, 2, 1), ()),
+  ('adapters held to the base, data 2 x mdl 4, 4 microbatches', LowRankPolicy, LowRankPolicy, (1, 2, 4), IN_PARTS),
+  ('experts, data 8', ExpertsPolicy, ExpertsPolicy, (1, 8, 1), ()),
+]
+JOB = ('--exp', 'tests.tuning.reward_experiments.Job', '--mode', 'train')
+
+
+@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table(CASES, fast=('data 2 x mdl 4',)))
+def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides):
+  assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
+
+
+def train(directory, data, *flags):
+  given = ('--set', f'data={data}', '--job_log_dir', directory)
+  return binary.run_in_process(*JOB, *given, *flags)
+
+
+def numbers(directory):
+  """Step -> what the step computed, not how long it took."""
+  names = ('loss', 'grad_norm', 'weight_norm', 'entropy', 'sampler_mismatch_max', 'reward', 'completion_tokens')
+  return {line['step']: {name: line.get(name) for name in names} for line in binary.metric_lines(directory)}
+
+
+@pytest.mark.slow
+def test_a_job_learns_its_reward_with_a_sampler_that_agrees_with_the_trainer(tmp_path):
+  data = write_prompts(tmp_path)
+  flags = ('--set', f'eval_data={data}', '--set', 'eval_every_steps=8', '--num_train_steps', '16')
+  assert train(tmp_path / 'job', data, *flags) == exit_codes.OK
+  found = numbers(tmp_path / 'job')
+  assert found[16]['reward'] > 5 * found[1]['reward'] + 0.1
+  assert max(each['sampler_mismatch_max'] for each in found.values()) < 1e-4
+  evals = [json.loads(line) for line in (tmp_path / 'job' / 'eval_rewards' / 'metrics.jsonl').read_text().splitlines()]
+  assert [line['step'] for line in evals] == [0, 8, 16]
+  assert evals[-1]['reward'] > evals[0]['reward'] + 0.3
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path):
+  """Two minibatches twice are four updates of a rollout; the job is ended after the third and after the sixth."""
+  data = write_prompts(tmp_path)
+  settings = ('num_minibatches=2', 'num_iterations=2', 'kl_weight=0.1', 'batch_size=16')
+  flags = [flag for setting in settings for flag in ('--set', setting)]
+  assert train(tmp_path / 'whole', data, *flags, '--num_train_steps', '9') == exit_codes.OK
+  for last in (3, 6, 9):
+    assert train(tmp_path / 'parts', data, *flags, '--num_train_steps', str(last)) == exit_codes.OK
+  whole, parts = numbers(tmp_path / 'whole'), numbers(tmp_path / 'parts')
+  assert sorted(whole) == sorted(parts) == list(range(1, 10))
+  for step, expected in whole.items():
+    made_before = (
+      () if step not in (4, 7, 8) else ('sampler_mismatch_max', 'reward', 'completion_tokens')
+    )  # the rollout
+    assert parts[step] == expected | dict.fromkeys(made_before), step
+
+
+@pytest.mark.parametrize(
+  ('flags', 'says'),
+  [
+    (('--set', 'reward='), 'needs prompts and a reward'),
+    (('--set', 'reward=tests.nothing:score'), "reward 'tests.nothing:score' cannot be imported"),
+    (('--set', 'method=ppo'), "method = 'ppo' must be one of grpo"),
+    (('--set', 'batch_size=30'), 'must be a multiple of group_size 4'),
+    (('--set', 'max_tokens=24'), 'must be less than seq_len 24'),
+    (('--set', 'reference=base', '--set', 'kl_weight=0.1'), 'the loss compares with the base'),
+  ],
+  ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_mistake_gets_one_sentence_and_nothing_is_written(tmp_path, capfd, flags, says):
+  data = write_prompts(tmp_path)
+  assert train(tmp_path / 'job', data, *flags) == exit_codes.USAGE
+  assert says in capfd.readouterr().err
+  assert not (tmp_path / 'job').exists()
