@@ -95,7 +95,7 @@ class TrainHook:
   def start(self, run: 'TrainRun') -> None:
     """Does what needs the first state, of step `run.first_step`, which may be that of the last step."""
 
-  def batches(self, run: 'TrainRun', iterator: 'InputIterator') -> 'Iterator[Any] | None':
+  def batches(self, run: 'TrainRun', iterator: 'InputIterator') -> Any:
     """Returns what the loop takes its batches from in place of reading the input ahead; the first answer counts.
 
     It is an iterator of (placed batch, position after it) with the attribute `seconds_waited`, as a Prefetcher.
