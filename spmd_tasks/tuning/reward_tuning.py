@@ -12,7 +12,7 @@ import fiddle as fdl
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate
-from spmd_tasks.recipes.text_training import TextTraining
+from spmd_tasks.recipes import TextTraining
 from spmd_tasks.tuning.policy_loss import PolicyLoss
 from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
 

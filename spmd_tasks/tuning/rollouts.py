@@ -25,8 +25,8 @@ import numpy as np
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import ChatTemplate, Tokenizer
-from spmd_tasks.inputs.base import BATCH_DTYPES, State, check_state, language_model_spec, shard_rows
+from spmd_tasks.inputs import ChatTemplate, State, Tokenizer
+from spmd_tasks.inputs.base import BATCH_DTYPES, check_state, language_model_spec, shard_rows
 from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import is_multiple
