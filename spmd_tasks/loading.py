@@ -35,6 +35,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
@@ -42,6 +43,8 @@ from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.wings import call, formats
+
+_Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a batch, by name
 
 
 @doing('loading the model')
@@ -158,19 +161,29 @@ class LoadedModel:
     """The weights in their true shapes: `variables['params']`."""
     return self.variables['params']
 
-  def logits(self, ids: npt.ArrayLike) -> jax.Array:
+  def logits(self, ids: npt.ArrayLike, encoder_ids: npt.ArrayLike | None = None) -> jax.Array:
     """Returns float32 logits [B, T, V] of tokens [B, T], by the forward pass of evaluation.
 
     Each row is one document from its start, and its tokens are taken as they are: training rows begin with the
     tokenizer's `bos_id`, so put it first. Logits at t are those of token t + 1. Each new [B, T] is compiled once.
+    An encoder-decoder's encoder reads `encoder_ids` [B, S], every token of them, and `ids` begin with its start token.
     """
-    ids = np.asarray(ids)
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-      raise UserError(f'ids {ids.dtype}{list(ids.shape)} must be integers [batch, length]: wrap one text in a list.')
-    step = self._forward_step(ids.shape)
-    logits = step(self.padded_variables, step.place({'ids': ids.astype(np.int32)}))['logits']
-    if ids.size and not 0 <= ids.min() <= ids.max() < logits.shape[-1]:
-      raise UserError(f'ids from {ids.min()} to {ids.max()} must lie in the vocabulary, [0, {logits.shape[-1]}).')
+    given = {'ids': np.asarray(ids)} | ({} if encoder_ids is None else {'encoder_ids': np.asarray(encoder_ids)})
+    for name, array in given.items():
+      if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        raise UserError(
+          f'{name} {array.dtype}{list(array.shape)} must be integers [batch, length]: wrap one text in a list.'
+        )
+    if isinstance(self.model, EncoderDecoderLm) != (encoder_ids is not None):
+      raise UserError('encoder_ids are for models with an encoder, which need them: leave them out, or give them.')
+    step = self._forward_step(tuple((name, array.shape) for name, array in given.items()))
+    batch = {name: array.astype(np.int32) for name, array in given.items()}
+    logits = step(self.padded_variables, step.place(batch))['logits']
+    for name, array in given.items():
+      if array.size and not 0 <= array.min() <= array.max() < logits.shape[-1]:
+        raise UserError(
+          f'{name} from {array.min()} to {array.max()} must lie in the vocabulary, [0, {logits.shape[-1]}).'
+        )
     return logits
 
   @property
@@ -245,13 +258,14 @@ class LoadedModel:
     return score_texts(steps, variables, texts, num_rows=num_rows, adapter=number)
 
   @functools.cached_property
-  def _forward_steps(self) -> dict[tuple[int, ...], CompiledStep]:
+  def _forward_steps(self) -> dict[_Shapes, CompiledStep]:
     return {}
 
-  def _forward_step(self, shape: tuple[int, ...]) -> CompiledStep:
-    if shape not in self._forward_steps:
-      self._forward_steps[shape] = self.partitioned.forward_step({'ids': jax.ShapeDtypeStruct(shape, np.int32)})
-    return self._forward_steps[shape]
+  def _forward_step(self, shapes: _Shapes) -> CompiledStep:
+    if shapes not in self._forward_steps:
+      spec = {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes}
+      self._forward_steps[shapes] = self.partitioned.forward_step(spec)
+    return self._forward_steps[shapes]
 
   @functools.cached_property
   @doing('preparing to generate text')

@@ -21,6 +21,7 @@ Values = dict[str, Any]
 INERT = {
   *('model_type', 'architectures', 'transformers_version', '_name_or_path', 'auto_map', 'dtype', 'torch_dtype'),
   *('use_cache', 'initializer_range', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'sep_token_id', 'unk_token_id'),
+  *('dropout_rate', 'initializer_factor', 'router_z_loss_coef'),
   *('attention_dropout', 'resid_pdrop', 'embd_pdrop', 'attn_pdrop', 'hidden_dropout', 'classifier_dropout'),
   *('output_router_logits', 'router_aux_loss_coef', 'aux_loss_alpha', 'seq_aux', 'router_jitter_noise'),
   *('max_position_embeddings', 'pretraining_tp', '_attn_implementation', 'attn_implementation', 'use_return_dict'),
@@ -141,7 +142,9 @@ class Key:
       raise UserError(f'{config.path} has no {self.key}, which its family needs.')
     if type(value) in (int, float) and not 0 < value < float('inf'):
       raise config.error(self.key, 'must be positive and finite')
-    if self.field == 'num_layers' and value > _MAX_LAYERS:  # each has an entry in several fields of the Decoder
+    if (
+      str(self.field).endswith('num_layers') and value > _MAX_LAYERS
+    ):  # each has an entry in several fields of the Decoder
       raise config.error(self.key, f'must be at most {_MAX_LAYERS}')
     return dict.fromkeys(self._fields, value)
 
@@ -173,7 +176,7 @@ class Only:
     return {} if self.value is None else {self.key: self.value}
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
   'silu': 'silu',
   'swish': 'silu',
   'gelu_pytorch_tanh': 'gelu',
@@ -187,7 +190,7 @@ _ACTIVATIONS = {
 
 def activation(key: str = 'hidden_act', default: str = 'silu') -> Key:
   """The activation of the feed-forward sublayers, by the names of `transformers`."""
-  return Key(key, 'activation', str, default, names=_ACTIVATIONS)
+  return Key(key, 'activation', str, default, names=ACTIVATIONS)
 
 
 def attention_bias(default: bool = False) -> Key:

@@ -19,6 +19,7 @@ import flax.linen as nn
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   BlockGroup,
+  EncoderDecoderLm,
   FeedForward,
   GatedFeedForward,
   LanguageModel,
@@ -29,7 +30,14 @@ from spmd_tasks.layers import (
   TransformerBlock,
   TransformerStack,
 )
-from spmd_tasks.layers.attention import Attention, LatentAttention, LearnedPositions, Rotary, YarnScaling
+from spmd_tasks.layers.attention import (
+  Attention,
+  LatentAttention,
+  LearnedPositions,
+  RelativePositionBias,
+  Rotary,
+  YarnScaling,
+)
 from spmd_tasks.layers.attention.rotary_scaling import yarn_magnitude
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 
@@ -58,11 +66,13 @@ class Mixture:
     routing: of the router.
     hidden_dim: F of one expert.
     shared_dim: F of a gated network that every token passes too; None for none.
+    row_capacity: how many tokens of a row an expert computes; None: all that choose it.
   """
 
   routing: Routing
   hidden_dim: int
   shared_dim: int | None = None
+  row_capacity: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,7 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-  """A decoder-only model.
+  """A decoder-only model, or T5's encoder and decoder, whose blocks differ in what attends to what.
 
   Attributes:
     vocab_size, embed_dim, num_layers: V, D, L.
@@ -87,7 +97,7 @@ class Decoder:
     activation, gated, mlp_bias: of the feed-forward sublayers.
     norm, norm_eps: 'rms' or 'layer'.
     tied: whether the logits use the embedding's table.
-    scaled_embedding: whether embeddings are multiplied by sqrt(D).
+    scaled_embedding, scale_logits: whether embeddings are multiplied by sqrt(D), and logits divided by it.
     logits_cap, attention_cap: soft caps of the logits and of attention's.
     norm_plus_one: whether norms multiply by 1 + scale.
     pre_norm, post_norm: of the blocks.
@@ -102,6 +112,8 @@ class Decoder:
     windowed: for each layer, whether it has the window; () for no layer.
     mixture: of the layers in `mixed`.
     mixed: for each layer, whether it has experts; () for no layer.
+    num_encoder_layers, encoder_mixed: the same of the encoder; 0 for a model without one.
+    num_buckets, max_distance, bias_per_layer: of T5's relative position biases, which an encoder-decoder has.
   """
 
   vocab_size: int
@@ -118,6 +130,7 @@ class Decoder:
   norm_eps: float = 1e-6
   tied: bool = False
   scaled_embedding: bool = False
+  scale_logits: bool = False
   logits_cap: float | None = None
   attention_cap: float | None = None
   norm_plus_one: bool = False
@@ -137,14 +150,20 @@ class Decoder:
   windowed: tuple[bool, ...] = ()
   mixture: Mixture | None = None
   mixed: tuple[bool, ...] = ()
+  num_encoder_layers: int = 0
+  encoder_mixed: tuple[bool, ...] = ()
+  num_buckets: int | None = None
+  max_distance: int | None = None
+  bias_per_layer: bool = False
 
   def __post_init__(self):
-    for name in ('windowed', 'mixed'):
-      flags = tuple(getattr(self, name)) or (False,) * self.num_layers
-      if len(flags) != self.num_layers:
-        raise UserError(f'{len(flags)} kinds of layers are given for {self.num_layers} layers.')
+    numbers = {'windowed': self.num_layers, 'mixed': self.num_layers, 'encoder_mixed': self.num_encoder_layers}
+    for name, num_layers in numbers.items():
+      flags = tuple(getattr(self, name)) or (False,) * num_layers
+      if len(flags) != num_layers:
+        raise UserError(f'{len(flags)} kinds of layers are given for {num_layers} layers.')
       object.__setattr__(self, name, flags)
-    for attribute, flags in (('window', self.windowed), ('mixture', self.mixed)):
+    for attribute, flags in (('window', self.windowed), ('mixture', self.encoder_mixed + self.mixed)):
       if not any(flags):
         object.__setattr__(self, attribute, None)
       elif getattr(self, attribute) is None:
@@ -154,7 +173,7 @@ class Decoder:
       object.__setattr__(self, 'head_dim', self.latent.nope_head_dim + self.latent.rope_head_dim)
     object.__setattr__(self, 'num_kv_heads', self.num_kv_heads or self.num_heads)
     object.__setattr__(self, 'head_dim', self.head_dim or self.embed_dim // self.num_heads)
-    if self.mixture is not None and all(self.mixed):
+    if self.mixture is not None and all(self.encoder_mixed + self.mixed):
       object.__setattr__(self, 'hidden_dim', self.mixture.hidden_dim)
     if self.local_rotary is not None and all(self.windowed):
       object.__setattr__(self, 'rotary', self.local_rotary)
@@ -169,18 +188,39 @@ class Decoder:
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   """Returns the unbound model, which computes in `dtype`."""
   norm = _norm(decoder, dtype)
-  return LanguageModel(
-    embedding=TokenEmbedding(
+  kinds = [decoder.kind(layer) for layer in range(decoder.num_layers)]
+  parts: dict[str, Any] = {
+    'embedding': TokenEmbedding(
       vocab_size=decoder.vocab_size,
       embed_dim=decoder.embed_dim,
       tied=decoder.tied,
       scale_sqrt_depth=decoder.scaled_embedding,
+      scale_logits=decoder.scale_logits,
       logits_cap=decoder.logits_cap,
       dtype=dtype,
     ),
-    stack=_stack([_block(decoder, layer, norm, dtype) for layer in range(decoder.num_layers)], decoder),
-    final_norm=norm,
-    positions=None if decoder.positions is None else LearnedPositions(max_len=decoder.positions, dtype=dtype),
+    'stack': _stack([_block(decoder, kind, norm, dtype) for kind in kinds], kinds),
+    'final_norm': norm,
+    'positions': None if decoder.positions is None else LearnedPositions(max_len=decoder.positions, dtype=dtype),
+  }
+  if not decoder.num_encoder_layers:
+    return LanguageModel(**parts)
+  encoder_kinds = [(False, is_mixed) for is_mixed in decoder.encoder_mixed]
+  blocks = [_block(decoder, kind, norm, dtype, encodes=True) for kind in encoder_kinds]
+  parts |= {'encoder_stack': _stack(blocks, encoder_kinds), 'encoder_norm': norm}
+  if not decoder.bias_per_layer:
+    parts |= {'position_bias': _position_bias(decoder), 'encoder_position_bias': _position_bias(decoder, encodes=True)}
+  return EncoderDecoderLm(**parts)
+
+
+def _position_bias(decoder: Decoder, *, encodes: bool = False) -> RelativePositionBias:
+  assert decoder.num_buckets is not None
+  assert decoder.max_distance is not None
+  return RelativePositionBias(
+    num_heads=decoder.num_heads,
+    num_buckets=decoder.num_buckets,
+    max_distance=decoder.max_distance,
+    bidirectional=encodes,
   )
 
 
@@ -190,16 +230,29 @@ def _norm(decoder: Decoder, dtype: str, num_dims: int = 1) -> Any:
   return RmsNorm(epsilon=decoder.norm_eps, scale_plus_one=decoder.norm_plus_one, num_dims=num_dims, dtype=dtype)
 
 
-def _block(decoder: Decoder, layer: int, norm: nn.Module, dtype: str) -> TransformerBlock:
-  windowed, mixed = decoder.kind(layer)
-  attention = _attention(decoder, windowed, dtype) if decoder.latent is None else _latent_attention(decoder, dtype)
+def _block(
+  decoder: Decoder, kind: tuple[bool, bool], norm: nn.Module, dtype: str, *, encodes: bool = False
+) -> TransformerBlock:
+  windowed, mixed = kind
+  given: dict[str, Any] = {'causal': not encodes}
+  if decoder.bias_per_layer:
+    given['position_bias'] = _position_bias(decoder, encodes=encodes)
+  attention = (
+    _attention(decoder, windowed, dtype, **given) if decoder.latent is None else _latent_attention(decoder, dtype)
+  )
+  is_crossed = decoder.num_encoder_layers and not encodes
   ffn = _experts(decoder, dtype) if mixed else _feed_forward(decoder, decoder.hidden_dim, dtype)
   return TransformerBlock(
-    attention=attention, ffn=ffn, norm=norm, pre_norm=decoder.pre_norm, post_norm=decoder.post_norm
+    attention=attention,
+    cross_attention=_attention(decoder, False, dtype, cross=True) if is_crossed else None,
+    ffn=ffn,
+    norm=norm,
+    pre_norm=decoder.pre_norm,
+    post_norm=decoder.post_norm,
   )
 
 
-def _attention(decoder: Decoder, windowed: bool, dtype: str) -> Attention:
+def _attention(decoder: Decoder, windowed: bool, dtype: str, **given: Any) -> Attention:
   return Attention(
     num_heads=decoder.num_heads,
     num_kv_heads=decoder.num_kv_heads,
@@ -214,6 +267,7 @@ def _attention(decoder: Decoder, windowed: bool, dtype: str) -> Attention:
     use_bias=decoder.qkv_bias,
     out_bias=decoder.out_bias,
     dtype=dtype,
+    **given,
   )
 
 
@@ -247,22 +301,23 @@ def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
     experts=Experts(
       num_experts=mixture.routing.num_experts,
       hidden_dim=mixture.hidden_dim,
+      gated=decoder.gated,
       activation=decoder.activation,
       use_bias=mixture.routing.use_bias,
       dtype=dtype,
     ),
     computation=Dropless(),
+    row_capacity=mixture.row_capacity,
     shared_expert=None if mixture.shared_dim is None else _feed_forward(decoder, mixture.shared_dim, dtype),
   )
 
 
-def _stack(blocks: Sequence[TransformerBlock], decoder: Decoder) -> nn.Module:
+def _stack(blocks: Sequence[TransformerBlock], kinds: Sequence[Any]) -> nn.Module:
   """Returns a stack of the blocks, in which equal ones, or the shortest pattern that repeats, are scanned.
 
   Where the whole is no such repeat, as with a first dense layer or with a pattern that ends early, two stacks follow
   each other.
   """
-  kinds = [decoder.kind(layer) for layer in range(decoder.num_layers)]
   period = _period(kinds)
   # The fewer different blocks are compiled, the better; one stack rather than two that compile as many.
   cut = min(range(1, len(kinds)), key=lambda i: _period(kinds[:i]) + _period(kinds[i:]), default=0)

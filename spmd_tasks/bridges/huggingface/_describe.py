@@ -12,6 +12,7 @@ from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, Ro
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   BlockGroup,
+  EncoderDecoderLm,
   GatedFeedForward,
   LanguageModel,
   LayerNorm,
@@ -55,6 +56,12 @@ def layer_places(stack: Any, prefix: str = 'stack/') -> list[Place]:
   ]
 
 
+def model_places(model: Any) -> list[Place]:
+  """Returns the places of a model's layers, those of an encoder first. Raises a UserError as `layer_places`."""
+  encoder = layer_places(model.encoder_stack, 'encoder_stack/') if isinstance(model, EncoderDecoderLm) else []
+  return encoder + layer_places(model.stack)
+
+
 def describe_model(model: Any) -> Decoder:
   """Returns the Decoder whose model computes what this one does.
 
@@ -63,13 +70,12 @@ def describe_model(model: Any) -> Decoder:
   """
   if not isinstance(model, LanguageModel):
     raise UserError(f'a {type(model).__name__} is no LanguageModel, so that no family of Hugging Face has it.')
-  blocks = [place.block for place in layer_places(model.stack)]
   try:
-    decoder = _guess(model, blocks)
+    decoder = _guess(model, [place.block for place in model_places(model)])
   except (AttributeError, TypeError) as error:
     raise UserError(f'the model has parts that no family of Hugging Face has ({error}).') from error
   built = build_model(decoder)
-  differences = _differences(_settings(built, layer_places(built.stack)), _settings(model, layer_places(model.stack)))
+  differences = _differences(_settings(built), _settings(model))
   if differences:
     raise UserError(f'no family of Hugging Face has these settings of the model: {"; ".join(differences[:5])}.')
   return decoder
@@ -81,6 +87,8 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
   dense = next((block.ffn for block, is_mixed in zip(blocks, mixed) if not is_mixed), None)
   experts = next((block.ffn for block, is_mixed in zip(blocks, mixed) if is_mixed), None)
   mixture: Mixture | None = None
+  num_encoder_layers = len(blocks) - len(layer_places(model.stack))
+  attentions = [block.attention for block in blocks[num_encoder_layers:]]
   hidden: Any = dense
   if experts is not None:
     hidden = experts.experts if dense is None else dense
@@ -88,27 +96,36 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
       routing=_same_fields(Routing, experts.router),
       hidden_dim=experts.experts.hidden_dim,
       shared_dim=None if experts.shared_expert is None else experts.shared_expert.hidden_dim,
+      row_capacity=experts.row_capacity,
     )
+  own_bias = getattr(attentions[0], 'position_bias', None)
+  bias = model.position_bias or own_bias
   return Decoder(
     vocab_size=model.embedding.vocab_size,
     embed_dim=model.embedding.embed_dim,
-    num_layers=len(blocks),
+    num_layers=len(attentions),
     hidden_dim=hidden.hidden_dim,
     activation=hidden.activation,
-    gated=dense is None or isinstance(dense, GatedFeedForward),
+    gated=hidden.gated if dense is None else isinstance(dense, GatedFeedForward),
     mlp_bias=dense is not None and dense.use_bias,
     norm='layer' if isinstance(model.final_norm, LayerNorm) else 'rms',
     norm_eps=model.final_norm.epsilon,
     tied=model.embedding.tied,
     scaled_embedding=model.embedding.scale_sqrt_depth,
+    scale_logits=model.embedding.scale_logits,
     logits_cap=model.embedding.logits_cap,
     norm_plus_one=getattr(model.final_norm, 'scale_plus_one', False),
     pre_norm=blocks[0].pre_norm,
     post_norm=blocks[0].post_norm,
     positions=None if model.positions is None else model.positions.max_len,
     mixture=mixture,
-    mixed=mixed,
-    **_guess_attention([block.attention for block in blocks], model.embedding.embed_dim),
+    mixed=mixed[num_encoder_layers:],
+    num_encoder_layers=num_encoder_layers,
+    encoder_mixed=mixed[:num_encoder_layers],
+    bias_per_layer=own_bias is not None,
+    num_buckets=bias and bias.num_buckets,
+    max_distance=bias and bias.max_distance,
+    **_guess_attention(attentions, model.embedding.embed_dim),
   )
 
 
@@ -158,16 +175,18 @@ def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
 # Settings that say how a model is computed, initialised or trained, and not what it computes.
 _NO_MATTER = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
-  *('init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
+  *('init_scale', 'query_init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
+  *('dropout_broadcast_dims', 'even_padding'),
   *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),
   *('adapters', 'adapter'),  # weights of their own, beside those of the base
 }
 
 
-def _settings(model: Any, places: Sequence[Place]) -> dict[str, Any]:
+def _settings(model: Any) -> dict[str, Any]:
   """Returns the settings that decide what a model computes, by path."""
-  parts = {'embedding': model.embedding, 'final_norm': model.final_norm, 'positions': model.positions}
-  parts |= {f'layer {i}': place.block for i, place in enumerate(places)}
+  names = ('embedding', 'final_norm', 'positions', 'position_bias', 'encoder_norm', 'encoder_position_bias')
+  parts = {name: getattr(model, name, None) for name in names}
+  parts |= {f'layer {i}': place.block for i, place in enumerate(model_places(model))}
   found: dict[str, Any] = {}
   for name, part in parts.items():
     _collect(part, name, model.embedding.embed_dim, found)

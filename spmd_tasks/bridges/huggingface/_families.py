@@ -35,8 +35,11 @@ from spmd_tasks.bridges.huggingface._special_keys import (
   OriginalLength,
   QueryScale,
   SharedMixtureKeys,
+  SwitchKeys,
+  T5FeedForward,
+  T5Logits,
 )
-from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules
+from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules, t5_rules
 from spmd_tasks.errors import UserError
 
 Rules = Callable[[Decoder, Sequence[Place], TensorNames], Iterator[Rule]]
@@ -54,6 +57,9 @@ class Family:
     ignored: patterns of names in files that are no weights.
     inert: keys of config.json that change nothing that is computed.
     base: a prefix of all names but the head's, which old files leave out; '' if there is none.
+    table_copies: names under which files may have the table once more.
+    writes_copies: whether transformers ties these only where the logits are scaled, and needs them otherwise.
+    tied_by_files: whether a head in the files is a head of its own, whatever the config says.
   """
 
   architecture: str
@@ -64,6 +70,9 @@ class Family:
   ignored: tuple[str, ...] = (r'.*rotary_emb\.inv_freq',)
   inert: tuple[str, ...] = ()
   base: str = ''
+  table_copies: tuple[str, ...] = ()
+  writes_copies: bool = False
+  tied_by_files: bool = False
 
   def read(self, config: Config) -> Decoder:
     """Returns the Decoder of a config.json. Raises a UserError that names a key that cannot be understood."""
@@ -86,7 +95,7 @@ class Family:
     again = self.read(Config(written, 'the written config.json'))
     for field in dataclasses.fields(decoder):
       wanted, made = getattr(decoder, field.name), getattr(again, field.name)
-      if wanted != made:
+      if wanted != made and not (field.name == 'tied' and self.tied_by_files):
         raise UserError(f'{self.architecture} has {field.name} = {made!r} and not {wanted!r}.')
     return written
 
@@ -158,6 +167,54 @@ def _gemma_is_windowed(layer: int, config: Config) -> bool:
   for key in ('sliding_window_pattern', '_sliding_window_pattern'):
     pattern = config.read(key, int, pattern)
   return (layer + 1) % pattern != 0
+
+
+def _t5(
+  name: str,
+  vocab_size: int,
+  embed_dim: int,
+  hidden_dim: int,
+  num_layers: int,
+  num_heads: int,
+  *keys: Entry,
+  **fixed: Any,
+) -> Family:
+  """A family of T5's, by its defaults, the keys of its own, and what it never varies."""
+  mlp = 'mlp' if name.startswith('Switch') else 'DenseReluDense'
+  return Family(
+    architecture=f'{name}ForConditionalGeneration',
+    keys=(
+      Key('vocab_size', 'vocab_size', int, vocab_size),
+      Key('d_model', 'embed_dim', int, embed_dim),
+      Key('d_ff', 'hidden_dim', int, hidden_dim),
+      Key('num_layers', 'num_encoder_layers', int, num_layers),
+      Key('num_decoder_layers', 'num_layers', int, lambda known: known['num_encoder_layers']),
+      Key('num_heads', 'num_heads', int, num_heads),
+      Key('d_kv', 'head_dim', int, 64),
+      Key('layer_norm_epsilon', 'norm_eps', float, 1e-6),
+      Key('relative_attention_num_buckets', 'num_buckets', int, 32),
+      Key('relative_attention_max_distance', 'max_distance', int, 128),
+      Only('is_encoder_decoder', True),
+      *keys,
+    ),
+    fixed={'softmax_scale': 1.0, **fixed},
+    names=TensorNames(
+      table='shared.weight',
+      gate=f'{mlp}.wi_0',
+      up=f'{mlp}.wi',
+      down=f'{mlp}.wo',
+      router='mlp.router.classifier',
+      expert='mlp.experts.expert_{}.',
+      expert_up='wi',
+      expert_down='wo',
+    ),
+    rule_maker=t5_rules,
+    ignored=(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight',),
+    inert=('n_positions', 'output_past', 'add_router_probs', 'router_ignore_padding_tokens'),
+    writes_copies=mlp == 'mlp',
+    table_copies=('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'),
+    tied_by_files=True,
+  )
 
 
 _QWEN_WINDOW = LayerTypes(
@@ -387,4 +444,21 @@ FAMILIES: dict[str, Family] = {
     ),
     base='transformer.',
   ),
+  't5': _t5('T5', 32_128, 512, 2048, 6, 8, T5FeedForward('relu'), T5Logits(has_key=True)),
+  'mt5': _t5('MT5', 250_112, 512, 1024, 8, 6, T5FeedForward('gated-gelu'), T5Logits(scaled=False)),
+  'umt5': _t5(
+    'UMT5', 250_112, 512, 1024, 8, 6, T5FeedForward('gated-gelu'), T5Logits(scaled=True), bias_per_layer=True
+  ),
+  'switch_transformers': _t5(
+    'SwitchTransformers',
+    *(32_128, 768, 2048, 12, 12),
+    *(activation('dense_act_fn', 'relu'), Only('is_gated_act', False), Only('feed_forward_proj', None, ('relu',))),
+    *(Only('router_bias', False), Only('router_dtype', 'float32'), SwitchKeys(), T5Logits()),
+    gated=False,
+  ),
+}
+
+# Families of transformers that are refused with a reason of their own.
+REFUSED = {
+  'longt5': 'its encoder attends to blocks of neighbours and to summaries of blocks, which no attention here does',
 }

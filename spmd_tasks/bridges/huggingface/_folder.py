@@ -23,10 +23,10 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, place_on_me
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import INERT, Config
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
-from spmd_tasks.bridges.huggingface._describe import describe_model, layer_places
-from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
+from spmd_tasks.bridges.huggingface._describe import describe_model, model_places
+from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
-from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors
+from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
 from spmd_tasks.layers import LanguageModel
@@ -77,6 +77,8 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
     values = _text_part(values, file)
   model_type = values.get('model_type')
   family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+  if isinstance(model_type, str) and model_type in REFUSED:
+    raise UserError(f'{file} is of a model of type {model_type!r}, which is not known here: {REFUSED[model_type]}.')
   architectures = values.get('architectures') or [family and family.architecture]
   if family is None or architectures != [family.architecture]:
     own_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
@@ -90,7 +92,10 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
     raise
   except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
     raise UserError(f'{file} has a setting that its family cannot have ({error}): download it again.') from error
-  return Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
+  folder = Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
+  if family.tied_by_files and (names := tensor_names(path)):
+    folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=family.names.head not in names))
+  return folder
 
 
 def _text_part(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -153,10 +158,24 @@ class Folder:
     found = read_tensors(self.path)
     if self.is_text_part:
       found = {_text_name(name): tensor for name, tensor in found.items() if not _IMAGE_PART.match(name)}
+    self._join_copies(found)
     names = ((self.family.full_name(given), tensor) for given, tensor in found.items())
     known = {name: tensor for name, tensor in names if not self.family.is_ignored(name, self.decoder)}
     rows, columns = (self.config.get('quantization_config') or {}).get('weight_block_size') or (128, 128)
     return dequantize(known, (rows, columns))
+
+  def _join_copies(self, found: dict[str, LazyArray]) -> None:
+    """Leaves one of the tensors that are the table. Raises a UserError where they differ."""
+    table = self.family.names.table
+    for name in self.family.table_copies:
+      if (copy := found.pop(name, None)) is None:
+        continue
+      first = found.setdefault(table, copy)
+      if first.shape != copy.shape or not np.array_equal(np.asarray(first), np.asarray(copy)):
+        raise UserError(
+          f'{self.path} has another table of embeddings as {name} than as {table}, but the model has one: tie them '
+          "(model.set_input_embeddings(model.shared) of transformers' model), and save it again."
+        )
 
   def _is_aside(self, name: str) -> bool:
     return self.family.is_aside(name, self.decoder)
@@ -173,7 +192,7 @@ class Folder:
     """
     self._check_model(model)
     wanted = traverse_util.flatten_dict(abstract_weights, sep='/')
-    rules = self.family.rules(self.decoder, layer_places(model.stack))
+    rules = self.family.rules(self.decoder, model_places(model))
     table = RuleTable(rules=rules, source=str(self.path), target='the model')
     table.check(self.tensors, wanted)
     for name, tensor in self.tensors.items():

@@ -46,9 +46,10 @@ def generation_defaults(folder: str) -> dict[str, Any]:
   """
   path = os.path.join(os.path.expanduser(folder), 'generation_config.json')
   config = {name: value for name, value in read_json_object(path).items() if value is not None}
+  model = read_json_object(os.path.join(os.path.dirname(path), 'config.json'))
   ends = config.get('eos_token_id')
   if ends is None:
-    ends = read_json_object(os.path.join(os.path.dirname(path), 'config.json')).get('eos_token_id')
+    ends = model.get('eos_token_id')
   lost = {name: value for name, value in config.items() if value not in _UNSUPPORTED.get(name, (value,))}
   if lost:
     logging.warning('%s: these settings have no counterpart here and are left out: %s', path, lost)
@@ -59,6 +60,9 @@ def generation_defaults(folder: str) -> dict[str, Any]:
     defaults['top_k'] = int(_number(config, 'top_k', path) if 'top_k' in config else _TOP_K)
   if config.get('do_sample'):
     defaults['temperature'] = float(_number(config, 'temperature', path)) if 'temperature' in config else 1.0
+  if model.get('is_encoder_decoder'):
+    starts = config.get('decoder_start_token_id'), model.get('decoder_start_token_id'), model.get('pad_token_id'), 0
+    defaults['start_id'] = next(start for start in starts if start is not None)
   if 'max_new_tokens' in config:
     defaults['max_tokens'] = int(_number(config, 'max_new_tokens', path))
   if ends is not None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd_tasks.bridges._operations import Operation
 from spmd_tasks.bridges._rules import Rule, Slot
-from spmd_tasks.bridges.huggingface._describe import layer_places
+from spmd_tasks.bridges.huggingface._describe import model_places
 from spmd_tasks.bridges.huggingface._folder import Folder
 from spmd_tasks.bridges.huggingface._tensors import gpt2_rules
 from spmd_tasks.tuning.adapted_weights import adaptable_weights
@@ -80,7 +80,7 @@ class PeftModule:
 def peft_modules(folder: Folder) -> list[PeftModule]:
   """Returns the modules of a folder's model whose kernels can all have adapters."""
   model = folder.build_model()
-  adaptable, places = adaptable_weights(model), layer_places(model.stack)
+  adaptable, places = adaptable_weights(model), model_places(model)
   found = []
   for rule in folder.family.rules(folder.decoder, places):
     name = rule.source[0].name
@@ -97,7 +97,7 @@ def peft_modules(folder: Folder) -> list[PeftModule]:
     )
   mixture = folder.decoder.mixture
   for i, place in enumerate(places):
-    if mixture is None or not folder.decoder.mixed[i]:
+    if mixture is None or folder.decoder.num_encoder_layers or not folder.decoder.mixed[i]:
       continue
     for name, kernels in ((_GATE_UP, ('gate', 'up')), (_DOWN, ('down',))):
       slots = tuple(Slot(f'{place.prefix}ffn/experts/{kernel}', place.index) for kernel in kernels)

@@ -78,6 +78,12 @@ def read_tensors(folder: Path) -> dict[str, LazyArray]:
   raise UserError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give a folder with weights.')
 
 
+def tensor_names(folder: Path) -> set[str]:
+  """Returns the names of a folder's tensors; none where it has no safetensors files. Raises as `read_tensors`."""
+  has_any = os.path.lexists(folder / INDEX_FILE) or os.path.lexists(folder / SINGLE_FILE)
+  return {*read_tensors(folder)} if has_any else set()
+
+
 def _read_sharded(folder: Path) -> dict[str, LazyArray]:
   try:
     weight_map = json.loads(read_text(folder / INDEX_FILE))['weight_map']

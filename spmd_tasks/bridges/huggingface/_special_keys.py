@@ -1,10 +1,12 @@
-"""Keys of a config.json that say several things at once: experts, latent attention, Gemma's and Phi's own."""
+"""Keys of a config.json that say several things at once: experts, latent attention, Gemma's and Phi's own, and T5's."""
 
 import dataclasses
 
-from spmd_tasks.bridges.huggingface._config_keys import Config, Values
+from spmd_tasks.bridges.huggingface._config_keys import ACTIVATIONS, Config, Values
 from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, Routing
 from spmd_tasks.errors import UserError
+
+_UNBOUNDED = 2**31 - 1  # the `expert_capacity` that drops nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,3 +199,97 @@ class OriginalLength:
   def write(self, decoder: Decoder) -> Values:
     scaling = None if decoder.rotary is None else decoder.rotary.scaling
     return {'original_max_position_embeddings': getattr(scaling, 'original_length', self.default)}
+
+
+# `feed_forward_proj`: the name -> activation and whether there is a gate.
+_T5_ACTIVATIONS = {
+  **{name: (ours, False) for name, ours in ACTIVATIONS.items()},
+  **{f'gated-{name}': (ours, True) for name, ours in ACTIVATIONS.items() if name != 'gelu'},
+  'gated-gelu': ('gelu', True),  # which is not the `gelu` of transformers there
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class T5FeedForward:
+  """`feed_forward_proj` of T5's families, by the family's default; `dense_act_fn` and `is_gated_act` repeat it."""
+
+  default: str
+
+  def read(self, config: Config, known: Values) -> Values:
+    name = config.read('feed_forward_proj', str, self.default)
+    if name not in _T5_ACTIVATIONS:
+      raise config.error('feed_forward_proj', f'must be one of {", ".join(_T5_ACTIVATIONS)}')
+    activation, gated = _T5_ACTIVATIONS[name]
+    for key, is_same in (
+      ('dense_act_fn', ACTIVATIONS.get(config.read('dense_act_fn', str, name.split('-')[-1])) == activation),
+      ('is_gated_act', config.read('is_gated_act', bool, gated) == gated),
+    ):
+      if not is_same and config.has(key):
+        raise config.error(key, f'must be that of feed_forward_proj = {name!r}')
+    return {'activation': activation, 'gated': gated}
+
+  def write(self, decoder: Decoder) -> Values:
+    wanted = decoder.activation, decoder.gated
+    same = [name for name, each in _T5_ACTIVATIONS.items() if each == wanted]
+    if not same:
+      raise UserError(f'activation = {wanted[0]!r}, {"with" if wanted[1] else "without"} a gate, has no name in T5.')
+    return {'feed_forward_proj': 'gated-gelu' if 'gated-gelu' in same else same[0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Logits:
+  """`tie_word_embeddings`, which the files overrule, and whether the logits are divided by sqrt(D).
+
+  transformers ties all of T5's families but Switch, whatever a config says, unless the files have both tensors.
+
+  Attributes:
+    scaled: whether the family divides; None: as the keys say.
+    has_key: whether the key for that is `scale_decoder_outputs`; else it is `tie_word_embeddings`, which counts in any
+      case where the former is absent.
+  """
+
+  scaled: bool | None = None
+  has_key: bool = False
+
+  def read(self, config: Config, known: Values) -> Values:
+    tied = config.read('tie_word_embeddings', bool, True)
+    scaled = tied if self.scaled is None else self.scaled
+    if self.has_key:
+      scaled = config.read('scale_decoder_outputs', bool, scaled)
+    return {'tied': tied, 'scale_logits': scaled}
+
+  def write(self, decoder: Decoder) -> Values:
+    if self.has_key:
+      return {'tie_word_embeddings': decoder.tied, 'scale_decoder_outputs': decoder.scale_logits}
+    return {'tie_word_embeddings': decoder.tied if self.scaled is not None else decoder.scale_logits}
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchKeys:
+  """The experts of Switch: in every n-th layer of a stack, each for at most `expert_capacity` tokens of a row."""
+
+  _SIDES = (('encoder', 'num_encoder_layers', 'encoder_mixed'), ('decoder', 'num_layers', 'mixed'))
+
+  def read(self, config: Config, known: Values) -> Values:
+    values: Values = {}
+    for side, num_layers, mixed in self._SIDES:
+      layers, num_sparse = known[num_layers], config.read(f'num_sparse_{side}_layers', int, 3)
+      step = layers // num_sparse if num_sparse > 0 else layers
+      if config.read(f'{side}_sparse_step', int, step) != step:
+        raise config.error(f'{side}_sparse_step', f'follows from other keys and must be {step}')
+      values[mixed] = tuple(step == 1 or (step > 0 and layer % step == 1) for layer in range(layers))
+    routing = Routing(num_experts=config.read('num_experts', int, 8), num_selected=1, normalize_gates=None)
+    capacity = config.read('expert_capacity', int, 64)
+    row_capacity = None if capacity >= _UNBOUNDED else capacity
+    return values | {'mixture': Mixture(routing=routing, hidden_dim=known['hidden_dim'], row_capacity=row_capacity)}
+
+  def write(self, decoder: Decoder) -> Values:
+    mixture = decoder.mixture
+    if mixture is None:
+      raise UserError('no layer has experts.')
+    return {
+      'num_sparse_encoder_layers': sum(decoder.encoder_mixed),
+      'num_sparse_decoder_layers': sum(decoder.mixed),
+      'num_experts': mixture.routing.num_experts,
+      'expert_capacity': _UNBOUNDED if mixture.row_capacity is None else mixture.row_capacity,
+    }

@@ -156,7 +156,7 @@ def _feed_forward(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterat
     yield layer.rule(f'{names.gate_up}.weight', ['ffn/gate/kernel', 'ffn/up/kernel'], SplitDim(-2, sizes), _TRANSPOSE)
     yield layer.rule(f'{names.down}.weight', 'ffn/down/kernel', _TRANSPOSE)
     return
-  for ours, theirs in (('gate', names.gate), ('up', names.up), ('down', names.down)):
+  for ours, theirs in (('gate', names.gate), ('up', names.up), ('down', names.down))[not decoder.gated :]:
     yield layer.rule(f'{theirs}.weight', f'ffn/{ours}/kernel', _TRANSPOSE)
     if decoder.mlp_bias:
       yield layer.rule(f'{theirs}.bias', f'ffn/{ours}/bias')
@@ -175,7 +175,8 @@ def _experts(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Ru
     yield from _interleaved_experts(layer, mixture.hidden_dim, names)
     return
   for e in range(mixture.routing.num_experts):
-    for ours, theirs in (('gate', names.expert_gate), ('up', names.expert_up), ('down', names.expert_down)):
+    kernels = ('gate', names.expert_gate), ('up', names.expert_up), ('down', names.expert_down)
+    for ours, theirs in kernels[not decoder.gated :]:
       yield layer.rule(f'{names.expert.format(e)}{theirs}.weight', f'ffn/experts/{ours}', _TRANSPOSE, expert=e)
 
 
@@ -212,3 +213,36 @@ def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) ->
     # [H * K, D] -> [H, K, D]
     yield layer.rule('attn.c_proj.weight', 'attention/out/kernel', _TRANSPOSE, heads, Transpose((1, 2, 0)))
     yield layer.rule('attn.c_proj.bias', 'attention/out/bias')
+
+
+def t5_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> Iterator[Rule]:
+  """Yields the rules of T5 and its kin; `places` are those of the encoder, then those of the decoder."""
+  heads, bias = SplitHeads(decoder.head_dim), 'SelfAttention.relative_attention_bias.weight'
+  yield Rule(names.table, 'embedding/table')
+  if not decoder.tied:
+    yield Rule(names.head, 'embedding/softmax_kernel', _TRANSPOSE)
+  if decoder.gated:
+    names = dataclasses.replace(names, up=f'{names.up}_1')
+  num, cross = decoder.num_encoder_layers, [('EncDecAttention', 'cross_attention')]
+  sides = (
+    ('encoder', 'encoder_norm', 'encoder_position_bias', places[:num], decoder.encoder_mixed, []),
+    ('decoder', 'final_norm', 'position_bias', places[num:], decoder.mixed, cross),
+  )
+  for side, norm, shared_bias, blocks, mixed, more in sides:
+    yield Rule(f'{side}.final_layer_norm.weight', f'{norm}/scale')
+    if not decoder.bias_per_layer:
+      yield Rule(f'{side}.block.0.layer.0.{bias}', f'{shared_bias}/table', _TRANSPOSE)
+    for i, place in enumerate(blocks):
+      attentions = [('SelfAttention', 'attention'), *more]
+      for j, (theirs, ours) in enumerate(attentions):
+        layer = _Layer(f'{side}.block.{i}.layer.{j}.', place)
+        yield layer.rule('layer_norm.weight', f'{ours}_norm/scale')
+        for name in ('query', 'key', 'value'):
+          yield layer.rule(f'{theirs}.{name[0]}.weight', f'{ours}/{name}/kernel', _TRANSPOSE, heads)
+        yield layer.rule(f'{theirs}.o.weight', f'{ours}/out/kernel', heads, Transpose((1, 2, 0)))
+      layer = _Layer(f'{side}.block.{i}.layer.{len(attentions)}.', place)
+      yield layer.rule('layer_norm.weight', 'ffn_norm/scale')
+      yield from _experts(layer, decoder, names) if mixed[i] else _feed_forward(layer, decoder, names)
+      if decoder.bias_per_layer:
+        layer = _Layer(f'{side}.block.{i}.layer.0.', place)
+        yield layer.rule(bias, 'attention/position_bias/table', _TRANSPOSE)

@@ -14,7 +14,7 @@ from spmd_tasks.bridges.huggingface._generation_config import generation_default
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer, SpanCorruption, span_corruption_lengths
 from spmd_tasks.recipes import TextTraining
 from spmd_tasks.recipes.pipelined import Pipelined
 from spmd_tasks.runtime import DecodeSettings, Origin, Task
@@ -24,13 +24,15 @@ from spmd_tasks.tuning.adapter_stacks import AdapterSource, add_choices, open_so
 class PretrainedLanguageModel(TextTraining):
   """Trains the model of a folder further on packed text; `source` gives the text.
 
-  Without a checkpoint of its own, a job evaluates, decodes and serves the folder's weights.
+  An encoder-decoder learns to fill in spans of that text. Without a checkpoint of its own, a job evaluates, decodes and
+  serves the folder's weights.
   """
 
   # The folder: config.json, safetensors, tokenizer.json.
   model: str = ''
   dtype: str | None = None  # of the computation; None: the folder's. Weights are float32 in training.
   remat_policy: str = 'none'
+  encoder_len: int = 512  # of an encoder-decoder: the tokens that the encoder reads; seq_len are the decoder's
   # Low-rank adapters that requests to a decoding job or a server choose by name: folders of `peft`, or directories of
   # jobs that train adapters of this folder, such as {'french': 'peft/french', 'legal': 'runs/lora'}.
   adapters: Mapping[str, str] = FrozenDict()
@@ -72,8 +74,23 @@ class PretrainedLanguageModel(TextTraining):
 
   def decode(self) -> fdl.Config[DecodeSettings]:
     """Generation as the folder's files say; its weights are held in bfloat16 where the model computes in it."""
+    lengths = {'max_len': self.seq_len + 1} if self.folder.decoder.num_encoder_layers else {}
     held = 'bfloat16' if (self.dtype or self.folder.dtype) == 'bfloat16' else None
-    return fdl.Config(DecodeSettings, weights_dtype=held, **generation_defaults(str(self.folder.path)))
+    return fdl.Config(DecodeSettings, weights_dtype=held, **lengths, **generation_defaults(str(self.folder.path)))
+
+  def _packed_text(self, split: str, **settings: Any) -> fdl.Config:
+    text = super()._packed_text(split, **settings)
+    if not self.folder.decoder.num_encoder_layers:
+      return text
+    tokens, targets = span_corruption_lengths(self.encoder_len)
+    text.seq_len = tokens
+    return fdl.Config(
+      SpanCorruption,
+      text=text,
+      inputs_length=self.encoder_len,
+      targets_length=max(targets, self.seq_len),
+      seed=self.seed,
+    )
 
   def chat_template(self) -> ChatTemplate:
     """The folder's; without one, a plain transcript."""
@@ -98,8 +115,9 @@ class PipelinedPretrainedModel(Pipelined, PretrainedLanguageModel):
 
 
 def stacks_of(model: fdl.Config) -> tuple[fdl.Config, ...]:
-  """Returns the stacks of a model in sequence, or its one stack."""
-  return getattr(model.stack, 'stacks', None) or (model.stack,)
+  """Returns the stacks of a model: those in sequence, or the one, and those of an encoder."""
+  sides = [model.stack, *([model.encoder_stack] if hasattr(model, 'encoder_stack') else [])]
+  return tuple(stack for side in sides for stack in getattr(side, 'stacks', None) or (side,))
 
 
 def _config_of(value: Any) -> Any:

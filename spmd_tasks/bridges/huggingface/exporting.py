@@ -30,7 +30,7 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import INERT, Values
 from spmd_tasks.bridges.huggingface._decoder import Decoder
-from spmd_tasks.bridges.huggingface._describe import describe_model, layer_places
+from spmd_tasks.bridges.huggingface._describe import describe_model, model_places
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, open_folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
@@ -42,15 +42,17 @@ from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import is_remote, write_durably
+from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base
 from spmd_tasks.tuning.merging import merge_adapters
 
 _COPIED = (
   *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
+  'spiece.model',
   *('vocab.json', 'merges.txt', 'vocab.txt', 'generation_config.json', 'chat_template.jinja', 'chat_template.json'),
   'additional_chat_templates',
 )
@@ -141,6 +143,11 @@ def _settings(job: Job, model: PartitionedModel) -> Mapping[str, Any]:
   lengths = [spec.shape[1] for spec in job.train_input.element_spec().values() if len(spec.shape) > 1]
   tokenizer = job.tokenizer
   ids = {} if tokenizer is None else {'bos_token_id': tokenizer.bos_id, 'eos_token_id': tokenizer.eos_id}
+  if isinstance(job.task.model, EncoderDecoderLm):  # which has no greatest length
+    decode = job.task.decode or DecodeSettings()
+    ends = {'eos_token_id': decode.eos_ids[0]} if decode.eos_ids else {}
+    start = {'decoder_start_token_id': decode.start_id, 'pad_token_id': getattr(tokenizer, 'pad_id', 0)}
+    return ids | ends | start
   return ids | {'max_position_embeddings': max(lengths)} if lengths else ids
 
 
@@ -222,9 +229,7 @@ def _tensors(
   origin: Folder | None,
   dtype: str | None,
 ) -> dict[str, LazyArray]:
-  table = RuleTable(
-    rules=family.rules(decoder, layer_places(model.stack)), source='the folder', target='the model'
-  ).inverse()
+  table = RuleTable(rules=family.rules(decoder, model_places(model)), source='the folder', target='the model').inverse()
   names = [slot.name for rule in table.rules for slot in rule.target]
   if dtype is not None:
     dtypes = dict.fromkeys(names, dtype_of(dtype))
@@ -234,6 +239,8 @@ def _tensors(
     dtypes = dict.fromkeys(names, np.dtype('float32'))
   made = table.convert_lazily(weights, {name: jax.ShapeDtypeStruct((), dtypes[name]) for name in names})
   table.check(weights, made)  # of the weights, each is used exactly once
+  if family.writes_copies and not decoder.scale_logits:
+    made |= dict.fromkeys(family.table_copies, made[family.names.table])
   return made if origin is None else made | origin.tensors_aside
 
 

@@ -23,7 +23,7 @@ from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight, is_dec
 from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_tokens
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
-from spmd_tasks.layers.moe._router import RouterOutput
+from spmd_tasks.layers.moe._router import RouterOutput, within_row_capacity
 from spmd_tasks.layers.moe._slots import tokens_per_group
 
 
@@ -65,6 +65,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       (T5X). Outside of training, where batches may have other sizes, the largest smaller number that divides the tokens
       takes the place of a number.
     load_balance_divide_by_k: see `load_balance_loss` (Praxis divides).
+    row_capacity: how many choices of a row's tokens each expert computes, the first ones, in decoding too
+      (transformers' Switch); None leaves it to `computation`.
   """
 
   router: nn.Module
@@ -76,6 +78,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   padding: Literal['ignored', 'counted', 'routed'] = 'ignored'
   load_balance_shards: int | Literal['groups'] = 1
   load_balance_divide_by_k: bool = False
+  row_capacity: int | None = None
 
   def __post_init__(self):
     shards = self.load_balance_shards
@@ -85,6 +88,10 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       raise UserError(f"padding={self.padding!r} must be 'ignored', 'counted' or 'routed'.")
     if self.averages_shared_expert and (self.shared_expert is None or not hasattr(self.router, 'num_selected')):
       raise UserError('averages_shared_expert=True needs a shared_expert and a router whose tokens choose k experts.')
+    if self.row_capacity is not None and (self.row_capacity < 1 or not hasattr(self.router, 'num_selected')):
+      raise UserError(
+        f'row_capacity={self.row_capacity} must be at least 1, with a router whose tokens choose experts.'
+      )
     num_routed = getattr(self.router, 'num_experts', self.experts.num_experts)
     if num_routed != self.experts.num_experts:
       raise UserError(
@@ -117,6 +124,9 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     num_shards = 1 if decoding else self._num_balance_shards(routing, train=train)
     sums = routing_sums(counted, num_shards=num_shards, divide_by_k=self.load_balance_divide_by_k)
     computation = self._without_drops(routing) if decoding else self.computation
+    dropped: Ratios = {}
+    if self.row_capacity is not None:
+      routing, dropped = within_row_capacity(routing, self.row_capacity)
     y, ratios = computation(tokens, routing, self.experts(x.shape[-1]), train=train)
     if train and routing.balance_bias is not None:
       y = attach_balance_gradient(y, routing.balance_bias, sums)
@@ -130,7 +140,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
         k = self.router.num_selected
         shared, y = shared / (k + 1), y * (k / (k + 1))
       y = shared + y
-    return y, {'routing': sums.replace(ratios=ratios)}
+    return y, {'routing': sums.replace(ratios={**ratios, **dropped})}
 
   def _num_balance_shards(self, routing: RouterOutput, *, train: bool) -> int:
     tokens, shards = whole_batch_tokens(routing), self.load_balance_shards

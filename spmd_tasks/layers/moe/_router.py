@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.layers.base import FanInNormal, Ratios, declare_weight
 from spmd_tasks.layers.moe._slots import GroupSize, Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
@@ -50,6 +50,19 @@ class RouterOutput(struct.PyTreeNode):
   gates: jax.Array | None = None
   slots: Slots | None = None
   balance_bias: jax.Array | None = None
+
+
+def within_row_capacity(routing: RouterOutput, capacity: int) -> tuple[RouterOutput, Ratios]:
+  """Drops all but each expert's first `capacity` choices in each row; returns the rest, and `fraction_dropped`."""
+  assert routing.expert_ids is not None
+  assert routing.gates is not None
+  ids, num_experts = routing.expert_ids, routing.scores.shape[-1]
+  is_chosen = ids.reshape(ids.shape[0], -1, 1) == jnp.arange(num_experts)[None, None]  # [B, T * k, E]
+  places = jnp.sum(jnp.where(is_chosen, jnp.cumsum(is_chosen, axis=1), 0), axis=-1).reshape(ids.shape)
+  fits = places <= capacity
+  kept = routing.replace(expert_ids=jnp.where(fits, ids, num_experts), gates=jnp.where(fits, routing.gates, 0.0))
+  counts = jnp.sum(~fits, dtype=jnp.float32), jnp.sum(places > 0, dtype=jnp.float32)
+  return kept, {'fraction_dropped': counts}
 
 
 class Router(nn.Module, kw_only=True):

@@ -297,8 +297,8 @@ def test_weights_of_another_model_are_refused(whole_folder):
 
 def test_a_model_of_no_family_is_not_exported(tmp_path):
   model = build_model(decoder_of(CONFIGS['llama']))
-  model = model.clone(embedding=model.embedding.clone(scale_logits=True))
-  with pytest.raises(UserError, match=r'embedding\.scale_logits = True'):
+  model = model.clone(embedding=model.embedding.clone(logits_bias=True))
+  with pytest.raises(UserError, match=r'embedding\.logits_bias = True'):
     export_folder(tmp_path / 'out', model, {})
   assert not (tmp_path / 'out').exists()
 

@@ -1,0 +1,180 @@
+"""T5's families against transformers: logits, gradients, greedy tokens, and folders in and out. Float32."""
+
+import functools
+from pathlib import Path
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks import load
+from spmd_tasks.bridges._rules import RuleTable
+from spmd_tasks.bridges.huggingface import open_folder
+from spmd_tasks.bridges.huggingface._describe import model_places
+from spmd_tasks.bridges.huggingface.exporting import export_folder
+from spmd_tasks.decoding.prompts import Prompt
+from spmd_tasks.sharding.weights import unbox_weights
+from tests.bridges.huggingface.reference_models import quiet_transformers, tensors_of
+
+B, S, T, V = 3, 29, 17, 67
+LENGTHS = (29, 5, 18)  # of the encoder's texts
+_SIZES = {'vocab_size': V, 'd_model': 30, 'd_kv': 8, 'd_ff': 44, 'num_layers': 3, 'num_decoder_layers': 2}
+_SIZES |= {'num_heads': 3, 'relative_attention_num_buckets': 8, 'relative_attention_max_distance': 11}
+_SIZES |= {'decoder_start_token_id': 0}
+_EXPERTS = {'model_type': 'switch_transformers', 'num_experts': 5, 'expert_capacity': 4, 'num_layers': 4}
+_EXPERTS |= {'num_decoder_layers': 3}
+_EXPERTS |= {'num_sparse_encoder_layers': 2, 'num_sparse_decoder_layers': 1}
+# Name -> (config, whether the head is a tensor of its own)
+CASES = {
+  't5': ({'layer_norm_epsilon': 1e-3}, False),
+  'flan_t5': ({'model_type': 't5', 'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}, True),
+  'mt5': ({}, True),
+  'mt5_tied': ({'model_type': 'mt5', 'feed_forward_proj': 'gated-silu'}, False),
+  'umt5': ({}, True),
+  'switch': (_EXPERTS, False),
+  'switch_untied': (_EXPERTS | {'tie_word_embeddings': False, 'num_sparse_decoder_layers': 3}, True),
+}
+
+
+class Reference:
+  """A random model of transformers, its folder, and what it computes."""
+
+  def __init__(self, name: str, path: Path):
+    import torch
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config, is_untied = CASES[name]
+    config = {'model_type': name, **_SIZES, **config}
+    model_type = config.pop('model_type')
+    torch.manual_seed(0)
+    self.path = path
+    transformers = quiet_transformers()
+    self.model = transformers.AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[model_type](**config)).eval()
+    if is_untied:
+      self.model.lm_head.weight = torch.nn.Parameter(torch.empty(V, config['d_model']))
+    with torch.no_grad():
+      for key, value in self.model.named_parameters():
+        is_norm, wide = 'layer_norm' in key, key.startswith(('shared', 'lm_head')) or 'bias' in key
+        value.copy_(torch.randn_like(value) * (0.1 if is_norm else 0.4 if wide else 0.15) + is_norm)
+      for stack in (self.model.encoder, self.model.decoder):  # with an untied head, Switch has three tables
+        stack.embed_tokens.weight.copy_(self.model.shared.weight)
+    self.model.save_pretrained(path)
+
+  @functools.cached_property
+  def computed(self):
+    """Returns (logits [B, T, V], gradients of the mean loss by tensor)."""
+    import torch
+
+    ids, labels, encoder_ids = map(torch.tensor, texts())
+    mask = (torch.arange(S)[None] < torch.tensor(LENGTHS)[:, None]).long()
+    self.model.zero_grad()
+    made = self.model(input_ids=encoder_ids, attention_mask=mask, decoder_input_ids=ids, labels=labels)
+    made.loss.backward()
+    gradients = {  # an expert without tokens has none
+      name: np.zeros(value.shape, np.float32) if value.grad is None else value.grad.numpy()
+      for name, value in self.model.named_parameters()
+    }
+    for copy in ('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'):
+      gradients['shared.weight'] = gradients['shared.weight'] + gradients.pop(copy, 0.0)
+    return made.logits.detach().numpy(), gradients
+
+
+def texts():
+  """Returns ids and labels [B, T], and encoder_ids [B, S]."""
+  rng = np.random.default_rng(1)
+  labels, encoder_ids = rng.integers(2, V, (B, T)), rng.integers(2, V, (B, S))
+  return np.pad(labels, ((0, 0), (1, 0)))[:, :T], labels, encoder_ids
+
+
+def abstract_weights(model):
+  batch = {'ids': np.zeros((1, 4), np.int32), 'encoder_ids': np.zeros((1, 4), np.int32)}
+  make = lambda: unbox_weights(model.init({'params': jax.random.key(0)}, batch))['params']
+  return jax.eval_shape(make)
+
+
+@pytest.fixture(scope='module')
+def reference(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('folders')
+  return functools.cache(lambda name: Reference(name, directory / name))
+
+
+def assert_close(ours, theirs, what=''):
+  assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max(), what
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_logits_and_every_gradient(name, reference):
+  logits, gradients = reference(name).computed
+  folder = open_folder(reference(name).path)
+  model = folder.build_model()
+  lazy = folder.lazy_weights(model, abstract_weights(model))
+  weights = traverse_util.unflatten_dict({key: np.asarray(value) for key, value in lazy.items()}, sep='/')
+  ids, labels, encoder_ids = texts()
+  real = np.arange(S)[None] < np.array(LENGTHS)[:, None]
+  batch = {'ids': ids, 'encoder_ids': encoder_ids, 'encoder_segment_ids': real.astype(np.int32)}
+  batch |= {'encoder_segment_pos': np.broadcast_to(np.arange(S), (B, S)), 'segment_ids': np.ones((B, T), np.int32)}
+  batch |= {'segment_pos': np.broadcast_to(np.arange(T), (B, T))}
+
+  def loss(weights):
+    logits = model.apply({'params': weights}, batch)['logits']
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)), logits
+
+  with jax.default_matmul_precision('highest'):
+    (_, ours), our_gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
+  assert_close(np.asarray(ours), logits)
+  flat = traverse_util.flatten_dict(our_gradients, sep='/')
+  rules = folder.family.rules(folder.decoder, model_places(model))
+  back = RuleTable(rules=rules, source='theirs', target='ours').inverse()
+  made = back.convert(flat, {key: np.zeros((), np.float32) for key in folder.tensors})
+  assert made.keys() == gradients.keys()
+  for key, value in made.items():
+    assert_close(value, gradients[key], key)
+
+
+def seq2seq(path):
+  """Returns (model, what is amiss) of a folder, as transformers loads it."""
+  loaded, report = quiet_transformers().AutoModelForSeq2SeqLM.from_pretrained(path, output_loading_info=True)
+  return loaded.eval(), {kind: names for kind, names in report.items() if names}
+
+
+def logits_of(model):
+  import torch
+
+  ids, _, encoder_ids = map(torch.tensor, texts())
+  with torch.no_grad():
+    return model(input_ids=encoder_ids, decoder_input_ids=ids).logits.numpy()
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_exports_have_the_same_tensors_and_the_same_logits(name, reference, tmp_path):
+  """With the folder as origin, and without, where another family may have the model."""
+  folder = open_folder(reference(name).path)
+  model = folder.build_model()
+  weights = folder.lazy_weights(model, abstract_weights(model))
+  for place, origin in (('there', folder), ('here', None)):
+    export_folder(tmp_path / place, model, weights, origin=origin)
+    again, amiss = seq2seq(tmp_path / place)
+    assert not amiss
+    np.testing.assert_array_equal(logits_of(again), logits_of(reference(name).model))
+  theirs, ours = tensors_of(folder.path), tensors_of(tmp_path / 'there')
+  assert theirs.keys() == ours.keys()
+  for key, value in theirs.items():
+    np.testing.assert_array_equal(ours[key], value)
+
+
+@pytest.mark.parametrize('name', ['flan_t5', 'switch'])
+def test_greedy_tokens_and_logits_from_the_folder(name, reference):
+  import torch
+
+  settings = ['encoder_len=32', 'seq_len=24', 'task.decode.num_slots=2', 'task.decode.min_bucket=8']
+  rows = [row[:length].tolist() for row, length in zip(texts()[2], LENGTHS)]
+  with jax.default_matmul_precision('highest'):
+    model = load(reference(name).path, mesh=(1, 2, 4), overrides=settings)
+    ids, _, encoder_ids = texts()
+    assert_close(np.asarray(model.logits(ids, encoder_ids)), logits_of(reference(name).model))
+    made = model.generate([Prompt(prompt_ids=tuple(row)) for row in rows], max_tokens=24)
+  for row, text in zip(rows, made):
+    theirs = reference(name).model.generate(torch.tensor([row]), do_sample=False, max_new_tokens=24)[0, 1:].tolist()
+    assert [int(word) for word in text.split()] == (theirs[: theirs.index(1)] if 1 in theirs else theirs)
