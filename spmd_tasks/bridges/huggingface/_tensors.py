@@ -225,7 +225,7 @@ def t5_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> I
     names = dataclasses.replace(names, up=f'{names.up}_1')
   num, cross = decoder.num_encoder_layers, [('EncDecAttention', 'cross_attention')]
   sides = (
-    ('encoder', 'encoder_norm', 'encoder_position_bias', places[:num], decoder.encoder_mixed, []),
+    ('encoder', 'encoder_norm', 'encoder_position_bias', places[:num], decoder.encoder_mixed, cross[:0]),
     ('decoder', 'final_norm', 'position_bias', places[num:], decoder.mixed, cross),
   )
   for side, norm, shared_bias, blocks, mixed, more in sides:

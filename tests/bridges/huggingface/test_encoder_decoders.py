@@ -18,6 +18,8 @@ from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.sharding.weights import unbox_weights
 from tests.bridges.huggingface.reference_models import quiet_transformers, tensors_of
 
+pytestmark = pytest.mark.slow
+
 B, S, T, V = 3, 29, 17, 67
 LENGTHS = (29, 5, 18)  # of the encoder's texts
 _SIZES = {'vocab_size': V, 'd_model': 30, 'd_kv': 8, 'd_ff': 44, 'num_layers': 3, 'num_decoder_layers': 2}
