@@ -13,6 +13,7 @@ are replicated. Nothing is compiled after `compile()`, whatever the requests.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -47,10 +48,14 @@ class DecodeSteps:
     encoder_len: E, the encoder's positions; None where the model has no encoder.
     prefill_chunk: C, the length at which prompts are cut: the setting's, at most max_len.
     buckets: the lengths of chunks for which prefills are compiled.
+    step_rows: how many rows a step may compute, in order: the least that hold all busy slots. One row would not have
+      the bits of several, whose products are of another kind. Where the mesh splits slots, each step computes all N.
     can_copy: whether a copy of a slot holds every token of its source; False where the cache of a layer is a ring, and
       where what a token reads depends on more than the tokens before it, as in encoder-decoders.
     vocab_size: V.
     adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
+    kept_state: that of the last `generate` to its end, which the next one takes in place of a new one; None: there is
+      none. The device's memory holds it.
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
 
@@ -86,6 +91,7 @@ class DecodeSteps:
     longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
     self.buckets = self.settings.buckets(longest)
     self._compiled: dict[Any, Any] = {}
+    self.kept_state: DecodeState | None = None
 
     abstract_cache, specs, self.vocab_size = self._abstract_cache(self.settings.num_slots)
     empty = functools.partial(
@@ -105,6 +111,11 @@ class DecodeSteps:
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
     is_whole = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
+    slot_entries = {spec[-4] if len(spec) >= 4 else None for spec in jax.tree.leaves(specs)}
+    self._by_slot = slot_entries == {None}
+    num_slots = self.settings.num_slots
+    fewer = (2 * 4**i for i in range(num_slots)) if self._by_slot else ()
+    self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), num_slots)
     self.can_copy = is_whole and self.encoder_len is None and not self._has_prefix
 
   def init(self) -> DecodeState:
@@ -146,9 +157,11 @@ class DecodeSteps:
     self, variables: Variables, state: DecodeState, keep: np.ndarray, masks: Mapping[int, np.ndarray] | None = None
   ) -> tuple[DecodeState, Outputs]:
     """See step_functions.step; `masks` are the token masks of some slots, and without any another program runs."""
-    if not masks:
-      return self._step()(variables, state, keep)
-    return self._step(masked=True)(variables, state, keep, self._mask_rows(masks, self.settings.num_slots))
+    (busy,) = np.nonzero(keep)
+    num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
+    given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
+    slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
+    return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, *given)
 
   def score(self, variables: Variables, batch: ScoreBatch) -> Scores:
     """See step_functions.score. Each shape of batch is compiled once, on first use."""
@@ -176,9 +189,9 @@ class DecodeSteps:
         self._search(self.make_batch([chunk]))
       return
     self.init()
-    self._step()
-    if constrain:
-      self._step(masked=True)
+    for num_rows in self.step_rows:
+      for masked in (False, True) if constrain else (False,):
+        self._step(num_rows, masked=masked)
     if self.can_copy:
       self._copy()
     for chunk in chunks:
@@ -191,7 +204,7 @@ class DecodeSteps:
 
   def lower_step(self) -> Any:
     """Returns the lowered step (jax.stages.Lowered), for inspection and planning."""
-    return self._step(make=self._lower_stateful)
+    return self._step(self.settings.num_slots, make=self._lower_stateful)
 
   def bucket(self, length: int) -> int:
     """The shortest bucket that holds a chunk of `length` tokens."""
@@ -221,6 +234,7 @@ class DecodeSteps:
         padding.unpad(padded_state, self.abstract_state),
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
+        by_slot=self._by_slot,
       )
       return padding.pad(state, self.padded_state), outputs
 
@@ -235,21 +249,23 @@ class DecodeSteps:
     rows = np.zeros(self.settings.prefill_rows, np.int32)
     return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
 
-  def _step(self, *, masked: bool = False, make: Callable[..., Any] | None = None) -> Any:
-    def step(padded_variables, padded_state, keep, masks=None):
+  def _step(self, num_rows: int, *, masked: bool = False, make: Callable[..., Any] | None = None) -> Any:
+    def step(padded_variables, padded_state, keep, slots, masks=None):
       state, outputs = step_functions.step(
         self._forward,
         self.storage.true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         keep,
         masks,
+        None if num_rows == num_slots else slots,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
       return padding.pad(state, self.padded_state), outputs
 
     num_slots = self.settings.num_slots
     masks = (self._mask_rows({}, num_slots),) if masked else ()
-    return (make or self._compile_stateful)(('step', masked), step, np.zeros(num_slots, np.bool_), *masks)
+    arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), *masks)
+    return (make or self._compile_stateful)(('step', num_rows, masked), step, *arrays)
 
   def _mask_rows(self, masks: Mapping[int, np.ndarray], num_rows: int) -> Any:
     return mask_rows(masks, num_rows, self.vocab_size)

@@ -96,10 +96,12 @@ class ModelEngine:
     for chunk in chunks:
       for score in scoring:
         self.prefill([chunk], score_prompts=score).read()
-    nobody = np.zeros(self.num_slots, np.bool_)
-    self.step(nobody).read()
-    if self._constrain:
-      self.step(nobody, {0: np.zeros(num_words(self._steps.vocab_size), np.uint32)}).read()
+    masks = {0: np.zeros(num_words(self._steps.vocab_size), np.uint32)}
+    for num_rows in self._steps.step_rows:
+      keep = np.arange(self.num_slots) < num_rows  # no slot is active
+      self.step(keep).read()
+      if self._constrain:
+        self.step(keep, masks).read()
     self.reset()
     logging.info('compiled %d prefills in %.1f s', len(chunks) * len(scoring), time.monotonic() - started)
 
@@ -107,6 +109,16 @@ class ModelEngine:
     self.cache_epoch += 1
     self._state = None  # before `init`: memory may have no room for two states
     self._state = self._steps.init()
+
+  def take_kept(self) -> None:
+    """Begins with the state that an earlier engine of the same steps left, if there is one, or with a new one."""
+    self._state, self._steps.kept_state = self._steps.kept_state, None
+    if self._state is None:
+      self.reset()
+
+  def keep(self) -> None:
+    """Leaves the state for the next engine, and ends this one; no sequence is in a slot."""
+    self._steps.kept_state, self._state = self._state, None
 
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._steps.bucket(chunk.stop - chunk.start) * self.prefill_rows

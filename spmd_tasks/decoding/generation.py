@@ -56,6 +56,7 @@ def generate(
   decode: Callable[[Sequence[int]], str],
   matchers: Sequence[Matcher | None] | None = None,
   on_step: Callable[[], None] = lambda: None,
+  keep_cache: bool = True,
 ) -> Iterator[tuple[int, Completion]]:
   """Yields (number of the request, completion) in the order in which requests finish.
 
@@ -66,9 +67,11 @@ def generate(
     decode: turns tokens into text.
     matchers: of the forms of the requests' texts, each before its first token; None where no request has one.
     on_step: called after each step.
+    keep_cache: whether the cache stays in the device's memory for the next `generate` of these steps, which then
+      allocates none; training, which needs the memory in between, says False.
   """
   engine = ModelEngine(steps, variables, constrain=matchers is not None)
-  engine.reset()
+  engine.take_kept()
   # No reader waits for the next token of a sequence, so all free slots are filled before each step.
   scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
   waiting = (
@@ -80,6 +83,8 @@ def generate(
   while True:
     scheduler.submit(itertools.islice(waiting, engine.num_slots - scheduler.num_queued))
     if not scheduler.has_work:
+      if keep_cache:
+        engine.keep()
       return
     for delta in scheduler.advance():
       if delta.finish_reason is not None:

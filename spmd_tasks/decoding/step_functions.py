@@ -38,7 +38,8 @@ class Forward(Protocol):
     Args:
       variables: of the model.
       cache: leaves [..., B, G, S, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
-        less than T, the new keys and values are those of each row's last S tokens.
+        less than T, the new keys and values are those of each row's last S tokens. With `slots` int32 [B] in the batch
+        the leaves are [..., N, G, S, K], and row i's tokens are in slot slots[i].
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
         are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none. To
         an encoder-decoder the first call for a prompt gives `encoder_ids`, `encoder_segment_ids` and
@@ -124,11 +125,18 @@ def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) 
 
 
 def prefill(
-  forward: Forward, variables: Any, state: DecodeState, batch: PrefillBatch, *, num_top_logprobs: int = 0
+  forward: Forward,
+  variables: Any,
+  state: DecodeState,
+  batch: PrefillBatch,
+  *,
+  num_top_logprobs: int = 0,
+  by_slot: bool = True,
 ) -> tuple[DecodeState, Outputs]:
   """Reads chunks of prompts into their slots and samples the first token of each prompt that ends; outputs are [P].
 
-  A first chunk replaces what its slot held before. A later chunk needs the tokens before it in its slot.
+  A first chunk replaces what its slot held before. A later chunk needs the tokens before it in its slot. With `by_slot`
+  the model reads them there; without, from a copy of the slots, where the mesh splits slots.
   """
   num_rows, num_columns = batch.ids.shape
   columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
@@ -143,8 +151,9 @@ def prefill(
   }
   if batch.before is not None:  # the slot holds the encoder's text
     model_batch = {name: each for name, each in model_batch.items() if not name.startswith('encoder_')}
+    model_batch |= {'slots': batch.slots} if by_slot else {}
   last = jnp.maximum(batch.lengths - 1, 0)[:, None]
-  cache = None if batch.before is None else take_slots(state.cache, batch.slots)
+  cache = None if batch.before is None else state.cache if by_slot else take_slots(state.cache, batch.slots)
   scores = {}
   if batch.targets is None:
     logits, new = forward(variables, cache, model_batch | {'logit_columns': last})
@@ -175,13 +184,14 @@ def prefill(
     adapters=batch.adapters,
   )
   placed, outputs = _emit(logits, placed, batch.masks, num_top_logprobs)
-
-  def insert(old, new):
-    return old.at[batch.slots].set(new.astype(old.dtype), mode='drop')
-
-  inserted = jax.tree.map(insert, state.replace(cache=None), placed)
+  inserted = _put_rows(state.replace(cache=None), placed, batch.slots)
   written = write_tokens(state.cache, new, batch.starts, batch.lengths, slots=batch.slots)
   return inserted.replace(cache=written), outputs.replace(**scores)
+
+
+def _put_rows(old: Any, new: Any, slots: jax.Array) -> Any:
+  """Writes rows to slots, all different; ids from N on are not written."""
+  return jax.tree.map(lambda x, rows: x.at[slots].set(rows.astype(x.dtype), mode='drop', unique_indices=True), old, new)
 
 
 def step(
@@ -190,23 +200,35 @@ def step(
   state: DecodeState,
   keep: jax.Array,
   masks: jax.Array | None = None,
+  slots: jax.Array | None = None,
   *,
   num_top_logprobs: int = 0,
 ) -> tuple[DecodeState, Outputs]:
   """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead.
 
-  With `masks`, uint32 [N, W], the tokens are those that constraints.py allows.
+  With `masks`, uint32 [N, W], the tokens are those that constraints.py allows. `slots`, int32 [R], all different, are
+  those that may be kept; ids from N on stand for none. Only these rows are computed; None: all N.
   """
-  state = state.replace(active=state.active & keep)
+  kept = state.replace(active=state.active & keep)
+  rows = kept.replace(cache=None)
+  if slots is not None:
+    rows, masks = jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode='clip'), (rows, masks))
+    rows = rows.replace(active=rows.active & (slots < keep.shape[0]))
   batch = {
-    'ids': state.tokens[:, None],
-    'segment_ids': state.active[:, None].astype(jnp.int32),
-    'segment_pos': state.positions[:, None],
-    'adapters': state.adapters,
+    'ids': rows.tokens[:, None],
+    'segment_ids': rows.active[:, None].astype(jnp.int32),
+    'segment_pos': jnp.where(rows.active, rows.positions, 0)[:, None],
+    'adapters': rows.adapters,
+    **({} if slots is None else {'slots': slots}),
   }
   logits, new = forward(variables, state.cache, batch)
-  cache = write_tokens(state.cache, new, state.positions, state.active.astype(jnp.int32))
-  return _emit(logits[:, 0], state.replace(cache=cache), masks, num_top_logprobs)
+  cache = write_tokens(state.cache, new, rows.positions, rows.active.astype(jnp.int32), slots=slots)
+  rows, outputs = _emit(logits[:, 0], rows, masks, num_top_logprobs)
+  if slots is not None:
+    rows = _put_rows(kept.replace(cache=None), rows, slots)
+    empty = jax.tree.map(lambda x: jnp.zeros((keep.shape[0], *x.shape[1:]), x.dtype), outputs)
+    outputs = _put_rows(empty, outputs, slots)
+  return rows.replace(cache=cache), outputs
 
 
 def _emit(

@@ -234,6 +234,8 @@ class LayerScope:
       (gathered_weights.py), or summed as XLA chooses.
     plain_products: products are computed without kernels and loops, which hide them from who counts FLOPs.
     encodes: the layers are an encoder's, which keep nothing for later calls when text is generated.
+    layers: in generation, the layer's number in each loop over layers that it is in, from the outermost.
+    cache_slots: in generation, int32 [B], the slot of each row in the KV cache; None where row i is in slot i.
   """
 
   part: BatchPart = BatchPart()
@@ -241,6 +243,8 @@ class LayerScope:
   scatters_gradients: bool = False
   plain_products: bool = False
   encodes: bool = False
+  layers: tuple[jax.Array, ...] = ()
+  cache_slots: jax.Array | None = None
 
 
 _OUTSIDE = LayerScope()
@@ -262,6 +266,7 @@ def current_layer_scope() -> LayerScope:
   return _layer_scope.get()
 
 
+CACHE = 'cache'  # the collection of what earlier calls of a text's layers left
 NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)
 
 

@@ -15,6 +15,7 @@ Shapes: B batch, T sequence, D model, L layers.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from flax.core import DenyList
 import flax.linen as nn
 import jax
 from jax import checkpoint_policies
@@ -24,7 +25,16 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
-from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, values_per_layer
+from spmd_tasks.layers.base import (
+  CACHE,
+  NEW_CACHE,
+  Statistics,
+  WithSublayers,
+  current_layer_scope,
+  layer_scope,
+  run_layer,
+  values_per_layer,
+)
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import STACK_DIM, refuse_plain_weights
@@ -206,11 +216,15 @@ class TransformerStack(WithSublayers, kw_only=True):
 
 
 def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:
-  """Returns the lifted function (block, x, arguments by name) -> (x, aux [L, ...]) that runs L layers."""
+  """Returns the lifted function (block, x, arguments by name) -> (x, aux [L, ...]) that runs L layers.
 
-  def layer(block, x, given):
+  Layers get the KV caches of all layers, with their own number: a loop over caches would copy each layer's.
+  """
+
+  def layer(block, x, given, number):
     x = checkpoint_name(x, LAYER_INPUT_NAME)
-    y, aux = run_layer('block', block, x, **given, train=train)
+    with layer_scope() if number is None else layer_scope(layers=(*current_layer_scope().layers, number)):
+      y, aux = run_layer('block', block, x, **given, train=train)
     if block.is_initializing():
       refuse_plain_weights(block.variables.get('params', {}))
     return y, aux
@@ -220,12 +234,18 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     # prevent_cse adds a barrier that stops XLA from merging the recomputation with the forward pass. Inside a loop XLA
     # cannot merge them, and the barrier only costs time.
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
-  return nn.scan(
+  layers = nn.scan(
     layer,
-    variable_axes={True: 0},  # of every collection
+    variable_axes={DenyList(CACHE): 0},  # of every other collection
+    variable_broadcast=CACHE,
     split_rngs={'params': True, 'dropout': True},
-    in_axes=nn.broadcast,
+    in_axes=(nn.broadcast, 0),
     length=num_layers,
     unroll=1 if scan else num_layers,
     metadata_params={STACK_DIM: 'layers'},
   )
+
+  def run(block, x, given):
+    return layers(block, x, given, jnp.arange(num_layers) if block.is_mutable_collection(NEW_CACHE) else None)
+
+  return run

@@ -181,7 +181,7 @@ class Sampler:
     if self._steps.settings.num_beams > 1:
       found = {number: beams[0] for number, beams in search(self._steps, stored, self._requests, **settings)}
     else:
-      found = dict(generate(self._steps, stored, self._requests, **settings))
+      found = dict(generate(self._steps, stored, self._requests, keep_cache=False, **settings))
     return [found[number].text for number in range(len(self._requests))]
 
   def _write(self, step: int, texts: Sequence[str]) -> None:

@@ -23,7 +23,12 @@ import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
+<<<<<<< HEAD
 from spmd_tasks.layers.base import named_arguments, signature_of
+=======
+from spmd_tasks.layers.adapter import map_adapters
+from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of
+>>>>>>> 279acfba (Generation's cost follows what is used: attention reads the cache by blocks, steps compute busy slots only, the next generate takes the cache of the last)
 from spmd_tasks.layers.losses import as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
@@ -192,7 +197,8 @@ class Task:
 
       model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
     given, named = self._arguments(batch, train=False)
-    outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
+    with layer_scope(cache_slots=batch.get('slots')):
+      outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
         f'{type(self.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '

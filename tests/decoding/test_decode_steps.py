@@ -20,6 +20,7 @@ from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
+from spmd_tasks.layers.attention import kv_cache
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.runtime.compilation import CompilationCounter
@@ -128,6 +129,13 @@ class Run:
 
 
 make_run = functools.cache(Run)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _short_blocks():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(kv_cache._BLOCK, 'cpu', 5)  # entries of the cache that a step reads at a time
+    yield
 
 
 @pytest.mark.parametrize('name', ALL_MESHES)

@@ -36,6 +36,7 @@ from praxis.layers import (
 )
 
 from spmd_tasks.bridges.pax._variables import filled_split_dims
+from spmd_tasks.decoding.step_functions import take_slots
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.weights import WeightBox
 
@@ -63,7 +64,8 @@ def read_tokens(model: Any, variables: Any, cache: Any, batch: Mapping[str, jax.
   Args:
     model: the LanguageModel.
     variables: of the model, in the dtype of its computations.
-    cache: leaves [..., B, G, S, K], a tree like Praxis' decode cache; None where there are no tokens before.
+    cache: leaves [..., B, G, S, K], a tree like Praxis' decode cache, or with `slots` in the batch all slots of one;
+      None where there are no tokens before.
     batch: `ids`, `segment_ids` (0: padding, behind the tokens) and `segment_pos` int32 [B, T], which goes on where a
       row's cache ends; with `logit_columns` int32 [B, n] the logits are those of n columns.
 
@@ -74,6 +76,8 @@ def read_tokens(model: Any, variables: Any, cache: Any, batch: Mapping[str, jax.
   Raises:
     UserError: a part of the model cannot be served; the message names it.
   """
+  if cache is not None and 'slots' in batch:
+    cache = take_slots(cache, batch['slots'])
   if cache is None:
     logits, new = _read_first(model, variables, batch)
   else:

@@ -216,7 +216,7 @@ class Attention(WithSublayers, kw_only=True):
       from spmd_tasks.layers.attention import kv_cache as cache
     stored = cache.read_encoded(self) if cache is not None and self.cross else None
     if stored is not None:
-      key, value, segments = (jnp.swapaxes(each, 1, 2) for each in stored)
+      key, value, segments = (jnp.swapaxes(each.entries(0, each.num_entries), 1, 2) for each in stored)
       key, value, encoder_segment_ids = key.astype(query.dtype), value.astype(query.dtype), segments[:, :, 0, 0]
     else:
       source = encoded if self.cross else x

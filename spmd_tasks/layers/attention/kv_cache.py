@@ -15,7 +15,8 @@ S = the window, and wraps around as a ring buffer. In both cases the batch's `se
 position an entry holds, and entries of an earlier sequence are not read. Each row holds one sequence; rows at different
 positions share one step.
 
-Cache arrays are [B, G, S, K], heads before entries: with entries first, each step would transpose the whole cache for
+Cache arrays are [B, G, S, K], in stacks of layers [L, B, G, S, K], which every layer gets whole: it reads blocks of its
+own entries (`CachedArray`). Heads are before entries: with entries first, each step would transpose the whole cache for
 the matmuls over entries.
 
 Shapes: B batch (or slots), T tokens of this call, S cache entries, H query heads, G key/value heads, K head dim.
@@ -23,21 +24,22 @@ Shapes: B batch (or slots), T tokens of this call, S cache entries, H query head
 
 from collections.abc import Mapping
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._plain import masked_softmax
-from spmd_tasks.layers.base import NEW_CACHE, soft_cap
+from spmd_tasks.layers.base import CACHE, NEW_CACHE, current_layer_scope, soft_cap
 from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.specs import current_platform
 from spmd_tasks.sharding.weights import WeightBox
 
 if TYPE_CHECKING:
   from spmd_tasks.layers.attention.relative_bias import PositionBias
 
-CACHE = 'cache'
+# Platform -> how many entries of the cache are read at a time. A loop costs an accelerator more than a longer block.
+_BLOCK, _LONG_BLOCK = {'cpu': 128}, 1024
 ENCODED = 'encoded_'  # what a cache has of an encoder's text: made by a request's first call, and read by all others
 
 
@@ -73,11 +75,50 @@ def write_new_cache(
     module.put_variable(NEW_CACHE, f'cached_{name}', box)
 
 
-def read_cache(module: nn.Module, *names: str) -> tuple[jax.Array, ...] | None:
-  """Returns the module's arrays of these names, [B, G, S, K], of earlier calls, or None in the first call."""
+class CachedArray(NamedTuple):
+  """An array of earlier calls, of which a caller takes what it needs: a layer's whole array would be a copy.
+
+  Attributes:
+    array: [..., N, G, S, K]; the dims in front count layers.
+    layer: the layer's number in each of the dims in front.
+    slots: int32 [B], the place of each row among N; None where row i is at i.
+  """
+
+  array: jax.Array
+  layer: tuple[jax.Array, ...]
+  slots: jax.Array | None
+
+  @property
+  def num_entries(self) -> int:
+    """S."""
+    return self.array.shape[-2]
+
+  def entries(self, start: jax.Array | int, size: int) -> jax.Array:
+    """Returns [B, G, size, K], the entries from `start` on; start + size is at most S."""
+    num_layer_dims, (num_slots, *_) = self.array.ndim - 4, self.array.shape[-4:]
+    sizes = (*(1,) * num_layer_dims, num_slots, self.array.shape[-3], size, self.array.shape[-1])
+    zero = jnp.zeros((), jnp.int32)
+    if self.slots is None:
+      taken = jax.lax.dynamic_slice(self.array, (*self.layer, zero, zero, zero + start, zero), sizes)
+      return taken.reshape(sizes[num_layer_dims:])
+    indices = [jnp.broadcast_to(x, self.slots.shape) for x in (*self.layer, self.slots, zero + start)]
+    numbers = jax.lax.GatherDimensionNumbers(
+      offset_dims=(1, 2, 3),
+      collapsed_slice_dims=tuple(range(num_layer_dims + 1)),
+      start_index_map=(*range(num_layer_dims + 1), num_layer_dims + 2),
+    )
+    sizes = (*sizes[:num_layer_dims], 1, *sizes[num_layer_dims + 1 :])
+    return jax.lax.gather(self.array, jnp.stack(indices, axis=-1), numbers, sizes, mode='clip')
+
+
+def read_cache(module: nn.Module, *names: str) -> tuple[CachedArray, ...] | None:
+  """Returns the module's arrays of these names of earlier calls, or None in the first call."""
   if not module.has_variable(CACHE, f'cached_{names[0]}'):
     return None
-  return tuple(module.get_variable(CACHE, f'cached_{name}') for name in names)
+  scope = current_layer_scope()
+  arrays = (module.get_variable(CACHE, f'cached_{name}') for name in names)
+  # A loop over layers that is not ours gives the arrays of one layer.
+  return tuple(CachedArray(x, scope.layers[: x.ndim - 4], scope.cache_slots) for x in arrays)
 
 
 def write_encoded(
@@ -89,8 +130,8 @@ def write_encoded(
   write_new_cache(module, whose, split_dims and (*split_dims[:2], None, None))
 
 
-def read_encoded(module: nn.Module) -> tuple[jax.Array, ...] | None:
-  """Returns what the first call has written by `write_encoded`, as [B, G, S, K]; None in the first call."""
+def read_encoded(module: nn.Module) -> tuple[CachedArray, ...] | None:
+  """Returns what the first call has written by `write_encoded`; None in the first call."""
   return read_cache(module, *(ENCODED + name for name in ('key', 'value', 'segments')))
 
 
@@ -98,7 +139,7 @@ def attend_to_cache(
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
-  cached: tuple[jax.Array, ...],
+  cached: tuple[CachedArray, ...],
   segment_ids: jax.Array | None,
   segment_pos: jax.Array,
   *,
@@ -110,62 +151,83 @@ def attend_to_cache(
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 
-  Computes as jax.nn.dot_product_attention does: logits and softmax are float32, sums of values have the values' dtype.
+  Reads the cache block by block, up to the longest row's tokens, so that the cost follows what is used and not S (with
+  the running softmax of Milakov and Gimelshein, 2018). A block in which a row has no token changes no bit of the row's
+  result: it depends on no other row. Logits and softmax are float32, as are sums of values.
 
   Args:
     query, key, value: [B, T, H, K] and [B, T, G, K], of this call.
-    cached: keys and values [B, G, S, K]; with a window S may be as small as the window.
+    cached: keys and values; with a window S may be as small as the window.
     segment_ids: int32 [B, T], 0 for padding, which comes after the tokens. None: no padding.
     segment_pos: int32 [B, T], consecutive positions in the sequence; the cache holds the positions before the first.
-      Positions of padding are ignored.
+      Positions of padding are ignored; 0 in the first column of a row that is padding alone keeps it cheap.
     window: how many tokens each token sees, including itself; None: all before it.
     softmax_scale: factor of the logits; None means 1 / sqrt(K).
     logit_cap: bounds the logits softly, see `soft_cap`.
     sinks: [H], see `masked_softmax`.
     bias: relative position biases.
   """
-  num_rows, num_columns, num_heads, head_dim = query.shape
+  num_rows, num_columns, _, head_dim = query.shape
   num_groups = key.shape[2]
-  grouped = query.reshape(num_rows, num_columns, num_groups, num_heads // num_groups, head_dim)
-  cached_key, cached_value = (x.astype(key.dtype) for x in cached)
-  num_entries = cached_key.shape[2]
+  grouped = jnp.moveaxis(query.reshape(num_rows, num_columns, num_groups, -1, head_dim), 1, 3)  # [B, G, H/G, T, K]
+  columns, start = jnp.arange(num_columns), segment_pos[:, :1]
+  positions = start + columns[None, :]
 
-  def logits(keys: jax.Array) -> jax.Array:
-    products = jnp.einsum('BTGHK,BGSK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
-    return soft_cap(products * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
+  def masked_logits(keys: jax.Array, held: jax.Array, may_see: jax.Array) -> jax.Array:
+    """Returns [B, G, H/G, T, n] for keys [B, G, n, K] at positions `held` [B, n], seen where [B, T, n] says."""
+    products = jnp.einsum('BGRTK,BGSK->BGRTS', grouped, keys, preferred_element_type=jnp.float32)
+    logits = soft_cap(products * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
+    if bias is not None:
+      logits += bias.between(positions, held).reshape(logits.shape)
+    return jnp.where(may_see[:, None, None], logits, -1e30)
 
-  columns = jnp.arange(num_columns)
-  start = segment_pos[:, :1]
-  # Entry e holds the last position before the start that is e modulo S, if there is one: [B, S].
-  held = start - 1 - (start - 1 - jnp.arange(num_entries)[None, :]) % num_entries
-  is_before = (held >= 0)[:, None, :]  # [B, 1, S]
+  def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
+    return jnp.einsum('BGRTS,BGSK->BGRTK', weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+
   distance = columns[:, None] - columns[None, :]
   may_see = (distance >= 0)[None]  # [1, T, T]
   if segment_ids is not None:
     may_see &= segment_ids[:, :, None] == segment_ids[:, None, :]
   if window is not None:
-    is_before &= (start + columns[None, :])[:, :, None] - held[:, None, :] < window
     may_see &= (distance < window)[None]
-  mask = jnp.concatenate(
-    [
-      jnp.broadcast_to(is_before, (num_rows, num_columns, num_entries)),
-      jnp.broadcast_to(may_see, (num_rows, num_columns, num_columns)),
-    ],
-    axis=-1,
-  )[:, None, None]
-  # Logits are concatenated instead of keys, so that the cache is not copied.
-  joined = jnp.concatenate([logits(cached_key), logits(jnp.swapaxes(key, 1, 2))], axis=-1)
-  if bias is not None:
-    positions = start + columns[None, :]
-    added = bias.between(positions, jnp.concatenate([held, positions], axis=1))  # [B, H, T, S + T]
-    joined += added.reshape(joined.shape)
-  weights = masked_softmax(joined, mask, sinks).astype(value.dtype)
+  own = masked_logits(jnp.swapaxes(key, 1, 2), positions, may_see)
+  highest = jnp.max(own, axis=-1, keepdims=True)
+  total = jnp.zeros_like(highest)
+  if sinks is not None:
+    sink = sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
+    highest = jnp.maximum(highest, sink)
+    total = jnp.exp(sink - highest)
+  weights = jnp.exp(own - highest)
+  total += jnp.sum(weights, axis=-1, keepdims=True)
+  attended = weighted_sum(weights, jnp.swapaxes(value, 1, 2))
 
-  def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-    return jnp.einsum('BGHTS,BGSK->BTGHK', weights, values)
+  num_entries = cached[0].num_entries
+  size = min(num_entries, _BLOCK.get(current_platform(), _LONG_BLOCK))
 
-  own_value = jnp.swapaxes(value, 1, 2)
-  attended = weighted_sum(weights[..., :num_entries], cached_value) + weighted_sum(
-    weights[..., num_entries:], own_value
-  )
-  return attended.reshape(query.shape)
+  def add_block(i: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    highest, total, attended = carry
+    first = jnp.minimum(i * size, num_entries - size)  # the last block begins in the one before it
+    entries = first + jnp.arange(size)[None, :]
+    # Entry e holds the last position before the start that is e modulo S, if there is one: [B, n].
+    held = start - 1 - (start - 1 - entries) % num_entries
+    may_see = ((held >= 0) & (entries >= i * size))[:, None, :]
+    if window is not None:
+      may_see &= positions[:, :, None] - held[:, None, :] < window
+    keys, values = (x.entries(first, size).astype(key.dtype) for x in cached)
+    logits = masked_logits(keys, held, may_see)
+    higher = jnp.maximum(highest, jnp.max(logits, axis=-1, keepdims=True))
+    factor, weights = jnp.exp(highest - higher), jnp.exp(logits - higher)
+    return (
+      higher,
+      total * factor + jnp.sum(weights, axis=-1, keepdims=True),
+      attended * factor + weighted_sum(weights, values),
+    )
+
+  carry = (highest, total, attended)
+  if size == num_entries:
+    carry = add_block(0, carry)
+  else:
+    used = jnp.minimum(jnp.max(start), num_entries)
+    carry = jax.lax.fori_loop(0, (used + size - 1) // size, add_block, carry)
+  _, total, attended = carry
+  return jnp.moveaxis(attended / total, 3, 1).reshape(query.shape).astype(value.dtype)

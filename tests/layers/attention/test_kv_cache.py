@@ -18,9 +18,11 @@ from spmd_tasks.layers.attention import (
   Attention,
   LatentAttention,
   LearnedPositions,
+  RelativePositionBias,
   Rotary,
   SinusoidalPositions,
   YarnScaling,
+  kv_cache,
 )
 from spmd_tasks.layers.moe import (
   CapacityGather,
@@ -34,9 +36,16 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding.weights import unbox_weights
 from tests.layers.tiny_model import VOCAB, random_weights, tiny_model
 
+BLOCK = 5  # entries of the cache that are read at a time: the last block begins in the one before it
+
 LENGTHS = np.array([3, 1, 0, 5])  # of the prompts; the third row is empty
 NUM_STEPS = 4
 NUM_POSITIONS = 12
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch):
+  monkeypatch.setitem(kv_cache._BLOCK, 'cpu', BLOCK)
 
 
 def _block(ffn=None, post_norm=False, pre_norm=True, **attention):
@@ -70,6 +79,7 @@ def _stack(block, **fields):
 
 # A capacity of 10 tokens per token drops none, so that the text at once has the numbers to be compared with.
 _ROOMY = CapacityGather(capacity_factor=10.0)
+_BIASES = RelativePositionBias(num_heads=4, num_buckets=8, max_distance=10)
 MODELS = {
   'multi-head': _model(_stack(_block())),
   'grouped, qk_norm, bias, unrolled': _model(
@@ -106,6 +116,7 @@ MODELS = {
     )
   ),
   'capacity': _model(_stack(_block(_experts(_ROOMY)))),
+  'windows, relative positions': _model(_stack(_block(window=6, rotary=None, position_bias=_BIASES))),
   'circular pipeline': _model(
     PipelinedStack(block=_block(), num_layers=2, num_microbatches=2, schedule='circular', num_repeats=2)
   ),
