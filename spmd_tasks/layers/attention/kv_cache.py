@@ -24,7 +24,7 @@ Shapes: B batch (or slots), T tokens of this call, S cache entries, H query head
 
 from collections.abc import Mapping
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -116,7 +116,7 @@ def read_cache(module: nn.Module, *names: str) -> tuple[CachedArray, ...] | None
   if not module.has_variable(CACHE, f'cached_{names[0]}'):
     return None
   scope = current_layer_scope()
-  arrays = (module.get_variable(CACHE, f'cached_{name}') for name in names)
+  arrays: Any = (module.get_variable(CACHE, f'cached_{name}') for name in names)
   # A loop over layers that is not ours gives the arrays of one layer.
   return tuple(CachedArray(x, scope.layers[: x.ndim - 4], scope.cache_slots) for x in arrays)
 
@@ -223,7 +223,7 @@ def attend_to_cache(
       attended * factor + weighted_sum(weights, values),
     )
 
-  carry = (highest, total, attended)
+  carry: tuple[jax.Array, ...] = (highest, total, attended)
   if size == num_entries:
     carry = add_block(0, carry)
   else:
