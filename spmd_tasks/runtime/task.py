@@ -23,12 +23,7 @@ import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
-<<<<<<< HEAD
-from spmd_tasks.layers.base import named_arguments, signature_of
-=======
-from spmd_tasks.layers.adapter import map_adapters
 from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of
->>>>>>> 279acfba (Generation's cost follows what is used: attention reads the cache by blocks, steps compute busy slots only, the next generate takes the cache of the last)
 from spmd_tasks.layers.losses import as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
