@@ -503,7 +503,8 @@ class MakeRollouts(TrainHook):
     def on_step() -> None:
       run.watchdog.beat(run.loop.step, 'rollout')
 
-    for place, completion in generate(self._steps, variables, requests, decode=self._tokenizer.decode, on_step=on_step):
+    settings: Any = {'decode': self._tokenizer.decode, 'on_step': on_step, 'keep_cache': False}
+    for place, completion in generate(self._steps, variables, requests, **settings):
       made[place] = completion
     return [made[start : start + number] for start in range(0, len(made), number)]
 
