@@ -11,6 +11,7 @@ import sys
 from etils import epath
 import pytest
 
+from spmd_tasks import experiments
 from spmd_tasks.config import registry, resolve, search_path, to_json
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
@@ -159,7 +160,7 @@ def test_a_module_of_a_package_with_entry_points_needs_no_path(directory):
   info = directory / 'site' / 'vision_lab-1.0.dist-info'
   info.mkdir()
   (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: vision_lab\nVersion: 1.0\n')
-  (info / 'entry_points.txt').write_text(f'[{registry.ENTRY_POINTS}]\nvision = vision_lab.experiments\n')
+  (info / 'entry_points.txt').write_text(f'[{experiments.ENTRY_POINTS}]\nvision = vision_lab.experiments\n')
   sys.path.insert(0, str(directory / 'site'))
   with pytest.raises(UserError, match='not registered'):
     from_json(saved('vision_lab.unused.Mine'))

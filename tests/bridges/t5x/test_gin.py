@@ -4,15 +4,19 @@ import json
 from pathlib import Path
 import runpy
 
+import numpy as np
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.bridges.t5x import SeqIoInput, T5xExperiment
+from spmd_tasks.bridges.t5x._files import open_checkpoint
 from spmd_tasks.bridges.t5x._gin import read_setup
 from spmd_tasks.bridges.t5x._gin_files import shipped_file
 from spmd_tasks.bridges.t5x._gin_translation import translate
 from spmd_tasks.config import from_json, resolve, to_json
 from spmd_tasks.flags import all_modes, make_parser
 from spmd_tasks.wings import expand
+from tests import binary
 
 SUMS = str(Path(__file__).parents[2] / 'data' / 't5x' / 'made_up_sums.gin')
 RUN = ['t5x/configs/runs/pretrain.gin']
@@ -190,3 +194,22 @@ def test_a_wrong_setup_is_answered_in_a_sentence(argv, words):
 def test_only_files_of_t5x_are_known():
   assert shipped_file('t5x/examples/t5/t5_1_1/11B.gin') is None
   assert shipped_file('my_lab/model.gin') is None
+
+
+@pytest.mark.slow
+def test_a_model_dir_of_t5x_goes_on_to_its_step_20_and_back(tmp_path, monkeypatch):
+  """What `t5x/train.py` has written at step 10 and at step 20; here on data 4 x model 2."""
+  data = Path(SUMS).parent
+  monkeypatch.syspath_prepend(str(data))
+  gin = (f"--gin.MODEL_DIR='{data}/model_dir'", "--gin.MIXTURE_OR_TASK_MODULE='made_up_sums_task'")
+  mesh = ('--ici_mesh_shape', '1,4,2')
+  job = ('--job_log_dir', tmp_path / 'job')
+  assert binary.run_in_process('--mode', 'train', '--gin_file', SUMS, *gin, *job, *mesh) == exit_codes.OK
+  flags = ('--format', 't5x', '--out', tmp_path / 'out', '--experiment_path', data)
+  assert binary.run_in_process('--mode', 'export', *job, *flags) == exit_codes.OK
+  found, expected = open_checkpoint(tmp_path / 'out' / 'checkpoint_20').arrays, np.load(data / 'model_dir_step_20.npz')
+  assert sorted(found) == sorted(expected.files)
+  for name in expected.files:
+    ours, theirs = np.asarray(found[name]), expected[name]
+    assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(np.abs(theirs).max(), 1e-30), err_msg=name)
