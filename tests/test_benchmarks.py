@@ -78,6 +78,11 @@ def check_pipeline(result):
   assert result['ratio'] == pytest.approx(1, abs=0.05)
 
 
+def check_decode(result):
+  assert result['same_tokens'] == 1
+  assert result['prefix_prefill_share'] < 0.2
+
+
 def check_serve(result):
   assert result['same_tokens']
   assert result['ratio'] < 1  # continuous batching takes fewer decode steps than static batching
@@ -93,6 +98,7 @@ def check_step(result):
 CHECKS = {
   'bench_adapters.py': check_adapters,
   'bench_compile.py': check_compile,
+  'bench_decode.py': check_decode,
   'bench_huggingface.py': check_huggingface,
   'bench_input.py': check_input,
   'bench_low_rank.py': check_low_rank,

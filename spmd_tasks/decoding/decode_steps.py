@@ -34,7 +34,7 @@ from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
-from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.specs import num_parts, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 
@@ -111,8 +111,8 @@ class DecodeSteps:
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
     is_whole = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
-    slot_entries = {spec[-4] if len(spec) >= 4 else None for spec in jax.tree.leaves(specs)}
-    self._by_slot = slot_entries == {None}
+    slot_axes = [spec_axes(spec, leaf.ndim)[-4] for spec, leaf in zip(*map(jax.tree.leaves, (specs, abstract_cache)))]
+    self._by_slot = all(num_parts(axes, model.mesh.shape) == 1 for axes in slot_axes)
     num_slots = self.settings.num_slots
     fewer = (2 * 4**i for i in range(num_slots)) if self._by_slot else ()
     self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), num_slots)

@@ -109,7 +109,7 @@ def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
   return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays) -> jax.Array:
+def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays, active: jax.Array) -> jax.Array:
   """One token per row, int32 [N].
 
   What few requests need is computed only if a row needs it: sorting the vocabulary costs more than everything else
@@ -119,8 +119,9 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays) -> jax.
     logits: [N, V], after `adjust`.
     keys: uint32 [N, 2], threefry key data, one per row and position.
     sampling: the rows' parameters.
+    active: bool [N], the rows whose tokens matter; others cost nothing.
   """
-  is_greedy = sampling.temperature <= 0
+  is_greedy = ~active | (sampling.temperature <= 0)
   is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 
   def draw(logits, scaled):
@@ -135,7 +136,7 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays) -> jax.
 
   kinds = (lambda x: x, lambda x: draw(x, scale(x)), cut, lambda x: cut(add_biases(x, sampling)))
   kind = jnp.where(jnp.any(is_cut), 2, jnp.where(jnp.all(is_greedy), 0, 1))
-  kind = jnp.where(jnp.any(sampling.bias_ids >= 0), 3, kind)
+  kind = jnp.where(jnp.any(active[:, None] & (sampling.bias_ids >= 0)), 3, kind)
   return jnp.argmax(jax.lax.switch(kind, kinds, logits), axis=-1).astype(jnp.int32)
 
 

@@ -238,7 +238,7 @@ def _emit(
   positions = state.positions + 1
   allowed = logits if masks is None else mask_logits(logits, masks)
   adjusted = adjust(allowed, state.seen, state.counts, state.sampling)
-  tokens = sample(adjusted, position_keys(state.keys, positions), state.sampling)
+  tokens = sample(adjusted, position_keys(state.keys, positions), state.sampling, state.active)
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
   is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)

@@ -67,7 +67,7 @@ def _draws():
   num_draws = 4000
   rows = [row for row, _ in settings for _ in range(num_draws)]
   logits = np.tile(LOGITS, (len(rows), 1))
-  tokens = jax.jit(sample)(logits, _keys(len(rows)), _sampling(rows))
+  tokens = jax.jit(sample)(logits, _keys(len(rows)), _sampling(rows), np.ones(len(rows), bool))
   expected = [weights / weights.sum() for _, weights in settings]
   return np.asarray(tokens).reshape(len(settings), num_draws), expected
 
@@ -86,7 +86,7 @@ def test_greedy_rows_beside_random_ones():
   seen[:, 1] = True
   sampling = _sampling(rows)
   logits = adjust(np.tile(LOGITS, (3, 1)), seen, np.zeros((3, 5), np.int32), sampling)
-  tokens = sample(logits, _keys(3), sampling)
+  tokens = sample(logits, _keys(3), sampling, np.ones(3, bool))
   assert tokens[0] == 1
   assert tokens[2] == 3  # the likeliest one was seen
 
@@ -97,10 +97,13 @@ def test_a_row_has_the_same_token_whatever_the_others_need(rng):
   rows = [{'temperature': 0.0}, {'temperature': 2.0}, {'temperature': 2.0, 'top_k': 3}, {'temperature': 1.0}]
   biases = ((), (), (), ((7, 100.0),))
   params = [SamplingParams(**row) for row in rows]
-  together = np.asarray(sample(logits, keys, SamplingArrays.from_params(params, 4, biases)))
+  arrays = SamplingArrays.from_params(params, 4, biases)
+  together = np.asarray(sample(logits, keys, arrays, np.ones(4, bool)))
   for n in (1, 2, 3):
-    fewer = sample(logits[:n], keys[:n], SamplingArrays.from_params(params[:n], n, biases[:n]))
+    fewer = sample(logits[:n], keys[:n], SamplingArrays.from_params(params[:n], n, biases[:n]), np.ones(n, bool))
     np.testing.assert_array_equal(fewer, together[:n])
+    active = np.arange(4) < n  # nobody reads what an inactive row gives
+    np.testing.assert_array_equal(sample(logits, keys, arrays, active)[:n], together[:n])
   assert together[0] == logits[0].argmax()
   assert together[3] == 7
 
@@ -109,13 +112,13 @@ def test_a_draw_is_of_its_key_alone(rng):
   logits = rng.normal(size=(4, 50)).astype(np.float32)
   rows = [{'top_k': 7}, {'temperature': 3.0}, {'temperature': 0.0}, {'top_p': 0.9}]
   keys = np.asarray(_keys(4, position=11))
-  together = np.asarray(sample(logits, keys, _sampling(rows)))
+  together = np.asarray(sample(logits, keys, _sampling(rows), np.ones(4, bool)))
   order = [2, 0, 3, 1]
-  moved = sample(logits[order], keys[order], _sampling([rows[i] for i in order]))
+  moved = sample(logits[order], keys[order], _sampling([rows[i] for i in order]), np.ones(4, bool))
   np.testing.assert_array_equal(moved, together[order])
   for i in range(4):
     one = slice(i, i + 1)
-    assert sample(logits[one], keys[one], _sampling(rows[one]))[0] == together[i]
+    assert sample(logits[one], keys[one], _sampling(rows[one]), np.ones(1, bool))[0] == together[i]
 
 
 def test_keys_differ_by_seed_sample_and_position():
