@@ -235,6 +235,13 @@ class Experiment(FrozenFields, abc.ABC):
     """Name -> the `fdl.Config` of prompts, such as a PromptFile; the name is also the directory of the outputs."""
     return {}
 
+  def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> 'PromptSource':
+    """Returns the prompts of --decode_input; `tokenizer` is that of the job's inputs."""
+    del tokenizer
+    from spmd_tasks.decoding.prompts import PromptFile
+
+    return PromptFile(path=path)
+
   def origin(self) -> Origin | None:
     """Returns where a new job's weights are from, if no checkpoint of ours holds them; see runtime/origin.py."""
     return origin_named(self.init_from, self.init_from_step)

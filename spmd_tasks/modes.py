@@ -38,7 +38,12 @@ def _eval(command: Any) -> int:
   flags = command.flags
   with command.open_job() as opened:
     return evaluation.evaluate(
-      opened.job, opened.directory, emergency=opened.emergency, step=flags.checkpoint_step, watch=flags.watch
+      opened.job,
+      opened.directory,
+      emergency=opened.emergency,
+      step=flags.checkpoint_step,
+      watch=flags.watch,
+      writes_examples=flags.write_examples,
     )
 
 
@@ -88,6 +93,9 @@ CORE = Wing(
       needs_directory=True,
       flags=(
         Flag(name='watch', is_switch=True, help='evaluate every new checkpoint of a running job'),
+        Flag(
+          name='write_examples', is_switch=True, help="write the loss's per-example outputs to eval/NAME/step_N.jsonl"
+        ),
         CHECKPOINT_STEP,
         ACCEPT_CONFIG_CHANGES,
       ),

@@ -107,6 +107,23 @@ def _completion(sequence: GeneratedSequence) -> Completion:
   )
 
 
+def complete_all(
+  steps: DecodeSteps,
+  variables: Variables,
+  requests: Sequence[Request],
+  *,
+  decode: Callable[[Sequence[int]], str],
+  on_step: Callable[[], None] = lambda: None,
+) -> list[Completion]:
+  """Returns the completion of each request, in their order: by beam search the best one. As `generate`."""
+  if steps.settings.num_beams > 1:
+    beams = search(steps, variables, requests, decode=decode, on_step=on_step)
+    found = {number: completions[0] for number, completions in beams}
+  else:
+    found = dict(generate(steps, variables, requests, decode=decode, on_step=on_step))
+  return [found[number] for number in range(len(requests))]
+
+
 def search(
   steps: DecodeSteps,
   variables: Variables,

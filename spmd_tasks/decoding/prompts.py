@@ -25,6 +25,7 @@ from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.inputs.batches import import_tensorflow
 from spmd_tasks.inputs.records import parse_json
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
 from spmd_tasks.runtime import DecodeSettings
@@ -89,9 +90,14 @@ class PromptSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptFile:
-  """A JSON lines file, one prompt per line; blank lines are skipped."""
+  """A file of prompts, whose name says its format.
+
+  `.txt`: one text per line; `.tfrecord`, also with more after it: tf.train.Examples with a text, or with tokens, as the
+  feature `key`; any other: JSON lines. Blank lines are skipped.
+  """
 
   path: str
+  key: str = 'inputs'
 
   def read(self) -> list[Prompt]:
     """Returns the prompts.
@@ -100,11 +106,19 @@ class PromptFile:
       UserError: the file cannot be read, or a line is not a prompt; the message names the line.
     """
     path = absolute_path(self.path)
+    if '.tfrecord' in path.name:
+      return _read_examples(str(path), self.key)
     try:
       data = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
       reason = getattr(error, 'strerror', None) or error
       raise UserError(f'prompts {self.path} cannot be read: {reason}.') from error
+    if path.suffix == '.txt':
+      try:
+        texts = data.decode().splitlines()
+      except UnicodeDecodeError as error:
+        raise UserError(f'prompts {self.path} are no UTF-8 text at byte {error.start}: convert the file.') from error
+      return [Prompt(prompt=text) for text in texts if text.strip()]
     lines = enumerate(data.splitlines(), start=1)
     prompts = [parse_prompt(line, f'{self.path} line {number}') for number, line in lines if line.strip()]
     if not prompts:
@@ -120,6 +134,34 @@ class Prompts:
 
   def read(self) -> list[Prompt]:
     return [Prompt(prompt=text) for text in self.prompts]
+
+
+def _read_examples(path: str, key: str) -> list[Prompt]:
+  """Reads the prompts of a TFRecord file of tf.train.Examples."""
+  tf, prompts = import_tensorflow(), []
+  try:
+    for number, record in enumerate(tf.data.TFRecordDataset(path).as_numpy_iterator(), 1):
+      features = tf.train.Example.FromString(record).features.feature
+      texts, tokens = features[key].bytes_list.value, features[key].int64_list.value
+      if len(texts) == 1:
+        prompts.append(Prompt(prompt=texts[0].decode()))
+      elif tokens and min(tokens) >= 0:
+        prompts.append(Prompt(prompt_ids=tuple(tokens)))
+      else:
+        names = ', '.join(sorted(name for name in features if name != key)) or 'none'
+        raise UserError(
+          f'{path} record {number} has no text or tokens as its feature {key!r}: name another one by the `key` of a '
+          f'PromptFile in decode_inputs(); others are {names}.'
+        )
+  except (tf.errors.OpError, UnicodeDecodeError, ValueError) as error:
+    if isinstance(error, UserError):
+      raise
+    raise UserError(
+      f'prompts {path} are no TFRecord file of tf.train.Examples: {error}'.partition(chr(10))[0]
+    ) from error
+  if not prompts:
+    raise UserError(f'{path} holds no prompts.')
+  return prompts
 
 
 def parse_prompt(line: bytes, where: str) -> Prompt:

@@ -30,6 +30,31 @@ BATCH_DTYPES: Mapping[str, Any] = {
 
 
 @runtime_checkable
+class Judge(Protocol):
+  """Judges a model by what it makes of the examples of an eval set; an input may have one as its attribute `judge`.
+
+  Attributes:
+    wants_texts, wants_scores: what it reads.
+  """
+
+  wants_texts: bool
+  wants_scores: bool
+
+  def prompts(self) -> Sequence[Any]:
+    """Returns a decoding Prompt for each example, in the order of the set's rows."""
+    ...
+
+  def metrics(self, step: int, texts: Sequence[Any] | None, scores: np.ndarray | None) -> dict[str, float]:
+    """Returns metrics by name.
+
+    Args:
+      step: the train step of the weights.
+      texts: the Completion of each prompt; None if it `wants_texts` not.
+      scores: float [rows], the log-probability of the loss tokens of each row, those of padding last; or None.
+    """
+    ...
+
+
 class InputIterator(Protocol):
   """Yields this shard's rows of each batch; the state alone determines the order."""
 

@@ -27,7 +27,8 @@ class LossOutput(struct.PyTreeNode):
     weight: scalar, the denominator of that mean; the weight for averaging over several batches.
     is_sum: whether `loss` is a sum: those of microbatches are added, whatever their weights.
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar.
-    per_example: name -> [B].
+    per_example: name -> [B, ...], one value per row.
+    summaries: name -> an array of any shape, of which TensorBoard shows a histogram; a scalar is written like a metric.
     updated_variables: after a training step, the new values of the model's variables beside its weights, by collection.
   """
 
@@ -36,11 +37,52 @@ class LossOutput(struct.PyTreeNode):
   is_sum: bool = struct.field(pytree_node=False, default=False)
   metrics: dict[str, tuple[jax.Array, jax.Array]] = struct.field(default_factory=dict)
   per_example: dict[str, jax.Array] = struct.field(default_factory=dict)
+  summaries: dict[str, jax.Array] = struct.field(default_factory=dict)
   updated_variables: Mapping[str, Any] = struct.field(default_factory=dict)
 
 
+class StepOutputs(struct.PyTreeNode):
+  """What a train or eval step returns beside its metrics, as their entry `outputs`.
+
+  Fields:
+    per_example: name -> [B, ...] of the loss, rows of padding included; empty unless they were asked for.
+    is_example: bool [B], whether a row has any loss weight; None where rows have no weights, so that all are examples.
+    summaries: of the loss.
+  """
+
+  per_example: dict[str, jax.Array]
+  is_example: jax.Array | None
+  summaries: dict[str, jax.Array]
+
+  @classmethod
+  def of(cls, output: LossOutput, batch: Mapping[str, jax.Array], *, keeps_examples: bool) -> 'dict[str, StepOutputs]':
+    """Returns {'outputs': the outputs}, or {} where there are none."""
+    per_example = dict(output.per_example) if keeps_examples else {}
+    if not per_example and not output.summaries:
+      return {}
+    weights = batch.get('weights') if per_example else None
+    is_example = None if weights is None else jnp.any(weights != 0, axis=tuple(range(1, weights.ndim)))
+    return {'outputs': cls(per_example=per_example, is_example=is_example, summaries=dict(output.summaries))}
+
+  def examples(self) -> dict[str, np.ndarray]:
+    """Returns the per-example outputs on the host, without rows of padding; waits for the step."""
+    given = jax.device_get(self)
+    rows = slice(None) if given.is_example is None else given.is_example
+    return {name: values[rows] for name, values in given.per_example.items()}
+
+
 # Names that a line of metrics.jsonl has already.
-RESERVED_METRICS = ('loss', 'loss_weight', 'step', 'time', 'skipped', 'grad_norm', 'weight_norm', 'learning_rate')
+RESERVED_METRICS = (
+  'outputs',
+  'loss',
+  'loss_weight',
+  'step',
+  'time',
+  'skipped',
+  'grad_norm',
+  'weight_norm',
+  'learning_rate',
+)
 
 
 def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
@@ -68,6 +110,12 @@ def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
     )
   weight = jnp.asarray(output.weight, jnp.float32)
   metrics = {each: _as_metric(name, each, value, weight) for each, value in output.metrics.items()}
+  for each, rows in output.per_example.items():
+    if jnp.ndim(rows) < 1 or len(rows) != num_rows:
+      raise UserError(
+        f'the loss {name} returned {each!r} as {describe(rows)} in per_example: it must have one value for each of the '
+        f'{num_rows} rows.'
+      )
   return output.replace(loss=mean.astype(jnp.float32), weight=weight, metrics=metrics)
 
 

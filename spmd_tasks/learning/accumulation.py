@@ -76,6 +76,10 @@ def _combine(loss_outputs_M: Any) -> Any:
       name: (weighted_mean(means, weights), jnp.sum(weights))
       for name, (means, weights) in loss_outputs_M.metrics.items()
     },
+    per_example={  # microbatch m has rows m, M + m, ...
+      name: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]) for name, rows in loss_outputs_M.per_example.items()
+    },
+    summaries={name: jnp.mean(each) if each.ndim == 1 else each for name, each in loss_outputs_M.summaries.items()},
     updated_variables={
       name: jax.tree.map((lambda x: jnp.min(x, axis=0)) if name == WEIGHT_FACTORS else _mean_of_updates, tree)
       for name, tree in loss_outputs_M.updated_variables.items()
@@ -105,7 +109,8 @@ def accumulate_gradients(
     loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, or,
       where `loss_output.is_sum`, a sum, of which gradients are added in both modes. `loss_output` is a pytree node with
       the fields `loss`, `weight`, `is_sum`, `metrics` (name -> (mean, weight), scalars except
-      for means [E]), `per_example` (name -> [B]) and `updated_variables` (a tree), and a method `replace`.
+      for means [E]), `per_example` (name -> [B, ...]), `summaries` and `updated_variables` (trees), and a method
+      `replace`.
     weights: the gradient is taken with respect to these.
     batch: tree of arrays [B, ...].
     rng: microbatch m gets `fold_in(rng, m)`. May be None.
@@ -118,9 +123,9 @@ def accumulate_gradients(
 
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss and metrics are those of the full
-    batch in both modes; `per_example` is empty, because training does not read it. Updated variables are the
-    mean over microbatches: running means of a batch's statistics become those of the full batch. Of factors of weights,
-    which bound something, they are the smallest.
+    batch in both modes, and so is `per_example`. Summaries that are scalars are means over microbatches, others are
+    stacked. Updated variables are the mean over microbatches: running means of a batch's statistics become those of the
+    full batch. Of factors of weights, which bound something, they are the smallest.
 
   Raises:
     UserError: M does not divide B, or the mode is unknown.
@@ -143,7 +148,7 @@ def accumulate_gradients(
       grads,
       is_sum,
     )
-    return total, loss_output.replace(per_example={})
+    return total, loss_output
 
   zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
   grads, loss_outputs_M = jax.lax.scan(add_microbatch, zeros, (jnp.arange(num_microbatches), batches_M))

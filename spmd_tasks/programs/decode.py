@@ -18,7 +18,7 @@ from etils import epath
 
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
-from spmd_tasks.decoding import DecodeSteps, PromptFile, Request, generate
+from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.decoding.constraints import Matcher
 from spmd_tasks.decoding.generation import Completion, search
 from spmd_tasks.decoding.prompts import Prompt, PromptSource, PromptTokenizer
@@ -72,7 +72,7 @@ def decode(
     job: the built experiment.
     job_log_dir: the directory of a training job, which may still be running; only `decode/` below it is written.
     emergency: ends this process after a failure that the other processes must learn of.
-    input_path: a file of prompts, instead of the experiment's decode inputs; the file's name names the outputs.
+    input_path: a file of prompts (PromptFile), instead of the experiment's decode inputs; its name names the outputs.
     output_path: a file for the outputs, instead of one below `decode/`.
     step: the checkpoint's step.
     watch: decode with every new checkpoint, until that of `num_train_steps`.
@@ -154,7 +154,7 @@ def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict
       'out, and return the inputs from decode_datasets().'
     )
   if input_path is not None:
-    return {epath.Path(input_path).stem: PromptFile(path=input_path)}
+    return {epath.Path(input_path).stem: job.experiment.prompts_of_file(input_path, job.tokenizer)}
   if not job.decode_inputs:
     remedy = 'return some from its decode_datasets()'
     if not decodes_batches:

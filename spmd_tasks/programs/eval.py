@@ -12,6 +12,7 @@ recorded again: the file keeps one line of it, from whichever job was first.
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
+import json
 import math
 from typing import Any
 
@@ -29,17 +30,26 @@ from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
-from spmd_tasks.files import storage_errors
+from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import Prefetcher, State
-from spmd_tasks.inputs.base import data_of
+from spmd_tasks.inputs.base import Judge, data_of
+from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep, StepsByShape
-from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MetricsWriter, finish_metrics, make_writer, read_jsonl
+from spmd_tasks.runtime.metrics import (
+  METRICS_FILE,
+  Metric,
+  MultiWriter,
+  finish_metrics,
+  make_writer,
+  read_jsonl,
+  split_summaries,
+)
 
-BatchMetrics = Mapping[str, clu_metrics.Metric]
+BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`
 
 
 def evaluate(
@@ -50,6 +60,7 @@ def evaluate(
   step: int | None = None,
   watch: bool = False,
   poll_s: float = 10.0,
+  writes_examples: bool = False,
 ) -> int:
   """Evaluates one checkpoint, or every new one; returns an exit code: OK, or that of PreemptionGuard.
 
@@ -60,6 +71,7 @@ def evaluate(
     step: the checkpoint's step; None takes the newest.
     watch: go on with every new checkpoint until that of `num_train_steps`.
     poll_s: seconds between two looks for a new checkpoint.
+    writes_examples: write the loss's per-example outputs to `eval/<name>/step_<N>.jsonl`, one line for each example.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
@@ -74,7 +86,7 @@ def evaluate(
     raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   check_vocabulary(job)
   model = partition_job(job)
-  evaluator = Evaluator(job, model, job_log_dir)
+  evaluator = Evaluator(job, model, job_log_dir, keeps_examples=writes_examples)
   evaluator.refuse_other_data(math.ceil(experiment.first_step_timeout_s))
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = stack.enter_context(
@@ -114,6 +126,8 @@ def evaluate(
           is_recorded = evaluator.is_recorded(name, restored)
           if not is_recorded:
             evaluator.record(name, restored, metrics)
+          if writes_examples:
+            evaluator.write_examples(name, restored)
           note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
           progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
           num_finished += 1
@@ -137,16 +151,29 @@ class Evaluator:
   Each example counts once: the last batch of a set is filled up with rows of weight 0. Sums over batches are float64.
   """
 
-  def __init__(self, job: Job, model: PartitionedModel, job_log_dir: epath.Path):
-    """Makes an evaluator of a job's eval sets, each read from its start every time; nothing is compiled or written."""
+  def __init__(self, job: Job, model: PartitionedModel, job_log_dir: epath.Path, *, keeps_examples: bool = False):
+    """Makes an evaluator of a job's eval sets, each read from its start every time; nothing is compiled or written.
+
+    With `keeps_examples`, `examples` has the loss's per-example outputs of each set that was evaluated.
+    """
     self._inputs = job.eval_inputs
     self._job_log_dir = job_log_dir
     self._tensorboard = job.experiment.tensorboard
     self._input_timeout_s = job.experiment.input_timeout_s
-    self._steps_by_shape = StepsByShape(model.eval_step)
+    judges = {name: getattr(each, 'judge', None) for name, each in self._inputs.items()}
+    self._judges: dict[str, Judge] = {name: judge for name, judge in judges.items() if judge is not None}
+    self._texts = None
+    if readers := {name: judge for name, judge in self._judges.items() if judge.wants_texts}:
+      from spmd_tasks.programs.judged_texts import JudgedTexts  # with all of decoding
+
+      self._texts = JudgedTexts(job, model, readers)
+    keeps_examples = keeps_examples or any(judge.wants_scores for judge in self._judges.values())
+    self.examples: dict[str, dict[str, np.ndarray]] = {}
+    self._histograms: dict[str, dict[str, np.ndarray]] = {}
+    self._steps_by_shape = StepsByShape(functools.partial(model.eval_step, keeps_examples=keeps_examples))
     self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in self._inputs.items()}
     self._iterators: dict[str, Any] = {}  # made before the first evaluation, which takes them
-    self._writers: dict[str, MetricsWriter] = {}
+    self._writers: dict[str, MultiWriter] = {}
 
   def refuse_other_data(self, limit_s: int) -> None:
     """Raises a UserError on a process whose sets have other files, or another tokenizer, than those of process 0."""
@@ -160,6 +187,8 @@ class Evaluator:
     """Compiles the eval steps now instead of in the first evaluation."""
     for step in self._steps.values():
       step.compile()
+    if self._texts is not None:
+      self._texts.compile()
 
   @property
   def names(self) -> list[str]:
@@ -190,6 +219,17 @@ class Evaluator:
   def record(self, name: str, step: int, metrics: Mapping[str, Metric]) -> None:
     """Appends a set's metrics of train step `step` to its file; the last line of a step counts."""
     self._writer(name).write(step, metrics)
+    self._writer(name).write_histograms(step, self._histograms.pop(name, {}))
+
+  def write_examples(self, name: str, step: int) -> None:
+    """Writes `examples` of a set to `<job_log_dir>/eval/<name>/step_<N>.jsonl`, on process 0."""
+    path, columns = self._directory(name) / f'step_{step}.jsonl', self.examples.get(name, {})
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    lines = [json.dumps({'index': index, **dict(zip(columns, row))}) + '\n' for index, row in enumerate(rows)]
+    if is_primary():
+      with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, ''.join(lines))
 
   def is_recorded(self, name: str, step: int) -> bool:
     """Returns whether the set's metrics file has a line of `step`; False in a remote directory, which has no file."""
@@ -205,7 +245,7 @@ class Evaluator:
     for writer in self._writers.values():
       writer.close()
 
-  def _writer(self, name: str) -> MetricsWriter:
+  def _writer(self, name: str) -> MultiWriter:
     """Returns the set's writer, made on first use: a run that ends before its first eval writes nothing."""
     if name not in self._writers:
       self._writers[name] = make_writer(self._directory(name), tensorboard=self._tensorboard, primary=is_primary())
@@ -225,6 +265,14 @@ class Evaluator:
     """Returns the set's metrics; None if `should_stop` ended the evaluation."""
     iterator = self._iterators.pop(name, None) or self._make_iterator(name)
     finished: list[BatchMetrics] = []
+    outputs: list[StepOutputs] = []
+
+    def finish(launched: BatchMetrics) -> None:
+      metrics = jax.device_get(launched)
+      if (beside := metrics.pop('outputs', None)) is not None:
+        outputs.append(beside)
+      finished.append(metrics)
+
     in_flight: BatchMetrics | None = None
     place = functools.partial(self._place, name)
     with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
@@ -233,7 +281,7 @@ class Evaluator:
           return None
         launched = eval_step(variables, batch, np.int32(step))
         if in_flight is not None:  # read one batch late: the device always has the next one
-          finished.append(jax.device_get(in_flight))
+          finish(in_flight)
         in_flight = launched
         on_batch()
     if in_flight is None:
@@ -241,7 +289,7 @@ class Evaluator:
         f'eval set {name!r} has no batch, its source is empty: correct eval_inputs.{name}, or leave it out of '
         'eval_inputs().'
       )
-    finished.append(jax.device_get(in_flight))
+    finish(in_flight)
     means = _mean_over_batches(finished)
     if not np.isfinite(means['loss']):
       logging.warning(
@@ -251,7 +299,48 @@ class Evaluator:
         means['loss'],
         name,
       )
-    return finish_metrics(means) | {'num_batches': len(finished)}
+    metrics = finish_metrics(means) | {'num_batches': len(finished)}
+    scalars, self._histograms[name] = split_summaries(outputs)
+    metrics |= scalars
+    parts = [each.examples() for each in outputs]
+    self.examples[name] = {key: np.concatenate([part[key] for part in parts]) for key in (parts[0] if parts else ())}
+    try:
+      judged = self._judge(name, variables, step, outputs, on_batch, should_stop)
+    except PreemptedError:
+      return None
+    return metrics | {f'task_{key}' if key in metrics else key: value for key, value in judged.items()}
+
+  def _judge(
+    self,
+    name: str,
+    variables: Any,
+    step: int,
+    outputs: list[StepOutputs],
+    on_batch: Callable[[], None],
+    should_stop: Callable[[], bool],
+  ) -> dict[str, float]:
+    """Returns the metrics of a set's judge. Raises PreemptedError if `should_stop`."""
+
+    def on_step() -> None:
+      on_batch()
+      if should_stop():
+        raise PreemptedError
+
+    judge, texts, scores = self._judges.get(name), None, None
+    if judge is None:
+      return {}
+    if judge.wants_texts:
+      assert self._texts is not None
+      with doing(f'writing the texts of {name}'):
+        texts = self._texts.generate(name, variables, on_step)
+    if judge.wants_scores:
+      if not outputs or 'cross_entropy' not in outputs[0].per_example:
+        raise UserError(
+          f"eval set {name!r} judges scores, and the task's loss gives no 'cross_entropy' per example: add it to the "
+          'per_example of its LossOutput.'
+        )
+      scores = -np.concatenate([each.per_example['cross_entropy'] for each in outputs])
+    return judge.metrics(step, texts, scores)
 
   def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""

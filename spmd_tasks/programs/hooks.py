@@ -45,6 +45,8 @@ from etils import epath
 from spmd_tasks.activity import doing
 
 if TYPE_CHECKING:
+  import numpy as np
+
   from spmd_tasks.checkpoints import Checkpointer
   from spmd_tasks.checkpoints.peer_copies import RestoredCopy
   from spmd_tasks.distributed.preemption import PreemptionGuard
@@ -69,18 +71,26 @@ class NewestEvals(NamedTuple):
     step: after which they were made; -1: there were none yet.
     metrics: by eval set.
     seconds: how long they took.
+    examples: by eval set, where a hook `wants_examples`: name -> one value per example, of the loss.
   """
 
   step: int = -1
   metrics: 'Mapping[str, Metrics]' = {}
   seconds: float = 0.0
+  examples: 'Mapping[str, Mapping[str, np.ndarray]]' = {}
 
 
 class TrainHook:
   """Base class of hooks: every method does nothing. See the module's docstring for when each is called.
 
   What a method raises ends the job; a UserError does so in one sentence, with exit code 2.
+
+  Attributes:
+    wants_examples: whether it reads the loss's per-example outputs, `outcome.outputs.examples()` of a step and
+      `run.evals.examples` of evals, which are then copied to every process.
   """
+
+  wants_examples: bool = False
 
   def prepare(self, run: 'TrainRun') -> None:
     """Checks what the hook needs, and raises a UserError if it is not there. Nothing may be written."""

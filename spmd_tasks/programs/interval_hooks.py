@@ -67,7 +67,8 @@ class Evaluate(TrainHook):
 
   def prepare(self, run: TrainRun) -> None:
     self._every_steps = run.experiment.eval_every_steps
-    self._evaluator = Evaluator(run.job, run.model, run.job_log_dir)
+    keeps_examples = any(hook.wants_examples for hook in run.hooks)
+    self._evaluator = Evaluator(run.job, run.model, run.job_log_dir, keeps_examples=keeps_examples)
     self._evaluator.refuse_other_data(run.limit_s)
 
   def open(self, run: TrainRun) -> None:
@@ -116,5 +117,5 @@ class Evaluate(TrainHook):
         evals[name] = metrics
     if len(evals) < len(self._evaluator.names):
       return False
-    run.evals = NewestEvals(run.step, evals, time.perf_counter() - start)
+    run.evals = NewestEvals(run.step, evals, time.perf_counter() - start, dict(self._evaluator.examples))
     return True

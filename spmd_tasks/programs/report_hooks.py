@@ -22,7 +22,7 @@ from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.input_layout import InputSpec
-from spmd_tasks.runtime.metrics import Metric, finish_metrics, make_writer
+from spmd_tasks.runtime.metrics import Metric, finish_metrics, make_writer, split_summaries
 from spmd_tasks.sharding import infer_partition_spec_based_on_rank
 from spmd_tasks.sharding.specs import even_spec, num_parts, spec_axes
 from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, is_quantized
@@ -104,7 +104,10 @@ class LogMetrics(TrainHook):
       self._num_programs = self._compilations.num_programs
     if step % experiment.log_every_steps == 0 or step in (run.first_step + 1, experiment.num_train_steps):
       metrics = self._metrics(run, outcome)
+      summaries, histograms = split_summaries([jax.device_get(outcome.outputs)] if outcome.outputs else [])
+      metrics |= summaries
       self._writer.write(step, metrics)
+      self._writer.write_histograms(step, histograms)
       run.progress.log(step, metrics, self._own_names(outcome.metrics))
 
   def _own_names(self, step_metrics: Mapping[str, jax.Array]) -> list[str]:

@@ -21,12 +21,11 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import re
 import time
-from typing import Any
 
 from etils import epath
 
-from spmd_tasks.decoding import DecodeSteps, Request, generate
-from spmd_tasks.decoding.generation import search
+from spmd_tasks.decoding import DecodeSteps, Request
+from spmd_tasks.decoding.generation import complete_all
 from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
@@ -163,7 +162,9 @@ class Sampler:
         raise _StoppedError
 
     try:
-      texts = self._generate(self._steps.storage.store(variables, free=False), on_step)
+      stored = self._steps.storage.store(variables, free=False)
+      decode = self._tokenizer.decode
+      texts = [each.text for each in complete_all(self._steps, stored, self._requests, decode=decode, on_step=on_step)]
     except _StoppedError:
       return False
     if is_primary():
@@ -175,14 +176,6 @@ class Sampler:
     """Closes the event files."""
     if self._events is not None:
       self._events.close()
-
-  def _generate(self, stored: Variables, on_step: Callable[[], None]) -> list[str]:
-    settings: dict[str, Any] = {'decode': self._tokenizer.decode, 'on_step': on_step}
-    if self._steps.settings.num_beams > 1:
-      found = {number: beams[0] for number, beams in search(self._steps, stored, self._requests, **settings)}
-    else:
-      found = dict(generate(self._steps, stored, self._requests, keep_cache=False, **settings))
-    return [found[number].text for number in range(len(self._requests))]
 
   def _write(self, step: int, texts: Sequence[str]) -> None:
     lines = [f'--- step {step}, {time.strftime("%Y-%m-%d %H:%M:%S")}']

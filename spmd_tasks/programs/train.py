@@ -4,6 +4,7 @@ The loop knows only steps. Everything that is done beside them is a TrainHook (h
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -93,7 +94,8 @@ def train(
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Open. Everything that can be refused is refused before anything is written.
-    model, iterator = _check(job, clock, goodput)
+    keeps_examples = any(hook.wants_examples for hook in hooks)
+    model, iterator = _check(job, clock, goodput, keeps_examples=keeps_examples)
     run = TrainRun(
       job=job,
       job_log_dir=job_log_dir,
@@ -163,11 +165,13 @@ def _own_hooks(job: Job) -> list[TrainHook]:
   return hooks
 
 
-def _check(job: Job, clock: StartupClock, goodput: Goodput) -> tuple[PartitionedModel, InputIterator]:
+def _check(
+  job: Job, clock: StartupClock, goodput: Goodput, *, keeps_examples: bool
+) -> tuple[PartitionedModel, InputIterator]:
   """Returns the partitioned model and the training input's iterator. Raises UserError for what cannot be trained."""
   check_vocabulary(job)
   with clock.phase('partition'):
-    model = partition_job(job)
+    model = dataclasses.replace(partition_job(job), keeps_examples=keeps_examples)
   check_state_fits(model)
   if (num_microbatches := job.task.learner.num_microbatches) > 1:
     from spmd_tasks.learning.accumulation import check_num_microbatches

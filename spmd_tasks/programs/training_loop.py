@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd_tasks.errors import JobError
+from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.compilation import CompiledStep
 
@@ -42,11 +43,13 @@ class Outcome(NamedTuple):
     step: updates applied so far; this one counts, unless it was skipped.
     skipped: the loss or a gradient was not finite, so that the step changed nothing.
     metrics: of the step, on the devices.
+    outputs: what the loss gave beside them: per-example outputs where a hook `wants_examples`, and summaries; or None.
   """
 
   step: int
   skipped: bool
   metrics: dict[str, jax.Array]
+  outputs: StepOutputs | None = None
 
 
 class _Launched(NamedTuple):
@@ -163,13 +166,14 @@ class TrainingLoop:
   def _outcome(self, launched: _Launched) -> Iterator[Outcome]:
     """Waits for a step, counts it and yields its outcome; raises where the job must not go on."""
     metrics, self.outcome_input_state = launched
+    outputs = metrics.pop('outputs', None)
     start = time.perf_counter()
     is_skipped = float(metrics['skipped'])
     self.seconds_blocked += time.perf_counter() - start
     if is_skipped:
       self.num_skipped += 1
       self._skipped_in_a_row += 1
-      yield Outcome(self.step, True, metrics)
+      yield Outcome(self.step, True, metrics, outputs)
       if self._skipped_in_a_row >= self._max_consecutive_skips:
         raise TrainingDivergedError(
           f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss '
@@ -186,7 +190,7 @@ class TrainingLoop:
     else:
       self.step += 1
       self._skipped_in_a_row = 0
-      yield Outcome(self.step, False, metrics)
+      yield Outcome(self.step, False, metrics, outputs)
 
   def _advice(self) -> str:
     if self.step == 0:

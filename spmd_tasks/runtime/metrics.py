@@ -52,6 +52,14 @@ def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric
   return metrics
 
 
+def split_summaries(outputs: Sequence[Any]) -> tuple[dict[str, Metric], dict[str, np.ndarray]]:
+  """Returns the summaries of the StepOutputs of batches: (means of the scalars, all values of the others)."""
+  names = outputs[0].summaries if outputs else ()
+  values = {name: [np.asarray(each.summaries[name], np.float64) for each in outputs] for name in names}
+  means: dict[str, Metric] = {name: float(np.mean(each)) for name, each in values.items() if not each[0].ndim}
+  return means, {name: np.concatenate([x.ravel() for x in each]) for name, each in values.items() if each[0].ndim}
+
+
 def scalars(metrics: Metrics) -> dict[str, float]:
   """Returns the metrics that are one number."""
   return {name: value for name, value in metrics.items() if not isinstance(value, list)}
@@ -168,6 +176,16 @@ class TensorBoardWriter:
     summary.value.extend(summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items())
     self._write(step, summary)
 
+  def write_histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+    """Writes the distributions of the finite values of arrays by their tags."""
+    from tensorboard.compat.proto import summary_pb2
+    from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+
+    summary = summary_pb2.Summary()
+    for tag, array in values.items():
+      summary.MergeFrom(histogram_pb(tag, array[np.isfinite(array)]))
+    self._write(step, summary)
+
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     """Writes texts in Markdown by their tags."""
     from tensorboard.compat.proto import summary_pb2
@@ -211,6 +229,12 @@ class MultiWriter:
   def write(self, step: int, metrics: Metrics) -> None:
     for writer in self._writers:
       writer.write(step, metrics)
+
+  def write_histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays to the writers of event files; metrics.jsonl has none."""
+    for writer in self._writers:
+      if values and isinstance(writer, TensorBoardWriter):
+        writer.write_histograms(step, values)
 
   def close(self) -> None:
     for writer in self._writers:

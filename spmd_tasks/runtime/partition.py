@@ -67,6 +67,7 @@ class PartitionedModel:
     padded_state: padded shapes with NamedShardings: how the live state is stored on the mesh.
     canonical_state: canonical shapes with even NamedShardings: how a checkpoint is written and read.
     input_layout: how the training batch is placed on the mesh.
+    keeps_examples: whether the metrics of train steps have the loss's per-example outputs (StepOutputs).
   """
 
   task: Task
@@ -80,6 +81,7 @@ class PartitionedModel:
   canonical_state: TrainState
   input_layout: InputLayout
   _init_variables: Callable[[jax.Array], Variables]
+  keeps_examples: bool = False
 
   @functools.cached_property
   def total_num_params(self) -> int:
@@ -145,13 +147,13 @@ class PartitionedModel:
   @functools.cached_property
   def train_step(self) -> CompiledStep:
     """The step `(padded state, placed batch) -> (padded state, replicated float32 metrics)`; donates the state."""
-    layout = self.input_layout
+    layout, examples = self.input_layout, _examples_argument(self.task, self.keeps_examples)
 
     def train_step(padded_state, padded_batch):
       with self._scope():
         state = self._constrain(padding.unpad(padded_state, self.abstract_state))
         batch = self._true_batch(padded_batch, layout)
-        state, metrics = self.task.train_step(self.weight_specs, state, batch)
+        state, metrics = self.task.train_step(self.weight_specs, state, batch, **examples)
         new = padding.pad(self._constrain(state), self.padded_state)
         if self.has_frozen_weights:  # which stay where they are
           new = new.replace(weights=fill_in(self.trained_part(new).weights, padded_state.weights))
@@ -166,9 +168,13 @@ class PartitionedModel:
     )
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 
-  def eval_step(self, input_spec: InputSpec) -> CompiledStep:
-    """Makes the step `(padded variables, placed batch, their train step) -> replicated clu Averages`."""
-    return self.batch_step('eval_step', input_spec, self.task.eval_step, jax.ShapeDtypeStruct((), jnp.int32))
+  def eval_step(self, input_spec: InputSpec, *, keeps_examples: bool = False) -> CompiledStep:
+    """Makes the step `(padded variables, placed batch, their train step) -> replicated clu Averages`.
+
+    With `keeps_examples` the loss's per-example outputs are among them (StepOutputs).
+    """
+    function = functools.partial(self.task.eval_step, **_examples_argument(self.task, keeps_examples))
+    return self.batch_step('eval_step', input_spec, function, jax.ShapeDtypeStruct((), jnp.int32))
 
   def forward_step(self, input_spec: InputSpec) -> CompiledStep:
     """Makes the step `(padded variables, placed batch) -> replicated predictions`, without dropout."""
@@ -350,6 +356,16 @@ def partition_spmd_model(
     input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
     _init_variables=init_variables,
   )
+
+
+def _examples_argument(task: Any, keeps_examples: bool) -> dict[str, bool]:
+  """Returns the named argument of a task's steps, which a task of another kind, as that of Pax, does not have."""
+  if keeps_examples and not isinstance(task, Task):
+    raise UserError(
+      f'per-example outputs are wanted, by a hook, an eval set or --write_examples, and a {type(task).__name__} gives '
+      'none: leave them out.'
+    )
+  return {'keeps_examples': True} if keeps_examples else {}
 
 
 def _cast(weight: jax.Array, spec: WeightSpec | Quantized) -> Any:

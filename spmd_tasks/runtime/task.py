@@ -24,7 +24,7 @@ import optax
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
 from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of
-from spmd_tasks.layers.losses import as_loss_output
+from spmd_tasks.layers.losses import StepOutputs, as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite
@@ -232,13 +232,16 @@ class Task:
     """Returns one WeightSpec per leaf of the learner's state: the learner says how they are split."""
     return self.learner.state_split_dims(abstract_learner, weight_specs)
 
-  def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+  def train_step(
+    self, weight_specs: Any, state: TrainState, batch: Batch, *, keeps_examples: bool = False
+  ) -> tuple[TrainState, dict[str, Any]]:
     """Applies one update. If the loss or a gradient is not finite, variables, optimizer state and step stay unchanged.
 
     Returns:
       The new state, and metrics: float32 scalars, or vectors with one value per expert. The scalars `loss`,
       `loss_weight` and `skipped` (0 or 1) are always among them. Of a mixture of inputs, `loss/<source>` and its
-      weight `loss_weight/<source>` are among them.
+      weight `loss_weight/<source>` are among them. Where the loss gives summaries, or with `keeps_examples`, `outputs`
+      are its StepOutputs.
     """
     trained, trained_specs = (without_frozen(tree, weight_specs) for tree in (state.weights, weight_specs))
 
@@ -278,18 +281,22 @@ class Task:
       if name.startswith('loss/')
     }
     metrics |= {'loss': output.loss, 'loss_weight': output.weight} | learner_metrics
+    metrics |= StepOutputs.of(output, batch, keeps_examples=keeps_examples)
     return state.replace(step=step, weights=weights, learner=learner_state, non_trainable=non_trainable), metrics
 
-  def eval_step(self, variables: Variables, batch: Batch, step: jax.Array) -> dict[str, clu_metrics.Average]:
+  def eval_step(
+    self, variables: Variables, batch: Batch, step: jax.Array, *, keeps_examples: bool = False
+  ) -> dict[str, Any]:
     """Evaluates one batch. Returns averages over its loss weights, to be merged over the batches of the set.
 
     A metric with one value per expert has a vector as its total and a scalar as its count. `step`, int32, is the train
-    step of the variables: for evals that draw random numbers, which this one does not.
+    step of the variables: for evals that draw random numbers, which this one does not. `outputs` as in `train_step`.
     """
     del step
     output = self.compute_loss(variables, batch, train=False)
     means = {'loss': (output.loss, jnp.float32(1) if output.is_sum else output.weight)} | output.metrics
-    return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+    averages = {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+    return averages | StepOutputs.of(output, batch, keeps_examples=keeps_examples)
 
 
 def _naming(part: Any, role: str, batch: Batch) -> contextlib.AbstractContextManager[None]:

@@ -125,7 +125,7 @@ class Runner:
     """Takes one step from a live state, which is used up; returns the new one too."""
     live, metrics = self.model.train_step(live, self.model.train_step.place(batch))
     canonical, nonzero_padding = self.to_numpy(live)
-    metrics = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
+    metrics = {name: np.asarray(value) for name, value in jax.device_get(metrics).items() if name != 'outputs'}
     return live, _split_result(metrics, canonical, nonzero_padding)
 
   def to_numpy(self, state: TrainState) -> tuple[TrainState, tuple[str, ...]]:

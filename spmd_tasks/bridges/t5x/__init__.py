@@ -6,6 +6,7 @@
 
 Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
 goes on from a checkpoint of T5X), `exporting.py` (T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs),
+`_seqio_prompts.py` (as prompts), `_seqio_metrics.py` (their metric_fns),
 `_gin.py` (reads gin files), `_gin_files.py` (what those of T5X say), `_gin_translation.py` (what they mean here),
 `experiments.py` (which experiment they become) and `_gin_start.py`.
 """
@@ -19,12 +20,14 @@ from spmd_tasks.wings import Flag, Format, Wing
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput
+  from spmd_tasks.bridges.t5x._seqio_prompts import SeqIoPrompts
   from spmd_tasks.bridges.t5x.experiments import T5xExperiment
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
 
 __all__ = [
   'WING',
   'SeqIoInput',
+  'SeqIoPrompts',
   'T5xCheckpoint',
   'T5xExperiment',
   'T5xOrigin',

@@ -19,10 +19,6 @@ from spmd_tasks.bridges.t5x._gin import Node, Setup
 from spmd_tasks.errors import UserError
 
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
-_NOT_DONE = {
-  'eval': "the task's metric_fns are not computed: --mode eval gives loss and accuracy of the split",
-  'decode': "the task's examples are not decoded: give prompts by --decode_input FILE to --mode decode_once",
-}
 _NETWORK = re.compile(r't5x\.examples\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)')
 _NORMALIZATION = {
   None: 'sum',
@@ -105,9 +101,10 @@ def translate(setup: Setup) -> Translation:
   else:
     dataset = _dataset(root.get('dataset_cfg'), made)
     dataset |= {'num_epochs': 1, 'packing': False}
-    made.fields |= {'train_data': dataset, 'eval_data': dataset if made.mode == 'eval' else None}
+    made.fields |= {'train_data': dataset, 'eval_data' if made.mode == 'eval' else 'decode_data': dataset}
     made.fields |= _sizes_of(dataset) | _start(root.get('restore_checkpoint_cfg'), made)
-    made.notes.append(_NOT_DONE[made.mode])
+    if root.get('mode', 'predict') != 'predict':
+      made.notes.append('infer.mode: --mode decode_once predicts, --mode eval --write_examples gives scores')
   _partitioner(root.get('partitioner', None), made)
   _report_rest(root, made)
   return made
@@ -209,8 +206,13 @@ def _training(root: Node, made: Translation) -> None:
     data = _dataset(evaluation, made)
     made.fields['eval_data'] = data | {'num_epochs': steps * data['batch_size'], 'max_batches': steps}
     made.fields['eval_every_steps'] = every or None
-  if root.get('infer_eval_dataset_cfg', None) is not None:
-    made.notes.append('infer_eval_dataset_cfg: predictions and scores of tasks are not computed while training')
+  inference = root.get('infer_eval_dataset_cfg', None)
+  if inference is not None:
+    made.fields['infer_data'] = _dataset(inference, made) | {'num_epochs': 1, 'packing': False}
+    made.fields['eval_every_steps'] = every or None
+    evaluator = root.get('inference_evaluator_cls', None)
+    if isinstance(evaluator, Node) and evaluator.get('num_examples', None):
+      made.notes.append(f'{evaluator}.num_examples: all examples of a task are judged')
   trainer = root.get('trainer_cls')
   rate = trainer.get('learning_rate_fn')
   if rate.name == 'create_learning_rate_scheduler':
@@ -250,8 +252,8 @@ def _dataset(config: Node, made: Translation) -> dict[str, Any]:
     modules = made.fields.setdefault('task_modules', ())
     made.fields['task_modules'] = tuple(dict.fromkeys((*modules, module)))
   lengths = config.get('task_feature_lengths')
-  if lengths is not None and not made.fields.get('num_encoder_layers', 1):
-    architecture = 'prefix_lm' if 'inputs' in lengths else 'decoder_only'
+  if not made.fields.get('num_encoder_layers', 1):
+    architecture = 'prefix_lm' if lengths is None or 'inputs' in lengths else 'decoder_only'
   else:
     architecture = 'encoder_decoder'
   seed = config.get('seed', None)
@@ -281,7 +283,8 @@ def _sizes_of(data: Mapping[str, Any]) -> dict[str, Any]:
   lengths = data['lengths'] or {}
   sizes = {'batch_size': data['batch_size']}
   if 'targets' in lengths:
-    sizes |= {'seq_len': lengths['targets'], 'encoder_len': lengths.get('inputs', 1)}
+    width = sum(lengths.values()) if data['architecture'] == 'prefix_lm' else lengths['targets']
+    sizes |= {'seq_len': width, 'encoder_len': lengths.get('inputs', 1)}
   return sizes
 
 

@@ -131,6 +131,8 @@ class SeqIoInput:
       had hosts. The batches depend on this number, and not on the number of processes.
     use_cached: whether SeqIO takes the preprocessed data of its cache directories.
     trim_output_features: whether SeqIO cuts examples to `lengths`.
+    task_metrics: whether, as an eval set, it computes the metric_fns of its task; only where it has each example once,
+      in a row of its own (`packing=False`, `num_epochs=1`), and not of a mixture.
   """
 
   task: str
@@ -149,6 +151,7 @@ class SeqIoInput:
   num_shards: int = 1
   use_cached: bool = False
   trim_output_features: bool = True
+  task_metrics: bool = True
 
   def __post_init__(self):
     if self.architecture not in ARCHITECTURES:
@@ -170,6 +173,11 @@ class SeqIoInput:
   def tokenizer(self) -> Tokenizer:
     """The tokenizer of the targets."""
     return tokenizer_of_vocabulary(self._task.output_features['targets'].vocabulary)
+
+  @property
+  def inputs_vocabulary(self) -> Any:
+    """SeqIO's vocabulary of the inputs."""
+    return self._task.output_features['inputs'].vocabulary
 
   @functools.cached_property
   def feature_lengths(self) -> dict[str, int]:
@@ -216,22 +224,48 @@ class SeqIoInput:
       trim_output_features=self.trim_output_features,
     )
 
+  def _converter(self) -> Any:
+    seqio = import_seqio()
+    if self.architecture == 'encoder_decoder':
+      return seqio.EncDecFeatureConverter(pack=self.packing)
+    if self.architecture == 'prefix_lm':
+      return seqio.PrefixLMFeatureConverter(pack=self.packing, loss_on_targets_only=self.loss_on_targets_only)
+    return seqio.LMFeatureConverter(pack=self.packing)
+
   def features(self, shard: int = 0) -> Any:
     """Returns the tf.data.Dataset of converted rows, one by one, of a shard; its order is always the same."""
-    seqio, lengths = import_seqio(), self.feature_lengths
-    if self.architecture == 'encoder_decoder':
-      converter = seqio.EncDecFeatureConverter(pack=self.packing)
-    elif self.architecture == 'prefix_lm':
-      converter = seqio.PrefixLMFeatureConverter(pack=self.packing, loss_on_targets_only=self.loss_on_targets_only)
-    else:
-      converter = seqio.LMFeatureConverter(pack=self.packing)
-    dataset = converter(self._examples(lengths, shard), task_feature_lengths=lengths)
+    lengths = self.feature_lengths
+    dataset = self._converter()(self._examples(lengths, shard), task_feature_lengths=lengths)
     options = import_tensorflow().data.Options()
     options.deterministic = True
     dataset = dataset.with_options(options)
     if self.max_batches is not None and (self.num_epochs or 1) > 1:
       dataset = dataset.repeat()
     return dataset
+
+  @functools.cached_property
+  def judge(self) -> Any:
+    """Computes the metrics of the task, a TaskJudge; None where there are none."""
+    is_whole = self.num_epochs == 1 and self.max_batches is None and not self.skip_batches and not self.packing
+    if not (is_whole and self.task_metrics and getattr(self._task, 'metric_objs', None)):
+      return None
+    from spmd_tasks.bridges.t5x._seqio_metrics import TaskJudge
+
+    lengths = self.feature_lengths
+    return TaskJudge(make_evaluator=self._make_evaluator, task=self._task, max_tokens=lengths['targets'])
+
+  def _make_evaluator(self) -> Any:
+    """Makes SeqIO's Evaluator of the task, with the examples of this input in its order."""
+    return import_seqio().Evaluator(
+      self.task,
+      self._converter(),
+      eval_split=self.split,
+      use_cached=self.use_cached,
+      seed=self.seed,
+      sequence_length=self.lengths and self.feature_lengths,
+      shuffle=self.shuffle,
+      async_compute_metrics=False,
+    )
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SeqIoIterator':
     return SeqIoIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))

@@ -13,7 +13,10 @@ import fiddle as fdl
 from flax.core import FrozenDict
 
 from spmd_tasks.bridges.t5x._seqio import SeqIoInput, find_task, import_seqio
+from spmd_tasks.bridges.t5x._seqio_prompts import PrefixPrompts, SeqIoPrompts
+from spmd_tasks.decoding.prompts import PromptSource
 from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.learning import Adafactor, ProductOfFactors
 from spmd_tasks.recipes import EncoderDecoderLanguageModel
 
@@ -21,13 +24,17 @@ from spmd_tasks.recipes import EncoderDecoderLanguageModel
 class T5xExperiment(EncoderDecoderLanguageModel):
   """A model of T5's families, T5X's Adafactor, and a SeqIO task.
 
-  `train_data` and `eval_data` are fields of SeqIoInput. A mixture is evaluated as a whole, and each of its tasks by
-  itself. `rate` has fields of ProductOfFactors, `adafactor` those of Adafactor that differ from T5X's defaults.
+  `train_data`, `eval_data`, `infer_data` and `decode_data` are fields of SeqIoInput. A mixture is evaluated as a whole,
+  and each of its tasks by itself; the sets of `infer_data` compute the metric_fns of each task, as `infer_NAME`, and
+  the examples of `decode_data` are decoded. `rate` has fields of ProductOfFactors, `adafactor` those of Adafactor that
+  differ from T5X's defaults.
   """
 
   task_modules: tuple[str, ...] = ()
   train_data: Mapping[str, Any] = FrozenDict()
   eval_data: Mapping[str, Any] | None = None
+  infer_data: Mapping[str, Any] | None = None
+  decode_data: Mapping[str, Any] | None = None
   rate: Mapping[str, Any] = FrozenDict()
   adafactor: Mapping[str, Any] = FrozenDict()
   scanned: bool = False  # T5X's layers are one weight, as in its scalable_t5: which dims Adafactor factors
@@ -55,15 +62,34 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     return fdl.Config(SeqIoInput, modules=self.task_modules, skip_batches=skipped, **_thawed(self.train_data))
 
   def eval_inputs(self) -> dict[str, fdl.Config[SeqIoInput]]:
-    if self.eval_data is None:
+    inputs = self._inputs_by_task(self.eval_data)
+    judged = self._inputs_by_task(self.infer_data, with_metrics=True)
+    return inputs | {f'infer_{name}': each for name, each in judged.items()}
+
+  def decode_inputs(self) -> dict[str, fdl.Config[SeqIoPrompts]]:
+    inputs = self._inputs_by_task(self.decode_data)
+    return {name: fdl.Config(SeqIoPrompts, examples=each) for name, each in inputs.items()}
+
+  def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> PromptSource:
+    source = super().prompts_of_file(path, tokenizer)
+    if self.num_encoder_layers or tokenizer is None:
+      return source
+    return PrefixPrompts(source=source, tokenizer=tokenizer, start_id=self.start_id)
+
+  def _inputs_by_task(
+    self, data: Mapping[str, Any] | None, *, with_metrics: bool = False
+  ) -> dict[str, fdl.Config[SeqIoInput]]:
+    """Returns the inputs of each task of a mixture that has the split; also of the whole, unless metrics are wanted."""
+    if data is None:
       return {}
-    data = _thawed(self.eval_data)
-    whole = find_task(data['task'], self.task_modules)
-    tasks = [each for each in import_seqio().get_subtasks(whole) if data['split'] in each.splits]
-    names = dict.fromkeys([*(each.name for each in tasks), whole.name])
+    fields = _thawed(data)
+    whole = find_task(fields['task'], self.task_modules)
+    tasks = [each for each in import_seqio().get_subtasks(whole) if fields['split'] in each.splits]
+    names = [each.name for each in tasks if each.metric_objs or not with_metrics]
+    fields['modules'] = self.task_modules
     return {
-      re.sub('[^A-Za-z0-9_-]', '_', name): fdl.Config(SeqIoInput, **data | {'task': name, 'modules': self.task_modules})
-      for name in names
+      re.sub('[^A-Za-z0-9_-]', '_', name): fdl.Config(SeqIoInput, **fields | {'task': name})
+      for name in dict.fromkeys(names if with_metrics else [*names, whole.name])
     }
 
 

@@ -1,0 +1,121 @@
+"""The metric_fns of SeqIO tasks in evals: the numbers of SeqIO's Evaluator on outputs that are computed here, in float64.
+
+The reference decodes greedily by whole forward passes, without caches, and scores by a log-softmax in numpy.
+"""
+
+import jax
+import numpy as np
+import pytest
+import seqio
+
+from spmd_tasks.bridges.t5x import SeqIoPrompts
+from spmd_tasks.bridges.t5x._seqio import contract_batch
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.programs.eval import Evaluator
+from tests.bridges.t5x import judged_sums
+
+
+def reference_outputs(job, model, variables, dataset):
+  """Returns (tokens, log-probability of the tokens, score of the targets) of each example."""
+  rows = [features for _, features in dataset.as_numpy_iterator()]
+  features = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+  forward = jax.jit(lambda batch: job.task.predict(model.true_variables(variables), batch)['logits'])
+
+  def log_probs(batch):
+    logits = np.asarray(forward(batch), np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+  batch = contract_batch(features)
+  at_labels = np.take_along_axis(log_probs(batch), batch['labels'][..., None], axis=-1)[..., 0]
+  scores = (at_labels * batch['weights']).sum(-1)
+  num_rows, width = batch['ids'].shape
+  lengths = batch['prefix_mask'].sum(-1) if 'prefix_mask' in batch else np.ones(num_rows, int)
+  ids = np.where(np.arange(width) < lengths[:, None], batch['ids'], 0).astype(np.int32)
+  everywhere = {
+    'segment_ids': np.ones_like(ids),
+    'segment_pos': np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
+  }
+  tokens, totals, has_ended = [[] for _ in ids], np.zeros(num_rows), np.zeros(num_rows, bool)
+  for position in range(width):
+    following = log_probs(batch | everywhere | {'ids': ids})[:, position]
+    for row in np.flatnonzero((position >= lengths - 1) & ~has_ended):
+      token = int(following[row].argmax())
+      tokens[row].append(token)
+      totals[row] += following[row, token]
+      has_ended[row] = token == 1
+      if position + 1 < width:
+        ids[row, position + 1] = token
+  padded = [row + [0] * (width - len(row)) for row in tokens]
+  return padded, totals.tolist(), scores.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'name, converter', [('Sums', seqio.EncDecFeatureConverter), ('PrefixSums', seqio.PrefixLMFeatureConverter)]
+)
+def test_metrics_are_those_of_seqio_on_the_outputs_of_the_model(name, converter, tmp_path):
+  job = resolve(f'tests.bridges.t5x.judged_sums.{name}').build()
+  model = partition_job(
+    job, jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ('replica', 'data', 'mdl'))
+  )
+  variables = model.init(3).variables
+  found = dict(Evaluator(job, model, tmp_path).evaluate(variables, 0))
+  lengths = judged_sums.LENGTHS
+  evaluator = seqio.Evaluator('judged_texts', converter(pack=False), 'validation', sequence_length=lengths)
+  outputs = reference_outputs(job, model, variables, evaluator.cached_model_datasets['judged_texts'])
+  tokens, totals, scores = (list(enumerate(each)) for each in outputs)
+  wanted, _ = evaluator.evaluate(
+    compute_metrics=True,
+    predict_fn=lambda _: tokens,
+    predict_with_aux_fn=lambda _: (tokens, {'scores': [total for _, total in totals]}),
+    score_fn=lambda _: scores,
+  )
+  wanted, ours = wanted.result()['judged_texts'], found['infer_judged_texts']
+  assert len(scores) == 11
+  assert ours['log_likelihood'] == pytest.approx(wanted['log_likelihood'], rel=1e-5)
+  assert ours['predicted_score'] == pytest.approx(wanted['predicted_score'], rel=1e-5)
+  assert ours['mean_length'] == wanted['mean_length'].value
+  assert (ours['exact_match'], ours['task_accuracy']) == (wanted['exact_match'], wanted['accuracy'])
+  assert not {'told', 'worst'} & ours.keys()
+  if name == 'Sums':
+    assert found['infer_judged_sums']['sums_right'] == 0.0
+  prompts = job.decode_inputs['judged_texts'].read()
+  assert [(each.id, each.prompt) for each in prompts[:2]] == [(0, '90+6'), (1, '91+0')]
+  assert prompts[0].max_tokens == (4 if name == 'Sums' else 12 - 6 + 1)
+  assert prompts[0].prompt_ids == ((60, 51, 46, 57, 1) if name == 'Sums' else (0, 60, 51, 46, 57, 1))
+
+
+def test_sets_whose_rows_are_not_the_examples_judge_nothing():
+  job = resolve('tests.bridges.t5x.judged_sums.Sums').build()
+  assert job.train_input.judge is None
+  assert list(job.eval_inputs) == ['infer_judged_texts', 'infer_judged_sums']
+  assert job.eval_inputs['infer_judged_texts'].judge.wants_scores
+  assert not job.eval_inputs['infer_judged_sums'].judge.wants_scores
+  with pytest.raises(ValueError, match='packing = False and num_epochs = 1'):
+    SeqIoPrompts(examples=job.train_input)
+
+
+def test_texts_are_prompts_of_each_architecture(tmp_path):
+  import tensorflow as tf
+
+  (tmp_path / 'a.txt').write_text('90+6\n\n91+0\n')
+  feature = {'inputs': tf.train.Feature(bytes_list=tf.train.BytesList(value=[b'90+6']))}
+  tokens = {'inputs': tf.train.Feature(int64_list=tf.train.Int64List(value=[60, 1]))}
+  with tf.io.TFRecordWriter(str(tmp_path / 'b.tfrecord-00000-of-00001')) as writer:
+    for each in (feature, tokens):
+      writer.write(tf.train.Example(features=tf.train.Features(feature=each)).SerializeToString())
+  for name, ids in (('Sums', None), ('PrefixSums', (0, 60, 51, 46, 57, 1))):
+    resolved = resolve(f'tests.bridges.t5x.judged_sums.{name}')
+    tokenizer = resolved.build().tokenizer
+    of_text, of_examples = (
+      resolved.experiment.prompts_of_file(str(tmp_path / file), tokenizer).read()
+      for file in ('a.txt', 'b.tfrecord-00000-of-00001')
+    )
+    assert [each.prompt for each in of_text] == ['90+6', '91+0']
+    assert [each.prompt for each in of_examples] == ['90+6', None]
+    assert (of_text[0].prompt_ids, of_examples[0].prompt_ids, of_examples[1].prompt_ids) == (ids, ids, (60, 1))
+  (tmp_path / 'c.tfrecord').write_bytes(b'no record')
+  with pytest.raises(ValueError, match=r'c\.tfrecord are no TFRecord file'):
+    resolved.experiment.prompts_of_file(str(tmp_path / 'c.tfrecord'), None).read()
