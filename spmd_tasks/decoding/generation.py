@@ -115,12 +115,12 @@ def complete_all(
   decode: Callable[[Sequence[int]], str],
   on_step: Callable[[], None] = lambda: None,
 ) -> list[Completion]:
-  """Returns the completion of each request, in their order: by beam search the best one. As `generate`."""
+  """Returns the completion of each request, in their order, by beam search the best one; keeps no cache."""
   if steps.settings.num_beams > 1:
     beams = search(steps, variables, requests, decode=decode, on_step=on_step)
     found = {number: completions[0] for number, completions in beams}
   else:
-    found = dict(generate(steps, variables, requests, decode=decode, on_step=on_step))
+    found = dict(generate(steps, variables, requests, decode=decode, on_step=on_step, keep_cache=False))
   return [found[number] for number in range(len(requests))]
 
 

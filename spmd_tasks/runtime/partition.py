@@ -358,7 +358,7 @@ def partition_spmd_model(
   )
 
 
-def _examples_argument(task: Any, keeps_examples: bool) -> dict[str, bool]:
+def _examples_argument(task: Any, keeps_examples: bool) -> dict[str, Any]:
   """Returns the named argument of a task's steps, which a task of another kind, as that of Pax, does not have."""
   if keeps_examples and not isinstance(task, Task):
     raise UserError(

@@ -1,4 +1,4 @@
-"""Per-example outputs and summaries of losses: the same on 1 and on 8 devices, whole batch or microbatches, no padding."""
+"""Per-example outputs and summaries of losses: the same on 1 and 8 devices, whole or in microbatches, no padding."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The metric_fns of SeqIO tasks in evals: the numbers of SeqIO's Evaluator on outputs that are computed here, in float64.
+"""The metric_fns of SeqIO tasks in evals: the numbers of SeqIO's Evaluator on outputs computed here, in float64.
 
 The reference decodes greedily by whole forward passes, without caches, and scores by a log-softmax in numpy.
 """
@@ -90,7 +90,7 @@ def test_metrics_are_those_of_seqio_on_the_outputs_of_the_model(name, converter,
 def test_sets_whose_rows_are_not_the_examples_judge_nothing():
   job = resolve('tests.bridges.t5x.judged_sums.Sums').build()
   assert job.train_input.judge is None
-  assert list(job.eval_inputs) == ['infer_judged_texts', 'infer_judged_sums']
+  assert sorted(job.eval_inputs) == ['infer_judged_sums', 'infer_judged_texts']
   assert job.eval_inputs['infer_judged_texts'].judge.wants_scores
   assert not job.eval_inputs['infer_judged_sums'].judge.wants_scores
   with pytest.raises(ValueError, match='packing = False and num_epochs = 1'):
