@@ -238,7 +238,7 @@ class Experiment(FrozenFields, abc.ABC):
   def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> 'PromptSource':
     """Returns the prompts of --decode_input; `tokenizer` is that of the job's inputs."""
     del tokenizer
-    from spmd_tasks.decoding.prompts import PromptFile
+    from spmd_tasks.decoding import PromptFile
 
     return PromptFile(path=path)
 

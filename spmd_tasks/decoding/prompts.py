@@ -115,12 +115,12 @@ class PromptFile:
       raise UserError(f'prompts {self.path} cannot be read: {reason}.') from error
     if path.suffix == '.txt':
       try:
-        texts = data.decode().splitlines()
+        prompts = [Prompt(prompt=text) for text in data.decode().splitlines() if text.strip()]
       except UnicodeDecodeError as error:
         raise UserError(f'prompts {self.path} are no UTF-8 text at byte {error.start}: convert the file.') from error
-      return [Prompt(prompt=text) for text in texts if text.strip()]
-    lines = enumerate(data.splitlines(), start=1)
-    prompts = [parse_prompt(line, f'{self.path} line {number}') for number, line in lines if line.strip()]
+    else:
+      lines = enumerate(data.splitlines(), start=1)
+      prompts = [parse_prompt(line, f'{self.path} line {number}') for number, line in lines if line.strip()]
     if not prompts:
       raise UserError(f'{self.path} holds no prompts: write one JSON object per line, such as {{"prompt": "Once"}}.')
     return prompts
@@ -160,7 +160,7 @@ def _read_examples(path: str, key: str) -> list[Prompt]:
       f'prompts {path} are no TFRecord file of tf.train.Examples: {error}'.partition(chr(10))[0]
     ) from error
   if not prompts:
-    raise UserError(f'{path} holds no prompts.')
+    raise UserError(f'{path} holds no prompts: write tf.train.Examples, each with a text.')
   return prompts
 
 

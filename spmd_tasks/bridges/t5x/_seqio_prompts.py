@@ -1,43 +1,20 @@
 """Prompts of T5X's models: from the examples of a SeqIO task, and texts as a prefix language model reads them.
 
 def decode_inputs(self):
-examples = fdl.Config(SeqIoInput, task='my_task', split='validation', num_epochs=1, packing=False, ...)
-return {'my_task': fdl.Config(SeqIoPrompts, examples=examples)}
+  examples = fdl.Config(SeqIoInput, task='my_task', split='validation', num_epochs=1, packing=False, ...)
+  return {'my_task': fdl.Config(SeqIoPrompts, examples=examples)}
+
+The tokens are those that SeqIO's feature converters make for the architecture.
 """
 
-from collections.abc import Mapping
 import dataclasses
 import itertools
-from typing import Any
-
-import numpy as np
 
 from spmd_tasks.bridges.t5x._seqio import SeqIoInput
+from spmd_tasks.bridges.t5x._seqio_metrics import prompt_of
 from spmd_tasks.decoding.prompts import Prompt, PromptSource
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer
-
-
-def prompt_of(features: Mapping[str, Any], number: int, max_tokens: int) -> Prompt:
-  """Makes the prompt of an example of which SeqIO's converters have made the features [T] of a row.
-
-  An encoder reads the inputs, and at most `max_tokens` follow; a prefix language model reads the token 0 and the
-  inputs, and writes on until the row is full.
-
-  Raises:
-    UserError: the row has no inputs.
-  """
-  if 'encoder_input_tokens' in features:
-    ids = np.trim_zeros(features['encoder_input_tokens'], 'b')
-  elif 'decoder_causal_attention' in features:
-    row = features['decoder_input_tokens']
-    ids = row[: int(features['decoder_causal_attention'].sum())]
-    max_tokens = len(row) - len(ids) + 1
-  else:
-    raise UserError("a decoder-only model reads inputs as a prefix: set architecture = 'prefix_lm', with their length.")
-  if not len(ids):
-    raise UserError(f'example {number} of the SeqIO task has no inputs to decode from: leave it out of the task.')
-  return Prompt(prompt_ids=tuple(ids.tolist()), max_tokens=max_tokens, id=number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -136,19 +136,15 @@ def test_fine_tuning_starts_from_a_checkpoint():
 
 
 @pytest.mark.parametrize(
-  'run, output, note',
-  [
-    ('eval', 'EVAL_OUTPUT_DIR', 'metric_fns are not computed'),
-    ('infer', 'INFER_OUTPUT_DIR', 'examples are not decoded'),
-  ],
+  'run, output, field', [('eval', 'EVAL_OUTPUT_DIR', 'eval_data'), ('infer', 'INFER_OUTPUT_DIR', 'decode_data')]
 )
-def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, note):
+def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
   files = ['t5x/examples/t5/t5_1_1/small.gin', f't5x/configs/runs/{run}.gin']
   bound = [*NEEDED, "CHECKPOINT_PATH = '/models/small/checkpoint_1000'", f"{output} = 'x'"]
   made = translate(read_setup(files, bound))
   assert not made.missing
-  assert any(note in each for each in made.notes)
   assert made.fields | {'init_from': 't5x:/models/small', 'init_from_step': 1000} == made.fields
+  assert (made.fields[field]['num_epochs'], made.fields[field]['packing']) == (1, False)
 
 
 @pytest.mark.parametrize(

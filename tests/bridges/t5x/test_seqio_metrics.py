@@ -117,5 +117,5 @@ def test_texts_are_prompts_of_each_architecture(tmp_path):
     assert [each.prompt for each in of_examples] == ['90+6', None]
     assert (of_text[0].prompt_ids, of_examples[0].prompt_ids, of_examples[1].prompt_ids) == (ids, ids, (60, 1))
   (tmp_path / 'c.tfrecord').write_bytes(b'no record')
-  with pytest.raises(ValueError, match=r'c\.tfrecord are no TFRecord file'):
+  with pytest.raises(ValueError, match=r'c\.tfrecord holds no prompts'):
     resolved.experiment.prompts_of_file(str(tmp_path / 'c.tfrecord'), None).read()
