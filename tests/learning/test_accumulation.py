@@ -22,6 +22,7 @@ class LossOutput(struct.PyTreeNode):
   weight: jax.Array
   metrics: dict[str, Any]
   per_example: dict[str, jax.Array]
+  summaries: dict = struct.field(default_factory=dict)
   updated_variables: dict = struct.field(default_factory=dict)
   is_sum: bool = struct.field(pytree_node=False, default=False)
 

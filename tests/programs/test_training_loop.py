@@ -35,7 +35,7 @@ def run(outcomes, *, num_train_steps, every=None, max_consecutive_skips=3, stop_
   batches = iter([(outcome, {'position': number}) for number, outcome in enumerate(outcomes, 1)])
   events, error = [], None
   try:
-    for step, is_skipped, _ in loop.run(batches):
+    for step, is_skipped, *_ in loop.run(batches):
       assert loop.step == step
       events.append(('skip' if is_skipped else 'step', step, loop.input_state['position']))
       if not is_skipped and is_due(step):
