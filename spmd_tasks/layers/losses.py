@@ -73,15 +73,8 @@ class StepOutputs(struct.PyTreeNode):
 
 # Names that a line of metrics.jsonl has already.
 RESERVED_METRICS = (
-  'outputs',
-  'loss',
-  'loss_weight',
-  'step',
-  'time',
-  'skipped',
-  'grad_norm',
-  'weight_norm',
-  'learning_rate',
+  *('loss', 'loss_weight', 'step', 'time', 'skipped', 'grad_norm', 'weight_norm', 'learning_rate'),
+  'outputs',  # StepOutputs, beside the metrics of a step
 )
 
 
