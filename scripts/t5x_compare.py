@@ -85,7 +85,10 @@ class Case:
 
   def npz(self, name: str) -> dict[str, np.ndarray] | None:
     path = self.directory / f'{name}.npz'
-    return dict(np.load(path)) if path.exists() else None
+    if not path.exists():
+      return None
+    with np.load(path) as archive:
+      return dict(archive)
 
   def json(self, name: str) -> Any:
     path = self.directory / f'{name}.json'

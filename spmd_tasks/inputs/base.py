@@ -55,6 +55,7 @@ class Judge(Protocol):
     ...
 
 
+@runtime_checkable
 class InputIterator(Protocol):
   """Yields this shard's rows of each batch; the state alone determines the order."""
 

@@ -141,7 +141,8 @@ def test_equals_100_steps_of_t5x(settings):
 
   2-D weights, 3-D kernels of attention, experts, and scanned layers of these, with T5X's stack in dim 1.
   """
-  expected = np.load(TESTDATA / 't5x' / 'adafactor.npz')
+  with np.load(TESTDATA / 't5x' / 'adafactor.npz') as archive:
+    expected = dict(archive)
   specs = {name: WeightSpec(shape=shape, init=None, **kw) for name, (shape, kw, _) in _T5X_WEIGHTS.items()}
   rules = (('rel', 'never'), ('[qose][34]', 'always'), ('', 'matrix'))
   rate = ProductOfFactors(factors='constant * rsqrt_decay', base=0.1, warmup_steps=10)
@@ -163,7 +164,7 @@ def test_equals_100_steps_of_t5x(settings):
     want = ours(expected[f'{settings}/{name}'], name)
     np.testing.assert_allclose(weights[name], want, rtol=1e-6, atol=1e-6 * np.abs(want).max(), err_msg=name)
   stored = state.opt_state[0]
-  for key in expected.files:
+  for key in expected:
     if key.startswith(settings) and key.count('/') == 2 and not key.endswith('/m'):
       _, name, moment = key.split('/')
       got, want = np.asarray(getattr(stored, moment)[name]), expected[key]

@@ -1,6 +1,5 @@
 """The factor of experts' gradients, T5X's for parity."""
 
-from flax import struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve
+from spmd_tasks.layers.losses import LossOutput
 from spmd_tasks.learning import Learner, Sgd
 from spmd_tasks.learning.accumulation import accumulate_gradients
 from spmd_tasks.learning.expert_weights import scale_expert_grads
@@ -52,15 +52,6 @@ def test_the_scale_comes_before_norm_and_clipping():
     np.testing.assert_allclose(metrics['weight_norm'], 1.0, rtol=1e-6)
     np.testing.assert_allclose(new['expert'], scale * np.asarray(new['dense']), rtol=1e-6)
   np.testing.assert_allclose(norms, np.sqrt([100, 4 * 80 + 20]), rtol=1e-6)
-
-
-class LossOutput(struct.PyTreeNode):
-  loss: jax.Array
-  weight: jax.Array
-  metrics: dict
-  per_example: dict
-  updated_variables: dict = struct.field(default_factory=dict)
-  is_sum: bool = struct.field(pytree_node=False, default=False)
 
 
 def test_t5x_parity():

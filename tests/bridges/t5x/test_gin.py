@@ -203,9 +203,11 @@ def test_a_model_dir_of_t5x_goes_on_to_its_step_20_and_back(tmp_path, monkeypatc
   assert binary.run_in_process('--mode', 'train', '--gin_file', SUMS, *gin, *job, *mesh) == exit_codes.OK
   flags = ('--format', 't5x', '--out', tmp_path / 'out', '--experiment_path', data)
   assert binary.run_in_process('--mode', 'export', *job, *flags) == exit_codes.OK
-  found, expected = open_checkpoint(tmp_path / 'out' / 'checkpoint_20').arrays, np.load(data / 'model_dir_step_20.npz')
-  assert sorted(found) == sorted(expected.files)
-  for name in expected.files:
+  found = open_checkpoint(tmp_path / 'out' / 'checkpoint_20').arrays
+  with np.load(data / 'model_dir_step_20.npz') as archive:
+    expected = dict(archive)
+  assert sorted(found) == sorted(expected)
+  for name in expected:
     ours, theirs = np.asarray(found[name]), expected[name]
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(np.abs(theirs).max(), 1e-30), err_msg=name)

@@ -15,7 +15,8 @@ class OneBatch(base_input.BaseInput):
   """The batch of the file, again and again."""
 
   def get_next(self):
-    return py_utils.NestedMap(**np.load(BATCH))
+    with np.load(BATCH) as batch:
+      return py_utils.NestedMap(**batch)
 
 
 class Restored(dense_lm.DenseLmEma):
