@@ -124,7 +124,7 @@ BAD_INPUT = {
   ),
   'no mode': (
     (*TINY, '--job_log_dir', 'HERE/job'),
-    ['give --mode (train, eval, decode, decode_once, export, preview, translate, plan, serve, verify)'],
+    ['give --mode (train, eval, decode, decode_once, export, preview, plan, serve, verify)'],
   ),
   'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
   'serve without text': (

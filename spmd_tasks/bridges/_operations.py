@@ -1,7 +1,7 @@
 """Operations of the rules that convert weights: each maps arrays to arrays and has an inverse.
 
 They work on numpy arrays, on jax.Arrays, and on LazyArrays, of which parts are read later (_lazy_arrays.py). Dims are
-counted from the last one, so that an operation also converts a stack of weights at once. Only Offset changes values.
+counted from the last one, so that an operation also converts a stack of weights at once. None changes values.
 """
 
 import dataclasses
@@ -113,19 +113,6 @@ class Take:
 
   def inverse(self) -> 'Take':
     return Take(self.dim, tuple(np.argsort(self.indices).tolist()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Offset:
-  """Adds a number, in float32: a scale that is stored as its difference from 1 is `Offset(1.0)` away from ours."""
-
-  value: float
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return tuple(array.astype('float32') + np.float32(self.value) for array in arrays)
-
-  def inverse(self) -> 'Offset':
-    return Offset(-self.value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@
       rules=(
         Rule('lm.head.w', 'embedding/table', Transpose((1, 0))),
         Rule(['a.q', 'a.k', 'a.v'], 'qkv', Stack(-4, 3)),
-        *(Rule(f'layers.{i}.norm', ('stack/norm', i), Offset(1.0)) for i in range(num_layers)),
+        *(Rule(f'layers.{i}.norm', ('stack/norm', i)) for i in range(num_layers)),
       ),
       source='the checkpoint',
       target='the model',

@@ -1,4 +1,4 @@
-"""Runs Praxis models and Pax experiments here, to the numbers of Paxml; reads and writes Paxml's checkpoints.
+"""Runs Pax experiments here, to the numbers of Paxml; reads and writes Paxml's checkpoints.
 
     spmd-tasks --exp my_package.my_experiments.MyPaxExperiment --mode train --job_log_dir runs/pax
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
@@ -7,10 +7,7 @@
 functions below that need them does so too, and so does an experiment whose module imports them (`_recognition.py`).
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
-`_input.py`, `_decode.py` (decode jobs) and `_kv_cache.py` (serving); `_praxis_task.py` (Praxis models and layers in
-experiments of ours); `_checkpoints.py` and `_origins.py` (what a new job takes from others). `translate_language_model`
-makes one of our language models of a Praxis one, weights included: `_praxis_model.py`, `_praxis_layers.py`;
-`translate_experiment` writes a whole experiment: `_native_experiment.py`.
+`_input.py` and `_decode.py` (decode jobs); `_checkpoints.py` and `_origins.py` (what a new job takes from others).
 """
 
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 from etils import epy
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import ExperimentKind, Flag, Format, Mode, Wing
+from spmd_tasks.wings import ExperimentKind, Format, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.pax._checkpoints import (
@@ -31,9 +28,6 @@ with epy.lazy_api_imports(globals()):
   )
   from spmd_tasks.bridges.pax._experiment import PaxExperiment
   from spmd_tasks.bridges.pax._input import PaxInput
-  from spmd_tasks.bridges.pax._native_experiment import TranslatedExperiment, pax_dataset, translate_experiment
-  from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
-  from spmd_tasks.bridges.pax._praxis_task import PraxisLayer, PraxisTask
   from spmd_tasks.bridges.pax._shims import install_shims
   from spmd_tasks.bridges.pax._task import PaxTask
 
@@ -43,18 +37,11 @@ __all__ = [
   'PaxExperiment',
   'PaxInput',
   'PaxTask',
-  'PraxisLayer',
-  'PraxisTask',
-  'TranslatedExperiment',
-  'Translation',
   'checkpoint_format',
   'install_shims',
   'open_pax_checkpoint',
   'pax_checkpoints',
-  'pax_dataset',
   'read_pax_checkpoint',
-  'translate_experiment',
-  'translate_language_model',
   'write_pax_checkpoint',
 ]
 
@@ -80,7 +67,9 @@ def _keeps_numbers(path: str) -> bool:
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Refuses to train beside checkpoints of Paxml: they have the names of ours, and would be damaged ones of these."""
+  """Refuses to serve, and to train beside checkpoints of Paxml, which would be taken for damaged ones of ours."""
+  if mode == 'serve' and getattr(type(job.experiment), '_pax_class', None) is not None:
+    raise UserError(f'{job.name} is an experiment of Pax, and only models of ours are served: decode by --mode decode.')
   if mode != 'train':
     return job
   checkpoints = directory / 'checkpoints'
@@ -93,31 +82,8 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
   return job
 
 
-def _translate(command: Any) -> int:
-  _lazy('install_shims')()
-  from spmd_tasks.bridges.pax._native_experiment import run
-
-  return run(command)
-
-
-def _check_translate(flags: Any) -> None:
-  if flags.exp is None:
-    raise UserError('--mode translate needs --exp NAME, the Pax experiment package.module.Class.')
-
-
 WING = Wing(
   name='pax',
-  modes=(
-    Mode(
-      name='translate',
-      help='writes a Pax experiment as one of ours',
-      run=_translate,
-      flags=(Flag(name='out', metavar='PATH', help='the file to write; default: <class>_native.py, in small letters'),),
-      check=_check_translate,
-      extra='pax',
-      packages=('praxis', 'paxml'),
-    ),
-  ),
   kinds=(
     ExperimentKind(
       name='Pax',

@@ -22,14 +22,14 @@ from praxis import base_hyperparams
 
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._origins import LoadingRules, PaxJob, is_pax_job
-from spmd_tasks.bridges.pax._support import reason_it_cannot_run, refuse_unsupported
+from spmd_tasks.bridges.pax._support import refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._variables import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.programs.early_end import EarlyEnd, StepReport
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
-from spmd_tasks.runtime import DecodeSettings, Origin
+from spmd_tasks.runtime import Origin
 from spmd_tasks.runtime.metrics import scalars
 from spmd_tasks.sharding import AxisRules
 
@@ -48,10 +48,6 @@ class PaxExperiment(Experiment):
   # state and step. Its input begins anew, as it does where Paxml restarts. `init_from` may name one too, for the
   # variables alone.
   continue_from: str | None = None
-  # Serving: how many sequences at once, and how many positions each has; None: `seqlen` of the decoder, or else the
-  # length of the training input.
-  serve_num_slots: int = 8
-  serve_max_len: int | None = None
   _pax_class: ClassVar[Any] = None
   _pax_settings: ClassVar[tuple[str, ...]] = ()
 
@@ -179,18 +175,11 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
       raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
   train_input = PaxInput(config=_on_this_host(parts['train_input'], experiment.train_input()))
   own = {'eval_inputs': experiment.eval_inputs(), 'decode_inputs': experiment.decode_inputs()}
-  task = base_hyperparams.instantiate(parts['task'])
-  decoder = getattr(task.model, 'decoder_tpl', None)
   return {
     'task': PaxTask(
-      task=task,
+      task=base_hyperparams.instantiate(parts['task']),
       input_spec=train_input.element_spec(),
       eval_with_ema=experiment.eval_with_ema,
-      decode=DecodeSettings(
-        num_slots=experiment.serve_num_slots,
-        max_len=experiment.serve_max_len or getattr(decoder, 'seqlen', None) or None,
-      ),
-      cannot_run=reason_it_cannot_run(parts['task']),
     ),
     'train_input': train_input,
     **{

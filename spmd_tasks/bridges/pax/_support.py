@@ -66,6 +66,7 @@ def _reasons(experiment: Any, task: Any) -> Iterator[str]:
     if value := getattr(task.train, name):
       yield f'task.train.{name} = {str(value)[:60]}: {reason}'
   yield from _shampoo_reasons(task.train.learner)
+  yield from _pipeline_reasons(task.model)
 
 
 def _learner_reasons(task: Any) -> Iterator[str]:
@@ -127,27 +128,17 @@ def check_trained_variables(learner: learners.Learner, weight_hparams: Any) -> N
       logging.warning('task.train.learner.auxiliary_regex %r matches none of the variables %s.', regex, trained)
 
 
-def reason_it_cannot_run(task: Any) -> str | None:
-  """Returns why the model of a config cannot be computed on today's JAX, by Paxml or here; None if it can.
-
-  `--mode translate` reads such models all the same.
-  """
-  return '; '.join(_pipeline_reasons(task.model)) or None
-
-
 def _pipeline_reasons(model: Any) -> Iterator[str]:
   for config, path in _configs(model, layers.PipelinedTransformer):
     if config.circular_repeat > 1:
       yield (
         f'task.model{path} has circular_repeat = {config.circular_repeat}, but JAX since 0.4.30 refuses the nested '
-        'vmaps of circular pipelines in Praxis: set it to 1, or write the experiment for our circular pipeline by '
-        '--mode translate'
+        'vmaps of circular pipelines in Praxis: set it to 1'
       )
     if _is_config_of(config.pipeline_stage, layers.StackedTransformerRepeated):
       yield (
         f'task.model{path} has a StackedTransformerRepeated as pipeline_stage, and Praxis fails on the summaries of '
-        'repeated layers in a pipeline: put a StackedTransformer of that many layers there, or write the experiment '
-        'for our pipeline by --mode translate'
+        'repeated layers in a pipeline: put a StackedTransformer of that many layers there'
       )
 
 

@@ -18,13 +18,13 @@ from absl import logging
 from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
-import numpy as np
 from paxml import base_metrics, summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, base_model, py_utils
 
 from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._support import check_trained_variables
 from spmd_tasks.bridges.pax._variables import (
+  PRNG_IMPL,
   box_variables,
   cast_floats,
   cast_variables,
@@ -32,9 +32,8 @@ from spmd_tasks.bridges.pax._variables import (
   spec_of_partition,
 )
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
-from spmd_tasks.runtime import DecodeSettings, TrainState
+from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.input_layout import InputSpec
 from spmd_tasks.runtime.task import Batch, Variables
 from spmd_tasks.sharding import WeightSpec
@@ -43,8 +42,6 @@ from spmd_tasks.sharding.weights import replicated_spec
 
 # Metrics of ours by the name of the summary that Paxml's learner makes of the same number.
 _LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'learning/lr'}
-_PRNG_IMPL = 'rbg'
-_pax_context = functools.partial(praxis_context, _PRNG_IMPL)  # Paxml's functions set the mode by themselves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +65,6 @@ class PaxTask:
     task: the SingleTask, with its model and its learner.
     input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
     eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
-    decode: settings of our own decoding engine.
-    cannot_run: why the model cannot be computed here, if it cannot; it is refused when it is put on a mesh.
 
   Raises (on construction):
     UserError: `eval_with_ema` without averaged weights.
@@ -78,8 +73,6 @@ class PaxTask:
   task: tasks_lib.SingleTask
   input_spec: InputSpec
   eval_with_ema: bool = False
-  decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
-  cannot_run: str | None = None
   learner: PaxLearner = PaxLearner()
 
   def __post_init__(self):
@@ -95,27 +88,34 @@ class PaxTask:
     """The Praxis model."""
     return self.task.model
 
+  @property
+  def decode(self) -> Any:
+    """Settings of our decoding engine, which cannot read these models.
+
+    Raises:
+      UserError: always.
+    """
+    raise UserError('only models of ours continue prompts: decode the datasets of a Pax experiment by --mode decode.')
+
   @functools.cached_property
   def weight_hparams(self) -> Any:
     """The model's variables as Praxis declares them: a tree of WeightHParams by collection."""
-    with _pax_context():
+    with praxis_context():
       declared = dict(self.model.abstract_init_with_metadata(to_nested_map(self.input_spec)))
     declared.pop('params_axes', None)
     return declared
 
   def make_key(self, seed: int) -> jax.Array:
     """Returns Paxml's root key of the seed."""
-    return jax.random.key(seed, impl=_PRNG_IMPL)
+    return jax.random.key(seed, impl=PRNG_IMPL)
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares.
 
     Raises:
-      UserError: the model cannot be computed here, or its learner trains no variable.
+      UserError: the learner trains no variable.
     """
-    if self.cannot_run is not None:
-      raise UserError(f'this experiment cannot run here, nor in Paxml: {self.cannot_run}.')
-    with _pax_context():
+    with praxis_context():
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(
         self.task,
@@ -130,7 +130,7 @@ class PaxTask:
 
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
     """Returns the state at step 0 with Paxml's optimizer state."""
-    with _pax_context():
+    with praxis_context():
       state = self.task.create_train_state(variables, self.weight_hparams)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -179,7 +179,7 @@ class PaxTask:
       The new state, and metrics: `loss`, `loss_weight`, `skipped` (always 0), the model's weighted scalars, and what
       Paxml summarises as scalars.
     """
-    with _pax_context():
+    with praxis_context():
       train_key, _, _ = jax.random.split(self._root_of_steps(state), 3)
       new_state, output = trainer_lib.train_step_single_learner(
         self.task,
@@ -212,7 +212,7 @@ class PaxTask:
     Raises:
       UserError: the model returns a clu metric that is no weighted mean.
     """
-    with _pax_context():
+    with praxis_context():
       root, _ = jax.random.split(jax.random.PRNGKey(self.task.train.random_seed))
       _, eval_key, _ = jax.random.split(root, 3)
       _, output = trainer_lib.eval_step_single_learner(
@@ -228,7 +228,7 @@ class PaxTask:
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
     model = self.model
-    with _pax_context(do_eval=True):
+    with praxis_context(do_eval=True):
       predictions, _ = model.apply(
         cast_variables(variables, self.weight_hparams, model.fprop_dtype),
         cast_floats(to_nested_map(complete_tokens(batch)), model.fprop_dtype),  # paddings too, as in a train step
@@ -250,7 +250,7 @@ class PaxTask:
       A `trainer_lib.StepFnOutput` with weighted scalars, per-example outputs, summaries and clu metrics.
     """
     settings = self.task.decode
-    with _pax_context():
+    with praxis_context():
       root, _ = jax.random.split(jax.random.PRNGKey(settings.random_seed))
       key, _ = jax.random.split(root)
       if settings.prng_key_fold_with_batch_index:
@@ -271,18 +271,6 @@ class PaxTask:
       summary_tensors=summary_utils.flatten_flax_summaries(updated.get(base_layer.SUMMARIES, {})),
       clu_metrics=clu_metrics,
     )
-
-  def decode_forward(self, variables: Variables, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
-    """Reads tokens after those in a KV cache for our decoding engine, by Praxis' own `extend_step`.
-
-    Raises:
-      UserError: a part of the model cannot be served; the message names it.
-    """
-    from spmd_tasks.bridges.pax._kv_cache import read_tokens
-
-    with _pax_context(do_eval=True):
-      variables = cast_variables(variables, self.weight_hparams, self.model.fprop_dtype)
-      return read_tokens(self.model, variables, cache, batch)
 
   def make_decoder(self, *arguments: Any, **named: Any) -> Any:
     """Makes the PaxDecoder of a job, by which programs.decode decodes batches instead of prompts.
@@ -306,22 +294,6 @@ class PaxTask:
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables that Paxml's decode jobs use: averaged wherever the optimizer averages."""
     return self._averaged_variables(state) if tasks_lib.has_ema(self.task) else state.variables
-
-  @property
-  def tokenizer(self) -> IdTokenizer | None:
-    """A tokenizer of ids written as numbers, because Praxis' inputs have none that encodes; None without a vocabulary.
-
-    Raises:
-      UserError: the decoder ends texts by several ids.
-    """
-    vocab_size = getattr(getattr(self.model, 'lm_tpl', None), 'vocab_size', 0)
-    decoder = getattr(self.model, 'decoder_tpl', None)
-    if decoder is None or not vocab_size:
-      return None
-    ends = np.atleast_1d(decoder.eos_id)
-    if len(ends) > 1:
-      raise UserError(f'decoder_tpl.eos_id = {decoder.eos_id}: a text ends by one id here.')
-    return IdTokenizer(vocab_size=vocab_size, eos_id=int(ends[0]))
 
   def _averaged_variables(self, state: TrainState) -> Variables:
     averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars  # those of batch normalization too

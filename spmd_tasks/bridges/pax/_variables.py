@@ -1,6 +1,6 @@
 """Converts Praxis' declarations of variables (WeightHParams) to our boxes and WeightSpecs, and calls Praxis on them.
 
-with praxis_context('rbg', do_eval=True):
+with praxis_context(do_eval=True):
   model.apply(cast_variables(variables, weight_hparams, model.fprop_dtype), ...)
 """
 
@@ -19,6 +19,7 @@ from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.specs import SplitDim, current_sharding_scope
 from spmd_tasks.sharding.weights import WeightBox
 
+PRNG_IMPL = 'rbg'  # Paxml's generator of random keys
 _STAYS_FLOAT32 = base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
 
 
@@ -94,20 +95,19 @@ def filled_split_dims(entries: Iterable[Any], ndim: int) -> tuple[SplitDim, ...]
 
 
 @contextlib.contextmanager
-def praxis_context(prng_impl: str, *, do_eval: bool | None = None) -> Iterator[None]:
+def praxis_context(*, do_eval: bool | None = None) -> Iterator[None]:
   """Enters the context in which a Praxis layer is initialized or applied, or a function of Paxml is called.
 
   `maybe_shard` finds the mesh of the step in it.
 
   Args:
-    prng_impl: the generator of the keys that are passed in.
     do_eval: the layers' mode; None where the function sets it by itself, as those of `paxml.trainer_lib` do.
 
   Raises:
     UserError: a layer splits an activation along an axis that the model's mesh does not have.
   """
   with contextlib.ExitStack() as stack:
-    stack.enter_context(jax.default_prng_impl(prng_impl))
+    stack.enter_context(jax.default_prng_impl(PRNG_IMPL))
     if do_eval is not None:
       hparams = base_layer.JaxContext.HParams(do_eval=do_eval)
       stack.enter_context(base_layer.JaxContext.new_context(hparams=hparams))

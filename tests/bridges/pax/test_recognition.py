@@ -34,7 +34,7 @@ def installed(tmp_path, monkeypatch):
     ({'lab': 'from praxis import layers'}, True),
     ({'lab': 'import paxml.base_experiment as base'}, True),
     ({'lab': 'def late():\n  import praxis'}, True),
-    ({'lab': 'from spmd_tasks.bridges.pax import PraxisTask'}, True),
+    ({'lab': 'from spmd_tasks.bridges.pax import PaxTask'}, True),
     ({'lab': 'from spmd_tasks import bridges\nfrom spmd_tasks.bridges import pax'}, True),
     ({'lab': 'import other', 'other': 'import praxis'}, True),
     ({'lab': 'import other', 'other': 'import lab'}, False),
