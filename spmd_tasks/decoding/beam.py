@@ -20,7 +20,7 @@ class Beams(struct.PyTreeNode):
     lengths: int32 [P, W], the stop token included; 0 where there are fewer than W texts.
     logprobs: float32 [P, W], of the whole text.
     scores: float32 [P, W], `logprobs / ((5 + length) / 6) ** length_penalty`; -inf where there is no text. By the rule
-      't5x' the score of a text without a stop token is `logprobs`.
+      't5x' length is that of the prompt and the text, less 1, and the score of a text without a stop token `logprobs`.
   """
 
   tokens: jax.Array
@@ -68,7 +68,9 @@ def beam_search(
   possible texts. The search ends when no live text can reach a better score than the worst of W finished texts.
 
   By the rule 't5x' (also Tensor2Tensor's) a text ends with a stop token only, and only where this token is among the
-  2 W best continuations of all live texts; the live texts at max_tokens count where no text has ended.
+  2 W best continuations of all live texts; the live texts at max_tokens count where no text has ended. The length in the
+  penalty counts the prompt too, without its first token. (T5X also goes on past a row's max_tokens while other rows have
+  tokens left, and cuts what it finds; here such texts do not count.)
 
   Args:
     forward, variables: the model.
@@ -93,8 +95,12 @@ def beam_search(
   beam_shape = (num_prompts, num_beams)
   tokens = jnp.zeros((*beam_shape, max_new_tokens), jnp.int32)
 
+  # T5X counts a prompt's tokens too, without the one that every text begins with.
+  num_counted = lengths - 1 if rule == 't5x' else jnp.zeros_like(lengths)
+
   def normalize(logprobs, length):
-    return logprobs / jnp.asarray((5 + length) / 6, jnp.float32) ** length_penalty
+    scale = jnp.asarray((5 + num_counted + length) / 6, jnp.float32) ** length_penalty
+    return logprobs / scale.reshape(-1, *(1,) * (logprobs.ndim - 1))
 
   def extend(search: _Search, logits: jax.Array) -> _Search:
     """Appends a token to the live texts, given the logits [P, W, V] of their next tokens."""

@@ -37,7 +37,7 @@ def t5x_texts(weights, prompt, stop_ids, max_tokens, length_penalty, num_beams):
     following = [(total, tokens, history_model.logprobs(weights, prompt + tokens)) for total, tokens in live]
     longer = [(total + new[t], [*tokens, t]) for total, tokens, new in following for t in range(history_model.VOCAB)]
     longer.sort(reverse=True)
-    penalty = ((5 + length) / 6) ** length_penalty
+    penalty = ((5 + len(prompt) - 1 + length) / 6) ** length_penalty
     ended += [(total / penalty, total, text) for total, text in longer[: 2 * num_beams] if text[-1] in stop_ids]
     ended = sorted(ended, reverse=True)[:num_beams]
     live = [(total, text) for total, text in longer if text[-1] not in stop_ids][:num_beams]
