@@ -68,9 +68,9 @@ def beam_search(
   possible texts. The search ends when no live text can reach a better score than the worst of W finished texts.
 
   By the rule 't5x' (also Tensor2Tensor's) a text ends with a stop token only, and only where this token is among the
-  2 W best continuations of all live texts; the live texts at max_tokens count where no text has ended. The length in the
-  penalty counts the prompt too, without its first token. (T5X also goes on past a row's max_tokens while other rows have
-  tokens left, and cuts what it finds; here such texts do not count.)
+  2 W best continuations of all live texts; the live texts at max_tokens count where no text has ended. The length in
+  the penalty counts the prompt too, without its first token. (T5X also goes on past a row's max_tokens while other rows
+  have tokens left, and cuts what it finds; here such texts do not count.)
 
   Args:
     forward, variables: the model.

@@ -90,6 +90,9 @@ def test_a_case_is_compared_on_1_and_8_devices(tmp_path, request, rng):
   curves = json.loads((case / 'curves.json').read_text())
   curves['1 device']['curve'][2]['loss'] *= 1.0001
   (case / 'curves.json').write_text(json.dumps(curves))
+  (case / 'config.json').write_text(json.dumps(CONFIG | {'dropout': 0.1, 'tied': False, 'note': ''}))
   done = run(sys.executable, 'scripts/t5x_compare.py', str(case))
   assert done.returncode == 1
-  assert 5e-5 < json.loads(done.stdout.splitlines()[-1])['losses'] < 2e-4
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert 5e-5 < found['losses'] < 2e-4
+  assert found['unknown'] == ['dropout']
