@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import LabelScores, LanguageModelLoss
+from spmd_tasks.layers import LanguageModelLoss
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from tests.layers.tiny_model import VOCAB, packed_batch, random_weights, tiny_model
@@ -93,25 +93,3 @@ def test_the_logits_are_never_whole():
 
   assert has_all_logits(1)
   assert not has_all_logits(4)
-
-
-def test_without_labels_the_model_returns_logits():
-  model, batch = model_of('tied, capped', 4), packed_batch()
-  weights = random_weights(model)
-  ids_only = {name: batch[name] for name in ('ids', 'segment_ids', 'segment_pos')}
-  abstract = jax.eval_shape(model.apply, {'params': weights}, ids_only)
-  assert abstract['logits'].shape == (3, 8, VOCAB)
-  scores = jax.eval_shape(model.apply, {'params': weights}, batch)['label_scores']
-  assert isinstance(scores, LabelScores)
-  assert scores.log_normalizer.shape == (3, 8)
-
-
-@pytest.mark.parametrize('num_chunks, message', [(3, 'must divide the 8 tokens of a row'), (0, 'must be at least 1')])
-def test_impossible_chunks_are_errors(num_chunks, message):
-  batch = packed_batch()
-
-  def build():
-    return jax.eval_shape(model_of('tied, capped', num_chunks).init, jax.random.key(0), batch)
-
-  with pytest.raises(ValueError, match=f'num_logit_chunks={num_chunks} {message}'):
-    build()

@@ -10,7 +10,6 @@ import pytest
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LanguageModelLoss, TransformerBlock
 from spmd_tasks.layers.attention import Attention
-from spmd_tasks.layers.attention.relative_bias import distance_buckets
 from spmd_tasks.layers.pipeline import PipelinedStack
 from tests.layers import t5x_networks
 
@@ -69,18 +68,6 @@ def test_generation_gives_the_logits_of_whole_rows():
   }
   assert 'encoder_stack' not in cache
   assert 'cross_attention' not in new['new_cache']['stack']['layers']
-
-
-@pytest.mark.parametrize('bidirectional', [False, True])
-def test_buckets_are_exact_near_and_logarithmic_far(bidirectional):
-  buckets = distance_buckets(32, 128, bidirectional=bidirectional)
-  num_exact = 8 if bidirectional else 16
-  past, future = buckets[128:], buckets[128::-1]  # by distance
-  assert past[:num_exact].tolist() == list(range(num_exact))
-  assert (np.diff(past) >= 0).all()
-  assert past[-1] == 2 * num_exact - 1 == past[120]
-  assert past[64] == {8: 14, 16: 26}[num_exact]
-  np.testing.assert_array_equal(future[1:], past[1:] + 16 if bidirectional else np.zeros(128))
 
 
 def test_dropout_drops_a_key_for_all_queries_and_a_feature_for_all_tokens():

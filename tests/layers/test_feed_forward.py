@@ -4,7 +4,7 @@ import pytest
 import transformer_reference as reference
 
 from spmd_tasks.layers import FeedForward, GatedFeedForward
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights
 
 REFERENCES = {
   'gelu': reference.gelu_tanh,
@@ -38,16 +38,6 @@ def test_plain(rng, activation):
   up, down = reference.to_float64(weights)['up'], reference.to_float64(weights)['down']
   expected = REFERENCES[activation](x.astype(np.float64) @ up['kernel'] + up['bias']) @ down['kernel'] + down['bias']
   np.testing.assert_allclose(layer.apply({'params': weights}, x)[0], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_split_dims():
-  layer = GatedFeedForward(hidden_dim=9)
-  specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), np.zeros((2, 3, 6), np.float32))['params'])
-  assert {name: (spec['kernel'].shape, spec['kernel'].split_dims) for name, spec in specs.items()} == {
-    'gate': ((6, 9), ('embed', 'mlp')),
-    'up': ((6, 9), ('embed', 'mlp')),
-    'down': ((9, 6), ('mlp', 'embed')),
-  }
 
 
 def test_unknown_activation_lists_the_names():

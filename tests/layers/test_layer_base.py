@@ -41,23 +41,6 @@ def test_one_template_in_two_places_has_two_sets_of_weights():
   assert not np.array_equal(weights['first']['kernel'], weights['second']['kernel'])
 
 
-def test_one_template_at_two_depths_has_two_sets_of_weights():
-  linear = Linear(output_dims=3)
-  weights = _weights(Pair(first=Pair(first=linear), second=linear))
-  assert not np.array_equal(weights['first']['first']['kernel'], weights['second']['kernel'])
-
-
-def test_the_template_itself_stays_unbound():
-  linear = Linear(output_dims=3)
-  _weights(Pair(first=linear))
-  assert linear.parent is None
-  assert linear.scope is None
-
-
-def test_absent_sublayers_are_allowed():
-  assert set(_weights(Pair(first=Linear(output_dims=3)))) == {'first'}
-
-
 class Scaled(nn.Module):
   """A layer with an argument of its own, which is not the segments that a stack would give."""
 

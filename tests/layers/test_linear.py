@@ -29,15 +29,3 @@ def test_bias_takes_the_output_split_dims_and_is_not_decayed():
   assert specs['kernel'].tags == ()
   assert specs['bias'].split_dims == ('heads', 'head_dim')
   assert specs['bias'].tags == ('no_decay',)
-
-
-def test_wrong_number_of_split_dims_is_an_error():
-  with pytest.raises(ValueError, match='one entry per dim'):
-    Linear(output_dims=(3, 2)).init(jax.random.key(0), np.zeros((1, 6), np.float32))
-
-
-def test_bfloat16_compute_keeps_float32_weights():
-  layer = Linear(output_dims=4, use_bias=True, dtype='bfloat16')
-  y, variables = layer.init_with_output(jax.random.key(0), np.ones((2, 3), np.float32))
-  assert y.dtype == 'bfloat16'
-  assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {'float32'}

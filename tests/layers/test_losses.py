@@ -79,7 +79,7 @@ SETTINGS = [{}, {'label_smoothing': 0.1}, {'z_loss_weight': 1e-2}]
 
 
 @pytest.mark.parametrize('settings', SETTINGS)
-@pytest.mark.parametrize('unknown', [V, V + 5, -1, -100, 2**31 - 1])
+@pytest.mark.parametrize('unknown', [V, -1])
 def test_an_unknown_label_makes_the_loss_nan(rng, unknown, settings):
   logits, batch = _case(rng)
   batch['labels'][0, 0] = unknown  # of weight 1
@@ -90,7 +90,7 @@ def test_an_unknown_label_makes_the_loss_nan(rng, unknown, settings):
 
 
 @pytest.mark.parametrize('settings', SETTINGS)
-@pytest.mark.parametrize('ignored', [V, -1, -100])
+@pytest.mark.parametrize('ignored', [V, -100])
 def test_an_unknown_label_of_weight_0_is_harmless(rng, ignored, settings):
   logits, batch = _case(rng)
   labels = np.where(batch['weights'] == 0, ignored, batch['labels'])
@@ -98,21 +98,6 @@ def test_an_unknown_label_of_weight_0_is_harmless(rng, ignored, settings):
   expected = loss(jnp.asarray(logits), {})
   jax.tree.map(np.testing.assert_array_equal, loss(jnp.asarray(logits), {'labels': labels}), expected)
   assert np.isfinite(expected[0])
-
-
-def test_equal_logits_predict_nothing():
-  batch = {'labels': np.zeros((B, T), np.int32), 'weights': np.ones((B, T), np.float32)}
-  assert LanguageModelLoss()({'logits': np.zeros((B, T, V), np.float32)}, batch).metrics['accuracy'][0] == 0.0
-
-
-def test_weighted_losses_combine_to_that_of_the_whole_batch(rng):
-  """What accumulation and evaluation rely on: mean and weight per part are enough."""
-  logits, batch = _case(rng)
-  loss = LanguageModelLoss(z_loss_weight=1e-2)
-  whole = loss({'logits': logits}, batch)
-  parts = [loss({'logits': logits[i : i + 1]}, {k: v[i : i + 1] for k, v in batch.items()}) for i in range(B)]
-  combined = sum(float(part.loss * part.weight) for part in parts) / sum(float(part.weight) for part in parts)
-  np.testing.assert_allclose(combined, whole.loss, rtol=1e-5)
 
 
 def test_aux_losses_are_added_by_name_as_the_mean_over_layers(rng):
@@ -144,17 +129,6 @@ def test_every_aux_entry_is_a_metric_averaged_over_layers(rng):
   assert out.loss == plain.loss
 
 
-def test_a_batch_of_padding_gives_no_nan_metric(rng):
-  """Its weight is 0, but 0 times nan is nan where batches are merged."""
-  logits, batch = _case(rng)
-  batch['weights'] = np.zeros((B, T), np.float32)
-  aux = {'balance': jnp.full(2, np.nan), 'expert_load': jnp.full((2, 4), np.nan)}
-  out = LanguageModelLoss(aux_loss_weights={'balance': 1.0})({'logits': logits, 'aux': aux}, batch)
-  assert out.loss == 0
-  np.testing.assert_array_equal(out.metrics['balance'][0], 0)
-  np.testing.assert_array_equal(out.metrics['expert_load'][0], np.zeros(4))
-
-
 @pytest.mark.parametrize('shape, num_layers', [((), 1), ((3,), 3)])
 def test_aux_losses_of_all_layers_are_counted(rng, shape, num_layers):
   logits, batch = _case(rng)
@@ -166,29 +140,11 @@ def test_aux_losses_of_all_layers_are_counted(rng, shape, num_layers):
     LanguageModelLoss(aux_loss_weights=weights, num_aux_layers=5)(predictions, batch)
 
 
-def test_an_aux_entry_cannot_take_the_place_of_another_metric(rng):
-  logits, batch = _case(rng)
-  with pytest.raises(ValueError, match=r"the entries \['accuracy', 'loss'\] of aux"):
-    LanguageModelLoss()({'logits': logits, 'aux': {'loss': jnp.ones(2), 'accuracy': jnp.ones(2)}}, batch)
-
-
 def test_a_vector_is_no_aux_loss(rng):
   logits, batch = _case(rng)
   loss = LanguageModelLoss(aux_loss_weights={'expert_load': 1.0})
   with pytest.raises(ValueError, match=r"'expert_load' has shape \(2, 4\), but a loss has one value per layer"):
     loss({'logits': logits, 'aux': {'expert_load': jnp.ones((2, 4))}}, batch)
-
-
-def test_a_missing_aux_loss_is_an_error(rng):
-  logits, batch = _case(rng)
-  with pytest.raises(ValueError, match=r"names 'balance', but the model reports \['dropped'\]"):
-    LanguageModelLoss(aux_loss_weights={'balance': 0.5})({'logits': logits, 'aux': {'dropped': jnp.ones(2)}}, batch)
-
-
-@pytest.mark.parametrize('smoothing', [-0.1, 1.0])
-def test_label_smoothing_has_a_range(smoothing):
-  with pytest.raises(ValueError, match='label_smoothing'):
-    LanguageModelLoss(label_smoothing=smoothing)
 
 
 def test_bfloat16_logits_are_summed_in_float32(rng):

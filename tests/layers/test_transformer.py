@@ -10,8 +10,6 @@ from tiny_model import packed_batch, random_weights, tiny_model
 
 from spmd_tasks.layers import (
   BlockGroup,
-  FeedForward,
-  LayerNorm,
   RmsNorm,
   StackSequence,
   Statistics,
@@ -19,9 +17,8 @@ from spmd_tasks.layers import (
   TransformerStack,
   remat_policy,
 )
-from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.transformer import REMAT_POLICIES, ROUTING_NAME
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights
 
 
 def _loss_and_gradients(**fields):
@@ -56,12 +53,6 @@ def test_neither_unrolling_nor_remat_changes_loss_or_gradients(fields):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
 
 
-def test_unrolled_layers_start_from_the_scanned_weights():
-  scanned, unrolled = (jax.jit(tiny_model(scan=scan).init)(jax.random.key(0), packed_batch()) for scan in (True, False))
-  assert jax.tree.structure(scanned) == jax.tree.structure(unrolled)  # split dims and tags included
-  jax.tree.map(np.testing.assert_array_equal, scanned, unrolled)
-
-
 def test_remat_policies_keep_less_and_less():
   """Bytes of the device that the forward pass hands to the backward pass, in the order of REMAT_POLICIES."""
   weights, batch = random_weights(tiny_model()), packed_batch()
@@ -75,21 +66,6 @@ def test_remat_policies_keep_less_and_less():
   sizes = [saved_bytes(policy) for policy in REMAT_POLICIES]
   assert sizes == sorted(sizes, reverse=True)
   assert len(set(sizes)) == len(sizes)
-
-
-def test_stacked_weights_have_the_layers_dim_in_front():
-  model = tiny_model(num_layers=5)
-  specs = weight_specs(jax.eval_shape(model.init, jax.random.key(0), packed_batch())['params'])
-  for path, spec in jax.tree.leaves_with_path(specs):
-    name = jax.tree_util.keystr(path)
-    assert len(spec.split_dims) == len(spec.shape), name
-    assert spec.dtype == np.float32, name
-    is_stacked = 'stack' in name
-    assert spec.stacked == int(is_stacked), name
-    assert (spec.split_dims[0] == 'layers' and spec.shape[0] == 5) == is_stacked, name
-  layers = specs['stack']['layers']
-  assert layers['ffn']['up']['kernel'].split_dims == ('layers', 'embed', 'mlp')
-  assert layers['ffn_norm']['scale'].tags == ('no_decay',)
 
 
 def test_every_layer_starts_from_its_own_values():
@@ -206,40 +182,6 @@ def test_a_sequence_of_stacks_is_its_layers_in_order():
   assert aux['vector'].shape == (3, 1)
 
 
-def test_a_sequence_needs_stacks():
-  with pytest.raises(ValueError, match='stacks is empty'):
-    StackSequence(stacks=())
-
-
-def test_sublayers_are_replaceable():
-  block = TransformerBlock(attention=Attention(num_heads=2), ffn=FeedForward(hidden_dim=8), norm=LayerNorm())
-  batch = packed_batch()
-  x = jnp.ones((3, 8, 12))
-  weights = jax.eval_shape(block.init, jax.random.key(0), x, batch['segment_ids'], batch['segment_pos'])['params']
-  assert set(weights) == {'attention', 'attention_norm', 'ffn', 'ffn_norm'}
-  assert set(weights['ffn']) == {'up', 'down'}
-  assert set(weights['attention_norm']) == {'scale', 'bias'}
-
-
-def test_residual_stream_keeps_its_dtype():
-  block = TransformerBlock(attention=Attention(num_heads=2), ffn=FeedForward(hidden_dim=8), norm=RmsNorm())
-  batch = packed_batch()
-  x = jnp.ones((3, 8, 12), 'bfloat16')
-  stack = TransformerStack(block=block, num_layers=2)
-  key, segments = jax.random.key(0), (batch['segment_ids'], batch['segment_pos'])
-  (y, _), _ = jax.eval_shape(stack.init_with_output, key, x, *segments)
-  assert y.dtype == 'bfloat16'
-
-
-@pytest.mark.parametrize(
-  'fields, message',
-  [({'num_layers': 0}, 'num_layers=0'), ({'num_layers': 1, 'remat_policy': 'minimal'}, "'minimal' is unknown")],
-)
-def test_bad_settings_are_errors_when_built(fields, message):
-  with pytest.raises(ValueError, match=message):
-    TransformerStack(block=Constant(), **fields)
-
-
 @pytest.mark.parametrize('name', [name for name in REMAT_POLICIES if name != 'none'])
 def test_every_policy_keeps_decisions_and_computes_elementwise_results_again(name):
   def layer(x):
@@ -249,11 +191,3 @@ def test_every_policy_keeps_decisions_and_computes_elementwise_results_again(nam
   _, pullback = jax.vjp(jax.checkpoint(layer, policy=remat_policy(name)), jnp.ones((3, 4)))
   saved = sorted((value.shape, value.dtype.name) for value in jax.tree.leaves(pullback))
   assert saved == [((3,), 'int32'), ((3, 4), 'float32')]
-
-
-def test_unknown_names_list_the_known_ones():
-  with pytest.raises(
-    ValueError,
-    match=r"'minimal' is unknown: choose one of \['none', 'dots', 'dots_no_batch', 'attention_and_ffn', 'att",
-  ):
-    remat_policy('minimal')

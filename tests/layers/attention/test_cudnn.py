@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.attention import _cudnn
-from spmd_tasks.layers.attention._layout import AttentionLayout
 from spmd_tasks.layers.attention._plain import AttentionOptions, attend_plainly
 
 B, T, H, G, K, M = 2, 48, 4, 2, 16, 4
@@ -145,13 +144,3 @@ def test_packed_documents_have_the_numbers_of_the_plain_computation(name, rng, m
   assert bool(fits) == (name in ('few documents', 'padding at the end'))
   for ours, theirs_ in zip(found, wanted, strict=True):
     np.testing.assert_allclose(ours, theirs_, atol=2e-5)
-
-
-def test_there_is_room_for_documents_of_256_tokens(monkeypatch):
-  seen = []
-  monkeypatch.setattr(_cudnn, '_attend', lambda query, key, value, segments, static: seen.append(static) or query)
-  for length, has_offsets in ((64, True), (4095, True), (65_536, True), (4096, False)):
-    arrays = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.bfloat16) for _ in range(3))
-    attend = functools.partial(_cudnn.attend_by_cudnn, layout=AttentionLayout(), has_offsets=has_offsets)
-    jax.eval_shape(lambda *x: attend(*x, None, AttentionOptions()), *arrays)  # noqa: B023
-  assert [static.num_segments for static in seen] == [4, 16, 32, 0]

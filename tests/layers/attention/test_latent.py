@@ -1,12 +1,11 @@
 """Latent attention against float64 numpy that computes every head's keys and values; test_kv_cache.py generates."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spmd_tasks.layers.attention import LatentAttention, Rotary, YarnScaling
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights
 import tests.layers.transformer_reference as reference
 
 B, T, D, H, N, R, V, C, Q = 2, 6, 30, 3, 6, 4, 5, 8, 7
@@ -75,28 +74,3 @@ def test_is_attention_to_keys_and_values_of_every_head(rng, fields, settings):
   weights = draw_weights(layer, rng)
   actual = jax.jit(layer.apply)({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
   np.testing.assert_allclose(actual, latent_attention(x.astype(np.float64), weights, **settings), rtol=1e-4, atol=1e-5)
-
-
-def test_split_dims_and_the_cache():
-  layer, x = make_layer(query_rank=Q), np.zeros((B, T, D), np.float32)
-  specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params'])
-  kernels = {name: spec.get('kernel') if isinstance(spec, dict) else spec for name, spec in specs.items()}
-  assert {name: (spec.shape, spec.split_dims) for name, spec in kernels.items() if spec} == {
-    'query_down': ((D, Q), ('embed', None)),
-    'query_up': ((Q, H, N + R), ('embed', 'heads', 'head_dim')),
-    'kv_down': ((D, C + R), ('embed', None)),
-    'kv_up': ((C, H, N + V), ('embed', 'heads', 'head_dim')),
-    'out': ((H, V, D), ('heads', 'head_dim', 'embed')),
-  }
-  weights = unbox_weights(jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params'])
-
-  def prefill(weights):
-    return layer.apply({'params': weights}, jnp.zeros((B, T, D)), SEGMENT_IDS, SEGMENT_POS, mutable='new_cache')[1]
-
-  (cached,) = jax.tree.leaves(unbox_weights(jax.eval_shape(prefill, weights)))
-  assert cached.shape == (B, 1, T, C + R)
-
-
-def test_positions_are_needed():
-  with pytest.raises(ValueError, match='needs segment_pos'):
-    make_layer().init(jax.random.key(0), np.zeros((B, T, D), np.float32))

@@ -29,23 +29,11 @@ def test_rotary_turns_halves(rng):
   np.testing.assert_allclose(Rotary(max_wavelength=500.0)(x, POSITIONS), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rotary_products_depend_on_the_distance_only(rng):
-  query, key = rng.normal(size=(2, 1, 1, 1, 10)).astype(np.float32)
-
-  def product(i, j):
-    rotary = Rotary()
-    return np.sum(np.asarray(rotary(query, np.array([[i]]))) * np.asarray(rotary(key, np.array([[j]]))))
-
-  np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
-  assert abs(product(7, 3) - product(8, 3)) > 1e-3
-
-
 @pytest.mark.parametrize(
   'rotary, head_dim, message',
   [
     (Rotary(), 5, 'head_dim is 5: choose an even'),
     (Rotary(num_features=6), 4, 'head_dim is 4 and num_features is 6: choose an even'),
-    (Rotary(num_features=3), 4, 'num_features is 3: choose an even'),
     (
       Rotary(scaling=LongRopeScaling(factor=2.0, original_length=8, short_factors=(1.0,), long_factors=(2.0, 3.0))),
       4,

@@ -56,7 +56,7 @@ def real_tokens(routing, rows=slice(None)):
   return [x.astype(np.float64) if x.dtype == np.float32 else x for x in arrays]
 
 
-@pytest.mark.parametrize(('num_shards', 'num_parts'), [(20, 1), (10, 1), (20, 2), (10, 2)])
+@pytest.mark.parametrize(('num_shards', 'num_parts'), [(20, 1), (10, 2)])
 def test_shards_may_be_smaller_than_a_row_or_cross_rows(num_shards, num_parts, rng):
   """Of 4 rows of 5 tokens, in one part or in two microbatches of a pipeline: 20 shards of 1 token, 10 of 2."""
   routing = draw(rng, rng.random((B, T)) < 0.6)
@@ -83,9 +83,7 @@ def reference_loss(routing, rows=slice(None), divide_by_k=False):
   return E**2 * np.mean(f * scores.mean(0)) / (K if divide_by_k else 1)
 
 
-@pytest.mark.parametrize('num_shards', [1, 2, 4])
-@pytest.mark.parametrize('divide_by_k', [False, True])
-@pytest.mark.parametrize('padded', [False, True])
+@pytest.mark.parametrize('num_shards, divide_by_k, padded', [(1, False, False), (2, True, True), (4, False, True)])
 def test_load_balance_loss_is_the_mean_over_parts_of_the_batch(num_shards, divide_by_k, padded, rng):
   mask = rng.random((B, T)) < 0.6
   mask[2] = False  # a row without tokens
@@ -94,37 +92,6 @@ def test_load_balance_loss_is_the_mean_over_parts_of_the_batch(num_shards, divid
   expected = np.mean([reference_loss(routing, rows, divide_by_k) for rows in parts])
   actual = load_balance_loss(routing, num_shards=num_shards, divide_by_k=divide_by_k)
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
-
-
-def balanced(num_selected):
-  """E rows whose choices go round the experts, with even scores."""
-  ids = (np.arange(E)[:, None, None] + np.arange(num_selected)[None, None, :]) % E
-  logits = jnp.zeros((E, 1, E))
-  return RouterOutput(logits=logits, scores=jax.nn.softmax(logits), token_mask=None, expert_ids=jnp.asarray(ids))
-
-
-@pytest.mark.parametrize('num_selected', [1, 2, E])
-def test_even_load_and_scores_give_k_and_divided_by_k_one(num_selected):
-  routing = balanced(num_selected)
-  np.testing.assert_allclose(load_balance_loss(routing), num_selected, rtol=1e-6)
-  np.testing.assert_allclose(load_balance_loss(routing, divide_by_k=True), 1.0, rtol=1e-6)
-  statistics = routing_statistics(routing)
-  np.testing.assert_allclose(statistics['expert_load'], np.full(E, 1 / E), rtol=1e-6)
-  np.testing.assert_allclose(statistics['max_expert_load'], 1.0, rtol=1e-6)
-  np.testing.assert_allclose(statistics['router_entropy'], np.log(E), rtol=1e-6)
-  np.testing.assert_allclose(statistics['router_confidence'], 1 / E, rtol=1e-6)
-
-
-def test_collapse_gives_the_greatest_loss_and_load():
-  logits = jnp.full((B, T, E), -200.0).at[..., 2].set(200.0)
-  ids = jnp.full((B, T, 1), 2)
-  routing = RouterOutput(logits=logits, scores=jax.nn.softmax(logits), token_mask=None, expert_ids=ids)
-  np.testing.assert_allclose(load_balance_loss(routing), E, rtol=1e-6)
-  statistics = routing_statistics(routing)
-  np.testing.assert_array_equal(statistics['expert_load'], np.arange(E) == 2)
-  np.testing.assert_allclose(statistics['max_expert_load'], E, rtol=1e-6)
-  np.testing.assert_allclose(statistics['router_entropy'], 0.0, atol=1e-6)
-  np.testing.assert_allclose(statistics['router_confidence'], 1.0, rtol=1e-6)
 
 
 def test_gradient_of_the_load_balance_loss_flows_through_the_mean_scores_only(rng):
@@ -171,23 +138,6 @@ def test_statistics_are_those_of_the_real_tokens(padded, rng):
     np.testing.assert_allclose(statistics[name], value, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize('num_shards', [1, 2])
-def test_sums_of_the_parts_of_a_batch_add_up_to_the_values_of_the_whole(num_shards, rng):
-  """Parts with different numbers of tokens, and of either kind of shard one half, as a pipeline's microbatches."""
-  routing = draw(rng, rng.random((B, T)) < 0.6)
-
-  def sums(rows):
-    part = jax.tree.map(lambda x: x[rows], routing)
-    ratios = {'of_the_part': (jnp.float32(rows[0]), jnp.float32(len(rows)))}
-    return balance.routing_sums(part, num_shards=num_shards).replace(ratios=ratios)
-
-  whole = jax.jit(lambda: sums(np.arange(B)).values())()
-  added = jax.jit(lambda: sum_trees([sums(np.array([0, 2])), sums(np.array([1, 3]))]).values())()
-  assert added.pop('of_the_part') == (0 + 1) / (2 + 2)
-  for name, value in added.items():
-    np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
-
-
 def test_padding_only_gives_zeros_and_no_gradient(rng):
   routing = draw(rng, np.zeros((B, T), bool))
 
@@ -215,8 +165,7 @@ def test_losses_and_statistics_of_a_sharded_batch_take_one_all_reduce(rng):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), reduce(sharded), reduce(routing))
 
 
-@pytest.mark.parametrize('num_parts', [1, 2, 4])
-@pytest.mark.parametrize('num_shards', [1, 2, 4])
+@pytest.mark.parametrize('num_parts, num_shards', [(2, 1), (2, 4), (4, 2)])
 def test_shards_are_of_the_whole_batch_whatever_its_microbatches(num_parts, num_shards, rng):
   routing = draw(rng, rng.random((B, T)) < 0.6)
   expected = jax.jit(lambda: balance.routing_sums(routing, num_shards=num_shards))()

@@ -207,34 +207,6 @@ def test_experts_that_chose_their_tokens(mesh_name, form, rng):
   assert statistics == {'fraction_dropped': 0.0, 'expert_usage': pytest.approx(33 / 36)}
 
 
-@both_forms
-def test_everything_to_one_expert_and_nothing_routed(form, rng):
-  x = jnp.asarray(rng.normal(size=(2, 6, 2)), jnp.float32)
-  weights = expert_weights(*draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=True))
-  for expert in (1, 3):
-    routing = router_output(
-      np.full((2, 6, 3), 1 / 3), np.full((2, 6, 1), expert), np.full((2, 6, 1), 1.0 * (expert < 3))
-    )
-    y, gradients, statistics = jitted_value_and_gradients(form(), x, routing, weights, jnp.ones_like(x))
-    for array in jax.tree.leaves((y, gradients)):
-      assert np.isfinite(array).all()
-    assert statistics['fraction_dropped'] == (pytest.approx(2 / 6) if expert == 1 else 0)
-    assert (np.any(y != 0, axis=-1).sum(axis=1) == (4 if expert == 1 else 0)).all()
-
-
-@both_forms
-def test_bfloat16_weights_keep_the_type_of_x(form, rng):
-  x = jnp.asarray(rng.normal(size=(2, 6, 4)), jnp.float32)
-  routing = router_output(*draw_routing(rng, x.shape[:2], 3))
-  arrays = draw_weights(rng, num_experts=3, model_dim=4, hidden_dim=6, gated=False)
-  y, expected = (
-    jax.jit(lambda *args: form()(*args, train=True)[0])(x, routing, expert_weights(*arrays, dtype=dtype))
-    for dtype in ('bfloat16', 'float32')
-  )
-  assert y.dtype == jnp.float32
-  np.testing.assert_allclose(y, expected, atol=0.05)
-
-
 NUM_ROWS, LENGTH, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 8, 6, 6, 4, 7
 
 

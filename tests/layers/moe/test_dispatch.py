@@ -14,7 +14,6 @@ from dropless_reference import (
   value_and_gradients,
 )
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import numpy as np
 import pytest
@@ -72,20 +71,6 @@ def test_the_ring_hands_tokens_on_and_weights_stay():
   assert found['collective-permute', 'f32[16,10]'] <= 5
   assert found['collective-permute', 'f32[16,2]'] <= 3
   assert not re.search(r'f32\[(64|128),', program)
-
-
-def test_the_ring_sums_gradients_of_narrow_weights_in_float32(rng):
-  """1 + 2^-9 times 3 more is lost in bfloat16, one addition at a time."""
-  inputs, d_y = draw_inputs(rng, B=4, T=1, D=1, F=1, E=4, k=1, gated=False)
-  expert_ids = np.zeros((4, 1, 1), np.int32)
-  inputs = {
-    name: jnp.ones_like(array, jnp.float32 if name == 'gates' else jnp.bfloat16) for name, array in inputs.items()
-  }
-  d_y = np.array([1.0, 2**-8, 2**-8, 2**-8]).reshape(4, 1, 1)
-  run = value_and_gradients(Dropless(), *mesh_and_rules(*SCOPE))
-  _, gradients, _ = run(inputs, expert_ids, d_y)
-  hidden = float(jax.nn.silu(jnp.bfloat16(1.0)))
-  assert float(gradients['down'][0, 0, 0]) == float(jnp.bfloat16(hidden * (1 + 3 * 2**-8)))
 
 
 def drop_overflow(expert_ids, num_experts, capacity, num_devices=4):

@@ -1,7 +1,6 @@
 """Dropless on one device: a loop over assignments in float64, its options, and what it refuses."""
 
 import dataclasses
-import functools
 import re
 
 from dropless_reference import (
@@ -31,7 +30,6 @@ from spmd_tasks.sharding.specs import sharding_scope
     {},
     {'gated': False},
     {'E': 1, 'k': 1},
-    {'E': 3, 'k': 3},
     {'E': 16, 'k': 4, 'D': 5, 'F': 3},
     {'B': 1, 'T': 1},
   ],
@@ -48,14 +46,6 @@ def test_is_the_loop_over_assignments(dims, rng):
     assert result[2]['fraction_dropped'] == 0
 
 
-def test_fewer_experts_than_choices(rng):
-  inputs, d_y = draw_inputs(rng, E=2, k=4)
-  expert_ids = np.full((8, 3, 4), 2, np.int32)
-  expert_ids[:, :, 1], expert_ids[:, ::2, 3] = 1, 0
-  result = value_and_gradients(Dropless())(inputs, expert_ids, d_y)
-  assert_is_reference(result, inputs, expert_ids, d_y)
-
-
 def test_in_a_bubble_of_a_pipeline_no_expert_has_work(rng):
   inputs, _ = draw_inputs(rng)
   inputs |= {name: np.full_like(inputs[name], np.nan) for name in ('up', 'gate', 'down')}
@@ -70,16 +60,7 @@ def test_in_a_bubble_of_a_pipeline_no_expert_has_work(rng):
   assert np.isnan(results(True)).any()
 
 
-def test_bfloat16_weights_and_float32_tokens(rng):
-  inputs, _ = draw_inputs(rng)
-  narrow = inputs | {name: jnp.asarray(inputs[name], jnp.bfloat16) for name in ('up', 'gate', 'down')}
-  expert_ids = draw_expert_ids(rng, 'mixed')
-  y, expected = (jax.jit(functools.partial(compute, Dropless()))(arrays, expert_ids)[0] for arrays in (narrow, inputs))
-  assert y.dtype == jnp.float32
-  np.testing.assert_allclose(y, expected, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize('policy', ['full', 'dots', 'dots_no_batch'])
+@pytest.mark.parametrize('policy', ['full', 'dots'])
 @pytest.mark.parametrize('dispatch', [None, 'padded_all_to_all'])
 def test_no_remat_policy_sorts_twice(dispatch, policy, rng):
   """A second routing could differ from the first. The padded all-to-all sorts the rows to send, then those received."""
@@ -109,8 +90,6 @@ def test_no_remat_policy_sorts_twice(dispatch, policy, rng):
     ({'dispatch': 'rings'}, r"dispatch 'rings' is unknown: choose one of \['ring', 'padded_all_to_all'"),
     ({'capacity_factor': 2.0}, r"capacity_factor=2.0 has no effect with dispatch='ring'"),
     ({'overflow': 'passes'}, "overflow='passes' with capacity_factor=None has no effect"),
-    ({'overflow': 'wait'}, "overflow='wait' is unknown"),
-    ({'dispatch': 'padded_all_to_all', 'capacity_factor': 0.0}, 'capacity_factor=0.0 must be positive, or None'),
     ({'dispatch': 'padded_all_to_all', 'capacity_factor': float('nan')}, 'capacity_factor=nan must be positive'),
   ],
 )

@@ -10,9 +10,7 @@ from dropless_reference import (
   compute,
   draw_expert_ids,
   draw_inputs,
-  expert_weights,
   mesh_and_rules,
-  routing_of,
   value_and_gradients,
 )
 import jax
@@ -178,32 +176,3 @@ def test_under_pipeline_stages(form, dispatch, rng):
   for i, (stage_inputs, stage_d_y, stage_ids) in enumerate(stages):
     stage_result = (y[i], jax.tree.map(lambda array, i=i: array[i], gradients), None)
     assert_is_reference(stage_result, stage_inputs, stage_ids, stage_d_y)
-
-
-@pytest.mark.parametrize(
-  'form, rules, message',
-  [
-    (
-      'checked shard_map',
-      {'batch': 'data', 'expert': 'data'},
-      r"over \['stage'\].*give that shard_map check_vma=False",
-    ),
-    ('shard_map', {'batch': 'stage', 'expert': 'data'}, r"\['stage'\] split tokens or experts.*out of its axis_names"),
-  ],
-)
-def test_a_shard_map_around_it_that_does_not_fit(form, rules, message, rng):
-  mesh, rules = mesh_and_rules({'stage': 2, 'data': 4}, rules)
-  inputs = jax.tree.map(lambda array: np.stack([array, array]), draw_inputs(rng)[0])
-  expert_ids = np.stack([draw_expert_ids(rng, 'mixed')] * 2)
-  with sharding_scope(mesh, rules), pytest.raises(ValueError, match=message):
-    jax.eval_shape(under_stages(form, mesh, Dropless()), inputs, expert_ids)
-
-
-def test_up_and_down_must_be_split_alike(rng):
-  mesh, rules = mesh_and_rules({'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data'})
-  inputs, _ = draw_inputs(rng)
-  weights = expert_weights(inputs).replace(down_split_dims=('mdl', None, None))
-  routing = routing_of(draw_expert_ids(rng, 'mixed'), inputs['gates'])
-  message = r"experts over \('data',\).*down_split_dims=.* over \('mdl',\).*the same"
-  with sharding_scope(mesh, rules), pytest.raises(ValueError, match=message):
-    Dropless()(inputs['x'], routing, weights, train=True)

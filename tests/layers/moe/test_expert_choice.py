@@ -1,7 +1,6 @@
 """Expert choice against a float64 reference that goes group by group and expert by expert."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,12 +39,10 @@ def reference(x, kernel, mask, *, group_size, capacity):
   'capacity_factor, group_size, capacity',
   [
     (1.0, None, 2),
-    (2.0, None, 4),
     (0.01, None, 1),  # at least one slot
     (99.0, None, 6),  # at most the whole group
     (1.6, 3, 2),  # half a row; 1.6 is rounded
     (1.0, 2 * T, 4),  # two rows
-    (1.0, B * T, 8),  # one group
   ],
 )
 def test_is_the_reference(capacity_factor, group_size, capacity, rng):
@@ -56,20 +53,6 @@ def test_is_the_reference(capacity_factor, group_size, capacity, rng):
   assert (routing.slots.token_ids.dtype, routing.slots.gates.dtype) == ('int32', 'float32')
   np.testing.assert_array_equal(routing.slots.token_ids, ids)
   np.testing.assert_allclose(routing.slots.gates, gates, rtol=1e-5, atol=1e-7)
-
-
-def test_gradient_of_the_gates_is_that_of_the_scores(rng):
-  x, kernel, mask = draw(rng)
-  ids, _ = reference(x, kernel, mask, group_size=T, capacity=2)
-  cotangent = rng.normal(size=ids.shape).astype(np.float32)
-  chosen = ids[..., None] == np.arange(T)
-
-  def chosen_scores(kernel):
-    scores = jax.nn.softmax(jnp.einsum('btd,de->bte', x, kernel))
-    return jnp.sum(jnp.einsum('becs,bse->bec', chosen.astype(np.float32), scores) * cotangent)
-
-  grad = jax.grad(lambda k: jnp.sum(route(x, k, mask, capacity_factor=1.0).slots.gates * cotangent))(kernel)
-  np.testing.assert_allclose(grad, jax.grad(chosen_scores)(kernel), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize('group_size', [None, 2 * T])
@@ -96,7 +79,6 @@ def test_losses_and_statistics_count_slots(group_size, rng):
   'settings, message',
   [
     ({'group_size': 5}, 'group_size=5 does not fit a batch of 4 rows of 6 tokens'),
-    ({'group_size': 0}, 'group_size=0 does not fit'),
     ({'capacity_factor': 0.0}, 'capacity_factor=0.0 must be positive'),
   ],
 )

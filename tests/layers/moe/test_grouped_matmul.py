@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe._grouped_matmul import best_grouped_matmul_backend, grouped_matmul
+from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul
 from spmd_tasks.planning import parse_target
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
@@ -111,19 +111,6 @@ def test_loop_within_shard_map(rng, check_vma):
   np.testing.assert_allclose(d_weights, expected[0][2] + expected[1][2], atol=1e-5)
 
 
-def test_a_backend_of_another_name_is_refused():
-  with pytest.raises(ValueError, match="'einsum' is unknown: choose one of"):
-    grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), backend='einsum')
-
-
-@pytest.mark.parametrize(
-  'platform, expected', [('cpu', 'loop'), ('gpu', 'loop'), ('tpu', 'megablox'), ('rocm', 'ragged_dot')]
-)
-def test_each_platform_has_a_backend(platform, expected):
-  """Of a GPU that this process does not have: tokamax could not choose a kernel for it."""
-  assert best_grouped_matmul_backend(platform) == expected
-
-
 def test_without_a_kernel_of_tokamax_the_loop_computes_and_says_so(rng, monkeypatch):
   asked, lines = [], []
 
@@ -138,12 +125,6 @@ def test_without_a_kernel_of_tokamax_the_loop_computes_and_says_so(rng, monkeypa
   np.testing.assert_array_equal(found, compiled('loop')(*inputs)[0])
   assert asked == [('mosaic', 'triton')]  # never 'xla', every row times every matrix
   assert 'Not supported on cpu' in lines[0]
-
-
-def test_megablox_is_refused_on_a_gpu(monkeypatch):
-  monkeypatch.setattr('spmd_tasks.layers.moe._megablox_backend.current_platform', lambda: 'gpu')
-  with pytest.raises(ValueError, match="'megablox' is a kernel for TPUs, and the devices are of the platform 'gpu'"):
-    grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), backend='megablox')
 
 
 def test_megablox_compiles_for_a_tpu():

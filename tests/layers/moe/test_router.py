@@ -11,7 +11,6 @@ from spmd_tasks.layers.moe._balance import attach_balance_gradient, routing_stat
 from spmd_tasks.layers.moe._router import top_k_ids
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.weights import weight_specs
 
 B, T, D, E = 4, 6, 5, 7
 RULES = (('batch', 'data'), ('seq', None), ('embed', 'data'))
@@ -121,10 +120,7 @@ def test_a_token_chooses_in_its_best_groups_only(settings, rng):
   'settings, message',
   [
     ({'num_selected': 2, 'num_groups': 5}, 'num_groups=5 must divide num_experts=12'),
-    ({'num_selected': 2, 'num_groups': 12, 'group_score': 'top2_sum'}, 'num_groups=12 must divide .* two experts'),
     ({'num_selected': 4, 'num_groups': 4, 'num_selected_groups': 1}, 'num_selected_groups=1 must be .* num_selected=4'),
-    ({'num_selected': 2, 'num_groups': 4, 'num_selected_groups': 5}, 'num_selected_groups=5 must be from 1 to'),
-    ({'num_selected': 2, 'group_score': 'mean'}, "group_score='mean' must be 'max'"),
   ],
 )
 def test_impossible_groups_are_errors(settings, message):
@@ -132,7 +128,7 @@ def test_impossible_groups_are_errors(settings, message):
     TopKRouter(num_experts=12, **settings)
 
 
-@pytest.mark.parametrize('settings', CASES.values(), ids=CASES)
+@pytest.mark.parametrize('settings', [CASES[name] for name in ('switch', 'euclidean', 'deepseek')])
 def test_gradient_of_the_gates_is_the_references(settings, rng):
   x, weights, mask = draw(rng)
   direction, cotangent = rng.normal(size=(D, E)), rng.normal(size=(B, T, settings['num_selected']))
@@ -156,19 +152,6 @@ def test_padding_is_not_routed_and_changes_nothing_else(rng):
   assert unmasked.token_mask is None
   np.testing.assert_array_equal(masked.expert_ids, np.where(mask[..., None], unmasked.expert_ids, E))
   np.testing.assert_array_equal(masked.gates, np.where(mask[..., None], unmasked.gates, 0))
-
-
-def test_ties_go_to_the_lowest_ids(rng):
-  x, _, _ = draw(rng)
-  routing = route(x, {'kernel': np.zeros((D, E), np.float32)}, None, num_selected=3)
-  np.testing.assert_array_equal(routing.expert_ids, np.broadcast_to(np.arange(3), (B, T, 3)))
-
-
-def test_one_expert_gets_all_with_gate_one(rng):
-  x, weights, _ = draw(rng, num_experts=1)
-  routing = route(x, weights, None, num_experts=1, num_selected=1)
-  np.testing.assert_array_equal(routing.expert_ids, 0)
-  np.testing.assert_array_equal(routing.gates, 1.0)
 
 
 def test_bfloat16_inputs_are_routed_in_float32(rng):
@@ -213,16 +196,6 @@ def test_jitter_scales_the_input_in_training_only(rng):
   assert 1.15 < factors.max() <= 1.25
 
 
-def test_declares_its_weights():
-  router = TopKRouter(num_experts=E, num_selected=2, balance_bias=True, init_scale=0.5)
-  boxed = router.init(jax.random.key(0), jnp.zeros((1, 1, 1000)))['params']
-  specs = weight_specs(boxed)
-  assert (specs['kernel'].split_dims, specs['kernel'].tags) == (('embed', None), ())
-  assert (specs['balance_bias'].split_dims, specs['balance_bias'].tags) == ((None,), ('balance_bias', 'no_decay'))
-  np.testing.assert_array_equal(boxed['balance_bias'].value, np.zeros(E))
-  np.testing.assert_allclose(np.std(boxed['kernel'].value), (0.5 / 1000) ** 0.5, rtol=0.05)
-
-
 def test_remat_keeps_the_decision(rng):
   x, weights, mask = draw(rng)
   layer = jax.checkpoint(
@@ -233,7 +206,7 @@ def test_remat_keeps_the_decision(rng):
   assert {((B, T, 2), 'int32'), ((B, T, 2), 'float32')} <= saved
 
 
-@pytest.mark.parametrize('settings', [CASES['mixtral'], CASES['deepseek']], ids=['mixtral', 'deepseek'])
+@pytest.mark.parametrize('settings', [CASES['deepseek']])
 def test_same_on_8_devices_as_on_one(settings, rng):
   x, weights, mask = draw(rng)
   x, mask = (np.concatenate([v, v[::-1]]) for v in (x, mask))
@@ -264,8 +237,6 @@ def test_same_on_8_devices_as_on_one(settings, rng):
     ({'num_experts': 0, 'num_selected': 0}, 'num_selected=0 must be at least 1 and at most num_experts=0'),
     ({'num_selected': E + 1}, f'num_selected={E + 1} must be at least 1 and at most num_experts={E}'),
     ({'num_selected': 1, 'score_function': 'relu'}, r"'relu' is unknown: choose one of \['sigmoid', 'softmax'\]"),
-    ({'num_selected': 1, 'normalize_gates': 0.0}, r'normalize_gates=0.0 must be the p > 0 of a p-norm, or None'),
-    ({'num_selected': 1, 'jitter_eps': 1.0}, 'jitter_eps=1.0 must be at least 0 and less than 1'),
   ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
@@ -296,17 +267,10 @@ def search_on_mesh(mesh_shape, split_dims):
   return mesh, search
 
 
-@pytest.mark.parametrize('k', [1, 3, 7])
-def test_top_k_finds_the_greatest_and_of_equal_ones_the_first(k, rng):
-  x = draw_rows(rng, 4)
-  ids = top_k_ids(x, k, ('batch', 'seq', None))
-  assert ids.dtype == 'int32'
-  np.testing.assert_array_equal(ids, places(x, k))
-
-
-@pytest.mark.parametrize('split_dims', [('batch', 'seq', None), ('batch', None, 'seq'), (None, None, None), None])
-@pytest.mark.parametrize('mesh_shape', [(1, 8, 1), (2, 2, 2), (1, 2, 4)])
-@pytest.mark.parametrize('batch_size', [8, 3])
+@pytest.mark.parametrize(
+  'split_dims, mesh_shape, batch_size',
+  [(('batch', 'seq', None), (2, 2, 2), 3), (('batch', None, 'seq'), (1, 2, 4), 8), (None, (1, 8, 1), 3)],
+)
 def test_top_k_finds_the_same_in_any_layout_even_or_uneven(split_dims, mesh_shape, batch_size, rng):
   x = draw_rows(rng, batch_size)
   _, search = search_on_mesh(mesh_shape, split_dims)

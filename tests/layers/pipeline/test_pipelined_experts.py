@@ -25,8 +25,6 @@ from spmd_tasks.layers.moe import (
   TopKRouter,
 )
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.layers.pipeline.microbatches import Microbatch
-from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, stage_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights
@@ -169,31 +167,6 @@ def test_losses_gradients_and_metrics_are_those_of_one_device(name):
     grads = [weight_grads['layers']['ffn']['router']['balance_bias'] for _, (weight_grads, _) in (got, expected)]
     np.testing.assert_array_equal(*grads)
     assert np.ptp(grads[0]) > E
-
-
-def test_dropless_experts_get_no_token_in_a_bubble():
-  """A stage of one layer: what it adds to its input is nothing in a bubble, and the experts' output otherwise."""
-  block = make_block(TOP_K, Dropless(), 1)
-  weights = make_weights(TransformerStack(block=block, num_layers=1))['layers']
-  stage = Stage(
-    block=block,
-    remat_policy='none',
-    train=True,
-    axis='stage',
-    axis_rules=tuple((name, None) for name, _ in DEFAULT_AXIS_RULES),
-    num_microbatches=1,
-    layers_per_repeat=1,
-    num_repeats=1,
-  )
-
-  def call(x, is_work):
-    return stage(StageWeights(weights, None), Microbatch(x), jnp.int32(0), jnp.int32(0), is_work)[0].x
-
-  mesh = MeshSpec(axis_names=('stage',), ici_mesh_shape=(1,)).build(jax.devices()[:1])
-  call = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False))
-  x = inputs()[0]
-  np.testing.assert_array_equal(call(x, jnp.asarray(False)), x)
-  assert np.all(np.any(call(x, jnp.asarray(True)) != x, axis=-1))
 
 
 def reference(weights, num_shards, group_size, capacity):
