@@ -16,29 +16,6 @@ TESTDATA = pathlib.Path(__file__).parents[1] / 'data'
 L, D, F = 7, 3, 5
 
 
-@pytest.mark.parametrize('layer_shape', [(D, F), (F,), (D, 2, F)])
-def test_stack_equals_separate_weights(layer_shape, rng):
-  learner = Learner(optimizer=Adafactor(learning_rate=0.1, momentum=0.9, min_dim_size_to_factor=2, weight_decay=0.1))
-  stacked_specs = {'w': WeightSpec(shape=(L, *layer_shape), init=None, stacked=1)}
-  separate_specs = {f'w{i}': WeightSpec(shape=layer_shape, init=None) for i in range(L)}
-  # Layers of very different size: one rms over the whole stack would show.
-  size = 10.0 ** np.arange(-3, 4).reshape(L, *[1] * len(layer_shape))
-  stacked = {'w': jnp.asarray(rng.normal(size=(L, *layer_shape)) * size, jnp.float32)}
-  separate = {f'w{i}': stacked['w'][i] for i in range(L)}
-  stacked_state, separate_state = learner.init(stacked, stacked_specs), learner.init(separate, separate_specs)
-  update_stacked = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, stacked_specs))
-  update_separate = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, separate_specs))
-  for _ in range(3):
-    grads = jnp.asarray(rng.normal(size=(L, *layer_shape)) / size, jnp.float32)
-    stacked, stacked_state, _ = update_stacked({'w': grads}, stacked_state, stacked)
-    separate, separate_state, _ = update_separate({f'w{i}': grads[i] for i in range(L)}, separate_state, separate)
-  for i in range(L):
-    np.testing.assert_allclose(stacked['w'][i], separate[f'w{i}'], rtol=1e-5)
-    for moment in ('v_row', 'v_col', 'v'):
-      got = getattr(stacked_state.opt_state[0], moment)['w'][i]
-      np.testing.assert_allclose(got, getattr(separate_state.opt_state[0], moment)[f'w{i}'], rtol=1e-5)
-
-
 def adafactor_float64(weight, grads, rate):
   """Adafactor on one expert's weight [D, F] by the paper's formulas, with defaults of ours; all steps' grads."""
   v_row, v_col = np.zeros(weight.shape[0]), np.zeros(weight.shape[1])
@@ -79,28 +56,6 @@ def test_experts_have_their_own_factors_clipping_and_scale(num_layers, rng):
     np.testing.assert_allclose(weights['up'][index], expected, rtol=2e-5, atol=1e-7, err_msg=str(index))
     np.testing.assert_allclose(moments.v_row['up'][index], v_row, rtol=1e-5)
     np.testing.assert_allclose(moments.v_col['up'][index], v_col, rtol=1e-5)
-
-
-def test_clipping_and_parameter_scale_can_be_turned_off(rng):
-  plain = Adafactor(learning_rate=0.1, clipping_threshold=None, multiply_by_parameter_scale=False)
-  specs = {'w': WeightSpec(shape=(D,), init=None)}
-  learner = Learner(optimizer=plain)
-  weights = {'w': jnp.asarray(rng.normal(size=D), jnp.float32)}
-  state = learner.init(weights, specs)
-  new_weights, _, _ = learner.update(weights, jnp.float32(1), jnp.int32(0), state, weights, specs)
-  # The first second moment is the squared gradient itself, so the direction is the gradient's sign.
-  np.testing.assert_allclose(new_weights['w'], weights['w'] - 0.1 * np.sign(weights['w']), rtol=1e-5)
-
-
-def test_two_scans_stack_twice(rng):
-  """[2, 3, D, F] with two leading layer dims: moments per layer, one count for all."""
-  learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2))
-  specs = {'w': WeightSpec(shape=(2, 3, D, F), init=None, stacked=2)}
-  state = jax.eval_shape(lambda w: learner.init(w, specs), {'w': jnp.zeros((2, 3, D, F))}).opt_state[0]
-  assert state.v_row['w'].shape == (2, 3, D)
-  assert state.v_col['w'].shape == (2, 3, F)
-  assert state.v['w'].shape == (2, 3, 1)
-  assert state.count.shape == ()
 
 
 # T5X's weights as ours: (shape, fields of its WeightSpec, transposition).

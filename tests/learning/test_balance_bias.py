@@ -2,13 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
 import pytest
 
 from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.specs import sharding_scope
 
 OTHERS = {
   'kernel': WeightSpec(shape=(2, 4, 6), init=None, split_dims=(None, 'data', None), stacked=1),
@@ -78,37 +76,3 @@ def test_a_skipped_step_does_not_move_it(rng):
   weights, state, metrics = run(learner, SPECS, start, [grads], [np.nan])
   assert metrics['skipped'] == 1
   jax.tree.map(np.testing.assert_array_equal, (weights, state.ema_weights), (start, start))
-
-
-def test_the_average_follows_it(rng):
-  learner = Learner(optimizer=AdamW(learning_rate=0.1), ema_decay=0.5)
-  start = draw(rng)
-  weights, state, _ = run(learner, SPECS, start, [draw(rng)])
-  expected = (np.asarray(start['router']['bias'], np.float64) + weights['router']['bias']) / 2
-  np.testing.assert_allclose(state.ema_weights['router']['bias'], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_the_state_has_one_spec_per_leaf(optimizer):
-  learner = Learner(optimizer=OPTIMIZERS[optimizer], ema_decay=0.5)
-  weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), SPECS)
-  state = jax.eval_shape(lambda w: learner.init(w, SPECS), weights)
-  specs = learner.state_split_dims(state, SPECS)
-  assert jax.tree.structure(specs) == jax.tree.structure(state)
-  assert [spec.shape for spec in jax.tree.leaves(specs)] == [leaf.shape for leaf in jax.tree.leaves(state)]
-  assert not any('balance_bias' in spec.tags for spec in jax.tree.leaves(specs.opt_state))
-  assert specs.ema_weights['router']['bias'].split_dims == (None, None)
-
-
-def test_a_sharded_step_is_the_same(rng):
-  learner = Learner(optimizer=OPTIMIZERS['adamw'], clip_global_norm=0.5)
-  start, grads = draw(rng), draw(rng)
-  with sharding_scope(Mesh(np.array(jax.devices()), ('data',)), ()):
-    sharded, _, metrics = run(learner, SPECS, start, [grads])
-  alone, _, alone_metrics = run(learner, SPECS, start, [grads])
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (sharded, metrics), (alone, alone_metrics))
-
-
-def test_a_negative_rate_is_refused():
-  with pytest.raises(ValueError, match='balance_bias_rate is -1'):
-    Learner(optimizer=Sgd(learning_rate=1.0), balance_bias_rate=-1.0)

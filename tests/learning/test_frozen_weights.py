@@ -68,16 +68,6 @@ def test_kernels_may_be_held_in_bfloat16_and_vectors_are_not():
   assert specs['router']['kernel'].dtype == jnp.float32
 
 
-def test_trees_without_frozen_weights_are_filled_in_again():
-  weights = {'a': jnp.ones(2), 'b': {'lora_a': jnp.zeros(2)}}
-  specs = mark_frozen(specs_of(weights), ('lora_',))
-  pruned = without_frozen(weights, specs)
-  assert pruned['a'] is None
-  assert without_frozen(pruned, specs) == pruned
-  assert fill_in(pruned, weights)['a'] is weights['a']
-  assert fill_in(pruned, weights)['b']['lora_a'] is weights['b']['lora_a']
-
-
 def test_a_pattern_that_meets_no_weight_names_near_ones():
   assert matching_names(['attention/(query|value)'], NAMES, setting='it') == NAMES[:1]
   assert matching_names(['table', 'out'], NAMES, setting='it') == NAMES[1:]

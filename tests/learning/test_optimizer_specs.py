@@ -63,47 +63,6 @@ def test_each_leaf_has_a_spec_of_its_shape_and_dtype(name):
     assert len(spec.split_dims) == len(spec.shape)
 
 
-def test_moments_and_averages_are_laid_out_like_their_weight():
-  _, specs = state_and_specs(OPTIMIZERS['adamw'], ema_decay=0.9)
-  for tree in (specs.opt_state[0].mu, specs.opt_state[0].nu, specs.ema_weights):
-    assert tree['ffn']['kernel'].split_dims == ('layers', 'embed', 'mlp')
-    assert tree['ffn']['bias'].split_dims == ('layers', 'mlp')
-    assert tree['query'].split_dims == ('embed', 'heads', 'head_dim')
-    assert tree['scale'].split_dims == (None,)
-  assert specs.opt_state[0].count.split_dims == ()
-  assert state_and_specs(OPTIMIZERS['adamw'])[1].ema_weights is None
-
-
-def test_factored_moments_take_the_remaining_split_dims():
-  _, specs = state_and_specs(OPTIMIZERS['adafactor'])
-  factored, momentum = specs.opt_state[0], specs.opt_state[1]
-  split = lambda tree: {
-    'kernel': tree['ffn']['kernel'].split_dims,
-    'bias': tree['ffn']['bias'].split_dims,
-    'square': tree['square'].split_dims,
-    'query': tree['query'].split_dims,
-  }
-  assert split(factored.v_row) == {
-    'kernel': ('layers', 'embed'),
-    'bias': (None, None),
-    'square': ('embed',),
-    'query': ('heads', 'head_dim'),
-  }
-  assert split(factored.v_col) == {
-    'kernel': ('layers', 'mlp'),
-    'bias': (None, None),
-    'square': ('mlp',),
-    'query': ('embed', 'heads'),
-  }
-  assert split(factored.v) == {
-    'kernel': (None, None),
-    'bias': ('layers', 'mlp'),
-    'square': (None,),
-    'query': (None,),
-  }
-  assert momentum.ema['query'].split_dims == ('embed', 'heads', 'head_dim')
-
-
 def test_moments_of_experts_are_sharded_by_expert_without_a_name_filter():
   """T5X derives no axes for these, and puts `expert` in front where a filter on names says so."""
   t5x_rules = (('expert', 'data'), ('expert_mlp', 'model'), ('expert_embed', None), ('layers', None))
@@ -148,14 +107,6 @@ def test_factored_split_dims_name_the_dims_that_the_moments_really_index(shape, 
       for i, moment_name in enumerate(moment_names):
         varies = bool(np.ptp(value, axis=i).max() > 0.1)
         assert varies == (moment_name == name), f'{moment} dim {i} is called {moment_name}, varied {name}'
-
-
-def test_stacked_and_tags_stay_with_the_leaf():
-  _, specs = state_and_specs(OPTIMIZERS['adafactor'])
-  factored = specs.opt_state[0]
-  assert [s['ffn']['kernel'].stacked for s in (factored.v_row, factored.v_col, factored.v)] == [1, 1, 1]
-  assert factored.v_row['square'].stacked == 0
-  assert factored.v['ffn']['bias'].tags == ('no_decay',)
 
 
 def test_optax_wrappers_of_other_shapes_are_understood():

