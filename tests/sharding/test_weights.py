@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import STACK_DIM, unbox_weights, weight_specs
@@ -84,38 +83,6 @@ def test_a_scan_adds_its_dim_in_front_and_counts_it():
   }
 
 
-def test_a_scan_that_names_no_dim_leaves_it_unsharded():
-  class Unnamed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      stack = nn.scan(Step, variable_axes={'params': 0}, split_rngs={'params': True}, length=2)
-      return stack(name='stack')(x, None)[0]
-
-  kernel = weight_specs(boxed(Unnamed()))['stack']['dense']['kernel']
-  assert (kernel.split_dims, kernel.stacked) == ((None, 'embed', ('data', 'mdl')), 1)
-
-
-def test_boxed_and_plain_weights_give_the_same_result(rng):
-  x = jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)
-  weights = Stack().init(jax.random.key(0), x)['params']
-  plain = unbox_weights(weights)
-  assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(plain))
-  assert plain['stack']['steps']['dense']['kernel'].shape == (4, 2, 3, 3)
-
-  expected = np.asarray(x, np.float64)
-  for kernel in np.asarray(plain['stack']['steps']['dense']['kernel'], np.float64).reshape(8, 3, 3):
-    expected = expected @ kernel
-  for given in (plain, weights):
-    # float32 products of eight 3x3 kernels.
-    np.testing.assert_allclose(Stack().apply({'params': given}, x), expected, rtol=1e-5, atol=1e-12)
-
-
-def test_stacked_layers_start_from_different_values():
-  weights = unbox_weights(Stack().init(jax.random.key(0), jnp.ones((2, 3)))['params'])
-  kernels = np.asarray(weights['stack']['steps']['dense']['kernel']).reshape(8, -1)
-  assert len(np.unique(kernels, axis=0)) == 8
-
-
 def test_weights_of_linens_own_layers_are_split_by_their_partitioning_or_not_at_all():
   class Outer(nn.Module):
     @nn.compact
@@ -128,13 +95,3 @@ def test_weights_of_linens_own_layers_are_split_by_their_partitioning_or_not_at_
   assert declared(specs['plain']['kernel'])[:2] == ((3, 3), (None, None))
   plain = unbox_weights(boxed(Outer()))
   assert jax.tree.map(jnp.shape, plain['partitioned']) == {'kernel': (3, 5), 'bias': (5,)}
-
-
-def test_split_dims_must_have_one_entry_per_dim():
-  with pytest.raises(ValueError, match=r"\('embed',\) do not fit a weight of shape \(3, 4\): give one entry per dim"):
-    WeightSpec(shape=(3, 4), init=nn.initializers.ones, split_dims=('embed',))
-
-
-def test_a_spec_of_an_existing_weight_cannot_draw_it():
-  with pytest.raises(ValueError, match='no initializer'):
-    WeightSpec(shape=(3,), init=None)(jax.random.key(0))
