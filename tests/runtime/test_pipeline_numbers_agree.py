@@ -42,7 +42,6 @@ CASES = [
   ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), (), ()),
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR, ()),
   ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full'), ()),
-  ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR, ()),
 ]
 # Of what is left out by default, experts in a pipeline are compared in tests/layers/pipeline too, and by all
 # schedules in tests/programs/test_verify.py.

@@ -119,16 +119,6 @@ def test_microbatches_leave_the_mean_of_their_statistics(on_mesh):
   np.testing.assert_allclose(first(state), first(whole), rtol=1e-5, atol=1e-7)
 
 
-def test_a_skipped_step_leaves_them(on_mesh):
-  model, *_ = on_mesh
-  state = model.init(0)
-  before = jax.device_get(state.non_trainable)
-  bad = next(batches()) | {'weights': np.full((B, T), np.nan, np.float32)}
-  state, metrics = model.train_step(state, model.train_step.place(bad))
-  assert float(metrics['skipped']) == 1
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.non_trainable), before)
-
-
 def test_saved_restored_on_another_mesh_and_evaluated_with_averaged_weights(on_mesh, tmp_path):
   model, state, _, canonical = on_mesh
   checkpointer = Checkpointer(tmp_path)
