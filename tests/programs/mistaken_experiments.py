@@ -5,11 +5,10 @@ import dataclasses
 import fiddle as fdl
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from spmd_tasks import Learner, Task
-from spmd_tasks.layers import Linear, LossOutput
+from spmd_tasks.layers import Linear
 from spmd_tasks.learning import Sgd
 from spmd_tasks.recipes import SyntheticLanguageModel
 from tests.programs.own_experiments import Points, Regression
@@ -24,21 +23,10 @@ LOSSES = {
   'alone': mean_of,
   'with_metrics': lambda p, b: (mean_of(p, b), {'mean': jnp.mean(p)}),
   'with_weights': lambda p, b: (mean_of(p, b), {'mean': (jnp.mean(p), 8)}),
-  'output': lambda p, b: LossOutput(loss=mean_of(p, b), weight=8),
-  'bfloat16': lambda p, b: mean_of(p, b).astype(jnp.bfloat16),
   'number': lambda p, b: 1.5,
-  'numpy_number': lambda p, b: np.float32(1.5),
-  'nothing': lambda p, b: None,
-  'integer': lambda p, b: jnp.int32(3),
   'per_row': lambda p, b: jnp.mean(jnp.square(p - b['y']), axis=-1),
-  'dict': lambda p, b: {'loss': mean_of(p, b)},
   'metric_per_row': lambda p, b: (mean_of(p, b), {'error': p[:, 0]}),
-  'metric_text': lambda p, b: (mean_of(p, b), {'error': 'low'}),
-  'metric_step': lambda p, b: (mean_of(p, b), {'step': jnp.float32(1)}),
-  'float_of': lambda p, b: float(mean_of(p, b)),
   'wrong_key': lambda p, b: jnp.mean(b['labels']),
-  'wrong_shape': lambda p, b: jnp.mean(p @ b['x']),
-  'one_argument': lambda p: jnp.mean(p),
   'library': optax.softmax_cross_entropy_with_integer_labels,
 }
 
@@ -63,12 +51,6 @@ class TakesArray(nn.Module):
     return jnp.tanh(points.reshape(-1, 6))
 
 
-class Training(nn.Module):
-  @nn.compact
-  def __call__(self, batch, training=False):
-    return Linear(output_dims=3)(batch['x'])
-
-
 class NoCall(nn.Module):
   def forward(self, batch):
     return batch['x']
@@ -83,7 +65,7 @@ class ForgottenInit(nn.Module):
     return Linear(output_dims=3)(batch['x'])
 
 
-MODELS = {cls.__name__: cls for cls in (Plain, NoCompact, TakesArray, Training, NoCall, ForgottenInit)}
+MODELS = {cls.__name__: cls for cls in (Plain, NoCompact, TakesArray, NoCall, ForgottenInit)}
 
 
 class Feed(nn.Module):
@@ -96,7 +78,7 @@ class Feed(nn.Module):
     if self.how == 'dense':
       return nn.Dense(x.shape[-1])(x)
     y = Linear(output_dims=7 if self.how == 'shape' else x.shape[-1])(x)
-    returned = {'pair': (y, {}), 'number': (y, {'balance': jnp.float32(1)}), 'triple': (y, {}, 1), 'nothing': None}
+    returned = {'number': (y, {'balance': jnp.float32(1)}), 'nothing': None}
     return returned.get(self.how, y)
 
 
@@ -108,11 +90,7 @@ class Input(Points):
 
   @property
   def make_iterator(self):
-    wrong = {'iterator': lambda shard_index, shard_count: iter([]), 'shards': lambda: iter([])}
-    return wrong.get(self.how, super().make_iterator)
-
-  def element_spec(self):
-    return {'x': (8, 6)} if self.how == 'spec' else super().element_spec()
+    return (lambda: iter([])) if self.how == 'shards' else super().make_iterator
 
 
 class Mistaken(Regression):
@@ -126,20 +104,18 @@ class Mistaken(Regression):
   def task(self):
     if self.what == 'attribute':
       return self.widht
-    if self.what == 'nothing':
-      return None
     model = fdl.Config(MODELS[self.model]) if self.model else super().task().model
-    model = {'class': Plain, 'no_model': None}.get(self.what, model)
+    model = Plain if self.what == 'class' else model
     learner = fdl.Config(Learner, optimizer=fdl.Config(Sgd, learning_rate=0.1))
     return fdl.Config(Task, model=model, loss=LOSSES[self.loss], learner=learner)
 
   def train_input(self):
-    if self.what in ('list', 'input_class'):
-      return [1, 2] if self.what == 'list' else Points
+    if self.what == 'list':
+      return [1, 2]
     return fdl.Config(Input, how=self.what)
 
   def eval_inputs(self):
-    return fdl.Config(Points) if self.what == 'no_dict' else {}
+    return {}
 
 
 class OwnFeed(SyntheticLanguageModel):

@@ -1,7 +1,6 @@
 """Decoding jobs: outputs by prompt that follow from checkpoint, prompt and seed, whatever interrupts the job."""
 
 import json
-import os
 from pathlib import Path
 import re
 import shutil
@@ -112,7 +111,7 @@ def test_a_finished_file_is_not_decoded_again(decoded, capfd):
   assert binary.snapshot(directory) == before
 
 
-@pytest.mark.parametrize('num_whole', [pytest.param(0, marks=pytest.mark.exhaustive), 2, 5])
+@pytest.mark.parametrize('num_whole', [2, 5])
 def test_it_goes_on_behind_the_last_whole_line(decoded, finished_job, tmp_path, num_whole):
   """As after a kill in the middle of a write."""
   directory, lines = decoded
@@ -133,14 +132,6 @@ def test_it_goes_on_behind_the_last_whole_line(decoded, finished_job, tmp_path, 
 
 def _ids(line):
   return [(output['ids'], output['text']) for output in line['outputs']]
-
-
-def test_outputs_go_where_they_are_wanted(decoded, finished_job, tmp_path):
-  _, lines = decoded
-  job, output = checkpoints_of(finished_job, tmp_path / 'job'), tmp_path / 'deep' / 'out.jsonl'
-  flags = flags_of(job, '--decode_input', write_prompts(tmp_path, PROMPTS[:1]), '--decode_output', output)
-  assert binary.run_in_process(*flags) == 0
-  assert _ids(lines_of(output)[0]) == _ids(lines[0])
 
 
 @pytest.mark.slow
@@ -164,10 +155,7 @@ def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path,
   ]
 
 
-@pytest.mark.parametrize(
-  'signum', [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
-)
-def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_environment, signum):
+def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_environment):
   prompts = [{'prompt': f'{i}', 'temperature': 1.0, 'seed': i, 'max_tokens': 12} for i in range(120)]
   flags = ('--decode_input', write_prompts(tmp_path, prompts))
   job = checkpoints_of(finished_job, tmp_path / 'job')
@@ -175,11 +163,11 @@ def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_en
   decoding = binary.start_binary(*flags_of(job, *flags, '--num_fake_devices', 8), env=cache_environment)
   try:
     _wait_for(partial, decoding, num_lines=20)
-    os.kill(decoding.pid, signum)
+    decoding.kill()
     returncode = binary.finish(decoding).returncode
   finally:
     decoding.kill()
-  assert returncode == (-signal.SIGKILL if signum == signal.SIGKILL else exit_codes.PREEMPTED)
+  assert returncode == -signal.SIGKILL
   kept = partial.read_bytes()
   kept = kept[: kept.rfind(b'\n') + 1]
   num_kept = kept.count(b'\n')
@@ -204,29 +192,13 @@ def _wait_for(path: Path, process: subprocess.Popen, num_lines: int = 1, limit_s
     time.sleep(0.002)
 
 
-def test_beam_search(finished_job, tmp_path):
-  job = checkpoints_of(finished_job, tmp_path / 'job')
-  prompts = write_prompts(tmp_path, [{'prompt': 'a', 'max_tokens': 3}, {'prompt': 'bcd', 'n': 2}])
-  settings = (*SETTINGS, 'task.decode.num_beams=3')
-  assert binary.run_in_process(*flags_of(job, '--decode_input', prompts, settings=settings)) == 0
-  first, second = lines_of(job / 'decode' / 'prompts' / 'step_20.jsonl')
-  assert (len(first['outputs']), len(second['outputs'])) == (3, 2)
-  scores = [output['score'] for output in first['outputs']]
-  assert scores == sorted(scores, reverse=True)
-  assert all(output['logprob'] < 0 and len(output['ids']) <= 3 for output in first['outputs'])
-
-
 @pytest.mark.parametrize(
   'prompts, flags, message',
   [
     (None, (), 'has no decode inputs: give --decode_input FILE'),
-    (None, ('--decode_input', '/nowhere/x.jsonl'), 'prompts /nowhere/x.jsonl cannot be read'),
-    ([], (), 'holds no prompts'),
     ([{'prompt': 'a'}, {'promt': 'b'}], (), "line 2: there is no field 'promt'; nearest: 'prompt'"),
     ([{'prompt': 'a', 'temperature': -1}], (), 'prompt 1: temperature=-1 must be'),
-    ([{'prompt_ids': [300]}], (), 'token 300 is outside the vocabulary of 259'),
     ([{'prompt': 'a'}], ('--watch',), '--watch is for --mode eval'),
-    ([{'prompt': 'a'}], ('--checkpoint_step', 7), 'step 7'),
   ],
 )
 def test_what_cannot_be_decoded_is_said_in_a_sentence(finished_job, tmp_path, capfd, prompts, flags, message):
@@ -247,7 +219,7 @@ def test_outputs_of_other_prompts_are_not_overwritten(decoded, tmp_path, capfd):
   assert binary.snapshot(directory) == before
 
 
-@pytest.mark.parametrize('content', [b'[' * 100_000, b'\xff', b'7', b'{}'])
+@pytest.mark.parametrize('content', [b'[' * 100_000, b'\xff'])
 def test_lines_that_are_no_outputs_are_not_overwritten(tmp_path, content):
   (tmp_path / 'outputs.jsonl.partial').write_bytes(content + b'\n')
   with pytest.raises(UserError, match='holds outputs of other prompts or another config'):

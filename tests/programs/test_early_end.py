@@ -1,14 +1,22 @@
 """Jobs that an experiment ends early: saved and ended like finished ones, the same after a kill in the eval."""
 
 import json
-import shutil
 
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.programs.early_end import EvalTarget
 from tests import binary
+from tests.programs.small_jobs import Small
 
-UNTIL_TARGET, UNTIL_STEP = (f'tests.programs.early_jobs.{name}' for name in ('UntilTarget', 'UntilStep'))
+UNTIL_TARGET = f'{__name__}.UntilTarget'
+
+
+class UntilTarget(Small):
+  """Ends at step 8, its first eval."""
+
+  def hooks(self):
+    return [EvalTarget(eval_set='valid', at_most=100.0)]
 
 
 @pytest.fixture(scope='module')
@@ -30,43 +38,6 @@ def test_a_job_ends_by_its_eval_with_everything_saved(ended_job, finished_job):
   assert [line['step'] for line in binary.metric_lines(ended_job / 'eval' / 'valid')] == [8]
   assert json.loads((ended_job / 'newest_checkpoint.json').read_text()) == {'step': 8, 'is_last': True}
   assert json.loads((ended_job / 'goodput.json').read_text())['has_ended']
-
-
-@pytest.mark.exhaustive
-def test_the_same_command_goes_on_until_the_next_eval(ended_job, tmp_path, capfd):
-  job = shutil.copytree(ended_job, tmp_path / 'job')
-  assert binary.run_in_process('--mode', 'train', '--job_log_dir', job) == exit_codes.OK
-  loss = binary.metric_lines(job / 'eval' / 'valid')[-1]['loss']
-  assert f'Ended after step 16 of 20: loss of valid is {loss:.6g}, at most 100.' in capfd.readouterr().err
-  assert last_step(job) == 16
-
-
-@pytest.mark.exhaustive
-def test_an_eval_job_that_follows_ends_with_the_job(ended_job, tmp_path):
-  job = shutil.copytree(ended_job, tmp_path / 'job')
-  assert binary.run_in_process('--mode', 'eval', '--watch', '--job_log_dir', job) == exit_codes.OK
-
-
-@pytest.mark.exhaustive
-def test_a_job_that_was_killed_in_the_deciding_eval_ends_where_it_would_have_ended(ended_job, tmp_path, capfd):
-  job = shutil.copytree(ended_job, tmp_path / 'job')
-  (job / 'newest_checkpoint.json').write_text('{"step": 8}\n')
-  shutil.rmtree(job / 'eval' / 'ragged')
-  assert binary.run_in_process('--mode', 'train', '--job_log_dir', job) == exit_codes.OK
-  assert 'Ended after step 8 of 20' in capfd.readouterr().err
-  assert last_step(job) == 8
-
-
-@pytest.mark.exhaustive
-def test_a_job_that_is_asked_after_every_step_ends_between_its_intervals(finished_job, tmp_path, capfd):
-  job = tmp_path / 'job'
-  flags = ('--mode', 'train', '--job_log_dir', job)
-  assert binary.run_in_process('--exp', UNTIL_STEP, *flags) == exit_codes.OK
-  assert 'Ended after step 3 of 20: step 3 is enough.' in capfd.readouterr().err
-  assert binary.checkpoint_names(job) == ['checkpoint_00000002', 'checkpoint_00000003']
-  assert [line['step'] for line in binary.metric_lines(job / 'eval' / 'valid')] == [3]
-  assert binary.run_in_process(*flags) == exit_codes.OK
-  assert binary.column(job, 'loss') == binary.column(finished_job, 'loss')
 
 
 def test_a_target_without_evals_is_refused(tmp_path, capfd):

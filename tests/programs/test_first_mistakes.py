@@ -16,38 +16,21 @@ MESH = 'ici_mesh_shape=1,4,2'
 
 MISTAKES = [
   ('loss=number', ['returned 1.5', 'scalar jax.Array', '(mean, metrics)', 'LossOutput']),
-  ('loss=numpy_number', ['returned numpy.float32[]']),
-  ('loss=nothing', ['returned None']),
-  ('loss=integer', ['returned int32[]']),
   ('loss=per_row', ['returned float32[8]', 'jnp.mean']),
-  ('loss=dict', ["returned {'loss': float32[]}"]),
   ('loss=metric_per_row', ["the metric 'error' as float32[8]", 'jnp.mean']),
-  ('loss=metric_text', ["the metric 'error' as 'low'"]),
-  ('loss=metric_step', ['without the names loss, loss_weight, step']),
-  ('loss=float_of', ['ConcretizationTypeError', HERE]),
   ('loss=wrong_key', ["KeyError: 'labels'", "['row_weights', 'x', 'y']", HERE]),
-  ('loss=wrong_shape', ['TypeError: dot_general', HERE]),
-  ('loss=one_argument', ['(predictions, batch) fails with TypeError', 'takes 1 positional']),
   ('loss=library', ['softmax_cross_entropy_with_integer_labels(predictions, batch) fails']),
   ('model=NoCompact', ['NoCompact(batch) fails with AssignSubModuleError', '@compact', HERE]),
   ('model=TakesArray', ["'dict' object has no attribute 'reshape'", "['row_weights', 'x', 'y']", HERE]),
-  ('model=Training', ['Training.__call__ takes training', 'called with its input, train']),
   ('model=NoCall', ['NoCall has no method __call__']),
   ('model=ForgottenInit', ['super().__post_init__()']),
   ('what=class', ['the class Plain itself', 'an instance of a flax.linen.Module']),
-  ('what=no_model', ['NoneType', 'an instance of a flax.linen.Module']),
   ('what=attribute', ["no attribute 'widht'", HERE]),
-  ('what=nothing', ['task()', 'returned None']),
   ('what=list', ['a batch of train_input is a int', 'a dict of arrays by name']),
-  ('what=input_class', ['train_input is the class Points itself']),
-  ('what=iterator', ['the iterator of train_input is of type list_iterator without get_state']),
-  ('what=spec', ['jax.ShapeDtypeStruct', '(8, 6)']),
   ('what=shards', ['train_input.make_iterator() fails with TypeError', 'shard_index']),
-  ('what=no_dict', ['eval_inputs() returned', "{'valid': ...}"]),
   ('how=dense', ['ffn/Dense_0/bias of a stacked layer', 'Linear or declare_weight']),
   ('how=shape', ['the ffn Feed returned float32[2,4,7]', 'float32[2,4,8]', '(array, {name: Statistics})']),
   ('how=number', ["{'balance': float32[]}"]),
-  ('how=triple', ['returned (float32[2,4,8], {}, 1)']),
   ('how=nothing', ['returned None']),
 ]
 
@@ -66,7 +49,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(change, words, tmp_pat
 
 @pytest.mark.parametrize(
   'change',
-  ['loss=alone', 'loss=with_metrics', 'loss=with_weights', 'loss=output', 'loss=bfloat16', 'model=Plain', 'how=array'],
+  ['loss=with_metrics', 'loss=with_weights', 'model=Plain', 'how=array'],
 )
 def test_what_is_clear_is_taken(change):
   name = 'OwnFeed' if change.startswith('how') else 'Mistaken'

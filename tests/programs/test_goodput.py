@@ -1,19 +1,13 @@
 """Every second of a job has one cause, over all its processes: with a clock that the test sets, and in a killed job."""
 
-import itertools
 import json
 import random
-import statistics
-import time
 
 from etils import epath
 import pytest
 
-from spmd_tasks import exit_codes
 from spmd_tasks.programs.goodput import CAUSES, Goodput
 from spmd_tasks.programs.job_directory import GOODPUT_FILE
-from tests import binary
-from tests.programs.small_jobs import SMALL
 
 
 class Life:
@@ -132,7 +126,7 @@ def test_shares_add_up_whatever_happens(tmp_path):
     now = life.time + rng.uniform(0, 30)
 
 
-BROKEN = ['', '{', '[]', '{"format": 2}', '{"format": 1}', '\x00' * 40, 'nan', '{"a":' * 9999]
+BROKEN = ['{', '{"format": 2}', '\x00' * 40]
 
 
 @pytest.mark.parametrize('content', BROKEN, ids=lambda content: content[:12])
@@ -143,65 +137,3 @@ def test_a_record_that_cannot_be_read_is_reported_and_counting_begins_anew(tmp_p
   assert life.seconds() == {'steps': 2}
   assert 'goodput counts from now on' in caplog.text
   assert json.loads((tmp_path / GOODPUT_FILE).read_text())['marks'] == {'30': 0.0}
-
-
-def test_many_marks_are_thinned_and_the_time_between_them_is_estimated(tmp_path):
-  life = Life(tmp_path, begun=1000.0, first_step=0)
-  for _ in range(400):
-    life.steps(1, seconds=1)
-    life.goodput.mark(life.step)
-  life.goodput.close()
-  assert len(json.loads((tmp_path / GOODPUT_FILE).read_text())['marks']) <= 201
-  assert Life(tmp_path, begun=life.time, first_step=55).seconds() == {'steps': 55, 'wasted_progress': 345}
-
-
-@pytest.mark.slow
-def test_the_shares_of_a_killed_and_resumed_job_add_up_to_its_wall_time(cache_environment, tmp_path):
-  """Killed when its record tells of steps after its newest checkpoint, one in ten steps, whenever that is."""
-  directory = tmp_path / 'job'
-  flags = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8, '--job_log_dir', directory)
-  flags += ('--set', 'train_input.seconds_per_batch=0.2', '--set', "train_input.pauses={'4': 2.0}")
-  flags += ('--set', 'checkpoint_every_steps=10')
-  begun = time.time()
-  process = binary.start_binary(*flags, '--num_train_steps', 10_000, env=cache_environment)
-  while (step := recorded(directory).get('step', 0)) < 10 or step % 10 not in range(1, 6):
-    assert process.poll() is None, process.stderr.read()
-    time.sleep(0.01)
-  process.kill()
-  process.communicate()
-  num_before, record = len(binary.metric_lines(directory)), recorded(directory)
-  newest = max(map(int, record['marks']))
-  assert record['step'] > newest >= 10
-  time.sleep(2)
-  resumed = time.time()
-  ended = binary.run_binary(*flags, '--num_train_steps', newest + 10, env=cache_environment)
-  assert ended.returncode == exit_codes.OK, ended.stderr
-  assert 'goodput ' in ended.stderr.splitlines()[-1]
-
-  lines = binary.metric_lines(directory)
-  for line in lines:
-    assert line['goodput'] + sum(line[f'badput/{cause}'] for cause in CAUSES) == pytest.approx(1)
-  # The wall time of each line, also of those after the restart, is that of day from the start of the first process on.
-  # A line's two times are read one after the other, between which a busy machine may let the process wait.
-  starts = [line['time'] - line['wall_seconds'] for line in lines]
-  first, second = (statistics.median(each) for each in (starts[:num_before], starts[num_before:]))
-  assert abs(first - second) < 1
-  assert begun - 0.1 < first < lines[0]['time'] - 0.1
-  assert all(later['wall_seconds'] > earlier['wall_seconds'] for earlier, later in itertools.pairwise(lines))
-  before, after = lines[num_before - 1], lines[-1]
-  assert before['step'] > newest
-  assert after['step'] == newest + 10
-  lost = {cause: after[f'badput/{cause}'] * after['wall_seconds'] for cause in CAUSES}
-  assert lost['wasted_progress'] > 0  # the steps after the newest checkpoint
-  # From the last record to the start of the next process, which is before its first line.
-  recovery = lost['infrastructure_recovery']
-  assert resumed - record['written'] - 0.1 < recovery < lines[num_before]['time'] - record['written']
-  assert lost['data_loading'] > 0.5  # most of the pause of 2 s, as two batches are read ahead
-  assert lost['evaluation'] > 0
-  assert lost['checkpoint_restore'] > before['badput/checkpoint_restore'] * before['wall_seconds']
-
-
-def recorded(directory):
-  """The job's record of its goodput; {} if there is none yet. It is replaced as a whole."""
-  path = directory / GOODPUT_FILE
-  return json.loads(path.read_text()) if path.exists() else {}

@@ -5,13 +5,10 @@ import types
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.errors import UserError
-from spmd_tasks.programs.early_end import EarlyEnd, EvalTarget
+from spmd_tasks.programs.early_end import EvalTarget
 from spmd_tasks.programs.hooks import TrainHook
 from spmd_tasks.programs.interval_hooks import SaveCheckpoints
-from spmd_tasks.programs.report_hooks import ReportEnd, ShowProgress
 from spmd_tasks.programs.train import job_hooks
-from spmd_tasks.programs.training_loop import Outcome
 from tests import binary
 from tests.programs.fake_run import fake_run, outcome_at
 from tests.programs.small_jobs import Small
@@ -53,22 +50,6 @@ def test_an_eval_target_ends_the_run_by_the_evals_of_its_step(tmp_path):
   assert run.end_reason == 'loss of valid is 1.9, at most 2'
 
 
-def test_after_the_last_step_an_early_end_hears_of_the_evals_and_ends_nothing(tmp_path):
-  reports = []
-
-  class Asked(EarlyEnd):
-    def reason(self, report):
-      reports.append((report.step, dict(report.evals)))
-      return 'enough'
-
-  run = fake_run(tmp_path, [asked := Asked()], num_train_steps=4)
-  asked.after_step(run, outcome_at(run, 4, valid={'loss': 2.0}))
-  assert not reports
-  asked.finish(run)
-  assert reports == [(4, {'valid': {'loss': 2.0}})]
-  assert run.end_reason is None
-
-
 def test_a_job_that_was_ended_in_its_evals_is_asked_before_its_first_step(tmp_path):
   target = EvalTarget(eval_set='valid', at_most=2.0)
   run = fake_run(tmp_path, [target], step=8)
@@ -92,23 +73,6 @@ def test_checkpoints_are_saved_at_the_interval_and_once_at_the_end(tmp_path, mon
     hook.after_step(run, outcome_at(run, step))
   hook.after_loop(run)
   assert steps == saved
-
-
-def test_a_skipped_step_is_reported(tmp_path):
-  run = fake_run(tmp_path, [])
-  ShowProgress().after_skipped_step(run, Outcome(3, True, {'loss': float('nan'), 'grad_norm': 2.0}))
-  assert run.messages == [
-    'skipped an update after step 3: loss nan, gradient norm 2.0; weights and optimizer are unchanged'
-  ]
-
-
-def test_an_early_end_is_said_and_recorded(tmp_path):
-  run = fake_run(tmp_path, [], step=7)
-  run.end_early('it is enough')
-  ReportEnd().finish(run)
-  assert run.messages[0] == 'Ended after step 7 of 20: it is enough.'
-  assert run.messages[1].startswith('goodput ')
-  assert (tmp_path / 'newest_checkpoint.json').read_text() == '{"step": 7, "is_last": true}\n'
 
 
 class Recorder(TrainHook):
@@ -197,9 +161,3 @@ def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_repor
   asked = job_hooks(job_with(Needs(), peer_copy_every_steps=4, sample_every_steps=2, profile_steps=(0, 1)))
   few = [type(hook).__name__ for hook in asked if type(hook).__name__ not in names[:-2]]
   assert few == ['CopyToPeers', 'Sample', 'Needs', 'Profile', 'ReportEnd']
-
-
-def test_what_is_no_hook_is_refused():
-  job = job_with(Needs)
-  with pytest.raises(UserError, match=r'hooks\(\) of X returns .*Needs.*, which is no TrainHook'):
-    job_hooks(job)

@@ -37,8 +37,6 @@ def only_partial(directory):
 
 
 LOSSES = {
-  'gone': (lambda directory: None, 'does not exist, but .*step 20'),
-  'empty': (lambda directory: (directory / 'checkpoints').mkdir(), 'holds no complete checkpoint, but .*step 20'),
   'a link to an empty mount point': (link_to_mount_point, 'holds no complete checkpoint, but .*step 20'),
   'all partial': (only_partial, 'holds no complete checkpoint, but .*step 20'),
   'a record that is damaged': (lambda directory: (directory / RECORD).write_bytes(b'\0\0'), r'json, .* is damaged'),
@@ -60,22 +58,20 @@ def test_a_job_whose_checkpoints_are_gone_stops_and_changes_nothing(lost_job, lo
   assert {path for path in after if after[path] != before.get(path)} <= {str(lost_job / 'job.lock'), str(lost_job)}
 
 
-@pytest.mark.parametrize('mode', ['eval', 'serve'])
+@pytest.mark.parametrize('mode', ['eval'])
 def test_readers_of_lost_checkpoints_say_that_there_were_some(lost_job, mode, capfd):
   assert binary.run_in_process('--exp', SMALL, '--mode', mode, '--job_log_dir', lost_job) == exit_codes.USAGE
   assert 'newest_checkpoint.json says that step 20 was saved' in capfd.readouterr().err
 
 
-@pytest.mark.parametrize('has_record', [True, False])
-def test_a_job_that_was_ended_before_its_first_save_begins_again(finished_job, tmp_path, has_record):
+def test_a_job_that_was_ended_before_its_first_save_begins_again(finished_job, tmp_path):
   directory = tmp_path / 'job'
   directory.mkdir()
   lines = (finished_job / 'metrics.jsonl').read_text().splitlines(keepends=True)
   (directory / 'metrics.jsonl').write_text(''.join(lines[:3]))  # the save of step 2 was not complete
   shutil.copy(finished_job / 'config.json', directory)
   (directory / 'checkpoints' / 'checkpoint_00000002.partial').mkdir(parents=True)
-  if has_record:
-    (directory / RECORD).write_text('{"step": 0}\n')
+  (directory / RECORD).write_text('{"step": 0}\n')
   assert train(directory, '--num_train_steps', 4) == exit_codes.OK
   assert [line['step'] for line in binary.metric_lines(directory)] == [1, 2, 3, 1, 2, 3, 4]
   assert json.loads((directory / RECORD).read_text()) == {'step': 4}
@@ -115,17 +111,3 @@ def test_begin_anew_after_damage_that_left_no_checkpoint(finished_job, tmp_path,
   assert 'no checkpoint that is whole' in capfd.readouterr().err
   assert train(directory, '--begin_anew', '--num_train_steps', 2) == exit_codes.OK
   assert os.listdir(directory / 'checkpoints/earlier_1') == ['checkpoint_00000020.damaged-manifest.json']
-
-
-def test_begin_anew_of_a_new_directory_is_an_ordinary_start(tmp_path):
-  assert train(tmp_path / 'job', '--begin_anew', '--num_train_steps', 1) == exit_codes.OK
-  assert not list((tmp_path / 'job').glob('earlier*'))
-
-
-def test_going_back_on_purpose_is_no_loss(finished_job, tmp_path):
-  """The documented way: later checkpoints are moved away. The record then says what is there."""
-  directory = Path(shutil.copytree(finished_job, tmp_path / 'job'))
-  for step in range(6, 21, 2):
-    shutil.rmtree(directory / 'checkpoints' / f'checkpoint_{step:08d}')
-  assert train(directory, '--num_train_steps', 4) == exit_codes.OK
-  assert json.loads((directory / RECORD).read_text()) == {'step': 4}

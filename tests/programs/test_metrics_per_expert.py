@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import AdamW, Learner
 from spmd_tasks.programs.eval import Evaluator
@@ -130,17 +129,3 @@ def test_evaluation_averages_vectors_over_batches(model, tmp_path, eval_input):
   assert record['expert_load'] == metrics['expert_load']
   np.testing.assert_allclose(record['expert_load'], load_by_hand(*batches), rtol=1e-6)
   np.testing.assert_allclose(record['loss'], np.log(V) + 0.15, rtol=1e-6)
-
-
-def test_a_checkpoint_holds_biases_that_have_no_optimizer_state(model, tmp_path):
-  batch = draw_batch(0, TOKENS_PER_ROW)
-  state, _ = model.train_step(model.init(0), model.train_step.place(batch))
-  assert state.learner.opt_state[0].mu['bias'] is None
-  canonical = model.to_canonical(state)
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, canonical)
-  checkpointer.wait()
-  restored = checkpointer.restore(model.canonical_state).state
-  checkpointer.close()
-  assert jax.tree.structure(restored) == jax.tree.structure(canonical)
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b)), restored, canonical)

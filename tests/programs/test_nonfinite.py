@@ -5,8 +5,6 @@ A spike is a loss weight, or a token outside the vocabulary of 259, which is pad
 The comparison is the finished job, whose input lacks these batches and is the same otherwise.
 """
 
-import math
-
 import pytest
 
 from spmd_tasks import exit_codes
@@ -58,11 +56,6 @@ def test_skipped_steps_are_counted(spiked_job):
   assert list(binary.column(spiked_job, 'num_skipped_steps').values()) == EXPECTED_SKIPS
 
 
-def test_checkpoints_and_evals_keep_their_steps(spiked_job, finished_job):
-  assert binary.checkpoint_names(spiked_job) == binary.checkpoint_names(finished_job)
-  assert list(binary.column(spiked_job / 'eval' / 'valid', 'loss')) == [8, 16, 20]
-
-
 def test_the_job_stops_after_n_in_a_row(finished_job, tmp_path, capfd):
   directory = tmp_path / 'job'
   spikes = {5: 'nan', 6: 'nan', 8: 'nan', 9: 'nan', 10: 'inf'}  # two, one good one, three
@@ -89,7 +82,3 @@ def test_the_count_goes_on_after_a_restart(compiled_once, tmp_path):
   for num_steps in (4, 6):
     assert train(directory, {3: 'nan'}, '--num_train_steps', num_steps) == exit_codes.OK
   assert list(binary.column(directory, 'num_skipped_steps').values()) == [0, 0, 0, 1, 1, 1]
-
-
-def test_logged_losses_are_finite(spiked_job):
-  assert all(math.isfinite(loss) for loss in binary.column(spiked_job, 'loss').values())

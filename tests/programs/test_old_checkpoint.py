@@ -4,7 +4,6 @@ data/e2bba1f/uneven_half is the directory of a real job, synthetic.Uneven, stopp
 not read: the experiment is named.
 """
 
-import json
 from pathlib import Path
 import shutil
 
@@ -32,13 +31,3 @@ def test_an_old_job_goes_on_as_if_it_had_not_been_interrupted(resumed, tmp_path)
   losses, undisturbed = binary.column(resumed, 'loss'), binary.column(tmp_path / 'job', 'loss')
   assert list(losses) == list(range(1, 21))
   assert losses == pytest.approx(undisturbed, rel=2e-6)  # compiled for another processor, at another level
-
-
-def test_an_old_checkpoint_is_evaluated_and_decoded(resumed, tmp_path):
-  directory = ('--job_log_dir', resumed)
-  assert binary.run_in_process('--mode', 'eval', *directory, '--checkpoint_step', 10) == exit_codes.OK
-  (tmp_path / 'prompts.jsonl').write_text('{"prompt_ids": [1, 2, 3], "max_tokens": 3}\n')
-  output = tmp_path / 'output.jsonl'
-  flags = ('--decode_input', tmp_path / 'prompts.jsonl', '--decode_output', output, '--checkpoint_step', 10)
-  assert binary.run_in_process('--mode', 'decode_once', *directory, *flags) == exit_codes.OK
-  assert len(json.loads(output.read_text())['outputs'][0]['ids']) == 3

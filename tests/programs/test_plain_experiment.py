@@ -33,11 +33,11 @@ def test_it_trains_evaluates_and_resumes_bit_for_bit(tmp_path, capsys):
 
 def test_another_mesh_gives_the_same_numbers(tmp_path):
   losses = []
-  for shape in ('8,1,1', '1,4,2', '2,2,2'):
+  for shape in ('8,1,1', '1,4,2'):
     flags = ('--set', f'ici_mesh_shape={shape}', '--num_train_steps', 6, '--job_log_dir', tmp_path / shape)
     assert binary.run_in_process(*FLAGS, *flags) == 0
     losses.append([*binary.column(tmp_path / shape, 'loss').values()])
-  np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+  np.testing.assert_allclose(losses[1:], [losses[0]], rtol=1e-5)
 
 
 @pytest.mark.parametrize('name, rows', [('embed', (32, 10)), ('mlp', (30, 10)), ('None', (30, 10))])

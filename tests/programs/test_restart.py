@@ -30,14 +30,6 @@ def test_a_run_starts_again_from_its_saved_config(compiled_once, tmp_path):
   assert first == second
 
 
-def test_a_saved_config_can_be_varied(compiled_once, finished_job, tmp_path):
-  flags = ('--config', finished_job / 'config.json', '--mode', 'train', '--job_log_dir', tmp_path / 'job')
-  assert binary.run_in_process(*flags, '--num_train_steps', 3, '--seed', 1) == exit_codes.OK
-  losses, other = binary.column(tmp_path / 'job', 'loss'), binary.column(finished_job, 'loss')
-  assert list(losses) == [1, 2, 3]
-  assert not {losses[step] for step in losses} & set(other.values())  # another seed: other weights, other data
-
-
 def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path, capsys):
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK

@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-from spmd_tasks.programs.goodput import Goodput, StartupClock, format_startup
+from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.profiling import Profile
 from spmd_tasks.programs.report_hooks import StepRates, count_batch
 from spmd_tasks.programs.training_loop import Outcome
@@ -45,28 +45,12 @@ def test_rates_count_from_the_last_logged_step(clock):
   'inputs, expected',
   [
     ({'ids': ((4, 16), 'int32'), 'weights': ((4, 16), 'float32')}, ('tokens', 64)),
-    ({'pixels': ((4, 8, 8, 3), 'float32'), 'ids': ((4, 16), 'int32')}, ('tokens', 64)),
     ({'image': ((4, 8, 8, 3), 'uint8'), 'label': ((4,), 'int32')}, ('examples', 4)),
-    ({'features': ((4, 100, 80), 'float32'), 'paddings': ((4, 100), 'float32')}, ('examples', 4)),
   ],
 )
 def test_a_batch_has_tokens_or_examples(inputs, expected):
   spec = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in inputs.items()}
   assert count_batch(spec) == expected
-
-
-def test_startup_phases_add_up(clock, monkeypatch):
-  monkeypatch.setattr(time, 'time', lambda: clock[0])
-  startup = StartupClock()
-  with startup.phase('partition'):
-    clock[0] += 2
-  startup.add('compile', 1.5)
-  clock[0] += 3
-  phases = startup.finish()
-  assert phases['partition'] == 2
-  assert phases['other'] == pytest.approx(1.5)
-  assert sum(phases.values()) == pytest.approx(2 * phases['total'])
-  assert ', partition 2.0, compile 1.5, other 1.5)' in format_startup(phases)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import threading
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.programs.goodput import CAUSES
@@ -42,19 +41,6 @@ EVAL_METRICS = {'step', 'time', 'loss', 'cross_entropy', 'perplexity', 'z_loss',
 # Not of the first step, which compiles.
 RATES = {'steps_per_second', 'tokens_per_second', 'host_wait_fraction'}
 
-# Prints to stderr, in order with everything else, when TensorFlow is really imported (not merely looked for).
-IMPORT_WATCH = """
-import sys
-
-def watch(event, arguments):
-  if event == 'import' and arguments[0] == 'tensorflow':
-    print('TENSORFLOW IS IMPORTED', file=sys.stderr, flush=True)
-
-sys.addaudithook(watch)
-from spmd_tasks.main import main
-main()
-"""
-
 
 def test_one_line_of_metrics_per_logged_step(finished_job):
   lines = binary.metric_lines(finished_job)
@@ -68,6 +54,7 @@ def test_values_are_those_of_the_step(finished_job):
     assert line['loss_weight'] == 64  # every token of 8 rows of 8
     assert line['learning_rate'] == np.float32(0.01)
     assert line['num_skipped_steps'] == 0
+    np.testing.assert_allclose(line['goodput'] + sum(line[f'badput/{cause}'] for cause in CAUSES), 1)
     np.testing.assert_allclose(line['perplexity'], np.exp(line['cross_entropy']), rtol=1e-12)
     np.testing.assert_allclose(line['loss'], line['cross_entropy'] + line['z_loss'], rtol=1e-6)
     if line['step'] > 1:
@@ -76,15 +63,6 @@ def test_values_are_those_of_the_step(finished_job):
   losses = list(binary.column(finished_job, 'loss').values())
   assert abs(losses[0] - np.log(259)) < 0.6  # about uniform at first
   assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.2  # and it learns
-
-
-def test_values_have_full_precision(finished_job):
-  text = (finished_job / 'metrics.jsonl').read_text()
-  for value in binary.column(finished_job, 'loss').values():
-    assert np.float32(value) == value  # nothing was rounded to fewer digits than a float32 has
-    assert repr(value) in text
-  digits = [len(repr(value)) for value in binary.column(finished_job, 'loss').values()]
-  assert min(digits) > 10
 
 
 def test_every_eval_set_has_its_own_metrics(finished_job):
@@ -102,14 +80,6 @@ def test_startup_times_add_up(finished_job):
   total = phases.pop('total')
   assert max(phases.values()) < total
   assert sum(phases.values()) > total - 1e-3  # more where phases overlap
-
-
-def test_the_parameter_table_counts_all_parameters(finished_job):
-  table = (finished_job / 'parameters.txt').read_text()
-  assert 'embedding' in table
-  assert '1,878' in table
-  assert '[259, 6]' in table
-  assert '[260, 6]' in table
 
 
 def test_the_resolved_config_is_beside_the_run(finished_job):
@@ -199,21 +169,6 @@ def test_a_bar_on_a_terminal_and_a_profile(cache_environment, tmp_path):
   traces = [path for path in (directory / 'profile').rglob('*.xplane.pb')]
   assert len(traces) == 1
   assert traces[0].stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_tensorboard_events_without_tensorflow(cache_environment, tmp_path):
-  directory = tmp_path / 'job'
-  flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_fake_devices', 8)
-  ended = binary.run_binary(*flags, '--set', 'tensorboard=true', command=('-c', IMPORT_WATCH), env=cache_environment)
-  assert ended.returncode == 0, ended.stderr
-  assert 'TENSORFLOW IS IMPORTED' not in ended.stderr
-
-  for place in (directory, directory / 'eval' / 'valid', directory / 'eval' / 'ragged'):
-    assert len(list(place.glob('events.out.tfevents.*'))) == 1
-    events = EventAccumulator(str(place), size_guidance={'scalars': 0}).Reload()
-    written = {event.step: event.value for event in events.Scalars('loss')}
-    assert written == {line['step']: np.float32(line['loss']) for line in binary.metric_lines(place)}
 
 
 def test_an_input_that_ends_leaves_the_last_step_saved(tmp_path, capsys):

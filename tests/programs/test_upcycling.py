@@ -42,13 +42,10 @@ def first_loss(dense_job, tmp_path_factory):
 @pytest.mark.parametrize(
   'experiment, flags',
   [
-    pytest.param(
-      *(UPCYCLED, ['--set', 'num_experts=1', '--set', 'num_selected_experts=1']), marks=pytest.mark.exhaustive
-    ),
     (UPCYCLED, []),
     (f'{JOBS}EverySecondUpcycled', ['--set', 'num_experts=3']),
   ],
-  ids=['one expert', '2 of 4 experts', 'every second layer: 2 of 3'],
+  ids=['2 of 4 experts', 'every second layer: 2 of 3'],
 )
 def test_begins_with_the_loss_of_the_dense_model(experiment, flags, dense_job, first_loss, tmp_path, capsys):
   assert train(experiment, tmp_path / 'job', '--set', f'init_from={dense_job}', *flags) == 0
@@ -85,16 +82,6 @@ def test_weights_are_copied_bit_for_bit_and_everything_else_is_new(dense_job):
     assert array.addressable_shards[0].data.size * 8 == array.size  # each device has an eighth
 
 
-def test_a_job_with_a_checkpoint_goes_on_from_that(dense_job, tmp_path, capsys):
-  source = shutil.copytree(dense_job, tmp_path / 'dense')
-  flags = ['--set', f'init_from={source}']
-  assert train(UPCYCLED, tmp_path / 'job', *flags) == 0
-  shutil.rmtree(source)
-  assert train(UPCYCLED, tmp_path / 'job', *flags, '--num_train_steps', 3) == 0
-  assert 'resuming after step 2' in capsys.readouterr().err
-  assert list(binary.column(tmp_path / 'job', 'loss')) == [1, 2, 3]
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_lies(dense_job, first_loss, tmp_path, capsys):
   source = shutil.copytree(dense_job, tmp_path / 'dense')
   flip_a_byte(source / 'checkpoints' / 'checkpoint_00000004')
@@ -113,8 +100,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_lies(dense_job, f
   [
     (['--set', 'init_from_step=3'], 'has no checkpoint of step 3; it has those of [2, 4]'),
     (['--set', 'hidden_dims=10'], 'needs stack/layers/ffn/up/kernel [2, 6, 10], but the checkpoint has [2, 6, 9]'),
-    (['--set', 'init_from=nowhere'], 'nowhere/checkpoints has no checkpoint that can be read'),
-    (['--set', 'init_from=None', '--set', 'init_from_step=3'], 'init_from_step = 3 with init_from = None'),
   ],
 )
 def test_what_cannot_be_is_said(flags, message, dense_job, tmp_path, capsys):
