@@ -1,4 +1,4 @@
-"""What the processes of test_checkpoints_processes.py run: `train` until killed, or `share` as one of two processes."""
+"""What the two processes of test_checkpointer_processes.py run."""
 
 import pathlib
 import sys
@@ -35,22 +35,6 @@ def device_state(step: int) -> dict[str, jax.Array]:
     name: jax.make_array_from_callback(value.shape, abstract_state()[name].sharding, value.__getitem__)
     for name, value in host_state(step).items()
   }
-
-
-def train(directory: str) -> None:
-  """Saves every step for ever, each one's state in donated buffers; goes on from the newest checkpoint."""
-  checkpointer = Checkpointer(directory, max_to_keep=2)
-  restored = checkpointer.restore(abstract_state())
-  state = restored.state if restored else device_state(0)
-  update = jax.jit(
-    lambda tree: {'values': tree['values'] * np.uint32(1664525) + np.uint32(1013904223), 'step': tree['step'] + 1},
-    donate_argnums=0,
-  )
-  while True:
-    state = update(state)
-    step = int(state['step'])
-    checkpointer.save(step, state, {'position': step})
-    print('saved', step, flush=True)
 
 
 def share(directory: str, address: str, rank: int) -> None:
@@ -105,6 +89,4 @@ def follow_a_deletion(directory: str, rank: int) -> None:
 
 
 if __name__ == '__main__':
-  {'train': lambda: train(sys.argv[2]), 'share': lambda: share(sys.argv[2], sys.argv[3], int(sys.argv[4]))}[
-    sys.argv[1]
-  ]()
+  share(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import os
-import re
 from typing import Any
 
 from checkpoint_states import (
@@ -19,19 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints import Checkpointer, orbax_arrays
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.checkpoints.manifest import CheckpointError
 
 
-def test_a_fresh_directory_restores_nothing(tmp_path):
-  checkpointer = Checkpointer(tmp_path / 'new')
-  assert checkpointer.restore(abstract_state()) is None
-  assert checkpointer.latest_step() is None
-  checkpointer.close()
-
-
-@pytest.mark.parametrize('mesh_shape', [(2, 4), (4, 2), (8, 1), (1, 1), (2,)])
+@pytest.mark.parametrize('mesh_shape', [(4, 2), (1, 1), (2,)])
 def test_the_newest_step_comes_back_bit_exactly_on_any_mesh(directory, mesh_shape):
   abstract = abstract_state(mesh_shape)
   restored = Checkpointer(directory).restore(abstract)
@@ -42,7 +34,7 @@ def test_the_newest_step_comes_back_bit_exactly_on_any_mesh(directory, mesh_shap
     assert leaf.sharding == wanted.sharding
 
 
-@pytest.mark.parametrize('name', ['run[1]', 'a*b?', 'back\\slash\\\\', os.fsdecode(b'\xff'), 'ü %20#{x}\n'])
+@pytest.mark.parametrize('name', ['a*b?[1]', os.fsdecode(b'\xff'), 'back\\slash ü %20#{x}\n'])
 def test_any_name_of_a_directory_will_do(tmp_path, name):
   """Orbax takes its path for a pattern, which would match a neighbour's files or none; TensorStore wants UTF-8."""
   (tmp_path / name).mkdir()
@@ -50,21 +42,6 @@ def test_any_name_of_a_directory_will_do(tmp_path, name):
   checkpointer.save(3, device_state(3))
   checkpointer.close()
   assert_restores(Checkpointer(tmp_path / name).restore(abstract_state()), 3)
-
-
-def test_arrays_that_were_not_merged_are_an_error_of_the_save(tmp_path, monkeypatch):
-  monkeypatch.setattr(orbax_arrays, '_SPECIAL', re.compile('never'))
-  (tmp_path / '[1]').mkdir()
-  checkpointer = Checkpointer(tmp_path / '[1]')
-  checkpointer.save(3, device_state(3))
-  with pytest.raises(CheckpointError, match=r'no .*/state/manifest\.ocdbt'):
-    checkpointer.wait()
-  assert checkpointer.all_steps() == []
-
-
-def test_without_shardings_it_comes_back_on_one_device(directory):
-  abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), host_state(0))
-  assert_restores(Checkpointer(directory).restore(abstract), 3)
 
 
 def test_a_step_that_is_asked_for_by_number(directory):
@@ -111,11 +88,6 @@ def test_weights_alone(directory, subtree):
   )
 
 
-def test_weights_of_a_directory_without_checkpoints_are_an_error(tmp_path):
-  with pytest.raises(CheckpointError, match='has no checkpoint to restore weights from'):
-    Checkpointer(tmp_path).restore_weights(abstract_state()['weights'])
-
-
 # Mismatches.
 
 
@@ -146,14 +118,14 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize('kind', MISMATCHES)
-@pytest.mark.parametrize('whole', [True, False])
-def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothing(directory, kind, whole):
+def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothing(directory, kind):
   edit, message = MISMATCHES[kind]
   abstract = change(abstract_state(), edit)
   checkpointer = Checkpointer(directory)
-  restore = checkpointer.restore if whole else checkpointer.restore_weights
   with pytest.raises(CheckpointError, match=f'(?s){message}.*Restore it with the experiment'):
-    restore(abstract if whole else abstract['weights'])
+    checkpointer.restore(abstract)
+  with pytest.raises(CheckpointError, match=f'(?s){message}.*Restore it with the experiment'):
+    checkpointer.restore_weights(abstract['weights'])
   assert checkpointer.all_steps() == [1, 2, 3]
 
 
@@ -162,7 +134,7 @@ def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothi
 
 @pytest.mark.parametrize(
   'max_to_keep, keep_every_n_steps, kept',
-  [(None, None, [1, 2, 3, 4, 5, 6]), (1, None, [6]), (2, None, [5, 6]), (1, 2, [2, 4, 6]), (2, 3, [3, 5, 6])],
+  [(None, None, [1, 2, 3, 4, 5, 6]), (2, None, [5, 6]), (2, 3, [3, 5, 6])],
 )
 def test_kept_steps(tmp_path, max_to_keep, keep_every_n_steps, kept):
   checkpointer = Checkpointer(tmp_path, max_to_keep=max_to_keep, keep_every_n_steps=keep_every_n_steps)
@@ -185,12 +157,6 @@ def test_the_first_checkpoint_is_kept_and_each_that_is_hours_younger_than_the_la
   assert directory.complete_steps() == [0, 2, 4, 6, 7]
 
 
-@pytest.mark.parametrize('setting', ['max_to_keep', 'keep_every_n_steps'])
-def test_settings_below_one_are_refused(tmp_path, setting):
-  with pytest.raises(ValueError, match=f'{setting} = 0 must be at least 1'):
-    Checkpointer(tmp_path, **{setting: 0})
-
-
 def test_a_step_that_is_not_newer_is_refused(directory):
   checkpointer = Checkpointer(directory)
   assert_restores(checkpointer.restore(abstract_state(), step=1), 1)
@@ -198,15 +164,3 @@ def test_a_step_that_is_not_newer_is_refused(directory):
     checkpointer.save(2, device_state(2))
   checkpointer.close()
   assert checkpointer.all_steps() == [1, 2, 3]
-
-
-def test_an_input_state_that_is_not_json_is_refused_and_leaves_nothing(tmp_path):
-  checkpointer = Checkpointer(tmp_path)
-  with pytest.raises(CheckpointError, match='input_state must be JSON'):
-    checkpointer.save(1, device_state(1), {'x': object()})
-  assert names(tmp_path) == []
-
-
-def test_a_reader_cannot_save(directory):
-  with pytest.raises(CheckpointError, match='read-only'):
-    Checkpointer(directory, read_only=True).save(4, device_state(4))

@@ -86,7 +86,7 @@ def test_a_job_that_ends_well_leaves_nothing(start, tmp_path):
   assert len(files(tmp_path)) == 1
 
 
-@pytest.mark.parametrize('where', [0, 30, 0.3, 0.6, 0.99, -1])
+@pytest.mark.parametrize('where', [0, 0.3, -1])
 @pytest.mark.parametrize('how', ['flip', 'cut'])
 def test_a_damaged_copy_is_found_and_the_one_before_it_is_used(start, tmp_path, where, how, caplog):
   copy_and_die(start(), 4, 8)
