@@ -42,11 +42,8 @@ def compare(monkeypatch):
   'first, second, sentence',
   [
     ({'lr': 0.001, 'seed': 0}, {'lr': 0.01, 'seed': 0}, 'lr=0.01, process 0 has 0.001'),
-    ({'shape': [1, 2]}, {'shape': [2, 1]}, 'shape=[2, 1], process 0 has [1, 2]'),
     ({'x': 1}, {'x': 1.0}, 'x=1.0, process 0 has 1'),
-    ({'x': 1}, {}, 'x=nothing, process 0 has 1'),
     ({}, {'x': None}, 'x=null, process 0 has nothing'),
-    ({'x': 'a' * 300}, {'x': 'a' * 299 + 'b'}, 'process 0 has "aaaa'),
   ],
 )
 def test_a_difference_is_named_with_both_values_and_the_process(compare, first, second, sentence):
@@ -73,10 +70,7 @@ def test_code_and_environment_are_compared_by_what_decides_numbers(monkeypatch, 
     compare(digests, digests | {'the code of spmd_tasks': 'other'}, must_have_all=False)
 
 
-@pytest.mark.parametrize(
-  'name, value',
-  [('jax_disable_jit', True), ('jax_numpy_dtype_promotion', 'strict'), ('jax_transfer_guard', 'disallow')],
-)
+@pytest.mark.parametrize('name, value', [('jax_numpy_dtype_promotion', 'strict')])
 def test_settings_of_jax_with_which_nothing_runs_are_refused(name, value):
   before = getattr(jax.config, name)
   jax.config.update(name, value)

@@ -51,13 +51,8 @@ def packages(monkeypatch):
     ({'coordinator_address': 'a:1'}, 'coordinator_address=a:1 given without num_processes and process_id: give all of'),
     ({'process_id': 0, 'num_processes': 2}, 'given without coordinator_address: give all of'),
     ({'coordinator_address': 'a:1', 'num_processes': 2, 'process_id': 2}, r'process_id=2 must lie in \[0, 2\)'),
-    ({'coordinator_address': 'a:1', 'num_processes': 2, 'process_id': -1}, r'process_id=-1 must lie in \[0, 2\)'),
-    ({'coordinator_address': 'a:1', 'num_processes': 0, 'process_id': 0}, 'num_processes=0 must be at least 1'),
     ({'coordinator_address': 'a', 'num_processes': 2, 'process_id': 0}, "'a' must be host:port"),
-    ({'coordinator_address': ':1', 'num_processes': 2, 'process_id': 0}, "':1' must be host:port"),
-    ({'coordinator_address': 'a:70000', 'num_processes': 2, 'process_id': 0}, "'a:70000' must be host:port"),
     ({'cluster': 'pbs'}, "cluster='pbs' is not known: choose 'auto', 'none'"),
-    ({'heartbeat_timeout_s': 0}, 'heartbeat_timeout_s=0 must be at least 1 second'),
   ],
 )
 def test_bad_settings_are_refused_with_the_remedy(settings, message):
@@ -70,11 +65,9 @@ def test_bad_settings_are_refused_with_the_remedy(settings, message):
   [
     ({}, None),
     (SLURM, 'slurm'),
-    (SLURM | {'SLURM_NTASKS': '1'}, None),
     ({name: value for name, value in SLURM.items() if name != 'SLURM_STEP_NODELIST'}, None),  # Not under srun.
     (OPEN_MPI, 'ompi'),
     (OPEN_MPI | SLURM, 'ompi'),  # mpirun inside an allocation: JAX's own order.
-    (OPEN_MPI | {'OMPI_COMM_WORLD_SIZE': '1'}, None),
     (POD, None),  # A notebook's pod.
     (POD | {'JOB_COMPLETION_INDEX': '0'}, 'k8s'),
     ({'TPU_WORKER_HOSTNAMES': 'a,b'}, None),  # Without libtpu no TPU.
@@ -88,7 +81,6 @@ def test_a_cluster_is_seen_where_it_starts_several_processes(packages, environ, 
   'environ, has_device, expected',
   [
     ({'TPU_WORKER_HOSTNAMES': 'a,b'} | POD | {'JOB_COMPLETION_INDEX': '0'}, True, 'gketpu'),
-    ({'TPU_PROCESS_ADDRESSES': 'a,b'}, True, 'gketpu'),
     ({'TPU_WORKER_HOSTNAMES': 'localhost'}, True, None),
     ({'TPU_WORKER_HOSTNAMES': 'localhost', 'MEGASCALE_NUM_SLICES': '2'}, True, 'gketpu'),
     ({}, True, 'gcetpu'),
@@ -137,20 +129,12 @@ def test_explicit_flags_win_over_the_environment_and_bind_one_address_only(calls
   ]
 
 
-def test_a_collective_timeout_set_by_hand_stays(calls, monkeypatch):
-  monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_collective_timeout_seconds=7')
-  initialize(DistributedSettings(), SLURM)
-  assert os.environ['XLA_FLAGS'] == '--xla_cpu_collective_timeout_seconds=7'
-
-
 @pytest.mark.parametrize(
   'environ, expected',
   [
     ({}, None),  # JAX's rule: the GPU of the task's local number.
     ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, (0, 1, 2, 3)),
     ({'SLURM_STEP_TASKS_PER_NODE': '4(x2)', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, None),
-    ({'SLURM_STEP_TASKS_PER_NODE': '1,2', 'CUDA_VISIBLE_DEVICES': '0,1'}, None),
-    ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'CUDA_VISIBLE_DEVICES': ''}, None),
     ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)'}, (0, 1, 2)),  # nothing hides a GPU
     ({'SLURM_STEP_TASKS_PER_NODE': '4(x2)'}, None),
   ],

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from spmd_tasks.distributed import link_connections
 from spmd_tasks.distributed.link_connections import admit, join, listen_for_processes
 from spmd_tasks.distributed.links import LinkError
 
@@ -90,16 +89,11 @@ NOT_AUTHENTIC = 'forged, changed, repeated or reordered'
 # one in the middle delivers, how many messages are received of it, and why the link ends.
 ATTACKS = {
   'a flipped bit': (lambda f, back, old: f[0] + flipped(f[1], 37), 1, NOT_AUTHENTIC),
-  'a flipped bit of a tag': (lambda f, back, old: f[0] + flipped(f[1], 5), 1, NOT_AUTHENTIC),
   'a smaller length': (lambda f, back, old: flipped(f[1], 3) + bytes(8), 0, NOT_AUTHENTIC),
   'a replay': (lambda f, back, old: f[0] + f[0], 1, NOT_AUTHENTIC),
-  'another order': (lambda f, back, old: f[1] + f[0], 0, NOT_AUTHENTIC),
-  'one left out': (lambda f, back, old: f[0] + f[2], 1, NOT_AUTHENTIC),
   'a reflection': (lambda f, back, old: back, 0, NOT_AUTHENTIC),
   'one of another connection': (lambda f, back, old: old, 0, NOT_AUTHENTIC),
   'a huge length': (lambda f, back, old: f[0] + b'\x7f' * 4 + bytes(100), 1, 'broke off at message 1'),
-  'a large length that never comes': (lambda f, back, old: b'\x20' + bytes(4), 0, 'broke off at message 0'),
-  'an end within a message': (lambda f, back, old: f[0] + f[1][:-5], 1, 'broke off at message 1'),
 }
 
 
@@ -188,15 +182,6 @@ def test_a_greeting_that_was_overheard_is_of_no_use_on_another_connection():
       own = join(*listener.getsockname(), SECRET, (0, 1))
       for link in (own, *admitted.result(5)):
         link.close()
-
-
-def test_a_process_that_does_not_come_is_named(monkeypatch):
-  monkeypatch.setattr(link_connections, '_CONNECT_LIMIT_S', 0.1)
-  with (
-    listen_for_processes('127.0.0.1') as listener,
-    pytest.raises(RuntimeError, match='process 1, 2 did not connect to process 0 within'),
-  ):
-    admit(listener, SECRET, 0, [1, 2])
 
 
 # --- silence ---

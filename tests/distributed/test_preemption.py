@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 
 import pytest
 
@@ -63,19 +62,3 @@ def test_the_previous_handler_returns_also_after_an_error():
   finally:
     signal.signal(signal.SIGTERM, previous)
   assert received == [signal.SIGTERM]
-
-
-def test_elsewhere_than_on_the_main_thread_it_says_what_to_do():
-  errors = []
-
-  def enter():
-    try:
-      PreemptionGuard().__enter__()
-    except ValueError as error:
-      errors.append(str(error))
-
-  thread = threading.Thread(target=enter)
-  thread.start()
-  thread.join()
-  assert len(errors) == 1
-  assert 'main thread only: enter it there' in errors[0]

@@ -1,7 +1,5 @@
 """What the processes learn of each other from their records."""
 
-import os
-import threading
 import time
 
 import jax
@@ -55,11 +53,6 @@ def test_a_process_that_has_died_here_is_named(tmp_path):
   assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 is gone from this host'
 
 
-def test_a_process_without_a_record_is_named(tmp_path):
-  records = open_all(tmp_path, num_processes=2)
-  assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 has left no record'
-
-
 def test_opening_clears_what_an_earlier_run_left(tmp_path):
   records = open_all(tmp_path)
   records[1].write_progress(Position(step=1), since=0.0)
@@ -72,16 +65,6 @@ def test_records_that_are_damaged_are_passed_over(tmp_path):
   for content in ('', '{', '[]', '{"process_index": 1}', '{"process_index": "1; rm -rf", "host": 1}', '\udc80'):
     (tmp_path / 'ranks' / 'progress' / '1.json').write_text(content, errors='surrogateescape')
     assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 has left no record'
-
-
-def test_a_large_jobs_report_has_only_the_remarkable_processes(tmp_path):
-  records = open_all(tmp_path, num_processes=40)
-  for index, record in enumerate(records):
-    record.write_progress(Position(step=5 - (index == 33)), since=time.time())
-  table, culprits = records[0].describe(Position(step=5), is_waiting=True)
-  assert culprits == "process 33 is behind: 'start' of step 4"
-  assert [line.split()[1] for line in table.splitlines()[1:]] == ['0', '33']
-  assert str(os.getpid()) in table
 
 
 @pytest.fixture
@@ -119,17 +102,7 @@ def test_a_running_jobs_records_stay_until_process_0_owns_the_directory(tmp_path
   assert is_there == [True, False]
 
 
-def test_a_file_system_may_show_process_0s_file_late(tmp_path, process_1):
-  start = tmp_path / 'ranks' / 'start.txt'
-  start.parent.mkdir()
-  start.write_text('07060504ff020100')  # of an earlier start
-  late = threading.Timer(0.3, start.write_text, ['0001020304050607'])
-  process_1 += [late.start, lambda: None]
-  open_rank_records(tmp_path)
-  late.join()
-
-
-@pytest.mark.parametrize('earlier', [None, b'0706050403020100', b'\xff'])
+@pytest.mark.parametrize('earlier', [None, b'0706050403020100'])
 def test_a_directory_that_is_not_shared_is_refused(tmp_path, process_1, monkeypatch, earlier):
   monkeypatch.setattr(rank_records, '_VISIBLE_LIMIT_S', 0.05)
   if earlier is not None:

@@ -19,7 +19,7 @@ EVEN = (1.0, 0.0, 0.9)  # seconds in all, waited, blocked
     (EVEN, 0.0, 'host'),
   ],
 )
-@pytest.mark.parametrize('num_even', [1, 2, 7])
+@pytest.mark.parametrize('num_even', [1, 7])
 def test_the_slowest_process_and_its_cause(slow, wait_share, cause, num_even):
   found = find_slowest(np.array([EVEN] * num_even + [slow]))
   assert found.wait_share == pytest.approx(wait_share)
