@@ -4,11 +4,9 @@ import dataclasses
 import time
 
 import fiddle as fdl
-import jax
 
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.inputs import SyntheticText
-from spmd_tasks.programs.early_end import EarlyEnd
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,21 +70,3 @@ class Job(Uneven):
 
   def eval_inputs(self):
     return {'valid': fdl.Config(SyntheticText, batch_size=8, seq_len=16, vocab_size=257, stream=1, num_batches=3)}
-
-
-class EndsEarly(Job):
-  """Ended by process 0 after step 7; process 1 would never end."""
-
-  def hooks(self):
-    return [OnProcess0(step=7)]
-
-
-@dataclasses.dataclass(kw_only=True)
-class OnProcess0(EarlyEnd):
-  """Asked after every step; says no on all processes but the first."""
-
-  step: int
-  every_step: bool = True
-
-  def reason(self, report):
-    return 'it is enough' if report.step == self.step and jax.process_index() == 0 else None

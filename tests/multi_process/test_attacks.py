@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import sys
-import time
 
 import httpx
 from launch import Job, coordinator_flags
@@ -56,8 +55,6 @@ def lines_of_a_stream(client, fault, *, max_tokens=900):
   'culprit, signum',
   [
     (0, signal.SIGKILL),
-    pytest.param(1, signal.SIGKILL, marks=pytest.mark.exhaustive),
-    pytest.param(0, signal.SIGSTOP, marks=pytest.mark.exhaustive),
     (1, signal.SIGSTOP),
   ],
 )
@@ -109,24 +106,3 @@ def test_strangers_at_the_coordinators_port_do_not_disturb_a_server(tmp_path):
     job.send(1, signal.SIGTERM)
     ranks = job.wait(deadline_s=DEADLINE_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
-
-
-@pytest.mark.exhaustive  # the port is the server's, too
-def test_strangers_at_the_coordinators_port_do_not_disturb_training(tmp_path):
-  argvs = [
-    [sys.executable, str(Path(WORKER).with_name('worker_steps.py')), *own, f'--job_log_dir={tmp_path}']
-    for own in coordinator_flags(num_processes=2)
-  ]
-  port = int(re.search(r':(\d+)', argvs[0][2])[1])
-  with Job(argvs, log_dir=tmp_path, num_devices=2) as job, contextlib.ExitStack() as stack:
-    end = time.monotonic() + START_S
-    while True:
-      with contextlib.suppress(OSError):
-        attack(port, stack)
-        break
-      assert time.monotonic() < end
-      time.sleep(0.05)
-    ranks = job.wait(deadline_s=START_S)
-  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
-  losses = [re.findall(r'step \d+ loss .*', rank.log) for rank in ranks]
-  assert losses[0] == losses[1] == [f'step {step} loss {1.5 * (step + 1)}' for step in range(8)]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, rank_records
+from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize
 from spmd_tasks.distributed.initialization import finish
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.rank_records import open_rank_records
@@ -28,8 +28,6 @@ def commit(fault: str):
   match fault:
     case 'raise':
       raise ArithmeticError('this step is cursed')
-    case 'usage':
-      sys.exit(exit_codes.USAGE)
     case 'hang':
       time.sleep(HOUR_S)
     case 'stop':
@@ -49,11 +47,9 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
     process_id=args.process_id,
     heartbeat_timeout_s=args.heartbeat_timeout_s,
     shutdown_timeout_s=2,
-    initialization_timeout_s=args.initialization_timeout_s,
-    collective_timeout_s=args.collective_timeout_s,
+    collective_timeout_s=int(HOUR_S),
   )
   initialize(settings)
-  rank_records._VISIBLE_LIMIT_S = args.visible_limit_s
   records = open_rank_records(args.job_log_dir) if jax.process_count() > 1 else None
   if records is not None:
     emergency.attach(records.describe)
@@ -106,10 +102,7 @@ def main():
   parser.add_argument('--fault_rank', type=int, default=1)
   parser.add_argument('--fault_step', type=int, default=4)
   parser.add_argument('--watchdog_timeout_s', type=float, default=HOUR_S)
-  parser.add_argument('--initialization_timeout_s', type=int, default=60)
   parser.add_argument('--heartbeat_timeout_s', type=int, default=int(HOUR_S))
-  parser.add_argument('--collective_timeout_s', type=int, default=int(HOUR_S))
-  parser.add_argument('--visible_limit_s', type=float, default=60.0)
   parser.add_argument('--late_s', type=float, default=0.0, help='work that one process does after the last step')
   args = parser.parse_args()
   emergency = EmergencyExit()
