@@ -25,6 +25,7 @@ that order before the next one is called on any. The methods, in the order of a 
     start              there is a state; the train step may not be compiled yet
     batches            asked before the input is read: may give the loop its batches
     before_loop        everything is compiled, and SIGTERM is kept for `should_stop`
+    before_step        a batch is there, and the step on it is about to be launched
     after_first_step   of this process, before `after_step` of the same step
     after_step         every step that counts; `after_skipped_step` for one that was not finite and changed nothing
     after_loop         whatever has ended the loop: the last step, SIGTERM, an early end, the end of the input
@@ -45,6 +46,7 @@ from etils import epath
 from spmd_tasks.activity import doing
 
 if TYPE_CHECKING:
+  import jax
   import numpy as np
 
   from spmd_tasks.checkpoints import Checkpointer
@@ -122,6 +124,12 @@ class TrainHook:
     while the hook runs, and `run.state` raises a RuntimeError.
     """
     return False
+
+  def before_step(self, run: 'TrainRun', batch: 'dict[str, jax.Array]') -> None:
+    """Looks at the placed batch of the step that is launched next; what it raises ends the job without that step.
+
+    `run.state` is the state that the step begins with, where the hook `needs_state(run.step)`.
+    """
 
   def after_first_step(self, run: 'TrainRun') -> None:
     """Compiles now what is first needed at an interval: what cannot be compiled should fail at the start."""

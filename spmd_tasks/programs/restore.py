@@ -4,7 +4,7 @@ state, step, origin = restore_or_init(model, checkpointer, job, iterator)
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from absl import logging
 import jax
@@ -20,9 +20,6 @@ from spmd_tasks.learning.frozen_weights import fill_in
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import base_of, saved_part
-
-if TYPE_CHECKING:
-  pass
 
 LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
 
@@ -51,25 +48,44 @@ def restore_or_init(
     CheckpointError: there are checkpoints, but none that can be used; or there were, and they are gone.
     UserError: the input cannot continue exactly where the checkpoint left it, or the weights of `init_from` do not fit.
   """
-  experiment = job.experiment
-  origin = experiment.origin()
+  saved = saved_state(model, checkpointer, job, identity)
+  if saved is None:
+    return initial_state(model, job.experiment)
+  state, step, input_state = saved
+  iterator.set_state(input_state)
+  return state, step, f'resuming after step {step}'
+
+
+def saved_state(
+  model: PartitionedModel,
+  checkpointer: Checkpointer,
+  job: Job,
+  identity: Callable[[], Mapping[str, str]] | None = None,
+  step: int | None = None,
+) -> tuple[TrainState, int, Any] | None:
+  """Returns the padded state of a checkpoint, its step and this process's position in the input.
+
+  Args:
+    model, checkpointer, job, identity: as in `restore_or_init`.
+    step: of the checkpoint; None: the newest that is whole, and None is returned where there never was one.
+  """
+  origin = job.experiment.origin()
   part = saved_part(model, origin)
-  restored = checkpointer.restore(part(model.canonical_state))
+  restored = checkpointer.restore(part(model.canonical_state), step)
   if restored is None:
-    return initial_state(model, experiment)
+    return None
   positions = [state for state in restored.input_states if state is not None]
   if len(positions) < len(restored.input_states):
     raise CheckpointError(f'the checkpoint of step {restored.step} holds no input position: it cannot be trained on.')
   input_state = restored.input_state
   if input_state is None:  # another number of processes saved the checkpoint
     input_state = job.train_input.reshard_states(positions, jax.process_count())[jax.process_index()]
-  iterator.set_state(input_state)
   logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
   state = model.from_canonical(restored.state, part)
   if (base := base_of(model, origin)) is not None:
     base.check(restored, checkpointer.path, identity)
     state = state.replace(weights=fill_in(state.weights, base.frozen(model)))
-  return state, restored.step, f'resuming after step {restored.step}'
+  return state, restored.step, input_state
 
 
 def initial_state(model: PartitionedModel, experiment: Experiment) -> tuple[TrainState, int, str]:

@@ -3,6 +3,7 @@
 The loop knows only steps. Everything that is done beside them is a TrainHook (hooks.py), in the order of `job_hooks`.
 """
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
@@ -72,6 +73,7 @@ def train(
   clock: StartupClock,
   config_json: str,
   begin_anew: bool = False,
+  hooks: Sequence[TrainHook] | None = None,
 ) -> int:
   """Runs a training job to its end; returns an exit code: OK, or that of PreemptionGuard with all saved.
 
@@ -82,6 +84,7 @@ def train(
     clock: counting since the start of the process.
     config_json: the resolved config, saved as `config.json`.
     begin_anew: begins at step 0 if the checkpoints of a job that ran here are gone, with its other files set aside.
+    hooks: what is done beside the steps; None: `job_hooks(job)`.
 
   Raises:
     UserError: the job does not fit the devices, its input or its directory; nothing is written then.
@@ -89,7 +92,8 @@ def train(
     TrainingDivergedError: too many steps in a row were not finite.
     TrainingInputEndedError: the input has fewer batches than steps; the last step is saved.
   """
-  experiment, guard, hooks = job.experiment, PreemptionGuard(), job_hooks(job)
+  experiment, guard = job.experiment, PreemptionGuard()
+  hooks = job_hooks(job) if hooks is None else tuple(hooks)
   goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
   with contextlib.ExitStack() as stack, emergency.on_failure():
@@ -232,6 +236,7 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
     platform=next(iter(state.step.devices())).platform,
     on_activity=run.watchdog.beat,
     should_stop=lambda: run.end_reason is not None or run.should_stop(),
+    before_step=lambda batch: _before_step(run, batch),
   )
 
 
@@ -262,6 +267,11 @@ def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:
   )
   run.stack.callback(batches.close)
   return batches
+
+
+def _before_step(run: TrainRun, batch: dict[str, jax.Array]) -> None:
+  for hook in run.hooks:
+    hook.before_step(run, batch)
 
 
 def _compile(run: TrainRun) -> None:

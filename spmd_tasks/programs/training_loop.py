@@ -86,6 +86,7 @@ class TrainingLoop:
     platform: str,
     on_activity: Callable[[int, str], None],
     should_stop: Callable[[], bool],
+    before_step: Callable[[dict[str, jax.Array]], None] = lambda batch: None,
   ):
     """Makes a loop; nothing runs yet.
 
@@ -98,6 +99,7 @@ class TrainingLoop:
       platform: of the devices, such as 'tpu'. On 'cpu' every step is awaited.
       on_activity: called with (step, 'input') before a batch is taken and with (step, 'step') before the launch.
       should_stop: asked before every launch.
+      before_step: called with the placed batch before the launch; what it raises leaves `state` as it is.
     """
     self._train_step = train_step
     self._num_train_steps = num_train_steps
@@ -105,6 +107,7 @@ class TrainingLoop:
     self._is_awaited = is_awaited if platform != 'cpu' else lambda step: True
     self._on_activity = on_activity
     self._should_stop = should_stop
+    self._before_step = before_step
     self._skipped_in_a_row = int(state.learner.num_skipped_in_a_row)
     self.state = state
     self.step = int(state.step)
@@ -160,6 +163,7 @@ class TrainingLoop:
       self.input_has_ended = True
       return None
     self._on_activity(step, 'step')
+    self._before_step(batch)
     self.state, metrics = self._train_step(self.state, batch)
     return _Launched(metrics, self.input_state)
 

@@ -1,0 +1,252 @@
+"""--mode replay: makes past steps again and compares them with what the job recorded.
+
+`--step N` looks into one step: its metrics against metrics.jsonl, its state against the checkpoint of step N where
+there is one, its rows, and statistics by layer. `--from A --to B` walks and stops at the first step that departs.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+import jax
+
+from spmd_tasks import exit_codes
+from spmd_tasks.activity import set_activity
+from spmd_tasks.command import Command, OpenJob
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import gather
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path, storage_errors, write_durably
+from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.training_loop import Outcome
+from spmd_tasks.replay.fingerprints import digest
+from spmd_tasks.replay.rerun import Watch, rerun
+from spmd_tasks.replay.rows import describe_rows
+from spmd_tasks.replay.statistics import LayerStatistics, Statistics, format_table, gradient_model, gradient_state
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.metrics import Metric, Metrics, read_jsonl
+
+_print = functools.partial(print, flush=True)
+
+
+def run(command: Command) -> int:
+  """Runs --mode replay; returns OK, or FAILED where a step departs from the record."""
+  flags = command.flags
+  with dataclasses.replace(command, mode='train').open_job() as opened:  # a replay needs all that training needs
+    first, last = (flags.step, flags.step) if flags.step is not None else (getattr(flags, 'from'), flags.to)
+    reference = opened.directory if flags.against is None else absolute_path(flags.against)
+    try:
+      recorded = read_jsonl(reference)
+    except OSError as error:
+      raise UserError(
+        f'{reference} has no metrics.jsonl that can be read ({error}): name the directory of a job.'
+      ) from error
+    settings = {'directory': opened.directory, 'reference': reference, 'first': first, 'last': last}
+    compare = functools.partial(differences, metric=flags.metric, tolerance=flags.tolerance or 0.0)
+    report = (_look_into if flags.step is not None else _walk)(opened, settings, recorded, compare)
+    if flags.out is not None and is_primary():
+      path = absolute_path(flags.out)
+      with storage_errors(path):
+        write_durably(path, json.dumps(_plain(report), indent=1) + '\n')
+  return exit_codes.FAILED if report['departs'] else exit_codes.OK
+
+
+class LookInto(Watch):
+  """Looks into each attempt at one step: rows and statistics; a batch that was skipped is an attempt too."""
+
+  def __init__(self, **settings: Any):
+    super().__init__(**settings)
+    self.attempts: list[dict[str, Any]] = []
+    self.metrics: Metrics = {}
+
+  def prepare(self, run: TrainRun) -> None:
+    super().prepare(run)
+    self._statistics = LayerStatistics(run.model)
+    self._gradients: PartitionedModel = gradient_model(run.model, run.experiment)
+    self._own_batches = any(type(hook).batches is not TrainHook.batches for hook in run.hooks)
+
+  def look(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
+    with run.timed('replay', 'compilation'):
+      rows: list[Any] = []
+      if not self._own_batches:
+        rows = [row for each in gather(describe_rows(run.job, position), 'rows', limit_s=run.limit_s) for row in each]
+      self._before = gradient_state(run.state)
+      gradients, metrics = self._gradients.train_step(gradient_state(run.state), batch)
+      attempt = {
+        'skipped': True,  # until it counts
+        'loss': float(metrics['loss']),
+        'rows': rows,
+        'weights': self._statistics(run.state),
+        'gradients': self._statistics(gradients),
+      }
+      self.attempts.append(attempt)
+
+  def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
+    self.metrics = metrics
+    with run.timed('replay', 'compilation'):
+      self.attempts[-1] |= {'skipped': False, 'updates': self._statistics(run.state, self._before)}
+    return False
+
+
+def _look_into(
+  opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any
+) -> dict[str, Any]:
+  """Makes one step again; prints and returns what was found."""
+  watch, step = LookInto(**settings), settings['first']
+  stopped = rerun(opened, watch)
+  set_activity(None)
+  report = {'step': step, 'checkpoint': watch.checkpoint, 'stopped': stopped, 'metrics': watch.metrics}
+  report |= _compared(watch, step, watch.metrics, recorded, compare) | {'attempts': watch.attempts}
+  for number, attempt in enumerate(watch.attempts, 1):
+    kinds: dict[str, Statistics] = {k: attempt[k] for k in ('weights', 'gradients', 'updates') if k in attempt}
+    skipped = f' (attempt {number}: not finite, loss {attempt["loss"]}, so it changed nothing)' * attempt['skipped']
+    _show(f'step {step}{skipped}, from {_origin(watch)}')
+    for row in attempt['rows']:
+      _show(format_row(row))
+    _show(format_table(kinds))
+  if stopped is not None:
+    _show(f'the job cannot make step {step}: {stopped}')
+  _show(_verdict(report, step))
+  return report
+
+
+class Walk(Watch):
+  """Compares each step with the record, and ends at the first one that departs."""
+
+  def __init__(self, recorded: Mapping[int, Metrics], compare: Any, **settings: Any):
+    super().__init__(**settings)
+    self._recorded, self._compare = recorded, compare
+    self.compared: list[dict[str, Any]] = []
+
+  def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
+    found = _compared(self, outcome.step, metrics, self._recorded, self._compare)
+    self.compared.append({'step': outcome.step, 'metrics': metrics} | found)
+    return not found['departs']
+
+
+def _walk(opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metrics], compare: Any) -> dict[str, Any]:
+  """Makes several steps again; prints and returns what was found."""
+  walk = Walk(recorded, compare, **settings)
+  stopped = rerun(opened, walk)
+  set_activity(None)
+  departed = next((each for each in walk.compared if each['departs']), None)
+  report = {'from': settings['first'], 'to': settings['last'], 'checkpoint': walk.checkpoint, 'stopped': stopped}
+  report |= {'steps': walk.compared, 'departs': departed is not None or stopped is not None}
+  report |= {'first_departure': None if departed is None else departed['step']}
+  with_record = [each['step'] for each in walk.compared if each['is_recorded']]
+  if departed is not None:
+    _show(_verdict(departed, departed['step']))
+    _show(f'step {departed["step"]} is the first that departs; look into it with --step {departed["step"]}')
+  elif stopped is not None:
+    _show(f'the job cannot go on: {stopped}')
+  else:
+    states = f'; the states of the checkpoints of {sorted(walk.fingerprints)} too' * bool(walk.fingerprints)
+    _show(
+      f'steps {settings["first"]} to {settings["last"]}, from {_origin(walk)}: the {len(with_record)} steps that are '
+      f'recorded are the same{states}'
+    )
+  return report
+
+
+def differences(
+  own: Metrics, recorded: Metrics, *, metric: str | None = None, tolerance: float = 0.0
+) -> dict[str, tuple[Metric | None, Metric | None]]:
+  """Returns the metrics of a step that differ from the recorded ones: name -> (replayed, recorded).
+
+  Args:
+    own: metrics of the step itself; others of the record (rates, goodput) are of the run, and not compared.
+    recorded: the step's line of metrics.jsonl.
+    metric: compare this one alone.
+    tolerance: relative difference that counts as none.
+
+  Raises:
+    UserError: the step has no such metric.
+  """
+  if metric is not None and metric not in own:
+    raise UserError(f'--metric {metric!r} is no metric of the step: it has {", ".join(sorted(own))}.')
+  names = own if metric is None else (metric,)
+  return {
+    name: (own[name], recorded.get(name)) for name in names if not _agree(own[name], recorded.get(name), tolerance)
+  }
+
+
+def _agree(own: Metric, other: Metric | None, tolerance: float) -> bool:
+  if other is None:
+    return False
+  mine, its = (value if isinstance(value, list) else [value] for value in (own, other))
+  return len(mine) == len(its) and all(
+    a == b or (math.isnan(a) and math.isnan(b)) or (tolerance > 0 and math.isclose(a, b, rel_tol=tolerance))
+    for a, b in zip(mine, its, strict=True)
+  )
+
+
+def _compared(
+  watch: Watch, step: int, metrics: Metrics, recorded: Mapping[int, Metrics], compare: Any
+) -> dict[str, Any]:
+  """Compares a step with its line of the record and with its checkpoint."""
+  line = recorded.get(step)
+  different = {} if line is None or not metrics else compare(metrics, line)
+  found: dict[str, Any] = {'is_recorded': line is not None, 'differences': different, 'departs': bool(different)}
+  if (both := watch.fingerprints.get(step)) is not None:
+    own, saved = both
+    leaves = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    found |= {'digest': digest(own), 'saved_digest': digest(saved), 'different_leaves': leaves}
+    found['departs'] = found['departs'] or bool(leaves)
+  return found
+
+
+def _verdict(found: dict[str, Any], step: int) -> str:
+  """Says how a step compares with the record."""
+  if not found['metrics']:
+    return f'step {step} was not made'
+  if not found['is_recorded']:
+    lines = [f'step {step}: no line of metrics.jsonl is of this step, so its metrics are compared with nothing']
+  elif found['differences']:
+    lines = [f'step {step} departs from the record:']
+    lines += [f'  {name}: replayed {own}, recorded {its}' for name, (own, its) in found['differences'].items()]
+  else:
+    lines = [f'step {step}: every bit of the metrics is as recorded ({_first_metrics(found["metrics"])})']
+  if 'digest' in found and found['different_leaves']:
+    some = ', '.join(found['different_leaves'][:5])
+    lines.append(
+      f'step {step}: the state ({found["digest"]}) is not that of its checkpoint ({found["saved_digest"]}): '
+      f'{len(found["different_leaves"])} arrays differ, such as {some}'
+    )
+  elif 'digest' in found:
+    lines.append(f'step {step}: every bit of the state is that of its checkpoint, digest {found["digest"]}')
+  return '\n'.join(lines)
+
+
+def _first_metrics(metrics: Metrics) -> str:
+  return ', '.join(f'{name} {metrics[name]}' for name in ('loss', 'grad_norm') if name in metrics)
+
+
+def _origin(watch: Watch) -> str:
+  return f'the checkpoint of step {watch.checkpoint}' if watch.checkpoint else 'the beginning'
+
+
+def format_row(row: dict[str, Any]) -> str:
+  """Returns the line of one row of a batch."""
+  documents: Sequence[int] = row.get('tokens_per_document', ())
+  parts = [f'row {row["row"]}']
+  parts += [row['source']] if 'source' in row else []
+  parts += [f'{len(documents)} document(s) of {"+".join(map(str, documents))} tokens'] if documents else []
+  parts += row['from']
+  return '  '.join(parts) + (f'  {row["begins"]!r}' if isinstance(row.get('begins'), str) else '')
+
+
+def _show(text: str) -> None:
+  if is_primary():
+    _print(text)
+
+
+def _plain(value: Any) -> Any:
+  """JSON without NaN and infinities, which are written as in metrics.jsonl."""
+  if isinstance(value, dict):
+    return {name: _plain(each) for name, each in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(each) for each in value]
+  return str(value) if isinstance(value, float) and not math.isfinite(value) else value

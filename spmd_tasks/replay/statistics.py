@@ -1,0 +1,160 @@
+"""Looks into one step: norm, largest magnitude and NaNs of weights, gradients and updates, by layer.
+
+    gradients, metrics = gradient_model(model, experiment).train_step(gradient_state(state), batch)
+    LayerStatistics(model)(gradients)             # {'stack/ffn/kernel': {'norm': [L], 'max': [L], 'nan': [L]}, ...}
+
+Gradients come from a program of their own, which leaves the state as it is: the training step with a learner that
+returns the gradients in place of new weights.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import numpy as np
+
+from spmd_tasks.experiment import Experiment
+from spmd_tasks.learning import LearnerState
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
+from spmd_tasks.replay.fingerprints import name_of
+from spmd_tasks.runtime import PartitionedModel, TrainState, partition_spmd_model
+from spmd_tasks.sharding import WeightSpec
+
+# Leaf -> 'norm', 'max', 'nan' -> a value, of a leaf of a stack one per layer.
+Statistics = dict[str, dict[str, float | list[float]]]
+
+
+class GradientLearner:
+  """A learner whose new weights are the gradients; it has no optimizer state. All else is that of another learner."""
+
+  def __init__(self, learner: Any, **changes: Any):
+    self._learner, self._changes = learner, changes
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('_'):  # before __init__, when copied
+      raise AttributeError(name)
+    return self._changes[name] if name in self._changes else getattr(self._learner, name)
+
+  def init(self, weights: Any, weight_specs: Any) -> LearnerState:
+    del weights, weight_specs
+    return LearnerState(opt_state=(), ema_weights=None, num_skipped=_zero(), num_skipped_in_a_row=_zero())
+
+  def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, weights: Any, weight_specs: Any, **_: Any):
+    del loss, step
+    grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, without_frozen(weights, weight_specs))
+    return fill_in(grads, weights), state, {'skipped': jnp.zeros(())}
+
+  def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
+    del weight_specs
+    return jax.tree.map(lambda x: WeightSpec(shape=(), init=None, split_dims=(), dtype=x.dtype), abstract_state)
+
+
+def _zero() -> jax.Array:
+  return jnp.zeros((), jnp.int32)
+
+
+def gradient_model(
+  model: PartitionedModel,
+  experiment: Experiment,
+  mesh: Mesh | None = None,
+  num_rows: int | None = None,
+  **learner: Any,
+) -> PartitionedModel:
+  """Returns a model whose train step gives the gradients of `model` in the place of new weights.
+
+  Args:
+    model, experiment: of the training step.
+    mesh: another mesh of the same shape; None: the same.
+    num_rows: of a batch; None: as many.
+    learner: fields of the learner to change, such as num_microbatches.
+  """
+  spec = model.input_layout.spec
+  if num_rows is not None:
+    spec = {
+      name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]) if x.shape else (), x.dtype) for name, x in spec.items()
+    }
+  return partition_spmd_model(
+    dataclasses.replace(model.task, learner=GradientLearner(model.task.learner, **learner)),
+    model.mesh if mesh is None else mesh,
+    spec,
+    axis_rules=model.axis_rules,
+    inputs_split_mapping=model.inputs_split_mapping,
+    default_split_dim=experiment.default_split_dim,
+  )
+
+
+def gradient_state(state: TrainState) -> TrainState:
+  """Returns a copy of what the gradients depend on, which a step of a `gradient_model` may use up."""
+  learner = state.learner.replace(opt_state=(), ema_weights=None)
+  return jax.tree.map(jnp.copy, state.replace(learner=learner))
+
+
+class LayerStatistics:
+  """Computes the statistics of trees like a model's weights, in the layout of the live state."""
+
+  def __init__(self, model: PartitionedModel):
+    self._model = model
+    specs = jax.tree.leaves(without_frozen(model.weight_specs, model.weight_specs))
+    self._is_stacked = [spec.stacked > 0 for spec in specs]
+
+  def __call__(self, state: TrainState, before: TrainState | None = None) -> Statistics:
+    """Returns the statistics of a state's trained weights, or of their change since `before`. A collective call."""
+    tree = self._model.to_canonical(state, self._part)
+    if before is not None:
+      tree = jax.tree.map(jnp.subtract, tree, self._model.to_canonical(before, self._part))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    values = jax.device_get(self._compute([leaf for _, leaf in leaves]))
+    return {
+      name_of(path): {kind: np.asarray(x, np.float64).tolist() for kind, x in each.items()}
+      for (path, _), each in zip(leaves, values, strict=True)
+    }
+
+  def _part(self, state: TrainState) -> Any:
+    return self._model.trained_part(state).weights
+
+  @functools.cached_property
+  def _compute(self) -> Any:
+    return jax.jit(lambda leaves: [_of_leaf(*each) for each in zip(leaves, self._is_stacked, strict=True)])
+
+
+def _of_leaf(x: jax.Array, is_stacked: bool) -> dict[str, jax.Array]:
+  """Returns norm, largest magnitude and number of NaNs: of each layer [L], or of all of a leaf that is no stack's."""
+  dims = tuple(range(is_stacked, x.ndim))
+  x, is_nan = x.astype(jnp.float32), jnp.isnan(x)
+  magnitude = jnp.max(jnp.abs(x), dims, initial=0.0)
+  scale = jnp.where(jnp.isfinite(magnitude) & (magnitude > 0), magnitude, 1.0)  # the squares shall not overflow
+  scaled = x / jnp.expand_dims(scale, dims)
+  return {'norm': scale * jnp.sqrt(jnp.sum(scaled * scaled, dims)), 'max': magnitude, 'nan': jnp.sum(is_nan, dims)}
+
+
+def by_layer(statistics: Statistics) -> dict[str, dict[str, float]]:
+  """Adds up the leaves of a layer: 'stack/3' of all leaves of a stack, and the leaf's first name of the others."""
+  layers: dict[str, dict[str, float]] = {}
+  for name, each in statistics.items():
+    first = name.partition('/')[0]
+    is_stacked = isinstance(each['norm'], list)
+    for index, (norm, largest, nans) in enumerate(zip(*(np.ravel(each[kind]) for kind in ('norm', 'max', 'nan')))):
+      layer = layers.setdefault(f'{first}/{index}' if is_stacked else first, {'norm': 0, 'max': 0, 'nan': 0})
+      layer['norm'] = math.hypot(layer['norm'], norm)
+      layer['max'] = max(layer['max'], largest, key=lambda x: math.inf if math.isnan(x) else x)
+      layer['nan'] += nans
+  return layers
+
+
+def format_table(kinds: Mapping[str, Statistics]) -> str:
+  """Returns a table with a line per layer; for each of `kinds`, such as 'gradient', norm, max and NaNs."""
+  rows = {kind: by_layer(statistics) for kind, statistics in kinds.items()}
+  names = list(next(iter(rows.values())))
+  width = max(map(len, (*names, 'layer'))) + 2
+  lines = [f'{"layer":{width}}' + ''.join(f'{f"|{kind}|":>14}{"max":>11}{"NaN":>7}' for kind in rows)]
+  for name in names:
+    cells = [row[name] for row in rows.values()]
+    lines.append(
+      f'{name:{width}}' + ''.join(f'{cell["norm"]:14.5g}{cell["max"]:11.4g}{cell["nan"]:7.0f}' for cell in cells)
+    )
+  return '\n'.join(lines)

@@ -1,0 +1,138 @@
+"""Past steps are made again, bit for bit, and the step at which a run departed from its record is found."""
+
+import contextlib
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from tests import binary
+from tests.programs.small_jobs import SMALL
+from tests.replay.replayed_jobs import NAME, TEXTS
+
+
+def train(directory, experiment, *flags):
+  code = binary.run_in_process('--exp', experiment, '--mode', 'train', '--job_log_dir', directory, *flags)
+  assert code == exit_codes.OK
+  return directory
+
+
+def replay(directory, out, *flags):
+  """The exit code and the report of a replay."""
+  code = binary.run_in_process('--mode', 'replay', '--job_log_dir', directory, '--out', out, *flags)
+  return code, json.loads(out.read_text())
+
+
+@pytest.fixture(scope='module')
+def dense(tmp_path_factory):
+  """Eight steps of a dense job; the batch before that of step 5 made the loss infinite."""
+  directory = tmp_path_factory.mktemp('dense') / 'job'
+  return train(directory, SMALL, '--set', 'train_input.spikes={"4": "inf"}', '--num_train_steps', 8)
+
+
+@pytest.fixture(scope='module')
+def experts(tmp_path_factory):
+  return train(tmp_path_factory.mktemp('experts') / 'job', NAME)
+
+
+def norm_of(statistics):
+  return math.hypot(*(norm for leaf in statistics.values() for norm in np.ravel(leaf['norm'])))
+
+
+def test_a_step_is_made_again_and_looked_into(dense, tmp_path, capsys):
+  code, report = replay(dense, tmp_path / 'out.json', '--step', 5)
+  record = {line['step']: line for line in binary.metric_lines(dense)}
+  assert (code, report['checkpoint'], report['departs']) == (exit_codes.OK, 4, False)
+  assert report['metrics'].items() <= record[5].items()
+  assert report['metrics']['loss'] == record[5]['loss']
+  skipped, made = report['attempts']
+  assert (skipped['skipped'], made['skipped']) == (True, False)
+  assert not math.isfinite(float(skipped['loss']))
+  assert made['loss'] == pytest.approx(record[5]['loss'], rel=1e-6)
+  assert sum(np.sum(leaf['nan']) for leaf in skipped['gradients'].values()) > 0
+  # The norms that the step's own program reported, which are computed without padding and layer by layer.
+  assert norm_of(made['gradients']) == pytest.approx(record[5]['grad_norm'], rel=1e-5)
+  assert norm_of(made['weights']) == pytest.approx(record[4]['weight_norm'], rel=1e-5)
+  assert 0 < norm_of(made['updates']) < 0.1 * norm_of(made['weights'])
+  assert 'every bit of the metrics is as recorded' in capsys.readouterr().out
+
+
+def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
+  """Also with one of which one bit is another."""
+  code, report = replay(dense, tmp_path / 'out.json', '--step', 6)
+  assert (code, report['different_leaves'], report['digest']) == (exit_codes.OK, [], report['saved_digest'])
+  other = tmp_path / 'other'
+  shutil.copytree(dense, other, ignore=shutil.ignore_patterns('checkpoints'))
+  canonical = partition_job(resolve(SMALL).build()).canonical_state
+  saved = Checkpointer(dense / 'checkpoints', read_only=True).restore(canonical, 6)
+  scale = saved.state.weights['final_norm']['scale']
+  bits = np.asarray(scale).view(np.uint32) ^ np.eye(1, scale.size, 3, dtype=np.uint32)[0]
+  saved.state.weights['final_norm']['scale'] = jax.device_put(bits.view(np.float32), scale.sharding)
+  with contextlib.closing(Checkpointer(other / 'checkpoints')) as checkpointer:
+    checkpointer.save(6, saved.state, saved.input_state)
+  code, report = replay(dense, tmp_path / 'out.json', '--step', 6, '--against', other)
+  assert (code, report['differences'], report['different_leaves']) == (
+    exit_codes.FAILED,
+    {},
+    ['weights/final_norm/scale'],
+  )
+
+
+def test_the_first_step_that_departs_is_found(dense, tmp_path, capsys):
+  other = tmp_path / 'other'
+  shutil.copytree(dense, other, ignore=shutil.ignore_patterns('checkpoints'))
+  lines = binary.metric_lines(dense)
+  for line in lines[5:]:  # steps 6 to 8
+    line['loss'] = math.nextafter(line['loss'], 0)
+  (other / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  code, report = replay(dense, tmp_path / 'out.json', '--from', 3, '--to', 8, '--against', other)
+  assert (code, report['first_departure'], report['checkpoint']) == (exit_codes.FAILED, 6, 2)
+  assert list(report['steps'][-1]['differences']) == ['loss']
+  assert len(report['steps']) == 4
+  assert 'step 6 is the first that departs' in capsys.readouterr().out
+  settings = ('--against', other, '--metric', 'loss', '--tolerance', '1e-12')
+  assert replay(dense, tmp_path / 'out.json', '--from', 3, '--to', 8, *settings)[0] == exit_codes.OK
+
+
+def test_experts_on_a_pipeline_and_the_rows_of_a_mixture(experts, tmp_path):
+  """From the beginning, over two checkpoints; and the rows of one step are those that its texts say."""
+  code, report = replay(experts, tmp_path / 'out.json', '--from', 1, '--to', 9)
+  assert code == exit_codes.OK
+  assert all(step['is_recorded'] for step in report['steps'])
+  assert [step['step'] for step in report['steps'] if 'digest' in step] == [4, 8]
+  code, report = replay(experts, tmp_path / 'out.json', '--step', 11)
+  assert (code, report['checkpoint'], report['is_recorded']) == (exit_codes.OK, 8, True)
+  (attempt,) = report['attempts']
+  assert {len(leaf['norm']) for name, leaf in attempt['gradients'].items() if name.startswith('stack')} == {2}
+  rows = attempt['rows']
+  assert [row['row'] for row in rows] == list(range(8))
+  assert {row['source'] for row in rows} == {'made_up', 'texts'}
+  text = '\n'.join(json.loads(line)['text'] for line in TEXTS.read_text().splitlines())
+  for row in rows:
+    assert (row['source'] == 'texts') == any(TEXTS.name in place for place in row['from'])
+    if row['source'] == 'texts':
+      assert sum(row['tokens_per_document']) == 8
+      pieces = [piece for piece in row['begins'].replace('<eos>', '\n').split('\n') if len(piece) > 2]
+      assert all(piece in text for piece in pieces)
+
+
+@pytest.mark.parametrize(
+  'flags, said',
+  [
+    ((), 'give one of them'),
+    (('--step', 0), 'must be at least 1'),
+    (('--from', 5, '--to', 4), 'must be steps with 1 <= from <= to'),
+    (('--step', 9), 'step 9 is behind the last of the job, 8'),
+    (('--step', 5, '--metric', 'no_such'), "--metric 'no_such' is no metric of the step"),
+  ],
+)
+def test_what_cannot_be_replayed_is_refused(dense, flags, said, capsys):
+  assert binary.run_in_process('--mode', 'replay', '--job_log_dir', dense, *flags) == exit_codes.USAGE
+  assert said in capsys.readouterr().err
