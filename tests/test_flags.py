@@ -26,7 +26,7 @@ REFUSED = {
   'step 0': ('plan --checkpoint_step 0', '--checkpoint_step is for --mode eval'),
   'changes of a plan': ('plan --accept_config_changes', '--accept_config_changes is for --mode train, eval'),
   'watch of an export': ('export --out model --watch', '--watch is for --mode eval: leave it out'),
-  'folder of a training job': ('train --out model', '--out is for --mode export: leave it out'),
+  'folder of a training job': ('train --out model', '--out is for --mode export.*: leave it out'),
   'export to nowhere': ('export', '--mode export needs --out DIR'),
   'fake devices of a plan': ('plan --num_fake_devices 8', 'give --target cpu:8'),
   'no examples': ('preview --num_examples 0', '--num_examples 0 must be at least 1'),

@@ -3,7 +3,7 @@
     watcher = Watch(directory=job_log_dir, first=120, last=160, ...)
     rerun(opened, watcher)                     # watcher.after_step was called with steps 120 to 160
 
-There is no second training loop: `train` runs with other hooks. Those that save, evaluate, log and sample are left out;
+There is no second training loop: the same program runs with other hooks. Those that save, evaluate, log and sample are left out;
 those that give batches (rollouts, references) stay.
 """
 
@@ -20,11 +20,11 @@ from spmd_tasks.checkpoints.peer_copies import RestoredCopy
 from spmd_tasks.command import OpenJob
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
+from spmd_tasks.programs import train
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.report_hooks import CountGoodput
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, saved_state
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.programs.train import train
 from spmd_tasks.programs.training_loop import Outcome, TrainingDivergedError
 from spmd_tasks.replay.fingerprints import Prints, tree_fingerprints
 from spmd_tasks.runtime.metrics import Metrics, finish_metrics
@@ -120,7 +120,7 @@ def rerun(opened: OpenJob, watch: Watch) -> str | None:
   own = [hook for hook in opened.job.experiment.hooks() if type(hook).batches is not TrainHook.batches]
   with tempfile.TemporaryDirectory(prefix='spmd_tasks_replay_') as directory:
     try:
-      train(
+      train.train(
         opened.job,
         epath.Path(directory),
         emergency=opened.emergency,

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.experiment import Job, make_training_iterator
-from spmd_tasks.inputs import Input, Mixture, TextInput
-from spmd_tasks.inputs.base import Batch, State, shard_rows, source_of_rows
+from spmd_tasks.inputs import Batch, Input, Mixture, State, TextInput
+from spmd_tasks.inputs.base import shard_rows, source_of_rows
 from spmd_tasks.inputs.tokenizers import decode_all
 from spmd_tasks.row_sources import source_ids_name
 
