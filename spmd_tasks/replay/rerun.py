@@ -3,8 +3,8 @@
     watcher = Watch(directory=job_log_dir, first=120, last=160, ...)
     rerun(opened, watcher)                     # watcher.after_step was called with steps 120 to 160
 
-There is no second training loop: the same program runs with other hooks. Those that save, evaluate, log and sample are left out;
-those that give batches (rollouts, references) stay.
+There is no second training loop: the same program runs with other hooks. Those that save, evaluate, log and sample are
+left out; those that give batches (rollouts, references) stay.
 """
 
 import contextlib
