@@ -19,7 +19,6 @@ from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import without_frozen
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 from spmd_tasks.verification._settings import Setting, Source, build_job
 
 Leaves = dict[str, np.ndarray]  # name of a leaf, such as 'gradients/embedding/table' -> its values
@@ -150,13 +149,12 @@ class Runner:
     """Computes what the learner makes, in this setting, of the gradients and the loss that another one had."""
     gradients = result.state.learner.opt_state['gradients']
     true = self.model.abstract_state
-    factors = result.state.non_trainable.get(WEIGHT_FACTORS)
 
     def reshaped(tree, shapes):
       return jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), tree, shapes)
 
     weights, learner, metrics = self._update(
-      reshaped(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshaped(before, true), factors
+      reshaped(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshaped(before, true)
     )
     state = before.replace(weights=weights, learner=learner)
     state = jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), state, self.model.canonical_state)
@@ -167,10 +165,10 @@ class Runner:
   def _update(self) -> Callable[..., Any]:
     model = self.model
 
-    def update(gradients, loss, state, factors):
+    def update(gradients, loss, state):
       arguments = (gradients, loss, state.step, state.learner, state.weights, model.weight_specs)
       with sharding_scope(model.mesh, model.axis_rules):
-        return model.task.learner.update(*arguments, factors=factors)
+        return model.task.learner.update(*arguments)
 
     return jax.jit(update)
 

@@ -90,8 +90,6 @@ def attention(
       for t, position in enumerate(segment_pos[row]):
         query[t] = [rotate(vector, position, **settings) for vector in query[t]]
         key[t] = [rotate(vector, position, **settings) for vector in key[t]]
-    if 'per_dim_scale' in weights:
-      query = query * np.log(1 + np.exp(weights['per_dim_scale'])) / np.log(2)
     for t in range(x.shape[1]):
       visible = [s for s in range(x.shape[1]) if segment_ids[row, s] == segment_ids[row, t] and (s <= t or not causal)]
       visible = visible if window is None else [s for s in visible if s > t - window]

@@ -4,7 +4,6 @@ Shapes: B batch, T sequence, S sequence of the encoder, D model, H query heads, 
 """
 
 from collections.abc import Mapping
-import math
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
-from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight, is_decoding
@@ -32,7 +30,7 @@ class Attention(WithSublayers, kw_only=True):
   """Attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
-  also `query_norm` and `key_norm` (each under `.../scale`), with `per_dim_scale` also `per_dim_scale` [K], with `sinks`
+  also `query_norm` and `key_norm` (each under `.../scale`), with `sinks`
   also `sinks` [H], with `position_bias` also `position_bias/table`. Query head h reads key/value head
   h // (H // G). The softmax is float32 whatever the dtype. During generation, keys and values are cached (kv_cache.py).
 
@@ -50,15 +48,11 @@ class Attention(WithSublayers, kw_only=True):
       in place of True says which: with `num_dims=2` it is one norm over all heads, with scales [H, K] and [G, K]
       (OLMo 2), which are split as the kernels are.
     clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
-    per_dim_scale: whether feature i of the queries is multiplied by softplus(s_i) / softplus(0) after the rotation, for
-      a learned vector s that starts at zero (Lingvo, Pax).
     position_bias: a RelativePositionBias of this layer; None: the biases that the call gives, for all layers, or none.
     softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
     logit_cap: bounds the attention logits softly, see `soft_cap`; None does not.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
       attend to nothing (gpt-oss).
-    qk_clip: after a step in which a head's largest logit passed this bound, its queries and keys are multiplied so that
-      the logit would be the bound (Kimi K2; 100 there); see _qk_clip.py. Wants the optimizer MuonClip. None: off.
     even_padding: whether padding attends evenly to all tokens of its row, as T5X has it, in place of other padding.
       No token of a document reads padding in either case.
     dropout_rate: in training, of the attention probabilities: one key is dropped for all queries of a head alike (T5X).
@@ -85,12 +79,10 @@ class Attention(WithSublayers, kw_only=True):
   rotary: Rotary | None = Rotary()
   qk_norm: bool | RmsNorm = False
   clip_qkv: float | None = None
-  per_dim_scale: bool = False
   position_bias: nn.Module | None = None
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: bool = False
-  qk_clip: float | None = None
   even_padding: bool = False
   dropout_rate: float = 0.0
   use_bias: bool = False
@@ -120,10 +112,10 @@ class Attention(WithSublayers, kw_only=True):
         f'window={self.window} with causal={self.causal} is impossible: a window counts 1 or more tokens and needs '
         'causal=True, so set both, or window=None.'
       )
-    if self.cross and (self.rotary or self.window or self.position_bias or self.qk_clip):
+    if self.cross and (self.rotary or self.window or self.position_bias):
       raise UserError(
-        'cross=True goes without rotary, window, position_bias and qk_clip, as the keys are those of another text: set '
-        'them to None.'
+        'cross=True goes without rotary, window and position_bias, as the keys are those of another text: set them to '
+        'None.'
       )
     if self.logit_cap is not None and self.logit_cap <= 0:
       raise UserError(
@@ -132,11 +124,6 @@ class Attention(WithSublayers, kw_only=True):
     if self.clip_qkv is not None and not self.clip_qkv > 0:
       raise UserError(
         f'clip_qkv={self.clip_qkv} must be positive, or None to leave queries, keys and values as they are.'
-      )
-    if self.qk_clip is not None and (not self.qk_clip > 0 or self.qk_norm or self.adapters):
-      raise UserError(
-        f'qk_clip={self.qk_clip} must be positive and scales whole kernels of queries and keys, so it goes without '
-        'qk_norm, which bounds the logits itself, and without adapters: unset one of them.'
       )
     super().__post_init__()
 
@@ -181,7 +168,7 @@ class Attention(WithSublayers, kw_only=True):
       encoded: float [B, S, D], which only `cross` reads, the encoder's result; None where `cache` has its keys and
         values.
       encoder_segment_ids: int32 [B, S]; a token attends to encoded tokens of its own document. None: to all.
-      train: whether dropout is on, which needs the rng `dropout`, and whether `qk_clip` counts.
+      train: whether dropout is on, which needs the rng `dropout`.
 
     Raises:
       UserError: numbers of heads and dims do not fit each other, positions are missing, or an attention that is not
@@ -233,12 +220,6 @@ class Attention(WithSublayers, kw_only=True):
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
-    if self.per_dim_scale:
-      zeros = jax.nn.initializers.zeros
-      scale = declare_weight(
-        self, 'per_dim_scale', shape=(head_dim,), init=zeros, split_dims=(None,), tags=('no_decay',)
-      )
-      query = query * (jax.nn.softplus(scale) / math.log(2.0)).astype(query.dtype)[None, None, None, :]
     sinks = None
     if self.sinks:
       zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]
@@ -267,18 +248,6 @@ class Attention(WithSublayers, kw_only=True):
       'sinks': sinks,
       'bias': position_bias if self.position_bias is None else self.position_bias(),
     }
-    if self.qk_clip is not None and logits['bias'] is not None:
-      raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
-    if self.qk_clip is not None and cached is None:
-      from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
-
-      options = AttentionOptions(causal=self.causal, window=self.window, softmax_scale=self.softmax_scale)
-      gamma = shrinkage(largest_logits(query, key, segment_ids, options), self.qk_clip)[:, None]
-      own_keys = num_kv_heads == self.num_heads
-      of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
-      names = ('kernel', 'bias') if self.use_bias else ('kernel',)
-      factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
-      leave_factors(self, factors, self.query_split_dims, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       assert segment_pos is not None

@@ -30,7 +30,7 @@ def _weights(layer, x, rng):
     {'num_heads': 3, 'num_kv_heads': 1, 'qk_norm': True, 'use_bias': True},
     {'num_heads': 3, 'causal': False, 'rotary': None},
     {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 2},
-    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 3, 'logit_cap': 0.5, 'per_dim_scale': True},
+    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 3, 'logit_cap': 0.5},
     {'num_heads': 3, 'causal': False, 'logit_cap': 0.5, 'softmax_scale': 0.7},
     {'num_heads': 3, 'softmax_scale': 0.7},
     {**GROUPED, 'qk_norm': RmsNorm(epsilon=0.1), 'use_bias': True, 'out_bias': False},
