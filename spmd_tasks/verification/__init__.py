@@ -1,7 +1,7 @@
-"""Verifies an experiment: one device, any mesh, pipelines, microbatches, restarts and so on give the same numbers.
+"""Verifies an experiment: one device, any mesh, pipelines, microbatches and so on give the same numbers.
 
     source = Source(flags=('--exp', 'lm.UnevenTiny'), resolve=resolve)      # resolve(overrides) -> (job, values)
-    bench = Bench(source, num_devices=8, directory='verify')
+    bench = Bench(source, num_devices=8)
     for case in CLAIMS['mesh'].cases(bench):
       print(case.subject, case.decide(bench).status)
 

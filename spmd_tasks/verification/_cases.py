@@ -1,6 +1,6 @@
 """Case: one claim about an experiment in one setting, and how it is decided; broken ones are reduced.
 
-    bench = Bench(source, num_devices=8, directory='verify')     # compiles settings, and keeps them
+    bench = Bench(source, num_devices=8)     # compiles settings, and keeps them
     verdict = case.decide(bench)                                 # held, broken or not applicable
 
 A broken agreement is repeated on smaller and smaller meshes, axis by axis, as long as it still breaks.
@@ -26,26 +26,22 @@ from spmd_tasks.verification._settings import Mesh, Setting, Source, scaled_mesh
 class Bench:
   """An experiment on this process's devices, in any setting."""
 
-  def __init__(
-    self, source: Source, *, num_devices: int, directory: str, num_steps: int = 4, seed: int = 0, num_drawn: int = 0
-  ):
+  def __init__(self, source: Source, *, num_devices: int, num_steps: int = 4, seed: int = 0, num_drawn: int = 0):
     """Makes a bench; nothing is compiled yet.
 
     Args:
       source: the experiment.
       num_devices: how many devices may be used.
-      directory: gets the files of child processes.
       num_steps: how many steps are compared.
       seed: of everything that is drawn.
       num_drawn: how many meshes the claims about meshes and rows draw beside their own.
     """
-    self.source, self.num_devices, self.directory = source, num_devices, directory
+    self.source, self.num_devices = source, num_devices
     self.num_steps, self.seed, self.num_drawn = num_steps, seed, num_drawn
     # Programs are compiled on two threads and run on one: two programs at once could wait for each other's devices.
     self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix='compile')
     self._runners: dict[Setting, concurrent.futures.Future[Runner]] = {}
     self._trajectories: dict[Setting, Trajectory] = {}
-    self.on_close = contextlib.ExitStack()
 
   @functools.cached_property
   def own_mesh(self) -> Mesh:
@@ -73,8 +69,7 @@ class Bench:
     return runner
 
   def close(self) -> None:
-    """Ends the threads that compile, and what was given to `on_close.callback`."""
-    self.on_close.close()
+    """Ends the threads that compile."""
     self._pool.shutdown(cancel_futures=True)
 
   def trajectory(self, setting: Setting) -> Trajectory:
@@ -133,14 +128,12 @@ class Case:
     subject: in which case it is checked, such as 'data 2 x mdl 4'.
     decide: decides the case; a UserError, by which the experiment refuses a setting, makes it not applicable.
     settings: what `decide` runs, to be compiled ahead.
-    begin: starts what takes long and runs beside the other cases.
   """
 
   claim: str
   subject: str
   decide: Callable[[Bench], Verdict]
   settings: Sequence[Setting] = ()
-  begin: Callable[[Bench], None] = lambda bench: None
 
 
 def not_applicable(claim: str, subject: str, reason: str) -> Case:
@@ -237,8 +230,6 @@ def broken(
 def reproduce(bench: Bench, claim: str, setting: Setting) -> str:
   """Returns the command that checks one claim in one setting."""
   command = f'spmd-tasks {shlex.join(bench.source.flags)} --mode verify --claims {claim}'
-  sizes, names = dict(setting.mesh), bench.source.base.experiment.mesh_axis_names
-  if not {*sizes} <= {*names}:  # a stack that was made a pipeline, over an axis that the experiment's mesh lacks
-    return f'{command} --num_fake_devices {bench.num_devices} --seed {bench.seed}'
-  shape = ','.join(str(sizes.get(name, 1)) for name in names)
+  sizes = dict(setting.mesh)
+  shape = ','.join(str(sizes.get(name, 1)) for name in bench.source.base.experiment.mesh_axis_names)
   return f'{command} --ici_mesh_shape {shape} --num_fake_devices {setting.num_devices}'

@@ -151,9 +151,8 @@ class _FullForward:
     return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
 
 
-def _without_drops(job: Job, sizes: Any) -> Job:
+def _without_drops(job: Job) -> Job:
   """Returns the job with experts that compute every token."""
-  del sizes
 
   def change(part: Any) -> Any:
     if isinstance(part, CapacityComputation):

@@ -1,4 +1,4 @@
-"""The claims about layouts: meshes, pipelines, microbatches, uneven rows, remat and unrolled layers change no number.
+"""The claims about layouts: meshes, pipelines, microbatches and uneven rows change no number.
 
 Some numbers depend on how a batch is cut into microbatches, and the guides say so: dropout draws a mask for each
 microbatch of a pipeline; the learner's microbatches are balanced each by itself, cut groups of an expert's capacity
@@ -9,7 +9,6 @@ sides (`TurnedOff`) and says so.
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
@@ -17,10 +16,8 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES
-from spmd_tasks.sharding import stage_axis_rules
 from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.sharding.specs import num_parts, row_axes
 from spmd_tasks.verification._batches import CutInput
@@ -133,89 +130,37 @@ def drawn_meshes(bench: Bench, sizes: list[int]) -> Iterator[Mesh]:
     yield mesh
 
 
-STAGE = 'stage'  # the axis that a mesh gets whose model is made a pipeline
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AsPipeline:
-  """Makes the model's stack of layers a pipeline, over an axis that the mesh gets for it; a change of a Setting."""
-
-  schedule: ScheduleName
-  num_microbatches: int
-  num_repeats: int
-
-  def __call__(self, job: Job, sizes: Mapping[str, int]) -> Job:
-    field, stack = plain_stack(job.task.model)
-    pipeline = PipelinedStack(
-      block=stack.block,
-      num_layers=stack.num_layers,
-      remat_policy=stack.remat_policy,
-      schedule=self.schedule,
-      num_microbatches=self.num_microbatches,
-      num_repeats=self.num_repeats,
-    )
-    first, *others = job.experiment.mesh_axis_names
-    first_size, *other_sizes = job.experiment.ici_mesh_shape
-    experiment = dataclasses.replace(
-      job.experiment,
-      mesh_axis_names=(first, STAGE, *others),
-      ici_mesh_shape=(first_size, sizes.get(STAGE, 1), *other_sizes),
-      axis_rules=stage_axis_rules(job.experiment.axis_rules, STAGE),
-    )
-    new: dict[str, Any] = {field: pipeline}
-    task = dataclasses.replace(job.task, model=job.task.model.clone(**new))
-    return dataclasses.replace(job, experiment=experiment, task=task)
-
-
 def pipeline_cases(bench: Bench) -> Iterator[Case]:
-  """Yields a case for each schedule, of a model with a pipeline or of a plain stack that is made one."""
+  """Yields a case for each schedule, of a model with a pipeline."""
   job, values = bench.source.base, bench.source.values
   paths = bench.source.paths_of(PipelinedStack)
-  try:
-    num_layers = int(values[f'{paths[0]}.num_layers']) if paths else plain_stack(job.task.model)[1].num_layers
-  except UserError as error:
-    yield not_applicable('pipeline', 'any schedule', str(error))
+  axis = stage_axis(job.experiment.mesh_axis_names, job.experiment.axis_rules)
+  if not paths or axis is None:
+    yield not_applicable('pipeline', 'any schedule', 'the model has no pipeline, or the mesh no axis for its stages')
     return
-  own_microbatches = int(values[f'{paths[0]}.num_microbatches']) if paths else None
+  num_layers, num_microbatches = (int(values[f'{paths[0]}.{name}']) for name in ('num_layers', 'num_microbatches'))
   turned_off = for_a_pipeline(bench.source)
   reference = Setting(overrides=turned_off.overrides)
   for schedule in SCHEDULES:
-    mesh = _pipeline_mesh(bench, schedule, own_microbatches)
+    mesh = _pipeline_mesh(bench, schedule, axis, num_microbatches)
     if mesh is None:
-      reason = f'no number of microbatches fits the batch of {_batch_size(job)} rows on {bench.num_devices} devices'
+      reason = f'{num_microbatches} microbatches are no multiple of 2 stages, or there is one device'
       yield not_applicable('pipeline', schedule, reason)
       continue
     num_repeats = next(n for n in (2, 3, num_layers) if num_layers % n == 0) if schedule == 'circular' else 1
-    if paths:
-      own = [f'{path}.{name}' for path in paths for name in (f'schedule={schedule}', f'num_repeats={num_repeats}')]
-      setting = Setting(mesh=mesh, overrides=(*reference.overrides, *own))
-    else:
-      stages = dict(mesh)[STAGE]
-      num_microbatches = stages * max(m for m in (1, 2) if _batch_size(job) % (stages * m) == 0)
-      change = AsPipeline(schedule=schedule, num_microbatches=num_microbatches, num_repeats=num_repeats)
-      setting = Setting(mesh=mesh, overrides=reference.overrides, change=change)
+    own = [f'{path}.{name}' for path in paths for name in (f'schedule={schedule}', f'num_repeats={num_repeats}')]
+    setting = Setting(mesh=mesh, overrides=(*reference.overrides, *own))
     yield agreement('pipeline', setting, reference, subject=f'{schedule}, {setting}', remark=turned_off.remark)
 
 
-def _pipeline_mesh(bench: Bench, schedule: ScheduleName, own_microbatches: int | None) -> Mesh | None:
-  """Returns the experiment's mesh if it has stages; else one that is drawn, or None if nothing fits.
-
-  Args:
-    bench: the experiment.
-    schedule: each has a mesh of its own.
-    own_microbatches: of a model with a pipeline; None for a plain stack, whose mesh gets an axis for the stages.
-  """
-  experiment = bench.source.base.experiment
-  names = experiment.mesh_axis_names
-  axis = None if own_microbatches is None else stage_axis(names, experiment.axis_rules)
-  if axis is None:
-    axis, names = STAGE, (names[0], STAGE, *names[1:])
-  elif dict(bench.own_mesh)[axis] > 1:
+def _pipeline_mesh(bench: Bench, schedule: ScheduleName, axis: str, num_microbatches: int) -> Mesh | None:
+  """Returns the experiment's mesh if it has stages; else one that is drawn for the schedule, or None if none fits."""
+  if dict(bench.own_mesh)[axis] > 1:
     return bench.own_mesh
-  divided = own_microbatches or _batch_size(bench.source.base)
-  counts = [stages for stages in (2, 4) if stages <= bench.num_devices and divided % stages == 0]
+  counts = [stages for stages in (2, 4) if stages <= bench.num_devices and num_microbatches % stages == 0]
   if not counts:
     return None
+  names = bench.source.base.experiment.mesh_axis_names
   rng = np.random.default_rng((bench.seed, 20, SCHEDULES.index(schedule)))
   sizes = dict.fromkeys(names, 1)
   sizes[axis] = int(rng.choice(counts))
@@ -276,42 +221,6 @@ def _accumulation(bench: Bench, batch_size: int) -> tuple[Mesh, int] | None:
   return None
 
 
-def _field_cases(bench: Bench, *, claim: str, field: str, new: tuple[Any, Any]) -> Iterator[Case]:
-  """Yields the case that a field of the model's stacks changes no number.
-
-  Args:
-    bench: the experiment.
-    claim: the name of the claim.
-    field: the field's name.
-    new: the first of these values that is new to the field anywhere is set, wherever the model has the field.
-  """
-  values, paths = bench.source.values, bench.source.paths_ending(field)
-  if not paths:
-    yield not_applicable(claim, field, f'no part of the model has a field {field}')
-    return
-  value = next(value for value in new if any(str(values[path]) != str(value) for path in paths))
-  setting = Setting(mesh=bench.own_mesh, overrides=tuple(f'{path}={value}' for path in paths))
-  yield agreement(claim, setting, Setting(), subject=f'{field} {value}, {setting}')
-
-
-remat_cases = functools.partial(_field_cases, claim='remat', field='remat_policy', new=('full', 'none'))
-scan_cases = functools.partial(_field_cases, claim='scan', field='scan', new=(False, True))
-
-
-def plain_stack(model: Any) -> tuple[str, TransformerStack]:
-  """Returns the name and the value of the model's field that holds its stack of layers.
-
-  Raises:
-    UserError: the model has no such field, or several.
-  """
-  fields = [
-    field.name for field in dataclasses.fields(model) if isinstance(getattr(model, field.name), TransformerStack)
-  ]
-  if len(fields) != 1:
-    raise UserError(f'{type(model).__name__} has {len(fields)} fields with a TransformerStack, not one')
-  return fields[0], getattr(model, fields[0])
-
-
 def _batch_size(job: Job) -> int:
   return next(iter(job.train_input.element_spec().values())).shape[0]
 
@@ -321,17 +230,15 @@ _MICROBATCHES = 'task.learner.num_microbatches'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-  """Gives the training batches other rows, and perhaps a pipeline; a change of a Setting. Fields: see CutInput."""
+  """Gives the training batches other rows; a change of a Setting. Fields: see CutInput."""
 
   num_rows: int
   num_columns: int | None = None
   is_bare: bool = False
-  pipeline: AsPipeline | None = None
 
-  def __call__(self, job: Job, sizes: Mapping[str, int]) -> Job:
+  def __call__(self, job: Job) -> Job:
     cut = CutInput(job.train_input, num_rows=self.num_rows, num_columns=self.num_columns, is_bare=self.is_bare)
-    job = dataclasses.replace(job, train_input=cut)
-    return job if self.pipeline is None else self.pipeline(job, sizes)
+    return dataclasses.replace(job, train_input=cut)
 
 
 def row_cases(bench: Bench) -> Iterator[Case]:
@@ -350,9 +257,6 @@ def row_cases(bench: Bench) -> Iterator[Case]:
   data = next((axis for axis in reversed(axes) if axis not in (stage, 'context')), axes[-1])
   half = max(bench.num_devices // 2, 1)
   beside: list[Mesh] = [_in_order(names, {axis: 2, data: half}) for axis in names if axis != data]
-  with contextlib.suppress(UserError):
-    plain_stack(bench.source.base.task.model)
-    beside.append(((STAGE, 2), (data, half)))
   counts = (1, 3) if _MICROBATCHES in values else (1,)
   rng = np.random.default_rng((bench.seed, 40))
   drawn = itertools.islice(drawn_meshes(bench, [bench.num_devices]), bench.num_drawn)
@@ -371,17 +275,15 @@ def _row_case(bench: Bench, mesh: Mesh, num_microbatches: int, is_bare: bool) ->
   source, experiment = bench.source, bench.source.base.experiment
   names, rules = experiment.mesh_axis_names, experiment.axis_rules
   sizes, own_stage = dict(mesh), stage_axis(names, rules)
-  stages = sizes.get(own_stage or STAGE, 1)
+  stages = sizes.get(own_stage, 1) if own_stage else 1
   rows = row_axes(names, [rule for rule in rules if rule[0] != 'seq'], experiment.inputs_split_mapping) - {own_stage}
   tokens = row_axes(names, [rule for rule in rules if rule[0] == 'seq'])
   parts = num_parts([axis for axis in rows if axis in sizes], sizes)
   num_rows = num_microbatches if num_microbatches > 1 else 3 if parts != 3 else 4
-  turned_off, pipeline = for_few_rows(source, is_pipeline=stages > 1), None
+  turned_off = for_few_rows(source, is_pipeline=stages > 1)
   if stages > 1:
     paths = source.paths_of(PipelinedStack)
     num_rows *= int(source.values[f'{paths[0]}.num_microbatches']) if paths else stages
-    if not paths:
-      pipeline = AsPipeline(schedule='gpipe', num_microbatches=stages, num_repeats=1)
   overrides = turned_off.overrides
   if _MICROBATCHES in source.values:
     overrides += (f'{_MICROBATCHES}={num_microbatches}',)
@@ -389,10 +291,10 @@ def _row_case(bench: Bench, mesh: Mesh, num_microbatches: int, is_bare: bool) ->
   length = max((leaf.shape[1] for leaf in spec.values() if len(leaf.shape) > 1), default=0)
   num_columns = length - 1 if any(sizes.get(axis, 1) > 1 for axis in tokens) else None
   cut = Cut(num_rows=num_rows, num_columns=num_columns, is_bare=is_bare)
-  setting = Setting(mesh=mesh, overrides=overrides, change=dataclasses.replace(cut, pipeline=pipeline))
+  setting = Setting(mesh=mesh, overrides=overrides, change=cut)
   subject = f'{num_rows} rows' + (f' in {num_microbatches} microbatches' if num_microbatches > 1 else '')
   subject += f' of {num_columns} tokens' if num_columns else ''
-  reference = dataclasses.replace(setting, mesh=(), change=cut)
+  reference = dataclasses.replace(setting, mesh=())
   return agreement('rows', setting, reference, subject=f'{subject}, {setting}', remark=turned_off.remark)
 
 

@@ -21,12 +21,10 @@ class Source:
   Attributes:
     flags: the two that name it, such as '--exp', 'lm.UnevenTiny', and then the user's own overrides, for commands.
     resolve: `path=value` overrides -> (the built job, the value of every field by its path, as config.json has it).
-    shrinking: `path=value` of what is verified in its place, which come before the user's own.
   """
 
   flags: tuple[str, ...]
   resolve: Callable[[Sequence[str]], tuple[Job, Mapping[str, Any]]]
-  shrinking: tuple[str, ...] = ()
 
   @functools.cached_property
   def _resolved(self) -> tuple[Job, Mapping[str, Any]]:
@@ -70,13 +68,13 @@ class Setting:
     mesh: (axis, size) pairs in the order of the mesh; those of size 1 are dropped.
     slices: dcn_mesh_shape, by which the sizes are multiplied; None: one slice.
     overrides: `path=value`, on top of the shrunk experiment.
-    change: changes the built job in a way that no override can, given the axes that its mesh lacks; None: it stays.
+    change: changes the built job in a way that no override can; None: it stays.
   """
 
   mesh: tuple[tuple[str, int], ...] = ()
   slices: tuple[int, ...] | None = None
   overrides: tuple[str, ...] = ()
-  change: Callable[[Job, Mapping[str, int]], Job] | None = None
+  change: Callable[[Job], Job] | None = None
 
   def __post_init__(self):
     object.__setattr__(self, 'mesh', tuple((axis, size) for axis, size in self.mesh if size > 1))
@@ -100,7 +98,7 @@ def build_job(source: Source, setting: Setting) -> Job:
   slices = None if setting.slices is None else ','.join(map(str, setting.slices))
   job, _ = source.resolve((*setting.overrides, f'ici_mesh_shape={shape}', f'dcn_mesh_shape={slices}'))
   if setting.change is not None:
-    job = setting.change(job, sizes)
+    job = setting.change(job)
   if unknown := [axis for axis in sizes if axis not in job.experiment.mesh_axis_names]:
     raise UserError(f'the mesh has no axis {unknown[0]!r}: its axes are {", ".join(job.experiment.mesh_axis_names)}.')
   return job

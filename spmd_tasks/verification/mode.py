@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-from pathlib import Path
-import tempfile
 import time
 import traceback
 from typing import Any
@@ -28,11 +26,8 @@ from spmd_tasks.verification._layout_claims import (
   mesh_cases,
   microbatch_cases,
   pipeline_cases,
-  remat_cases,
   row_cases,
-  scan_cases,
 )
-from spmd_tasks.verification._restart_claim import restart_cases
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases
 from spmd_tasks.verification._settings import Source, scaled_mesh
 from spmd_tasks.verification._shrink import shrink
@@ -57,13 +52,10 @@ CLAIMS: Mapping[str, Claim] = {
   'pipeline': Claim(sentence='a pipeline of any schedule gives those of layers in sequence', cases=pipeline_cases),
   'microbatches': Claim(sentence='microbatches of the learner give those of the full batch', cases=microbatch_cases),
   'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),
-  'remat': Claim(sentence='rematerialisation changes no number', cases=remat_cases),
-  'scan': Claim(sentence='layers in a loop and unrolled give the same', cases=scan_cases),
   'eval': Claim(sentence='evaluation gives the same on every mesh', cases=eval_cases),
   'decode': Claim(sentence='decoding with a cache gives what a full forward pass does', cases=decode_cases),
   'bfloat16': Claim(sentence='bfloat16 is as near float32 as its roundings let expect', cases=precision_cases),
   'checkpoint': Claim(sentence='saved, restored on another mesh and trained on: the same', cases=checkpoint_cases),
-  'restart': Claim(sentence='killed and started again: every bit of an undisturbed run', cases=restart_cases),
 }
 
 
@@ -119,7 +111,6 @@ def run(command: Command) -> int:
     num_devices=num_devices,
     claims=None if flags.claims is None else flags.claims.split(','),
     num_cases=flags.cases or 0,
-    directory=flags.job_log_dir,
   )
 
 
@@ -130,17 +121,15 @@ def verify(
   num_devices: int,
   claims: Sequence[str] | None = None,
   num_cases: int = 0,
-  directory: str | None = None,
 ) -> int:
   """Verifies an experiment; returns the exit code: OK, or FAILED if a claim is broken.
 
   Args:
     resolve: (overrides before the user's, overrides after the user's) -> (the built job, every field's value by path).
-    flags: that name the experiment and the user's own overrides, for commands that are printed and for child processes.
+    flags: that name the experiment and the user's own overrides, for commands that are printed.
     num_devices: how many devices there are.
     claims: the names of the claims to decide; None: all.
     num_cases: how many random meshes more.
-    directory: gets the files of child processes, in `verify/`; None: a temporary directory, removed at the end.
 
   Raises:
     UserError: the experiment cannot be built, or a claim is unknown.
@@ -157,21 +146,13 @@ def verify(
   source = Source(
     flags=tuple(flags),
     resolve=lambda overrides: resolve(shrunk.overrides, (*on_mesh, *overrides)),
-    shrinking=shrunk.overrides,
   )
   decided: list[tuple[Case, Verdict]] = []
-  with contextlib.ExitStack() as stack:
-    if directory is None:
-      place = stack.enter_context(tempfile.TemporaryDirectory(prefix='spmd_tasks_verify_'))
-    else:
-      place = str(Path(directory).absolute() / 'verify')
-    bench = Bench(source, num_devices=num_devices, directory=place, seed=job.experiment.seed, num_drawn=num_cases)
-    stack.callback(bench.close)
+  bench = Bench(source, num_devices=num_devices, seed=job.experiment.seed, num_drawn=num_cases)
+  with contextlib.closing(bench):
     chosen = {name: CLAIMS[name] for name in CLAIMS if claims is None or name in claims}
     cases = [case for claim in chosen.values() for case in claim.cases(bench)]
     bench.prepare(setting for case in cases for setting in case.settings)
-    for case in cases:
-      case.begin(bench)
     for case in cases:
       verdict = _decide(case, bench)
       decided.append((case, verdict))

@@ -19,7 +19,6 @@ import random
 import select
 import signal
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -54,22 +53,21 @@ def compare_layouts(settings: Settings, layouts: list[Settings]) -> Iterator[dic
     number = next((int(text.removeprefix('layout=')) for text in overrides if text.startswith('layout=')), None)
     return make_job(settings, {} if number is None else layouts[number]), {}
 
-  with tempfile.TemporaryDirectory() as directory:
-    bench = Bench(Source(flags=(), resolve=resolve), num_devices=MAX_DEVICES, directory=directory, num_steps=NUM_STEPS)
-    with contextlib.closing(bench):
-      for number, layout in enumerate(layouts):
-        setting = Setting(mesh=mesh_of(layout), overrides=(f'layout={number}',))
-        try:
-          found = bench.agree(setting, Setting())
-        except UserError as error:
-          yield {'verdict': 'refused', 'reason': str(error)}
-          continue
-        if found.first is not None:
-          yield {'verdict': 'wrong', 'first': str(found.first)}
-        elif not found.num_steps:
-          yield {'verdict': 'not compared', 'reason': '; '.join(found.notes)}
-        else:
-          yield {'verdict': 'same', 'closest': str(found.closest), 'notes': found.notes}
+  bench = Bench(Source(flags=(), resolve=resolve), num_devices=MAX_DEVICES, num_steps=NUM_STEPS)
+  with contextlib.closing(bench):
+    for number, layout in enumerate(layouts):
+      setting = Setting(mesh=mesh_of(layout), overrides=(f'layout={number}',))
+      try:
+        found = bench.agree(setting, Setting())
+      except UserError as error:
+        yield {'verdict': 'refused', 'reason': str(error)}
+        continue
+      if found.first is not None:
+        yield {'verdict': 'wrong', 'first': str(found.first)}
+      elif not found.num_steps:
+        yield {'verdict': 'not compared', 'reason': '; '.join(found.notes)}
+      else:
+        yield {'verdict': 'same', 'closest': str(found.closest), 'notes': found.notes}
 
 
 def run_experiment(seed: int, experiment: int, num_layouts: int, stream: Any) -> None:

@@ -57,9 +57,9 @@ def split_unevenly(scope, split_dims, shape, *, is_even=False):
     (RouterLosses, '3 rows, data 2 x expert 2'),
   ],
 )
-def test_rows_that_fill_up_have_no_gradient_and_are_found_if_they_have(experiment, subject, monkeypatch, tmp_path):
+def test_rows_that_fill_up_have_no_gradient_and_are_found_if_they_have(experiment, subject, monkeypatch):
   def compare():
-    bench = Bench(source_of(experiment), num_devices=4, directory=str(tmp_path), num_steps=1)
+    bench = Bench(source_of(experiment), num_devices=4, num_steps=1)
     try:
       (case,) = (case for case in CLAIMS['rows'].cases(bench) if case.subject == subject)
       reference, setting = case.settings
