@@ -91,16 +91,6 @@ def test_wide_beams_find_the_best_texts(rng, length_penalty):
       np.testing.assert_allclose(found.logprobs[row, beam], logprob, rtol=1e-5)
 
 
-def test_narrow_beams_report_true_scores_of_distinct_texts(rng):
-  found, expected = _run(rng, 2, 0.6)
-  for row, texts in enumerate(expected):
-    scores = {tuple(tokens): score for score, _, tokens in texts}
-    kept = [tuple(found.tokens[row, beam, : found.lengths[row, beam]].tolist()) for beam in range(2)]
-    assert len(set(kept)) == 2
-    np.testing.assert_allclose(found.scores[row], [scores[tokens] for tokens in kept], rtol=1e-5)
-    assert found.scores[row, 0] >= found.scores[row, 1]
-
-
 @pytest.mark.parametrize('seed', [0, 4, 6])
 def test_the_rule_of_t5x_ends_texts_among_the_best_only(seed):
   """With seed 6 a prompt has fewer ended texts than beams, and with 4 none, which leaves the live ones."""

@@ -93,19 +93,10 @@ def test_the_end_is_allowed_only_where_the_grammar_accepts_it(tokenizer):
     ('regex', '(', 'unclosed group'),
     ('json_schema', '{"type": "foo"}', 'Invalid type'),
     ('json_schema', '{"not": {"type": "string"}}', 'not'),
-    ('json_schema', '[', 'EOF while parsing'),
-    ('json_schema', 'false', 'Expecting object schema'),
-    ('grammar', 'start: other', 'unknown name'),
     ('regex', 'a' * 100_001, '100001 characters'),
     ('grammar', 'start: a\na: a', 'no token of this model can begin it'),
     # What is too complex for llguidance once a token has come.
     ('choice', json.dumps([f'choice {number}' for number in range(2000)]), 'Current row has 2001 items; max is 2000'),
-    ('regex', '(a?){1000}a{1000}', 'too many expressions'),
-    (
-      'json_schema',
-      json.dumps({'type': 'object', 'properties': {f'p{n}': {'type': 'string'} for n in range(500)}}),
-      '2007 items',
-    ),
   ],
 )
 def test_wrong_grammars_are_refused(kind, grammar, message):

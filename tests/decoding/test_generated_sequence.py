@@ -67,14 +67,6 @@ def test_decoders_that_join_tokens(num_before):
   assert join(range(num_before)) + text.text == join(range(200))
 
 
-def test_bytes_that_will_be_no_text_are_not_held_back():
-  text = IncrementalText(decode)
-  pieces = [text.push(0xFF) for _ in range(20)]
-  assert len(text.text) >= 20 - 3
-  assert all(len(piece) <= 1 for piece in pieces[4:])
-  assert text.text + text.finish() == decode([0xFF] * 20)
-
-
 def test_a_continuation_does_not_complete_half_a_character_of_the_prompt():
   text = IncrementalText(decode, before='a日'.encode()[:-1])
   assert text.push('日'.encode()[-1]) + text.push(ord('b')) + text.finish() == '\ufffdb'

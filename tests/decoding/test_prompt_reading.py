@@ -139,24 +139,6 @@ def test_a_prompt_takes_over_the_slot_that_holds_it_and_copies_from_one_in_use()
   assert (shorter.num_reused, longer.num_reused) == (8, 16)
 
 
-def test_samples_of_a_prompt_read_it_once_whatever_the_rows_of_a_prefill():
-  for num_rows in (1, 3):
-    engine = FakeEngine(num_slots=3, prefill_rows=num_rows)
-    scheduler = Scheduler(engine)
-    samples = [sequence('sixteen letters!?', 20) for _ in range(3)]
-    run(scheduler, *samples)
-    assert [each.num_reused for each in samples] == [0, 16, 16]
-    assert {each.text for each in samples} == {circle('sixteen letters!?', 20)}
-
-
-def test_the_slot_that_is_lost_is_an_empty_one_then_the_one_not_used_for_the_longest_time():
-  engine = FakeEngine(num_slots=3)
-  scheduler = Scheduler(engine)
-  for text in ('short', 'a prompt', 'another prompt', 'brief', 'third prompt', 'fourth prompt'):
-    run(scheduler, sequence(text, 1))
-  assert prefills(engine) == [(0,), (1,), (2,), (2,), (0,), (0,), (0,), (1,), (1,)]
-
-
 def test_other_weights_and_an_emptied_engine_leave_nothing_to_reuse():
   engine = FakeEngine(num_slots=2)
   scheduler = Scheduler(engine)

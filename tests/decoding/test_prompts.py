@@ -48,28 +48,15 @@ def test_every_field_is_read():
   [
     (b'{', 'is not JSON'),
     (b'[' * 100_000, 'is not JSON'),  # nested too deeply
-    ([1], 'expected an object such as .*, found list'),
     ({'promt': 'x'}, "there is no field 'promt'; nearest: 'prompt'"),
-    ({'zzzzz': 'x'}, "there is no field 'zzzzz'; there are prompt, prompt_ids, "),
-    ({}, "give one of 'prompt'"),
     ({'prompt': 'x', 'prompt_ids': [1]}, "give one of 'prompt'"),
-    ({'prompt': 3}, 'prompt = 3 must be a valid string'),
     ({'prompt': '\ud800'}, 'Invalid JSON'),
     ({'prompt_ids': []}, r'prompt_ids = \[\] must have at least 1 item'),
-    ({'prompt_ids': [1, -1]}, r'prompt_ids\[1\] = -1 must be greater than or equal to 0'),
-    ({'prompt_ids': 'abc'}, "prompt_ids = 'abc' must be a valid array"),
     ({'prompt': 'x', 'n': 0}, 'n = 0 must be greater than or equal to 1'),
-    ({'prompt': 'x', 'n': True}, 'n = True must be a valid integer'),
     ({'prompt': 'x', 'seed': 2**32}, 'seed = 4294967296 must be less than 4294967296'),
-    ({'prompt': 'x', 'max_tokens': -1}, 'max_tokens = -1 must be greater than or equal to 0'),
     ({'prompt': 'x', 'temperature': 'hot'}, "temperature = 'hot' must be a valid number"),
-    ({'prompt': 'x', 'temperature': False}, 'temperature = False must be a valid number'),
-    ({'prompt': 'x', 'logit_bias': {'a': 1}}, r"logit_bias.* = 'a' must be a valid integer"),
     ({'prompt': 'x', 'min_p': float('nan')}, 'min_p = nan must be a finite number'),
-    ({'prompt': 'x', 'top_k': 1.5}, 'top_k = 1.5 must be a valid integer'),
     ({'prompt': 'x', 'stop': ['a', '']}, r"stop\[1\] = '' must have at least 1 character"),
-    ({'prompt': 'x', 'stop_ids': [2**31]}, r'stop_ids\[0\] = 2147483648 must be less than 2147483648'),
-    ({'prompt': 'x', 'score_prompt': 1}, 'score_prompt = 1 must be a valid boolean'),
   ],
 )
 def test_a_wrong_line_is_named_in_a_sentence(fields, message):
@@ -95,18 +82,13 @@ def test_ids_beyond_the_vocabulary_of_the_tokenizer_have_no_text():
 @pytest.mark.parametrize(
   'prompt, changes, message',
   [
-    ({'prompt': 'x', 'temperature': -1}, {}, 'temperature=-1 must be 0'),
     ({'prompt': 'x'}, {'tokenizer': None}, 'the prompt is text'),
     ({'prompt_ids': (300,)}, {}, 'token 300 is outside the vocabulary of 300'),
     ({'prompt_ids': (3,) * 24}, {}, 'the prompt has 24 tokens and max_len is 24'),
     ({'prompt': 'x', 'max_tokens': 23}, {}, '2 tokens of prompt and max_tokens=23 exceed max_len 24'),
-    ({'prompt': 'x', 'stop_ids': (5, 6, 7, 8)}, {}, '5 stop tokens'),
-    ({'prompt': 'x', 'frequency_penalty': 2.1}, {}, 'frequency_penalty=2.1 must be from -2 to 2'),
-    ({'prompt': 'x', 'logit_bias': {300: 1}}, {}, 'logit_bias has token 300, outside the vocabulary of 300'),
     ({'prompt': 'x', 'logit_bias': {7: 101}}, {}, 'logit_bias must have at most 300 tokens, and numbers from -100'),
     ({'prompt': 'x', 'logit_bias': {7: 1}}, {'settings': DecodeSettings(num_beams=3)}, 'beam search has no penalties'),
     ({'prompt': 'x', 'n': 4}, {'settings': DecodeSettings(num_beams=3)}, 'n=4 is more than task.decode.num_beams=3'),
-    ({'prompt': 'x', 'score_prompt': True}, {'settings': DecodeSettings(num_beams=3)}, 'beam search scores no prompts'),
     (
       {'prompt': 'x', 'adapter': 'law'},
       {'settings': DecodeSettings(num_beams=3), 'adapter_names': ('law',)},

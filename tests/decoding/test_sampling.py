@@ -12,7 +12,6 @@ from spmd_tasks.decoding.sampling import (
   add_biases,
   adjust,
   keep_likeliest,
-  penalize_repetition,
   position_keys,
   request_keys,
   sample,
@@ -80,17 +79,6 @@ def test_frequencies(case):
   assert np.all(np.abs(counts - expected[case]) <= 4 * np.sqrt(expected[case] * (1 - expected[case]) / draws.shape[1]))
 
 
-def test_greedy_rows_beside_random_ones():
-  rows = [{'temperature': 0.0}, {'temperature': 1.0}, {'temperature': 0.0, 'repetition_penalty': 10.0}]
-  seen = np.zeros((3, 5), bool)
-  seen[:, 1] = True
-  sampling = _sampling(rows)
-  logits = adjust(np.tile(LOGITS, (3, 1)), seen, np.zeros((3, 5), np.int32), sampling)
-  tokens = sample(logits, _keys(3), sampling, np.ones(3, bool))
-  assert tokens[0] == 1
-  assert tokens[2] == 3  # the likeliest one was seen
-
-
 def test_a_row_has_the_same_token_whatever_the_others_need(rng):
   """One branch of four computes all rows: what the most demanding of them needs."""
   logits, keys = rng.normal(size=(4, 50)).astype(np.float32), np.asarray(_keys(4))
@@ -106,32 +94,6 @@ def test_a_row_has_the_same_token_whatever_the_others_need(rng):
     np.testing.assert_array_equal(sample(logits, keys, arrays, active)[:n], together[:n])
   assert together[0] == logits[0].argmax()
   assert together[3] == 7
-
-
-def test_a_draw_is_of_its_key_alone(rng):
-  logits = rng.normal(size=(4, 50)).astype(np.float32)
-  rows = [{'top_k': 7}, {'temperature': 3.0}, {'temperature': 0.0}, {'top_p': 0.9}]
-  keys = np.asarray(_keys(4, position=11))
-  together = np.asarray(sample(logits, keys, _sampling(rows), np.ones(4, bool)))
-  order = [2, 0, 3, 1]
-  moved = sample(logits[order], keys[order], _sampling([rows[i] for i in order]), np.ones(4, bool))
-  np.testing.assert_array_equal(moved, together[order])
-  for i in range(4):
-    one = slice(i, i + 1)
-    assert sample(logits[one], keys[one], _sampling(rows[one]), np.ones(1, bool))[0] == together[i]
-
-
-def test_keys_differ_by_seed_sample_and_position():
-  seeds, samples = np.array([0, 0, 1, 2**32 - 1], np.uint32), np.array([0, 1, 0, 0], np.uint32)
-  keys = request_keys(seeds, samples)
-  at = [np.asarray(position_keys(keys, np.full(4, position, np.int32))) for position in (0, 1)]
-  assert len({tuple(key) for key in np.concatenate(at)}) == 8
-
-
-def test_repetition_penalty():
-  logits = np.array([[2.0, -2.0, 1.0, -1.0]], np.float32)
-  seen = np.array([[True, True, False, False]])
-  np.testing.assert_allclose(penalize_repetition(logits, seen, np.array([2.0], np.float32)), [[1.0, -4.0, 1.0, -1.0]])
 
 
 def test_penalties_and_biases(rng):

@@ -31,20 +31,6 @@ def text_of(deltas, wanted):
   return ''.join(delta.text for _, delta in deltas if delta.sequence is wanted)
 
 
-@pytest.mark.parametrize('num_slots, prefill_rows', [(1, 1), (3, 1), (4, 2), (8, 8)])
-def test_every_sequence_gets_its_own_tokens_whatever_the_slots(num_slots, prefill_rows, rng):
-  scheduler = Scheduler(FakeEngine(num_slots=num_slots, prefill_rows=prefill_rows))
-  lengths = [int(n) for n in rng.integers(1, 40, size=20)]
-  sequences = [sequence(f'{i:02d} text', n) for i, n in enumerate(lengths)]
-  scheduler.submit(sequences)
-  deltas = run(scheduler)
-  for i, (each, length) in enumerate(zip(sequences, lengths, strict=True)):
-    assert text_of(deltas, each) == (f'{i:02d} text' * 10)[:length]
-    assert (each.finish_reason, each.num_tokens) == ('length', length)
-  assert scheduler.num_generated_tokens == sum(lengths)
-  assert scheduler.num_active == scheduler.num_queued == 0
-
-
 def test_sequences_that_end_by_length_leave_no_hole_in_the_slots(rng):
   engine = FakeEngine(num_slots=4)
   scheduler = Scheduler(engine)

@@ -7,7 +7,6 @@ import pytest
 
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.experiments.moe import UnevenExperts
-from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import Quantized
 from tests.runtime.loss_curves import make_model
@@ -65,8 +64,3 @@ def test_int8_takes_a_quarter_of_the_kernels_and_leaves_what_is_sensitive(run):
       assert leaf.dtype == jnp.float32, name
   assert sum(map(is_leaf, kinds.values())) >= 6
   assert not any(is_leaf(leaf) for name, leaf in kinds.items() if 'embed' in name.split('/')[0] or 'router' in name)
-
-
-def test_other_dtypes_are_refused():
-  with pytest.raises(ValueError, match="weights_dtype='int4' must be"):
-    DecodeSettings(weights_dtype='int4')
