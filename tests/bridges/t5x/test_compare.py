@@ -4,12 +4,20 @@ The numbers of the case are ours, on one device: that they are T5X's, the cases 
 """
 
 import json
-import os
-import subprocess
+from pathlib import Path
 import sys
 
+from flax import traverse_util
+import jax
 import numpy as np
 import pytest
+
+from spmd_tasks.bridges.t5x._weights import Layout
+from spmd_tasks.bridges.t5x.exporting import write_state
+
+sys.path.insert(0, str(Path(__file__).parents[3] / 'scripts'))
+
+import t5x_compare
 
 CONFIG = {
   'kind': 'decoder',
@@ -25,47 +33,37 @@ CONFIG = {
   'label_smoothing': 0.1,
   'learning_rate': 'constant * rsqrt_decay, 0.1, warmup 10',
 }
-MAKE = """
-import sys, json
-sys.path.insert(0, 'scripts')
-from pathlib import Path
-import jax, numpy as np
-from flax import traverse_util
-import t5x_compare as compare
-from spmd_tasks.bridges.t5x._weights import Layout
-from spmd_tasks.bridges.t5x.exporting import write_state
 
-directory = Path(sys.argv[1])
-case = compare.Case(directory)
-case.initial = {'decoder/logits_dense': None}
-one = compare.Comparison(case, 1, {})
-layout = Layout(decoder_only=True)
 
-def theirs(tree):
-  flat = traverse_util.flatten_dict(tree, sep='/')
-  table = layout.weights(one.shapes).inverse()
-  names = {slot.name: jax.ShapeDtypeStruct((), 'f4') for rule in table.rules for slot in rule.target}
-  return table.convert(flat, names)
+def make(directory):
+  case = t5x_compare.Case(directory)
+  case.initial = {'decoder/logits_dense': None}
+  one = t5x_compare.Comparison(case, 1, {})
+  layout = Layout(decoder_only=True)
 
-state, step = one.model.init(3), one.model.train_step
-np.savez(directory / 'initial_weights.npz', **theirs(one.model.to_canonical(state).weights))
-logits = one.model.forward_step(one.spec)
-found = logits(state.variables, logits.place(case.batch))['logits']
-np.savez(directory / 'initial_logits.npz', logits=np.asarray(found))
-curve = []
-for _ in range(3):
-  state, metrics = step(state, step.place(case.batch))
-  curve.append({'loss': float(metrics['loss'])})
-(directory / 'curves.json').write_text(json.dumps({'1 device': {'curve': curve}}))
-canonical = one.model.to_canonical(state)
-np.savez(directory / 'final_weights.npz', **theirs(canonical.weights))
-write_state(directory, canonical, layout)
-"""
+  def theirs(tree):
+    flat = traverse_util.flatten_dict(tree, sep='/')
+    table = layout.weights(one.shapes).inverse()
+    names = {slot.name: jax.ShapeDtypeStruct((), 'f4') for rule in table.rules for slot in rule.target}
+    return table.convert(flat, names)
+
+  state, step = one.model.init(3), one.model.train_step
+  np.savez(directory / 'initial_weights.npz', **theirs(one.model.to_canonical(state).weights))
+  logits = one.model.forward_step(one.spec)
+  found = logits(state.variables, logits.place(case.batch))['logits']
+  np.savez(directory / 'initial_logits.npz', logits=np.asarray(found))
+  curve = []
+  for _ in range(3):
+    state, metrics = step(state, step.place(case.batch))
+    curve.append({'loss': float(metrics['loss'])})
+  (directory / 'curves.json').write_text(json.dumps({'1 device': {'curve': curve}}))
+  canonical = one.model.to_canonical(state)
+  np.savez(directory / 'final_weights.npz', **theirs(canonical.weights))
+  write_state(directory, canonical, layout)
 
 
 @pytest.mark.slow
-def test_a_case_is_compared_on_1_and_8_devices(tmp_path, request, rng):
-  root = request.config.rootpath
+def test_a_case_is_compared_on_1_and_8_devices(tmp_path, monkeypatch, capsys, rng):
   case = tmp_path / 'case'
   case.mkdir()
   (case / 'config.json').write_text(json.dumps(CONFIG))
@@ -74,16 +72,15 @@ def test_a_case_is_compared_on_1_and_8_devices(tmp_path, request, rng):
   inputs = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
   weights = (tokens > 0).astype(np.int32)
   np.savez(case / 'batch.npz', decoder_target_tokens=tokens, decoder_input_tokens=inputs, decoder_loss_weights=weights)
-  environment = {**os.environ, 'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu'}
 
-  def run(*command):
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+  def compare():
+    monkeypatch.setattr(sys, 'argv', ['t5x_compare', str(case)])
+    code = t5x_compare.main()
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
-  made = run(sys.executable, '-c', MAKE, str(case))
-  assert made.returncode == 0, made.stderr
-  done = run(sys.executable, 'scripts/t5x_compare.py', str(case))
-  found = json.loads(done.stdout.splitlines()[-1])
-  assert done.returncode == 0, done.stdout
+  make(case)
+  code, found = compare()
+  assert code == 0, found
   assert max(found[name] for name in ('logits', 'losses', 'final_weights')) < 1e-5
   assert found['checkpoint'] == 1
   assert [found[name] for name in ('gradients', 'scores', 'greedy', 'beam')] == [None] * 4
@@ -91,8 +88,7 @@ def test_a_case_is_compared_on_1_and_8_devices(tmp_path, request, rng):
   curves['1 device']['curve'][2]['loss'] *= 1.0001
   (case / 'curves.json').write_text(json.dumps(curves))
   (case / 'config.json').write_text(json.dumps(CONFIG | {'dropout': 0.1, 'tied': False, 'note': ''}))
-  done = run(sys.executable, 'scripts/t5x_compare.py', str(case))
-  assert done.returncode == 1
-  found = json.loads(done.stdout.splitlines()[-1])
+  code, found = compare()
+  assert code == 1
   assert 5e-5 < found['losses'] < 2e-4
   assert found['unknown'] == ['dropout']
