@@ -77,10 +77,6 @@ class PipelinedDpo(PipelinedLanguageModel, Dpo):
   """The axes are (replica, stage, data, mdl)."""
 
 
-class PipelinedLowRankDpo(PipelinedLanguageModel, LowRankDpo):
-  """The same with adapters."""
-
-
 class PipelinedBaseDpo(PipelinedLanguageModel, BaseDpo):
   """The same against the model without them."""
 

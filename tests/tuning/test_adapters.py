@@ -8,14 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   GatedFeedForward,
   Linear,
   TokenEmbedding,
 )
 from spmd_tasks.layers.attention import Attention, LatentAttention
-from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
+from spmd_tasks.layers.moe import Experts
 from spmd_tasks.sharding.weights import unbox_weights
 from spmd_tasks.tuning import LowRankAdapter
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, without_adapters
@@ -74,17 +73,6 @@ def test_a_new_adapter_changes_no_bit_and_is_as_peft_draws_it():
   np.testing.assert_array_equal(*(unbox_weights(each['params'])['kernel'] for each in (before, after)))
 
 
-def test_dora_starts_with_the_lengths_of_the_kernels_columns():
-  adapted = Linear(output_dims=6, split_dims=None, adapter=KINDS['dora'])
-  x = X.reshape(10, 12)
-  y, variables = adapted.init_with_output(jax.random.key(0), x)
-  weights = unbox_weights(variables['params'])
-  np.testing.assert_allclose(weights['lora_magnitude'], np.linalg.norm(weights['kernel'], axis=0), rtol=1e-6)
-  np.testing.assert_allclose(
-    y, apply(Linear(output_dims=6, split_dims=None), {'kernel': weights['kernel']}, x), rtol=1e-5
-  )
-
-
 def test_dropout_is_of_the_adapters_input_and_in_training_only():
   linear = Linear(output_dims=4, split_dims=None, adapter=LowRankAdapter(rank=12, alpha=12.0, dropout_rate=0.5))
   x = np.ones((1000, 12), np.float32)
@@ -93,36 +81,6 @@ def test_dropout_is_of_the_adapters_input_and_in_training_only():
   y = apply(linear, weights, x, rngs={'dropout': jax.random.key(1)})
   assert len(np.unique(y.round(4))) > 5
   assert abs(y.mean() - 1) < 0.05
-
-
-def test_experts_have_adapters_of_their_own_each():
-  adapter = LowRankAdapter(rank=2, alpha=2.0, names=('up', 'gate', 'down'))
-  layers = [
-    MixtureOfExperts(
-      router=TopKRouter(num_experts=3, num_selected=2),
-      experts=Experts(num_experts=3, hidden_dim=5, adapters=adapters),
-      computation=Dropless(backend='ragged_dot'),
-    )
-    for adapters in ((adapter,), ())
-  ]
-  x = jax.numpy.asarray(X.reshape(2, 5, 12))
-  weights = drawn(layers[0], x)
-  experts = weights['experts']
-  assert experts['up_lora_a'].shape == (3, 12, 2)
-  assert experts['down_lora_b'].shape == (3, 2, 12)
-  merged = {
-    name: merge_low_rank(
-      adapter, experts[name], experts[f'{name}_lora_a'], experts[f'{name}_lora_b'], num_stacked_dims=1
-    )
-    for name in ('up', 'gate', 'down')
-  }
-  np.testing.assert_allclose(
-    merged['up'][2], experts['up'][2] + experts['up_lora_a'][2] @ experts['up_lora_b'][2], rtol=1e-5
-  )
-  with jax.default_matmul_precision('highest'):
-    ours, _ = layers[0].apply({'params': weights}, x)
-    theirs, _ = layers[1].apply({'params': weights | {'experts': merged}}, x)
-  np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('use_dora', [False, True])
@@ -229,11 +187,3 @@ def test_the_up_projection_of_latent_attention_is_adapted_as_its_merged_kernel_a
     continued, _ = generate({'params': weights, 'cache': unbox_weights(new['new_cache'])}, *rest)
   np.testing.assert_allclose(begun, expected[:, :3], rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(continued, expected[:, 3:], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-  'settings, said', [({'rank': 0}, 'rank'), ({'alpha': 0.0}, 'alpha'), ({'dropout_rate': 1.0}, 'dropout_rate')]
-)
-def test_settings_that_cannot_be_are_one_sentence(settings, said):
-  with pytest.raises(UserError, match=said):
-    LowRankAdapter(**{'rank': 2, 'alpha': 2.0} | settings)

@@ -1,17 +1,13 @@
 """The digest of a job's base is kept in the job's directory, and the files are hashed again only if one has changed."""
 
-import contextlib
 import json
 import os
 import shutil
-import threading
 import time
 
 from etils import epath
 import pytest
 
-from spmd_tasks.checkpoints.checkpointer import Restored
-from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.errors import UserError
 from spmd_tasks.tuning import base_digest
 
@@ -85,14 +81,6 @@ def test_what_has_changed_is_hashed_again(change, folder, job, hashed, tmp_path)
   assert hashed(start, folder, job) == (after, 0)
 
 
-def test_a_record_that_cannot_be_read_is_written_anew(folder, job, hashed):
-  digest, _ = hashed(start, folder, job)
-  for damaged in ('', '[]', '{"files": 3}'):
-    (job / 'base_digest.json').write_text(damaged)
-    assert hashed(start, folder, job) == (digest, 4)
-  assert hashed(start, folder, job) == (digest, 0)
-
-
 def test_a_file_that_changes_while_it_is_hashed_is_an_error(folder, job, hashed, monkeypatch):
   own = base_digest.hashlib.file_digest
 
@@ -104,28 +92,6 @@ def test_a_file_that_changes_while_it_is_hashed_is_an_error(folder, job, hashed,
   with pytest.raises(UserError, match='has changed while it was read: start again'):
     hashed(start, folder, job)
   assert not (job / 'base_digest.json').exists()
-
-
-def test_all_wait_in_rounds_for_a_slow_hash(folder, job, hashed, monkeypatch, caplog):
-  """Each round is allowed anew, until it is hashed; a second save knows the digest."""
-  own, allowed, is_read = base_digest.hashlib.file_digest, [], threading.Event()
-
-  def slow(file, name):
-    is_read.wait(30)
-    return own(file, name)
-
-  def allow():
-    allowed.append('round')
-    if len(allowed) == 3:
-      is_read.set()
-    return contextlib.nullcontext()
-
-  monkeypatch.setattr(base_digest.hashlib, 'file_digest', slow)
-  monkeypatch.setattr(base_digest, '_ROUND_S', 0.2)
-  base = base_digest.start_digest(str(folder), job, allow=allow)
-  assert base() == base() == base_digest.describe_base(str(folder))
-  lines = [line.message for line in caplog.records if 'waits for the hash' in line.message]
-  assert len(lines) == len(allowed) - 1 >= 2
 
 
 @pytest.mark.parametrize('begin', ['restore', 'start'])
@@ -143,10 +109,3 @@ def test_an_error_of_process_0_is_raised_where_all_processes_wait(begin, folder,
   with pytest.raises(FileNotFoundError, match='model-2'):
     hashed(base_digest.describe_base if begin == 'restore' else start, folder, job)
   assert decided == ['base_digest']
-
-
-def test_a_checkpoint_of_another_base_is_refused():
-  restored = Restored(step=3, state=None, input_state=None, input_states=[], base={'folder': 'a', 'sha256': '1' * 64})
-  base_digest.check_base(restored, {'folder': 'b', 'sha256': '1' * 64}, 'job/checkpoints')
-  with pytest.raises(CheckpointError, match=r'has adapters of the base a .* but b has 22222'):
-    base_digest.check_base(restored, {'folder': 'b', 'sha256': '2' * 64}, 'job/checkpoints')

@@ -26,16 +26,10 @@ ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
 CASES = [('data 2 x mdl 4', LowRank, LowRank, (1, 2, 4), ())]
 ONE_BY_ONE = [
   ('one forward, one backward, stage 4 x data 2', LowRank, PipelinedLowRank, (1, 4, 2, 1), ONE_F_ONE_B),
-  ('data 8', LowRank, LowRank, (1, 8, 1), ('task.model.stack.remat_policy=full',)),
   ('2 microbatches', LowRank, LowRank, (1, 2, 4), ('task.learner.num_microbatches=2',)),
-  ('stage 4 x data 2', LowRank, PipelinedLowRank, (1, 4, 2, 1), ()),
   ('circular, stage 2 x data 2 x mdl 2', LowRank, PipelinedLowRank, (1, 2, 2, 2), CIRCULAR),
-  ('DoRA, data 2 x mdl 4', Dora, Dora, (1, 2, 4), ()),
   ('DoRA, stage 4 x data 2', Dora, PipelinedDora, (1, 4, 2, 1), ()),
-  ('in 4 bits, data 2 x mdl 4', InFourBits, InFourBits, (1, 2, 4), ()),
-  ('in 4 bits, circular', InFourBits, PipelinedInFourBits, (1, 2, 2, 2), CIRCULAR),
   ('in 4 bits, one forward', InFourBits, PipelinedInFourBits, (1, 4, 2, 1), ONE_F_ONE_B),
-  ('experts, expert 8', LowRankExperts, LowRankExperts, (1, 8, 1), ()),
   ('experts, stage 2 x data 2 x expert 2', LowRankExperts, PipelinedLowRankExperts, (1, 2, 2, 2, 1), ()),
 ]
 

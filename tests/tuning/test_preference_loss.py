@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from spmd_tasks.tuning import PreferenceLoss
-from spmd_tasks.tuning.preference_loss import pair_log_probs
 
 B, T, V = 3, 17, 11
 
@@ -113,25 +112,3 @@ def test_aux_losses_are_added():
   assert with_aux.metrics['balance'][0] == 3
   with pytest.raises(ValueError, match="aux_loss_weights names 'balance'"):
     loss({'logits': logits}, batch)
-
-
-def test_log_probabilities_of_answers():
-  batch, logits = packed_pairs()
-  pairs = pair_log_probs({'logits': logits}, batch)
-  assert pairs.chosen.shape == (B, T // 2)
-  assert pairs.num_chosen[:2, :2].tolist() == [[1, 1], [6, 0]]
-  assert pairs.num_rejected[:2, :2].tolist() == [[3, 5], [8, 0]]
-
-
-@pytest.mark.parametrize(
-  'settings, message',
-  [
-    ({'kind': 'hinge'}, "kind='hinge' must be one of 'sigmoid', 'ipo'"),
-    ({'beta': 0.0}, 'beta=0.0 must be positive'),
-    ({'label_smoothing': 0.5}, 'label_smoothing=0.5 must be at least 0 and less than 0.5'),
-    ({'label_smoothing': 0.1, 'kind': 'ipo'}, "and 0 unless kind is 'sigmoid'"),
-  ],
-)
-def test_settings_that_cannot_be_used(settings, message):
-  with pytest.raises(ValueError, match=message):
-    PreferenceLoss(**settings)

@@ -19,7 +19,6 @@ from tests.tuning.preference_experiments import (
   LowRankExpertsDpo,
   PipelinedBaseDpo,
   PipelinedDpo,
-  PipelinedLowRankDpo,
   PipelinedLowRankExpertsDpo,
 )
 
@@ -29,18 +28,10 @@ IN_PARTS = ('task.learner.num_microbatches=4',)
 ONE_BY_ONE = [
   ('adapters, data 2 x mdl 4, 4 microbatches', LowRankDpo, LowRankDpo, (1, 2, 4), IN_PARTS),
   ('data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), ()),
-  ('data 8', Dpo, Dpo, (1, 8, 1), ()),
-  ('4 microbatches, data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), IN_PARTS),
   ('logits in parts, data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), ('num_logit_chunks=4',)),
-  ('stage 4 x data 2', Dpo, PipelinedDpo, (1, 4, 2, 1), ()),
   ('circular, stage 2 x data 2 x mdl 2', Dpo, PipelinedDpo, (1, 2, 2, 2), CIRCULAR),
-  ('one forward, one backward, stage 4 x data 2', Dpo, PipelinedDpo, (1, 4, 2, 1), ONE_F_ONE_B),
-  ('adapters, stage 4 x data 2', LowRankDpo, PipelinedLowRankDpo, (1, 4, 2, 1), ()),
-  ('adapters, circular, stage 2 x data 2 x mdl 2', LowRankDpo, PipelinedLowRankDpo, (1, 2, 2, 2), CIRCULAR),
   ('compared with the base, data 2 x mdl 4, 4 microbatches', BaseDpo, BaseDpo, (1, 2, 4), IN_PARTS),
-  ('compared with the base, stage 4 x data 2', BaseDpo, PipelinedBaseDpo, (1, 4, 2, 1), ()),
   ('compared with the base, one forward, one backward', BaseDpo, PipelinedBaseDpo, (1, 4, 2, 1), ONE_F_ONE_B),
-  ('adapters of experts, expert 8', LowRankExpertsDpo, LowRankExpertsDpo, (1, 8, 1), ()),
   (
     'adapters of experts, stage 2 x data 2 x expert 2',
     LowRankExpertsDpo,

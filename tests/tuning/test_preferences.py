@@ -130,14 +130,7 @@ def test_a_pair_whose_answers_are_the_same_once_they_are_cut_is_left_out(pairs, 
   'record, message',
   [
     ({'chosen': 'a'}, "there is no field 'rejected'"),
-    ({'chosen': 'a', 'rejected': None}, "there is no field 'rejected'"),
-    ({'prompt': 'a', 'chosen': '', 'rejected': 'b'}, "'chosen' is empty: give the pair two answers, or remove it"),
     ({'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}, "'chosen' and 'rejected' are the same, so that there is nothing"),
-    (
-      {'prompt': 'a', 'chosen': ['b'], 'rejected': 'c'},
-      "must be all texts, or all lists of messages, but 'prompt' is a text",
-    ),
-    ({'chosen': ['b'], 'rejected': ['c']}, r"\[0\] must be an object with a text 'role'"),
     (
       {'prompt': [{'role': 'user', 'content': 'a'}], 'chosen': [{'role': 'user', 'content': 'b'}], 'rejected': []},
       "'chosen' must end with a message of the assistant",
@@ -165,11 +158,3 @@ def test_references_that_cannot_be_used(pairs, tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       take(dataclasses.replace(pairs, reference=str(tmp_path / f'{name}.npy')))
-
-
-def test_texts_that_look_like_lists_are_texts(pairs, tmp_path):
-  record = {'prompt': 'Calls: ', 'chosen': '[{"n": 1}]', 'rejected': '[{"n": 2}, 3'}
-  (tmp_path / 'pairs.jsonl').write_text(json.dumps(record))
-  batches, _ = take(dataclasses.replace(pairs, seq_len=60, batch_size=1, reference=None, reference_free=True))
-  found = [(prompt, answer) for prompt, answer, _ in answers(batches)]
-  assert found == [(record['prompt'], record['chosen']), (record['prompt'], record['rejected'])]
