@@ -11,7 +11,7 @@ from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.errors import UserError
 from spmd_tasks.serving.multi_process.messages import from_message, to_message
 from tests.serving.fake_engine import TOKENIZER
-from tests.serving.served import ASK, CHAT, COMPLETIONS, HELLO, MODEL, events, metric, serving, wait_for
+from tests.serving.served import CHAT, COMPLETIONS, HELLO, MODEL, metric, serving, wait_for
 
 NAMES = ('fake.Model', 'one', 'two')
 TEXTS = {'fake.Model': 'abcabca', 'one': 'bcdbcdb', 'two': 'cdecdec'}  # the fake adds the adapter's number to each byte
@@ -48,20 +48,6 @@ def test_requests_of_all_names_are_answered_at_once_each_by_its_own(client):
   assert metric(client, 'sequences_total{finish_reason="length",model="two"}') >= 4
 
 
-def test_chats_streams_samples_scores_and_forms_have_adapters_too(client):
-  chat = client.post(CHAT, json=ASK | {'model': 'one'}).json()
-  assert chat['model'] == 'one'
-  with client.stream('POST', COMPLETIONS, json=BODY | {'model': 'two', 'stream': True}) as response:
-    chunks = events(response)
-  assert ''.join(chunk['choices'][0]['text'] for chunk in chunks) == TEXTS['two']
-  assert {chunk['model'] for chunk in chunks} == {'two'}
-  fields = {'n': 2, 'echo': True, 'logprobs': 1}
-  choices = client.post(COMPLETIONS, json=BODY | {'model': 'one', **fields}).json()['choices']
-  assert [choice['text'] for choice in choices] == ['abc' + TEXTS['one']] * 2
-  form = {'structured_outputs': {'regex': 'b[a-z]*'}, 'model': 'one'}
-  assert client.post(COMPLETIONS, json=BODY | form).json()['choices'][0]['text'].startswith('bcdb')
-
-
 def test_the_list_of_models_names_all_and_their_parent(client):
   cards = client.get('/v1/models').json()['data']
   assert [card['id'] for card in cards] == [*NAMES]
@@ -77,11 +63,6 @@ def test_an_unknown_name_is_an_error_that_lists_those_that_are_served(client, ro
   assert (error['type'], error['param'], error['code']) == ('not_found_error', 'model', 'model_not_found')
   assert error['message'] == "model 'three' is not served here; 'fake.Model', 'one', 'two' are."
   assert client.get('/v1/models/three').status_code == 404
-
-
-def test_the_tokenizer_s_routes_take_any_of_the_names(client):
-  assert client.post('/tokenize', json={'prompt': 'abc', 'model': 'two'}).json()['count'] == 3 + 1
-  assert client.post('/detokenize', json={'tokens': TOKENIZER.encode('abc'), 'model': 'one'}).status_code == 200
 
 
 def test_an_adapter_cannot_have_the_name_of_the_model():

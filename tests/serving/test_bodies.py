@@ -7,12 +7,10 @@ import time
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.serving.bodies import ChatBody, CompletionBody, PublishBody, parse_json, validate
+from spmd_tasks.serving.bodies import ChatBody, CompletionBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError
-from spmd_tasks.serving.metrics import ServerMetrics
 from spmd_tasks.serving.settings import ServerSettings
 
-LIMITS = ServerSettings()
 GOOD = {'model': 'm', 'prompt': 'a'}
 CHAT = {'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}
 
@@ -26,10 +24,7 @@ def error_of(body_class, fields) -> RequestError:
 @pytest.mark.parametrize(
   'body_class, fields, message, param, code',
   [
-    (CompletionBody, {'model': 'm'}, 'prompt is missing.', 'prompt', None),
     (CompletionBody, GOOD | {'n': 0}, 'n must be at least 1, not 0.', 'n', None),
-    (CompletionBody, GOOD | {'top_p': 1.5}, 'top_p must be at most 1, not 1.5.', 'top_p', None),
-    (CompletionBody, GOOD | {'max_tokens': 1.5}, 'max_tokens must be an integer, not 1.5.', 'max_tokens', None),
     (
       CompletionBody,
       GOOD | {'max_tokens': 10**400},
@@ -37,19 +32,11 @@ def error_of(body_class, fields) -> RequestError:
       'max_tokens',
       None,
     ),
-    (CompletionBody, GOOD | {'stream': 'yes'}, 'stream must be true or false, not a string.', 'stream', None),
     (
       CompletionBody,
       GOOD | {'max_token': 3},
       "'max_token' is not a field that this server knows; nearest: 'max_tokens'.",
       'max_token',
-      'unknown_parameter',
-    ),
-    (
-      CompletionBody,
-      GOOD | {'xyz': None},
-      "'xyz' is not a field that this server knows: leave it out.",
-      'xyz',
       'unknown_parameter',
     ),
     *(
@@ -60,13 +47,6 @@ def error_of(body_class, fields) -> RequestError:
         *(({'5': bias}, 'have numbers from -100 to 100.') for bias in (101, True, None, '1', 10**400)),
         ({str(token): 1 for token in range(301)}, 'have at most 300 tokens.'),
       ]
-    ),
-    (
-      ChatBody,
-      {'messages': [{'role': 'user', 'content': 'a'}], 'presence_penalty': 2.1},
-      'presence_penalty must be at most 2, not 2.1.',
-      'presence_penalty',
-      None,
     ),
     (
       ChatBody,
@@ -82,15 +62,6 @@ def error_of(body_class, fields) -> RequestError:
       'messages[0].names',
       'unknown_parameter',
     ),
-    (ChatBody, CHAT | {'messages': []}, 'messages must not be empty.', 'messages', None),
-    (
-      ChatBody,
-      CHAT | {'messages': [{'role': 'user', 'content': [{'type': 'text'}]}]},
-      'messages[0].content[0].text is missing.',
-      'messages[0].content[0].text',
-      None,
-    ),
-    (PublishBody, {'step': -1}, 'step must be at least 0, not -1.', 'step', None),
   ],
   ids=lambda value: str(value)[:30],
 )
@@ -111,10 +82,7 @@ def test_null_counts_as_absent_and_neutral_values_are_taken():
   [
     {str(number): 0 for number in range(150_000)},
     {'stream_options': {str(number): 0 for number in range(150_000)}},
-    {'stop': [1] * 400_000},
-    {'stop_token_ids': [True] * 400_000},
     {'messages': [{'role': 'user', 'content': [1] * 400_000}]},
-    {'messages': [1] * 400_000},
   ],
   ids=lambda fields: f'{next(iter(fields))}, {len(fields)} fields',
 )
@@ -129,14 +97,9 @@ def test_a_body_with_many_mistakes_is_refused_at_the_first(fields):
   'data, reason',
   [
     (b'[1]', 'must be a JSON object, not an array'),
-    (b'{', 'EOF'),
-    (b'\xef\xbb\xbf{}', 'expected value'),
-    (b'{"a": NaN}', 'expected value'),
     (b'{"prompt": "\\ud800"}', 'hex escape'),
-    (b'{"prompt": "\xff"}', 'invalid unicode'),
     (b'{"a": ' + b'9' * 5000 + b'}', 'out of range'),
     (b'{"a":' * 100_000, 'recursion limit'),
-    (b'{"metadata": ' + b'[' * 5000 + b']' * 5000 + b'}', 'recursion limit'),
   ],
   ids=lambda value: value[:20],
 )
@@ -162,26 +125,9 @@ def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
   [
     ('port', 65536),
     ('api_key', 'two\nlines'),
-    ('max_queued', 0),
-    ('max_connections', 0),
-    ('header_timeout_s', 0),
-    ('send_timeout_s', 0),
     ('drain_s', -1),
   ],
 )
 def test_settings_out_of_range_are_named(name, value):
   with pytest.raises(UserError, match='API key' if name == 'api_key' else name):
     ServerSettings(**{name: value})
-
-
-def test_servers_count_apart_and_without_creation_times():
-  one, other = (ServerMetrics({'slots': ('Slots.', lambda: 3), 'steps_total': ('Steps.', lambda: 4)}) for _ in range(2))
-  one.http_requests.labels('/', '200').inc()
-  one.request_s.observe(0.3)
-  text = one.exposition()
-  assert 'spmd_tasks_http_requests_total{route="/",status="200"} 1.0\n' in text
-  assert 'spmd_tasks_request_seconds_bucket{le="0.5"} 1.0\n' in text
-  assert '# TYPE spmd_tasks_slots gauge\nspmd_tasks_slots 3.0\n' in text
-  assert '# TYPE spmd_tasks_steps_total counter\nspmd_tasks_steps_total 4.0\n' in text
-  assert '_created' not in text
-  assert 'status="200"' not in other.exposition()

@@ -17,16 +17,13 @@ EARLY = f' to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<
 WEATHER = ('weather', ARGUMENTS)
 CASES = {
   'reasoning and an answer': (HM + FINAL, 'Hm <b>.', '7 °C', []),
-  'ended': (HM + FINAL + '<|return|>', 'Hm <b>.', '7 °C', []),
   'a call': (HM + CALL, 'Hm <b>.', '', [WEATHER]),
   'words before a call': (HM + LOOK + CALL + '<|call|>', 'Hm <b>.', 'I look.', [WEATHER]),
   'the callee in the role': (EARLY, '', '', [WEATHER]),
   'two messages': (LOOK.removeprefix('<|start|>assistant') + FINAL, '', 'I look.\n7 °C', []),
-  'another callee': (CALL.replace('weather', 'rm'), ARGUMENTS, '', []),
   'arguments that are no object': (CALL.replace(ARGUMENTS, '[7'), '', '[7', []),
   'without a header': ('{"a": "<|"}', '', '{"a": "<|"}', []),
   'an unfinished header': (HM + '<|start|>assis', 'Hm <b>.', '', []),
-  'nothing': ('', '', '', []),
 }
 
 

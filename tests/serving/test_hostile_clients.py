@@ -140,19 +140,6 @@ def test_connections_that_break_off_at_any_byte(served, rng):
   check_alive(served)
 
 
-def test_clients_that_leave_while_they_send_their_bodies_are_no_news(served, caplog):
-  head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-  left = 'http_requests_total{route="/v1/completions",status="499"}'
-  with served.client() as client:
-    before = metric(client, left)
-    for rest in (b'Content-Length: 900\r\n\r\n{', b'Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n'):
-      with connect(served.url) as sock:
-        sock.sendall(head + rest)
-    wait_for(lambda: metric(client, left) == before + 2)
-  check_alive(served)
-  assert [line for line in caplog.messages if 'HTTP Request' not in line] == []
-
-
 def test_a_flood_is_answered_429_and_nothing_is_lost(served):
   body = {'model': 'fake.Model', 'prompt': 'ab', 'max_tokens': 100, 'n': 16}
   with served.client() as client, ThreadPoolExecutor(16) as pool:

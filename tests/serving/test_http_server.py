@@ -35,14 +35,6 @@ def test_several_prompts_and_samples(client):
   assert body['usage'] == counts | {'prompt_tokens_details': {'cached_tokens': 0}}
 
 
-def test_a_chat_goes_through_the_template(client):
-  body = client.post(CHAT, json=ASK | {'max_tokens': 30}).json()
-  assert body['object'] == 'chat.completion'
-  message = body['choices'][0]['message']
-  # The fake repeats its prompt.
-  assert message == {'role': 'assistant', 'content': 'user: hi\nassistant: user: hi'}
-
-
 def test_streams_are_the_same_text_in_pieces(client):
   with client.stream('POST', COMPLETIONS, json=HELLO | {'stream': True, 'n': 2}) as response:
     assert response.headers['content-type'].startswith('text/event-stream')
@@ -89,40 +81,16 @@ def test_models_health_readiness_metrics_and_the_page(client):
 
 BAD = [
   (COMPLETIONS, {'model': 'gpt-4'}, 404, 'model'),
-  (COMPLETIONS, {'prompt': None}, 400, 'prompt'),
-  (COMPLETIONS, {'prompt': [[]]}, 400, 'prompt'),
   (COMPLETIONS, {'prompt': [259]}, 400, 'prompt'),
-  (COMPLETIONS, {'prompt': [True]}, 400, 'prompt'),
-  (COMPLETIONS, {'prompt': ['a'] * 17}, 400, 'prompt'),
   (COMPLETIONS, {'prompt': 'a' * 500}, 400, 'prompt'),
   (COMPLETIONS, {'max_tokens': 0}, 400, 'max_tokens'),
   (COMPLETIONS, {'max_tokens': 124}, 400, 'max_tokens'),
-  (COMPLETIONS, {'n': 17}, 400, 'n'),
   (COMPLETIONS, {'n': 9, 'prompt': ['a', 'b']}, 400, 'n'),
-  (COMPLETIONS, {'temperature': -1}, 400, 'temperature'),
-  (COMPLETIONS, {'repetition_penalty': 0}, 400, 'repetition_penalty'),
-  (COMPLETIONS, {'seed': 2**64}, 400, 'seed'),
-  (COMPLETIONS, {'logprobs': 3}, 400, 'logprobs'),
   (COMPLETIONS, {'echo': True, 'max_tokens': -1}, 400, 'max_tokens'),
-  (COMPLETIONS, {'stop': ''}, 400, 'stop'),
-  (COMPLETIONS, {'stop': ['a'] * 17}, 400, 'stop'),
-  (COMPLETIONS, {'stop': 'x' * 257}, 400, 'stop'),
   (COMPLETIONS, {'stop_token_ids': [3, 4, 5, 6]}, 400, 'stop_token_ids'),
   (COMPLETIONS, {'stream_options': {'include_usage': True}}, 400, 'stream_options'),
-  (COMPLETIONS, {'logit_bias': {'99999': 1}}, 400, 'logit_bias'),
-  (COMPLETIONS, {'suffix': 'x'}, 400, 'suffix'),
-  (COMPLETIONS, {'best_of': 3}, 400, 'best_of'),
-  (COMPLETIONS, {'messages': []}, 400, 'messages'),
-  (CHAT, {'messages': ['hi']}, 400, 'messages[0]'),
-  (CHAT, {'messages': [{'role': 'king', 'content': 'x'}]}, 400, 'messages[0].role'),
-  (CHAT, {'messages': [{'role': 'user', 'content': 4}]}, 400, 'messages[0].content'),
   (CHAT, {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400, 'messages[0].content[0]'),
-  (CHAT, {'messages': [{'role': 'user', 'content': 'x' * 500}]}, 400, 'messages'),
-  (CHAT, {'max_tokens': 0}, 400, 'max_tokens'),
   (CHAT, {'top_logprobs': 1}, 400, 'top_logprobs'),
-  (CHAT, {'tools': [{'type': 'function'}]}, 400, 'tools[0]'),
-  (CHAT, {'response_format': {'type': 'yaml'}}, 400, 'response_format'),
-  (CHAT, {'prompt': 'x'}, 400, 'prompt'),
 ]
 
 
@@ -169,7 +137,7 @@ def test_other_paths_and_methods_are_json_errors(client, method, path, status):
 # --- the key ---
 
 
-@pytest.mark.parametrize('path', ['/', '/health', '/ready', '/metrics', '/v1/models', '/nothing', COMPLETIONS])
+@pytest.mark.parametrize('path', ['/', '/health', '/metrics', '/nothing', COMPLETIONS])
 def test_the_key_is_wanted_on_every_route(path):
   right = base64.b64encode(b'anyone:secret').decode()
   with serving(api_key='secret') as served, served.client() as client:
@@ -233,18 +201,6 @@ def test_a_failing_step_is_an_error_for_its_own_clients_only():
       assert events(response)[-1]['error']['code'] == 'engine_failed'
     assert client.post(COMPLETIONS, json=HELLO).status_code == 200
     assert client.get('/health').status_code == 200
-
-
-def test_a_form_that_becomes_too_complex_is_an_error_of_its_client():
-  with serving(FakeEngine(num_slots=2)) as served, served.client() as client:
-    choices = ' | '.join(f'"choice {number}"' for number in range(2000))
-    for grammar in (choices, f'/[x-z]/ /[x-z]/ /[x-z]/ /[x-z]/ /[x-z]/ ({choices})'):  # at once, and after some tokens
-      body = HELLO | {'structured_outputs': {'grammar': f'start: {grammar}'}, 'max_tokens': 20}
-      answer = client.post(COMPLETIONS, json=body)
-      assert (answer.status_code, 'max is 2000' in answer.json()['error']['message']) == (400, True)
-    with client.stream('POST', COMPLETIONS, json=body | {'stream': True}) as response:
-      assert 'max is 2000' in events(response)[-1]['error']['message']
-    assert client.post(COMPLETIONS, json=HELLO).status_code == 200
 
 
 def test_an_engine_that_fails_for_good_ends_the_server():

@@ -50,15 +50,3 @@ def test_logprobs_of_chats_in_both_forms(client):
     chunks = events(response)
   streamed = [entry for c in chunks if c['choices'][0]['logprobs'] for entry in c['choices'][0]['logprobs']['content']]
   assert streamed == content
-
-
-def test_a_scored_prompt_s_last_entry_is_the_generated_token_also_where_it_ends_the_text(client):
-  """Evaluation harnesses ask for one token more than they score, and drop the last entry."""
-  eos = TOKENIZER.eos_id
-  for prompt in ([eos, *TOKENIZER.encode('ab')], TOKENIZER.encode('abc')):  # the engine repeats the prompt
-    wanted = HELLO | {'prompt': prompt, 'logprobs': 1, 'echo': True, 'max_tokens': 1, 'temperature': 0}
-    choice = client.post(COMPLETIONS, json=wanted).json()['choices'][0]
-    assert choice['finish_reason'] == ('stop' if eos in prompt else 'length')
-    expected = [None, *(-token / 100 for token in [*prompt[1:], prompt[0]])]
-    assert choice['logprobs']['token_logprobs'] == pytest.approx(expected)
-    assert len(choice['logprobs']['top_logprobs']) == len(choice['logprobs']['text_offset']) == 4

@@ -224,21 +224,3 @@ def test_lead_has_all_processes_end_as_process_0_does(error):
     serve()
   reason = 'process 0 failed: RuntimeError: three steps failed'
   assert [left.get(timeout=5) for _ in followed] == [(exit_codes.PEER_FAILED, reason)] * 2
-
-
-def test_lead_leaves_when_another_process_is_lost():
-  near, far = links()
-  left = queue.SimpleQueue()
-
-  def serve():
-    with lead(FakeEngine(), near, restore=restore, leave=lambda *why: left.put(why)) as leading:
-      far[0].close()
-      assert leading.stop.wait(5)
-      leading.end(exit_codes.OK)
-
-  with pytest.raises(PeerFailedError, match='process 1 of 2 is gone'):
-    serve()
-  code, reason = left.get(timeout=5)
-  assert code == exit_codes.PEER_FAILED
-  assert 'process 1 of 2 is gone' in reason
-  assert list(far[0]) == []  # nothing follows, and the link's file is closed

@@ -5,32 +5,13 @@ import dataclasses
 import pytest
 
 from spmd_tasks.decoding import SamplingParams
-from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
+from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import chat_request, completion_request
 from spmd_tasks.serving.settings import ServerSettings
-from tests.serving.fake_engine import TOKENIZER
 from tests.serving.served import ASK, HELLO, MODEL
 
 SETTINGS = ServerSettings()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithoutBos(ByteTokenizer):
-  """Has no token for the beginning of text."""
-
-  bos_id: None = dataclasses.field(default=None, init=False)
-
-
-def test_the_template_sees_the_messages_and_the_tokenizer_puts_bos_before_its_text():
-  template = ChatTemplate(template='{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}', stop=('[',))
-  parts = [{'type': 'text', 'text': 'hi'}]
-  messages = [{'role': 'developer', 'content': 'be brief'}, {'role': 'user', 'content': parts}]
-  (request,) = chat_request(
-    ASK | {'messages': messages}, dataclasses.replace(MODEL, chat_template=template), SETTINGS
-  ).requests
-  assert request.ids == (TOKENIZER.bos_id, *TOKENIZER.encode('[system]be brief[user]hi'))
-  assert request.stop == ('[',)
 
 
 @pytest.mark.parametrize('left_out', [{}, {'model': None}])
@@ -59,10 +40,3 @@ def test_what_a_request_leaves_out_is_the_experiments_default():
   chat = chat_request({name: value for name, value in ASK.items() if name != 'max_tokens'}, model, SETTINGS)
   assert chat.requests[0].max_tokens == 9
   assert chat.requests[0].stop == MODEL.chat_template.stop
-
-
-def test_messages_that_render_as_no_tokens_are_the_clients_error():
-  model = dataclasses.replace(MODEL, chat_template=ChatTemplate(template=''), tokenizer=WithoutBos())
-  with pytest.raises(RequestError, match='no tokens') as caught:
-    chat_request(ASK, model, SETTINGS)
-  assert caught.value.param == 'messages'

@@ -120,14 +120,6 @@ def test_a_request_has_its_tokens_alone_and_in_company(client):
   assert [choice.logprobs.tokens for choice in together] == [choice.logprobs.tokens for choice in alone]
 
 
-def test_samples_differ_and_follow_from_the_seed(client):
-  settings = {'n': 3, 'temperature': 1.5, 'seed': 11}
-  texts = [choice.text for choice in complete(client, **settings).choices]
-  assert len(set(texts)) == 3
-  assert [choice.text for choice in complete(client, **settings).choices] == texts
-  assert complete(client, **settings | {'n': 1}).choices[0].text == texts[0]
-
-
 def test_echo_with_logprobs_scores_the_prompt_as_the_training_forward_pass_does(client, job):
   """As lm-evaluation-harness asks: the prompt's tokens and one more, or none."""
   prompt = 'the training forward pass, in three chunks'
@@ -160,16 +152,6 @@ def forward_logprobs(job, ids):
   checkpointer.close()
   logits = jax.jit(model.task.model.apply)(variables, {'ids': ids})['logits']
   return np.asarray(jax.nn.log_softmax(logits))
-
-
-def test_a_prompt_that_was_read_before_is_not_read_again(client, server):
-  wanted = {'prompt': 'what many prompts begin with, and then', 'temperature': 1.0, 'seed': 4, 'logprobs': 1}
-  first = complete(client, **wanted)
-  before = metric(server.url, 'reused_prompt_tokens_total')
-  second = complete(client, **wanted)
-  assert second.usage.prompt_tokens_details.cached_tokens == 32
-  assert metric(server.url, 'reused_prompt_tokens_total') == before + 32
-  assert second.choices == first.choices
 
 
 def test_output_in_the_form_that_was_asked_for_in_company(client, server):

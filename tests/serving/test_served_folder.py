@@ -8,7 +8,7 @@ import pytest
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 from tests import binary
-from tests.inputs.test_as_transformers_does import CALLS, TALKS, TEMPLATES, TOLD, WEATHER
+from tests.inputs.test_as_transformers_does import TALKS, TEMPLATES
 from tests.model_folders import write_llama
 
 pytestmark = pytest.mark.slow
@@ -85,10 +85,3 @@ def test_streams_are_the_whole_and_forms_hold(client):
     assert ''.join(chunk.delta.content or '' for chunk in chunks) == whole.message.content
     if 'response_format' in settings:
       assert json.loads(whole.message.content) in ('the cat', 7)
-
-
-def test_errors_of_the_template_are_the_client_s(client):
-  answer = ask(client, [TALKS['one'][0][0], CALLS, TOLD], tools=[WEATHER])
-  assert answer.choices[0].finish_reason in ('stop', 'length')
-  with pytest.raises(openai.BadRequestError, match='no documents'):
-    ask(client, TALKS['one'][0], extra_body={'documents': [{'text': 'x'}]})
