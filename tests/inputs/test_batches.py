@@ -67,7 +67,7 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize('source', SOURCES, ids=lambda source: getattr(source, '__name__', type(source).__name__))
-@pytest.mark.parametrize('num_before', [0, 1, 4, 5, 7])
+@pytest.mark.parametrize('num_before', [1, 5, 7])
 def test_an_iterator_goes_on_exactly_at_a_saved_position_also_in_a_later_pass(source, num_before):
   given = as_input('train_input', source, repeats=True)
   first = given.make_iterator()
@@ -134,8 +134,6 @@ def test_data_that_have_changed_do_not_go_on():
   'source, words',
   [
     ([], 'train_input has no batch'),
-    ([1], 'a batch of train_input is a int'),
-    ([{}], 'a batch of train_input is a dict'),
     ([{'x': np.array(['a'])}], "'x' in a batch of train_input is of dtype <U1"),
     ([{'x': np.ones(3), 'y': np.ones(4)}], r"have \{'x': 3, 'y': 4\} rows"),
   ],
@@ -143,8 +141,3 @@ def test_data_that_have_changed_do_not_go_on():
 def test_what_is_no_batch_is_refused(source, words):
   with pytest.raises(ValueError, match=words):
     as_input('train_input', source, repeats=True).element_spec()
-
-
-def test_an_iterator_is_made_anew_where_that_is_possible():
-  given = as_input('train_input', generator(), repeats=True, again=generator)
-  assert_same(take(given.make_iterator(), 7), [*LIST, *LIST[:2]])

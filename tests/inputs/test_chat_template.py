@@ -56,12 +56,6 @@ def test_turns_with_any_characters_around_them():
   assert ChatTemplate.from_turns().render(MESSAGES) == ChatTemplate().render(MESSAGES)
 
 
-@pytest.mark.parametrize('turn', ['', '{role}', '{content}', '{content} by {role}'])
-def test_a_turn_has_a_role_and_then_a_content(turn):
-  with pytest.raises(ValueError, match='turn='):
-    ChatTemplate.from_turns(turn)
-
-
 @pytest.mark.parametrize(
   'template, expected',
   [
@@ -113,37 +107,11 @@ def test_messages_that_a_template_cannot_render(template, message):
     ChatTemplate(template=template).render([MESSAGES[0], MESSAGES[2]])
 
 
-def test_the_template_of_a_jinja_file(tmp_path):
-  (tmp_path / 'chat_template.jinja').write_text(CHATML)
-  assert ChatTemplate.from_file(str(tmp_path / 'chat_template.jinja')) == ChatTemplate(template=CHATML, stop=())
-
-
-@pytest.mark.parametrize(
-  'name, content, message',
-  [
-    ('none.jinja', None, 'cannot be read: No such file'),
-    ('bytes.jinja', b'\xff', 'cannot be read'),
-    ('tokenizer_config.json', b'{}', 'must be a Jinja file: take the folder of a model by from_folder'),
-  ],
-)
-def test_a_file_without_a_template_is_named(tmp_path, name, content, message):
-  if content is not None:
-    (tmp_path / name).write_bytes(content)
-  with pytest.raises(ValueError, match=rf'{name} .*{message}'):
-    ChatTemplate.from_file(str(tmp_path / name))
-
-
 @pytest.mark.parametrize(
   'template, message',
   [
     ("\n{{ ('a' * 50000) | replace('a', 'b' * 50000) | length }}", 'in line 2: it needs more than 512 MiB of memory'),
-    ("{{ ('{0}' * 20000).format('b' * 1000000) | length }}", 'more than 512 MiB'),
-    ("{{ '%9999999999d' % 1 }}", 'more than 512 MiB'),
     ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", 'writes more than 16,000,000 characters'),
-    (
-      '\n\n{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}',
-      ': it takes more than 1 s',
-    ),
     ("{{ (['a' * 1000000] * 10000) | tojson | length }}", ': it takes more than 1 s'),  # one call, in C
     ('{{ ' + '(' * 3000 + '1' + ')' * 3000 + ' }}', 'not valid Jinja: it is nested too deeply'),
     ("{{ raise_exception('a\n\x1b[31mb') }}", 'refuses the messages: a \\[31mb$'),

@@ -1,7 +1,6 @@
 """A mixture reads the same examples in the same order on any number of hosts, killed and resumed anywhere."""
 
 import collections
-import dataclasses
 import itertools
 import json
 import random
@@ -11,16 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import (
   ByteTokenizer,
   ChatTemplate,
-  Input,
-  InputIterator,
   JsonLines,
   Mixture,
   Parquet,
-  SyntheticText,
   source_ids_name,
 )
 from spmd_tasks.tuning import ConversationInput, Conversations, PreferenceInput, Preferences
@@ -128,23 +123,8 @@ def mixtures(write, write_chats, write_pairs):
 KINDS = ('endless', 'changing', 'ending', 'plain', 'nested', 'conversations', 'pairs')
 
 
-def test_follows_the_protocols(mixtures):
-  settings = mixtures['endless']
-  assert isinstance(settings, Input)
-  iterator = settings.make_iterator(1, 2)
-  assert isinstance(iterator, InputIterator)
-  batch = next(iterator)
-  spec = settings.element_spec()
-  assert {name: (len(x), x.dtype) for name, x in batch.items()} == {k: (B // 2, v.dtype) for k, v in spec.items()}
-  assert spec[source_ids_name(['web', 'code', 'made_up'])].shape == (B,)
-  assert settings.tokenizer == ByteTokenizer()
-  iterator.close()
-  with pytest.raises(ValueError, match='has been closed'):
-    next(iterator)
-
-
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('shard_count', [pytest.param(3, marks=pytest.mark.exhaustive), 12])
+@pytest.mark.parametrize('shard_count', [12])
 def test_the_examples_do_not_depend_on_the_number_of_hosts(mixtures, kind, shard_count):
   iterators = shards(mixtures[kind], shard_count)
   assert read(iterators, 25) == undisturbed(mixtures[kind], 25)
@@ -173,19 +153,11 @@ def run_with_kills(settings: Mixture, seed: int, count: int, counts=(1, 2, 3, 4,
 
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('seed', [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 9))])
 def test_killed_and_resumed_on_other_hosts_it_reads_the_same_examples(mixtures, kind, seed):
   steps = run_with_kills(mixtures[kind], seed, 30)
   assert steps == undisturbed(mixtures[kind], max(30, len(steps)))[: len(steps)]
   assert len(steps) > 12
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('seed', range(2, 12))
-def test_killed_and_resumed_often(mixtures, kind, seed):
-  steps = run_with_kills(mixtures[kind], seed, 120)
-  assert steps == undisturbed(mixtures[kind], max(120, len(steps)))[: len(steps)]
 
 
 @pytest.mark.parametrize('kind', ['endless', 'changing', 'nested'])
@@ -251,48 +223,3 @@ def test_progress_counts_rows_and_epochs_per_source(mixtures):
   # Every lane has read blocks of its own, and those of all lanes are the source again and again.
   assert progress['epochs/web'] == sum(lane[0] for lane in counted['lanes']) / counted['num_blocks']
   assert progress['epochs/web'] > 0.2
-
-
-@dataclasses.dataclass(frozen=True)
-class Failing:
-  """A source whose third batch cannot be read the first time."""
-
-  input: SyntheticText
-
-  def __getattr__(self, name):
-    if name.startswith('__'):
-      raise AttributeError(name)
-    return getattr(self.input, name)
-
-  def make_iterator(self, shard_index=0, shard_count=1):
-    iterator = self.input.make_iterator(shard_index, shard_count)
-    left = [2]
-
-    class Iterator:
-      def __next__(self):
-        left[0] -= 1
-        if left[0] == -1:
-          raise JobError('the disk is gone')
-        return next(iterator)
-
-      def __getattr__(self, name):
-        return getattr(iterator, name)
-
-    return Iterator()
-
-
-def test_an_error_names_the_source_and_loses_no_row():
-  good = {'a': synthetic(), 'b': synthetic(seed=1)}
-  weights = {'a': 1, 'b': 2}
-  settings = Mixture(sources={**good, 'b': Failing(good['b'])}, weights=weights)
-  [iterator] = shards(settings, 1)
-  steps = []
-
-  def read_on():
-    while True:
-      steps.extend(read([iterator], 1))
-
-  with pytest.raises(JobError, match="source 'b' of the mixture: the disk is gone"):
-    read_on()
-  steps += read([iterator], 10)
-  assert steps == undisturbed(Mixture(sources=good, weights=weights), len(steps))

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, Mixture, StdlibText
-from tests.inputs.mixed import read, shards, synthetic, text, undisturbed
+from spmd_tasks.inputs import Mixture
+from tests.inputs.mixed import read, shards, synthetic, undisturbed
 
 SOURCES = {'a': synthetic(), 'b': synthetic(seed=1)}
 EVEN = {'a': 1, 'b': 1}
@@ -16,18 +16,9 @@ EVEN = {'a': 1, 'b': 1}
   [
     ({'sources': {}, 'weights': {}}, r'sources = \{\} of the mixture must be a dict of at least one'),
     ({'sources': {'a/b': synthetic()}, 'weights': {'a/b': 1}}, "source name 'a/b'.*use letters"),
-    ({'weights': {'a': 1}}, r"weights lacks \['b'\], but the sources are \['a', 'b'\]"),
     ({'weights': {'a': 1, 'c': 1}}, r"weights names \['c'\] and lacks \['b'\]"),
-    ({'weights': 0.5}, 'weights = 0.5 must be a dict'),
     ({'weights': {'a': 1, 'b': -1}}, "weight -1 of source 'b' in weights must be a finite number of at least 0"),
-    ({'weights': {'a': 1, 'b': float('nan')}}, "weight nan of source 'b'"),
-    ({'weights': {'a': 1, 'b': '1'}}, "weight '1' of source 'b'"),
-    ({'weights': {'a': 0, 'b': 0}}, 'are all 0'),
     ({'weight_changes': ((5, {'a': 1}),)}, r"the weights after 5 batches lacks \['b'\]"),
-    ({'weight_changes': ((5, EVEN), (5, EVEN))}, 'a number of at least 6'),
-    ({'weight_changes': ((0, EVEN),)}, 'a number of at least 1'),
-    ({'weight_changes': {5: EVEN}}, 'weight_changes = .* must be'),
-    ({'seed': -1}, 'seed -1'),
   ],
 )
 def test_wrong_settings_get_one_sentence(settings, message):
@@ -46,25 +37,6 @@ def test_wrong_settings_get_one_sentence(settings, message):
 def test_ragged_specs_get_one_sentence(other, message):
   with pytest.raises(ValueError, match=message) as caught:
     Mixture(sources={'a': synthetic(), 'b': other}, weights=EVEN).element_spec()
-  assert '\n' not in str(caught.value)
-
-
-class ShiftedTokenizer(ByteTokenizer):
-  def fingerprint(self) -> str:
-    return 'shifted'
-
-
-def test_different_tokenizers_get_one_sentence():
-  first = text(StdlibText())
-  second = dataclasses.replace(first, tokenizer=ShiftedTokenizer())
-  with pytest.raises(ValueError, match=r"sources \['a', 'b'\] of the mixture have different tokenizers"):
-    Mixture(sources={'a': first, 'b': second}, weights=EVEN).make_iterator()
-
-
-def test_an_empty_source_gets_one_sentence():
-  settings = Mixture(sources={**SOURCES, 'b': synthetic(num_batches=0)}, weights=EVEN)
-  with pytest.raises(ValueError, match="source 'b' of the mixture") as caught:
-    next(settings.make_iterator())
   assert '\n' not in str(caught.value)
 
 
@@ -94,11 +66,3 @@ def test_weights_of_the_future_may_change():
   [resumed] = shards(changed, 1)
   resumed.set_state(iterator.get_state())
   assert first + read([resumed], 5) == undisturbed(changed, 10)
-
-
-def test_states_of_different_moments_are_not_merged():
-  settings = Mixture(sources=SOURCES, weights=EVEN)
-  ahead, behind = shards(settings, 2)
-  next(ahead)
-  with pytest.raises(ValueError, match=r'different batches, \[1, 0\]'):
-    settings.reshard_states([ahead.get_state(), behind.get_state()], 1)

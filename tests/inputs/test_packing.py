@@ -83,29 +83,6 @@ def test_rows_equal_the_reference(seed, seq_len, tokenizer, packing):
   assert found == expected
 
 
-def test_every_token_is_a_label_once_and_labels_are_the_next_token():
-  blocks = make_blocks(np.random.default_rng(5), num_blocks=11)
-  lanes = [lane_over(blocks, BYTES, lane, 4) for lane in range(4)]
-  labels = []
-  while (batch := pack_batch(lanes, 8)) is not None:
-    labels += batch['labels'][batch['weights'] > 0].tolist()
-    same = (batch['segment_ids'][:, 1:] == batch['segment_ids'][:, :-1]) & (batch['weights'][:, 1:] > 0)
-    np.testing.assert_array_equal(batch['ids'][:, 1:][same], batch['labels'][:, :-1][same])
-    np.testing.assert_array_equal(batch['segment_pos'][:, 1:][same], batch['segment_pos'][:, :-1][same] + 1)
-  texts = [(text, is_end) for block in blocks for text, is_end in block if text]
-  expected = [b + 3 for text, _ in texts for b in text.encode()] + [2] * sum(is_end for _, is_end in texts)
-  assert sorted(labels) == sorted(expected)
-
-
-def test_rows_come_from_their_own_lanes():
-  blocks = [[(letter * 20, True)] for letter in 'abcdef']
-  lanes = [lane_over(blocks, BYTES, lane, 3) for lane in range(3)]
-  batch = pack_batch(lanes, 42)
-  assert [BYTES.decode(row) for row in batch['ids']] == ['a' * 20 + 'd' * 20, 'b' * 20 + 'e' * 20, 'c' * 20 + 'f' * 20]
-  alone = lane_over(blocks, BYTES, 1, 3)
-  np.testing.assert_array_equal(pack_batch([alone], 42)['ids'][0], batch['ids'][1])
-
-
 @pytest.mark.parametrize('packing', [True, False])
 def test_a_lane_continues_at_every_position(packing):
   blocks = make_blocks(np.random.default_rng(6))
@@ -140,10 +117,3 @@ def test_a_lane_that_will_never_get_text_gives_padding_and_keeps_its_position():
     batch = pack_batch(lanes, 8)
     np.testing.assert_array_equal(batch['weights'].all(axis=1), [True, False])
     assert lanes[1].position == (0, 0, 0)
-
-
-def test_padding_uses_the_pad_id():
-  batch = pack_batch([lane_over([[('ab', True)]], BYTES)], 6, pad_id=7)
-  assert batch['ids'][0].tolist() == [1, 97 + 3, 98 + 3, 7, 7, 7]
-  assert batch['labels'][0].tolist() == [97 + 3, 98 + 3, 2, 7, 7, 7]
-  assert batch['weights'][0].tolist() == [1, 1, 1, 0, 0, 0]

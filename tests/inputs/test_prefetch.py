@@ -76,17 +76,6 @@ def test_the_state_is_that_of_the_consumed_batch_however_far_it_has_read_ahead(c
     np.testing.assert_array_equal(batch['ids'], other['ids'])
 
 
-def test_it_reads_ahead_by_depth_and_no_further():
-  source = Scripted()
-  with Prefetcher(source, depth=3) as prefetcher:
-    deadline = time.monotonic() + 10
-    while source.count < 4 and time.monotonic() < deadline:
-      time.sleep(0.01)
-    time.sleep(0.2)
-    assert source.count == 4  # three in the queue, one in the thread's hands
-    next(prefetcher)
-
-
 def test_an_error_comes_after_the_batches_before_it_with_its_traceback():
   with Prefetcher(Scripted({2: raise_here}), depth=5) as prefetcher:
     assert [next(prefetcher)[1]['next'] for _ in range(2)] == [1, 2]
@@ -94,14 +83,6 @@ def test_an_error_comes_after_the_batches_before_it_with_its_traceback():
       with pytest.raises(OSError, match='disk on fire') as caught:
         next(prefetcher)
   assert 'raise_here' in ''.join(traceback.format_tb(caught.value.__traceback__))
-
-
-def test_an_error_of_the_transform_is_passed_on():
-  with (
-    Prefetcher(Scripted(), lambda batch: 1 // int(batch['ids'][0, 0])) as prefetcher,
-    pytest.raises(ZeroDivisionError),
-  ):
-    next(prefetcher)
 
 
 def test_a_hung_input_is_an_error_in_bounded_time_that_says_where(monkeypatch):
@@ -133,18 +114,3 @@ def test_close_joins_the_thread_and_closes_the_input_once():
   assert 'input-prefetch' not in {thread.name for thread in threading.enumerate()}
   with pytest.raises(ValueError, match='closed'):
     next(prefetcher)
-
-
-def test_waiting_is_measured():
-  with Prefetcher(Scripted({0: lambda: time.sleep(0.3)})) as prefetcher:
-    next(prefetcher)
-    assert 0.2 < prefetcher.seconds_waited < 5
-    time.sleep(0.1)
-    before = prefetcher.seconds_waited
-    next(prefetcher)
-    assert prefetcher.seconds_waited - before < 0.1
-
-
-def test_depth_must_be_positive():
-  with pytest.raises(ValueError, match='depth 0'):
-    Prefetcher(Scripted(), depth=0)

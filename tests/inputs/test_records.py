@@ -44,23 +44,13 @@ def sources(tmp_path):
   return {
     'jsonl': JsonLines(pattern=f'{tmp_path}/*.jsonl', block_bytes=16),
     'jsonl_blocks': JsonLines(pattern=f'{tmp_path}/*.jsonl', block_bytes=100),
-    'jsonl_whole': JsonLines(pattern=(f'{tmp_path}/a.jsonl', f'{tmp_path}/b.jsonl')),
     'parquet': Parquet(pattern=f'{tmp_path}/*.parquet', block_rows=2),
-    'parquet_groups': Parquet(pattern=f'{tmp_path}/*.parquet'),
     'array_record': ArrayRecord(pattern=f'{tmp_path}/*.array_record'),
     'array_record_json': ArrayRecord(pattern=f'{tmp_path}/*.arecord', field='body'),
   }
 
 
-KINDS = [
-  'jsonl',
-  'jsonl_blocks',
-  'jsonl_whole',
-  'parquet',
-  'parquet_groups',
-  'array_record',
-  'array_record_json',
-]
+KINDS = ['jsonl', 'jsonl_blocks', 'parquet', 'array_record', 'array_record_json']
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -146,26 +136,11 @@ def test_damaged_array_record_is_named(tmp_path):
     ArrayRecord(pattern=str(path), field='text').open()[0]
 
 
-@pytest.mark.parametrize('settings', [JsonLines, Parquet, ArrayRecord])
-def test_a_pattern_without_files_is_refused(settings):
-  with pytest.raises(ValueError, match=r'no .* file matches'):
-    settings(pattern='/nothing/here*').open()
-
-
-def test_empty_files_are_refused(tmp_path):
-  (tmp_path / 'a.jsonl').write_text('')
-  with pytest.raises(ValueError, match='are empty'):
-    JsonLines(pattern=f'{tmp_path}/a.jsonl').open()
-  write_parquet(tmp_path / 'a.parquet', pa.array([], pa.string()))
-  with pytest.raises(ValueError, match='have no rows'):
-    Parquet(pattern=f'{tmp_path}/a.parquet').open()
-
-
-LAST_FILES = {'jsonl': 'b.jsonl', 'jsonl_whole': 'b.jsonl', 'parquet': 'b.parquet', 'array_record': 'b.array_record'}
+LAST_FILES = {'jsonl': 'b.jsonl', 'parquet': 'b.parquet', 'array_record': 'b.array_record'}
 
 
 @pytest.mark.parametrize('is_pickled', [False, True], ids=['here', 'in a worker'])
-@pytest.mark.parametrize('share', [0, 0.5, 0.98])
+@pytest.mark.parametrize('share', [0, 0.98])
 @pytest.mark.parametrize('kind', LAST_FILES)
 def test_a_file_that_is_cut_while_it_is_read_is_named(sources, tmp_path, kind, share, is_pickled):
   source, path = sources[kind].open(), tmp_path / LAST_FILES[kind]
@@ -185,17 +160,6 @@ def test_a_parquet_file_that_is_replaced_while_it_is_read_is_named(tmp_path):
   write_parquet(path, TEXTS[1:])  # the row groups 0 to 3 are as large as before
   with pytest.raises(JobError, match=rf'{path} has'):
     source[0]
-
-
-def test_lines_that_are_appended_while_a_file_is_read_change_no_block(sources, tmp_path):
-  for end in ('\n', ''):
-    write_jsonl(tmp_path / 'a.jsonl', TEXTS[:10])
-    (tmp_path / 'a.jsonl').write_text((tmp_path / 'a.jsonl').read_text().rstrip('\n') + end)
-    source = sources['jsonl'].open()
-    before = [source[i] for i in range(len(source))]
-    with (tmp_path / 'a.jsonl').open('a') as file:
-      file.write('{"text": "appended"}\n')
-    assert [source[i] for i in range(len(source))] == before
 
 
 def test_a_long_line_is_read_once(tmp_path):

@@ -1,7 +1,6 @@
 """The choice of sources: every weight kept to less than one row, and all rows of the batch at nearly the same pace."""
 
 from fractions import Fraction
-import itertools
 import json
 
 import numpy as np
@@ -57,12 +56,6 @@ def test_no_row_of_the_batch_is_far_ahead_of_another_in_any_source(weights, batc
   assert choice.rows_read.sum() == 120 * batch_size
 
 
-def test_two_sources_are_read_at_exactly_the_same_pace():
-  choice = RowChoice(10, [(0, fractions((0.83, 0.17)))], seed=0)
-  for _ in choices(choice, 200):
-    assert (choice.rows_read.max(axis=1) - choice.rows_read.min(axis=1)).max() <= 1
-
-
 def test_rows_of_a_batch_are_drawn_anew_for_every_batch_and_seed():
   def places(seed, count=40):
     choice = RowChoice(16, [(0, fractions((1, 1)))], seed)
@@ -91,17 +84,3 @@ def test_a_position_is_plain_data(num_before):
   list(choices(first, num_before))
   second.set_state(json.loads(json.dumps(first.get_state())))
   np.testing.assert_array_equal(list(choices(second, 20 - num_before)), whole[num_before:])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize('weights', [*WEIGHTS, *itertools.product((1, 30), repeat=4)])
-@pytest.mark.parametrize('batch_size', [2, 100, 512])
-def test_long_runs(weights, batch_size):
-  weights = fractions(weights)
-  choice = RowChoice(batch_size, [(0, weights)], seed=1)
-  spread = 0
-  for number, _ in enumerate(choices(choice, 500)):
-    spread = max(spread, int((choice.rows_read.max(axis=1) - choice.rows_read.min(axis=1)).max()))
-    given = choice.rows_read.sum(axis=1)
-    assert all(abs(had - weight * batch_size * number) < 1 for had, weight in zip(given.tolist(), weights))
-  assert spread <= 3

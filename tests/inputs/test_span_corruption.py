@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import SpanCorruption, SyntheticText, T5ByteTokenizer, TextFiles, TextInput
+from spmd_tasks.inputs import SpanCorruption, T5ByteTokenizer, TextFiles, TextInput
 from spmd_tasks.inputs.span_corruption import noise_mask, replace_spans, span_corruption_lengths
 
 
@@ -114,24 +114,3 @@ def test_an_eval_set_ends_with_rows_of_padding(tmp_path):
   assert [int(length > 0) for length in lengths] == texts
   assert lengths[-1] == 0
   assert not batches[-1]['encoder_segment_ids'][-1].any()
-
-
-@pytest.mark.parametrize(
-  'settings, words',
-  [
-    ({'inputs_length': 20}, 'set text.seq_len=21'),
-    ({'inputs_length': 32, 'targets_length': 3}, 'at least 8'),
-    ({'inputs_length': 32, 'noise_density': 1.5}, 'noise_density = 1.5'),
-  ],
-)
-def test_settings_that_do_not_fit_are_refused(tmp_path, settings, words):
-  with pytest.raises(ValueError, match=words):
-    SpanCorruption(text=text_input(tmp_path), **settings)
-
-
-def test_a_text_without_a_tokenizer_needs_the_sentinel():
-  text = SyntheticText(batch_size=2, seq_len=16, vocab_size=50)
-  with pytest.raises(ValueError, match='first_sentinel'):
-    next(SpanCorruption(text=text, inputs_length=16).make_iterator())
-  batch = next(SpanCorruption(text=text, inputs_length=16, first_sentinel=60).make_iterator())
-  assert (batch['labels'][:, 0] == 60).all()

@@ -50,13 +50,6 @@ def test_other_settings_refuse_the_state(change):
     dataclasses.replace(SETTINGS, **change).make_iterator().set_state(state)
 
 
-def test_states_of_different_batches_are_not_merged():
-  ahead, behind = SETTINGS.make_iterator(0, 2), SETTINGS.make_iterator(1, 2)
-  next(ahead)
-  with pytest.raises(ValueError, match=r'different batches, \[1, 0\]'):
-    SETTINGS.reshard_states([ahead.get_state(), behind.get_state()], 1)
-
-
 def test_a_rule_can_be_learnt():
   """The most frequent successor of each token predicts the rest as often as the noise allows."""
   settings = dataclasses.replace(SETTINGS, batch_size=64, seq_len=64, noise=0.2)
@@ -65,21 +58,3 @@ def test_a_rule_can_be_learnt():
   np.add.at(counts, (batch['ids'].ravel(), batch['labels'].ravel()), 1)
   accuracy = counts.max(axis=1).sum() / counts.sum()
   assert abs(accuracy - (0.8 + 0.2 / 32)) < 0.03
-
-
-def test_labels_are_the_next_ids_and_batches_differ():
-  first, second = take(SETTINGS.make_iterator(), 2)
-  np.testing.assert_array_equal(first['ids'][:, 1:], first['labels'][:, :-1])
-  assert len(np.unique(np.concatenate([first['ids'], second['ids']]), axis=None)) > 8
-  assert len(np.unique(np.concatenate([first['ids'], second['ids']]), axis=0)) == 12
-
-
-def test_num_batches_ends_it():
-  finite = dataclasses.replace(SETTINGS, num_batches=3)
-  assert len(list(finite.make_iterator())) == 3
-
-
-@pytest.mark.parametrize('bad', [{'vocab_size': 1}, {'seq_len': 0}, {'noise': 1.5}])
-def test_bad_settings_are_refused(bad):
-  with pytest.raises(ValueError, match=next(iter(bad))):
-    dataclasses.replace(SETTINGS, **bad)

@@ -3,14 +3,11 @@
 import dataclasses
 import itertools
 import json
-import threading
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, JsonLines, Parquet, Prefetcher, StdlibText, TextFiles, TextInput, train_bpe
+from spmd_tasks.inputs import ByteTokenizer, JsonLines, TextInput, train_bpe
 from tests.inputs.batches import assert_same, join, take
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
@@ -53,15 +50,6 @@ def test_resumes_exactly(request, kind, packing):
     _, state = take(settings, position)
     rest, _ = take(settings, len(whole) - position, state)
     assert_same(rest, whole[position:])
-
-
-@pytest.mark.parametrize('consumed', [1, 5])
-def test_resumes_exactly_from_the_state_that_the_prefetcher_gives(training, consumed):
-  whole, _ = take(training, 12)
-  with Prefetcher(training.make_iterator(), depth=4) as prefetcher:
-    for _ in range(consumed):
-      _, state = next(prefetcher)
-  assert_same(take(training, 12 - consumed, state)[0], whole[consumed:])
 
 
 @pytest.mark.parametrize('kind', ['training', 'evaluation'])
@@ -116,13 +104,6 @@ def test_other_text_or_tokenizer_refuses_the_state(training, jsonl, tmp_path):
     training.make_iterator().set_state(state)
 
 
-@pytest.mark.parametrize('lanes', [[], [[0, 0, 0]], [[0, -1, 0]] * 4])
-def test_a_damaged_state_is_refused(training, lanes):
-  iterator = training.make_iterator()
-  with pytest.raises(ValueError, match='damaged'):
-    iterator.set_state({**iterator.get_state(), 'lanes': lanes})
-
-
 @pytest.mark.parametrize('kind', ['training', 'evaluation'])
 def test_one_epoch_has_every_token_once_and_ends_padded(request, kind):
   settings = dataclasses.replace(request.getfixturevalue(kind), num_epochs=1)
@@ -163,24 +144,6 @@ def test_max_batches_ends_either_kind(training, evaluation):
     assert take(limited, None, state)[0] == []
 
 
-def test_other_sources_and_bpe(tmp_path):
-  pq.write_table(pa.table({'text': TEXTS}), tmp_path / 'a.parquet')
-  (tmp_path / 'a.txt').write_text('\n'.join(TEXTS))
-  bpe = train_bpe(TEXTS, str(tmp_path / 'bpe.json'), vocab_size=280)
-  expected = {Parquet: ''.join(TEXTS), TextFiles: '\n'.join(TEXTS)}
-  for source in (Parquet(pattern=f'{tmp_path}/a.parquet'), TextFiles(pattern=f'{tmp_path}/a.txt', block_bytes=64)):
-    settings = TextInput(source=source, tokenizer=bpe, batch_size=2, seq_len=32, num_epochs=1, shuffle=False)
-    labels = np.concatenate([batch['labels'][batch['weights'] > 0] for batch in take(settings)[0]])
-    assert bpe.decode(labels) == expected[type(source)]
-
-
-def test_stdlib_first_batch():
-  settings = TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=4, seq_len=64)
-  (batch,), _ = take(settings, 1)
-  assert (batch['weights'] == 1).all()
-  assert (batch['segment_pos'][:, 0] == 0).all()
-
-
 def test_a_damaged_record_is_named_and_once_repaired_nothing_is_lost(training, jsonl):
   whole, _ = take(training, 20)
   lines = jsonl.read_text().splitlines()
@@ -195,30 +158,3 @@ def test_a_damaged_record_is_named_and_once_repaired_nothing_is_lost(training, j
   jsonl.write_text('\n'.join(lines) + '\n')
   found += itertools.islice(iterator, 20 - len(found))
   assert_same(found, whole)
-
-
-def test_a_hung_read_can_be_left_behind(training, monkeypatch):
-  monkeypatch.setattr('spmd_tasks.inputs.prefetch._JOIN_TIMEOUT_S', 0.2)
-  release = threading.Event()
-  monkeypatch.setattr('spmd_tasks.inputs.records.OpenJsonLines.__getitem__', lambda *args: release.wait(60))
-  prefetcher = Prefetcher(training.make_iterator(), timeout_s=0.3)
-  with pytest.raises(RuntimeError, match=r'no batch for 0\.3 s(.|\n)*text_input'):
-    next(prefetcher)
-  prefetcher.close()
-  impatient = dataclasses.replace(training, read_timeout_s=0.3)
-  with pytest.raises(RuntimeError, match=r'reading .*texts\.jsonl bytes \d+-\d+ has not ended within 0\.3 s'):
-    take(impatient, 1)
-  release.set()
-
-
-def test_closed_iterator_says_so(training):
-  iterator = training.make_iterator()
-  iterator.close()
-  with pytest.raises(ValueError, match='closed'):
-    next(iterator)
-
-
-@pytest.mark.parametrize('bad', [{'seq_len': 0}, {'num_epochs': 0}], ids=str)
-def test_bad_settings_are_refused(training, bad):
-  with pytest.raises(ValueError, match=next(iter(bad))):
-    dataclasses.replace(training, **bad)
