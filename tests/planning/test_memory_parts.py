@@ -26,16 +26,3 @@ def test_the_parts_add_up_to_what_the_compiler_says(experiment):
   assert parts['memory']['optimizer'] == shard_bytes(model.padded_state.learner)
   assert parts['memory']['batch'] == shard_bytes(model.input_layout.padded)
   assert all(a['bytes'] >= b['bytes'] for a, b in zip(parts['largest'], parts['largest'][1:]))
-
-
-def test_activations_at_the_peak():
-  """Tiny rematerialises nothing: what the backward loop needs of every layer is most of the memory."""
-  _, model, compiled, program = compiled_step(Dense)
-  parts = memory_parts(compiled.memory_analysis(), program, model)
-  largest = parts['largest'][0]
-  num_layers, rows, seq_len, model_dims = 2, 8 // 4, 16, 32
-  assert (largest['part'], math.prod(largest['shape'])) == ('activations', num_layers * rows * seq_len * model_dims)
-  assert largest['op_name'].startswith('jit(train_step)/jvp(LanguageModel)/stack/while/')
-  names = ' '.join(each['op_name'] for each in parts['largest'])
-  assert 'layers/ffn/ffn._hidden' in names
-  assert parts['memory']['activations'] > max(10 * largest['bytes'], parts['peak_bytes'] / 2)

@@ -39,15 +39,6 @@ def test_the_bubble_is_the_fraction_of_empty_ticks(name):
   assert report['bubble'] == pytest.approx(ticks.count(None) / len(ticks))
 
 
-def test_the_first_and_the_last_stage_of_gpipe():
-  first, *_, last = report_of('pipeline.StdlibTiny')['ticks']
-  assert first[:8] == [f'F{m}' for m in range(8)]
-  assert first[8:14] == [None] * 6
-  assert first[14:] == [f'B{m}' for m in reversed(range(8))]
-  assert last[:3] == [None] * 3
-  assert last[10:12] == ['F7', 'B7']
-
-
 def test_a_model_without_stages_has_no_pipeline():
   assert report_of('synthetic.Uneven') is None
   assert report_of('pipeline.StdlibTiny', 'ici_mesh_shape=1,1,4,2') is None

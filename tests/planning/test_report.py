@@ -11,7 +11,6 @@ import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
-from spmd_tasks.planning.report import duration, percent, quantity, size
 
 GIB = 2**30
 CHROMIUM = shutil.which('chromium')
@@ -90,25 +89,6 @@ def test_both_reports_have_the_figures(plan):
   assert page.count('F7') == page.count('B7') == 4  # the pipeline's ticks, of each stage
 
 
-def test_a_plan_that_fits_says_what_is_free_and_one_without_a_limit_nothing(plan):
-  fitting = plan | {'fits': True, 'hbm_bytes': 95 * GIB, 'dcn_mesh': {'stage': 4}, 'num_slices': 4}
-  for report in (read(plan_page(fitting))[0], format_plan(fitting)):
-    assert '55.80 GiB of 95.00 GiB per device, 59%' in report
-    assert '39.20 GiB are free' in report
-    assert 'stage 4 (4 over DCN)' in report
-    assert '8 devices in 4 slices' in report
-  open_plan = plan | {'fits': None, 'hbm_bytes': None}
-  assert 'needs 55.80 GiB per device' in format_plan(open_plan)
-  assert 'No limit is known' in plan_page(open_plan)
-
-
-def test_without_cycles_of_the_compiler_a_step_is_given_at_best(plan):
-  without = plan | {'time_by_kind': {'kernel': 0.42}}
-  for report in (format_plan, plan_page):
-    assert 'predicted step' in report(plan)
-    assert ('step at best' in report(without), 'predicted MFU' in report(without)) == (True, False)
-
-
 def test_the_page_loads_nothing_and_runs_nothing(plan):
   page = plan_page(plan)
   _, attributes = read(page)
@@ -134,18 +114,6 @@ def test_every_name_is_escaped(plan):
   assert '<script' not in page
   assert page.count('<body>') == 1
   read(page)
-
-
-@pytest.mark.parametrize(
-  'made, expected',
-  [
-    *((size(0), '0 B'), (size(2**34), '16.00 GiB'), (size(-3 * 2**20), '-3.0 MiB'), (size(None), 'unknown')),
-    *((duration(1.28), '1.28 s'), (duration(0.0352), '35.2 ms'), (duration(4.1e-4), '410 µs'), (duration(0), '0 µs')),
-    *((quantity(4.59e14, 'FLOP'), '459 TFLOP'), (percent(0.0123), '1.2%'), (percent(0.387), '39%')),
-  ],
-)
-def test_numbers(made, expected):
-  assert made == expected
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason='no chromium here: scripts/setup_browser installs it')

@@ -154,17 +154,6 @@ def test_what_cannot_hold_the_state_is_never_compiled(search):
   assert all(override != 'ici_mesh_shape=2,4,4' for tried in formula.tried for override in tried)
 
 
-def test_other_numbers_of_devices_start_from_the_nearest_mesh(search):
-  lines, _ = search(Formula(activations=500.0), 64, limit=2)
-  assert 'ici_mesh_shape=1,16,4' in lines[0]
-
-
-def test_several_slices_keep_a_dcn_part(search):
-  lines, found = search(Formula(activations=1.0), 64, num_slices=2, limit=40)
-  assert 'dcn_mesh_shape=2,1,1' in lines[0]
-  assert any('dcn_mesh_shape=1,2,1' in trial.setting for trial in found.trials)
-
-
 def test_an_impossible_setting_is_passed_over_and_costs_no_compilation(search):
   formula = Formula(refused='num_microbatches=2')
   lines, found = search(formula, limit=6)
@@ -176,12 +165,3 @@ def test_an_impossible_setting_is_passed_over_and_costs_no_compilation(search):
 def test_a_model_that_fits_nowhere_is_refused_in_one_sentence(search):
   with pytest.raises(UserError, match=r'need more than 15\.75 GiB for weights and optimizer state alone'):
     search(Formula(state=50_000.0))
-
-
-def test_microbatches_leave_every_device_a_row(search):
-  formula = Formula(activations=1e7)
-  search(formula, limit=30)
-  for overrides in formula.tried:
-    changed = dict(override.split('=') for override in overrides)
-    replica, data, _ = map(int, changed.get('ici_mesh_shape', '1,8,4').split(','))
-    assert int(changed.get(MICROBATCHES[0], 1)) * replica * data <= 512

@@ -49,8 +49,3 @@ def test_an_axis_that_another_dim_has_taken():
   kernel = rows['stack/layers/ffn/up/kernel']
   assert kernel['replicated_over'] == ['data']
   assert 'dim 2 (mlp): a rule asks for mdl, but mdl already splits another dim' in kernel['why']
-
-
-def test_an_axis_of_size_one_is_not_mentioned():
-  _, rows = rows_of('synthetic.Tiny')
-  assert {row['why'] for row in rows.values()} == {''}
