@@ -21,13 +21,10 @@ def job_log_dir(tmp_path):
   [
     ('seed=1', 'refused', 'free'),
     ('task.learner.clip_global_norm=0.5', 'refused', 'free'),
-    ('train_input.noise=0.2', 'refused', 'free'),
     ('model_dims=64', 'refused', 'refused'),
     ('task.loss.z_loss_weight=0', 'refused', 'refused'),
     ('ici_mesh_shape=1,2,4', 'free', 'free'),
     ('checkpoint_every_steps=7', 'free', 'free'),
-    ('eval_batches=1', 'free', 'free'),
-    ('step_timeout_s=5', 'free', 'free'),
     ('task.learner.max_consecutive_skips=2', 'free', 'free'),
   ],
 )
@@ -81,20 +78,7 @@ def test_jax_settings_that_decide_numbers_may_not_change(job_log_dir):
       refuse_changed_config(job_log_dir, config | {'environment': {'jax_enable_x64': True}}, mode=mode)
 
 
-def test_another_experiment_is_refused_in_every_mode(job_log_dir):
-  config = to_json(resolve('synthetic.Uneven'))
-  for mode in ('train', 'eval'):
-    with pytest.raises(ValueError, match=r"belongs to experiment 'synthetic.Tiny', not to 'synthetic.Uneven'"):
-      refuse_changed_config(job_log_dir, config, mode=mode)
-
-
 def test_a_directory_in_which_nothing_was_saved_is_free(job_log_dir):
   assert has_trained(job_log_dir)
   (job_log_dir / 'checkpoints' / 'checkpoint_00000010').rmdir()
   assert not has_trained(job_log_dir)
-
-
-def test_a_config_that_cannot_be_read_is_named(job_log_dir):
-  (job_log_dir / 'config.json').write_text('{')
-  with pytest.raises(ValueError, match=r'config.json is not the config of the job .* --accept_config_changes'):
-    refuse_changed_config(job_log_dir, {}, mode='train')

@@ -16,12 +16,6 @@ from tests import binary
 SMALL = {'experiment': 'small_experiments.Small', 'overrides': {}, 'config': {}}
 
 
-def deep(value: Any, depth: int = 60) -> Any:
-  for _ in range(depth):
-    value = [value]
-  return value
-
-
 @pytest.mark.parametrize(
   'saved',
   [
@@ -29,15 +23,11 @@ def deep(value: Any, depth: int = 60) -> Any:
     [],
     {},
     {'experiment': 'small_experiments.Small'},
-    SMALL | {'experiment': 5},
     SMALL | {'experiment': ['small_experiments.Small']},
     SMALL | {'overrides': [1]},
-    SMALL | {'config': 'x'},
     SMALL | {'config': {'seed': {'float': 5}}},
-    SMALL | {'config': {'seed': {'list': 5}}},
     SMALL | {'config': {'eval_inputs': {'symbol': 'builtins:dict', 'keys': [[]]}}},
     SMALL | {'config': {'seed': {'unheard': 'of'}}},
-    SMALL | {'config': {'seed': deep(1)}},
     SMALL | {'overrides': {'seed': {'unheard': 'of'}}},
   ],
   ids=str,
@@ -51,11 +41,9 @@ def test_what_is_no_saved_config_is_refused(saved):
   'path, value, message',
   [
     ('seed', 'abc', "seed is 'abc' and should be of type int"),
-    ('seed', True, 'seed is True and should be of type int'),
     ('ici_mesh_shape', [1, 'x', 2], r"ici_mesh_shape is \(1, 'x', 2\) and should be of type tuple\[int, ...\]"),
     ('axis_rules', [5], r'axis_rules is \(5,\) and should be of type'),
     ('task', 5, 'task was 5 and is small_experiments:Task now'),
-    ('task', None, 'task was None and is small_experiments:Task now'),
     (
       'task.reduction',
       {'enum': 'small_experiments:Reduction', 'name': 'MAX'},

@@ -1,9 +1,6 @@
 """Overrides reach every field of an experiment, typed; what is not there is answered with what is."""
 
-import dataclasses
-
 import fiddle as fdl
-from flax.core import FrozenDict
 import jax.numpy as jnp
 import pytest
 from small_experiments import Built, FeedForward, Incomplete, Input, Model, Optimizer, Reduction, Small, Task
@@ -27,30 +24,20 @@ def read(job, path):
 SETTABLE = [
   ('experiment.seed', 'seed', '7', 7),
   ('experiment.ici_mesh_shape', 'ici_mesh_shape', '1,4,2', (1, 4, 2)),
-  ('experiment.dcn_mesh_shape', 'dcn_mesh_shape', '(2,1,1)', (2, 1, 1)),
-  ('experiment.checkpoint_every_steps', 'checkpoint_every_steps', '5', 5),
-  ('experiment.profile_steps', 'profile_steps', '5,9', (5, 9)),
   ('experiment.axis_rules', 'axis_rules', '[(mlp,mdl)]', (('mlp', 'mdl'),)),
   ('experiment.inputs_split_mapping', 'inputs_split_mapping', 'None', None),
   ('experiment.inputs_split_mapping.map_2d', 'inputs_split_mapping.map_2d', 'data,None', ('data', None)),
-  ('experiment.inputs_split_mapping', 'inputs_split_mapping', "{'map_1d': ['data']}", FrozenDict(map_1d=('data',))),
   ('experiment.schedule.learning_rate', 'schedule.learning_rate', '2', 2.0),
-  ('task.model.num_layers', 'num_layers', '5', 5),
   ('task.model.num_layers', 'task.model.num_layers', '5', 5),
   ('task.model.ffn.width', 'task.model.ffn.width', '5', 5),
   ('task.model.ffn.dtype', 'task.model.ffn.dtype', 'bfloat16', jnp.bfloat16),
   ('task.model.ffn.split_dims', 'task.model.ffn.split_dims', 'None,(data,mdl)', (None, ('data', 'mdl'))),
   ('task.model.dropout', 'task.model.dropout', '0.1', 0.1),
-  ('task.model.remat', 'task.model.remat', 'full', 'full'),
   ('task.optimizer.learning_rate', 'task.optimizer.learning_rate', '1e-4', 1e-4),
   ('task.optimizer.betas', 'task.optimizer.betas', '0.8,0.95', (0.8, 0.95)),
   ('task.optimizer', 'task.optimizer', 'None', None),
   ('task.scales.b', 'task.scales.b', '3', 3.0),
   ('task.reduction', 'task.reduction', 'SUM', Reduction.SUM),
-  ('task.clip', 'task.clip', '1', 1.0),
-  ('task.freeze', 'task.freeze', 'true', True),
-  ('task.name', 'task.name', 'a b', 'a b'),
-  ('train_input.batch_size', 'train_input.batch_size', '16', 16),
   ('train_input.files', 'train_input.files', 'a.txt,b.txt', ('a.txt', 'b.txt')),
   ('eval_inputs.dev.batch_size', 'eval_inputs.dev.batch_size', '16', 16),
 ]
@@ -71,17 +58,6 @@ def test_without_overrides_the_job_is_what_the_class_says():
   assert job.task.model.num_layers == 2
   assert job.train_input == Input(batch_size=4)
   assert dict(job.eval_inputs) == {'dev': Input(batch_size=2), 'test': Input(batch_size=2)}
-
-
-def test_an_override_changes_nothing_else():
-  job = resolve(Small, ['eval_inputs.dev.batch_size=16', 'task.optimizer.low=0']).build()
-  assert job.eval_inputs['test'] == Input(batch_size=2)
-  assert job.task.optimizer == dataclasses.replace(Optimizer(), low=0)
-  assert resolve(Small).build().task.optimizer == Optimizer()
-
-
-def test_of_two_overrides_the_later_wins():
-  assert resolve(Small, ['seed=1', 'seed=2']).build().experiment.seed == 2
 
 
 def test_a_part_path_wins_over_the_experiment_field_it_came_from():
@@ -113,41 +89,20 @@ def test_a_config_used_twice_is_built_once():
   assert job.task['second'].width == 3
 
 
-def test_a_config_kept_at_module_level_is_not_changed():
-  kept = fdl.Config(Input, batch_size=4)
-
-  class Keeps(Small):
-    def train_input(self):
-      return kept
-
-  assert resolve(Keeps, ['train_input.batch_size=9']).build().train_input.batch_size == 9
-  assert kept.batch_size == 4
-
-
 BAD = [
   ('num_layers=abc', r'num_layers=abc is not of type int \(now 2\): write for example num_layers=4'),
-  ('num_layers=2.5', 'num_layers=2.5 is not of type int'),
   ('task.freeze=1', 'task.freeze=1 is not of type bool .*task.freeze=true'),
-  ('task.clip=None', r'task.clip=None is not of type float \(now inf\)'),
   ('task.optimizer.betas=1,2,3', r'betas=1,2,3 is not of type tuple\[float, float\]'),
-  ('task.reduction=MAX', 'is not of type one of MEAN, SUM'),
   ('task.model.ffn.dtype=float33', 'is not of type dtype .*dtype=bfloat16'),
   ('numlayers=3', "the experiment has no 'numlayers'. Nearest: num_layers"),
   ('task.modle.num_layers=3', r"task has no 'modle'. Nearest: task\.model\.$"),
-  ('task.optimizer.beta=3', 'Nearest: task.optimizer.betas'),
   ('learning_rate=3', "has no 'learning_rate'. Nearest: schedule.learning_rate, task.optimizer.learning_rate"),
   ('eval_inputs.dave.batch_size=3', r'Nearest: eval_inputs\.dev\.$'),
-  ('zzz=3', "has no 'zzz'. It has mesh_axis_names"),
   ('task.clip.x=3', 'task.clip has no fields of its own; set task.clip=... itself'),
-  ('task.model.parent=3', "has no 'parent'"),
   ('task.model.ffn.activation=gelu', "takes a Callable: change that in the experiment's code"),
   ('task.model.ffn=3', 'small_experiments:FeedForward; set one of its fields: task.model.ffn.width'),
   ('task=None', 'task=None cannot be set: task is a small_experiments:Task'),
-  ('eval_inputs.dev=None', 'eval_inputs.dev=None cannot be set'),
   ('seed', "'seed' is not an override: write path=value"),
-  ('=3', 'is not an override'),
-  ('task..clip=3', 'is not an override'),
-  ('ici_mesh_shape=1,2', 'one size per axis'),
   ('task.optimizer.low=5', 'low = 5 must not be above high = 2'),
 ]
 
