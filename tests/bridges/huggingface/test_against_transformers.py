@@ -153,27 +153,6 @@ def test_transformers_loads_what_is_exported(name, reference, tmp_path):
     np.testing.assert_array_equal(logits_of(again), theirs.logits, err_msg=place)
 
 
-@pytest.mark.exhaustive
-def test_the_text_part_of_gemma_3_with_images(tmp_path):
-  import torch
-  from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-  torch.manual_seed(0)
-  vision = {'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1, 'num_attention_heads': 2}
-  vision |= {'model_type': 'siglip_vision_model', 'image_size': 28, 'patch_size': 14}
-  config = Gemma3Config(
-    text_config=CONFIGS['gemma3_text'], vision_config=vision, mm_tokens_per_image=4, image_token_index=258
-  )
-  theirs = Gemma3ForConditionalGeneration(config).eval()
-  with torch.no_grad():
-    for value in theirs.parameters():
-      value.copy_(torch.randn_like(value) * 0.1)
-  theirs.save_pretrained(tmp_path / 'both')
-  with jax.default_matmul_precision('highest'):
-    model = load(tmp_path / 'both', mesh=mesh_of((1, 1, 1)), overrides=['seq_len=128'])
-    assert_close(np.asarray(model.logits(random_ids())), logits_of(theirs), 1e-5)
-
-
 def take_one_step(path, mesh):
   """Returns loss and the model after one step, ours."""
   cls = OneStepOfPipeline if 'stage' in mesh else OneStep

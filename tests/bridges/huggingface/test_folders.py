@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 import shutil
 
 from flax import traverse_util
@@ -70,13 +69,6 @@ def test_weights_go_into_a_folder_and_come_back_bit_by_bit(name, tmp_path, rng):
     np.testing.assert_array_equal(np.asarray(read[key]), value, err_msg=key)
 
 
-def test_a_folder_in_16_bits_keeps_them(tmp_path, rng):
-  write_folder(tmp_path / 'model', 'llama3', rng, 'bfloat16')
-  folder = open_folder(tmp_path / 'model')
-  assert folder.dtype == 'bfloat16'
-  assert {tensor.dtype.name for tensor in folder.tensors.values()} == {'bfloat16'}
-
-
 def test_the_files_are_those_of_the_safetensors_library(tmp_path, rng):
   write_folder(tmp_path / 'model', 'mixtral', rng)
   files = sorted((tmp_path / 'model').glob('*.safetensors'))
@@ -90,14 +82,6 @@ def test_the_files_are_those_of_the_safetensors_library(tmp_path, rng):
   assert ours.keys() == loaded.keys() == index['weight_map'].keys()
   for name, value in loaded.items():
     np.testing.assert_array_equal(np.asarray(ours[name]), value)
-
-
-def test_experts_are_in_the_order_of_their_numbers(tmp_path, rng):
-  _, weights = write_folder(tmp_path / 'model', 'qwen3_moe', rng)
-  folder = open_folder(tmp_path / 'model')
-  for e in (2, 10, 11):
-    up = np.asarray(folder.tensors[f'model.layers.1.mlp.experts.{e}.up_proj.weight'])
-    np.testing.assert_array_equal(up.T, weights['stack/layers/ffn/experts/up'][1, e])
 
 
 OLD_LLAMA = CONFIGS['llama3'] | {'rope_theta': 5e5}
@@ -159,23 +143,14 @@ def test_the_text_part_of_a_model_of_text_and_images(prefix, tmp_path, rng):
     open_folder(tmp_path / 'model')
 
 
-def test_the_defaults_are_the_familys():
-  config = {'model_type': 'mixtral'}
-  decoder = decoder_of(config)
-  assert (decoder.rotary.max_wavelength, decoder.norm_eps, decoder.head_dim) == (1e6, 1e-5, 128)
-
-
 CHANGES = {
   'an unknown setting': ({'clever_attention': 3}, 'clever_attention = 3'),
   'a neutral setting with an effect': ({'is_encoder_decoder': True}, 'is_encoder_decoder = True'),
   'a setting of another type': ({'num_hidden_layers': '3'}, "num_hidden_layers = '3', but it must be of type int"),
-  'an unknown activation': ({'hidden_act': 'tanh'}, "hidden_act = 'tanh'"),
   'an unknown rotary type': ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "of type 'dynamic'"),
-  'an unknown rotary setting': ({'rope_scaling': {'type': 'linear', 'factor': 2.0, 'x': 1}}, "'x': 1"),
   'a rotary setting that its family ignores': ({'partial_rotary_factor': 0.5}, 'transformers ignores'),
   'an unknown family': ({'model_type': 'mamba', 'architectures': ['MambaForCausalLM']}, 'MambaForCausalLM'),
   'code of its own': ({'model_type': 'mine', 'auto_map': {}}, 'code of its own (auto_map), which is not run'),
-  'another head': ({'architectures': ['LlamaForSequenceClassification']}, 'LlamaForSequenceClassification'),
 }
 
 
@@ -233,25 +208,17 @@ def _index(path, file):
 NORM = 'model.norm.weight'
 DAMAGES = {
   'a missing tensor': (lambda path: _without(path, NORM), f'has no {NORM}'),
-  'an extra tensor': (lambda path: _with(path, 'model.extra.weight', np.zeros(3, np.float32)), 'model.extra.weight'),
   'a wrong shape': (lambda path: _with(path, NORM, np.zeros(7, np.float32)), 'gives [7], but the model has [30]'),
   'whole numbers': (lambda path: _with(path, NORM, np.zeros(30, np.int32)), f'{NORM} in int32'),
   'a truncated file': (lambda path: _truncate(path, -5), 'is no whole safetensors file'),
-  'a truncated header': (lambda path: _truncate(path, 100), 'is no whole safetensors file'),
-  'an empty file': (lambda path: _truncate(path, 0), 'is no whole safetensors file'),
   'overlapping offsets': (lambda path: _lie(path, data_offsets=[8, 128]), 'is no whole safetensors file'),
-  'fractional shapes': (lambda path: _lie(path, shape=[30.5]), 'is no whole safetensors file'),
   'fractional offsets': (lambda path: _lie(path, data_offsets=[0.0, 120.0]), 'is no whole safetensors file'),
-  'a doubled name': (lambda path: _lie(path, twice=True), f"it has '{NORM}' twice"),
   'a FIFO': (lambda path: _replace(path / 'model.safetensors', os.mkfifo), 'Not a regular file'),
-  'a directory': (lambda path: _replace(path / 'model.safetensors', os.mkdir), 'Is a directory'),
   'a device as index': (
     lambda path: os.symlink('/dev/zero', path / 'model.safetensors.index.json'),
     'Not a regular file',
   ),
   'a pickle': (_pickle, 'as pickle (pytorch_model.bin)'),
-  'no weights': (lambda path: (path / 'model.safetensors').unlink(), 'has neither model.safetensors nor'),
-  'an index of nothing': (lambda path: _index(path, 'model-1.safetensors'), 'lacks model-1.safetensors'),
   'an index of elsewhere': (lambda path: _index(path, '../model.safetensors'), "'../model.safetensors'"),
 }
 
@@ -301,8 +268,3 @@ def test_a_model_of_no_family_is_not_exported(tmp_path):
   with pytest.raises(UserError, match=r'embedding\.logits_bias = True'):
     export_folder(tmp_path / 'out', model, {})
   assert not (tmp_path / 'out').exists()
-
-
-def test_a_folder_is_not_written_over(tmp_path):
-  with pytest.raises(UserError, match='exists'):
-    export_folder(Path(tmp_path), build_model(decoder_of(CONFIGS['llama'])), {})
