@@ -97,14 +97,6 @@ def test_names_shapes_and_dtypes_are_those_that_paxml_says(real):
   assert {name: [[*array.shape], np.dtype(array.dtype).name] for name, array in stored.items()} == said
 
 
-def test_a_tree_without_optimizer_state_reads_the_variables_only(real):
-  stored = open_pax_checkpoint(real).arrays
-  target = nested({name: abstract(array) for name, array in stored.items() if name.startswith('mdl_vars.')})
-  state = read_pax_checkpoint(real / 'checkpoint_00000003', target)
-  assert state.keys() == {'mdl_vars'}
-  assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state))
-
-
 @pytest.mark.parametrize(
   'change, problem',
   [
@@ -112,10 +104,6 @@ def test_a_tree_without_optimizer_state_reads_the_variables_only(real):
     (
       {'mdl_vars.params.lm.final_ln.bias': (33,)},
       r'mdl_vars.params.lm.final_ln.bias must be float32\[33\], but the checkpoint has float32\[32\]',
-    ),
-    (
-      {'mdl_vars.params.lm.final_ln.bias': (31,)},
-      r'mdl_vars.params.lm.final_ln.bias must be float32\[31\], but the checkpoint has float32\[32\]',
     ),
     ({'opt_states_0.no_prefix_4.count': None}, r'no_prefix_4.count int32\[\] of the checkpoint has no place'),
   ],

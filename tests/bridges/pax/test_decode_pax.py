@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 import pickle
-import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -79,40 +77,11 @@ def test_what_is_decoded_is_not_decoded_again(job, run_pax):
   assert binary.snapshot(job / 'decoder_out') == before
 
 
-@pytest.mark.exhaustive
-def test_sigterm_ends_a_decode_job_that_then_begins_its_dataset_anew(job, start_pax, run_pax, tmp_path):
-  """The unfinished dataset has no outputs; the same command gives those of a job that nobody stopped."""
-  flags = ('--mode', 'decode_once', *FAKE, '--set', 'decode_inputs.prompts.num_batches=60', '--accept_config_changes')
-  whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
-  for copy in (whole, stopped):
-    shutil.copytree(job, copy, ignore=shutil.ignore_patterns('decoder_out'))
-  finished = run_pax(*flags, '--job_log_dir', whole)
-  assert finished.returncode == 0, finished.stderr
-  process = start_pax(*flags, '--job_log_dir', stopped)
-  for line in process.stderr:
-    if 'decode prompts: to ' in line:  # compiled, and decoding
-      break
-  process.send_signal(signal.SIGTERM)
-  process.communicate(timeout=60)
-  assert process.returncode == exit_codes.PREEMPTED
-  assert not outputs(stopped)
-  finished = run_pax(*flags, '--job_log_dir', stopped)
-  assert finished.returncode == 0, finished.stderr
-  assert outputs(stopped) == outputs(whole)
-  assert len(outputs(whole)['decoder_out/prompts/decoder_out_3_shard_0.jsonl']) == 60 * 7
-
-
 @pytest.mark.parametrize(
   'experiment, flags, words',
   [
     (DECODE, ('--mode', 'decode_once', '--decode_input', 'prompts.jsonl'), 'decodes batches of its own datasets'),
     ('pax_lab.dense_lm.DenseLm', ('--mode', 'decode_once'), 'return some from its decode_datasets()'),
-    pytest.param(
-      'pax_cases.refused.WithoutDecode',
-      ('--mode', 'decode_once', '--ici_mesh_shape', '1,4,2'),
-      'Perceptron has no method decode(), which computes what decode jobs write',
-      marks=pytest.mark.exhaustive,
-    ),
     (DECODE, ('--mode', 'serve', '--port', 0), 'only models of ours are served: decode by --mode decode'),
   ],
 )

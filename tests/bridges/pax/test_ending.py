@@ -64,36 +64,3 @@ def test_an_experiment_without_a_training_dataset_evaluates(ended_job, run_pax):
   assert finished.returncode == exit_codes.OK, finished.stderr
   recorded = binary.metric_lines(ended_job / 'eval' / 'valid')[-1]['loss']
   assert f'loss {recorded:.4f}' in finished.stderr
-
-
-@pytest.mark.exhaustive
-def test_an_experiment_without_a_training_dataset_is_not_trained(run_pax, tmp_path):
-  flags = ('--mode', 'train', '--job_log_dir', tmp_path / 'job', *FAKE)
-  finished = run_pax('--exp', 'pax_cases.ending.EvalOnly', *flags)
-  assert finished.returncode == exit_codes.USAGE, finished.stderr
-  assert "no training dataset, only 'valid' and the like" in finished.stderr
-  assert not (tmp_path / 'job').exists()
-
-
-@pytest.mark.exhaustive
-def test_an_experiment_without_a_training_dataset_decodes(run_pax, tmp_path):
-  flags = ('--num_train_steps', 2, '--job_log_dir', tmp_path, '--num_fake_devices', 8)
-  assert run_pax('--exp', 'pax_lab.decode_lm.DecodeLm', '--mode', 'train', *flags).returncode == exit_codes.OK
-  finished = run_pax('--exp', 'pax_cases.ending.DecodeOnly', '--mode', 'decode_once', '--accept_config_changes', *flags)
-  assert finished.returncode == exit_codes.OK, finished.stderr
-  assert (tmp_path / 'decoder_out' / 'prompts' / 'decoder_out_2_shard_0.jsonl').exists()
-
-
-@pytest.mark.exhaustive
-def test_paxmls_gpt_3_ends_at_its_target(run_pax, tmp_path):
-  """By c4.EarlyStoppingFn; a resume goes on until the next eval, a lower target is no change of the training."""
-  flags = (*FLAGS, '--job_log_dir', tmp_path, *FAKE, '--num_train_steps', 40)
-  finished = run_pax('--exp', 'pax_cases.gpt3.SmallGpt3', *flags)
-  assert finished.returncode == exit_codes.OK, finished.stderr
-  assert 'of 40: task.early_stopping_fn, EarlyStoppingFn, says so.' in finished.stderr
-  evals = {line['step']: line['log_pplx'] for line in binary.metric_lines(tmp_path / 'eval' / 'C4Validation')}
-  assert [step for step, value in evals.items() if value <= 3.6] == [max(evals)]
-  assert binary.metric_lines(tmp_path)[-1]['step'] == max(evals)
-  finished = run_pax('--exp', 'pax_cases.gpt3.SmallGpt3', *flags, '--set', 'TARGET_LOG_PPLX=3.5')
-  assert finished.returncode == exit_codes.OK, finished.stderr
-  assert binary.metric_lines(tmp_path / 'eval' / 'C4Validation')[-1]['log_pplx'] <= 3.5

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from paxml import base_experiment, base_metrics, learners, tasks_lib
-from paxml.tasks.lm.params import lm_cloud
 from praxis import base_input, base_model, layers, optimizers, pax_fiddle, py_utils, schedules
 from praxis.layers import flax_adapter
 
@@ -192,35 +191,3 @@ class Flax(Classifier):
 
   def model(self):
     return pax_fiddle.Config(FlaxModel, name='flax')
-
-
-class Vit(Classifier):
-  """A vision transformer with stochastic depth."""
-
-  def model(self):
-    network = pax_fiddle.Config(
-      layers.VisionTransformer,
-      entry_layers_tpl=pax_fiddle.Config(
-        layers.VitEntryLayers, pos_emb_shapes=(2, 2), patch_size=4, input_dims=48, output_dims=16,
-        pos_emb_tpl=pax_fiddle.Config(layers.TrainablePositionalEmbedding, embedding_dims=16)
-      ),
-      transformer_layers_tpl=pax_fiddle.Config(
-        layers.StackedTransformer, num_layers=2, num_heads=2, model_dims=16, hidden_dims=32, residual_droppath_prob=0.1
-      ),
-      exit_layers_tpl=pax_fiddle.Config(layers.VitExitLayers, hidden_dim=16, output_dim=16),
-    )
-    softmax = pax_fiddle.Config(layers.FullSoftmax, input_dims=16, num_classes=4)
-    return pax_fiddle.Config(layers.ClassificationModel, name='model', network_tpl=network, softmax_tpl=softmax)
-
-
-class CloudMlp(lm_cloud.SmallMlp):
-  """Paxml's own classification model, scaled down. Its loss is an accuracy without a gradient."""
-
-  NUM_LAYER = 2
-  INPUT_DIM = 16
-  OUTPUT_DIM = 16
-  HIDDEN_DIM = 16
-  MESH_SHAPE = [4, 1, 1]
-  PERCORE_BATCH_SIZE = 2
-  MAX_SEQ_LEN = 8
-  NUM_TRAIN_STEPS = 3

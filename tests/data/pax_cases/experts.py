@@ -38,13 +38,6 @@ class UnevenExperts(SmallMoe):
   NUM_GROUPS = 2
 
 
-class UnevenHeads(SmallMoe):
-  """Three heads on an axis of two."""
-
-  NUM_HEADS = 3
-  MODEL_DIMS = 24
-
-
 class NoisyMoe(SmallMoe):
   """Second expert by chance, dropout, bfloat16, gated activations."""
 
@@ -56,14 +49,6 @@ class NoisyMoe(SmallMoe):
     moe.use_gated_activation = True
     moe.residual_dropout_prob = 0.1
     moe.relu_dropout_prob = 0.1
-
-
-class DenseTop2(SmallMoe):
-  """Every token to two experts, none dropped."""
-
-  def change(self, task, stack):
-    stack.block.gating_func = 'dense_top2'
-    stack.block.moe_layer_tpl.gating_func = 'dense_top2'
 
 
 class ExpertChoice(SmallMoe):

@@ -37,13 +37,6 @@ class Glam(transformers.SmallLm):
     )
 
 
-class GlamDense(Glam):
-  """GLaM without experts, with joint projections and caps."""
-
-  NUM_LAYERS = 2
-  OPTIONS = dict(combine_qkv=True, atten_logit_cap=20.0, attention_extra_logit=1.0)
-
-
 class GlamExpertChoice(Glam):
   """Experts, narrower than the other layers, choose their tokens."""
 
@@ -93,12 +86,6 @@ class Lstm(transformers.SmallLm):
     )
     task.model.mesh_axis_names = self.MESH_AXIS_NAMES
     task.model.ici_mesh_shape = self.ICI_MESH_SHAPE
-
-
-class LstmNormalized(Lstm):
-  """Cells with layer norms."""
-
-  CELL = rnn_cell.LayerNormalizedLstmCellSimple
 
 
 class StateSpace(transformers.SmallLm):

@@ -43,12 +43,6 @@ class Gpt(Small, nvidia.NVIDIA1_3B):
   """Adam with a cap of its updates, a cosine schedule."""
 
 
-class Llama(Small, nvidia.Llama2_7B):
-  """RMS norms, gated layers, rotary positions, as many key heads as heads."""
-
-  NUM_KV_HEADS = 4
-
-
 class LlamaGrouped(Small, nvidia.Llama2_70B):
   """Two heads share a key head."""
 
@@ -60,19 +54,6 @@ class Experts(Small, nvidia.MoELarge):
 
   NUM_EXPERTS = 4
   NUM_GROUPS = 4
-
-
-class Glam(Small, nvidia.GLaM64B64EProxy):
-  """GLaM with its sharding by default."""
-
-  NUM_EXPERTS = 4
-  NUM_GROUPS = 4
-
-
-class Fsdp(Small, nvidia.NVIDIA175B_FSDP):
-  """Weights split over the data axis alone; Adafactor."""
-
-  ICI_MESH_SHAPE = [1, 4, 1]
 
 
 class Pipelined(Small, nvidia.TestSmallConfig):

@@ -56,22 +56,6 @@ class Sgd(Learned):
     )
 
 
-class Adagrad(Learned):
-  """Adagrad with sharded state."""
-
-  def optimizer(self):
-    return self.configured(opt.ShardedAdagrad)
-
-
-class Lion(Learned):
-  """Lion with momentum in bfloat16."""
-
-  LEARNING_RATE = 1e-3
-
-  def optimizer(self):
-    return self.configured(opt.Lion, weight_decay=0.1)
-
-
 class Decoupled(Learned):
   """Decoupled weight decay, cosine with a linear ramp-up."""
 
@@ -80,25 +64,6 @@ class Decoupled(Learned):
       schedules.LinearRampupCosineDecay, warmup_steps=2, decay_start=3, decay_end=8, min_ratio=0.1, max=1.0
     )
     return super().optimizer(decoupled_weight_decay=0.1, lr_schedule=schedule)
-
-
-class Averaged(Learned):
-  """Evaluates averaged weights."""
-
-  EVAL_INTERVAL_STEPS = 3
-
-  def change(self, task, lm):
-    task.train.learner.optimizer = self.optimizer(ema_decay=0.8)
-    task.train.eval_use_ema_states = True
-
-
-class Accumulated(Learned):
-  """Applies Adam to the sum of every two batches' gradients."""
-
-  def change(self, task, lm):
-    task.train.learner.optimizer = self.configured(
-      opt.ShardedStaticAccumulator, optimizer_tpl=self.optimizer(), num_sub_batches=2, clip_gradient_norm_to_value=1.0
-    )
 
 
 class AccumulatedAverages(Learned):
@@ -122,32 +87,12 @@ class Frozen(Learned):
     task.train.learner.bprop_variable_inclusion = ['.*ff_layer.*']
 
 
-class FrozenEmbedding(Learned):
-  """The embedding is not trained; its optimizer state is kept."""
-
-  def change(self, task, lm):
-    super().change(task, lm)
-    task.train.learner.bprop_variable_exclusion = ['.*softmax.*']
-    task.train.learner.keep_optimizer_state_for_excluded_vars = True
-
-
 class Skipping(Learned):
   """Steps with a gradient norm above 1 are skipped: some of them."""
 
   def change(self, task, lm):
     task.train.learner.optimizer = self.optimizer(clip_gradient_norm_to_value=0.0)
     task.train.learner.skip_step_gradient_norm_value = 1.2
-
-
-class Unregularized(Learned):
-  """Adafactor without decay, and a summary of every gradient's norm."""
-
-  def change(self, task, lm):
-    task.train.learner.optimizer = self.configured(
-      opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, min_dim_size_to_factor=2,
-      respect_skip_lp_regularization=True,
-    )
-    task.train.learner.grad_norm_individual_vars = True
 
 
 class TwoOptimizers(Learned):
@@ -174,13 +119,6 @@ class Optax(Learned):
       clip_gradient_norm_to_value=1.0,
       ema_decay=0.8,
     )
-
-
-class Elastic(Learned):
-  """Elastic weight consolidation pulls the weights back to the first ones."""
-
-  def optimizer(self):
-    return super().optimizer(ewc_regularizer_weight=0.1)
 
 
 class Scheduled(Learned):

@@ -39,16 +39,6 @@ class Pipelined(model_params.TransformerLmSpmdPipelineAdafactor):
     """Changes anything else."""
 
 
-class PipelinedAdafactor(Pipelined):
-  """Adafactor, whose state has one dim for the stages, in stages of two layers."""
-
-  NUM_LAYERS = 4
-  ICI_MESH_SHAPE = [2, 1, 2, 1]
-
-  def change(self, task):
-    model_params.set_default_adafactor(task, self.LEARNING_RATE, self.WEIGHT_DECAY, warmup_steps=2, decay_start=3)
-
-
 class PipelinedStreams(Pipelined):
   """Inputs and outputs streamed through the stages, dropout, microbatches by their size."""
 

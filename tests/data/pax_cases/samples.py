@@ -1,7 +1,7 @@
 """The other experiments that come with Paxml, made small: BERT, slices of chips, pipelines of C4, ResNet on ImageNet."""
 
 import jax.numpy as jnp
-from paxml.tasks.lm.params import bert, c4, c4_multislice, optimal_scaling
+from paxml.tasks.lm.params import bert, c4, c4_multislice
 from paxml.tasks.vision.params import imagenet_resnets
 from praxis import layers, pax_fiddle
 
@@ -50,24 +50,10 @@ class Bert(Masked, bert.BertSpmdL4H128):
   MESH_SHAPE = [1, 2, 2]
 
 
-class BertLarge(Masked, bert.BertSpmdL33H12kBiggerBatch):
-  """The same with smoothed labels."""
-
-  MESH_SHAPE = [1, 4, 1]
-
-
 class TwoSlices(Small, c4_multislice.C4Spmd22BAdam2xv4_128):
   """Two slices, over the data center's network, of two chips."""
 
   ICI_MESH_SHAPE = [1, 2, 1]
-
-
-class Scaling(Small, optimal_scaling.OptimalScaling2x2x1):
-  """Width by the number of layers."""
-
-  NUM_LAYERS = 1
-  NUM_HEADS = 16
-  ICI_MESH_SHAPE = [1, 4, 1]
 
 
 class C4Pipeline(Small, c4.C4SpmdPipelineGpt3SmallAdam8Replicas):

@@ -2,11 +2,10 @@
 
 import jax.numpy as jnp
 from praxis import layers, pax_fiddle
-from praxis.layers import grouped_query_attention, multi_query_attention
+from praxis.layers import grouped_query_attention
 
 from pax_lab import dense_lm
 
-Policy = layers.AutodiffCheckpointType
 
 
 class SmallLm(dense_lm.DenseLm):
@@ -53,22 +52,6 @@ class Dropout(SmallLm):
     lm.stacked_transformer_tpl.block.dropout_prob = 0.1
 
 
-class DropPath(SmallLm):
-  """Stochastic depth, not scanned."""
-
-  def change(self, task, lm):
-    block = lm.stacked_transformer_tpl.block
-    block.num_layers = 3
-    block.residual_droppath_prob = 0.3
-    lm.stacked_transformer_tpl = block
-
-
-class Bfloat16(SmallLm):
-  """Computes in bfloat16."""
-
-  FPROP_DTYPE = jnp.bfloat16
-
-
 class Bfloat16Dropout(Dropout):
   """Computes in bfloat16, with dropout."""
 
@@ -82,20 +65,6 @@ class Unscanned(SmallLm):
     block = lm.stacked_transformer_tpl.block
     block.num_layers = 3
     lm.stacked_transformer_tpl = block
-
-
-class RematDots(SmallLm):
-  """Saves the matrix products."""
-
-  def change(self, task, lm):
-    lm.stacked_transformer_tpl.checkpoint_policy = Policy.SAVE_DOT_ONLY
-
-
-class RematProjections(SmallLm):
-  """Saves what has names."""
-
-  def change(self, task, lm):
-    lm.stacked_transformer_tpl.checkpoint_policy = Policy.SAVE_OUT_PROJ
 
 
 class Rotary(SmallLm):
@@ -117,16 +86,6 @@ class RelativeBias(SmallLm):
     lm.position_emb_tpl = None
 
 
-class RelativeXl(SmallLm):
-  """Transformer-XL's positions, not packed."""
-
-  def change_layer(self, layer):
-    attention = pax_fiddle.Config(layers.DotProductAttentionXL)
-    attention.copy_fields_from(layer.tr_atten_tpl)
-    attention.rel_pos_emb_dim = 8
-    layer.tr_atten_tpl = attention
-
-
 class LocalAttention(SmallLm):
   """A window of 4 tokens in blocks of 4."""
 
@@ -145,15 +104,6 @@ class Alibi(SmallLm):
     attention.copy_fields_from(layer.tr_atten_tpl)
     attention.block_size, attention.left_context, attention.right_context = 4, 4, 0
     layer.tr_atten_tpl = attention
-
-
-class MultiQuery(SmallLm):
-  """One head of keys and values."""
-
-  def change_layer(self, layer):
-    layer.tr_atten_tpl = pax_fiddle.Config(
-      multi_query_attention.MultiQueryDotProductAttention, num_kv_heads=1, atten_logit_cap=20.0, use_bias=False
-    )
 
 
 class GroupedQuery(SmallLm):
@@ -214,30 +164,6 @@ class VariationalNoise(SmallLm):
     task.vn.vn_scale = 0.05
     task.vn.vn_regex = '.*ff_layer.*'
     task.vn.vn_start_step = 2
-
-
-class OtherSeed(SmallLm):
-  """Another seed, and a dropout to show it."""
-
-  def change(self, task, lm):
-    task.train.random_seed = 77
-    lm.stacked_transformer_tpl.block.dropout_prob = 0.1
-
-
-class Ngrammed(SmallLm):
-  """Embeddings of bigrams."""
-
-  def change(self, task, lm):
-    lm.ngrammer_tpl = pax_fiddle.Config(
-      layers.VQNgrammer,
-      ngram_vocab_size=64,
-      unigram_vocab_size=40,
-      ngram_emb_dim=4,
-      num_heads=2,
-      dim_per_head=8,
-      num_clusters=4,
-      concat_ngrams=True,
-    )
 
 
 class Bert(SmallLm):
