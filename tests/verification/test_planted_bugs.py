@@ -22,7 +22,7 @@ class Planted(NamedTuple):
 
 
 BUGS = [
-  Planted('MissingPsum', 'mesh', 4, {'mdl': 2}),
+  Planted('MissingPsum', 'mesh', 2, {'mdl': 2}),
   Planted('LocalMean', 'mesh', 2, {'data': 2}),
   Planted('RngOfDevice', 'mesh', 2, {'data': 2}),
   Planted('WrongLabels', 'mesh', 4, {'replica': 2, 'data': 2}),

@@ -73,9 +73,7 @@ def test_wrong_flags_are_one_sentence(capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-  'name, more', [('FullSft', ()), ('LoraSft', ()), ('LoraDpo', ()), ('LoraDpo', ('reference=base',)), ('FullDpo', ())]
-)
+@pytest.mark.parametrize('name, more', [('FullSft', ()), ('LoraDpo', ('reference=base',))])
 def test_every_claim_about_tuning_a_folder(name, more, capsys, tmp_path):
   """Rows stay as long as they were, for a conversation is never divided."""
   folder = write_llama(tmp_path / 'model')
