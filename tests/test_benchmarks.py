@@ -111,8 +111,8 @@ CHECKS = {
 
 
 # Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
-# (tests/multi_process/test_lost_process.py).
-EXHAUSTIVE = {name for name in CHECKS if name not in ('bench_input.py', 'bench_serve.py')}
+# (tests/multi_process/test_lost_process.py), packed rows (tests/inputs/test_packing.py).
+EXHAUSTIVE = set(CHECKS) - {'bench_serve.py'}
 
 
 @pytest.mark.slow

@@ -192,11 +192,6 @@ def test_a_block_that_is_not_true_fails(kind, text, is_true, tmp_path, environme
       execute(block, tmp_path, environment)
 
 
-def test_console_blocks_are_taken_apart():
-  text = '$ one \\\n  --more\nsays\nso\n$ two\n$ three; echo $?\n0\n'
-  assert list(console_parts(text)) == [('one   --more', 'says\nso\n'), ('two', ''), ('three; echo $?', '0\n')]
-
-
 def slug(heading: str) -> str:
   """The anchor that GitHub makes of a heading."""
   return re.sub(r'[^\w\- ]', '', heading.strip().lower()).replace(' ', '-')
@@ -235,13 +230,6 @@ def test_flags_that_the_docs_name_exist(path):
   commands = re.findall(r'(?:spmd-tasks|spmd_tasks\.main|scripts/quickstart)((?:[^\n\\]|\\\n)*)', text)
   used = {flag for command in commands for flag in re.findall(r'(?<![\w-])--\w[\w-]*', command)}
   assert used <= known, f'{path.name} uses {sorted(used - known)}'
-
-
-def test_the_two_commands_exist():
-  text = README.read_text(encoding='utf-8')
-  for name in ('scripts/quickstart', 'scripts/test'):
-    assert name in text
-    assert os.access(ROOT / name, os.X_OK)
 
 
 def test_the_page_of_flags_has_every_flag():

@@ -50,12 +50,8 @@ def test_what_is_no_file_is_refused_at_once_and_stays(tmp_path, monkeypatch, mak
 
 REASONS = {
   errno.ENOSPC: 'No space left on device.*free space',
-  errno.EDQUOT: 'Disk quota exceeded.*quota',
   errno.EROFS: 'Read-only file system.*make the file system writable',
   errno.EACCES: 'Permission denied.*the right to read and write',
-  errno.EIO: 'Input/output error.*check the storage',
-  errno.ESTALE: 'Stale file handle.*mount the storage again',
-  errno.EBADMSG: 'Bad message.*check the path and the storage',
 }
 
 
@@ -76,11 +72,6 @@ def test_the_cause_of_an_error_is_looked_for_also_in_the_words_of_native_code():
   error = RuntimeError('save failed')
   error.__cause__ = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
   assert sentence_of(error, '/a').startswith('/a cannot be used: No space left on device')
-
-
-def test_an_error_that_is_not_of_the_storage_stays_as_it_is():
-  with pytest.raises(KeyError), files.storage_errors('/a'):
-    raise KeyError('x')
 
 
 def test_a_file_without_inodes_left_is_told_from_one_without_space(tmp_path, monkeypatch):

@@ -11,25 +11,14 @@ REFUSED = {
     '--decode_input is for --mode decode, decode_once: leave',
   ),
   'a step to train from': ('train --checkpoint_step 4', 'move the later ones out of <job_log_dir>/checkpoints'),
-  'a step to begin with': ('eval --begin_anew', '--begin_anew is for --mode train: leave it out'),
   'one of many checkpoints': (
     'decode --checkpoint_step 5',
     '--mode decode follows every new .*; take --mode decode_once',
   ),
-  'watch of a decode': ('decode --watch', '--watch is for --mode eval: --mode decode follows every new checkpoint'),
   'many checkpoints, one file': ('decode --decode_output out', 'outputs of --mode decode go to <job_log_dir>/decode'),
-  'many inputs, one file': (
-    'decode_once --decode_output out',
-    '--decode_output takes the outputs of one --decode_input',
-  ),
-  'step of a plan': ('plan --checkpoint_step 4', '--checkpoint_step is for --mode eval, decode_once, export, serve'),
-  'step 0': ('plan --checkpoint_step 0', '--checkpoint_step is for --mode eval'),
   'changes of a plan': ('plan --accept_config_changes', '--accept_config_changes is for --mode train, eval'),
-  'watch of an export': ('export --out model --watch', '--watch is for --mode eval: leave it out'),
-  'folder of a training job': ('train --out model', '--out is for --mode export.*: leave it out'),
   'export to nowhere': ('export', '--mode export needs --out DIR'),
   'fake devices of a plan': ('plan --num_fake_devices 8', 'give --target cpu:8'),
-  'no examples': ('preview --num_examples 0', '--num_examples 0 must be at least 1'),
 }
 
 
@@ -49,11 +38,9 @@ def test_a_flag_that_the_mode_would_ignore_is_refused(name):
   'flags',
   [
     'eval --watch',
-    'serve --checkpoint_step 4 --port 0',
     'decode_once --decode_input prompts.jsonl --decode_output out.jsonl --checkpoint_step 3',
     'export --out model --format hf --checkpoint_step 3',
     'plan --target v5p:4x4x2 --plan_search --plan_trials 3',
-    'plan --plan_trials 0',
   ],
 )
 def test_a_flag_that_the_mode_reads_is_taken(flags):

@@ -188,13 +188,6 @@ def accumulated(name: str, *, reverse: bool = False) -> list[str]:
   return names[::-1] if reverse else names
 
 
-def test_every_face_explains_its_package_briefly():
-  for path in modules():
-    if path.name == '__init__.py':
-      docstring = ast.get_docstring(ast.parse(path.read_text())) or ''
-      assert 0 < len(docstring.splitlines()) < 25, path
-
-
 def importers_of_pax() -> set[Path]:
   """The modules that import Praxis or Paxml, and with them TensorFlow, by themselves or through others of these."""
   eager = [(path, f'{found.name}.') for path, found in all_imports() if not found.lazy and path.name != '__init__.py']
@@ -235,19 +228,12 @@ import_all({top!r}, ['tensorflow'])
 @pytest.mark.parametrize(
   'importer, imported, allowed',
   [
-    ('main', 'config', True),
-    ('config', 'experiments', True),
     ('programs', 'experiment', True),
-    ('programs', 'sharding', True),
     ('runtime', 'learning', True),
-    ('runtime', 'runtime', True),
-    ('layers', 'layers', True),
     ('programs', 'serving', False),
     ('layers', 'learning', False),
-    ('inputs', 'layers', False),
     ('runtime', 'experiment', False),
     ('experiment', 'config', False),
-    ('sharding', 'runtime', False),
   ],
 )
 def test_the_rule_itself(importer, imported, allowed):

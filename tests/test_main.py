@@ -104,19 +104,10 @@ BAD_INPUT = {
     TRAIN,
     ['HERE/job/config.json does not exist, so no job has begun there', 'start a job with --exp NAME'],
   ),
-  'directory without a job': (
-    ('--mode', 'eval', '--job_log_dir', 'HERE/job'),
-    ['HERE/job/config.json does not exist', 'correct --job_log_dir'],
-  ),
-  'two experiments': (
-    ('--exp', 'synthetic.Tiny', '--config', 'HERE/cut.json', *TRAIN),
-    ['--exp and --config both name an experiment: give one of them'],
-  ),
   'unknown experiment': (
     ('--exp', 'synthetic.Tniy', *TRAIN),
     ["unknown experiment 'synthetic.Tniy'", 'Nearest:', 'synthetic.Tiny', '--list'],
   ),
-  'unknown module': (('--exp', 'no_such_module.Mine', *TRAIN), ["unknown experiment 'no_such_module.Mine'", '--list']),
   'no experiment of a module': (('--exp', 'json.JSONDecoder', *TRAIN), ['json.JSONDecoder is not an experiment']),
   'abstract experiment': (
     ('--exp', 'spmd_tasks.experiment.Experiment', *TRAIN),
@@ -126,42 +117,20 @@ BAD_INPUT = {
     (*TINY, '--job_log_dir', 'HERE/job'),
     ['give --mode (train, eval, decode, decode_once, export, preview, plan, serve, verify)'],
   ),
-  'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
-  'serve without text': (
-    (*TINY, '--mode', 'serve', '--job_log_dir', 'HERE/job', '--port', '0'),
-    ['experiment synthetic.Tiny has no tokenizer', 'cannot be served as text'],
-  ),
   'no such host': (
     ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--host', '192.0.2.1'),
     ['cannot listen on 192.0.2.1:8000', 'Name another --host or --port'],
-  ),
-  'no key in the file': (
-    ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--api_key_file', 'HERE/none'),
-    ['--api_key_file', 'cannot be read'],
   ),
   'more ids than the vocabulary': (
     ('--exp', 'lm.StdlibTiny', '--set', 'vocab_size=258', *TRAIN),
     ['train_input.tokenizer has 259 ids', 'vocab_size=258', 'set vocab_size to 259'],
   ),
-  'no queue': (
-    ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--max_queued', '0'),
-    ['max_queued=0 must be at least 1'],
-  ),
   'no directory': ((*TINY, '--mode', 'train'), ['give --job_log_dir']),
-  'empty directory name': ((*TINY, '--mode', 'train', '--job_log_dir', ''), ['give --job_log_dir']),
-  'a step to train from': (
-    (*TINY, *TRAIN, '--checkpoint_step', '4'),
-    ['--checkpoint_step is for --mode eval, decode_once, export, serve', 'move the later ones out of'],
-  ),
-  'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
   'unknown path in the task': (
     (*TINY, *TRAIN, '--set', 'task.learner.clip_golbal_norm=1'),
     ['task.learner.clip_golbal_norm', 'Nearest: task.learner.clip_global_norm'],
   ),
-  'no value': ((*TINY, *TRAIN, '--set', 'learning_rate'), ['learning_rate', '=']),
   'bad type': ((*TINY, *TRAIN, '--set', 'num_layers=two'), ['num_layers=two', 'int', 'write for example num_layers=']),
-  'bad type of a shortcut': ((*TINY, *TRAIN, '--num_train_steps', '1.5'), ['num_train_steps', '1.5', 'int']),
-  'bad mesh': ((*TINY, *TRAIN, '--ici_mesh_shape', '1,x,1'), ['ici_mesh_shape', '1,x,1']),
   'value out of range': ((*TINY, *TRAIN, '--num_train_steps', '0'), ['num_train_steps = 0', 'positive integer']),
   'settings that do not fit': (
     (*TINY, *TRAIN, '--set', 'task.eval_with_ema=true'),
@@ -172,9 +141,6 @@ BAD_INPUT = {
     (*TINY, *TRAIN, '--ici_mesh_shape', '1,4,4'),
     ['needs 16 devices but there are 8', '--ici_mesh_shape', '--num_fake_devices 16'],
   ),
-  'no fake devices': ((*TINY, *TRAIN, '--num_fake_devices', '0'), ['--num_fake_devices 0 must be at least 1']),
-  'no device numbers': ((*TINY, *TRAIN, '--local_device_ids', '0,a'), ["--local_device_ids '0,a'", 'such as 0,1']),
-  'unknown launcher': ((*TINY, *TRAIN, '--cluster', 'pbs'), ["cluster='pbs' is not known", 'slurm']),
   'batch against microbatches': (
     (*TINY, *TRAIN, '--set', 'task.learner.num_microbatches=3'),
     ['num_microbatches', '3', '8'],
@@ -187,10 +153,6 @@ BAD_INPUT = {
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/file/job'),
     ['HERE/file/job', 'Choose a directory that this user can create and write'],
   ),
-  'file system that cannot be written': (
-    (*TINY, '--mode', 'train', '--job_log_dir', '/proc/spmd_tasks_job'),
-    ['/proc/spmd_tasks_job', 'Choose a directory that this user can create and write'],
-  ),
   'directory of another experiment': (
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/of_another'),
     ["belongs to experiment 'lm.StdlibTiny', not to 'synthetic.Tiny'", 'choose another job_log_dir'],
@@ -198,10 +160,6 @@ BAD_INPUT = {
   'directory with a broken config': (
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/broken_config'),
     ['HERE/broken_config/config.json is not the config of the job', 'put it back', '--accept_config_changes'],
-  ),
-  'directory with something else as config': (
-    (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/other_config'),
-    ['HERE/other_config/config.json is not the config of the job', 'put it back', '--accept_config_changes'],
   ),
   'eval of another experiment': (
     (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/trained_by_another'),
@@ -211,20 +169,11 @@ BAD_INPUT = {
     (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job'),
     ['HERE/job/checkpoints has no checkpoint', 'correct the path, or train first'],
   ),
-  'eval of a step that is not there': (
-    (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job', '--checkpoint_step', '5'),
-    ['HERE/job/checkpoints has no checkpoint of step 5'],
-  ),
-  'config that is not there': (('--config', 'HERE/none.json', *TRAIN), ['config HERE/none.json cannot be read']),
   'config that is cut off': (
     ('--config', 'HERE/cut.json', *TRAIN),
     ['config HERE/cut.json cannot be read', 'Give the config.json of a job_log_dir'],
   ),
   'config that is something else': (('--config', 'HERE/other.json', *TRAIN), ['no saved config']),
-  'config of an experiment that is gone': (
-    ('--config', 'HERE/gone.json', *TRAIN),
-    ["unknown experiment 'synthetic.Gone'", 'Nearest: synthetic.'],
-  ),
 }
 
 
@@ -263,7 +212,6 @@ def test_argparse_answers_for_the_flags_themselves(flags, part, capsys):
 @pytest.mark.parametrize(
   'flags, part',
   [
-    pytest.param(('--exp', 'synthetic.Tniy'), "unknown experiment 'synthetic.Tniy'", marks=pytest.mark.exhaustive),
     (('--exp', 'synthetic.Tiny', '--num_fake_devices', '2'), 'needs 1 devices but there are 2'),
   ],
 )
