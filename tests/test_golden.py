@@ -51,7 +51,10 @@ MADE = {
   'config': lambda name: format_config(to_json(resolve(name, OVERRIDES.get(name, ())))),
   'parameters': lambda name: format_parameter_table(partitioned(name)),
 }
-CASES = [(name, kind) for name in EXPERIMENTS for kind in MADE]
+# A recipe for other chips has the weights of the one for the first; what a chip holds of them its plan says.
+CASES = [
+  (name, kind) for name in EXPERIMENTS for kind in MADE if kind == 'config' or not re.search('On(H200|V6e)$', name)
+]
 
 
 def golden_path(name: str, kind: str) -> Path:
