@@ -136,13 +136,13 @@ def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices
   assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
 
 
-def test_a_directory_with_checkpoints_of_paxml_is_not_taken_for_ones_own(paxml_job):
+def test_a_directory_with_checkpoints_of_paxml_is_not_taken_for_ones_own(paxml_job, capfd):
   before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
-  finished = binary.run_binary('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', paxml_job)
-  assert finished.returncode == exit_codes.USAGE
+  flags = ('--exp', 'synthetic.Tiny', '--ici_mesh_shape', '1,8,1', '--mode', 'train', '--job_log_dir', paxml_job)
+  assert binary.run_in_process(*flags) == exit_codes.USAGE
   assert (
     f'choose another --job_log_dir, and let a Pax experiment go on from this one by --set continue_from={paxml_job}'
-    in (finished.stderr)
+    in capfd.readouterr().err
   )
   assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
 
