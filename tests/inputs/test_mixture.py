@@ -90,10 +90,6 @@ def mixtures(write, write_chats, write_pairs):
       sources={'web': text(web), 'chat': text(chat, num_epochs=3, packing=False), 'made_up': made_up},
       weights={'web': 0.5, 'chat': 0.2, 'made_up': 0.3},
     ),
-    'plain': Mixture(
-      sources={'web': text(web), 'batches': list(itertools.islice(synthetic(seed=3).make_iterator(), 4))},
-      weights={'web': 0.5, 'batches': 0.5},
-    ),
     'nested': Mixture(
       sources={
         'texts': Mixture(sources={'web': text(web), 'code': text(code)}, weights={'web': 2, 'code': 1}),
@@ -120,7 +116,7 @@ def mixtures(write, write_chats, write_pairs):
   }
 
 
-KINDS = ('endless', 'changing', 'ending', 'plain', 'nested', 'conversations', 'pairs')
+KINDS = ('endless', 'changing', 'ending', 'nested', 'conversations', 'pairs')
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -129,33 +129,6 @@ def test_a_product_runs_at_peak_at_best_whatever_the_compiler_estimates():
   assert prediction['time_by_kind'] == pytest.approx({'cycles': 2 * 100 * 50 * 100 / CHIP.peak_flops})  # not 0.4 s
 
 
-COPIES = """\
-ENTRY %main (a: f32[25], b: f32[75], c: f32[25]) -> f32[75] {
-  %a = f32[25]{0} parameter(0)
-  %b = f32[75]{0} parameter(1)
-  %c = f32[25]{0:S(5)} parameter(2)
-  %long-start = (f32[75]{0:S(5)}, f32[75]{0}, u32[]) copy-start(%b)
-  %short-start = (f32[25]{0:S(5)}, f32[25]{0}, u32[]) copy-start(%a)
-  %back-start = (f32[25]{0}, f32[25]{0:S(5)}, u32[]) copy-start(%c)
-  %work = f32[25]{0} fusion(%a), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"400"}}
-  %short-done = f32[25]{0:S(5)} copy-done(%short-start)
-  %back-done = f32[25]{0} copy-done(%back-start)
-  ROOT %long-done = f32[75]{0:S(5)} copy-done(%long-start)
-}
-"""
-
-
-def test_of_the_copies_to_the_host_the_one_waited_for_goes_first():
-  """The copy that started first takes 3 s, the one that is waited for 1 s, 0.4 of it beside the work."""
-  program = program_of(PROGRAM[: PROGRAM.index('ENTRY')] + COPIES)
-  chip = dataclasses.replace(CHIP, host_bandwidth=100.0)
-  prediction = predict_time(program, (), chip, tpu_mesh({'data': 1}, (1,)))
-  waits = {each['name']: each['seconds'] for each in prediction['top_operations'] if each['basis'] == 'host'}
-  assert waits == pytest.approx({'short-start': 0.6, 'long-start': 3})
-  assert prediction['roofline']['host_bytes'] == 100 * 4
-  assert prediction['predicted_step_s'] == pytest.approx(0.4 + 0.6 + 3)
-
-
 @pytest.mark.parametrize(
   'name, results, num_products, mxu_size, filled',
   [

@@ -11,20 +11,12 @@ import re
 import signal
 
 import httpx
-import jax
-import numpy as np
 import openai
 import pytest
 
-from spmd_tasks.checkpoints import Checkpointer
-from spmd_tasks.experiments.lm import UnevenTiny
-from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from tests import binary
-from tests.runtime.loss_curves import make_model
 
 MODEL = 'lm.UnevenTiny'
-TOKENIZER = ByteTokenizer()
 SHAPE = ('--exp', MODEL, '--num_train_steps', 3)
 for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2', 'tensorboard=False'):
   SHAPE += ('--set', _setting)
@@ -118,77 +110,6 @@ def test_a_request_has_its_tokens_alone_and_in_company(client):
     together = list(pool.map(lambda each: complete(client, **each).choices[0], wanted))
   assert [choice.text for choice in together] == [choice.text for choice in alone]
   assert [choice.logprobs.tokens for choice in together] == [choice.logprobs.tokens for choice in alone]
-
-
-def test_echo_with_logprobs_scores_the_prompt_as_the_training_forward_pass_does(client, job):
-  """As lm-evaluation-harness asks: the prompt's tokens and one more, or none."""
-  prompt = 'the training forward pass, in three chunks'
-  wanted = {'prompt': prompt, 'echo': True, 'logprobs': 2}
-  ids = np.array([[1, *TOKENIZER.encode(prompt)]], np.int32)
-  expected = forward_logprobs(job, ids)[0]
-  for max_tokens in (1, 0):
-    choice = complete(client, max_tokens=max_tokens, **wanted).choices[0]
-    logprobs = choice.logprobs
-    num_tokens = ids.shape[1] + max_tokens
-    lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
-    assert [len(each) for each in lists] == [num_tokens] * 4
-    assert choice.text.startswith(prompt)
-    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
-    own = [expected[i, token] for i, token in enumerate(ids[0, 1:])]
-    np.testing.assert_allclose(logprobs.token_logprobs[1 : len(own) + 1], own, atol=1e-4)
-    likeliest = [sorted(top.values(), reverse=True) for top in logprobs.top_logprobs[1:]]
-    np.testing.assert_allclose(likeliest, -np.sort(-expected)[: num_tokens - 1, :2], atol=1e-4)
-    chunks = list(complete(client, max_tokens=max_tokens, stream=True, **wanted))
-    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-    assert [value for each in streamed for value in each.token_logprobs] == logprobs.token_logprobs
-    assert ''.join(chunk.choices[0].text for chunk in chunks) == choice.text
-
-
-def forward_logprobs(job, ids):
-  """[1, T, V], of a forward pass without a cache on one device."""
-  model, _ = make_model(UnevenTiny, (1, 1, 1), overrides=SHAPE[5::2])
-  checkpointer = Checkpointer(job / 'checkpoints', read_only=True)
-  variables, _ = restore_evaluation_variables(model, checkpointer, None)
-  checkpointer.close()
-  logits = jax.jit(model.task.model.apply)(variables, {'ids': ids})['logits']
-  return np.asarray(jax.nn.log_softmax(logits))
-
-
-def test_output_in_the_form_that_was_asked_for_in_company(client, server):
-  """Forms, whole and streamed, beside free requests that have the tokens that they have alone, and nothing compiles."""
-  free = {'prompt': 'a prompt of several chunks, which is read again', 'temperature': 1.0, 'seed': 5, 'max_tokens': 16}
-  alone = complete(client, **free).choices[0].text
-  schema = {'type': 'object', 'properties': {'ok': {'type': 'boolean'}}, 'required': ['ok']}
-  schema |= {'additionalProperties': False, 'x-guidance': {'whitespace_flexible': False}}
-  form = {'type': 'json_schema', 'json_schema': {'name': 'ok', 'schema': schema}}
-  ask = {'model': MODEL, 'messages': [{'role': 'user', 'content': 'hi'}], 'temperature': 1.0}
-
-  def chat(seed):
-    return client.chat.completions.create(**ask, seed=seed, n=2, response_format=form, max_tokens=20).choices
-
-  def complete_regex(seed):
-    pieces = complete(
-      client,
-      temperature=1.5,
-      seed=seed,
-      max_tokens=30,
-      stream=True,
-      extra_body={'structured_outputs': {'regex': '[a-f]{3}(0|1)+x'}},
-    )
-    return ''.join(piece.choices[0].text for piece in pieces)
-
-  with ThreadPoolExecutor(8) as pool:
-    frees = [pool.submit(complete, client, **free) for _ in range(3)]
-    chats = [pool.submit(chat, seed) for seed in range(3)]
-    texts = [pool.submit(complete_regex, seed) for seed in range(3)]
-  assert {each.result().choices[0].text for each in frees} == {alone}
-  for choice in (choice for each in chats for choice in each.result()):
-    assert json.loads(choice.message.content)['ok'] in (True, False)
-    assert choice.finish_reason == 'stop'
-  for seed, text in enumerate(each.result() for each in texts):
-    assert re.fullmatch('[a-f]{3}[01]+x?', text)
-    assert text == complete_regex(seed)  # as alone
-  assert metric(server.url, 'late_compilations') == 0
 
 
 def test_nothing_is_compiled_after_the_warm_up(client, server, rng):

@@ -2,10 +2,8 @@
 
 import jax.numpy as jnp
 from praxis import layers, pax_fiddle
-from praxis.layers import grouped_query_attention
 
 from pax_lab import dense_lm
-
 
 
 class SmallLm(dense_lm.DenseLm):
@@ -65,96 +63,6 @@ class Unscanned(SmallLm):
     block = lm.stacked_transformer_tpl.block
     block.num_layers = 3
     lm.stacked_transformer_tpl = block
-
-
-class Rotary(SmallLm):
-  """Rotary positions."""
-
-  def change_layer(self, layer):
-    layer.tr_atten_tpl.use_rotary_position_emb = True
-
-
-class RelativeBias(SmallLm):
-  """T5's relative positions; trainable absolute ones are off."""
-
-  def change_layer(self, layer):
-    layer.tr_atten_tpl.relative_bias_tpl = pax_fiddle.Config(
-      layers.RelativeBias, relative_attention_num_buckets=8, relative_attention_max_distance=12
-    )
-
-  def change(self, task, lm):
-    lm.position_emb_tpl = None
-
-
-class LocalAttention(SmallLm):
-  """A window of 4 tokens in blocks of 4."""
-
-  def change_layer(self, layer):
-    attention = pax_fiddle.Config(layers.LocalSelfAttention)
-    attention.copy_fields_from(layer.tr_atten_tpl)
-    attention.block_size, attention.left_context, attention.right_context = 4, 4, 0
-    layer.tr_atten_tpl = attention
-
-
-class Alibi(SmallLm):
-  """Linear biases by distance, in a window."""
-
-  def change_layer(self, layer):
-    attention = pax_fiddle.Config(layers.LocalSelfAttentionAlibi)
-    attention.copy_fields_from(layer.tr_atten_tpl)
-    attention.block_size, attention.left_context, attention.right_context = 4, 4, 0
-    layer.tr_atten_tpl = attention
-
-
-class GroupedQuery(SmallLm):
-  """Four heads, two of keys and values; rotary."""
-
-  NUM_HEADS = 4
-
-  def change_layer(self, layer):
-    layer.tr_atten_tpl = pax_fiddle.Config(
-      grouped_query_attention.GroupedQueryAttention, num_kv_heads=2, rope_min_max_timescales=(1, 10_000)
-    )
-
-
-class Convolved(SmallLm):
-  """Depthwise convolutions of queries, keys and values, gated SiLU, bias, RmsNorm before and after the sublayers."""
-
-  def change_layer(self, layer):
-    layer.tr_atten_tpl.combine_qkv = False
-    layer.tr_atten_tpl.dconv_qkv = True
-    layer.tr_atten_tpl.use_bias = True
-    layer.tr_fflayer_tpl.use_gated_activation = True
-    layer.tr_fflayer_tpl.activation_tpl = pax_fiddle.Config(layers.SiLU)
-    layer.norm_policy = 'primer_hybrid'
-    layer.ln_tpl = pax_fiddle.Config(layers.RmsNorm)
-    layer.tr_fflayer_tpl.ln_tpl = pax_fiddle.Config(layers.RmsNorm)
-
-
-class Separate(SmallLm):
-  """An embedding apart from the softmax, trainable positions, label smoothing, z-loss, five heads on a mesh of two."""
-
-  NUM_HEADS = 5
-  MODEL_DIMS = 15
-  VOCAB_SIZE = 41
-
-  def change(self, task, lm):
-    lm.separate_embedding_tpl = pax_fiddle.Config(layers.Embedding, scale_sqrt_depth=True)
-    lm.softmax_tpl = pax_fiddle.Config(layers.FullSoftmax, label_smoothing_prob=0.1, z_loss_weight=1e-3)
-    lm.position_emb_tpl = pax_fiddle.Config(layers.TrainablePositionalEmbedding, max_seq_length=16)
-    type(self).shard(self, task)
-
-  def shard(self, task):
-    """Sets the split dims anew, now that the templates are others."""
-    layers.TransformerLm.set_sharding_params_v1(
-      task.model.lm_tpl,
-      replica_axis='replica',
-      data_axis='data',
-      mdl_axis='mdl',
-      ici_mesh_shape=self.ICI_MESH_SHAPE,
-      mesh_axis_names=self.MESH_AXIS_NAMES,
-      training_optimized=True,
-    )
 
 
 class VariationalNoise(SmallLm):
