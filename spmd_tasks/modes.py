@@ -28,7 +28,6 @@ def _train(command: Any) -> int:
       emergency=opened.emergency,
       clock=opened.clock,
       config_json=json.dumps(opened.config, indent=1) + '\n',
-      begin_anew=command.flags.begin_anew,
     )
 
 
@@ -73,14 +72,7 @@ CORE = Wing(
       help='trains, and evaluates and saves at intervals',
       run=_train,
       needs_directory=True,
-      flags=(
-        Flag(
-          name='begin_anew',
-          is_switch=True,
-          help="if the job's checkpoints are lost, begin at step 0; what is left of it moves to earlier_1",
-        ),
-        ACCEPT_CONFIG_CHANGES,
-      ),
+      flags=(ACCEPT_CONFIG_CHANGES,),
       remedies={
         'checkpoint_step': 'training continues from the newest checkpoint. To go back to an earlier one, move the '
         'later ones out of <job_log_dir>/checkpoints'

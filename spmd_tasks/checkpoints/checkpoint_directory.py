@@ -122,8 +122,8 @@ class CheckpointDirectory:
       return None
     what = 'holds no complete checkpoint' if self.path.exists() else 'does not exist'
     return (
-      f'{self.path} {what}, but {evidence}. Mount its storage, or put the checkpoints back; or begin again at step 0 '
-      'on purpose: --mode train --begin_anew keeps what the job has left under another name.'
+      f'{self.path} {what}, but {evidence}. Mount its storage, or put the checkpoints back; or begin at step 0 in '
+      'another --job_log_dir.'
     )
 
   def write_digests(self, step: int, process_index: int) -> None:

@@ -77,7 +77,7 @@ def choose(
   if damaged := directory.damaged():
     raise CheckpointError(
       f'{directory.path} has no checkpoint that is whole; damaged: {damaged}. Repair one and remove the suffix from '
-      'its name, or train in a new directory, or here with --begin_anew.'
+      'its name, or train in a new directory.'
     )
   directory.refuse_loss()
   return None

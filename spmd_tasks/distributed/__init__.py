@@ -10,7 +10,7 @@ Read initialization.py (jax.distributed and its launchers), roll_call.py (who is
 agreement.py (what all must have alike, barriers, decisions of process 0), preemption.py (SIGTERM, Ctrl-C), links.py
 (authenticated messages) and link_connections.py, then the parts of failure handling: watchdog.py (no progress),
 rank_records.py (what processes tell each other through files), emergency_exit.py (how a process ends).
-slowest_process.py finds whom steps wait for; fake_devices.py gives tests a mesh of CPU devices.
+fake_devices.py gives tests a mesh of CPU devices.
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 

@@ -80,11 +80,7 @@ class _Record:
 
 
 class Goodput:
-  """Adds up where the wall time of a job goes. See the module's docstring.
-
-  Attributes:
-    seconds_waited_elsewhere: how much longer than this process another one waited for its batches, in all.
-  """
+  """Adds up where the wall time of a job goes. See the module's docstring."""
 
   def __init__(self, directory: epath.Path | None, *, begun: float, now: Callable[[], float] = time.time):
     """Begins to count; nothing is read or written yet.
@@ -100,7 +96,7 @@ class Goodput:
     self._cause = 'program_startup'
     self._seconds = dict.fromkeys((_STEPS, *CAUSES), 0.0)
     self._undecided = 0.0
-    self._waited = self.seconds_waited_elsewhere = 0.0
+    self._waited = 0.0
     self._step = 0
     self._marks: dict[int, float] = {}
     self._next_write = begun
@@ -157,11 +153,9 @@ class Goodput:
       seconds_waited: how long there was nothing to do but to wait for a batch, in all.
     """
     self.switch(self._cause)
-    all_waits = seconds_waited + self.seconds_waited_elsewhere
-    waited = max(0.0, min(self._undecided, all_waits - self._waited))
+    waited = max(0.0, min(self._undecided, seconds_waited - self._waited))
     self._seconds['data_loading'] += waited
     self._seconds['skipped_steps' if is_skipped else _STEPS] += self._undecided - waited
-    # Waits that were heard of late, those of other processes, are counted with the next steps.
     self._undecided, self._waited, self._step = 0.0, self._waited + waited, step
     self._has_stepped = True
 

@@ -87,11 +87,6 @@ class LogMetrics(TrainHook):
     self._is_own_loss = loss is not None and is_own(loss)
     self._writer = make_writer(run.job_log_dir, tensorboard=run.experiment.tensorboard, primary=is_primary())
     run.stack.callback(self._writer.close)
-    self._slowest = None
-    if jax.process_count() > 1:
-      from spmd_tasks.distributed.slowest_process import SlowestProcess
-
-      self._slowest = SlowestProcess(on_change=run.message, limit_s=run.limit_s)
     self._rates = StepRates.of(run.model, run.goodput)
 
   def before_loop(self, run: TrainRun) -> None:
@@ -120,14 +115,6 @@ class LogMetrics(TrainHook):
     metrics = finish_metrics(jax.device_get(outcome.metrics))
     del metrics['skipped']
     metrics |= self._rates.since_last(outcome.step) | run.goodput.metrics()
-    if self._slowest is not None:
-      metrics |= self._slowest.update(
-        outcome.step,
-        loop_seconds=run.goodput.loop_seconds()[0],
-        seconds_waited=run.batches.seconds_waited,
-        seconds_blocked=run.loop.seconds_blocked,
-      )
-      run.goodput.seconds_waited_elsewhere = self._slowest.seconds_waited_elsewhere
     metrics |= progress_of(run.job.train_input, run.loop.outcome_input_state) | run.metrics
     return metrics | {
       'num_skipped_steps': run.loop.num_skipped,

@@ -72,7 +72,6 @@ def train(
   emergency: EmergencyExit,
   clock: StartupClock,
   config_json: str,
-  begin_anew: bool = False,
   hooks: Sequence[TrainHook] | None = None,
 ) -> int:
   """Runs a training job to its end; returns an exit code: OK, or that of PreemptionGuard with all saved.
@@ -83,7 +82,6 @@ def train(
     emergency: ends this process and tells the others when it fails.
     clock: counting since the start of the process.
     config_json: the resolved config, saved as `config.json`.
-    begin_anew: begins at step 0 if the checkpoints of a job that ran here are gone, with its other files set aside.
     hooks: what is done beside the steps; None: `job_hooks(job)`.
 
   Raises:
@@ -112,7 +110,7 @@ def train(
     )
     for hook in hooks:
       hook.prepare(run)
-    saved = _claim(run, begin_anew=begin_anew)
+    saved = _claim(run)
     limits = {'timeout_s': experiment.step_timeout_s, 'first_step_timeout_s': experiment.first_step_timeout_s}
     run.watchdog = stack.enter_context(watch_steps(job_log_dir, emergency, **limits))
     stack.callback(guard.stop)
@@ -191,16 +189,12 @@ def _check(
   return model, iterator
 
 
-def _claim(run: TrainRun, *, begin_anew: bool) -> SavedSteps:
+def _claim(run: TrainRun) -> SavedSteps:
   """Claims the directory, on process 0 and until the job ends. Raises UserError on every process."""
   saved = SavedSteps(run.job_log_dir)
 
   def claim_here() -> None:
     run.stack.enter_context(claim(run.job_log_dir, experiment_name=run.job.name))
-    if begin_anew:
-      from spmd_tasks.programs.begin_anew import set_aside
-
-      set_aside(run.job_log_dir)
 
   try:
     primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)

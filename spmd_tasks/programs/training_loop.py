@@ -17,7 +17,6 @@ launched step holds buffers for its outputs and temporaries.
 
 from collections.abc import Callable, Iterator
 import math
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +71,6 @@ class TrainingLoop:
     num_skipped: steps skipped since the job's first start.
     input_has_ended: there was no batch for the next step.
     is_running: the outcomes are being iterated, so that a step may be in flight.
-    seconds_blocked: how long the host has waited for the results of steps.
   """
 
   def __init__(
@@ -115,7 +113,6 @@ class TrainingLoop:
     self.outcome_input_state: Any = None
     self.num_skipped = int(state.learner.num_skipped)
     self.input_has_ended = self.is_running = False
-    self.seconds_blocked = 0.0
     self._in_flight: _Launched | None = None
 
   def is_idle(self) -> bool:
@@ -171,10 +168,7 @@ class TrainingLoop:
     """Waits for a step, counts it and yields its outcome; raises where the job must not go on."""
     metrics, self.outcome_input_state = launched
     outputs = metrics.pop('outputs', None)
-    start = time.perf_counter()
-    is_skipped = float(metrics['skipped'])
-    self.seconds_blocked += time.perf_counter() - start
-    if is_skipped:
+    if float(metrics['skipped']):
       self.num_skipped += 1
       self._skipped_in_a_row += 1
       yield Outcome(self.step, True, metrics, outputs)

@@ -1,9 +1,8 @@
-"""Two processes, of which one is slow and then killed: it is named, and both go on from the other's memory."""
+"""Two processes, of which one is killed: both go on from the other's memory."""
 
 from pathlib import Path
 import shutil
 import signal
-import socket
 import sys
 
 from launch import Job, coordinator_flags
@@ -45,22 +44,10 @@ def killed(tmp_path_factory) -> Path:
   return directory
 
 
-def test_the_process_that_waits_for_its_input_is_named_and_the_wait_is_no_goodput(killed):
-  log = (killed / 'rank0.log').read_text()
-  message = next(line for line in log.splitlines() if 'waits for its input' in line)
-  assert f'steps wait for process 1 (host {socket.gethostname()}), for ' in message
+def test_a_copy_compiles_nothing_in_the_loop_and_the_first_checkpoint_does(killed):
   metrics = read_jsonl(killed / 'job')
-  named = [step for step in range(5, 16) if metrics[step].get('slowest_process') == 1]
-  assert named  # not all of them: a busy machine may be slower than this input
-  for step in named:
-    assert metrics[step]['process_wait_fraction'] > 0.1
-    assert metrics[step]['slowest_process_seconds'] > 2 * metrics[step]['median_process_seconds']
-  # Neither the exchange nor a copy compiles anything in the loop; the first checkpoint does.
   assert metrics[8]['num_compilations'] == 0
   assert metrics[15]['num_compilations'] == metrics[9]['num_compilations']
-  # Process 0 has its batches in time, and would count its waits for process 1's as steps.
-  first, last = (metrics[step]['badput/data_loading'] * metrics[step]['wall_seconds'] for step in (4, 15))
-  assert 0.1 < (last - first) / (11 * SECONDS_PER_BATCH) < 1.3
 
 
 def damage(checkpoint: Path) -> None:

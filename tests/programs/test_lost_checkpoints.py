@@ -1,7 +1,6 @@
 """A job whose checkpoints are gone stops with the reason; it begins again only if told to, and then loses nothing."""
 
 import json
-import os
 from pathlib import Path
 import re
 import shutil
@@ -10,7 +9,6 @@ import pytest
 
 from spmd_tasks import exit_codes
 from tests import binary
-from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL
 
 RECORD = 'newest_checkpoint.json'
@@ -53,7 +51,7 @@ def test_a_job_whose_checkpoints_are_gone_stops_and_changes_nothing(lost_job, lo
   sentence = capfd.readouterr().err.splitlines()[-1]
   assert sentence.startswith(f'spmd-tasks: {lost_job}/checkpoints ')
   assert re.search(reason, sentence)
-  assert '--begin_anew' in sentence
+  assert 'begin at step 0 in another --job_log_dir' in sentence
   after = binary.snapshot(lost_job)
   assert {path for path in after if after[path] != before.get(path)} <= {str(lost_job / 'job.lock'), str(lost_job)}
 
@@ -76,38 +74,3 @@ def test_a_job_that_was_ended_before_its_first_save_begins_again(finished_job, t
   assert [line['step'] for line in binary.metric_lines(directory)] == [1, 2, 3, 1, 2, 3, 4]
   assert json.loads((directory / RECORD).read_text()) == {'step': 4}
   assert binary.checkpoint_names(directory) == ['checkpoint_00000002', 'checkpoint_00000004']
-
-
-def test_begin_anew_sets_everything_aside_and_gives_the_same_numbers_again(lost_job, finished_job):
-  only_partial(lost_job)
-  (lost_job / 'notes.txt').write_text("the user's")
-  (lost_job / 'job.lock').unlink()  # which names the process
-  before = {digest for _, digest in binary.snapshot(lost_job).values()}
-  assert train(lost_job, '--begin_anew', '--num_train_steps', 4) == exit_codes.OK
-  assert {digest for _, digest in binary.snapshot(lost_job).values()} >= before
-  assert binary.column(lost_job, 'loss') == {
-    step: loss for step, loss in binary.column(finished_job, 'loss').items() if step <= 4
-  }
-  assert binary.metric_lines(lost_job / 'earlier_1') == binary.metric_lines(finished_job)
-  assert binary.metric_lines(lost_job / 'earlier_1/eval/valid') == binary.metric_lines(finished_job / 'eval/valid')
-  partial = sorted(os.listdir(lost_job / 'checkpoints/earlier_1'))
-  assert partial == ['checkpoint_00000018.partial', 'checkpoint_00000020.partial']
-
-  # The same command goes on, as after a preemption; and the next loss is noticed again.
-  assert train(lost_job, '--begin_anew') == exit_codes.OK
-  assert_same_arrays(saved_arrays(lost_job, 20), saved_arrays(finished_job, 20))
-  shutil.rmtree(lost_job / 'checkpoints')
-  assert train(lost_job) == exit_codes.USAGE
-  assert train(lost_job, '--begin_anew', '--num_train_steps', 2) == exit_codes.OK
-  assert len(binary.metric_lines(lost_job / 'earlier_2')) == 20
-
-
-def test_begin_anew_after_damage_that_left_no_checkpoint(finished_job, tmp_path, capfd):
-  directory = Path(shutil.copytree(finished_job, tmp_path / 'job', ignore=shutil.ignore_patterns('checkpoint_*[0-9]')))
-  damaged = directory / 'checkpoints' / 'checkpoint_00000020'
-  shutil.copytree(finished_job / 'checkpoints' / 'checkpoint_00000020', damaged)
-  (damaged / 'manifest.json').write_text('{}')
-  assert train(directory) == exit_codes.USAGE
-  assert 'no checkpoint that is whole' in capfd.readouterr().err
-  assert train(directory, '--begin_anew', '--num_train_steps', 2) == exit_codes.OK
-  assert os.listdir(directory / 'checkpoints/earlier_1') == ['checkpoint_00000020.damaged-manifest.json']
