@@ -25,7 +25,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer
   from spmd_tasks.learning.momentum_optimizers import Lion, Sgd
   from spmd_tasks.learning.multi_optimizer import MultiOptimizer
-  from spmd_tasks.learning.muon import Muon
+  from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW
   from spmd_tasks.learning.product_of_factors import ProductOfFactors
   from spmd_tasks.learning.schedules import (
@@ -51,6 +51,7 @@ __all__ = [
   'Lion',
   'MultiOptimizer',
   'Muon',
+  'MuonClip',
   'Optimizer',
   'ProductOfFactors',
   'Schedule',

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 
 # (weights, batch, rng) -> (mean loss, loss output); see `accumulate_gradients`.
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
@@ -80,7 +81,8 @@ def _combine(loss_outputs_M: Any) -> Any:
     },
     summaries={name: jnp.mean(each) if each.ndim == 1 else each for name, each in loss_outputs_M.summaries.items()},
     updated_variables={
-      name: jax.tree.map(_mean_of_updates, tree) for name, tree in loss_outputs_M.updated_variables.items()
+      name: jax.tree.map((lambda x: jnp.min(x, axis=0)) if name == WEIGHT_FACTORS else _mean_of_updates, tree)
+      for name, tree in loss_outputs_M.updated_variables.items()
     },
   )
 

@@ -8,10 +8,11 @@ The arithmetic is float32 whatever the dtype of the weights. A step whose loss o
 nothing but the counts of skipped steps. Frozen weights (frozen_weights.py) take no part in any of it.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, Literal, Protocol
 
-from flax import struct
+from flax import struct, traverse_util
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,7 +23,7 @@ from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS
 
 ACCUMULATIONS = ('mean', 'sum')
 
@@ -31,7 +32,7 @@ class Optimizer(Protocol):
   """The interface of an optimizer, as a config holds it; see `optimizers.py` and `from_optax.py`.
 
   It may also have `applies_learning_rate`, a bool: if true, directions include the learning rate, and the
-  learner does not multiply them.
+  learner does not multiply them; and `needs_weight_factors`, a bool: whether the model must leave WEIGHT_FACTORS.
   """
 
   @property
@@ -77,6 +78,21 @@ def _optimized(tree: Any, weight_specs: Any) -> Any:
 
 def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _multiplied(weights: Any, weight_specs: Any, factors: Any) -> Any:
+  """Multiplies weights [..., H, K] by factors [stacked..., H, K] under their names, with dots for the last slashes."""
+  flat = {name.replace('.', '/'): x for name, x in traverse_util.flatten_dict(factors, sep='/').items()}
+
+  def multiplied(path: Any, spec: WeightSpec, weight: jax.Array) -> jax.Array:
+    factor = flat.get(jax.tree_util.keystr(path, simple=True, separator='/'))
+    if factor is None:
+      return weight
+    stacked, of_heads = factor.shape[: spec.stacked], factor.shape[spec.stacked :]
+    factor = factor.reshape(*stacked, *(1,) * (weight.ndim - factor.ndim), *of_heads)
+    return (weight * factor).astype(weight.dtype)
+
+  return jax.tree_util.tree_map_with_path(multiplied, weight_specs, weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +170,14 @@ class Learner:
       grads = jax.tree.map(lambda g: g * scale, grads)
     return grads
 
+  def check_variables(self, variables: Mapping[str, Any]) -> None:
+    """Raises a UserError if the optimizer needs factors of weights, and the model's variables have none."""
+    if getattr(self.optimizer, 'needs_weight_factors', False) and WEIGHT_FACTORS not in variables:
+      raise UserError(
+        f'{type(self.optimizer).__name__} bounds the logits of attention, and no attention of the model computes how: '
+        'set qk_clip=100.0 in its attention, or choose Muon.'
+      )
+
   def update(
     self,
     grads: Any,
@@ -162,6 +186,7 @@ class Learner:
     state: LearnerState,
     weights: Any,
     weight_specs: Any,
+    factors: Any = None,
   ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
     """Computes one optimizer step.
 
@@ -172,6 +197,7 @@ class Learner:
       state: as `init` or the previous step returned it.
       weights: the weights of the gradients.
       weight_specs: tree of WeightSpec congruent to the weights.
+      factors: variables of the collection WEIGHT_FACTORS, by which new weights are multiplied; None for none.
 
     Returns:
       (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
@@ -213,6 +239,8 @@ class Learner:
 
       steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
     new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
+    if factors is not None:
+      new_weights = _multiplied(new_weights, weight_specs, factors)
     new_weights = keep_if_finite(is_finite, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:

@@ -50,6 +50,11 @@ class MultiOptimizer:
     """That of the first optimizer."""
     return self.optimizers[0][1].learning_rate
 
+  @property
+  def needs_weight_factors(self) -> bool:
+    """Whether one of them does."""
+    return any(getattr(optimizer, 'needs_weight_factors', False) for _, optimizer in self.optimizers)
+
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to steps; its state is a tuple, of each optimizer one.
 

@@ -15,7 +15,7 @@ the two.
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,13 @@ class Muon(OptimizerSettings):
       return jax.tree.map(lambda d, matrix: d if matrix else self.adam_scale * d, directions, is_matrix), state
 
     return SkippableTransformation(whole.init, update)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonClip(Muon):
+  """Muon, for a model whose attention has `qk_clip`, which bounds its logits (Kimi K2, 2025)."""
+
+  needs_weight_factors: ClassVar[bool] = True
 
 
 class MuonState(NamedTuple):

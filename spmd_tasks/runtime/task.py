@@ -29,7 +29,7 @@ from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
@@ -219,6 +219,7 @@ class Task:
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
     """Returns the state at step 0. `rng` is the job's base key, from which every step derives its own."""
     weights = variables['params']
+    self.learner.check_variables(variables)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       rng=jax.random.key_data(rng),
@@ -267,6 +268,7 @@ class Task:
       state.learner,
       state.weights,
       weight_specs,
+      factors=output.updated_variables.get(WEIGHT_FACTORS),
     )
     step = state.step + (1 - learner_metrics['skipped'].astype(jnp.int32))
     non_trainable = keep_if_finite(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.learning import AdamW, Learner, Muon
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.learning import AdamW, Learner, Muon, MuonClip
 from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.sharding import MeshSpec, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import sharding_scope
@@ -163,3 +164,43 @@ def test_a_matrix_must_say_which_dims_are_inputs():
 def test_impossible_settings_are_refused(settings, message):
   with pytest.raises(ValueError, match=message):
     Muon(learning_rate=0.1, **settings)
+
+
+@pytest.mark.parametrize('num_kv_heads', [4, 2])
+def test_qk_clip_shrinks_the_heads_whose_largest_logit_passed_the_bound(num_kv_heads, rng):
+  """Rows have documents and padding, and 300 tokens are two blocks of queries."""
+  attention = Attention(num_heads=4, num_kv_heads=num_kv_heads, rotary=None, qk_clip=3.0, window=280)
+  x = jnp.asarray(rng.normal(size=(2, 300, 8)), jnp.float32)
+  segment_ids = jnp.asarray([[1] * 200 + [2] * 90 + [0] * 10, [1] * 300], jnp.int32)
+  variables = jax.jit(attention.init)(jax.random.key(0), x, segment_ids)
+  variables = jax.tree.map(lambda box: box.unbox(), variables, is_leaf=lambda box: hasattr(box, 'unbox'))
+  x = x.at[0, 290:].mul(100.0)  # padding does not count
+  weights = variables['params']
+  weights['query']['kernel'] *= jnp.asarray([0.01, 1, 3, 6])[None, :, None]
+  apply = jax.jit(lambda variables: attention.apply(variables, x, segment_ids, train=True, mutable='weight_factors'))
+  _, updated = apply(variables)
+
+  wide = lambda name: np.einsum('btd,dhk->bthk', np.asarray(x, np.float64), np.asarray(weights[name]['kernel'], float))
+  logits = np.einsum('bthk,bshk->bhts', wide('query'), np.repeat(wide('key'), 4 // num_kv_heads, axis=2)) / np.sqrt(2)
+  distance = np.subtract.outer(np.arange(300), np.arange(300))
+  same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[:, :, None]
+  may_see = np.asarray(same) & ((distance >= 0) & (distance < 280))
+  gamma = np.minimum(1, 3.0 / np.where(may_see[:, None], logits, -np.inf).max((0, 2, 3)))[:, None]
+  assert (gamma.min() < 0.7, gamma.max() == 1) == (True, True)
+  expected = (
+    {'query.kernel': np.sqrt(gamma), 'key.kernel': np.sqrt(gamma)} if num_kv_heads == 4 else {'query.kernel': gamma}
+  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), dict(updated['weight_factors']), expected)
+
+  specs = jax.tree.map(lambda w: WeightSpec(shape=w.shape, init=None, num_input_dims=1), weights)
+  learner, zeros = Learner(optimizer=MuonClip(learning_rate=0.0)), jax.tree.map(jnp.zeros_like, weights)
+  arguments = (zeros, jnp.float32(1), jnp.int32(0), learner.init(weights, specs), weights, specs)
+  clipped, _, _ = learner.update(*arguments, updated['weight_factors'])
+  np.testing.assert_allclose(
+    clipped['query']['kernel'], weights['query']['kernel'] * expected['query.kernel'][None], rtol=1e-5
+  )
+  np.testing.assert_array_equal(clipped['value']['kernel'], weights['value']['kernel'])
+  skipped, _, _ = learner.update(zeros, jnp.float32(jnp.nan), *arguments[2:], updated['weight_factors'])
+  jax.tree.map(np.testing.assert_array_equal, skipped, weights)
+  with pytest.raises(ValueError, match=r'set qk_clip=100\.0 in its attention, or choose Muon'):
+    learner.check_variables({'params': weights})

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
+from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight, is_decoding
@@ -53,6 +54,8 @@ class Attention(WithSublayers, kw_only=True):
     logit_cap: bounds the attention logits softly, see `soft_cap`; None does not.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
       attend to nothing (gpt-oss).
+    qk_clip: after a step in which a head's largest logit passed this bound, its queries and keys are multiplied so that
+      the logit would be the bound (Kimi K2; 100 there); see _qk_clip.py. Wants the optimizer MuonClip. None: off.
     even_padding: whether padding attends evenly to all tokens of its row, as T5X has it, in place of other padding.
       No token of a document reads padding in either case.
     dropout_rate: in training, of the attention probabilities: one key is dropped for all queries of a head alike (T5X).
@@ -83,6 +86,7 @@ class Attention(WithSublayers, kw_only=True):
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: bool = False
+  qk_clip: float | None = None
   even_padding: bool = False
   dropout_rate: float = 0.0
   use_bias: bool = False
@@ -112,10 +116,10 @@ class Attention(WithSublayers, kw_only=True):
         f'window={self.window} with causal={self.causal} is impossible: a window counts 1 or more tokens and needs '
         'causal=True, so set both, or window=None.'
       )
-    if self.cross and (self.rotary or self.window or self.position_bias):
+    if self.cross and (self.rotary or self.window or self.position_bias or self.qk_clip):
       raise UserError(
-        'cross=True goes without rotary, window and position_bias, as the keys are those of another text: set them to '
-        'None.'
+        'cross=True goes without rotary, window, position_bias and qk_clip, as the keys are those of another text: set '
+        'them to None.'
       )
     if self.logit_cap is not None and self.logit_cap <= 0:
       raise UserError(
@@ -124,6 +128,11 @@ class Attention(WithSublayers, kw_only=True):
     if self.clip_qkv is not None and not self.clip_qkv > 0:
       raise UserError(
         f'clip_qkv={self.clip_qkv} must be positive, or None to leave queries, keys and values as they are.'
+      )
+    if self.qk_clip is not None and (not self.qk_clip > 0 or self.qk_norm or self.adapters):
+      raise UserError(
+        f'qk_clip={self.qk_clip} must be positive and scales whole kernels of queries and keys, so it goes without '
+        'qk_norm, which bounds the logits itself, and without adapters: unset one of them.'
       )
     super().__post_init__()
 
@@ -168,7 +177,7 @@ class Attention(WithSublayers, kw_only=True):
       encoded: float [B, S, D], which only `cross` reads, the encoder's result; None where `cache` has its keys and
         values.
       encoder_segment_ids: int32 [B, S]; a token attends to encoded tokens of its own document. None: to all.
-      train: whether dropout is on, which needs the rng `dropout`.
+      train: whether dropout is on, which needs the rng `dropout`, and whether `qk_clip` counts.
 
     Raises:
       UserError: numbers of heads and dims do not fit each other, positions are missing, or an attention that is not
@@ -248,6 +257,18 @@ class Attention(WithSublayers, kw_only=True):
       'sinks': sinks,
       'bias': position_bias if self.position_bias is None else self.position_bias(),
     }
+    if self.qk_clip is not None and logits['bias'] is not None:
+      raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
+    if self.qk_clip is not None and cached is None:
+      from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
+
+      options = AttentionOptions(causal=self.causal, window=self.window, softmax_scale=self.softmax_scale)
+      gamma = shrinkage(largest_logits(query, key, segment_ids, options), self.qk_clip)[:, None]
+      own_keys = num_kv_heads == self.num_heads
+      of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
+      names = ('kernel', 'bias') if self.use_bias else ('kernel',)
+      factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
+      leave_factors(self, factors, self.query_split_dims, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       assert segment_pos is not None

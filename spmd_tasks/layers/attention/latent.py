@@ -25,6 +25,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of, kernels
+from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
 from spmd_tasks.layers.attention.rotary import Rotary
@@ -52,6 +54,7 @@ class LatentAttention(nn.Module, kw_only=True):
     softmax_scale: factor of the attention logits; None means 1 / sqrt(N + R). DeepSeek multiplies that by the square of
       `yarn_magnitude(factor, mscale_all_dim)`.
     epsilon: of the norms of the latent vectors.
+    qk_clip: as in Attention; rotated features of keys, which heads share, stay, and those of queries take all of it.
     use_bias: whether `query_down`, `kv_down` and `out` have a bias.
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for all projections but the output's, and for that.
@@ -73,6 +76,7 @@ class LatentAttention(nn.Module, kw_only=True):
   rotary: Rotary = Rotary()
   softmax_scale: float | None = None
   epsilon: float = 1e-6
+  qk_clip: float | None = None
   use_bias: bool = False
   dtype: Any = 'float32'
   init_scale: float = 1.0
@@ -106,6 +110,8 @@ class LatentAttention(nn.Module, kw_only=True):
     Raises:
       UserError: positions are missing.
     """
+    if self.qk_clip is not None and (not self.qk_clip > 0 or self.adapters):
+      raise UserError(f'qk_clip={self.qk_clip} must be positive and goes without adapters: unset one of them.')
     if segment_pos is None:
       raise UserError('latent attention needs segment_pos: pass it.')
     query, query_rope = jnp.split(self._query(x), [self.nope_head_dim], axis=-1)
@@ -142,6 +148,17 @@ class LatentAttention(nn.Module, kw_only=True):
       key, value = jnp.split(keys_and_values, [self.nope_head_dim], axis=-1)
       key = jnp.concatenate([key, jnp.broadcast_to(key_rope, query_rope.shape)], axis=-1)
       query = jnp.concatenate([query, query_rope], axis=-1)
+      if self.qk_clip is not None:
+        logits = largest_logits(query, key, segment_ids, AttentionOptions(softmax_scale=scale))
+        gamma = shrinkage(logits, self.qk_clip)[:, None]
+        sizes = (self.nope_head_dim, self.rope_head_dim, self.value_head_dim)
+        powers = (jnp.sqrt(gamma), gamma, jnp.ones_like(gamma))
+        nope, rope, kept = (jnp.broadcast_to(x, (self.num_heads, size)) for x, size in zip(powers, sizes))
+        factors = {
+          f'{"query" if self.query_rank is None else "query_up"}/kernel': jnp.concatenate([nope, rope], axis=-1),
+          'kv_up': jnp.concatenate([nope, kept], axis=-1),
+        }
+        leave_factors(self, factors, self.up_split_dims, train=train)
       attended = attend(
         query, key, value, segment_ids, softmax_scale=scale, split_dims=self.heads_activation_split_dims
       )
