@@ -42,34 +42,6 @@ def test_the_losses_are_those_of_t5x(number, normalization):
   assert output.is_sum == (normalization in ('sum', 7.5))
 
 
-def test_generation_gives_the_logits_of_whole_rows():
-  """The encoder's text is read by the first call only, and one row after another has its own length."""
-  arrays = t5x_networks.case('packed')
-  model, params = t5x_networks.model('packed'), t5x_networks.weights(arrays)
-  batch = {name: jnp.asarray(value[:, :6]) for name, value in t5x_networks.batch(arrays).items()}
-  ones = jnp.ones_like(batch['ids'])
-  columns = jnp.broadcast_to(jnp.arange(6)[None], ones.shape)
-  lengths = jnp.array([6, 3, 1])
-  segments = (columns < lengths[:, None]).astype(jnp.int32)
-  decoder = {'ids': batch['ids'], 'segment_ids': ones, 'segment_pos': columns}
-  encoder = {'encoder_ids': batch['encoder_ids'], 'encoder_segment_ids': segments, 'encoder_segment_pos': columns}
-  apply = jax.jit(model.apply, static_argnames='mutable')
-  whole = apply({'params': params}, decoder | encoder)['logits']
-
-  first, new = apply({'params': params}, {name: x[:, :2] for name, x in decoder.items()} | encoder, mutable='new_cache')
-  np.testing.assert_allclose(first['logits'], whole[:, :2], rtol=1e-5, atol=1e-5)
-  cache = jax.tree.map(lambda box: box.value, new['new_cache'], is_leaf=lambda x: hasattr(x, 'value'))
-  step = {name: x[:, 2:6] for name, x in decoder.items()}  # four tokens at once, behind two that are cached
-  outputs, new = apply({'params': params, 'cache': cache}, step, mutable='new_cache')
-
-  np.testing.assert_allclose(outputs['logits'], whole[:, 2:], rtol=1e-5, atol=1e-5)
-  assert set(cache['stack']['layers']['cross_attention']) == {
-    f'cached_encoded_{n}' for n in ('key', 'value', 'segments')
-  }
-  assert 'encoder_stack' not in cache
-  assert 'cross_attention' not in new['new_cache']['stack']['layers']
-
-
 def test_dropout_drops_a_key_for_all_queries_and_a_feature_for_all_tokens():
   attention = Attention(num_heads=2, head_dim=3, rotary=None, dropout_rate=0.5)
   x = jax.random.normal(jax.random.key(0), (2, 5, 6))

@@ -39,7 +39,7 @@ def _plain_loss_and_gradients():
 
 @pytest.mark.parametrize(
   'fields',
-  [{'scan': False}, {'scan': False, 'remat_policy': 'full'}, {'remat_policy': 'attention_offloaded'}]
+  [{'scan': False, 'remat_policy': 'full'}, {'remat_policy': 'attention_offloaded'}]
   + [  # what each of them keeps is told by the jaxpr, below
     pytest.param({'remat_policy': name}, marks=pytest.mark.exhaustive)
     for name in REMAT_POLICIES

@@ -2,7 +2,6 @@
 
 import fiddle as fdl
 
-from spmd_tasks.layers import BlockGroup
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.recipes import SyntheticLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh
@@ -58,14 +57,3 @@ class Upcycled(Dense):
       computation=fdl.Config(Dropless),
       shared_expert=super().ffn() if self.has_shared_expert else None,
     )
-
-
-class EverySecondUpcycled(Upcycled):
-  """The second of two layers a mixture."""
-
-  def stack(self):
-    stack = super().stack()
-    blocks = [self.block(Dense.ffn(self)), self.block(self.ffn())]
-    stack.block = fdl.Config(BlockGroup, blocks=blocks)
-    stack.num_layers = self.num_layers // len(blocks)
-    return stack

@@ -75,7 +75,6 @@ def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
 MOVES = {
   'stage 4': (PipelinedAdamW, (1, 4, 1, 1), ()),
   'stage 2': (PipelinedAdamW, (1, 2, 2, 1), ONE_F_ONE_B),
-  'stage 1': (PipelinedAdamW, (1, 1, 2, 4), ()),
   'circular 2 x 2': (PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
   'plain': (AdamW, (1, 2, 2), TEN),
 }

@@ -17,7 +17,6 @@ from spmd_tasks.layers import (
 from spmd_tasks.layers.attention import (
   Attention,
   LatentAttention,
-  LearnedPositions,
   RelativePositionBias,
   Rotary,
   SinusoidalPositions,
@@ -102,7 +101,6 @@ MODELS = {
       )
     )
   ),
-  'learned positions': _model(_stack(_block(rotary=None)), LearnedPositions(max_len=NUM_POSITIONS)),
   'dense and dropless': _model(_stack(BlockGroup(blocks=(_block(), _block(_experts(Dropless())))))),
   'latent attention': _model(
     _stack(
@@ -115,7 +113,6 @@ MODELS = {
       )
     )
   ),
-  'capacity': _model(_stack(_block(_experts(_ROOMY)))),
   'windows, relative positions': _model(_stack(_block(window=6, rotary=None, position_bias=_BIASES))),
   'circular pipeline': _model(
     PipelinedStack(block=_block(), num_layers=2, num_microbatches=2, schedule='circular', num_repeats=2)

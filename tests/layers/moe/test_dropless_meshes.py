@@ -25,12 +25,6 @@ from spmd_tasks.sharding.specs import sharding_scope
 # Mesh, axis rules, dims.
 LAYOUTS = {
   'expert 4': ({'expert': 4}, {'batch': 'expert'}, {}),
-  'expert 8': ({'expert': 8}, {'batch': 'expert'}, {'E': 8}),
-  'expert 4, more choices than experts on a device': (
-    {'expert': 4},
-    {'batch': 'expert'},
-    {'E': 8, 'k': 3},
-  ),
   'data 4 (experts too) x mdl 2': (
     {'data': 4, 'mdl': 2},
     {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'},
@@ -45,11 +39,6 @@ LAYOUTS = {
     {'expert': 4, 'hidden': 2},
     {'batch': ('expert', 'hidden'), 'expert_mlp': 'hidden'},
     {'bias': True},
-  ),
-  'replication, 4 experts on 8 devices': (
-    {'data': 4, 'mdl': 2},
-    {'batch': ('data', 'mdl'), 'expert': 'data'},
-    {},
   ),
   'experts over two axes, one without tokens': (
     {'a': 2, 'b': 2, 'c': 2},
@@ -74,13 +63,11 @@ LAYOUTS = {
 }
 # These have no tokens to exchange: one program for all dispatches.
 LAYOUTS_WITHOUT_EXCHANGE = {
-  'mdl 2': ({'mdl': 2}, {'expert_mlp': 'mdl'}, {'F': 7}),
   'experts on an axis without tokens': (
     {'data': 4, 'mdl': 2},
     {'batch': 'data', 'expert': 'mdl', 'expert_embed': 'data'},
     {'E': 5},
   ),
-  'an axis that splits nothing': ({'other': 2, 'data': 4}, {'batch': 'data'}, {}),
 }
 # By default each layout has one of the two dispatches, in turns.
 CASES = [

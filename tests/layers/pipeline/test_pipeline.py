@@ -243,12 +243,11 @@ def test_dropout_does_not_depend_on_the_schedule_or_the_mesh():
   gpipe = dropout_run()
   (_, (y, _)), _ = gpipe
   assert not np.allclose(y, reference(8)[0][1][0])
-  assert_close(dropout_run(schedule='circular', num_repeats=2, remat_policy='full'), gpipe)
   stages_innermost = (('batch', ('data', 'stage')), *RULES[1:])
   assert_close(dropout_run(make_mesh(data=4, stage=2), stages_innermost, schedule='one_forward_one_backward'), gpipe)
 
 
-@pytest.mark.parametrize('num_repeats', [1, 2])
+@pytest.mark.parametrize('num_repeats', [2])
 def test_weights_start_as_the_stacks_and_say_where_they_lie(num_repeats):
   schedule = 'circular' if num_repeats > 1 else 'gpipe'
   stacks = (

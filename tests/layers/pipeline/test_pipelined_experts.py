@@ -211,7 +211,7 @@ def activation_collectives(text):
   return {kind for shape, kind in found if re.search(rf'\[[\d,]*{T},{D}\]', shape)}
 
 
-@pytest.mark.parametrize('num_microbatches, train', [(2, False), (4, True), (8, False)])
+@pytest.mark.parametrize('num_microbatches, train', [(2, False), (4, True)])
 def test_rows_move_within_their_stage_and_are_not_gathered(num_microbatches, train):
   """On 2 stages x data 2: nothing moves for one microbatch in a stage; an all-to-all sorts the rows of several."""
   settings = {'num_microbatches': num_microbatches}
@@ -220,11 +220,10 @@ def test_rows_move_within_their_stage_and_are_not_gathered(num_microbatches, tra
   assert activation_collectives(text) == ({'all-to-all'} if num_microbatches > 2 else set())
 
 
-@pytest.mark.parametrize('batch_size', [12, pytest.param(3, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize('batch_size', [12, 2])
 def test_evaluation_of_another_batch_size_has_the_numbers_of_one_device(batch_size):
-  """Groups of 2 rows do not fit 8 microbatches of 12 rows, nor any of 2; 3 rows have no groups, nor 2 equal shards."""
-  rows = 2 if batch_size != 3 else 1
-  block = make_block(BIASED, groups_of(rows, CapacityGather), 4)
+  """Groups of 2 rows do not fit 8 microbatches of 12 rows, nor any of 2."""
+  block = make_block(BIASED, groups_of(2, CapacityGather), 4)
   plain, pipelined, weights = stacks(2, {'num_microbatches': 8}, block)
   expected, _ = run(plain, weights, batch_size=batch_size, train=False)
   got, text = run(pipelined, weights, 'stage 2 x data 4', batch_size=batch_size, train=False)
