@@ -71,14 +71,6 @@ def test_a_damaged_newest_step_is_set_aside_by_name_and_the_one_before_is_used(d
   assert_restores(Checkpointer(directory).restore(abstract_state()), 3)
 
 
-def test_no_whole_checkpoint_is_an_error_now_and_at_the_next_start(directory):
-  for step in (1, 2, 3):
-    flip_bit(array_file(directory / f'checkpoint_{step:08d}'))
-  for _ in range(2):
-    with pytest.raises(CheckpointError, match=r'has no checkpoint that is whole; damaged: .*00000001.damaged-state'):
-      Checkpointer(directory).restore(abstract_state())
-
-
 def test_every_file_of_a_checkpoint_is_covered(directory, rng):
   step_directory = directory / 'checkpoint_00000003'
   checkpointer = Checkpointer(directory, read_only=True)

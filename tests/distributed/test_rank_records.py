@@ -53,13 +53,6 @@ def test_a_process_that_has_died_here_is_named(tmp_path):
   assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 is gone from this host'
 
 
-def test_opening_clears_what_an_earlier_run_left(tmp_path):
-  records = open_all(tmp_path)
-  records[1].write_progress(Position(step=1), since=0.0)
-  open_all(tmp_path)
-  assert not list(tmp_path.glob('ranks/*/1.*'))
-
-
 def test_records_that_are_damaged_are_passed_over(tmp_path):
   records = open_all(tmp_path, num_processes=2)
   for content in ('', '{', '[]', '{"process_index": 1}', '{"process_index": "1; rm -rf", "host": 1}', '\udc80'):

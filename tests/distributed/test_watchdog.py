@@ -8,7 +8,6 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed import EmergencyExit
-from spmd_tasks.distributed.rank_records import RankRecords
 from spmd_tasks.distributed.watchdog import StepWatchdog
 from tests import binary
 
@@ -62,17 +61,6 @@ def test_a_long_operation_has_its_own_limit_and_the_old_one_returns(emergency):
     assert not emergency.calls
     assert emergency.called.wait(10)
   assert "'step' of step 1 (limit 0.3 s)" in emergency.calls[0][1]
-
-
-def test_it_goes_on_without_its_records(emergency, tmp_path):
-  records = RankRecords(tmp_path / 'job', process_index=0, num_processes=2)
-  with StepWatchdog(timeout_s=1.0, emergency=emergency, records=records, record_period_s=0.02) as watchdog:
-    watchdog.beat(0)
-    (tmp_path / 'job').rename(tmp_path / 'moved')
-    time.sleep(0.2)
-    assert not emergency.calls
-    watchdog.beat(1)
-    assert emergency.called.wait(10)
 
 
 STUCK_SCRIPT = """

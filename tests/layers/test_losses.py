@@ -129,17 +129,6 @@ def test_every_aux_entry_is_a_metric_averaged_over_layers(rng):
   assert out.loss == plain.loss
 
 
-@pytest.mark.parametrize('shape, num_layers', [((), 1), ((3,), 3)])
-def test_aux_losses_of_all_layers_are_counted(rng, shape, num_layers):
-  logits, batch = _case(rng)
-  predictions = {'logits': logits, 'aux': {'balance': jnp.ones(shape), 'statistic': jnp.ones(7)}}
-  weights = {'balance': 0.5}
-  LanguageModelLoss(aux_loss_weights=weights, num_aux_layers=num_layers)(predictions, batch)
-  LanguageModelLoss(aux_loss_weights=weights)(predictions, batch)
-  with pytest.raises(ValueError, match=f"{num_layers} layers report the aux loss 'balance', but num_aux_layers is 5"):
-    LanguageModelLoss(aux_loss_weights=weights, num_aux_layers=5)(predictions, batch)
-
-
 def test_a_vector_is_no_aux_loss(rng):
   logits, batch = _case(rng)
   loss = LanguageModelLoss(aux_loss_weights={'expert_load': 1.0})
@@ -168,13 +157,3 @@ def test_losses_of_the_sources_of_a_mixture_are_means_over_their_tokens(rng):
     np.testing.assert_allclose(mean, alone.loss, rtol=1e-6)
     np.testing.assert_allclose(weight, batch['weights'][rows].sum(), rtol=1e-6)
   assert [float(x) for x in out.metrics['loss/none']] == [0, 0]
-
-
-def test_a_broken_row_breaks_the_loss_of_its_own_source_only(rng):
-  logits, batch = _case(rng)
-  batch['weights'][:] = 1.0
-  batch['labels'][1, 0] = V
-  ids = {'source_ids:code,web': np.array([0, 1, -1], np.int32)}
-  metrics = LanguageModelLoss()({'logits': logits}, batch | ids).metrics
-  assert np.isfinite(metrics['loss/code'][0])
-  assert np.isnan(metrics['loss/web'][0])

@@ -126,20 +126,6 @@ def test_a_gradient_that_is_a_sum_is_added_in_both_modes(mode, weights, batch):
   np.testing.assert_array_equal(grads['table'], expected['table'])
 
 
-def test_bfloat16_gradients_are_added_in_float32(rng):
-  """256 + 1 is 256 in bfloat16."""
-  one_large = np.full((B, 1), 1.0, np.float32)
-  one_large[0] = 256.0
-
-  def linear(weights, batch, rng):
-    loss = jnp.mean(batch['x'].astype(jnp.bfloat16) * weights['w'])
-    return loss, LossOutput(loss=loss, weight=jnp.float32(1), metrics={}, per_example={})
-
-  _, grads = accumulate_gradients(linear, {'w': jnp.ones((1, 1), jnp.bfloat16)}, {'x': one_large}, None, B, 'sum')
-  assert grads['w'].dtype == jnp.float32
-  assert grads['w'] == 256.0 + B - 1
-
-
 def test_each_microbatch_draws_its_own_noise(weights, batch):
   rng = jax.random.key(3)
   expected = np.mean([jax.random.uniform(jax.random.fold_in(rng, m)) for m in range(4)])

@@ -12,8 +12,7 @@ from spmd_tasks.sharding import WeightSpec
 
 TESTDATA = pathlib.Path(__file__).parents[1] / 'data'
 
-# L is the largest dim: taken for one weight, [L, D, F] would be factored over L.
-L, D, F = 7, 3, 5
+D, F = 3, 5
 
 
 def adafactor_float64(weight, grads, rate):

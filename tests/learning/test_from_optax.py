@@ -2,7 +2,6 @@
 
 import functools
 
-import fiddle as fdl
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.pipeline import CircularTiny
-from spmd_tasks.config import encoding, resolve
-from spmd_tasks.experiment import partition_job
+from spmd_tasks.config import encoding
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import FromOptax, Learner, LinearWarmupCosine
 from spmd_tasks.runtime import Task, partition_spmd_model
@@ -193,24 +190,3 @@ def no_transformation(learning_rate):
 def test_impossible_optimizers_are_refused(settings, message):
   with pytest.raises(ValueError, match=message):
     one_step(FromOptax(**({'factory': optax.lamb, 'learning_rate': 0.1} | settings)))
-
-
-@pytest.mark.parametrize('factory, arguments', [(optax.lamb, {}), (optax.adafactor, {'min_dim_size_to_factor': 8})])
-def test_checkpoints_do_not_know_the_repeats_of_a_pipeline(factory, arguments):
-  """Moments of a circular pipeline, [V, L / V, ...], are stored as [L, ...], as its weights are."""
-
-  class WithOptax(CircularTiny):
-    def task(self):
-      task = super().task()
-      task.learner.optimizer = fdl.Config(FromOptax, factory=factory, learning_rate=0.1, arguments=arguments)
-      return task
-
-  def stored(*overrides):
-    job = resolve(WithOptax, overrides).build()
-    model = partition_job(job, job.experiment.mesh_spec().build_abstract())
-    shapes = lambda state: jax.tree.map(lambda leaf: leaf.shape, (state.weights, state.learner.opt_state))
-    return shapes(model.abstract_state), shapes(model.canonical_state)
-
-  circular, circular_stored = stored()
-  _, plain_stored = stored('schedule=gpipe', 'num_repeats=1')
-  assert circular_stored == plain_stored != circular

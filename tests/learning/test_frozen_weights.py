@@ -7,10 +7,8 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion
-from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.trained_weights import mark_frozen
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.quantized import quantize
 from spmd_tasks.sharding.weight_names import matching_names
 
 NAMES = ['stack/layers/attention/query/kernel', 'stack/layers/attention/out/kernel', 'embedding/table']
@@ -79,33 +77,3 @@ def test_a_pattern_that_meets_no_weight_names_near_ones():
     matching_names(['('], NAMES, setting='lora_targets')
   with pytest.raises(UserError, match=r'tuple of patterns'):
     matching_names('table', NAMES, setting='lora_targets')
-
-
-def test_a_frozen_kernel_in_int8_is_a_tree_of_two_arrays_that_rest():
-  weights = {'up': {'kernel': jnp.ones((2, 3, 4)), 'lora_a': jnp.ones((2, 3, 1))}, 'table': jnp.ones((9, 4))}
-  split = {
-    'up': {'kernel': ('layers', 'embed', 'mlp'), 'lora_a': ('layers', 'embed', None)},
-    'table': ('vocab', 'embed'),
-  }
-  plain = jax.tree.map(
-    lambda w, dims: WeightSpec(shape=w.shape, init=None, split_dims=dims, stacked=int(w.ndim == 3)), weights, split
-  )
-  specs = mark_frozen(plain, ('lora_',), 'int8')
-  kernel = specs['up']['kernel']
-  assert (kernel.values.dtype, kernel.values.split_dims, kernel.values.tags) == (
-    jnp.int8,
-    ('layers', 'embed', 'mlp'),
-    ('frozen',),
-  )
-  assert (kernel.scales.shape, kernel.scales.split_dims, kernel.scales.dtype) == (
-    (2, 1, 4),
-    ('layers', None, 'mlp'),
-    jnp.float32,
-  )
-  assert specs['table'].dtype == jnp.bfloat16
-  held = {'up': weights['up'] | {'kernel': quantize(weights['up']['kernel'], kernel)}}
-  held['table'] = weights['table'].astype(jnp.bfloat16)
-  pruned = without_frozen(held, specs)
-  assert [leaf.shape for leaf in jax.tree.leaves(pruned)] == [(2, 3, 1)]
-  assert fill_in(pruned, held)['up']['kernel'].values is held['up']['kernel'].values
-  np.testing.assert_allclose(held['up']['kernel'].unbox(), 1.0, rtol=1e-6)

@@ -128,17 +128,6 @@ def test_optax_wrappers_of_other_shapes_are_understood():
   assert specs.inner_states['factored'].inner_state[0].v_col['square'].split_dims == ('mlp',)
 
 
-def test_an_unknown_leaf_is_replicated_and_named_once():
-  state = {'history': jax.tree.map(lambda _: jnp.zeros(()), WEIGHTS)}
-  state['history']['query'] = jnp.zeros((5, 6))
-  with mock.patch.object(optimizer_specs.logging, 'warning') as warning:
-    specs = optimizer_specs.state_weight_specs(state, SPECS)
-  assert specs['history']['query'].split_dims == (None, None)
-  warning.assert_called_once()
-  message = warning.call_args.args[0] % warning.call_args.args[1:]
-  assert "['history']['query'] has shape (5, 6), but its weight has shape (6, 2, 4)" in message
-
-
 def test_a_history_of_weights_is_split_like_the_weight():
   """L-BFGS keeps the last 10 differences of each weight."""
   learner = Learner(optimizer=FromOptax(factory=optax.lbfgs, learning_rate=0.1, arguments={'linesearch': None}))

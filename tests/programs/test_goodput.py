@@ -85,16 +85,6 @@ def test_a_restart_counts_the_steps_made_again_and_the_time_without_a_process(tm
   assert again.goodput.metrics()['wall_seconds'] == pytest.approx(again.time - 1000)
 
 
-def test_a_process_that_made_no_step_wasted_no_progress(tmp_path):
-  life = Life(tmp_path, begun=1000.0, first_step=0, startup=7)
-  life.goodput.switch('steps')
-  life.time += 106  # in its first step, or waiting for its first batch
-  life.goodput.close()
-  again = Life(tmp_path, begun=life.time, first_step=0)
-  again.steps(1, seconds=2)
-  assert again.seconds() == {'program_startup': 113, 'steps': 2}
-
-
 def test_the_time_after_the_last_step_of_a_job_is_no_loss(tmp_path):
   life = Life(tmp_path, begun=1000.0, first_step=0)
   life.steps(10, seconds=1)

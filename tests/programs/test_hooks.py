@@ -39,17 +39,6 @@ def test_the_state_is_there_only_where_a_hook_has_asked_for_it(tmp_path):
   assert run.state == 'state 0'
 
 
-def test_an_eval_target_ends_the_run_by_the_evals_of_its_step(tmp_path):
-  target = EvalTarget(eval_set='valid', at_most=2.0)
-  run = fake_run(tmp_path, [target], eval_inputs=['valid'], eval_every_steps=2)
-  target.prepare(run)
-  target.after_step(run, outcome_at(run, 2, valid={'loss': 2.5}))
-  target.after_step(run, outcome_at(run, 3))  # the evals are those of step 2
-  assert run.end_reason is None
-  target.after_step(run, outcome_at(run, 4, valid={'loss': 1.9}))
-  assert run.end_reason == 'loss of valid is 1.9, at most 2'
-
-
 def test_a_job_that_was_ended_in_its_evals_is_asked_before_its_first_step(tmp_path):
   target = EvalTarget(eval_set='valid', at_most=2.0)
   run = fake_run(tmp_path, [target], step=8)

@@ -3,8 +3,6 @@
 import json
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config import resolve, to_json
-from spmd_tasks.programs.job_directory import claim
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
@@ -78,15 +76,3 @@ def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path
   expected = binary.column(finished_job, 'loss')
   assert binary.column(directory, 'loss') == {step: expected[step] for step in range(1, 6)}
   assert binary.checkpoint_names(directory) == [f'checkpoint_{step:08d}' for step in (2, 3, 5)]
-
-
-def test_a_schedule_that_more_steps_would_change_is_refused(tmp_path, capsys):
-  begun = to_json(resolve('synthetic.Tiny', ['num_train_steps=2']))
-  claim(tmp_path, experiment_name='synthetic.Tiny').release()
-  (tmp_path / 'config.json').write_text(json.dumps(begun))
-  (tmp_path / 'checkpoints' / 'checkpoint_00000002').mkdir(parents=True)
-  before = binary.snapshot(tmp_path)
-  flags = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', tmp_path)
-  assert binary.run_in_process(*flags, '--num_train_steps', 4) == exit_codes.USAGE
-  assert '\n  task.learner.optimizer.learning_rate.total_steps: 2 -> 4\n' in capsys.readouterr().err
-  assert binary.snapshot(tmp_path) == before

@@ -54,11 +54,6 @@ def flip_a_byte(checkpoint: Path) -> None:
   largest.write_bytes(data)
 
 
-def truncate(checkpoint: Path) -> None:
-  largest = max((path for path in (checkpoint / 'state').rglob('*') if path.is_file()), key=lambda p: p.stat().st_size)
-  largest.write_bytes(largest.read_bytes()[:-1])
-
-
 def empty(checkpoint: Path) -> None:
   shutil.rmtree(checkpoint)
   checkpoint.mkdir()
@@ -88,29 +83,6 @@ def test_a_damaged_newest_checkpoint_is_set_aside(finished_job, tmp_path, damage
   aside = [name for name in binary.checkpoint_names(directory) if 'damaged' in name]
   assert len(aside) == 1
   assert aside[0].startswith('checkpoint_00000016.damaged-')
-
-
-def test_a_job_without_a_whole_checkpoint_does_not_begin_anew(finished_job, tmp_path, capsys):
-  directory = begun_job(finished_job, tmp_path / 'job', 4)
-  for path in (directory / 'checkpoints').iterdir():
-    flip_a_byte(path)
-  assert resume(directory) == 2
-  message = capsys.readouterr().err
-  assert 'has no checkpoint that is whole' in message
-  assert 'Repair one' in message
-  assert binary.metric_lines(directory) == []
-
-
-def test_eval_of_a_damaged_step_fails(finished_job, tmp_path, capsys):
-  directory = begun_job(finished_job, tmp_path / 'job', 16)
-  flip_a_byte(directory / 'checkpoints' / 'checkpoint_00000016')
-  before = binary.snapshot(directory)
-  flags = ('--exp', SMALL, '--mode', 'eval', '--job_log_dir', directory, '--checkpoint_step', 16)
-  assert binary.run_in_process(*flags) == 2
-  message = capsys.readouterr().err
-  assert 'checkpoint_00000016 is damaged' in message
-  assert 'Other steps: [2, 4, 6, 8, 10, 12, 14]' in message
-  assert binary.snapshot(directory) == before
 
 
 def test_another_mesh_goes_on_with_the_same_numbers(finished_job, tmp_path):

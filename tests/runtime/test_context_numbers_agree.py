@@ -49,15 +49,12 @@ BASES = {Context: (AdamW, ()), ContextExperts: (AlongData, ()), PipelinedContext
 # name, experiment, mesh, overrides, those of them that change the numbers
 CASES = [('context 4 x mdl 2, ring, logits in chunks', Context, (1, 1, 4, 2), (*RING, *CHUNKS), ())]
 ONE_BY_ONE = [
-  ('context 8', Context, (1, 1, 8, 1), (), ()),
   ('data 2 x context 2 x mdl 2, window', Context, (1, 2, 2, 2), (*BLOCKWISE, *WINDOW, *REMAT), WINDOW),
   ('context 2 x mdl 4, ring, window, remat', Context, (1, 1, 2, 4), (*RING, *WINDOW, *REMAT), WINDOW),
   ('experts, data 2 x context 2 x mdl 2', ContextExperts, (1, 2, 2, 2), (), ()),
-  ('experts, context 8, ring', ContextExperts, (1, 1, 8, 1), RING, ()),
   ('3 rows of 15 tokens, data 2 x context 2 x mdl 2', Context, (1, 2, 2, 2), FEW, FEW),
   ('3 rows of 15 tokens, ring, data 2 x context 4', Context, (1, 2, 4, 1), (*RING, *FEW), FEW),
   ('stage 2 x context 4', PipelinedContext, (1, 2, 1, 4, 1), (), ()),
-  ('stage 2 x context 2 x mdl 2, ring', PipelinedContext, (1, 2, 1, 2, 2), RING, ()),
 ]
 
 

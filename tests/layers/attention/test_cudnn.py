@@ -1,14 +1,11 @@
-"""cuDNN's attention without a GPU: the calls are those that JAX makes, and an emulation of them gives the numbers.
+"""cuDNN's attention without a GPU: an emulation of its calls gives the numbers; scripts/gpu_check has the real ones.
 
-JAX tests its calls on GPUs; its packed documents (offsets) have no public function. Shapes: as in _cudnn.py.
+Shapes: as in _cudnn.py.
 """
 
 import functools
-import json
-import re
 
 import jax
-from jax._src.cudnn import fused_attention_stablehlo as theirs  # what is compared with; the package does not import it
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,53 +15,6 @@ from spmd_tasks.layers.attention._plain import AttentionOptions, attend_plainly
 
 B, T, H, G, K, M = 2, 48, 4, 2, 16, 4
 SCALE, WINDOW = K**-0.5, 16
-
-
-def calls(function, *arrays):
-  """Each custom call of a function and its gradients, lowered for CUDA: target, config, layouts, types."""
-
-  def both(*arrays):
-    out, pull_back = jax.vjp(function, *arrays)
-    return pull_back(out)
-
-  found = []
-  for line in jax.jit(both).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text().splitlines():
-    if call := re.search(r'custom_call @(__cudnn\$\w+)\(.*?\) \{(.*)\} : (.*)$', line):
-      config = re.search(r'backend_config = "((?:[^"\\]|\\.)*)"', call[2])
-      kernel = json.loads(config[1].replace('\\22', '"').replace('\\"', '"'))['cudnn_fmha_backend_config']
-      kernel['intermediate_tensor_shape'] = [
-        kernel['intermediate_tensor_shape'][key] for key in ('dimensions', 'element_type')
-      ]
-      found.append((call[1], kernel, call[2].replace(config[0], ''), call[3]))
-  return found
-
-
-@pytest.mark.parametrize('kind', ['none', 'bias', 'offsets'])
-def test_the_calls_are_those_of_jax(kind, monkeypatch):
-  monkeypatch.setattr(theirs, 'check_cudnn_version', lambda: 91000)  # it asks the GPU for what is allowed
-  monkeypatch.setattr(theirs, 'check_is_flash_attention', lambda *args, **kwargs: None)
-  query, key, value = (jax.ShapeDtypeStruct((B, T, n, K), jnp.bfloat16) for n in (H, G, G))
-  segments = None if kind == 'none' else jnp.asarray(np.repeat([[1, 2, 3]], B, 0).repeat(T // 3, 1), jnp.int32)
-
-  def by_jax(query, key, value, lengths=None, offsets=None):
-    mask = segments[:, None, :, None] == segments[:, None, None, :] if kind == 'bias' else None
-    mask_type = theirs.MaskType.CAUSAL if lengths is None else theirs.MaskType.PADDING_CAUSAL
-    given = (mask, lengths, lengths, offsets, offsets)
-    return theirs.dot_product_attention(
-      query, key, value, None, *given, scale=SCALE, mask_type=mask_type, sliding_window_length=WINDOW
-    )
-
-  static = _cudnn._Static(SCALE, True, WINDOW, M if kind == 'offsets' else 0)
-  ours = calls(lambda *arrays: _cudnn._attend(*arrays, segments, static), query, key, value)
-  if kind == 'offsets':
-    assert len(ours) == 4  # of both branches
-    ours = [call for call in ours if 'ScaleBias' not in call[0]]
-  extra = (jnp.ones((B, M), jnp.int32), jnp.ones((B, M + 1), jnp.int32)) if kind == 'offsets' else ()
-  wanted = calls(lambda *arrays: by_jax(*arrays, *extra), query, key, value)
-  if kind == 'bias' and jax.__version_info__ < (0, 11):  # there it also computes the gradient of the bias
-    ours, wanted = ([call[:2] for call in each] for each in (ours, wanted))
-  assert len(ours) == 2
-  assert ours == wanted
 
 
 def emulated(static, bias, places, operands, results, *, is_backward):

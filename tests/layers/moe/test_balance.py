@@ -12,7 +12,7 @@ from spmd_tasks.layers.moe import RouterOutput
 from spmd_tasks.layers.moe import _balance as balance
 from spmd_tasks.sharding import MeshSpec
 
-L, B, T, E, K = 3, 4, 5, 6, 2
+B, T, E, K = 4, 5, 6, 2
 
 
 @functools.partial(jax.jit, static_argnames=('num_shards', 'divide_by_k'))

@@ -98,14 +98,6 @@ def test_each_scanned_layers_bias_gets_its_own_violation(policy, rng):
   np.testing.assert_array_equal(grads['balance_bias'], expected)
 
 
-def test_nothing_is_attached_in_evaluation_and_the_kernels_gradient_is_the_same(rng):
-  weights, x, mask = draw(rng)
-  train, _ = gradients(weights, x, mask, train=True)
-  evaluation, _ = gradients(weights, x, mask, train=False)
-  np.testing.assert_array_equal(evaluation['balance_bias'], 0)
-  np.testing.assert_array_equal(train['kernel'], evaluation['kernel'])
-
-
 def test_sharded_over_data_the_violation_is_the_whole_batchs(rng):
   weights, x, mask = draw(rng)
   mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(8,)).build()

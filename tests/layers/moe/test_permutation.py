@@ -9,7 +9,7 @@ from spmd_tasks.layers.moe._permutation import (
   sort_by_expert,
 )
 
-E, D = 3, 5
+E = 3
 
 EXPERT_IDS = {
   'mixed': [[2, 0], [1, 2], [0, 1], [2, 1], [0, 2]],

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.moe import TopKRouter, load_balance_loss, router_z_loss
 from spmd_tasks.layers.moe._balance import attach_balance_gradient, routing_statistics, routing_sums
 from spmd_tasks.layers.moe._router import top_k_ids
@@ -145,15 +144,6 @@ def test_gradient_of_the_gates_is_the_references(settings, rng):
   np.testing.assert_array_equal(grad['balance_bias'], 0)
 
 
-def test_padding_is_not_routed_and_changes_nothing_else(rng):
-  x, weights, mask = draw(rng)
-  settings = {'num_selected': 2, 'normalize_gates': 1.0}
-  masked, unmasked = route(x, weights, mask, **settings), route(x, weights, None, **settings)
-  assert unmasked.token_mask is None
-  np.testing.assert_array_equal(masked.expert_ids, np.where(mask[..., None], unmasked.expert_ids, E))
-  np.testing.assert_array_equal(masked.gates, np.where(mask[..., None], unmasked.gates, 0))
-
-
 def test_bfloat16_inputs_are_routed_in_float32(rng):
   x, weights, mask = draw(rng)
   half = jnp.asarray(x, jnp.bfloat16)
@@ -194,16 +184,6 @@ def test_jitter_scales_the_input_in_training_only(rng):
   np.testing.assert_allclose(factors, np.broadcast_to(factors[..., :1], factors.shape), rtol=1e-5)
   assert 0.75 <= factors.min() < 0.85
   assert 1.15 < factors.max() <= 1.25
-
-
-def test_remat_keeps_the_decision(rng):
-  x, weights, mask = draw(rng)
-  layer = jax.checkpoint(
-    lambda w: jnp.sum(jnp.square(route(x, w, mask, num_selected=2).gates)), policy=remat_policy('full')
-  )
-  _, pullback = jax.vjp(layer, weights)
-  saved = {(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pullback)}
-  assert {((B, T, 2), 'int32'), ((B, T, 2), 'float32')} <= saved
 
 
 @pytest.mark.parametrize('settings', [CASES['deepseek']])
