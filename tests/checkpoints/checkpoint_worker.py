@@ -1,8 +1,6 @@
 """What the two processes of test_checkpointer_processes.py run."""
 
-import pathlib
 import sys
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -65,27 +63,6 @@ def share(directory: str, address: str, rank: int) -> None:
   except ValueError as error:
     print('refused', error)
   checkpointer.close()
-  follow_a_deletion(directory, rank)
-
-
-def follow_a_deletion(directory: str, rank: int) -> None:
-  """Step 2 vanishes for a moment once process 0 is about to read it; both processes must turn to step 1."""
-  reader = Checkpointer(directory, read_only=True, timeout_secs=60)
-  newest, gone = pathlib.Path(directory, 'checkpoint_00000002'), pathlib.Path(directory, 'checkpoint_00000002.deleting')
-  read = reader._read
-
-  def read_late(step: int, *args: Any) -> Any:
-    if rank == 0 and step == 2:
-      newest.rename(gone)
-    return read(step, *args)
-
-  reader._read = read_late  # type: ignore[method-assign]
-  restored = reader.restore(abstract_state())
-  assert restored is not None
-  print('restored', restored.step, restored.input_state == {'rank': rank, 'step': 1})
-  reader.close()
-  if rank == 0:
-    gone.rename(newest)
 
 
 if __name__ == '__main__':

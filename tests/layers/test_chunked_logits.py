@@ -63,8 +63,6 @@ def run(model, weights, batch, mesh=None):
   [
     ('tied, capped', 'one device'),
     ('a kernel and a bias', 'data 2 x mdl 4'),
-    pytest.param('a kernel and a bias', 'one device', marks=pytest.mark.exhaustive),
-    pytest.param('tied, capped', 'data 2 x mdl 4', marks=pytest.mark.exhaustive),
     pytest.param('tied, capped', 'data 2 x context 2 x mdl 2', marks=pytest.mark.exhaustive),
   ],
 )

@@ -53,19 +53,6 @@ def test_what_is_trained_is_trained_as_if_it_were_alone(optimizer):
   assert len(jax.tree.leaves(split)) == len(jax.tree.leaves(state))
 
 
-def test_kernels_may_be_held_in_bfloat16_and_vectors_are_not():
-  weights = {
-    'kernel': jnp.ones((2, 3)),
-    'router': {'kernel': jnp.ones((2, 3))},
-    'scale': jnp.ones(3),
-    'lora_a': jnp.ones((2, 1)),
-  }
-  specs = mark_frozen(specs_of(weights), ('lora_',), 'bfloat16')
-  dtypes = {name: str(jnp.dtype(spec.dtype)) for name, spec in specs.items() if name != 'router'}
-  assert dtypes == {'kernel': 'bfloat16', 'scale': 'float32', 'lora_a': 'float32'}
-  assert specs['router']['kernel'].dtype == jnp.float32
-
-
 def test_a_pattern_that_meets_no_weight_names_near_ones():
   assert matching_names(['attention/(query|value)'], NAMES, setting='it') == NAMES[:1]
   assert matching_names(['table', 'out'], NAMES, setting='it') == NAMES[1:]

@@ -112,20 +112,3 @@ def test_what_reads_layers_and_all_weights_is_refused(factory):
     jax.eval_shape(
       lambda w: learner.init(w, SPECS), {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in SPECS.items()}
     )
-
-
-def test_moments_of_factors_lie_as_their_layers_do():
-  """Of a query [L, D, H, K], seen as D x HK, the rows are split as D and the columns as H."""
-  specs = {
-    'query': WeightSpec(
-      shape=(4, 6, 4, 2), init=None, stacked=1, num_input_dims=1, split_dims=('layers', 'embed', 'heads', None)
-    )
-  }
-  learner = Learner(optimizer=FromOptax(factory=optax.adafactor, learning_rate=0.1, arguments=SMALL))
-  state = jax.eval_shape(lambda w: learner.init(w, specs), {'query': jax.ShapeDtypeStruct((4, 6, 4, 2), jnp.float32)})
-  split = jax.tree.leaves(learner.state_split_dims(state, specs).opt_state)
-  assert {(leaf.shape, leaf.split_dims, leaf.stacked) for leaf in split if len(leaf.shape) == 2} == {
-    ((4, 6), ('layers', 'embed'), 1),
-    ((4, 8), ('layers', 'heads'), 1),
-    ((4, 1), (None, None), 1),
-  }

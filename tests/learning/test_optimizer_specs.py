@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning import Adafactor, AdamW, FromOptax, Learner, Lion, Sgd, optimizer_specs
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd, optimizer_specs
 from spmd_tasks.sharding import WeightSpec, split_dims_to_partition_spec
 
 SPECS = {
@@ -126,14 +126,3 @@ def test_optax_wrappers_of_other_shapes_are_understood():
   assert adam.mu['ffn']['kernel'].split_dims == ('layers', 'embed', 'mlp')
   assert isinstance(adam.mu['square'], optax.MaskedNode)
   assert specs.inner_states['factored'].inner_state[0].v_col['square'].split_dims == ('mlp',)
-
-
-def test_a_history_of_weights_is_split_like_the_weight():
-  """L-BFGS keeps the last 10 differences of each weight."""
-  learner = Learner(optimizer=FromOptax(factory=optax.lbfgs, learning_rate=0.1, arguments={'linesearch': None}))
-  state = jax.eval_shape(lambda w: learner.init(w, SPECS), WEIGHTS)
-  specs = learner.state_split_dims(state, SPECS).opt_state[0]
-  assert specs.diff_params_memory['ffn']['kernel'].split_dims == (None, 'layers', 'embed', 'mlp')
-  assert specs.diff_params_memory['ffn']['kernel'].shape == (10, 9, 4, 6)
-  assert specs.diff_params_memory['scale'].split_dims == (None, None)
-  assert specs.params['ffn']['kernel'].split_dims == ('layers', 'embed', 'mlp')

@@ -103,14 +103,6 @@ def test_one_line_per_prompt_in_order(decoded):
   assert metrics['mean_length'] == pytest.approx(num_tokens / 7)
 
 
-def test_a_finished_file_is_not_decoded_again(decoded, capfd):
-  directory, _ = decoded
-  before = binary.snapshot(directory)
-  assert binary.run_in_process(*flags_of(directory, '--decode_input', directory / 'prompts.jsonl')) == 0
-  assert 'all 5 prompts are done already, in ' in capfd.readouterr().err
-  assert binary.snapshot(directory) == before
-
-
 @pytest.mark.parametrize('num_whole', [2, 5])
 def test_it_goes_on_behind_the_last_whole_line(decoded, finished_job, tmp_path, num_whole):
   """As after a kill in the middle of a write."""

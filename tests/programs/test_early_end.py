@@ -1,6 +1,7 @@
 """Jobs that an experiment ends early: saved and ended like finished ones, the same after a kill in the eval."""
 
 import json
+import shutil
 
 import pytest
 
@@ -38,6 +39,15 @@ def test_a_job_ends_by_its_eval_with_everything_saved(ended_job, finished_job):
   assert [line['step'] for line in binary.metric_lines(ended_job / 'eval' / 'valid')] == [8]
   assert json.loads((ended_job / 'newest_checkpoint.json').read_text()) == {'step': 8, 'is_last': True}
   assert json.loads((ended_job / 'goodput.json').read_text())['has_ended']
+
+
+def test_a_job_that_was_killed_in_the_deciding_eval_ends_where_it_would_have_ended(ended_job, tmp_path, capfd):
+  job = shutil.copytree(ended_job, tmp_path / 'job')
+  (job / 'newest_checkpoint.json').write_text('{"step": 8}\n')
+  shutil.rmtree(job / 'eval' / 'ragged')
+  assert binary.run_in_process('--mode', 'train', '--job_log_dir', job) == exit_codes.OK
+  assert 'Ended after step 8 of 20' in capfd.readouterr().err
+  assert last_step(job) == 8
 
 
 def test_a_target_without_evals_is_refused(tmp_path, capfd):

@@ -85,17 +85,6 @@ def test_a_restart_counts_the_steps_made_again_and_the_time_without_a_process(tm
   assert again.goodput.metrics()['wall_seconds'] == pytest.approx(again.time - 1000)
 
 
-def test_the_time_after_the_last_step_of_a_job_is_no_loss(tmp_path):
-  life = Life(tmp_path, begun=1000.0, first_step=0)
-  life.steps(10, seconds=1)
-  life.goodput.mark(10)
-  life.goodput.end()
-  life.goodput.close()
-  longer = Life(tmp_path, begun=9000.0, first_step=10)
-  longer.steps(10, seconds=1)
-  assert longer.seconds() == {'steps': 20}
-
-
 def test_shares_add_up_whatever_happens(tmp_path):
   rng = random.Random(0)
   begun = now = 5000.0

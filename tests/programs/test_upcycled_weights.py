@@ -1,11 +1,10 @@
 """Which weights of a checkpoint become which of a new model: names, shapes, layouts, and what is refused."""
 
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.manifest import LeafEntry
-from spmd_tasks.programs.upcycling import WeightOrigin, find_origins
+from spmd_tasks.programs.upcycling import find_origins
 
 L, D, F, E = 4, 6, 10, 3
 FFN = 'stack/layers/ffn'
@@ -110,16 +109,3 @@ def test_what_does_not_fit_is_named(source, target, lines):
   for line in lines:
     assert line in str(caught.value)
   assert 'config.json' in str(caught.value)
-
-
-@pytest.mark.parametrize(
-  'spec, expected',
-  [
-    (P(None, 'expert', 'data', 'mdl'), P(None, 'data', ('mdl', 'expert'))),
-    (P(None, 'data', None, 'mdl'), P(None, None, ('mdl', 'data'))),
-    (P(None, ('data', 'expert'), None, None), P(None, None, ('data', 'expert'))),
-  ],
-)
-def test_the_source_is_spread_over_the_axes_of_the_experts_too(spec, expected):
-  origin = WeightOrigin(name='up', shape=(4, 16, 32), expert_dim=1, num_experts=8)
-  assert origin.source_spec(spec, {'data': 2, 'expert': 4, 'mdl': 2}) == expected

@@ -35,19 +35,3 @@ def test_compilations_of_other_threads_count():
     for thread in threads:
       thread.join()
   assert compilations.num_programs == 3
-
-
-def test_only_what_runs_inside_is_counted_and_counters_nest():
-  f = jax.jit(lambda x: x + 5)
-  outer, inner = CompilationCounter(), CompilationCounter()
-  f(np.ones((2,), np.float32))
-  with outer:
-    f(np.ones((3,), np.float32))
-    with inner:
-      f(np.ones((4,), np.float32))
-    f(np.ones((5,), np.float32))
-  f(np.ones((6,), np.float32))
-  assert (outer.num_programs, inner.num_programs) == (3, 1)
-  with inner:
-    f(np.ones((7,), np.float32))
-  assert (outer.num_programs, inner.num_programs) == (3, 2)

@@ -1,7 +1,4 @@
-"""The capacity computation as loops over tokens and slots, in float64 numpy; gradients by central differences.
-
-Written from the definition: tokens ask for slots one after the other, and what has no slot adds nothing.
-"""
+"""Who gets a slot of an expert, as loops: tokens ask for slots one after the other."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +7,6 @@ import numpy as np
 def quotients(ratios):
   """Name -> numerator / denominator, which are sums over the tokens; 0 if there are none."""
   return {name: numerator / jnp.maximum(denominator, 1.0) for name, (numerator, denominator) in ratios.items()}
-
-
-def silu(x):
-  return x / (1 + np.exp(-x))
-
-
-def expert_ffn(x, up, down, gate):
-  """[D] for x [D] through one expert with activation silu; gate is None for a plain network."""
-  return (silu(x @ up) if gate is None else silu(x @ gate) * (x @ up)) @ down
 
 
 def places_by_loop(expert_ids, priorities, capacity, is_by_token=False):
@@ -48,34 +36,3 @@ def kept_choices(expert_ids, num_experts, scores, *, group_size, capacity, prior
     priorities = group_scores[np.arange(group_size), first] if priority == 'score' else None
     kept.append((places_by_loop(ids, priorities, capacity, priority == 'token') >= 0) & (ids < num_experts))
   return np.stack(kept).reshape(shape)
-
-
-def capacity_result(x, gates, up, down, gate, *, expert_ids, kept):
-  """[B, T, D] for x [B, T, D], gates [B, T, k] and the experts' weights."""
-  result = np.zeros_like(x)
-  for row, token in np.ndindex(*x.shape[:2]):
-    chosen = [choice for choice in range(gates.shape[2]) if kept[row, token, choice]]
-    for choice in chosen:
-      expert = expert_ids[row, token, choice]
-      y = expert_ffn(x[row, token], up[expert], down[expert], None if gate is None else gate[expert])
-      result[row, token] += gates[row, token, choice] * y
-  return result
-
-
-def central_differences(function, arrays, step=1e-5):
-  """The gradient of the scalar `function(*arrays)` in each of the float64 arrays; None stays None."""
-  gradients = []
-  for array in arrays:
-    if array is None:
-      gradients.append(None)
-      continue
-    gradient = np.zeros_like(array)
-    for index in np.ndindex(*array.shape):
-      value = array[index]
-      array[index] = value + step
-      above = function(*arrays)
-      array[index] = value - step
-      gradient[index] = (above - function(*arrays)) / (2 * step)
-      array[index] = value
-    gradients.append(gradient)
-  return gradients

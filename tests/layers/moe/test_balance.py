@@ -165,20 +165,6 @@ def test_losses_and_statistics_of_a_sharded_batch_take_one_all_reduce(rng):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), reduce(sharded), reduce(routing))
 
 
-@pytest.mark.parametrize('num_parts, num_shards', [(2, 1), (2, 4), (4, 2)])
-def test_shards_are_of_the_whole_batch_whatever_its_microbatches(num_parts, num_shards, rng):
-  routing = draw(rng, rng.random((B, T)) < 0.6)
-  expected = jax.jit(lambda: balance.routing_sums(routing, num_shards=num_shards))()
-
-  def sums(m):
-    rows = slice(m * B // num_parts, (m + 1) * B // num_parts)
-    with layer_scope(part=BatchPart(index=jnp.int32(m), count=num_parts)):
-      return balance.routing_sums(jax.tree.map(lambda x: x[rows], routing), num_shards=num_shards)
-
-  added = jax.jit(lambda: sum_trees(map(sums, range(num_parts))))()
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), added, expected)
-
-
 @pytest.mark.parametrize('num_shards', [0, 3])
 def test_parts_that_do_not_divide_the_batch_are_refused(num_shards, rng):
   with pytest.raises(ValueError, match=f'load_balance_shards={num_shards} must divide the tokens of the batch'):

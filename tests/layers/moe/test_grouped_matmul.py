@@ -89,28 +89,6 @@ def test_rows_past_the_end_may_hold_anything(rng, backend):
   assert_equals_reference(spoilt, inputs, 'float32')
 
 
-@pytest.mark.parametrize('check_vma', [True, False])
-def test_loop_within_shard_map(rng, check_vma):
-  """Rows and sizes differ per device; the weights are the same on both, and their gradient is the sum."""
-  halves = [make_inputs(rng, sizes, 'float32') for sizes in ((16, 16, 16, 16), (5, 9, 0, 13))]
-  rows, sizes, d_result = (jnp.concatenate([half[i] for half in halves]) for i in (0, 2, 3))
-  weights = halves[0][1]
-  mesh = jax.make_mesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-  split, whole = jax.P('data'), jax.P()
-
-  def run(rows, weights, sizes, d_result):
-    local = functools.partial(grouped_matmul, backend='loop')
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, whole, split), out_specs=split, check_vma=check_vma)
-    result, pull_back = jax.vjp(lambda rows, weights: mapped(rows, weights, sizes), rows, weights)
-    return result, *pull_back(d_result)
-
-  result, d_rows, d_weights = jax.jit(run)(rows, weights, sizes, d_result)
-  expected = [compiled('loop')(half[0], weights, half[2], half[3]) for half in halves]
-  np.testing.assert_allclose(result, np.concatenate([e[0] for e in expected]), atol=1e-5)
-  np.testing.assert_allclose(d_rows, np.concatenate([e[1] for e in expected]), atol=1e-5)
-  np.testing.assert_allclose(d_weights, expected[0][2] + expected[1][2], atol=1e-5)
-
-
 def test_without_a_kernel_of_tokamax_the_loop_computes_and_says_so(rng, monkeypatch):
   asked, lines = [], []
 

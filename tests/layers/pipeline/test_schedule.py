@@ -37,10 +37,3 @@ def test_the_bubble_is_what_the_formula_says(stages, microbatches, repeats):
   idle = schedule.num_ticks * stages - len(when(schedule))
   assert idle / (schedule.num_ticks * stages) == pytest.approx(schedule.bubble_fraction)
   assert schedule.bubble_fraction == pytest.approx((stages - 1) / (microbatches * repeats + stages - 1))
-
-
-@pytest.mark.parametrize('stages, microbatches, nearest', [(4, 6, 8), (4, 2, 4), (4, 9, 8), (2, 1, 2), (8, 0, 8)])
-def test_microbatches_that_the_stages_do_not_divide(stages, microbatches, nearest):
-  message = f'num_microbatches={microbatches} must be a multiple of the {stages} stages.*: {nearest} is the nearest'
-  with pytest.raises(ValueError, match=message):
-    Schedule(num_stages=stages, num_microbatches=microbatches)
