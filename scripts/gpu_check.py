@@ -433,7 +433,7 @@ def plan(size: Any) -> Iterator[Row]:
     return
 
   def measure(section: str, step: str, job: tuple[str, tuple[str, ...]]) -> Row:
-    flags = ('--target', f'{size.target}:1', '--plan_out', 'plan', '--plan_steps', step, '--plan_trials', 0)
+    flags = ('--target', f'{size.target}:1', '--plan_out', 'plan', '--plan_steps', step)
     done = subprocess.run(binary('plan', *job, *flags), stdout=subprocess.DEVNULL)
     assert done.returncode == 0, f'exit code {done.returncode}; log.txt says why'
     report = json.loads(Path('plan/plan.json').read_text(encoding='utf-8'))

@@ -40,7 +40,7 @@ def test_a_flag_that_the_mode_would_ignore_is_refused(name):
     'eval --watch',
     'decode_once --decode_input prompts.jsonl --decode_output out.jsonl --checkpoint_step 3',
     'export --out model --format hf --checkpoint_step 3',
-    'plan --target v5p:4x4x2 --plan_search --plan_trials 3',
+    'plan --target v5p:4x4x2 --plan_steps train',
   ],
 )
 def test_a_flag_that_the_mode_reads_is_taken(flags):

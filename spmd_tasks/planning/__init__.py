@@ -11,8 +11,8 @@ Read chips.py with chips.toml (published figures) and rates.toml (what is reache
 means, and compile-only devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of
 it); weights.py (why a weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py
 (XLA's protocol buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and
-time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer). search.py finds settings.
-published.py holds predictions against the seconds that others measured.
+time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer). published.py holds
+predictions against the seconds that others measured.
 """
 
 import argparse
@@ -40,8 +40,6 @@ __all__ = [
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
-  if (flags.plan_trials or 0) < 0 or (flags.plan_search and flags.plan_trials == 0):
-    raise UserError(f'--plan_trials {flags.plan_trials} must be at least 1; without --plan_search 0 means none.')
   if flags.num_fake_devices is not None:
     raise UserError(
       f'--num_fake_devices is for running; --mode plan compiles only: give --target cpu:{flags.num_fake_devices}.'
@@ -66,13 +64,6 @@ WING = Wing(
         ),
         Flag(name='plan_out', metavar='DIR', help='also write the plan as plan.json and plan.html'),
         Flag(name='plan_steps', metavar='A,B', help='of train, eval, prefill, decode; default: train'),
-        Flag(name='plan_search', is_switch=True, help='search for the best mesh, microbatches and remat policies'),
-        Flag(
-          name='plan_trials',
-          type=int,
-          metavar='N',
-          help='settings to compile at most, to find some that fit (8) or the best (12)',
-        ),
       ),
     ),
   ),

@@ -115,7 +115,6 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
     'weights': weight_rows(model),
     'pipeline': pipeline_report(job, model),
     'notes': _notes(target, max(step['peak_bytes'] for step in planned.values())),
-    'suggestions': [],
     'versions': _versions(target),
   }
   return Plan(target=target, report=report)

@@ -41,7 +41,7 @@ _SHORTER = (
 
 
 def format_plan(plan: Json) -> str:
-  """Returns the verdict, then memory, collectives, time, weights, pipeline, suggestions and what is assumed."""
+  """Returns the verdict, then memory, collectives, time, weights, pipeline and what is assumed."""
   verdict, pipeline = _verdict(plan), plan['pipeline']
   head = f'{verdict["head"].upper()}: ' if verdict['head'] else ''
   lines = [
@@ -63,16 +63,10 @@ def format_plan(plan: Json) -> str:
   lines += _section('weights, the largest on a device first', weights, 13)
   if pipeline:
     lines += _section('pipeline', [(f'{_pipeline(pipeline)}; {pipeline["num_ticks"]} ticks',)])
-  lines += _suggestions(plan)
   lines += _section('assumed', [(line,) for line in plan['assumptions']])
   seconds = sum(step['trace_seconds'] + step['compile_seconds'] for step in plan['steps'].values())
   versions = ', '.join(f'{package} {version}' for package, version in plan['versions'].items())
   return '\n'.join([*lines, '', f'compiled in {seconds:.0f} s by {versions}', ''])
-
-
-def format_suggestions(plan: Json) -> str:
-  """Returns the settings that were tried, one per line."""
-  return '\n'.join([*_suggestions(plan), ''])
 
 
 def plan_page(plan: Json) -> str:
@@ -93,14 +87,9 @@ def plan_page(plan: Json) -> str:
     steps={name: _step(step) for name, step in plan['steps'].items()},
     weight_columns=WEIGHT_COLUMNS,
     weights=[_weight(row) for row in plan['weights']],
-    suggestions=[_suggestion(each) for each in plan['suggestions']],
     pipeline=plan['pipeline'] and _pipeline(plan['pipeline']),
     compiler=_COMPILERS[plan['compiler']],
   )
-
-
-def _suggestions(plan: Json) -> list[str]:
-  return _section('settings, each of them compiled', [_suggestion(each) for each in plan['suggestions']])
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
@@ -208,12 +197,6 @@ def _weight(row: Json) -> tuple[str, ...]:
   stored = str(row['padded_shape']) if row['padded_shape'] != row['shape'] else '-'
   waste = f'{row["waste"]:.2%}' if row['waste'] else '-'
   return row['name'], str(row['shape']), f'({spec})', stored, waste, size(row['bytes_per_device']), row['why']
-
-
-def _suggestion(trial: Json) -> tuple[str, ...]:
-  verdict, setting = 'fits' if trial['fits'] else 'does not fit', ' '.join(trial['setting']) or 'as it is'
-  seconds = trial['predicted_step_s']
-  return setting, verdict, size(trial['peak_bytes']), '' if seconds is None else duration(seconds)
 
 
 def _pipeline(pipeline: Json) -> str:
