@@ -124,7 +124,6 @@ class ExperimentKind:
       `decode_inputs` as the methods of the experiment return them.
     packages: installed packages whose own experiments a saved config may name.
     short_names: (beginning of a name that a user may give, what it stands for) pairs.
-    format: the Format of `--mode export` without --format.
   """
 
   name: str
@@ -135,7 +134,6 @@ class ExperimentKind:
   build: Reference | None = None
   packages: tuple[str, ...] = ()
   short_names: tuple[tuple[str, str], ...] = ()
-  format: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs Pax experiments here, to the numbers of Paxml; reads and writes Paxml's checkpoints.
+"""Runs Pax experiments here, to the numbers of Paxml; reads Paxml's checkpoints.
 
     spmd-tasks --exp my_package.my_experiments.MyPaxExperiment --mode train --job_log_dir runs/pax
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
@@ -15,7 +15,7 @@ from typing import Any
 from etils import epy
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import ExperimentKind, Format, Wing
+from spmd_tasks.wings import ExperimentKind, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.pax._checkpoints import (
@@ -24,7 +24,6 @@ with epy.lazy_api_imports(globals()):
     open_pax_checkpoint,
     pax_checkpoints,
     read_pax_checkpoint,
-    write_pax_checkpoint,
   )
   from spmd_tasks.bridges.pax._experiment import PaxExperiment
   from spmd_tasks.bridges.pax._input import PaxInput
@@ -42,10 +41,9 @@ __all__ = [
   'open_pax_checkpoint',
   'pax_checkpoints',
   'read_pax_checkpoint',
-  'write_pax_checkpoint',
 ]
 
-_WITHOUT_PRAXIS = ('read_', 'write_', 'open_', 'checkpoint_', 'pax_checkpoints', 'PaxCheckpoint', 'install_shims')
+_WITHOUT_PRAXIS = ('read_', 'open_', 'checkpoint_', 'pax_checkpoints', 'PaxCheckpoint', 'install_shims')
 _lazy: Any = globals()['__getattr__']  # of epy
 
 
@@ -94,11 +92,7 @@ WING = Wing(
       build='spmd_tasks.bridges.pax._experiment:build_parts',
       packages=('paxml', 'praxis'),
       short_names=(('tasks.', 'paxml.tasks.'),),
-      format='pax',
     ),
-  ),
-  formats=(
-    Format(name='pax', help='a checkpoint of Paxml', export='spmd_tasks.bridges.pax._export:export_checkpoint'),
   ),
   unbuilt_configs=('praxis',),
   keeps_numbers=_keeps_numbers,

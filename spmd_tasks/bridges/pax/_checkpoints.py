@@ -1,7 +1,6 @@
-"""Finds, reads and writes the checkpoints of Paxml. Needs neither Paxml nor its TensorFlow.
+"""Finds and reads the checkpoints of Paxml. Needs neither Paxml nor its TensorFlow.
 
     state = read_pax_checkpoint(job / 'checkpoints' / 'checkpoint_00000100', abstract_state)
-    write_pax_checkpoint(other / 'checkpoints', 100, state)      # Paxml 1.4.0 restores it
 
     checkpoints/checkpoint_00000100/metadata/metadata   JSON: the true shapes of the model's variables
     checkpoints/checkpoint_00000100/state/<name>/       one array: zarr v2; all in one OCDBT store from version 1.2 on
@@ -10,8 +9,7 @@
 A name is the path of a leaf in Paxml's TrainState: `step`, `mdl_vars.params.lm.final_ln.scale`, or
 `opt_states_0.p#2#i-1_2.m.params.lm....`: learner 0, the variables with the repeat prefix [2], link 2 of its chain of
 gradient transformations. An array is stored as it lay on the mesh: zeros follow in every dim that the mesh did not
-divide. They are cut off when it is read, and nothing is padded when it is written. Each process reads and writes its
-own shards only.
+divide. They are cut off when it is read. Each process reads its own shards only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,17 +26,14 @@ import numpy as np
 from spmd_tasks.bridges._lazy_arrays import LazyArray, place_on_mesh
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.checkpoints.verifying import describe_mismatches
-from spmd_tasks.distributed import barrier, is_primary
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import is_remote, read_text, storage_errors, write_durably
+from spmd_tasks.files import is_remote, read_text
 
 _STATE, _METADATA = 'state', 'metadata/metadata'
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
 _COMMITTED = 'commit_success.txt'
 _OCDBT_MANIFEST = 'manifest.ocdbt'
 _ARRAY_TAG = '_array_metadata_tag'
-_VERSION = 1.1
-_LIMIT_S = 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,43 +247,6 @@ def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any]) ->
   return {name: _read(stored[name], leaf) for name, leaf in wanted.items()}
 
 
-def write_pax_checkpoint(directory: epath.PathLike, step: int, state: Any) -> epath.Path:
-  """Writes `<directory>/checkpoint_<step>` as Paxml 1.4.0 does (version 1.1, without OCDBT), and returns its path.
-
-  Every process of a job calls it. The directory gets its final name when it is complete.
-
-  Args:
-    directory: `<job>/checkpoints`.
-    step: that of the state.
-    state: a tree of jax.Arrays or of numpy arrays with the key paths of Paxml's TrainState and true shapes.
-
-  Raises:
-    UserError: there is a checkpoint of that step.
-    StorageError: a file cannot be written.
-  """
-  path = epath.Path(directory) / f'checkpoint_{step:08d}'
-  partial = path.with_name(f'{path.name}.orbax-checkpoint-tmp-0')  # a name that Paxml takes for an unfinished one
-  if path.exists():
-    raise UserError(f'{path} exists: choose another directory, or delete it.')
-  leaves = jax.tree_util.tree_leaves_with_path(state)
-  with storage_errors(partial):
-    if is_primary():
-      if partial.exists():
-        partial.rmtree()
-      for folder in (partial / _STATE, (partial / _METADATA).parent):
-        folder.mkdir(parents=True)
-      write_durably(partial / _METADATA, _describe(leaves))
-    barrier('pax_checkpoint_started', limit_s=_LIMIT_S)
-    writes = [write for key_path, leaf in leaves for write in _start_to_write(partial, _pax_name(key_path), leaf)]
-    for write in writes:
-      write.result()
-    barrier('pax_checkpoint_written', limit_s=_LIMIT_S)
-    if is_primary():
-      partial.rename(path)
-    barrier('pax_checkpoint_renamed', limit_s=_LIMIT_S)
-  return path
-
-
 def _check(checkpoint: PaxCheckpoint, wanted: Mapping[str, Any]) -> None:
   stored = checkpoint.arrays
   parts = {name.split('.')[0] for name in wanted}
@@ -328,44 +286,3 @@ def _is_convertible(stored: Any, wanted: Any) -> bool:
 def _read(array: StoredArray, leaf: Any) -> Any:
   lazy = LazyArray(leaf.shape, leaf.dtype, lambda index: array.store[index].read().result())
   return np.asarray(lazy) if leaf.sharding is None else place_on_mesh(lazy, leaf)
-
-
-def _start_to_write(partial: epath.Path, name: str, leaf: Any) -> list[Any]:
-  """Returns the futures of the parts that this process writes: of each part of the array one replica, as one file."""
-  import tensorstore as ts
-
-  is_sharded = isinstance(leaf, jax.Array)
-  if not is_sharded and not is_primary():
-    return []
-  chunk = leaf.sharding.shard_shape(leaf.shape) if is_sharded else leaf.shape
-  base = _key_value_store(partial / _STATE)
-  spec = {
-    'driver': 'zarr',
-    'kvstore': base | {'path': f'{base["path"]}{name}/'},
-    'dtype': leaf.dtype.name,
-    'metadata': {'shape': leaf.shape, 'chunks': [max(1, n) for n in chunk], 'compressor': {'id': 'zstd', 'level': 1}},
-  }
-  store = ts.open(spec, create=True, open=True).result()
-  if not is_sharded:
-    return [store.write(leaf)]
-  return [
-    store[shard.index].write(np.asarray(shard.data)) for shard in leaf.addressable_shards if shard.replica_id == 0
-  ]
-
-
-def _describe(leaves: Sequence[tuple[Any, Any]]) -> str:
-  """Returns the JSON that Paxml compares with an experiment's variables before it restores them."""
-  described: dict[str, Any] = {}
-  for key_path, leaf in leaves:
-    *parents, last = [jax.tree_util.keystr((key,), simple=True) for key in key_path]
-    if parents[:1] == ['mdl_vars']:
-      place = described
-      for name in parents:
-        place = place.setdefault(name, {})
-      place[last] = {
-        _ARRAY_TAG: True,
-        'is_optax_masked_node': False,
-        'unpadded_shape': list(leaf.shape),
-        'dtype': leaf.dtype.name,
-      }
-  return json.dumps({'version': _VERSION, 'train_state_metadata': described})
