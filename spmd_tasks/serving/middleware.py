@@ -1,6 +1,7 @@
 """Guard: checks the API key or the Host header of every request, before any route, and counts every response.
 
-With a key, every route requires it, as `Authorization: Bearer <key>`. Without a key, a server on the loopback address answers only requests for that host.
+With a key, every route requires it, as `Authorization: Bearer <key>`. Without a key, a server on the loopback address
+answers only requests for that host.
 """
 
 import hmac
