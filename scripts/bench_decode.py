@@ -92,7 +92,7 @@ class Ours:
     for slot, ids in enumerate(self.prompts([length] * num_busy)):
       request = Request(ids=ids, max_tokens=engine.max_len - length)
       for start in range(0, length, size):
-        chunk = Chunk(request=request, slot=slot, start=start, stop=min(start + size, length), source=slot)
+        chunk = Chunk(request=request, slot=slot, start=start, stop=min(start + size, length))
         engine.prefill([chunk]).read()
     keep = np.arange(engine.num_slots) < num_busy
     return engine, lambda: engine.step(keep).read().tokens
@@ -142,7 +142,7 @@ def measure_steps(ours, num_rounds):
   request = Request(ids=ids, max_tokens=1)
 
   def chunk(start):
-    return lambda: engine.prefill([Chunk(request=request, slot=0, start=start, stop=start + 256, source=0)]).read()
+    return lambda: engine.prefill([Chunk(request=request, slot=0, start=start, stop=start + 256)]).read()
 
   chunk(0)()
   note('chunk_over_first', {'second chunk': lambda: chunk(256)().tokens, 'first chunk': lambda: chunk(0)().tokens}, 4)

@@ -25,6 +25,7 @@ class RecordingEngine:
   prefill_chunk = 8
   can_reuse = False
   max_len = 64
+  block_tokens, num_blocks, num_parts = 8, 24, 1
   cache_epoch = 0
   weights = None
 
@@ -53,7 +54,7 @@ class RecordingEngine:
       finished.append(chunk.stop == len(chunk.request.ids) and self._next(chunk.slot))
     return _Launched(finished)
 
-  def step(self, keep: np.ndarray, masks: Any = None) -> Any:
+  def step(self, keep: np.ndarray, masks: Any = None, grown: Any = ()) -> Any:
     """Records the slots in use."""
     assert masks is None
     slots = [int(slot) for slot in np.flatnonzero(keep)]

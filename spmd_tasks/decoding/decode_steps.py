@@ -14,6 +14,7 @@ are replicated. Nothing is compiled after `compile()`, whatever the requests.
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ import numpy as np
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
-from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
+from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
@@ -36,6 +37,8 @@ from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
 from spmd_tasks.sharding.specs import num_parts, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+_BLOCK_TOKENS = 32  # positions of a block, where the chunks of prompts are multiples of it
 
 
 class DecodeSteps:
@@ -50,8 +53,11 @@ class DecodeSteps:
     buckets: the lengths of chunks for which prefills are compiled.
     step_rows: how many rows a step may compute, in order: the least that hold all busy slots. One row would not have
       the bits of several, whose products are of another kind. Where the mesh splits slots, each step computes all N.
-    can_copy: whether a copy of a slot holds every token of its source; False where the cache of a layer is a ring, and
-      where what a token reads depends on more than the tokens before it, as in encoder-decoders.
+    can_reuse: whether texts that begin alike can share blocks; False where the cache of a layer is a ring, and where
+      what a token reads depends on more than the tokens before it, as in encoder-decoders.
+    block_tokens, num_blocks, table_len: b positions of a block of the KV cache, how many blocks there are, and how many
+      a text of max_len has, M.
+    num_parts: D, into how many parts the mesh splits slots and blocks; a slot's blocks are of its own part.
     vocab_size: V.
     adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
     kept_state: that of the last `generate` to its end, which the next one takes in place of a new one; None: there is
@@ -93,7 +99,21 @@ class DecodeSteps:
     self._compiled: dict[Any, Any] = {}
     self.kept_state: DecodeState | None = None
 
-    abstract_cache, specs, self.vocab_size = self._abstract_cache(self.settings.num_slots)
+    abstract_cache, specs, self.vocab_size = self._abstract_cache(num_slots := self.settings.num_slots)
+    slot_axes = [spec_axes(spec, leaf.ndim)[-4] for spec, leaf in zip(*map(jax.tree.leaves, (specs, abstract_cache)))]
+    self.num_parts = max(num_parts(axes, model.mesh.shape) for axes in slot_axes)
+    # Chunks that texts share end where a block ends.
+    shares = self.prefill_chunk < self.max_len
+    self.block_tokens = math.gcd(self.prefill_chunk, _BLOCK_TOKENS) if shares else min(self.max_len, _BLOCK_TOKENS)
+    self.table_len = -(-self.max_len // self.block_tokens)
+    self._slots_of_part = -(-num_slots // self.num_parts)
+    self.num_blocks = self.num_parts * self._slots_of_part * self.table_len
+    shape = (self.num_blocks, self.block_tokens)
+    by_slot = [
+      not step_functions.has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_cache)[0]
+    ]
+    self.can_reuse = not (any(by_slot) or self.encoder_len is not None or self._has_prefix)
+    abstract_cache, specs, _ = self._abstract_cache(num_slots, shape)
     empty = functools.partial(
       step_functions.empty_state,
       num_slots=self.settings.num_slots,
@@ -110,13 +130,8 @@ class DecodeSteps:
 
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
-    is_whole = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
-    slot_axes = [spec_axes(spec, leaf.ndim)[-4] for spec, leaf in zip(*map(jax.tree.leaves, (specs, abstract_cache)))]
-    self._by_slot = all(num_parts(axes, model.mesh.shape) == 1 for axes in slot_axes)
-    num_slots = self.settings.num_slots
-    fewer = (2 * 4**i for i in range(num_slots)) if self._by_slot else ()
+    fewer = (2 * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
     self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), num_slots)
-    self.can_copy = is_whole and self.encoder_len is None and not self._has_prefix
 
   def init(self) -> DecodeState:
     """The state in which no slot is active."""
@@ -137,6 +152,7 @@ class DecodeSteps:
     batch = make_prefill_batch(
       chunks,
       self.settings,
+      tables=self._row_tables([self.own_blocks(c.slot) if c.blocks is None else c.blocks for c in chunks]),
       max_len=self.max_len,
       num_columns=num_columns,
       score_prompts=score_prompts,
@@ -148,20 +164,46 @@ class DecodeSteps:
     """See step_functions.prefill."""
     return self._prefill(batch)(variables, state, batch)
 
-  def copy(self, state: DecodeState, sources: Sequence[int], slots: Sequence[int]) -> DecodeState:
-    """Copies the keys and values of at most `prefill_rows` slots to others, where a prefill continues after them."""
-    rows = self.settings.prefill_rows
-    return self._copy()(state, np.resize(np.asarray(sources, np.int32), rows), slot_rows(slots, self.settings))
+  def own_blocks(self, slot: int) -> tuple[int, ...]:
+    """The blocks of a slot where each slot has its own."""
+    part, number = divmod(slot, self._slots_of_part)
+    first = part * (self.num_blocks // self.num_parts) + number * self.table_len
+    return tuple(range(first, first + self.table_len))
+
+  def _row_tables(self, blocks: Sequence[Sequence[int]]) -> Any:
+    """The tables of a prefill's rows, int32 [1, P, M]."""
+    tables = np.zeros((1, self.settings.prefill_rows, self.table_len), np.int32)
+    tables += (self.num_blocks + np.arange(self.settings.prefill_rows, dtype=np.int32))[:, None]
+    for row, each in zip(tables[0], blocks, strict=False):
+      row[: len(each)] = each
+    return tables
 
   def step(
-    self, variables: Variables, state: DecodeState, keep: np.ndarray, masks: Mapping[int, np.ndarray] | None = None
+    self,
+    variables: Variables,
+    state: DecodeState,
+    keep: np.ndarray,
+    masks: Mapping[int, np.ndarray] | None = None,
+    blocks: Mapping[int, Sequence[int]] | None = None,
   ) -> tuple[DecodeState, Outputs]:
-    """See step_functions.step; `masks` are the token masks of some slots, and without any another program runs."""
+    """See step_functions.step.
+
+    `masks` are the token masks of some slots, and without any another program runs. `blocks` are those of the slots to
+    keep, if they have any; None where each slot has its own.
+    """
     (busy,) = np.nonzero(keep)
     num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
     given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
     slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
-    return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, *given)
+    is_whole = num_rows == self.settings.num_slots
+    tables = np.zeros((self.num_parts, -(-num_rows // self.num_parts), self.table_len), np.int32)
+    part = self.num_blocks // self.num_parts
+    for row, slot in enumerate(busy.tolist()):
+      held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
+      where = divmod(slot if is_whole else row, tables.shape[1])
+      tables[where][: len(held)] = held
+      tables[where] -= where[0] * part
+    return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
 
   def score(self, variables: Variables, batch: ScoreBatch) -> Scores:
     """See step_functions.score. Each shape of batch is compiled once, on first use."""
@@ -192,8 +234,6 @@ class DecodeSteps:
     for num_rows in self.step_rows:
       for masked in (False, True) if constrain else (False,):
         self._step(num_rows, masked=masked)
-    if self.can_copy:
-      self._copy()
     for chunk in chunks:
       for score in (False, True) if score_prompts else (False,):
         self._prefill(self.make_batch([chunk], score_prompts=score, masks={} if constrain else None))
@@ -220,7 +260,7 @@ class DecodeSteps:
         slot=unused_slot,
         start=start,
         stop=start + bucket,
-        source=0 if start and self.can_copy else unused_slot,
+        blocks=(),
       )
       for start in starts
       for bucket in self.buckets
@@ -234,28 +274,21 @@ class DecodeSteps:
         padding.unpad(padded_state, self.abstract_state),
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
-        by_slot=self._by_slot,
+        by_slot=self.num_parts == 1,
       )
       return padding.pad(state, self.padded_state), outputs
 
     name = ('prefill', batch.ids.shape[1], batch.before is None, batch.targets is None, batch.masks is None)
     return (make or self._compile_stateful)(name, prefill, batch)
 
-  def _copy(self) -> Any:
-    def copy(padded_state, sources, slots):
-      state = padding.unpad(padded_state, self.abstract_state)
-      return padding.pad(state.replace(cache=step_functions.copy_slots(state.cache, sources, slots)), self.padded_state)
-
-    rows = np.zeros(self.settings.prefill_rows, np.int32)
-    return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
-
   def _step(self, num_rows: int, *, masked: bool = False, make: Callable[..., Any] | None = None) -> Any:
-    def step(padded_variables, padded_state, keep, slots, masks=None):
+    def step(padded_variables, padded_state, keep, slots, tables, masks=None):
       state, outputs = step_functions.step(
         self._forward,
         self.storage.true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         keep,
+        tables,
         masks,
         None if num_rows == num_slots else slots,
         num_top_logprobs=self.settings.num_top_logprobs,
@@ -264,7 +297,8 @@ class DecodeSteps:
 
     num_slots = self.settings.num_slots
     masks = (self._mask_rows({}, num_slots),) if masked else ()
-    arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), *masks)
+    tables = np.zeros((self.num_parts, -(-num_rows // self.num_parts), self.table_len), np.int32)
+    arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), tables, *masks)
     return (make or self._compile_stateful)(('step', num_rows, masked), step, *arrays)
 
   def _mask_rows(self, masks: Mapping[int, np.ndarray], num_rows: int) -> Any:
@@ -340,8 +374,11 @@ class DecodeSteps:
     logits, new = self._model.task.decode_forward(variables, cache, batch)
     return logits, unbox_weights(new)
 
-  def _abstract_cache(self, num_rows: int) -> tuple[Any, Any, int]:
-    """Returns (shapes of the cache, its PartitionSpecs, V) for rows of max_len, by tracing a prefill."""
+  def _abstract_cache(self, num_rows: int, blocks: tuple[int, int] | None = None) -> tuple[Any, Any, int]:
+    """Returns (shapes of the cache, its PartitionSpecs, V) for rows of max_len, by tracing a prefill.
+
+    With `blocks`, (B, b), leaves of any length are pools.
+    """
     model = self._model
     batch = {
       name: jax.ShapeDtypeStruct((num_rows, self.max_len), jnp.int32) for name in ('ids', 'segment_ids', 'segment_pos')
@@ -353,9 +390,15 @@ class DecodeSteps:
     def prefill(variables, batch):
       return model.task.decode_forward(variables, None, batch)
 
-    with self._scope() as scope:
+    def as_pool(path, leaf):
+      if blocks is None or not step_functions.has_blocks(path):
+        return leaf
+      shape = (*leaf.shape[:-4], blocks[0], leaf.shape[-3], blocks[1], leaf.shape[-1])
+      return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    with self._scope() as scope, layer_scope(longest_text=self.max_len):
       logits, boxed = jax.eval_shape(prefill, model.abstract_state.variables, batch)
-    cache = unbox_weights(boxed)
+    cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
     specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)
     return cache, specs, logits.shape[-1]
 

@@ -55,6 +55,7 @@ class ModelEngine:
     self._score_prompts = score_prompts
     self._constrain = constrain
     self._state: Any = None
+    self._blocks: dict[int, list[int]] = {}  # by slot
     self._weights = weights
     self.cache_epoch = 0
 
@@ -84,8 +85,20 @@ class ModelEngine:
     return self._steps.prefill_chunk
 
   @property
+  def block_tokens(self) -> int:
+    return self._steps.block_tokens
+
+  @property
+  def num_blocks(self) -> int:
+    return self._steps.num_blocks
+
+  @property
+  def num_parts(self) -> int:
+    return self._steps.num_parts
+
+  @property
   def can_reuse(self) -> bool:
-    return self._steps.can_copy
+    return self._steps.can_reuse
 
   def warm_up(self) -> None:
     started = time.monotonic()
@@ -126,15 +139,16 @@ class ModelEngine:
   def prefill(
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
   ) -> _OnDevice:
-    copied = [chunk for chunk in chunks if chunk.source != chunk.slot]
-    if copied:
-      self._state = self._steps.copy(self._state, [c.source for c in copied], [c.slot for c in copied])
+    for chunk in chunks:
+      self._blocks[chunk.slot] = list(self._steps.own_blocks(chunk.slot) if chunk.blocks is None else chunk.blocks)
     batch = self._steps.make_batch(
       chunks, score_prompts=score_prompts, masks=(masks or {}) if self._constrain else None
     )
     self._state, outputs = self._steps.prefill(self._weights, self._state, batch)
     return _OnDevice(outputs)
 
-  def step(self, keep: np.ndarray, masks: TokenMasks | None = None) -> _OnDevice:
-    self._state, outputs = self._steps.step(self._weights, self._state, keep, masks)
+  def step(self, keep: np.ndarray, masks: TokenMasks | None = None, grown: Sequence[tuple[int, int]] = ()) -> _OnDevice:
+    for slot, block in grown:
+      self._blocks[slot].append(block)
+    self._state, outputs = self._steps.step(self._weights, self._state, keep, masks, self._blocks)
     return _OnDevice(outputs)

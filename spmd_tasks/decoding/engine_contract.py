@@ -8,11 +8,15 @@
 Computations run in the order of their launches. A prompt's first chunk replaces what its slot held; steps leave the
 slot unchanged until the prompt's last chunk was read. One thread makes all calls.
 
+The keys and values of a text are in blocks, which the caller hands out: a prefill's chunks name all blocks of their
+texts so far, and a step those that it begins. Blocks are in parts, as slots are: the first N/D slots, rounded up, have
+theirs in the first B/D blocks, and so on.
+
 Prompts are cut at multiples of C, so that one program computes a whole chunk from the same numbers every time: a prompt
-that continues after another slot's chunks has the bits that it would have alone. Only whole chunks that a prefill
+that continues after another prompt's chunks has the bits that it would have alone. Only whole chunks that a prefill
 read may be reused, not generated tokens.
 
-Shapes: N slots, R rows of a prefill (or N of a step), C tokens of a whole chunk.
+Shapes: N slots, R rows of a prefill (or N of a step), C tokens of a whole chunk, B blocks in D parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +48,9 @@ class Engine(Protocol):
     prefill_chunk: C.
     can_reuse: whether a prompt may continue after chunks that were read for another prompt.
     max_len: positions of a slot, for prompt and generated tokens.
+    block_tokens, num_blocks, num_parts: positions of a block, B and D; a part has blocks for max_len positions or more.
     weights: of the model; may be replaced only while no slot is in use.
-    cache_epoch: a number that changes when the chunks in the slots become unusable: by `reset`, and by new weights.
+    cache_epoch: a number that changes when what is in the blocks becomes unusable: by `reset`, and by new weights.
   """
 
   weights: Any
@@ -60,6 +65,12 @@ class Engine(Protocol):
   def can_reuse(self) -> bool: ...
   @property
   def max_len(self) -> int: ...
+  @property
+  def block_tokens(self) -> int: ...
+  @property
+  def num_blocks(self) -> int: ...
+  @property
+  def num_parts(self) -> int: ...
   @property
   def cache_epoch(self) -> int: ...
 
@@ -82,18 +93,19 @@ class Engine(Protocol):
 
     Args:
       chunks: at most `prefill_rows`, in different slots and of one `prefill_cost`, so that the same program would read
-        each of them alone; either all are the first ones of their prompts or none is. Where a chunk's `source` is
-        another slot, that slot's tokens before `start` are copied first.
+        each of them alone; either all are the first ones of their prompts or none is. The blocks of the tokens before
+        `start` hold these tokens, by whomever they were read.
       score_prompts: whether the outputs have the log-probabilities of the tokens that follow the chunks' tokens.
       masks: of the rows whose first token is constrained.
     """
     ...
 
-  def step(self, keep: np.ndarray, masks: TokenMasks | None = None) -> Launched:
+  def step(self, keep: np.ndarray, masks: TokenMasks | None = None, grown: Sequence[tuple[int, int]] = ()) -> Launched:
     """Computes the next token of every slot.
 
     Args:
       keep: bool [N]; where it is False, the slot's sequence is abandoned.
       masks: of the slots whose token is constrained.
+      grown: (slot, block) of the slots whose text goes on in a new block from this step on.
     """
     ...

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 import dataclasses
 from typing import Any, Literal
 
+import numpy as np
+
 from spmd_tasks.decoding.constraints import Matcher
 from spmd_tasks.decoding.requests import Chunk, Request
 from spmd_tasks.decoding.step_functions import Outputs
@@ -144,7 +146,8 @@ class GeneratedSequence:
     matcher: allows the tokens that may come next; None where the request is not constrained.
     index, owner: for the caller; this class does not use them.
     num_launched: number of tokens whose computation was launched.
-    num_reused: number of the prompt's tokens that a slot's cache held already.
+    num_reused: number of the prompt's tokens that the cache held already when the sequence was admitted.
+    chunk_keys: of the prompt, for the scheduler.
     num_tokens: number of generated tokens that were fetched, a stop token included.
     logprobs: of the fetched tokens, where wanted, and before them of the prompt's tokens, where it is scored.
     finish_reason: None until the sequence ends.
@@ -166,6 +169,7 @@ class GeneratedSequence:
     self.owner = owner
     self.num_launched = 0
     self.num_reused = 0
+    self.chunk_keys: list[bytes] | None = None
     self.num_tokens = 0
     self.logprobs: list[TokenLogprob] = []
     self.finish_reason: FinishReason | None = None
@@ -173,6 +177,9 @@ class GeneratedSequence:
     self._prompt_text = IncrementalText(decode)
     self._num_prompt_chars = len(decode(request.ids)) if request.score_prompt else 0
     self._has_logprobs = has_logprobs
+    self._tokens: list[int] = []
+    self._num_known = 0  # how many tokens are still computed again, after `begin_again`
+    self._num_scored = 0  # tokens of the prompt
     self._num_released = 0  # how many logprobs are in earlier deltas; the text of the others is held back
 
   @property
@@ -182,13 +189,18 @@ class GeneratedSequence:
 
   def take(self, outputs: Outputs, row: int, chunk: Chunk | None = None) -> Delta:
     """Adds row `row` of a step's outputs, or of the outputs of the prefill that read `chunk` (host arrays)."""
-    if chunk is not None and self.request.score_prompt:
+    if chunk is not None and self.request.score_prompt and chunk.stop > self._num_scored:
       self._take_scores(outputs, row, chunk)
+      self._num_scored = chunk.stop
     if chunk is not None and chunk.stop < len(self.request.ids):
       return Delta(sequence=self, text='', logprobs=self._release(len(self.logprobs)))
     if self.request.max_tokens == 0:
       return self._finish('length')
+    if self._num_known:
+      self._num_known -= 1
+      return Delta(sequence=self, text='')
     token = int(outputs.tokens[row])
+    self._tokens.append(token)
     self.num_tokens += 1
     if token in self.request.stop_ids:
       if self.request.score_prompt:
@@ -209,6 +221,19 @@ class GeneratedSequence:
     if bool(outputs.is_finished[row]):
       return self._finish('length', piece)
     return Delta(sequence=self, text=piece, logprobs=self._release(len(self.logprobs)) if piece else ())
+
+  @property
+  def mask(self) -> np.ndarray | None:
+    """Which tokens may come next, uint32 [W]; None where the request is not constrained."""
+    if self.matcher is None or not self._num_known:
+      return None if self.matcher is None else self.matcher.mask
+    token, mask = self._tokens[-self._num_known], np.zeros_like(self.matcher.mask)
+    mask[token // 32] = 1 << token % 32
+    return mask
+
+  def begin_again(self) -> None:
+    """Goes back to the prompt, after a preemption: the outputs up to here come once more, and are passed over."""
+    self.num_launched, self._num_known = 0, self.num_tokens
 
   def end(self, reason: FinishReason) -> Delta:
     """Ends the sequence from outside."""

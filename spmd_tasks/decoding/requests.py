@@ -34,6 +34,8 @@ class Request:
     sampling: how tokens are drawn.
     logit_bias: pairs of a token and what is added to its logit; at most MAX_BIASES.
     adapter: the number of the low-rank adapter that the model has for this request; 0 is none.
+    cache_key: prompts share what the KV cache holds with those of the same key only, so that nobody finds out by the
+      time of an answer what others have asked.
   """
 
   ids: tuple[int, ...]
@@ -47,6 +49,7 @@ class Request:
   sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
   logit_bias: tuple[tuple[int, float], ...] = ()
   adapter: int = 0
+  cache_key: str = ''
 
   def as_sample(self, sample: int) -> 'Request':
     """Another draw for the same prompt; only the first draw scores the prompt."""
@@ -59,29 +62,29 @@ class Chunk:
   """A piece of a prompt, for one prefill.
 
   Prompts are always cut at multiples of `prefill_chunk`: the same program then reads the same tokens, whether another
-  slot's chunks are reused or not.
+  prompt's chunks are reused or not.
 
   Fields:
     request: the request whose prompt is cut.
     slot: the slot that receives the tokens' keys and values.
     start: position of the first token, a multiple of prefill_chunk.
     stop: position behind the last token; where this is the prompt's length, the prefill samples the first token.
-    source: the slot that holds the tokens before `start`: `slot` itself, or another one whose prompt begins alike.
+    blocks: the blocks of the KV cache that hold the slot's text, in order, for the positions before `stop` and some
+      behind it; None where each slot has its own.
   """
 
   request: Request
   slot: int
   start: int
   stop: int
-  source: int
+  blocks: tuple[int, ...] | None = None
 
 
 def chunk_prompt(request: Request, slot: int, size: int) -> list[Chunk]:
   """All chunks of a prompt, `size` tokens each except for the last one."""
   length = len(request.ids)
   return [
-    Chunk(request=request, slot=slot, start=start, stop=min(start + size, length), source=slot)
-    for start in range(0, length, size)
+    Chunk(request=request, slot=slot, start=start, stop=min(start + size, length)) for start in range(0, length, size)
   ]
 
 
@@ -97,6 +100,7 @@ class PrefillBatch(struct.PyTreeNode):
     targets: int32 [P, T], the prompt's token that follows each of `ids`, -1 where there is none; None where no prompt
       is scored.
     slots: int32 [P], all different; unused rows have ids from N on, which the scatter into the state drops.
+    tables: int32 [1, P, M], the blocks of each row, padded with ids behind the pool.
     max_tokens: int32 [P], how many tokens may be generated; 0 where another chunk of the prompt follows, and where the
       prompt is only scored.
     seeds, samples: uint32 [P], see sampling.request_keys.
@@ -113,6 +117,7 @@ class PrefillBatch(struct.PyTreeNode):
   before: jax.Array | None
   targets: jax.Array | None
   slots: jax.Array
+  tables: jax.Array
   max_tokens: jax.Array
   seeds: jax.Array
   samples: jax.Array
@@ -128,6 +133,7 @@ def make_prefill_batch(
   chunks: Sequence[Chunk],
   settings: DecodeSettings,
   *,
+  tables: Any,
   max_len: int,
   num_columns: int,
   score_prompts: bool = False,
@@ -136,8 +142,9 @@ def make_prefill_batch(
   """The arrays of a prefill, as host arrays.
 
   Args:
-    chunks: at most P, either all the first ones of their prompts or none of them. Their `source` is ignored.
+    chunks: at most P, either all the first ones of their prompts or none of them. Their `blocks` are ignored.
     settings: give P and K.
+    tables: as in the batch.
     max_len: S.
     num_columns: T, at least the length of the longest chunk.
     score_prompts: whether the batch has targets.
@@ -165,6 +172,7 @@ def make_prefill_batch(
     before=before,
     targets=rows(np.int32, targets, -1, num_columns) if score_prompts else None,
     slots=slot_rows([chunk.slot for chunk in chunks], settings),
+    tables=tables,
     max_tokens=rows(np.int32, max_tokens, 1 if settings.num_beams > 1 else 0),
     seeds=rows(np.uint32, [request.seed for request in requests], 0),
     samples=rows(np.uint32, [request.sample for request in requests], 0),

@@ -6,7 +6,11 @@
         ...
 
 Prompts are read in chunks between the steps, so that a long prompt delays the other sequences by no more than a chunk
-(Agrawal et al., Sarathi, 2023). A prompt that begins like an earlier one reuses the chunks that a slot still holds.
+(Agrawal et al., Sarathi, 2023). A prompt that begins like an earlier one reuses its chunks (block_pool.py).
+
+A sequence gets blocks of the KV cache for its prompt when it is admitted, and for generated tokens as they come. When
+no block is left, the sequence that was admitted last is preempted: it gives up its slot, and begins again when there is
+room, before all others in the queue. What it has generated is computed again by the same steps, to the same bits.
 
 The device is one step ahead of the host: step t + 1 is launched before step t is read. So the host learns one step late
 that a sequence ended by its own tokens, and discards the step that was launched in between; a sequence that ends by its
@@ -18,10 +22,13 @@ Shapes: N slots, C tokens of a whole chunk.
 """
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
+import dataclasses
+import itertools
 
 import numpy as np
 
+from spmd_tasks.decoding.block_pool import BlockPool, SharedChunk, Text, chunk_keys
 from spmd_tasks.decoding.engine_contract import Engine, Launched
 from spmd_tasks.decoding.generated_sequence import Delta, FinishReason, GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk, Request
@@ -37,8 +44,9 @@ class Scheduler:
     num_steps: decode steps launched so far.
     num_slot_steps: the sum over those steps of the slots that had a sequence in them.
     num_prefills, num_chunks: prefills launched so far, and the chunks of prompts that they read.
-    num_prompt_tokens, num_reused_tokens: tokens of prompts that were read, and that a slot held already.
+    num_prompt_tokens, num_reused_tokens: tokens of prompts that were read, and that the cache held already.
     num_generated_tokens: of all sequences; like the two above without padding.
+    num_preemptions: how often a sequence had to begin again because no block was left.
   """
 
   def __init__(self, engine: Engine, *, prefill_budget: int | None = None):
@@ -51,8 +59,12 @@ class Scheduler:
     """
     self._engine = engine
     self._prefill_budget = engine.prefill_chunk * engine.prefill_rows if prefill_budget is None else prefill_budget
-    self._prefixes = _PrefixTable(engine)
+    self._pool = BlockPool(engine)
+    self._epoch = engine.cache_epoch
+    self._slots_of_part = -(-engine.num_slots // engine.num_parts)
+    self._texts: dict[int, Text] = {}  # by slot, in the order of their admission
     self._queue: deque[GeneratedSequence] = deque()
+    self._preempted: deque[GeneratedSequence] = deque()  # they go on before any of the queue
     self._slots: list[GeneratedSequence | None] = [None] * engine.num_slots
     self._free = list(range(engine.num_slots))  # least recently used first
     self._starts: dict[int, int] = {}  # slots whose prompt is being read, oldest first: where the next chunk starts
@@ -65,6 +77,7 @@ class Scheduler:
     self.num_prompt_tokens = 0
     self.num_reused_tokens = 0
     self.num_generated_tokens = 0
+    self.num_preemptions = 0
 
   @property
   def num_queued(self) -> int:
@@ -73,8 +86,13 @@ class Scheduler:
 
   @property
   def num_active(self) -> int:
-    """Slots that have a sequence in them."""
-    return len(self._slots) - len(self._free)
+    """Sequences that have begun: those in slots, and those that must begin again."""
+    return len(self._slots) - len(self._free) + len(self._preempted)
+
+  @property
+  def num_used_blocks(self) -> int:
+    """Blocks of the KV cache that sequences in slots have."""
+    return self._pool.num_used
 
   @property
   def has_work(self) -> bool:
@@ -89,13 +107,14 @@ class Scheduler:
     """Ends sequences, queued or running; their slots are free for the next step."""
     self._outbox += [sequence.end(reason) for sequence in sequences if sequence.finish_reason is None]
     self._queue = deque(sequence for sequence in self._queue if sequence.finish_reason is None)
+    self._preempted = deque(sequence for sequence in self._preempted if sequence.finish_reason is None)
     for slot, sequence in enumerate(self._slots):
       if sequence is not None and sequence.finish_reason is not None:
         self._release(slot)
 
   def end_all(self, reason: FinishReason) -> list[Delta]:
     """Ends every sequence without another launch."""
-    self.end([*self._queue, *self._launched()], reason)
+    self.end([*self._queue, *self._preempted, *self._launched()], reason)
     self._in_flight.clear()
     return self._take_outbox()
 
@@ -103,11 +122,12 @@ class Scheduler:
     """Launches prefills and a step, then fetches the outputs of the launches before that step.
 
     Args:
-      admit: whether queued sequences may take slots.
+      admit: whether queued sequences may take slots, other than those that have begun.
     """
     self._prefill(admit)
     if any(sequence is not None and sequence.matcher is not None for sequence in self._slots):
       self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far
+    grown = self._grow()
     rows: list[_Row] = [
       (slot, slot, sequence, None)
       for slot, sequence in enumerate(self._slots)
@@ -116,7 +136,8 @@ class Scheduler:
     if rows:
       keep = np.zeros(len(self._slots), np.bool_)
       keep[[slot for slot, *_ in rows]] = True
-      self._launch(self._engine.step(keep, _masks({slot: sequence for slot, _, sequence, _ in rows})), rows)
+      masks = _masks({slot: sequence for slot, _, sequence, _ in rows})
+      self._launch(self._engine.step(keep, masks, grown), rows)
       self.num_steps += 1
       self.num_slot_steps += len(rows)
     self._fetch_all(but=1 if self.num_active else 0)
@@ -140,42 +161,72 @@ class Scheduler:
 
   def _next_chunks(self, admit: bool) -> list[Chunk]:
     """The chunks of the next prefill: of prompts that are being read, then of the queue. Changes nothing."""
+    if self._epoch != self._engine.cache_epoch:
+      self._epoch = self._engine.cache_epoch
+      self._pool.forget()
     chunks: list[Chunk] = []
     for slot, start in self._starts.items():
       sequence = self._slots[slot]
       assert sequence is not None
-      chunk = self._chunk(sequence, slot, start, slot)
+      chunk = self._chunk(sequence, slot, start)
       if len(chunks) < self._engine.prefill_rows and self._can_join(chunks, chunk):
         chunks.append(chunk)
-    free = list(self._free)
-    for sequence in self._queue if admit else ():
-      if not free or len(chunks) == self._engine.prefill_rows:
-        break
-      chunk = self._first_chunk(sequence, free)
-      if not self._can_join(chunks, chunk):
+    free, pledged = list(self._free), dict.fromkeys(range(self._engine.num_parts), 0)
+    for sequence in itertools.chain(self._preempted, self._queue if admit else ()):
+      first = self._first_chunk(sequence, free, pledged) if len(chunks) < self._engine.prefill_rows else None
+      if first is None or not self._can_join(chunks, first):
         break  # first come, first served: a later sequence does not overtake
-      free.remove(chunk.slot)
-      chunks.append(chunk)
+      free.remove(first.slot)
+      chunks.append(first)
     return chunks
 
-  def _first_chunk(self, sequence: GeneratedSequence, free: list[int]) -> Chunk:
-    """Chooses a prompt's slot and its source: the slot that holds its beginning, or else the least useful slot."""
-    request = sequence.request
-    length, holders = (0, frozenset[int]()) if request.score_prompt else self._prefixes.longest(request)
-    exact = [slot for slot in free if slot in holders and self._prefixes.num_held(slot) == length]
-    slot = exact[0] if exact else min(free, key=lambda slot: self._prefixes.num_held(slot) > 0)
-    return self._chunk(sequence, slot, length, slot if slot in holders or not holders else min(holders))
+  def _first_chunk(self, sequence: GeneratedSequence, free: list[int], pledged: dict[int, int]) -> Chunk | None:
+    """Chooses a prompt's slot: where most of its beginning is held, then where most blocks are left; None: nowhere yet.
 
-  def _chunk(self, sequence: GeneratedSequence, slot: int, start: int, source: int) -> Chunk:
+    Adds to `pledged`, by part the blocks that the prompts of this prefill take.
+    """
+    places = []
+    for part, slot in {slot // self._slots_of_part: slot for slot in reversed(free)}.items():
+      chunks = self._beginning(sequence, part)
+      needed = self._pool.num_needed(self._num_known(sequence), chunks)
+      left = self._pool.num_available(part) - pledged[part] - needed
+      # So that each of the others gets a block more before one of them is preempted.
+      if left >= sum(text.part == part for text in self._texts.values()):
+        places.append((len(chunks), left, -part, slot, needed))
+    if not places:
+      return None
+    num_chunks, _, part, slot, needed = max(places)
+    pledged[-part] += needed
+    return self._chunk(sequence, slot, num_chunks * self._engine.prefill_chunk)
+
+  def _num_known(self, sequence: GeneratedSequence) -> int:
+    """The tokens of a sequence that waits, with those that a preempted one has generated."""
+    return len(sequence.request.ids) + sequence.num_tokens
+
+  def _keys(self, sequence: GeneratedSequence) -> list[bytes]:
+    """Of the whole chunks of a prompt that may be shared."""
+    if sequence.chunk_keys is None:
+      may_share = self._may_share(sequence.request)
+      sequence.chunk_keys = chunk_keys(sequence.request, self._engine.prefill_chunk) if may_share else []
+    return sequence.chunk_keys
+
+  def _beginning(self, sequence: GeneratedSequence, part: int) -> list[SharedChunk]:
+    """The chunks of a prompt that a part holds; one token at least is left to read."""
+    num_chunks = (len(sequence.request.ids) - 1) // self._engine.prefill_chunk
+    return self._pool.longest(self._keys(sequence)[:num_chunks], part)
+
+  def _may_share(self, request: Request) -> bool:
+    # Scored prompts are read by different programs, whose numbers may differ in the last bits.
+    return self._engine.can_reuse and not request.score_prompt
+
+  def _chunk(self, sequence: GeneratedSequence, slot: int, start: int) -> Chunk:
     stop = min(start + self._engine.prefill_chunk, len(sequence.request.ids))
-    return Chunk(request=sequence.request, slot=slot, start=start, stop=stop, source=source)
+    return Chunk(request=sequence.request, slot=slot, start=start, stop=stop)
 
   def _can_join(self, chunks: list[Chunk], new: Chunk) -> bool:
-    """Whether one prefill may read a chunk with others: by the same program, and none copies from another's slot."""
+    """Whether one prefill may read a chunk with others: by the same program, and none has the tokens of another."""
     return not chunks or (
-      self._program(new) == self._program(chunks[0])
-      and all(new.source != other.slot and new.slot != other.source for other in chunks)
-      and not any(self._repeats(new, other) for other in chunks)
+      self._program(new) == self._program(chunks[0]) and not any(self._repeats(new, other) for other in chunks)
     )
 
   def _program(self, chunk: Chunk) -> tuple[bool, bool, int]:
@@ -186,29 +237,34 @@ class Scheduler:
     """Whether a chunk has the same tokens as another one, so that it can reuse that one after this prefill."""
     ids = new.request.ids
     return (
-      new.request.adapter == other.request.adapter
-      and self._prefixes.can_be_reused(other)
+      (new.request.adapter, new.request.cache_key) == (other.request.adapter, other.request.cache_key)
+      and self._may_share(other.request)
+      and other.stop - other.start == self._engine.prefill_chunk
       and other.start == new.start
       and other.stop < len(ids)
       and ids[: other.stop] == other.request.ids[: other.stop]
     )
 
   def _launch_prefill(self, chunks: list[Chunk]) -> None:
-    rows: list[_Row] = []
-    for row, chunk in enumerate(chunks):
+    for chunk in chunks:
+      if self._slots[chunk.slot] is None:
+        self._admit(chunk)
+    read = []
+    for chunk in chunks:  # after all have taken their chunks, of which this may evict others
       sequence = self._slots[chunk.slot]
-      if sequence is None:
-        self._free.remove(chunk.slot)  # before popleft: another thread may read has_work in between
-        sequence = self._slots[chunk.slot] = self._queue.popleft()
-        sequence.num_reused = chunk.start
-        self.num_reused_tokens += chunk.start
-      rows.append((row, chunk.slot, sequence, chunk))
+      assert sequence is not None
+      assert self._pool.grow(self._texts[chunk.slot], self._num_known(sequence))
+      chunk = dataclasses.replace(chunk, blocks=tuple(self._texts[chunk.slot].blocks))
+      read.append((chunk, sequence))
+    chunks = [chunk for chunk, _ in read]
+    rows: list[_Row] = [(row, chunk.slot, sequence, chunk) for row, (chunk, sequence) in enumerate(read)]
     score = chunks[0].request.score_prompt
     last = {row: sequence for row, _, sequence, chunk in rows if chunk and chunk.stop == len(chunk.request.ids)}
     launched = self._engine.prefill(chunks, score_prompts=score, masks=_masks(last))
     self.num_prefills += 1
-    for chunk in chunks:
-      self._prefixes.note(chunk)
+    for chunk, sequence in read:
+      for key in self._keys(sequence)[chunk.start // self._engine.prefill_chunk :][:1]:
+        self._pool.share(self._texts[chunk.slot], key, chunk)
       self.num_chunks += 1
       self.num_prompt_tokens += chunk.stop - chunk.start
       if chunk.stop < len(chunk.request.ids):
@@ -216,6 +272,41 @@ class Scheduler:
       else:
         self._starts.pop(chunk.slot, None)
     self._launch(launched, rows)
+
+  def _admit(self, chunk: Chunk) -> None:
+    """Gives the slot of a prompt's first chunk to the next sequence of the queue."""
+    self._free.remove(chunk.slot)  # before popleft: another thread may read has_work in between
+    sequence = self._slots[chunk.slot] = (self._preempted or self._queue).popleft()
+    part = chunk.slot // self._slots_of_part
+    self._texts[chunk.slot] = self._pool.open(part, self._beginning(sequence, part))
+    sequence.num_reused = chunk.start
+    self.num_reused_tokens += chunk.start
+
+  def _grow(self) -> list[tuple[int, int]]:
+    """Gives each sequence whose next token begins a block that block, and returns (slot, block) of these."""
+    grown = []
+    for slot in [slot for slot in self._texts if slot not in self._starts]:
+      while (sequence := self._slots[slot]) is not None:
+        text = self._texts[slot]
+        num_blocks = len(text.blocks)
+        # The step writes the newest token, which the host may not know yet.
+        if self._pool.grow(text, len(sequence.request.ids) + sequence.num_launched):
+          grown += [(slot, block) for block in text.blocks[num_blocks:]]
+          break
+        if self._in_flight:
+          self._fetch_all()  # some sequences may have ended
+        else:
+          self._preempt(next(slot for slot in reversed(self._texts) if self._texts[slot].part == text.part))
+    return [(slot, block) for slot, block in grown if self._slots[slot] is not None]
+
+  def _preempt(self, slot: int) -> None:
+    """Makes a sequence wait for blocks, to begin again; nothing of it is in flight."""
+    sequence = self._slots[slot]
+    assert sequence is not None
+    sequence.begin_again()
+    self._preempted.appendleft(sequence)  # before the release: another thread may read has_work in between
+    self._release(slot)
+    self.num_preemptions += 1
 
   def _launch(self, launched: Launched, rows: list[_Row]) -> None:
     """Records a launch, and frees the slots whose last token it computes."""
@@ -227,6 +318,7 @@ class Scheduler:
           self._release(slot)
 
   def _release(self, slot: int) -> None:
+    self._pool.close(self._texts.pop(slot))
     self._slots[slot] = None
     self._free.append(slot)
     self._starts.pop(slot, None)
@@ -251,8 +343,9 @@ class Scheduler:
     for row, slot, sequence, chunk in rows:
       if sequence.finish_reason is not None:
         continue  # launched before the host knew that the sequence had ended
+      num_tokens = sequence.num_tokens
       delta = sequence.take(outputs, row, chunk)
-      self.num_generated_tokens += bool(outputs.is_valid[row])
+      self.num_generated_tokens += sequence.num_tokens - num_tokens
       if delta.finish_reason is not None and self._slots[slot] is sequence:
         self._release(slot)
       if delta.text or delta.logprobs or delta.finish_reason is not None:
@@ -261,76 +354,4 @@ class Scheduler:
 
 def _masks(sequences: dict[int, GeneratedSequence]) -> dict[int, np.ndarray] | None:
   """The token masks of constrained sequences; None where there are none."""
-  return {row: each.matcher.mask for row, each in sequences.items() if each.matcher is not None} or None
-
-
-class _Node:
-  """A chunk that follows its parent's chunk; `slots` hold this chunk and all before it."""
-
-  def __init__(self, parent: '_Node | None' = None, tokens: tuple[int, ...] = ()):
-    self.parent = parent
-    self.tokens = tokens
-    self.children: dict[tuple[int, ...], _Node] = {}
-    self.slots: set[int] = set()
-
-
-class _PrefixTable:
-  """Finds the slots whose KV caches hold the beginning of a new prompt; a new cache_epoch of the engine empties it.
-
-  The table is a tree of whole chunks, keyed by all of their tokens, so that no prompt is mistaken for another (as in
-  the radix tree of SGLang: Zheng et al., 2024; here cut at multiples of C). Each low-rank adapter has a tree of its
-  own: it gives the same tokens other keys and values. An entry lasts until its slot's next prefill, also after the
-  slot's sequence has ended.
-  """
-
-  def __init__(self, engine: Engine):
-    self._engine = engine
-    self._size = engine.prefill_chunk
-    self._clear()
-
-  def longest(self, request: Request) -> tuple[int, Set[int]]:
-    """Returns (length of the longest held beginning, the slots that hold it); at least one token is left to read."""
-    self._check()
-    ids, node, length = request.ids, self._roots.get(request.adapter, _Node()), 0
-    for stop in range(self._size, len(ids), self._size):
-      child = node.children.get(ids[length:stop])
-      if child is None:
-        break
-      node, length = child, stop
-    return length, node.slots
-
-  def num_held(self, slot: int) -> int:
-    """The number of a prompt's tokens that a slot holds."""
-    self._check()
-    return len(self._paths[slot]) * self._size
-
-  def can_be_reused(self, chunk: Chunk) -> bool:
-    """Whether other prompts may continue after this chunk."""
-    # Scored prompts are read by different programs, whose numbers may differ in the last bits.
-    is_whole = chunk.stop - chunk.start == self._size
-    return self._engine.can_reuse and is_whole and not chunk.request.score_prompt
-
-  def note(self, chunk: Chunk) -> None:
-    """Records that the chunk's slot now holds its source's tokens before `start`, and the chunk if it is whole."""
-    self._check()
-    old, path = self._paths[chunk.slot], self._paths[chunk.source][: chunk.start // self._size]
-    if self.can_be_reused(chunk):
-      parent = path[-1] if path else self._roots.setdefault(chunk.request.adapter, _Node())
-      tokens = chunk.request.ids[chunk.start : chunk.stop]
-      path.append(parent.children.setdefault(tokens, _Node(parent, tokens)))
-    self._paths[chunk.slot] = path
-    for node in path:
-      node.slots.add(chunk.slot)
-    for node in set(old).difference(path):
-      node.slots.remove(chunk.slot)
-      if not node.slots and node.parent is not None:
-        del node.parent.children[node.tokens]
-
-  def _check(self) -> None:
-    if self._epoch != self._engine.cache_epoch:
-      self._clear()
-
-  def _clear(self) -> None:
-    self._epoch = self._engine.cache_epoch
-    self._roots: dict[int, _Node] = {}  # by the adapter's number
-    self._paths: list[list[_Node]] = [[] for _ in range(self._engine.num_slots)]
+  return {row: each.mask for row, each in sequences.items() if each.mask is not None} or None

@@ -9,8 +9,9 @@ A slot holds one sequence. The sequence, its length and its sampling parameters 
 compiled step serves every mix of requests. A request's tokens depend neither on its slot nor on the other slots. A step
 leaves unchanged the slots that are finished or whose prompts are not read to the end.
 
-The KV cache is a tree of arrays [..., N, G, S, K] over slots. Position p is at place p mod S. S is the number of
-positions, or the length of an attention window where the window is shorter: then the leaf is a ring.
+The KV cache is a tree of pools [..., B, G, b, K] of blocks of b positions. A table says which blocks a slot has:
+position p is at place p mod b of its block p / b. Leaves of what has a fixed size are [..., N, G, S, K] over slots: an
+encoder's text, and rings of the S positions of an attention window, with position p at place p mod S.
 
 Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions (in a cache: places), V vocabulary, K stop ids
 (in a cache: head dim), G key/value heads, n top logprobs, W words of V bits; `...` counts layers.
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, adjust, mask_logits, position_keys, request_keys, sample
-from spmd_tasks.layers.attention.kv_cache import ENCODED
+from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot
 from spmd_tasks.runtime import SamplingParams
 
 
@@ -151,9 +152,11 @@ def prefill(
   }
   if batch.before is not None:  # the slot holds the encoder's text
     model_batch = {name: each for name, each in model_batch.items() if not name.startswith('encoder_')}
-    model_batch |= {'slots': batch.slots} if by_slot else {}
+    model_batch |= {'slots': batch.slots, 'tables': batch.tables} if by_slot else {}
   last = jnp.maximum(batch.lengths - 1, 0)[:, None]
-  cache = None if batch.before is None else state.cache if by_slot else take_slots(state.cache, batch.slots)
+  cache = state.cache if by_slot else take_slots(state.cache, batch.slots, batch.tables)
+  if batch.before is None:
+    cache = None
   scores = {}
   if batch.targets is None:
     logits, new = forward(variables, cache, model_batch | {'logit_columns': last})
@@ -185,7 +188,7 @@ def prefill(
   )
   placed, outputs = _emit(logits, placed, batch.masks, num_top_logprobs)
   inserted = _put_rows(state.replace(cache=None), placed, batch.slots)
-  written = write_tokens(state.cache, new, batch.starts, batch.lengths, slots=batch.slots)
+  written = write_tokens(state.cache, new, batch.starts, batch.lengths, slots=batch.slots, tables=batch.tables)
   return inserted.replace(cache=written), outputs.replace(**scores)
 
 
@@ -199,6 +202,7 @@ def step(
   variables: Any,
   state: DecodeState,
   keep: jax.Array,
+  tables: jax.Array | None = None,
   masks: jax.Array | None = None,
   slots: jax.Array | None = None,
   *,
@@ -207,7 +211,8 @@ def step(
   """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead.
 
   With `masks`, uint32 [N, W], the tokens are those that constraints.py allows. `slots`, int32 [R], all different, are
-  those that may be kept; ids from N on stand for none. Only these rows are computed; None: all N.
+  those that may be kept; ids from N on stand for none. Only these rows are computed; None: all N. `tables` has their
+  blocks, see `write_tokens`.
   """
   kept = state.replace(active=state.active & keep)
   rows = kept.replace(cache=None)
@@ -220,9 +225,10 @@ def step(
     'segment_pos': jnp.where(rows.active, rows.positions, 0)[:, None],
     'adapters': rows.adapters,
     **({} if slots is None else {'slots': slots}),
+    **({} if tables is None else {'tables': tables}),
   }
   logits, new = forward(variables, state.cache, batch)
-  cache = write_tokens(state.cache, new, rows.positions, rows.active.astype(jnp.int32), slots=slots)
+  cache = write_tokens(state.cache, new, rows.positions, rows.active.astype(jnp.int32), slots=slots, tables=tables)
   rows, outputs = _emit(logits[:, 0], rows, masks, num_top_logprobs)
   if slots is not None:
     rows = _put_rows(kept.replace(cache=None), rows, slots)
@@ -339,19 +345,38 @@ def encoder_entries(ids: jax.Array | None, lengths: jax.Array | None) -> dict[st
 
 def is_encoded(path: Any) -> bool:
   """Returns whether a leaf of the cache, by its path, is of an encoder's text, which no token changes."""
-  return bool(path) and str(getattr(path[-1], 'key', '')).startswith('cached_' + ENCODED)
+  return _name(path).startswith('cached_' + ENCODED)
 
 
-def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *, slots: jax.Array | None = None) -> Any:
+def has_blocks(path: Any) -> bool:
+  """Returns whether a leaf of the cache, by its path, is a pool of blocks where the caller has tables."""
+  return not is_by_slot(_name(path))
+
+
+def _name(path: Any) -> str:
+  return str(getattr(path[-1], 'key', '')) if path else ''
+
+
+def write_tokens(
+  cache: Any,
+  new: Any,
+  starts: jax.Array,
+  lengths: jax.Array,
+  *,
+  slots: jax.Array | None = None,
+  tables: jax.Array | None = None,
+) -> Any:
   """Writes the keys and values of every row's tokens to the places of their positions.
 
   Args:
-    cache: leaves [..., N, G, S, K].
+    cache: leaves [..., N, G, S, K], or with `tables` [..., D B, G, b, K] where `has_blocks` says so.
     new: leaves [..., P, G, R, K]: all T tokens of the rows, or where S is less than T the last S of each row.
     starts: int32 [P], position of each row's first token.
     lengths: int32 [P], number of tokens, without the padding behind them; 0 writes nothing.
     slots: int32 [P], all different, the slot of each row; rows with ids from N on are not written. None writes row i to
       slot i.
+    tables: int32 [D, P/D, M], the blocks of each row among the B of its part, see CachedArray; no two rows write to one
+      block, and blocks from B on are not written.
 
   Leaves of an encoder's text are written as a whole where `new` has them, and left as they are elsewhere.
   """
@@ -361,45 +386,67 @@ def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *,
     tokens = given.get(path)
     if tokens is None:
       return leaf
+    slot_dim = leaf.ndim - 4
     if is_encoded(path):
       whole = tokens.astype(leaf.dtype)
-      return whole if slots is None else put_slots(leaf, whole, slots)
-    slot_dim = leaf.ndim - 4
-    num_places, num_columns = leaf.shape[slot_dim + 2], tokens.shape[slot_dim + 2]
+      if slots is None:
+        return whole
+      return leaf.at[(slice(None),) * slot_dim + (slots,)].set(whole, mode='drop', unique_indices=True)
+    if tables is not None and has_blocks(path):
+      blocks = tables
+    else:  # a slot is a block, and without `slots` a part of its own
+      blocks = jnp.zeros((leaf.shape[slot_dim], 1, 1), jnp.int32) if slots is None else slots[None, :, None]
+    num_parts, rows_of_part, num_blocks = blocks.shape
+    all_blocks, num_groups, block, num_features = leaf.shape[slot_dim:]
+    layers, part, num_columns = leaf.shape[:slot_dim], all_blocks // num_parts, tokens.shape[slot_dim + 2]
     columns = jnp.arange(num_columns, dtype=starts.dtype)[None, :]
-    first = starts + jnp.maximum(lengths - num_columns, 0)
-    # Padding gets places behind the cache, each a different one, which the scatter drops.
-    places = jnp.where(columns < lengths[:, None], (first[:, None] + columns) % num_places, num_places + columns)
-    scatter_dims: tuple[int, ...]
-    if slots is None:
-      # Slots are a batch dim of the scatter: they stay split over the mesh, and the scatter works in place.
-      indexed: dict[str, Any] = {'operand_batching_dims': (slot_dim,), 'scatter_indices_batching_dims': (0,)}
-      scatter_dims, indices = (slot_dim + 2,), places[:, :, None]
-    else:
-      indexed = {}
-      scatter_dims = (slot_dim, slot_dim + 2)
-      indices = jnp.stack([jnp.broadcast_to(slots[:, None], places.shape), places], axis=-1)
+    places = (starts + jnp.maximum(lengths - num_columns, 0))[:, None] + columns
+    places %= num_blocks * block
+    added = num_parts * rows_of_part - len(starts)
+    is_token = jnp.pad(columns < lengths[:, None], ((0, added), (0, 0)))
+    places = jnp.pad(places, ((0, added), (0, 0)))
+    tokens = jnp.pad(tokens, [(0, added if dim == slot_dim else 0) for dim in range(tokens.ndim)])
+    held = jnp.take_along_axis(blocks.reshape(-1, num_blocks), places // block, axis=1)
+    # Padding gets places behind the pool, each a different one, which the scatter drops.
+    behind = all_blocks + jnp.arange(len(held), dtype=held.dtype)[:, None]
+    indices = jnp.stack([jnp.where(is_token, held, behind), jnp.where(is_token, places % block, columns)], axis=-1)
+    # Parts are a batch dim of the scatter: they stay split over the mesh, and the scatter works in place.
     numbers = jax.lax.ScatterDimensionNumbers(
-      update_window_dims=(*range(slot_dim), slot_dim + 1, slot_dim + 3),
-      inserted_window_dims=scatter_dims,
-      scatter_dims_to_operand_dims=scatter_dims,
-      **indexed,
+      update_window_dims=(*range(slot_dim), slot_dim + 2, slot_dim + 4),
+      inserted_window_dims=(slot_dim + 1, slot_dim + 3),
+      scatter_dims_to_operand_dims=(slot_dim + 1, slot_dim + 3),
+      operand_batching_dims=(slot_dim,),
+      scatter_indices_batching_dims=(0,),
     )
-    return jax.lax.scatter(leaf, indices, tokens.astype(leaf.dtype), numbers, mode='drop', unique_indices=True)
+    written = jax.lax.scatter(
+      leaf.reshape(*layers, num_parts, part, num_groups, block, num_features),
+      indices.reshape(num_parts, rows_of_part, num_columns, 2),
+      tokens.astype(leaf.dtype).reshape(*layers, num_parts, rows_of_part, num_groups, num_columns, num_features),
+      numbers,
+      mode='drop',
+      unique_indices=True,
+    )
+    return written.reshape(leaf.shape)
 
   return jax.tree_util.tree_map_with_path(write, cache)
 
 
-def take_slots(cache: Any, slots: jax.Array) -> Any:
-  """A cache whose slot i is slot slots[i] of the given one."""
-  return jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=leaf.ndim - 4, mode='clip'), cache)
+def take_slots(cache: Any, slots: jax.Array | None, tables: jax.Array | None = None) -> Any:
+  """A cache [..., P, G, S, K] whose row i is slot slots[i] of the given one; pools of blocks are read by `tables`.
 
+  Both are as in `write_tokens`.
+  """
 
-def put_slots(leaf: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
-  """Writes rows [..., P, G, S, K] to slots, int32 [P], all different; ids from N on are not written."""
-  return leaf.at[(slice(None),) * (leaf.ndim - 4) + (slots,)].set(rows, mode='drop', unique_indices=True)
+  def take(path: Any, leaf: jax.Array) -> jax.Array:
+    slot_dim = leaf.ndim - 4
+    if tables is None or not has_blocks(path):
+      return leaf if slots is None else jnp.take(leaf, slots, axis=slot_dim, mode='clip')
+    parts = leaf.reshape(*leaf.shape[:slot_dim], len(tables), -1, *leaf.shape[slot_dim + 1 :])
+    taken = jax.vmap(lambda x, ids: jnp.take(x, ids, axis=slot_dim, mode='clip'), (slot_dim, 0), slot_dim)(
+      parts, tables
+    )
+    taken = jnp.moveaxis(taken, slot_dim + 2, slot_dim + 3)  # [..., D, P/D, G, M, b, K]
+    num_groups, num_blocks, block, num_features = taken.shape[slot_dim + 2 :]
+    return taken.reshape(*leaf.shape[:slot_dim], -1, num_groups, num_blocks * block, num_features)
 
-
-def copy_slots(cache: Any, sources: jax.Array, slots: jax.Array) -> Any:
-  """Copies the slots `sources`, int32 [P], to `slots`, int32 [P], all different; ids from N on are not written."""
-  return jax.tree.map(lambda leaf, rows: put_slots(leaf, rows, slots), cache, take_slots(cache, sources))
+  return jax.tree_util.tree_map_with_path(take, cache)

@@ -236,6 +236,7 @@ class LayerScope:
     encodes: the layers are an encoder's, which keep nothing for later calls when text is generated.
     layers: in generation, the layer's number in each loop over layers that it is in, from the outermost.
     cache_slots: in generation, int32 [B], the slot of each row in the KV cache; None where row i is in slot i.
+    cache_tables: in generation, int32 [D, R, M], the blocks of each row, see CachedArray; None where caches are whole.
   """
 
   part: BatchPart = BatchPart()
@@ -245,6 +246,7 @@ class LayerScope:
   encodes: bool = False
   layers: tuple[jax.Array, ...] = ()
   cache_slots: jax.Array | None = None
+  cache_tables: jax.Array | None = None
 
 
 _OUTSIDE = LayerScope()

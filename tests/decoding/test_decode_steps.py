@@ -141,7 +141,7 @@ def _short_blocks():
 @pytest.mark.parametrize('name', ALL_MESHES)
 def test_greedy_batched_is_alone_is_the_full_forward_pass(name):
   run = make_run(name)
-  assert run.steps.can_copy == ('windows' not in name)
+  assert run.steps.can_reuse == ('windows' not in name)
   requests = make_requests(score_prompt=run.scores_prompts)
   with CompilationCounter() as compilations:
     together = run.generate(requests)
@@ -221,8 +221,11 @@ def test_reused_chunks_give_the_bits_of_computed_ones(name):
     engine.reset()
     computed = _read(engine, chunk_prompt(second, 1, CHUNK), num_steps=4)[2:]
     engine.reset()
-    _read(engine, chunk_prompt(first, 2, CHUNK), num_steps=2)
-    rest = dataclasses.replace(chunk_prompt(second, 1, CHUNK)[-1], source=2)
+    blocks = run.steps.own_blocks(0)  # of the part of slot 1
+    _read(engine, [dataclasses.replace(each, blocks=blocks) for each in chunk_prompt(first, 0, CHUNK)], num_steps=2)
+    rest = dataclasses.replace(
+      chunk_prompt(second, 1, CHUNK)[-1], blocks=(*blocks[:2], *run.steps.own_blocks(1)[::-1][:2])
+    )
     reused = _read(engine, [rest], num_steps=4)
   assert compilations.num_programs == 0
   for row, (one, other) in zip((0, 1, 1, 1, 1), zip(computed, reused, strict=True), strict=True):

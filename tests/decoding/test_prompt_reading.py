@@ -3,6 +3,8 @@
 The fake engine's tokens come from what is in its cache: a wrong slot, or chunks of other weights, give other texts.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,9 @@ def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
     prefill_rows=1 + seed % 3,
     prefill_chunk=int(rng.choice([4, 8])),
     can_reuse=seed % 10 != 9,
+    max_len=120,
+    num_parts=1 + seed // 2 % 2,
+    num_blocks=(1 + seed // 2 % 2) * int(rng.integers(30, 60)) if seed % 4 else None,
   )
   scheduler = Scheduler(engine, prefill_budget=None if seed % 2 else int(rng.integers(1, 60)))
   documents = [''.join(rng.choice(list('abcdefgh'), size=40)) for _ in range(2)]
@@ -85,6 +90,7 @@ def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
     assert each.finish_reason != 'length' or each.text == expected
     assert not (each.request.score_prompt and each.num_reused)
   assert {each.finish_reason for each in sequences} >= {'length', 'cancelled'}
+  assert scheduler.num_used_blocks == 0
   assert scheduler.num_generated_tokens == sum(each.num_tokens for each in sequences)
   assert (scheduler.num_reused_tokens > 0) == engine.can_reuse
 
@@ -123,20 +129,51 @@ def test_what_is_cancelled_in_the_middle_of_its_prompt_leaves_its_slot_and_its_c
   assert (scheduler.num_prompt_tokens, scheduler.num_reused_tokens) == (40, 16)
 
 
-def test_a_prompt_takes_over_the_slot_that_holds_it_and_copies_from_one_in_use():
+def test_prompts_share_the_blocks_of_whole_chunks_also_with_texts_that_go_on():
   engine = FakeEngine(num_slots=4)
   scheduler = Scheduler(engine)
-  run(scheduler, sequence('a system prompt and one', 2))  # slot 0 holds 16 tokens
+  run(scheduler, sequence('a system prompt and one', 2))
   again, beside = (sequence(f'a system prompt {text}', 40) for text in ('again', 'beside'))
-  run(scheduler, again, beside)
-  assert (again.num_reused, beside.num_reused) == (16, 16)
-  assert prefills(engine) == [(0,), (0,), (0,), (0,), (1,)]
-  longer = sequence('a system prompt again, and much more', 40)
-  shorter = sequence('a system task', 40)
-  run(scheduler, shorter, longer)
-  # The shorter one leaves alone what holds more than it can use.
-  assert prefills(engine)[5:] == [(2,), (0,), (0,), (0,)]
-  assert (shorter.num_reused, longer.num_reused) == (8, 16)
+  scheduler.submit([again, beside])
+  scheduler.advance()
+  assert (again.num_reused, beside.num_reused) == (16, 0)  # one prefill a step
+  scheduler.advance()
+  assert beside.num_reused == 16
+  assert scheduler.num_used_blocks == 4 + 2 + 2  # of the two chunks, and of the end of each text
+  longer, shorter = sequence('a system prompt again, and much more', 40), sequence('a system task', 40)
+  other = GeneratedSequence(dataclasses.replace(longer.request, cache_key='of another user'), TOKENIZER.decode)
+  run(scheduler, shorter, longer, other)
+  assert (shorter.num_reused, longer.num_reused, other.num_reused) == (8, 16, 0)
+  assert scheduler.num_used_blocks == 0
+
+
+def test_what_is_evicted_was_not_used_for_the_longest_time_and_a_prompt_loses_its_end_first():
+  engine = FakeEngine(num_slots=2, max_len=40, num_blocks=10)
+  scheduler = Scheduler(engine)
+  run(scheduler, sequence('the first of the prompts', 1), sequence('a second', 1))  # 6 blocks in 3 chunks, and 2
+  run(scheduler, sequence('the first again', 1))
+  run(scheduler, sequence('x' * 30, 1))  # 8 blocks: also those of ' prompts', 'of the' and 'a second'
+  again = [sequence(text, 1) for text in ('the first of the prompts!', 'a second one')]
+  for each in again:
+    run(scheduler, each)
+  assert [each.num_reused for each in again] == [8, 0]
+
+
+def test_texts_that_find_no_block_begin_again_and_no_token_is_told_twice():
+  engine = FakeEngine(num_slots=4, max_len=40, num_blocks=14)
+  scheduler = Scheduler(engine)
+  sequences = [sequence(text, 24) for text in ('one', 'another text', 'some more', 'last')]
+  scheduler.submit(sequences)
+  told = dict.fromkeys(sequences, '')
+  while scheduler.has_work:
+    for delta in scheduler.advance():
+      told[delta.sequence] += delta.text
+  assert [told[each] for each in sequences] == [
+    circle(text, 24) for text in ('one', 'another text', 'some more', 'last')
+  ]
+  assert scheduler.num_preemptions > 0
+  assert (scheduler.num_used_blocks, scheduler.num_generated_tokens) == (0, 4 * 24)
+  assert all([entry.token for entry in each.logprobs] == TOKENIZER.encode(each.text) for each in sequences)
 
 
 def test_other_weights_and_an_emptied_engine_leave_nothing_to_reuse():

@@ -64,10 +64,14 @@ class FakeEngine:
     max_len=128,
     num_top=2,
     can_reuse=True,
+    num_parts=1,
+    num_blocks=None,
     gate: threading.Event | None = None,
   ):
     self.num_slots, self.prefill_rows, self.max_len, self.num_top = num_slots, prefill_rows, max_len, num_top
     self.prefill_chunk, self.can_reuse = prefill_chunk, can_reuse
+    self.block_tokens, self.num_parts = 4, num_parts
+    self.num_blocks = num_blocks or num_parts * -(-num_slots // num_parts) * -(-max_len // 4)
     self.log: list[tuple] = []
     self.tokens: list[list[int]] = []  # of each launch
     self.fail_next: Exception | None = None
@@ -96,7 +100,17 @@ class FakeEngine:
 
   def _empty(self):
     self.slots: list[Slot | None] = [None] * self.num_slots
-    self.caches: list[dict[int, int]] = [{} for _ in range(self.num_slots)]
+    self.pool: dict[tuple[int, int], int] = {}  # (block, place in it) -> cell
+    self.blocks: list[list[int]] = [[] for _ in range(self.num_slots)]
+
+  def _place(self, slot: int, position: int) -> tuple[int, int]:
+    """Where a position of a slot's text is."""
+    block = self.blocks[slot][position // self.block_tokens]
+    assert block // (self.num_blocks // self.num_parts) == slot // -(-self.num_slots // self.num_parts)
+    return block, position % self.block_tokens
+
+  def _cell(self, slot: int, position: int) -> int:
+    return self.pool.get(self._place(slot, position), 0) if position >= 0 else 0
 
   def prefill_cost(self, chunk: Chunk) -> int:
     bucket = max(MIN_BUCKET, 1 << (chunk.stop - chunk.start - 1).bit_length())
@@ -109,17 +123,12 @@ class FakeEngine:
     assert len({(chunk.start > 0, self.prefill_cost(chunk)) for chunk in chunks}) == 1
     for chunk in chunks:
       self._check(chunk, score_prompts)
-      if chunk.source != chunk.slot:
-        assert self.can_reuse
-        assert chunk.source not in {other.slot for other in chunks}
-        source = self.caches[chunk.source]
-        self.caches[chunk.slot] = {place: source[place] for place in range(chunk.start) if place in source}
+      self.blocks[chunk.slot] = list(chunk.blocks)
     rows = []
     for chunk in chunks:
-      cache = self.caches[chunk.slot]
       for place in range(chunk.start, chunk.stop):
         token = (chunk.request.ids[place] + self.weights + chunk.request.adapter) % 512
-        cache[place] = cell(cache.get(place - 1, 0), token)
+        self.pool[self._place(chunk.slot, place)] = cell(self._cell(chunk.slot, place - 1), token)
       self.slots[chunk.slot] = Slot(chunk.request, chunk.stop)
       rows.append(self._next(chunk.slot, (masks or {}).get(len(rows))))
     outputs = self._outputs(rows + [None] * (self.prefill_rows - len(rows)))
@@ -135,9 +144,11 @@ class FakeEngine:
     is_next = held is not None and held.request is request and held.length == chunk.start
     assert chunk.start == 0 or is_next or (self.can_reuse and not score_prompts)
 
-  def step(self, keep: np.ndarray, masks=None) -> Launched:
+  def step(self, keep: np.ndarray, masks=None, grown=()) -> Launched:
     if self.gate is not None:
       self.gate.wait(10)
+    for slot, block in grown:
+      self.blocks[slot].append(block)
     self.log.append(('step', tuple(keep.tolist())))
     for slot, kept in enumerate(keep):
       held = self.slots[slot]
@@ -151,13 +162,12 @@ class FakeEngine:
     if held is None or held.length < len(held.request.ids) or not held.request.max_tokens:
       return None
     place = held.num_tokens % held.length
-    cache = self.caches[slot]
-    token = token_of(cache.get(place - 1, 0), cache.get(place, 0))
+    token = token_of(self._cell(slot, place - 1), self._cell(slot, place))
     if mask is not None:  # the first allowed token from there on
       allowed = [other for other in range(TOKENIZER.vocab_size) if mask[other // 32] >> np.uint32(other % 32) & 1]
       token = min(allowed, key=lambda other: (other < token, other))
-    # A generated token is in no chunk of a prefill, so no other prompt may reuse its cell.
-    cache[held.length + held.num_tokens] = 0
+    if held.num_tokens:  # a step writes the token before; it is in no chunk, so no other prompt may reuse its cell
+      self.pool[self._place(slot, held.length + held.num_tokens - 1)] = 0
     held.num_tokens += 1
     is_finished = token in held.request.stop_ids or held.num_tokens >= held.request.max_tokens
     if is_finished:

@@ -72,6 +72,6 @@ def test_an_adapter_cannot_have_the_name_of_the_model():
 
 def test_other_processes_are_told_the_adapter():
   chunk = Chunk(
-    request=Request(ids=(1, 2), max_tokens=3, adapter=2, logit_bias=((5, 1.5),)), slot=0, start=0, stop=2, source=0
+    request=Request(ids=(1, 2), max_tokens=3, adapter=2, logit_bias=((5, 1.5),)), slot=0, start=0, stop=2, blocks=(3, 1)
   )
   assert from_message(to_message({'chunk': chunk}))['chunk'] == chunk

@@ -107,7 +107,7 @@ def test_the_same_operations_reach_both_in_the_same_order(pair):
   assert followed.is_warm
   assert followed.log == leading.log
   assert len(followed.log) > 20
-  assert followed.caches == leading.caches
+  assert followed.pool == leading.pool
   assert pair.left.empty()
 
 

@@ -210,7 +210,7 @@ class Attention(WithSublayers, kw_only=True):
     cache: Any = None
     if is_decoding(self):
       from spmd_tasks.layers.attention import kv_cache as cache
-    stored = cache.read_encoded(self) if cache is not None and self.cross else None
+    stored = cache.read_encoded(self, len(x)) if cache is not None and self.cross else None
     if stored is not None:
       key, value, segments = (jnp.swapaxes(each.entries(0, each.num_entries), 1, 2) for each in stored)
       key, value, encoder_segment_ids = key.astype(query.dtype), value.astype(query.dtype), segments[:, :, 0, 0]
@@ -249,7 +249,7 @@ class Attention(WithSublayers, kw_only=True):
         )
       new = {'key': key, 'value': value}
       cache.write_new_cache(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
-      cached = cache.read_cache(self, 'key', 'value')
+      cached = cache.read_cache(self, len(x), 'key', 'value')
     logits: Any = {
       'window': self.window,
       'softmax_scale': self.softmax_scale,

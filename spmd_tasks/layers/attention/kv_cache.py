@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # Platform -> how many entries of the cache are read at a time. A loop costs an accelerator more than a longer block.
 _BLOCK, _LONG_BLOCK = {'cpu': 128}, 1024
 ENCODED = 'encoded_'  # what a cache has of an encoder's text: made by a request's first call, and read by all others
+RING = 'ring_'  # of a layer whose window is shorter than the texts
 
 
 def write_new_cache(
@@ -62,6 +63,8 @@ def write_new_cache(
     segment_ids, window: as in `attend_to_cache`.
   """
   rows, columns, heads, features = split_dims or (None,) * 4
+  longest = current_layer_scope().longest_text
+  kind = RING if window is not None and longest is not None and window < longest else ''
   for name, x in arrays.items():
     num_columns = x.shape[1]
     if window is not None and num_columns > window:
@@ -72,53 +75,82 @@ def write_new_cache(
       kept = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
       x = jnp.take_along_axis(x, kept[:, :, None, None], axis=1)
     box = WeightBox(value=jnp.swapaxes(x, 1, 2), split_dims=(rows, heads, columns, features), tags=(), stacked=0)
-    module.put_variable(NEW_CACHE, f'cached_{name}', box)
+    module.put_variable(NEW_CACHE, f'cached_{kind}{name}', box)
 
 
 class CachedArray(NamedTuple):
   """An array of earlier calls, of which a caller takes what it needs: a layer's whole array would be a copy.
 
   Attributes:
-    array: [..., N, G, S, K]; the dims in front count layers.
+    array: [..., N, G, S, K]; the dims in front count layers. With `tables` [..., N, G, b, K], N blocks of b entries.
     layer: the layer's number in each of the dims in front.
-    slots: int32 [B], the place of each row among N; None where row i is at i.
+    tables: int32 [D, R, M]. The rows and the blocks are in D equal parts, which a mesh may split; row r of part d has
+      the entries of the part's blocks tables[d, r], in this order. None: row i has the entries at i.
+    num_rows: B; the last of the D R rows may be padding.
   """
 
   array: jax.Array
   layer: tuple[jax.Array, ...]
-  slots: jax.Array | None
+  tables: jax.Array | None
+  num_rows: int
 
   @property
   def num_entries(self) -> int:
-    """S."""
-    return self.array.shape[-2]
+    """S, of a row."""
+    return self.array.shape[-2] * (1 if self.tables is None else self.tables.shape[2])
+
+  def size_to_read(self, limit: int) -> int:
+    """How many entries to read at a time: `limit` or less, but whole blocks."""
+    block = self.array.shape[-2]
+    size = limit if self.num_entries == block else max(limit // block, 1) * block
+    return min(size, self.num_entries)
 
   def entries(self, start: jax.Array | int, size: int) -> jax.Array:
-    """Returns [B, G, size, K], the entries from `start` on; start + size is at most S."""
-    num_layer_dims, (num_slots, *_) = self.array.ndim - 4, self.array.shape[-4:]
-    sizes = (*(1,) * num_layer_dims, num_slots, self.array.shape[-3], size, self.array.shape[-1])
-    zero = jnp.zeros((), jnp.int32)
-    if self.slots is None:
+    """Returns [B, G, size, K], the entries from `start` on; start + size is at most S, and where a row has several
+    blocks, both are multiples of b.
+    """
+    num_layer_dims, (num_blocks, num_groups, block, num_features) = len(self.layer), self.array.shape[-4:]
+    ones, zero = (1,) * num_layer_dims, jnp.zeros((), jnp.int32)
+    if self.tables is None:
+      sizes = (*ones, num_blocks, num_groups, size, num_features)
       taken = jax.lax.dynamic_slice(self.array, (*self.layer, zero, zero, zero + start, zero), sizes)
       return taken.reshape(sizes[num_layer_dims:])
-    indices = [jnp.broadcast_to(x, self.slots.shape) for x in (*self.layer, self.slots, zero + start)]
+    num_parts, part = self.tables.shape[0], num_blocks // self.tables.shape[0]
+    columns = (zero + start) // block + jnp.arange(-(-size // block))
+    blocks = jnp.take(self.tables, columns, axis=2, mode='clip')
+    indices = [jnp.broadcast_to(x, blocks.shape) for x in (*self.layer, blocks, (zero + start) % block)]
     numbers = jax.lax.GatherDimensionNumbers(
-      offset_dims=(1, 2, 3),
-      collapsed_slice_dims=tuple(range(num_layer_dims + 1)),
-      start_index_map=(*range(num_layer_dims + 1), num_layer_dims + 2),
+      offset_dims=(2, 4, 5),  # [D, R, G, blocks, b, K]: no transpose before the products
+      collapsed_slice_dims=(*range(num_layer_dims), num_layer_dims + 1),
+      start_index_map=(*range(num_layer_dims), num_layer_dims + 1, num_layer_dims + 3),
+      operand_batching_dims=(num_layer_dims,),
+      start_indices_batching_dims=(0,),
     )
-    sizes = (*sizes[:num_layer_dims], 1, *sizes[num_layer_dims + 1 :])
-    return jax.lax.gather(self.array, jnp.stack(indices, axis=-1), numbers, sizes, mode='clip')
+    array = self.array.reshape(*self.array.shape[:num_layer_dims], num_parts, part, *self.array.shape[-3:])
+    sizes = (*ones, 1, 1, num_groups, min(size, block), num_features)
+    taken = jax.lax.gather(array, jnp.stack(indices, axis=-1), numbers, sizes, mode='clip')
+    return taken.reshape(-1, num_groups, size, num_features)[: self.num_rows]
 
 
-def read_cache(module: nn.Module, *names: str) -> tuple[CachedArray, ...] | None:
-  """Returns the module's arrays of these names of earlier calls, or None in the first call."""
-  if not module.has_variable(CACHE, f'cached_{names[0]}'):
+def is_by_slot(name: str) -> bool:
+  """Returns whether the cache's array of this name has one place per slot, of a fixed size, and no blocks."""
+  return name.startswith((f'cached_{ENCODED}', f'cached_{RING}'))
+
+
+def read_cache(module: nn.Module, num_rows: int, *names: str) -> tuple[CachedArray, ...] | None:
+  """Returns the module's arrays of these names of earlier calls, for B rows, or None in the first call."""
+  kinds = [kind for kind in ('', RING) if module.has_variable(CACHE, f'cached_{kind}{names[0]}')]
+  if not kinds:
     return None
-  scope = current_layer_scope()
-  arrays: Any = (module.get_variable(CACHE, f'cached_{name}') for name in names)
-  # A loop over layers that is not ours gives the arrays of one layer.
-  return tuple(CachedArray(x, scope.layers[: x.ndim - 4], scope.cache_slots) for x in arrays)
+  scope, found = current_layer_scope(), []
+  for name in (f'cached_{kinds[0]}{name}' for name in names):
+    array: Any = module.get_variable(CACHE, name)
+    tables = scope.cache_tables
+    if is_by_slot(name):
+      tables = None if scope.cache_slots is None else scope.cache_slots[None, :, None]
+    # A loop over layers that is not ours gives the arrays of one layer.
+    found.append(CachedArray(array, scope.layers[: array.ndim - 4], tables, num_rows))
+  return tuple(found)
 
 
 def write_encoded(
@@ -130,9 +162,9 @@ def write_encoded(
   write_new_cache(module, whose, split_dims and (*split_dims[:2], None, None))
 
 
-def read_encoded(module: nn.Module) -> tuple[CachedArray, ...] | None:
+def read_encoded(module: nn.Module, num_rows: int) -> tuple[CachedArray, ...] | None:
   """Returns what the first call has written by `write_encoded`; None in the first call."""
-  return read_cache(module, *(ENCODED + name for name in ('key', 'value', 'segments')))
+  return read_cache(module, num_rows, *(ENCODED + name for name in ('key', 'value', 'segments')))
 
 
 def attend_to_cache(
@@ -202,7 +234,7 @@ def attend_to_cache(
   attended = weighted_sum(weights, jnp.swapaxes(value, 1, 2))
 
   num_entries = cached[0].num_entries
-  size = min(num_entries, _BLOCK.get(current_platform(), _LONG_BLOCK))
+  size = cached[0].size_to_read(_BLOCK.get(current_platform(), _LONG_BLOCK))
 
   def add_block(i: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     highest, total, attended = carry

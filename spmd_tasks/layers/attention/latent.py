@@ -137,7 +137,7 @@ class LatentAttention(nn.Module, kw_only=True):
     if is_decoding(self):
       rows, columns, features = self.latent_split_dims or (None,) * 3
       write_new_cache(self, {'latent': joint}, (rows, columns, None, features), segment_ids=segment_ids)
-      cached = read_cache(self, 'latent')
+      cached = read_cache(self, len(x), 'latent')
     if cached is None:
       if self.heads_activation_split_dims is not None:
         kv_up = gather_for_tokens(kv_up, self.up_split_dims, self.heads_activation_split_dims[:2])

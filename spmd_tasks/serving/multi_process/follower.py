@@ -74,7 +74,7 @@ class _Follower:
       'prefill': lambda chunks, score_prompts, masks: engine.prefill(
         chunks, score_prompts=score_prompts, masks=unpack_masks(masks)
       ),
-      'step': lambda keep, masks: engine.step(np.array(keep, np.bool_), unpack_masks(masks)),
+      'step': lambda keep, masks, grown: engine.step(np.array(keep, np.bool_), unpack_masks(masks), grown),
       'restore': self._restore_weights,
       'drop_weights': lambda: setattr(engine, 'weights', None),
     }

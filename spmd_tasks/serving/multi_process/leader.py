@@ -91,6 +91,7 @@ class LeadingEngine:
     """
     self.stop = followers.stop
     self.num_slots, self.max_len = engine.num_slots, engine.max_len
+    self.block_tokens, self.num_blocks, self.num_parts = engine.block_tokens, engine.num_blocks, engine.num_parts
     self.prefill_rows, self.prefill_chunk, self.can_reuse = engine.prefill_rows, engine.prefill_chunk, engine.can_reuse
     self._engine = engine
     self._followers = followers
@@ -132,9 +133,9 @@ class LeadingEngine:
     call = functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts, masks=masks)
     return _Awaited(self._await, self._await(call))
 
-  def step(self, keep: np.ndarray, masks: TokenMasks | None = None) -> Launched:
-    self._followers.send('step', keep.tolist(), pack_masks(masks))
-    return _Awaited(self._await, self._await(self._engine.step, keep, masks))
+  def step(self, keep: np.ndarray, masks: TokenMasks | None = None, grown: Sequence[tuple[int, int]] = ()) -> Launched:
+    self._followers.send('step', keep.tolist(), pack_masks(masks), list(grown))
+    return _Awaited(self._await, self._await(self._engine.step, keep, masks, grown))
 
   def restore(self, step: int | None) -> tuple[Any, int]:
     """Returns a checkpoint's (weights, step), for `weights`; the other processes replace their weights themselves."""

@@ -1,0 +1,148 @@
+"""BlockPool: which blocks of the KV cache hold which text: allocation, shared beginnings, eviction.
+
+    pool = BlockPool(engine)
+    text = pool.open(part=0, chunks=pool.longest(keys, part=0))    # with what earlier prompts left
+    pool.grow(text, num_tokens=300)                                # False: too few blocks are free
+    pool.share(text, key, chunk)                                   # a whole chunk of the prompt, for later ones
+    pool.close(text)
+
+Texts whose prompts begin alike share the blocks of whole chunks, found by a hash of all tokens up to the chunk's end
+(as in vLLM: Kwon et al., 2023), of the low-rank adapter, which gives the same tokens other keys and values, and of the
+request's `cache_key`. Shared chunks stay after their texts, until blocks are needed: then the least recently used ones
+are evicted. A prompt's last chunks count as less recently used than its first ones, without which none finds them.
+
+Everything here is on the host, and a pure function of the calls, so that all processes hold the same.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from spmd_tasks.decoding.requests import Chunk, Request
+
+
+@dataclasses.dataclass(eq=False)
+class SharedChunk:
+  """The blocks of a whole chunk of prompts, with the number of texts that use it now."""
+
+  key: bytes
+  blocks: tuple[int, ...]
+  num_users: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Text:
+  """The blocks of one text in their order, and the chunks that some of them belong to."""
+
+  part: int
+  blocks: list[int]
+  chunks: list[SharedChunk]
+
+
+def chunk_keys(request: Request, size: int) -> list[bytes]:
+  """Returns a key for each whole chunk of a prompt: a hash of all tokens up to its end."""
+  key, keys = repr((request.adapter, request.cache_key)).encode(), []
+  for stop in range(size, len(request.ids) + 1, size):
+    tokens = np.asarray(request.ids[stop - size : stop], np.int32).tobytes()
+    key = hashlib.blake2b(key + tokens, digest_size=32).digest()
+    keys.append(key)
+  return keys
+
+
+class BlockPool:
+  """The blocks of an engine, in the parts into which its mesh splits them.
+
+  Attributes:
+    num_blocks: of all parts.
+  """
+
+  def __init__(self, engine: Any):
+    """All blocks are free; `engine` has the sizes, see engine_contract.py."""
+    self.num_blocks = engine.num_blocks
+    self._block_tokens = engine.block_tokens
+    size = engine.num_blocks // engine.num_parts
+    self._free = [list(range(part * size, (part + 1) * size))[::-1] for part in range(engine.num_parts)]
+    self._chunks: list[dict[bytes, SharedChunk]] = [{} for _ in self._free]
+    self._unused: list[dict[SharedChunk, None]] = [{} for _ in self._free]  # least recently used first
+    self._num_unused = [0 for _ in self._free]  # their blocks
+
+  @property
+  def num_used(self) -> int:
+    """Blocks of texts that are open."""
+    return self.num_blocks - sum(self.num_available(part) for part in range(len(self._free)))
+
+  def num_available(self, part: int) -> int:
+    """Blocks that new texts can have, those of evicted chunks included."""
+    return len(self._free[part]) + self._num_unused[part]
+
+  def longest(self, keys: Sequence[bytes], part: int) -> list[SharedChunk]:
+    """Returns the chunks that a part holds of those with these keys, from the first one on without a gap."""
+    found = []
+    for key in keys:
+      chunk = self._chunks[part].get(key)
+      if chunk is None:
+        break
+      found.append(chunk)
+    return found
+
+  def num_needed(self, num_tokens: int, chunks: Sequence[SharedChunk]) -> int:
+    """How many available blocks a text takes that begins with these chunks."""
+    held = sum(len(chunk.blocks) for chunk in chunks if chunk.num_users)
+    return -(-num_tokens // self._block_tokens) - held
+
+  def open(self, part: int, chunks: Sequence[SharedChunk]) -> Text:
+    """Begins a text that has the blocks of these chunks."""
+    for chunk in chunks:
+      if not chunk.num_users:
+        self._take_unused(part, chunk)
+      chunk.num_users += 1
+    return Text(part, [block for chunk in chunks for block in chunk.blocks], list(chunks))
+
+  def grow(self, text: Text, num_tokens: int) -> bool:
+    """Gives a text the blocks for its first tokens, and returns True; False, and none, where too few are available."""
+    missing = -(-num_tokens // self._block_tokens) - len(text.blocks)
+    free = self._free[text.part]
+    if missing > self.num_available(text.part):
+      return False
+    while missing > len(free):
+      chunk = self._take_unused(text.part, next(iter(self._unused[text.part])))
+      del self._chunks[text.part][chunk.key]
+      free.extend(reversed(chunk.blocks))
+    text.blocks += [free.pop() for _ in range(missing)]
+    return True
+
+  def share(self, text: Text, key: bytes, chunk: Chunk) -> None:
+    """Lets later texts use a whole chunk of a text's prompt, unless the same tokens are shared already."""
+    if key not in self._chunks[text.part]:
+      blocks = text.blocks[chunk.start // self._block_tokens : chunk.stop // self._block_tokens]
+      self._chunks[text.part][key] = shared = SharedChunk(key, tuple(blocks), num_users=1)
+      text.chunks.append(shared)
+
+  def close(self, text: Text) -> None:
+    """Ends a text; its shared chunks stay."""
+    own = dict.fromkeys(text.blocks)
+    for chunk in reversed(text.chunks):
+      chunk.num_users -= 1
+      is_kept = self._chunks[text.part].get(chunk.key) is chunk
+      if chunk.num_users == 0 and is_kept:
+        self._unused[text.part][chunk] = None
+        self._num_unused[text.part] += len(chunk.blocks)
+      if chunk.num_users or is_kept:
+        for block in chunk.blocks:
+          del own[block]
+    self._free[text.part] += reversed(own)
+
+  def forget(self) -> None:
+    """Drops all shared chunks: their keys and values are of no more use."""
+    for part, unused in enumerate(self._unused):
+      for chunk in list(unused):
+        self._free[part] += self._take_unused(part, chunk).blocks
+      self._chunks[part].clear()
+
+  def _take_unused(self, part: int, chunk: SharedChunk) -> SharedChunk:
+    del self._unused[part][chunk]
+    self._num_unused[part] -= len(chunk.blocks)
+    return chunk
