@@ -25,6 +25,7 @@ import numpy as np
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
+from spmd_tasks.decoding.free_memory import free_bytes, local_bytes
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
@@ -107,13 +108,11 @@ class DecodeSteps:
     self.block_tokens = math.gcd(self.prefill_chunk, _BLOCK_TOKENS) if shares else min(self.max_len, _BLOCK_TOKENS)
     self.table_len = -(-self.max_len // self.block_tokens)
     self._slots_of_part = -(-num_slots // self.num_parts)
-    self.num_blocks = self.num_parts * self._slots_of_part * self.table_len
-    shape = (self.num_blocks, self.block_tokens)
-    by_slot = [
-      not step_functions.has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_cache)[0]
-    ]
-    self.can_reuse = not (any(by_slot) or self.encoder_len is not None or self._has_prefix)
-    abstract_cache, specs, _ = self._abstract_cache(num_slots, shape)
+    is_pool = [step_functions.has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_cache)[0]]
+    self.can_reuse = all(is_pool) and self.encoder_len is None and not self._has_prefix
+    of_blocks = functools.partial(self._abstract_cache, num_slots)
+    self.num_blocks = self.num_parts * self._blocks_of_part(of_blocks, is_pool)
+    abstract_cache, specs, _ = of_blocks((self.num_blocks, self.block_tokens))
     empty = functools.partial(
       step_functions.empty_state,
       num_slots=self.settings.num_slots,
@@ -124,11 +123,7 @@ class DecodeSteps:
     shardings = jax.tree.map(lambda _: self._replicated, self.abstract_state)
     shardings = shardings.replace(cache=jax.tree.map(lambda spec: NamedSharding(model.mesh, spec), specs))
 
-    def padded(leaf, sharding):
-      shape = padding.padded_shape(leaf.shape, sharding.spec, model.mesh.shape)
-      return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-    self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
+    self.padded_state = jax.tree.map(self._padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
     fewer = (2 * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
     self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), num_slots)
@@ -163,6 +158,34 @@ class DecodeSteps:
   def prefill(self, variables: Variables, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
     """See step_functions.prefill."""
     return self._prefill(batch)(variables, state, batch)
+
+  def _padded(self, leaf: Any, sharding: NamedSharding) -> Any:
+    shape = padding.padded_shape(leaf.shape, sharding.spec, self._model.mesh.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+  def _blocks_of_part(self, abstract_cache: Callable[[tuple[int, int]], Any], is_pool: Sequence[bool]) -> int:
+    """How many blocks each of the D parts of the pool has."""
+    given = self.settings.max_cache_tokens
+    if given is not None:
+      fitting = -(-given // (self.num_parts * self.block_tokens))
+      why = f'max_cache_tokens={given}'
+    else:
+      # One block in each part, which is one per device, and what all slots have beside the pool.
+      shapes, specs, _ = abstract_cache((self.num_parts, self.block_tokens))
+      sizes = [
+        local_bytes(self._padded(leaf, NamedSharding(self._model.mesh, spec)))
+        for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True)
+      ]
+      of_block = sum(size for size, pooled in zip(sizes, is_pool, strict=True) if pooled)
+      free = free_bytes(self._model.mesh, self.storage.padded, self.settings.memory_fraction) - sum(sizes) + of_block
+      fitting = min(int(free // max(of_block, 1)), self._slots_of_part * self.table_len)
+      why = f'memory_fraction={self.settings.memory_fraction}'
+    if fitting < self.table_len:
+      raise UserError(
+        f'{why} leaves the KV cache {max(fitting, 0) * self.num_parts * self.block_tokens} tokens, in {self.num_parts} '
+        f'parts, and a text has up to max_len={self.max_len}: raise it, lower max_len, or take more devices.'
+      )
+    return fitting
 
   def own_blocks(self, slot: int) -> tuple[int, ...]:
     """The blocks of a slot where each slot has its own."""

@@ -90,6 +90,11 @@ class Scheduler:
     return len(self._slots) - len(self._free) + len(self._preempted)
 
   @property
+  def num_blocks(self) -> int:
+    """Blocks of the KV cache."""
+    return self._pool.num_blocks
+
+  @property
   def num_used_blocks(self) -> int:
     """Blocks of the KV cache that sequences in slots have."""
     return self._pool.num_used

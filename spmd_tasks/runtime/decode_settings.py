@@ -62,6 +62,9 @@ class DecodeSettings(SamplingParams):
   Fields, beside those of SamplingParams:
     max_len: S, positions per sequence: prompt and generated tokens; None takes the training input's length.
     num_slots: N, how many sequences are generated at once.
+    max_cache_tokens: how many tokens the KV cache holds, of all texts together and of beginnings of prompts that later
+      ones may reuse; None is num_slots * max_len, or less where memory has no room for it.
+    memory_fraction: of a device's memory, what weights and KV cache may take where max_cache_tokens is None.
     prefill_rows: P, how many prompts one prefill reads.
     prefill_chunk: longer prompts are read in chunks of this many tokens. Beam search reads whole prompts.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
@@ -80,6 +83,8 @@ class DecodeSettings(SamplingParams):
 
   max_len: int | None = None
   num_slots: int = 8
+  max_cache_tokens: int | None = None
+  memory_fraction: float = 0.9
   prefill_rows: int = 1
   prefill_chunk: int = 256
   min_bucket: int = 16
@@ -96,10 +101,12 @@ class DecodeSettings(SamplingParams):
 
   def __post_init__(self):
     counts = ('max_len', 'num_slots', 'prefill_rows', 'prefill_chunk', 'min_bucket', 'max_stop_ids', 'max_tokens')
-    for name in (*counts, 'num_beams', 'encoder_len'):
+    for name in (*counts, 'num_beams', 'encoder_len', 'max_cache_tokens'):
       value = getattr(self, name)
       if value is not None and value < 1:
         raise UserError(f'{name}={value} must be at least 1.')
+    if not 0 < self.memory_fraction <= 1:
+      raise UserError(f'memory_fraction={self.memory_fraction} must be above 0 and at most 1.')
     if self.prefill_chunk < self.min_bucket:
       raise UserError(
         f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}, the shortest length to '

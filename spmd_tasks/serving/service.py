@@ -184,6 +184,9 @@ class Service:
       'queued_sequences': ('Sequences that wait for a slot.', lambda: thread.num_queued),
       'slots': ('Sequences that can be generated at once.', lambda: self._num_slots),
       'active_slots': ('Slots in use.', lambda: scheduler.num_active),
+      'used_cache_blocks': ('Blocks of the KV cache of running sequences.', lambda: scheduler.num_used_blocks),
+      'cache_blocks': ('Blocks of the KV cache.', lambda: scheduler.num_blocks),
+      'preemptions_total': ('Sequences that had to begin again for want of blocks.', lambda: scheduler.num_preemptions),
       'weights_step': ('Training step of the weights.', lambda: self.model.step),
       'late_compilations': ('Compilations after the warm-up; above 0 is a bug.', lambda: self.num_late_compilations),
       'decode_steps_total': ('Decode steps.', lambda: scheduler.num_steps),
@@ -191,7 +194,7 @@ class Service:
       'prefills_total': ('Prefills.', lambda: scheduler.num_prefills),
       'prefill_chunks_total': ('Chunks of prompts that prefills read.', lambda: scheduler.num_chunks),
       'prompt_tokens_total': ('Tokens of prompts that prefills read.', lambda: scheduler.num_prompt_tokens),
-      'reused_prompt_tokens_total': ('Tokens that a slot held already.', lambda: scheduler.num_reused_tokens),
+      'reused_prompt_tokens_total': ('Tokens that the cache held already.', lambda: scheduler.num_reused_tokens),
       'generated_tokens_total': ('Tokens generated.', lambda: scheduler.num_generated_tokens),
     }
 
