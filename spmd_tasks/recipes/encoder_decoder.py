@@ -220,6 +220,7 @@ class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
   num_selected_experts: int = 1
   capacity_factor: float = 1.25
   eval_capacity_factor: float = 2.0
+  min_capacity: int = 4
   max_group_size: int = 4096
   num_groups_multiple_of: int = 8
   prioritizes_batch: bool = False  # in the encoder alone: a decoder would look ahead
@@ -238,7 +239,7 @@ class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
       DerivedGroupSize, max_size=self.max_group_size, num_groups_multiple_of=self.num_groups_multiple_of
     )
     factors = {'capacity_factor': self.capacity_factor, 'eval_capacity_factor': self.eval_capacity_factor}
-    return {**factors, 'min_capacity': 4, 'group_size': groups}
+    return {**factors, 'min_capacity': self.min_capacity, 'group_size': groups}
 
   def mixture(self, *, encodes: bool) -> fdl.Config[MixtureOfExperts]:
     ffn = self.ffn()

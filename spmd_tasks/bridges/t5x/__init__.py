@@ -19,9 +19,9 @@ from spmd_tasks.wings import Flag, Format, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
-  from spmd_tasks.bridges.t5x._seqio import SeqIoInput
+  from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput
   from spmd_tasks.bridges.t5x._seqio_prompts import SeqIoPrompts
-  from spmd_tasks.bridges.t5x.experiments import T5xExperiment
+  from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
 
 __all__ = [
@@ -30,7 +30,9 @@ __all__ = [
   'SeqIoPrompts',
   'T5xCheckpoint',
   'T5xExperiment',
+  'T5xMoeExperiment',
   'T5xOrigin',
+  'TfExampleInput',
   'open_checkpoint',
   'write_checkpoint',
 ]

@@ -5,7 +5,7 @@
     setup.unread()                                       # bindings of nodes that were visited, which nobody asked for
 
 The library gin-config parses; names are resolved by the imports of the files (gin's dynamic registration), so T5X need
-not be installed. Files of T5X's that are nowhere found are made of `_gin_files.py`.
+not be installed. T5X's and Flaxformer's files that are not found are made of `_gin_files.py` and `_gin_flaxformer.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ import tokenize
 from typing import Any
 
 from spmd_tasks.bridges.t5x._gin_files import REQUIRED, shipped_file
+from spmd_tasks.bridges.t5x._gin_flaxformer import flaxformer_file
 from spmd_tasks.errors import UserError
 from spmd_tasks.wings import require
 
@@ -110,6 +111,8 @@ class Setup:
     if isinstance(value, _Macro):
       if f'%{value.name}' == REQUIRED:
         raise UserError(f'{where} is required: give --gin.{where.removeprefix("%")}=VALUE.')
+      if value.name not in self.macros and '.' in value.name:  # a constant of a module
+        return value.name
       if value.name not in self.macros:
         raise UserError(f'{where} is the macro %{value.name}, which nothing defines: bind it or include its file.')
       return self.resolve(self.macros[value.name], f'%{value.name}')
@@ -152,7 +155,7 @@ def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Seque
 
 def _read_file(name: str, setup: Setup, search: Sequence[str], included_by: str) -> None:
   path = next((path for path in _places(name, search) if path.is_file()), None)
-  text = shipped_file(name) if path is None else path.read_text()
+  text = (shipped_file(name) or flaxformer_file(name)) if path is None else path.read_text()
   if text is None:
     by = f', which {included_by} includes,' if included_by else ''
     raise UserError(

@@ -10,7 +10,7 @@ from spmd_tasks.bridges.t5x._gin import directories_of, read_setup
 from spmd_tasks.bridges.t5x._gin_translation import Translation, source_file, translate
 from spmd_tasks.errors import UserError
 
-EXPERIMENT = 'spmd_tasks.bridges.t5x.experiments.T5xExperiment'
+EXPERIMENTS = 'spmd_tasks.bridges.t5x.experiments'
 
 
 def start(flags: argparse.Namespace) -> int | None:
@@ -37,7 +37,7 @@ def start(flags: argparse.Namespace) -> int | None:
       f'{len(made.missing)} settings of {files[0]} have no counterpart, see above, so that numbers would differ: '
       'change them, or write the setup as a Python file by --translate FILE, and change that.'
     )
-  flags.exp = EXPERIMENT
+  flags.exp = f'{EXPERIMENTS}.{made.experiment}'
   flags.overrides = [f'{name}={value}' for name, value in made.fields.items()] + flags.overrides
   flags.experiment_path = flags.experiment_path + [*directories_of(files), '.']
   return None

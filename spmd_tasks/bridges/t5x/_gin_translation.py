@@ -26,6 +26,7 @@ _NORMALIZATION = {
   'NUM_TOTAL_TARGET_TOKENS': 'all_tokens',
   'AVERAGE_PER_SEQUENCE': 'sequences',
 }
+_FLAXFORMER = 'flaxformer.architectures.t5.t5_architecture.EncoderDecoder'
 _REMAT = {None: 'none', 'none': 'none', 'minimal': 'dots_no_batch', 'full': 'full'}
 # T5X's name, ours and T5X's default.
 _SIZES = {
@@ -55,7 +56,15 @@ _RATE |= {name: name for name in ('factors', 'warmup_steps', 'decay_factor', 'st
 _RATE['step_offset'] = 'step_offset'
 # Bindings that say where something is computed or written, which no number depends on: by the last part of a selector.
 _IGNORED = {
-  'train': ('summarize_config_fn', 'use_hardware_rng', 'gc_period', 'use_orbax', 'concurrent_metrics', 'stats_period'),
+  'train': (
+    'summarize_config_fn',
+    'use_hardware_rng',
+    'gc_period',
+    'use_orbax',
+    'concurrent_metrics',
+    'stats_period',
+    'use_jax_array',
+  ),
   'evaluate': ('output_dir', 'inference_evaluator_cls', 'summarize_config_fn'),
   'infer': ('output_dir', 'mode', 'checkpoint_period', 'shard_id', 'num_shards'),
   'DatasetConfig': ('use_memory_cache', 'num_workers', 'num_prefetch_threads'),
@@ -63,7 +72,20 @@ _IGNORED = {
   'SaveCheckpointConfig': ('save_dataset', 'keep_dataset_checkpoints', 'dtype', 'checkpointer_cls'),
   'RestoreCheckpointConfig': ('mode', 'dtype', 'strict', 'restore_dataset', 'checkpointer_cls'),
   'T5Config': ('param_scan_axis', 'float32_attention_logits'),
+  'MoePjitPartitioner': ('num_expert_partitions', 'num_experts', 'logical_axis_rules', 'state_filter_fn', 'backend'),
+  'MoeTrainer': ('expert_grad_scale',),
+  'create_task_from_tfexample_file': ('features', 'targets_key', 'task_id'),
 }
+_DROPOUTS = ('dropout_factory', 'input_dropout_factory', 'output_dropout_factory')
+# Of Flaxformer's layers, which module is built of what: initializers, names, types and layouts, and what is read by
+# `_flaxformer` of another module.
+_OF_FLAXFORMER = (
+  *('kernel_init', 'bias_init', 'embedding_init', 'dtype', 'attend_dtype', 'cast_input_dtype', 'one_hot', 'name'),
+  *('layer_norm_factory', 'activation_partitioning_dims', 'scanned', 'input_axis_name', 'output_axis_name', 'router'),
+  *('intermediate_axis_name', 'data_sharding_constraints', 'num_model_partitions', 'broadcast_dropout', 'num_heads'),
+  *('encoder_decoder_attention', 'router_weights', 'broadcast_dims', 'position_bias_factory', 'split_params'),
+  *('precision', 'dropout_rate', 'attention_fn'),
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,6 +93,7 @@ class Translation:
   """The fields of an experiment, and what they do not say."""
 
   mode: str = 'train'
+  experiment: str = 'T5xExperiment'
   fields: dict[str, Any] = dataclasses.field(default_factory=dict)
   missing: list[str] = dataclasses.field(default_factory=list)
   notes: list[str] = dataclasses.field(default_factory=list)
@@ -99,7 +122,7 @@ def translate(setup: Setup) -> Translation:
   if made.mode == 'train':
     _training(root, made)
   else:
-    dataset = _dataset(root.get('dataset_cfg'), made)
+    dataset = _dataset(root.get('dataset_cfg'), made, root.get('model'))
     dataset |= {'num_epochs': 1, 'packing': False}
     made.fields |= {'train_data': dataset, 'eval_data' if made.mode == 'eval' else 'decode_data': dataset}
     made.fields |= _sizes_of(dataset) | _start(root.get('restore_checkpoint_cfg'), made)
@@ -113,13 +136,16 @@ def translate(setup: Setup) -> Translation:
 def _model(model: Node, made: Translation) -> None:
   """Translates the model, its loss and its optimizer."""
   is_decoder = model.name == 'DecoderOnlyModel'
-  if model.name not in ('EncoderDecoderModel', 'DecoderOnlyModel'):
-    made.lacks(f'model = @{model}', 'only EncoderDecoderModel and DecoderOnlyModel of t5x.models are known')
+  if model.name not in ('EncoderDecoderModel', 'DecoderOnlyModel', 'MoeEncoderDecoderModel'):
+    models = 'EncoderDecoderModel, DecoderOnlyModel and MoeEncoderDecoderModel'
+    made.lacks(f'model = @{model}', f'only {models} of T5X are known')
     return
   module = model.get('module')
   known = _NETWORK.fullmatch(module.selector)
-  if known is None:
-    made.lacks(f'{model}.module = @{module}', 'only the networks of t5x.examples are known')
+  if module.selector == _FLAXFORMER:
+    _flaxformer(module, model, made)
+  elif known is None:
+    made.lacks(f'{model}.module = @{module}', 'only the networks of t5x.examples and EncoderDecoder of Flaxformer are')
   else:
     _network(module.get('config'), known.group(1), is_decoder, made)
     _report_rest(module, made)
@@ -142,7 +168,7 @@ def _model(model: Node, made: Translation) -> None:
   if optimizer.selector != 't5x.adafactor.Adafactor':
     made.lacks(f'{model}.optimizer_def = @{optimizer}', 'only t5x.adafactor.Adafactor is translated')
   else:
-    _adafactor(optimizer, made)
+    _adafactor(optimizer, made, is_flat=module.selector == _FLAXFORMER and made.experiment == 'T5xExperiment')
   _report_rest(model, made)
 
 
@@ -154,14 +180,7 @@ def _network(config: Node, example: str, is_decoder: bool, made: Translation) ->
   made.fields.setdefault('num_encoder_layers', 0)
   dtype = config.get('dtype', 'float32')
   made.fields['dtype'] = dtype.name if isinstance(dtype, Node) else str(dtype)
-  activations = tuple(config.get('mlp_activations', ('relu',)))
-  if len(activations) == 2 and 'linear' in activations:
-    [activation] = [name for name in activations if name != 'linear'] or ['linear']
-  else:
-    activation = activations[0]
-  if len(activations) > 2 or (len(activations) == 2 and activations[1] != 'linear'):
-    made.lacks(f'{config}.mlp_activations = {activations}', 'one activation, or one and then linear, is known')
-  made.fields |= {'activation': activation, 'is_gated': len(activations) == 2}
+  made.fields |= _activation(tuple(config.get('mlp_activations', ('relu',))), config, made)
   is_scalable = example == 'scalable_t5'
   made.fields |= {'has_bias_per_layer': is_scalable, 'scanned': is_scalable and config.get('scan_layers', True)}
   remat = config.get('remat_policy', None)
@@ -171,7 +190,125 @@ def _network(config: Node, example: str, is_decoder: bool, made: Translation) ->
   _report_rest(config, made)
 
 
-def _adafactor(optimizer: Node, made: Translation) -> None:
+def _flaxformer(module: Node, model: Node, made: Translation) -> None:
+  """Translates Flaxformer's encoder-decoder, whose feed-forward sublayers may be mixtures of experts."""
+  made.notes.append(f'@{module}: initial weights are drawn as those of T5, whatever kernel_init says')
+  embed = module.get('shared_token_embedder_factory')
+  dtype = module.get('dtype', 'float32')
+  made.fields |= {'vocab_size': embed.get('num_embeddings'), 'model_dims': embed.get('features'), 'dtype': dtype}
+  sides = {'encoder': 'attention', 'decoder': 'self_attention'}
+  stacks = {side: module.get(f'{side}_factory') for side in sides}
+  layers = {side: stack.get('layer_factory') for side, stack in stacks.items()}
+  visited, found = [module, embed, *stacks.values(), *layers.values()], {}
+  for side, attention in sides.items():
+    own = layers[side].get('relative_position_bias_factory', None)
+    bias = stacks[side].get('shared_relative_position_bias_factory', None) or own
+    attention, mlp = layers[side].get(attention), layers[side].get('mlp')
+    dropouts = [node.get(name, None) for node in (layers[side], stacks[side]) for name in _DROPOUTS]
+    rates = {attention.get('dropout_rate', 0.0), mlp.get('intermediate_dropout_rate', 0.1)}
+    rates |= {dropout.get('rate') for dropout in dropouts if dropout}
+    if len(rates) > 1:
+      made.lacks(f'@{layers[side]}', f'one dropout rate is known, and it has {sorted(rates)}')
+    activations = tuple(mlp.get('activations', ('relu',)))
+    found[side] = {
+      'num_heads': attention.get('num_heads'),
+      'head_dim': attention.get('head_dim'),
+      'hidden_dims': mlp.get('intermediate_dim', 2048),
+      'dropout_rate': max(rates),
+      'has_bias_per_layer': own is not None,
+      'num_buckets': bias.get('num_buckets') if bias else None,
+      'max_distance': bias.get('max_distance') if bias else None,
+      **_activation(activations, mlp, made),
+    }
+    made.fields['num_layers' if side == 'decoder' else 'num_encoder_layers'] = stacks[side].get('num_layers')
+    _refuse_biases(made, attention, mlp)
+    if stacks[side].get('position_embedder_factory', None) is not None or bias is None:
+      made.lacks(f'@{stacks[side]}', 'positions are relative biases, shared or of each layer')
+    visited += [attention, mlp, *[each for each in (*dropouts, bias) if each]]
+  if found['encoder'] != found['decoder']:
+    differ = [name for name, value in found['encoder'].items() if found['decoder'][name] != value]
+    made.lacks(f'@{module}', f'encoder and decoder have one value of each field, and differ in {", ".join(differ)}')
+  made.fields |= found['decoder']
+  logits = stacks['decoder'].get('output_logits_factory', None)
+  made.fields['ties_embedding'] = logits is None
+  if any(stack.get('num_sparse_layers', 0) for stack in stacks.values()):
+    visited += _mixtures(stacks, found['decoder'], model, made)
+  for node in visited:
+    _report_rest(node, made, _OF_FLAXFORMER)
+
+
+def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, made: Translation) -> list[Node]:
+  """Translates the mixtures of experts of both stacks; returns what it has read."""
+  made.experiment, visited, found = 'T5xMoeExperiment', [], {}
+  for side, stack in stacks.items():
+    layer, num_sparse = stack.get('sparse_layer_factory'), stack.get('num_sparse_layers')
+    every = stack.get('num_layers') // max(num_sparse, 1)
+    if num_sparse == 0 or stack.get('num_layers') % num_sparse:
+      made.lacks(f'{stack}.num_sparse_layers = {num_sparse}', 'every n-th layer of both stacks has experts')
+    layout = str(stack.get('sparse_layout', 'MIXED'))
+    if not layout.endswith('MIXED') and every > 1:
+      made.lacks(f'{stack}.sparse_layout = {layout}', 'only LayerLayout.MIXED is known')
+    mixture = layer.get('mlp')
+    router, expert = mixture.get('router'), mixture.get('expert')
+    by_experts = router.name == 'ExpertsChooseMaskedRouter'
+    if not (by_experts and side == 'encoder') and not router.name.startswith('TokensChoose'):
+      made.lacks(f'{mixture}.router = @{router}', 'tokens choose, or in the encoder experts')
+    own = {'hidden_dims': expert.get('intermediate_dim', 2048)}
+    own |= _activation(tuple(expert.get('activations', ('relu',))), expert, made)
+    if differ := [name for name, value in own.items() if ffn[name] != value]:
+      made.lacks(f'@{expert}', f'experts are as the dense layers, and differ in {", ".join(differ)}')
+    if expert.get('intermediate_dropout_rate', 0.1):
+      made.lacks(f'{expert}.intermediate_dropout_rate', 'experts have no dropout: bind EXPERT_DROPOUT_RATE = 0.0')
+    _refuse_biases(made, expert)
+    layer.get('dropout_factory', None)  # those of all layers are one
+    if router.get('jitter_noise', 0.0):
+      made.lacks(f'{router}.jitter_noise', 'bind JITTER_NOISE = 0.0, or override router() with jitter_eps')
+    found[side] = {
+      'mixture_every': every,
+      'num_experts': mixture.get('num_experts'),
+      'num_groups_multiple_of': mixture.get('num_expert_partitions'),
+      'max_group_size': mixture.get('max_group_size'),
+      'capacity_factor': mixture.get('train_capacity_factor'),
+      'eval_capacity_factor': mixture.get('eval_capacity_factor'),
+      'min_capacity': mixture.get('min_expert_capacity', 4),
+      'ignores_padding': router.get('ignore_padding_tokens'),
+    }
+    choice = {'prioritizes_batch' if side == 'encoder' else '': router.get('batch_prioritized_routing', False)}
+    made.fields |= {name: value for name, value in choice.items() if name}
+    if side == 'decoder' and choice['']:
+      made.lacks(f'{router}.batch_prioritized_routing', 'a decoder would look ahead')
+    if by_experts:
+      made.fields['experts_choose'] = True
+    else:
+      found[side]['num_selected_experts'] = router.get('num_selected_experts')
+    visited += [layer, mixture, router, expert, layer.get('attention' if side == 'encoder' else 'self_attention')]
+  differ = [n for n, value in found['encoder'].items() if found['decoder'][n] != value]
+  if differ:
+    made.lacks('sparse layers', f'those of both stacks have one value of each field, and differ in {", ".join(differ)}')
+  made.notes.append(
+    f"groups of tokens: as many as a multiple of {found['decoder']['num_groups_multiple_of']}, T5X's where it has no "
+    'more devices than this number times its model partitions; else set num_groups_multiple_of'
+  )
+  weights = {'load_balance_weight': 'aux_loss_factor', 'router_z_weight': 'router_z_loss_factor'}
+  made.fields |= found['decoder'] | {ours: model.get(theirs, 0.0) for ours, theirs in weights.items()}
+  return visited
+
+
+def _refuse_biases(made: Translation, *nodes: Node) -> None:
+  for node in nodes:
+    for name in ('use_bias', 'final_dropout_rate'):
+      if node.get(name, False):
+        made.lacks(f'{node}.{name}', 'attention and feed-forward layers of T5 have none')
+
+
+def _activation(activations: tuple[str, ...], node: Node, made: Translation) -> dict[str, Any]:
+  if len(activations) > 2 or activations[1:] not in ((), ('linear',)):
+    made.lacks(f'{node}: activations = {activations}', 'one activation, or one and then linear, is known')
+  return {'activation': activations[0], 'is_gated': len(activations) == 2}
+
+
+def _adafactor(optimizer: Node, made: Translation, *, is_flat: bool) -> None:
+  """Translates Adafactor; `is_flat`: all weights are matrices, which T5X's rules factor as no rules do."""
   settings = {}
   for theirs, ours in _ADAFACTOR.items():
     value = optimizer.get(theirs, _ADAFACTOR)  # the table itself: no binding
@@ -184,9 +321,9 @@ def _adafactor(optimizer: Node, made: Translation) -> None:
   if optimizer.get('factored', True) is False:
     settings['min_dim_size_to_factor'] = 2**31 - 1
   rules = optimizer.get('logical_factor_rules', None)
-  if isinstance(rules, Node) and rules.name != 'standard_logical_factor_rules':
-    made.lacks(f'{optimizer}.logical_factor_rules = @{rules}', 'only standard_logical_factor_rules is known')
-  elif rules is None and optimizer.get('factored', True):
+  if isinstance(rules, Node) and rules.name not in ('standard_logical_factor_rules', 'logical_factor_rules'):
+    made.lacks(f'{optimizer}.logical_factor_rules = @{rules}', "only T5X's and those of its contrib/moe are known")
+  elif rules is None and optimizer.get('factored', True) and not is_flat:
     made.lacks(
       f'{optimizer}.logical_factor_rules', "without T5X's rules the largest dims are factored; set `optimizer`"
     )
@@ -222,6 +359,8 @@ def _training(root: Node, made: Translation) -> None:
   else:
     made.lacks(f'{trainer}.learning_rate_fn = @{rate}', 'only utils.create_learning_rate_scheduler is known')
   made.fields['num_microbatches'] = trainer.get('num_microbatches', None) or 1
+  if trainer.name == 'MoeTrainer':
+    made.fields['expert_grad_scale'] = trainer.get('num_expert_partitions')
   _report_rest(trainer, made)
   checkpoints = root.get('checkpoint_cfg')
   save, restore = checkpoints.get('save', None), checkpoints.get('restore', None)
@@ -242,12 +381,20 @@ def _training(root: Node, made: Translation) -> None:
   made.fields['seed'] = seed or 0
 
 
-def _dataset(config: Node, made: Translation) -> dict[str, Any]:
-  """Returns the fields of a SeqIoInput."""
+def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict[str, Any]:
+  """Returns the fields of a SeqIoInput, or of a TfExampleInput with the vocabulary of a model."""
   task, module = config.get('mixture_or_task_name'), config.get('module', None)
-  if isinstance(task, Node):
+  source: dict[str, Any] = {'task': task}
+  if isinstance(task, Node) and task.name == 'create_task_from_tfexample_file' and model is not None:
+    if task.get('file_type') != 'tfrecord':
+      made.lacks(f'{task}.file_type', "only 'tfrecord' is read")
+    paths = task.get('paths')
+    source = {'paths': (paths,) if isinstance(paths, str) else tuple(paths)}
+    source |= {'inputs_key': task.get('inputs_key', 'inputs'), **_vocabulary(model, made)}
+    _report_rest(task, made)
+  elif isinstance(task, Node):
     made.lacks(f'{config}.mixture_or_task_name = @{task}', 'name a task; prompts in files are read by --decode_input')
-    task = task.name
+    source = {'task': task.name}
   if module:
     modules = made.fields.setdefault('task_modules', ())
     made.fields['task_modules'] = tuple(dict.fromkeys((*modules, module)))
@@ -264,7 +411,7 @@ def _dataset(config: Node, made: Translation) -> dict[str, Any]:
   if config.get('runtime_preprocessors', None):
     made.lacks(f'{config}.runtime_preprocessors', 'AirIO is not read')
   fields = {
-    'task': task,
+    **source,
     'lengths': lengths,
     'split': config.get('split'),
     'batch_size': config.get('batch_size'),
@@ -279,6 +426,18 @@ def _dataset(config: Node, made: Translation) -> dict[str, Any]:
   return fields
 
 
+def _vocabulary(model: Node, made: Translation) -> dict[str, Any]:
+  """Returns the vocabulary of a model's targets, as fields of a TfExampleInput."""
+  vocabulary = model.get('output_vocabulary', None) or model.get('vocabulary')
+  if vocabulary.name == 'ByteVocabulary':
+    return {'extra_ids': vocabulary.get('extra_ids', 0)}
+  if vocabulary.name != 'SentencePieceVocabulary':
+    made.lacks(f'{model}.output_vocabulary = @{vocabulary}', 'bytes and SentencePiece are known')
+    return {}
+  names = {'sentencepiece_model_file': None, 'extra_ids': 0}
+  return {name: vocabulary.get(name, default) for name, default in names.items()}
+
+
 def _sizes_of(data: Mapping[str, Any]) -> dict[str, Any]:
   lengths = data['lengths'] or {}
   sizes = {'batch_size': data['batch_size']}
@@ -290,11 +449,28 @@ def _sizes_of(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _start(restore: Node, made: Translation) -> dict[str, Any]:
   """Returns where the weights are from."""
-  path = restore.get('path', None)
-  if restore.get('state_transformation_fns', ()) or restore.get('assignment_map', None):
-    made.lacks(f'{restore}.state_transformation_fns', 'return a T5xOrigin with an assignment_map from origin()')
-  for name in ('assignment_map', 'fallback_to_scratch'):
-    restore.get(name, None)
+  path, pairs = restore.get('path', None), list(restore.get('assignment_map', None) or ())
+  for function in restore.get('state_transformation_fns', None) or ():
+    if not isinstance(function, Node) or function.name != 'apply_assignment_map':
+      made.lacks(f'{restore}.state_transformation_fns = {function}', 'only state_utils.apply_assignment_map is known')
+      continue
+    pairs += function.get('assignment_map')
+    if function.get('require_all_rules_match', True) is False:
+      made.lacks(f'{function}.require_all_rules_match', 'leave out the pairs that match no weight')
+  checkpointer = restore.get('checkpointer_cls', None)
+  if isinstance(checkpointer, Node) and checkpointer.name == 'UpcycleCheckpointer':
+    made.lacks(
+      f'{restore}.checkpointer_cls = @{checkpointer}',
+      'begin a dense job from this checkpoint, and give the '
+      'mixture --set init_from=JOB_LOG_DIR of that job, which makes experts of its dense layers',
+    )
+  from_scratch = restore.get('fallback_to_scratch', False)
+  if pairs or from_scratch:
+    states = [pair for pair in pairs if re.match(r'(target\|)?state|\.\*param_states|state', pair[0])]
+    if pairs and not any(new is None for _, new in states):
+      made.notes.append(f'{restore}.assignment_map: moments of the optimizer begin anew, and the step goes on')
+    made.fields |= {'assignment_map': tuple(tuple(pair) for pair in pairs if pair not in states)}
+    made.fields |= {'from_scratch': bool(from_scratch)}
   _report_rest(restore, made)
   if not path:
     return {}
@@ -322,9 +498,9 @@ def _partitioner(partitioner: Node | None, made: Translation) -> None:
   _report_rest(partitioner, made)
 
 
-def _report_rest(node: Node, made: Translation) -> None:
+def _report_rest(node: Node, made: Translation, also_ignored: tuple[str, ...] = ()) -> None:
   """Lists the bindings of a node that nobody read, and that are not known to leave the numbers as they are."""
-  ignored = _IGNORED.get(node.name, ())
+  ignored = (*_IGNORED.get(node.name, ()), *also_ignored)
   for text in node.rest():
     if text.partition(' = ')[0].rpartition('.')[2] not in ignored:
       made.lacks(text, 'has no counterpart that is known')
@@ -335,7 +511,8 @@ def source_file(name: str, made: Translation, files: list[str]) -> str:
   listed = dict.fromkeys([*made.missing, *made.notes] or ['nothing'])
   lines = [f'"""{name}, translated from {", ".join(files)}.', '', 'Not translated, or done differently:', '']
   lines += [f'* {each}' for each in listed]
-  lines += ['"""', '', 'from spmd_tasks.bridges.t5x import T5xExperiment', '', '', f'class {name}(T5xExperiment):']
+  base = made.experiment
+  lines += ['"""', '', f'from spmd_tasks.bridges.t5x import {base}', '', '', f'class {name}({base}):']
   lines += [f'  """The setup {Path(files[0]).name} of T5X."""', '']
   for field, value in made.fields.items():
     text = pprint.pformat(value, width=100, sort_dicts=False, compact=True)

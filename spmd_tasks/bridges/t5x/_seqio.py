@@ -371,3 +371,43 @@ class SeqIoIterator:
 
   def close(self) -> None:
     self._streams = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TfExampleInput(SeqIoInput):
+  """Texts of TFRecord files of tf.train.Examples, as T5X infers from them: a task of its own, without targets.
+
+  Attributes:
+    paths: files, or patterns of their names.
+    inputs_key: the feature that is the text.
+    sentencepiece_model_file: of the vocabulary; None: bytes.
+    extra_ids: of the vocabulary.
+  """
+
+  task: str = 'infer'
+  split: str = 'infer'
+  paths: tuple[str, ...] = ()
+  inputs_key: str = 'inputs'
+  sentencepiece_model_file: str | None = None
+  extra_ids: int = 0
+
+  @functools.cached_property
+  def _task(self) -> Any:
+    seqio, tf = import_seqio(), import_tensorflow()
+    files = sorted(set(tf.io.gfile.glob(list(self.paths))))
+    if not files:
+      raise UserError(f'paths = {self.paths} name no file: correct them.')
+    if self.sentencepiece_model_file is None:
+      vocabulary = seqio.ByteVocabulary(self.extra_ids)
+    else:
+      vocabulary = seqio.SentencePieceVocabulary(self.sentencepiece_model_file, self.extra_ids)
+    names = {'inputs': self.inputs_key, 'targets': None}
+    return seqio.Task(
+      self.task,
+      source=seqio.TFExampleDataSource({self.split: files}, {self.inputs_key: tf.io.FixedLenFeature([], tf.string)}),
+      output_features={name: seqio.Feature(vocabulary) for name in names},
+      preprocessors=[
+        functools.partial(seqio.preprocessors.rekey, key_map=names),
+        seqio.preprocessors.tokenize_and_append_eos,
+      ],
+    )

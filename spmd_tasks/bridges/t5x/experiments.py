@@ -6,19 +6,22 @@ A subclass says the same in Python: `--translate FILE` writes one.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import re
 from typing import Any
 
 import fiddle as fdl
 from flax.core import FrozenDict
 
-from spmd_tasks.bridges.t5x._seqio import SeqIoInput, find_task, import_seqio
+from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput, find_task, import_seqio
 from spmd_tasks.bridges.t5x._seqio_prompts import PrefixPrompts, SeqIoPrompts
+from spmd_tasks.bridges.t5x.origin import T5xOrigin
 from spmd_tasks.decoding.prompts import PromptSource
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.layers.moe import ExpertChoiceRouter
 from spmd_tasks.learning import Adafactor, ProductOfFactors
-from spmd_tasks.recipes import EncoderDecoderLanguageModel
+from spmd_tasks.recipes import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
 
 
 class T5xExperiment(EncoderDecoderLanguageModel):
@@ -27,7 +30,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   `train_data`, `eval_data`, `infer_data` and `decode_data` are fields of SeqIoInput. A mixture is evaluated as a whole,
   and each of its tasks by itself; the sets of `infer_data` compute the metric_fns of each task, as `infer_NAME`, and
   the examples of `decode_data` are decoded. `rate` has fields of ProductOfFactors, `adafactor` those of Adafactor that
-  differ from T5X's defaults.
+  differ from T5X's defaults. Data with `paths` in place of a `task` are a TfExampleInput.
   """
 
   task_modules: tuple[str, ...] = ()
@@ -42,6 +45,9 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   num_microbatches: int = 1
   # Whether the data go on where the checkpoint `init_from_step` of T5X ended; T5X itself reads them anew.
   skips_trained_batches: bool = False
+  # Of the checkpoint `init_from`: with one of them the weights and the step are taken, and the moments begin anew.
+  assignment_map: tuple[tuple[str, str | None], ...] = ()
+  from_scratch: bool = False
 
   normalization = 'sum'
   has_bias_per_layer = False
@@ -55,7 +61,21 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     task.learner.clip_global_norm = self.clip_global_norm
     return task
 
-  def train_input(self) -> fdl.Config[SeqIoInput]:
+  def origin(self) -> Any:
+    found = super().origin()
+    if not (self.assignment_map or self.from_scratch) or not isinstance(found, T5xOrigin):
+      return found
+    return dataclasses.replace(
+      found,
+      assignment_map=self.assignment_map,
+      from_scratch=self.from_scratch,
+      with_optimizer=False,
+      with_step=True,
+    )
+
+  def train_input(self) -> fdl.Config:
+    if 'paths' in self.train_data:
+      return fdl.Config(TfExampleInput, **_thawed(self.train_data))
     if 'task' not in self.train_data:
       raise UserError("train_data must name a SeqIO task, as {'task': NAME, 'lengths': {...}, 'batch_size': 128}.")
     skipped = (self.init_from_step or 0) if self.skips_trained_batches else 0
@@ -83,6 +103,8 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     if data is None:
       return {}
     fields = _thawed(data)
+    if 'paths' in fields:
+      return {'infer': fdl.Config(TfExampleInput, **fields)}
     whole = find_task(fields['task'], self.task_modules)
     tasks = [each for each in import_seqio().get_subtasks(whole) if fields['split'] in each.splits]
     names = [each.name for each in tasks if each.metric_objs or not with_metrics]
@@ -96,3 +118,20 @@ class T5xExperiment(EncoderDecoderLanguageModel):
 def _thawed(value: Any) -> Any:
   """Returns a plain dict, with those in it."""
   return {name: _thawed(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+
+
+class T5xMoeExperiment(T5xExperiment, MoeEncoderDecoderLanguageModel):
+  """The same with Flaxformer's mixtures of experts in every `mixture_every`-th layer."""
+
+  experts_choose: bool = False  # in the encoder
+  expert_grad_scale: float | str = 1.0  # MoeTrainer's
+
+  def router(self, *, encodes: bool) -> fdl.Config:
+    if not (self.experts_choose and encodes):
+      return super().router(encodes=encodes)
+    return fdl.Config(ExpertChoiceRouter, num_experts=self.num_experts, **self.capacity())
+
+  def task(self) -> fdl.Config:
+    task = super().task()
+    task.learner.expert_grad_scale = self.expert_grad_scale
+    return task

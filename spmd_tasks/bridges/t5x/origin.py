@@ -44,7 +44,8 @@ class T5xOrigin(Base):
   Attributes:
     path: of the checkpoint, or of the MODEL_DIR.
     step: in a MODEL_DIR; None: the newest.
-    with_optimizer: whether Adafactor's moments and the step are taken, too; without them a new job begins at step 0.
+    with_optimizer: whether Adafactor's moments and the step are taken, too.
+    with_step: whether without them the step is taken; else a new job begins at step 0.
     assignment_map: T5X's: (regular expression, replacement) pairs. The first whose expression matches the whole name of
       a weight, as T5X names it (`target/decoder/...`), says the name that it has in the checkpoint; None: it is drawn.
     from_scratch: T5X's `fallback_to_scratch`: weights that the checkpoint lacks are drawn; where it lacks some
@@ -54,6 +55,7 @@ class T5xOrigin(Base):
   path: str
   step: int | None = None
   with_optimizer: bool = True
+  with_step: bool = False
   assignment_map: Sequence[tuple[str, str | None]] = ()
   from_scratch: bool = False
 
@@ -69,14 +71,15 @@ class T5xOrigin(Base):
     state = model.init(seed)
     state = state.replace(weights=_overwritten(model, lambda s: s.weights, lazy, state))
     phrase = f'starting from {len(lazy)} weights of {checkpoint.path}'
-    if moments is None:
+    if moments is None and not self.with_step:
       return state, 0, phrase
-    opt_state = _overwritten(model, lambda s: s.learner.opt_state, moments, state)
+    opt_state = _overwritten(model, lambda s: s.learner.opt_state, moments or {}, state)
     count = np.asarray(checkpoint.step, np.int32)  # not of JAX: the step and the optimizer's must not share a buffer
     opt_state = _with_count(opt_state, lambda old: jax.device_put(count, old.sharding))
     step = jax.device_put(count, state.step.sharding)
     state = state.replace(step=step, learner=state.learner.replace(opt_state=opt_state))
-    return state, checkpoint.step, f'{phrase}, with its optimizer state, after step {checkpoint.step}'
+    with_moments = ', with its optimizer state' if moments is not None else ''
+    return state, checkpoint.step, f'{phrase}{with_moments}, after step {checkpoint.step}'
 
   def variables(self, model: PartitionedModel, storage: Any = None) -> Variables:
     """Returns the padded variables."""

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.bridges.t5x import SeqIoInput, T5xExperiment
+from spmd_tasks.bridges.t5x import SeqIoInput, T5xExperiment, T5xMoeExperiment, T5xOrigin
 from spmd_tasks.bridges.t5x._files import open_checkpoint
 from spmd_tasks.bridges.t5x._gin import read_setup
+from spmd_tasks.bridges.t5x._gin_start import EXPERIMENTS
 from spmd_tasks.bridges.t5x._gin_translation import translate
 from spmd_tasks.config import from_json, resolve, to_json
 from spmd_tasks.flags import all_modes, make_parser
@@ -20,7 +21,7 @@ from tests import binary
 SUMS = str(Path(__file__).parents[2] / 'data' / 't5x' / 'made_up_sums.gin')
 RUN = ['t5x/configs/runs/pretrain.gin']
 NEEDED = ["MODEL_DIR = 'x'", "MIXTURE_OR_TASK_NAME = 'sums'", 'TRAIN_STEPS = 5', 'DROPOUT_RATE = 0.1']
-NEEDED += ["TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}"]
+NEEDED += ['EXPERT_DROPOUT_RATE = 0.0', "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}"]
 
 
 def flags_of(*argv):
@@ -99,14 +100,74 @@ def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
     ('t5/byt5/small', {'vocab_size': 384, 'num_encoder_layers': 12, 'num_layers': 4}),
     ('scalable_t5/mt5/small', {'scanned': True, 'has_bias_per_layer': True, 'remat_policy': 'dots_no_batch'}),
     ('decoder_only/models/base', {'num_layers': 12, 'num_encoder_layers': 0, 'ties_embedding': True}),
+    ('flaxformer/t5_large', {'hidden_dims': 4096, 'is_gated': False, 'ties_embedding': True}),
+    ('flaxformer/mt5_xl', {'vocab_size': 250112, 'hidden_dims': 5120, 'ties_embedding': False}),
+    ('flaxformer/tokens_choose_large', {'num_experts': 64, 'mixture_every': 4, 'num_selected_experts': 2}),
+    ('flaxformer/experts_choose_base', {'experts_choose': True, 'mixture_every': 2, 'num_layers': 12}),
+    ('flaxformer/switch_base', {'hidden_dims': 3072, 'activation': 'relu', 'max_group_size': 8192}),
+    ('flaxformer/switch_c', {'min_capacity': 2, 'mixture_every': 1, 'ties_embedding': False}),
   ],
 )
 def test_models_that_t5x_ships_are_known(name, fields):
-  made = translate(read_setup([f't5x/examples/{name}.gin', *RUN], NEEDED))
+  example, _, model = name.partition('/')
+  kind = 't5' if 't5' in model else 'moe'
+  path = f'flaxformer/t5x/configs/{kind}/models/{model}' if example == 'flaxformer' else f't5x/examples/{name}'
+  made = translate(read_setup([f'{path}.gin', *RUN], NEEDED))
   assert not made.missing
   assert fields.items() <= made.fields.items()
   assert made.fields['dropout_rate'] == 0.1
   assert made.fields['dtype'] == 'bfloat16'
+
+
+SPARSE = """
+from __gin__ import dynamic_registration
+from flaxformer.architectures.moe import moe_architecture
+from flaxformer.architectures.moe import routing
+from flaxformer.components import dense
+include 'flaxformer/t5x/configs/moe/models/tokens_choose_tiny.gin'
+include 't5x/contrib/moe/configs/runs/finetune.gin'
+NUM_MODEL_PARTITIONS = 2
+NUM_EXPERTS = 4
+NUM_EXPERT_PARTITIONS = 2
+ROUTER_Z_LOSS_FACTOR = 0.002
+ACTIVATION_DTYPE = 'float32'
+"""
+CHECKPOINT = "INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_1000'"
+
+
+def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path):
+  (tmp_path / 'sparse.gin').write_text(SPARSE)
+  made = translate(read_setup(['sparse.gin'], [*NEEDED, CHECKPOINT], [str(tmp_path)]))
+  assert not made.missing
+  assert any('num_groups_multiple_of' in note for note in made.notes)
+  assert made.experiment == 'T5xMoeExperiment'
+  experiment = T5xMoeExperiment(**made.fields)
+  task = experiment.task()
+  wanted = {'num_experts': 4, 'num_groups_multiple_of': 2, 'ici_mesh_shape': (1, -1, 2), 'dtype': 'float32'}
+  assert {name: getattr(experiment, name) for name in wanted} == wanted
+  assert task.loss.aux_loss_weights == {'load_balance_loss': 0.01, 'router_z_loss': 0.002}
+  assert task.learner.expert_grad_scale == 2
+  block = task.model.encoder_stack.block.blocks[1]
+  assert (block.ffn.computation.priority, block.ffn.computation.min_capacity) == ('score', 4)
+
+
+@pytest.mark.parametrize(
+  'line, words',
+  [
+    ('expert/dense.MlpBlock.intermediate_dropout_rate = 0.4', 'experts have no dropout'),
+    ('routing.TokensChooseMaskedRouter.jitter_noise = 0.01', 'override router'),
+    ('moe_architecture.SparseEncoderLayer.extra_mlp = @dense.MlpBlock()', 'has no counterpart'),
+    ('NUM_DECODER_SPARSE_LAYERS = 2', 'differ in mixture_every'),
+    ('EXPERT_MLP_DIM = 8', 'differ in hidden_dims'),
+    ("expert/dense.MlpBlock.activations = ('relu', )", 'differ in activation'),
+    ('sparse_decoder/routing.TokensChooseMaskedRouter.batch_prioritized_routing = True', 'would look ahead'),
+  ],
+)
+def test_mixtures_that_ours_are_not_are_listed(line, words, tmp_path):
+  (tmp_path / 'sparse.gin').write_text(SPARSE + line)
+  made = translate(read_setup(['sparse.gin'], [*NEEDED, CHECKPOINT], [str(tmp_path)]))
+  assert made.missing
+  assert all(words in each for each in made.missing)
 
 
 def test_a_decoder_only_model_reads_inputs_as_a_prefix():
@@ -132,6 +193,50 @@ def test_fine_tuning_starts_from_a_checkpoint():
   assert 'init_from_step' not in first.fields
 
 
+@pytest.mark.parametrize('through_function', [False, True])
+def test_an_assignment_map_is_that_of_the_origin(through_function):
+  pairs = r"((r'(.*)decoder/logits_dense(.*)', None), (r'state/param_states.*', None))"
+  restore = f'utils.RestoreCheckpointConfig.assignment_map = {pairs}'
+  if through_function:
+    restore = 'utils.RestoreCheckpointConfig.state_transformation_fns = [@state_utils.apply_assignment_map]\n'
+    restore += f'state_utils.apply_assignment_map.assignment_map = {pairs}'
+  files = ['t5x/examples/t5/t5_1_1/small.gin', 't5x/configs/runs/finetune.gin']
+  bound = [CHECKPOINT, restore, 'utils.RestoreCheckpointConfig.fallback_to_scratch = True']
+  made = translate(read_setup(files, [*NEEDED, *bound]))
+  assert not made.missing
+  origin = T5xExperiment(**made.fields).origin()
+  assert origin == T5xOrigin(
+    path='/models/small',
+    step=1000,
+    with_optimizer=False,
+    with_step=True,
+    assignment_map=(('(.*)decoder/logits_dense(.*)', None),),
+    from_scratch=True,
+  )
+  files = ['flaxformer/t5x/configs/moe/models/switch_base.gin', 't5x/contrib/moe/configs/runs/sparse_upcycle.gin']
+  (words,) = translate(read_setup(files, [*NEEDED, CHECKPOINT])).missing
+  assert 'UpcycleCheckpointer: begin a dense job' in words
+
+
+def test_texts_in_files_are_decoded(tmp_path):
+  files = ['t5x/examples/t5/byt5/small.gin', 't5x/configs/runs/infer_from_tfexample_file.gin']
+  bound = [f"TF_EXAMPLE_FILE_PATHS = ['{tmp_path}/*.tfrecord']", "TF_EXAMPLE_FILE_TYPE = 'tfrecord'"]
+  bound += ["FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}", "CHECKPOINT_PATH = '/m/checkpoint_10'"]
+  bound += ["INFER_OUTPUT_DIR = 'x'", 'infer_script.create_task_from_tfexample_file.inputs_key = "text"']
+  made = translate(read_setup(files, [*NEEDED, *bound]))
+  assert not made.missing
+  import tensorflow as tf
+
+  with tf.io.TFRecordWriter(str(tmp_path / 'a.tfrecord')) as writer:
+    for text in (b'90+6', b'1'):
+      feature = {'text': tf.train.Feature(bytes_list=tf.train.BytesList(value=[text]))}
+      writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+  job = resolve(f'{EXPERIMENTS}.T5xExperiment', [f'{name}={value}' for name, value in made.fields.items()]).build()
+  prompts = job.decode_inputs['infer'].read()
+  assert [(each.prompt, each.prompt_ids) for each in prompts] == [('90+6', (60, 51, 46, 57, 1)), ('1', (52, 1))]
+  assert job.tokenizer.decode([60, 51]) == '90'
+
+
 @pytest.mark.parametrize(
   'run, output, field', [('eval', 'EVAL_OUTPUT_DIR', 'eval_data'), ('infer', 'INFER_OUTPUT_DIR', 'decode_data')]
 )
@@ -147,7 +252,7 @@ def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
 @pytest.mark.parametrize(
   'binding, words',
   [
-    ('train_script.train.model = @my_lab.Model()', 'only EncoderDecoderModel and DecoderOnlyModel'),
+    ('train_script.train.model = @my_lab.Model()', 'EncoderDecoderModel, DecoderOnlyModel and Moe'),
     ('OPTIMIZER = @optimizers.adamw()', 'only t5x.adafactor.Adafactor is translated'),
     ('network.T5Config.sparse_layers = 2', 'has no counterpart'),
   ],
