@@ -45,26 +45,9 @@ def check_low_rank(result):
   assert result['ratio'] < 0.8
 
 
-def check_compile(result):
-  shallow, deep = (result['layers'][depth]['num_hlo_instructions'] for depth in ('4', '32'))
-  assert deep == pytest.approx(shallow, rel=0.02)  # the program does not grow with depth
-
-
 def check_huggingface(result):
   assert result.keys() > {'load, ours', 'load, transformers', 'export, ours', 'export, transformers'}
   assert result['export, ours']['peak_gb'] < result['load, ours']['peak_gb'] + 0.2  # a tensor at a time
-
-
-def check_input(result):
-  assert 0.95 < result['filled_fraction'] <= 1  # rows are packed
-  assert 0 <= result['host_wait_fraction'] <= 1
-
-
-def check_moe(result):
-  assert set(result['ms']) == {'e8', 'e64'}
-  for times in result['ms'].values():
-    assert len(times) > 1
-    assert 'dense' in times  # the network that the layers are compared with
 
 
 def check_pax(result):
@@ -89,30 +72,20 @@ def check_serve(result):
   assert result['decode_steps']['continuous'] < result['decode_steps']['static']
 
 
-def check_step(result):
-  assert result['num_compilations_after_first_step'] == 0
-  assert result['peak_memory_mib'] > 100
-  assert {'imports', 'trace', 'compile', 'input', 'total'} <= result['seconds_to_first_step'].keys()
-
-
 CHECKS = {
   'bench_adapters.py': check_adapters,
-  'bench_compile.py': check_compile,
   'bench_decode.py': check_decode,
   'bench_huggingface.py': check_huggingface,
-  'bench_input.py': check_input,
   'bench_low_rank.py': check_low_rank,
-  'bench_moe.py': check_moe,
   'bench_pax.py': check_pax,
   'bench_pipeline.py': check_pipeline,
   'bench_serve.py': check_serve,
-  'bench_step.py': check_step,
 }
 
 
 # Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
 # (tests/multi_process/test_lost_process.py), packed rows (tests/inputs/test_packing.py).
-EXHAUSTIVE = set(CHECKS) - {'bench_serve.py'}
+EXHAUSTIVE = set(SCRIPTS) - {'bench_serve.py'}
 
 
 @pytest.mark.slow
@@ -123,7 +96,8 @@ EXHAUSTIVE = set(CHECKS) - {'bench_serve.py'}
 def test_last_line_is_one_json_object_that_holds_the_claims_without_a_clock(script):
   result = run_quickly(script)
   assert math.isfinite(result['ratio'])
-  CHECKS[script](result)
+  if script in CHECKS:
+    CHECKS[script](result)
 
 
 def test_the_lowered_train_step_does_not_grow_with_depth():

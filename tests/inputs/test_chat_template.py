@@ -14,33 +14,6 @@ MESSAGES = [
   {'role': 'user', 'content': ' more '},
 ]
 
-# Indented blocks on lines of their own, as many published templates have them.
-CHATML = """
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-BRACKETS = """\
-{% if messages[0]['role'] == 'system' %}
-  {% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
-  {% set turns = messages[1:] %}
-{% else %}
-  {% set system, turns = '', messages %}
-{% endif %}
-{% for message in turns %}
-  {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-    {{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}
-  {% endif %}
-  {% if message['role'] == 'user' %}
-{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'] | trim + ' [/INST]' }}
-  {%- else %}
-{{ ' ' + message['content'] | trim + ' ' + eos_token }}
-  {%- endif %}
-{% endfor %}"""
-
 
 def test_the_default_is_a_transcript_and_content_is_never_taken_for_the_template():
   expected = 'system: be brief\nuser: {role} {{ x }} {% if %}\nassistant: é <b>\nuser:  more \n'
@@ -54,28 +27,6 @@ def test_turns_with_any_characters_around_them():
   assert template.render(MESSAGES[:1]) == '<system>{{"\\be brief😀\n{{ role }}'
   assert template.stop == ('x',)
   assert ChatTemplate.from_turns().render(MESSAGES) == ChatTemplate().render(MESSAGES)
-
-
-@pytest.mark.parametrize(
-  'template, expected',
-  [
-    (
-      CHATML,
-      '<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n{role} {{ x }} {% if %}<|im_end|>\n'
-      '<|im_start|>assistant\né <b><|im_end|>\n<|im_start|>user\n more <|im_end|>\n<|im_start|>assistant\n',
-    ),
-    (
-      BRACKETS,
-      '<s>[INST] <<SYS>>\nbe brief\n<</SYS>>\n\n{role} {{ x }} {% if %} [/INST] é <b> </s><s>[INST] more [/INST]',
-    ),
-    ("{{ messages[2] | tojson }}{{ tools }}{{ strftime_now('%Y') | length }}", None),
-    ('{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% break %}{% endfor %}', 'system'),
-  ],
-  ids=['chatml', 'brackets', 'functions', 'loop controls'],
-)
-def test_templates_in_the_format_of_hugging_face(template, expected):
-  expected = expected or '{"role": "assistant", "content": "é <b>"}None4'
-  assert ChatTemplate(template=template, bos_token='<s>', eos_token='</s>').render(MESSAGES) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +45,6 @@ def test_what_is_not_jinja_is_named_with_its_line(template, line, message):
 @pytest.mark.parametrize(
   'template, message',
   [
-    (BRACKETS, r'refuses the messages: roles must alternate user/assistant'),
     ('\n{{ messages[0].content + 3 }}', 'fails in line 2 for these messages: can only concatenate'),
     ("{{ messages[0]['name'].x }}", "fails in line 1 .* has no attribute 'name'"),
     ('{{ messages.append(1) }}', 'fails in line 1 .* is unsafe'),

@@ -130,25 +130,6 @@ def test_a_product_runs_at_peak_at_best_whatever_the_compiler_estimates():
 
 
 @pytest.mark.parametrize(
-  'name, results, num_products, mxu_size, filled',
-  [
-    ('dkv', 'f32[2,100,10]{2,1,0}', 4, 10, 1),
-    ('dkv', 'f32[2,100,10]{2,1,0}', 4, 8, 10 / 16),
-    ('dkv', '(f32[4,2,100,10]{3,2,1,0}, f32[2,100,10]{2,1,0})', 5, 20, 0.5),  # partial sums of the queries' gradients
-    ('dq', '(f32[4,2,100,10]{3,2,1,0}, f32[2,100,10]{2,1,0})', 3, 20, 0.5),  # only dkv can be for all gradients
-  ],
-)
-def test_an_attention_kernel_fills_a_part_of_the_matrix_units(name, results, num_products, mxu_size, filled):
-  kernel = '%kernel = f32[2,100,10]{2,1,0} custom-call'
-  text = PROGRAM.replace(kernel, f'%kernel = {results} custom-call').replace('splash_mha_fwd', f'splash_mha_{name}')
-  chip = dataclasses.replace(CHIP, mxu_size=mxu_size)
-  mesh = tpu_mesh({'data': 2, 'mdl': 2}, (2, 2))
-  prediction = predict_time(program_of(text), (), chip, mesh)
-  flops = num_products * (2 * 2 * 100 * 10) * 100 / 2
-  assert prediction['time_by_kind']['kernel'] == pytest.approx(flops / (0.6 * filled * CHIP.peak_flops))
-
-
-@pytest.mark.parametrize(
   'call, flops',
   [
     ('custom-call(%q, %k), custom_call_target="__cudnn$fmhaScaleBiasSoftmax"', 2 * 2 * 2 * 100 * 6 * 10 * 100 / 2),

@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
 from spmd_tasks.tuning import ConversationInput, Conversations
-from tests.inputs.batches import assert_same, join, take
+from tests.inputs.batches import assert_same, take
 
 TEMPLATE = ChatTemplate(
   template="{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
@@ -69,27 +69,6 @@ def test_one_epoch_has_every_conversation_once_and_whole(training):
   alone = take(once(training, packing=False))[0]
   assert max(batch['segment_ids'].max() for batch in alone) == 1
   assert list(segments(alone)) == found
-
-
-@pytest.mark.parametrize('shard_count', [2, 4])
-@pytest.mark.parametrize('num_epochs', [None, 2])
-def test_any_number_of_hosts_goes_on_exactly(training, shard_count, num_epochs):
-  settings = dataclasses.replace(training, num_epochs=num_epochs, too_long='skip', seq_len=16)
-  whole, end = take(settings, 14)
-  assert sum(map(sum, end['num_too_long'])) > 0
-  assert_same(join([take(settings, 14, shard=(i, shard_count))[0] for i in range(shard_count)]), whole)
-  for position in (0, 1, 7):
-    _, state = take(settings, position)
-    rest, final = take(settings, len(whole) - position, state)
-    assert_same(rest, whole[position:])
-    assert final == end
-  states = [take(settings, 5, shard=(i, shard_count))[1] for i in range(shard_count)]
-  for new_count in (1, 2, 4):
-    resharded = settings.reshard_states(states[::-1], new_count)
-    rest = [take(settings, len(whole) - 5, state, (i, new_count)) for i, state in enumerate(resharded)]
-    assert_same(join([batches for batches, _ in rest]), whole[5:])
-    if num_epochs is None:
-      assert [lane for _, state in rest for lane in state['num_too_long']] == end['num_too_long']
 
 
 def test_all_kinds_of_files_are_the_same(training, tmp_path):

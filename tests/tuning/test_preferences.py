@@ -63,17 +63,6 @@ def test_one_epoch_has_every_pair_once_and_whole(pairs):
   assert list(answers(alone)) == expected
 
 
-def test_two_hosts_and_a_restart_read_the_same(pairs):
-  endless = dataclasses.replace(pairs, num_epochs=None, shuffle=True)
-  whole, _ = take(endless, 9)
-  states = [take(endless, 4, shard=(i, 2))[1] for i in range(2)]
-  (one,) = endless.reshard_states(states, 1)
-  rest, _ = take(endless, 5, one)
-  for batch, expected in zip(rest, whole[4:], strict=True):
-    for name, value in expected.items():
-      np.testing.assert_array_equal(batch[name], value)
-
-
 def test_numbered_pairs_name_their_records(pairs):
   numbered = dataclasses.replace(pairs, seq_len=13, too_long='skip').numbered()
   batches, state = take(numbered)
