@@ -171,7 +171,7 @@ def test_exports_have_the_same_tensors_and_the_same_logits(name, reference, tmp_
     np.testing.assert_array_equal(ours[key], value)
 
 
-@pytest.mark.parametrize('name', ['flan_t5', 'switch'])
+@pytest.mark.parametrize('name', ['flan_t5', pytest.param('switch', marks=pytest.mark.exhaustive)])
 def test_greedy_tokens_and_logits_from_the_folder(name, reference):
   import torch
 
