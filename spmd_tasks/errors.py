@@ -29,11 +29,13 @@ class UserError(ValueError):
 class JobError(RuntimeError):
   """A job that ran cannot go on; the message states why, and what to do."""
 
+  exit_code = exit_codes.FAILED
+
 
 def user_error_code(error: BaseException) -> int | None:
   """The exit code of an error that is a sentence for the user; None for any other error, which is a bug."""
   if isinstance(error, JobError):
-    return exit_codes.FAILED
+    return error.exit_code
   return exit_codes.USAGE if isinstance(error, UserError) else None
 
 

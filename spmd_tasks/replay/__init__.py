@@ -5,12 +5,17 @@
 
 Read `mode.py` first: what a replay reports. `rerun.py` has the hook with which the training program itself goes on from
 an earlier checkpoint; `statistics.py` looks into one step, layer by layer; `rows.py` names the rows of a batch;
-`fingerprints.py` makes two numbers of any array.
+`fingerprints.py` makes two numbers of any array. `device_check.py` has the hook CheckDevices, and reads alone.
 """
+
+from etils import epy
 
 from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, Flag, Mode, Wing
 
-__all__ = ['WING']
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.replay.device_check import CheckDevices, CorruptionError
+
+__all__ = ['WING', 'CheckDevices', 'CorruptionError']
 
 
 WING = Wing(
