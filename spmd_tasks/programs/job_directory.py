@@ -36,7 +36,6 @@ NEWEST_CHECKPOINT_FILE = 'newest_checkpoint.json'
 GOODPUT_FILE = 'goodput.json'
 PARAMETERS_FILE = 'parameters.txt'
 STARTUP_FILE = 'startup.json'
-BASE_DIGEST_FILE = 'base_digest.json'
 # What a job reads or writes, by kind; a path below may be missing.
 _FILES = (
   CONFIG_FILE,
@@ -45,7 +44,6 @@ _FILES = (
   GOODPUT_FILE,
   PARAMETERS_FILE,
   STARTUP_FILE,
-  BASE_DIGEST_FILE,
   METRICS_FILE,
   f'eval/*/{METRICS_FILE}',
   'samples/samples.txt',

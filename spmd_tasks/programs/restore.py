@@ -3,7 +3,6 @@
 state, step, origin = restore_or_init(model, checkpointer, job, iterator)
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import logging
@@ -30,7 +29,6 @@ def restore_or_init(
   checkpointer: Checkpointer,
   job: Job,
   iterator: InputIterator,
-  identity: Callable[[], Mapping[str, str]] | None = None,
 ) -> tuple[TrainState, int, str]:
   """Returns the state that a training job starts from, and moves `iterator` to the position that belongs to it.
 
@@ -39,7 +37,6 @@ def restore_or_init(
 
   Args:
     model, checkpointer, job, iterator: of the job.
-    identity: of the job's base, as `Base.start_identifying` returned it; None: it is found out here if it is needed.
 
   Returns:
     (padded state, its step, a phrase that says where the state is from).
@@ -48,7 +45,7 @@ def restore_or_init(
     CheckpointError: there are checkpoints, but none that can be used; or there were, and they are gone.
     UserError: the input cannot continue exactly where the checkpoint left it, or the weights of `init_from` do not fit.
   """
-  saved = saved_state(model, checkpointer, job, identity)
+  saved = saved_state(model, checkpointer, job)
   if saved is None:
     return initial_state(model, job.experiment)
   state, step, input_state = saved
@@ -60,13 +57,12 @@ def saved_state(
   model: PartitionedModel,
   checkpointer: Checkpointer,
   job: Job,
-  identity: Callable[[], Mapping[str, str]] | None = None,
   step: int | None = None,
 ) -> tuple[TrainState, int, Any] | None:
   """Returns the padded state of a checkpoint, its step and this process's position in the input.
 
   Args:
-    model, checkpointer, job, identity: as in `restore_or_init`.
+    model, checkpointer, job: as in `restore_or_init`.
     step: of the checkpoint; None: the newest that is whole, and None is returned where there never was one.
   """
   origin = job.experiment.origin()
@@ -83,7 +79,7 @@ def saved_state(
   logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
   state = model.from_canonical(restored.state, part)
   if (base := base_of(model, origin)) is not None:
-    base.check(restored, checkpointer.path, identity)
+    base.check(restored, checkpointer.path)
     state = state.replace(weights=fill_in(state.weights, base.frozen(model)))
   return state, restored.step, input_state
 

@@ -6,7 +6,6 @@ The loop knows only steps. Everything that is done beside them is a TrainHook (h
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -115,8 +114,7 @@ def train(
     run.watchdog = stack.enter_context(watch_steps(job_log_dir, emergency, **limits))
     stack.callback(guard.stop)
     if (base := base_of(model, experiment.origin())) is not None:
-      allow = functools.partial(run.watchdog.allow, 'base_digest', experiment.first_step_timeout_s)
-      run.base = base.start_identifying(job_log_dir, allow=allow)
+      run.base = base.identity
     for hook in hooks:
       hook.open(run)
 
@@ -244,7 +242,7 @@ def _first_state(run: TrainRun, iterator: InputIterator) -> tuple[TrainState, in
       return restored.state, restored.step, f'resuming after step {restored.step} from {restored.origin}'
   if newest < 0 and run.experiment.origin() is None and run.experiment.init_from is None:
     run.model.train_step.start_compiling()  # while the new state is drawn
-  return restore_or_init(run.model, run.checkpointer, run.job, iterator, run.base)
+  return restore_or_init(run.model, run.checkpointer, run.job, iterator)
 
 
 def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:

@@ -67,7 +67,7 @@ class Watch(TrainHook):
       earlier = [step for step in _steps(own) if step < self._first]
       if not earlier:
         return None  # the run begins as the job did
-      saved = saved_state(run.model, own, run.job, run.base, max(earlier))
+      saved = saved_state(run.model, own, run.job, max(earlier))
     assert saved is not None
     state, self.checkpoint, self._position = saved
     origin = f'the checkpoint of step {self.checkpoint}'

@@ -9,8 +9,7 @@ the job has no checkpoint, and checkpoints of a job that trains only some of the
 """
 
 import abc
-from collections.abc import Callable, Mapping
-import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -63,32 +62,16 @@ class Base(Origin):
     """Returns the padded frozen weights, a tree like all weights with None for those that are trained."""
 
   @abc.abstractmethod
-  def start_identifying(
-    self,
-    job_log_dir: epath.Path,
-    *,
-    allow: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-  ) -> Callable[[], Mapping[str, str]]:
-    """Begins to find out what tells this folder from any other, such as a digest, for a training job.
-
-    Args:
-      job_log_dir: where it may be kept for the next start.
-      allow: a context for each round of waiting, such as a watchdog's `allow`.
-
-    Returns:
-      A function that waits for the answer, JSON that checkpoints keep; all processes call it, at the same time.
-    """
+  def identity(self) -> Mapping[str, str]:
+    """Returns what tells this folder from any other, such as a digest: JSON that checkpoints keep."""
 
   @abc.abstractmethod
-  def check(
-    self, restored: Restored, checkpoints: epath.Path, identity: Callable[[], Mapping[str, str]] | None = None
-  ) -> None:
+  def check(self, restored: Restored, checkpoints: epath.Path) -> None:
     """Raises a CheckpointError if the frozen weights of a restored checkpoint are not those of this folder.
 
     Args:
       restored: from `checkpoints`, a directory in that of the job.
       checkpoints: for the message.
-      identity: as `start_identifying` returned it; None: it is found out here.
     """
 
 

@@ -208,7 +208,7 @@ def _read_job(source: AdapterSource, shapes: _Shapes, folder: str, everywhere: N
       )
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=everywhere) for name, shape in shapes.items()}
     restored = checkpointer.restore_weights(traverse_util.unflatten_dict(wanted, sep='/'), subtree=subtree)
-    check_base(restored, describe_base(folder, checkpointer.path.parent), checkpointer.path)
+    check_base(restored, describe_base(folder), checkpointer.path)
   return {name: np.asarray(leaf) for name, leaf in traverse_util.flatten_dict(restored.state, sep='/').items()}
 
 

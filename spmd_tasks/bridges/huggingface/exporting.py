@@ -108,7 +108,7 @@ def export_model(
     if only_adapters:
       assert folder is not None
       assert origin is not None
-      digest = describe_base(folder, job_log_dir)['sha256']
+      digest = describe_base(folder)['sha256']
       local = Path(os.fspath(target))
       num = export_adapter(local, job.task.model, weights, base=origin, digest=digest, is_writer=is_primary())
       if is_primary():

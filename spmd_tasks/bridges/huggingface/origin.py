@@ -8,7 +8,6 @@ Low-rank adapters start from a folder of `peft`, or are drawn.
 """
 
 from collections.abc import Callable, Mapping
-import contextlib
 import dataclasses
 import json
 import os
@@ -38,7 +37,7 @@ from spmd_tasks.runtime.weight_numbers import flat_specs
 from spmd_tasks.sharding import padding
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.adapter_stacks import AdapterSource, stacked_adapters
-from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base, start_digest
+from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base
 from spmd_tasks.tuning.merging import with_magnitudes
 
 
@@ -72,21 +71,13 @@ class FolderOrigin(Base):
     """Returns the padded frozen weights, with None for those that are trained."""
     return _read(model, self.path, storage, only_frozen=True)
 
-  def start_identifying(
-    self,
-    job_log_dir: epath.Path,
-    *,
-    allow: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-  ) -> Callable[[], Mapping[str, str]]:
-    """Begins to hash the folder."""
-    return start_digest(self.path, job_log_dir, allow=allow)
+  def identity(self) -> Mapping[str, str]:
+    """Returns the folder with its digest."""
+    return describe_base(self.path)
 
-  def check(
-    self, restored: Restored, checkpoints: epath.Path, identity: Callable[[], Mapping[str, str]] | None = None
-  ) -> None:
+  def check(self, restored: Restored, checkpoints: epath.Path) -> None:
     """Raises a CheckpointError if the checkpoint belongs to a folder with another digest."""
-    digest = describe_base(self.path, checkpoints.parent) if identity is None else identity()
-    check_base(restored, digest, checkpoints)
+    check_base(restored, self.identity(), checkpoints)
 
 
 def open_origin(place: str, step: int | None) -> FolderOrigin:

@@ -10,7 +10,6 @@ The weights of a job without a checkpoint of its own are evaluated, decoded, ser
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -97,20 +96,13 @@ class T5xOrigin(Base):
     trained = without_frozen(weights, model.weight_specs)
     return jax.tree.map(lambda t, w: w if t is None else None, trained, weights, is_leaf=lambda x: x is None)
 
-  def start_identifying(
-    self,
-    job_log_dir: epath.Path,
-    *,
-    allow: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-  ) -> Callable[[], Mapping[str, str]]:
+  def identity(self) -> Mapping[str, str]:
     """Returns the place: T5X's checkpoints have no digest."""
-    return lambda: {'t5x': str(open_checkpoint(self.path, self.step).path)}
+    return {'t5x': str(open_checkpoint(self.path, self.step).path)}
 
-  def check(
-    self, restored: Restored, checkpoints: epath.Path, identity: Callable[[], Mapping[str, str]] | None = None
-  ) -> None:
+  def check(self, restored: Restored, checkpoints: epath.Path) -> None:
     """Raises a CheckpointError if the checkpoint's frozen weights are of another place."""
-    here, there = self.start_identifying(checkpoints)(), restored.base
+    here, there = self.identity(), restored.base
     if there is not None and there != here:
       raise CheckpointError(f'{checkpoints} has weights that were trained beside {there}, not beside {here}.')
 
