@@ -49,7 +49,7 @@ def error_response(error: RequestError) -> Response:
   """Makes the JSON response of an error."""
   headers = {} if error.retry_after_s is None else {'retry-after': str(error.retry_after_s)}
   if error.status == 401:
-    headers['www-authenticate'] = 'Bearer'
+    headers['www-authenticate'] = 'Basic realm="spmd-tasks", charset="UTF-8"'
   if error.status in (401, 408, 413) or error.code == 'ambiguous_length':
     headers['connection'] = 'close'
   return JSONResponse(error.body, error.status, headers)

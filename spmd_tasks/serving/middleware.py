@@ -1,9 +1,11 @@
 """Guard: checks the API key or the Host header of every request, before any route, and counts every response.
 
-With a key, every route requires it, as `Authorization: Bearer <key>`. Without a key, a server on the loopback address
-answers only requests for that host.
+With a key, every route requires it: as `Authorization: Bearer <key>`, or as the password of HTTP's Basic scheme, with
+which a browser asks for it. Without a key, a server on the loopback address answers only requests for that host.
 """
 
+import base64
+import binascii
 import hmac
 import ipaddress
 import re
@@ -54,13 +56,27 @@ class Guard:
         message = 'the request has both Content-Length and Transfer-Encoding: leave one out.'
       return RequestError(message, code='ambiguous_length')
     if settings.api_key is not None:
-      scheme, _, given = headers.get(b'authorization', b'').partition(b' ')
-      if scheme.lower() != b'bearer' or not hmac.compare_digest(given.strip(), settings.api_key.encode()):
+      given = presented_key(headers.get(b'authorization', b''))
+      if not hmac.compare_digest(given, settings.api_key.encode()):
         return RequestError('the API key is missing or wrong.', status=401, code='invalid_api_key')
     elif is_loopback(settings.host) and not is_loopback(host_name(headers.get(b'host', b''))):
       # A page of another site can reach this server under a name that resolves to 127.0.0.1 (DNS rebinding).
       return RequestError('this server answers requests to localhost only.', status=403, code='wrong_host')
     return None
+
+
+def presented_key(header: bytes) -> bytes:
+  """Returns the key in an Authorization header; empty if there is none."""
+  scheme, _, value = header.partition(b' ')
+  value = value.strip()
+  if scheme.lower() == b'bearer':
+    return value
+  if scheme.lower() == b'basic':
+    try:
+      return base64.b64decode(value, validate=True).partition(b':')[2]
+    except binascii.Error:
+      pass
+  return b''
 
 
 def host_name(header: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's completions and chat, and routes for operators.
+"""The HTTP application: OpenAI's completions and chat, routes for operators, and a page to try the model.
 
     app = make_app(service, publisher)    # an ASGI application, for uvicorn
 
@@ -9,6 +9,8 @@ A request passes middleware.py, and then its route reads the body, has it checke
 import asyncio
 from collections.abc import AsyncIterator, Callable
 import contextlib
+import importlib.resources
+import json
 from typing import Any
 
 from absl import logging
@@ -16,9 +18,10 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.bodies import PublishBody, UnpublishBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError, error_response
 from spmd_tasks.serving.middleware import Guard
@@ -49,8 +52,10 @@ _Read = Callable[[dict[str, Any], ServedModel, ServerSettings], GenerationReques
 
 def make_app(service: Service, publisher: Publisher) -> Starlette:
   """Makes the ASGI application."""
-  routes = _Routes(service, publisher)
+  page = importlib.resources.files('spmd_tasks.serving').joinpath('page.html').read_text(encoding='utf-8')
+  routes = _Routes(service, publisher, page)
   table = [
+    Route('/', routes.page),
     Route('/health', routes.health),
     Route('/ready', routes.ready),
     Route('/metrics', routes.metrics),
@@ -77,9 +82,18 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
 
 
 class _Routes:
-  def __init__(self, service: Service, publisher: Publisher):
+  def __init__(self, service: Service, publisher: Publisher, page: str):
     self._service = service
     self._publisher = publisher
+    names = json.dumps(service.model.names).replace('<', '\\u003c')
+    is_chat = service.model.chat_template != ChatTemplate()  # a model's own, rather than the plain transcript
+    self._page = page.replace('{{models}}', names).replace('{{is_chat}}', json.dumps(is_chat))
+
+  async def page(self, request: Request) -> Response:
+    # The page loads nothing from other sites, and no other site can frame it.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    headers = {'content-security-policy': f"{policy}; frame-ancestors 'none'", 'x-content-type-options': 'nosniff'}
+    return HTMLResponse(self._page, headers=headers)
 
   async def health(self, request: Request) -> Response:
     is_healthy = self._service.is_healthy

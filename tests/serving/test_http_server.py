@@ -1,5 +1,6 @@
 """The HTTP server over a fake engine: answers, streams, errors that name the field, limits, the API key."""
 
+import base64
 import json
 import socket
 import threading
@@ -60,11 +61,14 @@ def test_stop_strings_end_the_text_before_them(client):
   assert body['choices'][0] == {'index': 0, 'text': 'hel', 'finish_reason': 'stop', 'logprobs': None}
 
 
-def test_models_health_readiness_and_metrics(client):
+def test_models_health_readiness_metrics_and_the_page(client):
   assert [card['id'] for card in client.get('/v1/models').json()['data']] == ['fake.Model']
   assert client.get('/v1/models/fake.Model').json()['step'] == 7
   assert client.get('/v1/models/other').status_code == 404
   assert client.get('/health').status_code == client.get('/ready').status_code == 200
+  page = client.get('/')
+  assert 'const models = ["fake.Model"];' in page.text
+  assert "default-src 'none'" in page.headers['content-security-policy']
   client.post(COMPLETIONS, json=HELLO)
   text = client.get('/metrics').text
   for line in text.splitlines():
@@ -123,9 +127,7 @@ def test_a_chunked_body_is_limited_too(client):
   assert response.status_code == 413
 
 
-@pytest.mark.parametrize(
-  'method, path, status', [('GET', '/nothing', 404), ('GET', CHAT, 405), ('POST', '/ready', 405)]
-)
+@pytest.mark.parametrize('method, path, status', [('GET', '/nothing', 404), ('GET', CHAT, 405), ('POST', '/', 405)])
 def test_other_paths_and_methods_are_json_errors(client, method, path, status):
   response = client.request(method, path)
   assert response.status_code == status
@@ -135,15 +137,17 @@ def test_other_paths_and_methods_are_json_errors(client, method, path, status):
 # --- the key ---
 
 
-@pytest.mark.parametrize('path', ['/health', '/metrics', '/nothing', COMPLETIONS])
+@pytest.mark.parametrize('path', ['/', '/health', '/metrics', '/nothing', COMPLETIONS])
 def test_the_key_is_wanted_on_every_route(path):
+  right = base64.b64encode(b'anyone:secret').decode()
   with serving(api_key='secret') as served, served.client() as client:
-    for header in (None, 'Bearer wrong', 'Bearer secret2', 'Basic secret', 'secret', 'Bearer \xe9'):
+    for header in (None, 'Bearer wrong', 'Bearer secret2', 'Basic !!!', 'secret', 'Bearer \xe9'):
       headers = {} if header is None else {'authorization': header.encode('latin-1')}
       response = client.get(path, headers=headers)
       assert response.status_code == 401
       assert response.json()['error']['type'] == 'authentication_error'
-    assert client.get(path, headers={'authorization': 'Bearer secret'}).status_code != 401
+    for header in ('Bearer secret', f'Basic {right}'):
+      assert client.get(path, headers={'authorization': header}).status_code != 401
 
 
 # --- under load, and at the end ---

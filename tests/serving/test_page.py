@@ -1,0 +1,179 @@
+"""The page at / in a real browser: Debian's chromium, where it is installed (scripts/setup_browser)."""
+
+import shutil
+import time
+from urllib.parse import urlsplit
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+from spmd_tasks.inputs import ChatTemplate
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.served import metric, serving, wait_for
+from tests.serving.test_channels import ECHO, FINAL, HM, tokenizer  # noqa: F401
+
+CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
+# Nothing but the page: no updates, no lookups, no profile of an earlier run.
+FLAGS = """
+  --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+  --disable-component-update --disable-sync --window-size=1000,800
+""".split()  # noqa: SIM905
+
+pytestmark = pytest.mark.skipif(
+  not (CHROMIUM and DRIVER), reason='no chromium and chromedriver here: scripts/setup_browser installs them'
+)
+
+
+class SlowEngine(FakeEngine):
+  """Its texts can be seen to grow."""
+
+  def step(self, keep, masks=None):
+    time.sleep(0.02)
+    return super().step(keep, masks)
+
+
+@pytest.fixture(scope='module')
+def served():
+  with serving(SlowEngine(num_slots=2, max_len=1000)) as served:
+    yield served
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+  options = webdriver.ChromeOptions()
+  options.binary_location = CHROMIUM
+  for flag in (*FLAGS, f'--user-data-dir={tmp_path_factory.mktemp("chromium")}'):
+    options.add_argument(flag)
+  options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+  with webdriver.Chrome(options, Service(DRIVER)) as browser:
+    yield browser
+
+
+@pytest.fixture
+def page(browser, served):
+  browser.get(served.url)
+  return Page(browser)
+
+
+class Page:
+  """The page's elements by their ids."""
+
+  def __init__(self, browser):
+    self.browser = browser
+
+  def __getitem__(self, name):
+    return self.browser.find_element(By.ID, name)
+
+  def fill(self, **values):
+    for name, value in values.items():
+      self[name].clear()
+      self[name].send_keys(str(value))
+
+  def wait(self, condition):
+    return WebDriverWait(self.browser, 10, poll_frequency=0.01).until(lambda _: condition())
+
+  def is_idle(self):
+    return self['go'].is_enabled() and not self['stop'].is_enabled()
+
+
+def test_a_prompt_is_answered_piece_by_piece(page):
+  assert page['name'].text == page.browser.title == 'fake.Model'
+  page.fill(prompt='hello', max_tokens=30)
+  page['go'].click()
+  piece = page.wait(lambda: page['new'].text)
+  assert not page.is_idle()
+  page.wait(page.is_idle)
+  text = page['new'].text
+  assert text.startswith(piece)
+  assert len(piece) < len(text)
+  assert text == ('hello' * 6)[: len(text)]
+  assert page['given'].text == 'hello'
+  status = page['status'].text
+  assert status.startswith('30 tokens, ')
+  assert ' per second, first after ' in status
+  assert status.endswith(': reached the token limit')
+  assert page.browser.get_log('browser') == []  # also nothing that the content security policy refused
+
+
+def test_stop_frees_the_slot(page, served):
+  page.fill(prompt='abc', max_tokens=900)
+  page['go'].click()
+  page.wait(lambda: page['new'].text)
+  page['stop'].click()
+  page.wait(page.is_idle)
+  assert page['status'].text == 'stopped'
+  with served.client() as client:
+    wait_for(lambda: metric(client, 'active_slots') == 0)
+
+
+def test_markup_is_shown_and_not_run(page):
+  markup = '<script>document.title="run"</script><img src=x onerror=\'document.title="run"\'>'
+  page.fill(prompt=markup, max_tokens=len(markup) + 1)
+  page['go'].click()
+  page.wait(page.is_idle)
+  assert markup[:-1] in page['new'].text
+  assert page['given'].text == markup
+  assert page.browser.find_elements(By.TAG_NAME, 'img') == []
+  assert page.browser.title == 'fake.Model'
+
+
+def test_a_key_as_the_password_opens_the_page_and_answers(browser):
+  with serving(api_key='secret') as served:
+    at = urlsplit(served.url)
+    browser.get(f'http://anyone:secret@{at.netloc}/')
+    page = Page(browser)
+    page.fill(prompt='hi', max_tokens=3)
+    page['go'].click()
+    page.wait(page.is_idle)
+    assert page['error'].text == ''
+    assert page['status'].text.startswith('3 tokens')
+
+
+def test_a_model_with_a_chat_template_chats(browser):
+  """The fake repeats its prompt, which is the whole conversation."""
+  template = ChatTemplate.from_turns('[{role}]{content}', reply='[assistant]', stop=())
+  with serving(max_len=1000, chat_template=template) as served:
+    browser.get(served.url)
+    page = Page(browser)
+    for number, said in enumerate(('<b>hi</b>', 'more')):
+      page.fill(prompt=said, max_tokens=60 + 60 * number)
+      page['go'].click()
+      page.wait(page.is_idle)
+      assert page['error'].text == ''
+    turns = [(each.get_attribute('class'), each.text) for each in page['given'].find_elements(By.TAG_NAME, 'div')]
+    assert [role for role, _ in turns] == ['user', 'assistant'] * 2
+    first, second = '[user]<b>hi</b>[assistant]', turns[1][1]
+    assert turns[0][1] == '<b>hi</b>'
+    assert second == (first * 9)[: len(second)]
+    assert turns[3][1].startswith(f'{first}{second}[user]more[assistant]'[:100])
+    page.fill(max_tokens=5000)
+    page['prompt'].send_keys('again')
+    page['go'].click()
+    page.wait(lambda: page['error'].text)
+    assert len(page['given'].find_elements(By.TAG_NAME, 'div')) == 4  # what was refused is no turn
+    assert page['prompt'].get_attribute('value') == 'again'
+    page['anew'].click()
+    assert page['given'].text == page['error'].text == ''
+
+
+def test_reasoning_is_shown_and_not_sent_back(browser, tokenizer):  # noqa: F811
+  """The fake repeats all messages of the conversation, and each answer's reasoning is shown beside it."""
+  template = ChatTemplate(template=ECHO, writes_bos=True)
+  with serving(max_len=512, chat_template=template, tokenizer=tokenizer) as served:
+    browser.get(served.url)
+    page = Page(browser)
+    for said in (HM + FINAL, 'x'):
+      page.fill(prompt=said, max_tokens=200)
+      page['go'].click()
+      page.wait(page.is_idle)
+      assert page['error'].text == ''
+    turns = [(each.get_attribute('class'), each.text) for each in page['given'].find_elements(By.TAG_NAME, 'div')]
+  assert [turn for turn in turns if turn[0] != 'user'] == [
+    ('thought', 'Hm <b>.'),
+    ('assistant', '7 °C'),
+    ('thought', 'Hm <b>.'),
+    ('assistant', '7 °C7 °Cx'),
+  ]
