@@ -9,7 +9,7 @@
 
 Read chips.py with chips.toml (published figures) and rates.toml (what is reached of them); targets.py (what `v5p:4x4x2`
 means, and compile-only devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of
-it); weights.py (why a weight is replicated or padded); report.py. A program is read by hlo.py
+it); weights.py (why a weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py
 (XLA's protocol buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and
 time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer). published.py holds
 predictions against the seconds that others measured.
@@ -25,7 +25,7 @@ from spmd_tasks.wings import Flag, Mode, Wing
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.planning.plan import make_plan, plan_compiled
   from spmd_tasks.planning.published import compare_rows
-  from spmd_tasks.planning.report import format_plan
+  from spmd_tasks.planning.report import format_plan, plan_page
   from spmd_tasks.planning.targets import parse_target
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
   'make_plan',
   'parse_target',
   'plan_compiled',
+  'plan_page',
 ]
 
 
@@ -61,7 +62,7 @@ WING = Wing(
           help="v5p:4x4x2, v6e:16x16, '2x v5p:8x8x4' (slices), h200:8, h100:8x4 (nodes), cpu:N; default: the "
           "experiment's",
         ),
-        Flag(name='plan_out', metavar='DIR', help='also write the plan as plan.json'),
+        Flag(name='plan_out', metavar='DIR', help='also write the plan as plan.json and plan.html'),
         Flag(name='plan_steps', metavar='A,B', help='of train, eval, prefill, decode; default: train'),
       ),
     ),

@@ -1,7 +1,7 @@
 """--mode=plan: what a run will need and cost on named accelerators, without having them.
 
 The experiment's own steps are compiled for the target. The report goes to stdout, and with `--plan_out` as plan.json
-into a directory.
+and plan.html into a directory.
 """
 
 import functools
@@ -16,11 +16,11 @@ from spmd_tasks.command import Command
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
-from spmd_tasks.planning import format_plan, make_plan, parse_target
+from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 from spmd_tasks.planning.plan import Plan, mesh_devices
 from spmd_tasks.planning.targets import Target
 
-PLAN_FILE = 'plan.json'
+PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
 DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12
 
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
@@ -71,3 +71,4 @@ def _write(made: Plan, directory: epath.Path | None) -> None:
   with storage_errors(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_durably(directory / PLAN_FILE, json.dumps(report, indent=1) + '\n')
+    write_durably(directory / PAGE_FILE, plan_page(report))

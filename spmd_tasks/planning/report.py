@@ -1,6 +1,9 @@
-"""Reports a plan as text for a terminal, from the dictionary of plan.json alone.
+"""Reports a plan: as text for a terminal, and as plan.html; both from the dictionary of plan.json alone.
 
-print(format_plan(json.loads(Path('plan.json').read_text())))
+    print(format_plan(json.loads(Path('plan.json').read_text())))
+
+Both have the same rows. The page is the template plan_page.html: it needs no network and no script, escapes every name,
+follows light and dark, and can be printed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +11,10 @@ import math
 import re
 from typing import Any
 
+import jinja2
+
 Json = Mapping[str, Any]
+_COMPILERS = {'tpu': 'the compiler of TPUs', 'gpu': 'the compiler of GPUs', 'cpu': 'the compiler of CPUs'}
 _KINDS = {
   'cycles': 'cycles that the compiler estimates',
   'roofline': 'operations at their roofline',
@@ -37,7 +43,7 @@ _SHORTER = (
 def format_plan(plan: Json) -> str:
   """Returns the verdict, then memory, collectives, time, weights, pipeline and what is assumed."""
   verdict, pipeline = _verdict(plan), plan['pipeline']
-  head = f'{verdict["head"]}: ' if verdict['head'] else ''
+  head = f'{verdict["head"].upper()}: ' if verdict['head'] else ''
   lines = [
     f'{plan["experiment"]} on {plan["target"]}: {_devices(plan)}',
     f'{plan["num_params"]:,} parameters, {plan["tokens_per_step"]:,} tokens a step',
@@ -61,6 +67,29 @@ def format_plan(plan: Json) -> str:
   seconds = sum(step['trace_seconds'] + step['compile_seconds'] for step in plan['steps'].values())
   versions = ', '.join(f'{package} {version}' for package, version in plan['versions'].items())
   return '\n'.join([*lines, '', f'compiled in {seconds:.0f} s by {versions}', ''])
+
+
+def plan_page(plan: Json) -> str:
+  """Returns plan.html."""
+  environment = jinja2.Environment(
+    loader=jinja2.PackageLoader('spmd_tasks.planning', ''),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+  )
+  environment.filters['size'] = size
+  return environment.get_template('plan_page.html').render(
+    plan=plan,
+    devices=_devices(plan),
+    verdict=_verdict(plan),
+    figures=_figures(plan),
+    steps={name: _step(step) for name, step in plan['steps'].items()},
+    weight_columns=WEIGHT_COLUMNS,
+    weights=[_weight(row) for row in plan['weights']],
+    pipeline=plan['pipeline'] and _pipeline(plan['pipeline']),
+    compiler=_COMPILERS[plan['compiler']],
+  )
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
@@ -89,11 +118,11 @@ def _devices(plan: Json) -> str:
 def _verdict(plan: Json) -> dict[str, str]:
   peak, limit = max(step['peak_bytes'] for step in plan['steps'].values()), plan['hbm_bytes']
   if plan['fits'] is None or not limit:
-    return {'head': '', 'words': f'needs {size(peak)} per device', 'detail': ''}
+    return {'colour': 'open', 'head': '', 'words': f'needs {size(peak)} per device', 'detail': ''}
   words = f'{size(peak)} of {size(limit)} per device, {percent(peak / limit)}'
   if plan['fits']:
-    return {'head': 'FITS', 'words': words, 'detail': f'{size(max(limit - peak, 0))} are free.'}
-  return {'head': 'DOES NOT FIT', 'words': words, 'detail': f'{size(peak - limit)} too much.'}
+    return {'colour': 'good', 'head': 'Fits', 'words': words, 'detail': f'{size(max(limit - peak, 0))} are free.'}
+  return {'colour': 'bad', 'head': 'Does not fit', 'words': words, 'detail': f'{size(peak - limit)} too much.'}
 
 
 def _figures(plan: Json) -> list[tuple[str, str, str]]:
@@ -115,11 +144,13 @@ def _figures(plan: Json) -> list[tuple[str, str, str]]:
 
 
 def _step(step: Json) -> dict[str, Any]:
-  """Returns the rows of one step's tables."""
+  """Returns the rows of one step's tables, and the colours of its memory."""
   peak, seconds, roofline = step['peak_bytes'] or 1, step['predicted_step_s'], step['roofline'] or {}
   held = {name: part for name, part in step['memory'].items() if part}
   rest = peak - sum(held.values())
   held |= {'not attributed': rest} if rest > 0.005 * peak else {}
+  limit = step['hbm_bytes']
+  full = max(sum(held.values()), limit or 0)
   time: list[tuple[str, ...]] = []
   if seconds:
     time = [(_KINDS[kind], duration(spent), percent(spent / seconds)) for kind, spent in step['time_by_kind'].items()]
@@ -130,8 +161,12 @@ def _step(step: Json) -> dict[str, Any]:
       if roofline[f'{key}_s']
     ]
   return {
+    'fits': step['fits'],
     'peak': peak,
+    'predicted': duration(seconds),
     'memory': [(_words(name), size(part), percent(part / peak)) for name, part in held.items()],
+    'shares': [100 * part / full for part in held.values()],  # percent of the bar
+    'limit': limit and 100 * limit / full,
     'largest': [
       (size(each['bytes']), f'{each["dtype"]}{each["shape"]}', each['part'], _layer(each)) for each in step['largest']
     ],

@@ -27,6 +27,8 @@ def test_the_command_prints_a_plan_and_writes_it(tmp_path, capsys):
   written = json.loads((tmp_path / 'plan' / 'plan.json').read_text())
   assert written.keys() >= KEYS
   assert printed == format_plan(written) + '\n'
+  page = (tmp_path / 'plan' / 'plan.html').read_text()
+  assert 'synthetic.Uneven on cpu:8' in page
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,19 @@
-"""The report of a plan has its figures."""
+"""The reports of a plan: its figures are on both, the page loads nothing, every name is escaped, a browser shows it."""
+
+import html
+from html.parser import HTMLParser
+import json
+import re
+import shutil
+import subprocess
 
 import pytest
 
 from spmd_tasks.config import resolve
-from spmd_tasks.planning import format_plan, make_plan, parse_target
+from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 
 GIB = 2**30
+CHROMIUM = shutil.which('chromium')
 TIMES = {
   'predicted_step_s': 3.91,
   'predicted_step_low_s': 3.2,
@@ -34,8 +42,35 @@ def plan():
   return made | step | {'steps': {'train': step}, 'notes': ['JAX takes 75%']}
 
 
-def test_the_report_has_the_figures(plan):
-  text = format_plan(plan)
+class Reader(HTMLParser):
+  """Collects the text, and checks that elements are closed in order."""
+
+  def __init__(self):
+    super().__init__()
+    self.open, self.text, self.attributes = [], [], []
+
+  def handle_starttag(self, name, attributes):
+    self.attributes += [(name, *pair) for pair in attributes]
+    if name != 'meta':
+      self.open.append(name)
+
+  def handle_endtag(self, name):
+    assert self.open.pop() == name
+
+  def handle_data(self, data):
+    if 'style' not in self.open:
+      self.text.append(data)
+
+
+def read(page):
+  reader = Reader()
+  reader.feed(page)
+  assert not reader.open
+  return re.sub(r'\s+', ' ', ' '.join(reader.text)), reader.attributes
+
+
+def test_both_reports_have_the_figures(plan):
+  page, text = read(plan_page(plan))[0], format_plan(plan)
   for words in (
     *('pipeline.StdlibTiny on cpu:8', 'mesh stage 4 x data 2', '55.80 GiB of 15.75 GiB per device'),
     *('40.05 GiB too much', '3.91 s', '3.20 s to 4.90 s', '39%', '8,380', 'activations', '46.10 GiB'),
@@ -44,22 +79,56 @@ def test_the_report_has_the_figures(plan):
     *('hand-written kernels', '298 TFLOP', '1.6 TB', 'stack/softmax', 'bubble', 'replicated over data', 'jax '),
     'No published figures of cpu are used',
   ):
+    assert words in page, words
     assert words in text, words
   assert 'DOES NOT FIT: 55.80 GiB' in text
+  assert 'Does not fit: 55.80 GiB' in page
+  assert 'RESOURCE_EXHAUSTED' in page
+  assert page.count('F7') == page.count('B7') == 4  # the pipeline's ticks, of each stage
 
 
-def test_a_plan_that_fits_says_what_is_free_and_one_without_a_limit_nothing(plan):
-  fitting = plan | {'fits': True, 'hbm_bytes': 95 * GIB, 'dcn_mesh': {'stage': 4}, 'num_slices': 4}
-  report = format_plan(fitting)
-  assert '55.80 GiB of 95.00 GiB per device, 59%' in report
-  assert '39.20 GiB are free' in report
-  assert 'stage 4 (4 over DCN)' in report
-  assert '8 devices in 4 slices' in report
-  open_plan = plan | {'fits': None, 'hbm_bytes': None}
-  assert 'needs 55.80 GiB per device' in format_plan(open_plan)
+def test_the_page_loads_nothing_and_runs_nothing(plan):
+  page = plan_page(plan)
+  _, attributes = read(page)
+  assert '<script' not in page
+  assert not [each for each in attributes if each[1] in ('src', 'href', 'srcset') or each[1].startswith('on')]
+  assert not re.search(r'https?://|url\(|@import', page)
 
 
-def test_without_cycles_of_the_compiler_a_step_is_given_at_best(plan):
-  without = plan | {'time_by_kind': {'kernel': 0.42}}
-  assert 'predicted step' in format_plan(plan)
-  assert ('step at best' in format_plan(without), 'predicted MFU' in format_plan(without)) == (True, False)
+def hostile(value):
+  """Every text of a plan made hostile, but for keys and the names of kinds."""
+  if isinstance(value, dict):
+    return {key: item if key in ('compiler', 'time_by_kind') else hostile(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [hostile(item) for item in value]
+  return f'{value}"\'><script>alert(1)</script>{{{{body}}}}' if isinstance(value, str) else value
+
+
+def test_every_name_is_escaped(plan):
+  made = hostile(plan)
+  made['mesh'] = {'<script>a': 2, **made['mesh']}
+  made['versions'] = {'<script>v': '<script>'}
+  page = plan_page(made)
+  assert '<script' not in page
+  assert page.count('<body>') == 1
+  read(page)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason='no chromium here: scripts/setup_browser installs it')
+def test_a_browser_lays_the_page_out_without_scrolling_sideways(plan, tmp_path):
+  """In frames, because a window of chromium is never narrower than 500 pixels."""
+  page = html.escape(plan_page(plan))
+  frames = ''.join(f'<iframe width="{width}" height="900" srcdoc="{page}"></iframe>' for width in (1280, 360))
+  measure = '[...document.querySelectorAll("iframe")].map(f => f.contentDocument.documentElement)'
+  measure = f'{measure}.map(root => [root.clientWidth, root.scrollWidth, root.querySelectorAll("table").length])'
+  wrapper = tmp_path / 'frames.html'
+  wrapper.write_text(f'{frames}<script>onload = () => {{ document.title = JSON.stringify({measure}) }}</script>')
+  flags = ['--headless=new', '--no-sandbox', '--disable-gpu', f'--user-data-dir={tmp_path}/profile']
+  done = subprocess.run(
+    [CHROMIUM, *flags, '--dump-dom', wrapper.as_uri()], capture_output=True, text=True, timeout=60, check=True
+  )
+  sizes = json.loads(re.search(r'<title>(.*?)</title>', done.stdout).group(1))
+  assert len(sizes) == 2
+  for width, scrolled, num_tables in sizes:
+    assert scrolled <= width
+    assert num_tables == 7
