@@ -20,7 +20,13 @@ Read in this order: `experiment.py` (what a user subclasses), `recipes/` (bases)
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+# Both are looked at once. gs:// and s3:// are read by fsspec (stores.py), not by TensorFlow, which lacks both.
+os.environ.setdefault('EPATH_USE_TF', 'false')
+# Else gcsfs asks another service of Google's, with its own timeouts, what kind of bucket each one is.
+os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
 
 if TYPE_CHECKING:
   from spmd_tasks.config import register

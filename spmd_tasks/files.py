@@ -5,8 +5,8 @@
       append(path, line)
 
 A local file is written beside its final name, flushed to the disk and renamed over it; the rename is flushed with the
-directory. Object stores (`gs://...`, through `etils.epath`) make a written object visible only as a whole; the command
-line does not take them yet. A FIFO or a device in place of a file raises; a plain `open` of it would block for ever.
+directory. Object stores (`gs://...`, see stores.py) make a written object visible only as a whole. A FIFO or a device
+in place of a file raises; a plain `open` of it would block for ever.
 """
 
 from collections.abc import Iterator
@@ -20,34 +20,7 @@ from typing import IO
 
 from etils import epath
 
-from spmd_tasks.errors import JobError, UserError
-
-_FREE = 'free space there'
-_MOVE = 'move away what is in its place'
-# What is wrong with the storage, and what to do about it.
-_REMEDIES = {
-  errno.ENOSPC: _FREE,
-  errno.EDQUOT: f'{_FREE}, or have the quota raised',
-  errno.EFBIG: 'raise the limit of file sizes (ulimit -f)',
-  errno.EROFS: 'make the file system writable',
-  errno.EACCES: 'give this user the right to read and write there',
-  errno.EPERM: 'give this user the right to read and write there',
-  errno.EIO: 'check the storage (dmesg, the file server)',
-  errno.ESTALE: 'mount the storage again',
-  errno.ENODEV: 'mount the storage again',
-  errno.ENOTCONN: 'mount the storage again',
-  errno.EMFILE: 'raise the limit of open files (ulimit -n)',
-  errno.ENFILE: 'raise the limit of open files',
-  errno.ENAMETOOLONG: 'choose a shorter path',
-  errno.ELOOP: 'correct the symbolic link',
-  errno.EISDIR: _MOVE,
-  errno.ENOTDIR: _MOVE,
-  errno.EEXIST: _MOVE,
-  errno.ENXIO: _MOVE,
-  errno.EINVAL: _MOVE,
-  errno.ENOENT: 'bring the directory back',
-}
-_NATIVE_ERROR = re.compile(r"os_error_code='(\d+)'")
+from spmd_tasks.errors import JobError
 
 
 class StorageError(JobError):
@@ -55,23 +28,33 @@ class StorageError(JobError):
 
 
 def is_remote(path: epath.PathLike) -> bool:
-  """Whether `path` is in an object store rather than on a mounted file system (no locks, no fsync)."""
+  """Whether `path` is in an object store rather than on a mounted file system (no locks, no renames, no appending)."""
   return '://' in os.fspath(path)
 
 
 def absolute_path(path: epath.PathLike) -> epath.Path:
-  """Makes a path from the command line absolute; expands `~`. Raises a UserError for a URL."""
-  refuse_url(path)
+  """Makes a path from the command line absolute; expands `~`. Raises a UserError for a URL that cannot be used."""
+  if re.match(r'[A-Za-z][\w+.-]*://', os.fspath(path)):
+    from spmd_tasks.stores import check_store
+
+    check_store(path)
+    return epath.Path(os.fspath(path).rstrip('/'))
   return epath.Path(path).expanduser().absolute()
 
 
-def refuse_url(path: epath.PathLike) -> None:
-  """Raises a UserError for `gs://...` and the like."""
-  if re.match(r'[A-Za-z][\w+.-]*://', os.fspath(path)):
-    raise UserError(
-      f'{os.fspath(path)!r} is a URL, and only mounted file systems are supported: mount the object store (gcsfuse, '
-      'mountpoint-s3) or copy the files, and give that path.'
-    )
+def local_folder(path: epath.PathLike) -> epath.Path:
+  """Returns `absolute_path` of a folder or file, or, of a URL, that of a copy on this disk."""
+  if is_remote(path):
+    from spmd_tasks import stores
+
+    return epath.Path(stores.local_folder(os.fspath(path)))
+  return absolute_path(path)
+
+
+def make_directory(path: epath.Path) -> None:
+  """Makes a directory and those above it; a store has none."""
+  if not is_remote(path):
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
@@ -96,7 +79,9 @@ def write_durably(path: epath.Path, content: str | bytes) -> None:
   """Replaces `path` by a file with `content` (text: in UTF-8), atomically; the file survives a power failure."""
   data = content.encode() if isinstance(content, str) else content
   if is_remote(path):
-    path.write_bytes(data)
+    from spmd_tasks import stores
+
+    stores.write(path, data)
     return
   partial = path.parent / f'.{path.name}.partial'
   with _open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
@@ -129,6 +114,10 @@ def open_bytes(path: epath.PathLike) -> Iterator[IO[bytes]]:
 
 def read_bytes(path: epath.PathLike) -> bytes:
   """Reads a whole file. Raises OSError as `open_bytes`."""
+  if is_remote(path):
+    from spmd_tasks.stores import read
+
+    return read(path)
   with open_bytes(path) as file:
     return file.read()
 
@@ -146,6 +135,8 @@ def storage_errors(path: epath.PathLike) -> Iterator[None]:
   except JobError:
     raise
   except Exception as error:
+    from spmd_tasks.storage_problems import describe_storage_error
+
     problem = describe_storage_error(error, path)
     if problem is None:
       raise
@@ -154,43 +145,6 @@ def storage_errors(path: epath.PathLike) -> Iterator[None]:
       f'{os.fspath(path)} cannot be used: {reason}. What was complete before, every checkpoint included, is intact: '
       f'{remedy}, and start the same command again.'
     ) from error
-
-
-def describe_storage_error(error: BaseException, path: epath.PathLike) -> tuple[str, str] | None:
-  """Returns the reason and the remedy, as two phrases, of an error of the storage; None for any other error.
-
-  Args:
-    error: an OSError, or what a native library raised because of one.
-    path: where it happened.
-  """
-  found = _system_error(error)
-  if found is None or (found[0] not in _REMEDIES and not isinstance(error, OSError)):
-    return None
-  code, reason = found
-  if code == errno.ENOSPC and _has_no_inodes(epath.Path(path)):
-    return f'{reason} for another file (inodes)', f'remove files there (df -i {os.fspath(path)})'
-  return reason, _REMEDIES.get(code, 'check the path and the storage')
-
-
-def _system_error(error: BaseException | None) -> tuple[int, str] | None:
-  """Returns errno and text of an error, or of its first cause that has them; native code puts them into messages."""
-  while error is not None:
-    if isinstance(error, OSError) and error.errno is not None:
-      return error.errno, error.strerror or os.strerror(error.errno)
-    if found := _NATIVE_ERROR.search(str(error)):
-      return int(found[1]), os.strerror(int(found[1]))
-    error = error.__cause__ or error.__context__
-  return None
-
-
-def _has_no_inodes(path: epath.Path) -> bool:
-  while not path.exists() and path != path.parent:
-    path = path.parent
-  try:
-    system = os.statvfs(path)
-  except OSError:
-    return False
-  return system.f_files > 0 and system.f_favail == 0
 
 
 @contextlib.contextmanager

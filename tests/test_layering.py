@@ -26,6 +26,8 @@ ROWS = (
   ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
   ('files', 'frozen_fields', 'row_sources'),
+  ('storage_problems',),
+  ('stores',),
   ('wings',),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
   ('exit_codes',),

@@ -22,6 +22,7 @@ from etils import epath
 
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
+  STATE,
   CheckpointError,
   CheckpointSaveError,
   DamagedCheckpointError,
@@ -58,6 +59,10 @@ class CheckpointDirectory:
   num_hash_threads: int = 8
   witness: Callable[[], str | None] = lambda: None
 
+  def new_state_name(self) -> str:
+    """The name, below a checkpoint, for the arrays of a job that begins to save."""
+    return STATE
+
   def final(self, step: int) -> epath.Path:
     return self.path / f'checkpoint_{step:08d}'
 
@@ -72,6 +77,10 @@ class CheckpointDirectory:
   def complete_steps(self) -> list[int]:
     """The steps that have a manifest, ascending; nothing is verified."""
     return [step for step, path in self.claimed_steps().items() if (path / MANIFEST_FILE).exists()]
+
+  def holds(self, step: int) -> bool:
+    """Whether the checkpoint of `step` is there, whole or not; it is the first thing that a deletion takes away."""
+    return self.final(step).exists()
 
   def saved_leaves(self, step: int | None) -> tuple[LeafEntry, ...] | None:
     """The leaf table of a step (None: of the newest checkpoint that has one), or None. Reads nothing else."""
@@ -166,8 +175,7 @@ class CheckpointDirectory:
       if keep_every_hours is not None and saved_at - kept_at >= 3600 * keep_every_hours:
         kept_at = saved_at
       elif keep_every_n_steps is None or step % keep_every_n_steps:
-        # Renamed first: a half-deleted checkpoint must never look like a damaged one.
-        self.set_aside(self.final(step), 'deleting').rmtree()
+        self._delete(step)
 
   def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
     """Renames `path` to `path.suffix` (`-2`, ... where that is taken); returns the new path. Raises OSError."""
@@ -191,6 +199,10 @@ class CheckpointDirectory:
   def damaged(self) -> list[str]:
     """The names of checkpoints that are set aside as damaged, and of those that have not been looked at."""
     return sorted(path.name for path in self._list() if step_of(path) is not None or '.damaged-' in path.name)
+
+  def _delete(self, step: int) -> None:
+    # Renamed first: a half-deleted checkpoint must never look like a damaged one.
+    self.set_aside(self.final(step), 'deleting').rmtree()
 
   def _list(self) -> list[epath.Path]:
     try:

@@ -46,6 +46,7 @@ import jax
 
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
 from spmd_tasks.checkpoints.manifest import (
+  STATE,
   CheckpointChoiceError,
   CheckpointError,
   CheckpointSaveError,
@@ -57,11 +58,11 @@ from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
 from spmd_tasks.distributed import barrier
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, primary_decides
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import describe_storage_error, write_durably
+from spmd_tasks.files import is_remote, make_directory, read_text, write_durably
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 
-_STATE, _BASE_FILE = 'state', 'base.json'
+_BASE_FILE = 'base.json'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,9 +127,16 @@ class Checkpointer:
     for name, value in (('max_to_keep', max_to_keep), ('keep_every_n_steps', keep_every_n_steps)):
       if value is not None and value < 1:
         raise UserError(f'{name} = {value} must be at least 1, or None.')
-    self._directory = CheckpointDirectory(
-      path=epath.Path(directory), num_hash_threads=num_hash_threads, witness=witness
-    )
+    path = epath.Path(directory)
+    self._arrays: Any
+    kind: type[CheckpointDirectory] = CheckpointDirectory
+    if is_remote(path):
+      from spmd_tasks.checkpoints.store_checkpoints import StoreArrays, StoreDirectory
+
+      kind, self._arrays = StoreDirectory, StoreArrays(timeout_secs)
+    else:
+      self._arrays = OrbaxArrays(timeout_secs)
+    self._directory = kind(path=path, num_hash_threads=num_hash_threads, witness=witness)
     self._max_to_keep = max_to_keep
     self._keep_every_n_steps = keep_every_n_steps
     self._keep_every_hours = keep_every_hours
@@ -136,15 +144,19 @@ class Checkpointer:
     self._base = base
     self._on_saved = on_saved
     self._is_primary = jax.process_index() == 0
-    self._arrays = OrbaxArrays(timeout_secs)
     self._background = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_seal')
     self._pending: tuple[int, Future[None]] | None = None
     self._rejected: set[Stamp] = set()
     if read_only:
       barrier('checkpoint_open', limit_s=timeout_secs)
       return
+
+    def open_here() -> str:
+      self._directory.open()
+      return self._directory.new_state_name()
+
     try:
-      primary_decides(self._directory.open, 'checkpoint_open', limit_s=timeout_secs)
+      self._state_name = primary_decides(open_here, 'checkpoint_open', limit_s=timeout_secs)
     except PrimaryError as error:
       raise CheckpointChoiceError(str(error)) from error
     except OSError as error:
@@ -184,11 +196,11 @@ class Checkpointer:
     try:
       base = None if self._base is None else self._base()
       own_input = partial / input_file(jax.process_index(), jax.process_count())
-      own_input.parent.mkdir(parents=True, exist_ok=True)
+      make_directory(own_input.parent)
       write_durably(own_input, _to_json(input_state))
       if base is not None and self._is_primary:
         write_durably(partial / _BASE_FILE, _to_json(base))
-      self._arrays.write(partial / _STATE, state)
+      self._arrays.write(partial / self._state_name, state)
     except Exception as error:
       raise self._save_error(step, error) from error
     self._pending = step, self._background.submit(self._seal, step, leaves)
@@ -339,17 +351,21 @@ class Checkpointer:
     """Reads a verified checkpoint; returns None if its owner has deleted it in the meantime."""
     path = self._directory.final(step)
     try:
-      state = self._arrays.read(path / _STATE, abstract, subtree)
-      num_processes = read_manifest(path).num_processes
-      input_states = [
-        json.loads((path / input_file(index, num_processes)).read_text()) for index in range(num_processes)
-      ]
-      base = json.loads((path / _BASE_FILE).read_text()) if (path / _BASE_FILE).exists() else None
+      manifest = read_manifest(path)
+      num_processes, reader = manifest.num_processes, self._arrays
+      if manifest.state_name != STATE and not is_remote(path):  # copied from a store to this disk
+        from spmd_tasks.checkpoints.store_checkpoints import StoreArrays
+
+        reader = StoreArrays(1)
+      state = reader.read(path / manifest.state_name, abstract, subtree)
+      input_states = [json.loads(read_text(path / input_file(index, num_processes))) for index in range(num_processes)]
+      has_base = any(entry.path == _BASE_FILE for entry in manifest.files)
+      base = json.loads(read_text(path / _BASE_FILE)) if has_base else None
     except Exception as error:
-      if self._read_only and not path.exists():
+      if self._read_only and not self._directory.holds(step):
         return None
       raise CheckpointError(f'checkpoint {path} could not be read: {type(error).__name__}: {error}') from error
-    if self._read_only and not path.exists():
+    if self._read_only and not self._directory.holds(step):
       # Its files are deleted after its name: as long as that is there nothing was missing, and from then on TensorStore
       # may have read chunks that are gone as zeros.
       return None
@@ -368,6 +384,8 @@ class Checkpointer:
     saved = step in self._directory.claimed_steps()
     what = 'was saved, but what follows a save failed' if saved else 'could not be saved'
     reason, remedy = f'{type(error).__name__}: {error}', ''
+    from spmd_tasks.storage_problems import describe_storage_error
+
     if problem := describe_storage_error(error, self._directory.path):
       reason, remedy = problem[0], f', all intact: {problem[1]}, and start the same command again'
     return CheckpointSaveError(

@@ -27,6 +27,7 @@ from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import open_bytes, read_bytes, sync_path, write_durably
 
 MANIFEST_FILE = 'manifest.json'
+STATE = 'state'  # below a checkpoint: the directory of the arrays; longer where store_checkpoints.py wrote it
 FORMAT = 1
 _PACKAGES = ('spmd_tasks', 'jax', 'orbax-checkpoint')
 _CHUNK_BYTES = 1 << 22
@@ -58,7 +59,10 @@ class DamagedCheckpointError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileEntry:
-  """One file: its path below the checkpoint's directory, its size in bytes and its SHA-256 in hexadecimal."""
+  """One file: its path below the checkpoint's directory, its size in bytes and its SHA-256 in hexadecimal.
+
+  The SHA-256 is '' for a file that has a digest in itself (store_checkpoints.py).
+  """
 
   path: str
   num_bytes: int
@@ -86,6 +90,11 @@ class Manifest:
   files: tuple[FileEntry, ...]
   leaves: tuple[LeafEntry, ...]
   versions: dict[str, str]
+
+  @property
+  def state_name(self) -> str:
+    """The directory of the arrays."""
+    return next((first for each in self.files if (first := each.path.split('/')[0]).startswith(STATE)), STATE)
 
 
 def leaf_entries(tree: Any) -> tuple[LeafEntry, ...]:
@@ -129,15 +138,22 @@ def write_manifest(
   files = [(known | hashed)[path] for path in paths]
   for subdirectory in sorted({(directory / path).parent for path in paths}):
     sync_path(subdirectory)
-  body = {
-    'format': FORMAT,
-    'step': step,
-    'num_processes': num_processes,
-    'versions': _versions(),
-    'files': [[entry.path, entry.num_bytes, entry.sha256] for entry in files],
-    'leaves': [[leaf.name, list(leaf.shape), leaf.dtype] for leaf in leaves],
-  }
-  write_durably(directory / MANIFEST_FILE, _encode(body))
+  text = manifest_text(step=step, num_processes=num_processes, leaves=leaves, files=files)
+  write_durably(directory / MANIFEST_FILE, text)
+
+
+def manifest_text(*, step: int, num_processes: int, leaves: Sequence[LeafEntry], files: Sequence[FileEntry]) -> str:
+  """Returns the content of a manifest."""
+  return _encode(
+    {
+      'format': FORMAT,
+      'step': step,
+      'num_processes': num_processes,
+      'versions': _versions(),
+      'files': [[entry.path, entry.num_bytes, entry.sha256] for entry in files],
+      'leaves': [[leaf.name, list(leaf.shape), leaf.dtype] for leaf in leaves],
+    }
+  )
 
 
 def read_manifest(directory: epath.Path) -> Manifest:

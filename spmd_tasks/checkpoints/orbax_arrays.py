@@ -21,7 +21,7 @@ from etils import epath
 from flax import traverse_util
 import jax
 
-from spmd_tasks.files import describe_storage_error, is_remote
+from spmd_tasks.files import is_remote
 
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp  # takes a second to import: when something is written or read, or by `prepare`
@@ -140,8 +140,11 @@ def _quiet_failed_writes() -> None:
   """Drops the tracebacks of Orbax's threads when the disk is full: the save raises the same error, as one sentence."""
 
   def is_other_record(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return error is None or describe_storage_error(error, '.') is None
+    if record.exc_info is None or (error := record.exc_info[1]) is None:
+      return True
+    from spmd_tasks.storage_problems import describe_storage_error
+
+    return describe_storage_error(error, '.') is None
 
   for name in ('absl', 'asyncio'):  # the loggers that the threads report to
     logging.getLogger(name).addFilter(is_other_record)

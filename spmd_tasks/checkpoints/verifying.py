@@ -19,7 +19,8 @@ from spmd_tasks.checkpoints.manifest import (
   hash_file,
   read_manifest,
 )
-from spmd_tasks.files import describe_storage_error
+from spmd_tasks.files import is_remote
+from spmd_tasks.storage_problems import describe_storage_error
 
 _MAX_LISTED = 10
 
@@ -56,7 +57,7 @@ def choose(
       _verify(directory, path, wanted, prefix)
       return candidate
     except (DamagedCheckpointError, OSError) as problem:
-      if rejected is not None and not path.exists():
+      if rejected is not None and not directory.holds(candidate):
         logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
         return choose(directory, step, wanted, prefix=prefix, rejected=rejected)
       if isinstance(problem, OSError):
@@ -134,13 +135,22 @@ def verify_files(directory: epath.Path, manifest: Manifest, *, num_threads: int)
     DamagedCheckpointError: names the first file, in the manifest's order, that is missing or differs.
     OSError: a file exists but cannot be read (permission, I/O), so that nothing is known about damage.
   """
+  sizes: dict[str, int] | None = None
+  if is_remote(directory):
+    from spmd_tasks.stores import sizes_below
+
+    sizes = sizes_below(directory)
 
   def problem_of(entry: FileEntry) -> str | None:
     path = directory / entry.path
     try:
-      num_bytes = path.stat().length
+      num_bytes = path.stat().length if sizes is None else sizes.get(entry.path)
+      if num_bytes is None:
+        return 'missing'
       if num_bytes != entry.num_bytes:
         return f'has {num_bytes} bytes instead of {entry.num_bytes}'
+      if not entry.sha256:
+        return None
       _, digest = hash_file(path)
     except OSError as error:
       if error.errno not in NO_FILE:

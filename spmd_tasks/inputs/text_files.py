@@ -6,7 +6,7 @@ import glob
 import os
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import refuse_url
+from spmd_tasks.files import is_remote
 from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, OpenTextFiles, changed_file, file_fingerprint, in_split
 
 
@@ -21,10 +21,14 @@ def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
     raise UserError(f'no {kind} files are named: give a path or a glob pattern.')
   files = set()
   for pattern in patterns:
-    refuse_url(pattern)
     pattern = os.path.expanduser(pattern)
-    # A file whose own name has the characters of a pattern is meant itself.
-    found = [path for path in (glob.glob(pattern, recursive=True) or [pattern]) if os.path.isfile(path)]
+    if is_remote(pattern):
+      from spmd_tasks.stores import local_copies
+
+      found = local_copies(pattern)
+    else:
+      # A file whose own name has the characters of a pattern is meant itself.
+      found = [path for path in (glob.glob(pattern, recursive=True) or [pattern]) if os.path.isfile(path)]
     if not found:
       raise UserError(
         f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'

@@ -1,0 +1,279 @@
+"""Checkpoints in an object store: where they differ from those on a disk.
+
+    checkpoint_00000100/
+      state_3f2a.../           the arrays, by TensorStore (Zarr 3), each shard an object with a CRC-32C of its own
+      input/process_0_of_2.json, base.json
+      manifest.json            written last, by a conditional write: from then on there is a checkpoint
+      manifest.damaged-<file>.json   instead: set aside by a restore; never read or deleted again
+
+A directory without a manifest is no checkpoint, and the next job deletes it. Nothing can be renamed: a checkpoint is
+deleted by deleting its manifest first. Each job writes arrays below a name of its own, so that what a job still writes
+that has lost its directory to another one (programs/job_directory.py) changes no checkpoint.
+
+The manifest has the size of every object. Those of arrays have no SHA-256, as a second reading of them would halve the
+speed of saves and restores: a shard is verified by its CRC while it is read, and a shard that is missing is an error.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+import dataclasses
+import hashlib
+import json
+import secrets
+from typing import Any
+from urllib.parse import quote
+
+from absl import logging
+from etils import epath
+import jax
+import numpy as np
+
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file, step_of
+from spmd_tasks.checkpoints.manifest import (
+  MANIFEST_FILE,
+  STATE,
+  CheckpointSaveError,
+  FileEntry,
+  LeafEntry,
+  manifest_text,
+)
+from spmd_tasks.stores import create, exists, kvstore_spec, modified_s, read, sizes_below, write
+
+_IN_FLIGHT_BYTES = 8_000_000_000  # of a restore, in the host's memory
+_SLOWEST_BYTES_PER_S = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreDirectory(CheckpointDirectory):
+  """The checkpoints below `path`, which is in an object store."""
+
+  def new_state_name(self) -> str:
+    return f'{STATE}_{secrets.token_hex(6)}'
+
+  def partial(self, step: int) -> epath.Path:
+    return self.final(step)
+
+  def claimed_steps(self) -> dict[int, epath.Path]:
+    found = {step: path for path in self._list() if (step := step_of(path)) is not None}
+    with ThreadPoolExecutor(self.num_hash_threads) as pool:
+      is_complete = dict(zip(found, pool.map(lambda path: exists(path / MANIFEST_FILE), found.values())))
+    return {step: found[step] for step in sorted(found) if is_complete[step]}
+
+  def complete_steps(self) -> list[int]:
+    return list(self.claimed_steps())
+
+  def holds(self, step: int) -> bool:
+    return exists(self.final(step) / MANIFEST_FILE)
+
+  def stamp(self, step: int) -> Stamp:
+    try:
+      return step, int(modified_s(self.final(step) / MANIFEST_FILE))
+    except FileNotFoundError:
+      return step, 0
+
+  def open(self) -> None:
+    complete = self.claimed_steps()
+    others = [path for path in self._list() if (step := step_of(path)) is not None and step not in complete]
+    left = [path for path in others if not _damaged_manifests(path)]
+    if not complete and left == others:
+      self.refuse_loss()
+    for path in left:
+      logging.info('Removing %s, left by an interrupted job.', path)
+      path.rmtree(missing_ok=True)
+
+  def is_unused(self) -> bool:
+    return not self.claimed_steps() and super().is_unused()
+
+  def write_digests(self, step: int, process_index: int) -> None:
+    pass  # TensorStore has written a CRC into each shard
+
+  def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
+    path = self.final(step)
+    sizes = sizes_below(path)
+    if missing := [name for i in range(num_processes) if (name := input_file(i, num_processes)) not in sizes]:
+      raise CheckpointSaveError(f'there is no {missing[0]} in {path}: that process writes elsewhere')
+    entries = []
+    for name in sorted(sizes):
+      sha256 = '' if name.startswith(f'{STATE}_') else hashlib.sha256(read(path / name)).hexdigest()
+      entries.append(FileEntry(path=name, num_bytes=sizes[name], sha256=sha256))
+    text = manifest_text(step=step, num_processes=num_processes, leaves=leaves, files=entries)
+    if not create(path / MANIFEST_FILE, text.encode()):
+      raise CheckpointSaveError(f'another job has saved step {step} in {self.path}')
+
+  def discard_partial(self, step: int) -> None:
+    if not self.holds(step):
+      super().discard_partial(step)
+
+  def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
+    aside = path / f'manifest.{suffix}.json'
+    write(aside, read(path / MANIFEST_FILE))
+    (path / MANIFEST_FILE).unlink()
+    return aside
+
+  def damaged(self) -> list[str]:
+    complete = self.claimed_steps()
+    names = [path.name for step, path in complete.items()]
+    for path in self._list():
+      if (step := step_of(path)) is not None and step not in complete:
+        names += [f'{path.name}/{each.name}' for each in _damaged_manifests(path)]
+    return sorted(names)
+
+  def _list(self) -> list[epath.Path]:
+    try:
+      return list(self.path.iterdir())
+    except FileNotFoundError:
+      return []
+
+  def _delete(self, step: int) -> None:
+    (self.final(step) / MANIFEST_FILE).unlink(missing_ok=True)
+    self.final(step).rmtree(missing_ok=True)
+
+
+def _damaged_manifests(path: epath.Path) -> list[epath.Path]:
+  return [each for each in path.iterdir() if each.name.startswith('manifest.damaged-')]
+
+
+class StoreArrays:
+  """Writes and reads trees of jax.Arrays as `OrbaxArrays` does, each under its key path as a Zarr 3 array.
+
+  Of the devices that hold the same shard one writes it, by turns, so that all processes of a data-parallel job write.
+  """
+
+  def __init__(self, timeout_secs: int):
+    self._timeout_secs = timeout_secs
+    self.write_limit_s = timeout_secs
+    self._thread = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_upload')
+    self._written: Future[None] | None = None
+
+  def prepare(self) -> None:
+    """Imports TensorStore."""
+    import tensorstore  # noqa: F401
+
+  def limit_s(self, num_bytes: int) -> int:
+    """Seconds that processes wait for each other around a write or read of `num_bytes`."""
+    return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
+
+  def write(self, path: epath.Path, state: Any) -> None:
+    """Starts to write; returns when the arrays may be donated."""
+    leaves = leaves_by_name(state)
+    self.write_limit_s = self.limit_s(sum(leaf.nbytes for leaf in leaves.values()))
+    shards = {name: _own_shards(leaf, turn) for turn, (name, leaf) in enumerate(leaves.items())}
+    for shard in (shard for each in shards.values() for shard in each):
+      shard.data.copy_to_host_async()
+    # On a CPU NumPy would look at the very memory that is donated.
+    copy = jax.default_backend() == 'cpu'
+    hosts = {name: [(shard.index, _to_host(shard.data, copy)) for shard in each] for name, each in shards.items()}
+    specs = {name: _array_spec(path, name, leaf) for name, leaf in leaves.items()}
+    self._written = self._thread.submit(_upload, specs, hosts)
+
+  def wait_until_written(self) -> None:
+    """Returns when the arrays of this process are written; raises the error of a failed write."""
+    if self._written is not None:
+      self._written.result()
+
+  def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
+    """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
+
+    Also reads what Orbax has written on a disk, if it was copied into a store.
+    """
+    import tensorstore as ts
+
+    is_ours = path.name != STATE
+    context = _context()
+    prefix = f'{subtree}/' if subtree else ''
+    specs = [_read_spec(path, prefix + name, is_ours) for name in leaves_by_name(abstract)]
+    opened = [ts.open(spec, open=True, read=True, context=context) for spec in specs]
+    leaves, arrays, waiting, num_bytes = jax.tree.leaves(abstract), [], [], 0
+    for leaf, store in zip(leaves, opened):
+      waiting.append(_start_reading(leaf, store.result()))
+      num_bytes += leaf.size * leaf.dtype.itemsize
+      if num_bytes > _IN_FLIGHT_BYTES:
+        arrays += [finish() for finish in waiting]
+        waiting, num_bytes = [], 0
+    arrays += [finish() for finish in waiting]
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+  def close(self) -> None:
+    """Ends the thread; call it when every write has been waited for."""
+    self._thread.shutdown()
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by their key paths, in its order."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+
+
+def _own_shards(leaf: jax.Array, turn: int) -> list[Any]:
+  """Returns the shards of an array that this process writes."""
+  holders: dict[str, list[Any]] = {}
+  for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+    holders.setdefault(str(index), []).append(device)
+  writers = {devices[turn % len(devices)] for devices in holders.values()}
+  return [shard for shard in leaf.addressable_shards if shard.device in writers]
+
+
+def _to_host(data: jax.Array, copy: bool) -> np.ndarray:
+  return np.array(data) if copy else np.asarray(data)
+
+
+def _upload(specs: dict[str, Any], hosts: dict[str, list[tuple[Any, np.ndarray]]]) -> None:
+  import tensorstore as ts
+
+  context, is_primary = _context(), jax.process_index() == 0
+  stores = {name: ts.open(spec, context=context, open=True, assume_metadata=True) for name, spec in specs.items()}
+  commits: list[Any] = []
+  for name, opened in stores.items():
+    store = opened.result()
+    if is_primary:
+      # Not by TensorStore's own conditional write: when its answer is lost, it takes its own object for another's.
+      metadata = json.dumps(store.spec(retain_context=False).to_json()['metadata'])
+      assert store.kvstore is not None
+      commits.append(store.kvstore.write('zarr.json', metadata))
+    commits += [store[index].write(data).commit for index, data in hosts[name]]
+  for commit in commits:
+    commit.result()
+
+
+def _context() -> Any:
+  import tensorstore as ts
+
+  limit = {'limit': 128}
+  return ts.Context({'gcs_request_concurrency': limit, 's3_request_concurrency': limit})
+
+
+def _array_spec(path: epath.Path, name: str, leaf: jax.Array) -> dict[str, Any]:
+  shard_shape = leaf.sharding.shard_shape(leaf.shape)
+  return _read_spec(path, name, True) | {
+    'store_data_equal_to_fill_value': True,  # what is missing is damage, not zeros
+    'metadata': {
+      'shape': leaf.shape,
+      'data_type': leaf.dtype.name,
+      'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': [max(size, 1) for size in shard_shape]}},
+      'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}],
+    },
+  }
+
+
+def _read_spec(path: epath.Path, name: str, is_ours: bool) -> dict[str, Any]:
+  if not is_ours:
+    key = f'{name.replace("/", ".")}/'
+    return {'driver': 'auto', 'kvstore': {'driver': 'ocdbt', 'base': kvstore_spec(path), 'path': key}}
+  spec = kvstore_spec(path / quote(name.replace('/', '.'), safe=''))
+  return {'driver': 'zarr3', 'kvstore': spec, 'fill_missing_data_reads': False}
+
+
+def _start_reading(leaf: Any, store: Any) -> Callable[[], jax.Array]:
+  """Starts to read the shards of this process; returns what waits for them."""
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  if (tuple(store.shape), store.dtype.name) != (leaf.shape, leaf.dtype.name):
+    raise ValueError(f'{store.spec().url} is {store.dtype.name}{list(store.shape)}, not {leaf.dtype}{list(leaf.shape)}')
+  reads: dict[str, Any] = {}
+  for index in sharding.addressable_devices_indices_map(leaf.shape).values():
+    if str(index) not in reads:
+      reads[str(index)] = store[index].read()
+
+  def finish() -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: reads[str(index)].result())
+
+  return finish

@@ -1,0 +1,77 @@
+"""Says what is wrong with the storage, and what to do about it; imported when something is."""
+
+import errno
+import os
+import re
+
+from etils import epath
+
+_FREE = 'free space there'
+_MOVE = 'move away what is in its place'
+# What is wrong with the storage, and what to do about it.
+_REMEDIES = {
+  errno.ENOSPC: _FREE,
+  errno.EDQUOT: f'{_FREE}, or have the quota raised',
+  errno.EFBIG: 'raise the limit of file sizes (ulimit -f)',
+  errno.EROFS: 'make the file system writable',
+  errno.EACCES: 'give this user the right to read and write there',
+  errno.EPERM: 'give this user the right to read and write there',
+  errno.EIO: 'check the storage (dmesg, the file server)',
+  errno.ESTALE: 'mount the storage again',
+  errno.ENODEV: 'mount the storage again',
+  errno.ENOTCONN: 'mount the storage again',
+  errno.EMFILE: 'raise the limit of open files (ulimit -n)',
+  errno.ENFILE: 'raise the limit of open files',
+  errno.ENAMETOOLONG: 'choose a shorter path',
+  errno.ELOOP: 'correct the symbolic link',
+  errno.EISDIR: _MOVE,
+  errno.ENOTDIR: _MOVE,
+  errno.EEXIST: _MOVE,
+  errno.ENXIO: _MOVE,
+  errno.EINVAL: _MOVE,
+  errno.ENOENT: 'bring the directory back',
+}
+_NATIVE_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+
+def describe_storage_error(error: BaseException, path: epath.PathLike) -> tuple[str, str] | None:
+  """Returns the reason and the remedy, as two phrases, of an error of the storage; None for any other error.
+
+  Args:
+    error: an OSError, or what a native library raised because of one.
+    path: where it happened.
+  """
+  if '://' in os.fspath(path) and _system_error(error) is None:
+    from spmd_tasks.stores import describe_store_error
+
+    return describe_store_error(error, path)
+  found = _system_error(error)
+  if found is None or (found[0] not in _REMEDIES and not isinstance(error, OSError)):
+    return None
+  code, reason = found
+  if code == errno.ENOSPC and _has_no_inodes(epath.Path(path)):
+    return f'{reason} for another file (inodes)', f'remove files there (df -i {os.fspath(path)})'
+  return reason, _REMEDIES.get(code, 'check the path and the storage')
+
+
+def _system_error(error: BaseException | None) -> tuple[int, str] | None:
+  """Returns errno and text of an error, or of its first cause that has them; native code puts them into messages."""
+  while error is not None:
+    if isinstance(error, OSError) and error.errno is not None:
+      return error.errno, error.strerror or os.strerror(error.errno)
+    if found := _NATIVE_ERROR.search(str(error)):
+      return int(found[1]), os.strerror(int(found[1]))
+    error = error.__cause__ or error.__context__
+  return None
+
+
+def _has_no_inodes(path: epath.Path) -> bool:
+  if '://' in os.fspath(path):
+    return False
+  while not path.exists() and path != path.parent:
+    path = path.parent
+  try:
+    system = os.statvfs(path)
+  except OSError:
+    return False
+  return system.f_files > 0 and system.f_favail == 0

@@ -1,0 +1,206 @@
+"""Reaches object stores, gs:// and s3://, where they differ from a file system: what exists, who was first, arrays.
+
+    check_store('gs://bucket/job')               # one sentence if a package, the credentials or the bucket is missing
+    create(path, data)                           # False: the object is there; of several callers at once one gets True
+    sizes_below(path)                            # every object below, from one listing
+    ts.KvStore.open(kvstore_spec(path))          # TensorStore's own driver, for arrays
+
+All else is `etils.epath` over fsspec (gcsfs, s3fs), whose writes are of whole objects: one appears complete or not at
+all. These two are chosen because etils knows them, and because their `create` is a true conditional write:
+x-goog-if-generation-match: 0, and If-None-Match: *. TensorStore's S3 driver asks first and writes then, so two callers
+can both succeed. Listings are never cached: other jobs write to the same place.
+
+Credentials are found by the clouds' own defaults. Emulators are found by STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import errno
+import functools
+import os
+import re
+import secrets
+from typing import Any
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.wings import require
+
+_PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
+_LOGIN = {
+  'gs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=FILE',
+  's3': 'aws configure, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY',
+}
+_MAKE = {'gs': 'gcloud storage buckets create gs://{}', 's3': 'aws s3 mb s3://{}'}
+_LIBRARIES = ('gcsfs', 's3fs', 'fsspec', 'botocore', 'aiobotocore', 'aiohttp', 'google', 'requests')
+_NO_CREDENTIALS = re.compile('credentials|UNAUTHENTICATED|InvalidAccessKeyId|SignatureDoesNotMatch|401', re.IGNORECASE)
+_NO_RIGHT = re.compile('forbidden|denied|does not have storage|403', re.IGNORECASE)
+_NO_BUCKET = re.compile('bucket does not exist|NoSuchBucket', re.IGNORECASE)
+
+
+def split_url(path: str | os.PathLike[str]) -> tuple[str, str, str]:
+  """Returns scheme, bucket and key of a URL."""
+  scheme, _, rest = os.fspath(path).partition('://')
+  bucket, _, key = rest.partition('/')
+  return scheme, bucket, key
+
+
+def check_store(url: str | os.PathLike[str]) -> None:
+  """Raises a UserError if the store of a URL cannot be used; asks it once for each bucket."""
+  scheme, bucket, _ = split_url(url)
+  if scheme not in _PACKAGES:
+    raise UserError(
+      f'{os.fspath(url)!r} is a URL of a kind that is not known: gs:// and s3:// are; mount other stores, or copy the '
+      'files, and give that path.'
+    )
+  if not bucket:
+    raise UserError(f'{os.fspath(url)!r} names no bucket: give {scheme}://BUCKET/PATH.')
+  _check_bucket(scheme, bucket)
+
+
+@functools.cache
+def _check_bucket(scheme: str, bucket: str) -> None:
+  require('stores', _PACKAGES[scheme], wants=f'{scheme}://')
+  try:
+    try:
+      _file_system(scheme).info(bucket)
+    except FileNotFoundError:  # also where this user may not look at the bucket itself
+      _file_system(scheme).ls(bucket)
+  except Exception as error:
+    if (problem := describe_store_error(error, f'{scheme}://{bucket}')) is None:
+      raise
+    raise UserError(f'{scheme}://{bucket} cannot be used: {problem[0]}; {problem[1]}.') from error
+
+
+def describe_store_error(error: BaseException, url: str | os.PathLike[str]) -> tuple[str, str] | None:
+  """Returns the reason and the remedy, as two phrases, of an error of a store; None for any other error."""
+  text = ' '.join(str(error).split())[:300] or type(error).__name__
+  is_native = isinstance(error, ValueError) and re.match('[A-Z_]+: ', text)  # TensorStore's
+  if not (isinstance(error, OSError) or is_native or type(error).__module__.partition('.')[0] in _LIBRARIES):
+    return None
+  scheme, bucket, _ = split_url(url)
+  if _NO_BUCKET.search(text) or (isinstance(error, FileNotFoundError) and bucket == os.path.basename(os.fspath(url))):
+    return 'there is no such bucket', _MAKE[scheme].format(bucket)
+  if _NO_RIGHT.search(text) or isinstance(error, PermissionError):
+    return text, f'give this user the right to list, read and write there, or log in as another ({_LOGIN[scheme]})'
+  if _NO_CREDENTIALS.search(text):
+    return text, f'log in: {_LOGIN[scheme]}'
+  return text, 'check the network and the store'
+
+
+def create(path: str | os.PathLike[str], data: bytes) -> bool:
+  """Writes an object where there is none; False if there is one. Of several callers at once one gets True.
+
+  `data` must be the caller's own (a random token): so it is known that an object is one's own whose answer was lost.
+  """
+  try:
+    _file_system(split_url(path)[0]).pipe_file(os.fspath(path), data, mode='create')
+  except FileExistsError:
+    return read(path) == data
+  return True
+
+
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+  """Writes or replaces an object, as a whole."""
+  _file_system(split_url(path)[0]).pipe_file(os.fspath(path), data)
+
+
+def read(path: str | os.PathLike[str], num_bytes: int | None = None) -> bytes:
+  """Reads an object, or its first bytes, by one request. Raises FileNotFoundError."""
+  try:
+    return _file_system(split_url(path)[0]).cat_file(os.fspath(path), start=num_bytes and 0, end=num_bytes)
+  except FileNotFoundError as error:  # fsspec gives it no number
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from error
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+  """Whether there is an object, which is not empty, of this very name."""
+  try:
+    return bool(read(path, 1))
+  except FileNotFoundError:
+    return False
+
+
+def sizes_below(path: str | os.PathLike[str]) -> dict[str, int]:
+  """Returns the size of every object below a directory, by its name there."""
+  key = f'{os.fspath(path).partition("://")[2].rstrip("/")}/'
+  found = _file_system(split_url(path)[0]).find(key, detail=True)
+  return {name.removeprefix(key): int(about['size']) for name, about in found.items() if not name.endswith('/')}
+
+
+def modified_s(path: str | os.PathLike[str]) -> float:
+  """Returns when an object was written, in seconds since the epoch. Raises FileNotFoundError."""
+  return _file_system(split_url(path)[0]).modified(os.fspath(path)).timestamp()
+
+
+def local_copies(url: str) -> list[str]:
+  """Returns the paths of copies on this disk of what a URL names: by a pattern, a file, or all below a directory.
+
+  A copy has the time of its object, and is used again as long as that and the size are the same.
+  """
+  check_store(url)
+  scheme, _, key = url.rstrip('/').partition('://')
+  file_system = _file_system(scheme)
+  found = file_system.glob(key, detail=True) if re.search('[*?[]', key) else file_system.find(key, detail=True)
+  root = os.path.expanduser(os.path.join(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'spmd_tasks', scheme))
+
+  def copy(name: str, about: dict[str, Any]) -> str:
+    path, changed = os.path.join(root, name), (about.get('mtime') or about['LastModified']).timestamp()
+    with contextlib.suppress(FileNotFoundError):
+      if (os.path.getsize(path), os.path.getmtime(path)) == (about['size'], changed):
+        return path
+    partial = f'{path}.{secrets.token_hex(4)}.partial'
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    file_system.get_file(name, partial)
+    os.utime(partial, (changed, changed))
+    os.replace(partial, path)
+    return path
+
+  files = {name: about for name, about in found.items() if about['type'] == 'file' and not name.endswith('/')}
+  with ThreadPoolExecutor(8) as pool:
+    return list(pool.map(copy, files, files.values()))
+
+
+def local_folder(url: str) -> str:
+  """Returns the path of a copy of a directory, or of a file, on this disk (see `local_copies`)."""
+  copies = set(local_copies(url))
+  if not copies:
+    raise UserError(f'there is nothing at {url}: correct the URL.')
+  scheme, _, key = url.rstrip('/').partition('://')
+  path = min(copies, key=len)
+  path = path[: path.index(f'{scheme}/{key}') + len(f'{scheme}/{key}')]
+  for directory, _, names in os.walk(path):
+    for old in {os.path.join(directory, name) for name in names} - copies:
+      if not old.endswith('.partial'):
+        os.unlink(old)
+  return path
+
+
+def kvstore_spec(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns TensorStore's spec of a directory, in a store or on a disk."""
+  if '://' not in os.fspath(path):
+    return {'driver': 'file', 'path': f'{os.fspath(path)}/'}
+  scheme, bucket, key = split_url(path)
+  spec: dict[str, Any] = {'driver': {'gs': 'gcs'}.get(scheme, scheme), 'bucket': bucket, 'path': f'{key}/'}
+  if scheme == 's3':
+    if endpoint := os.environ.get('AWS_ENDPOINT_URL_S3') or os.environ.get('AWS_ENDPOINT_URL'):
+      spec |= {'endpoint': endpoint, 'aws_region': 'us-east-1'}
+    if region := os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION'):
+      spec['aws_region'] = region
+    if 'AWS_ACCESS_KEY_ID' in os.environ:
+      spec['aws_credentials'] = {'type': 'environment'}  # else the driver's search prints the places without any
+  return spec
+
+
+@functools.cache
+def _file_system(scheme: str) -> Any:
+  """Returns fsspec's client, which epath uses as well."""
+  import fsspec
+
+  settings: dict[str, Any] = {'use_listings_cache': False}
+  if emulator := os.environ.get('STORAGE_EMULATOR_HOST') if scheme == 'gs' else None:
+    settings['token'] = 'anon'
+    os.environ.setdefault('TENSORSTORE_GCS_HTTP_URL', emulator if '://' in emulator else f'http://{emulator}')
+    os.environ.setdefault('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'emulator')
+  name = {'gs': 'gcs'}.get(scheme, scheme)
+  fsspec.config.conf.setdefault(name, {}).update(settings)
+  return fsspec.filesystem(name, **({'finalize_on_close': True} if scheme == 'gs' else {}))
