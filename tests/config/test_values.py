@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.config.values import DtypeName, describe_type, example_of, is_of_type, parse_value, type_of_field
+from spmd_tasks.config.values import DtypeName, example_of, is_of_type, parse_value, type_of_field
 from spmd_tasks.sharding import AxisRules, SplitDims
 from spmd_tasks.sharding.specs import SplitDim
 
@@ -116,20 +116,6 @@ TYPES = [
 @pytest.mark.parametrize('name, annotation, present, expected', TYPES)
 def test_the_type_is_the_annotation_or_else_that_of_the_present_value(name, annotation, present, expected):
   assert type_of_field(name, annotation, present) == expected
-
-
-@pytest.mark.parametrize(
-  'kind, expected',
-  [
-    (int, 'int'),
-    (tuple[int, ...], 'tuple[int, ...]'),
-    (Color, 'one of RED'),
-    (np.dtype, 'dtype'),
-    (Callable[[], int], 'Callable[[], int]'),
-  ],
-)
-def test_types_are_described_as_people_write_them(kind, expected):
-  assert describe_type(kind) == expected
 
 
 @pytest.mark.parametrize('kind', [Callable, Callable[[int], int], type, object(), Callable[[], int] | None])

@@ -126,33 +126,3 @@ def test_flops_of_what_xla_compiled_are_those_of_the_jaxpr():
   assert program.unknown_loops == ()
   assert program_flops(program) == count_matmul_flops(layers, *arguments) == 5 * (3 + 2) * 2 * 16 * 8 * 8
   assert {5, 3} <= set(program.trip_counts.values())
-
-
-CONVOLUTION = """\
-HloModule m
-
-ENTRY %main (a: f32[6,4], b: f32[4,8]) -> f32[6,8] {{
-  %a = {lhs} parameter(0)
-  %b = {rhs} parameter(1)
-  ROOT %c = {out} convolution(%a, %b), {attributes}
-}}
-"""
-
-
-@pytest.mark.parametrize(
-  'lhs, rhs, out, attributes, flops',
-  [
-    ('f32[6,4]', 'f32[4,8]', 'f32[6,8]', 'dim_labels=bf_io->bf', 2 * 6 * 4 * 8),
-    # A product batched over 3, as the TPU compiler writes it: of 3 positions of the window one meets an element.
-    (
-      'f32[3,6,4]', 'f32[3,4,8]', 'f32[3,6,8]',
-      'window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf', 2 * 3 * 6 * 4 * 8,
-    ),
-    # 10 outputs, a kernel of 3 with padding 1: the ends meet 2 elements instead of 3.
-    ('f32[2,10,8]', 'f32[3,8,4]', 'f32[2,10,4]', 'window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f', 64 * 2 * 28),
-    ('f32[2,9,8]', 'f32[3,8,4]', 'f32[2,5,4]', 'window={size=3 rhs_dilate=2}, dim_labels=b0f_0io->b0f', 64 * 2 * 15),
-  ],
-)  # fmt: skip
-def test_products_written_as_convolutions(lhs, rhs, out, attributes, flops):
-  program = program_of(CONVOLUTION.format(lhs=lhs, rhs=rhs, out=out, attributes=attributes))
-  assert program_flops(program) == flops

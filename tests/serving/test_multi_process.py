@@ -18,7 +18,7 @@ from spmd_tasks.distributed.link_connections import admit, join, listen_for_proc
 from spmd_tasks.errors import JobError
 from spmd_tasks.serving.multi_process import leader
 from spmd_tasks.serving.multi_process.follower import follow
-from spmd_tasks.serving.multi_process.leader import Followers, LeadingEngine, PeerFailedError, lead
+from spmd_tasks.serving.multi_process.leader import Followers, LeadingEngine, PeerFailedError
 from spmd_tasks.serving.multi_process.messages import to_message
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
@@ -201,26 +201,3 @@ def test_a_signal_to_another_process_stops_the_server(pair):
   pair.far[0].send(to_message({'signal': 15}))
   assert pair.followers.stop.wait(5)
   assert not pair.followers.lost.done()
-
-
-@pytest.mark.parametrize('error', [None, RuntimeError('three steps failed')])
-def test_lead_has_all_processes_end_as_process_0_does(error):
-  near, far = links(2)
-  left = queue.SimpleQueue()
-
-  def serve():
-    with lead(FakeEngine(), near, restore=restore, leave=left.put) as leading:
-      leading.warm_up()
-      if error is not None:
-        raise error
-      leading.end(exit_codes.INTERRUPTED)
-
-  followed = [follow_in_background(FakeEngine(), link, left) for link in far]
-  if error is None:
-    serve()
-    assert [each.result(5) for each in followed] == [exit_codes.INTERRUPTED] * 2
-    return
-  with pytest.raises(RuntimeError, match='three steps'):
-    serve()
-  reason = 'process 0 failed: RuntimeError: three steps failed'
-  assert [left.get(timeout=5) for _ in followed] == [(exit_codes.PEER_FAILED, reason)] * 2
