@@ -39,7 +39,7 @@ from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
 from spmd_tasks.sharding.specs import num_parts, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
-_BLOCK_TOKENS = 32  # positions of a block, where the chunks of prompts are multiples of it
+_BLOCK_TOKENS = 16  # positions of a block, where the chunks of prompts are multiples of it
 
 
 class DecodeSteps:
@@ -219,13 +219,12 @@ class DecodeSteps:
     given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
     slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
     is_whole = num_rows == self.settings.num_slots
-    tables = np.zeros((self.num_parts, -(-num_rows // self.num_parts), self.table_len), np.int32)
     part = self.num_blocks // self.num_parts
+    tables = np.full((self.num_parts, -(-num_rows // self.num_parts), self.table_len), part, np.int32)
     for row, slot in enumerate(busy.tolist()):
       held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
       where = divmod(slot if is_whole else row, tables.shape[1])
-      tables[where][: len(held)] = held
-      tables[where] -= where[0] * part
+      tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
     return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
 
   def score(self, variables: Variables, batch: ScoreBatch) -> Scores:

@@ -431,22 +431,14 @@ def write_tokens(
   return jax.tree_util.tree_map_with_path(write, cache)
 
 
-def take_slots(cache: Any, slots: jax.Array | None, tables: jax.Array | None = None) -> Any:
-  """A cache [..., P, G, S, K] whose row i is slot slots[i] of the given one; pools of blocks are read by `tables`.
-
-  Both are as in `write_tokens`.
-  """
+def take_slots(cache: Any, slots: jax.Array, tables: jax.Array | None = None) -> Any:
+  """A cache [..., P, G, S, K] whose row i is slot slots[i] of the given one; pools are read by `tables` [1, P, M]."""
 
   def take(path: Any, leaf: jax.Array) -> jax.Array:
     slot_dim = leaf.ndim - 4
     if tables is None or not has_blocks(path):
-      return leaf if slots is None else jnp.take(leaf, slots, axis=slot_dim, mode='clip')
-    parts = leaf.reshape(*leaf.shape[:slot_dim], len(tables), -1, *leaf.shape[slot_dim + 1 :])
-    taken = jax.vmap(lambda x, ids: jnp.take(x, ids, axis=slot_dim, mode='clip'), (slot_dim, 0), slot_dim)(
-      parts, tables
-    )
-    taken = jnp.moveaxis(taken, slot_dim + 2, slot_dim + 3)  # [..., D, P/D, G, M, b, K]
-    num_groups, num_blocks, block, num_features = taken.shape[slot_dim + 2 :]
-    return taken.reshape(*leaf.shape[:slot_dim], -1, num_groups, num_blocks * block, num_features)
+      return jnp.take(leaf, slots, axis=slot_dim, mode='clip')
+    blocks = jnp.moveaxis(jnp.take(leaf, tables[0], axis=slot_dim, mode='clip'), slot_dim + 1, slot_dim + 2)
+    return blocks.reshape(*blocks.shape[: slot_dim + 2], -1, leaf.shape[-1])
 
   return jax.tree_util.tree_map_with_path(take, cache)

@@ -32,7 +32,13 @@ from tests.runtime.moe_experiments import ExpertAxis
 MAX_LEN = 16
 CHUNK = 4
 SETTINGS = DecodeSettings(
-  max_len=MAX_LEN, num_slots=3, prefill_rows=2, prefill_chunk=CHUNK, min_bucket=CHUNK, num_top_logprobs=2
+  max_len=MAX_LEN,
+  num_slots=3,
+  max_cache_tokens=28,  # texts of max_len in all slots have 48: some must begin again
+  prefill_rows=2,
+  prefill_chunk=CHUNK,
+  min_bucket=CHUNK,
+  num_top_logprobs=2,
 )
 LENGTHS = (3, 1, 10, 5, 12, 4, 2)
 
@@ -217,16 +223,16 @@ def test_reused_chunks_give_the_bits_of_computed_ones(name):
   second = Request(ids=(*prefix, 7), max_tokens=5, seed=1, sampling=sampling)
   engine = ModelEngine(run.steps, run.variables)
   assert engine.can_reuse
+
+  def chunks_in(request, slot, blocks):  # both slots are of the first part
+    return [dataclasses.replace(each, blocks=blocks) for each in chunk_prompt(request, slot, CHUNK)]
+
   with CompilationCounter() as compilations:
     engine.reset()
-    computed = _read(engine, chunk_prompt(second, 1, CHUNK), num_steps=4)[2:]
+    computed = _read(engine, chunks_in(second, 1, (3, 1, 0, 2)), num_steps=4)[2:]
     engine.reset()
-    blocks = run.steps.own_blocks(0)  # of the part of slot 1
-    _read(engine, [dataclasses.replace(each, blocks=blocks) for each in chunk_prompt(first, 0, CHUNK)], num_steps=2)
-    rest = dataclasses.replace(
-      chunk_prompt(second, 1, CHUNK)[-1], blocks=(*blocks[:2], *run.steps.own_blocks(1)[::-1][:2])
-    )
-    reused = _read(engine, [rest], num_steps=4)
+    _read(engine, chunks_in(first, 0, (1, 3, 2)), num_steps=2)
+    reused = _read(engine, chunks_in(second, 1, (1, 3, 0))[-1:], num_steps=4)
   assert compilations.num_programs == 0
   for row, (one, other) in zip((0, 1, 1, 1, 1), zip(computed, reused, strict=True), strict=True):
     assert one.is_valid[row]
@@ -286,6 +292,8 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
     assert (completion.ids, completion.logprobs) == ([e.token for e in generated], [e.logprob for e in generated])
   assert sum(each.finish_reason == 'length' for each in mixed) > 100
   assert scheduler.num_reused_tokens > 100
+  assert scheduler.num_preemptions > 10
+  assert scheduler.num_used_blocks == 0
 
   long = next(kind for kind, r in enumerate(requests) if len(r.ids) > CHUNK and not r.score_prompt)
   for weights in (run.model.init(1).variables, run.variables):
