@@ -195,8 +195,8 @@ class Scheduler:
       chunks = self._beginning(sequence, part)
       needed = self._pool.num_needed(self._num_known(sequence), chunks)
       left = self._pool.num_available(part) - pledged[part] - needed
-      # So that each of the others gets a block more before one of them is preempted.
-      if left >= sum(text.part == part for text in self._texts.values()):
+      # A step makes one of 16 texts go on in a new block: some are left, so that none is preempted at once.
+      if left >= sum(text.part == part for text in self._texts.values()) // 8:
         places.append((len(chunks), left, -part, slot, needed))
     if not places:
       return None

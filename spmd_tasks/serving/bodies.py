@@ -144,6 +144,7 @@ class _GenerationBody(_Body):
   stop: Annotated[list[str], PlainValidator(_split_stop)] = []
   stop_token_ids: Annotated[list[int], PlainValidator(_check_tokens)] = []
   ignore_eos: bool = False
+  cache_salt: str = ''
   stream: bool = False
   stream_options: StreamOptions | None = None
   structured_outputs: dict[str, Any] | None = None

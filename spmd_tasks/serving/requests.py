@@ -312,6 +312,7 @@ def _generation_request(
       sampling=sampling,
       logit_bias=tuple(body.logit_bias.items()),
       adapter=model.names.index(name),
+      cache_key=body.cache_salt,
     )
     for ids, _ in prompts
     for sample in range(body.n)

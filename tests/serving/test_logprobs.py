@@ -38,6 +38,9 @@ def test_what_was_read_before_is_counted_and_not_read_again(client):
   cached = [client.post(COMPLETIONS, json=asked).json()['usage']['prompt_tokens_details'] for _ in range(2)]
   assert cached == [{'cached_tokens': 0}, {'cached_tokens': 40}]
   assert metric(client, 'reused_prompt_tokens_total') == before + 3 * 40
+  salted = [client.post(COMPLETIONS, json=asked | {'cache_salt': 'one'}).json() for _ in range(2)]
+  assert [each['usage']['prompt_tokens_details']['cached_tokens'] for each in salted] == [0, 40]
+  assert salted[0]['choices'] == salted[1]['choices']
 
 
 def test_logprobs_of_chats_in_both_forms(client):
