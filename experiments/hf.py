@@ -3,15 +3,18 @@
     spmd-tasks --exp hf.Model --set model=models/llama --mode train --job_log_dir runs/tuned
     spmd-tasks --exp hf.Model --set model=models/llama --mode serve --job_log_dir runs/served
 
+    spmd-tasks --exp hf.Model --set model=models/flan-t5 --set pairs=pairs.jsonl --mode train --job_log_dir runs/t5
+
 Training starts from the folder's weights; eval, decode and serve use them as long as the job has no checkpoint.
 """
 
 from spmd_tasks import register
-from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel, PretrainedLanguageModel
+from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel
+from spmd_tasks.tuning import PairTuning
 
 
 @register
-class Model(PretrainedLanguageModel):
+class Model(PairTuning):
   """The model of a folder in Hugging Face's format: --set model=FOLDER."""
 
 

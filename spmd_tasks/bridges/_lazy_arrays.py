@@ -74,6 +74,9 @@ class LazyArray:
   def __add__(self, number: np.number) -> 'LazyArray':
     return LazyArray(self.shape, self.dtype, lambda index: self.read(index) + number)
 
+  def __mul__(self, number: float) -> 'LazyArray':
+    return LazyArray(self.shape, self.dtype, lambda index: self.read(index) * np.asarray(number, self.dtype))
+
   def transpose(self, order: Sequence[int]) -> 'LazyArray':
     back = np.argsort(order)
     shape = [self.shape[dim] for dim in order]

@@ -5,7 +5,8 @@
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
 `references.py` (the reference model's log-probabilities), `rollouts.py` and `policy_loss.py` (rewards),
 `low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one
-base), then `adapter_stacks.py` (several adapters beside one model). The names below are imported when first used.
+base), `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders). The names below
+are imported when first used.
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
   from spmd_tasks.tuning.reward_tuning import RewardTuning
   from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
+  from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs
 
 __all__ = [
   'WING',
@@ -35,6 +37,8 @@ __all__ = [
   'InstructionTuning',
   'LowRankAdapter',
   'LowRankTuning',
+  'PairInput',
+  'PairTuning',
   'PolicyLoss',
   'PreferenceInput',
   'PreferenceLoss',
@@ -43,6 +47,7 @@ __all__ = [
   'RewardPrompts',
   'RewardTuning',
   'RolloutInput',
+  'TextPairs',
   'add_adapters',
 ]
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import SyntheticText
+from spmd_tasks.inputs import SyntheticPairs, SyntheticText
 
 SETTINGS = SyntheticText(batch_size=6, seq_len=10, vocab_size=32, seed=3, noise=0.2)
 
@@ -21,6 +21,29 @@ def assert_same(batches, others):
   for batch, other in zip(batches, others):
     for name in batch:
       np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+@pytest.mark.parametrize('encoder_len', [8, None])
+def test_pairs_are_a_text_and_its_beginning(encoder_len):
+  """By the encoder's row, or in one row, whose first text is the prefix."""
+  pairs = SyntheticPairs(batch_size=6, seq_len=13, vocab_size=32, encoder_len=encoder_len)
+  whole = take(pairs.make_iterator(), 2)
+  for batch in whole:
+    for i, labels in enumerate(batch['labels']):
+      tokens = labels[labels > 0].tolist()
+      size = len(tokens) if encoder_len else 1 + 2 * int(batch['prefix_mask'][i].sum() - 1)
+      text = batch['encoder_ids'][i] if encoder_len else batch['ids'][i, 1 : (size + 1) // 2]
+      text = text[text > 0].tolist()
+      learnt = tokens if encoder_len else tokens[len(text) :]
+      assert learnt == [*text[: len(learnt) - 1], 1]
+      assert min(text) >= 2
+      assert labels[batch['weights'][i] > 0].tolist() == learnt
+      assert batch['ids'][i, : len(tokens)].tolist() == [0, *tokens[:-1]]
+  shards = [take(pairs.make_iterator(i, 2), 2) for i in range(2)]
+  assert_same(whole, [{k: np.concatenate([shard[b][k] for shard in shards]) for k in whole[b]} for b in range(2)])
+  resumed = pairs.make_iterator()
+  resumed.set_state({**pairs.make_iterator().get_state(), 'next_batch': 1})
+  assert_same(take(resumed, 1), whole[1:])
 
 
 @pytest.mark.parametrize('shard_count', [2, 3, 6])

@@ -6,11 +6,13 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from spmd_tasks.sharding import (
+  DEFAULT_AXIS_RULES,
   DataExpertModelMesh,
   DataModelMesh,
   HiddenShardingMesh,
   MeshSpec,
   split_dims_to_partition_spec,
+  t5x_axis_rules,
 )
 from spmd_tasks.sharding.specs import check_axis_rules
 
@@ -24,6 +26,30 @@ T5X_RULES = (
   ('kv', None),
   ('joined_kv', 'mdl'),
 )
+
+
+@pytest.mark.parametrize(
+  'activations, parameters, kernel, embedding, norm, residual',
+  [
+    (1, 1, P(None, 'mdl'), P('mdl', None), P(None), None),
+    (2, 1, P(None, 'mdl'), P('mdl', None), P('mdl'), 'mdl'),
+    (1, 2, P('data', 'mdl'), P('mdl', 'data'), P('data'), None),
+    (2, 2, P('data', 'mdl'), P('mdl', 'data'), P('mdl'), 'mdl'),
+  ],
+)
+def test_the_dims_of_t5x_standard_rules(activations, parameters, kernel, embedding, norm, residual):
+  """What T5X's standard_logical_axis_rules make of its weights and of the residual stream."""
+  dims = {'activation_partitioning_dims': activations, 'parameter_partitioning_dims': parameters}
+  rules = t5x_axis_rules(DEFAULT_AXIS_RULES, **dims)
+
+  def spec_of(*split_dims):
+    return split_dims_to_partition_spec(split_dims, ('replica', 'data', 'mdl'), rules)
+
+  assert (spec_of('embed', 'mlp'), spec_of('vocab', 'embed'), spec_of('norm')) == (kernel, embedding, norm)
+  assert spec_of('batch', 'seq', 'act_embed') == P(('replica', 'data'), None, residual)
+  assert spec_of('expert', 'expert_embed', 'expert_mlp') == P('data', None, 'mdl')
+  with pytest.raises(ValueError, match='must be 1 or 2'):
+    t5x_axis_rules(DEFAULT_AXIS_RULES, activation_partitioning_dims=3)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ the weights that they belong to; a folder of `peft` has the adapters alone. One 
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import functools
 import json
 import os
@@ -50,6 +51,7 @@ from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base
 from spmd_tasks.tuning.merging import merge_adapters
 
+_HEAD = 'embedding/softmax_kernel'
 _COPIED = (
   *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
   'spiece.model',
@@ -190,7 +192,15 @@ def export_folder(
   if target.exists() and is_writer:  # before anything is read
     raise UserError(f'{target} exists: name a folder that does not, or move it away.')
   decoder = describe_model(model)
-  family, keys = _family_of(decoder, origin)
+  try:
+    family, keys = _family_of(decoder, origin)
+  except UserError:
+    if decoder.scale_logits or decoder.tied or not decoder.num_encoder_layers:
+      raise
+    # Logits without T5's 1 / sqrt(D), which transformers has in all of UMT5: the head is multiplied by sqrt(D).
+    decoder = dataclasses.replace(decoder, scale_logits=True)
+    family, keys = _family_of(decoder, origin)
+    weights = {**weights, _HEAD: weights[_HEAD] * decoder.embed_dim**0.5}
   tensors = _tensors(model, weights, decoder, family, origin, dtype)
   with new_folder(target, is_writer) as folder:
     if is_writer:

@@ -17,6 +17,7 @@ from typing import Any
 
 from spmd_tasks.bridges.t5x._gin import Node, Setup
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, t5x_axis_rules
 
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
 _NETWORK = re.compile(r't5x\.examples\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)')
@@ -68,11 +69,11 @@ _IGNORED = {
   'evaluate': ('output_dir', 'inference_evaluator_cls', 'summarize_config_fn'),
   'infer': ('output_dir', 'mode', 'checkpoint_period', 'shard_id', 'num_shards'),
   'DatasetConfig': ('use_memory_cache', 'num_workers', 'num_prefetch_threads'),
-  'PjitPartitioner': ('backend', 'params_on_devices', 'logical_axis_rules', 'use_cpu_pjit'),
+  'PjitPartitioner': ('backend', 'params_on_devices', 'use_cpu_pjit'),
   'SaveCheckpointConfig': ('save_dataset', 'keep_dataset_checkpoints', 'dtype', 'checkpointer_cls'),
   'RestoreCheckpointConfig': ('mode', 'dtype', 'strict', 'restore_dataset', 'checkpointer_cls'),
   'T5Config': ('param_scan_axis', 'float32_attention_logits'),
-  'MoePjitPartitioner': ('num_expert_partitions', 'num_experts', 'logical_axis_rules', 'state_filter_fn', 'backend'),
+  'MoePjitPartitioner': ('num_expert_partitions', 'num_experts', 'state_filter_fn', 'backend'),
   'MoeTrainer': ('expert_grad_scale',),
   'create_task_from_tfexample_file': ('features', 'targets_key', 'task_id'),
 }
@@ -495,6 +496,15 @@ def _partitioner(partitioner: Node | None, made: Translation) -> None:
     for size in submesh:
       number *= size
   made.fields['ici_mesh_shape'] = (1, -1, number)
+  rules, default = partitioner.get('logical_axis_rules', None), 2 if partitioner.name == 'MoePjitPartitioner' else 1
+  dims = {'activation_partitioning_dims': default, 'parameter_partitioning_dims': 1}
+  if isinstance(rules, Node) and rules.name == 'standard_logical_axis_rules':
+    dims = {name: rules.get(name, value) for name, value in dims.items()}
+    _report_rest(rules, made)
+  elif rules is not None:
+    made.notes.append(f'{partitioner}.logical_axis_rules: the layout is that of axis_rules, which has its default')
+  if set(dims.values()) != {1}:  # else weights are split over `data` too, which T5X's default does not
+    made.fields['axis_rules'] = t5x_axis_rules(DEFAULT_AXIS_RULES, **dims)
   _report_rest(partitioner, made)
 
 

@@ -42,6 +42,7 @@ class RoutingSums(Statistics):
     chosen_scores: [N], over all assignments.
     ratios: name -> (numerator, denominator), scalars, of values that a computation reports as ratios of two sums.
     divide_by_k: see `load_balance_loss`.
+    is_balanced: whether experts chose, so that their load is even and there is no balance loss.
   """
 
   shard_tokens: jax.Array
@@ -52,10 +53,12 @@ class RoutingSums(Statistics):
   chosen_scores: jax.Array
   ratios: Mapping[str, tuple[jax.Array, jax.Array]] = struct.field(default_factory=dict)
   divide_by_k: bool = struct.field(pytree_node=False, default=False)
+  is_balanced: bool = struct.field(pytree_node=False, default=False)
 
   def values(self) -> dict[str, jax.Array]:
     """Returns `load_balance_loss`, `router_z_loss`, the `routing_statistics` and the ratios."""
-    losses = {'load_balance_loss': load_balance_loss(self), 'router_z_loss': router_z_loss(self)}
+    balance = jnp.zeros((), jnp.float32) if self.is_balanced else load_balance_loss(self)
+    losses = {'load_balance_loss': balance, 'router_z_loss': router_z_loss(self)}
     return losses | routing_statistics(self) | {name: _mean(*ratio) for name, ratio in self.ratios.items()}
 
 
@@ -88,6 +91,7 @@ def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: boo
     counts=counts,
     chosen_scores=chosen_scores,
     divide_by_k=divide_by_k,
+    is_balanced=routing.slots is not None,
   )
 
 

@@ -171,6 +171,19 @@ def test_exports_have_the_same_tensors_and_the_same_logits(name, reference, tmp_
     np.testing.assert_array_equal(ours[key], value)
 
 
+def test_logits_that_are_not_scaled_are_those_of_a_larger_head(reference, tmp_path):
+  """T5X's UMT5 does not divide its logits by sqrt(D), and transformers' does."""
+  folder = open_folder(reference('umt5').path)
+  model = folder.build_model()
+  weights = folder.lazy_weights(model, abstract_weights(model))
+  weights['embedding/softmax_kernel'] *= 30**-0.5
+  model = model.clone(embedding=model.embedding.clone(scale_logits=False))
+  assert export_folder(tmp_path / 'out', model, weights) == 'UMT5ForConditionalGeneration'
+  again, amiss = seq2seq(tmp_path / 'out')
+  assert not amiss
+  assert_close(logits_of(again), logits_of(reference('umt5').model))
+
+
 @pytest.mark.parametrize('name', ['flan_t5', pytest.param('switch', marks=pytest.mark.exhaustive)])
 def test_greedy_tokens_and_logits_from_the_folder(name, reference):
   import torch

@@ -147,6 +147,7 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
   assert {name: getattr(experiment, name) for name in wanted} == wanted
   assert task.loss.aux_loss_weights == {'load_balance_loss': 0.01, 'router_z_loss': 0.002}
   assert task.learner.expert_grad_scale == 2
+  assert dict(experiment.axis_rules)['act_embed'] == 'mdl'  # 2-D activations, the default of contrib/moe
   block = task.model.encoder_stack.block.blocks[1]
   assert (block.ffn.computation.priority, block.ffn.computation.min_capacity) == ('score', 4)
 

@@ -50,7 +50,7 @@ def test_equals_flaxformer(name, expected):
   layer, arrays = make_layer(name), draw(name)
   expected = {part.removeprefix(f'{name}/'): value for part, value in expected.items() if part.startswith(f'{name}/')}
   cotangent, segment_ids = arrays.pop('cotangent'), jnp.asarray(np.any(arrays['x'] != 0, axis=-1), jnp.int32)
-  train, aux_weight = setting(name, 'train'), 0.0 if CASES[name][2] == 'experts' else AUX_WEIGHT
+  train = setting(name, 'train')
 
   def loss(parts):
     experts = {'gate': parts['wi_0'], 'up': parts['wi_1'], 'down': parts['wo']}
@@ -59,15 +59,15 @@ def test_equals_flaxformer(name, expected):
     x = jnp.where(segment_ids[..., None] == 0, 3.0, parts['x'])
     y, aux = layer.apply({'params': params}, x, segment_ids, train=train)
     y, values = jnp.where(segment_ids[..., None] == 0, 0.0, y), aux['routing'].values()
-    total = jnp.sum(y * cotangent) + aux_weight * values['load_balance_loss'] + Z_WEIGHT * values['router_z_loss']
+    total = jnp.sum(y * cotangent) + AUX_WEIGHT * values['load_balance_loss'] + Z_WEIGHT * values['router_z_loss']
     return total, (y, values)
 
   gradients, (y, values) = jax.jit(jax.grad(loss, has_aux=True))(arrays)
   is_real = segment_ids[..., None] != 0
   np.testing.assert_allclose(y, jnp.where(is_real, expected['y'], 0), rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(values['router_z_loss'], expected['router_z_loss'], rtol=1e-5)
-  if aux_weight:
-    np.testing.assert_allclose(values['load_balance_loss'], expected['auxiliary_loss'], rtol=1e-5)
+  np.testing.assert_allclose(values['load_balance_loss'], expected['auxiliary_loss'], rtol=1e-5)
+  if CASES[name][2] != 'experts':
     np.testing.assert_allclose(values['expert_usage'], expected['expert_usage'], rtol=1e-5)
   for part in ('router', 'wi_0', 'wi_1', 'wo'):
     value = expected[f'd_{part}']

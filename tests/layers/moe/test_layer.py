@@ -93,6 +93,33 @@ def test_a_shared_expert_comes_on_top(rng):
   np.testing.assert_allclose(y, dense + routed, rtol=1e-5, atol=1e-5)
 
 
+def test_each_expert_computes_its_first_choices_of_a_row(rng):
+  x, capacity = tokens(rng), 2
+  layer = make_layer(row_capacity=capacity)
+  weights = weights_of(layer, x)
+  y, aux = jax.jit(layer.apply)({'params': weights}, x)
+  w = jax.tree.map(lambda each: np.asarray(each, np.float64), weights)
+  expected, num_dropped = np.zeros((B, T, D)), 0
+  for row in range(B):
+    num_taken = np.zeros(E, int)
+    for t, token in enumerate(np.asarray(x[row], np.float64)):
+      scores = np.exp(token @ w['router']['kernel'])
+      chosen = np.argsort(-scores, kind='stable')[:2]
+      for expert in chosen:
+        num_taken[expert] += 1
+        if num_taken[expert] > capacity:
+          num_dropped += 1
+          continue
+        gate, up, down = (w['experts'][name][expert] for name in ('gate', 'up', 'down'))
+        hidden = token @ gate / (1 + np.exp(-token @ gate)) * (token @ up)
+        expected[row, t] += scores[expert] / scores[chosen].sum() * (hidden @ down)
+  assert num_dropped
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(aux['routing'].values()['fraction_dropped'], num_dropped / (2 * B * T), rtol=1e-6)
+  with pytest.raises(ValueError, match='row_capacity=0 must be at least 1'):
+    make_layer(row_capacity=0)
+
+
 def test_a_router_of_another_number_of_experts_is_refused():
   with pytest.raises(ValueError, match=r'router\.num_experts=4 and experts\.num_experts=8 must be equal'):
     MixtureOfExperts(router=TopKRouter(num_experts=4, num_selected=1), experts=Experts(num_experts=8, hidden_dim=F))
