@@ -6,14 +6,12 @@ The reference decodes greedily by whole forward passes, without caches, and scor
 import jax
 import numpy as np
 import pytest
-import seqio
 
 from spmd_tasks.bridges.t5x import SeqIoPrompts
 from spmd_tasks.bridges.t5x._seqio import contract_batch
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.eval import Evaluator
-from tests.bridges.t5x import judged_sums
 
 
 def reference_outputs(job, model, variables, dataset):
@@ -53,17 +51,21 @@ def reference_outputs(job, model, variables, dataset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'name, converter', [('Sums', seqio.EncDecFeatureConverter), ('PrefixSums', seqio.PrefixLMFeatureConverter)]
+  'name, converter', [('Sums', 'EncDecFeatureConverter'), ('PrefixSums', 'PrefixLMFeatureConverter')]
 )
 def test_metrics_are_those_of_seqio_on_the_outputs_of_the_model(name, converter, tmp_path):
+  import seqio  # and with it TensorFlow: 12 s, which only the process of this test pays
+
+  from tests.bridges.t5x.judged_sums import LENGTHS
+
   job = resolve(f'tests.bridges.t5x.judged_sums.{name}').build()
   model = partition_job(
     job, jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ('replica', 'data', 'mdl'))
   )
   variables = model.init(3).variables
   found = dict(Evaluator(job, model, tmp_path).evaluate(variables, 0))
-  lengths = judged_sums.LENGTHS
-  evaluator = seqio.Evaluator('judged_texts', converter(pack=False), 'validation', sequence_length=lengths)
+  converter = getattr(seqio, converter)(pack=False)
+  evaluator = seqio.Evaluator('judged_texts', converter, 'validation', sequence_length=LENGTHS)
   outputs = reference_outputs(job, model, variables, evaluator.cached_model_datasets['judged_texts'])
   tokens, totals, scores = (list(enumerate(each)) for each in outputs)
   wanted, _ = evaluator.evaluate(
