@@ -50,15 +50,3 @@ with PreemptionGuard() as guard:
   assert ended.stderr.endswith(
     'interrupted twice: left at once; the same command goes on from the newest checkpoint, if any.\n'
   )
-
-
-def test_the_previous_handler_returns_also_after_an_error():
-  received = []
-  previous = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
-  try:
-    with pytest.raises(KeyError), PreemptionGuard():
-      raise KeyError
-    os.kill(os.getpid(), signal.SIGTERM)
-  finally:
-    signal.signal(signal.SIGTERM, previous)
-  assert received == [signal.SIGTERM]

@@ -123,18 +123,6 @@ def test_decay_exempt_tags_choose_what_decays(rng):
       np.testing.assert_allclose(got[name], weights[name] * (0.95 if decay else 1), rtol=1e-6, err_msg=f'{tags} {name}')
 
 
-@pytest.mark.parametrize('settings', [AdamW, Lion, Sgd, Adafactor])
-def test_momentum_dtype_is_that_of_the_stored_momentum(settings, rng):
-  more = {'momentum': 0.9} if settings in (Sgd, Adafactor) else {}
-  learner = Learner(optimizer=settings(learning_rate=0.1, momentum_dtype='bfloat16', **more))
-  weights = {name: jnp.asarray(rng.normal(size=spec.shape), jnp.float32) for name, spec in SPECS.items()}
-  state = learner.init(weights, SPECS)
-  _, new_state, _ = learner.update(weights, jnp.float32(1), jnp.int32(0), state, weights, SPECS)
-  for s in (state, new_state):
-    stored = [x for x in jax.tree.leaves(s.opt_state) if x.dtype == jnp.bfloat16]
-    assert [x.shape for x in stored] == [(4, 6), (6,)]
-
-
 @pytest.mark.parametrize(
   'build, message',
   [

@@ -46,15 +46,3 @@ def test_two_processes_follow_one_and_hand_their_state_to_paxml_and_back(tmp_pat
   run(tmp_path, 2, *train, on_shared, *on)
   assert losses(on_shared) == losses(on_alone)
   assert len(losses(on_alone)) == 2
-
-
-def test_a_task_may_ask_for_the_devices_of_all_processes(tmp_path):
-  """The processes find each other before task() is called, also when the job goes on from its saved config."""
-  alone, shared = tmp_path / 'alone', tmp_path / 'shared'
-  flags = ('--mode', 'train', '--set', 'log_every_steps=1', '--num_train_steps')
-  named = ('--exp', 'pax_cases.inputs.HostsOfAll', *flags)
-  run(tmp_path, 1, *named, 4, '--job_log_dir', alone)
-  run(tmp_path, 2, *named, 2, '--job_log_dir', shared)
-  run(tmp_path, 2, *flags, 4, '--job_log_dir', shared)
-  assert losses(shared) == pytest.approx(losses(alone), rel=1e-6)  # sums of gradients over processes
-  assert len(losses(alone)) == 4

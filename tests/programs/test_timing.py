@@ -1,16 +1,12 @@
 """Rates count from the last logged step, phases add up, and a profile starts and ends at its borders."""
 
-import contextlib
 import time
-import types
 
 import jax
 import pytest
 
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.profiling import Profile
 from spmd_tasks.programs.report_hooks import StepRates, count_batch
-from spmd_tasks.programs.training_loop import Outcome
 
 
 @pytest.fixture
@@ -51,25 +47,3 @@ def test_rates_count_from_the_last_logged_step(clock):
 def test_a_batch_has_tokens_or_examples(inputs, expected):
   spec = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in inputs.items()}
   assert count_batch(spec) == expected
-
-
-@pytest.mark.parametrize(
-  'first, last, events',
-  [(0, 4, [('start', 2), ('stop', 4)]), (2, 3, [('start', 2), ('stop', 3)]), (4, 9, [('start', 4), ('stop', 6)])],
-)
-def test_a_profile_starts_and_ends_at_its_borders(first, last, events, monkeypatch, tmp_path):
-  """A job that resumes after step 2 and trains to step 6."""
-  seen = []
-  monkeypatch.setattr(jax.profiler, 'start_trace', lambda directory: seen.append(('start', step)))
-  monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: seen.append(('stop', step)))
-  experiment = types.SimpleNamespace(profile_steps=(first, last))
-  run = types.SimpleNamespace(experiment=experiment, job_log_dir=tmp_path, first_step=2, stack=contextlib.ExitStack())
-  profile = Profile()
-  profile.prepare(run)
-  step = 2
-  with run.stack:
-    profile.before_loop(run)
-    for step in range(3, 7):
-      profile.after_step(run, Outcome(step, False, {}))
-      assert profile.needs_state(step) == (step in (first, last))
-  assert seen == events

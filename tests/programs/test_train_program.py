@@ -146,19 +146,3 @@ def test_a_bar_on_a_terminal_and_a_profile(cache_environment, tmp_path):
   traces = [path for path in (directory / 'profile').rglob('*.xplane.pb')]
   assert len(traces) == 1
   assert traces[0].stat().st_size > 1000
-
-
-def test_an_input_that_ends_leaves_the_last_step_saved(tmp_path, capsys):
-  flags = (
-    '--exp',
-    'synthetic.Tiny',
-    '--mode',
-    'train',
-    '--job_log_dir',
-    tmp_path,
-    '--set',
-    'train_input.num_batches=3',
-  )
-  assert binary.run_in_process(*flags, '--set', 'ici_mesh_shape=1,8,1', '--set', 'tensorboard=false') == 1
-  assert 'the training input ended after step 3 of 20; what was trained is saved' in capsys.readouterr().err
-  assert binary.checkpoint_names(tmp_path) == ['checkpoint_00000003']

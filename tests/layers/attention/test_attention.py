@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -101,31 +100,6 @@ def test_gradients_are_those_of_jax(rng, num_kv_heads, window):
   made, wanted = (jax.jit(lambda *xs, f=f: jax.vjp(f, *xs)[1](cotangent))(*operands) for f in (ours, theirs))
   for gradient, expected in zip(made, wanted, strict=True):
     np.testing.assert_allclose(gradient, expected, atol=1e-5)  # float32
-
-
-def test_a_hessian_times_a_vector_and_a_forward_mode_derivative_by_reverse_passes(rng):
-  """JAX refuses forward-mode derivatives of what has a gradient of its own; `attend` says what works."""
-  shapes = ((1, 6, 2, 4), (1, 6, 1, 4), (1, 6, 1, 4))
-  xs, dxs = (tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes) for _ in range(2))
-
-  def loss(xs):
-    return jnp.sum(jnp.sin(attend(*xs, None, implementation='xla')))
-
-  @jax.jit
-  def derivatives(xs, dxs):
-    gradient = jax.grad(loss)
-    forward_over_reverse = jax.jvp(gradient, (xs,), (dxs,))[1]
-    reverse_over_reverse = jax.grad(lambda xs: sum(map(jnp.vdot, gradient(xs), dxs)))(xs)
-    value, vjp = jax.vjp(loss, xs)
-    along = jax.vjp(vjp, jnp.ones_like(value))[1]((dxs,))[0]
-    return forward_over_reverse, reverse_over_reverse, along, gradient(xs)
-
-  forward, reverse, along, gradients = derivatives(xs, dxs)
-  for ours, theirs in zip(forward, reverse, strict=True):
-    np.testing.assert_allclose(ours, theirs, atol=2e-5)
-  np.testing.assert_allclose(along, sum(map(np.vdot, gradients, dxs)), rtol=1e-5)
-  with pytest.raises(TypeError, match='forward-mode'):
-    jax.jvp(loss, (xs,), (dxs,))
 
 
 @pytest.mark.parametrize(
