@@ -133,6 +133,17 @@ def test_one_result_on_a_mesh_and_no_stack_is_gathered(shape, rng):
     assert error < 1e-6 * np.linalg.norm(alone[name]), name
 
 
+def test_whole_layers_travel_to_the_devices_by_all_to_all():
+  """An even stack: every product is of whole matrices, each on one device."""
+  specs = {'up': kernel((8, 16, 32), (None, 'embed', 'mlp'), 1)}
+  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(4, 2)).build()
+  zeros = {'up': np.zeros((8, 16, 32))}
+  text = trained(Muon(learning_rate=RATE), zeros, [zeros], specs, mesh)[1].as_text()
+  assert ' all-gather(' not in text
+  assert text.count(' all-to-all(') == 4
+  assert 'f32[16,32]{1,0} dot(' in text
+
+
 def test_a_matrix_must_say_which_dims_are_inputs():
   specs = {'ffn': {'kernel': WeightSpec(shape=(2, 4, 6), init=None, stacked=1)}}
   weights = {'ffn': {'kernel': jnp.zeros((2, 4, 6))}}

@@ -85,6 +85,16 @@ def test_a_restart_counts_the_steps_made_again_and_the_time_without_a_process(tm
   assert again.goodput.metrics()['wall_seconds'] == pytest.approx(again.time - 1000)
 
 
+def test_a_process_that_made_no_step_wasted_no_progress(tmp_path):
+  life = Life(tmp_path, begun=1000.0, first_step=0, startup=7)
+  life.goodput.switch('steps')
+  life.time += 106  # in its first step, or waiting for its first batch
+  life.goodput.close()
+  again = Life(tmp_path, begun=life.time, first_step=0)
+  again.steps(1, seconds=2)
+  assert again.seconds() == {'program_startup': 113, 'steps': 2}
+
+
 def test_shares_add_up_whatever_happens(tmp_path):
   rng = random.Random(0)
   begun = now = 5000.0
