@@ -129,7 +129,8 @@ class CheckDevices(TrainHook):
       culprits = set().union(*copies.values())
       if any((first[name] != runs[1][stage][name]).any() for name in names):
         culprits = self._culprits(run, batch, runs, stage)
-      what = f'{stage} of {", ".join(names[:3])}{f" and {len(names) - 3} more" * (len(names) > 3)}'
+      shown = [name.partition('/')[2] for name in names[:3]]  # without the number of the tree
+      what = f'{stage} of {", ".join(shown)}{f" and {len(names) - 3} more" * (len(names) > 3)}'
       if 0 < len(culprits) <= max(1, run.model.mesh.size // 4):
         return f'{" and ".join(sorted(culprits))} gave other bits than other devices ({what})'
       if faulty := self._faulty_alone(run):

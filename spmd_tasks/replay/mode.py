@@ -25,10 +25,18 @@ from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.replay.fingerprints import digest
 from spmd_tasks.replay.rerun import Watch, rerun
 from spmd_tasks.replay.rows import describe_rows
-from spmd_tasks.replay.statistics import LayerStatistics, Statistics, format_table, gradient_model, gradient_state
+from spmd_tasks.replay.statistics import (
+  LayerStatistics,
+  Statistics,
+  activation_statistics,
+  format_table,
+  gradient_model,
+  gradient_state,
+)
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.metrics import Metric, Metrics, read_jsonl
 
+_KINDS = ('weights', 'gradients', 'activations', 'updates')  # of an attempt
 _print = functools.partial(print, flush=True)
 
 
@@ -81,6 +89,7 @@ class LookInto(Watch):
         'rows': rows,
         'weights': self._statistics(run.state),
         'gradients': self._statistics(gradients),
+        'activations': activation_statistics(run.model, run.state, batch),
       }
       self.attempts.append(attempt)
 
@@ -101,7 +110,7 @@ def _look_into(
   report = {'step': step, 'checkpoint': watch.checkpoint, 'stopped': stopped, 'metrics': watch.metrics}
   report |= _compared(watch, step, watch.metrics, recorded, compare) | {'attempts': watch.attempts}
   for number, attempt in enumerate(watch.attempts, 1):
-    kinds: dict[str, Statistics] = {k: attempt[k] for k in ('weights', 'gradients', 'updates') if k in attempt}
+    kinds: dict[str, Statistics] = {kind: attempt[kind] for kind in _KINDS if attempt.get(kind)}
     skipped = f' (attempt {number}: not finite, loss {attempt["loss"]}, so it changed nothing)' * attempt['skipped']
     _show(f'step {step}{skipped}, from {_origin(watch)}')
     for row in attempt['rows']:

@@ -1,4 +1,4 @@
-"""Looks into one step: norm, largest magnitude and NaNs of weights, gradients and updates, by layer.
+"""Looks into one step: norm, largest magnitude and NaNs of weights, gradients, activations and updates, by layer.
 
     gradients, metrics = gradient_model(model, experiment).train_step(gradient_state(state), batch)
     LayerStatistics(model)(gradients)             # {'stack/ffn/kernel': {'norm': [L], 'max': [L], 'nan': [L]}, ...}
@@ -109,10 +109,7 @@ class LayerStatistics:
       tree = jax.tree.map(jnp.subtract, tree, self._model.to_canonical(before, self._part))
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     values = jax.device_get(self._compute([leaf for _, leaf in leaves]))
-    return {
-      name_of(path): {kind: np.asarray(x, np.float64).tolist() for kind, x in each.items()}
-      for (path, _), each in zip(leaves, values, strict=True)
-    }
+    return _as_json({name_of(path): each for (path, _), each in zip(leaves, values, strict=True)})
 
   def _part(self, state: TrainState) -> Any:
     return self._model.trained_part(state).weights
@@ -120,6 +117,26 @@ class LayerStatistics:
   @functools.cached_property
   def _compute(self) -> Any:
     return jax.jit(lambda leaves: [_of_leaf(*each) for each in zip(leaves, self._is_stacked, strict=True)])
+
+
+def activation_statistics(model: PartitionedModel, state: TrainState, batch: dict[str, jax.Array]) -> Statistics:
+  """Returns the statistics of what each block of layers gives, without dropout; {} of a pipeline, which keeps none."""
+
+  def forward(variables: Any, batch: Any) -> Any:
+    _, kept = model.task.predict(variables, batch, capture_intermediates=_is_block, mutable=['intermediates'])
+    leaves, _ = jax.tree_util.tree_flatten_with_path(kept.get('intermediates', {}))
+    return {name_of(path): _of_leaf(x, x.ndim > 3) for path, x in leaves if x.ndim > 2}  # [B, T, D], or [L, B, T, D]
+
+  step = model.batch_step('activations', model.input_layout.spec, forward)
+  return _as_json(jax.device_get(step(state.variables, batch)))
+
+
+def _is_block(module: Any, method: str) -> bool:
+  return method == '__call__' and type(module).__name__.endswith('Block')
+
+
+def _as_json(values: Mapping[str, Mapping[str, Any]]) -> Statistics:
+  return {name: {kind: np.asarray(x, np.float64).tolist() for kind, x in each.items()} for name, each in values.items()}
 
 
 def _of_leaf(x: jax.Array, is_stacked: bool) -> dict[str, jax.Array]:
@@ -153,8 +170,7 @@ def format_table(kinds: Mapping[str, Statistics]) -> str:
   width = max(map(len, (*names, 'layer'))) + 2
   lines = [f'{"layer":{width}}' + ''.join(f'{f"|{kind}|":>14}{"max":>11}{"NaN":>7}' for kind in rows)]
   for name in names:
-    cells = [row[name] for row in rows.values()]
-    lines.append(
-      f'{name:{width}}' + ''.join(f'{cell["norm"]:14.5g}{cell["max"]:11.4g}{cell["nan"]:7.0f}' for cell in cells)
-    )
+    cells = [row.get(name) for row in rows.values()]
+    texts = [' ' * 32 if x is None else f'{x["norm"]:14.5g}{x["max"]:11.4g}{x["nan"]:7.0f}' for x in cells]
+    lines.append(f'{name:{width}}' + ''.join(texts))
   return '\n'.join(lines)

@@ -133,10 +133,10 @@ class Task:
       self.loss.check_weights(weight_specs)
     return weight_specs
 
-  def predict(self, variables: Variables, batch: Batch) -> Any:
-    """Returns the model's predictions, without dropout."""
+  def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
+    """Returns the model's predictions, without dropout; `apply` are further arguments of Linen's `Module.apply`."""
     given, named = self._arguments(batch, train=False)
-    return self.model.apply(variables, *given, **named)
+    return self.model.apply(variables, *given, **named, **apply)
 
   def _arguments(self, batch: Mapping[str, Any], *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what the model is called with: the batch, or the entries that its arguments name, and `train`."""

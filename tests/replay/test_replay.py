@@ -60,6 +60,9 @@ def test_a_step_is_made_again_and_looked_into(dense, tmp_path, capsys):
   # The norms that the step's own program reported, which are computed without padding and layer by layer.
   assert norm_of(made['gradients']) == pytest.approx(record[5]['grad_norm'], rel=1e-5)
   assert norm_of(made['weights']) == pytest.approx(record[4]['weight_norm'], rel=1e-5)
+  (activations,) = made['activations'].values()  # [1, 8, 8, 6], unpadded and finite, of a residual stream
+  assert len(activations['norm']) == 1
+  assert 0 < activations['max'][0] < activations['norm'][0] < math.sqrt(8 * 8 * 6) * activations['max'][0]
   assert 0 < norm_of(made['updates']) < 0.1 * norm_of(made['weights'])
   assert 'every bit of the metrics is as recorded' in capsys.readouterr().out
 
