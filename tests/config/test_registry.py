@@ -217,16 +217,6 @@ def test_two_entry_points_of_one_name_are_told_apart_by_their_modules(installed)
 # --- a package called experiments ---
 
 
-def test_an_own_package_called_experiments_and_ours_do_not_shadow_each_other(directory):
-  package = directory / 'experiments'
-  package.mkdir()
-  (package / 'lm.py').write_text(EXPERIMENT + '\n@register\nclass StdlibTiny(Mine):\n  """Mine too."""\n')
-  own = registry.get('experiments.lm.StdlibTiny')
-  ours = registry.get('lm.StdlibTiny')
-  assert (own.__module__, ours.__module__) == ('experiments.lm', 'spmd_tasks.experiments.lm')
-  assert (registry.name_of(own), registry.name_of(ours)) == ('experiments.lm.StdlibTiny', 'lm.StdlibTiny')
-
-
 def test_in_our_checkout_a_class_is_the_same_by_its_path(directory, monkeypatch):
   monkeypatch.chdir(experiments.DIRECTORY.parent)
   assert registry.get('experiments.lm.StdlibTiny') is registry.get('lm.StdlibTiny')

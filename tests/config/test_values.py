@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.config.values import DtypeName, example_of, is_of_type, parse_value, type_of_field
+from spmd_tasks.config.values import DtypeName, example_of, is_of_type, parse_value
 from spmd_tasks.sharding import AxisRules, SplitDims
 from spmd_tasks.sharding.specs import SplitDim
 
@@ -99,23 +99,6 @@ def test_a_text_of_another_type_is_refused(text, kind):
 @pytest.mark.parametrize('kind', [kind for _, kind, _ in GOOD if example_of(kind) is not None])
 def test_the_example_of_a_type_is_a_value_of_it(kind):
   parse_value(example_of(kind), kind)
-
-
-TYPES = [
-  ('x', int, None, int),
-  ('x', Any, 4, int),
-  ('x', 'Unresolvable', 0.5, float),
-  ('x', Any, ('a', 'b'), tuple[str, ...]),
-  ('x', Any, None, Any),
-  ('dtype', str, 'float32', DtypeName),
-  ('x', Any, jnp.float32, np.dtype),
-  ('dtype', Any, None, np.dtype | None),
-]
-
-
-@pytest.mark.parametrize('name, annotation, present, expected', TYPES)
-def test_the_type_is_the_annotation_or_else_that_of_the_present_value(name, annotation, present, expected):
-  assert type_of_field(name, annotation, present) == expected
 
 
 @pytest.mark.parametrize('kind', [Callable, Callable[[int], int], type, object(), Callable[[], int] | None])

@@ -104,13 +104,3 @@ def test_positions_are_exact_and_independent_of_the_processes(tmp_path):
   following = next(one)
   assert all((rows == following[name]).all() for name, rows in next(again).items())
   assert (next(settings.make_iterator())['labels'] != following['labels']).any()
-
-
-def test_an_eval_set_ends_with_rows_of_padding(tmp_path):
-  settings = SpanCorruption(text=text_input(tmp_path, num_epochs=1, batch_size=5, seq_len=30), inputs_length=32)
-  batches = list(settings.make_iterator())
-  lengths = [int(batch['segment_ids'][row].sum()) for batch in batches for row in range(5)]
-  texts = [int(batch['segment_ids'][row].any()) for batch in settings.text.make_iterator() for row in range(5)]
-  assert [int(length > 0) for length in lengths] == texts
-  assert lengths[-1] == 0
-  assert not batches[-1]['encoder_segment_ids'][-1].any()

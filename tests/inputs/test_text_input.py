@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, TextInput, train_bpe
-from tests.inputs.batches import assert_same, join, take
+from tests.inputs.batches import assert_same, take
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
 
@@ -31,16 +31,6 @@ def evaluation(training) -> TextInput:
   return dataclasses.replace(training, num_epochs=1, shuffle=False)
 
 
-@pytest.mark.parametrize('shard_count', [2, 4])
-@pytest.mark.parametrize('kind', ['training', 'evaluation'])
-def test_shards_together_are_the_global_batch(request, kind, shard_count):
-  settings = request.getfixturevalue(kind)
-  count = 30 if kind == 'training' else None
-  shards = [take(settings, count, shard=(i, shard_count))[0] for i in range(shard_count)]
-  assert len({len(shard) for shard in shards}) == 1
-  assert_same(join(shards), take(settings, count)[0])
-
-
 @pytest.mark.parametrize('kind', ['training', 'evaluation'])
 @pytest.mark.parametrize('packing', [True, False])
 def test_resumes_exactly(request, kind, packing):
@@ -50,17 +40,6 @@ def test_resumes_exactly(request, kind, packing):
     _, state = take(settings, position)
     rest, _ = take(settings, len(whole) - position, state)
     assert_same(rest, whole[position:])
-
-
-@pytest.mark.parametrize('kind', ['training', 'evaluation'])
-@pytest.mark.parametrize('old_count, new_count', [(1, 2), (2, 1), (4, 2)])
-def test_another_number_of_hosts_resumes_exactly(request, kind, old_count, new_count):
-  settings = request.getfixturevalue(kind)
-  whole, _ = take(settings, 12)
-  states = [take(settings, 5, shard=(i, old_count))[1] for i in range(old_count)]
-  resharded = settings.reshard_states(states[::-1], new_count)
-  rest = [take(settings, 7, state, (i, new_count))[0] for i, state in enumerate(resharded)]
-  assert_same(join(rest), whole[5:])
 
 
 def test_another_number_of_hosts_is_refused_without_resharding(training):

@@ -12,7 +12,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from spmd_tasks.inputs import ChatTemplate
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.served import metric, serving, wait_for
+from tests.serving.served import serving
 from tests.serving.test_channels import ECHO, FINAL, HM, tokenizer  # noqa: F401
 
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
@@ -96,17 +96,6 @@ def test_a_prompt_is_answered_piece_by_piece(page):
   assert ' per second, first after ' in status
   assert status.endswith(': reached the token limit')
   assert page.browser.get_log('browser') == []  # also nothing that the content security policy refused
-
-
-def test_stop_frees_the_slot(page, served):
-  page.fill(prompt='abc', max_tokens=900)
-  page['go'].click()
-  page.wait(lambda: page['new'].text)
-  page['stop'].click()
-  page.wait(page.is_idle)
-  assert page['status'].text == 'stopped'
-  with served.client() as client:
-    wait_for(lambda: metric(client, 'active_slots') == 0)
 
 
 def test_markup_is_shown_and_not_run(page):

@@ -7,7 +7,6 @@ from etils import epath
 import numpy as np
 import pytest
 
-from spmd_tasks import wings
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
@@ -66,14 +65,6 @@ def test_a_preview_shows_what_is_learnt(folder, monkeypatch):
   again = Terminal()
   preview.preview(job, 2, again)
   assert again.getvalue() == plain.getvalue()
-
-
-def test_a_preview_of_pairs_needs_no_reference(folder):
-  out = io.StringIO()
-  job = wings.prepare_job(job_of('finetune.FullDpo', folder, 'pairs.jsonl'), 'preview', None)
-  preview.preview(job, 2, out)
-  assert '1: chosen, row 0' in out.getvalue()
-  assert '2: rejected, row 0' in out.getvalue()
 
 
 def test_references_are_the_log_probabilities_of_each_pair_in_its_own_row(folder, tmp_path):
