@@ -33,7 +33,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
-from spmd_tasks.programs.goodput import StartupClock
+from spmd_tasks.programs.goodput import process_start_time
 from spmd_tasks.programs.job_directory import PROGRAMS_DIRECTORY, has_trained
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.wings import prepare_job, wings
@@ -48,14 +48,14 @@ class OpenJob:
     directory: the job's; of a model without a job, a temporary one for reports.
     config: what config.json will hold.
     emergency: ends this process and tells the others when it fails.
-    clock: counting since the start of the process.
+    begun: when the process was started, in seconds since the epoch.
   """
 
   job: Job
   directory: epath.Path
   config: Mapping[str, Any]
   emergency: EmergencyExit
-  clock: StartupClock
+  begun: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,6 @@ class Command:
         )
 
     self.use_fake_devices()
-    clock = StartupClock()
     emergency = EmergencyExit()
     with emergency.on_failure(), backend_errors(), contextlib.ExitStack() as stack:
       # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
@@ -174,7 +173,7 @@ class Command:
         from spmd_tasks.config.changes import refuse_changed_config
 
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
-      yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, clock=clock)
+      yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, begun=process_start_time())
 
   def _keep_programs(self, directory: epath.Path) -> None:
     """Has JAX keep what it compiles where --compilation_cache says, and read it there at the next start."""

@@ -26,7 +26,7 @@ def _train(command: Any) -> int:
       opened.job,
       opened.directory,
       emergency=opened.emergency,
-      clock=opened.clock,
+      begun=opened.begun,
       config_json=json.dumps(opened.config, indent=1) + '\n',
     )
 

@@ -2,7 +2,7 @@
 
     from spmd_tasks.programs import train
 
-    code = train.train(job, job_log_dir, emergency=EmergencyExit(), clock=StartupClock(), config_json='{}')
+    code = train.train(job, job_log_dir, emergency=EmergencyExit(), begun=time.time(), config_json='{}')
 
 `train`, `eval`, `decode` and `preview` are modules. Each has one function that takes a built experiment (`Job`), runs
 it to its end and returns an exit code. Read `train.py` first, from top to bottom: it opens a job, restores or

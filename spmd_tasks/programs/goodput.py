@@ -1,6 +1,6 @@
 """Goodput: the share of a job's wall time spent in steps that counted, over all its restarts, and the losses by cause.
 
-    goodput = Goodput(job_log_dir, begun=clock.begun)
+    goodput = Goodput(job_log_dir, begun=process_start_time())
     goodput.resume(first_step)                    # with what the record says of earlier processes of this job
     goodput.switch('steps')
     with goodput.spend('evaluation'):             # and then steps again
@@ -11,8 +11,6 @@
 Every moment has one cause, so the shares add up to 1. Names follow Google's ml-goodput-measurement. The record,
 `<job_log_dir>/goodput.json`, is one small file that process 0 replaces at logged steps. The next process reads from it
 when the last one was alive, and how much time the steps took that it makes again.
-
-StartupClock measures the time until the first step more finely.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -80,7 +78,11 @@ class _Record:
 
 
 class Goodput:
-  """Adds up where the wall time of a job goes. See the module's docstring."""
+  """Adds up where the wall time of a job goes. See the module's docstring.
+
+  Attributes:
+    begun: when this process was started, in seconds since the epoch.
+  """
 
   def __init__(self, directory: epath.Path | None, *, begun: float, now: Callable[[], float] = time.time):
     """Begins to count; nothing is read or written yet.
@@ -92,7 +94,7 @@ class Goodput:
     """
     self._path = directory / GOODPUT_FILE if directory is not None else None
     self._now = now
-    self._begun = self._since = begun
+    self.begun = self._since = begun
     self._cause = 'program_startup'
     self._seconds = dict.fromkeys((_STEPS, *CAUSES), 0.0)
     self._undecided = 0.0
@@ -112,14 +114,14 @@ class Goodput:
     if last is not None:
       # One process can run several jobs, as a notebook does: its time before this job's last sign is not this job's.
       startup = self._seconds['program_startup']
-      self._seconds['program_startup'] = max(0.0, startup - max(0.0, last.written - self._begun))
+      self._seconds['program_startup'] = max(0.0, startup - max(0.0, last.written - self.begun))
       productive = min(last.productive_until(step), last.seconds[_STEPS])
       for cause, seconds in last.seconds.items():
         self._seconds[cause] += seconds
       self._seconds['wasted_progress'] += last.seconds[_STEPS] - productive + last.undecided
       self._seconds[_STEPS] = productive
       if not last.has_ended:
-        self._seconds['infrastructure_recovery'] += max(0.0, self._begun - last.written)
+        self._seconds['infrastructure_recovery'] += max(0.0, self.begun - last.written)
       self._marks = {mark: seconds for mark, seconds in last.marks.items() if mark < step}
     self._is_recording = True
     self.mark(step)
@@ -247,43 +249,3 @@ def process_start_time() -> float:
   except OSError:
     return time.time()
   return time.time() - uptime + ticks / os.sysconf('SC_CLK_TCK')
-
-
-class StartupClock:
-  """Adds up named phases between the start of the process and its first finished step, in seconds.
-
-  The time before the clock was made is the phase `imports`. Time that no phase covers is `other`. Phases may overlap: a
-  new job compiles its train step while it draws its first state.
-
-  Attributes:
-    begun: when the process was started, in seconds since the epoch.
-    phases: seconds by name.
-  """
-
-  def __init__(self):
-    self.begun = process_start_time()
-    self.phases: dict[str, float] = {'imports': time.time() - self.begun}
-
-  @contextlib.contextmanager
-  def phase(self, name: str) -> Iterator[None]:
-    """Adds the time inside the context to the phase."""
-    start = time.perf_counter()
-    try:
-      yield
-    finally:
-      self.add(name, time.perf_counter() - start)
-
-  def add(self, name: str, seconds: float) -> None:
-    """Adds seconds to the phase."""
-    self.phases[name] = self.phases.get(name, 0.0) + seconds
-
-  def finish(self) -> dict[str, float]:
-    """Returns all phases, `other` and `total`; to be called when the first step has finished."""
-    total = time.time() - self.begun
-    return self.phases | {'other': max(0.0, total - sum(self.phases.values())), 'total': total}
-
-
-def format_startup(phases: dict[str, float]) -> str:
-  """Formats the phases of a StartupClock as one line for people."""
-  parts = ', '.join(f'{name} {seconds:.1f}' for name, seconds in phases.items() if name != 'total' and seconds >= 0.05)
-  return f'first step finished {phases["total"]:.1f} s after the start of the process ({parts})'

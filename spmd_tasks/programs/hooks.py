@@ -55,7 +55,7 @@ if TYPE_CHECKING:
   from spmd_tasks.distributed.watchdog import StepWatchdog
   from spmd_tasks.experiment import Experiment, Job
   from spmd_tasks.inputs import InputIterator, Prefetcher
-  from spmd_tasks.programs.goodput import Goodput, StartupClock
+  from spmd_tasks.programs.goodput import Goodput
   from spmd_tasks.programs.progress import Progress
   from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
   from spmd_tasks.runtime import PartitionedModel, TrainState
@@ -157,7 +157,6 @@ class TrainRun:
     job, job_log_dir: the built experiment, and the job's directory.
     model: the partitioned model.
     hooks: all hooks of the job, in their order.
-    clock: counts the phases before the first step.
     goodput: counts where the time goes.
     stack: closes at the job's end, newest first, what hooks have opened: `run.stack.enter_context(...)`.
     end_reason: why the job ends before its last step; None: it does not.
@@ -188,7 +187,6 @@ class TrainRun:
     job_log_dir: epath.Path,
     model: 'PartitionedModel',
     hooks: Sequence[TrainHook],
-    clock: 'StartupClock',
     goodput: 'Goodput',
     guard: 'PreemptionGuard',
     stack: contextlib.ExitStack,
@@ -197,7 +195,6 @@ class TrainRun:
     self.job_log_dir = job_log_dir
     self.model = model
     self.hooks = tuple(hooks)
-    self.clock = clock
     self.goodput = goodput
     self.stack = stack
     self.end_reason: str | None = None

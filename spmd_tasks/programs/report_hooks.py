@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 import json
 import math
+import time
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from spmd_tasks.errors import is_own
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs.base import progress_of
 from spmd_tasks.layers.losses import RESERVED_METRICS
-from spmd_tasks.programs.goodput import Goodput, format_startup
+from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -59,8 +60,12 @@ class ShowProgress(TrainHook):
   def after_first_step(self, run: TrainRun) -> None:
     set_activity(None)
     run.progress.step(run.step)
-    phases = run.clock.finish()
-    run.message(format_startup(phases))
+    step, total = run.model.train_step, time.time() - run.goodput.begun
+    phases = {'trace': step.trace_seconds, 'compile': step.compile_seconds, 'total': total}
+    run.message(
+      f'first step finished {total:.1f} s after the start of the process, of which {step.trace_seconds:.1f} s traced '
+      f'and {step.compile_seconds:.1f} s compiled it'
+    )
     if is_primary():
       with storage_errors(run.job_log_dir / STARTUP_FILE):
         write_durably(run.job_log_dir / STARTUP_FILE, json.dumps(phases) + '\n')

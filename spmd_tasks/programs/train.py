@@ -28,7 +28,7 @@ from spmd_tasks.experiment import (
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.programs.eval import refuse_other_data
-from spmd_tasks.programs.goodput import Goodput, StartupClock
+from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
 from spmd_tasks.programs.job_directory import claim, write_config
@@ -69,7 +69,7 @@ def train(
   job_log_dir: epath.Path,
   *,
   emergency: EmergencyExit,
-  clock: StartupClock,
+  begun: float,
   config_json: str,
   hooks: Sequence[TrainHook] | None = None,
 ) -> int:
@@ -79,7 +79,7 @@ def train(
     job: the built experiment.
     job_log_dir: gets checkpoints, metrics and events; claimed once everything else has been checked.
     emergency: ends this process and tells the others when it fails.
-    clock: counting since the start of the process.
+    begun: when the process was started, in seconds since the epoch.
     config_json: the resolved config, saved as `config.json`.
     hooks: what is done beside the steps; None: `job_hooks(job)`.
 
@@ -91,18 +91,17 @@ def train(
   """
   experiment, guard = job.experiment, PreemptionGuard()
   hooks = job_hooks(job) if hooks is None else tuple(hooks)
-  goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
+  goodput = Goodput(job_log_dir if is_primary() else None, begun=begun)
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Open. Everything that can be refused is refused before anything is written.
     keeps_examples = any(hook.wants_examples for hook in hooks)
-    model, iterator = _check(job, clock, goodput, keeps_examples=keeps_examples)
+    model, iterator = _check(job, goodput, keeps_examples=keeps_examples)
     run = TrainRun(
       job=job,
       job_log_dir=job_log_dir,
       model=model,
       hooks=hooks,
-      clock=clock,
       goodput=goodput,
       guard=guard,
       stack=stack,
@@ -165,23 +164,19 @@ def _own_hooks(job: Job) -> list[TrainHook]:
   return hooks
 
 
-def _check(
-  job: Job, clock: StartupClock, goodput: Goodput, *, keeps_examples: bool
-) -> tuple[PartitionedModel, InputIterator]:
+def _check(job: Job, goodput: Goodput, *, keeps_examples: bool) -> tuple[PartitionedModel, InputIterator]:
   """Returns the partitioned model and the training input's iterator. Raises UserError for what cannot be trained."""
   check_vocabulary(job)
-  with clock.phase('partition'):
-    model = dataclasses.replace(partition_job(job), keeps_examples=keeps_examples)
+  model = dataclasses.replace(partition_job(job), keeps_examples=keeps_examples)
   check_state_fits(model)
   if (num_microbatches := job.task.learner.num_microbatches) > 1:
     from spmd_tasks.learning.accumulation import check_num_microbatches
 
     check_num_microbatches(_batch_size(model), num_microbatches)
-  with clock.phase('input'):
-    iterator = make_training_iterator(job)
-    if jax.process_count() > 1:
-      limit_s = math.ceil(job.experiment.first_step_timeout_s)
-      refuse_other_data('data files', {'train_input': iterator.get_state()}, limit_s)
+  iterator = make_training_iterator(job)
+  if jax.process_count() > 1:
+    limit_s = math.ceil(job.experiment.first_step_timeout_s)
+    refuse_other_data('data files', {'train_input': iterator.get_state()}, limit_s)
   with goodput.spend('compilation'):
     model.train_step.trace()  # a loss or an optimizer that fails is refused, too
   return model, iterator
@@ -211,7 +206,7 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
     keep_every_hours=experiment.checkpoint_keep_every_hours,
   )
   run.stack.callback(run.checkpointer.close)
-  with run.clock.phase('init or restore'), run.goodput.spend('checkpoint_restore'):
+  with run.goodput.spend('checkpoint_restore'):
     state, run.first_step, run.origin = _first_state(run, iterator)
   if is_primary():
     with storage_errors(run.job_log_dir):
@@ -267,11 +262,8 @@ def _before_step(run: TrainRun, batch: dict[str, jax.Array]) -> None:
 
 
 def _compile(run: TrainRun) -> None:
-  train_step = run.model.train_step
   with run.goodput.spend('compilation'):
-    train_step.compile()
-  run.clock.add('trace', train_step.trace_seconds)
-  run.clock.add('compile', train_step.compile_seconds)
+    run.model.train_step.compile()
 
 
 def _run_steps(run: TrainRun) -> None:

@@ -124,7 +124,7 @@ def rerun(opened: OpenJob, watch: Watch) -> str | None:
         opened.job,
         epath.Path(directory),
         emergency=opened.emergency,
-        clock=opened.clock,
+        begun=opened.begun,
         config_json=json.dumps(opened.config) + '\n',
         hooks=(CountGoodput(), *wings.train_hooks(opened.job), *own, watch),
       )
