@@ -126,10 +126,7 @@ class TrainHook:
     return False
 
   def before_step(self, run: 'TrainRun', batch: 'dict[str, jax.Array]') -> None:
-    """Looks at the placed batch of the step that is launched next; what it raises ends the job without that step.
-
-    `run.state` is the state that the step begins with, where the hook `needs_state(run.step)`.
-    """
+    """Looks at the placed batch of the next step, which what it raises prevents; `run.state` needs `needs_state`."""
 
   def after_first_step(self, run: 'TrainRun') -> None:
     """Compiles now what is first needed at an interval: what cannot be compiled should fail at the start."""
