@@ -1,0 +1,114 @@
+"""Computes tests/data/trl.npz, losses and their gradients by TRL's own trainers, which tests/tuning reads.
+
+    uv venv /tmp/env-trl --python 3.11 && uv pip install --python /tmp/env-trl trl==1.16.0 torch transformers
+    /tmp/env-trl/bin/python scripts/run_trl.py tests/data/trl.npz
+
+`_compute_loss` of GRPOTrainer and RLOOTrainer runs as it is, in float64, on rollouts made here. Only the model is not
+theirs: its logits are given, so that the gradient is by the logits.
+"""
+
+from collections import defaultdict
+import pathlib
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer.utils import selective_log_softmax
+
+B, T, V, MAX_TOKENS = 6, 9, 7, 5
+START = 2  # tokens of a prompt
+CAP = 1.05
+# As METHODS of spmd_tasks/tuning/reward_tuning.py.
+METHODS = {
+  'grpo': {},
+  'dr_grpo': {'loss_type': 'dr_grpo'},
+  'dapo': {'loss_type': 'dapo', 'epsilon_high': 0.28},
+  'gspo': {'importance_sampling_level': 'sequence', 'epsilon_low': 3e-4, 'epsilon_high': 4e-4},
+  'rloo': None,  # a trainer of its own
+  'reinforce++': {'loss_type': 'bnpo'},  # TRL has no such name; this is its mean over tokens
+}
+
+
+def rollouts() -> dict[str, np.ndarray]:
+  """Rows of prompts with completions of 1 to 5 tokens, the last row without any; and logits [B, T, V]."""
+  rng = np.random.default_rng(5)
+  batch = {'labels': rng.integers(0, V, (B, T)).astype(np.int32), 'weights': np.zeros((B, T), np.float32)}
+  for row in range(B - 1):
+    batch['weights'][row, START : START + 1 + row] = 1
+  batch['advantages'] = np.array([1.3, -0.7, 0.0, -1.9, 0.8, 0.0], np.float32)
+  batch['logits'] = (2 * rng.normal(size=(B, T, V))).astype(np.float32)
+  log_probs = selective_log_softmax(torch.tensor(batch['logits']), torch.tensor(batch['labels']).long()).numpy()
+  batch['old_log_probs'] = (log_probs + rng.normal(0, 0.3, (B, T))).astype(np.float32) * batch['weights']
+  batch['sampler_log_probs'] = (batch['old_log_probs'] + rng.normal(0, 0.1, (B, T))).astype(np.float32)
+  batch['reference_log_probs'] = (log_probs + rng.normal(0, 0.5, (B, T))).astype(np.float32)
+  return batch
+
+
+def loss_of(batch: dict[str, np.ndarray], method: str, kl_weight: float) -> tuple[float, np.ndarray]:
+  """TRL's loss and its gradient by the logits; with a KL weight the sampler's ratio is capped too."""
+  logits = torch.tensor(batch['logits'], dtype=torch.float64, requires_grad=True)
+  rows, columns = slice(0, B - 1), slice(START, START + MAX_TOKENS)  # TRL has no rows without a completion
+
+  def given(name: str) -> torch.Tensor:
+    return torch.tensor(batch[name][rows, columns]).double()
+
+  mask, labels = given('weights'), given('labels').long()
+  old, sampler = given('old_log_probs'), given('sampler_log_probs')
+  inputs = {
+    'prompt_ids': labels[:, :0],
+    'prompt_mask': labels[:, :0],
+    'completion_ids': labels,
+    'completion_mask': mask,
+    'advantages': torch.tensor(batch['advantages'][rows]).double(),
+    'old_per_token_logps': old,
+    'old_logps': (old * mask).sum(1),
+    'ref_per_token_logps': given('reference_log_probs'),
+    'importance_sampling_ratio': (old - sampler).exp().clamp(max=CAP),
+    'num_items_in_batch': mask.sum(),
+  }
+  model = SimpleNamespace(training=True)
+  fields = {
+    'model': model,
+    'loss_type': 'grpo',
+    'importance_sampling_level': 'token',
+    'epsilon_low': 0.2,
+    'epsilon_high': 0.2,
+    'beta': kl_weight,
+    'use_vllm': kl_weight > 0,
+    'vllm_importance_sampling_correction': True,
+    'max_completion_length': MAX_TOKENS,
+    'top_entropy_quantile': 1.0,
+    'off_policy_mask_threshold': None,
+    'current_gradient_accumulation_steps': 1,
+    'aux_loss_enabled': False,
+    '_entropy_bonus_enabled': False,
+    '_metrics': defaultdict(lambda: defaultdict(list)),
+    'args': SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+    'accelerator': SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+    '_get_per_token_logps_and_entropies': lambda *_, **__: (
+      selective_log_softmax(logits[rows, columns], labels),
+      torch.zeros_like(mask),
+      None,
+    ),
+  }
+  trainer = SimpleNamespace(**fields | (METHODS[method] or {}))
+  kind = RLOOTrainer if method == 'rloo' else GRPOTrainer
+  loss = kind._compute_loss(trainer, model, inputs)
+  loss.backward()
+  return loss.item(), logits.grad.numpy()
+
+
+def main() -> None:
+  batch = rollouts()
+  record = dict(batch)
+  for method in METHODS:
+    for name, kl_weight in (('plain', 0.0), ('kl', 0.2)):
+      if method != 'rloo' or not kl_weight:  # TRL's has the KL divergence in the reward
+        record[f'{method}/{name}/loss'], record[f'{method}/{name}/gradient'] = loss_of(batch, method, kl_weight)
+  np.savez_compressed(pathlib.Path(sys.argv[1]), **record)
+
+
+if __name__ == '__main__':
+  main()
