@@ -45,6 +45,7 @@ from spmd_tasks.decoding import DecodeSteps, Request
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import ChatTemplate
@@ -124,19 +125,17 @@ def run_continuous(engine, trace, tokenizer):
   return Run(scheduler.num_steps, time.perf_counter() - began, use, tokens_by_sequence(deltas, sequences))
 
 
-def fill_slots(engine, tokenizer, length):
-  """Makes a scheduler with a request for `length` tokens in every slot and one step launched."""
-  scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
-  scheduler.submit(sequences_of([([5 + slot], length) for slot in range(engine.num_slots)], tokenizer))
-  scheduler.advance()
-  assert scheduler.num_active == engine.num_slots
-  assert scheduler.num_steps == 1
-  return scheduler
+def fill_slots(engine, tokenizer):
+  """Reads a prompt of one token into every slot, in blocks of its own, and launches one step."""
+  sequences = sequences_of([([5 + slot], engine.max_len - 1) for slot in range(engine.num_slots)], tokenizer)
+  for slot, sequence in enumerate(sequences):
+    engine.prefill(chunk_prompt(sequence.request, slot, engine.prefill_chunk))
+  engine.step(np.ones(engine.num_slots, np.bool_))
 
 
 def seconds_per_full_step(engine, tokenizer, num_steps):
   """Times the bare loop over the engine."""
-  fill_slots(engine, tokenizer, engine.max_len - 1)
+  fill_slots(engine, tokenizer)
   keep = np.ones(engine.num_slots, np.bool_)
   launched = engine.step(keep)
   launched.read()
@@ -153,7 +152,10 @@ def seconds_per_full_step(engine, tokenizer, num_steps):
 
 def seconds_per_scheduled_step(engine, tokenizer, num_steps):
   """Times the same steps with the scheduler, text and log-probabilities."""
-  scheduler = fill_slots(engine, tokenizer, num_steps)
+  scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
+  scheduler.submit(sequences_of([([5 + slot], num_steps) for slot in range(engine.num_slots)], tokenizer))
+  scheduler.advance()
+  assert (scheduler.num_active, scheduler.num_steps) == (engine.num_slots, 1)
   before, began = scheduler.num_steps, time.perf_counter()
   while scheduler.has_work:
     scheduler.advance()
@@ -162,7 +164,7 @@ def seconds_per_scheduled_step(engine, tokenizer, num_steps):
 
 def compare_with_floor(engine, tokenizer, num_rounds):
   """Returns the median over rounds of the engine's CPU time / the floor's; checks that both give the same numbers."""
-  fill_slots(engine, tokenizer, engine.max_len - 1)
+  fill_slots(engine, tokenizer)
   keep, bare_step = np.ones(engine.num_slots, np.bool_), bare_decode.make_step()
   state = bare_decode.init_state(engine.weights['params'], engine.num_slots, engine.max_len)
   state['tokens'] = 5 + np.arange(engine.num_slots, dtype=np.int32)

@@ -334,7 +334,6 @@ def decode(size: Any) -> Iterator[Row]:
   """Steps of the engine with all slots in use; log-probabilities against those of the whole text read at once."""
   import bench_step
   import jax
-  import numpy as np
 
   from spmd_tasks.decoding import DecodeSteps, Request
   from spmd_tasks.decoding.engine import ModelEngine
@@ -360,13 +359,9 @@ def decode(size: Any) -> Iterator[Row]:
     text = prompts[0], tuple(entry.token for entry in entries)
     ((_, score),) = score_texts(steps, engine.weights, [text], num_rows=1)
     error = max(abs(entry.logprob - other) for entry, other in zip(entries, score.logprobs, strict=True))
-    launched = engine.step(keep := np.ones(slots, np.bool_))
-    launched.read()
     start = time.perf_counter()
     for _ in range(size.new_tokens):  # a step is launched before the one before is read
-      launched, before = engine.step(keep), launched
-      before.read()
-    launched.read()
+      scheduler.advance()
     seconds = (time.perf_counter() - start) / size.new_tokens
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(engine.weights))
     note = f'weights at {num_bytes / seconds / 1e9:.0f} GB/s; {len(entries)} log-probabilities compared'

@@ -66,7 +66,8 @@ class DecodeSettings(SamplingParams):
       ones may reuse; None is num_slots * max_len, or less where memory has no room for it.
     memory_fraction: of a device's memory, what weights and KV cache may take where max_cache_tokens is None.
     prefill_rows: P, how many prompts one prefill reads.
-    prefill_chunk: longer prompts are read in chunks of this many tokens. Beam search reads whole prompts.
+    prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16, as blocks of the KV
+      cache divide it. Beam search reads whole prompts.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
     eos_ids: tokens that end a text; None is the tokenizer's end of text.
     max_stop_ids: how many stop tokens a request may have, the end of text included.
