@@ -31,7 +31,7 @@ from spmd_tasks.distributed.environment import backend_errors, code_digests, num
 from spmd_tasks.distributed.initialization import report_absence
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.files import absolute_path
+from spmd_tasks.files import absolute_path, is_remote
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import process_start_time
 from spmd_tasks.programs.job_directory import PROGRAMS_DIRECTORY, has_trained
@@ -185,6 +185,7 @@ class Command:
     elif (
       self.flags.job_log_dir
       and not getattr(jax.config, own)
+      and not is_remote(directory)
       and jax.default_backend() != 'cpu'
       and (not directory.exists() or os.access(directory, os.W_OK))  # a server may only read it
     ):

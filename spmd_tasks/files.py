@@ -42,15 +42,6 @@ def absolute_path(path: epath.PathLike) -> epath.Path:
   return epath.Path(path).expanduser().absolute()
 
 
-def local_folder(path: epath.PathLike) -> epath.Path:
-  """Returns `absolute_path` of a folder or file, or, of a URL, that of a copy on this disk."""
-  if is_remote(path):
-    from spmd_tasks import stores
-
-    return epath.Path(stores.local_folder(os.fspath(path)))
-  return absolute_path(path)
-
-
 def make_directory(path: epath.Path) -> None:
   """Makes a directory and those above it; a store has none."""
   if not is_remote(path):
@@ -60,7 +51,9 @@ def make_directory(path: epath.Path) -> None:
 def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
   """Returns what matches a pattern below a directory, sorted. For `epath`'s glob the directory is a pattern too."""
   if is_remote(directory):
-    return sorted(directory.glob(pattern))
+    from spmd_tasks import stores
+
+    return [epath.Path(found) for found in stores.glob_below(directory, pattern)]
   return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
 
 
@@ -96,7 +89,15 @@ def write_durably(path: epath.Path, content: str | bytes) -> None:
 
 
 def append(path: epath.Path, data: bytes) -> None:
-  """Appends to a local file, which is created if need be. The data survive a kill, not a power failure."""
+  """Appends to a file, which is created if need be. The data survive a kill, not a power failure.
+
+  In a store the file is kept in parts (store_files.py).
+  """
+  if is_remote(path):
+    from spmd_tasks import stores
+
+    stores.append(path, data)
+    return
   with _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
     _write_all(descriptor, data)
 

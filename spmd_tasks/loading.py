@@ -13,6 +13,7 @@ lm.model.apply(lm.variables, {'ids': ids})               # the Linen module itse
 from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
+import json
 from typing import Any
 
 from etils import epath
@@ -33,7 +34,7 @@ from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
-from spmd_tasks.files import absolute_path
+from spmd_tasks.files import absolute_path, is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
@@ -42,6 +43,7 @@ from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
+from spmd_tasks.store_files import local_folder
 from spmd_tasks.wings import call, formats
 
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a batch, by name
@@ -76,6 +78,8 @@ def load(
   directory = absolute_path(job_log_dir)
   if not (directory / 'config.json').exists():
     raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
+  if is_remote(directory) and 'experiment' not in json.loads(read_text(directory / 'config.json')):
+    directory = local_folder(directory)  # no job, but a folder of another format
   recognized = [found for each in formats() if each.recognize and (found := call(each.recognize, directory))]
   if recognized:
     name, own = recognized[0]

@@ -17,6 +17,7 @@ _REMEDIES = {
   errno.EACCES: 'give this user the right to read and write there',
   errno.EPERM: 'give this user the right to read and write there',
   errno.EIO: 'check the storage (dmesg, the file server)',
+  errno.EREMOTEIO: 'check the network, the credentials and the store',
   errno.ESTALE: 'mount the storage again',
   errno.ENODEV: 'mount the storage again',
   errno.ENOTCONN: 'mount the storage again',

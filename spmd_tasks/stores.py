@@ -13,13 +13,16 @@ can both succeed. Listings are never cached: other jobs write to the same place.
 Credentials are found by the clouds' own defaults. Emulators are found by STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import errno
+import fnmatch
 import functools
 import os
 import re
 import secrets
+import time
 from typing import Any
 
 from spmd_tasks.errors import UserError
@@ -87,13 +90,29 @@ def describe_store_error(error: BaseException, url: str | os.PathLike[str]) -> t
   return text, 'check the network and the store'
 
 
+@contextlib.contextmanager
+def _os_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+  """Gives what a client raises the form of a disk's errors, with a number."""
+  try:
+    yield
+  except FileNotFoundError as error:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from error
+  except FileExistsError:
+    raise
+  except Exception as error:
+    if (problem := describe_store_error(error, path)) is None:
+      raise
+    raise OSError(errno.EREMOTEIO, f'{problem[0]} ({problem[1]})', os.fspath(path)) from error
+
+
 def create(path: str | os.PathLike[str], data: bytes) -> bool:
   """Writes an object where there is none; False if there is one. Of several callers at once one gets True.
 
   `data` must be the caller's own (a random token): so it is known that an object is one's own whose answer was lost.
   """
   try:
-    _file_system(split_url(path)[0]).pipe_file(os.fspath(path), data, mode='create')
+    with _os_errors(path):
+      _file_system(split_url(path)[0]).pipe_file(os.fspath(path), data, mode='create')
   except FileExistsError:
     return read(path) == data
   return True
@@ -101,15 +120,14 @@ def create(path: str | os.PathLike[str], data: bytes) -> bool:
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
   """Writes or replaces an object, as a whole."""
-  _file_system(split_url(path)[0]).pipe_file(os.fspath(path), data)
+  with _os_errors(path):
+    _file_system(split_url(path)[0]).pipe_file(os.fspath(path), data)
 
 
 def read(path: str | os.PathLike[str], num_bytes: int | None = None) -> bytes:
   """Reads an object, or its first bytes, by one request. Raises FileNotFoundError."""
-  try:
+  with _os_errors(path):
     return _file_system(split_url(path)[0]).cat_file(os.fspath(path), start=num_bytes and 0, end=num_bytes)
-  except FileNotFoundError as error:  # fsspec gives it no number
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)) from error
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -118,6 +136,87 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return bool(read(path, 1))
   except FileNotFoundError:
     return False
+
+
+# Files that grow: an object cannot be appended to, so a file is kept in parts, `metrics.jsonl.<time>_<number>`.
+
+_PART_BYTES = 1 << 18
+_growing: dict[
+  str, tuple[str, int, bytes]
+] = {}  # of this process: its first name, the newest part's number and content
+
+
+def append(path: str | os.PathLike[str], data: bytes) -> None:
+  """Adds `data` to a growing file: replaces its newest part, which is this process's own, or begins another."""
+  name = os.fspath(path)
+  begun, number, content = _growing.get(name, (f'{name}.{time.time_ns():020d}', 0, b''))
+  if len(content) > _PART_BYTES:
+    number, content = number + 1, b''
+  write(f'{begun}_{number:06d}', content + data)
+  _growing[name] = begun, number, content + data
+
+
+def parts(path: str | os.PathLike[str]) -> list[str]:
+  """Returns the objects of a growing file, oldest first."""
+  scheme, _, key = os.fspath(path).partition('://')
+  directory, _, name = key.rpartition('/')
+  try:
+    with _os_errors(path):
+      found = _file_system(scheme).ls(directory, detail=False)
+  except FileNotFoundError:
+    return []
+  pattern = re.compile(re.escape(name) + r'(\.\d{20}_\d{6})?')
+  return [f'{scheme}://{each}' for each in sorted(found) if pattern.fullmatch(each.rpartition('/')[2])]
+
+
+def read_growing(path: str | os.PathLike[str]) -> bytes:
+  """Reads a growing file. Raises FileNotFoundError."""
+  if not (found := parts(path)):
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+  with ThreadPoolExecutor(8) as pool:
+    return b''.join(pool.map(read, found))
+
+
+def replace_growing(path: str | os.PathLike[str], data: bytes) -> None:
+  """Gives a growing file another content, which `append` goes on from."""
+  old = parts(path)
+  _growing.pop(os.fspath(path), None)
+  append(path, data)
+  _remove(old)
+
+
+def remove_growing(path: str | os.PathLike[str]) -> None:
+  """Removes a growing file."""
+  _growing.pop(os.fspath(path), None)
+  _remove(parts(path))
+
+
+def _remove(urls: list[str]) -> None:
+  for url in urls:
+    with _os_errors(url), contextlib.suppress(FileNotFoundError):
+      _file_system(split_url(url)[0]).rm_file(url)
+
+
+def glob_below(path: str | os.PathLike[str], pattern: str) -> list[str]:
+  """Returns what matches a pattern below a directory, sorted: one listing for each part of the pattern."""
+  first, _, rest = pattern.partition('/')
+  scheme, _, key = os.fspath(path).partition('://')
+  try:
+    with _os_errors(path):
+      found = _file_system(scheme).ls(key, detail=False)
+  except FileNotFoundError:
+    return []
+  names = sorted({each.rstrip('/').rpartition('/')[2] for each in found})
+  chosen = [f'{os.fspath(path)}/{name}' for name in names if fnmatch.fnmatchcase(name, first)]
+  return [deeper for each in chosen for deeper in glob_below(each, rest)] if rest else chosen
+
+
+def upload(directory: str | os.PathLike[str], url: str | os.PathLike[str]) -> None:
+  """Copies all below a directory of this disk; config.json comes last, as readers look for it."""
+  names = [os.path.relpath(os.path.join(at, name), directory) for at, _, each in os.walk(directory) for name in each]
+  with _os_errors(url):
+    for name in sorted(names, key=lambda name: (name == 'config.json', name)):
+      _file_system(split_url(url)[0]).put_file(os.path.join(directory, name), f'{os.fspath(url)}/{name}')
 
 
 def sizes_below(path: str | os.PathLike[str]) -> dict[str, int]:
@@ -160,6 +259,7 @@ def local_copies(url: str) -> list[str]:
     return list(pool.map(copy, files, files.values()))
 
 
+@functools.cache  # for a whole process a folder is what it was when it was first read
 def local_folder(url: str) -> str:
   """Returns the path of a copy of a directory, or of a file, on this disk (see `local_copies`)."""
   copies = set(local_copies(url))

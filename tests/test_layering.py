@@ -25,6 +25,7 @@ ROWS = (
   ('checkpoints',),
   ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
+  ('store_files',),
   ('files', 'frozen_fields', 'row_sources'),
   ('storage_problems',),
   ('stores',),

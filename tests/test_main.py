@@ -181,7 +181,7 @@ BAD_INPUT = {
     (*TINY, *TRAIN, '--set', 'init_from=HERE/none'),
     ['HERE/none/checkpoints has no checkpoint that can be read'],
   ),
-  'origin at a URL': ((*TINY, *TRAIN, '--set', 'init_from=hf:gs://b/m'), ["'gs://b/m' is a URL", 'mount the object']),
+  'origin at a URL': ((*TINY, *TRAIN, '--set', 'init_from=hf:ftp://b/m'), ["'ftp://b/m' is a URL", 'mount other']),
   'seed of more than 32 bits': (
     (*TINY, *TRAIN, '--set', f'seed={10**22}'),
     [f'seed = {10**22}', 'in [0, 4,294,967,296)'],

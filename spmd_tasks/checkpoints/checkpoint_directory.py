@@ -53,11 +53,13 @@ class CheckpointDirectory:
     path: the directory.
     num_hash_threads: so many files are hashed at a time.
     witness: asked where there is no checkpoint; says by what it is known that there was one, or None.
+    before_publishing: called before a checkpoint becomes one; raises if it must not.
   """
 
   path: epath.Path
   num_hash_threads: int = 8
   witness: Callable[[], str | None] = lambda: None
+  before_publishing: Callable[[], None] = lambda: None
 
   def new_state_name(self) -> str:
     """The name, below a checkpoint, for the arrays of a job that begins to save."""
@@ -154,6 +156,7 @@ class CheckpointDirectory:
           'directory is perhaps not shared by all processes; choose one on storage that every machine mounts'
         )
     write_manifest(partial, step=step, num_processes=num_processes, leaves=leaves, num_threads=self.num_hash_threads)
+    self.before_publishing()
     partial.rename(self.final(step))
     sync_path(self.path)
 

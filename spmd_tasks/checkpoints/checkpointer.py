@@ -97,6 +97,7 @@ class Checkpointer:
     read_only: bool = False,
     on_saved: Callable[[int], None] | None = None,
     witness: Callable[[], str | None] = lambda: None,
+    before_publishing: Callable[[], None] = lambda: None,
     base: Callable[[], Mapping[str, Any]] | None = None,
     num_hash_threads: int = 8,
     timeout_secs: int = 1200,
@@ -112,6 +113,7 @@ class Checkpointer:
       read_only: changes nothing: saves nothing, removes nothing, and skips damaged checkpoints without renaming them.
       on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
       witness: asked on process 0 where there is no checkpoint; says by what it is known that one was saved, or None.
+      before_publishing: called on process 0, in the background, before a checkpoint becomes one; raises if it must not.
       base: returns JSON that the checkpoint keeps: what its state is to be completed with. Every process calls it at
         each save; it may wait, with all of them, for longer than the barriers of the save.
       num_hash_threads: number of files hashed at a time.
@@ -136,7 +138,9 @@ class Checkpointer:
       kind, self._arrays = StoreDirectory, StoreArrays(timeout_secs)
     else:
       self._arrays = OrbaxArrays(timeout_secs)
-    self._directory = kind(path=path, num_hash_threads=num_hash_threads, witness=witness)
+    self._directory = kind(
+      path=path, num_hash_threads=num_hash_threads, witness=witness, before_publishing=before_publishing
+    )
     self._max_to_keep = max_to_keep
     self._keep_every_n_steps = keep_every_n_steps
     self._keep_every_hours = keep_every_hours

@@ -97,6 +97,7 @@ class StoreDirectory(CheckpointDirectory):
       sha256 = '' if name.startswith(f'{STATE}_') else hashlib.sha256(read(path / name)).hexdigest()
       entries.append(FileEntry(path=name, num_bytes=sizes[name], sha256=sha256))
     text = manifest_text(step=step, num_processes=num_processes, leaves=leaves, files=entries)
+    self.before_publishing()
     if not create(path / MANIFEST_FILE, text.encode()):
       raise CheckpointSaveError(f'another job has saved step {step} in {self.path}')
 

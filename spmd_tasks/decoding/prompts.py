@@ -23,12 +23,12 @@ from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.batches import import_tensorflow
 from spmd_tasks.inputs.records import parse_json
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
 from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.store_files import local_folder
 
 _Count = Annotated[int, Ge(0), Lt(2**31)]
 _Text = Annotated[str, MinLen(1)]
@@ -105,7 +105,7 @@ class PromptFile:
     Raises:
       UserError: the file cannot be read, or a line is not a prompt; the message names the line.
     """
-    path = absolute_path(self.path)
+    path = local_folder(self.path)
     if '.tfrecord' in path.name:
       return _read_examples(str(path), self.key)
     try:

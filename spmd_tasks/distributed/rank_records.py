@@ -21,7 +21,7 @@ import numpy as np
 
 from spmd_tasks.distributed.emergency_exit import Departure, Position
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import read_text, storage_errors
+from spmd_tasks.files import is_remote, make_directory, read_text, storage_errors, write_durably
 
 # How long a directory may take to show process 0's file. NFS keeps what it has seen of a directory for up to a minute.
 _VISIBLE_LIMIT_S = 90.0
@@ -61,7 +61,7 @@ class RankRecords:
     self._host = socket.gethostname()
     self._progress_dir = epath.Path(job_log_dir) / 'ranks' / 'progress'
     with storage_errors(self._progress_dir):
-      self._progress_dir.mkdir(parents=True, exist_ok=True)
+      make_directory(self._progress_dir)
       (self._progress_dir / f'{process_index}.json').unlink(missing_ok=True)
 
   def write_progress(self, position: Position, *, since: float):
@@ -136,7 +136,7 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
   token = os.urandom(8)
   if process_index == 0:
     with storage_errors(start_path):
-      start_path.parent.mkdir(parents=True, exist_ok=True)
+      make_directory(start_path.parent)
       _write(start_path, token.hex())
   token = multihost_utils.broadcast_one_to_all(np.frombuffer(token, np.uint8)).tobytes()
   is_visible = _becomes_visible(start_path, token.hex())
@@ -168,6 +168,9 @@ def _becomes_visible(path: epath.Path, text: str) -> bool:
 
 def _write(path: epath.Path, text: str):
   """Replaces the file atomically, so that no reader sees a part of it."""
+  if is_remote(path):
+    write_durably(path, text)
+    return
   partial = path.with_name(f'.{path.name}.partial')
   try:
     partial.write_text(text)

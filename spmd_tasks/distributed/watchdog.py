@@ -31,6 +31,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.distributed.emergency_exit import EmergencyExit, Position
 from spmd_tasks.distributed.initialization import finish
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import is_remote
 
 if TYPE_CHECKING:
   from spmd_tasks.distributed.rank_records import RankRecords  # of several processes only
@@ -178,7 +179,11 @@ def watch_steps(
     records = open_rank_records(directory)
     emergency.attach(records.describe)
   with StepWatchdog(
-    timeout_s=timeout_s, first_step_timeout_s=first_step_timeout_s, emergency=emergency, records=records
+    timeout_s=timeout_s,
+    first_step_timeout_s=first_step_timeout_s,
+    emergency=emergency,
+    records=records,
+    record_period_s=30.0 if is_remote(directory) else 2.0,  # a store counts its writes
   ) as watchdog:
     try:
       yield watchdog

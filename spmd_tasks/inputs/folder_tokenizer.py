@@ -12,6 +12,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
 from spmd_tasks.inputs.bpe_tokenizer import digest_of, load_tokenizer_file, offsets_of
+from spmd_tasks.store_files import local_folder
 
 _CONFIG = 'tokenizer_config.json'
 
@@ -34,7 +35,7 @@ class FolderTokenizer:
   @functools.cached_property
   def _tokenizer(self) -> Any:
     path = self._file('tokenizer.json')
-    if not os.path.exists(path) and os.path.isdir(os.path.expanduser(self.path)):
+    if not os.path.exists(path) and os.path.isdir(local_folder(self.path)):
       raise UserError(
         f"{self.path} has no tokenizer.json: write one by transformers' "
         'AutoTokenizer.from_pretrained(...).save_pretrained(...).'
@@ -117,7 +118,7 @@ class FolderTokenizer:
     return self._tokenizer.to_str()
 
   def _file(self, name: str) -> str:
-    return os.path.join(os.path.expanduser(self.path), name)
+    return os.path.join(local_folder(self.path), name)
 
   def _special_id(self, name: str) -> int | None:
     text = self.special_tokens.get(name)

@@ -17,21 +17,18 @@ from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, sync_path, write_durably
+from spmd_tasks.files import append, is_remote, make_directory, read_bytes, storage_errors, sync_path, write_durably
 from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.store_files import read_growing, replace_growing
 
 
 class DecodedFile:
-  """The outputs file of the given requests' records; only process 0 reads and writes it.
-
-  A remote file (`gs://...`) appears when it is complete, because object stores cannot append.
-  """
+  """The outputs file of the given requests' records; only process 0 reads and writes it."""
 
   def __init__(self, path: epath.Path, requests: Sequence[Mapping[str, Any]]):
     self._path = path
     self._partial = path.parent / f'{path.name}.partial'
     self._requests = requests
-    self._remote_lines: list[str] = []
 
   def num_done(self) -> int:
     """Counts the requests, from the first on, that have a line already; cuts off an unfinished last line.
@@ -43,13 +40,14 @@ class DecodedFile:
     with storage_errors(self._path):
       if self._path.exists():
         return self._check(self._path, read_bytes(self._path), is_complete=True)
-      if not self._partial.exists():
+      try:
+        content = read_growing(self._partial)
+      except FileNotFoundError:
         return 0
-      content = read_bytes(self._partial)
       whole = content[: content.rfind(b'\n') + 1]
       num_done = self._check(self._partial, whole, is_complete=False)
       if whole != content:
-        os.truncate(self._partial, len(whole))
+        replace_growing(self._partial, whole)
       return num_done
 
   def _check(self, path: epath.Path, content: bytes, *, is_complete: bool) -> int:
@@ -71,19 +69,18 @@ class DecodedFile:
   def append(self, record: Mapping[str, Any]) -> None:
     """Writes the next line. A kill of the process loses no line that was written."""
     line = json.dumps(record, ensure_ascii=False) + '\n'
-    if is_remote(self._path):
-      self._remote_lines.append(line)
-      return
     with storage_errors(self._partial):
-      self._partial.parent.mkdir(parents=True, exist_ok=True)
+      make_directory(self._partial.parent)
       append(self._partial, line.encode())
 
   def finish(self) -> None:
     """Gives the file its final name; call it when all requests have a line."""
     with storage_errors(self._path):
       if is_remote(self._path):
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(self._path, ''.join(self._remote_lines))
+        write_durably(self._path, read_growing(self._partial))
+        from spmd_tasks.stores import remove_growing
+
+        remove_growing(self._partial)
         return
       sync_path(self._partial)
       os.replace(self._partial, self._path)

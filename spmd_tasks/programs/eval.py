@@ -30,7 +30,7 @@ from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
-from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.files import make_directory, storage_errors, write_durably
 from spmd_tasks.inputs import Prefetcher, State
 from spmd_tasks.inputs.base import Judge, data_of
 from spmd_tasks.layers.losses import StepOutputs
@@ -39,15 +39,7 @@ from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep, StepsByShape
-from spmd_tasks.runtime.metrics import (
-  METRICS_FILE,
-  Metric,
-  MultiWriter,
-  finish_metrics,
-  make_writer,
-  read_jsonl,
-  split_summaries,
-)
+from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MultiWriter, finish_metrics, make_writer, split_summaries
 
 BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`
 
@@ -228,14 +220,17 @@ class Evaluator:
     lines = [json.dumps({'index': index, **dict(zip(columns, row))}) + '\n' for index, row in enumerate(rows)]
     if is_primary():
       with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         write_durably(path, ''.join(lines))
 
   def is_recorded(self, name: str, step: int) -> bool:
-    """Returns whether the set's metrics file has a line of `step`; False in a remote directory, which has no file."""
+    """Returns whether the set's metrics file has a line of `step`."""
     path = self._directory(name) / METRICS_FILE
-    with storage_errors(path):
-      return path.exists() and step in read_jsonl(path.parent)
+    from spmd_tasks.runtime.metric_files import read_jsonl
+
+    with storage_errors(path), contextlib.suppress(FileNotFoundError):
+      return step in read_jsonl(path.parent)
+    return False
 
   def close(self) -> None:
     """Closes the metrics files, and iterators that no evaluation has taken."""

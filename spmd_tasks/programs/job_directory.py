@@ -5,8 +5,7 @@
 
 A directory belongs to the experiment that its config.json names. The claim is a kernel lock (`flock`) on `job.lock`.
 The kernel releases the lock when the process ends, kill -9 included, so nothing has to be cleaned up. The file also
-names the holder. Remote directories (`gs://...`) have no locks: only the experiment's name is checked there, and a
-second running job is not noticed. Only process 0 claims.
+names the holder. Object stores (`gs://...`) have no locks: store_claim.py claims there. Only process 0 claims.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ import dataclasses
 import datetime
 import errno
 import fcntl
+import fnmatch
 import io
 import itertools
 import json
@@ -21,14 +21,18 @@ import os
 import shutil
 import socket
 import types
+from typing import TYPE_CHECKING
 
 from absl import logging
 from etils import epath
 
 from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import glob_below, is_remote, read_text, write_durably
+from spmd_tasks.files import glob_below, is_remote, make_directory, read_text, write_durably
 from spmd_tasks.runtime.metrics import METRICS_FILE
+
+if TYPE_CHECKING:
+  from spmd_tasks.programs.store_claim import StoreClaim
 
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'job.lock'
@@ -62,13 +66,13 @@ class JobDirectory:
 
   Attributes:
     path: the directory.
-    lock_file: open and locked; None on a file system without locks.
+    lock_file: open and locked, or a StoreClaim; None on a file system without locks.
     earlier: what a new job found in the directory; None for a job that has been here before.
     made: the directories that the claim has made, innermost first.
   """
 
   path: epath.Path
-  lock_file: io.FileIO | None
+  lock_file: 'io.FileIO | StoreClaim | None'
   earlier: frozenset[epath.Path] | None = None
   made: tuple[epath.Path, ...] = ()
 
@@ -76,6 +80,11 @@ class JobDirectory:
     """Frees the directory for another job; the end of the process does the same."""
     if self.lock_file is not None:
       self.lock_file.close()
+
+  def check(self) -> None:
+    """Raises a JobError if another job has taken the directory; asked before a checkpoint is published."""
+    if self.lock_file is not None and not isinstance(self.lock_file, io.FileIO):
+      self.lock_file.check()
 
   def __enter__(self) -> 'JobDirectory':
     return self
@@ -89,7 +98,10 @@ class JobDirectory:
 
   def _remove_what_is_new(self, earlier: frozenset[epath.Path]) -> None:
     for path in sorted(_own_paths(self.path) - earlier, key=lambda path: path.name == LOCK_FILE):  # the lock comes last
-      if path.is_dir():
+      if is_remote(path):
+        if not path.name.startswith(LOCK_FILE):  # the claim is released, which keeps its object
+          path.rmtree(missing_ok=True)
+      elif path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
       else:
         path.unlink(missing_ok=True)
@@ -109,9 +121,11 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   try:
     _check_kinds(path)
     _check_experiment(path, experiment_name)
-    earlier = None if is_remote(path) else frozenset(_own_paths(path))
-    made = tuple(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
-    path.mkdir(parents=True, exist_ok=True)
+    earlier: frozenset[epath.Path] | None = frozenset(_own_paths(path))
+    made: tuple[epath.Path, ...] = ()
+    if not is_remote(path):
+      made = tuple(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
+    make_directory(path)
     lock_file = _lock(path)
     try:
       # Again, now that nobody else can write: two first jobs may have passed the first check together.
@@ -124,7 +138,7 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
       raise
   except OSError as error:
     raise UserError(
-      f'job_log_dir {os.fspath(path)!r} cannot be used: {error.strerror or error} ({error.filename}). Choose a '
+      f'job_log_dir {os.fspath(path)!r} cannot be used: {error.strerror or error} ({error.filename or path}). Choose a '
       'directory that this user can create and write.'
     ) from error
   return JobDirectory(path=path, lock_file=lock_file, earlier=earlier, made=made)
@@ -147,6 +161,10 @@ def has_trained(job_log_dir: epath.Path) -> bool:
 def _own_paths(job_log_dir: epath.Path) -> set[epath.Path]:
   """Returns the files and directories of a job that are in its directory."""
   patterns = (*_DIRECTORIES, *_FILES, PEER_COPIES_FILE, 'events.out.tfevents.*')
+  if is_remote(job_log_dir):
+    parts = tuple(f'{name}.*' for name in (METRICS_FILE, LOCK_FILE))
+    found = glob_below(job_log_dir, '*')
+    return {path for path in found if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns + parts)}
   return {path for pattern in patterns if '/' not in pattern for path in glob_below(job_log_dir, pattern)}
 
 
@@ -179,11 +197,12 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   return True
 
 
-def _lock(path: epath.Path) -> io.FileIO | None:
+def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
   """Locks the lock file and writes the holder into it; returns None on a file system without locks."""
   if is_remote(path):
-    logging.warning('%s is remote: a second job in the same directory will not be noticed.', path)
-    return None
+    from spmd_tasks.programs.store_claim import claim_store
+
+    return claim_store(path, LOCK_FILE)
   # Close-on-exec (Python's default): a subprocess must not keep the lock after this process has died.
   lock_file = io.FileIO(os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+')
   try:

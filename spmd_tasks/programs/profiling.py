@@ -1,8 +1,10 @@
 """Profile: the hook of jobs that have steps captured by JAX's profiler."""
 
+import tempfile
+
 import jax
 
-from spmd_tasks.files import storage_errors
+from spmd_tasks.files import is_remote, storage_errors
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
 
@@ -16,6 +18,8 @@ class Profile(TrainHook):
     assert run.experiment.profile_steps is not None
     self._steps = run.experiment.profile_steps
     self._directory = run.job_log_dir / 'profile'
+    # JAX writes to disks alone.
+    self._local = tempfile.mkdtemp(prefix='spmd_tasks_profile_') if is_remote(run.job_log_dir) else str(self._directory)
 
   def before_loop(self, run: TrainRun) -> None:
     run.stack.callback(self._stop)
@@ -31,7 +35,7 @@ class Profile(TrainHook):
     is_inside = self._steps[0] <= step < self._steps[1]
     if is_inside and not self._is_running:
       with storage_errors(self._directory):
-        jax.profiler.start_trace(str(self._directory))
+        jax.profiler.start_trace(self._local)
       self._is_running = True
     elif not is_inside:
       self._stop()
@@ -41,3 +45,7 @@ class Profile(TrainHook):
       self._is_running = False
       with storage_errors(self._directory):
         jax.profiler.stop_trace()
+        if is_remote(self._directory):
+          from spmd_tasks.stores import upload
+
+          upload(self._local, self._directory)

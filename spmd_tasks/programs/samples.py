@@ -31,7 +31,7 @@ from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, write_durably
+from spmd_tasks.files import append, make_directory, storage_errors
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import is_multiple
@@ -41,6 +41,7 @@ from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.metrics import TensorBoardWriter, can_write_events
 from spmd_tasks.runtime.optional_methods import DecodesBatches
 from spmd_tasks.runtime.task import Variables
+from spmd_tasks.store_files import read_growing, replace_growing
 
 SAMPLES_DIRECTORY = 'samples'
 SAMPLES_FILE = 'samples.txt'
@@ -117,7 +118,7 @@ class Sampler:
     self._prompts = prompts
     self._requests = requests
     self.path = directory / SAMPLES_FILE
-    has_events = tensorboard and is_primary() and can_write_events(directory)
+    has_events = tensorboard and is_primary() and can_write_events()
     self._events = TensorBoardWriter(directory) if has_events else None
     self._newest: int | None = None
 
@@ -129,17 +130,16 @@ class Sampler:
     """Cuts off the samples of steps after `first_step`, and what a kill left of a step. A collective call."""
 
     def cut() -> int | None:
-      if is_remote(self.path):  # has event files only
-        return first_step
       with storage_errors(self.path):
-        if not self.path.exists():
+        try:
+          content = read_growing(self.path)
+        except FileNotFoundError:
           return None
-        content = read_bytes(self.path)
         end, newest = 0, None
         while (block := _BLOCK.match(content, end)) and int(block[1]) <= first_step:
           end, newest = block.end(), int(block[1])
         if end < len(content):
-          write_durably(self.path, content[:end])
+          replace_growing(self.path, content[:end])
         return newest
 
     self._newest = primary_decides(cut, 'samples', limit_s=LOOK_LIMIT_S)
@@ -182,10 +182,9 @@ class Sampler:
     for prompt, text in zip(self._prompts, texts, strict=True):
       lines += [f'> {line}' for line in prompt.split('\n')] + [f'| {line}' for line in text.split('\n')]
     lines.append(f'--- end of step {step}')
-    if not is_remote(self.path):
-      with storage_errors(self.path):
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        append(self.path, '\n'.join([*lines, '']).encode(errors='replace'))
+    with storage_errors(self.path):
+      make_directory(self.path.parent)
+      append(self.path, '\n'.join([*lines, '']).encode(errors='replace'))
     if self._events is not None:
       pairs = enumerate(zip(self._prompts, texts, strict=True), 1)
       self._events.write_texts(step, {f'sample_{i:02d}': _markdown(prompt, text) for i, (prompt, text) in pairs})

@@ -14,9 +14,7 @@ from etils import epath
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.files import read_text, storage_errors, write_durably
-from spmd_tasks.programs.job_directory import (
-  NEWEST_CHECKPOINT_FILE,
-)
+from spmd_tasks.programs.job_directory import NEWEST_CHECKPOINT_FILE, JobDirectory
 
 
 class SavedSteps:
@@ -26,10 +24,16 @@ class SavedSteps:
     self._job_log_dir = job_log_dir
     self._checkpoints = job_log_dir / 'checkpoints'
     self._record = job_log_dir / NEWEST_CHECKPOINT_FILE
+    self.claimed: JobDirectory | None = None  # on process 0 of the job that saves
 
   def open_checkpoints(self, **settings: Any) -> Checkpointer:
     """Returns the job's Checkpointer; `settings` are arguments of its constructor, which every process calls."""
-    return Checkpointer(self._checkpoints, on_saved=self.record, witness=self.witness, **settings)
+    own: dict[str, Any] = {'on_saved': self.record, 'witness': self.witness, 'before_publishing': self._check}
+    return Checkpointer(self._checkpoints, **own, **settings)
+
+  def _check(self) -> None:
+    if self.claimed is not None:
+      self.claimed.check()
 
   def record(self, step: int, *, is_last: bool = False) -> None:
     """Records that the checkpoint of `step` is complete; 0 records that nothing was saved yet. Raises OSError.

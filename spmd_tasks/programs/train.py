@@ -187,7 +187,7 @@ def _claim(run: TrainRun) -> SavedSteps:
   saved = SavedSteps(run.job_log_dir)
 
   def claim_here() -> None:
-    run.stack.enter_context(claim(run.job_log_dir, experiment_name=run.job.name))
+    saved.claimed = run.stack.enter_context(claim(run.job_log_dir, experiment_name=run.job.name))
 
   try:
     primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)

@@ -34,7 +34,8 @@ from spmd_tasks.replay.statistics import (
   gradient_state,
 )
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.metrics import Metric, Metrics, read_jsonl
+from spmd_tasks.runtime.metric_files import read_jsonl
+from spmd_tasks.runtime.metrics import Metric, Metrics
 
 _KINDS = ('weights', 'gradients', 'activations', 'updates')  # of an attempt
 _print = functools.partial(print, flush=True)

@@ -2,12 +2,13 @@
 
     writer = make_writer(directory, tensorboard=True, primary=True)
     writer.write(10, {'loss': 2.345, 'expert_load': [0.12, 0.88]})
-    read_jsonl(directory)[10]['loss']
+    read_jsonl(directory)[10]['loss']                  # metric_files.py
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
 "loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job appends to the file. Steps that it executes again
 appear again, and the last line of a step counts. A line that is no such record (a disk's fault, an editor's) stops
-nobody: readers skip it, and the next writer moves it to `metrics.jsonl.bad_lines`.
+nobody: readers skip it, and the next writer moves it to `metrics.jsonl.bad_lines`. In a store the file is kept in parts
+(stores.py).
 
 Event files are written with TensorBoard's own record writer. clu's writer needs TensorFlow, which slows the first steps
 by its import, prints lines that cannot be turned off, and takes GPU memory from JAX.
@@ -27,7 +28,7 @@ from etils import epath
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, sync_path, write_durably
+from spmd_tasks.files import append, is_remote, make_directory, storage_errors, sync_path
 from spmd_tasks.wings import require
 
 METRICS_FILE = 'metrics.jsonl'
@@ -91,10 +92,14 @@ class JsonlWriter:
       StorageError: the file cannot be written; as `write` and `close`.
     """
     self._path = directory / METRICS_FILE
-    with storage_errors(self._path):
-      directory.mkdir(parents=True, exist_ok=True)
-      append(self._path, b'')
-      _mend(self._path)
+    if not is_remote(directory):
+      with storage_errors(self._path):
+        directory.mkdir(parents=True, exist_ok=True)
+        append(self._path, b'')
+        if os.path.getsize(self._path):
+          from spmd_tasks.runtime.metric_files import mend
+
+          mend(self._path)
 
   def write(self, step: int, metrics: Metrics) -> None:
     record = {'step': step, 'time': round(time.time(), 3)} | {
@@ -109,48 +114,10 @@ class JsonlWriter:
       sync_path(self._path)
 
 
-def _mend(path: epath.Path) -> None:
-  """Drops an unfinished last line, which a kill has left, and moves lines that are no records to another file."""
-  content = read_bytes(path)
-  *lines, last = content.split(b'\n')
-  bad = [line for line in lines if line and _parse(line) is None]
-  if bad:
-    aside = path.with_name(f'{path.name}.bad_lines')
-    logging.error('%s: %d lines are no records; they are moved to %s.', path, len(bad), aside.name)
-    append(aside, b''.join(line + b'\n' for line in bad))
-    sync_path(aside)
-  mended = b''.join(line + b'\n' for line in [*lines, last] if _parse(line) is not None)
-  if mended != content:
-    write_durably(path, mended)
-
-
-def _parse(line: bytes) -> tuple[int, dict[str, Metric]] | None:
-  """Returns step and metrics of a line; None if it is no record."""
-  try:
-    record = json.loads(line.decode())
-    step = record.pop('step')
-    if type(step) is not int:
-      return None
-    return step, {
-      name: [float(x) for x in value] if isinstance(value, list) else float(value) for name, value in record.items()
-    }
-  except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-    return None
-
-
 def _json_number(value: float) -> float | str:
   """Turns NaN and infinities, which JSON lacks, into the strings 'nan', 'inf' and '-inf'."""
   value = float(value)
   return value if math.isfinite(value) else str(value)
-
-
-def read_jsonl(directory: epath.Path) -> dict[int, dict[str, Metric]]:
-  """Reads `<directory>/metrics.jsonl`: step -> metrics, the last ones of a step that was written twice.
-
-  Skips an unfinished last line, which another job may be writing, and lines that are no records. Raises OSError.
-  """
-  lines = read_bytes(directory / METRICS_FILE).split(b'\n')[:-1]
-  return dict(record for line in lines if (record := _parse(line)) is not None)
 
 
 class TensorBoardWriter:
@@ -204,8 +171,14 @@ class TensorBoardWriter:
 
       name = f'events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
       with storage_errors(self._directory / name):
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._records = RecordWriter((self._directory / name).open('wb'))
+        make_directory(self._directory)
+        path = self._directory / name
+        file: Any = path.open('wb') if not is_remote(path) else None
+        if file is None:
+          from spmd_tasks.store_files import GrowingFile
+
+          file = GrowingFile(path)
+        self._records = RecordWriter(file)
       self._write_event(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
     self._write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
@@ -246,33 +219,21 @@ def _say_no_events(reason: str) -> None:
   logging.warning('No event files for TensorBoard beside metrics.jsonl: %s', reason)
 
 
-def can_write_events(directory: epath.Path) -> bool:
-  """Whether TensorBoard is installed, which writes event files; if not, a log line says so, once.
-
-  Raises:
-    UserError: the directory is remote, so that nothing could be written there.
-  """
+def can_write_events() -> bool:
+  """Whether TensorBoard is installed, which writes event files; if not, a log line says so, once."""
   try:
     require('tensorboard', 'tensorboard', wants='writing them')
   except UserError as error:
-    if is_remote(directory):
-      raise
     _say_no_events(str(error))
     return False
   return True
 
 
 def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> MultiWriter:
-  """Makes the writers of one metrics directory; only the primary process (index 0) writes.
-
-  A remote directory (`gs://...`) gets events only: object stores cannot append to a file.
-
-  Raises:
-    UserError: the directory is remote, and TensorBoard, which writes events, is not installed.
-  """
+  """Makes the writers of one metrics directory; only the primary process (index 0) writes."""
   if not primary:
     return MultiWriter([])
-  writers: list[MetricsWriter] = [] if is_remote(directory) else [JsonlWriter(directory)]
-  if tensorboard and can_write_events(directory):
+  writers: list[MetricsWriter] = [JsonlWriter(directory)]
+  if tensorboard and can_write_events():
     writers.append(TensorBoardWriter(directory))
   return MultiWriter(writers)

@@ -15,8 +15,8 @@ from flax.core import FrozenDict
 
 from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
+from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput, Conversations
 from spmd_tasks.tuning.preference_loss import PreferenceLoss
 from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
@@ -50,7 +50,7 @@ class InstructionTuning(PretrainedLanguageModel):
     """The template of `chat_template_file`, else the folder's; without one, a plain transcript."""
     if not self.chat_template_file:
       return super().chat_template()
-    given = ChatTemplate.from_file(str(absolute_path(self.chat_template_file)))
+    given = ChatTemplate.from_file(str(local_folder(self.chat_template_file)))
     special = FolderTokenizer(path=str(self.folder.path)).special_tokens
     return dataclasses.replace(
       given,

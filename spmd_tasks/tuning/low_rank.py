@@ -8,9 +8,9 @@ from spmd_tasks.bridges.huggingface import PretrainedLanguageModel, open_adapter
 from spmd_tasks.bridges.huggingface.experiments import stacks_of
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path
 from spmd_tasks.runtime import Origin, Task
 from spmd_tasks.sharding.weights import QUANTIZED_DTYPES
+from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.adapted_weights import add_adapters
 from spmd_tasks.tuning.adapters import LowRankAdapter
 
@@ -44,7 +44,7 @@ class LowRankTuning(PretrainedLanguageModel):
     origin = super().origin()
     if not isinstance(origin, FolderOrigin) or not self.adapter:
       return origin
-    return dataclasses.replace(origin, adapter=str(absolute_path(self.adapter)))
+    return dataclasses.replace(origin, adapter=str(local_folder(self.adapter)))
 
   def language_model(self) -> fdl.Config:
     """The folder's model with adapters."""
@@ -58,7 +58,7 @@ class LowRankTuning(PretrainedLanguageModel):
         # The backward pass reads 8 or 4 bits again, rather than numbers made of them and kept.
         stack.remat_policy = 'dots'
     if self.adapter:
-      for name, adapter in open_adapter(absolute_path(self.adapter)).adapters(self.folder).items():
+      for name, adapter in open_adapter(local_folder(self.adapter)).adapters(self.folder).items():
         add_adapters(model, [f'^{name}$'], adapter, setting=f'adapter = {self.adapter!r}')
       return model
     adapter = LowRankAdapter(

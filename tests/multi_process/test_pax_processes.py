@@ -7,7 +7,7 @@ from launch import Job, coordinator_flags
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.runtime.metrics import read_jsonl
+from spmd_tasks.runtime.metric_files import read_jsonl
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]  # nine imports of Paxml
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spmd_tasks.runtime.metrics import TensorBoardWriter, make_writer, read_jsonl
+from spmd_tasks.runtime.metric_files import read_jsonl
+from spmd_tasks.runtime.metrics import TensorBoardWriter, make_writer
 
 LOAD = [0.1, 0.7, 0.15, 0.05]
 STEPS = {

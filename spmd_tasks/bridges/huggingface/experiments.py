@@ -13,11 +13,11 @@ from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
 from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer, SpanCorruption, span_corruption_lengths
 from spmd_tasks.recipes import TextTraining
 from spmd_tasks.recipes.pipelined import Pipelined
 from spmd_tasks.runtime import DecodeSettings, Origin, Task
+from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.adapter_stacks import AdapterSource, add_choices, open_sources
 
 
@@ -41,7 +41,7 @@ class PretrainedLanguageModel(TextTraining):
 
   def origin(self) -> Origin | None:
     """Returns the folder that `init_from` names, else `model`, with the adapters beside it."""
-    named = super().origin() if self.init_from else FolderOrigin(path=str(absolute_path(self.model)))
+    named = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
     if not isinstance(named, FolderOrigin):
       return named
     return dataclasses.replace(named, sources=lambda: self.adapter_sources)
@@ -51,7 +51,7 @@ class PretrainedLanguageModel(TextTraining):
     """The folder, its config read."""
     if not self.model:
       raise UserError("this experiment needs a folder in Hugging Face's format: --set model=FOLDER.")
-    return open_folder(absolute_path(self.model))
+    return open_folder(local_folder(self.model))
 
   def language_model(self) -> fdl.Config:
     """The model of the folder, as a config whose every field can be set."""

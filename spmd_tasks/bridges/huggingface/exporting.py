@@ -42,7 +42,7 @@ from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.files import is_remote, write_durably
+from spmd_tasks.files import write_durably
 from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -77,8 +77,6 @@ def export_model(
     UserError: the format cannot express the model, or the target has something already.
   """
   job, job_log_dir, emergency = opened.job, opened.directory, opened.emergency
-  if is_remote(target):
-    raise UserError(f'{target} is not on a mounted file system: export to a local folder, and copy that.')
   if target.exists():
     raise UserError(f'{target} exists: name a folder that does not, or move it away.')
   model = partition_job(job, mesh)

@@ -27,7 +27,7 @@ from spmd_tasks.checkpoints.checkpointer import Restored
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path, read_text
+from spmd_tasks.files import read_text
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG, fill_in
 from spmd_tasks.runtime import PartitionedModel, TrainState
@@ -35,6 +35,7 @@ from spmd_tasks.runtime.origin import Base
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.runtime.weight_numbers import flat_specs
 from spmd_tasks.sharding import padding
+from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.adapter_stacks import AdapterSource, stacked_adapters
 from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base
@@ -84,7 +85,7 @@ def open_origin(place: str, step: int | None) -> FolderOrigin:
   """Returns the origin that `init_from = hf:PLACE` names. Raises a UserError for a step."""
   if step is not None:
     raise UserError(f'init_from_step = {step} has no meaning for hf:{place}: leave it out.')
-  return FolderOrigin(path=str(absolute_path(place)))
+  return FolderOrigin(path=str(local_folder(place)))
 
 
 def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:

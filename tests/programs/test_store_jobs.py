@@ -1,0 +1,83 @@
+"""A job in an object store: what it computes, and that one job at a time has it."""
+
+import json
+
+from etils import epath
+import pytest
+
+from spmd_tasks import files
+from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.programs import store_claim
+from spmd_tasks.programs.job_directory import claim
+from spmd_tasks.runtime.metric_files import read_jsonl
+from spmd_tasks.store_files import read_growing, replace_growing
+from spmd_tasks.stores import write
+from tests import binary
+from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
+from tests.programs.small_jobs import SMALL
+from tests.programs.test_decode import flags_of
+
+
+def test_a_job_in_a_store_is_that_on_a_disk(store, finished_job, tmp_path, monkeypatch):
+  """Trained, ended, resumed, evaluated, decoded."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  own = ('--exp', SMALL, '--job_log_dir', store)
+  assert binary.run_in_process(*own, '--mode', 'train', '--num_train_steps', 4) == 0
+  files.write_durably(store / 'checkpoints' / 'checkpoint_00000006' / 'state_0' / 'left', b'by a kill')
+  assert binary.run_in_process(*own, '--mode', 'train', '--num_train_steps', 8) == 0
+  assert_same_arrays(saved_arrays(store, 8), saved_arrays(finished_job, 8))
+  metrics, expected = (read_jsonl(epath.Path(directory)) for directory in (store, finished_job))
+  assert list(metrics) == list(range(1, 9))
+  for step, values in metrics.items():
+    assert all(values[name] == expected[step][name] for name in ('loss', 'grad_norm', 'weight_norm')), step
+  valid = read_jsonl(epath.Path(finished_job) / 'eval' / 'valid')
+  assert read_jsonl(store / 'eval' / 'valid')[8]['loss'] == valid[8]['loss']
+  assert binary.run_in_process(*own, '--mode', 'eval', '--checkpoint_step', 4) == 0
+  assert set(read_jsonl(store / 'eval' / 'valid')) == {4, 8}
+
+  write(store / 'prompts.jsonl', b'{"prompt": "a", "max_tokens": 2}\n{"prompt": "bc", "max_tokens": 3}\n')
+  assert binary.run_in_process(*flags_of(store, '--decode_input', store / 'prompts.jsonl')) == 0
+  lines = [json.loads(line) for line in files.read_bytes(store / 'decode' / 'prompts' / 'step_8.jsonl').splitlines()]
+  assert [len(line['outputs'][0]['ids']) for line in lines] == [2, 3]
+
+
+def test_one_job_at_a_time_has_a_directory(store, monkeypatch):
+  monkeypatch.setattr(store_claim, 'BEAT_S', 0.2)
+  monkeypatch.setattr(store_claim, 'DEAD_AFTER_S', 2.0)
+  first = claim(store, experiment_name='a')
+  with pytest.raises(UserError, match='in use by another running job'):
+    claim(store, experiment_name='a')
+  first.release()
+  second = claim(store, experiment_name='a')  # at once
+  second.check()
+  # It is kept from running, and taken for dead.
+  second.lock_file._ended.set()
+  third = claim(store, experiment_name='a')
+  with pytest.raises(JobError, match='was taken by another job'):
+    second.check()
+  third.check()
+  third.release()
+
+
+def test_a_dead_process_of_this_machine_holds_nothing(store):
+  with claim(store, experiment_name='a') as held:
+    path = held.lock_file._path(1)
+    held.lock_file._ended.set()
+  holder = json.loads(files.read_bytes(path))
+  write(path, json.dumps(holder | {'pid': 2**22 + 1}).encode())
+  claim(store, experiment_name='a').release()
+
+
+def test_a_file_grows_by_parts(store, monkeypatch):
+  path, content = store / 'log.txt', b''
+  for number in range(6):
+    if number == 3:  # another process goes on
+      monkeypatch.setattr('spmd_tasks.stores._growing', {})
+    line = b'%d ' % number * 100_000
+    files.append(path, line)
+    content += line
+  assert read_growing(path) == content
+  assert len(files.glob_below(store, 'log.txt.*')) == 4
+  replace_growing(path, b'cut')
+  files.append(path, b' off')
+  assert read_growing(path) == b'cut off'
