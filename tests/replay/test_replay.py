@@ -69,8 +69,9 @@ def test_a_step_is_made_again_and_looked_into(dense, tmp_path, capsys):
 
 def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
   """Also with one of which one bit is another."""
-  code, report = replay(dense, tmp_path / 'out.json', '--step', 6)
-  assert (code, report['different_leaves'], report['digest']) == (exit_codes.OK, [], report['saved_digest'])
+  code, report = replay(dense, tmp_path / 'out.json', '--from', 6, '--to', 6)
+  (step,) = report['steps']
+  assert (code, step['different_leaves'], step['digest']) == (exit_codes.OK, [], step['saved_digest'])
   other = tmp_path / 'other'
   shutil.copytree(dense, other, ignore=shutil.ignore_patterns('checkpoints'))
   canonical = partition_job(resolve(SMALL).build()).canonical_state
@@ -80,12 +81,10 @@ def test_a_state_is_compared_with_its_checkpoint(dense, tmp_path):
   saved.state.weights['final_norm']['scale'] = jax.device_put(bits.view(np.float32), scale.sharding)
   with contextlib.closing(Checkpointer(other / 'checkpoints')) as checkpointer:
     checkpointer.save(6, saved.state, saved.input_state)
-  code, report = replay(dense, tmp_path / 'out.json', '--step', 6, '--against', other)
-  assert (code, report['differences'], report['different_leaves']) == (
-    exit_codes.FAILED,
-    {},
-    ['weights/final_norm/scale'],
-  )
+  code, report = replay(dense, tmp_path / 'out.json', '--from', 6, '--to', 6, '--against', other)
+  (step,) = report['steps']
+  assert (code, step['differences']) == (exit_codes.FAILED, {})
+  assert step['different_leaves'] == ['weights/final_norm/scale']
 
 
 def test_the_first_step_that_departs_is_found(dense, tmp_path, capsys):
@@ -133,7 +132,7 @@ def test_experts_on_a_pipeline_and_the_rows_of_a_mixture(experts, tmp_path):
     (('--step', 0), 'must be at least 1'),
     (('--from', 5, '--to', 4), 'must be steps with 1 <= from <= to'),
     (('--step', 9), 'step 9 is behind the last of the job, 8'),
-    (('--step', 5, '--metric', 'no_such'), "--metric 'no_such' is no metric of the step"),
+    (('--from', 5, '--to', 5, '--metric', 'no_such'), "--metric 'no_such' is no metric of the step"),
   ],
 )
 def test_what_cannot_be_replayed_is_refused(dense, flags, said, capsys):
