@@ -173,6 +173,7 @@ def pipelined(num_layers, **settings):
 CASES = {
   'gpipe': (8, {'num_microbatches': 8}),
   'gpipe, 6 layers on 4 stages, full remat': (6, {'num_microbatches': 8, 'remat_policy': 'full'}),
+  'circular': (8, {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2}),
   'circular, no delay': (8, {'num_microbatches': 4, 'schedule': 'circular', 'num_repeats': 2}),
   'circular, 10 layers on 4 stages x 2': (
     10,
@@ -208,7 +209,7 @@ def stage_neighbours(mesh):
   return pairs | {(b, a) for a, b in pairs}
 
 
-@pytest.mark.parametrize('name', ['gpipe', 'circular, no delay', 'one forward, one backward'])
+@pytest.mark.parametrize('name', ['gpipe', 'circular', 'one forward, one backward'])
 def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
   """Between stages: permutes of one microbatch. Within a stage an all-to-all sorts the rows of its two microbatches.
 
