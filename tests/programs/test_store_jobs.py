@@ -7,11 +7,12 @@ import pytest
 
 from spmd_tasks import files
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.inputs.text_files import TextFiles
 from spmd_tasks.programs import store_claim
 from spmd_tasks.programs.job_directory import claim
 from spmd_tasks.runtime.metric_files import read_jsonl
-from spmd_tasks.store_files import read_growing, replace_growing
-from spmd_tasks.stores import write
+from spmd_tasks.store_files import local_folder, read_growing, replace_growing
+from spmd_tasks.stores import upload, write
 from tests import binary
 from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL
@@ -81,3 +82,24 @@ def test_a_file_grows_by_parts(store, monkeypatch):
   replace_growing(path, b'cut')
   files.append(path, b' off')
   assert read_growing(path) == b'cut off'
+
+
+def test_folders_and_texts_of_a_store_are_copied_once(store, tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  made = tmp_path / 'made'
+  (made / 'below').mkdir(parents=True)
+  for name, text in (('config.json', '{}'), ('below/a.txt', 'one two'), ('b.txt', 'three')):
+    (made / name).write_text(text)
+  upload(made, store / 'folder')
+  copy = local_folder(f'{store}/folder/')
+  assert {path.name: path.read_text() for path in (copy, *copy.glob('*'), *copy.glob('below/*')) if path.is_file()} == {
+    'config.json': '{}',
+    'a.txt': 'one two',
+    'b.txt': 'three',
+  }
+  source, local = (TextFiles(pattern=f'{place}/**/*.txt').open() for place in (store / 'folder', made))
+  assert (len(source), source.fingerprint()) == (2, local.fingerprint())
+  with pytest.raises(UserError, match='no text file matches'):
+    TextFiles(pattern=f'{store}/folder/*.md').open()
+  with pytest.raises(UserError, match='there is nothing at'):
+    local_folder(store / 'none')
