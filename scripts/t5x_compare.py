@@ -14,8 +14,9 @@ has the worst differences, or null:
     scores           of the batch's texts, relative
     greedy, beam     the share of equal tokens
     undetermined     losses, final weights and scores that float32 does not determine to the tolerance: moving our
-                     weights by one ulp (before each step) moves them by more than it, and T5X's are at most 4 times
-                     as far from ours. They are listed, [difference, spread], in place of the above
+                     weights by one ulp (before each step) moves them by more than it, or the last bit of the logits is
+                     more, and T5X's are at most 4 times as far from ours. They are listed, [difference, spread], in
+                     place of the above
     unknown          keys of config.json that are not read here: then nothing holds, whatever the numbers
 """
 
@@ -303,18 +304,23 @@ class Comparison:
       return
 
     def scores_of(variables: Any, batch: Any) -> Any:
-      return -self.model.task.compute_loss(variables, batch, train=False).per_example['cross_entropy']
+      task = self.model.task
+      largest = jnp.max(jnp.abs(task.predict(variables, batch)['logits']))
+      return -task.compute_loss(variables, batch, train=False).per_example['cross_entropy'], largest
 
     step = self.model.batch_step('scores', self.spec, scores_of)
     # T5X scored and decoded rows, of packed ones too, as single texts.
     rows = {name: x for name, x in case.features.items() if not name.endswith(('_segment_ids', '_positions'))}
     single = step.place(case.batch | contract_batch(rows))
-    scores, expected = np.asarray(step(state.variables, single)), np.array(want['score_batch'])
+    expected = np.array(want['score_batch'])
+    scores, largest = map(np.asarray, step(state.variables, single))
     difference = float(np.abs(scores - expected).max() / np.abs(expected).max())
-    spread = 0.0
+    # A score is a difference of numbers as large as the logits, whose last bit is the least that it can differ by.
+    spread = float(np.spacing(largest) / np.abs(expected).max())
     for seed in range(NUM_NUDGED_RUNS if difference > TOLERANCE else 0):
       moved = state.replace(weights=self.nudge(state.weights, jax.random.key(seed)))
-      spread = max(spread, float(np.abs(step(moved.variables, single) - scores).max() / np.abs(expected).max()))
+      others = np.asarray(step(moved.variables, single)[0])
+      spread = max(spread, float(np.abs(others - scores).max() / np.abs(expected).max()))
     if not self.undetermined({'scores': difference}, {'scores': spread}):
       self.note('scores', difference)
     requests = self.requests()
