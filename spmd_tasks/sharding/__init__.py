@@ -18,12 +18,7 @@ from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.sharding._mesh_shapes import factorizations, nearest_hybrid_shape, nearest_shapes
-  from spmd_tasks.sharding.axis_rules import (
-    context_axis_rules,
-    residual_axis_rules,
-    stage_axis_rules,
-    t5x_axis_rules,
-  )
+  from spmd_tasks.sharding.axis_rules import context_axis_rules, residual_axis_rules, stage_axis_rules
   from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
   from spmd_tasks.sharding.mesh import DEFAULT_AXIS_RULES, MeshAxes, MeshLayout, MeshSpec
   from spmd_tasks.sharding.padding import evenly_divided_spec
@@ -59,5 +54,4 @@ __all__ = [
   'shard_on_batch_dim_partition_spec',
   'split_dims_to_partition_spec',
   'stage_axis_rules',
-  't5x_axis_rules',
 ]

@@ -5,6 +5,7 @@ import re
 from jax.sharding import PartitionSpec as P
 import pytest
 
+from spmd_tasks.bridges.t5x import t5x_axis_rules
 from spmd_tasks.sharding import (
   DEFAULT_AXIS_RULES,
   DataExpertModelMesh,
@@ -12,7 +13,6 @@ from spmd_tasks.sharding import (
   HiddenShardingMesh,
   MeshSpec,
   split_dims_to_partition_spec,
-  t5x_axis_rules,
 )
 from spmd_tasks.sharding.specs import check_axis_rules
 

@@ -21,6 +21,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput
   from spmd_tasks.bridges.t5x._seqio_prompts import SeqIoPrompts
+  from spmd_tasks.bridges.t5x.axis_rules import t5x_axis_rules
   from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
 
@@ -34,6 +35,7 @@ __all__ = [
   'T5xOrigin',
   'TfExampleInput',
   'open_checkpoint',
+  't5x_axis_rules',
   'write_checkpoint',
 ]
 

@@ -16,8 +16,9 @@ import re
 from typing import Any
 
 from spmd_tasks.bridges.t5x._gin import Node, Setup
+from spmd_tasks.bridges.t5x.axis_rules import t5x_axis_rules
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, t5x_axis_rules
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES
 
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
 _NETWORK = re.compile(r't5x\.examples\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)')
