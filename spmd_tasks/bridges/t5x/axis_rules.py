@@ -1,7 +1,7 @@
 """The axis rules that T5X's `standard_logical_axis_rules` stand for."""
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding.specs import AxisRules
+from spmd_tasks.sharding import AxisRules
 
 
 def t5x_axis_rules(
