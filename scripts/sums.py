@@ -1,0 +1,108 @@
+"""What scripts/quickstart_grpo begins with: a model that knows numbers but no sums, and the reward of a right answer.
+
+    python scripts/sums.py inputs DIRECTORY          # tokenizer.json, texts.jsonl, train.jsonl, valid.jsonl
+    spmd-tasks --exp scripts.sums.Base --set directory=DIRECTORY ...
+    python scripts/sums.py result DIRECTORY/job      # accuracy before and after, as one JSON object
+
+A prompt is 'a+b=' with two digits, and a number is one token. The base model is trained on texts of two kinds: rows of
+numbers that go up or down in equal steps, and sums whose answers are random numbers below 30, those above any sum twice
+as often as others. So it knows how numbers follow one another and what an answer looks like, but not what a sum is:
+that it learns from the reward alone.
+
+20 of the 100 sums are held out. Of a sum that is held out, the one with its digits exchanged is not: the model has to
+find out that their order does not matter, and how the number of each digit counts.
+"""
+
+from collections.abc import Iterator, Mapping
+import json
+from pathlib import Path
+import random
+import sys
+from typing import Any
+
+import fiddle as fdl
+import tokenizers
+
+from spmd_tasks.inputs import BpeTokenizer, JsonLines, train_bpe
+from spmd_tasks.recipes import DenseLanguageModel
+
+_NUM_TEXTS = 8000
+_NUM_NUMBERS = 30
+_ANSWERS = (*range(30), *range(19, 30))  # what no sum can be twice as often: the likeliest answer is right for none
+_VOCAB_SIZE = 259 + _NUM_NUMBERS - 10  # every number is one token
+
+
+class Base(DenseLanguageModel):
+  """90,000 parameters."""
+
+  directory: str = ''
+  vocab_size = _VOCAB_SIZE
+  model_dims = 64
+  num_layers = 1
+  hidden_dims = 192
+  seq_len = 12
+  batch_size = 64
+  num_train_steps = 300
+  log_every_steps = 100
+
+  def task(self):
+    task = super().task()
+    task.model.embedding.tied = False  # as Llama, so that there is a folder of it
+    task.model.embedding.scale_sqrt_depth = False
+    return task
+
+  def tokenizer(self):
+    return fdl.Config(BpeTokenizer, path=f'{self.directory}/tokenizer.json')
+
+  def train_input(self):
+    given = super().train_input()
+    given.source = fdl.Config(JsonLines, pattern=f'{self.directory}/texts.jsonl')
+    given.packing = False
+    return given
+
+  def eval_inputs(self):
+    return {}
+
+
+def is_sum(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
+  """1 for the right number, else 0."""
+  return float(completion.strip() == str(record['answer']))
+
+
+def texts(rng: random.Random) -> Iterator[str]:
+  """Rows of numbers, and sums with random answers."""
+  for _ in range(_NUM_TEXTS):
+    if rng.random() < 0.3:
+      yield f'{rng.randrange(10)}+{rng.randrange(10)}={rng.choice(_ANSWERS)}'
+    else:
+      first, step = rng.randrange(_NUM_NUMBERS), rng.randrange(-9, 10)
+      row = [first + i * step for i in range(6)]
+      yield ','.join(str(number) for number in row if 0 <= number < _NUM_NUMBERS)
+
+
+def write_inputs(directory: Path) -> None:
+  directory.mkdir(parents=True, exist_ok=True)
+  rng = random.Random(1)
+  lines = list(texts(rng))
+  path = str(directory / 'tokenizer.json')
+  train_bpe(lines, path, _VOCAB_SIZE)
+  tokenizer = tokenizers.Tokenizer.from_file(path)
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', 1)])
+  tokenizer.save(path)  # what reads the folder puts <bos> before a text, as the training of the base does
+  sums = [(a, b) for a in range(10) for b in range(10)]
+  held_out = set(rng.sample([(a, b) for a, b in sums if a < b], 20))
+  for name, records in (
+    ('texts', [{'text': text} for text in lines]),
+    ('train', [{'prompt': f'{a}+{b}=', 'answer': a + b} for a, b in sums if (a, b) not in held_out]),
+    ('valid', [{'prompt': f'{a}+{b}=', 'answer': a + b} for a, b in sorted(held_out)]),
+  ):
+    (directory / f'{name}.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+
+
+def print_result(job: Path) -> None:
+  lines = [json.loads(line) for line in (job / 'eval_rewards' / 'metrics.jsonl').read_text().splitlines()]
+  print(json.dumps({'accuracy_before': lines[0]['reward'], 'accuracy_after': lines[-1]['reward']}))
+
+
+if __name__ == '__main__':
+  {'inputs': write_inputs, 'result': print_result}[sys.argv[1]](Path(sys.argv[2]))
