@@ -28,6 +28,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from spmd_tasks.distributed import use_fake_devices
 from tests import forked, shared_models
+from tests.store_fixtures import gcs_emulator, s3_emulator, store  # noqa: F401  (one emulator for all directories)
 
 # A process that loads Triton beside TensorFlow aborts, as both bring LLVM; PyTorch does without on a CPU.
 sys.modules['triton'] = None  # type: ignore[assignment]  # importing it raises ImportError

@@ -7,7 +7,6 @@ from checkpoint_states import device_state
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
-from tests.store_fixtures import gcs_emulator, s3_emulator, store  # noqa: F401
 
 
 @pytest.fixture(scope='module')

@@ -5,7 +5,6 @@ import pytest
 
 from tests import binary
 from tests.programs.small_jobs import SMALL
-from tests.store_fixtures import gcs_emulator, s3_emulator, store  # noqa: F401
 
 _MIN_COMPILE_TIME = 'jax_persistent_cache_min_compile_time_secs'
 
