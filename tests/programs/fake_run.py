@@ -16,7 +16,6 @@ def fake_run(job_log_dir, hooks, *, eval_inputs=(), step=0, **fields):
     job_log_dir=job_log_dir,
     model=None,
     hooks=hooks,
-    clock=None,
     goodput=Goodput(None, begun=0.0),
     guard=types.SimpleNamespace(should_stop=lambda: False),
     stack=contextlib.ExitStack(),

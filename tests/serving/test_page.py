@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(
 class SlowEngine(FakeEngine):
   """Its texts can be seen to grow."""
 
-  def step(self, keep, masks=None):
+  def step(self, keep, masks=None, grown=()):
     time.sleep(0.02)
-    return super().step(keep, masks)
+    return super().step(keep, masks, grown)
 
 
 @pytest.fixture(scope='module')
