@@ -5,8 +5,7 @@
     python scripts/sums.py result DIRECTORY/job      # accuracy before and after, as one JSON object
 
 A prompt is 'a+b=' with two digits, and a number is one token. The base model is trained on texts of two kinds: rows of
-numbers that go up or down in equal steps, and sums whose answers are random numbers below 30, those above any sum twice
-as often as others. So it knows how numbers follow one another and what an answer looks like, but not what a sum is:
+numbers that go up or down in equal steps, and sums whose answers are random numbers below 40. So it knows how numbers follow one another and what an answer looks like, but not what a sum is:
 that it learns from the reward alone.
 
 20 of the 100 sums are held out. Of a sum that is held out, the one with its digits exchanged is not: the model has to
@@ -26,9 +25,8 @@ import tokenizers
 from spmd_tasks.inputs import BpeTokenizer, JsonLines, train_bpe
 from spmd_tasks.recipes import DenseLanguageModel
 
-_NUM_TEXTS = 8000
-_NUM_NUMBERS = 30
-_ANSWERS = (*range(30), *range(19, 30))  # what no sum can be twice as often: the likeliest answer is right for none
+_NUM_TEXTS = 20_000
+_NUM_NUMBERS = 40
 _VOCAB_SIZE = 259 + _NUM_NUMBERS - 10  # every number is one token
 
 
@@ -73,7 +71,7 @@ def texts(rng: random.Random) -> Iterator[str]:
   """Rows of numbers, and sums with random answers."""
   for _ in range(_NUM_TEXTS):
     if rng.random() < 0.3:
-      yield f'{rng.randrange(10)}+{rng.randrange(10)}={rng.choice(_ANSWERS)}'
+      yield f'{rng.randrange(10)}+{rng.randrange(10)}={rng.randrange(_NUM_NUMBERS)}'
     else:
       first, step = rng.randrange(_NUM_NUMBERS), rng.randrange(-9, 10)
       row = [first + i * step for i in range(6)]
