@@ -5,8 +5,8 @@
     python scripts/sums.py result DIRECTORY/job      # accuracy before and after, as one JSON object
 
 A prompt is 'a+b=' with two digits, and a number is one token. The base model is trained on texts of two kinds: rows of
-numbers that go up or down in equal steps, and sums whose answers are random numbers below 40. So it knows how numbers follow one another and what an answer looks like, but not what a sum is:
-that it learns from the reward alone.
+numbers that go up or down in equal steps, and sums whose answers are random numbers below 40. So it knows how numbers
+follow one another and what an answer looks like, but not what a sum is: that it learns from the reward alone.
 
 20 of the 100 sums are held out. Of a sum that is held out, the one with its digits exchanged is not: the model has to
 find out that their order does not matter, and how the number of each digit counts.
