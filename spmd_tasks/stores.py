@@ -141,9 +141,8 @@ def exists(path: str | os.PathLike[str]) -> bool:
 # Files that grow: an object cannot be appended to, so a file is kept in parts, `metrics.jsonl.<time>_<number>`.
 
 _PART_BYTES = 1 << 18
-_growing: dict[
-  str, tuple[str, int, bytes]
-] = {}  # of this process: its first name, the newest part's number and content
+# Of this process, by the file's name: the beginning of its parts' names, the newest part's number and its content.
+_growing: dict[str, tuple[str, int, bytes]] = {}
 
 
 def append(path: str | os.PathLike[str], data: bytes) -> None:
