@@ -13,8 +13,9 @@ import json
 from pathlib import Path
 import sys
 
+from published import compare_rows
+
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning.published import compare_rows
 
 RESULT = Path(__file__).parents[1] / 'docs' / 'benchmarks' / 'results' / 'published.json'
 

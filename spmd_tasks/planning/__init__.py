@@ -11,8 +11,7 @@ Read chips.py with chips.toml (published figures) and rates.toml (what is reache
 means, and compile-only devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of
 it); weights.py (why a weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py
 (XLA's protocol buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and
-time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer). published.py holds
-predictions against the seconds that others measured.
+time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer).
 """
 
 import argparse
@@ -24,13 +23,11 @@ from spmd_tasks.wings import Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.planning.plan import make_plan, plan_compiled
-  from spmd_tasks.planning.published import compare_rows
   from spmd_tasks.planning.report import format_plan, plan_page
   from spmd_tasks.planning.targets import parse_target
 
 __all__ = [
   'WING',
-  'compare_rows',
   'format_plan',
   'make_plan',
   'parse_target',

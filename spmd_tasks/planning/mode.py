@@ -4,9 +4,7 @@ The experiment's own steps are compiled for the target. The report goes to stdou
 and plan.html into a directory.
 """
 
-import functools
 import json
-import sys
 
 from etils import epath
 
@@ -21,14 +19,6 @@ from spmd_tasks.planning.plan import Plan, mesh_devices
 from spmd_tasks.planning.targets import Target
 
 PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
-DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12
-
-_print = functools.partial(print, flush=True)  # at once, also into a pipe
-
-
-def _note(line: str) -> None:
-  """Says on stderr what is being done, beside the report on stdout."""
-  print(line, file=sys.stderr, flush=True)
 
 
 def run(command: Command) -> int:

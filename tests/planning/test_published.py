@@ -3,13 +3,17 @@
 import json
 from pathlib import Path
 import statistics
+import sys
 
 import pytest
 
 from spmd_tasks.planning.chips import CHIPS
-from spmd_tasks.planning.published import Recipe, compare_rows, find_model, model_flops, predict_recipe
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / 'scripts'))
+
+from published import Recipe, compare_rows, find_model, model_flops, predict_recipe  # noqa: E402
+
 ROW = {
   'name': 'a', 'chip': 'tpu7x', 'num_chips': 64, 'num_slices': 1, 'model': 'llama3.1-70b', 'global_batch': 256,
   'seq_len': 8192, 'precision': 'bf16', 'step_s': 12.2,

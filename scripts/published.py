@@ -22,11 +22,13 @@ their program, not of ours. What it cannot see: fusions, layouts and schedules, 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+from pathlib import Path
 import statistics
+import tomllib
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning.chips import CHIPS, Chip, Rate, has_rates, rate_of, read_table
+from spmd_tasks.planning.chips import CHIPS, Chip, Rate, has_rates, rate_of
 from spmd_tasks.planning.costs import filled_part
 from spmd_tasks.planning.networks import is_ring, links_of_dim
 from spmd_tasks.planning.targets import parse_target, target_of
@@ -130,16 +132,21 @@ class Recipe:
     return (*self.save.split(), *self.offload.split())
 
 
+@functools.cache
+def _published_recipes() -> dict[str, Any]:
+  return tomllib.loads(Path(__file__).with_name('recipes.toml').read_text(encoding='utf-8'))
+
+
 def find_model(name: str) -> Model | None:
   """Returns the architecture of a name of MaxText's; None if it is not known."""
-  found = read_table('recipes.toml')
+  found = _published_recipes()
   entry = found['models'].get(found['aliases'].get(name, name))
   return entry and Model(**entry)
 
 
 def find_recipe(name: str, chip: str, num_chips: int, seq_len: int, precision: str) -> Recipe | None:
   """Returns the published recipe of a model on a chip, if there is one."""
-  found = read_table('recipes.toml')
+  found = _published_recipes()
   name, of_chip = found['aliases'].get(name, name), found.get(chip, {})
   keys = (f'{name}.{num_chips}chips', f'{name}.{seq_len}', f'{name}.{precision.split("_")[0]}', name)
   return next((Recipe(**of_chip[key]) for key in keys if key in of_chip), None)
