@@ -23,6 +23,20 @@ class FullDpo(PreferenceTuning):
 
 
 @register
+class FullOrpo(PreferenceTuning):
+  """All weights of a model, trained on pairs of answers without a reference: --set model=FOLDER --set data=FILE."""
+
+  preference_loss = 'orpo'
+
+
+@register
+class FullKto(PreferenceTuning):
+  """All weights of a model, trained on good and bad answers: --set model=FOLDER --set data=FILE."""
+
+  preference_loss = 'kto'
+
+
+@register
 class LoraSft(LowRankTuning, InstructionTuning):
   """Low-rank adapters of a model, trained on conversations: --set model=FOLDER --set data=FILE."""
 
@@ -32,6 +46,13 @@ class LoraDpo(LowRankTuning, PreferenceTuning):
   """Low-rank adapters of a model, trained on pairs of answers: --set model=FOLDER --set data=FILE."""
 
   learning_rate = 5e-6
+
+
+@register
+class LoraKto(LoraDpo):
+  """Low-rank adapters of a model, trained on good and bad answers: --set model=FOLDER --set data=FILE."""
+
+  preference_loss = 'kto'
 
 
 @register

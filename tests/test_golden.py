@@ -35,7 +35,7 @@ OVERRIDES = {
 OVERRIDES |= {
   name: (*overrides, 'data=examples.jsonl')
   for name, overrides in OVERRIDES.items()
-  if name.endswith(('Sft', 'Dpo', 'Grpo'))
+  if not name.startswith('hf.') and not name.endswith('Text')
 }
 OVERRIDES |= {name: (*overrides, 'reward=lab:score') for name, overrides in OVERRIDES.items() if 'Grpo' in name}
 

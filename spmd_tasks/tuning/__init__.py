@@ -25,7 +25,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.low_rank import LowRankTuning
   from spmd_tasks.tuning.policy_loss import PolicyLoss
   from spmd_tasks.tuning.preference_loss import PreferenceLoss
-  from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
+  from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
   from spmd_tasks.tuning.reward_tuning import RewardTuning
   from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
   from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs
@@ -35,6 +35,7 @@ __all__ = [
   'ConversationInput',
   'Conversations',
   'InstructionTuning',
+  'JudgedAnswers',
   'LowRankAdapter',
   'LowRankTuning',
   'PairInput',

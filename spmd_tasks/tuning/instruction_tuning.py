@@ -19,7 +19,7 @@ from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput, Conversations
 from spmd_tasks.tuning.preference_loss import PreferenceLoss
-from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
+from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
 
 Files = str | tuple[str, ...]
 
@@ -120,21 +120,23 @@ class InstructionTuning(PretrainedLanguageModel):
 
 
 class PreferenceTuning(InstructionTuning):
-  """Tunes the model of a folder on pairs of a chosen and a rejected answer (DPO).
+  """Tunes the model of a folder on pairs of a chosen and a rejected answer (DPO, IPO, ORPO), or on judged ones (KTO).
 
   The files' records have `prompt`, `chosen` and `rejected`: texts, or lists of messages. Both answers of a pair, each
-  behind the prompt, share a row of `seq_len` tokens.
+  behind the prompt, share a row of `seq_len` tokens. Those of KTO have `prompt`, `completion` and `label`.
   """
 
   # The reference model: 'start', the weights that training starts from, evaluated in one pass before the first step; or
   # 'base', the frozen model under low-rank adapters, evaluated in every step.
   reference: str = 'start'
-  # The kind of loss, 'sigmoid' (DPO) or 'ipo'; beta, how strongly the model is held to the reference; whether
-  # log-probabilities are divided by the tokens of an answer.
+  # The kind of loss, 'sigmoid' (DPO), 'ipo', 'orpo' or 'kto'; beta, how strongly the model is held to the reference;
+  # whether log-probabilities are divided by the tokens of an answer; how much good and bad answers count in KTO.
   preference_loss: str = 'sigmoid'
   beta: float = 0.1
   length_normalized: bool = False
   label_smoothing: float = 0.0
+  good_weight: float = 1.0
+  bad_weight: float = 1.0
 
   seq_len: int = 4096
   learning_rate: float = 1e-6
@@ -155,6 +157,8 @@ class PreferenceTuning(InstructionTuning):
       beta=self.beta,
       length_normalized=self.length_normalized,
       label_smoothing=self.label_smoothing,
+      good_weight=self.good_weight,
+      bad_weight=self.bad_weight,
       reference_from=_REFERENCES[self.reference],
     )
 
@@ -163,7 +167,12 @@ class PreferenceTuning(InstructionTuning):
     return self._source(self._files(split))
 
   def _source(self, files: Files) -> fdl.Config:
-    return fdl.Config(Preferences, pattern=files)
+    source: Any = JudgedAnswers if self.preference_loss == 'kto' else Preferences
+    return fdl.Config(source, pattern=files)
+
+  def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
+    free = {'reference_free': True} if self.preference_loss == 'orpo' else {}
+    return super()._examples(source, **settings, **free)
 
   def _input_class(self) -> type[ConversationInput]:
     return PreferenceInput

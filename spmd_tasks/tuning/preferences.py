@@ -53,11 +53,41 @@ class Preferences:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgedAnswers:
+  """Answers that are good or bad, in JSON lines, Parquet or Arrow files: KTO's data.
+
+  A record has `prompt` and `completion`, both texts or both lists of messages; `label`, true or false; and `tools`, if
+  any. A pair is the answer of a record and, behind the same prompt, that of the record before it.
+  """
+
+  pattern: str | tuple[str, ...]
+
+  def open(self) -> OpenRecordFiles:
+    return _OpenJudgedAnswers(self.pattern, ['prompt', 'completion', 'label'], ['tools'])
+
+
+class _OpenJudgedAnswers(OpenRecordFiles):
+  """Records as pairs, with the judgement of the first answer."""
+
+  def __getitem__(self, index: int) -> Block:
+    block, before = super().__getitem__(index), super().__getitem__((index or len(self)) - 1)
+    (own, other) = (each.documents[0][0].values for each in (block, before))
+    if not isinstance(own.get('label'), bool | np.bool_) or 'completion' not in own or own.get('prompt') is None:
+      raise UserError(
+        f'{block.name}: a judged answer has prompt, completion and label, true or false; this has {sorted(own)[:20]}, '
+        f'and its label is {own.get("label")!r}.'
+      )
+    values = {**own, 'chosen': own['completion'], 'rejected': other.get('completion')}
+    return Block(block.name, [(Record(index, values), True)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceInput(ConversationInput):
   """Packed batches of pairs; the fields of ConversationInput, and these.
 
   Fields:
-    source: Preferences.
+    source: Preferences, or JudgedAnswers, with which batches have `judgement` float32 too: at the first token of a
+      pair's first answer 1 or -1, and 0 elsewhere.
     too_long: as there, of the tokens of both segments of a pair; 'truncate' cuts each to T/2 tokens.
     reference: the file of the reference model's log-probabilities; None: the training program names its own.
     reference_free: the reference model gives the same probability to every answer; no file is read.
@@ -75,6 +105,7 @@ class PreferenceInput(ConversationInput):
       too_long=self.too_long,
       reference=self.reference,
       reference_free=self.reference_free,
+      is_judged=isinstance(self.source, JudgedAnswers),
     )
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> TextIterator:
@@ -112,6 +143,7 @@ class PreferenceEncoder:
   too_long: str
   reference: str | None
   reference_free: bool
+  is_judged: bool = False
   numbered: bool = False
   keeps_whole: ClassVar[bool] = True
 
@@ -120,6 +152,7 @@ class PreferenceEncoder:
     return {
       **BATCH_DTYPES,
       **({'record_index': np.int32} if self.numbered else {'reference_log_probs': np.float32}),
+      **({'judgement': np.float32} if self.is_judged else {}),
     }
 
   @property
@@ -136,7 +169,7 @@ class PreferenceEncoder:
     ((record, _),) = block.documents
     assert isinstance(record, Record)
     pair = [self._encode_answer(record.values, name) for name in _ANSWERS]
-    if np.array_equal(pair[0][0], pair[1][0]):
+    if self._are_same(pair):
       raise UserError(
         "'chosen' and 'rejected' are the same, so that there is nothing to prefer: remove the pair, or correct it."
       )
@@ -148,7 +181,7 @@ class PreferenceEncoder:
           "seq_len, or set too_long to 'truncate' or 'skip'."
         )
       pair = [(ids[: self.seq_len // 2 + 1], mask[: self.seq_len // 2 + 1]) for ids, mask in pair]
-      has_two_answers = all(mask[1:].any() for _, mask in pair) and not np.array_equal(pair[0][0], pair[1][0])
+      has_two_answers = all(mask[1:].any() for _, mask in pair) and not self._are_same(pair)
       if self.too_long == 'skip' or not has_two_answers:
         return empty_block(self.dtypes, num_skipped=1)
       num_truncated = 1
@@ -156,16 +189,22 @@ class PreferenceEncoder:
     labels = np.concatenate([ids[1:] for ids, _ in pair])
     weights = np.concatenate([mask[1:] for _, mask in pair]).astype(np.float32)
     ends = tuple(np.cumsum([ids.size - 1 for ids, _ in pair]).tolist())
+    first = [int(np.argmax(weights[: ends[0]])), ends[0] + int(np.argmax(weights[ends[0] :]))]
     own: dict[str, np.ndarray]
     if self.numbered:
       own = {'record_index': np.full(ids.size, record.index + 1, np.int32)}
     else:
-      references = np.zeros(ids.size, np.float32)
+      own = {'reference_log_probs': np.zeros(ids.size, np.float32)}
       if self.reference is not None:
-        first = [int(np.argmax(weights[: ends[0]])), ends[0] + int(np.argmax(weights[ends[0] :]))]
-        references[first] = self._reference_of(record.index)
-      own = {'reference_log_probs': references}
+        own['reference_log_probs'][first] = self._reference_of(record.index)
+    if self.is_judged:
+      own['judgement'] = np.zeros(ids.size, np.float32)
+      own['judgement'][first[0]] = 1 if record.values['label'] else -1
     return TokenBlock(ids, labels, ends, {'weights': weights, **own}, num_truncated=num_truncated)
+
+  def _are_same(self, pair: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Whether there is nothing to prefer."""
+    return not self.is_judged and np.array_equal(pair[0][0], pair[1][0])
 
   def _reference_of(self, index: int) -> np.ndarray:
     if index >= len(self._references) or np.isnan(self._references[index]).any():

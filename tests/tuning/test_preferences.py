@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
-from spmd_tasks.tuning import PreferenceInput, Preferences
+from spmd_tasks.tuning import JudgedAnswers, PreferenceInput, Preferences
 from tests.inputs.batches import take
 
 PAIRS = [{'prompt': 'p' * (i % 4), 'chosen': f'{i}c', 'rejected': f'{i}' + 'r' * (i % 3)} for i in range(23)]
@@ -97,6 +97,23 @@ def test_conversations_with_and_without_a_prompt(pairs, tmp_path):
     found.append((decode([batch['ids'][0, at][0], *labels[weights == 0]]), decode(labels[weights > 0])))
   short, long = '<u>q;<a>', '<u>q;<a>no;<u>q;<a>'
   assert found == [(prompt, answer) for prompt in (short, short, long) for answer in ('yes;', 'no;')]
+
+
+def test_judged_answers_come_with_the_answer_before_them_behind_their_prompt(pairs, tmp_path):
+  records = [{'prompt': 'p' * (i % 4), 'completion': f'{i}c', 'label': i % 3 > 0} for i in range(5)]
+  (tmp_path / 'judged.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+  judged = dataclasses.replace(pairs, source=JudgedAnswers(pattern=str(tmp_path / 'judged.jsonl')), packing=False)
+  batches, _ = take(judged)
+  assert list(answers(batches)) == [
+    (record['prompt'], records[i - other]['completion'], 2 * i + 1 + other)
+    for i, record in enumerate(records)
+    for other in (0, 1)
+  ]
+  judgements = np.concatenate([batch['judgement'] for batch in batches])
+  assert [row[row != 0].tolist() for row in judgements if row.any()] == [[2.0 * (i % 3 > 0) - 1] for i in range(5)]
+  (tmp_path / 'judged.jsonl').write_text(json.dumps({'prompt': 'a', 'completion': 'b', 'label': 'good'}))
+  with pytest.raises(ValueError, match=r"judged\.jsonl:1: .* true or false; .* its label is 'good'"):
+    take(judged)
 
 
 def test_a_pair_longer_than_a_row(pairs):

@@ -1,0 +1,58 @@
+"""Losses on given data against TRL's own trainers in float64, on the same logits (scripts/run_trl_offline.py)."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.learning.accumulation import accumulate_gradients
+from spmd_tasks.tuning import PreferenceLoss
+
+TRL = np.load(Path(__file__).parents[1] / 'data' / 'trl_offline.npz')
+LOSSES = {
+  'kto': PreferenceLoss(kind='kto'),
+  'kto_weighted': PreferenceLoss(kind='kto', beta=0.5, good_weight=1.5, bad_weight=0.7),
+  'orpo': PreferenceLoss(kind='orpo', beta=0.3),
+}
+
+
+def given(kind):
+  """The batch of this kind in the record, with the logits in it."""
+  return {name.partition('/')[2]: TRL[name] for name in TRL.files if name.startswith(f'{kind}/')}
+
+
+@pytest.mark.parametrize('name', LOSSES)
+def test_loss_and_gradient_are_those_of_trl(name):
+  batch = given('pairs')
+
+  def loss_of(logits):
+    output = LOSSES[name]({'logits': logits}, batch)
+    return output.loss, output
+
+  (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(batch['logits']))
+  np.testing.assert_allclose(loss, TRL[f'{name}/loss'], rtol=1e-5)
+  np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
+  assert output.weight == 5
+  if name.startswith('kto'):
+    assert output.metrics['kl'][0] > 0.1  # so that it matters
+    assert [output.metrics[kind][1] for kind in ('good_reward', 'bad_reward')] == [3, 2]
+
+
+@pytest.mark.parametrize('name', LOSSES)
+def test_microbatches_give_the_gradient_of_the_whole_batch(name):
+  """Also where their pairs and tokens differ, and one microbatch has none."""
+  batch, loss = {name: jnp.asarray(values) for name, values in given('pairs').items()}, LOSSES[name]
+  task = SimpleNamespace(predict=lambda variables, batch: {'logits': batch['logits'] + variables['shift'][None]})
+  variables = {'shift': jnp.zeros(batch['logits'].shape[1:])}
+  batch = loss.with_whole_batch(task, variables, batch, 4)
+
+  def loss_fn(variables, part, _):
+    output = loss(task.predict(variables, part), part)
+    return output.loss, output
+
+  output, gradient = accumulate_gradients(loss_fn, variables, batch, None, 4)
+  np.testing.assert_allclose(output.loss, TRL[f'{name}/loss'], rtol=1e-5)
+  np.testing.assert_allclose(gradient['shift'], TRL[f'{name}/gradient'].sum(0), rtol=1e-5, atol=1e-7)
