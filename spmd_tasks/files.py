@@ -58,8 +58,11 @@ def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
 
 
 def sync_path(path: epath.Path) -> None:
-  """Flushes a local file's content, or a local directory's names, to the disk; does nothing for a remote path."""
+  """Flushes a local file's content, or a local directory's names, to the disk; in a store, all that was appended."""
   if is_remote(path):
+    from spmd_tasks.growing_objects import flush
+
+    flush()
     return
   descriptor = os.open(path, os.O_RDONLY)
   try:
@@ -91,12 +94,12 @@ def write_durably(path: epath.Path, content: str | bytes) -> None:
 def append(path: epath.Path, data: bytes) -> None:
   """Appends to a file, which is created if need be. The data survive a kill, not a power failure.
 
-  In a store the file is kept in parts (store_files.py).
+  In a store the file is kept in parts, which are written a little later (growing_objects.py).
   """
   if is_remote(path):
-    from spmd_tasks import stores
+    from spmd_tasks import growing_objects
 
-    stores.append(path, data)
+    growing_objects.append(path, data)
     return
   with _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
     _write_all(descriptor, data)

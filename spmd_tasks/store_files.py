@@ -1,23 +1,23 @@
-"""Files on a disk or in a store: those that files.py's `append` has written, in parts, and copies of whole folders."""
+"""Files on a disk or in a store: those that files.py's `append` has written (growing_objects.py), and whole folders."""
 
 import io
 import os
 
 from etils import epath
 
-from spmd_tasks import stores
+from spmd_tasks import growing_objects, stores
 from spmd_tasks.files import absolute_path, append, is_remote, read_bytes, write_durably
 
 
 def read_growing(path: epath.Path) -> bytes:
   """Reads a whole file. Raises OSError as `read_bytes`."""
-  return stores.read_growing(path) if is_remote(path) else read_bytes(path)
+  return growing_objects.read(path) if is_remote(path) else read_bytes(path)
 
 
 def replace_growing(path: epath.Path, data: bytes) -> None:
   """Gives a file another content, which `append` goes on from."""
   if is_remote(path):
-    stores.replace_growing(path, data)
+    growing_objects.replace(path, data)
   else:
     write_durably(path, data)
 
@@ -43,4 +43,5 @@ class GrowingFile(io.BytesIO):
   def close(self) -> None:
     if not self.closed:
       self.flush()
+      growing_objects.flush()
     super().close()

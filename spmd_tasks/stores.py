@@ -10,7 +10,8 @@ all. These two are chosen because etils knows them, and because their `create` i
 x-goog-if-generation-match: 0, and If-None-Match: *. TensorStore's S3 driver asks first and writes then, so two callers
 can both succeed. Listings are never cached: other jobs write to the same place.
 
-Credentials are found by the clouds' own defaults. Emulators are found by STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL.
+Credentials are found by the clouds' own defaults. Emulators are found by AWS_ENDPOINT_URL, or by STORAGE_EMULATOR_HOST
+(gcsfs) and TENSORSTORE_GCS_HTTP_URL with GOOGLE_AUTH_TOKEN_FOR_TESTING (TensorStore, which has no other setting).
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,6 @@ import functools
 import os
 import re
 import secrets
-import time
 from typing import Any
 
 from spmd_tasks.errors import UserError
@@ -63,6 +63,11 @@ def check_store(url: str | os.PathLike[str]) -> None:
 @functools.cache
 def _check_bucket(scheme: str, bucket: str) -> None:
   require('stores', _PACKAGES[scheme], wants=f'{scheme}://')
+  if scheme == 'gs' and 'STORAGE_EMULATOR_HOST' in os.environ and 'TENSORSTORE_GCS_HTTP_URL' not in os.environ:
+    raise UserError(
+      'STORAGE_EMULATOR_HOST is set, which TensorStore does not know: also set TENSORSTORE_GCS_HTTP_URL to the same '
+      'URL, and GOOGLE_AUTH_TOKEN_FOR_TESTING to any text.'
+    )
   try:
     try:
       _file_system(scheme).info(bucket)
@@ -138,59 +143,8 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-# Files that grow: an object cannot be appended to, so a file is kept in parts, `metrics.jsonl.<time>_<number>`.
-
-_PART_BYTES = 1 << 18
-# Of this process, by the file's name: the beginning of its parts' names, the newest part's number and its content.
-_growing: dict[str, tuple[str, int, bytes]] = {}
-
-
-def append(path: str | os.PathLike[str], data: bytes) -> None:
-  """Adds `data` to a growing file: replaces its newest part, which is this process's own, or begins another."""
-  name = os.fspath(path)
-  begun, number, content = _growing.get(name, (f'{name}.{time.time_ns():020d}', 0, b''))
-  if len(content) > _PART_BYTES:
-    number, content = number + 1, b''
-  write(f'{begun}_{number:06d}', content + data)
-  _growing[name] = begun, number, content + data
-
-
-def parts(path: str | os.PathLike[str]) -> list[str]:
-  """Returns the objects of a growing file, oldest first."""
-  scheme, _, key = os.fspath(path).partition('://')
-  directory, _, name = key.rpartition('/')
-  try:
-    with _os_errors(path):
-      found = _file_system(scheme).ls(directory, detail=False)
-  except FileNotFoundError:
-    return []
-  pattern = re.compile(re.escape(name) + r'(\.\d{20}_\d{6})?')
-  return [f'{scheme}://{each}' for each in sorted(found) if pattern.fullmatch(each.rpartition('/')[2])]
-
-
-def read_growing(path: str | os.PathLike[str]) -> bytes:
-  """Reads a growing file. Raises FileNotFoundError."""
-  if not (found := parts(path)):
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-  with ThreadPoolExecutor(8) as pool:
-    return b''.join(pool.map(read, found))
-
-
-def replace_growing(path: str | os.PathLike[str], data: bytes) -> None:
-  """Gives a growing file another content, which `append` goes on from."""
-  old = parts(path)
-  _growing.pop(os.fspath(path), None)
-  append(path, data)
-  _remove(old)
-
-
-def remove_growing(path: str | os.PathLike[str]) -> None:
-  """Removes a growing file."""
-  _growing.pop(os.fspath(path), None)
-  _remove(parts(path))
-
-
-def _remove(urls: list[str]) -> None:
+def remove(urls: list[str]) -> None:
+  """Deletes objects; those that are not there do not matter."""
   for url in urls:
     with _os_errors(url), contextlib.suppress(FileNotFoundError):
       _file_system(split_url(url)[0]).rm_file(url)
@@ -292,14 +246,9 @@ def kvstore_spec(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @functools.cache
 def _file_system(scheme: str) -> Any:
-  """Returns fsspec's client, which epath uses as well."""
+  """Returns fsspec's client: the one that epath has, as it has the same arguments."""
   import fsspec
 
-  settings: dict[str, Any] = {'use_listings_cache': False}
-  if emulator := os.environ.get('STORAGE_EMULATOR_HOST') if scheme == 'gs' else None:
-    settings['token'] = 'anon'
-    os.environ.setdefault('TENSORSTORE_GCS_HTTP_URL', emulator if '://' in emulator else f'http://{emulator}')
-    os.environ.setdefault('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'emulator')
-  name = {'gs': 'gcs'}.get(scheme, scheme)
-  fsspec.config.conf.setdefault(name, {}).update(settings)
-  return fsspec.filesystem(name, **({'finalize_on_close': True} if scheme == 'gs' else {}))
+  client = fsspec.filesystem('gcs', finalize_on_close=True) if scheme == 'gs' else fsspec.filesystem(scheme)
+  client.dircache.use_listings_cache = False
+  return client

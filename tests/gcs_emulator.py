@@ -5,7 +5,7 @@ that two jobs could claim one directory there, and TensorStore could not read fr
 
     with GcsEmulator() as emulator:
       emulator.fault = lambda request, number: 503 if number == 7 else None       # 'lost': done, and not answered
-      os.environ['STORAGE_EMULATOR_HOST'] = emulator.url
+      os.environ.update(emulator.environment)
 """
 
 import base64
@@ -37,6 +37,7 @@ class GcsEmulator:
     self.uploads: dict[str, tuple[str, str, dict[str, str], bytes]] = {}
     self._server = _Server(('127.0.0.1', 0), type('Handler', (_Handler,), {'emulator': self}))
     self.url = f'http://127.0.0.1:{self._server.server_address[1]}'
+    self.environment = environment(self.url)
     self._generation = 1000
 
   def __enter__(self) -> 'GcsEmulator':
@@ -56,6 +57,11 @@ class GcsEmulator:
       self._generation += 1
       objects[name] = self._generation, data
     return 200, about(bucket, name, *objects[name])
+
+
+def environment(url: str) -> dict[str, str]:
+  """The variables by which gcsfs and TensorStore find an emulator."""
+  return {'STORAGE_EMULATOR_HOST': url, 'TENSORSTORE_GCS_HTTP_URL': url, 'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'emulator'}
 
 
 def about(bucket: str, name: str, generation: int, data: bytes) -> dict[str, Any]:

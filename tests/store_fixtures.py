@@ -16,9 +16,10 @@ def gcs_emulator():
   from tests.gcs_emulator import GcsEmulator
 
   with GcsEmulator() as emulator:
-    os.environ['STORAGE_EMULATOR_HOST'] = emulator.url  # for the session: clients look at it once
+    os.environ.update(own := emulator.environment)  # for the session: clients look at it once
     yield emulator
-    del os.environ['STORAGE_EMULATOR_HOST']
+    for name in own:
+      del os.environ[name]
 
 
 @pytest.fixture(scope='session')

@@ -28,6 +28,7 @@ ROWS = (
   ('store_files',),
   ('files', 'frozen_fields', 'row_sources'),
   ('storage_problems',),
+  ('growing_objects',),
   ('stores',),
   ('wings',),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),

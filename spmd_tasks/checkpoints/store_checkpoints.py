@@ -37,6 +37,7 @@ from spmd_tasks.checkpoints.manifest import (
   LeafEntry,
   manifest_text,
 )
+from spmd_tasks.growing_objects import flush
 from spmd_tasks.stores import create, exists, kvstore_spec, modified_s, read, sizes_below, write
 
 _IN_FLIGHT_BYTES = 8_000_000_000  # of a restore, in the host's memory
@@ -97,6 +98,7 @@ class StoreDirectory(CheckpointDirectory):
       sha256 = '' if name.startswith(f'{STATE}_') else hashlib.sha256(read(path / name)).hexdigest()
       entries.append(FileEntry(path=name, num_bytes=sizes[name], sha256=sha256))
     text = manifest_text(step=step, num_processes=num_processes, leaves=leaves, files=entries)
+    flush()  # the rows of the steps before it would be missing for ever
     self.before_publishing()
     if not create(path / MANIFEST_FILE, text.encode()):
       raise CheckpointSaveError(f'another job has saved step {step} in {self.path}')

@@ -67,7 +67,7 @@ class DecodedFile:
     return len(lines)
 
   def append(self, record: Mapping[str, Any]) -> None:
-    """Writes the next line. A kill of the process loses no line that was written."""
+    """Writes the next line. A kill of the process loses no line of a disk, in a store those of the last second."""
     line = json.dumps(record, ensure_ascii=False) + '\n'
     with storage_errors(self._partial):
       make_directory(self._partial.parent)
@@ -78,9 +78,9 @@ class DecodedFile:
     with storage_errors(self._path):
       if is_remote(self._path):
         write_durably(self._path, read_growing(self._partial))
-        from spmd_tasks.stores import remove_growing
+        from spmd_tasks import growing_objects
 
-        remove_growing(self._partial)
+        growing_objects.remove(self._partial)
         return
       sync_path(self._partial)
       os.replace(self._partial, self._path)

@@ -22,6 +22,7 @@ from etils import epath
 
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import glob_below
+from spmd_tasks.growing_objects import flush
 from spmd_tasks.stores import create, exists, read, write
 
 BEAT_S, DEAD_AFTER_S = 10.0, 60.0
@@ -62,6 +63,7 @@ class StoreClaim:
     """Releases the claim; the next job need not wait."""
     if self._ended.is_set():
       return
+    flush()
     self._ended.set()
     self._thread.join()
     self._content['released'] = True

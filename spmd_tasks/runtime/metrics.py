@@ -8,7 +8,7 @@
 "loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job appends to the file. Steps that it executes again
 appear again, and the last line of a step counts. A line that is no such record (a disk's fault, an editor's) stops
 nobody: readers skip it, and the next writer moves it to `metrics.jsonl.bad_lines`. In a store the file is kept in parts
-(stores.py).
+(growing_objects.py).
 
 Event files are written with TensorBoard's own record writer. clu's writer needs TensorFlow, which slows the first steps
 by its import, prints lines that cannot be turned off, and takes GPU memory from JAX.
@@ -80,7 +80,7 @@ class MetricsWriter(Protocol):
 
 
 class JsonlWriter:
-  """Appends lines to `<directory>/metrics.jsonl`, each by one write, so that a killed job loses none.
+  """Appends lines to `<directory>/metrics.jsonl`, each by one write, so that a job that is killed loses none of a disk.
 
   The file is opened for every line: another job may have moved bad lines out of it in the meantime.
   """

@@ -23,6 +23,7 @@ FAMILIES = (
   'clients',
   'decoding',
   'processes',
+  'stores',
 )
 
 _KINDS: dict[str, 'Kind'] = {}

@@ -7,6 +7,7 @@ import pytest
 
 from spmd_tasks import files
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.growing_objects import _Writer
 from spmd_tasks.inputs.text_files import TextFiles
 from spmd_tasks.programs import store_claim
 from spmd_tasks.programs.job_directory import claim
@@ -73,9 +74,10 @@ def test_a_file_grows_by_parts(store, monkeypatch):
   path, content = store / 'log.txt', b''
   for number in range(6):
     if number == 3:  # another process goes on
-      monkeypatch.setattr('spmd_tasks.stores._growing', {})
+      monkeypatch.setattr('spmd_tasks.growing_objects._writer', _Writer())
     line = b'%d ' % number * 100_000
     files.append(path, line)
+    files.sync_path(path)
     content += line
   assert read_growing(path) == content
   assert len(files.glob_below(store, 'log.txt.*')) == 4
