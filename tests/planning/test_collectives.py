@@ -12,7 +12,7 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.planning.collectives import collectives, replica_groups
-from tests.planning.compiled_steps import Dense, Mixture, Pipelined, compiled_step, program_of
+from tests.planning.compiled_steps import Dense, Mixture, Pipelined, Ring, compiled_step, program_of
 
 B, T, D, F, V, L = 8, 16, 32, 64, 64, 2
 BYTES = 4
@@ -61,6 +61,18 @@ def test_pipeline_parallelism():
   num_ticks = num_microbatches + num_stages - 1
   expected = num_ticks * (2 * (activation + positions) + 2 * activation)
   assert measured(Pipelined, 'collective_permute', 'stage') == pytest.approx(expected, rel=0.05)
+
+
+def test_context_parallelism_with_a_ring():
+  """Keys and values go n times to the neighbour, and their gradients back.
+
+  Queries, keys and values go to the device whose turn they are, and results come back: 4 parts, and their gradients.
+  """
+  data, n = 2, 4
+  part, documents = B / data * T / n * D * BYTES, B / data * T / n * 4
+  expected = L * (2 * (2 * n + 4) * part + (n + 1) * documents)
+  assert measured(Ring, 'collective_permute', 'context') == pytest.approx(expected, rel=0.05)
+  assert measured(Ring, 'all_gather', 'context') < part  # documents only
 
 
 ALL_REDUCE = """\

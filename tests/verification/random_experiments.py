@@ -85,6 +85,7 @@ class Drawn(SyntheticLanguageModel):
   scan: bool = True
   capacity_form: str = 'einsum'
   dispatch: str = 'ring'
+  ring_attention: bool = False
 
   def _norm(self):
     return fdl.Config(LayerNorm) if self.norm == 'layer' else super().block(None).norm
@@ -146,6 +147,8 @@ class Drawn(SyntheticLanguageModel):
     attention.qk_norm, attention.use_bias, attention.window = self.qk_norm, self.use_bias, self.window
     if not self.rotary:
       attention.rotary = None
+    if self.ring_attention:
+      attention.implementation = 'ring'
     return block
 
   def stack(self):

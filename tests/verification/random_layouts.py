@@ -58,6 +58,7 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     if rng.random() < 0.3:
       names.insert(2, 'context')
     sizes = _factorise(rng, rest, len(names))
+    layout['ring_attention'] = 'context' in names and sizes[2] > 1 and rng.random() < 0.5
   if stages > 1:
     names.insert(1, 'stage')
     sizes.insert(1, stages)

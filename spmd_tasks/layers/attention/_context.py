@@ -2,8 +2,12 @@
 
     axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)  # splits `seq` over the mesh axis `context`
 
-Everything but attention works on tokens one by one, so only attention communicates: each device gathers all keys and
-values, which are small where heads share them, and computes its queries against them (Llama 3, 2024, section 3.3.2).
+Everything but attention works on tokens one by one, so only attention communicates. Two ways:
+
+  all-gather  each device gathers all keys and values, and computes its queries against them (Llama 3, 2024, section
+              3.3.2). Keys and values are small where heads share them.
+  ring        keys and values go from device to device in a ring; each device adds up what its queries make of each part
+              (Liu et al., 2023, "Ring Attention"). No device ever holds all of them.
 
 With a causal mask, late queries see more keys than early ones. So device i of P computes the i-th run of T / 2P queries
 and the (2P - 1 - i)-th: together they see as many keys as any other device's. `exchange` brings these queries to their
@@ -13,7 +17,7 @@ Shapes: as in implementations.py; P devices along the axes that split the tokens
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +26,8 @@ import numpy as np
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._layout import AttentionLayout, Axes
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
-from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention._plain import AttentionOptions, visible
+from spmd_tasks.layers.base import soft_cap
 
 
 def attend_gathered(
@@ -51,6 +56,108 @@ def attend_gathered(
     )
 
   return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=1)
+
+
+def attend_by_ring(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array | None,
+  options: AttentionOptions,
+  *,
+  layout: AttentionLayout,
+) -> jax.Array:
+  """Computes `attend` while keys and values go round; the scores of t queries and t keys are in memory at a time."""
+  axes, num_parts = layout.tokens, layout.num_tokens
+  scale = options.scale(query.shape[-1])
+
+  @jax.checkpoint
+  def add(total: Total, queries: Run, keys: Run) -> Total:
+    """Adds to the sums what a run of queries sees in a run of keys."""
+    assert keys.value is not None
+    logits = jnp.einsum('BTGHK,BSGK->BGHTS', queries.key, keys.key, preferred_element_type=jnp.float32)
+    may_see = visible(queries.columns, keys.columns, queries.segments, keys.segments, options)
+    logits = jnp.where(may_see[:, None, None], soft_cap(logits * scale, options.logit_cap), -jnp.inf)
+    highest = jnp.maximum(total.highest, jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
+    shrink = jnp.exp(total.highest - highest)
+    weights = jnp.exp(logits - highest[..., None])
+    seen = jnp.einsum('BGHTS,BSGV->BGHTV', weights.astype(value.dtype), keys.value, preferred_element_type=jnp.float32)
+    return Total(
+      sums=total.sums * shrink[..., None] + seen,
+      weight=total.weight * shrink + jnp.sum(weights, axis=-1),
+      highest=highest,
+    )
+
+  def attend_local(query, key, value, segments, sinks, _):
+    num_rows, length, num_heads, _ = query.shape
+    order = jnp.asarray(balanced_order(length * num_parts, num_parts).reshape(num_parts, length))
+    me = jax.lax.axis_index(axes)
+    query, key, value, segments = (None if x is None else exchange(x, axes) for x in (query, key, value, segments))
+    grouped = query.reshape(num_rows, length, key.shape[2], num_heads // key.shape[2], -1)
+    early, late = _halves(Run(grouped, None, segments, order[me]))
+
+    def hop(carry, distance):
+      (early_total, late_total), others = carry
+      source = (me - distance) % num_parts
+      early_keys, late_keys = _halves(Run(others[0], others[1], others[2], order[source]))
+      late_total = add(late_total, late, early_keys)
+      if options.causal:  # of the other pairs of runs, the mask hides all but one, or two of a device's own
+        early_total = jax.lax.cond(source <= me, add, _skip, early_total, early, early_keys)
+        late_total = jax.lax.cond(source >= me, add, _skip, late_total, late, late_keys)
+      else:
+        early_total = add(add(early_total, early, early_keys), early, late_keys)
+        late_total = add(late_total, late, late_keys)
+      ring = [(i, (i + 1) % num_parts) for i in range(num_parts)]
+      return ((early_total, late_total), jax.tree.map(lambda x: jax.lax.ppermute(x, axes, ring), others)), None
+
+    shape = (num_rows, *grouped.shape[2:4], length // 2)
+    lowest = jnp.full(shape, -1e30)  # finite: a difference of infinities would be NaN
+    nothing = Total(sums=jnp.zeros((*shape, value.shape[-1])), weight=jnp.zeros(shape), highest=lowest)
+    (totals, _), _ = jax.lax.scan(hop, ((nothing, nothing), (key, value, segments)), jnp.arange(num_parts))
+
+    def results(total: Total) -> jax.Array:
+      weight = total.weight
+      if sinks is not None:
+        weight += jnp.exp(sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1) - total.highest)
+      return jnp.moveaxis(total.sums / weight[..., None], 3, 1)
+
+    attended = jnp.concatenate([results(total) for total in totals], axis=1).astype(value.dtype)
+    return undo_exchange(attended.reshape(num_rows, length, num_heads, -1), axes)
+
+  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=2)
+
+
+class Run(NamedTuple):
+  """Tokens that follow one another in the text: `key` holds keys [B, t, G, K], or queries [B, t, G, H/G, K]."""
+
+  key: jax.Array
+  value: jax.Array | None
+  segments: jax.Array | None
+  columns: jax.Array
+
+
+class Total(NamedTuple):
+  """Sums over the keys so far, float32: of weighted values [B, G, H/G, t, V], of weights, and the highest logit."""
+
+  sums: jax.Array
+  weight: jax.Array
+  highest: jax.Array
+
+
+def _skip(total: Total, queries: Run, keys: Run) -> Total:
+  del queries, keys
+  return total
+
+
+def _halves(run: Run) -> tuple[Run, Run]:
+  """The two runs of a device, the one that is earlier in the text first."""
+  half = run.columns.shape[0] // 2
+
+  def part(start: int) -> Run:
+    key, value, segments = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, start + half, axis=1), run[:3])
+    return Run(key, value, segments, run.columns[start : start + half])
+
+  return part(0), part(half)
 
 
 def gather_tokens(tree: Any, axes: Axes) -> Any:

@@ -64,8 +64,8 @@ class Attention(WithSublayers, kw_only=True):
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
     query_init_scale: that of the query projection; None means `init_scale`. T5 has 1 / K, with `softmax_scale=1`.
-    implementation: 'xla', 'blockwise', 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs), see implementations.py; None for the
-      best that the mesh's devices have.
+    implementation: 'xla', 'blockwise', 'cudnn' (NVIDIA GPUs), 'splash' (TPUs) or 'ring' (sequences split over devices),
+      see implementations.py; None for the best that the mesh's devices have.
     query_split_dims, kv_split_dims, out_split_dims: of the kernels.
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].

@@ -6,8 +6,9 @@
   'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
   'cudnn'      cuDNN's kernel (_cudnn.py); NVIDIA GPUs, 16-bit dtypes.
   'splash'     JAX's Pallas kernel for TPUs (_splash.py).
+  'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
 
-Where the mesh splits the tokens of a sequence, keys and values are gathered (_context.py). Relative position biases,
+Where the mesh splits the tokens of a sequence, all but 'ring' gather keys and values. Relative position biases,
 prefixes, evenly attending padding and an encoder's keys are for the plain computations only, 'xla' and 'blockwise', on
 whole sequences.
 
@@ -37,8 +38,8 @@ from spmd_tasks.sharding.specs import current_device
 if TYPE_CHECKING:
   from spmd_tasks.layers.attention.relative_bias import PositionBias
 
-Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
-IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash')
+Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash', 'ring']
+IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash', 'ring')
 _LONG = 1024  # from this T on, the scores of all queries at once are worth avoiding
 
 
@@ -116,6 +117,10 @@ def attend(
   )
   args = (query, key, value, segment_ids, options)
   # An implementation is imported where it is used.
+  if name == 'ring':
+    from spmd_tasks.layers.attention._context import attend_by_ring
+
+    return attend_by_ring(*args, layout=layout)
   if name == 'splash':
     from spmd_tasks.layers.attention._splash import attend_by_splash
 
@@ -171,6 +176,8 @@ class AttentionCall:
       return f'has no {self.special} on a mesh that splits sequences, here into {self.num_token_parts} parts'
     if implementation == 'splash' and self.platform != 'tpu':
       return f"is a kernel for TPUs, and the mesh's devices are of the platform {self.platform!r}"
+    if implementation == 'ring' and self.num_token_parts == 1:
+      return 'is for devices that share a sequence, but no mesh axis of several devices splits it'
     if implementation == 'cudnn':
       if self.num_token_parts > 1:
         return f'needs all of a sequence on each device, but the mesh splits it into {self.num_token_parts} parts'

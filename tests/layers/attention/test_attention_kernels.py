@@ -166,10 +166,13 @@ def test_kernels_run_on_a_mesh_that_divides_neither_rows_nor_heads(heads, kv_hea
 
 
 CONTEXT = [
+  ('ring', Case(length=37, has_sinks=True, window=16, cap=5.0), (1, 4, 2)),
   ('splash', Case(length=500, has_sinks=True), (1, 2, 2)),
   ('blockwise', Case(length=37, heads=3, kv_heads=3, window=16), (2, 2, 2)),
 ]
 MORE_CONTEXT = [
+  ('ring', Case(causal=False, is_packed=False, length=45), (2, 4, 1)),
+  ('ring', Case(length=45, heads=6, kv_heads=2), (1, 8, 1)),
   ('splash', Case(length=700, window=300, heads=3, kv_heads=3), (1, 4, 2)),
   ('splash', Case(causal=False, is_packed=False), (1, 2, 1)),
   ('xla', Case(cap=5.0, is_packed=False), (1, 8, 1)),
@@ -193,8 +196,9 @@ def test_a_sequence_that_is_split_over_devices_has_the_same_numbers(name, case, 
   assert_close(found, wanted, 1e-5, name)
 
 
+@pytest.mark.parametrize('name', ['splash', pytest.param('ring', marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures('anywhere')
-def test_kernels_run_inside_the_stages_of_a_pipeline():
+def test_kernels_run_inside_the_stages_of_a_pipeline(name):
   case = Case(length=40, heads=2)
   arrays, segments = arguments(case, np.random.default_rng(0))
   query, key, value, _ = arrays
@@ -204,7 +208,7 @@ def test_kernels_run_inside_the_stages_of_a_pipeline():
   def stage(query, key, value, segments):
     rules = (('batch', None), ('seq', 'context'), ('act_heads', 'mdl'))
     with sharding_scope(jax.sharding.get_abstract_mesh(), rules):
-      return attend(query[0], key[0], value[0], segments[0], split_dims=HEADS, implementation='splash')[None]
+      return attend(query[0], key[0], value[0], segments[0], split_dims=HEADS, implementation=name)[None]
 
   stages = jax.shard_map(
     stage,
@@ -215,7 +219,7 @@ def test_kernels_run_inside_the_stages_of_a_pipeline():
     check_vma=False,
   )
   found = jax.jit(stages)(*(jnp.stack([x, x]) for x in (query, key, value, segments)))
-  assert_close(list(found), [wanted, wanted], 1e-5, 'splash')
+  assert_close(list(found), [wanted, wanted], 1e-5, name)
 
 
 CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128, value_dim=128)
@@ -244,9 +248,10 @@ def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason
 @pytest.mark.parametrize(
   'asked, changes, message',
   [
-    ('flash', {}, "implementation='flash' of attention is unknown: choose one of xla, blockwise, cudnn, splash"),
+    ('flash', {}, "implementation='flash' of attention is unknown: choose one of xla, blockwise, cudnn, splash, ring"),
     ('splash', {'platform': 'cpu'}, "is a kernel for TPUs, and the mesh's devices are of the platform 'cpu'"),
     ('cudnn', {'platform': 'gpu', 'num_token_parts': 2}, 'the mesh splits it into 2 parts'),
+    ('ring', {}, 'no mesh axis of several devices splits it'),
     (
       'cudnn',
       {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256},
