@@ -13,14 +13,11 @@ import math
 from typing import Any
 
 import fiddle as fdl
-from flax.core import FrozenDict
 import jax.numpy as jnp
-import numpy as np
 
 from spmd_tasks.config.registry import symbol_of
 from spmd_tasks.config.tree import is_node
 from spmd_tasks.config.values import is_dtype
-from spmd_tasks.errors import UserError
 
 _MAX_CLOSURE_DEPTH = 8
 
@@ -65,32 +62,6 @@ def encode(value: Any, depth: int = 0) -> Any:
     return {'symbol': symbol_of(value)} | _closure_of(value, depth)
   shown = repr(value)
   return {'object': symbol_of(type(value))} | ({} if ' at 0x' in shown else {'repr': shown})
-
-
-def decode(encoded: Any, present: Any = None) -> Any:
-  """The value that `encode` encoded; `present` is the value at the same place now, whose kind of dict or dtype is kept.
-
-  Raises:
-    UserError: it is a function, class, enum of another class or an object.
-  """
-  if isinstance(encoded, list):
-    return tuple(decode(item) for item in encoded)
-  if not isinstance(encoded, dict):
-    return encoded
-  match encoded:
-    case {'float': text}:
-      return float(text)
-    case {'list': items}:
-      return [decode(item) for item in items]
-    case {'dict': items}:
-      values = {key: decode(item) for key, item in items.items()}
-      return FrozenDict(values) if isinstance(present, FrozenDict) else values
-    case {'dtype': name} if is_dtype(getattr(jnp, name, None)):
-      return jnp.dtype(name) if isinstance(present, np.dtype) else getattr(jnp, name)
-    case {'enum': symbol, 'name': name} if isinstance(present, enum.Enum) and symbol == symbol_of(type(present)):
-      if name in type(present).__members__:
-        return type(present)[name]
-  raise UserError(f'{show(encoded)} cannot be read back from JSON.')
 
 
 def show(encoded: Any) -> str:

@@ -4,14 +4,18 @@ Saved values replace the code's defaults of today. A field that the code added s
 """
 
 from collections.abc import Mapping, Sequence
+import enum
 import json
 import os
 from typing import Any
 
 import fiddle as fdl
+from flax.core import FrozenDict
+import jax.numpy as jnp
+import numpy as np
 
 from spmd_tasks.config import registry
-from spmd_tasks.config.encoding import decode, encode_field, show
+from spmd_tasks.config.encoding import encode_field, show, symbol_of
 from spmd_tasks.config.overrides import Path
 from spmd_tasks.config.resolution import (
   PARTS,
@@ -32,7 +36,7 @@ from spmd_tasks.config.tree import (
   is_node,
   walk,
 )
-from spmd_tasks.config.values import describe_type, is_of_type, unwrap
+from spmd_tasks.config.values import describe_type, is_dtype, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS
 from spmd_tasks.experiments import is_own_module, modules_of_others
@@ -129,6 +133,32 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
       'start a new run.'
     )
   return changes
+
+
+def decode(encoded: Any, present: Any = None) -> Any:
+  """The value that `encode` encoded; `present` is the value at the same place now, whose kind of dict or dtype is kept.
+
+  Raises:
+    UserError: it is a function, class, enum of another class or an object.
+  """
+  if isinstance(encoded, list):
+    return tuple(decode(item) for item in encoded)
+  if not isinstance(encoded, dict):
+    return encoded
+  match encoded:
+    case {'float': text}:
+      return float(text)
+    case {'list': items}:
+      return [decode(item) for item in items]
+    case {'dict': items}:
+      values = {key: decode(item) for key, item in items.items()}
+      return FrozenDict(values) if isinstance(present, FrozenDict) else values
+    case {'dtype': name} if is_dtype(getattr(jnp, name, None)):
+      return jnp.dtype(name) if isinstance(present, np.dtype) else getattr(jnp, name)
+    case {'enum': symbol, 'name': name} if isinstance(present, enum.Enum) and symbol == symbol_of(type(present)):
+      if name in type(present).__members__:
+        return type(present)[name]
+  raise UserError(f'{show(encoded)} cannot be read back from JSON.')
 
 
 def _refuse_modules(changes: dict[Path, Any], experiment_path: Sequence[str | os.PathLike[str]]) -> dict[Path, Any]:

@@ -23,7 +23,6 @@ import importlib.util
 import inspect
 import os
 from pathlib import Path
-import pkgutil
 import sys
 from types import ModuleType
 from typing import Any, TypeVar
@@ -151,7 +150,9 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
     except (ImportError, ValueError):
       spec = None
     if spec is None:
-      raise _unknown(name, _with_other_part(name, end - 1))
+      from spmd_tasks.config.listing import with_other_part
+
+      raise _unknown(name, with_other_part(name, end - 1))
     if spec.origin and Path(spec.origin).parent == DIRECTORY:  # experiments.lm, in our checkout
       prefix = f'{_EXPERIMENTS}.{Path(spec.origin).stem}'
     module = import_module(name, prefix)
@@ -202,42 +203,9 @@ def _experiment_names(module: ModuleType) -> list[str]:
 
 
 def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
-  from spmd_tasks.config.listing import list_experiments
+  from spmd_tasks.config.listing import unknown_sentence
 
-  module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
-  if module != name or Path(f'{name}.py').is_file():  # a file, not a module, or a module alone
-    near = [module if '.' in module else f'{module}.CLASS']
-  near = [*near] or _nearest(name, sorted({registered for registered, _ in list_experiments()} | set(_registry)))
-  nearest = f' Nearest: {", ".join(near)}.' if near else ''
-  return UnknownExperimentError(
-    f'unknown experiment {name!r}.{nearest} Use a registered name (--list shows them) or package.module.Class, '
-    'importable from here, from the current directory or from --experiment_path DIR.'
-  )
-
-
-def _with_other_part(name: str, index: int) -> list[str]:
-  """The name with the nearest modules that exist in place of a part that does not; the parts before it are imported."""
-  parts = name.split('.')
-  around = sys.modules['.'.join(parts[:index])] if index else None
-  modules = pkgutil.iter_modules([str(Path.cwd())] if around is None else getattr(around, '__path__', []))
-  siblings = [module.name for module in modules] + ['spmd_tasks'] * (index == 0)
-  near = difflib.get_close_matches(parts[index], siblings, n=2, cutoff=0.6)
-  return ['.'.join((*parts[:index], each, *parts[index + 1 :])) for each in near]
-
-
-def _nearest(name: str, known: Sequence[str]) -> list[str]:
-  """The known names that are most like a wrong one: in all, else of the module most like its own, else by class."""
-  module, _, cls = name.rpartition('.')
-
-  def likeness(other: str) -> float:
-    return difflib.SequenceMatcher(None, cls, other.rpartition('.')[2]).ratio()
-
-  modules = difflib.get_close_matches(module, sorted({each.rpartition('.')[0] for each in known}), n=1, cutoff=0.6)
-  if modules and modules != [module]:
-    return sorted((each for each in known if each.rpartition('.')[0] == modules[0]), key=likeness, reverse=True)[:3]
-  near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-  near = near or sorted((each for each in known if likeness(each) >= 0.8), key=likeness, reverse=True)[:3]
-  return near or difflib.get_close_matches(name, known, n=3, cutoff=0.3)  # not very near, but names that exist
+  return UnknownExperimentError(unknown_sentence(name, near, _registry))
 
 
 def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:

@@ -32,7 +32,6 @@ with epy.lazy_api_imports(globals()):
     Constant,
     LearningRate,
     LinearWarmupCosine,
-    LinearWarmupExponential,
     LinearWarmupRsqrt,
     Schedule,
   )
@@ -46,7 +45,6 @@ __all__ = [
   'LearnerState',
   'LearningRate',
   'LinearWarmupCosine',
-  'LinearWarmupExponential',
   'LinearWarmupRsqrt',
   'Lion',
   'MultiOptimizer',

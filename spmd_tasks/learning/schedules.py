@@ -100,38 +100,6 @@ class LinearWarmupCosine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearWarmupExponential:
-  """Linear warmup, `peak` until `decay_start`, then exponentially down to `final_fraction * peak` at `decay_end`.
-
-  Constant from there on (Pax's LinearRampupExponentialDecay).
-  """
-
-  peak: float
-  warmup_steps: int
-  decay_start: int
-  decay_end: int
-  final_fraction: float = 0.01
-
-  def __post_init__(self):
-    check_non_negative('peak', self.peak)
-    _check_span(self.decay_start, self.decay_end)
-    if not 0 <= self.warmup_steps <= self.decay_start or not self.final_fraction > 0:
-      raise UserError(
-        f'warmup_steps={self.warmup_steps}, decay_start={self.decay_start}, final_fraction={self.final_fraction}: the '
-        'decay starts after the warmup and ends at a positive fraction, so change the one that does not fit.'
-      )
-
-  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-    num_constant = self.decay_start - self.warmup_steps
-
-    def after(num_since_warmup: jax.typing.ArrayLike) -> jax.Array:
-      done = jnp.clip((jnp.asarray(num_since_warmup) - num_constant) / (self.decay_end - self.decay_start), 0.0, 1.0)
-      return self.peak * self.final_fraction**done
-
-    return _after_warmup(self.peak, self.warmup_steps, after, step)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupRsqrt:
   """Linear warmup, then `peak * sqrt(warmup_steps / step)`, the schedule of the first Transformers.
 

@@ -7,7 +7,7 @@
 `train`, `eval`, `decode` and `preview` are modules. Each has one function that takes a built experiment (`Job`), runs
 it to its end and returns an exit code. Read `train.py` first, from top to bottom: it opens a job, restores or
 initialises its state, runs its steps and ends; all else is done by its hooks, in the order of `job_hooks`. Then read
-`hooks.py` (TrainHook and TrainRun), `interval_hooks.py` (what uses the state: checkpoints, evals, ...),
+`hooks.py` (TrainHook and TrainRun), `interval_hooks.py` (what uses the state: checkpoints, evals by `evaluator.py`),
 `report_hooks.py` (what reports), `early_end.py`, `training_loop.py` (why the host launches a step before it knows how
 the last one ended), `restore.py` and `restored_weights.py` (what a program starts from), `saved_steps.py` (a lost job
 never starts again unasked) and `job_directory.py` (one running job a directory).

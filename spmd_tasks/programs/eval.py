@@ -1,47 +1,26 @@
 """--mode=eval: evaluates a checkpoint on every eval set, once or again for each new checkpoint.
 
 Metrics go to the files that the training job's own evals write. A step that is recorded there already is shown and not
-recorded again: the file keeps one line of it, from whichever job was first.
-
-`Evaluator` is what this program and the training program share:
-
-    for name, metrics in evaluator.evaluate(variables, step):
-      evaluator.record(name, step, metrics)
+recorded again: the file keeps one line of it, from whichever job was first. evaluator.py does the work.
 """
 
-from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
-import json
 import math
-from typing import Any
 
-from absl import logging
-from clu import metrics as clu_metrics
 from etils import epath
-import jax
-import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.activity import doing
 from spmd_tasks.distributed import EmergencyExit, is_primary
-from spmd_tasks.distributed.agreement import refuse_differences
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
-from spmd_tasks.files import make_directory, storage_errors, write_durably
-from spmd_tasks.inputs import Prefetcher, State
-from spmd_tasks.inputs.base import Judge, data_of
-from spmd_tasks.layers.losses import StepOutputs
+from spmd_tasks.programs.evaluator import Evaluator
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
+from spmd_tasks.programs.restored_weights import checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.compilation import CompiledStep, StepsByShape
-from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MultiWriter, finish_metrics, make_writer, split_summaries
-
-BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`
 
 
 def evaluate(
@@ -69,8 +48,6 @@ def evaluate(
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the experiment has no eval sets, or both `step` and `watch` are given.
   """
-  from spmd_tasks.programs.restored_weights import checkpoints_to_use  # which a training job's evals do not need
-
   experiment = job.experiment
   if watch and step is not None:
     raise UserError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
@@ -129,244 +106,3 @@ def evaluate(
     except PreemptedError:
       progress.message(f'{guard.cause}: the same command evaluates again.')
       return guard.exit_code
-
-
-def refuse_other_data(topic: str, states: Mapping[str, State], limit_s: int) -> None:
-  """Raises a UserError on a process whose inputs have other data than those of process 0, by their positions."""
-  data = {f'fingerprint of {name}.{path}': value for name in states for path, value in data_of(states[name]).items()}
-  refuse_differences(topic, data, limit_s=limit_s)
-
-
-class Evaluator:
-  """Evaluates whole eval sets and records their metrics in `<job_log_dir>/eval/<name>/metrics.jsonl` (and events).
-
-  Each example counts once: the last batch of a set is filled up with rows of weight 0. Sums over batches are float64.
-  """
-
-  def __init__(self, job: Job, model: PartitionedModel, job_log_dir: epath.Path, *, keeps_examples: bool = False):
-    """Makes an evaluator of a job's eval sets, each read from its start every time; nothing is compiled or written.
-
-    With `keeps_examples`, `examples` has the loss's per-example outputs of each set that was evaluated.
-    """
-    self._inputs = job.eval_inputs
-    self._job_log_dir = job_log_dir
-    self._tensorboard = job.experiment.tensorboard
-    self._input_timeout_s = job.experiment.input_timeout_s
-    judges = {name: getattr(each, 'judge', None) for name, each in self._inputs.items()}
-    self._judges: dict[str, Judge] = {name: judge for name, judge in judges.items() if judge is not None}
-    self._texts = None
-    if readers := {name: judge for name, judge in self._judges.items() if judge.wants_texts}:
-      from spmd_tasks.programs.judged_texts import JudgedTexts  # with all of decoding
-
-      self._texts = JudgedTexts(job, model, readers)
-    keeps_examples = keeps_examples or any(judge.wants_scores for judge in self._judges.values())
-    self.examples: dict[str, dict[str, np.ndarray]] = {}
-    self._histograms: dict[str, dict[str, np.ndarray]] = {}
-    self._steps_by_shape = StepsByShape(functools.partial(model.eval_step, keeps_examples=keeps_examples))
-    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in self._inputs.items()}
-    self._iterators: dict[str, Any] = {}  # made before the first evaluation, which takes them
-    self._writers: dict[str, MultiWriter] = {}
-
-  def refuse_other_data(self, limit_s: int) -> None:
-    """Raises a UserError on a process whose sets have other files, or another tokenizer, than those of process 0."""
-    if jax.process_count() > 1:
-      self._iterators = {name: self._make_iterator(name) for name in self._inputs}
-      opened = self._iterators.items()
-      states = {f'eval_inputs.{name}': each.get_state() for name, each in opened if hasattr(each, 'get_state')}
-      refuse_other_data('data files of eval sets', states, limit_s)
-
-  def compile(self) -> None:
-    """Compiles the eval steps now instead of in the first evaluation."""
-    for step in self._steps.values():
-      step.compile()
-    if self._texts is not None:
-      self._texts.compile()
-
-  @property
-  def names(self) -> list[str]:
-    """The eval sets."""
-    return list(self._inputs)
-
-  def evaluate(
-    self,
-    variables: Any,
-    step: int,
-    on_batch: Callable[[], None] = lambda: None,
-    should_stop: Callable[[], bool] = lambda: False,
-  ) -> Iterator[tuple[str, dict[str, Metric]]]:
-    """Yields (eval set, its metrics) for each set. Ends early if `should_stop`: an unfinished set gives no metrics.
-
-    Args:
-      variables: of the model, padded, on the mesh.
-      step: their train step.
-      on_batch: called after every launched batch.
-      should_stop: asked before every batch.
-    """
-    for name in self.names:
-      metrics = self._evaluate_set(name, variables, step, on_batch, should_stop)
-      if metrics is None:
-        return
-      yield name, metrics
-
-  def record(self, name: str, step: int, metrics: Mapping[str, Metric]) -> None:
-    """Appends a set's metrics of train step `step` to its file; the last line of a step counts."""
-    self._writer(name).write(step, metrics)
-    self._writer(name).write_histograms(step, self._histograms.pop(name, {}))
-
-  def write_examples(self, name: str, step: int) -> None:
-    """Writes `examples` of a set to `<job_log_dir>/eval/<name>/step_<N>.jsonl`, on process 0."""
-    path, columns = self._directory(name) / f'step_{step}.jsonl', self.examples.get(name, {})
-    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-    lines = [json.dumps({'index': index, **dict(zip(columns, row))}) + '\n' for index, row in enumerate(rows)]
-    if is_primary():
-      with storage_errors(path):
-        make_directory(path.parent)
-        write_durably(path, ''.join(lines))
-
-  def is_recorded(self, name: str, step: int) -> bool:
-    """Returns whether the set's metrics file has a line of `step`."""
-    path = self._directory(name) / METRICS_FILE
-    from spmd_tasks.runtime.metric_files import read_jsonl
-
-    with storage_errors(path), contextlib.suppress(FileNotFoundError):
-      return step in read_jsonl(path.parent)
-    return False
-
-  def close(self) -> None:
-    """Closes the metrics files, and iterators that no evaluation has taken."""
-    for iterator in self._iterators.values():
-      if hasattr(iterator, 'close'):
-        iterator.close()
-    for writer in self._writers.values():
-      writer.close()
-
-  def _writer(self, name: str) -> MultiWriter:
-    """Returns the set's writer, made on first use: a run that ends before its first eval writes nothing."""
-    if name not in self._writers:
-      self._writers[name] = make_writer(self._directory(name), tensorboard=self._tensorboard, primary=is_primary())
-    return self._writers[name]
-
-  def _directory(self, name: str) -> epath.Path:
-    return self._job_log_dir / 'eval' / name
-
-  def _make_iterator(self, name: str) -> Any:
-    given = self._inputs[name]
-    is_whole = getattr(given, 'gives_whole_batches', False)  # of plain data (inputs/batches.py)
-    return given.make_iterator(*((0, 1) if is_whole else (jax.process_index(), jax.process_count())))
-
-  def _evaluate_set(
-    self, name: str, variables: Any, step: int, on_batch: Callable[[], None], should_stop: Callable[[], bool]
-  ) -> dict[str, Metric] | None:
-    """Returns the set's metrics; None if `should_stop` ended the evaluation."""
-    iterator = self._iterators.pop(name, None) or self._make_iterator(name)
-    finished: list[BatchMetrics] = []
-    outputs: list[StepOutputs] = []
-
-    def finish(launched: BatchMetrics) -> None:
-      metrics = jax.device_get(launched)
-      if (beside := metrics.pop('outputs', None)) is not None:
-        outputs.append(beside)
-      finished.append(metrics)
-
-    in_flight: BatchMetrics | None = None
-    place = functools.partial(self._place, name)
-    with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
-      for (eval_step, batch), _ in batches:
-        if should_stop():
-          return None
-        launched = eval_step(variables, batch, np.int32(step))
-        if in_flight is not None:  # read one batch late: the device always has the next one
-          finish(in_flight)
-        in_flight = launched
-        on_batch()
-    if in_flight is None:
-      raise UserError(
-        f'eval set {name!r} has no batch, its source is empty: correct eval_inputs.{name}, or leave it out of '
-        'eval_inputs().'
-      )
-    finish(in_flight)
-    means = _mean_over_batches(finished)
-    if not np.isfinite(means['loss']):
-      logging.warning(
-        'eval set %r: the loss of step %d is %s: look for ids or labels outside [0, vocab_size) in eval_inputs.%s.',
-        name,
-        step,
-        means['loss'],
-        name,
-      )
-    metrics = finish_metrics(means) | {'num_batches': len(finished)}
-    scalars, self._histograms[name] = split_summaries(outputs)
-    metrics |= scalars
-    parts = [each.examples() for each in outputs]
-    self.examples[name] = {key: np.concatenate([part[key] for part in parts]) for key in (parts[0] if parts else ())}
-    try:
-      judged = self._judge(name, variables, step, outputs, on_batch, should_stop)
-    except PreemptedError:
-      return None
-    return metrics | {f'task_{key}' if key in metrics else key: value for key, value in judged.items()}
-
-  def _judge(
-    self,
-    name: str,
-    variables: Any,
-    step: int,
-    outputs: list[StepOutputs],
-    on_batch: Callable[[], None],
-    should_stop: Callable[[], bool],
-  ) -> dict[str, float]:
-    """Returns the metrics of a set's judge. Raises PreemptedError if `should_stop`."""
-
-    def on_step() -> None:
-      on_batch()
-      if should_stop():
-        raise PreemptedError
-
-    judge, texts, scores = self._judges.get(name), None, None
-    if judge is None:
-      return {}
-    if judge.wants_texts:
-      assert self._texts is not None
-      with doing(f'writing the texts of {name}'):
-        texts = self._texts.generate(name, variables, on_step)
-    if judge.wants_scores:
-      if not outputs or 'cross_entropy' not in outputs[0].per_example:
-        raise UserError(
-          f"eval set {name!r} judges scores, and the task's loss gives no 'cross_entropy' per example: add it to the "
-          'per_example of its LossOutput.'
-        )
-      scores = -np.concatenate([each.per_example['cross_entropy'] for each in outputs])
-    return judge.metrics(step, texts, scores)
-
-  def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
-    """Returns the step for a batch of a set, and the batch on the mesh."""
-    step = self._steps[name]
-    given: Any = self._inputs[name]
-    if getattr(given, 'gives_whole_batches', False):
-      batch = given.as_specified(dict(batch))
-      step = self._steps_by_shape.of(batch)  # a smaller last batch has a step of its own
-      return step, step.place(step.layout.own_rows(batch))
-    if getattr(self._inputs[name], 'shapes_may_vary', False):
-      step = self._steps_by_shape.of(batch)
-    return step, step.place(batch)
-
-
-def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
-  """Computes the weighted means over all batches, scalars or [E]; 0 if no batch has any weight.
-
-  Metrics of other kinds than Average are merged; those whose value is no number and no vector are left out.
-  """
-  means = {}
-  for name, first in batches[0].items():
-    if type(first) is clu_metrics.Average:
-      total, count = (
-        sum(np.asarray(getattr(batch[name], part), np.float64) for batch in batches) for part in ('total', 'count')
-      )
-      means[name] = total / count if count else np.zeros_like(total)
-    else:
-      merged = first
-      for batch in batches[1:]:
-        merged = merged.merge(batch[name])
-      value = merged.compute()
-      if isinstance(value, jax.Array | np.ndarray | np.generic | float | int) and np.ndim(value) <= 1:
-        means[name] = np.asarray(value, np.float64)
-  return means

@@ -5,7 +5,7 @@ import time
 
 from spmd_tasks.checkpoints.orbax_arrays import num_bytes
 from spmd_tasks.distributed.agreement import primary_decides
-from spmd_tasks.programs.eval import Evaluator
+from spmd_tasks.programs.evaluator import Evaluator
 from spmd_tasks.programs.hooks import NewestEvals, PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.progress import format_metrics
 from spmd_tasks.programs.training_loop import Outcome

@@ -27,7 +27,7 @@ from spmd_tasks.experiment import (
 )
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import InputIterator, Prefetcher
-from spmd_tasks.programs.eval import refuse_other_data
+from spmd_tasks.programs.evaluator import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints

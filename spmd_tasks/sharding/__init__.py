@@ -17,7 +17,7 @@ near), reductions.py (norms of sharded trees), weight_names.py (patterns of name
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.sharding._mesh_shapes import factorizations, nearest_hybrid_shape, nearest_shapes
+  from spmd_tasks.sharding._mesh_shapes import factorizations
   from spmd_tasks.sharding.axis_rules import context_axis_rules, residual_axis_rules, stage_axis_rules
   from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
   from spmd_tasks.sharding.mesh import DEFAULT_AXIS_RULES, MeshAxes, MeshLayout, MeshSpec
@@ -48,8 +48,6 @@ __all__ = [
   'evenly_divided_spec',
   'factorizations',
   'infer_partition_spec_based_on_rank',
-  'nearest_hybrid_shape',
-  'nearest_shapes',
   'residual_axis_rules',
   'shard_on_batch_dim_partition_spec',
   'split_dims_to_partition_spec',

@@ -34,23 +34,6 @@ def nearest_shapes(wanted: Sequence[int], total: int, limit: int = 3) -> list[tu
   return sorted(factorizations(total, len(wanted)), key=distance)[:limit]
 
 
-def nearest_hybrid_shape(
-  ici: Sequence[int], dcn: Sequence[int], num_slices: int, slice_size: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns the (ICI, DCN) shapes of `num_slices` slices of `slice_size` devices that are nearest to those given.
-
-  The axes keep their whole sizes (ICI x DCN) where that is possible: only what runs across slices changes.
-  """
-  whole = [i * d for i, d in zip(ici, dcn)]
-  outer_shapes = nearest_shapes(dcn, num_slices, limit=10_000)
-  for outer in outer_shapes:
-    inner = tuple(size // part for size, part in zip(whole, outer))
-    if math.prod(inner) == slice_size and all(size % part == 0 for size, part in zip(whole, outer)):
-      return inner, outer
-  wanted = [max(1, size // part) for size, part in zip(whole, outer_shapes[0])]
-  return nearest_shapes(wanted, slice_size)[0], outer_shapes[0]
-
-
 def shape_text(shape: Sequence[int]) -> str:
   """Formats a shape as its flag takes it: 1,8,4."""
   return ','.join(map(str, shape))

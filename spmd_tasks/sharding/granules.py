@@ -1,12 +1,18 @@
 """Arranges devices on a mesh, so that axes inside a granule have ICI and those between granules DCN.
 
-Every shape that multiplies to the devices can be built, on tori of TPU chips too (_torus.py). What DCN runs between are
-the *granules*: the slices of TPUs; the hosts of GPUs, which XLA numbers as slices; or else the processes. A DCN shape
-that is not theirs is refused, because an axis across them would be taken for fast.
+    device_array((2, 32, 4), (1, 1, 1), devices)  # the 256 chips of a v5p:8x8x4 -> [2, 32, 4]
+
+What DCN runs between are the *granules*: the slices of TPUs; the hosts of GPUs, which XLA numbers as slices; or else
+the processes. A DCN shape that is not theirs is refused, because an axis across them would be taken for fast.
+
+A TPU slice is a torus of chips with coordinates (x, y, z). jax's mesh_utils gives each mesh axis whole dims of the
+torus where the sizes allow that, and so rings with the bandwidth of all their links. Where they do not, dims of the
+torus are split among axes here. (mesh_utils can split too, but of a dim that an inner axis has begun it takes every
+n-th chip although another dim is free, and sizes such as 10 or 28 fail: their prime factors lose the small ones.)
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import math
 from typing import Any
 
@@ -29,7 +35,7 @@ def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any])
     UserError: there are several granules, and their number is not the DCN size.
   """
   num_granules = math.prod(dcn)
-  granules = _granules(num_granules, devices, ici, dcn)
+  granules = _granules(num_granules, devices, dcn)
   if granules is not None:
     arrays = np.stack([_arrange(ici, granule) for granule in granules])
   else:
@@ -41,14 +47,10 @@ def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any])
 
 def _arrange(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
   """Returns the devices of one granule as an array [*shape], on TPUs so that neighbours are near in the torus."""
-  if devices[0].platform != 'tpu':
-    return mesh_utils.create_device_mesh(shape, devices)
-  from spmd_tasks.sharding._torus import arrange
-
-  return arrange(shape, devices)
+  return arrange(shape, devices) if devices[0].platform == 'tpu' else mesh_utils.create_device_mesh(shape, devices)
 
 
-def _granules(wanted: int, devices: Sequence[Any], ici: Sequence[int], dcn: Sequence[int]) -> list[list[Any]] | None:
+def _granules(wanted: int, devices: Sequence[Any], dcn: Sequence[int]) -> list[list[Any]] | None:
   """Returns the devices of each granule in order; None: there are none, and any run of devices may be one."""
   slices, processes = _grouped(devices, 'slice_index'), _grouped(devices, 'process_index')
   platform = devices[0].platform
@@ -59,16 +61,12 @@ def _granules(wanted: int, devices: Sequence[Any], ici: Sequence[int], dcn: Sequ
       return _of_equal_size(groups)
   if platform == 'cpu' or max(len(slices), len(processes)) <= 1:
     return None
-  from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, shape_text
-
   groups = slices if len(slices) > 1 else processes
   names = [f'{len(found)} {name}' for name, found in (('slice(s)', slices), ('process(es)', processes)) if found]
-  inner, outer = nearest_hybrid_shape(ici, dcn, len(groups), len(devices) // len(groups))
   raise UserError(
     f'dcn_mesh_shape {tuple(dcn)} is for {wanted} slice{"s" * (wanted > 1)}, but the {len(devices)} devices belong to '
     f'{" and ".join(names)}: set --dcn_mesh_shape to sizes whose product is the number of slices or processes, and '
-    f'--ici_mesh_shape to the devices of one, such as --dcn_mesh_shape {shape_text(outer)} --ici_mesh_shape '
-    f'{shape_text(inner)}.'
+    f'--ici_mesh_shape to sizes whose product is {len(devices) // len(groups)}, the devices of one.'
   )
 
 
@@ -88,3 +86,71 @@ def _of_equal_size(groups: list[list[Any]]) -> list[list[Any]]:
       'of one topology.'
     )
   return groups
+
+
+def arrange(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+  """Returns the chips of one slice as an array [*shape]; `shape` multiplies to their number.
+
+  Raises:
+    UserError: they form no box of the torus.
+  """
+  torus = _torus(devices)
+  try:
+    return mesh_utils.create_device_mesh(shape, devices)
+  except (NotImplementedError, AssertionError):  # dims must be split; two devices per chip where one is usual
+    return split_torus(torus, shape)
+
+
+def split_torus(torus: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+  """Returns a torus of devices as a mesh [*shape] of the same number of devices, of any sizes.
+
+  The innermost axis, which has the most traffic, chooses first: whole dims of the torus if they make up its size, else
+  parts of as few dims as possible, and of dims that no other axis has begun. Of a dim that several axes share, the
+  inner axis gets neighbouring chips.
+  """
+  left = list(torus.shape)
+  parts = np.ones((torus.ndim, len(shape)), dtype=np.int64)  # [torus dim, mesh axis]
+  for axis in reversed(range(len(shape))):
+
+    def preference(sizes: tuple[int, ...], left: Sequence[int] = tuple(left)) -> tuple:
+      whole = [size for size, dim in zip(sizes, torus.shape) if size == dim > 1]
+      taken = [at for at, size in enumerate(sizes) if size > 1]
+      return -math.prod(whole), len(taken), sum(left[at] < torus.shape[at] for at in taken), sizes
+
+    parts[:, axis] = min(_ways(shape[axis], left), key=preference)
+    left = [size // part for size, part in zip(left, parts[:, axis])]
+  dims = np.arange(parts.size).reshape(parts.shape)
+  return torus.reshape(parts.reshape(-1)).transpose(dims.T.reshape(-1)).reshape(shape)
+
+
+def _ways(size: int, dims: Sequence[int]) -> Iterator[tuple[int, ...]]:
+  """Yields every way to write `size` as a product of one divisor of each dim; what others leave has at least one."""
+  if len(dims) == 1:
+    if dims[0] % size == 0:
+      yield (size,)
+    return
+  for part in range(1, math.gcd(size, dims[0]) + 1):
+    if size % part == 0 and dims[0] % part == 0:
+      for rest in _ways(size // part, dims[1:]):
+        yield (part, *rest)
+
+
+def _torus(devices: Sequence[Any]) -> np.ndarray:
+  """Returns the devices by their coordinates: [x, y, z, core on chip].
+
+  Raises:
+    UserError: they leave holes.
+  """
+  places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+  places -= places.min(axis=0)
+  shape = places.max(axis=0) + 1
+  torus = np.full(shape, None, dtype=object)
+  for place, device in zip(places, devices):
+    torus[tuple(place)] = device
+  if len(devices) != math.prod(shape) or any(device is None for device in torus.flat):
+    box = 'x'.join(map(str, shape[:3]))
+    raise UserError(
+      f'the {len(devices)} devices lie in a box of {box} chips of the torus but are not all of it, so that the mesh '
+      'has no network of its own: take all devices of the slice, or a box of them.'
+    )
+  return torus

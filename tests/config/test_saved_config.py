@@ -19,8 +19,8 @@ from small_experiments import Built, Input, Reduction, Small
 
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.changes import diff
-from spmd_tasks.config.encoding import decode, encode, show
-from spmd_tasks.config.from_saved import from_json
+from spmd_tasks.config.encoding import encode, show
+from spmd_tasks.config.from_saved import decode, from_json
 from spmd_tasks.config.saved_config import format_config
 
 

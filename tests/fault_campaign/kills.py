@@ -27,8 +27,8 @@ PLACES = {
   'while old checkpoints are pruned': (f'{_DIRECTORY}:CheckpointDirectory.delete_old', 'in'),
   'before a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'before'),
   'after a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'after'),
-  'in an eval': ('spmd_tasks.programs.eval:Evaluator._evaluate_set', 'in'),
-  'between eval and its record': ('spmd_tasks.programs.eval:Evaluator.record', 'before'),
+  'in an eval': ('spmd_tasks.programs.evaluator:Evaluator._evaluate_set', 'in'),
+  'between eval and its record': ('spmd_tasks.programs.evaluator:Evaluator.record', 'before'),
   'after the last wait for checkpoints': (f'{_CHECKPOINTER}.wait', 'after'),
 }
 

@@ -132,7 +132,7 @@ def one_raises(scene: Scene) -> str:
   scene.job = 'Pair'
   rank = scene.rng.randrange(2)
   if scene.rng.random() < 0.6:
-    calls = ('spmd_tasks.programs.eval:Evaluator._evaluate_set', 'spmd_tasks.checkpoints:Checkpointer.save')
+    calls = ('spmd_tasks.programs.evaluator:Evaluator._evaluate_set', 'spmd_tasks.checkpoints:Checkpointer.save')
     call = scene.rng.choice(calls)
     point = Point(call=call, count=scene.rng.randrange(2), action='raise', value='this rank is cursed')
     scene.where = f'process {rank} in {call.rpartition(":")[2]}'

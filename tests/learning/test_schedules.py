@@ -8,9 +8,6 @@ from spmd_tasks.learning import ProductOfFactors, schedules
 
 COSINE = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.1)
 HELD = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, decay_start=8, total_steps=16, final_fraction=0.1)
-EXPONENTIAL = schedules.LinearWarmupExponential(
-  peak=2.0, warmup_steps=4, decay_start=6, decay_end=10, final_fraction=0.25
-)
 RSQRT = schedules.LinearWarmupRsqrt(peak=2.0, warmup_steps=4)
 FACTORS = ProductOfFactors(base=2.0, warmup_steps=4)
 FLAT_FIRST = ProductOfFactors(factors='constant * rsqrt_decay', base=2.0, warmup_steps=4, step_offset=3)
@@ -30,10 +27,6 @@ NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8
     (COSINE, 13, 0.2),
     (HELD, 8, 2.0),
     (HELD, 17, 0.2),
-    (EXPONENTIAL, 2, 1.0),
-    (EXPONENTIAL, 6, 2.0),
-    (EXPONENTIAL, 8, 1.0),
-    (EXPONENTIAL, 11, 0.5),
     (RSQRT, 2, 1.0),
     (RSQRT, 16, 1.0),
     (FACTORS, 2, 0.5),
@@ -60,10 +53,6 @@ def test_value_at_step(schedule, step, expected):
   'build, message',
   [
     (lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, total_steps=5), 'total_steps 5 must be larger'),
-    (
-      lambda: schedules.LinearWarmupExponential(peak=1.0, warmup_steps=5, decay_start=4, decay_end=9),
-      'the decay starts after the warmup',
-    ),
     (
       lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, decay_start=4, total_steps=9),
       'decay_start is 4; it must lie between warmup_steps 5 and total_steps 9',

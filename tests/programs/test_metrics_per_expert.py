@@ -15,7 +15,7 @@ import pytest
 
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import AdamW, Learner
-from spmd_tasks.programs.eval import Evaluator
+from spmd_tasks.programs.evaluator import Evaluator
 from spmd_tasks.runtime import Task, partition_spmd_model
 from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.sharding import MeshSpec

@@ -11,7 +11,7 @@ from spmd_tasks.bridges.t5x import SeqIoPrompts
 from spmd_tasks.bridges.t5x._seqio import contract_batch
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.eval import Evaluator
+from spmd_tasks.programs.evaluator import Evaluator
 
 
 def reference_outputs(job, model, variables, dataset):
