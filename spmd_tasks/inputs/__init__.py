@@ -6,8 +6,8 @@ An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` gives 
 batch is a function of the fields and the position alone, so the number of hosts may change between save and restore.
 
 Read base.py (the contract and the fields of a batch), batches.py (a user's own data), then text_input.py (packed text
-from any TextSource) with packing.py, text.py, text_files.py and records.py (sources: files, JSON lines, Parquet),
-the tokenizers (tokenizers.py, bpe_tokenizer.py, ...), synthetic.py (made-up tokens), mixture.py (rows of
+from any TextSource) with packing.py, text.py, text_files.py and records.py (sources: files, JSON lines, Parquet,
+ArrayRecord), the tokenizers (tokenizers.py, bpe_tokenizer.py, ...), synthetic.py (made-up tokens), mixture.py (rows of
 several inputs by weights), span_corruption.py (T5's objective), prefetch.py (reads ahead). Each module loads on first
 use.
 """
@@ -23,7 +23,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.inputs.id_tokenizer import IdTokenizer
   from spmd_tasks.inputs.mixture import Mixture
   from spmd_tasks.inputs.prefetch import Prefetcher
-  from spmd_tasks.inputs.records import JsonLines, Parquet
+  from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet
   from spmd_tasks.inputs.span_corruption import SpanCorruption, span_corruption_lengths
   from spmd_tasks.inputs.synthetic import SyntheticPairs, SyntheticText
   from spmd_tasks.inputs.t5_tokenizers import SentencePieceTokenizer, T5ByteTokenizer
@@ -34,6 +34,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.row_sources import source_ids_name
 
 __all__ = [
+  'ArrayRecord',
   'Batch',
   'Batches',
   'Block',

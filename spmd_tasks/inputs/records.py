@@ -1,7 +1,10 @@
-"""Sources of documents in record files: JSON lines and Parquet. text.py defines sources and blocks."""
+"""Sources of documents in record files: JSON lines, Parquet and ArrayRecord. text.py defines sources and blocks."""
 
+import bisect
 from collections.abc import Sequence
+from concurrent import futures
 import dataclasses
+import itertools
 import json
 import os
 from typing import Any
@@ -12,6 +15,7 @@ from spmd_tasks.inputs.text_files import common_root, expand_globs, refuse_chang
 from spmd_tasks.wings import require
 
 _MAX_LINE_BYTES = 1 << 30
+_NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
 
 
 def text_field(record: Any, field: str, where: str) -> str:
@@ -168,3 +172,83 @@ class OpenParquet:
         where = f'{self._paths[file]} row group {group} row {row + i}'
         raise UserError(f'{where}: column {self._field!r} is {type(text).__name__}, not text.')
     return Block(self.block_name(index), [(text, True) for text in texts])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecord:
+  """ArrayRecord files (a glob pattern or several); a record is UTF-8 text, or a JSON object with its text in `field`.
+
+  A record is a block, so shuffling is by record. Needs the `array-record` package.
+  """
+
+  pattern: str | tuple[str, ...]
+  field: str | None = None
+
+  def open(self) -> 'OpenArrayRecord':
+    source = OpenArrayRecord(expand_globs(self.pattern, 'ArrayRecord'), self.field)
+    if len(source) == 0:
+      raise UserError(f'the files of {self.pattern!r} have no records.')
+    return source
+
+
+class OpenArrayRecord:
+  """Opened ArrayRecord files. Opening reads the footers."""
+
+  def __init__(self, paths: Sequence[str], field: str | None):
+    self._paths = list(paths)
+    self._sizes = [os.path.getsize(path) for path in self._paths]
+    self._field = field
+    self._readers: list[Any] | None = None
+    self._ends = list(itertools.accumulate(map(len, self._open_readers())))  # of each file's records
+    # The format pads files to whole blocks: their sizes say little.
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'array_record', field, len(self))
+
+  def _open_readers(self) -> list[Any]:
+    if self._readers is None:
+      with futures.ThreadPoolExecutor(_NUM_OPENING_THREADS) as pool:
+        self._readers = list(pool.map(_open_array_record, self._paths, self._sizes))
+    return self._readers
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {**self.__dict__, '_readers': None}
+
+  def __len__(self) -> int:
+    return self._ends[-1]
+
+  def _place(self, index: int) -> tuple[int, int]:
+    """The file of record `index`, and the record's number in it."""
+    file = bisect.bisect_right(self._ends, index)
+    return file, index - (self._ends[file - 1] if file else 0)
+
+  def block_name(self, index: int) -> str:
+    file, number = self._place(index)
+    return f'record {number} of {self._paths[file]}'
+
+  def fingerprint(self) -> str:
+    return self._fingerprint
+
+  def __getitem__(self, index: int) -> Block:
+    name = self.block_name(index)
+    file, number = self._place(index)
+    try:
+      record = self._open_readers()[file][number]
+    finally:  # also if nothing was raised: behind the end of a file that was cut, records read as empty
+      refuse_changed_size(self._paths[file], self._sizes[file])
+    if self._field is not None:
+      return Block(name, [(text_field(parse_json(record, name), self._field, name), True)])
+    try:
+      return Block(name, [(record.decode('utf-8'), True)])
+    except UnicodeDecodeError as e:
+      raise UserError(f'{name} is not UTF-8 text ({e}). If it is JSON, name the `field` that holds the text.') from e
+
+
+def _open_array_record(path: str, size: int) -> Any:
+  try:
+    from array_record.python import array_record_data_source
+  except ImportError as e:
+    raise ImportError('reading ArrayRecord files needs the array-record package: `pip install array-record`.') from e
+  refuse_changed_size(path, size)
+  try:
+    return array_record_data_source.ArrayRecordDataSource([path])
+  except Exception as e:  # it raises bare RuntimeErrors and ValueErrors
+    raise UserError(f'{path} cannot be opened as an ArrayRecord file: {e}') from e

@@ -37,7 +37,7 @@ class TextInput:
   """Packed language-model batches.
 
   Fields:
-    source: the documents: StdlibText(), TextFiles, JsonLines or Parquet.
+    source: the documents: StdlibText(), TextFiles, JsonLines, Parquet or ArrayRecord.
     tokenizer: ByteTokenizer() or BpeTokenizer.
     batch_size, seq_len: B and T of the global batch.
     seed, shuffle: the blocks are shuffled differently in each epoch.

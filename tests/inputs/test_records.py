@@ -1,17 +1,18 @@
-"""JSON lines and Parquet: all documents, in order, and errors that name the record."""
+"""JSON lines, Parquet and ArrayRecord: all documents, in order, and errors that name the record."""
 
 import json
 import os
 import pickle
 import time
 
+from array_record.python import array_record_module
 from batches import assert_same, take
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.inputs import ByteTokenizer, JsonLines, OpenSource, Parquet, TextInput, TextSource
+from spmd_tasks.inputs import ArrayRecord, ByteTokenizer, JsonLines, OpenSource, Parquet, TextInput, TextSource
 
 TEXTS = [f'document {i} ' + 'é\n' * (i % 5) for i in range(23)]
 
@@ -24,20 +25,32 @@ def write_parquet(path, texts, field='text'):
   pq.write_table(pa.table({'id': list(range(len(texts))), field: texts}), path, row_group_size=5)
 
 
+def write_array_record(path, texts):
+  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+  for text in texts:
+    writer.write(text if isinstance(text, bytes) else text.encode())
+  writer.close()
+
+
 @pytest.fixture
 def sources(tmp_path):
   write_jsonl(tmp_path / 'a.jsonl', TEXTS[:10])
   write_jsonl(tmp_path / 'b.jsonl', TEXTS[10:])
   write_parquet(tmp_path / 'a.parquet', TEXTS[:10])
   write_parquet(tmp_path / 'b.parquet', TEXTS[10:])
+  write_array_record(tmp_path / 'a.array_record', TEXTS[:10])
+  write_array_record(tmp_path / 'b.array_record', TEXTS[10:])
+  write_array_record(tmp_path / 'json.arecord', [json.dumps({'body': text}) for text in TEXTS])
   return {
     'jsonl': JsonLines(pattern=f'{tmp_path}/*.jsonl', block_bytes=16),
     'jsonl_blocks': JsonLines(pattern=f'{tmp_path}/*.jsonl', block_bytes=100),
     'parquet': Parquet(pattern=f'{tmp_path}/*.parquet', block_rows=2),
+    'array_record': ArrayRecord(pattern=f'{tmp_path}/*.array_record'),
+    'array_record_json': ArrayRecord(pattern=f'{tmp_path}/*.arecord', field='body'),
   }
 
 
-KINDS = ['jsonl', 'jsonl_blocks', 'parquet']
+KINDS = ['jsonl', 'jsonl_blocks', 'parquet', 'array_record', 'array_record_json']
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -65,7 +78,8 @@ def test_fingerprints_follow_files_and_settings(sources, tmp_path):
   assert len({before[kind] for kind in KINDS}) == len(KINDS)
   write_jsonl(tmp_path / 'b.jsonl', TEXTS)
   write_parquet(tmp_path / 'b.parquet', TEXTS)
-  for kind in ('jsonl', 'parquet'):
+  write_array_record(tmp_path / 'b.array_record', TEXTS)
+  for kind in ('jsonl', 'parquet', 'array_record'):
     assert sources[kind].open().fingerprint() != before[kind]
 
 
@@ -111,7 +125,18 @@ def test_damaged_parquet_is_named(tmp_path):
     Parquet(pattern=str(path), block_rows=0).open()
 
 
-LAST_FILES = {'jsonl': 'b.jsonl', 'parquet': 'b.parquet'}
+def test_damaged_array_record_is_named(tmp_path):
+  path = tmp_path / 'bad.arecord'
+  write_array_record(path, [b'fine', b'\xff\xfe'])
+  source = ArrayRecord(pattern=str(path)).open()
+  assert source[0].documents == [('fine', True)]
+  with pytest.raises(ValueError, match=r'record 1 of .*bad\.arecord is not UTF-8'):
+    source[1]
+  with pytest.raises(ValueError, match=r'record 0 of .*bad\.arecord is not JSON'):
+    ArrayRecord(pattern=str(path), field='text').open()[0]
+
+
+LAST_FILES = {'jsonl': 'b.jsonl', 'parquet': 'b.parquet', 'array_record': 'b.array_record'}
 
 
 @pytest.mark.parametrize('is_pickled', [False, True], ids=['here', 'in a worker'])

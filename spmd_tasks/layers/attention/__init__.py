@@ -5,7 +5,7 @@
 
 `Attention` is multi-head, grouped-query or multi-query attention, optionally within a window; `LatentAttention` is
 DeepSeek's multi-head latent attention, with a small cache. Positions are rotary
-(`Rotary`, a field of `Attention`), learned (`LearnedPositions`, a field of
+(`Rotary`, a field of `Attention`), learned or sinusoidal (`LearnedPositions`, `SinusoidalPositions`, fields of
 `LanguageModel`), or T5's biases of the logits (`RelativePositionBias`, a field of either).
 
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
@@ -21,7 +21,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.attention.attention import Attention
   from spmd_tasks.layers.attention.implementations import AttentionCall
   from spmd_tasks.layers.attention.latent import LatentAttention
-  from spmd_tasks.layers.attention.positions import LearnedPositions
+  from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
   from spmd_tasks.layers.attention.relative_bias import PositionBias, RelativePositionBias
   from spmd_tasks.layers.attention.rotary import Rotary, RotaryScaling
   from spmd_tasks.layers.attention.rotary_scaling import (
@@ -43,5 +43,6 @@ __all__ = [
   'RelativePositionBias',
   'Rotary',
   'RotaryScaling',
+  'SinusoidalPositions',
   'YarnScaling',
 ]

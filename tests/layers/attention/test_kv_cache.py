@@ -19,6 +19,7 @@ from spmd_tasks.layers.attention import (
   LatentAttention,
   RelativePositionBias,
   Rotary,
+  SinusoidalPositions,
   YarnScaling,
   kv_cache,
 )
@@ -83,8 +84,9 @@ MODELS = {
   'grouped, qk_norm, bias, unrolled': _model(
     _stack(_block(num_kv_heads=2, qk_norm=True, use_bias=True), scan=False, remat_policy='full')
   ),
-  'capped logits, scaled dims, normed outputs, no positions': _model(
+  'capped logits, scaled dims, normed outputs, sinusoidal positions': _model(
     _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, softmax_scale=0.7)),
+    SinusoidalPositions(),
   ),
   'sinks, norm over heads, partial rotation, norms behind sublayers': _model(
     _stack(
