@@ -7,7 +7,7 @@ its first pair, 3, 4 those of its second, and so on, each behind its prompt. For
 behind the same prompt, the answer to another one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -58,17 +58,21 @@ def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array
   """
   weights = batch['weights'].astype(jnp.float32)
   log_probs = answer_log_probs(predictions, batch)
-  num_pairs = weights.shape[1] // 2
   judgement = batch.get('judgement', jnp.zeros_like(weights))
-  columns = [log_probs, batch['reference_log_probs'].astype(jnp.float32), weights, judgement]
-  per_token = jnp.stack(columns, axis=-1)  # [B, T, 4]
-
-  def sum_segments(values, segment_ids):
-    return jax.ops.segment_sum(values, segment_ids, num_segments=2 * num_pairs + 1)
-
-  totals = jax.vmap(sum_segments)(per_token, batch['segment_ids'])[:, 1:]  # without padding
+  totals = _sums_of_segments(batch, [log_probs, batch['reference_log_probs'], weights, judgement])
   chosen, rejected = (jnp.moveaxis(totals[:, side::2], -1, 0) for side in (0, 1))  # [4, B, P]
   return PairLogProbs(chosen[0], rejected[0], chosen[1], rejected[1], chosen[2], rejected[2], chosen[3])
+
+
+def _sums_of_segments(batch: Mapping[str, jax.Array], columns: Sequence[jax.Array]) -> jax.Array:
+  """Sums K arrays [B, T] over each segment of 2 P: float32 [B, 2 P, K]."""
+  num_segments = batch['segment_ids'].shape[1] // 2 * 2
+
+  def sum_segments(values, segment_ids):
+    return jax.ops.segment_sum(values, segment_ids, num_segments=num_segments + 1)
+
+  per_token = jnp.stack([column.astype(jnp.float32) for column in columns], axis=-1)
+  return jax.vmap(sum_segments)(per_token, batch['segment_ids'])[:, 1:]  # without padding
 
 
 def answer_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -258,9 +262,11 @@ def _log_of_rest(log_prob: jax.Array) -> jax.Array:
 
 def _chosen_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
   """float32 [B, T]: of the tokens of chosen answers and their prompts, so that a sum becomes a mean times the pairs."""
-  is_chosen = (batch['segment_ids'] % 2 == 1).astype(jnp.float32)
-  num_pairs = jnp.sum(jnp.max(batch['segment_ids'], axis=1) // 2)
-  return is_chosen * (num_pairs / jnp.maximum(jnp.sum(is_chosen), 1.0))
+  num_tokens = _sums_of_segments(batch, [batch['weights']])[..., 0]  # [B, 2 P]
+  is_pair = (num_tokens[:, 0::2] > 0) & (num_tokens[:, 1::2] > 0)
+  segments = batch['segment_ids']
+  is_chosen = jnp.take_along_axis(is_pair, jnp.maximum(segments - 1, 0) // 2, axis=1) & (segments % 2 == 1)
+  return is_chosen * (jnp.sum(is_pair) / jnp.maximum(jnp.sum(is_chosen), 1.0))
 
 
 def _divergence_sums(pairs: PairLogProbs) -> jax.Array:
