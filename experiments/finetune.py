@@ -9,7 +9,7 @@ Training starts from the folder's weights; `--mode export --format hf` writes su
 """
 
 from spmd_tasks import register
-from spmd_tasks.tuning import InstructionTuning, LowRankTuning, PreferenceTuning
+from spmd_tasks.tuning import DistillationTuning, InstructionTuning, LowRankTuning, PreferenceTuning
 
 
 @register
@@ -37,6 +37,11 @@ class FullKto(PreferenceTuning):
 
 
 @register
+class FullDistill(DistillationTuning):
+  """All weights of a model, trained on a teacher's: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+
+
+@register
 class LoraSft(LowRankTuning, InstructionTuning):
   """Low-rank adapters of a model, trained on conversations: --set model=FOLDER --set data=FILE."""
 
@@ -53,6 +58,11 @@ class LoraKto(LoraDpo):
   """Low-rank adapters of a model, trained on good and bad answers: --set model=FOLDER --set data=FILE."""
 
   preference_loss = 'kto'
+
+
+@register
+class LoraDistill(LowRankTuning, DistillationTuning):
+  """Low-rank adapters, trained on a teacher: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
 
 
 @register

@@ -3,8 +3,8 @@
     uv venv /tmp/env-trl --python 3.11 && uv pip install --python /tmp/env-trl trl==1.16.0 torch transformers
     /tmp/env-trl/bin/python scripts/run_trl_offline.py tests/data/trl_offline.npz
 
-The loss functions of KTOTrainer and ORPOTrainer run as they are, in float64, on sequences made here. Only the model is
-not theirs: its logits are given, so that the gradient is by the logits.
+The loss functions of KTOTrainer, ORPOTrainer, GKDTrainer and ServerDistillationTrainer run as they are, in float64, on
+sequences made here. Only the models are not theirs: logits are given, so that the gradient is by the logits.
 """
 
 from collections import defaultdict
@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from trl import KTOTrainer
+from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOTrainer
+from trl.experimental.server_distillation import server_distillation_trainer
 from trl.trainer.utils import selective_log_softmax
 
 B, T, V = 4, 17, 11
@@ -144,6 +146,33 @@ def orpo(batch: Mapping[str, np.ndarray], logits: torch.Tensor, beta: float) -> 
   return ORPOTrainer.get_batch_loss_metrics(trainer, model, labels)[0]
 
 
+# beta, temperature, tokens that the teacher names (0: all), the share of the labels
+DISTILLATIONS = {
+  'forward': (0.0, 1.0, 0, 0.0),
+  'reverse': (1.0, 1.0, 0, 0.0),
+  'jensen_shannon': (0.5, 2.0, 0, 0.0),
+  'generalised': (0.1, 0.7, 0, 0.3),
+  'forward_top_3': (0.0, 1.0, 3, 0.0),
+}
+
+
+def distillation(
+  batch: Mapping[str, np.ndarray], logits: torch.Tensor, beta: float, temperature: float, top_k: int, share: float
+) -> torch.Tensor:
+  teacher, is_answer = torch.tensor(batch['teacher_logits']).double(), torch.tensor(batch['weights']) > 0
+  labels = torch.where(is_answer, torch.tensor(batch['labels']).long(), -100)
+  if top_k:
+    found, ids = teacher.log_softmax(-1).topk(top_k)
+    both = [logits.log_softmax(-1).gather(-1, ids), found]
+    with_rest = server_distillation_trainer._add_tail_bucket
+    (student, mask), (known, _) = (with_rest(each, torch.ones_like(each, dtype=torch.bool)) for each in both)
+    per_token = server_distillation_trainer._jsd_divergence(student, known, beta, mask)
+    return per_token.sum(-1)[is_answer].mean()
+  loss = GKDTrainer.generalized_jsd_loss(logits, teacher, labels=labels, beta=beta, temperature=temperature)
+  entropy = torch.nn.functional.cross_entropy(logits[is_answer], labels[is_answer])
+  return (1 - share) * loss + share * entropy
+
+
 def main() -> None:
   batch = packed_pairs()
   record: dict[str, Any] = {f'pairs/{name}': values for name, values in batch.items()}
@@ -156,6 +185,10 @@ def main() -> None:
 
   for name, settings in KTO_SETTINGS.items():
     note(name, lambda logits, settings=settings: kto(batch, logits, *settings))
+  batch['teacher_logits'] = (2 * np.random.default_rng(4).normal(size=(B, T, V))).astype(np.float32)
+  record['pairs/teacher_logits'] = batch['teacher_logits']
+  for name, settings in DISTILLATIONS.items():
+    note(name, lambda logits, settings=settings: distillation(batch, logits, *settings))
   note('orpo', lambda logits: orpo(batch, logits, 0.3))
   np.savez_compressed(pathlib.Path(sys.argv[1]), **record)
 

@@ -37,6 +37,7 @@ OVERRIDES |= {
   for name, overrides in OVERRIDES.items()
   if not name.startswith('hf.') and not name.endswith('Text')
 }
+OVERRIDES |= {name: (*overrides, 'teacher=models/large') for name, overrides in OVERRIDES.items() if 'Distill' in name}
 OVERRIDES |= {name: (*overrides, 'reward=lab:score') for name, overrides in OVERRIDES.items() if 'Grpo' in name}
 
 

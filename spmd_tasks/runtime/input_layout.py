@@ -100,6 +100,11 @@ class InputLayout:
 
     return {name: select(name, x) for name, x in placed.items()}
 
+  def with_zero_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns what `true_rows` would return the batch of; to be called inside a step."""
+    empty = {name: jnp.zeros(padded.shape, padded.dtype) for name, padded in self.padded.items()}
+    return {name: empty[name].at[self.row_positions[len(rows)]].set(rows) for name, rows in batch.items()}
+
 
 def make_input_layout(
   input_spec: InputSpec,

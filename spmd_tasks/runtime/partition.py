@@ -186,7 +186,12 @@ class PartitionedModel:
     return _constrain(variables, self.state_specs.variables, self.mesh)
 
   def batch_step(
-    self, name: str, input_spec: InputSpec, function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct
+    self,
+    name: str,
+    input_spec: InputSpec,
+    function: Callable[..., Any],
+    *arguments: jax.ShapeDtypeStruct,
+    output_spec: InputSpec | None = None,
   ) -> CompiledStep:
     """Compiles a function of true variables and batches to `(padded variables, placed batch, *arguments) -> outputs`.
 
@@ -195,19 +200,24 @@ class PartitionedModel:
       input_spec: global shapes and dtypes of the batches.
       function: `(variables, batch, *arguments) -> outputs`, any tree of arrays; the outputs are replicated.
       arguments: shapes and dtypes of further arguments, the same host arrays on every process.
+      output_spec: of a dict of arrays that the function returns, which are then placed like a batch's.
     """
-    layout = make_input_layout(input_spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
+    layout, made = (
+      make_input_layout(spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
+      for spec in (input_spec, output_spec or {})
+    )
     replicated = NamedSharding(self.mesh, PartitionSpec())
 
     def step(padded_variables, padded_batch, *arguments):
       with self._scope():
-        return function(self.true_variables(padded_variables), self._true_batch(padded_batch, layout), *arguments)
+        outputs = function(self.true_variables(padded_variables), self._true_batch(padded_batch, layout), *arguments)
+        return made.with_zero_rows(outputs) if output_spec else outputs
 
     step.__name__ = name
     jitted = jax.jit(
       step,
       in_shardings=(_shardings(self.padded_state.variables), _shardings(layout.padded), *[replicated] * len(arguments)),
-      out_shardings=replicated,
+      out_shardings=_shardings(made.padded) if output_spec else replicated,
     )
     return CompiledStep(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
 

@@ -3,10 +3,10 @@
     class Notes(LowRankTuning, InstructionTuning): ...     # see experiments/finetune.py
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
-`references.py` (the reference model's log-probabilities), `rollouts.py` and `policy_loss.py` (rewards),
-`low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one
-base), `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders). The names below
-are imported when first used.
+`references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `rollouts.py` and
+`policy_loss.py` (rewards), `low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint
+of adapters belongs to one base), `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py`
+(encoder-decoders). The names below are imported when first used.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.adapted_weights import add_adapters
   from spmd_tasks.tuning.adapters import LowRankAdapter
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
+  from spmd_tasks.tuning.distillation import DistillationLoss, DistillationTuning, TaughtInput
   from spmd_tasks.tuning.instruction_tuning import InstructionTuning, PreferenceTuning
   from spmd_tasks.tuning.low_rank import LowRankTuning
   from spmd_tasks.tuning.policy_loss import PolicyLoss
@@ -34,6 +35,8 @@ __all__ = [
   'WING',
   'ConversationInput',
   'Conversations',
+  'DistillationLoss',
+  'DistillationTuning',
   'InstructionTuning',
   'JudgedAnswers',
   'LowRankAdapter',
@@ -48,6 +51,7 @@ __all__ = [
   'RewardPrompts',
   'RewardTuning',
   'RolloutInput',
+  'TaughtInput',
   'TextPairs',
   'add_adapters',
 ]
@@ -76,6 +80,10 @@ def _train_hooks(job: Any) -> tuple[Any, ...]:
     from spmd_tasks.tuning.rollouts import MakeRollouts
 
     return (MakeRollouts(),)
+  if any(hasattr(each, 'teacher') for each in _sources(job)):
+    from spmd_tasks.tuning.distillation import AskTeacher
+
+    return (AskTeacher(),)
   if not _has_pairs(job):
     return ()
   from spmd_tasks.tuning.references import ComputeReferences
@@ -83,13 +91,18 @@ def _train_hooks(job: Any) -> tuple[Any, ...]:
   return (ComputeReferences(),)
 
 
-def _has_pairs(job: Any) -> bool:
-  """Whether an input of the job, or a source of a mixture, reads pairs of answers."""
+def _sources(job: Any) -> list[Any]:
+  """The inputs of the job, and the sources of mixtures."""
   found = [job.train_input, *job.eval_inputs.values()]
   for each in tuple(found):
     sources = getattr(each, 'sources', None)
     found += sources.values() if isinstance(sources, Mapping) else ()
-  return any(getattr(each, 'kind', None) == 'preferences' for each in found)
+  return found
+
+
+def _has_pairs(job: Any) -> bool:
+  """Whether an input of the job, or a source of a mixture, reads pairs of answers."""
+  return any(getattr(each, 'kind', None) == 'preferences' for each in _sources(job))
 
 
 WING = Wing(name='tuning', prepare_job=_prepare_job, train_hooks=_train_hooks, fields_of_modules=('reward', 'rewards'))

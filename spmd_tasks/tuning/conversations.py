@@ -70,6 +70,7 @@ class ConversationInput(TextInput):
   date: str = '2026-01-01'
 
   kind: ClassVar[str] = 'conversations'
+  iterator_type: ClassVar[type[TextIterator]] = TextIterator
 
   def __post_init__(self):
     super().__post_init__()
@@ -83,7 +84,7 @@ class ConversationInput(TextInput):
         f'{type(self.tokenizer).__name__} cannot say which characters its tokens are, so that the loss cannot be on '
         "the assistant's alone: use a model's folder with a tokenizer.json."
       )
-    return super().make_iterator(shard_index, shard_count)
+    return self.iterator_type(self, shard_index, shard_count)
 
   def renderer(self) -> 'Renderer':
     """Makes the Renderer, which writes messages as tokens."""

@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 
 from spmd_tasks.learning.accumulation import accumulate_gradients
-from spmd_tasks.tuning import PreferenceLoss
+from spmd_tasks.tuning import DistillationLoss, PreferenceLoss
 
 TRL = np.load(Path(__file__).parents[1] / 'data' / 'trl_offline.npz')
 LOSSES = {
   'kto': PreferenceLoss(kind='kto'),
   'kto_weighted': PreferenceLoss(kind='kto', beta=0.5, good_weight=1.5, bad_weight=0.7),
   'orpo': PreferenceLoss(kind='orpo', beta=0.3),
+}
+# With how many tokens that the teacher names.
+DISTILLATIONS = {
+  'forward': (0, DistillationLoss(beta=0.0)),
+  'reverse': (0, DistillationLoss(beta=1.0)),
+  'jensen_shannon': (0, DistillationLoss(beta=0.5, temperature=2.0)),
+  'generalised': (0, DistillationLoss(beta=0.1, temperature=0.7, label_weight=0.3)),
+  'forward_top_3': (3, DistillationLoss(beta=0.0)),
 }
 
 
@@ -58,3 +66,18 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(name):
   output, gradient = accumulate_gradients(loss_fn, variables, batch, None, 4)
   np.testing.assert_allclose(output.loss, TRL[f'{name}/loss'], rtol=1e-5)
   np.testing.assert_allclose(gradient['shift'], TRL[f'{name}/gradient'].sum(0), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize('name', DISTILLATIONS)
+def test_divergences_from_a_teacher_are_those_of_trl(name):
+  batch, (top_k, loss) = given('pairs'), DISTILLATIONS[name]
+  batch['teacher_log_probs'] = jax.nn.log_softmax(batch.pop('teacher_logits') / loss.temperature)
+  if top_k:
+    batch['teacher_log_probs'], batch['teacher_ids'] = jax.lax.top_k(batch['teacher_log_probs'], top_k)
+
+  def loss_of(logits):
+    return loss({'logits': logits}, batch).loss
+
+  value, gradient = jax.value_and_grad(loss_of)(jnp.asarray(batch['logits']))
+  np.testing.assert_allclose(value, TRL[f'{name}/loss'], rtol=1e-5)
+  np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)

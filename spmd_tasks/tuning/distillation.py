@@ -1,0 +1,251 @@
+"""Distillation: a model learns the distributions of a teacher on given conversations.
+
+    DistillationLoss(beta=0.5)            # 0: forward KL divergence, 1: reverse, between: generalised Jensen-Shannon
+
+The teacher is a folder with the same vocabulary. It lies on the training mesh beside the state, and no checkpoint has
+it; before each step one program adds what it says of the batch's tokens: all its log-probabilities, or the K highest.
+
+Shapes: B batch, T sequence, V vocab, K tokens that the teacher names, M microbatches.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+from typing import Any, ClassVar
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.bridges.huggingface import open_folder
+from spmd_tasks.bridges.huggingface.origin import variables_from_folder
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import Batch, Prefetcher, State
+from spmd_tasks.inputs.mixture import sources_of
+from spmd_tasks.inputs.text_input import TextIterator
+from spmd_tasks.layers import LanguageModelLoss, LossOutput
+from spmd_tasks.layers.losses import WithAuxLosses
+from spmd_tasks.learning.accumulation import split_microbatches
+from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.runtime import partition_spmd_model
+from spmd_tasks.store_files import local_folder
+from spmd_tasks.tuning.conversations import ConversationInput
+from spmd_tasks.tuning.instruction_tuning import InstructionTuning
+
+_LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
+
+
+def divergence(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
+  """Returns the generalised Jensen-Shannon divergence of log-probabilities [..., V] (Agarwal et al., 2024): [...].
+
+  It is beta KL(teacher | mixture) + (1 - beta) KL(student | mixture), the mixture having beta of the teacher; for beta
+  0 KL(teacher | student), and for 1 KL(student | teacher).
+  """
+
+  def kl(p: jax.Array, q: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(p == -jnp.inf, 0.0, jnp.exp(p) * (p - q)), axis=-1)
+
+  if beta in (0, 1):
+    return kl(student, teacher) if beta else kl(teacher, student)
+  mixture = jnp.logaddexp(student + np.log1p(-beta), teacher + np.log(beta))
+  return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def _with_rest(log_probs: jax.Array) -> jax.Array:
+  """Adds the log-probability of all other tokens: [..., K] -> [..., K + 1]."""
+  known = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), -1e-7)
+  return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(known))], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationLoss(WithAuxLosses):
+  """Mean over tokens of the divergence from the teacher's distributions; the cross-entropy for batches without them.
+
+  Fields:
+    beta: as for `divergence`.
+    temperature: by which the logits of both models are divided.
+    label_weight: the share of the cross-entropy to the labels in the loss, from 0 to 1.
+    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+  """
+
+  beta: float = 0.5
+  temperature: float = 1.0
+  label_weight: float = 0.0
+
+  def __post_init__(self):
+    if not 0 <= self.beta <= 1 or not 0 <= self.label_weight <= 1 or not self.temperature > 0:
+      raise UserError(
+        f'beta={self.beta} and label_weight={self.label_weight} must be from 0 to 1, and '
+        f'temperature={self.temperature} positive.'
+      )
+
+  def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
+    """Computes the LossOutput, whose weight is the number of tokens.
+
+    Args:
+      predictions: `logits` float [B, T, V]; optionally `aux`.
+      batch: `labels` int32 [B, T], `weights` float [B, T]; `teacher_log_probs` float [B, T, V], at the temperature, or
+        [B, T, K] of the tokens `teacher_ids` int32 [B, T, K]: all others then count as one.
+    """
+    output = LanguageModelLoss()({name: each for name, each in predictions.items() if name != 'aux'}, batch)
+    loss = output.loss
+    if _LOG_PROBS in batch:
+      if 'logits' not in predictions:
+        raise UserError('distillation needs all logits at once, but num_logit_chunks divides them: leave it 1.')
+      student, teacher = jax.nn.log_softmax(predictions['logits'] / self.temperature, axis=-1), batch[_LOG_PROBS]
+      if _IDS in batch:
+        student = _with_rest(jnp.take_along_axis(student, batch[_IDS], axis=-1))
+        teacher = _with_rest(teacher)
+      weights = batch['weights'].astype(jnp.float32)
+      per_token = jnp.where(weights == 0, 0.0, divergence(student, teacher, self.beta)) * weights
+      mean = jnp.sum(per_token) / jnp.maximum(output.weight, 1.0)
+      output.metrics['divergence'] = (mean, output.weight)
+      loss = (1 - self.label_weight) * mean + (self.label_weight * loss if self.label_weight else 0.0)
+    loss, metrics = self.add_aux_losses(loss, output.weight, output.metrics, predictions.get('aux', {}))
+    return output.replace(loss=loss, metrics=metrics)
+
+
+class _TaughtIterator(TextIterator):
+  """Batches with a made-up teacher, who finds all tokens equally probable, for --mode verify; AskTeacher asks one."""
+
+  _settings: 'TaughtInput'
+
+  def __next__(self) -> Batch:
+    batch, settings = super().__next__(), self._settings
+    shape = (len(batch['ids']), settings.seq_len, settings.teacher_top_k or settings.vocab_size)
+    made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(settings.vocab_size)), shape)}
+    if settings.teacher_top_k:
+      made_up[_IDS] = np.broadcast_to(np.arange(settings.teacher_top_k, dtype=np.int32), shape)
+    return batch | made_up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaughtInput(ConversationInput):
+  """Conversations whose batches get what a teacher says of them; the fields of ConversationInput, and these.
+
+  Fields:
+    teacher: its folder.
+    vocab_size: V.
+    teacher_top_k: K; 0: all of V.
+  """
+
+  teacher: str
+  vocab_size: int
+  teacher_top_k: int = 0
+
+  iterator_type: ClassVar[type[TextIterator]] = _TaughtIterator
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not 0 <= self.teacher_top_k < self.vocab_size:
+      raise UserError(f'teacher_top_k = {self.teacher_top_k} must be below the vocabulary of {self.vocab_size}, or 0.')
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return super().element_spec() | self.teacher_spec()
+
+  def teacher_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the teacher adds to a batch."""
+    shape = (self.batch_size, self.seq_len, self.teacher_top_k or self.vocab_size)
+    ids = {_IDS: jax.ShapeDtypeStruct(shape, np.int32)} if self.teacher_top_k else {}
+    return {_LOG_PROBS: jax.ShapeDtypeStruct(shape, np.float32), **ids}
+
+
+class AskTeacher(TrainHook):
+  """Gives the loop batches with what the teacher says of them."""
+
+  def prepare(self, run: TrainRun) -> None:
+    settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, TaughtInput))
+    self._folder, experiment, task = local_folder(settings.teacher), run.experiment, run.job.task
+    folder = open_folder(self._folder)
+    if folder.decoder.vocab_size != settings.vocab_size or folder.decoder.num_encoder_layers:
+      raise UserError(
+        f'the teacher {settings.teacher} must be a decoder with the vocabulary of the model, {settings.vocab_size} '
+        f'tokens, but has {folder.decoder.vocab_size}: choose another teacher.'
+      )
+    parts: dict[str, Any] = {'model': folder.build_model(), 'loss': LanguageModelLoss(), 'eval_with_ema': False}
+    if folder.dtype == 'bfloat16':  # then kernels are held in it; nothing is trained, but a pattern must name something
+      parts |= {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
+    teacher = dataclasses.replace(task, **{'trained': None, 'frozen_dtype': None, **parts})
+    temperature = getattr(task.loss, 'temperature', 1.0)
+    added, number, top_k = settings.teacher_spec(), task.learner.num_microbatches, settings.teacher_top_k
+    spec = {name: each for name, each in run.job.train_input.element_spec().items() if name not in added}
+
+    def answers_of(variables: Any, part: Any) -> dict[str, jax.Array]:
+      log_probs = jax.nn.log_softmax(teacher.predict(variables, part)['logits'] / temperature, axis=-1)
+      return dict(zip((_LOG_PROBS, _IDS), jax.lax.top_k(log_probs, top_k))) if top_k else {_LOG_PROBS: log_probs}
+
+    def ask(variables: Any, batch: Any) -> dict[str, jax.Array]:
+      if number == 1:
+        return answers_of(variables, batch)
+      parts = jax.lax.map(lambda part: answers_of(variables, part), split_microbatches(batch, number))
+      return {name: jnp.swapaxes(each, 0, 1).reshape(added[name].shape) for name, each in parts.items()}
+
+    self._model = partition_spmd_model(
+      teacher,
+      run.model.mesh,
+      spec,
+      axis_rules=experiment.axis_rules,
+      inputs_split_mapping=experiment.inputs_split_mapping,
+    )
+    self._names, self._step = spec, self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
+
+  def batches(self, run: TrainRun, iterator: Any) -> Any:
+    self._variables = variables_from_folder(self._model, str(self._folder))
+    read = Prefetcher(
+      iterator,
+      lambda batch: self._step.place({name: batch[name] for name in self._names}),
+      depth=run.experiment.prefetch_batches,
+      timeout_s=run.experiment.input_timeout_s,
+      is_idle=run.loop.is_idle,
+    )
+    run.stack.callback(read.close)
+    return _Taught(self, read)
+
+  def answer(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The placed batch with the teacher's answers."""
+    return {**batch, **self._step(self._variables, batch)}
+
+
+class _Taught:
+  """The loop's batches."""
+
+  def __init__(self, hook: AskTeacher, read: Prefetcher):
+    self._hook, self._read = hook, read
+
+  @property
+  def seconds_waited(self) -> float:
+    return self._read.seconds_waited
+
+  def __iter__(self) -> Iterator[tuple[dict[str, jax.Array], State]]:
+    return self
+
+  def __next__(self) -> tuple[dict[str, jax.Array], State]:
+    batch, state = next(self._read)
+    return self._hook.answer(batch), state
+
+
+class DistillationTuning(InstructionTuning):
+  """Tunes the model of a folder on what a teacher says of the assistant's tokens in conversations."""
+
+  # The teacher's folder, with the same vocabulary; how many tokens it names for each (0: all).
+  teacher: str = ''
+  teacher_top_k: int = 0
+  # 0: forward KL divergence, 1: reverse, between: generalised Jensen-Shannon; see DistillationLoss.
+  beta: float = 0.5
+  temperature: float = 1.0
+  label_weight: float = 0.0
+
+  def loss(self) -> fdl.Config:
+    """The divergence from the teacher."""
+    settings = {name: getattr(self, name) for name in ('beta', 'temperature', 'label_weight')}
+    return fdl.Config(DistillationLoss, **settings)
+
+  def train_input(self) -> fdl.Config:
+    if not self.teacher:
+      raise UserError(f'{type(self).__name__} needs a teacher: --set teacher=FOLDER, with the vocabulary of the model.')
+    made = super().train_input()
+    for each in (made.sources if hasattr(made, 'sources') else {'': made}).values():
+      fdl.update_callable(each, TaughtInput)
+      each.teacher, each.teacher_top_k = self.teacher, self.teacher_top_k
+      each.vocab_size = self.folder.decoder.vocab_size
+    return made

@@ -1,0 +1,81 @@
+"""A teacher beside the model: its answers are placed like the batch, in microbatches, padded, all or the highest."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from spmd_tasks.bridges.huggingface.origin import variables_from_folder
+from spmd_tasks.config import resolve
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.tuning.distillation import AskTeacher
+from tests.model_folders import write_llama
+
+OVERRIDES = ('seq_len=24', 'batch_size=6', 'temperature=2.0', 'too_long=truncate')
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  """A student and a teacher, whose logits are twice the student's."""
+  student, teacher = (tmp_path_factory.mktemp(name) for name in ('student', 'teacher'))
+  for each in (student, teacher):
+    write_llama(each)
+  weights = load_file(teacher / 'model.safetensors')
+  save_file(weights | {'lm_head.weight': 2 * weights['lm_head.weight']}, teacher / 'model.safetensors')
+  talk = [{'role': 'user', 'content': 'the cat'}, {'role': 'assistant', 'content': 'sat'}]
+  (student / 'talks.jsonl').write_text((json.dumps({'messages': talk}) + '\n') * 3)
+  return student, teacher
+
+
+def job_of(folders, *overrides):
+  student, teacher = folders
+  given = [f'model={student}', f'teacher={teacher}', f'data={student / "talks.jsonl"}', *OVERRIDES, *overrides]
+  return resolve('finetune.FullDistill', given).build()
+
+
+def asked(job, mesh_shape):
+  """The job's model, the hook after `prepare`, and a batch as the host reads it."""
+  model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[: int(np.prod(mesh_shape))]))
+  hook = AskTeacher()
+  hook.prepare(SimpleNamespace(job=job, experiment=job.experiment, model=model))
+  return model, hook, next(job.train_input.make_iterator())
+
+
+def test_the_answers_are_those_of_the_teacher_on_any_mesh(folders):
+  job = job_of(folders, 'teacher_top_k=3', 'task.learner.num_microbatches=2', 'ici_mesh_shape=1,4,1')
+  model, hook, batch = asked(job, (1, 4, 1))  # 6 rows on 4 devices
+  hook._variables = variables_from_folder(hook._model, str(folders[1]))
+  placed = hook._step.place({name: batch[name] for name in hook._names})
+  answer = hook.answer(placed)
+  for name, each in model.input_layout.padded.items():
+    assert (answer[name].shape, answer[name].sharding) == (each.shape, each.sharding)
+  student = partition_job(job_of(folders), job.experiment.mesh_spec().build_abstract())
+  logits = student.task.predict(variables_from_folder(model, str(folders[0])), batch)['logits']
+  expected = np.asarray(jax.nn.log_softmax(2 * logits / 2.0))
+  np.testing.assert_allclose(answer['teacher_log_probs'][:6], -np.sort(-expected)[..., :3], atol=1e-5)
+  ids = np.asarray(answer['teacher_ids'])[:6]
+  np.testing.assert_allclose(np.take_along_axis(expected, ids, -1), answer['teacher_log_probs'][:6], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'overrides, message',
+  [
+    (('teacher=""',), 'FullDistill needs a teacher: --set teacher=FOLDER'),
+    (('teacher_top_k=440',), 'teacher_top_k = 440 must be below the vocabulary of 440'),
+    (('beta=1.5',), 'beta=1.5 and label_weight=0.0 must be from 0 to 1'),
+  ],
+)
+def test_what_cannot_be_taught_is_one_sentence(folders, overrides, message):
+  with pytest.raises(UserError, match=message):
+    job_of(folders, *overrides)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
+  config = json.loads((folders[1] / 'config.json').read_text())
+  (tmp_path / 'config.json').write_text(json.dumps(config | {'vocab_size': 441}))
+  with pytest.raises(UserError, match='the vocabulary of the model, 440 tokens, but has 441'):
+    asked(job_of(folders, f'teacher={tmp_path}'), (1, 1, 1))
