@@ -1,0 +1,183 @@
+"""Neighbours: what the supervisors of a job tell each other, and which of them are alive.
+
+    <job_log_dir>/supervisors/host_<id>.json       where each supervisor answers
+
+A supervisor answers every connection with one line, its Status. It asks each other one twice a second. One that refuses
+the connection twice, or is silent for several seconds, is dead, until it answers again.
+"""
+
+from collections.abc import Mapping
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from spmd_tasks import exit_codes
+from spmd_tasks.files import glob_below, read_text, write_durably
+
+RUNNING = -1000  # in place of an exit code
+
+_ASK_S, _ANSWER_LIMIT_S, _LOOK_S = 0.5, 3.0, 2.0
+_MAX_FAILURES = 2  # in a row, of one that is alive
+_FORGOTTEN_AFTER_S = 300.0
+_RANKS = ('SLURM_PROCID', 'JOB_COMPLETION_INDEX', 'OMPI_COMM_WORLD_RANK')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+  """What a supervisor tells of itself.
+
+  Attributes:
+    id: of the supervisor, new at each start.
+    host: its name, for messages.
+    order: sorts new hosts: the launcher's rank, the host's name.
+    round: the round that the supervisor is in, or waits for.
+    phase: 'ready' for the round, 'running' in it, 'ended', or 'left' for good.
+    code: the exit code of its process, once 'ended'; negative for a signal.
+    coordinator: the address at which its process would listen as process 0.
+  """
+
+  id: str
+  host: str
+  order: tuple[int, str]
+  round: int = 0
+  phase: str = 'ready'
+  code: int | None = None
+  coordinator: str = ''
+
+
+class Neighbours:
+  """Knows this supervisor's status and those of the others; answers and asks while it is open."""
+
+  def __init__(self, directory: epath.Path, address: str):
+    rank = next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, '').isdigit()), 0)
+    host = socket.gethostname()
+    self.own = Status(id=secrets.token_hex(6), host=host, order=(rank, host))
+    self._address = address
+    self._directory = directory
+    self._path = directory / f'host_{self.own.id}.json'
+    self._heard: dict[str, tuple[Status | None, int]] = {}  # the last status, and failures since
+    self._closed = threading.Event()
+
+  def __enter__(self) -> 'Neighbours':
+    neighbours = self
+
+    class Answer(socketserver.BaseRequestHandler):
+      def handle(self):
+        self.request.sendall(json.dumps(dataclasses.asdict(neighbours.own)).encode() + b'\n')
+
+    self._server = _Server((self._address, 0), Answer)
+    threading.Thread(target=self._server.serve_forever, name='answers', daemon=True).start()
+    self._place = json.dumps({'address': self._server.server_address[:2]})
+    write_durably(self._path, self._place)
+    self._look()
+    threading.Thread(target=self._keep_looking, name='neighbours', daemon=True).start()
+    return self
+
+  def __exit__(self, *exc_info):
+    self.tell(phase='left')
+    self._closed.set()
+    with contextlib.suppress(OSError):
+      self._path.unlink(missing_ok=True)
+
+  def tell(self, **changes: Any) -> None:
+    """Changes this supervisor's status."""
+    self.own = dataclasses.replace(self.own, **changes)
+
+  def ready_for(self, number: int) -> None:
+    """Tells that this supervisor is ready for a round, and where its process would listen."""
+    with socket.socket(socket.AF_INET6 if ':' in self._address else socket.AF_INET) as probe:
+      probe.bind((self._address, 0))
+      port = probe.getsockname()[1]
+    host = f'[{self._address}]' if ':' in self._address else self._address
+    self.tell(round=number, phase='ready', code=None, coordinator=f'{host}:{port}')
+
+  def alive(self) -> Mapping[str, Status]:
+    """The supervisors that are alive and have not left, this one included."""
+    others = {id: status for id, (status, failures) in list(self._heard.items()) if status and failures < _MAX_FAILURES}
+    others = {id: status for id, status in others.items() if status.phase != 'left'}
+    return {**others, self.own.id: self.own}
+
+  def code_of(self, id: str, number: int) -> int | None:
+    """The exit code of a supervisor's process in a round; RUNNING before its end, None if the supervisor is dead."""
+    status, failures = (self.own, 0) if id == self.own.id else self._heard.get(id, (None, _MAX_FAILURES))
+    if status is not None and status.round > number:
+      return exit_codes.FAILED  # it goes on
+    if status is not None and status.round == number and status.phase in ('ended', 'left'):
+      return status.code
+    return None if status is None or failures >= _MAX_FAILURES else RUNNING
+
+  def is_settled(self) -> bool:
+    """Whether each registered supervisor has answered, or is dead."""
+    return all(status is not None or failures >= _MAX_FAILURES for status, failures in list(self._heard.values()))
+
+  def name(self, id: str) -> str:
+    """The name of a supervisor's host, as far as it is known."""
+    status = self.own if id == self.own.id else self._heard.get(id, (None, 0))[0]
+    return id if status is None else status.host
+
+  def _look(self) -> None:
+    """Begins to ask the supervisors that have come since."""
+    if not self._path.exists():  # somebody took this one for dead
+      write_durably(self._path, self._place)
+    for path in glob_below(self._directory, 'host_*.json'):
+      id = path.name.removeprefix('host_').removesuffix('.json')
+      if id != self.own.id and id not in self._heard:
+        self._heard[id] = (None, 0)
+        threading.Thread(target=self._ask_often, args=(id, path), name=f'asks {id}', daemon=True).start()
+
+  def _keep_looking(self) -> None:
+    while not self._closed.wait(_LOOK_S):
+      try:
+        self._look()
+      except Exception as error:  # the job goes on without: nobody can come meanwhile
+        logging.warning('%s cannot be read: %s', self._directory, error)
+
+  def _ask_often(self, id: str, path: epath.Path) -> None:
+    """Asks one supervisor until it has left, or has been dead for long."""
+    answered, address = time.monotonic(), None
+    while not self._closed.is_set() and time.monotonic() - answered < _FORGOTTEN_AFTER_S:
+      status, failures = self._heard[id]
+      try:
+        address = address or tuple(json.loads(read_text(path))['address'])
+        status, failures, answered = _ask(address, id), 0, time.monotonic()
+      except (OSError, ValueError, KeyError, TypeError):
+        failures += 1
+      self._heard[id] = (status, failures)
+      if status is not None and status.phase == 'left':
+        return
+      self._closed.wait(_ASK_S if failures <= 2 * _MAX_FAILURES else 10 * _ASK_S)
+    if not self._closed.is_set():
+      with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+      self._heard.pop(id)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+  daemon_threads, request_queue_size = True, 128
+
+  def __init__(self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]):
+    self.address_family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
+    super().__init__(address, handler)
+
+  def handle_error(self, request, client_address):
+    """Says nothing: a supervisor that asked has gone."""
+
+
+def _ask(address: tuple[str, int], id: str) -> Status:
+  """Returns what a supervisor tells. Raises OSError where nobody answers, ValueError where somebody else does."""
+  with socket.create_connection(address, timeout=_ANSWER_LIMIT_S) as sock, sock.makefile('rb') as lines:
+    told = json.loads(lines.readline(10_000))
+  status = Status(**{**told, 'order': tuple(told['order'])})
+  if status.id != id:
+    raise ValueError(f'{address} answers as {status.id}')
+  return status

@@ -1,0 +1,276 @@
+"""The supervisor of one host: agrees on rounds with the others, and runs the host's training process in each of them.
+
+    spmd-tasks --mode train ... --supervise 2:4
+
+Its own process holds no device and imports no JAX. It ends with the exit code of the job, see `_verdict`.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from etils import epath
+
+from spmd_tasks import exit_codes
+from spmd_tasks.elastic.neighbours import RUNNING, Neighbours
+from spmd_tasks.elastic.rounds import choose_hosts, newest_round, propose_round, read_round
+from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.files import absolute_path, is_remote, make_directory, read_text, storage_errors
+
+ENVIRONMENT = 'SPMD_TASKS_SUPERVISED'  # of the training process: JSON with `max_hosts`, `sizes_file` and `parent`
+
+_DEAD_LIMIT_S, _ENDED_LIMIT_S = 5.0, 25.0  # how long a process may go on without one that is dead, or has ended
+_GATHER_LIMIT_S = 45.0  # for all processes of a round to end
+_STAYS_S = 15.0  # how long a spare has been there, and a round has run, before the round ends for it
+_MAX_FAILURES = 3  # in a row, of hosts that are all alive, without a new checkpoint
+_LINGER_S = 1.5  # so that each other supervisor has heard how this one ended
+_OWN_FLAGS = ('--supervise', '--supervisor_address')
+_PR_SET_PDEATHSIG = 1
+
+
+def supervise(flags: argparse.Namespace) -> int | None:
+  """Runs the supervisor where --supervise asks for it; None in every other process."""
+  if flags.supervise is None:
+    if ENVIRONMENT in os.environ:
+      _end_with_parent()
+    return None
+  limits = _limits(flags.supervise)
+  if flags.mode != 'train' or not flags.job_log_dir:
+    raise UserError('--supervise keeps a training job going: give --mode train and its --job_log_dir, too.')
+  if flags.coordinator_address or flags.num_processes or flags.process_id is not None:
+    raise UserError(
+      '--supervise numbers the processes itself: leave out --coordinator_address, --num_processes and --process_id.'
+    )
+  directory = absolute_path(flags.job_log_dir) / 'supervisors'
+  address = flags.supervisor_address or _own_address()
+  try:
+    with storage_errors(directory):
+      make_directory(directory)
+      with Neighbours(directory, address) as neighbours, tempfile.TemporaryDirectory() as local:
+        code = _Supervisor(directory, neighbours, limits, flags.initialization_timeout_s, local).run()
+        neighbours.tell(phase='left')
+        time.sleep(_LINGER_S)
+        return code
+  except socket.gaierror as error:
+    raise UserError(f'--supervisor_address {address} is no address of this host: {error}.') from error
+
+
+class _Supervisor:
+  """One host's life in a job."""
+
+  def __init__(
+    self, directory: epath.Path, neighbours: Neighbours, limits: tuple[int, int], patience_s: float, local: str
+  ):
+    self._directory, self._neighbours, self._limits, self._patience_s = directory, neighbours, limits, patience_s
+    self._sizes_file = os.path.join(local, 'sizes.json')
+    self._sizes: tuple[int, ...] = ()  # the numbers of hosts that the job fits; empty: not known
+    self._period_s = 1.0 if is_remote(directory) else 0.2
+    self._signal: signal.Signals | None = None
+    self._num_failures = 0
+
+  def run(self) -> int:
+    """Takes part in rounds until the job is done or this host leaves; returns the exit code."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(signum, self._on_signal)
+    number = newest_round(self._directory) + 1
+    while (number := self._agree(number)) > 0:
+      agreed = read_round(self._directory, number)
+      assert agreed is not None
+      checkpoint = self._newest_checkpoint()
+      codes = self._run_round(number, agreed)
+      own_code = codes[self._neighbours.own.id]
+      lost = [self._neighbours.name(id) for id, code in codes.items() if code is None]
+      _say(f'round {number} has ended here with {_code_name(own_code)}' + f'; lost: {", ".join(lost)}' * bool(lost))
+      if self._newest_checkpoint() != checkpoint:
+        self._num_failures = 0
+      if not lost and exit_codes.PREEMPTED not in codes.values():
+        self._num_failures += 1
+      code = self._verdict(codes)
+      if code is not None:
+        return code
+      number += 1
+    return exit_codes.INTERRUPTED if self._signal == signal.SIGINT else exit_codes.PREEMPTED
+
+  def _agree(self, number: int) -> int:
+    """Waits for a round that this host is in, from `number` on; returns its number, 0 if the host is to leave."""
+    neighbours = self._neighbours
+    neighbours.ready_for(number)
+    began, said = time.monotonic(), ''
+    while self._signal is None:
+      if (agreed := read_round(self._directory, number)) is not None:
+        if neighbours.own.id in agreed['hosts']:
+          return number
+        number, began = number + 1, time.monotonic()
+        neighbours.ready_for(number)
+        continue
+      alive = neighbours.alive()
+      previous = (read_round(self._directory, number - 1) or {'hosts': []})['hosts']
+      ready = {id: each.order for id, each in alive.items() if (each.round, each.phase) == (number, 'ready')}
+      survivors = [id for id in previous if id in alive]
+      passed = time.monotonic() - began
+      message = ''
+      if len(ready) < len(alive):
+        is_spare = neighbours.own.id not in previous and any(each.round < number for each in alive.values())
+        message = 'a spare, while the others train' if is_spare else ''
+        began = time.monotonic()
+      elif neighbours.is_settled() and (survivors or len(ready) >= self._limits[1] or passed > self._patience_s):
+        hosts = choose_hosts(ready, previous, self._sizes, self._limits)
+        if hosts and neighbours.own.id == min(survivors or ready):
+          propose_round(self._directory, number, hosts, alive[hosts[0]].coordinator)
+          continue
+        if not hosts:
+          message = f'{len(ready)} hosts are there, but the job needs {self._needed()}'
+          if passed > self._patience_s:
+            raise JobError(
+              f'{message}, and no other has come within {self._patience_s:g} s: start the same command on more hosts.'
+            )
+      elif not survivors:
+        message = f'{len(ready)} of {self._limits[1]} hosts are there'
+      if message and message != said:
+        _say(f'waiting for round {number}: {message}.')
+        said = message
+      time.sleep(self._period_s if passed < 5 else 5 * self._period_s)
+    return 0
+
+  def _needed(self) -> str:
+    sizes = [size for size in self._sizes if self._limits[0] <= size <= self._limits[1]]
+    return ' or '.join(map(str, sizes)) or f'at least {self._limits[0]}'
+
+  def _run_round(self, number: int, agreed: Mapping[str, Any]) -> dict[str, int | None]:
+    """Runs the training process; returns the exit code on each host of the round, None where that host is dead."""
+    hosts: list[str] = agreed['hosts']
+    neighbours = self._neighbours
+    own = neighbours.own.id
+    neighbours.tell(phase='running')
+    index = hosts.index(own)
+    _say(f'round {number}: process {index} of {len(hosts)}')
+    process = self._start(agreed['coordinator'], len(hosts), index)
+    began = time.monotonic()
+    gone_since = spare_since = None
+    is_told = False
+    while process.poll() is None:
+      time.sleep(0.2)
+      alive, now = neighbours.alive(), time.monotonic()
+      others = [alive.get(id) for id in hosts if id != own]
+      if any(each is None or each.round > number or each.phase == 'ended' for each in others):
+        gone_since = gone_since or now
+        if now - gone_since > (_DEAD_LIMIT_S if None in others else _ENDED_LIMIT_S):
+          process.kill()
+      spares = {id: each.order for id, each in alive.items() if (each.round, each.phase) == (number + 1, 'ready')}
+      hosts_with_spares = choose_hosts(spares | {id: (0, '') for id in hosts}, hosts, self._known_sizes(), self._limits)
+      is_larger = own == hosts[0] and gone_since is None and len(hosts_with_spares) > len(hosts)
+      spare_since = (spare_since or now) if is_larger else None
+      if self._signal is not None and not is_told:
+        process.send_signal(self._signal)
+        is_told = True
+      elif spare_since is not None and not is_told and min(now - spare_since, now - began) > _STAYS_S:
+        _say(f'round {number} ends for a larger one: {len(hosts_with_spares)} hosts are there')
+        process.send_signal(signal.SIGTERM)  # all processes save after the same step
+        is_told = True
+    self._sizes = self._known_sizes()
+    neighbours.tell(phase='ended', code=process.returncode)
+    ended = time.monotonic()
+    while True:
+      codes = {id: neighbours.code_of(id, number) for id in hosts}
+      running = [id for id, code in codes.items() if code == RUNNING]
+      if not running or time.monotonic() - ended > _GATHER_LIMIT_S:
+        return {**codes, **dict.fromkeys(running)}
+      time.sleep(0.1)
+
+  def _start(self, coordinator: str, num_processes: int, index: int) -> subprocess.Popen[bytes]:
+    """Starts the training process by the supervisor's own command line, with the flags of the round."""
+    command = [sys.executable, *_without_own_flags(sys.orig_argv[1:])]
+    command += ['--coordinator_address', coordinator, '--num_processes', str(num_processes), '--process_id', str(index)]
+    settings = {'max_hosts': self._limits[1], 'sizes_file': self._sizes_file, 'parent': os.getpid()}
+    # In a session of its own, so that Ctrl-C reaches it through the supervisor alone.
+    return subprocess.Popen(
+      command, stdin=subprocess.DEVNULL, env={**os.environ, ENVIRONMENT: json.dumps(settings)}, start_new_session=True
+    )
+
+  def _verdict(self, codes: Mapping[str, int | None]) -> int | None:
+    """Returns the exit code with which this host leaves the job, or None if it goes on with another round."""
+    own_code = codes[self._neighbours.own.id]
+    assert own_code is not None
+    if exit_codes.OK in codes.values():  # all have made the last step together, and the last checkpoint is whole
+      return exit_codes.OK
+    if self._signal is not None:
+      return own_code if own_code > 0 else exit_codes.PREEMPTED
+    if exit_codes.CORRUPTED in codes.values():
+      return exit_codes.CORRUPTED
+    if exit_codes.USAGE in codes.values() and {*codes.values()} <= {exit_codes.USAGE, exit_codes.PEER_FAILED}:
+      sizes = self._sizes or range(self._limits[0], self._limits[1] + 1)
+      self._sizes = tuple(size for size in sizes if size != len(codes))
+      if len(codes) == self._limits[1] or not any(self._limits[0] <= size <= len(codes) for size in self._sizes):
+        return exit_codes.USAGE
+    if self._num_failures >= _MAX_FAILURES:
+      _say(
+        f'{self._num_failures} rounds in a row have failed without a new checkpoint, and no host was lost: see above.'
+      )
+      return own_code if own_code > 0 else exit_codes.FAILED
+    return None
+
+  def _known_sizes(self) -> tuple[int, ...]:
+    """The numbers of hosts that the job fits, once the training process has found out; empty before."""
+    with contextlib.suppress(OSError, ValueError), open(self._sizes_file) as file:
+      return tuple(json.load(file))
+    return self._sizes
+
+  def _newest_checkpoint(self) -> str:
+    with contextlib.suppress(OSError):
+      return read_text(self._directory.parent / 'newest_checkpoint.json')
+    return ''
+
+  def _on_signal(self, signum: int, frame: Any) -> None:
+    self._signal = self._signal or signal.Signals(signum)
+
+
+def _limits(text: str) -> tuple[int, int]:
+  smallest, _, largest = text.partition(':')
+  if not (smallest.isdecimal() and largest.isdecimal() and 1 <= int(smallest) <= int(largest)):
+    raise UserError(f'--supervise {text!r} must be MIN:MAX, two numbers of hosts, such as 3:4.')
+  return int(smallest), int(largest)
+
+
+def _without_own_flags(words: Sequence[str]) -> list[str]:
+  kept, skips = [], False
+  for word in words:
+    if not skips and word.partition('=')[0] not in _OWN_FLAGS:
+      kept.append(word)
+    skips = not skips and word in _OWN_FLAGS
+  return kept
+
+
+def _own_address() -> str:
+  """The address by which this host reaches others; nothing is sent."""
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    probe.connect(('192.0.2.1', 9))  # an address for documentation, which the default route leads to
+    return probe.getsockname()[0]
+  return '127.0.0.1'
+
+
+def _end_with_parent() -> None:
+  """Has Linux kill this process with its supervisor: it must not train on with hosts that have gone on without it."""
+  with contextlib.suppress(OSError, AttributeError):
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+  if os.getppid() != json.loads(os.environ[ENVIRONMENT])['parent']:
+    os._exit(exit_codes.FAILED)
+
+
+def _code_name(code: int | None) -> str:
+  if code is not None and code < 0:
+    return f'signal {-code}'
+  return f'code {code} ({exit_codes.NAMES.get(code, "?")})' if code is not None else 'nothing'
+
+
+def _say(text: str) -> None:
+  print(f'spmd-tasks: supervisor of {socket.gethostname()}: {text}', file=sys.stderr, flush=True)

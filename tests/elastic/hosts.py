@@ -1,0 +1,135 @@
+"""Supervised hosts over loopback, of which any can be killed; as a program, many kills at random moments.
+
+python -m tests.elastic.hosts DIRECTORY --kills 50
+"""
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+import random
+import signal
+import subprocess
+import sys
+import time
+
+from tests.binary import metric_lines
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+METRICS = ('loss', 'accuracy', 'grad_norm', 'weight_norm')
+
+
+class Hosts:
+  """Hosts of one job, numbered as they are started; all end with the context."""
+
+  def __init__(self, directory: Path, *flags: str, hosts: str = '1:4', experiment: str = 'Job'):
+    self.directory, self.job = directory, directory / 'job'
+    command = ['-m', 'spmd_tasks.main', '--exp', f'tests.elastic.elastic_experiments.{experiment}', '--mode', 'train']
+    command += ['--job_log_dir', str(self.job), '--num_fake_devices', '1', '--supervisor_address', '127.0.0.1']
+    self._command = [sys.executable, *command, '--supervise', hosts, *flags]
+    self.supervisors: list[subprocess.Popen] = []
+
+  def __enter__(self) -> 'Hosts':
+    return self
+
+  def __exit__(self, *exc_info):
+    for host in range(len(self.supervisors)):
+      self.kill(host)
+
+  def start(self) -> int:
+    """Starts a host; returns its number."""
+    host = len(self.supervisors)
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get('PYTHONPATH', '')])
+    env = {**os.environ, 'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu', 'SLURM_PROCID': str(host)}
+    with (self.directory / f'host{host}.log').open('wb') as log:
+      self.supervisors.append(subprocess.Popen(self._command, env=env, stdout=log, stderr=log, start_new_session=True))
+    return host
+
+  def training_process(self, host: int) -> int | None:
+    """The pid of a host's training process."""
+    pid = self.supervisors[host].pid
+    with contextlib.suppress(OSError, IndexError):
+      return int(Path(f'/proc/{pid}/task/{pid}/children').read_text().split()[0])
+    return None
+
+  def kill(self, host: int, *, supervisor: bool = True, process: bool = True) -> None:
+    """Kills a host's training process, its supervisor, or both, as when the host is lost."""
+    pid = self.training_process(host)
+    if supervisor:
+      self.supervisors[host].kill()
+      self.supervisors[host].wait()
+    if process and pid is not None:
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+  def alive(self) -> list[int]:
+    return [host for host, each in enumerate(self.supervisors) if each.poll() is None]
+
+  def log(self, host: int) -> str:
+    return (self.directory / f'host{host}.log').read_text(errors='replace')
+
+  def wait_until(self, is_so, limit_s: float) -> float:
+    """Waits until `is_so()`; returns the seconds, or raises with the logs."""
+    began = time.monotonic()
+    while not is_so():
+      if time.monotonic() - began > limit_s:
+        logs = '\n'.join(f'--- host {host}\n{self.log(host)[-3000:]}' for host in range(len(self.supervisors)))
+        raise TimeoutError(f'not within {limit_s} s:\n{logs}')
+      time.sleep(0.05)
+    return time.monotonic() - began
+
+  def num_lines(self) -> int:
+    """How many steps have been logged, those made again included."""
+    return len(metric_lines(self.job))
+
+  def wait_for_lines(self, count: int, limit_s: float) -> float:
+    return self.wait_until(lambda: self.num_lines() >= count, limit_s)
+
+
+def largest_difference(reference: Path, job: Path) -> float:
+  """The largest relative difference of a metric between two jobs, of all steps and each time that they were made.
+
+  Another set of rows in a step changes its loss by a percent and more.
+  """
+  expected = {line['step']: line for line in metric_lines(reference)}
+  lines = metric_lines(job)
+  assert {line['step'] for line in lines} == set(expected), 'a step is missing'
+  return max(abs(line[name] - expected[line['step']][name]) / abs(expected[line['step']][name] or 1)
+             for line in lines for name in METRICS)  # fmt: skip
+
+
+def main():
+  parser = argparse.ArgumentParser()
+  parser.add_argument('directory', type=Path)
+  parser.add_argument('--kills', type=int, default=50)
+  parser.add_argument('--seed', type=int, default=0)
+  args = parser.parse_args()
+  args.directory.mkdir(parents=True)
+  rng = random.Random(args.seed)
+  times = []
+  with Hosts(args.directory, '--num_train_steps', '100000') as hosts:
+    for _ in range(4):
+      hosts.start()
+    hosts.wait_for_lines(6, 300)
+    for kill in range(args.kills):
+      time.sleep(rng.uniform(0, 12))
+      before, host = hosts.num_lines(), rng.choice(hosts.alive())
+      what = rng.choice([{}, {}, {'supervisor': False}, {'process': False}])
+      hosts.kill(host, **what)
+      times.append(hosts.wait_until(lambda before=before: hosts.num_lines() > before, 300))
+      print(
+        f'kill {kill + 1}: host {host} {what or "both"}; went on after {times[-1]:.1f} s with {hosts.alive()}',
+        flush=True,
+      )
+      while len(hosts.alive()) < rng.choice([3, 4]):
+        hosts.start()
+    for host in hosts.alive():
+      hosts.supervisors[host].send_signal(signal.SIGTERM)
+    hosts.wait_until(lambda: not hosts.alive(), 120)
+  print(
+    f'{len(times)} kills; seconds until the next step: at most {max(times):.1f}, mean {sum(times) / len(times):.1f}'
+  )
+
+
+if __name__ == '__main__':
+  main()
