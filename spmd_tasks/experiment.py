@@ -113,6 +113,8 @@ class Experiment(FrozenFields, abc.ABC):
   profile_steps: tuple[int, int] | None = None
   # Whether to write event files for TensorBoard; metrics.jsonl is always written.
   tensorboard: bool = True
+  # Services that get the metrics, too: 'wandb' (Weights & Biases) and 'mlflow'; see docs/operations.md.
+  trackers: tuple[str, ...] = ()
 
   # How many batches are kept ready on the devices, and how long one may take before the job fails with a hung input.
   prefetch_batches: int = 2

@@ -82,6 +82,13 @@ class NewestEvals(NamedTuple):
   examples: 'Mapping[str, Mapping[str, np.ndarray]]' = {}
 
 
+class Logged(NamedTuple):
+  """The newest metrics that were written: after which step (-1: none yet), and all of them by name."""
+
+  step: int = -1
+  metrics: 'Metrics' = {}
+
+
 class TrainHook:
   """Base class of hooks: every method does nothing. See the module's docstring for when each is called.
 
@@ -168,6 +175,7 @@ class TrainRun:
     loop: launches the steps; has the state, the input's position and counts.
     batches: takes them from the input (from `before_loop` on).
     evals: the newest ones.
+    logged: the metrics that were written last.
     metrics: of hooks, scalars by name; they are written with those of the next logged step.
   """
 
@@ -198,6 +206,7 @@ class TrainRun:
     self.base: Callable[[], Mapping[str, str]] | None = None
     self.first_step, self.origin = -1, ''
     self.evals = NewestEvals()
+    self.logged = Logged()
     self.metrics: dict[str, float] = {}
     self._guard = guard
 

@@ -16,7 +16,7 @@ from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs.base import progress_of
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.hooks import Logged, TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.training_loop import Outcome
@@ -107,6 +107,7 @@ class LogMetrics(TrainHook):
       summaries, histograms = split_summaries([jax.device_get(outcome.outputs)] if outcome.outputs else [])
       metrics |= summaries
       self._writer.write(step, metrics)
+      run.logged = Logged(step, metrics)
       self._writer.write_histograms(step, histograms)
       run.progress.log(step, metrics, self._own_names(outcome.metrics))
 

@@ -1,6 +1,6 @@
 """Supervised hosts over loopback, of which any can be killed; as a program, many kills at random moments.
 
-python -m tests.elastic.hosts DIRECTORY --kills 50
+python -m tests.operations.hosts DIRECTORY --kills 50
 """
 
 import argparse
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from tests.binary import metric_lines
+from tests.binary import metric_lines, run_binary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 METRICS = ('loss', 'accuracy', 'grad_norm', 'weight_norm')
@@ -24,7 +24,14 @@ class Hosts:
 
   def __init__(self, directory: Path, *flags: str, hosts: str = '1:4', experiment: str = 'Job'):
     self.directory, self.job = directory, directory / 'job'
-    command = ['-m', 'spmd_tasks.main', '--exp', f'tests.elastic.elastic_experiments.{experiment}', '--mode', 'train']
+    command = [
+      '-m',
+      'spmd_tasks.main',
+      '--exp',
+      f'tests.operations.supervised_experiments.{experiment}',
+      '--mode',
+      'train',
+    ]
     command += ['--job_log_dir', str(self.job), '--num_fake_devices', '1', '--supervisor_address', '127.0.0.1']
     self._command = [sys.executable, *command, '--supervise', hosts, *flags]
     self.supervisors: list[subprocess.Popen] = []
@@ -86,16 +93,25 @@ class Hosts:
     return self.wait_until(lambda: self.num_lines() >= count, limit_s)
 
 
-def largest_difference(reference: Path, job: Path) -> float:
-  """The largest relative difference of a metric between two jobs, of all steps and each time that they were made.
+def stop_and_compare(hosts: Hosts, *flags: str) -> float:
+  """Ends all hosts by SIGTERM; returns the largest relative difference of a metric from the undisturbed job.
 
-  Another set of rows in a step changes its loss by a percent and more.
+  All steps are compared, each time that they were made. Other rows in a step change its loss by a percent and more.
   """
+  for host in hosts.alive():
+    hosts.supervisors[host].send_signal(signal.SIGTERM)
+  hosts.wait_until(lambda: not hosts.alive(), 120)
+  lines = metric_lines(hosts.job)
+  reference = hosts.directory / 'reference'
+  settings = ['train_input.slow_s=0', 'checkpoint_every_steps=None']
+  command = ['--exp', 'tests.operations.supervised_experiments.Job', '--mode', 'train', '--job_log_dir', reference]
+  command += ['--num_train_steps', lines[-1]['step'], *(word for each in settings for word in ('--set', each)), *flags]
+  done = run_binary(*command, limit_s=600)
+  assert done.returncode == 0, done.stderr
   expected = {line['step']: line for line in metric_lines(reference)}
-  lines = metric_lines(job)
   assert {line['step'] for line in lines} == set(expected), 'a step is missing'
-  return max(abs(line[name] - expected[line['step']][name]) / abs(expected[line['step']][name] or 1)
-             for line in lines for name in METRICS)  # fmt: skip
+  pairs = [(line[name], expected[line['step']][name]) for line in lines for name in METRICS]
+  return max(abs(found - right) / abs(right or 1) for found, right in pairs)
 
 
 def main():
@@ -105,29 +121,26 @@ def main():
   parser.add_argument('--seed', type=int, default=0)
   args = parser.parse_args()
   args.directory.mkdir(parents=True)
-  rng = random.Random(args.seed)
-  times = []
-  with Hosts(args.directory, '--num_train_steps', '100000') as hosts:
+  rng, times, mesh = random.Random(args.seed), [], '--ici_mesh_shape=1,4,1'
+  with Hosts(args.directory, '--num_train_steps', '100000', mesh) as hosts:
     for _ in range(4):
       hosts.start()
     hosts.wait_for_lines(6, 300)
-    for kill in range(args.kills):
-      time.sleep(rng.uniform(0, 12))
+    for kill in range(1, args.kills + 1):
+      time.sleep(rng.uniform(0, 20))
       before, host = hosts.num_lines(), rng.choice(hosts.alive())
-      what = rng.choice([{}, {}, {'supervisor': False}, {'process': False}])
-      hosts.kill(host, **what)
-      times.append(hosts.wait_until(lambda before=before: hosts.num_lines() > before, 300))
-      print(
-        f'kill {kill + 1}: host {host} {what or "both"}; went on after {times[-1]:.1f} s with {hosts.alive()}',
-        flush=True,
-      )
+      what = rng.choice(['host', 'host', 'process', 'supervisor'])
+      is_spare = hosts.training_process(host) is None
+      hosts.kill(host, supervisor=what != 'process', process=what != 'supervisor')
+      seconds = hosts.wait_until(lambda before=before: hosts.num_lines() > before, 300)
+      times += [] if is_spare else [seconds]
+      print(f'{kill}: {what} {host}{", a spare" * is_spare}; on after {seconds:.1f} s with {hosts.alive()}', flush=True)
       while len(hosts.alive()) < rng.choice([3, 4]):
         hosts.start()
-    for host in hosts.alive():
-      hosts.supervisors[host].send_signal(signal.SIGTERM)
-    hosts.wait_until(lambda: not hosts.alive(), 120)
+    difference = stop_and_compare(hosts, '--num_fake_devices', '4', mesh)
+  mean = sum(times) / len(times)
   print(
-    f'{len(times)} kills; seconds until the next step: at most {max(times):.1f}, mean {sum(times) / len(times):.1f}'
+    f'{len(times)} kills of hosts that trained: on after {mean:.1f} s, at most {max(times):.1f} s; {difference=:.1e}'
   )
 
 

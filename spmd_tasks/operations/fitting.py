@@ -17,23 +17,19 @@ from typing import Any
 from etils import epath
 import jax
 
-from spmd_tasks.elastic.supervisor import ENVIRONMENT
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import write_durably
-from spmd_tasks.sharding import MeshSpec
-from spmd_tasks.sharding.specs import AxisRules
+from spmd_tasks.operations import SUPERVISED
+from spmd_tasks.sharding import AxisRules, MeshSpec
 
 
-def fit_job(job: Any, mode: str, directory: Any) -> Any:
-  """Returns the job for the hosts of this round, in a supervised training process; the same job in any other.
+def fit_job(job: Any) -> Any:
+  """Returns the job for the hosts of this round, in a supervised training process.
 
   Raises:
     UserError: the job does not fit that number of hosts.
   """
-  del directory
-  if mode != 'train' or ENVIRONMENT not in os.environ:
-    return job
-  settings = json.loads(os.environ[ENVIRONMENT])
+  settings = json.loads(os.environ[SUPERVISED])
   num_hosts, max_hosts = jax.process_count(), settings['max_hosts']
   spec, rules = job.experiment.mesh_spec(), job.experiment.axis_rules
   sizes = {
@@ -43,6 +39,8 @@ def fit_job(job: Any, mode: str, directory: Any) -> Any:
   problems = [why_not(spec, rules, sizes, hosts, max_hosts) for hosts in range(1, max_hosts + 1)]
   fitting = [hosts for hosts, problem in enumerate(problems, 1) if problem is None]
   write_durably(epath.Path(settings['sizes_file']), json.dumps(fitting))
+  if settings['min_hosts'] < max_hosts and not any(settings['min_hosts'] <= hosts < max_hosts for hosts in fitting):
+    raise UserError(f'{problems[-2]}, so it cannot go on with fewer hosts: give --supervise {max_hosts}:{max_hosts}.')
   if (problem := problems[num_hosts - 1]) is not None:
     raise UserError(f'{problem}; {" or ".join(map(str, fitting)) or "no other number of"} hosts would do.')
   if num_hosts == max_hosts:

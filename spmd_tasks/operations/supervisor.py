@@ -22,12 +22,11 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks import exit_codes
-from spmd_tasks.elastic.neighbours import RUNNING, Neighbours
-from spmd_tasks.elastic.rounds import choose_hosts, newest_round, propose_round, read_round
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import absolute_path, is_remote, make_directory, read_text, storage_errors
-
-ENVIRONMENT = 'SPMD_TASKS_SUPERVISED'  # of the training process: JSON with `max_hosts`, `sizes_file` and `parent`
+from spmd_tasks.operations import SUPERVISED
+from spmd_tasks.operations.neighbours import RUNNING, Neighbours
+from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_round, read_round
 
 _DEAD_LIMIT_S, _ENDED_LIMIT_S = 5.0, 25.0  # how long a process may go on without one that is dead, or has ended
 _GATHER_LIMIT_S = 45.0  # for all processes of a round to end
@@ -39,10 +38,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def supervise(flags: argparse.Namespace) -> int | None:
-  """Runs the supervisor where --supervise asks for it; None in every other process."""
+  """Runs the supervisor where --supervise asks for it; None in a supervised training process."""
   if flags.supervise is None:
-    if ENVIRONMENT in os.environ:
-      _end_with_parent()
+    _end_with_parent()
     return None
   limits = _limits(flags.supervise)
   if flags.mode != 'train' or not flags.job_log_dir:
@@ -191,10 +189,11 @@ class _Supervisor:
     """Starts the training process by the supervisor's own command line, with the flags of the round."""
     command = [sys.executable, *_without_own_flags(sys.orig_argv[1:])]
     command += ['--coordinator_address', coordinator, '--num_processes', str(num_processes), '--process_id', str(index)]
-    settings = {'max_hosts': self._limits[1], 'sizes_file': self._sizes_file, 'parent': os.getpid()}
+    settings: dict[str, Any] = dict(zip(('min_hosts', 'max_hosts'), self._limits))
+    settings |= {'sizes_file': self._sizes_file, 'parent': os.getpid()}
     # In a session of its own, so that Ctrl-C reaches it through the supervisor alone.
     return subprocess.Popen(
-      command, stdin=subprocess.DEVNULL, env={**os.environ, ENVIRONMENT: json.dumps(settings)}, start_new_session=True
+      command, stdin=subprocess.DEVNULL, env={**os.environ, SUPERVISED: json.dumps(settings)}, start_new_session=True
     )
 
   def _verdict(self, codes: Mapping[str, int | None]) -> int | None:
@@ -262,7 +261,7 @@ def _end_with_parent() -> None:
   """Has Linux kill this process with its supervisor: it must not train on with hosts that have gone on without it."""
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-  if os.getppid() != json.loads(os.environ[ENVIRONMENT])['parent']:
+  if os.getppid() != json.loads(os.environ[SUPERVISED])['parent']:
     os._exit(exit_codes.FAILED)
 
 

@@ -1,0 +1,108 @@
+"""A job of supervised hosts goes on when one dies, on a smaller mesh with the same rows."""
+
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.operations import fitting, rounds, supervisor
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
+from tests.operations.hosts import Hosts, stop_and_compare
+
+AXES = ('replica', 'data', 'mdl')
+
+
+@pytest.mark.parametrize(
+  'ici, dcn, hosts, shrunk',
+  [
+    ((1, 4, 2), None, 3, ((1, 3, 2), None)),
+    ((1, 8, 1), None, 3, ((1, 6, 1), None)),
+    ((2, 8, 1), None, 2, ((1, 8, 1), None)),  # whole replicas go first
+    ((1, 8, 4), (4, 1, 1), 1, ((1, 8, 4), (1, 1, 1))),  # and slices before them
+    ((1, -1, 2), None, 3, ((1, -1, 2), None)),
+    ((1, 2, 4), None, 3, None),
+    ((1, 1, 4), None, 2, None),
+  ],
+)
+def test_one_batch_axis_of_the_mesh_becomes_shorter_in_proportion(ici, dcn, hosts, shrunk):
+  spec = MeshSpec(axis_names=AXES, ici_mesh_shape=ici, dcn_mesh_shape=dcn)
+  found = fitting.shrink_mesh(spec, DEFAULT_AXIS_RULES, hosts, 4)
+  assert shrunk == (None if found is None else (found.ici_mesh_shape, found.dcn_mesh_shape))
+
+
+@pytest.mark.parametrize('batch, parts, hosts, expected', [(24, 1, 3, 2), (24, 1, 2, 2), (24, 2, 1, 8), (7, 1, 2, 7)])
+def test_a_device_holds_no_more_rows_than_before(batch, parts, hosts, expected):
+  assert fitting.more_microbatches(batch, parts, hosts, 4) == expected
+
+
+@pytest.mark.parametrize(
+  'ready, previous, sizes, limits, expected',
+  [
+    ('abcd', '', (), (2, 4), 'abcd'),
+    ('abd', 'abcd', (), (2, 4), 'abd'),
+    ('abd', 'abcd', (1, 2, 4), (2, 4), 'ab'),  # the third is a spare
+    ('abce', 'cab', (), (2, 4), 'cabe'),  # those that stay keep their order
+    ('abcde', '', (), (2, 4), 'abcd'),
+    ('a', 'abcd', (), (2, 4), ''),
+    ('abc', 'abcd', (4,), (2, 4), ''),
+  ],
+)
+def test_hosts_of_the_next_round(ready, previous, sizes, limits, expected):
+  order = {host: (0, host) for host in ready}
+  assert rounds.choose_hosts(order, list(previous), sizes, limits) == list(expected)
+
+
+def test_of_several_proposals_one_succeeds(tmp_path):
+  for hosts in ('ab', 'cd'):
+    rounds.propose_round(tmp_path, 3, list(hosts), 'a:1')
+  assert rounds.read_round(tmp_path, 3)['hosts'] == ['a', 'b']
+  assert rounds.newest_round(tmp_path) == 3
+  assert rounds.read_round(tmp_path, 4) is None
+  assert [path.name for path in tmp_path.iterdir()] == ['round_000003.json']
+
+
+def test_a_round_in_a_store_is_a_conditional_write(store):
+  from etils import epath
+
+  directory = epath.Path(store) / 'supervisors'
+  for hosts in ('ab', 'cd'):
+    rounds.propose_round(directory, 1, list(hosts), 'a:1')
+  assert rounds.read_round(directory, 1)['hosts'] == ['a', 'b']
+  assert rounds.newest_round(directory) == 1
+
+
+@pytest.mark.parametrize('text', ['2', '4:2', '0:2', 'a:b', ':4'])
+def test_numbers_of_hosts_that_are_refused(text):
+  with pytest.raises(UserError, match='must be MIN:MAX'):
+    supervisor._limits(text)
+
+
+def test_the_flags_of_the_supervisor_are_not_those_of_its_process():
+  words = ['-m', 'x', '--supervise', '2:4', '--seed', '1', '--supervisor_address=h', '--mode', 'train']
+  assert supervisor._without_own_flags(words) == ['-m', 'x', '--seed', '1', '--mode', 'train']
+
+
+@pytest.mark.slow
+def test_a_mesh_that_cannot_shrink_is_refused(tmp_path):
+  with Hosts(tmp_path, experiment='Stages', hosts='1:2') as hosts:
+    for _ in range(2):
+      hosts.start()
+    hosts.wait_until(lambda: not hosts.alive(), 120)
+    assert [each.returncode for each in hosts.supervisors] == [2, 2]
+    assert 'the mesh of 2 hosts (replica 1, data 1, mdl 2) does not shrink to 1' in hosts.log(0)
+    assert 'give --supervise 2:2' in hosts.log(0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_goes_on_without_the_host_of_process_0_and_with_a_new_one(tmp_path):
+  with Hosts(tmp_path, '--num_train_steps', '10000', hosts='1:3') as hosts:
+    for _ in range(3):
+      hosts.start()
+    hosts.wait_for_lines(7, 200)
+    hosts.kill(0)
+    hosts.wait_for_lines(hosts.num_lines() + 2, 60)
+    assert 'mesh replica 1 x data 2 x mdl 1' in hosts.log(1)
+    hosts.start()
+    hosts.wait_until(lambda: 'round 3: process 2 of 3' in hosts.log(3), 100)
+    hosts.wait_for_lines(hosts.num_lines() + 2, 100)
+    assert stop_and_compare(hosts, '--num_fake_devices', '3') < 2e-4  # float32, over some dozens of steps
+    assert [each.returncode for each in hosts.supervisors[1:]] == [42] * 3
