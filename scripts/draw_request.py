@@ -21,7 +21,6 @@ class RecordingEngine:
   """An engine without a model: records what each launch does in each slot, and gives every sequence the same token."""
 
   num_slots = 3
-  prefill_rows = 1
   prefill_chunk = 8
   can_reuse = False
   max_len = 64
@@ -40,9 +39,9 @@ class RecordingEngine:
   def reset(self) -> None:
     """Keeps the record."""
 
-  def prefill_cost(self, chunk: Chunk) -> int:
-    """A whole chunk's."""
-    return self.prefill_chunk
+  def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
+    """One whole chunk."""
+    return self.prefill_chunk, 1
 
   def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: Any = None) -> Any:
     """Records the chunks' slots."""

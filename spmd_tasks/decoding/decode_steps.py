@@ -36,10 +36,13 @@ from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
-from spmd_tasks.sharding.specs import num_parts, sharding_scope, spec_axes
+from spmd_tasks.sharding.specs import current_platform, num_parts, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 _BLOCK_TOKENS = 16  # positions of a block, where the chunks of prompts are multiples of it
+_PREFILL_ROWS = 8  # of a prefill at most, where the settings do not say
+# Platform -> tokens of a chunk. Elsewhere a step reads all weights anyway, and more tokens cost little beside that.
+_CHUNK, _LONG_CHUNK = {'cpu': 128}, 256
 
 
 class DecodeSteps:
@@ -93,7 +96,9 @@ class DecodeSteps:
       self.encoder_len = self.settings.encoder_len or spec['encoder_ids'].shape[1]
     # A prefix sees itself in both directions.
     self._has_prefix = 'prefix_mask' in spec
-    self.prefill_chunk = self.max_len if self._has_prefix else min(self.settings.prefill_chunk, self.max_len)
+    with self._scope():
+      chunk = self.settings.prefill_chunk or _CHUNK.get(current_platform(), _LONG_CHUNK)
+    self.prefill_chunk = self.max_len if self._has_prefix else min(max(chunk, self.settings.min_bucket), self.max_len)
     # Beam search reads whole prompts.
     longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
     self.buckets = self.settings.buckets(longest)
@@ -110,6 +115,8 @@ class DecodeSteps:
     self._slots_of_part = -(-num_slots // self.num_parts)
     is_pool = [step_functions.has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_cache)[0]]
     self.can_reuse = all(is_pool) and self.encoder_len is None and not self._has_prefix
+    # One program then reads first and later chunks, by tables; texts without later chunks need no tables.
+    self._reads_cache = shares and self.num_parts == 1 and self.encoder_len is None
     of_blocks = functools.partial(self._abstract_cache, num_slots)
     self.num_blocks = self.num_parts * self._blocks_of_part(of_blocks, is_pool)
     abstract_cache, specs, _ = of_blocks((self.num_blocks, self.block_tokens))
@@ -144,16 +151,19 @@ class DecodeSteps:
     With `masks`, the token masks of some rows, other rows may begin with any token.
     """
     num_columns = self.bucket(max(chunk.stop - chunk.start for chunk in chunks))
+    num_rows = self.prefill_rows(num_columns, len(chunks), score_prompts)
     batch = make_prefill_batch(
       chunks,
       self.settings,
-      tables=self._row_tables([self.own_blocks(c.slot) if c.blocks is None else c.blocks for c in chunks]),
+      tables=self._row_tables([self.own_blocks(c.slot) if c.blocks is None else c.blocks for c in chunks], num_rows),
       max_len=self.max_len,
+      num_rows=num_rows,
       num_columns=num_columns,
+      reads_cache=self._reads_cache,
       score_prompts=score_prompts,
       encoder_len=self.encoder_len,
     )
-    return batch if masks is None else batch.replace(masks=self._mask_rows(masks, self.settings.prefill_rows))
+    return batch if masks is None else batch.replace(masks=self._mask_rows(masks, num_rows))
 
   def prefill(self, variables: Variables, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
     """See step_functions.prefill."""
@@ -193,10 +203,22 @@ class DecodeSteps:
     first = part * (self.num_blocks // self.num_parts) + number * self.table_len
     return tuple(range(first, first + self.table_len))
 
-  def _row_tables(self, blocks: Sequence[Sequence[int]]) -> Any:
+  def prefill_rows(self, bucket: int, num_chunks: int, score_prompts: bool = False) -> int:
+    """How many rows the prefill has that reads so many chunks of a bucket.
+
+    There are two at most, for one chunk and for more: a row has the same bits in both, but among rows of one token, see
+    `step_rows`.
+    """
+    if self.settings.prefill_rows is not None:
+      return self.settings.prefill_rows
+    if score_prompts or self.settings.num_beams > 1 or (num_chunks == 1 and bucket > 1):
+      return 1
+    return max(min(_PREFILL_ROWS, self.settings.num_slots, self.prefill_chunk // bucket), 1)
+
+  def _row_tables(self, blocks: Sequence[Sequence[int]], num_rows: int) -> Any:
     """The tables of a prefill's rows, int32 [1, P, M]."""
-    tables = np.zeros((1, self.settings.prefill_rows, self.table_len), np.int32)
-    tables += (self.num_blocks + np.arange(self.settings.prefill_rows, dtype=np.int32))[:, None]
+    tables = np.zeros((1, num_rows, self.table_len), np.int32)
+    tables += (self.num_blocks + np.arange(num_rows, dtype=np.int32))[:, None]
     for row, each in zip(tables[0], blocks, strict=False):
       row[: len(each)] = each
     return tables
@@ -247,22 +269,21 @@ class DecodeSteps:
       score_prompts: whether also the prefills that score prompts.
       constrain: whether all prefills take token masks; then also the step that takes them.
     """
-    chunks = self.any_chunks()
     if self.settings.num_beams > 1:
-      for chunk in chunks:
-        self._search(self.make_batch([chunk]))
+      for chunks in self.any_chunks():
+        self._search(self.make_batch(chunks))
       return
     self.init()
     for num_rows in self.step_rows:
       for masked in (False, True) if constrain else (False,):
         self._step(num_rows, masked=masked)
-    for chunk in chunks:
-      for score in (False, True) if score_prompts else (False,):
-        self._prefill(self.make_batch([chunk], score_prompts=score, masks={} if constrain else None))
+    for score in (False, True) if score_prompts else (False,):
+      for chunks in self.any_chunks(score):
+        self._prefill(self.make_batch(chunks, score_prompts=score, masks={} if constrain else None))
 
   def lower_prefill(self) -> Any:
     """Returns the lowered prefill of the longest chunk that a prompt begins with, for inspection and planning."""
-    return self._prefill(self.make_batch([self.any_chunks()[len(self.buckets) - 1]]), make=self._lower_stateful)
+    return self._prefill(self.make_batch([self._any_chunk(0, self.buckets[-1])]), make=self._lower_stateful)
 
   def lower_step(self) -> Any:
     """Returns the lowered step (jax.stages.Lowered), for inspection and planning."""
@@ -272,21 +293,24 @@ class DecodeSteps:
     """The shortest bucket that holds a chunk of `length` tokens."""
     return next(bucket for bucket in self.buckets if bucket >= length)
 
-  def any_chunks(self) -> list[Chunk]:
-    """One chunk for each compiled prefill; a prefill of it writes to no slot."""
-    unused_slot, size = self.settings.num_slots, self.buckets[-1]
-    starts = (0, size) if size < self.max_len else (0,)
+  def any_chunks(self, score_prompts: bool = False) -> list[list[Chunk]]:
+    """Chunks for each compiled prefill; a prefill of them writes to no slot."""
+    size = self.buckets[-1]
+    starts = (0, size) if size < self.max_len and not self._reads_cache else (0,)
+    counts = {
+      bucket: sorted({self.prefill_rows(bucket, num, score_prompts): num for num in (2, 1)}.values())
+      for bucket in self.buckets
+    }
     return [
-      Chunk(
-        request=Request(ids=(0,) * (start + bucket), max_tokens=1),
-        slot=unused_slot,
-        start=start,
-        stop=start + bucket,
-        blocks=(),
-      )
+      [self._any_chunk(start, bucket, row) for row in range(num)]
       for start in starts
       for bucket in self.buckets
+      for num in counts[bucket]
     ]
+
+  def _any_chunk(self, start: int, bucket: int, row: int = 0) -> Chunk:
+    request = Request(ids=(0,) * (start + bucket), max_tokens=1)
+    return Chunk(request=request, slot=self.settings.num_slots + row, start=start, stop=start + bucket, blocks=())
 
   def _prefill(self, batch: PrefillBatch, make: Callable[..., Any] | None = None) -> Any:
     def prefill(padded_variables, padded_state, batch):
@@ -300,7 +324,7 @@ class DecodeSteps:
       )
       return padding.pad(state, self.padded_state), outputs
 
-    name = ('prefill', batch.ids.shape[1], batch.before is None, batch.targets is None, batch.masks is None)
+    name = ('prefill', *batch.ids.shape, batch.before is None, batch.targets is None, batch.masks is None)
     return (make or self._compile_stateful)(name, prefill, batch)
 
   def _step(self, num_rows: int, *, masked: bool = False, make: Callable[..., Any] | None = None) -> Any:
@@ -328,7 +352,7 @@ class DecodeSteps:
 
   def _search(self, batch: PrefillBatch) -> Any:
     num_beams = self.settings.num_beams
-    abstract_cache, specs, _ = self._abstract_cache(self.settings.prefill_rows * num_beams)
+    abstract_cache, specs, _ = self._abstract_cache((self.settings.prefill_rows or 1) * num_beams)
 
     def search(padded_variables, *arrays):
       def empty(leaf, spec):

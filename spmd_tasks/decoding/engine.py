@@ -73,10 +73,6 @@ class ModelEngine:
     return self._steps.settings.num_slots
 
   @property
-  def prefill_rows(self) -> int:
-    return self._steps.settings.prefill_rows
-
-  @property
   def max_len(self) -> int:
     return self._steps.max_len
 
@@ -105,10 +101,9 @@ class ModelEngine:
     scoring = (False, True) if self._score_prompts else (False,)
     self._steps.compile(score_prompts=self._score_prompts, constrain=self._constrain)
     self.reset()
-    chunks = self._steps.any_chunks()
-    for chunk in chunks:
-      for score in scoring:
-        self.prefill([chunk], score_prompts=score).read()
+    prefills = [(chunks, score) for score in scoring for chunks in self._steps.any_chunks(score)]
+    for chunks, score in prefills:
+      self.prefill(chunks, score_prompts=score).read()
     masks = {0: np.zeros(num_words(self._steps.vocab_size), np.uint32)}
     for num_rows in self._steps.step_rows:
       keep = np.arange(self.num_slots) < num_rows  # no slot is active
@@ -116,7 +111,7 @@ class ModelEngine:
       if self._constrain:
         self.step(keep, masks).read()
     self.reset()
-    logging.info('compiled %d prefills in %.1f s', len(chunks) * len(scoring), time.monotonic() - started)
+    logging.info('compiled %d prefills in %.1f s', len(prefills), time.monotonic() - started)
     num_texts = self.num_blocks // self._steps.table_len
     size = (self.num_blocks, self.block_tokens, num_texts, self.max_len)
     logging.info('the KV cache has %d blocks of %d tokens, room for %d texts of %d', *size)
@@ -136,8 +131,9 @@ class ModelEngine:
     """Leaves the state for the next engine, and ends this one; no sequence is in a slot."""
     self._steps.kept_state, self._state = self._state, None
 
-  def prefill_cost(self, chunk: Chunk) -> int:
-    return self._steps.bucket(chunk.stop - chunk.start) * self.prefill_rows
+  def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
+    bucket = self._steps.bucket(chunk.stop - chunk.start)
+    return bucket, self._steps.prefill_rows(bucket, 2, chunk.request.score_prompt)
 
   def prefill(
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None

@@ -44,7 +44,6 @@ class Engine(Protocol):
 
   Attributes:
     num_slots: N.
-    prefill_rows: the largest number of chunks in one prefill.
     prefill_chunk: C.
     can_reuse: whether a prompt may continue after chunks that were read for another prompt.
     max_len: positions of a slot, for prompt and generated tokens.
@@ -57,8 +56,6 @@ class Engine(Protocol):
 
   @property
   def num_slots(self) -> int: ...
-  @property
-  def prefill_rows(self) -> int: ...
   @property
   def prefill_chunk(self) -> int: ...
   @property
@@ -82,8 +79,8 @@ class Engine(Protocol):
     """Empties all slots; works after a failure too."""
     ...
 
-  def prefill_cost(self, chunk: Chunk) -> int:
-    """The number of tokens that a prefill of this chunk computes, padding and unused rows included."""
+  def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
+    """How many tokens, padding included, a prefill of this chunk computes, and how many such chunks it may read."""
     ...
 
   def prefill(
@@ -92,9 +89,9 @@ class Engine(Protocol):
     """Reads chunks into their slots; row i of the outputs is the token after chunk i, valid where its prompt ends.
 
     Args:
-      chunks: at most `prefill_rows`, in different slots and of one `prefill_cost`, so that the same program would read
-        each of them alone; either all are the first ones of their prompts or none is. The blocks of the tokens before
-        `start` hold these tokens, by whomever they were read.
+      chunks: in different slots and of one `prefill_shape`, so that each has the bits that it would have alone; either
+        all are the first ones of their prompts or none is. The blocks of the tokens before `start` hold these tokens,
+        by whomever they were read.
       score_prompts: whether the outputs have the log-probabilities of the tokens that follow the chunks' tokens.
       masks: of the rows whose first token is constrained.
     """

@@ -134,7 +134,7 @@ def search(
 ) -> Iterator[tuple[int, list[Completion]]]:
   """Yields (number of the request, its beams, best first). A stop string cuts the text but does not end the search."""
   waiting = list(requests)
-  num_rows = steps.settings.prefill_rows
+  num_rows = steps.settings.prefill_rows or 1
   for start in range(0, len(waiting), num_rows):
     batch = waiting[start : start + num_rows]
     chunks = [chunk for row, request in enumerate(batch) for chunk in chunk_prompt(request, row, steps.max_len)]

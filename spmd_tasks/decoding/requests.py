@@ -135,7 +135,9 @@ def make_prefill_batch(
   *,
   tables: Any,
   max_len: int,
+  num_rows: int,
   num_columns: int,
+  reads_cache: bool = False,
   score_prompts: bool = False,
   encoder_len: int | None = None,
 ) -> PrefillBatch:
@@ -143,17 +145,19 @@ def make_prefill_batch(
 
   Args:
     chunks: at most P, either all the first ones of their prompts or none of them. Their `blocks` are ignored.
-    settings: give P and K.
+    settings: give N and K.
     tables: as in the batch.
     max_len: S.
+    num_rows: P.
     num_columns: T, at least the length of the longest chunk.
+    reads_cache: whether the batch has `before` for first chunks, too.
     score_prompts: whether the batch has targets.
     encoder_len: E; None where the model has no encoder.
   """
   requests = [chunk.request for chunk in chunks]
 
   def rows(dtype: Any, values: Iterable[Any], fill: Any, *shape: int) -> Any:
-    array = np.full((settings.prefill_rows, *shape), fill, dtype)
+    array = np.full((num_rows, *shape), fill, dtype)
     for row, value in enumerate(values):
       if shape:
         array[row, : len(value)] = value
@@ -161,7 +165,7 @@ def make_prefill_batch(
         array[row] = value
     return array
 
-  is_first = chunks[0].start == 0
+  is_first = chunks[0].start == 0 and not reads_cache
   before = None if is_first else rows(np.int32, [c.request.ids[: c.start] for c in chunks], -1, max_len)
   targets = [c.request.ids[c.start + 1 : c.stop + 1] for c in chunks]
   max_tokens = [c.request.max_tokens if c.stop == len(c.request.ids) else 0 for c in chunks]
@@ -171,14 +175,14 @@ def make_prefill_batch(
     starts=rows(np.int32, [c.start for c in chunks], 0),
     before=before,
     targets=rows(np.int32, targets, -1, num_columns) if score_prompts else None,
-    slots=slot_rows([chunk.slot for chunk in chunks], settings),
+    slots=slot_rows([chunk.slot for chunk in chunks], settings.num_slots, num_rows),
     tables=tables,
     max_tokens=rows(np.int32, max_tokens, 1 if settings.num_beams > 1 else 0),
     seeds=rows(np.uint32, [request.seed for request in requests], 0),
     samples=rows(np.uint32, [request.sample for request in requests], 0),
     stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, settings.max_stop_ids),
     sampling=SamplingArrays.from_params(
-      [request.sampling for request in requests], settings.prefill_rows, [request.logit_bias for request in requests]
+      [request.sampling for request in requests], num_rows, [request.logit_bias for request in requests]
     ),
     adapters=rows(np.int32, [request.adapter for request in requests], 0),
     encoder_ids=encoder_len and rows(np.int32, [request.encoder_ids for request in requests], 0, encoder_len),
@@ -186,7 +190,7 @@ def make_prefill_batch(
   )
 
 
-def slot_rows(slots: Sequence[int], settings: DecodeSettings) -> Any:
+def slot_rows(slots: Sequence[int], num_slots: int, num_rows: int) -> Any:
   """Slots for the rows of a prefill, int32 [P]; unused rows get different ids from N on, which a scatter drops."""
-  unused = settings.num_slots + np.arange(len(slots), settings.prefill_rows)
+  unused = num_slots + np.arange(len(slots), num_rows)
   return np.concatenate([np.asarray(slots), unused]).astype(np.int32)

@@ -35,6 +35,7 @@ from spmd_tasks.decoding.requests import Chunk, Request
 
 # (row of the outputs, slot, the row's sequence, the chunk that a prefill read)
 _Row = tuple[int, int, GeneratedSequence, Chunk | None]
+_Read = tuple[Chunk, GeneratedSequence]  # what a prefill reads, and for whom
 
 
 class Scheduler:
@@ -55,10 +56,10 @@ class Scheduler:
     Args:
       engine: the caller warms it up before the first `advance`.
       prefill_budget: how many prompt tokens, padding included, may be read between two steps, which bounds the time
-        between two tokens of a sequence; one prefill is always allowed. None: the most that one prefill can read.
+        between two tokens of a sequence; one prefill is always allowed. None: a whole chunk.
     """
     self._engine = engine
-    self._prefill_budget = engine.prefill_chunk * engine.prefill_rows if prefill_budget is None else prefill_budget
+    self._prefill_budget = engine.prefill_chunk if prefill_budget is None else prefill_budget
     self._pool = BlockPool(engine)
     self._epoch = engine.cache_epoch
     self._slots_of_part = -(-engine.num_slots // engine.num_parts)
@@ -157,33 +158,42 @@ class Scheduler:
 
   def _prefill(self, admit: bool) -> None:
     budget = self._prefill_budget
-    while chunks := self._next_chunks(admit):
-      cost = self._engine.prefill_cost(chunks[0])
+    while reads := self._next_reads(admit):
+      num_tokens, num_rows = self._engine.prefill_shape(reads[0][0])
+      cost = num_tokens * (num_rows if len(reads) > 1 else 1)
       if cost > budget and budget < self._prefill_budget:
         return
       budget -= cost
-      self._launch_prefill(chunks)
+      self._launch_prefill(reads)
 
-  def _next_chunks(self, admit: bool) -> list[Chunk]:
-    """The chunks of the next prefill: of prompts that are being read, then of the queue. Changes nothing."""
+  def _next_reads(self, admit: bool) -> list[_Read]:
+    """The chunks of the next prefill: of prompts that are being read, then of the queue. Changes nothing.
+
+    A chunk that the first one's program does not read is passed over: it is among the first of the next prefill, and
+    keeps its place until then.
+    """
     if self._epoch != self._engine.cache_epoch:
       self._epoch = self._engine.cache_epoch
       self._pool.forget()
-    chunks: list[Chunk] = []
+    reads: list[_Read] = []
     for slot, start in self._starts.items():
       sequence = self._slots[slot]
       assert sequence is not None
       chunk = self._chunk(sequence, slot, start)
-      if len(chunks) < self._engine.prefill_rows and self._can_join(chunks, chunk):
-        chunks.append(chunk)
+      if self._can_join(reads, chunk):
+        reads.append((chunk, sequence))
     free, pledged = list(self._free), dict.fromkeys(range(self._engine.num_parts), 0)
     for sequence in itertools.chain(self._preempted, self._queue if admit else ()):
-      first = self._first_chunk(sequence, free, pledged) if len(chunks) < self._engine.prefill_rows else None
-      if first is None or not self._can_join(chunks, first):
-        break  # first come, first served: a later sequence does not overtake
+      first = None if self._is_full(reads) else self._first_chunk(sequence, free, pledged)
+      if first is None:
+        break  # first come, first served: a later sequence takes no slot before an earlier one has its own
       free.remove(first.slot)
-      chunks.append(first)
-    return chunks
+      if self._can_join(reads, first):
+        reads.append((first, sequence))
+    return reads
+
+  def _is_full(self, reads: list[_Read]) -> bool:
+    return bool(reads) and len(reads) >= self._engine.prefill_shape(reads[0][0])[1]
 
   def _first_chunk(self, sequence: GeneratedSequence, free: list[int], pledged: dict[int, int]) -> Chunk | None:
     """Chooses a prompt's slot: where most of its beginning is held, then where most blocks are left; None: nowhere yet.
@@ -228,15 +238,17 @@ class Scheduler:
     stop = min(start + self._engine.prefill_chunk, len(sequence.request.ids))
     return Chunk(request=sequence.request, slot=slot, start=start, stop=stop)
 
-  def _can_join(self, chunks: list[Chunk], new: Chunk) -> bool:
+  def _can_join(self, reads: list[_Read], new: Chunk) -> bool:
     """Whether one prefill may read a chunk with others: by the same program, and none has the tokens of another."""
-    return not chunks or (
-      self._program(new) == self._program(chunks[0]) and not any(self._repeats(new, other) for other in chunks)
+    return not reads or (
+      not self._is_full(reads)
+      and self._program(new) == self._program(reads[0][0])
+      and not any(self._repeats(new, other) for other, _ in reads)
     )
 
   def _program(self, chunk: Chunk) -> tuple[bool, bool, int]:
     """The key of the compiled prefill that reads the chunk."""
-    return chunk.start == 0, chunk.request.score_prompt, self._engine.prefill_cost(chunk)
+    return chunk.start == 0, chunk.request.score_prompt, self._engine.prefill_shape(chunk)[0]
 
   def _repeats(self, new: Chunk, other: Chunk) -> bool:
     """Whether a chunk has the same tokens as another one, so that it can reuse that one after this prefill."""
@@ -250,14 +262,12 @@ class Scheduler:
       and ids[: other.stop] == other.request.ids[: other.stop]
     )
 
-  def _launch_prefill(self, chunks: list[Chunk]) -> None:
-    for chunk in chunks:
+  def _launch_prefill(self, reads: list[_Read]) -> None:
+    for chunk, sequence in reads:
       if self._slots[chunk.slot] is None:
-        self._admit(chunk)
+        self._admit(chunk, sequence)
     read = []
-    for chunk in chunks:  # after all have taken their chunks, of which this may evict others
-      sequence = self._slots[chunk.slot]
-      assert sequence is not None
+    for chunk, sequence in reads:  # after all have taken their chunks, of which this may evict others
       assert self._pool.grow(self._texts[chunk.slot], self._num_known(sequence))
       chunk = dataclasses.replace(chunk, blocks=tuple(self._texts[chunk.slot].blocks))
       read.append((chunk, sequence))
@@ -278,10 +288,11 @@ class Scheduler:
         self._starts.pop(chunk.slot, None)
     self._launch(launched, rows)
 
-  def _admit(self, chunk: Chunk) -> None:
-    """Gives the slot of a prompt's first chunk to the next sequence of the queue."""
-    self._free.remove(chunk.slot)  # before popleft: another thread may read has_work in between
-    sequence = self._slots[chunk.slot] = (self._preempted or self._queue).popleft()
+  def _admit(self, chunk: Chunk, sequence: GeneratedSequence) -> None:
+    """Gives the slot of a prompt's first chunk to its sequence, which waits."""
+    self._free.remove(chunk.slot)  # before it leaves the queue: another thread may read has_work in between
+    (self._preempted if sequence in self._preempted else self._queue).remove(sequence)
+    self._slots[chunk.slot] = sequence
     part = chunk.slot // self._slots_of_part
     self._texts[chunk.slot] = self._pool.open(part, self._beginning(sequence, part))
     sequence.num_reused = chunk.start

@@ -66,7 +66,7 @@ def make_sampler(job: Job, model: PartitionedModel, job_log_dir: epath.Path) -> 
   settings = dataclasses.replace(
     decode,
     num_slots=min(decode.num_slots, num_prompts),
-    prefill_rows=min(decode.prefill_rows, num_prompts),
+    prefill_rows=decode.prefill_rows and min(decode.prefill_rows, num_prompts),
     num_top_logprobs=0,
   )
   steps = DecodeSteps(model, settings)

@@ -65,9 +65,10 @@ class DecodeSettings(SamplingParams):
     max_cache_tokens: how many tokens the KV cache holds, of all texts together and of beginnings of prompts that later
       ones may reuse; None is num_slots * max_len, or less where memory has no room for it.
     memory_fraction: of a device's memory, what weights and KV cache may take where max_cache_tokens is None.
-    prefill_rows: P, how many prompts one prefill reads.
+    prefill_rows: P, how many prompts one prefill reads; None: one, or as many short ones of like lengths as make up a
+      chunk, at most 8.
     prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16, as blocks of the KV
-      cache divide it. Beam search reads whole prompts.
+      cache divide it; None is 128 on CPUs and 256 elsewhere. Beam search reads whole prompts.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
     eos_ids: tokens that end a text; None is the tokenizer's end of text.
     max_stop_ids: how many stop tokens a request may have, the end of text included.
@@ -83,11 +84,11 @@ class DecodeSettings(SamplingParams):
   """
 
   max_len: int | None = None
-  num_slots: int = 8
+  num_slots: int = 32
   max_cache_tokens: int | None = None
   memory_fraction: float = 0.9
-  prefill_rows: int = 1
-  prefill_chunk: int = 256
+  prefill_rows: int | None = None
+  prefill_chunk: int | None = None
   min_bucket: int = 16
   eos_ids: tuple[int, ...] | None = None
   max_stop_ids: int = 4
@@ -108,12 +109,12 @@ class DecodeSettings(SamplingParams):
         raise UserError(f'{name}={value} must be at least 1.')
     if not 0 < self.memory_fraction <= 1:
       raise UserError(f'memory_fraction={self.memory_fraction} must be above 0 and at most 1.')
-    if self.prefill_chunk < self.min_bucket:
+    if self.prefill_chunk is not None and self.prefill_chunk < self.min_bucket:
       raise UserError(
         f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}, the shortest length to '
         'which chunks are padded: raise prefill_chunk or lower min_bucket.'
       )
-    if self.prefill_rows > self.num_slots:
+    if self.prefill_rows is not None and self.prefill_rows > self.num_slots:
       raise UserError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
     held = ('bfloat16', *QUANTIZED_DTYPES)
     if self.weights_dtype not in (None, *held):

@@ -301,7 +301,7 @@ class MakeRollouts(TrainHook):
       given,
       max_len=self._input.seq_len,
       num_slots=min(self._input.num_slots, self._input.num_rows),
-      prefill_rows=min(given.prefill_rows, self._input.num_rows),
+      prefill_rows=given.prefill_rows and min(given.prefill_rows, self._input.num_rows),
       num_top_logprobs=0,
       num_beams=1,
       weights_dtype=None,

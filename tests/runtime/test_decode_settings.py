@@ -26,7 +26,7 @@ def test_buckets():
 @pytest.mark.parametrize(
   'fields, message',
   [
-    ({'prefill_rows': 9}, 'prefill_rows=9 must be at most num_slots=8'),
+    ({'prefill_rows': 33}, 'prefill_rows=33 must be at most num_slots=32'),
     ({'prefill_chunk': 8}, 'prefill_chunk=8 must be at least min_bucket=16'),
     ({'top_p': 1.5}, 'top_p=1.5'),
     ({'frequency_penalty': 2.5}, 'frequency_penalty=2.5'),

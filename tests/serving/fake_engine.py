@@ -112,15 +112,15 @@ class FakeEngine:
   def _cell(self, slot: int, position: int) -> int:
     return self.pool.get(self._place(slot, position), 0) if position >= 0 else 0
 
-  def prefill_cost(self, chunk: Chunk) -> int:
+  def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
     bucket = max(MIN_BUCKET, 1 << (chunk.stop - chunk.start - 1).bit_length())
-    return min(bucket, self.prefill_chunk) * self.prefill_rows
+    return min(bucket, self.prefill_chunk), self.prefill_rows
 
   def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks=None) -> Launched:
     self.log.append(('prefill', tuple(chunk.slot for chunk in chunks)))
     assert 0 < len(chunks) <= self.prefill_rows
     assert len({chunk.slot for chunk in chunks}) == len(chunks)
-    assert len({(chunk.start > 0, self.prefill_cost(chunk)) for chunk in chunks}) == 1
+    assert len({(chunk.start > 0, self.prefill_shape(chunk)) for chunk in chunks}) == 1
     for chunk in chunks:
       self._check(chunk, score_prompts)
       self.blocks[chunk.slot] = list(chunk.blocks)

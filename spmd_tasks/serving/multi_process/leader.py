@@ -92,7 +92,7 @@ class LeadingEngine:
     self.stop = followers.stop
     self.num_slots, self.max_len = engine.num_slots, engine.max_len
     self.block_tokens, self.num_blocks, self.num_parts = engine.block_tokens, engine.num_blocks, engine.num_parts
-    self.prefill_rows, self.prefill_chunk, self.can_reuse = engine.prefill_rows, engine.prefill_chunk, engine.can_reuse
+    self.prefill_chunk, self.can_reuse = engine.prefill_chunk, engine.can_reuse
     self._engine = engine
     self._followers = followers
     self._restore = restore
@@ -123,8 +123,8 @@ class LeadingEngine:
       self._followers.lost.result()
     raise JobError('a step failed, and a server of several processes does not go on after that: start it again.')
 
-  def prefill_cost(self, chunk: Chunk) -> int:
-    return self._engine.prefill_cost(chunk)
+  def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
+    return self._engine.prefill_shape(chunk)
 
   def prefill(
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
