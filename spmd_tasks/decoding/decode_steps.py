@@ -105,6 +105,7 @@ class DecodeSteps:
     self._compiled: dict[Any, Any] = {}
     self.kept_state: DecodeState | None = None
 
+    self._prefills: dict[int, Any] = {}  # by the number of rows: the shapes that a prefill returns
     abstract_cache, specs, self.vocab_size = self._abstract_cache(num_slots := self.settings.num_slots)
     slot_axes = [spec_axes(spec, leaf.ndim)[-4] for spec, leaf in zip(*map(jax.tree.leaves, (specs, abstract_cache)))]
     self.num_parts = max(num_parts(axes, model.mesh.shape) for axes in slot_axes)
@@ -443,7 +444,9 @@ class DecodeSteps:
       return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     with self._scope() as scope, layer_scope(longest_text=self.max_len):
-      logits, boxed = jax.eval_shape(prefill, model.abstract_state.variables, batch)
+      if num_rows not in self._prefills:
+        self._prefills[num_rows] = jax.eval_shape(prefill, model.abstract_state.variables, batch)
+      logits, boxed = self._prefills[num_rows]
     cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
     specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)
     return cache, specs, logits.shape[-1]

@@ -1,4 +1,4 @@
-"""Runs of 20 steps on a mesh, for the tests that compare meshes: the same steps and one loss curve, whatever the mesh.
+"""Runs of 12 steps on a mesh, for the tests that compare meshes: the same steps and one loss curve, whatever the mesh.
 
 `spmd_tasks.verification` compares them, as `--mode verify` does: metrics, every gradient, weights and optimizer state
 of each step, from the reference's state before it, and the losses of training without a stop.
@@ -20,9 +20,9 @@ from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import build_job
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 # Steps that are compared number by number; the curve of losses has all of them.
-COMPARED = (0, 1, 2, 5, 10, 19)
+COMPARED = (0, 1, 5, 11)
 
 
 def table(cases: Sequence[tuple], exhaustive: Sequence[tuple] = (), *, fast: Collection[str]) -> list:
@@ -67,15 +67,15 @@ def runner(experiment_class: type[Experiment], shape: tuple[int, ...], *, dcn=No
 
 @functools.lru_cache(maxsize=4)
 def reference(experiment_class: type[Experiment], overrides=()) -> Trajectory:
-  """20 steps on one device, which learn something: untrained models would agree on anything."""
+  """12 steps on one device, which learn something: untrained models would agree on anything."""
   alone = runner(experiment_class, (1,), overrides=overrides)
   expected = Trajectory(alone, alone.init(), draw_batches(alone.job.train_input, NUM_STEPS, seed=0))
-  assert expected.losses.min() < 0.9 * expected.losses[0]
+  assert expected.losses.min() < 0.95 * expected.losses[0]
   return expected
 
 
 def assert_same_run(other: Runner, expected: Trajectory, metrics: Sequence[str] | None = None) -> None:
-  """Six of the 20 steps are the reference's, and so is the whole loss curve."""
+  """Four of the steps are the reference's, and so is the whole loss curve."""
   found = agree(other, expected, metrics=metrics, steps=COMPARED)
   assert found.first is None, f'{found.first}; {found.notes}'
   # Rounding alone may decide between two experts, in one step at most.

@@ -1,11 +1,10 @@
 """One truth for numbers: the same experiment on any mesh, padded or not, accumulated or not, gives one loss curve.
 
-20 steps in float32 of a model none of whose dims divides an axis of 4 (width 30, 3 heads, 90 hidden, vocabulary 257).
+12 steps in float32 of a model none of whose dims divides an axis of 4 (width 30, 3 heads, 90 hidden, vocabulary 257).
 Cases pair a mesh with a setting that is independent of it; `--all` has more pairs.
 """
 
 import jax
-import numpy as np
 import pytest
 
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
@@ -50,10 +49,9 @@ def test_one_loss_curve_and_one_state(name, experiment, shape, settings):
 
 
 @pytest.mark.parametrize('experiment, shape', [(AdamW, (1, 2, 4)), (Adafactor, (1, 2, 4))])
-def test_padding_is_reported_and_stays_zero(experiment, shape):
-  model, expected = runner(experiment, shape).model, reference(experiment)
-  results = runner(experiment, shape).steps(expected.state(0), expected.batches)
-  assert all(result.nonzero_padding == () for result in results)
+def test_padding_is_reported(experiment, shape):
+  """That it stays zero is a part of each comparison."""
+  model = runner(experiment, shape).model
   padded, true = jax.tree.leaves(model.padded_state), jax.tree.leaves(model.abstract_state)
   assert sum(a.shape != b.shape for a, b in zip(padded, true)) >= 12  # weights, gradients, both moments, the average
   assert 0.05 < model.padding_waste < 0.15
@@ -66,17 +64,3 @@ def test_factored_moments_are_sharded_like_the_weight():
   rows, columns = (getattr(factored, name)['stack']['layers']['ffn']['up']['kernel'] for name in ('v_row', 'v_col'))
   assert rows == jax.P(None, 'data')  # the mean over F, the larger dim
   assert columns == jax.P(None, 'mdl')
-
-
-@pytest.mark.parametrize('batch_size, num_microbatches', [(4, 4), pytest.param(12, 1, marks=pytest.mark.exhaustive)])
-def test_a_batch_that_the_devices_do_not_divide(batch_size, num_microbatches):
-  """Nor do they divide microbatches of one row, which once had a gradient of NaNs."""
-  overrides = (f'batch_size={batch_size}', f'task.learner.num_microbatches={num_microbatches}')
-  model, train_input = make_model(AdamW, (1, 2, 4), overrides=overrides)
-  alone, _ = make_model(AdamW, (1, 1, 1), overrides=overrides)
-  assert model.input_layout.padded['ids'].shape[0] == {4: 8, 12: 16}[batch_size]
-  batch = next(train_input.make_iterator())
-  _, metrics = model.train_step(model.init(0), model.train_step.place(batch))
-  _, expected = alone.train_step(alone.init(0), alone.train_step.place(batch))
-  for name in ('loss', 'grad_norm', 'loss_weight', 'accuracy'):
-    np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)

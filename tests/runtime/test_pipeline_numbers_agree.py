@@ -22,7 +22,7 @@ CIRCULAR = ('schedule=circular', 'num_repeats=2')
 ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
 FOUR = ('num_microbatches=4',)
 SIXTEEN, DOTS = ('num_microbatches=16',), ('remat_policy=dots_no_batch',)
-FAST = ('stage 4 x data 2', 'circular, stage 2 x data 2 x mdl 2')
+FAST = ('circular, stage 2 x data 2 x mdl 2',)
 
 FFN = 'task.model.stack.block.ffn'
 # What is taken over parts of a batch, whose rows have different lengths: the balance loss over shards; biases, which
@@ -39,13 +39,13 @@ DROPLESS = (*BIAS, *SHARDS)
 # name, experiment, mesh, overrides, those of them that the plain stack has too
 TWO = 'task.learner.num_microbatches=2'
 CASES = [
-  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), (), ()),
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR, ()),
   ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full'), ()),
 ]
-# Of what is left out by default, experts in a pipeline are compared in tests/layers/pipeline too, and by all
-# schedules in tests/programs/test_verify.py.
+# Of what is left out by default, experts in a pipeline are compared in tests/layers/pipeline too, the plain schedule
+# in tests/tuning/test_rewards.py.
 ONE_BY_ONE = [
+  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), (), ()),
   ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), (*ONE_F_ONE_B, *DROPLESS), DROPLESS),
   ('experts by einsum, circular', PipelinedExperts, (1, 2, 2, 2, 1), (*CIRCULAR, *EINSUM), EINSUM),
   ('stage 2 x mdl 4, remat', PipelinedAdamW, (1, 2, 1, 4), ('remat_policy=full', 'num_microbatches=2'), ()),

@@ -44,10 +44,13 @@ def test_one_loss_curve_and_one_state(name, experiment, shape, overrides):
   assert_same_run(runner(experiment, shape, overrides=overrides), reference(experiment))
 
 
+BEAMS = {'num_beams': 3, 'beam_rule': 't5x', 'length_penalty': 0.6, 'min_bucket': 9, 'prefill_chunk': 9}
+
+
 @pytest.mark.slow
 def test_text_is_generated_and_scored_as_on_one_device():
   """Each request of its own length; beams and greedy texts, and the scores of both."""
-  settings = DecodeSettings(max_len=9, num_slots=3, prefill_rows=2, min_bucket=4, prefill_chunk=4, eos_ids=(1,))
+  settings = DecodeSettings(max_len=9, num_slots=2, prefill_rows=2, min_bucket=4, prefill_chunk=4, eos_ids=(1,))
   rng = np.random.default_rng(3)
   requests = [
     Request(ids=ids, encoder_ids=tuple(rng.integers(2, 67, length).tolist()), max_tokens=4, stop_ids=(1,))
@@ -58,7 +61,7 @@ def test_text_is_generated_and_scored_as_on_one_device():
     model, _ = make_model(Uneven, shape)
     variables, steps = model.init(0).variables, DecodeSteps(model, settings)
     greedy = dict(generate(steps, variables, requests, decode=lambda tokens: ''))
-    beams = DecodeSteps(model, dataclasses.replace(settings, num_beams=3, beam_rule='t5x', length_penalty=0.6))
+    beams = DecodeSteps(model, dataclasses.replace(settings, **BEAMS))
     searched = dict(search(beams, variables, requests, decode=lambda tokens: ''))
     texts = [(request.encoder_ids, tuple(greedy[i].ids)) for i, request in enumerate(requests) if len(request.ids) == 1]
     scores = dict(score_texts(steps, variables, texts, num_rows=2))

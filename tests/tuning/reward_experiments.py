@@ -29,25 +29,14 @@ class Policy(OnRewards, uneven_experiments.AdamW):
   """All weights."""
 
 
-class TokenPolicy(Policy):
-  """The mean over tokens, whose weight differs from shard to shard."""
-
-  method = 'dapo'
-
-
-class SequencePolicy(Policy):
-  """Ratios of whole completions."""
-
-  method = 'gspo'
-
-
 class PipelinedPolicy(PipelinedLanguageModel, Policy):
   """The axes are (replica, stage, data, mdl)."""
 
 
 class LowRankPolicy(OnRewards, uneven_experiments.AdamW):
-  """Adapters, held to the model without them."""
+  """Adapters, held to the model without them; the mean over tokens, whose weight differs from shard to shard."""
 
+  method = 'dapo'
   reference = 'base'
 
   def task(self):
@@ -59,7 +48,9 @@ class LowRankPolicy(OnRewards, uneven_experiments.AdamW):
 
 
 class ExpertsPolicy(OnRewards, moe_experiments.AlongData):
-  """A mixture of experts."""
+  """A mixture of experts; ratios of whole completions."""
+
+  method = 'gspo'
 
 
 def share_of_a(prompt, completion, record):
