@@ -14,6 +14,7 @@ Read in this order:
   scheduler.py           which sequence is in which slot, and which slots hold a prompt's beginning
   generated_sequence.py  a request's tokens and text as they grow; constraints.py says which tokens may come next
   generation.py          `generate` and `search`, for batch jobs; scoring.py scores texts that are given
+  group_sampling.py      many samples of prompts that are known at once, by one program
   prompts.py             what a request is made from: a line of JSON
 """
 

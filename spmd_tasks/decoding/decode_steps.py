@@ -26,6 +26,7 @@ from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.free_memory import free_bytes, local_bytes
+from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
@@ -263,6 +264,17 @@ class DecodeSteps:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
     return self._search(batch)(variables, *_search_arguments(batch))
 
+  def sample(self, variables: Variables, groups: Groups, num_samples: int, max_new_tokens: int) -> Samples:
+    """See group_sampling.sample_groups. Each shape is compiled once, on first use; uses no slots."""
+
+    def sample(padded_variables, groups):
+      cache = self._empty_cache(groups.ids.shape[0] * num_samples)
+      given = {'num_samples': num_samples, 'max_new_tokens': max_new_tokens}
+      return sample_groups(self._forward, self.storage.true(padded_variables), cache, groups, **given)
+
+    name, held = ('sample', *groups.ids.shape, num_samples, max_new_tokens), (self.storage.padded,)
+    return self._compile(name, sample, groups, held=held, out=self._replicated)(variables, groups)
+
   def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
     """Compiles the step and a prefill per bucket.
 
@@ -353,17 +365,12 @@ class DecodeSteps:
 
   def _search(self, batch: PrefillBatch) -> Any:
     num_beams = self.settings.num_beams
-    abstract_cache, specs, _ = self._abstract_cache((self.settings.prefill_rows or 1) * num_beams)
 
     def search(padded_variables, *arrays):
-      def empty(leaf, spec):
-        sharding = NamedSharding(self._model.mesh, spec)
-        return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), sharding)
-
       return beam.beam_search(
         self._forward,
         self.storage.true(padded_variables),
-        jax.tree.map(empty, abstract_cache, specs),
+        self._empty_cache((self.settings.prefill_rows or 1) * num_beams),
         *arrays,
         num_beams=num_beams,
         max_new_tokens=self.max_len - 1,
@@ -450,6 +457,14 @@ class DecodeSteps:
     cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
     specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)
     return cache, specs, logits.shape[-1]
+
+  def _empty_cache(self, num_rows: int) -> Any:
+    """Within a computation: zeros for rows of max_len, laid out over the mesh."""
+
+    def empty(leaf, spec):
+      return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), NamedSharding(self._model.mesh, spec))
+
+    return jax.tree.map(empty, *self._abstract_cache(num_rows)[:2])
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)

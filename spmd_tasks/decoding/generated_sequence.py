@@ -80,6 +80,10 @@ class IncrementalText:
           break
     return self._release(piece, is_last=False)
 
+  def push_all(self, tokens: Sequence[int]) -> None:
+    """Adds the last tokens, for callers that read `text` after `finish` only."""
+    self._tokens.extend(tokens)
+
   @property
   def num_chars(self) -> int:
     """Number of characters so far, with those that may begin a stop string."""

@@ -1,10 +1,11 @@
-"""generate and search: a batch job's requests through the scheduler, or through beam search.
+"""generate, search and complete_groups: a batch job's requests through the scheduler, beam search or one program.
 
     for number, completion in generate(steps, variables, requests, decode=tokenizer.decode):
       print(number, completion.text)
 
-Both take an iterable of requests and yield completions in the order in which requests finish. The server does not use
-them: it calls the scheduler itself, and sends every Delta on.
+The first two take an iterable of requests and yield completions in the order in which requests finish; the third is for
+many samples of prompts that all fit at once (group_sampling.py). The server does not use them: it calls the scheduler
+itself, and sends every Delta on.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,8 +18,10 @@ from spmd_tasks.decoding.constraints import Matcher
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import FinishReason, GeneratedSequence, IncrementalText
+from spmd_tasks.decoding.group_sampling import make_groups
 from spmd_tasks.decoding.requests import Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.runtime.task import Variables
 
 
@@ -105,6 +108,60 @@ def _completion(sequence: GeneratedSequence) -> Completion:
     text=sequence.text,
     finish_reason=sequence.finish_reason,
   )
+
+
+def can_sample(steps: DecodeSteps, requests: Sequence[Request], num_samples: int) -> bool:
+  """Whether `complete_groups` may take the requests: all fit at once, and none is ended or changed by its own text."""
+  plain = SamplingParams()
+
+  def is_plain(request: Request) -> bool:
+    names = ('repetition_penalty', 'frequency_penalty', 'presence_penalty')
+    has_penalties = any(getattr(request.sampling, name) != getattr(plain, name) for name in names)
+    return not (request.stop or request.logit_bias or request.score_prompt or request.adapter or has_penalties)
+
+  fits = len(requests) * num_samples <= steps.settings.num_slots and steps.encoder_len is None
+  return fits and all(map(is_plain, requests))
+
+
+def complete_groups(
+  steps: DecodeSteps,
+  variables: Variables,
+  requests: Sequence[Request],
+  num_samples: int,
+  *,
+  decode: Callable[[Sequence[int]], str],
+  num_prompts: int | None = None,
+) -> list[list[Completion]]:
+  """Returns the completions of each request, its samples 0 to n - 1; see `can_sample`.
+
+  Args:
+    steps, variables: of the model.
+    requests: as for `generate`.
+    num_samples: n.
+    decode: turns tokens into text.
+    num_prompts: P, so that calls with fewer requests run the same program; None: as many as there are.
+  """
+  sizes = {'max_len': steps.max_len, 'num_stop_ids': steps.settings.max_stop_ids}
+  groups = make_groups(requests, num_prompts or len(requests), **sizes)
+  longest = max(request.max_tokens for request in requests)
+  samples = jax.device_get(steps.sample(variables, groups, num_samples, longest))
+  made = []
+  for row, length in enumerate(samples.lengths[: len(requests) * num_samples].tolist()):
+    request = requests[row // num_samples].as_sample(row % num_samples)
+    ids = samples.tokens[:length, row].tolist()
+    is_stopped = bool(ids) and ids[-1] in request.stop_ids
+    text = IncrementalText(decode, before=request.ids)
+    text.push_all(ids[:-1] if is_stopped else ids)
+    text.finish()
+    completion = Completion(
+      request=request,
+      ids=ids,
+      logprobs=samples.logprobs[:length, row].tolist(),
+      text=text.text,
+      finish_reason='stop' if is_stopped else 'length',
+    )
+    made.append(completion)
+  return [made[start : start + num_samples] for start in range(0, len(made), num_samples)]
 
 
 def complete_all(

@@ -60,7 +60,7 @@ class DecodeState(struct.PyTreeNode):
     active: bool [N], whether another token follows.
     keys: uint32 [N, 2], each request's random key.
     seen: bool [N, V], the tokens that the slot's text contains.
-    counts: int32 [N, V], how often each token was generated.
+    counts: int32 [N, V], how often each token was generated; both None where no request has penalties.
     stop_ids: int32 [N, K].
     sampling: arrays [N].
     adapters: int32 [N], the number of each slot's low-rank adapter; 0 is none.
@@ -72,8 +72,8 @@ class DecodeState(struct.PyTreeNode):
   ends: jax.Array
   active: jax.Array
   keys: jax.Array
-  seen: jax.Array
-  counts: jax.Array
+  seen: jax.Array | None
+  counts: jax.Array | None
   stop_ids: jax.Array
   sampling: SamplingArrays
   adapters: jax.Array
@@ -186,7 +186,7 @@ def prefill(
     sampling=batch.sampling,
     adapters=batch.adapters,
   )
-  placed, outputs = _emit(logits, placed, batch.masks, num_top_logprobs)
+  placed, outputs = emit(logits, placed, batch.masks, num_top_logprobs)
   inserted = _put_rows(state.replace(cache=None), placed, batch.slots)
   written = write_tokens(state.cache, new, batch.starts, batch.lengths, slots=batch.slots, tables=batch.tables)
   return inserted.replace(cache=written), outputs.replace(**scores)
@@ -229,7 +229,7 @@ def step(
   }
   logits, new = forward(variables, state.cache, batch)
   cache = write_tokens(state.cache, new, rows.positions, rows.active.astype(jnp.int32), slots=slots, tables=tables)
-  rows, outputs = _emit(logits[:, 0], rows, masks, num_top_logprobs)
+  rows, outputs = emit(logits[:, 0], rows, masks, num_top_logprobs)
   if slots is not None:
     rows = _put_rows(kept.replace(cache=None), rows, slots)
     empty = jax.tree.map(lambda x: jnp.zeros((keep.shape[0], *x.shape[1:]), x.dtype), outputs)
@@ -237,13 +237,15 @@ def step(
   return rows.replace(cache=cache), outputs
 
 
-def _emit(
+def emit(
   logits: jax.Array, state: DecodeState, masks: jax.Array | None, num_top_logprobs: int
 ) -> tuple[DecodeState, Outputs]:
   """Samples the token that follows each row's position."""
   positions = state.positions + 1
   allowed = logits if masks is None else mask_logits(logits, masks)
-  adjusted = adjust(allowed, state.seen, state.counts, state.sampling)
+  adjusted = allowed.astype(jnp.float32)
+  if state.seen is not None and state.counts is not None:
+    adjusted = adjust(allowed, state.seen, state.counts, state.sampling)
   tokens = sample(adjusted, position_keys(state.keys, positions), state.sampling, state.active)
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
@@ -260,8 +262,8 @@ def _emit(
   state = state.replace(
     tokens=jnp.where(state.active, tokens, state.tokens),
     positions=jnp.where(state.active, positions, state.positions),
-    seen=state.seen.at[rows, tokens].set(True),
-    counts=state.counts.at[rows, tokens].add(1),
+    seen=None if state.seen is None else state.seen.at[rows, tokens].set(True),
+    counts=None if state.counts is None else state.counts.at[rows, tokens].add(1),
     active=state.active & ~is_finished,
   )
   return state, outputs

@@ -491,20 +491,22 @@ class MakeRollouts(TrainHook):
     **draws: Any,
   ) -> list[list[Any]]:
     """The completions of each prompt, `number` of them."""
-    from spmd_tasks.decoding import generate
+    from spmd_tasks.decoding.generation import can_sample, complete_groups, generate
 
     requests = []
     for epoch, index, record in prompts:
       seed = int(np.random.SeedSequence((self._input.seed, epoch, index)).generate_state(1)[0])
-      request = self._request(record, f'record {index}', seed=seed, **draws)
-      requests += [request.as_sample(sample) for sample in range(number)]
-    made: list[Any] = [None] * len(requests)
-
-    def on_step() -> None:
-      run.watchdog.beat(run.loop.step, 'rollout')
-
-    settings: Any = {'decode': self._tokenizer.decode, 'on_step': on_step, 'keep_cache': False}
-    for place, completion in generate(self._steps, variables, requests, **settings):
+      requests.append(self._request(record, f'record {index}', seed=seed, **draws))
+    texts: Any = {'decode': self._tokenizer.decode}
+    if can_sample(self._steps, requests, number):
+      texts['num_prompts'] = self._input.num_rows // number if number > 1 else None
+      # One program makes all tokens, and no beat comes from within.
+      with run.watchdog.allow('rollout', run.limit_s + self._input.max_tokens):
+        return complete_groups(self._steps, variables, requests, number, **texts)
+    samples = [request.as_sample(sample) for request in requests for sample in range(number)]
+    made: list[Any] = [None] * len(samples)
+    texts |= {'on_step': lambda: run.watchdog.beat(run.loop.step, 'rollout'), 'keep_cache': False}
+    for place, completion in generate(self._steps, variables, samples, **texts):
       made[place] = completion
     return [made[start : start + number] for start in range(0, len(made), number)]
 

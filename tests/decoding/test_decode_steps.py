@@ -15,7 +15,7 @@ import pytest
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
-from spmd_tasks.decoding.generation import Completion, search
+from spmd_tasks.decoding.generation import Completion, can_sample, complete_groups, search
 from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiments.synthetic import Uneven
@@ -180,6 +180,30 @@ def test_a_sample_is_of_weights_prompt_and_seed():
   again, other_seed, other_sample = drawn[0][-3:]
   assert drawn[0][0] == again
   assert drawn[0][0] != other_seed != other_sample != drawn[0][0]
+
+
+@pytest.mark.parametrize('name', ['data 2 x mdl 4', 'windows', 'data 2 x expert 4'])
+def test_samples_by_one_program_are_those_of_the_engine(name):
+  run = make_run(name)
+  sampling = SamplingParams(temperature=1.5, top_p=0.95)
+  requests = [dataclasses.replace(each, sampling=sampling) for each in make_requests(seed=5)[:3]]
+  assert not can_sample(run.steps, requests, 2)  # there are 3 slots
+  assert can_sample(run.steps, requests[:1], 3)
+  assert not can_sample(run.steps, [dataclasses.replace(requests[0], stop=('a',))], 1)
+  stop_id = run.generate(requests[:1])[0].ids[1]
+  requests = [dataclasses.replace(each, stop_ids=(stop_id,)) for each in requests]
+  samples = [request.as_sample(sample) for request in requests for sample in range(2)]
+
+  def decode(tokens):
+    return ''.join(f'<{token}>' for token in tokens)
+
+  groups = complete_groups(run.steps, run.variables, requests, 2, decode=decode, num_prompts=4)
+  expected = dict(generate(run.steps, run.variables, samples, decode=decode))
+  for index, found in enumerate(each for group in groups for each in group):
+    for field in ('request', 'ids', 'text', 'finish_reason'):
+      assert getattr(found, field) == getattr(expected[index], field), (index, field)
+    np.testing.assert_allclose(found.logprobs, expected[index].logprobs, atol=1e-5)
+  assert groups[0][0].finish_reason == 'stop'
 
 
 def test_stop_tokens_and_strings_end_a_sequence_and_free_its_slot():

@@ -1,0 +1,149 @@
+"""Group sampling: n completions of each of P prompts by one compiled program, for prompts that are all known at once.
+
+    samples = steps.sample(variables, make_groups(requests, ...), 8, 64)     # `complete_groups` makes texts of them
+
+A scheduler serves requests that come and go; a rollout of training has all of its prompts at the beginning. Here each
+prompt is read once, its keys and values become those of its n rows, and the loop over tokens runs on the device until
+no row is active, so that the host waits once. Tokens are those of the engine: the same keys and the same functions draw
+them.
+
+Shapes: P prompts, n samples, R = P n rows, T tokens of the longest prompt, M generated tokens at most, K stop ids.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
+from spmd_tasks.decoding.step_functions import (
+  DecodeState,
+  Forward,
+  emit,
+  step,
+  take_slots,
+  write_tokens,
+)
+
+_MIN_COLUMNS = 16  # T is this times a power of 4, at most max_len: each T is compiled once
+
+
+class Groups(struct.PyTreeNode):
+  """P prompts, as the arrays that `sample_groups` takes.
+
+  Attributes:
+    ids: int32 [P, T], padded at the end.
+    lengths, max_tokens: int32 [P], at least 1 and 0.
+    seeds: uint32 [P].
+    stop_ids: int32 [P, K], padded with -1.
+    sampling: arrays [P].
+  """
+
+  ids: Any
+  lengths: Any
+  max_tokens: Any
+  seeds: Any
+  stop_ids: Any
+  sampling: SamplingArrays
+
+
+class Samples(struct.PyTreeNode):
+  """What was drawn: tokens int32 and logprobs float32 [M, R], and lengths int32 [R]; the samples of a prompt follow one
+  another, and what is behind a length means nothing.
+  """
+
+  tokens: jax.Array
+  logprobs: jax.Array
+  lengths: jax.Array
+
+
+def make_groups(requests: Sequence[Request], num_prompts: int, *, max_len: int, num_stop_ids: int) -> Groups:
+  """The arrays of prompts, at most `num_prompts`, as host arrays; further rows draw nothing."""
+  longest, num_columns = max(len(request.ids) for request in requests), _MIN_COLUMNS
+  while num_columns < longest:
+    num_columns *= 4
+
+  def rows(values: Sequence[Sequence[int]], fill: int, size: int) -> Any:
+    array = np.full((num_prompts, size), fill, np.int32)
+    for row, value in enumerate(values):
+      array[row, : len(value)] = value
+    return array
+
+  def numbers(dtype: Any, values: Sequence[int], fill: int) -> Any:
+    return np.array([*values, *[fill] * (num_prompts - len(values))], dtype)
+
+  return Groups(
+    ids=rows([request.ids for request in requests], 0, min(num_columns, max_len)),
+    lengths=numbers(np.int32, [len(request.ids) for request in requests], 1),
+    max_tokens=numbers(np.int32, [request.max_tokens for request in requests], 0),
+    seeds=numbers(np.uint32, [request.seed for request in requests], 0),
+    stop_ids=rows([request.stop_ids for request in requests], -1, num_stop_ids),
+    sampling=SamplingArrays.from_params([request.sampling for request in requests], num_prompts),
+  )
+
+
+def sample_groups(
+  forward: Forward, variables: Any, empty_cache: Any, groups: Groups, *, num_samples: int, max_new_tokens: int
+) -> Samples:
+  """Draws n completions of each prompt.
+
+  Args:
+    forward, variables: the model.
+    empty_cache: zeros [..., R, G, S, K].
+    groups: the prompts; none has penalties or biases.
+    num_samples, max_new_tokens: n and M.
+  """
+  num_prompts, num_columns = groups.ids.shape
+  num_rows = num_prompts * num_samples
+  columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
+  is_prompt = columns < groups.lengths[:, None]
+  none = jnp.zeros(num_prompts, jnp.int32)
+  batch = {
+    'ids': groups.ids,
+    'segment_ids': is_prompt.astype(jnp.int32),
+    'segment_pos': jnp.where(is_prompt, columns, 0),
+    'logit_columns': groups.lengths[:, None] - 1,
+    'adapters': none,
+  }
+  logits, prompts = forward(variables, None, batch)
+  row = jnp.repeat(jnp.arange(num_prompts), num_samples)
+  lengths, max_tokens, seeds, stop_ids, sampling, adapters = jax.tree.map(
+    lambda x: x[row],
+    (groups.lengths, groups.max_tokens, groups.seeds, groups.stop_ids, groups.sampling, none),
+  )
+  state = DecodeState(
+    cache=write_tokens(empty_cache, take_slots(prompts, row), jnp.zeros_like(lengths), lengths),
+    tokens=jnp.zeros_like(lengths),
+    positions=lengths - 1,
+    ends=lengths + max_tokens,
+    active=max_tokens > 0,
+    keys=request_keys(seeds, jnp.tile(jnp.arange(num_samples, dtype=jnp.uint32), num_prompts)),
+    seen=None,
+    counts=None,
+    stop_ids=stop_ids,
+    sampling=sampling,
+    adapters=adapters,
+  )
+
+  def add(samples: Samples, number: jax.Array | int, outputs: Any) -> Samples:
+    return Samples(
+      tokens=samples.tokens.at[number].set(outputs.tokens),
+      logprobs=samples.logprobs.at[number].set(outputs.logprobs),
+      lengths=samples.lengths + outputs.is_valid,
+    )
+
+  def advance(carry: Any) -> Any:
+    number, state, samples = carry
+    state, outputs = step(forward, variables, state, jnp.ones(num_rows, jnp.bool_))
+    return number + 1, state, add(samples, number, outputs)
+
+  shape = (max_new_tokens, num_rows)
+  nothing = Samples(tokens=jnp.zeros(shape, jnp.int32), logprobs=jnp.zeros(shape), lengths=jnp.zeros_like(lengths))
+  state, first = emit(logits[:, 0][row], state, None, 0)
+  begun = (jnp.ones((), jnp.int32), state, add(nothing, 0, first))
+  *_, samples = jax.lax.while_loop(lambda carry: jnp.any(carry[1].active), advance, begun)
+  return samples
