@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from trl import GRPOTrainer, RLOOTrainer
-from trl.trainer.utils import selective_log_softmax
+from trl.trainer.utils import add_fused_lm_head, selective_log_softmax
 
 B, T, V, MAX_TOKENS = 6, 9, 7, 5
 START = 2  # tokens of a prompt
 CAP = 1.05
+TEMPERATURE = 0.7
 # As METHODS of spmd_tasks/tuning/reward_tuning.py.
 METHODS = {
   'grpo': {},
@@ -46,7 +47,36 @@ def rollouts() -> dict[str, np.ndarray]:
   return batch
 
 
-def loss_of(batch: dict[str, np.ndarray], method: str, kl_weight: float) -> tuple[float, np.ndarray]:
+class Given(torch.nn.Module):
+  """What TRL's fused head takes for a model: its hidden states are the given logits, and its head changes nothing."""
+
+  def __init__(self, logits: torch.Tensor):
+    super().__init__()
+    self.logits = logits
+    self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type='given'))
+    self.head = torch.nn.Linear(V, V, bias=False, dtype=torch.float64)
+    self.head.weight.data = torch.eye(V, dtype=torch.float64)
+
+  def base_model(self, **_):
+    return SimpleNamespace(last_hidden_state=self.logits)
+
+  def get_output_embeddings(self):
+    return self.head
+
+  def forward(self):
+    pass
+
+
+def log_probs_of(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+  """By TRL's own head, which has the temperature."""
+  model = Given(logits)
+  add_fused_lm_head(model, temperature=temperature)
+  return model(shift_labels=labels, fused_lm_head=True).log_probs
+
+
+def loss_of(
+  batch: dict[str, np.ndarray], method: str, kl_weight: float, temperature: float = 1.0
+) -> tuple[float, np.ndarray]:
   """TRL's loss and its gradient by the logits; with a KL weight the sampler's ratio is capped too."""
   logits = torch.tensor(batch['logits'], dtype=torch.float64, requires_grad=True)
   rows, columns = slice(0, B - 1), slice(START, START + MAX_TOKENS)  # TRL has no rows without a completion
@@ -88,7 +118,7 @@ def loss_of(batch: dict[str, np.ndarray], method: str, kl_weight: float) -> tupl
     'args': SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
     'accelerator': SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
     '_get_per_token_logps_and_entropies': lambda *_, **__: (
-      selective_log_softmax(logits[rows, columns], labels),
+      log_probs_of(logits[rows, columns], labels, temperature),
       torch.zeros_like(mask),
       None,
     ),
@@ -107,6 +137,7 @@ def main() -> None:
     for name, kl_weight in (('plain', 0.0), ('kl', 0.2)):
       if method != 'rloo' or not kl_weight:  # TRL's has the KL divergence in the reward
         record[f'{method}/{name}/loss'], record[f'{method}/{name}/gradient'] = loss_of(batch, method, kl_weight)
+  record['grpo/warm/loss'], record['grpo/warm/gradient'] = loss_of(batch, 'grpo', 0.0, TEMPERATURE)
   np.savez_compressed(pathlib.Path(sys.argv[1]), **record)
 
 

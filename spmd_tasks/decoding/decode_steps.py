@@ -70,12 +70,14 @@ class DecodeSteps:
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
 
-  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None):
+  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None, *, temperature: float = 1.0):
     """Partitions the state; compiles nothing yet.
 
     Args:
       model: the partitioned model.
       settings: None takes the task's.
+      temperature: the model's logits are divided by it, so that log-probabilities are after it; a request's own one,
+        which they are before, comes on top.
 
     Raises:
       UserError: the model cannot generate text, or its training input has no length to take as max_len.
@@ -84,6 +86,7 @@ class DecodeSteps:
     self.storage = WeightStorage(model, self.settings.weights_dtype)
     self.adapter_names = adapter_choices(model.task.model) if isinstance(model.task, Task) else ()
     self._model = model
+    self._temperature = temperature
     # Decoding runs the layers one after another; their weights stay sharded over the pipeline stages.
     axis = stage_axis(model.mesh.axis_names, model.axis_rules)
     rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
@@ -426,7 +429,7 @@ class DecodeSteps:
     if self._has_prefix and cache is None:
       batch = {**batch, 'prefix_mask': batch['segment_ids']}
     logits, new = self._model.task.decode_forward(variables, cache, batch)
-    return logits, unbox_weights(new)
+    return logits if self._temperature == 1 else logits / self._temperature, unbox_weights(new)
 
   def _abstract_cache(self, num_rows: int, blocks: tuple[int, int] | None = None) -> tuple[Any, Any, int]:
     """Returns (shapes of the cache, its PartitionSpecs, V) for rows of max_len, by tracing a prefill.

@@ -46,6 +46,7 @@ class PolicyLoss(WithAuxLosses):
     kl_weight: of the KL divergence from a reference model, estimated by exp(d) - d - 1 with d = log r - log p
       (Schulman, 2020); 0: there is none.
     reference_from: where log r is from: the 'batch', or the 'base' of the model, the model without its adapters.
+    temperature: completions were drawn from logits / temperature, and all log-probabilities are of these.
     sampler_cap: each token's loss is multiplied by q / s, at most this number, which corrects for what the sampler
       computes differently (truncated importance sampling: Yao et al., 2025); None: it is not.
     aux_loss_weights, num_aux_layers: as in WithAuxLosses.
@@ -58,6 +59,7 @@ class PolicyLoss(WithAuxLosses):
   clip_high: float = 0.2
   kl_weight: float = 0.0
   reference_from: str = 'batch'
+  temperature: float = 1.0
   sampler_cap: float | None = None
 
   def __post_init__(self):
@@ -69,6 +71,8 @@ class PolicyLoss(WithAuxLosses):
         f'clip_low={self.clip_low} must be from 0 to 1, and clip_high={self.clip_high} and kl_weight={self.kl_weight} '
         'at least 0.'
       )
+    if not 0 < self.temperature < float('inf'):
+      raise UserError(f'temperature={self.temperature} must be positive: at 0 all completions of a prompt are one.')
     if self.sampler_cap is not None and not self.sampler_cap > 0:
       raise UserError(f'sampler_cap={self.sampler_cap} must be positive, such as 2.0, or None.')
     if (self.aggregation == 'max_tokens') != (self.max_tokens is not None):
@@ -80,7 +84,7 @@ class PolicyLoss(WithAuxLosses):
     """Returns the batch with the log-probabilities of the model without its adapters, if the reference is that."""
     if not self.kl_weight or self.reference_from != 'base':
       return batch
-    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch)}
+    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch, self.temperature)}
 
   def check_weights(self, weight_specs: Any) -> None:
     """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
@@ -97,7 +101,7 @@ class PolicyLoss(WithAuxLosses):
         `reference_log_probs` float [B, T] where kl_weight is not 0.
     """
     weights = batch['weights'].astype(jnp.float32)
-    log_probs = answer_log_probs(predictions, batch)
+    log_probs = answer_log_probs(predictions, batch, self.temperature)
     old = batch.get('old_log_probs', jax.lax.stop_gradient(log_probs))
     num_tokens = jnp.sum(weights, axis=1)  # [B]
     has_tokens = (num_tokens > 0).astype(jnp.float32)

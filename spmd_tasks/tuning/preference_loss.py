@@ -75,9 +75,15 @@ def _sums_of_segments(batch: Mapping[str, jax.Array], columns: Sequence[jax.Arra
   return jax.vmap(sum_segments)(per_token, batch['segment_ids'])[:, 1:]  # without padding
 
 
-def answer_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns the log-probability of each token of an answer, and 0 elsewhere, float32 [B, T]."""
+def answer_log_probs(
+  predictions: Mapping[str, Any], batch: Mapping[str, jax.Array], temperature: float = 1.0
+) -> jax.Array:
+  """Returns the log-probability of each token of an answer by logits / temperature, and 0 elsewhere, float32 [B, T]."""
   weights = batch['weights'].astype(jnp.float32)
+  if temperature != 1:
+    if 'logits' not in predictions:
+      raise UserError(f'temperature={temperature} needs all logits: set task.model.num_logit_chunks=1.')
+    predictions = {'logits': predictions['logits'].astype(jnp.float32) / temperature}
   return jnp.where(weights == 0, 0.0, _log_probs(predictions, batch)) * weights
 
 
@@ -87,7 +93,9 @@ def _log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -
   return jnp.where(scores.is_known, scores.label_logit - scores.log_normalizer, jnp.nan)
 
 
-def base_log_probs(task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
+def base_log_probs(
+  task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array], temperature: float = 1.0
+) -> jax.Array:
   """Returns `answer_log_probs` under the task's model without its adapters, without a gradient."""
   names = [AdapterNames(kernel=name) for name in adapters_of(task.model)]
   left_out = {name for each in names for name in (each.a, each.b, each.magnitude)}
@@ -95,7 +103,7 @@ def base_log_probs(task: Any, variables: Mapping[str, Any], batch: Mapping[str, 
   weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
   base = {**variables, 'params': jax.lax.stop_gradient(weights)}
   predictions = dataclasses.replace(task, model=without_adapters(task.model)).predict(base, batch)
-  return answer_log_probs(predictions, batch)
+  return answer_log_probs(predictions, batch, temperature)
 
 
 def refuse_trained_base(weight_specs: Any) -> None:

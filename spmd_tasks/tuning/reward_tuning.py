@@ -68,6 +68,10 @@ class RewardTuning(TextTraining):
   num_minibatches: int = 1  # updates that divide a rollout's completions
   num_iterations: int = 1  # how often each completion is trained on
   max_tokens: int = 256  # of a completion
+  # How completions are drawn. All log-probabilities are after the temperature, and before top_k and top_p, as in TRL.
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
   overlong_margin: int = 0
   num_rollout_slots: int = 64  # completions that are generated at once
   # How strongly the model is held to a reference: 'start', the weights that training starts from, or 'base', the frozen
@@ -103,6 +107,7 @@ class RewardTuning(TextTraining):
       clip_high=method.clip_high,
       kl_weight=self.kl_weight,
       reference_from='base' if self.reference == 'base' else 'batch',
+      temperature=self.temperature,
       sampler_cap=self.sampler_cap,
     )
 
@@ -128,6 +133,9 @@ class RewardTuning(TextTraining):
       num_minibatches=self.num_minibatches,
       num_iterations=self.num_iterations,
       max_tokens=self.max_tokens,
+      temperature=self.temperature,
+      top_k=self.top_k,
+      top_p=self.top_p,
       overlong_margin=self.overlong_margin,
       has_reference=self.kl_weight > 0 and self.reference == 'start',
       num_slots=self.num_rollout_slots,

@@ -31,6 +31,7 @@ from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import is_multiple
 from spmd_tasks.programs.training_loop import Outcome
+from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.tuning.advantages import BASELINES, SCALES, advantages_of, overlong_penalties
 from spmd_tasks.tuning.conversations import messages_of
@@ -70,6 +71,8 @@ class RolloutInput:
     num_minibatches: R / B.
     num_iterations: how often each row of a rollout is trained on.
     max_tokens: of a completion.
+    temperature: completions are drawn from logits / temperature, and their log-probabilities are of these.
+    top_k, top_p: cut the draws as SamplingParams say, and not the log-probabilities.
     baseline, scale: of advantages (advantages.py).
     drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
       (DAPO's dynamic sampling).
@@ -91,6 +94,9 @@ class RolloutInput:
   num_minibatches: int = 1
   num_iterations: int = 1
   max_tokens: int = 256
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
   baseline: str = 'group'
   scale: str = 'group'
   drops_equal: bool = False
@@ -120,6 +126,7 @@ class RolloutInput:
         raise UserError(f'{name} = {getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
     if self.group_size == 1 and (self.baseline, self.scale) != ('none', 'none') and self.scale != 'batch':
       raise UserError("group_size = 1 has no group to compare with: set baseline='none' and scale='batch'.")
+    SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # raises
     if not 0 < self.max_tokens < self.seq_len or not 0 <= self.overlong_margin <= self.max_tokens:
       raise UserError(
         f'max_tokens = {self.max_tokens} must be less than seq_len {self.seq_len}, which holds the prompt too, and at '
@@ -306,7 +313,7 @@ class MakeRollouts(TrainHook):
       num_beams=1,
       weights_dtype=None,
     )
-    self._steps = DecodeSteps(run.model, settings)
+    self._steps = DecodeSteps(run.model, settings, temperature=self._input.temperature)
     self._tokenizer = PromptTokenizer.for_steps(self._steps, self._input.tokenizer, run.experiment.seed)
     self._eval_records = self._input.eval_source.open() if self._input.eval_source else None
     self._every_steps = run.experiment.eval_every_steps
@@ -318,7 +325,7 @@ class MakeRollouts(TrainHook):
 
   def _log_probs(self, variables: Any, batch: Any) -> Any:
     """float32 [B, T], by the forward pass of training."""
-    return answer_log_probs(self._task.predict(variables, batch), batch)
+    return answer_log_probs(self._task.predict(variables, batch), batch, self._input.temperature)
 
   def open(self, run: TrainRun) -> None:
     self._workers = None
@@ -491,7 +498,8 @@ class MakeRollouts(TrainHook):
     **draws: Any,
   ) -> list[list[Any]]:
     """The completions of each prompt, `number` of them."""
-    from spmd_tasks.decoding.generation import can_sample, complete_groups, generate
+    from spmd_tasks.decoding import generate
+    from spmd_tasks.decoding.generation import can_sample, complete_groups
 
     requests = []
     for epoch, index, record in prompts:
@@ -511,7 +519,7 @@ class MakeRollouts(TrainHook):
     return [made[start : start + number] for start in range(0, len(made), number)]
 
   def _request(self, record: Mapping[str, Any], where: str, *, seed: int, temperature: float = 1.0) -> Any:
-    """The request of a prompt; it is drawn from the model's own distribution, or greedy."""
+    """The request of a prompt, drawn from the distribution of the steps, which have the temperature, or greedy."""
     from spmd_tasks.decoding.prompts import Prompt
 
     text, stop = self._input.prompt_of(record)
@@ -524,8 +532,8 @@ class MakeRollouts(TrainHook):
       max_tokens=self._input.max_tokens,
       seed=seed,
       temperature=temperature,
-      top_k=0,
-      top_p=1.0,
+      top_k=self._input.top_k,
+      top_p=self._input.top_p,
       min_p=0.0,
       repetition_penalty=1.0,
       frequency_penalty=0.0,

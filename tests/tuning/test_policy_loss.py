@@ -13,6 +13,7 @@ from spmd_tasks.tuning.reward_tuning import METHODS
 
 TRL = np.load(Path(__file__).parents[1] / 'data' / 'trl.npz')
 MAX_TOKENS = 5
+KINDS = {'plain': {}, 'kl': {'kl_weight': 0.2, 'sampler_cap': 1.05}, 'warm': {'temperature': 0.7}}
 
 
 def rollouts():
@@ -32,7 +33,7 @@ def settings_of(method, **more):
 def test_loss_and_gradient_are_those_of_trl(name):
   batch, logits = rollouts()
   method, kind = name.split('/')
-  loss = PolicyLoss(**settings_of(method, **({'kl_weight': 0.2, 'sampler_cap': 1.05} if kind == 'kl' else {})))
+  loss = PolicyLoss(**settings_of(method, **KINDS[kind]))
   value, gradient = jax.value_and_grad(lambda logits: loss({'logits': logits}, batch).loss)(jnp.asarray(logits))
   np.testing.assert_allclose(value, TRL[f'{name}/loss'], rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
