@@ -76,7 +76,7 @@ def test_offline_runs_of_wandb(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings('default')  # its own
 def test_runs_of_mlflow_in_a_file(tmp_path, monkeypatch):
   mlflow = pytest.importorskip('mlflow')
-  monkeypatch.setenv('MLFLOW_TRACKING_URI', f'sqlite:///{tmp_path}/mlflow.db')
+  monkeypatch.setenv('MLFLOW_TRACKING_URI', (tmp_path / 'mlruns').as_uri())
   train(tmp_path / 'job', 'mlflow', 10, 14)
   client = mlflow.MlflowClient()
   (run,) = client.search_runs([client.get_experiment_by_name('spmd_tasks').experiment_id])
