@@ -1,5 +1,6 @@
 """Byte-pair encoding by the `tokenizers` library, which reads Hugging Face's tokenizer.json."""
 
+import abc
 from collections.abc import Iterable, Sequence
 import dataclasses
 import functools
@@ -15,14 +16,49 @@ from spmd_tasks.wings import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BpeTokenizer:
+class FileTokenizer(abc.ABC):
+  """A tokenizer of the `tokenizers` library, which is read from the file or folder `path` on first use."""
+
+  path: str
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  @functools.cached_property
+  @abc.abstractmethod
+  def _tokenizer(self) -> Any:
+    """The `tokenizers.Tokenizer`."""
+
+  def encode(self, text: str) -> list[int]:
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_array(self, text: str) -> np.ndarray:
+    return np.array(self.encode(text), np.int32)
+
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    encoding = self._tokenizer.encode(text, add_special_tokens=False)
+    return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of `ids`; special tokens and ids outside the vocabulary give nothing.
+
+    Some decoders drop a space before the first token, so decode a continuation together with tokens before it.
+    """
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def to_json(self) -> str:
+    """The tokenizer as the text of a tokenizer.json."""
+    return self._tokenizer.to_str()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BpeTokenizer(FileTokenizer):
   """A vocabulary file of the `tokenizers` library (Hugging Face's tokenizer.json).
 
   The special tokens are looked up by name on the first use of the file; a UserError names a missing one.
   `bos_token=None` and `pad_token=None` mean that the vocabulary has none (pad is then id 0, in positions of weight 0).
   """
 
-  path: str
   eos_token: str = '<eos>'
   bos_token: str | None = '<bos>'
   pad_token: str | None = '<pad>'
@@ -30,9 +66,6 @@ class BpeTokenizer:
   @functools.cached_property
   def _tokenizer(self) -> Any:
     return load_tokenizer_file(self.path)
-
-  def __getstate__(self) -> dict[str, Any]:
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   def _special_id(self, token: str) -> int:
     found = self._tokenizer.token_to_id(token)
@@ -59,22 +92,6 @@ class BpeTokenizer:
   def vocab_size(self) -> int:
     return self._tokenizer.get_vocab_size()
 
-  def encode(self, text: str) -> list[int]:
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-  def encode_array(self, text: str) -> np.ndarray:
-    return np.array(self.encode(text), np.int32)
-
-  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    return offsets_of(self._tokenizer.encode(text, add_special_tokens=False))
-
-  def decode(self, ids: Sequence[int]) -> str:
-    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-
-  def to_json(self) -> str:
-    """The tokenizer as the text of a tokenizer.json."""
-    return self._tokenizer.to_str()
-
   def fingerprint(self) -> str:
     return 'bpe ' + digest_of(self.path)
 
@@ -94,11 +111,6 @@ def load_tokenizer_file(path: str) -> Any:
     return tokenizers.Tokenizer.from_buffer(read_bytes(path))
   except Exception as e:  # the library raises a bare Exception
     raise UserError(f'{path} is not a tokenizer.json of the tokenizers library: {e}') from e
-
-
-def offsets_of(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
-  """The ids of a `tokenizers.Encoding`, int32 [N], and the characters of each token, int64 [N, 2]."""
-  return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def digest_of(path: str) -> str:

@@ -11,14 +11,14 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
-from spmd_tasks.inputs.bpe_tokenizer import digest_of, load_tokenizer_file, offsets_of
+from spmd_tasks.inputs.bpe_tokenizer import FileTokenizer, digest_of, load_tokenizer_file
 from spmd_tasks.store_files import local_folder
 
 _CONFIG = 'tokenizer_config.json'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FolderTokenizer:
+class FolderTokenizer(FileTokenizer):
   """Reads `tokenizer.json` of a model's folder, and the names of its special tokens beside it.
 
   What stands before a text (bos, or several tokens) is what the file's post-processor puts there; the `bos_token_id` of
@@ -26,11 +26,6 @@ class FolderTokenizer:
   tokenizer_config.json or special_tokens_map.json, or else the first `eos_token_id` of generation_config.json or
   config.json. Files are read on first use; nothing in them is run.
   """
-
-  path: str
-
-  def __getstate__(self) -> dict[str, Any]:
-    return {'path': self.path}
 
   @functools.cached_property
   def _tokenizer(self) -> Any:
@@ -83,9 +78,6 @@ class FolderTokenizer:
     """The largest id and one: ids need not be dense."""
     return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-  def encode(self, text: str) -> list[int]:
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
-
   def encode_prompt(self, text: str) -> tuple[int, ...]:
     """Encodes as transformers' `tokenizer(text)`, without a second bos where `text` itself begins with one."""
     ids = tuple(self.encode(text))
@@ -93,29 +85,12 @@ class FolderTokenizer:
       return ids
     return (*self.prefix_ids, *ids)
 
-  def encode_array(self, text: str) -> np.ndarray:
-    return np.array(self.encode(text), np.int32)
-
-  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    return offsets_of(self._tokenizer.encode(text, add_special_tokens=False))
-
-  def decode(self, ids: Sequence[int]) -> str:
-    """The text of `ids`; special tokens and ids outside the vocabulary give nothing.
-
-    Some decoders drop a space before the first token, so decode a continuation together with tokens before it.
-    """
-    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-
   def decode_all(self, ids: Sequence[int]) -> str:
     """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def fingerprint(self) -> str:
     return 'folder ' + digest_of(self._file('tokenizer.json'))
-
-  def to_json(self) -> str:
-    """The tokenizer as the text of a tokenizer.json."""
-    return self._tokenizer.to_str()
 
   def _file(self, name: str) -> str:
     return os.path.join(local_folder(self.path), name)

@@ -39,7 +39,6 @@ class Watch(TrainHook):
   Attributes:
     checkpoint: the step of the checkpoint that the run went on from; 0: newly made weights.
     fingerprints: of the states at steps at which `reference` has a checkpoint: step -> (replayed, saved).
-    skipped: how many batches were skipped before each step, where there were any.
   """
 
   def __init__(self, *, directory: epath.Path, reference: epath.Path, first: int, last: int):
@@ -49,7 +48,6 @@ class Watch(TrainHook):
     self._position: Any = None
     self.checkpoint = 0
     self.fingerprints: dict[int, tuple[Prints, Prints]] = {}
-    self.skipped: dict[int, int] = {}
 
   def prepare(self, run: TrainRun) -> None:
     if self._last > run.experiment.num_train_steps:
@@ -92,7 +90,6 @@ class Watch(TrainHook):
 
   def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
     self._position = run.loop.outcome_input_state
-    self.skipped[outcome.step + 1] = self.skipped.get(outcome.step + 1, 0) + 1
 
   def look(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
     """Looks at the batch of one of the steps, and at `run.state` before step `first`.

@@ -51,15 +51,6 @@ class AttentionOptions:
     return self.softmax_scale or 1.0 / math.sqrt(head_dim)
 
 
-def segment_mask(segment_ids: jax.Array) -> jax.Array:
-  """Returns the mask of packed text, bool [B, 1, T, T]: true where query and key belong to the same document.
-
-  Padding (segment 0) attends to padding only. Every query then has a key, so its softmax is finite, and no token of a
-  document reads padding.
-  """
-  return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-
-
 def prefix_segments(segment_ids: jax.Array, prefix_mask: jax.Array) -> jax.Array:
   """Returns int32 [B, T] that hold both: documents, and which tokens belong to the prefix of their document."""
   return 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
@@ -90,6 +81,9 @@ def visible(
   options: AttentionOptions,
 ) -> jax.Array:
   """Returns the mask [B or 1, T, S]: true where a query may see a key.
+
+  Padding (segment 0) attends to padding only. Every query then has a key, so its softmax is finite, and no token of a
+  document reads padding.
 
   Args:
     query_columns, key_columns: int32 [T] and [S], the places in the row.
