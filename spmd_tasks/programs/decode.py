@@ -8,7 +8,6 @@ A task that DecodesBatches, as that of a Pax experiment, decodes batches of its 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-import contextlib
 import json
 import time
 from typing import Any, NamedTuple, Protocol
@@ -25,8 +24,6 @@ from spmd_tasks.decoding.prompts import Prompt, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import primary_decides, refuse_differences
-from spmd_tasks.distributed.preemption import PreemptionGuard
-from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path
@@ -34,8 +31,7 @@ from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, reques
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
-from spmd_tasks.programs.restored_weights import checkpoints_to_use
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.restored_weights import open_reader
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.optional_methods import DecodesBatches
 
@@ -85,23 +81,12 @@ def decode(
   task: Any = job.task
   sources = _sources(job, input_path, decodes_batches=isinstance(task, DecodesBatches))
   model = partition_job(job)
-  with contextlib.ExitStack() as stack, emergency.on_failure():
-    watchdog = stack.enter_context(
-      watch_steps(
-        job_log_dir / 'decode',
-        emergency,
-        timeout_s=job.experiment.step_timeout_s,
-        first_step_timeout_s=job.experiment.first_step_timeout_s,
-      )
-    )
-    guard = PreemptionGuard()
-    stack.callback(guard.stop)
-
+  with open_reader(job, model, job_log_dir, 'decode', emergency) as reader:
     restored = -1
 
     def on_step():
-      watchdog.beat(restored, 'decode')
-      if guard.should_stop():
+      reader.watchdog.beat(restored, 'decode')
+      if reader.guard.should_stop():
         raise PreemptedError
 
     decoder: _AnyDecoder
@@ -111,39 +96,23 @@ def decode(
       decoder, storage = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage
     else:
       progress = Progress(len(sources), 0, primary=is_primary())
-      stack.callback(progress.close)
+      reader.stack.callback(progress.close)
       tensorboard = job.experiment.tensorboard
       decoder = task.make_decoder(
         model, sources, job_log_dir, tensorboard=tensorboard, on_batch=on_step, report=progress.message
       )
-    saved = SavedSteps(job_log_dir)
-    checkpointer = saved.open_checkpoints(read_only=True)
-    stack.callback(checkpointer.close)
+    part = model.task.decoding_variables
     try:
-      for weights, restored in checkpoints_to_use(
-        model,
-        checkpointer,
-        job.experiment,
-        step=step,
-        part=model.task.decoding_variables,
-        storage=storage,
-        watch=watch,
-        has_ended_at=saved.has_ended_at,
-        poll_s=poll_s,
-        watchdog=watchdog,
-        should_stop=guard.should_stop,
+      for weights, restored in reader.checkpoints(
+        decoder.compile, step=step, part=part, storage=storage, watch=watch, poll_s=poll_s
       ):
-        with watchdog.allow('compile', job.experiment.first_step_timeout_s):
-          decoder.compile()
-        weights = weights if storage is None else storage.store(weights)
-        guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
         for name in sources:
           decoder.run(name, weights, restored)
       return exit_codes.OK
     except PreemptedError:
       if is_primary():
-        print(f'{guard.cause}: the same command continues after what is finished.', flush=True)
-      return guard.exit_code
+        print(f'{reader.guard.cause}: the same command continues after what is finished.', flush=True)
+      return reader.guard.exit_code
 
 
 def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Metrics go to the files that the training job's own evals write. A step that is 
 recorded again: the file keeps one line of it, from whichever job was first. evaluator.py does the work.
 """
 
-import contextlib
 import functools
 import math
 
@@ -12,15 +11,12 @@ from etils import epath
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed import EmergencyExit, is_primary
-from spmd_tasks.distributed.preemption import PreemptionGuard
-from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.programs.evaluator import Evaluator
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
-from spmd_tasks.programs.restored_weights import checkpoints_to_use
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.restored_weights import open_reader
 
 
 def evaluate(
@@ -48,7 +44,6 @@ def evaluate(
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the experiment has no eval sets, or both `step` and `watch` are given.
   """
-  experiment = job.experiment
   if watch and step is not None:
     raise UserError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
   if not job.eval_inputs:
@@ -56,42 +51,16 @@ def evaluate(
   check_vocabulary(job)
   model = partition_job(job)
   evaluator = Evaluator(job, model, job_log_dir, keeps_examples=writes_examples)
-  evaluator.refuse_other_data(math.ceil(experiment.first_step_timeout_s))
-  with contextlib.ExitStack() as stack, emergency.on_failure():
-    watchdog = stack.enter_context(
-      watch_steps(
-        job_log_dir / 'eval',
-        emergency,
-        timeout_s=experiment.step_timeout_s,
-        first_step_timeout_s=experiment.first_step_timeout_s,
-      )
-    )
-    guard = PreemptionGuard()
-    stack.callback(guard.stop)
-    saved = SavedSteps(job_log_dir)
-    checkpointer = saved.open_checkpoints(read_only=True)
-    stack.callback(checkpointer.close)
-    stack.callback(evaluator.close)
+  evaluator.refuse_other_data(math.ceil(job.experiment.first_step_timeout_s))
+  with open_reader(job, model, job_log_dir, 'eval', emergency) as reader:
+    reader.stack.callback(evaluator.close)
     progress = Progress(len(job.eval_inputs), 0, primary=is_primary())
-    stack.callback(progress.close)
+    reader.stack.callback(progress.close)
     try:
-      for variables, restored in checkpoints_to_use(
-        model,
-        checkpointer,
-        experiment,
-        step=step,
-        watch=watch,
-        has_ended_at=saved.has_ended_at,
-        poll_s=poll_s,
-        watchdog=watchdog,
-        should_stop=guard.should_stop,
-      ):
-        with watchdog.allow('compile', experiment.first_step_timeout_s):
-          evaluator.compile()
-        guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
+      for variables, restored in reader.checkpoints(evaluator.compile, step=step, watch=watch, poll_s=poll_s):
         num_finished = 0
-        on_batch = functools.partial(watchdog.beat, restored, 'eval')
-        for name, metrics in evaluator.evaluate(variables, restored, on_batch, guard.should_stop):
+        on_batch = functools.partial(reader.watchdog.beat, restored, 'eval')
+        for name, metrics in evaluator.evaluate(variables, restored, on_batch, reader.guard.should_stop):
           is_recorded = evaluator.is_recorded(name, restored)
           if not is_recorded:
             evaluator.record(name, restored, metrics)
@@ -104,5 +73,5 @@ def evaluate(
           raise PreemptedError
       return exit_codes.OK
     except PreemptedError:
-      progress.message(f'{guard.cause}: the same command evaluates again.')
-      return guard.exit_code
+      progress.message(f'{reader.guard.cause}: the same command evaluates again.')
+      return reader.guard.exit_code

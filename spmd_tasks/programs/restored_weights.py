@@ -1,25 +1,32 @@
 """Restores the weights of one checkpoint, or of every new one, to evaluate, decode or serve them.
 
-for weights, step in checkpoints_to_use(model, checkpointer, watch=True, ...):
-  ...
+with open_reader(job, model, job_log_dir, 'eval', emergency) as reader:
+  for weights, step in reader.checkpoints(compile_steps, watch=True):
+    ...
 """
 
 from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
 import functools
 import time
 from typing import TYPE_CHECKING, Any
 
+from etils import epath
 import jax
 
 from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.manifest import CheckpointError
+from spmd_tasks.distributed import EmergencyExit
 from spmd_tasks.distributed.agreement import primary_decides
-from spmd_tasks.distributed.watchdog import StepWatchdog
-from spmd_tasks.experiment import Experiment
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
+from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, base_of
 from spmd_tasks.runtime.task import Variables
@@ -102,55 +109,94 @@ def _subtree_of(weights: Any, state: TrainState) -> str | None:
   return None
 
 
-def checkpoints_to_use(
-  model: PartitionedModel,
-  checkpointer: Checkpointer,
-  experiment: Experiment,
-  *,
-  step: int | None = None,
-  part: Callable[[TrainState], Variables] | None = None,
-  storage: 'WeightStorage | None' = None,
-  watch: bool = False,
-  has_ended_at: Callable[[int], bool] = lambda step: False,
-  poll_s: float,
-  watchdog: StepWatchdog,
-  should_stop: Callable[[], bool],
-) -> Iterator[tuple[Variables, int]]:
-  """Yields (padded variables, step) of one checkpoint, or with `watch` of every new checkpoint of a running job.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointReader:
+  """Reads a training job's checkpoints for a mode that a signal may stop; `open_reader` makes it.
 
-  Args:
-    model: whose variables are restored.
-    checkpointer: of the training job, read-only.
-    experiment: of that job.
-    step: the checkpoint's step; None takes the newest.
-    part, storage: as in `restore_evaluation_variables`.
-    watch: wait for new checkpoints until that of the last train step. Checkpoints that a newer one has overtaken are
-      left out.
-    has_ended_at: whether the job has ended early, with the checkpoint of a step; asked on process 0.
-    poll_s: seconds between two looks for a new checkpoint.
-    watchdog: gets a beat before every look.
-    should_stop: asked before every look.
-
-  Raises:
-    PreemptedError: `should_stop` was true.
-    CheckpointError: there is no such checkpoint, or it is damaged.
+  Attributes:
+    job, model: of the training job.
+    saved: its record of saved steps.
+    checkpointer: of that job, read-only.
+    watchdog: gets the beats of the mode's own steps.
+    guard: sees a signal from the first checkpoint on; before, SIGTERM loses nothing and need not wait for the compiler.
+    stack: closes what it is given when the mode ends.
   """
-  used = -1
-  while True:
-    watchdog.beat(used, 'waiting for a checkpoint')
-    if should_stop():
-      raise PreemptedError
-    if not watch or newest_step(checkpointer) > used:
-      with watchdog.allow('restore', experiment.first_step_timeout_s):
-        variables, restored = restore_evaluation_variables(
-          model, checkpointer, step, part, experiment=experiment, storage=storage
-        )
-      if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
-        used = restored
-        yield variables, restored
-    if not watch or used >= experiment.num_train_steps:
-      return
-    if primary_decides(functools.partial(has_ended_at, used), 'has_ended', limit_s=LOOK_LIMIT_S):
-      return
-    set_activity(None)
-    time.sleep(poll_s)
+
+  job: Job
+  model: PartitionedModel
+  saved: SavedSteps
+  checkpointer: Checkpointer
+  watchdog: StepWatchdog
+  guard: PreemptionGuard
+  stack: contextlib.ExitStack
+
+  def checkpoints(
+    self,
+    compile_steps: Callable[[], None],
+    *,
+    step: int | None = None,
+    part: Callable[[TrainState], Variables] | None = None,
+    storage: 'WeightStorage | None' = None,
+    watch: bool = False,
+    poll_s: float = 10.0,
+  ) -> Iterator[tuple[Variables, int]]:
+    """Yields (padded variables, step) of one checkpoint, or with `watch` of every new checkpoint of a running job.
+
+    Args:
+      compile_steps: called before each is yielded.
+      step: the checkpoint's step; None takes the newest.
+      part, storage: as in `restore_evaluation_variables`; the variables are stored.
+      watch: wait for new checkpoints until that of the last train step, or until the job has ended early. Checkpoints
+        that a newer one has overtaken are left out.
+      poll_s: seconds between two looks for a new checkpoint.
+
+    Raises:
+      PreemptedError: a signal came while it waited.
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    used, experiment = -1, self.job.experiment
+    while True:
+      self.watchdog.beat(used, 'waiting for a checkpoint')
+      if self.guard.should_stop():
+        raise PreemptedError
+      if not watch or newest_step(self.checkpointer) > used:
+        with self.watchdog.allow('restore', experiment.first_step_timeout_s):
+          variables, restored = restore_evaluation_variables(
+            self.model, self.checkpointer, step, part, experiment=experiment, storage=storage
+          )
+        if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
+          used = restored
+          with self.watchdog.allow('compile', experiment.first_step_timeout_s):
+            compile_steps()
+          variables = variables if storage is None else storage.store(variables)
+          self.guard.start()
+          yield variables, restored
+      if not watch or used >= experiment.num_train_steps:
+        return
+      if primary_decides(functools.partial(self.saved.has_ended_at, used), 'has_ended', limit_s=LOOK_LIMIT_S):
+        return
+      set_activity(None)
+      time.sleep(poll_s)
+
+
+@contextlib.contextmanager
+def open_reader(
+  job: Job, model: PartitionedModel, job_log_dir: epath.Path, activity: str, emergency: EmergencyExit
+) -> Iterator[CheckpointReader]:
+  """Opens a job's checkpoints; the records of an `activity` of several processes are in the directory of that name."""
+  with contextlib.ExitStack() as stack, emergency.on_failure():
+    watchdog = stack.enter_context(
+      watch_steps(
+        job_log_dir / activity,
+        emergency,
+        timeout_s=job.experiment.step_timeout_s,
+        first_step_timeout_s=job.experiment.first_step_timeout_s,
+      )
+    )
+    guard, saved = PreemptionGuard(), SavedSteps(job_log_dir)
+    stack.callback(guard.stop)
+    checkpointer = saved.open_checkpoints(read_only=True)
+    stack.callback(checkpointer.close)
+    yield CheckpointReader(
+      job=job, model=model, saved=saved, checkpointer=checkpointer, watchdog=watchdog, guard=guard, stack=stack
+    )
