@@ -10,28 +10,24 @@ Shapes: as in _plain.py; N blocks, C queries of a block.
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_to_visible, visible
+from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_to_visible, visible
 
 
 def attend_blockwise(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
+  heads: Heads,
   options: AttentionOptions,
   *,
   block: int = BLOCK,
-  key_segments: jax.Array | None = None,
   first_column: jax.Array | int = 0,
 ) -> jax.Array:
   """Computes `attend` for `block` queries at a time.
 
   Args:
-    query, key, value, segment_ids, options: see `attend`; there may be fewer queries than keys.
+    heads, options: there may be fewer queries than keys.
     block: C.
-    key_segments: int32 [B, S], the documents of the keys; None: those of the queries.
     first_column: where the first query stands among the keys.
   """
+  query, key, value, segment_ids, key_segments = heads
   num_rows, length, num_heads, _ = query.shape
   window = options.window
   total = key.shape[1]
@@ -40,8 +36,6 @@ def attend_blockwise(
   added = num_blocks * block - length
   reach = 0 if window is None else min(window - 1, total)  # how many keys before its own a block of queries reads
   num_keys = total if window is None else block + reach
-  if key_segments is None:
-    key_segments = segment_ids
   if window is not None:
     key, value = (_pad(x, reach, added) for x in (key, value))
     key_segments = None if key_segments is None else _pad(key_segments, reach, added)

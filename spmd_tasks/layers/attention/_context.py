@@ -26,62 +26,39 @@ import numpy as np
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._layout import AttentionLayout, Axes
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
-from spmd_tasks.layers.attention._plain import AttentionOptions, visible
+from spmd_tasks.layers.attention._plain import AttentionOptions, Heads, visible
 from spmd_tasks.layers.base import soft_cap
 
 
-def attend_gathered(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
-  options: AttentionOptions,
-  *,
-  layout: AttentionLayout,
-  block: int,
-) -> jax.Array:
+def attend_gathered(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout, block: int) -> jax.Array:
   """Computes `attend` from gathered keys and values, for `block` queries of a device at a time."""
 
   def attend_local(query, key, value, segments, sinks, _):
     key, value, key_segments = gather_tokens((key, value, segments), layout.tokens)
-    return attend_blockwise(
-      query,
-      key,
-      value,
-      segments,
-      dataclasses.replace(options, sinks=sinks),
-      block=block,
-      key_segments=key_segments,
-      first_column=jax.lax.axis_index(layout.tokens) * query.shape[1],
-    )
+    gathered, own_options = Heads(query, key, value, segments, key_segments), dataclasses.replace(options, sinks=sinks)
+    first_column = jax.lax.axis_index(layout.tokens) * query.shape[1]
+    return attend_blockwise(gathered, own_options, block=block, first_column=first_column)
 
-  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=1)
+  return attend_on_devices(attend_local, heads, options, layout=layout, tile=1)
 
 
-def attend_by_ring(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
-  options: AttentionOptions,
-  *,
-  layout: AttentionLayout,
-) -> jax.Array:
+def attend_by_ring(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout) -> jax.Array:
   """Computes `attend` while keys and values go round; the scores of t queries and t keys are in memory at a time."""
   axes, num_parts = layout.tokens, layout.num_tokens
-  scale = options.scale(query.shape[-1])
+  scale = options.scale(heads.query.shape[-1])
 
   @jax.checkpoint
   def add(total: Total, queries: Run, keys: Run) -> Total:
     """Adds to the sums what a run of queries sees in a run of keys."""
-    assert keys.value is not None
+    values = keys.value
+    assert values is not None
     logits = jnp.einsum('BTGHK,BSGK->BGHTS', queries.key, keys.key, preferred_element_type=jnp.float32)
     may_see = visible(queries.columns, keys.columns, queries.segments, keys.segments, options)
     logits = jnp.where(may_see[:, None, None], soft_cap(logits * scale, options.logit_cap), -jnp.inf)
     highest = jnp.maximum(total.highest, jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
     shrink = jnp.exp(total.highest - highest)
     weights = jnp.exp(logits - highest[..., None])
-    seen = jnp.einsum('BGHTS,BSGV->BGHTV', weights.astype(value.dtype), keys.value, preferred_element_type=jnp.float32)
+    seen = jnp.einsum('BGHTS,BSGV->BGHTV', weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return Total(
       sums=total.sums * shrink[..., None] + seen,
       weight=total.weight * shrink + jnp.sum(weights, axis=-1),
@@ -124,7 +101,7 @@ def attend_by_ring(
     attended = jnp.concatenate([results(total) for total in totals], axis=1).astype(value.dtype)
     return undo_exchange(attended.reshape(num_rows, length, num_heads, -1), axes)
 
-  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=2)
+  return attend_on_devices(attend_local, heads, options, layout=layout, tile=2)
 
 
 class Run(NamedTuple):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers.attention._layout import AttentionLayout
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
-from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions
+from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions, Heads
 
 _TOKENS_OF_A_SEGMENT = 256  # M = T / this: at the mean, cuDNN has room for documents of this length
 _LEAST_SEGMENTS, _MOST_SEGMENTS = 4, 32
@@ -39,10 +39,7 @@ class _Static(NamedTuple):
 
 
 def attend_by_cudnn(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
+  heads: Heads,
   options: AttentionOptions,
   *,
   layout: AttentionLayout,
@@ -52,15 +49,15 @@ def attend_by_cudnn(
 
   With a bias cuDNN wants an even number of tokens; what a token that is added sees is cut off.
   """
-  length = query.shape[1] + query.shape[1] % 2
+  length, head_dim = heads.query.shape[1] + heads.query.shape[1] % 2, heads.query.shape[-1]
   num_segments = min(_MOST_SEGMENTS, max(_LEAST_SEGMENTS, length // _TOKENS_OF_A_SEGMENT)) if has_offsets else 0
-  static = _Static(options.scale(query.shape[-1]), options.causal, options.window, num_segments)
+  static = _Static(options.scale(head_dim), options.causal, options.window, num_segments)
 
   def attend_local(query, key, value, segment_ids, sinks, table):
     del sinks, table  # cuDNN has none
     return _attend(query, key, value, segment_ids, static)
 
-  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=2)
+  return attend_on_devices(attend_local, heads, options, layout=layout, tile=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

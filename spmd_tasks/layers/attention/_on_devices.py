@@ -14,16 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.layers.attention._layout import AttentionLayout
-from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention._plain import AttentionOptions, Heads
 from spmd_tasks.sharding.specs import current_sharding_scope
 
 
 def attend_on_devices(
   attend_local: Callable[..., jax.Array],
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
+  heads: Heads,
   options: AttentionOptions,
   *,
   layout: AttentionLayout,
@@ -36,12 +33,13 @@ def attend_on_devices(
     attend_local: (query [b, t, h, K], key [b, t, g, K], value [b, t, g, V], segment ids [b, t] or None, sinks [h] or
       None, table) -> [b, t, h, V], where t is a multiple of `tile`, and g divides h. Tokens that were added at the end
       have segment -1; a causal attention without segments needs none for them.
-    query, key, value, segment_ids, options: see `attend`.
+    heads, options: see `attend`; a query and a key of one place have one segment.
     layout: of the queries.
     tile: t is a multiple of it.
     table: (h, padded T) -> a tree of arrays with a method `manual_sharding_spec`, of which each device gets its tokens'
       part.
   """
+  query, key, value, segment_ids, _ = heads
   num_rows, length, num_heads, _ = query.shape
   repeats = _repeats(num_heads, key.shape[2], layout.num_heads)
   if repeats > 1:

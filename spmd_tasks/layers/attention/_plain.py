@@ -6,7 +6,7 @@ Shapes: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G,
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,22 @@ BLOCK = 256  # how many queries are compared at a time where their scores are no
 
 # The `checkpoint_name` of what a kernel's backward pass needs of its forward pass: results and softmax denominators.
 ATTENTION_NAME = 'attention'
+
+
+class Heads(NamedTuple):
+  """What attends to what.
+
+  Attributes:
+    query, key, value: [B, T, H, K], [B, S, G, K] and [B, S, G, V].
+    segment_ids: int32 [B, T], the document of each query; None: one document per row.
+    key_segments: int32 [B, S], the documents of the keys; None as before.
+  """
+
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+  segment_ids: jax.Array | None
+  key_segments: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,21 +72,12 @@ def prefix_segments(segment_ids: jax.Array, prefix_mask: jax.Array) -> jax.Array
   return 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
 
 
-def attend_plainly(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
-  options: AttentionOptions,
-  *,
-  key_segments: jax.Array | None = None,
-) -> jax.Array:
+def attend_plainly(heads: Heads, options: AttentionOptions) -> jax.Array:
   """Computes `attend` with all scores in memory."""
-  columns, key_columns = jnp.arange(query.shape[1]), jnp.arange(key.shape[1])
-  key_segments = segment_ids if key_segments is None else key_segments
-  may_see = visible(columns, key_columns, segment_ids, key_segments, options)
+  columns, key_columns = jnp.arange(heads.query.shape[1]), jnp.arange(heads.key.shape[1])
+  may_see = visible(columns, key_columns, heads.segment_ids, heads.key_segments, options)
   bias = None if options.bias is None else options.bias.between(columns, key_columns)
-  return attend_to_visible(query, key, value, may_see, options, bias)
+  return attend_to_visible(heads.query, heads.key, heads.value, may_see, options, bias)
 
 
 def visible(

@@ -18,24 +18,15 @@ import numpy as np
 from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
 from spmd_tasks.layers.attention._layout import AttentionLayout
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
-from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions
+from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions, Heads
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
 
 
-def attend_by_splash(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
-  options: AttentionOptions,
-  *,
-  layout: AttentionLayout,
-  interpret: bool,
-) -> jax.Array:
+def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout, interpret: bool) -> jax.Array:
   """Computes `attend` by the kernel; `interpret` runs it on any platform, slowly."""
-  query = query * jnp.asarray(options.scale(query.shape[-1]), query.dtype)
+  query = heads.query * jnp.asarray(options.scale(heads.query.shape[-1]), heads.query.dtype)
   axes, is_split = layout.tokens, layout.num_tokens > 1
 
   def make_kernel(num_heads: int, length: int) -> Any:
@@ -59,10 +50,7 @@ def attend_by_splash(
 
   return attend_on_devices(
     attend_local,
-    query,
-    key,
-    value,
-    segment_ids,
+    heads._replace(query=query),
     dataclasses.replace(options, sinks=None if options.sinks is None else options.sinks.astype(jnp.float32)),
     layout=layout,
     tile=2 * _TILE if is_split else _TILE,

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._layout import attention_layout
-from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly, prefix_segments
+from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_plainly, prefix_segments
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_device
@@ -115,29 +115,29 @@ def attend(
     has_prefix=prefix_mask is not None,
     even_padding=even_padding,
   )
-  args = (query, key, value, segment_ids, options)
+  heads = Heads(query, key, value, segment_ids, segment_ids if key_segments is None else key_segments)
   # An implementation is imported where it is used.
   if name == 'ring':
     from spmd_tasks.layers.attention._context import attend_by_ring
 
-    return attend_by_ring(*args, layout=layout)
+    return attend_by_ring(heads, options, layout=layout)
   if name == 'splash':
     from spmd_tasks.layers.attention._splash import attend_by_splash
 
-    return attend_by_splash(*args, layout=layout, interpret=call.platform != 'tpu')
+    return attend_by_splash(heads, options, layout=layout, interpret=call.platform != 'tpu')
   if name == 'cudnn':
     from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
 
-    return attend_by_cudnn(*args, layout=layout, has_offsets=is_hopper)
+    return attend_by_cudnn(heads, options, layout=layout, has_offsets=is_hopper)
   if call.num_token_parts > 1:
     from spmd_tasks.layers.attention._context import attend_gathered
 
-    return attend_gathered(*args, layout=layout, block=BLOCK if name == 'blockwise' else query.shape[1])
+    return attend_gathered(heads, options, layout=layout, block=BLOCK if name == 'blockwise' else query.shape[1])
   if name == 'blockwise':
     from spmd_tasks.layers.attention._blockwise import attend_blockwise
 
-    return attend_blockwise(*args, key_segments=key_segments)
-  return attend_plainly(*args, key_segments=key_segments)
+    return attend_blockwise(heads, options)
+  return attend_plainly(heads, options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

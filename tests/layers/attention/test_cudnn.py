@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.attention import _cudnn
-from spmd_tasks.layers.attention._plain import AttentionOptions, attend_plainly
+from spmd_tasks.layers.attention._plain import AttentionOptions, Heads, attend_plainly
 
 B, T, H, G, K, M = 2, 48, 4, 2, 16, 4
 SCALE, WINDOW = K**-0.5, 16
@@ -73,10 +73,13 @@ ROWS = {
 def compiled(is_plain):
   def run(query, key, value, segments, cotangent):
     options = AttentionOptions(window=WINDOW)
-    attend = functools.partial(attend_plainly, segment_ids=segments, options=options)
-    if not is_plain:
-      static = _cudnn._Static(SCALE, True, WINDOW, M)
-      attend = lambda *arrays: _cudnn._attend(*arrays, segments, static)
+    static = _cudnn._Static(SCALE, True, WINDOW, M)
+
+    def attend(*arrays):
+      if is_plain:
+        return attend_plainly(Heads(*arrays, segments, segments), options)
+      return _cudnn._attend(*arrays, segments, static)
+
     out, pull_back = jax.vjp(attend, query, key, value)
     fits = _cudnn._fits(segments, M)
     return (out, *pull_back(cotangent)), fits
