@@ -6,10 +6,9 @@ An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` gives 
 batch is a function of the fields and the position alone, so the number of hosts may change between save and restore.
 
 Read base.py (the contract and the fields of a batch), batches.py (a user's own data), then text_input.py (packed text
-from any TextSource) with packing.py, text.py, text_files.py and records.py (sources: files, JSON lines, Parquet,
-ArrayRecord), the tokenizers (tokenizers.py, bpe_tokenizer.py, ...), synthetic.py (made-up tokens), mixture.py (rows of
-several inputs by weights), span_corruption.py (T5's objective), prefetch.py (reads ahead). Each module loads on first
-use.
+from any TextSource) with packing.py, text.py, sources (text_files.py, records.py, megatron.py, tar_shards.py) and
+tokenizers (tokenizers.py, bpe_tokenizer.py, ...), synthetic.py (made-up tokens), mixture.py (rows of several inputs by
+weights), span_corruption.py (T5's objective), prefetch.py (reads ahead). Each module loads on first use.
 """
 
 from etils import epy
@@ -21,12 +20,14 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.inputs.chat_template import ChatTemplate
   from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer
   from spmd_tasks.inputs.id_tokenizer import IdTokenizer
+  from spmd_tasks.inputs.megatron import MegatronTokens
   from spmd_tasks.inputs.mixture import Mixture
   from spmd_tasks.inputs.prefetch import Prefetcher
   from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet
   from spmd_tasks.inputs.span_corruption import SpanCorruption, span_corruption_lengths
   from spmd_tasks.inputs.synthetic import SyntheticPairs, SyntheticText
   from spmd_tasks.inputs.t5_tokenizers import SentencePieceTokenizer, T5ByteTokenizer
+  from spmd_tasks.inputs.tar_shards import TarShards
   from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextSource
   from spmd_tasks.inputs.text_files import TextFiles
   from spmd_tasks.inputs.text_input import TextInput
@@ -46,6 +47,7 @@ __all__ = [
   'Input',
   'InputIterator',
   'JsonLines',
+  'MegatronTokens',
   'Mixture',
   'OpenSource',
   'Parquet',
@@ -57,6 +59,7 @@ __all__ = [
   'SyntheticPairs',
   'SyntheticText',
   'T5ByteTokenizer',
+  'TarShards',
   'TextFiles',
   'TextInput',
   'TextSource',

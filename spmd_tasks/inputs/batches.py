@@ -1,7 +1,7 @@
 """Makes an Input of plain data: batches as dicts of arrays by name, from anything that can be iterated.
 
     [{'image': images[:64], 'label': labels[:64]}, ...]      a list, or another sequence: len() and [i]
-    grain.MapDataset, grain.IterDataset, grain.DataLoader, tf.data.Dataset
+    grain.MapDataset, grain.IterDataset, grain.DataLoader, tf.data.Dataset, datasets.IterableDataset
     a function without arguments that returns one of these, or a generator function
 
 Each batch is whole: its first dim counts the rows of all processes, of which process i of n keeps [i B/n, (i+1) B/n).
@@ -12,8 +12,9 @@ The shapes and dtypes are those of the first batch (int64 and float64 become int
 goes through the data again and again, and leaves out batches with fewer rows than the first, such as the last one of a
 pass. An eval set is read once, and each row counts once: a smaller last batch is a mean over fewer rows.
 
-A position is found again by Grain's own state, by the index in a sequence, and otherwise by reading as many batches
-anew. In each case the last batch before it is read again and compared with what the job has trained on.
+A position is found again by the state of Grain or of an object with `state_dict` and `load_state_dict`, by the index in
+a sequence, and otherwise by reading as many batches anew. In each case the last batch before it is read again and
+compared with what the job has trained on.
 """
 
 import base64
@@ -64,6 +65,7 @@ class Batches:
     names = inspect.signature(source).parameters if is_function else {}
     self._is_sharded = {'shard_index', 'shard_count'} <= set(names)
     self._spec: dict[str, jax.ShapeDtypeStruct] | None = None
+    self._first_state: Any = None  # of data with a position of their own
 
   def __repr__(self) -> str:
     return f'Batches({self._kind})'
@@ -134,6 +136,12 @@ class Batches:
         return source.skip(num_skipped).as_numpy_iterator()
       if _is_sequence(source):
         return (source[index] for index in range(num_skipped, len(source)))
+      if hasattr(source, 'load_state_dict'):
+        if self._first_state is None or self._is_function:
+          self._first_state = source.state_dict()
+        else:
+          source.load_state_dict(self._first_state)  # a state that was loaded would hold for each pass
+        source = _Stateful(source)
       stream = iter(source)
       for _ in range(num_skipped):
         next(stream, None)
@@ -231,30 +239,33 @@ class BatchesIterator:
     self._before = state.get('before')
     if self._num_read == 0:
       return
-    self._stream = self._stream_before_last()
-    last = self._read()
-    if last is _END or _digest(self._batches.checked(last)) != self._digest:
-      name, number = self._batches.name, self._num_read
+    for stream in self._streams_before_last():
+      self._stream = stream
+      last = self._read()
+      if last is not _END and _digest(self._batches.checked(last)) == self._digest:
+        return
       self.close()
-      raise UserError(
-        f'batch {number} of {name} is not what it was when the job was saved: it must give the same batches each time '
-        '(give every random generator and shuffle a seed), and its data must not have changed. Repair that, or begin '
-        'anew in another job_log_dir.'
-      )
+    raise UserError(
+      f'batch {self._num_read} of {self._batches.name} is not what it was when the job was saved: it must give the '
+      'same batches each time (give every random generator and shuffle a seed), and its data must not have changed. '
+      'Repair that, or begin anew in another job_log_dir.'
+    )
 
-  def _stream_before_last(self) -> Iterator[Any]:
-    """Returns a stream whose next batch is the last one before the saved position."""
+  def _streams_before_last(self) -> Iterator[Iterator[Any]]:
+    """Yields streams whose next batch should be the last one before the saved position."""
     if self._before is not None:
       stream: Any = self._batches.stream(*self._shard, 0)
       try:
         _seek(stream, self._before)
-        return stream
+        yield stream
+        logging.warning('%s does not go on exactly from its own state.', self._batches.name)  # a buffer of a shuffle
       except ValueError as error:  # a DataLoader compares texts of its source, which may hold addresses
         logging.warning('Grain cannot go to its saved position in %s (%s).', self._batches.name, error)
-    logging.warning(
-      '%s is read from its beginning, %d batches, to find the position again.', self._batches.name, self._num_read - 1
-    )
-    return self._batches.stream(*self._shard, self._num_read - 1)
+    if self._num_read > 1:
+      logging.warning(
+        '%s is read from its beginning, %d batches, to find the position again.', self._batches.name, self._num_read - 1
+      )
+    yield self._batches.stream(*self._shard, self._num_read - 1)
 
   def close(self) -> None:
     stream: Any = self._stream
@@ -263,6 +274,27 @@ class BatchesIterator:
     with contextlib.suppress(ValueError):
       if hasattr(stream, 'close'):
         stream.close()
+
+
+class _Stateful:
+  """A pass over data with a position of their own, as Hugging Face's IterableDataset and torch's data loaders have."""
+
+  def __init__(self, source: Any):
+    self._source = source
+    self._stream: Iterator[Any] | None = None
+
+  def __iter__(self) -> '_Stateful':
+    return self
+
+  def __next__(self) -> Any:
+    self._stream = iter(self._source) if self._stream is None else self._stream
+    return next(self._stream)
+
+  def get_state(self) -> Any:
+    return None if self._stream is None else self._source.state_dict()
+
+  def set_state(self, state: Any) -> None:
+    self._source.load_state_dict(state)
 
 
 def import_tensorflow() -> Any:
@@ -290,7 +322,8 @@ def _position_of(stream: Any) -> Any:
   """Returns the stream's own position as JSON data; None if it has none."""
   if not hasattr(stream, 'get_state') or not hasattr(stream, 'set_state'):
     return None
-  state = stream.get_state()
+  if (state := stream.get_state()) is None:
+    return None
   if isinstance(state, bytes):
     return {'base64': base64.b64encode(state).decode()}
   return {'json': json.loads(json.dumps(state, default=int))}  # numpy's integers are those of Python

@@ -97,8 +97,8 @@ class TextEncoder:
     return {'tokenizer': self.tokenizer.fingerprint()}
 
 
-def tokenize_documents(documents: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> TokenBlock:
-  """Tokenizes (text, is_end) pairs; `is_end` says that the text ends its document rather than being cut off.
+def tokenize_documents(documents: Sequence[tuple[str | np.ndarray, bool]], tokenizer: Tokenizer) -> TokenBlock:
+  """Tokenizes (text, is_end) pairs, where a text may be an array of ids; `is_end` says that it is not cut off.
 
   A document `a b c` becomes ids `bos a b c` with labels `a b c eos`: every token is predicted once, from its
   predecessors. Without a bos the first token is read but not predicted. A text that was cut off lacks the eos. Empty
@@ -108,7 +108,7 @@ def tokenize_documents(documents: Sequence[tuple[str, bool]], tokenizer: Tokeniz
   start = np.array(encode_prompt(tokenizer, ''), np.int32)
   end = np.array([tokenizer.eos_id], np.int32)
   for text, is_end in documents:
-    tokens = tokenizer.encode_array(text)
+    tokens = tokenizer.encode_array(text) if isinstance(text, str) else _checked_ids(text, is_end, tokenizer)
     if tokens.size == 0:
       continue
     sequence = np.concatenate([start, tokens, end] if is_end else [start, tokens])
@@ -120,6 +120,17 @@ def tokenize_documents(documents: Sequence[tuple[str, bool]], tokenizer: Tokeniz
     ends.append(total)
   empty = [np.zeros(0, np.int32)]
   return TokenBlock(np.concatenate(ids or empty), np.concatenate(labels or empty), tuple(ends))
+
+
+def _checked_ids(ids: np.ndarray, is_end: bool, tokenizer: Tokenizer) -> np.ndarray:
+  """Returns a document that is ids already, without its eos. Raises a UserError for one that the vocabulary lacks."""
+  if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+    raise UserError(
+      f'the documents have ids from {ids.min()} to {ids.max()}, but the tokenizer has {tokenizer.vocab_size}: take the '
+      'one by which they were written.'
+    )
+  has_eos = is_end and ids.size > 0 and ids[-1] == tokenizer.eos_id
+  return ids[: ids.size - has_eos].astype(np.int32)
 
 
 class Lane:

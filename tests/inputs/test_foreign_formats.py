@@ -1,0 +1,146 @@
+"""Data of Megatron-LM, WebDataset and Hugging Face's datasets, read as they were written, and resumed exactly.
+
+tests/data/megatron is written by IndexedDatasetBuilder of megatron-core 0.16.1: document d has the tokens of
+`tokens(d)`, in one sequence, or in two if d is odd.
+"""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+import tarfile
+
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import ByteTokenizer, IdTokenizer, MegatronTokens, TarShards, TextInput, as_input
+
+MEGATRON = Path(__file__).parents[1] / 'data' / 'megatron'
+EOD, NUM_DOCUMENTS = 1, 60
+
+
+def tokens(document: int) -> list[int]:
+  return [(31 * document + 7 * i) % 1000 + 2 for i in range(document * 7 % 40 + 1)] + [EOD]
+
+
+def documents(source) -> list:
+  """The documents of all blocks, their pieces joined."""
+  opened, found, piece = source.open(), [], []
+  for index in range(len(opened)):
+    for text, is_end in opened[index].documents:
+      piece.append(text)
+      if is_end:
+        found.append(np.concatenate(piece).tolist() if isinstance(text, np.ndarray) else ''.join(piece))
+        piece = []
+  assert not piece
+  return found
+
+
+def assert_resumes(settings, num_batches: int) -> None:
+  """A position after each batch gives the rest of the batches, for one shard and for two."""
+  iterator = settings.make_iterator()
+  batches, states = [], []
+  for _ in range(num_batches):
+    batches.append(next(iterator))
+    states.append(json.loads(json.dumps(iterator.get_state())))
+  iterator.close()
+  for at in (0, num_batches // 2):
+    for shards in (1, 2):
+      resumed = settings.reshard_states([states[at]], shards)
+      for index in range(shards):
+        other = settings.make_iterator(index, shards)
+        other.set_state(resumed[index])
+        for expected in batches[at + 1 :]:
+          for name, rows in next(other).items():
+            np.testing.assert_array_equal(rows, np.split(expected[name], shards)[index])
+        other.close()
+
+
+@pytest.mark.parametrize('dtype', ['uint16', 'int32'])
+@pytest.mark.parametrize('block_tokens', [7, 16384])
+def test_documents_that_megatron_wrote(dtype, block_tokens):
+  source = MegatronTokens(prefix=str(MEGATRON / dtype), block_tokens=block_tokens)
+  assert documents(source) == [tokens(document) for document in range(NUM_DOCUMENTS)]
+  parts = [dataclasses.replace(source, part=part) for part in ((0.0, 0.9), (0.9, 1.0))]
+  assert [document for part in parts for document in documents(part)] == documents(source)
+  assert len(documents(parts[1])) == 6
+
+
+def text_input(source, tokenizer, **fields) -> TextInput:
+  return TextInput(source=source, tokenizer=tokenizer, batch_size=4, seq_len=16, **fields)
+
+
+def test_ids_of_megatron_are_packed_without_a_second_eos_and_resumed():
+  source = MegatronTokens(prefix=str(MEGATRON / 'uint16'), block_tokens=64)
+  tokenizer = IdTokenizer(vocab_size=1002, eos_id=EOD)
+  whole = text_input(source, tokenizer, num_epochs=1, shuffle=False).make_iterator()
+  labels = [label for batch in whole for label, weight in zip(batch['labels'].flat, batch['weights'].flat) if weight]
+  assert labels.count(EOD) == NUM_DOCUMENTS
+  assert_resumes(text_input(source, tokenizer), 6)
+  with pytest.raises(UserError, match='but the tokenizer has 900'):
+    list(text_input(source, IdTokenizer(vocab_size=900, eos_id=EOD), num_epochs=1).make_iterator())
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (lambda index, data: (b'MMIDIDY' + index[7:], data), 'is no index of Megatron-LM'),
+    (lambda index, data: (index[:-8], data), 'has 1594 bytes, but its header says 1602'),
+    (lambda index, data: (index, data[:-2]), 'the tokens in its index are more'),
+  ],
+)
+def test_damaged_files_of_megatron_are_refused(tmp_path, change, message):
+  index, data = change(*((MEGATRON / f'uint16.{kind}').read_bytes() for kind in ('idx', 'bin')))
+  (tmp_path / 'x.idx').write_bytes(index)
+  (tmp_path / 'x.bin').write_bytes(data)
+  with pytest.raises(UserError, match=message):
+    MegatronTokens(prefix=str(tmp_path / 'x')).open()
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+  for shard in range(3):
+    with tarfile.open(tmp_path / f'web-{shard}.tar', 'w') as tar:
+      for sample in range(30):
+        text = f'{shard}/{sample} ä {"word " * (sample % 5)}'
+        contents = {'txt': text.encode(), 'json': json.dumps({'text': text}).encode(), 'cls': b'1'}
+        for kind, data in contents.items():
+          info = tarfile.TarInfo(f'some.dir/{shard:03}{sample:04}.{kind}')
+          info.size = len(data)
+          tar.addfile(info, io.BytesIO(data))
+  return tmp_path
+
+
+@pytest.mark.filterwarnings('default')  # webdataset leaves files open
+@pytest.mark.parametrize('field, key', [('txt', None), ('json', 'text')])
+def test_samples_of_tar_shards_as_webdataset_reads_them(shards, field, key):
+  texts = documents(TarShards(pattern=f'{shards}/*.tar', field=field, key=key, block_samples=7))
+  assert texts == [f'{shard}/{sample} ä {"word " * (sample % 5)}' for shard in range(3) for sample in range(30)]
+  webdataset = pytest.importorskip('webdataset')
+  paths = sorted(map(str, shards.glob('*.tar')))
+  assert texts == [sample['txt'] for sample in webdataset.WebDataset(paths, shardshuffle=False).decode()]
+
+
+def test_tar_shards_are_resumed_and_bad_ones_refused(shards):
+  source = TarShards(pattern=f'{shards}/*.tar', block_samples=4)
+  assert_resumes(text_input(source, ByteTokenizer()), 6)
+  with pytest.raises(UserError, match=r'have no file \.png'):
+    dataclasses.replace(source, field='png').open()
+  (shards / 'web-3.tar').write_bytes(b'\x1f\x8b' + bytes(2000))
+  with pytest.raises(UserError, match=r'web-3\.tar is no uncompressed tar file'):
+    source.open()
+
+
+@pytest.mark.parametrize('shuffles', [False, True])
+@pytest.mark.filterwarnings('default')  # of the library
+def test_a_stream_of_hugging_face_datasets_is_resumed(shuffles, caplog):
+  datasets = pytest.importorskip('datasets')
+  stream = datasets.Dataset.from_dict({'x': list(range(100)), 'y': [[i, -i] for i in range(100)]})
+  stream = stream.to_iterable_dataset(num_shards=5)
+  stream = (stream.shuffle(seed=3, buffer_size=16) if shuffles else stream).batch(8, drop_last_batch=True)
+  given = as_input('train_input', stream, repeats=True)
+  assert given.element_spec()['y'].shape == (8, 2)
+  assert_resumes(given, 16)  # beyond a pass of 12 batches
+  # What a shuffle had read ahead is lost in the library's state, so the batches are read again.
+  assert ('is read from its beginning' in caplog.text) == shuffles
