@@ -11,7 +11,8 @@ Read in this order:
   step_functions.py      prefill and step as pure functions over slots and their KV cache; beam.py: beam search
   decode_steps.py        these functions, compiled for a mesh, with weights held as weight_storage.py says
   engine_contract.py     Engine: the interface between scheduler and model; engine.py implements it
-  scheduler.py           which sequence is in which slot, and which slots hold a prompt's beginning
+  scheduler.py           which sequence is in which slot, and which blocks hold what (block_pool.py)
+                         drafts.py guesses tokens that a step then checks
   generated_sequence.py  a request's tokens and text as they grow; constraints.py says which tokens may come next
   generation.py          `generate` and `search`, for batch jobs; scoring.py scores texts that are given
   group_sampling.py      many samples of prompts that are known at once, by one program

@@ -25,6 +25,7 @@ import numpy as np
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
+from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.free_memory import free_bytes, local_bytes
 from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
@@ -62,6 +63,7 @@ class DecodeSteps:
       what a token reads depends on more than the tokens before it, as in encoder-decoders.
     block_tokens, num_blocks, table_len: b positions of a block of the KV cache, how many blocks there are, and how many
       a text of max_len has, M.
+    num_drafts: k, how many drafts of a slot a step may check.
     num_parts: D, into how many parts the mesh splits slots and blocks; a slot's blocks are of its own part.
     vocab_size: V.
     adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
@@ -138,6 +140,15 @@ class DecodeSteps:
     self.padded_state = jax.tree.map(self._padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
     fewer = (2 * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
+    self.num_drafts = self.settings.num_drafts
+    if self.num_drafts and not all(is_pool):
+      by_slot = [leaf for leaf, pooled in zip(jax.tree.leaves(abstract_cache), is_pool, strict=True) if not pooled]
+      rings = [] if self.encoder_len else [leaf.shape[-2] for leaf in by_slot]
+      if self.num_parts > 1 or min(rings, default=self.max_len) <= self.num_drafts:
+        raise UserError(
+          f'num_drafts={self.num_drafts}: a model with attention windows or an encoder checks fewer drafts than the '
+          'shortest window has tokens, and none on a mesh that splits slots: set task.decode.num_drafts=0.'
+        )
     self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), num_slots)
 
   def init(self) -> DecodeState:
@@ -235,24 +246,60 @@ class DecodeSteps:
     keep: np.ndarray,
     masks: Mapping[int, np.ndarray] | None = None,
     blocks: Mapping[int, Sequence[int]] | None = None,
+    drafts: Mapping[int, Sequence[int]] | None = None,
   ) -> tuple[DecodeState, Outputs]:
     """See step_functions.step.
 
     `masks` are the token masks of some slots, and without any another program runs. `blocks` are those of the slots to
-    keep, if they have any; None where each slot has its own.
+    keep, if they have any; None where each slot has its own. `drafts`, of some slots and up to k of each, go without
+    masks, and with other programs.
     """
     (busy,) = np.nonzero(keep)
     num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
     given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
     slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
-    is_whole = num_rows == self.settings.num_slots
     part = self.num_blocks // self.num_parts
+    if drafts:
+      own = {slot: self.own_blocks(slot) for slot in busy.tolist()} if blocks is None else blocks
+      size = next(each for each in self.draft_sizes(num_rows) if each >= len(busy) + sum(map(len, drafts.values())))
+      tables = np.full((self.num_parts, size // self.num_parts, self.table_len), part, np.int32)
+      rows = self._draft_rows(busy.tolist(), num_rows, drafts, own, tables)
+      return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, tables, rows)
+    is_whole = num_rows == self.settings.num_slots
     tables = np.full((self.num_parts, -(-num_rows // self.num_parts), self.table_len), part, np.int32)
     for row, slot in enumerate(busy.tolist()):
       held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
       where = divmod(slot if is_whole else row, tables.shape[1])
       tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
     return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
+
+  def draft_sizes(self, num_slots: int) -> tuple[int, ...]:
+    """How many rows a step with drafts of so many slots may have, R, in order."""
+    if self.num_parts > 1:
+      return (self.num_parts * self._slots_of_part * (self.num_drafts + 1),)
+    return tuple(dict.fromkeys(num_slots * (num + 1) for num in (1, self.num_drafts)))
+
+  def _draft_rows(
+    self, busy: Sequence[int], num_slots: int, drafts: Mapping[int, Sequence[int]], blocks: Any, tables: Any
+  ) -> DraftRows:
+    """Assigns rows to the busy slots' tokens, each in its part, and writes their tables."""
+    num_rows, part = tables.shape[0] * tables.shape[1], self.num_blocks // self.num_parts
+    rows: Any = DraftRows(
+      owners=np.full(num_rows, num_slots, np.int32),
+      columns=np.zeros(num_rows, np.int32),
+      tokens=np.zeros(num_rows, np.int32),
+      earlier=np.full((num_rows, self.num_drafts), num_rows, np.int32),
+      rows=np.full((num_slots, self.num_drafts + 1), num_rows, np.int32),
+    )
+    free = [iter(range(number * tables.shape[1], num_rows)) for number in range(self.num_parts)]
+    for place, slot in enumerate(busy):
+      number, held = slot // self._slots_of_part, blocks.get(slot, ())
+      for column, token in enumerate((0, *drafts.get(slot, ()))):
+        row = next(free[number])
+        rows.owners[row], rows.columns[row], rows.tokens[row], rows.rows[place, column] = place, column, token, row
+        rows.earlier[row, :column] = row - 1 - np.arange(column)
+        tables.reshape(num_rows, -1)[row, : len(held)] = np.asarray(held, np.int32) - number * part
+    return rows
 
   def score(self, variables: Variables, batch: ScoreBatch) -> Scores:
     """See step_functions.score. Each shape of batch is compiled once, on first use."""
@@ -293,6 +340,8 @@ class DecodeSteps:
     for num_rows in self.step_rows:
       for masked in (False, True) if constrain else (False,):
         self._step(num_rows, masked=masked)
+      for size in self.draft_sizes(num_rows) if self.num_drafts else ():
+        self._step(num_rows, draft_rows=size)
     for score in (False, True) if score_prompts else (False,):
       for chunks in self.any_chunks(score):
         self._prefill(self.make_batch(chunks, score_prompts=score, masks={} if constrain else None))
@@ -343,25 +392,30 @@ class DecodeSteps:
     name = ('prefill', *batch.ids.shape, batch.before is None, batch.targets is None, batch.masks is None)
     return (make or self._compile_stateful)(name, prefill, batch)
 
-  def _step(self, num_rows: int, *, masked: bool = False, make: Callable[..., Any] | None = None) -> Any:
-    def step(padded_variables, padded_state, keep, slots, tables, masks=None):
+  def _step(
+    self, num_rows: int, *, masked: bool = False, draft_rows: int = 0, make: Callable[..., Any] | None = None
+  ) -> Any:
+    def step(padded_variables, padded_state, keep, slots, tables, given=None):
       state, outputs = step_functions.step(
         self._forward,
         self.storage.true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         keep,
         tables,
-        masks,
-        None if num_rows == num_slots else slots,
+        given if masked else None,
+        None if num_rows == num_slots and not draft_rows else slots,
+        given if draft_rows else None,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
       return padding.pad(state, self.padded_state), outputs
 
     num_slots = self.settings.num_slots
-    masks = (self._mask_rows({}, num_slots),) if masked else ()
-    tables = np.zeros((self.num_parts, -(-num_rows // self.num_parts), self.table_len), np.int32)
-    arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), tables, *masks)
-    return (make or self._compile_stateful)(('step', num_rows, masked), step, *arrays)
+    given: tuple[Any, ...] = (self._mask_rows({}, num_slots),) if masked else ()
+    tables = np.zeros((self.num_parts, -(-(draft_rows or num_rows) // self.num_parts), self.table_len), np.int32)
+    if draft_rows:
+      given = (self._draft_rows([], num_rows, {}, {}, tables),)
+    arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), tables, *given)
+    return (make or self._compile_stateful)(('step', num_rows, masked, draft_rows), step, *arrays)
 
   def _mask_rows(self, masks: Mapping[int, np.ndarray], num_rows: int) -> Any:
     return mask_rows(masks, num_rows, self.vocab_size)

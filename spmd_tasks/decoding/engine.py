@@ -7,7 +7,7 @@
 Weights and cache stay on the model's mesh, padded and sharded as in training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import time
 from typing import Any
 
@@ -93,6 +93,10 @@ class ModelEngine:
     return self._steps.num_parts
 
   @property
+  def num_drafts(self) -> int:
+    return self._steps.num_drafts
+
+  @property
   def can_reuse(self) -> bool:
     return self._steps.can_reuse
 
@@ -110,6 +114,8 @@ class ModelEngine:
       self.step(keep).read()
       if self._constrain:
         self.step(keep, masks).read()
+      for num in {1, self.num_drafts} if self.num_drafts else ():
+        self.step(keep, drafts=dict.fromkeys(range(num_rows), (0,) * num)).read()
     self.reset()
     logging.info('compiled %d prefills in %.1f s', len(prefills), time.monotonic() - started)
     num_texts = self.num_blocks // self._steps.table_len
@@ -146,8 +152,14 @@ class ModelEngine:
     self._state, outputs = self._steps.prefill(self._weights, self._state, batch)
     return _OnDevice(outputs)
 
-  def step(self, keep: np.ndarray, masks: TokenMasks | None = None, grown: Sequence[tuple[int, int]] = ()) -> _OnDevice:
+  def step(
+    self,
+    keep: np.ndarray,
+    masks: TokenMasks | None = None,
+    grown: Sequence[tuple[int, int]] = (),
+    drafts: Mapping[int, Sequence[int]] | None = None,
+  ) -> _OnDevice:
     for slot, block in grown:
       self._blocks[slot].append(block)
-    self._state, outputs = self._steps.step(self._weights, self._state, keep, masks, self._blocks)
+    self._state, outputs = self._steps.step(self._weights, self._state, keep, masks, self._blocks, drafts)
     return _OnDevice(outputs)

@@ -45,6 +45,7 @@ class Engine(Protocol):
   Attributes:
     num_slots: N.
     prefill_chunk: C.
+    num_drafts: k, see `step`; 0 for none.
     can_reuse: whether a prompt may continue after chunks that were read for another prompt.
     max_len: positions of a slot, for prompt and generated tokens.
     block_tokens, num_blocks, num_parts: positions of a block, B and D; a part has blocks for max_len positions or more.
@@ -58,6 +59,8 @@ class Engine(Protocol):
   def num_slots(self) -> int: ...
   @property
   def prefill_chunk(self) -> int: ...
+  @property
+  def num_drafts(self) -> int: ...
   @property
   def can_reuse(self) -> bool: ...
   @property
@@ -97,12 +100,20 @@ class Engine(Protocol):
     """
     ...
 
-  def step(self, keep: np.ndarray, masks: TokenMasks | None = None, grown: Sequence[tuple[int, int]] = ()) -> Launched:
+  def step(
+    self,
+    keep: np.ndarray,
+    masks: TokenMasks | None = None,
+    grown: Sequence[tuple[int, int]] = (),
+    drafts: Mapping[int, Sequence[int]] | None = None,
+  ) -> Launched:
     """Computes the next token of every slot.
 
     Args:
       keep: bool [N]; where it is False, the slot's sequence is abandoned.
       masks: of the slots whose token is constrained.
       grown: (slot, block) of the slots whose text goes on in a new block from this step on.
+      drafts: of some slots, without masks: up to k tokens that may come next. Outputs are then [k + 1, N]: of each
+        slot as many tokens, from the first one on, as `is_valid` says.
     """
     ...

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spmd_tasks.decoding.constraints import Matcher
+from spmd_tasks.decoding.drafts import NgramDrafts
 from spmd_tasks.decoding.requests import Chunk, Request
 from spmd_tasks.decoding.step_functions import Outputs
 
@@ -150,6 +151,7 @@ class GeneratedSequence:
     matcher: allows the tokens that may come next; None where the request is not constrained.
     index, owner: for the caller; this class does not use them.
     num_launched: number of tokens whose computation was launched.
+    num_drafted, num_accepted: tokens that were guessed ahead, and those of them that were right.
     num_reused: number of the prompt's tokens that the cache held already when the sequence was admitted.
     chunk_keys: of the prompt, for the scheduler.
     num_tokens: number of generated tokens that were fetched, a stop token included.
@@ -173,6 +175,7 @@ class GeneratedSequence:
     self.owner = owner
     self.num_launched = 0
     self.num_reused = 0
+    self.num_drafted = self.num_accepted = 0
     self.chunk_keys: list[bytes] | None = None
     self.num_tokens = 0
     self.logprobs: list[TokenLogprob] = []
@@ -182,6 +185,7 @@ class GeneratedSequence:
     self._num_prompt_chars = len(decode(request.ids)) if request.score_prompt else 0
     self._has_logprobs = has_logprobs
     self._tokens: list[int] = []
+    self._drafts: NgramDrafts | None = None
     self._num_known = 0  # how many tokens are still computed again, after `begin_again`
     self._num_scored = 0  # tokens of the prompt
     self._num_released = 0  # how many logprobs are in earlier deltas; the text of the others is held back
@@ -206,6 +210,8 @@ class GeneratedSequence:
     token = int(outputs.tokens[row])
     self._tokens.append(token)
     self.num_tokens += 1
+    if self._drafts is not None:
+      self._drafts.push(token)
     if token in self.request.stop_ids:
       if self.request.score_prompt:
         # Clients that score a prompt ask for one token more, and drop the last entry: it must be there.
@@ -234,6 +240,23 @@ class GeneratedSequence:
     token, mask = self._tokens[-self._num_known], np.zeros_like(self.matcher.mask)
     mask[token // 32] = 1 << token % 32
     return mask
+
+  def may_draft(self, num_drafts: int) -> bool:
+    """Whether the sequence ever has drafts, on an engine that checks so many; a form allows each token by itself."""
+    wanted = self.request.num_drafts
+    return self.matcher is None and min(num_drafts, num_drafts if wanted is None else wanted) > 0
+
+  def draft(self, num_drafts: int) -> tuple[int, ...]:
+    """Guesses the tokens that the next step computes, and those after them, but the last one; all are fetched."""
+    num = min(num_drafts if self.request.num_drafts is None else self.request.num_drafts, num_drafts)
+    num = min(num, self.request.max_tokens - self.num_launched - 1)
+    if num <= 0:
+      return ()
+    if self._num_known:
+      return tuple(self._tokens[-self._num_known :][:num])
+    if self._drafts is None:
+      self._drafts = NgramDrafts((*self.request.ids, *self._tokens))
+    return self._drafts.guess(num)
 
   def begin_again(self) -> None:
     """Goes back to the prompt, after a preemption: the outputs up to here come once more, and are passed over."""

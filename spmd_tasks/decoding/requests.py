@@ -36,6 +36,8 @@ class Request:
     adapter: the number of the low-rank adapter that the model has for this request; 0 is none.
     cache_key: prompts share what the KV cache holds with those of the same key only, so that nobody finds out by the
       time of an answer what others have asked.
+    num_drafts: how many tokens a step may guess ahead (drafts.py), at most the settings' number, which None takes; the
+      text is the same whatever the number.
   """
 
   ids: tuple[int, ...]
@@ -50,6 +52,7 @@ class Request:
   logit_bias: tuple[tuple[int, float], ...] = ()
   adapter: int = 0
   cache_key: str = ''
+  num_drafts: int | None = None
 
   def as_sample(self, sample: int) -> 'Request':
     """Another draw for the same prompt; only the first draw scores the prompt."""

@@ -14,9 +14,9 @@ room, before all others in the queue. What it has generated is computed again by
 
 The device is one step ahead of the host: step t + 1 is launched before step t is read. So the host learns one step late
 that a sequence ended by its own tokens, and discards the step that was launched in between; a sequence that ends by its
-length frees its slot at once. While a constrained sequence is in a slot (constraints.py), each step is read before the
-next one is launched. The scheduler uses no threads, networks or clocks: the same submissions give the same
-launches on every process.
+length frees its slot at once. While a sequence is in a slot that is constrained (constraints.py) or may have drafts
+(drafts.py), each step is read before the next one is launched. The scheduler uses no threads, networks or clocks: the
+same submissions give the same launches on every process.
 
 Shapes: N slots, C tokens of a whole chunk.
 """
@@ -26,12 +26,14 @@ from collections.abc import Iterable
 import dataclasses
 import itertools
 
+import jax
 import numpy as np
 
 from spmd_tasks.decoding.block_pool import BlockPool, SharedChunk, Text, chunk_keys
 from spmd_tasks.decoding.engine_contract import Engine, Launched
 from spmd_tasks.decoding.generated_sequence import Delta, FinishReason, GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk, Request
+from spmd_tasks.decoding.step_functions import Outputs
 
 # (row of the outputs, slot, the row's sequence, the chunk that a prefill read)
 _Row = tuple[int, int, GeneratedSequence, Chunk | None]
@@ -47,6 +49,7 @@ class Scheduler:
     num_prefills, num_chunks: prefills launched so far, and the chunks of prompts that they read.
     num_prompt_tokens, num_reused_tokens: tokens of prompts that were read, and that the cache held already.
     num_generated_tokens: of all sequences; like the two above without padding.
+    num_drafted_tokens, num_accepted_tokens: tokens that steps were given as drafts, and those that were right.
     num_preemptions: how often a sequence had to begin again because no block was left.
   """
 
@@ -78,6 +81,7 @@ class Scheduler:
     self.num_prompt_tokens = 0
     self.num_reused_tokens = 0
     self.num_generated_tokens = 0
+    self.num_drafted_tokens = self.num_accepted_tokens = 0
     self.num_preemptions = 0
 
   @property
@@ -131,9 +135,10 @@ class Scheduler:
       admit: whether queued sequences may take slots, other than those that have begun.
     """
     self._prefill(admit)
-    if any(sequence is not None and sequence.matcher is not None for sequence in self._slots):
-      self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far
-    grown = self._grow()
+    if any(each is not None and (each.matcher is not None or self._may_draft(each)) for each in self._slots):
+      self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far, as drafts do
+    drafts = self._draft()
+    grown = self._grow(drafts)
     rows: list[_Row] = [
       (slot, slot, sequence, None)
       for slot, sequence in enumerate(self._slots)
@@ -143,7 +148,11 @@ class Scheduler:
       keep = np.zeros(len(self._slots), np.bool_)
       keep[[slot for slot, *_ in rows]] = True
       masks = _masks({slot: sequence for slot, _, sequence, _ in rows})
-      self._launch(self._engine.step(keep, masks, grown), rows)
+      launched = self._engine.step(keep, masks, grown, drafts) if drafts else self._engine.step(keep, masks, grown)
+      for slot, _, sequence, _ in rows:
+        sequence.num_drafted += len(drafts.get(slot, ()))
+      self.num_drafted_tokens += sum(map(len, drafts.values()))
+      self._launch(launched, rows)
       self.num_steps += 1
       self.num_slot_steps += len(rows)
     self._fetch_all(but=1 if self.num_active else 0)
@@ -298,28 +307,46 @@ class Scheduler:
     sequence.num_reused = chunk.start
     self.num_reused_tokens += chunk.start
 
-  def _grow(self) -> list[tuple[int, int]]:
-    """Gives each sequence whose next token begins a block that block, and returns (slot, block) of these."""
+  def _may_draft(self, sequence: GeneratedSequence) -> bool:
+    return sequence.may_draft(self._engine.num_drafts)
+
+  def _draft(self) -> dict[int, tuple[int, ...]]:
+    """The drafts of the next step, by slot; none where a step needs token masks, and where nothing is guessed."""
+    sequences = {slot: each for slot, each in enumerate(self._slots) if each is not None and slot not in self._starts}
+    if not self._engine.num_drafts or any(each.matcher is not None for each in sequences.values()):
+      return {}
+    drafts = {slot: each.draft(self._engine.num_drafts) for slot, each in sequences.items()}
+    return {slot: tokens for slot, tokens in drafts.items() if tokens}
+
+  def _grow(self, drafts: dict[int, tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Gives each sequence whose next token begins a block that block, and returns (slot, block) of these.
+
+    Drafts for which there is no block are dropped.
+    """
     grown = []
     for slot in [slot for slot in self._texts if slot not in self._starts]:
       while (sequence := self._slots[slot]) is not None:
         text = self._texts[slot]
         num_blocks = len(text.blocks)
         # The step writes the newest token, which the host may not know yet.
-        if self._pool.grow(text, len(sequence.request.ids) + sequence.num_launched):
+        num_tokens = len(sequence.request.ids) + sequence.num_launched
+        if slot in drafts and not self._pool.grow(text, num_tokens + len(drafts[slot])):
+          del drafts[slot]
+        if self._pool.grow(text, num_tokens):
           grown += [(slot, block) for block in text.blocks[num_blocks:]]
           break
         if self._in_flight:
           self._fetch_all()  # some sequences may have ended
         else:
-          self._preempt(next(slot for slot in reversed(self._texts) if self._texts[slot].part == text.part))
+          self._preempt(drafts, next(slot for slot in reversed(self._texts) if self._texts[slot].part == text.part))
     return [(slot, block) for slot, block in grown if self._slots[slot] is not None]
 
-  def _preempt(self, slot: int) -> None:
+  def _preempt(self, drafts: dict[int, tuple[int, ...]], slot: int) -> None:
     """Makes a sequence wait for blocks, to begin again; nothing of it is in flight."""
     sequence = self._slots[slot]
     assert sequence is not None
     sequence.begin_again()
+    drafts.pop(slot, None)
     self._preempted.appendleft(sequence)  # before the release: another thread may read has_work in between
     self._release(slot)
     self.num_preemptions += 1
@@ -356,6 +383,20 @@ class Scheduler:
 
   def _fetch(self, launched: Launched, rows: list[_Row]) -> None:
     outputs = launched.read()
+    if np.ndim(outputs.tokens) == 1:
+      self._take(outputs, rows)
+      return
+    for column in range(len(outputs.tokens)):
+      of_column = jax.tree.map(lambda x, column=column: x[column], outputs)
+      drawn = [row for row in rows if of_column.is_valid[row[0]]]
+      if column:
+        for _, _, sequence, _ in drawn:
+          sequence.num_launched += 1
+          sequence.num_accepted += 1
+        self.num_accepted_tokens += len(drawn)
+      self._take(of_column, drawn)
+
+  def _take(self, outputs: Outputs, rows: list[_Row]) -> None:
     for row, slot, sequence, chunk in rows:
       if sequence.finish_reason is not None:
         continue  # launched before the host knew that the sequence had ended

@@ -24,6 +24,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, adjust, mask_logits, position_keys, request_keys, sample
 from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot
@@ -42,8 +43,9 @@ class Forward(Protocol):
         less than T, the new keys and values are those of each row's last S tokens. With `slots` int32 [B] in the batch
         the leaves are [..., N, G, S, K], and row i's tokens are in slot slots[i].
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
-        are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none. To
-        an encoder-decoder the first call for a prompt gives `encoder_ids`, `encoder_segment_ids` and
+        are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none.
+        With `earlier` int32 [B, k] (T is 1), rows are tokens of one text that follow each other, see DraftRows. To an
+        encoder-decoder the first call for a prompt gives `encoder_ids`, `encoder_segment_ids` and
         `encoder_segment_pos` too, and gets back leaves `encoded_*` of the encoder's text; later calls read these.
     """
     ...
@@ -205,6 +207,7 @@ def step(
   tables: jax.Array | None = None,
   masks: jax.Array | None = None,
   slots: jax.Array | None = None,
+  drafts: DraftRows | None = None,
   *,
   num_top_logprobs: int = 0,
 ) -> tuple[DecodeState, Outputs]:
@@ -213,28 +216,74 @@ def step(
   With `masks`, uint32 [N, W], the tokens are those that constraints.py allows. `slots`, int32 [R], all different, are
   those that may be kept; ids from N on stand for none. Only these rows are computed; None: all N. `tables` has their
   blocks, see `write_tokens`.
+
+  With `drafts` of slots `slots` the model computes R rows, whose blocks `tables` has; outputs are [k + 1, N], of up to
+  k + 1 tokens of each slot.
   """
   kept = state.replace(active=state.active & keep)
   rows = kept.replace(cache=None)
   if slots is not None:
     rows, masks = jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode='clip'), (rows, masks))
     rows = rows.replace(active=rows.active & (slots < keep.shape[0]))
+  tokens, positions, active, adapters, row_slots = rows.tokens, rows.positions, rows.active, rows.adapters, slots
+  if drafts is not None:
+    given = (tokens, positions, active, adapters, row_slots)
+    tokens, positions, active, adapters, row_slots = (jnp.take(x, drafts.owners, mode='clip') for x in given)
+    tokens, positions = jnp.where(drafts.columns == 0, tokens, drafts.tokens), positions + drafts.columns
+    active &= drafts.owners < len(rows.tokens)
   batch = {
-    'ids': rows.tokens[:, None],
-    'segment_ids': rows.active[:, None].astype(jnp.int32),
-    'segment_pos': jnp.where(rows.active, rows.positions, 0)[:, None],
-    'adapters': rows.adapters,
-    **({} if slots is None else {'slots': slots}),
+    'ids': tokens[:, None],
+    'segment_ids': active[:, None].astype(jnp.int32),
+    'segment_pos': jnp.where(active, positions, 0)[:, None],
+    'adapters': adapters,
+    **({} if row_slots is None else {'slots': row_slots}),
     **({} if tables is None else {'tables': tables}),
+    **({} if drafts is None else {'earlier': drafts.earlier}),
   }
   logits, new = forward(variables, state.cache, batch)
-  cache = write_tokens(state.cache, new, rows.positions, rows.active.astype(jnp.int32), slots=slots, tables=tables)
-  rows, outputs = emit(logits[:, 0], rows, masks, num_top_logprobs)
+  if drafts is None:
+    rows, outputs = emit(logits[:, 0], rows, masks, num_top_logprobs)
+  else:
+    rows, outputs = _emit_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
+    num_read = jnp.sum(outputs.is_valid, axis=0)  # as many as were drawn: each after one that belongs to the text
+    active &= drafts.columns < jnp.take(num_read, drafts.owners, mode='clip')
+  cache = write_tokens(state.cache, new, positions, active.astype(jnp.int32), slots=row_slots, tables=tables)
   if slots is not None:
     rows = _put_rows(kept.replace(cache=None), rows, slots)
-    empty = jax.tree.map(lambda x: jnp.zeros((keep.shape[0], *x.shape[1:]), x.dtype), outputs)
-    outputs = _put_rows(empty, outputs, slots)
+
+    def put(x: jax.Array) -> jax.Array:  # outputs of all slots
+      shape = (*x.shape[: drafts is not None], keep.shape[0], *x.shape[1 + (drafts is not None) :])
+      index = (slots,) if drafts is None else (slice(None), slots)
+      return jnp.zeros(shape, x.dtype).at[index].set(x, mode='drop', unique_indices=True)
+
+    outputs = jax.tree.map(put, outputs)
   return rows.replace(cache=cache), outputs
+
+
+def _emit_drafted(
+  logits: jax.Array, state: DecodeState, drafts: DraftRows, num_top_logprobs: int
+) -> tuple[DecodeState, Outputs]:
+  """Samples tokens of each slot one after another, while they are those drafted; outputs are [k + 1, n]."""
+  num_rows = len(logits)
+  drafted = jnp.pad(drafts.rows[:, 1:], ((0, 0), (0, 1)), constant_values=num_rows)  # the row of the next column
+
+  def draw_column(carry: Any, columns: Any) -> Any:
+    state, going = carry
+    rows, drafted = columns
+
+    def draw(state: DecodeState) -> Any:
+      return emit(jnp.take(logits, rows, axis=0, mode='clip'), state.replace(active=going), None, num_top_logprobs)
+
+    def skip(state: DecodeState) -> Any:
+      outputs = jax.eval_shape(draw, state)[1]
+      return state.replace(active=going), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs)
+
+    drawn, outputs = jax.lax.cond(jnp.any(going), draw, skip, state)
+    is_right = (drafted < num_rows) & (jnp.take(drafts.tokens, drafted, mode='clip') == outputs.tokens)
+    return (drawn.replace(active=jnp.where(going, drawn.active, state.active)), drawn.active & is_right), outputs
+
+  (state, _), outputs = jax.lax.scan(draw_column, (state, state.active), (drafts.rows.T, drafted.T))
+  return state, outputs
 
 
 def emit(
@@ -258,12 +307,12 @@ def emit(
     is_valid=state.active,
     is_finished=is_finished,
   )
-  rows = jnp.arange(tokens.shape[0])
+  rows, told = jnp.arange(tokens.shape[0]), jnp.where(state.active, tokens, logits.shape[-1])  # the scatter drops V
   state = state.replace(
     tokens=jnp.where(state.active, tokens, state.tokens),
     positions=jnp.where(state.active, positions, state.positions),
-    seen=None if state.seen is None else state.seen.at[rows, tokens].set(True),
-    counts=None if state.counts is None else state.counts.at[rows, tokens].add(1),
+    seen=None if state.seen is None else state.seen.at[rows, told].set(True, mode='drop'),
+    counts=None if state.counts is None else state.counts.at[rows, told].add(1, mode='drop'),
     active=state.active & ~is_finished,
   )
   return state, outputs

@@ -69,6 +69,8 @@ class DecodeSettings(SamplingParams):
       chunk, at most 8.
     prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16, as blocks of the KV
       cache divide it; None is 128 on CPUs and 256 elsewhere. Beam search reads whole prompts.
+    num_drafts: how many tokens of a text a step may guess ahead, from what followed the same tokens before, and check;
+      the text stays the same (decoding/drafts.py). 0: none.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
     eos_ids: tokens that end a text; None is the tokenizer's end of text.
     max_stop_ids: how many stop tokens a request may have, the end of text included.
@@ -89,6 +91,7 @@ class DecodeSettings(SamplingParams):
   memory_fraction: float = 0.9
   prefill_rows: int | None = None
   prefill_chunk: int | None = None
+  num_drafts: int = 0
   min_bucket: int = 16
   eos_ids: tuple[int, ...] | None = None
   max_stop_ids: int = 4
@@ -123,8 +126,9 @@ class DecodeSettings(SamplingParams):
       raise UserError(f"beam_rule={self.beam_rule!r} must be 'exact' or 't5x': choose one.")
     if self.eos_ids is not None and len(self.eos_ids) > self.max_stop_ids:
       raise UserError(f'eos_ids={self.eos_ids} are more than max_stop_ids={self.max_stop_ids}: raise max_stop_ids.')
-    if self.num_top_logprobs < 0:
-      raise UserError(f'num_top_logprobs={self.num_top_logprobs} must not be negative.')
+    for name in ('num_top_logprobs', 'num_drafts'):
+      if getattr(self, name) < 0:
+        raise UserError(f'{name}={getattr(self, name)} must not be negative.')
     super().__post_init__()
 
   def sampling_for(self, given: object) -> SamplingParams:

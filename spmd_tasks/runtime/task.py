@@ -192,7 +192,8 @@ class Task:
 
       model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
     given, named = self._arguments(batch, train=False)
-    with layer_scope(cache_slots=batch.get('slots'), cache_tables=batch.get('tables')):
+    places = {f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier')}
+    with layer_scope(**places):
       outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(

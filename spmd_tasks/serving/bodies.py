@@ -145,6 +145,7 @@ class _GenerationBody(_Body):
   stop_token_ids: Annotated[list[int], PlainValidator(_check_tokens)] = []
   ignore_eos: bool = False
   cache_salt: str = ''
+  num_drafts: Annotated[int, Field(ge=0)] | None = None
   stream: bool = False
   stream_options: StreamOptions | None = None
   structured_outputs: dict[str, Any] | None = None

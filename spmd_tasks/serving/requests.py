@@ -313,6 +313,7 @@ def _generation_request(
       logit_bias=tuple(body.logit_bias.items()),
       adapter=model.names.index(name),
       cache_key=body.cache_salt,
+      num_drafts=body.num_drafts,
     )
     for ids, _ in prompts
     for sample in range(body.n)

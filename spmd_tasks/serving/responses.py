@@ -133,11 +133,14 @@ class ResponseBodies:
     num_prompt = self._wanted.num_prompt_tokens
     # Each prompt counts once: further samples reuse the first sample's tokens.
     num_reused = sum(sequence.num_reused for sequence in sequences if sequence.request.sample == 0)
+    num_drafted, num_accepted = (sum(getattr(each, f'num_{n}') for each in sequences) for n in ('drafted', 'accepted'))
+    predicted = {'accepted_prediction_tokens': num_accepted, 'rejected_prediction_tokens': num_drafted - num_accepted}
     return {
       'prompt_tokens': num_prompt,
       'completion_tokens': num_generated,
       'total_tokens': num_prompt + num_generated,
       'prompt_tokens_details': {'cached_tokens': num_reused},
+      **({'completion_tokens_details': predicted} if num_drafted else {}),
     }
 
   def _logprobs(self, entries: Iterable[TokenLogprob], index: int) -> dict[str, Any] | None:

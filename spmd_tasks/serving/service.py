@@ -195,6 +195,8 @@ class Service:
       'prefill_chunks_total': ('Chunks of prompts that prefills read.', lambda: scheduler.num_chunks),
       'prompt_tokens_total': ('Tokens of prompts that prefills read.', lambda: scheduler.num_prompt_tokens),
       'reused_prompt_tokens_total': ('Tokens that the cache held already.', lambda: scheduler.num_reused_tokens),
+      'drafted_tokens_total': ('Tokens that were guessed ahead.', lambda: scheduler.num_drafted_tokens),
+      'accepted_draft_tokens_total': ('Those that were right.', lambda: scheduler.num_accepted_tokens),
       'generated_tokens_total': ('Tokens generated.', lambda: scheduler.num_generated_tokens),
     }
 

@@ -70,7 +70,7 @@ class FakeEngine:
   ):
     self.num_slots, self.prefill_rows, self.max_len, self.num_top = num_slots, prefill_rows, max_len, num_top
     self.prefill_chunk, self.can_reuse = prefill_chunk, can_reuse
-    self.block_tokens, self.num_parts = 4, num_parts
+    self.block_tokens, self.num_parts, self.num_drafts = 4, num_parts, 0
     self.num_blocks = num_blocks or num_parts * -(-num_slots // num_parts) * -(-max_len // 4)
     self.log: list[tuple] = []
     self.tokens: list[list[int]] = []  # of each launch

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
   from spmd_tasks.layers.attention.relative_bias import PositionBias
 
 # Platform -> how many entries of the cache are read at a time. A loop costs an accelerator more than a longer block.
-_BLOCK, _LONG_BLOCK = {'cpu': 128}, 1024
+# What a CPU reads stays in its cache; of many queries each block is read once, and larger ones make larger products.
+_BLOCK, _LONG_BLOCK, _QUERIES_PER_BLOCK = {'cpu': 32}, 1024, 4
 ENCODED = 'encoded_'  # what a cache has of an encoder's text: made by a request's first call, and read by all others
 RING = 'ring_'  # of a layer whose window is shorter than the texts
 
@@ -198,6 +199,9 @@ def attend_to_cache(
     logit_cap: bounds the logits softly, see `soft_cap`.
     sinks: [H], see `masked_softmax`.
     bias: relative position biases.
+
+  Where rows are tokens of one text that follow each other (`LayerScope.cache_earlier`; T is 1), each also attends to
+  the rows before it.
   """
   num_rows, num_columns, _, head_dim = query.shape
   num_groups = key.shape[2]
@@ -234,7 +238,9 @@ def attend_to_cache(
   attended = weighted_sum(weights, jnp.swapaxes(value, 1, 2))
 
   num_entries = cached[0].num_entries
-  size = cached[0].size_to_read(_BLOCK.get(current_platform(), _LONG_BLOCK))
+  limit = _BLOCK.get(current_platform(), _LONG_BLOCK)
+  size = cached[0].size_to_read(limit if num_columns == 1 else min(limit * _QUERIES_PER_BLOCK, _LONG_BLOCK))
+  earlier = current_layer_scope().cache_earlier
 
   def add_block(i: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     highest, total, attended = carry
@@ -246,6 +252,14 @@ def attend_to_cache(
     if window is not None:
       may_see &= positions[:, :, None] - held[:, None, :] < window
     keys, values = (x.entries(first, size).astype(key.dtype) for x in cached)
+    if earlier is not None:
+      # As if the tokens before were in the cache: the bits are those of a step that finds them there.
+      place = (start - 1 - jnp.arange(earlier.shape[1])[None, :]) % num_entries - first
+      place = jnp.where((earlier < num_rows) & (place >= 0), place, size)
+      keys, values = (
+        held.at[jnp.arange(num_rows)[:, None], :, place].set(jnp.take(new, earlier, axis=0, mode='clip'), mode='drop')
+        for held, new in ((keys, key[:, 0]), (values, value[:, 0]))
+      )
     logits = masked_logits(keys, held, may_see)
     higher = jnp.maximum(highest, jnp.max(logits, axis=-1, keepdims=True))
     factor, weights = jnp.exp(highest - higher), jnp.exp(logits - higher)

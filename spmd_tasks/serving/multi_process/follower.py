@@ -74,7 +74,9 @@ class _Follower:
       'prefill': lambda chunks, score_prompts, masks: engine.prefill(
         chunks, score_prompts=score_prompts, masks=unpack_masks(masks)
       ),
-      'step': lambda keep, masks, grown: engine.step(np.array(keep, np.bool_), unpack_masks(masks), grown),
+      'step': lambda keep, masks, grown, drafts: engine.step(
+        np.array(keep, np.bool_), unpack_masks(masks), grown, dict(drafts)
+      ),
       'restore': self._restore_weights,
       'drop_weights': lambda: setattr(engine, 'weights', None),
     }

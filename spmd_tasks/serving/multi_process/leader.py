@@ -13,7 +13,7 @@ A link shows the end of its process at once: a failing process sends its reason 
 closes the link of a killed process. JAX's heartbeats find a machine that vanishes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import contextlib
 import functools
@@ -92,7 +92,7 @@ class LeadingEngine:
     self.stop = followers.stop
     self.num_slots, self.max_len = engine.num_slots, engine.max_len
     self.block_tokens, self.num_blocks, self.num_parts = engine.block_tokens, engine.num_blocks, engine.num_parts
-    self.prefill_chunk, self.can_reuse = engine.prefill_chunk, engine.can_reuse
+    self.prefill_chunk, self.can_reuse, self.num_drafts = engine.prefill_chunk, engine.can_reuse, engine.num_drafts
     self._engine = engine
     self._followers = followers
     self._restore = restore
@@ -133,9 +133,15 @@ class LeadingEngine:
     call = functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts, masks=masks)
     return _Awaited(self._await, self._await(call))
 
-  def step(self, keep: np.ndarray, masks: TokenMasks | None = None, grown: Sequence[tuple[int, int]] = ()) -> Launched:
-    self._followers.send('step', keep.tolist(), pack_masks(masks), list(grown))
-    return _Awaited(self._await, self._await(self._engine.step, keep, masks, grown))
+  def step(
+    self,
+    keep: np.ndarray,
+    masks: TokenMasks | None = None,
+    grown: Sequence[tuple[int, int]] = (),
+    drafts: Mapping[int, Sequence[int]] | None = None,
+  ) -> Launched:
+    self._followers.send('step', keep.tolist(), pack_masks(masks), list(grown), list((drafts or {}).items()))
+    return _Awaited(self._await, self._await(self._engine.step, keep, masks, grown, drafts))
 
   def restore(self, step: int | None) -> tuple[Any, int]:
     """Returns a checkpoint's (weights, step), for `weights`; the other processes replace their weights themselves."""

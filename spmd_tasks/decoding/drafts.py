@@ -1,0 +1,63 @@
+"""NgramDrafts: guesses the next tokens of a text by what followed the same tokens before in it (prompt lookup).
+
+    drafts = NgramDrafts(prompt_ids)
+    drafts.push(token)               # each generated token
+    drafts.guess(4)                  # up to 4 tokens, () where the last two tokens are new together
+
+Speculative decoding: a step computes a text's newest token and its drafts at once, each as a row of its own, and draws
+after each one as a step without drafts does, with the noise of its position. It keeps tokens up to the first that
+is not the one drafted. So a text has the tokens that it has without drafts, drawn ones too, which are not only of the
+same distribution: the draft is accepted with the probability that the model gives it, which is what rejection sampling
+of a certain guess does (Leviathan et al., 2023; with shared noise: Daliri et al., 2024).
+"""
+
+from collections.abc import Iterable
+
+from flax import struct
+import jax
+
+_SIZES = (3, 2)  # of n-grams, the longest first
+
+
+class NgramDrafts:
+  """A text with the places where each of its n-grams ended last."""
+
+  def __init__(self, ids: Iterable[int]):
+    self._ids: list[int] = []
+    self._ends: dict[tuple[int, ...], int] = {}
+    for token in ids:
+      self.push(token)
+
+  def push(self, token: int) -> None:
+    """Adds a token: it follows the n-grams that ended the text."""
+    for size in _SIZES:
+      if len(self._ids) >= size:
+        self._ends[tuple(self._ids[-size:])] = len(self._ids)
+    self._ids.append(token)
+
+  def guess(self, num: int) -> tuple[int, ...]:
+    """What followed the text's last n-gram before; a text that repeats itself is taken to go on so."""
+    length = len(self._ids)
+    for size in _SIZES:
+      end = self._ends.get(tuple(self._ids[-size:]))
+      if end is not None:
+        return tuple(self._ids[end + i % (length - end)] for i in range(num))
+    return ()
+
+
+class DraftRows(struct.PyTreeNode):
+  """The rows of a step that checks drafts: for each of n slots its newest token, then its drafts, one after another.
+
+  Attributes:
+    owners: int32 [R], the place among the n of each row's slot; n where a row is not used.
+    columns: int32 [R], 0 for the slot's newest token, i for its i-th draft.
+    tokens: int32 [R], the drafts; 0 elsewhere.
+    earlier: int32 [R, k], the rows of the tokens 1, 2, .. k places before in the same text; R where there is none.
+    rows: int32 [n, k + 1], the row of each slot's column; R where there is none.
+  """
+
+  owners: jax.Array
+  columns: jax.Array
+  tokens: jax.Array
+  earlier: jax.Array
+  rows: jax.Array

@@ -1,0 +1,107 @@
+"""Steps that check drafts: the tokens, to the bit of their logprobs, of steps without, greedy and drawn."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
+from spmd_tasks.decoding.drafts import NgramDrafts
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.scheduler import Scheduler
+from tests.decoding.test_decode_steps import MAX_LEN, SETTINGS, make_run
+
+NUM_DRAFTS = 3
+
+
+def test_what_followed_the_same_tokens_before_is_guessed():
+  drafts = NgramDrafts([1, 2, 3, 4, 9, 2, 3])
+  assert drafts.guess(3) == (4, 9, 2)
+  drafts.push(7)
+  assert drafts.guess(3) == ()
+  for token in (2, 3):
+    drafts.push(token)
+  assert drafts.guess(2) == (7, 2)  # the last time counts
+  assert NgramDrafts([5, 6, 5, 6]).guess(5) == (5, 6, 5, 6, 5)
+
+
+def _run(run, steps, requests):
+  """Returns (tokens and logprobs of each request, the scheduler)."""
+  engine = ModelEngine(steps, run.variables)
+  engine.take_kept()
+  scheduler = Scheduler(engine)
+  sequences = [GeneratedSequence(request, lambda ids: '', has_logprobs=True) for request in requests]
+  scheduler.submit(sequences)
+  while scheduler.has_work:
+    scheduler.advance()
+  engine.keep()
+  assert scheduler.num_used_blocks == 0
+  assert scheduler.num_accepted_tokens == sum(each.num_accepted for each in sequences)
+  return [[(entry.token, entry.logprob, entry.top) for entry in each.logprobs] for each in sequences], scheduler
+
+
+@pytest.mark.parametrize('name', ['one device', 'windows', pytest.param('data 2 x mdl 4', marks=pytest.mark.slow)])
+def test_texts_with_drafts_have_the_bits_of_those_without(name):
+  """Of greedy, drawn and penalized texts that repeat themselves, in a pool in which some must begin again."""
+  run = make_run(name)
+  num_drafts = 2 if name == 'windows' else NUM_DRAFTS  # its shortest window has 3 tokens
+  steps = DecodeSteps(run.model, dataclasses.replace(SETTINGS, num_drafts=num_drafts, num_slots=4, prefill_rows=None))
+  plain = DecodeSteps(run.model, dataclasses.replace(SETTINGS, num_slots=4, prefill_rows=None))
+  rng, requests = np.random.default_rng(0), []
+  for number in range(12):
+    pattern = rng.integers(1, 257, 2).tolist()
+    sampling = SamplingParams(
+      temperature=0.05 * (number % 3), repetition_penalty=1.0 + 0.1 * (number % 4 == 1), presence_penalty=number % 2 / 2
+    )
+    bias = tuple((token, 20.0) for token in pattern) if number % 4 < 3 else ()  # the text goes on with these two
+    requests.append(
+      Request(
+        ids=tuple((pattern * 3)[: 5 - number % 2]),
+        max_tokens=MAX_LEN - 5,
+        seed=number,
+        sampling=sampling,
+        logit_bias=bias,
+        num_drafts=0 if number == 7 else None,
+      )
+    )
+  with_drafts, scheduler = _run(run, steps, requests)
+  without, plain_scheduler = _run(run, plain, requests)
+  assert with_drafts == without
+  assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > 20
+  assert scheduler.num_steps < plain_scheduler.num_steps
+  assert plain_scheduler.num_drafted_tokens == 0
+
+
+def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass():
+  """Chi-square of the second token, which is drawn beside the check of a draft of the first one."""
+  run = make_run('one device')
+  steps = DecodeSteps(run.model, dataclasses.replace(SETTINGS, num_drafts=NUM_DRAFTS))
+  first, second, other = 11, 12, 13
+  ids, sampling = (first, second, first, second, first), SamplingParams(temperature=2.0)
+  allowed = (second, first, other)
+  requests = [
+    Request(ids=ids, max_tokens=3, seed=seed, sampling=sampling, logit_bias=tuple((t, 30.0) for t in allowed))
+    for seed in range(500)
+  ]
+  texts = [done.ids for _, done in generate(steps, run.variables, requests, decode=lambda ids: '')]
+
+  def probabilities(text):
+    logits = np.asarray(run.logits(text), np.float64)[-1, list(allowed)] / 2
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+  statistic, counted = 0.0, 0
+  for token in allowed:  # the first drawn; `second` is the one drafted
+    drawn = [text[1] for text in texts if text[0] == token]
+    expected = len(drawn) * probabilities([*ids, token])
+    counted += len(drawn)
+    statistic += sum((drawn.count(each) - want) ** 2 / want for each, want in zip(allowed, expected, strict=True))
+  assert counted == len(texts)
+  assert statistic < 22.46  # the 0.999 quantile for 3 x 2 degrees of freedom
+
+
+def test_windows_shorter_than_drafts_are_refused():
+  run = make_run('windows')
+  with pytest.raises(ValueError, match='num_drafts=3: a model with attention windows'):
+    DecodeSteps(run.model, dataclasses.replace(SETTINGS, num_drafts=3))
