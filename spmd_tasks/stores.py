@@ -175,13 +175,15 @@ def upload(directory: str | os.PathLike[str], url: str | os.PathLike[str]) -> No
 def sizes_below(path: str | os.PathLike[str]) -> dict[str, int]:
   """Returns the size of every object below a directory, by its name there."""
   key = f'{os.fspath(path).partition("://")[2].rstrip("/")}/'
-  found = _file_system(split_url(path)[0]).find(key, detail=True)
+  with _os_errors(path):
+    found = _file_system(split_url(path)[0]).find(key, detail=True)
   return {name.removeprefix(key): int(about['size']) for name, about in found.items() if not name.endswith('/')}
 
 
 def modified_s(path: str | os.PathLike[str]) -> float:
   """Returns when an object was written, in seconds since the epoch. Raises FileNotFoundError."""
-  return _file_system(split_url(path)[0]).modified(os.fspath(path)).timestamp()
+  with _os_errors(path):
+    return _file_system(split_url(path)[0]).modified(os.fspath(path)).timestamp()
 
 
 def local_copies(url: str) -> list[str]:

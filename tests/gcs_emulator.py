@@ -30,7 +30,7 @@ class GcsEmulator:
   """
 
   def __init__(self, buckets: tuple[str, ...] = ('bucket',)):
-    self.buckets: dict[str, dict[str, tuple[int, bytes]]] = {name: {} for name in buckets}
+    self.buckets: dict[str, dict[str, tuple[int, bytes, dict[str, Any]]]] = {name: {} for name in buckets}
     self.fault: Callable[[str, int], int | str | None] = lambda request, number: None
     self.requests: list[str] = []
     self.lock = threading.Lock()
@@ -55,8 +55,8 @@ class GcsEmulator:
       if wanted is not None and int(wanted) != (objects[name][0] if name in objects else 0):
         return 412, {'error': {'code': 412, 'message': 'conditionNotMet'}}
       self._generation += 1
-      objects[name] = self._generation, data
-    return 200, about(bucket, name, *objects[name])
+      objects[name] = self._generation, data, about(bucket, name, self._generation, data)
+    return 200, objects[name][2]
 
 
 def environment(url: str) -> dict[str, str]:
@@ -137,11 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
     if path.startswith('/upload'):
       return self._upload(bucket, query, body)
     if not rest:
-      return 200, _listing(bucket, dict(objects), query)
+      return 200, _listing(dict(objects), query)
     name = unquote(rest[0])
     if name not in objects:
       return 404, {'error': {'code': 404, 'message': 'No such object'}}
-    generation, data = objects[name]
+    generation, data, description = objects[name]
     if self.command == 'DELETE':
       with self.emulator.lock:
         objects.pop(name, None)
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
     if rest[1:]:
       return 501, None
     if query.get('alt') != 'media':
-      return 200, about(bucket, name, generation, data)
+      return 200, description
     if query.get('ifGenerationNotMatch') == str(generation):
       return 304, None
     if query.get('ifGenerationMatch', str(generation)) != str(generation):
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     return self.emulator.put(bucket, json.loads(description)['name'], content.removesuffix(end), query)
 
 
-def _listing(bucket: str, objects: dict[str, tuple[int, bytes]], query: dict[str, str]) -> dict[str, Any]:
+def _listing(objects: dict[str, tuple[int, bytes, dict[str, Any]]], query: dict[str, str]) -> dict[str, Any]:
   prefix, delimiter = query.get('prefix', ''), query.get('delimiter', '')
   first, end = query.get('startOffset', ''), query.get('endOffset', '')
   items, prefixes = [], []
@@ -202,7 +202,7 @@ def _listing(bucket: str, objects: dict[str, tuple[int, bytes]], query: dict[str
       if (directory := f'{prefix}{below[0]}{delimiter}') not in prefixes:
         prefixes.append(directory)
     else:
-      items.append(about(bucket, name, *objects[name]))
+      items.append(objects[name][2])
   start, count = int(query.get('pageToken') or 0), int(query.get('maxResults') or 1000)
   more = {'nextPageToken': str(start + count)} if start + count < len(items) else {}
   return {'kind': 'storage#objects', 'items': items[start : start + count], 'prefixes': prefixes, **more}

@@ -146,7 +146,7 @@ class StoreArrays:
     self._timeout_secs = timeout_secs
     self.write_limit_s = timeout_secs
     self._thread = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_upload')
-    self._written: Future[None] | None = None
+    self._started: list[Future[list[Any]]] = []
 
   def prepare(self) -> None:
     """Imports TensorStore."""
@@ -164,15 +164,17 @@ class StoreArrays:
     for shard in (shard for each in shards.values() for shard in each):
       shard.data.copy_to_host_async()
     # On a CPU NumPy would look at the very memory that is donated.
-    copy = jax.default_backend() == 'cpu'
-    hosts = {name: [(shard.index, _to_host(shard.data, copy)) for shard in each] for name, each in shards.items()}
-    specs = {name: _array_spec(path, name, leaf) for name, leaf in leaves.items()}
-    self._written = self._thread.submit(_upload, specs, hosts)
+    copy, context = jax.default_backend() == 'cpu', _context()
+    self._started = []
+    for name, leaf in leaves.items():
+      hosts = [(shard.index, _to_host(shard.data, copy)) for shard in shards[name]]
+      self._started.append(self._thread.submit(_start_writing, _array_spec(path, name, leaf), context, hosts))
 
   def wait_until_written(self) -> None:
     """Returns when the arrays of this process are written; raises the error of a failed write."""
-    if self._written is not None:
-      self._written.result()
+    for started in self._started:
+      for commit in started.result():
+        commit.result()
 
   def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
     """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
@@ -220,22 +222,19 @@ def _to_host(data: jax.Array, copy: bool) -> np.ndarray:
   return np.array(data) if copy else np.asarray(data)
 
 
-def _upload(specs: dict[str, Any], hosts: dict[str, list[tuple[Any, np.ndarray]]]) -> None:
+def _start_writing(spec: dict[str, Any], context: Any, hosts: list[tuple[Any, np.ndarray]]) -> list[Any]:
+  """Starts to write the shards of an array; returns TensorStore's futures."""
   import tensorstore as ts
 
-  context, is_primary = _context(), jax.process_index() == 0
-  stores = {name: ts.open(spec, context=context, open=True, assume_metadata=True) for name, spec in specs.items()}
+  store = ts.open(spec, context=context, open=True, assume_metadata=True).result()
   commits: list[Any] = []
-  for name, opened in stores.items():
-    store = opened.result()
-    if is_primary:
-      # Not by TensorStore's own conditional write: when its answer is lost, it takes its own object for another's.
-      metadata = json.dumps(store.spec(retain_context=False).to_json()['metadata'])
-      assert store.kvstore is not None
-      commits.append(store.kvstore.write('zarr.json', metadata))
-    commits += [store[index].write(data).commit for index, data in hosts[name]]
-  for commit in commits:
-    commit.result()
+  if jax.process_index() == 0:
+    # Not by TensorStore's own conditional write: when its answer is lost, it takes its own object for another's.
+    metadata = json.dumps(store.spec(retain_context=False).to_json()['metadata'])
+    commits.append(store.kvstore.write('zarr.json', metadata))
+  return commits + [
+    store[index].write(data, can_reference_source_data_indefinitely=True).commit for index, data in hosts
+  ]
 
 
 def _context() -> Any:

@@ -63,7 +63,7 @@ class Emulators:
   def objects(self, scheme: str, prefix: str) -> dict[str, bytes]:
     """The objects below a prefix, by their names there."""
     if scheme == 'gs':
-      found = {name: data for name, (_, data) in dict(self.gcs.buckets['bucket']).items()}
+      found = {name: data for name, (_, data, _) in dict(self.gcs.buckets['bucket']).items()}
     else:
       found = {key.name: key.value for key in list(self._s3.buckets['bucket'].keys.values())}
     return {name.removeprefix(prefix): data for name, data in found.items() if name.startswith(prefix)}

@@ -1,0 +1,57 @@
+"""Four processes whose job directory is in an object store: killed, and resumed bit for bit."""
+
+from pathlib import Path
+import signal
+import sys
+
+from etils import epath
+from launch import Job, coordinator_flags
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.runtime.metric_files import read_jsonl
+from tests import binary
+
+pytestmark = pytest.mark.slow
+
+START_S = 240.0
+DEADLINE_S = 60.0
+SETTINGS = ('log_every_steps=1', 'step_timeout_s=60.0', 'checkpoint_every_steps=4', 'checkpoint_max_to_keep=2')
+
+
+def flags(job_log_dir: epath.PathLike) -> list[str]:
+  experiment = 'tests.multi_process.raising_experiments.Job'
+  own = ['--exp', experiment, '--mode', 'train', '--job_log_dir', str(job_log_dir), '--num_train_steps', '12']
+  return own + [flag for setting in SETTINGS for flag in ('--set', setting)]
+
+
+def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
+  command = [sys.executable, '-m', 'spmd_tasks.main', *flags(job_log_dir), '--num_fake_devices=2']
+  return [[*command, '--set', 'train_input.slow_s=0.5', *own] for own in coordinator_flags(num_processes=4)]
+
+
+def test_a_job_of_four_processes_is_killed_and_resumed_bit_for_bit(store, tmp_path: Path):
+  undisturbed = tmp_path / 'undisturbed'
+  with Job(commands(undisturbed), log_dir=tmp_path, num_devices=2) as job:
+    ranks = job.wait(deadline_s=START_S)
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 4, [rank.log for rank in ranks]
+
+  with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
+    job.wait_for_text(0, 'step 6/', limit_s=START_S)
+    for rank in range(4):
+      job.send(rank, signal.SIGKILL)
+    job.wait(deadline_s=DEADLINE_S)
+  assert max(read_jsonl(store)) < 12
+  with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
+    ranks = job.wait(deadline_s=START_S)
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 4, [rank.log for rank in ranks]
+  assert 'resuming after step 4' in ranks[0].log
+  metrics, expected = read_jsonl(store), read_jsonl(epath.Path(undisturbed))
+  assert list(metrics) == list(range(1, 13))
+  for step, values in metrics.items():
+    for name in ('loss', 'grad_norm', 'weight_norm'):
+      assert values[name] == expected[step][name], (step, name)
+
+  # One process evaluates what four have written.
+  evaluated = binary.run_in_process(*flags(store), '--mode', 'eval')
+  assert evaluated == exit_codes.OK
