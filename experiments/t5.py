@@ -208,9 +208,10 @@ class SwitchTiny(_TinyExperts):
 
 @register
 class StMoeTiny(_TinyExperts):
-  """ST-MoE in small: top-2, in the encoder by the batch's priorities (Zoph et al., 2022)."""
+  """ST-MoE in small: top-2, in the encoder by priority, a dense sublayer behind each mixture (Zoph et al., 2022)."""
 
   num_selected_experts = 2
+  has_extra_ffn = True
   prioritizes_batch = True
 
 

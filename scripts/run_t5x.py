@@ -45,6 +45,7 @@ CASES = {
   'other_sizes': {'kind': 'encdec', **OTHER, 'lengths': [20, 12], **GEGLU, 'seed': 12},
   'prefix_lm': {'kind': 'prefix_lm', **SMALL, 'mlp': 192, 'enc': 0, 'lengths': [20, 16], **GEGLU, 'seed': 13},
   'switch': {**MOE, 'top_k': 1, 'seed': 14},
+  'st_moe': {**MOE, 'top_k': 2, 'extra_mlp': True, 'batch_prioritized': False, 'seed': 16},
   'switch_packed': {**MOE, 'top_k': 1, 'packed': True, **RELU, 'batch_prioritized': False, 'seed': 15},
 }
 
@@ -113,6 +114,8 @@ def make_moe_model(c):
     ARCHITECTURE = @t5_architecture.EncoderDecoder()
     made/macro.value = %MODEL
     """
+  for side in ('Encoder', 'Decoder') if c.get('extra_mlp') else ():
+    text += f'    moe_architecture.Sparse{side}Layer.extra_mlp = @dense.MlpBlock()\n'
   if c.get('tied'):
     text += '    moe_architecture.SparseDecoder.output_logits_factory = None\n'
   text = text.replace('    made/macro.value = %MODEL\n', '').replace('\n    ', '\n')

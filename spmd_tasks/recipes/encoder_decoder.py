@@ -21,7 +21,14 @@ from spmd_tasks.layers import (
   TransformerStack,
 )
 from spmd_tasks.layers.attention import Attention, RelativePositionBias
-from spmd_tasks.layers.moe import CapacityGather, DerivedGroupSize, Experts, MixtureOfExperts, TopKRouter
+from spmd_tasks.layers.moe import (
+  CapacityGather,
+  DerivedGroupSize,
+  Experts,
+  ExtraFfnBlock,
+  MixtureOfExperts,
+  TopKRouter,
+)
 from spmd_tasks.learning import Adafactor, Learner, LinearWarmupRsqrt
 from spmd_tasks.recipes.dense import DenseLanguageModel
 from spmd_tasks.runtime import DecodeSettings, Task
@@ -119,6 +126,10 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
       **self._dropout(),
     )
 
+  def mixture_block(self, mixture: fdl.Config, *, encodes: bool) -> fdl.Config[TransformerBlock]:
+    """A block around a mixture."""
+    return self.block(mixture, encodes=encodes)
+
   def stack(self, *, encodes: bool = False) -> fdl.Config[TransformerStack]:
     """All blocks of the decoder, or of the encoder."""
     num_layers, every = self.num_encoder_layers if encodes else self.num_layers, self.mixture_every
@@ -127,7 +138,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
       if num_layers % every:
         raise UserError(f'{num_layers} layers are no multiple of mixture_every={every}: change one of them.')
       blocks = [self.block(self.ffn(), encodes=encodes) for _ in range(every - 1)]
-      blocks.append(self.block(mixture, encodes=encodes))
+      blocks.append(self.mixture_block(mixture, encodes=encodes))
       block, num_layers = fdl.Config(BlockGroup, blocks=tuple(blocks)), num_layers // every
     return fdl.Config(TransformerStack, block=block, num_layers=num_layers, remat_policy=self.remat_policy)
 
@@ -222,6 +233,9 @@ class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
   eval_capacity_factor: float = 2.0
   min_capacity: int = 4
   max_group_size: int = 4096
+  expert_dropout_rate: float = 0.0
+  jitter_eps: float = 0.0  # of the routers' inputs
+  has_extra_ffn: bool = False  # a dense feed-forward sublayer behind each mixture, as ST-MoE has
   num_groups_multiple_of: int = 8
   prioritizes_batch: bool = False  # in the encoder alone: a decoder would look ahead
   ignores_padding: bool = False
@@ -231,7 +245,8 @@ class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
   def router(self, *, encodes: bool) -> fdl.Config:
     """The router of the encoder's or of the decoder's mixtures."""
     del encodes
-    return fdl.Config(TopKRouter, num_experts=self.num_experts, num_selected=self.num_selected_experts)
+    chosen = {'num_experts': self.num_experts, 'num_selected': self.num_selected_experts}
+    return fdl.Config(TopKRouter, **chosen, jitter_eps=self.jitter_eps)
 
   def capacity(self) -> dict[str, Any]:
     """The fields of the capacity and of the groups."""
@@ -252,6 +267,7 @@ class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
         hidden_dim=ffn.hidden_dim,
         gated=self.is_gated,
         activation=self.activation,
+        dropout_rate=self.expert_dropout_rate,
         dtype=self.dtype,
       ),
       computation=fdl.Config(
@@ -260,6 +276,10 @@ class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
       padding='counted' if self.ignores_padding else 'routed',
       load_balance_shards='groups',
     )
+
+  def mixture_block(self, mixture: fdl.Config, *, encodes: bool) -> fdl.Config[TransformerBlock]:
+    block = super().mixture_block(mixture, encodes=encodes)
+    return fdl.Config(ExtraFfnBlock, **block.__arguments__, extra_ffn=self.ffn()) if self.has_extra_ffn else block
 
   def language_model(self) -> fdl.Config[LanguageModel]:
     return fdl.copy_with(super().language_model(), masks_zeros=True)

@@ -122,14 +122,30 @@ _MIXTURES: Mapping[str, tuple[Mapping[str, tuple[int, int]], Mapping[str, Any]]]
     {'tiny': (8, 2), 'small': (32, 2), **dict.fromkeys(('base', 'large', 'xl', 'xxl'), (64, 2))},
     {'NUM_SELECTED_EXPERTS': 2},
   ),
+  'st_moe': (
+    {'base': (16, 4), 'xl': (16, 4), '32b': (64, 4)},
+    {
+      'TRAIN_EXPERT_CAPACITY_FACTOR': 1.25,
+      'EVAL_EXPERT_CAPACITY_FACTOR': 2.0,
+      'NUM_SELECTED_EXPERTS': 2,
+      'ROUTER_Z_LOSS_FACTOR': 0.0001,
+      **{f'moe_architecture.Sparse{side}Layer.extra_mlp': Raw('@dense.MlpBlock()') for side in ('Encoder', 'Decoder')},
+    },
+  ),
   'switch': (
     {**dict.fromkeys(('base', 'large', 'xxl'), (128, 2)), 'c': (2048, 1)},
     {'TRAIN_EXPERT_CAPACITY_FACTOR': 1.25, 'EVAL_EXPERT_CAPACITY_FACTOR': 2.0},
   ),
 }
-_MIXTURE_DIMS = {'tiny': (32, 6, 2, 2, 64, 64), 'c': (2080, 30, 15, 15, 64, 6144)}
+_MIXTURE_DIMS = {
+  'tiny': (32, 6, 2, 2, 64, 64),
+  'c': (2080, 30, 15, 15, 64, 6144),
+  '32b': (5120, 64, 24, 24, 128, 20480),
+}
 _RELU = {'dense.MlpBlock.activations': ('relu',), 'expert/dense.MlpBlock.activations': ('relu',)}
 _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
+  'st_moe_xl': {'GROUP_SIZE': 1024, 'TRAIN_EXPERT_CAPACITY_FACTOR': 2.0, 'EVAL_EXPERT_CAPACITY_FACTOR': 4.0},
+  'st_moe_32b': {'ROUTER_Z_LOSS_FACTOR': 0.001},
   'switch_base': {'MLP_DIM': 3072, 'GROUP_SIZE': 8192},
   'switch_large': {'MLP_DIM': 4096},
   'switch_c': {'GROUP_SIZE': 2048, 'TRAIN_EXPERT_CAPACITY_FACTOR': 1.0, 'moe_layers.MoeLayer.min_expert_capacity': 2},
@@ -157,9 +173,10 @@ def flaxformer_file(path: str) -> str | None:
     own: dict[str, Any] = {'AUX_LOSS_FACTOR': 0.01, 'ROUTER_Z_LOSS_FACTOR': 0.0, 'SCALE': 0.1}
     own |= {'NUM_EMBEDDINGS': 32128, 'NUM_EXPERTS': num_experts, **macros}
     own |= {f'NUM_{side}_SPARSE_LAYERS': dims[2] // every for side in ('ENCODER', 'DECODER')}
+    if family in ('switch', 'st_moe'):
+      own['sparse_encoder/routing.TokensChooseMaskedRouter.batch_prioritized_routing'] = False
     if family == 'switch':
-      encoder = 'sparse_encoder/routing.TokensChooseMaskedRouter.batch_prioritized_routing'
-      own |= {encoder: False} | (_RELU if size != 'xxl' else {})
+      own |= _RELU if size != 'xxl' else {}
       own |= {'moe_architecture.SparseDecoder.output_logits_factory': None} if size in ('base', 'large') else {}
     if family == 'experts_choose':
       own['sparse_encoder/moe_layers.MoeLayer.router'] = Raw('@sparse_encoder/routing.ExpertsChooseMaskedRouter()')

@@ -251,28 +251,35 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
     if not layout.endswith('MIXED') and every > 1:
       made.lacks(f'{stack}.sparse_layout = {layout}', 'only LayerLayout.MIXED is known')
     mixture = layer.get('mlp')
+    partitions = mixture.get('num_expert_partitions')
     router, expert = mixture.get('router'), mixture.get('expert')
     by_experts = router.name == 'ExpertsChooseMaskedRouter'
     if not (by_experts and side == 'encoder') and not router.name.startswith('TokensChoose'):
       made.lacks(f'{mixture}.router = @{router}', 'tokens choose, or in the encoder experts')
-    own = {'hidden_dims': expert.get('intermediate_dim', 2048)}
-    own |= _activation(tuple(expert.get('activations', ('relu',))), expert, made)
-    if differ := [name for name, value in own.items() if ffn[name] != value]:
-      made.lacks(f'@{expert}', f'experts are as the dense layers, and differ in {", ".join(differ)}')
-    if expert.get('intermediate_dropout_rate', 0.1):
-      made.lacks(f'{expert}.intermediate_dropout_rate', 'experts have no dropout: bind EXPERT_DROPOUT_RATE = 0.0')
-    _refuse_biases(made, expert)
+    extra = layer.get('extra_mlp', None)
+    dense = [expert, extra] if extra else [expert]
+    for node in dense:
+      own = {'hidden_dims': node.get('intermediate_dim', 2048)}
+      own |= _activation(tuple(node.get('activations', ('relu',))), node, made)
+      if node is extra:
+        own['dropout_rate'] = node.get('intermediate_dropout_rate', 0.1)
+      if differ := [name for name, value in own.items() if ffn[name] != value]:
+        made.lacks(f'@{node}', f'it must be as the dense layers, and differs in {", ".join(differ)}')
+    _refuse_biases(made, *dense)
     layer.get('dropout_factory', None)  # those of all layers are one
-    if router.get('jitter_noise', 0.0):
-      made.lacks(f'{router}.jitter_noise', 'bind JITTER_NOISE = 0.0, or override router() with jitter_eps')
+    jitter = router.get('jitter_noise', 0.0)
+    if by_experts and jitter:
+      made.lacks(f'{router}.jitter_noise', 'where experts choose there is no jitter: bind JITTER_NOISE = 0.0')
     found[side] = {
       'mixture_every': every,
       'num_experts': mixture.get('num_experts'),
-      'num_groups_multiple_of': mixture.get('num_expert_partitions'),
+      'num_groups_multiple_of': mixture.get('num_experts'),
       'max_group_size': mixture.get('max_group_size'),
       'capacity_factor': mixture.get('train_capacity_factor'),
       'eval_capacity_factor': mixture.get('eval_capacity_factor'),
       'min_capacity': mixture.get('min_expert_capacity', 4),
+      'expert_dropout_rate': expert.get('intermediate_dropout_rate', 0.1),
+      'has_extra_ffn': extra is not None,
       'ignores_padding': router.get('ignore_padding_tokens'),
     }
     choice = {'prioritizes_batch' if side == 'encoder' else '': router.get('batch_prioritized_routing', False)}
@@ -282,14 +289,14 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
     if by_experts:
       made.fields['experts_choose'] = True
     else:
-      found[side]['num_selected_experts'] = router.get('num_selected_experts')
-    visited += [layer, mixture, router, expert, layer.get('attention' if side == 'encoder' else 'self_attention')]
+      found[side] |= {'num_selected_experts': router.get('num_selected_experts'), 'jitter_eps': jitter}
+    visited += [layer, mixture, router, *dense, layer.get('attention' if side == 'encoder' else 'self_attention')]
   differ = [n for n, value in found['encoder'].items() if found['decoder'][n] != value]
   if differ:
     made.lacks('sparse layers', f'those of both stacks have one value of each field, and differ in {", ".join(differ)}')
   made.notes.append(
-    f"groups of tokens: as many as a multiple of {found['decoder']['num_groups_multiple_of']}, T5X's where it has no "
-    'more devices than this number times its model partitions; else set num_groups_multiple_of'
+    f"groups of tokens: as many as a multiple of the {found['decoder']['num_experts']} experts, T5X's where it has no "
+    f'more devices than {partitions} times its model partitions; else set num_groups_multiple_of'
   )
   weights = {'load_balance_weight': 'aux_loss_factor', 'router_z_weight': 'router_z_loss_factor'}
   made.fields |= found['decoder'] | {ours: model.get(theirs, 0.0) for ours, theirs in weights.items()}

@@ -29,7 +29,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME
   from spmd_tasks.layers.moe._dropless import Dropless
   from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
-  from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
+  from spmd_tasks.layers.moe._layer import ExpertComputation, ExtraFfnBlock, MixtureOfExperts
   from spmd_tasks.layers.moe._router import (
     ExpertChoiceRouter,
     Router,
@@ -49,6 +49,7 @@ __all__ = [
   'ExpertComputation',
   'ExpertWeights',
   'Experts',
+  'ExtraFfnBlock',
   'MixtureOfExperts',
   'Router',
   'RouterOutput',

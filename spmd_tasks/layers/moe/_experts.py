@@ -47,6 +47,7 @@ class ExpertWeights(struct.PyTreeNode):
     down_bias: [E, D], or None.
     activation: see `hidden_layer`.
     up_split_dims, down_split_dims: of `up` and `gate`, and of `down`.
+    dropout_rate, dropout_key: of the hidden layer; the key is None outside of training.
   """
 
   up: jax.Array
@@ -58,6 +59,8 @@ class ExpertWeights(struct.PyTreeNode):
   up_bias: jax.Array | None = None
   gate_bias: jax.Array | None = None
   down_bias: jax.Array | None = None
+  dropout_rate: float = struct.field(pytree_node=False, default=0.0)
+  dropout_key: jax.Array | None = None
 
   def inputs(self) -> list[tuple[jax.Array, jax.Array | None]]:
     """Returns the kernels into the hidden layer with their biases, in the order of `hidden_layer`'s arguments."""
@@ -88,6 +91,8 @@ class Experts(nn.Module, kw_only=True):
     gated: whether there is a `gate`.
     use_bias: whether every projection of every expert has a bias (gpt-oss).
     activation: see `hidden_layer`.
+    dropout_rate: of the hidden layer in training, one mask for all slots of an expert in a group, as Flaxformer has it;
+      needs the rng `dropout`, and a computation by capacity.
     dtype: of the computation; weights are float32.
     init_scale, down_init_scale: variance scale of the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of these kernels.
@@ -99,6 +104,7 @@ class Experts(nn.Module, kw_only=True):
   gated: bool = True
   use_bias: bool = False
   activation: str = 'silu'
+  dropout_rate: float = 0.0
   dtype: Any = 'float32'
   init_scale: float = 1.0
   down_init_scale: float = 1.0
@@ -112,7 +118,7 @@ class Experts(nn.Module, kw_only=True):
     return {name: name for name in ('up', 'down', *(('gate',) if layer.gated else ()))}
 
   @nn.compact
-  def __call__(self, model_dim: int) -> ExpertWeights:
+  def __call__(self, model_dim: int, *, train: bool = False) -> ExpertWeights:
     """Returns the weights for inputs of `model_dim`, cast to `dtype`."""
     check_activation(self.activation, gated=self.gated)
 
@@ -169,6 +175,8 @@ class Experts(nn.Module, kw_only=True):
       gate_bias=declare_bias('gate_bias', self.hidden_dim, hidden_split_dims) if self.gated else None,
       # Not split over D: the devices that hold parts of an expert's hidden layer sum whole results.
       down_bias=declare_bias('down_bias', model_dim, self.down_split_dims and (self.down_split_dims[0], None)),
+      dropout_rate=self.dropout_rate,
+      dropout_key=self.make_rng('dropout') if train and self.dropout_rate else None,
     )
 
 
@@ -219,13 +227,16 @@ def grouped_ffn(
   return clear_rows_from(num_used, result) if clear_rest else result
 
 
-def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: SplitDims = None) -> jax.Array:
+def batched_ffn(
+  rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: SplitDims = None, factors: jax.Array | None = None
+) -> jax.Array:
   """Applies each expert's network to equally many rows: [E, ..., D] to [E, ..., D], in the rows' dtype.
 
   Args:
     rows: [E, ..., D], in the dtype of the computation.
     weights: of all E experts.
     hidden_split_dims: of the hidden layer [E, ..., F].
+    factors: of the hidden layer, broadcast to it; None for 1.
   """
 
   def project(rows: jax.Array, kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
@@ -233,7 +244,10 @@ def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: S
     return y if biases is None else y + biases.reshape(len(biases), *[1] * (y.ndim - 2), -1)
 
   pre_activations = [constrain(project(rows, *pair), hidden_split_dims) for pair in weights.inputs()]
-  return project(hidden_layer(weights.activation, *pre_activations), weights.down, weights.down_bias)
+  hidden = hidden_layer(weights.activation, *pre_activations)
+  if factors is not None:
+    hidden = hidden * factors.astype(hidden.dtype)
+  return project(hidden, weights.down, weights.down_bias)
 
 
 class LocalExperts(struct.PyTreeNode):

@@ -12,7 +12,7 @@ A transformer block takes this layer as its `ffn`.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import flax.linen as nn
 import jax
@@ -25,6 +25,7 @@ from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
 from spmd_tasks.layers.moe._router import RouterOutput, within_row_capacity
 from spmd_tasks.layers.moe._slots import tokens_per_group
+from spmd_tasks.layers.transformer import Aux, TransformerBlock
 
 
 class ExpertComputation(Protocol):
@@ -92,6 +93,10 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       raise UserError(
         f'row_capacity={self.row_capacity} must be at least 1, with a router whose tokens choose experts.'
       )
+    if self.experts.dropout_rate and isinstance(self.computation, Dropless):
+      raise UserError(
+        f'experts.dropout_rate={self.experts.dropout_rate} needs slots: take CapacityGather or CapacityEinsum.'
+      )
     num_routed = getattr(self.router, 'num_experts', self.experts.num_experts)
     if num_routed != self.experts.num_experts:
       raise UserError(
@@ -127,7 +132,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     dropped: Ratios = {}
     if self.row_capacity is not None:
       routing, dropped = within_row_capacity(routing, self.row_capacity)
-    y, ratios = computation(tokens, routing, self.experts(x.shape[-1]), train=train)
+    y, ratios = computation(tokens, routing, self.experts(x.shape[-1], train=train), train=train)
     if train and routing.balance_bias is not None:
       y = attach_balance_gradient(y, routing.balance_bias, sums)
     if self.use_bias:
@@ -163,3 +168,28 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     if isinstance(self.computation, Dropless):
       return dataclasses.replace(self.computation, capacity_factor=None)
     return Dropless()
+
+
+class ExtraFfnBlock(TransformerBlock, kw_only=True):
+  """A TransformerBlock with one more feed-forward sublayer behind `ffn`, as ST-MoE has (Zoph et al., 2022).
+
+  Weights also under `extra_ffn`, with its norms as `ffn` has them.
+  """
+
+  extra_ffn: nn.Module
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    token_mask: jax.Array | None = None,
+    train: bool = False,
+    **context: Any,
+  ) -> tuple[jax.Array, Aux]:
+    """As TransformerBlock."""
+    x, aux = super().__call__(x, segment_ids, segment_pos, token_mask=token_mask, train=train, **context)
+    x, extra = self._add('extra_ffn', self.extra_ffn, x, train, {'segment_ids': segment_ids}, token_mask)
+    return x, {**aux, **extra}

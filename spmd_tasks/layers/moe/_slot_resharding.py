@@ -74,12 +74,16 @@ class SlotResharding:
     sizes = dict(self.axis_sizes)
     # [E, the size of each axis that splits tokens, the groups of one device, C, D]
     rows = self._split_groups(rows)
-    rows = rows.swapaxes(0, 1).reshape(num_experts, *[sizes[axis] for axis in self.tokens], -1, capacity, model_dim)
+    by_axis = [num_experts, *[sizes[axis] for axis in self.tokens], -1]
+    rows = rows.swapaxes(0, 1).reshape(*by_axis, capacity, model_dim)
     steps = self._steps()
     for split_dims in steps:
       rows = constrain(rows, split_dims)
-    hidden_split_dims = (*steps[-1][:-1], self.hidden)
-    rows = batched_ffn(rows, self._pad_weights(weights), hidden_split_dims=hidden_split_dims)
+    hidden_split_dims, padded = (*steps[-1][:-1], self.hidden), self._pad_weights(weights)
+    factors = self._dropout_factors(weights, num_groups, padded.up.shape)
+    if factors is not None:
+      factors = constrain(factors.reshape(*by_axis, 1, factors.shape[-1]), hidden_split_dims)
+    rows = batched_ffn(rows, padded, hidden_split_dims=hidden_split_dims, factors=factors)
     for split_dims in reversed(steps):
       rows = constrain(rows, split_dims)
     return self._split_groups(rows.reshape(num_experts, num_groups, capacity, model_dim).swapaxes(0, 1))
@@ -101,6 +105,15 @@ class SlotResharding:
         held.remove(axis)
         steps.append(layout(self.expert))
     return steps
+
+  def _dropout_factors(self, weights: ExpertWeights, num_groups: int, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns [E, G, F], E and F as in `shape` [E, D, F]: the same numbers on any mesh; None for no dropout."""
+    if weights.dropout_key is None:
+      return None
+    num_experts, _, hidden_dim = weights.up.shape
+    kept = jax.random.bernoulli(weights.dropout_key, 1 - weights.dropout_rate, (num_groups, num_experts, hidden_dim))
+    padding = ((0, 0), (0, shape[0] - num_experts), (0, shape[2] - hidden_dim))
+    return jnp.pad(kept / (1 - weights.dropout_rate), padding).swapaxes(0, 1)
 
   def _pad_weights(self, weights: ExpertWeights) -> ExpertWeights:
     num_experts, _, hidden_dim = weights.up.shape

@@ -21,7 +21,7 @@ from tests import binary
 SUMS = str(Path(__file__).parents[2] / 'data' / 't5x' / 'made_up_sums.gin')
 RUN = ['t5x/configs/runs/pretrain.gin']
 NEEDED = ["MODEL_DIR = 'x'", "MIXTURE_OR_TASK_NAME = 'sums'", 'TRAIN_STEPS = 5', 'DROPOUT_RATE = 0.1']
-NEEDED += ['EXPERT_DROPOUT_RATE = 0.0', "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}"]
+NEEDED += ["TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}"]
 
 
 def flags_of(*argv):
@@ -104,6 +104,8 @@ def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
     ('flaxformer/mt5_xl', {'vocab_size': 250112, 'hidden_dims': 5120, 'ties_embedding': False}),
     ('flaxformer/tokens_choose_large', {'num_experts': 64, 'mixture_every': 4, 'num_selected_experts': 2}),
     ('flaxformer/experts_choose_base', {'experts_choose': True, 'mixture_every': 2, 'num_layers': 12}),
+    ('flaxformer/st_moe_xl', {'has_extra_ffn': True, 'mixture_every': 4, 'num_experts': 16, 'capacity_factor': 2.0}),
+    ('flaxformer/st_moe_32b', {'model_dims': 5120, 'head_dim': 128, 'num_experts': 64, 'router_z_weight': 0.001}),
     ('flaxformer/switch_base', {'hidden_dims': 3072, 'activation': 'relu', 'max_group_size': 8192}),
     ('flaxformer/switch_c', {'min_capacity': 2, 'mixture_every': 1, 'ties_embedding': False}),
   ],
@@ -131,6 +133,8 @@ NUM_EXPERTS = 4
 NUM_EXPERT_PARTITIONS = 2
 ROUTER_Z_LOSS_FACTOR = 0.002
 ACTIVATION_DTYPE = 'float32'
+EXPERT_DROPOUT_RATE = 0.4
+JITTER_NOISE = 0.01
 """
 CHECKPOINT = "INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_1000'"
 
@@ -143,24 +147,23 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
   assert made.experiment == 'T5xMoeExperiment'
   experiment = T5xMoeExperiment(**made.fields)
   task = experiment.task()
-  wanted = {'num_experts': 4, 'num_groups_multiple_of': 2, 'ici_mesh_shape': (1, -1, 2), 'dtype': 'float32'}
+  wanted = {'num_experts': 4, 'num_groups_multiple_of': 4, 'ici_mesh_shape': (1, -1, 2), 'dtype': 'float32'}
   assert {name: getattr(experiment, name) for name in wanted} == wanted
   assert task.loss.aux_loss_weights == {'load_balance_loss': 0.01, 'router_z_loss': 0.002}
   assert task.learner.expert_grad_scale == 2
   assert dict(experiment.axis_rules)['act_embed'] == 'mdl'  # 2-D activations, the default of contrib/moe
   block = task.model.encoder_stack.block.blocks[1]
   assert (block.ffn.computation.priority, block.ffn.computation.min_capacity) == ('score', 4)
+  assert (block.ffn.experts.dropout_rate, block.dropout_rate, block.ffn.router.jitter_eps) == (0.4, 0.1, 0.01)
 
 
 @pytest.mark.parametrize(
   'line, words',
   [
-    ('expert/dense.MlpBlock.intermediate_dropout_rate = 0.4', 'experts have no dropout'),
-    ('routing.TokensChooseMaskedRouter.jitter_noise = 0.01', 'override router'),
-    ('moe_architecture.SparseEncoderLayer.extra_mlp = @dense.MlpBlock()', 'has no counterpart'),
+    ('moe_architecture.SparseEncoderLayer.extra_mlp = @dense.MlpBlock()', 'differ in has_extra_ffn'),
     ('NUM_DECODER_SPARSE_LAYERS = 2', 'differ in mixture_every'),
-    ('EXPERT_MLP_DIM = 8', 'differ in hidden_dims'),
-    ("expert/dense.MlpBlock.activations = ('relu', )", 'differ in activation'),
+    ('EXPERT_MLP_DIM = 8', 'differs in hidden_dims'),
+    ("expert/dense.MlpBlock.activations = ('relu', )", 'differs in activation'),
     ('sparse_decoder/routing.TokensChooseMaskedRouter.batch_prioritized_routing = True', 'would look ahead'),
   ],
 )

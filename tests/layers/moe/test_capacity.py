@@ -10,12 +10,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe import (
   CapacityEinsum,
   CapacityGather,
+  Dropless,
   Experts,
   ExpertWeights,
+  MixtureOfExperts,
   RouterOutput,
+  TopKRouter,
 )
 from spmd_tasks.sharding import padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import sharding_scope
@@ -63,10 +67,11 @@ def router_output(scores, expert_ids, gates):
 
 
 def value_and_gradients(computation, x, routing, weights, cotangent):
-  """(y, (d x, d gates, d weights), statistics), of sum(y * cotangent)."""
+  """(y, (d x, d gates, d weights), statistics), of sum(y * cotangent), with dropout in the experts."""
+  dropout = {'dropout_rate': 0.25, 'dropout_key': jax.random.key(3)}
 
   def loss(x, gates, weights):
-    y, ratios = computation(x, routing.replace(gates=gates), weights, train=True)
+    y, ratios = computation(x, routing.replace(gates=gates), weights.replace(**dropout), train=True)
     return jnp.sum(y * cotangent), (y, quotients(ratios))
 
   gradients, (y, statistics) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, routing.gates, weights)
@@ -162,6 +167,27 @@ def test_eight_devices_compute_what_one_does(case, form, rng):
     re.findall(r' (all-to-all|all-gather|collective-permute)(?:-start)?\(', compiled.as_text())
   )
   assert collectives == collections.Counter({'all-to-all': num_all_to_alls, 'all-gather': num_all_gathers})
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_all_slots_of_an_expert_in_a_group_share_a_dropout_mask(form):
+  """Flaxformer's MlpBlock, which is mapped over experts, drops along its rows. Experts here return their input."""
+  layer = MixtureOfExperts(
+    router=TopKRouter(num_experts=2, num_selected=2, normalize_gates=1.0),
+    experts=Experts(num_experts=2, hidden_dim=64, gated=False, activation='linear', dropout_rate=0.5),
+    computation=form(capacity_factor=0, group_size=3),
+  )
+  unit = jnp.broadcast_to(jnp.eye(64), (2, 64, 64))
+  params = {'router': {'kernel': jnp.zeros((64, 2))}, 'experts': {'up': unit, 'down': unit}}
+  apply = lambda **settings: layer.apply({'params': params}, jnp.ones((2, 3, 64)), **settings)[0]
+  np.testing.assert_allclose(apply(), 1.0)
+  y = np.asarray(apply(train=True, rngs={'dropout': jax.random.key(0)}))
+  np.testing.assert_allclose(y, np.broadcast_to(y[:, :1], y.shape))
+  assert {*y.ravel().tolist()} == {0.0, 1.0, 2.0}  # none, one or both of the experts, each doubled and halved
+  assert np.any(y[0] != y[1])
+  assert abs(y.mean() - 1.0) < 0.25
+  with pytest.raises(UserError, match=r'dropout_rate=0\.5 needs slots'):
+    layer.clone(computation=Dropless())
 
 
 @pytest.mark.parametrize(
