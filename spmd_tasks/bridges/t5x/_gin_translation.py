@@ -10,6 +10,7 @@ A field that no binding names has T5X's default.
 
 from collections.abc import Mapping
 import dataclasses
+import math
 from pathlib import Path
 import pprint
 import re
@@ -498,12 +499,10 @@ def _start(restore: Node, made: Translation) -> dict[str, Any]:
 def _partitioner(partitioner: Node | None, made: Translation) -> None:
   if partitioner is None:
     return
-  submesh, number = partitioner.get('model_parallel_submesh', None), partitioner.get('num_partitions', None) or 1
-  if submesh:
-    number = 1
-    for size in submesh:
-      number *= size
-  made.fields['ici_mesh_shape'] = (1, -1, number)
+  submesh, number = partitioner.get('model_parallel_submesh', None), partitioner.get('num_partitions', None)
+  if number and submesh and number != math.prod(submesh) and partitioner.name == 'MoePjitPartitioner':
+    raise UserError(f'num_partitions={number} and model_parallel_submesh={submesh} are inconsistent: bind one of them.')
+  made.fields['ici_mesh_shape'] = (1, -1, math.prod(submesh) if submesh else number or 1)
   rules, default = partitioner.get('logical_axis_rules', None), 2 if partitioner.name == 'MoePjitPartitioner' else 1
   dims = {'activation_partitioning_dims': default, 'parameter_partitioning_dims': 1}
   if isinstance(rules, Node) and rules.name == 'standard_logical_axis_rules':

@@ -158,6 +158,21 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
 
 
 @pytest.mark.parametrize(
+  'number, submesh, mdl', [(2, None, 2), (None, (1, 2, 1, 2), 4), (4, (1, 2, 1, 2), 4), (1, (1, 2, 1, 2), None)]
+)
+def test_a_submesh_is_a_number_of_model_partitions(number, submesh, mdl, tmp_path):
+  """The cases of T5X's test_compute_num_model_partitions."""
+  lines = f'\nNUM_MODEL_PARTITIONS = {number}\nMODEL_PARALLEL_SUBMESH = {submesh}'
+  (tmp_path / 'sparse.gin').write_text(SPARSE + lines)
+  setup = read_setup(['sparse.gin'], [*NEEDED, CHECKPOINT], [str(tmp_path)])
+  if mdl is None:
+    with pytest.raises(ValueError, match='are inconsistent: bind one of them'):
+      translate(setup)
+  else:
+    assert translate(setup).fields['ici_mesh_shape'] == (1, -1, mdl)
+
+
+@pytest.mark.parametrize(
   'line, words',
   [
     ('moe_architecture.SparseEncoderLayer.extra_mlp = @dense.MlpBlock()', 'differ in has_extra_ffn'),
