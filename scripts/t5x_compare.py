@@ -14,9 +14,9 @@ has the worst differences, or null:
     scores           of the batch's texts, relative
     greedy, beam     the share of equal tokens
     undetermined     losses, final weights and scores that float32 does not determine to the tolerance: moving our
-                     weights by one ulp (before each step) moves them by more than it, or the last bit of the logits is
-                     more, and T5X's are at most 4 times as far from ours. They are listed, [difference, spread], in
-                     place of the above
+                     weights by one ulp (before each step) moves them by more than it, or the last bit of a text's
+                     logits is more, and T5X's are at most 4 times as far from ours. They are listed, [difference,
+                     spread], in place of the above
     unknown          keys of config.json that are not read here; without gradients or losses, which would differ if
                      such a key mattered, nothing holds
 """
@@ -317,8 +317,9 @@ class Comparison:
     expected = np.array(want['score_batch'])
     scores, largest = map(np.asarray, step(state.variables, single))
     difference = float(np.abs(scores - expected).max() / np.abs(expected).max())
-    # A score is a difference of numbers as large as the logits, whose last bit is the least that it can differ by.
-    spread = float(np.spacing(largest) / np.abs(expected).max())
+    # A score is a sum over n tokens of differences of numbers as large as the logits, each rounded in its last bit.
+    num_tokens = rows['decoder_loss_weights'].sum(axis=1).max()
+    spread = float(np.spacing(largest) * np.sqrt(num_tokens) / np.abs(expected).max())
     for seed in range(NUM_NUDGED_RUNS if difference > TOLERANCE else 0):
       moved = state.replace(weights=self.nudge(state.weights, jax.random.key(seed)))
       others = np.asarray(step(moved.variables, single)[0])

@@ -77,6 +77,8 @@ _IGNORED = {
   'T5Config': ('param_scan_axis', 'float32_attention_logits'),
   'MoePjitPartitioner': ('num_expert_partitions', 'num_experts', 'state_filter_fn', 'backend'),
   'MoeTrainer': ('expert_grad_scale',),
+  'predict_batch_with_aux': ('return_all_decodes',),
+  'DecoderParams': ('return_all_decodes',),
   'create_task_from_tfexample_file': ('features', 'targets_key', 'task_id'),
 }
 _DROPOUTS = ('dropout_factory', 'input_dropout_factory', 'output_dropout_factory')
@@ -162,17 +164,38 @@ def _model(model: Node, made: Translation) -> None:
     'label_smoothing': model.get('label_smoothing', 0.0),
     'normalization': _NORMALIZATION.get(normalization, normalization),
   }
-  for name in ('vocabulary', 'input_vocabulary', 'output_vocabulary', 'decode_fn', 'feature_converter_cls'):
+  for name in ('vocabulary', 'input_vocabulary', 'output_vocabulary', 'feature_converter_cls'):
     value = model.get(name, None)
     if name == 'feature_converter_cls' and value is not None:
       made.lacks(f'{model}.{name} = @{value}', 'the converter is that of the model')
-  made.notes.append('decoding: beam search and sampling are settings of task.decode, and not of decode_fn')
+  _decoding(model, made)
   optimizer = model.get('optimizer_def')
   if optimizer.selector != 't5x.adafactor.Adafactor':
     made.lacks(f'{model}.optimizer_def = @{optimizer}', 'only t5x.adafactor.Adafactor is translated')
   else:
     _adafactor(optimizer, made, is_flat=module.selector == _FLAXFORMER and made.experiment == 'T5xExperiment')
   _report_rest(model, made)
+
+
+def _decoding(model: Node, made: Translation) -> None:
+  """Translates the search or the sampling, and how many texts it makes of one prompt."""
+  default = 'temperature_sample' if model.name == 'DecoderOnlyModel' else 'beam_search'
+  function = model.get('decode_fn', None) or dataclasses.replace(model, scope='', selector=f't5x.decoding.{default}')
+  predict = dataclasses.replace(model, selector=f'{model.selector}.predict_batch_with_aux')
+  params = model.get('default_decoder_params', None)
+  number = predict.get('num_decodes', params.get('num_decodes', 1) if params else 1)
+  if function.selector == 't5x.decoding.beam_search':
+    made.fields['decoding'] = {'num_beams': number, 'length_penalty': function.get('alpha', 0.6)}
+  elif function.selector == 't5x.decoding.temperature_sample':
+    temperature, top_k = function.get('temperature', 1.0), function.get('topk', 1)
+    made.fields['decoding'] = {'temperature': 0.0 if top_k == 1 else temperature, 'top_k': top_k}
+    made.fields['decoding'] |= {'top_p': function.get('topp', 0.0) or 1.0}
+    if number > 1:
+      made.lacks(f'{predict}.num_decodes = {number}', 'one sample of a prompt is drawn; repeat the prompts')
+  else:
+    made.lacks(f'{model}.decode_fn = @{function}', 'only beam_search and temperature_sample of t5x.decoding are known')
+  for node in (function, predict, *([params] if params else [])):
+    _report_rest(node, made)
 
 
 def _network(config: Node, example: str, is_decoder: bool, made: Translation) -> None:

@@ -22,6 +22,7 @@ from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.layers.moe import ExpertChoiceRouter
 from spmd_tasks.learning import Adafactor, ProductOfFactors
 from spmd_tasks.recipes import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
+from spmd_tasks.runtime import DecodeSettings
 
 
 class T5xExperiment(EncoderDecoderLanguageModel):
@@ -40,6 +41,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   decode_data: Mapping[str, Any] | None = None
   rate: Mapping[str, Any] = FrozenDict()
   adafactor: Mapping[str, Any] = FrozenDict()
+  decoding: Mapping[str, Any] = FrozenDict()  # fields of DecodeSettings
   scanned: bool = False  # T5X's layers are one weight, as in its scalable_t5: which dims Adafactor factors
   clip_global_norm: float | None = None
   num_microbatches: int = 1
@@ -60,6 +62,9 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     task.learner.num_microbatches, task.learner.accumulation = self.num_microbatches, 'sum'
     task.learner.clip_global_norm = self.clip_global_norm
     return task
+
+  def decode_settings(self) -> fdl.Config[DecodeSettings]:
+    return fdl.copy_with(super().decode_settings(), **self.decoding)
 
   def origin(self) -> Any:
     found = super().origin()

@@ -158,6 +158,34 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
 
 
 @pytest.mark.parametrize(
+  'lines, wanted',
+  [
+    ('', {'num_beams': 1, 'length_penalty': 0.6}),
+    (
+      'models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4\ndecoding.beam_search.alpha = 0.8',
+      {'num_beams': 4, 'length_penalty': 0.8},
+    ),
+    (
+      'models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\ndecoding.temperature_sample.topk = 0\n'
+      'decoding.temperature_sample.topp = 0.9\ndecoding.temperature_sample.temperature = 0.7',
+      {'temperature': 0.7, 'top_k': 0, 'top_p': 0.9},
+    ),
+    ('models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample', {'temperature': 0.0}),
+    ('decoding.beam_search.max_decode_len = 8', 'max_decode_len = 8: has no counterpart'),
+    ('models.EncoderDecoderModel.decode_fn = @my_lab.search', 'only beam_search and temperature_sample'),
+  ],
+)
+def test_texts_are_decoded_as_the_setup_says(lines, wanted):
+  made = translate(read_setup(['t5x/examples/t5/t5_1_1/tiny.gin', *RUN], [*NEEDED, *lines.splitlines()]))
+  if isinstance(wanted, str):
+    assert [wanted in each for each in made.missing] == [True]
+    return
+  assert not made.missing
+  settings = T5xExperiment(**made.fields).decode_settings()
+  assert {name: getattr(settings, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
   'number, submesh, mdl', [(2, None, 2), (None, (1, 2, 1, 2), 4), (4, (1, 2, 1, 2), 4), (1, (1, 2, 1, 2), None)]
 )
 def test_a_submesh_is_a_number_of_model_partitions(number, submesh, mdl, tmp_path):
