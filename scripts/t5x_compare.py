@@ -106,7 +106,7 @@ class Case:
     c, names = self.config, set(self.initial or self.final or ())
     gated = any('/wi_0/' in name for name in names)
     activations = c.get('activations', ['gelu', 'linear'] if gated else ['relu'])
-    normalizing = c.get('loss_normalizing_factor', 'NUM_REAL_TARGET_TOKENS' if c['kind'] == 'moe' else None)
+    normalizing = c.get('loss_normalizing_factor', 'NUM_REAL_TARGET_TOKENS' if 'experts' in c else None)
     settings = {
       'vocab_size': c['vocab'],
       'model_dims': c['emb'],
@@ -134,7 +134,7 @@ class Case:
         max_group_size=c['group'],
         num_groups_multiple_of=c['experts'] * max(1, NUM_DEVICES // c['experts']),
         has_extra_ffn=any('/extra_mlp/' in name for name in names),
-        prioritizes_batch=c.get('batch_prioritized', True),
+        prioritizes_batch=c.get('batch_prioritized', gated),  # Switch's gin files, without gates, turn it off
         load_balance_weight=c['aux'],
         router_z_weight=c.get('router_z', 1e-3),
       )

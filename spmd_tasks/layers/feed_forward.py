@@ -29,6 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'gelu_exact': lambda x: jax.nn.gelu(x, approximate=False),
   'relu': jax.nn.relu,
   'silu': jax.nn.silu,
+  'swish': jax.nn.silu,  # as T5X calls it
   'squared_relu': lambda x: jnp.square(jax.nn.relu(x)),  # Primer (So et al., 2021)
   'sigmoid': jax.nn.sigmoid,
   'tanh': jnp.tanh,

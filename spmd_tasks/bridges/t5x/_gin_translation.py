@@ -19,6 +19,7 @@ from typing import Any
 from spmd_tasks.bridges.t5x._gin import Node, Setup
 from spmd_tasks.bridges.t5x.axis_rules import t5x_axis_rules
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES
 
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
@@ -337,6 +338,8 @@ def _refuse_biases(made: Translation, *nodes: Node) -> None:
 def _activation(activations: tuple[str, ...], node: Node, made: Translation) -> dict[str, Any]:
   if len(activations) > 2 or activations[1:] not in ((), ('linear',)):
     made.lacks(f'{node}: activations = {activations}', 'one activation, or one and then linear, is known')
+  if activations[0] not in ACTIVATIONS:
+    made.lacks(f'{node}: activations = {activations}', f'{activations[0]!r} is none of {sorted(ACTIVATIONS)}')
   return {'activation': activations[0], 'is_gated': len(activations) == 2}
 
 

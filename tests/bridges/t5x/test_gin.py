@@ -302,6 +302,7 @@ def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
     ('train_script.train.model = @my_lab.Model()', 'EncoderDecoderModel, DecoderOnlyModel and Moe'),
     ('OPTIMIZER = @optimizers.adamw()', 'only t5x.adafactor.Adafactor is translated'),
     ('network.T5Config.sparse_layers = 2', 'has no counterpart'),
+    ("network.T5Config.mlp_activations = ('elu', 'linear')", "'elu' is none of"),
   ],
 )
 def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
