@@ -74,8 +74,9 @@ def test_offline_runs_of_wandb(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings('default')  # its own
-def test_runs_of_mlflow_in_a_file(tmp_path, monkeypatch):
+def test_runs_of_mlflow_in_files(tmp_path, monkeypatch):
   mlflow = pytest.importorskip('mlflow')
+  monkeypatch.setenv('MLFLOW_ALLOW_FILE_STORE', 'true')
   monkeypatch.setenv('MLFLOW_TRACKING_URI', (tmp_path / 'mlruns').as_uri())
   train(tmp_path / 'job', 'mlflow', 10, 14)
   client = mlflow.MlflowClient()
