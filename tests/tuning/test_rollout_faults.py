@@ -1,0 +1,97 @@
+"""Faults that are planted between sampler and trainer show in the mismatch of their log-probabilities.
+
+Group means over the wrong axis are no such fault: tests/tuning/test_advantages.py finds them.
+"""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
+from tests.runtime.loss_curves import make_model
+from tests.tuning.reward_experiments import Policy
+
+NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
+
+
+class Sampler:
+  """A hook with compiled programs, outside of a job, and what it samples with the weights of a seed."""
+
+  def __init__(self):
+    self.model, given = make_model(Policy, (1,), overrides=(f'temperature={TEMPERATURE}', 'max_tokens=12'))
+    job = SimpleNamespace(train_input=given, task=self.model.task)
+    watchdog = SimpleNamespace(allow=lambda *_: contextlib.nullcontext(), beat=lambda *_: None)
+    experiment = SimpleNamespace(seed=0, eval_every_steps=None)
+    loop, self.variables = SimpleNamespace(step=0), self.model.init(0).variables
+    self.run = SimpleNamespace(
+      job=job, model=self.model, experiment=experiment, watchdog=watchdog, limit_s=60, loop=loop
+    )
+    self.hook = MakeRollouts()
+    self.hook.prepare(self.run)
+    self.prompts = given.make_iterator().take(NUM_PROMPTS)
+
+  def rollout(self, variables=None, **draws) -> Rollout:
+    made = self.hook._complete(self.run, variables or self.variables, self.prompts, GROUP, **draws)
+    nothing = np.zeros(NUM_PROMPTS * GROUP)
+    return self.hook._as_rollout([each for group in made for each in group], nothing, nothing > 0)
+
+  def mismatch(self, rollout: Rollout) -> float:
+    return self.hook._largest_mismatch(self.run, self.variables, rollout)
+
+
+sampler = functools.cache(Sampler)
+
+
+def before_the_temperature(monkeypatch):
+  """The same draws, at the temperature of a request, which log-probabilities do not have."""
+  given = sampler()
+  monkeypatch.setattr(given.hook, '_steps', DecodeSteps(given.model, given.hook._steps.settings))
+  return given.rollout(temperature=TEMPERATURE)
+
+
+def stale_weights(monkeypatch):
+  given = sampler()
+  return given.rollout(given.model.init(1).variables)
+
+
+def in_batches(change):
+  """A fault of the batch's arrays: new ones, of the batch, its columns, and the lengths of prompts and whole rows."""
+
+  def plant(monkeypatch):
+    made = Rollout.batch
+
+    def batch(rollout, rows, pad_id):
+      columns, whole = np.arange(rollout.tokens.shape[1] - 1)[None, :], made(rollout, rows, pad_id)
+      changed = change(whole, columns, rollout.prompt_lengths[rows, None], rollout.lengths[rows, None])
+      return whole | {name: each.astype(whole[name].dtype) for name, each in changed.items()}
+
+    monkeypatch.setattr(Rollout, 'batch', batch)
+    return sampler().rollout()
+
+  return plant
+
+
+FAULTS = {
+  'log-probabilities before the temperature': before_the_temperature,
+  'stale weights in the sampler': stale_weights,
+  'one token shifted': in_batches(lambda b, c, p, n: {'labels': np.roll(b['labels'], 1, axis=1)}),
+  'what follows the end counts': in_batches(lambda b, c, p, n: {'weights': (c >= p - 1) & (c < n)}),
+  'padding counts': in_batches(lambda b, c, p, n: {'weights': c >= p - 1}),
+  "the prompt's tokens count": in_batches(lambda b, c, p, n: {'weights': c < n - 1}),
+  'a prompt begins at the wrong position': in_batches(lambda b, c, p, n: {'segment_pos': b['segment_pos'] + c // 2}),
+}
+
+
+def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1():
+  rollout = sampler().rollout()
+  assert sampler().mismatch(rollout) < 1e-5
+  assert len({*map(tuple, rollout.tokens)}) > NUM_PROMPTS  # draws differ
+
+
+@pytest.mark.parametrize('fault', FAULTS)
+def test_the_mismatch_shows_a_planted_fault(fault, monkeypatch):
+  assert sampler().mismatch(FAULTS[fault](monkeypatch)) > 0.01
