@@ -5,16 +5,17 @@
     .venv/bin/python scripts/bench_rl.py --trl /tmp/env-trl/bin/python [--quick]
 
 Both sides sample 8 completions of each of 8 prompts a step, reward them by a Python function and make one update, in
-float32 on this machine's CPUs, in processes that run in turn. TRL's settings are its fastest here: no checkpointing of
-activations, no reference model. The last line is one JSON object:
+float32 on all of this machine's CPUs, in processes that run in turn. Both have the same weights, prompts, temperature 1
+and 64 tokens at most, and texts end where the model says so; TRL pads them to the longest, and our `seq_len` is the
+longest prompt and 64 tokens. TRL's settings are its fastest here: no checkpointing of activations, no reference model,
+nothing logged; ours log every sixth step, with the mismatch. The last line is one JSON object:
 
   samples_over_trl: completions per second, ours / TRL's, of steps that compile nothing; the median of the rounds.
   rollout_over_decode: tokens per second of rollouts / of --mode decode_once on the same prompts with the same weights.
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
   samples_per_second: of each round, by side.
 
-On 2026-11-26, --quick, on 2 cores at load average 23 (so that waiting for threads counts most): samples_over_trl 0.45
-(goal 3), rollout_over_decode 0.44 (goal 0.9), mismatch_max 1e-6. An idle machine has not measured it yet.
+MEASURED
 """
 
 import argparse
@@ -27,6 +28,7 @@ import sys
 import tempfile
 
 from alternation import print_result
+from tokenizers import Tokenizer
 
 from spmd_tasks.inputs import train_bpe
 
@@ -71,7 +73,8 @@ def share_of_e(prompt, completion, record):
 
 
 def run(*command: str) -> str:
-  env = os.environ | {'PYTHONPATH': f'{ROOT}:{ROOT / "scripts"}'}
+  env = {name: value for name, value in os.environ.items() if name != 'OMP_NUM_THREADS'}  # it would bind torch only
+  env |= {'PYTHONPATH': f'{ROOT}:{ROOT / "scripts"}'}
   done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
   if done.returncode:
     sys.exit(f'{" ".join(command)[:300]}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}')
@@ -84,7 +87,7 @@ def main() -> None:
   parser.add_argument('--quick', action='store_true', help='a smaller model, one round')
   given = parser.parse_args()
   sizes = {**(QUICK_SIZES if given.quick else SIZES), 'vocab_size': VOCAB, 'max_position_embeddings': 256}
-  num_tokens, num_first, num_steps = 64, 4, 8 if given.quick else 12
+  num_tokens, num_first, num_steps = 64, 6, 12
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name) / 'model'
     run(given.trl, '-c', _MODEL, str(folder), json.dumps(sizes))
@@ -94,14 +97,17 @@ def main() -> None:
     train_bpe(texts, str(folder / 'tokenizer.json'), VOCAB)
     named = {'bos_token': '<bos>', 'eos_token': '<eos>', 'pad_token': '<pad>'}
     (folder / 'tokenizer_config.json').write_text(json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast'} | named))
+    tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+    longest = max(len(tokenizer.encode(text[:50]).ids) for text in texts[:NUM_PROMPTS])
     prompts = Path(name) / 'prompts.jsonl'
     prompts.write_text(''.join(json.dumps({'prompt': text[:50]}) + '\n' for text in texts[:NUM_PROMPTS]))
 
     samples: dict[str, list[float]] = {'ours': [], 'theirs': []}
     rollouts, mismatches = [], []
-    for i in range(1 if given.quick else 3):
+    for i in range(1 if given.quick else 3):  # the first step of each process compiles, and is not counted
       job = Path(name) / f'job{i}'
-      settings = {'model': folder, 'data': prompts, 'reward': 'bench_rl:share_of_e', 'seq_len': 128}
+      settings = {'model': folder, 'data': prompts, 'reward': 'bench_rl:share_of_e'}
+      settings |= {'seq_len': longest + num_tokens}
       settings |= {'max_tokens': num_tokens, 'batch_size': NUM_PROMPTS * GROUP, 'group_size': GROUP}
       settings |= {'log_every_steps': num_first, 'tensorboard': False}
       flags = [part for name, value in settings.items() for part in ('--set', f'{name}={value}')]
@@ -125,7 +131,12 @@ def main() -> None:
     lines = [json.dumps({'prompt': text[:50], **draws}) + '\n' for text in texts[:NUM_PROMPTS]]
     wanted.write_text(''.join(lines * (num_steps - num_first)))  # as many as the measured steps have
     decoded = ('--mode', 'decode_once', '--job_log_dir', str(job), '--decode_input', str(wanted))
-    slots = ('--set', f'task.decode.num_slots={NUM_PROMPTS * GROUP}', '--set', 'task.decode.max_len=128')
+    slots = (
+      '--set',
+      f'task.decode.num_slots={NUM_PROMPTS * GROUP}',
+      '--set',
+      f'task.decode.max_len={longest + num_tokens}',
+    )
     run(sys.executable, '-m', 'spmd_tasks.main', *decoded, *slots)
     (metrics,) = (job / 'decode').rglob('metrics.jsonl')
     decode = json.loads(metrics.read_text().splitlines()[-1])['tokens_per_second']
