@@ -36,6 +36,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.linear import Linear
   from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+  from spmd_tasks.layers.score_embedding import ScoreEmbedding
   from spmd_tasks.layers.transformer import (
     Aux,
     TransformerBlock,
@@ -60,6 +61,7 @@ __all__ = [
   'LossOutput',
   'RmsNorm',
   'RunsModel',
+  'ScoreEmbedding',
   'StackSequence',
   'Statistics',
   'TokenEmbedding',

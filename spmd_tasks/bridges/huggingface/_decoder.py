@@ -25,6 +25,7 @@ from spmd_tasks.layers import (
   LanguageModel,
   LayerNorm,
   RmsNorm,
+  ScoreEmbedding,
   StackSequence,
   TokenEmbedding,
   TransformerBlock,
@@ -114,6 +115,8 @@ class Decoder:
     mixed: for each layer, whether it has experts; () for no layer.
     num_encoder_layers, encoder_mixed: the same of the encoder; 0 for a model without one.
     num_buckets, max_distance, bias_per_layer: of T5's relative position biases, which an encoder-decoder has.
+    num_labels: of a head that scores texts in place of the logits, as of a reward model; 0: there is neither; None for
+      a language model. `tied` then says nothing and is true.
   """
 
   vocab_size: int
@@ -155,8 +158,11 @@ class Decoder:
   num_buckets: int | None = None
   max_distance: int | None = None
   bias_per_layer: bool = False
+  num_labels: int | None = None
 
   def __post_init__(self):
+    if self.num_labels is not None:
+      object.__setattr__(self, 'tied', True)
     numbers = {'windowed': self.num_layers, 'mixed': self.num_layers, 'encoder_mixed': self.num_encoder_layers}
     for name, num_layers in numbers.items():
       flags = tuple(getattr(self, name)) or (False,) * num_layers
@@ -189,8 +195,10 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   """Returns the unbound model, which computes in `dtype`."""
   norm = _norm(decoder, dtype)
   kinds = [decoder.kind(layer) for layer in range(decoder.num_layers)]
+  scores = {} if decoder.num_labels is None else {'num_labels': decoder.num_labels}
+  embedding_class: Any = ScoreEmbedding if scores else TokenEmbedding
   parts: dict[str, Any] = {
-    'embedding': TokenEmbedding(
+    'embedding': embedding_class(
       vocab_size=decoder.vocab_size,
       embed_dim=decoder.embed_dim,
       tied=decoder.tied,
@@ -198,6 +206,7 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
       scale_logits=decoder.scale_logits,
       logits_cap=decoder.logits_cap,
       dtype=dtype,
+      **scores,
     ),
     'stack': _stack([_block(decoder, kind, norm, dtype) for kind in kinds], kinds),
     'final_norm': norm,

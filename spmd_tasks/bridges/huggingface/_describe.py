@@ -111,6 +111,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     norm='layer' if isinstance(model.final_norm, LayerNorm) else 'rms',
     norm_eps=model.final_norm.epsilon,
     tied=model.embedding.tied,
+    num_labels=getattr(model.embedding, 'num_labels', None),
     scaled_embedding=model.embedding.scale_sqrt_depth,
     scale_logits=model.embedding.scale_logits,
     logits_cap=model.embedding.logits_cap,

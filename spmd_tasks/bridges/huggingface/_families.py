@@ -13,6 +13,7 @@ import dataclasses
 import re
 from typing import Any
 
+from spmd_tasks.bridges._operations import Transpose
 from spmd_tasks.bridges._rules import Rule
 from spmd_tasks.bridges.huggingface._config_keys import (
   AllWindowed,
@@ -42,6 +43,7 @@ from spmd_tasks.bridges.huggingface._special_keys import (
 from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules, t5_rules
 from spmd_tasks.errors import UserError
 
+SCORE_HEAD = 'score.weight'  # of every ForSequenceClassification
 Rules = Callable[[Decoder, Sequence[Place], TensorNames], Iterator[Rule]]
 
 
@@ -74,6 +76,20 @@ class Family:
   writes_copies: bool = False
   tied_by_files: bool = False
 
+  @property
+  def architectures(self) -> Mapping[str, int | None]:
+    """The class with the logits, and those of a decoder with a head that scores and without any: their num_labels."""
+    others = {}
+    if logits := re.search('(Gemma3)?(ForCausalLM|LMHeadModel)$', self.architecture):
+      stem = self.architecture[: logits.start()] + ('Gemma3Text' if logits[1] else '')
+      others = {f'{stem}ForSequenceClassification': 1, f'{stem}Model': 0}
+    return {self.architecture: None, **others}
+
+  def architecture_of(self, decoder: Decoder) -> str:
+    """Returns the class in `transformers` of a Decoder."""
+    number = decoder.num_labels and 1
+    return next(name for name, each in self.architectures.items() if each == number)
+
   def read(self, config: Config) -> Decoder:
     """Returns the Decoder of a config.json. Raises a UserError that names a key that cannot be understood."""
     values: Values = {}
@@ -81,7 +97,11 @@ class Family:
       values |= entry.read(config, values)
     check_quantization(config)
     config.finish(self.inert)
-    return Decoder(**values, **self.fixed)
+    (architecture,) = config.values.get('architectures') or [self.architecture]
+    num_labels = self.architectures.get(architecture)
+    if num_labels:
+      num_labels = len(config.values.get('id2label') or (0, 1))
+    return Decoder(**values, **self.fixed, num_labels=num_labels)
 
   def write(self, decoder: Decoder) -> Values:
     """Returns the keys of config.json that say what the Decoder is.
@@ -89,7 +109,10 @@ class Family:
     Raises:
       UserError: no config.json of this family does.
     """
-    written: Values = {}
+    written: Values = {'architectures': [self.architecture_of(decoder)]}
+    if decoder.num_labels:
+      names = [f'LABEL_{i}' for i in range(decoder.num_labels)]
+      written |= {'id2label': dict(enumerate(names)), 'label2id': {name: i for i, name in enumerate(names)}}
     for entry in self.keys:
       written |= entry.write(decoder)
     again = self.read(Config(written, 'the written config.json'))
@@ -101,11 +124,13 @@ class Family:
 
   def rules(self, decoder: Decoder, places: Sequence[Place]) -> tuple[Rule, ...]:
     """Returns the rules from the tensors in files to our weights, as checkpoints have them."""
-    return tuple(self.rule_maker(decoder, places, self.names))
+    head = [Rule(SCORE_HEAD, 'embedding/score_kernel', Transpose((1, 0)))] if decoder.num_labels else []
+    return (*self.rule_maker(decoder, places, self.names), *head)
 
-  def full_name(self, name: str) -> str:
-    """Returns a tensor's name with the prefix that old files leave out."""
-    return name if name.startswith(self.base) or name == self.names.head else self.base + name
+  def full_name(self, name: str, decoder: Decoder) -> str:
+    """Returns a tensor's name with the prefix that old files leave out, and those of a model without any head."""
+    base = self.base or ('model.' if decoder.num_labels == 0 else '')
+    return name if name.startswith(base) or name in (self.names.head, SCORE_HEAD) else base + name
 
   def is_ignored(self, name: str, decoder: Decoder) -> bool:
     """Whether a tensor in a file is no weight of the model. A head that is tied to the table is left out."""

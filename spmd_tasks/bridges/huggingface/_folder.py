@@ -19,12 +19,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, place_on_mesh
+from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, lazy_array, place_on_mesh
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import INERT, Config
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model, model_places
-from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, Family
+from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, SCORE_HEAD, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
 from spmd_tasks.errors import UserError
@@ -80,11 +80,12 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
   if isinstance(model_type, str) and model_type in REFUSED:
     raise UserError(f'{file} is of a model of type {model_type!r}, which is not known here: {REFUSED[model_type]}.')
   architectures = values.get('architectures') or [family and family.architecture]
-  if family is None or architectures != [family.architecture]:
+  if family is None or len(architectures) != 1 or architectures[0] not in family.architectures:
     own_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
     raise UserError(
       f'{file} is of a model {values.get("architectures")!r:.100} of type {model_type!r:.100}{own_code}: known here '
-      f'are {", ".join(each.architecture for each in FAMILIES.values())}.'
+      f'are {", ".join(each.architecture for each in FAMILIES.values())}, and those of decoders with a head for '
+      'ForSequenceClassification, or with none.'
     )
   try:
     decoder = family.read(Config(values, str(file)))
@@ -120,6 +121,7 @@ class Folder:
     config: the content of config.json.
     family, decoder: what that says.
     is_text_part: whether the files also have a model of images, which is left out.
+    has_new_head: the files have no head that scores; it is zeros.
   """
 
   path: Path
@@ -127,6 +129,12 @@ class Folder:
   family: Family
   decoder: Decoder
   is_text_part: bool = False
+  has_new_head: bool = False
+
+  def with_head(self, num_labels: int) -> 'Folder':
+    """Returns the folder of a language model with zeros as a head that scores, in place of that of the logits."""
+    decoder = dataclasses.replace(self.decoder, num_labels=num_labels)
+    return dataclasses.replace(self, decoder=decoder, has_new_head=num_labels > 0)
 
   @property
   def dtype(self) -> str:
@@ -159,7 +167,9 @@ class Folder:
     if self.is_text_part:
       found = {_text_name(name): tensor for name, tensor in found.items() if not _IMAGE_PART.match(name)}
     self._join_copies(found)
-    names = ((self.family.full_name(given), tensor) for given, tensor in found.items())
+    if self.has_new_head:
+      found[SCORE_HEAD] = lazy_array(np.zeros((self.decoder.num_labels or 0, self.decoder.embed_dim), np.float32))
+    names = ((self.family.full_name(given, self.decoder), tensor) for given, tensor in found.items())
     known = {name: tensor for name, tensor in names if not self.family.is_ignored(name, self.decoder)}
     rows, columns = (self.config.get('quantization_config') or {}).get('weight_block_size') or (128, 128)
     return dequantize(known, (rows, columns))
@@ -190,6 +200,9 @@ class Folder:
     Raises:
       UserError: the model has other settings, or the files lack a tensor, have one more, or one of another shape.
     """
+    num_labels = getattr(getattr(model, 'embedding', None), 'num_labels', None)
+    if num_labels is not None and self.decoder.num_labels is None:
+      return self.with_head(num_labels).lazy_weights(model, abstract_weights)
     self._check_model(model)
     wanted = traverse_util.flatten_dict(abstract_weights, sep='/')
     rules = self.family.rules(self.decoder, model_places(model))

@@ -147,7 +147,7 @@ class AdapterFolder:
   def _found(self, base: Folder) -> Iterator[tuple[PeftModule, dict[str, LazyArray]]]:
     modules = {module.name: module for module in peft_modules(base)}
     for name, parts in self._tensors.items():
-      known = base.family.full_name(f'{name}.weight').removesuffix('.weight')
+      known = base.family.full_name(f'{name}.weight', base.decoder).removesuffix('.weight')
       if known not in modules:
         raise UserError(f'{self.path} adapts {name}, which {base.path} has no kernel for that can have an adapter.')
       yield modules[known], parts

@@ -213,7 +213,7 @@ def export_folder(
     writing = write_tensors(folder, tensors, is_writer=is_writer, max_shard_bytes=max_shard_bytes)
     for done, _ in enumerate(writing, 1):
       on_tensor(done, len(tensors))
-  return family.architecture
+  return family.architecture_of(decoder)
 
 
 def _family_of(decoder: Decoder, origin: Folder | None) -> tuple[Family, Values]:
@@ -264,13 +264,14 @@ def _config(
   kept = {} if origin is None else {key: value for key, value in origin.config.items() if key in INERT}
   for key in ('auto_map', 'torch_dtype'):
     kept.pop(key, None)
+  if len(kept.get('id2label') or ()) == len(keys.get('id2label', ())):  # the names of labels do not change
+    keys = {key: value for key, value in keys.items() if key not in ('id2label', 'label2id')}
   model_type = next(name for name, each in FAMILIES.items() if each is family)
   largest = max(tensors.values(), key=lambda tensor: np.prod(tensor.shape))
   return {
     **settings,
     **kept,
     **keys,
-    'architectures': [family.architecture],
     'model_type': model_type,
     'dtype': largest.dtype.name,
   }

@@ -1,0 +1,91 @@
+"""Folders of ForSequenceClassification and of models without a head: the same scores as transformers', in and out."""
+
+import copy
+
+from flax import traverse_util
+import numpy as np
+import pytest
+
+from spmd_tasks.bridges._lazy_arrays import lazy_array
+from spmd_tasks.bridges.huggingface import open_folder
+from spmd_tasks.bridges.huggingface.exporting import export_folder
+from spmd_tasks.errors import UserError
+from tests.bridges.huggingface.reference_models import quiet_transformers, random_ids
+from tests.bridges.huggingface.test_folders import abstract_weights
+from tests.bridges.huggingface.tiny_configs import CONFIGS
+
+pytestmark = pytest.mark.slow  # it imports torch
+
+CASES = [('qwen3', 1), ('gpt2', 3), ('gemma3_text', 2), ('llama3', 0), ('gpt2', 0)]
+
+
+def written(name, num_labels, path):
+  """A model of transformers and its outputs for random tokens; its folder is written."""
+  import torch
+  from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+  transformers = quiet_transformers()
+  settings = {'model_type': name} | copy.deepcopy(CONFIGS[name]) | {'eos_token_id': 258, 'pad_token_id': 0}
+  config = CONFIG_MAPPING[settings.pop('model_type')](**settings, **({'num_labels': num_labels} if num_labels else {}))
+  kind = transformers.AutoModelForSequenceClassification if num_labels else transformers.AutoModel
+  torch.manual_seed(0)
+  model = kind.from_config(config, dtype=torch.float32).eval()
+  with torch.no_grad():
+    for key, value in model.named_parameters():
+      value.copy_(torch.randn_like(value) * 0.1 + float('norm' in key))
+  model.save_pretrained(path)
+  return model, outputs_of(model)
+
+
+def outputs_of(model):
+  """The scores at the last token of each row [B, N], or the final activations [B, T, D]."""
+  import torch
+
+  with torch.no_grad():
+    found = model(torch.tensor(random_ids() + 1))
+  return (found.logits if 'logits' in found else found.last_hidden_state).numpy()
+
+
+@pytest.mark.parametrize('name, num_labels', CASES)
+def test_the_folder_scores_as_in_transformers_and_its_export_is_read_there(name, num_labels, tmp_path):
+  model, expected = written(name, num_labels, tmp_path / 'given')
+  folder = open_folder(tmp_path / 'given')
+  ours = folder.build_model()
+  weights = folder.lazy_weights(ours, abstract_weights(ours))
+  tree = traverse_util.unflatten_dict({path: np.asarray(each) for path, each in weights.items()}, sep='/')
+  logits = np.asarray(ours.apply({'params': tree}, {'ids': random_ids() + 1})['logits'])
+  np.testing.assert_allclose(
+    logits[:, -1] if num_labels else logits, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max()
+  )
+
+  architecture = export_folder(tmp_path / 'made', ours, weights, origin=folder)
+  assert architecture == type(model).__name__
+  np.testing.assert_array_equal(outputs_of(type(model).from_pretrained(tmp_path / 'made').eval()), expected)
+  assert open_folder(tmp_path / 'made').decoder == folder.decoder
+
+
+def test_a_language_model_gets_a_head_of_zeros_and_is_exported_with_it(tmp_path):
+  transformers = quiet_transformers()
+  model, _ = written('llama3', 0, tmp_path / 'body')
+  language_model = transformers.LlamaForCausalLM(model.config)
+  language_model.save_pretrained(tmp_path / 'given')
+  folder = open_folder(tmp_path / 'given')
+  ours = folder.with_head(3).build_model()
+  weights = folder.lazy_weights(ours, abstract_weights(ours))
+  assert not np.asarray(weights['embedding/score_kernel']).any()
+  head = np.random.default_rng(0).normal(size=weights['embedding/score_kernel'].shape).astype(np.float32)
+  weights |= {'embedding/score_kernel': lazy_array(head)}
+  export_folder(tmp_path / 'made', ours, weights, origin=folder)
+  made = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / 'made')
+  assert made.config.num_labels == 3
+  np.testing.assert_array_equal(made.score.weight.detach().numpy(), head.T)
+  hidden = language_model.model.state_dict()['layers.0.mlp.up_proj.weight']
+  np.testing.assert_array_equal(made.model.state_dict()['layers.0.mlp.up_proj.weight'], hidden)
+
+
+def test_other_heads_are_refused(tmp_path):
+  written('qwen3', 1, tmp_path)
+  config = (tmp_path / 'config.json').read_text().replace('ForSequenceClassification', 'ForTokenClassification')
+  (tmp_path / 'config.json').write_text(config)
+  with pytest.raises(UserError, match=r'known here are .*, and those of decoders with a head'):
+    open_folder(tmp_path)
