@@ -9,7 +9,7 @@ Training starts from the folder's weights; `--mode export --format hf` writes su
 """
 
 from spmd_tasks import register
-from spmd_tasks.tuning import DistillationTuning, InstructionTuning, LowRankTuning, PreferenceTuning
+from spmd_tasks.tuning import DistillationTuning, InstructionTuning, LowRankTuning, PreferenceTuning, ScoreTuning
 
 
 @register
@@ -39,6 +39,36 @@ class FullKto(PreferenceTuning):
 @register
 class FullDistill(DistillationTuning):
   """All weights of a model, trained on a teacher's: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+
+
+@register
+class FullReward(ScoreTuning):
+  """A reward model of a folder, trained on pairs of answers: --set model=FOLDER --set data=FILE."""
+
+
+@register
+class FullClassifier(ScoreTuning):
+  """A classifier of texts: --set model=FOLDER --set data=FILE --set num_labels=3; numbers by score_loss=regression."""
+
+  score_loss = 'classification'
+  num_labels = 2
+
+
+@register
+class FullEmbedding(ScoreTuning):
+  """A model whose vectors of texts are compared, trained on pairs: --set model=FOLDER --set data=FILE."""
+
+  score_loss = 'contrastive'
+  num_labels = 0
+  pooling = 'mean'
+  packing = False
+
+
+@register
+class LoraReward(LowRankTuning, ScoreTuning):
+  """Low-rank adapters and the head of a reward model: --set model=FOLDER --set data=FILE."""
+
+  also_trained = ('embedding/score_kernel',)
 
 
 @register

@@ -3,8 +3,9 @@
     uv venv /tmp/env-trl --python 3.11 && uv pip install --python /tmp/env-trl trl==1.16.0 torch transformers
     /tmp/env-trl/bin/python scripts/run_trl_offline.py tests/data/trl_offline.npz
 
-The loss functions of KTOTrainer, ORPOTrainer, GKDTrainer and ServerDistillationTrainer run as they are, in float64, on
-sequences made here. Only the models are not theirs: logits are given, so that the gradient is by the logits.
+The loss functions of KTOTrainer, ORPOTrainer, GKDTrainer, ServerDistillationTrainer and RewardTrainer, and those of
+transformers for classification and regression, run as they are, in float64, on sequences made here. Only the models are
+not theirs: logits are given, so that the gradient is by the logits.
 """
 
 from collections import defaultdict
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from trl import KTOTrainer
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from trl import KTOTrainer, RewardTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.experimental.server_distillation import server_distillation_trainer
@@ -173,6 +175,41 @@ def distillation(
   return (1 - share) * loss + share * entropy
 
 
+CENTER_WEIGHT, SCALE = 0.01, 20.0
+
+
+def texts(batch: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
+  """The row and the last column of every segment, those of a pair one after the other."""
+  columns = [(row, np.flatnonzero(batch['segment_ids'][row] == s)) for row in range(B) for s in range(1, 5)]
+  return [(row, int(each[-1])) for row, each in columns if each.size]
+
+
+def scores(name: str, batch: Mapping[str, np.ndarray], logits: torch.Tensor) -> torch.Tensor:
+  """Losses on what is at the last token of every segment."""
+  rows, columns = zip(*texts(batch), strict=True)
+  found, targets = logits[rows, columns], torch.tensor(batch['targets'][rows, columns]).double()
+  config = SimpleNamespace(num_labels=V, problem_type=None)
+  if name == 'classification':
+    return ForSequenceClassificationLoss(targets.long(), found, config)
+  if name == 'regression':
+    config = SimpleNamespace(num_labels=1, problem_type='regression')
+    return ForSequenceClassificationLoss(targets, found[:, :1], config)
+  if name == 'contrastive':  # as MultipleNegativesRankingLoss of sentence-transformers; the first pair of a row
+    first = [n for n, (row, _) in enumerate(texts(batch)) if row not in rows[:n]]
+    cosine = torch.nn.functional.cosine_similarity(found[first][:, None], found[[n + 1 for n in first]][None], dim=-1)
+    return torch.nn.functional.cross_entropy(SCALE * cosine, torch.arange(len(first)))
+  rewards = torch.cat([found[0::2, :1], found[1::2, :1]])
+  trainer = SimpleNamespace(
+    model=SimpleNamespace(training=False),
+    accelerator=ACCELERATOR,
+    args=SimpleNamespace(center_rewards_coefficient=CENTER_WEIGHT),
+    _metrics=defaultdict(lambda: defaultdict(list)),
+    _total_train_tokens=0,
+  )
+  given = {'margin': targets[0::2]} if name == 'bradley_terry' else {}
+  return RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=rewards), given)
+
+
 def main() -> None:
   batch = packed_pairs()
   record: dict[str, Any] = {f'pairs/{name}': values for name, values in batch.items()}
@@ -189,6 +226,12 @@ def main() -> None:
   record['pairs/teacher_logits'] = batch['teacher_logits']
   for name, settings in DISTILLATIONS.items():
     note(name, lambda logits, settings=settings: distillation(batch, logits, *settings))
+  batch['targets'] = np.zeros((B, T), np.float32)
+  for number, place in enumerate(texts(batch)):
+    batch['targets'][place] = number % V
+  record['pairs/targets'] = batch['targets']
+  for name in ('bradley_terry', 'classification', 'regression', 'contrastive'):
+    note(name, lambda logits, name=name: scores(name, batch, logits))
   note('orpo', lambda logits: orpo(batch, logits, 0.3))
   np.savez_compressed(pathlib.Path(sys.argv[1]), **record)
 

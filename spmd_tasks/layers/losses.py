@@ -140,17 +140,6 @@ class RunsModel(Protocol):
     ...
 
 
-@runtime_checkable
-class SpansMicrobatches(Protocol):
-  """A loss that is no mean over rows: something in it depends on the whole batch."""
-
-  def with_whole_batch(
-    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array], num_microbatches: int
-  ) -> Mapping[str, jax.Array]:
-    """Returns the batch, before it is cut into microbatches, with rows that say what the loss needs of all of it."""
-    ...
-
-
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
   """Returns total / weight, or 0 if the weight is 0: a batch of padding only has loss 0 and gradient 0."""
   return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))

@@ -24,7 +24,7 @@ import optax
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
 from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of
-from spmd_tasks.layers.losses import SpansMicrobatches, StepOutputs, as_loss_output
+from spmd_tasks.layers.losses import StepOutputs, as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite
@@ -259,8 +259,8 @@ class Task:
     else:
       from spmd_tasks.learning.accumulation import accumulate_gradients
 
-      if isinstance(self.loss, SpansMicrobatches):
-        batch = dict(self.loss.with_whole_batch(self, state.variables, batch, learner.num_microbatches))
+      if whole := getattr(self.loss, 'with_whole_batch', None):  # adds what depends on all rows, see PreferenceLoss
+        batch = dict(whole(self, state.variables, batch, learner.num_microbatches))
       settings = learner.num_microbatches, learner.accumulation
       is_sum = jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, trained_specs)
       output, gradients = accumulate_gradients(loss_fn, trained, batch, rng, *settings, is_sum=is_sum)

@@ -3,10 +3,11 @@
     class Notes(LowRankTuning, InstructionTuning): ...     # see experiments/finetune.py
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
-`references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `rollouts.py` and
-`policy_loss.py` (rewards), `low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint
-of adapters belongs to one base), `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py`
-(encoder-decoders). The names below are imported when first used.
+`references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `scored_texts.py` and
+`score_loss.py` (reward models, classifiers, embeddings), `rollouts.py` and `policy_loss.py` (rewards), `low_rank.py`
+and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one base),
+`adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders). The names below are
+imported when first used.
 """
 
 from collections.abc import Mapping
@@ -15,20 +16,22 @@ from typing import Any
 from etils import epy
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import Wing
+from spmd_tasks.wings import Wing, load
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.adapted_weights import add_adapters
   from spmd_tasks.tuning.adapters import LowRankAdapter
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
   from spmd_tasks.tuning.distillation import DistillationLoss, DistillationTuning, TaughtInput
-  from spmd_tasks.tuning.instruction_tuning import InstructionTuning, PreferenceTuning
+  from spmd_tasks.tuning.instruction_tuning import InstructionTuning, PreferenceTuning, ScoreTuning
   from spmd_tasks.tuning.low_rank import LowRankTuning
   from spmd_tasks.tuning.policy_loss import PolicyLoss
   from spmd_tasks.tuning.preference_loss import PreferenceLoss
   from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
   from spmd_tasks.tuning.reward_tuning import RewardTuning
   from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
+  from spmd_tasks.tuning.score_loss import ScoreLoss
+  from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
   from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
   'DistillationTuning',
   'InstructionTuning',
   'JudgedAnswers',
+  'LabeledTexts',
   'LowRankAdapter',
   'LowRankTuning',
   'PairInput',
@@ -48,13 +52,26 @@ __all__ = [
   'PreferenceLoss',
   'PreferenceTuning',
   'Preferences',
+  'RewardPairs',
   'RewardPrompts',
   'RewardTuning',
   'RolloutInput',
+  'ScoreLoss',
+  'ScoreTuning',
+  'ScoredInput',
+  'SimilarTexts',
   'TaughtInput',
   'TextPairs',
   'add_adapters',
 ]
+
+
+# The hook of a kind of input.
+_HOOKS = {
+  'rollouts': 'rollouts:MakeRollouts',
+  'taught conversations': 'distillation:AskTeacher',
+  'preferences': 'references:ComputeReferences',
+}
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
@@ -65,9 +82,10 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
       f'adapters = {sorted(adapters)} are for --mode serve, decode and decode_once, not for --mode {mode}: leave them '
       'out. To train one, see finetune.LoraSft.'
     )
-  if mode == 'preview' and getattr(job.train_input, 'kind', None) == 'rollouts':
+  kinds = _kinds(job)
+  if mode == 'preview' and 'rollouts' in kinds:
     raise UserError('this experiment samples its examples itself: --mode train shows some of them with their rewards.')
-  if not _has_pairs(job):
+  if 'preferences' not in kinds:
     return job
   from spmd_tasks.tuning.references import name_references
 
@@ -75,34 +93,17 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
 
 
 def _train_hooks(job: Any) -> tuple[Any, ...]:
-  """Computes the references of pairs before the first step; samples completions where rewards are learnt from."""
-  if getattr(job.train_input, 'kind', None) == 'rollouts':
-    from spmd_tasks.tuning.rollouts import MakeRollouts
-
-    return (MakeRollouts(),)
-  if any(hasattr(each, 'teacher') for each in _sources(job)):
-    from spmd_tasks.tuning.distillation import AskTeacher
-
-    return (AskTeacher(),)
-  if not _has_pairs(job):
-    return ()
-  from spmd_tasks.tuning.references import ComputeReferences
-
-  return (ComputeReferences(),)
+  """Samples completions where rewards are learnt from, asks a teacher, or computes the references of pairs."""
+  kinds = _kinds(job)
+  return tuple(load(f'spmd_tasks.tuning.{hook}')() for kind, hook in _HOOKS.items() if kind in kinds)
 
 
-def _sources(job: Any) -> list[Any]:
-  """The inputs of the job, and the sources of mixtures."""
-  found = [job.train_input, *job.eval_inputs.values()]
-  for each in tuple(found):
-    sources = getattr(each, 'sources', None)
-    found += sources.values() if isinstance(sources, Mapping) else ()
-  return found
-
-
-def _has_pairs(job: Any) -> bool:
-  """Whether an input of the job, or a source of a mixture, reads pairs of answers."""
-  return any(getattr(each, 'kind', None) == 'preferences' for each in _sources(job))
+def _kinds(job: Any) -> set[str]:
+  """The kinds of the inputs of the job, and of the sources of mixtures."""
+  inputs = [job.train_input, *job.eval_inputs.values()]
+  parts = [getattr(each, 'sources', None) for each in inputs]
+  inputs += [source for each in parts if isinstance(each, Mapping) for source in each.values()]
+  return {getattr(each, 'kind', '') for each in inputs}
 
 
 WING = Wing(name='tuning', prepare_job=_prepare_job, train_hooks=_train_hooks, fields_of_modules=('reward', 'rewards'))

@@ -133,6 +133,7 @@ class TaughtInput(ConversationInput):
   vocab_size: int
   teacher_top_k: int = 0
 
+  kind: ClassVar[str] = 'taught conversations'
   iterator_type: ClassVar[type[TextIterator]] = _TaughtIterator
 
   def __post_init__(self):

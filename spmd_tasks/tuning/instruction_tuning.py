@@ -8,18 +8,21 @@ Which weights are trained is left to another base:
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import fiddle as fdl
 from flax.core import FrozenDict
 
-from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
+from spmd_tasks.bridges.huggingface import Folder, PretrainedLanguageModel
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput, Conversations
 from spmd_tasks.tuning.preference_loss import PreferenceLoss
 from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
+from spmd_tasks.tuning.score_loss import ScoreLoss
+from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
 
 Files = str | tuple[str, ...]
 
@@ -176,3 +179,55 @@ class PreferenceTuning(InstructionTuning):
 
   def _input_class(self) -> type[ConversationInput]:
     return PreferenceInput
+
+
+# The source of a recipe's `score_loss`.
+_SCORED: Mapping[str, Any] = {
+  'bradley_terry': RewardPairs,
+  'classification': LabeledTexts,
+  'regression': LabeledTexts,
+  'contrastive': SimilarTexts,
+}
+
+
+class ScoreTuning(InstructionTuning):
+  """Tunes the model of a folder to score texts (rewards, classes, numbers), or to give similar ones similar vectors.
+
+  A folder of a language model gets a head of zeros; one of `ForSequenceClassification` keeps its own.
+  """
+
+  # 'bradley_terry' on pairs of a chosen and a rejected answer, 'classification' or 'regression' on texts with a
+  # `label`, or 'contrastive' on pairs of an `anchor` and a `positive`; see ScoreLoss for what else is set here.
+  score_loss: str = 'bradley_terry'
+  num_labels: int = 1  # of the head; 0: the vector of a text is that of its tokens
+  pooling: str = 'last'  # 'last' or 'mean': of the vectors of a text's tokens
+  center_weight: float = 0.0
+  similarity_scale: float = 20.0
+
+  @functools.cached_property
+  def folder(self) -> Folder:
+    """The folder, with a head for scores."""
+    folder = super().folder
+    found = folder.decoder.num_labels
+    if found is None and not folder.decoder.num_encoder_layers:
+      return folder.with_head(self.num_labels)
+    if found != self.num_labels:
+      raise UserError(f'num_labels = {self.num_labels}, but {self.model} has {found}: set num_labels, or take another.')
+    return folder
+
+  def loss(self) -> fdl.Config:
+    """The loss on scores."""
+    if (self.score_loss == 'contrastive') and self.packing:
+      raise UserError("score_loss = 'contrastive' takes one pair a row: set packing=False.")
+    return fdl.Config(ScoreLoss, kind=self.score_loss, center_weight=self.center_weight, scale=self.similarity_scale)
+
+  def _source(self, files: Files) -> fdl.Config:
+    if self.score_loss not in _SCORED:
+      raise UserError(f'score_loss = {self.score_loss!r} must be one of {", ".join(map(repr, _SCORED))}.')
+    return fdl.Config(_SCORED[self.score_loss], pattern=files)
+
+  def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
+    return super()._examples(source, **settings, pooling=self.pooling)
+
+  def _input_class(self) -> type[ConversationInput]:
+    return ScoredInput

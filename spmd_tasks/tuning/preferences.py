@@ -168,7 +168,7 @@ class PreferenceEncoder:
   def encode(self, block: Block) -> TokenBlock:
     ((record, _),) = block.documents
     assert isinstance(record, Record)
-    pair = [self._encode_answer(record.values, name) for name in _ANSWERS]
+    pair = [self.encode_answer(record.values, name) for name in _ANSWERS]
     if self._are_same(pair):
       raise UserError(
         "'chosen' and 'rejected' are the same, so that there is nothing to prefer: remove the pair, or correct it."
@@ -211,7 +211,7 @@ class PreferenceEncoder:
       raise UserError(f'{self.reference} has no log-probabilities of record {index}: it is of other data. Delete it.')
     return self._references[index]
 
-  def _encode_answer(self, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+  def encode_answer(self, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the prompt with one answer, and which of them are the answer's."""
     missing = [each for each in _ANSWERS if record.get(each) is None]
     if missing:
@@ -223,7 +223,7 @@ class PreferenceEncoder:
       prompt, answer = record.get('prompt') or '', record[name]
       if not answer:
         raise UserError(f'{name!r} is empty: give the pair two answers, or remove it.')
-      ids, mask = self._encode_text(prompt, answer)
+      ids, mask = self.encode_text(prompt, answer)
     else:
       _refuse_texts_among_messages(given)
       ids, mask = self._encode_messages(record, name)
@@ -231,7 +231,7 @@ class PreferenceEncoder:
       raise UserError(f'no token of {name!r} is behind the prompt: give the pair two answers, or remove it.')
     return ids, mask
 
-  def _encode_text(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
+  def encode_text(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
     """A plain text: bos, prompt, answer, eos; the answer and the eos are what is compared."""
     plain = dataclasses.replace(self.renderer, template=dataclasses.replace(self.renderer.template, writes_bos=False))
     text = prompt + answer

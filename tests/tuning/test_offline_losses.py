@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.learning.accumulation import accumulate_gradients
-from spmd_tasks.tuning import DistillationLoss, PreferenceLoss
+from spmd_tasks.tuning import DistillationLoss, PreferenceLoss, ScoreLoss
 
 TRL = np.load(Path(__file__).parents[1] / 'data' / 'trl_offline.npz')
 LOSSES = {
@@ -81,3 +81,25 @@ def test_divergences_from_a_teacher_are_those_of_trl(name):
   value, gradient = jax.value_and_grad(loss_of)(jnp.asarray(batch['logits']))
   np.testing.assert_allclose(value, TRL[f'{name}/loss'], rtol=1e-5)
   np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize('kind', ['bradley_terry', 'classification', 'regression', 'contrastive'])
+def test_losses_on_scores_are_those_of_trl_and_transformers(kind):
+  """Of packed texts; a microbatch of them has its part. The last token's vector is the text's."""
+  batch, loss = given('pairs'), ScoreLoss(kind=kind, center_weight=0.01 if kind == 'bradley_terry' else 0.0)
+  after = np.pad(batch['segment_ids'], ((0, 0), (0, 1)))[:, 1:]
+  batch['weights'] = ((batch['segment_ids'] != after) & (batch['targets'] + batch['segment_ids'] > 0)).astype(
+    np.float32
+  )
+  batch['weights'][2] = 0
+
+  def loss_of(logits, rows=slice(None)):
+    output = loss({'logits': logits[rows]}, {name: each[rows] for name, each in batch.items()})
+    return output.loss, output.weight
+
+  (value, weight), gradient = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(batch['logits']))
+  np.testing.assert_allclose(value, TRL[f'{kind}/loss'], rtol=1e-5)
+  np.testing.assert_allclose(gradient, TRL[f'{kind}/gradient'], rtol=1e-5, atol=1e-7)
+  if kind != 'contrastive':
+    parts = [loss_of(batch['logits'], slice(start, start + 2)) for start in (0, 2)]
+    np.testing.assert_allclose(sum(each * number for each, number in parts) / weight, value, rtol=1e-5)

@@ -1,0 +1,162 @@
+"""ScoredInput: texts that a model with a head for scores, or with none, gives one vector each.
+
+    ScoredInput(source=RewardPairs(pattern='pairs.jsonl'), ...)     # {"prompt", "chosen", "rejected", "margin"?}
+    ScoredInput(source=LabeledTexts(pattern='mails.jsonl'), ...)    # {"text" or "messages", "label": number}
+    ScoredInput(source=SimilarTexts(pattern='faq.jsonl'), ...)      # {"anchor", "positive"}: texts
+
+Each text is a segment of a row, whole and with its last token. `weights` say how its vector is made of those of its
+tokens: 1 on the last one, or 1 / n on all n; `targets` float32 have the margin or the label at the last token of a
+record's first text, and 0 elsewhere. The two texts of a pair are segments 1 and 2, 3 and 4, and so on.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import numbers
+from typing import Any, ClassVar
+
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import Block
+from spmd_tasks.inputs.base import BATCH_DTYPES
+from spmd_tasks.inputs.packing import TokenBlock
+from spmd_tasks.tuning.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
+from spmd_tasks.tuning.preferences import PreferenceEncoder
+from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
+
+_POOLINGS = ('last', 'mean')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardPairs:
+  """Pairs as of Preferences (JSON lines, Parquet or Arrow); `margin`, if any: by how much the chosen one is better."""
+
+  pattern: str | tuple[str, ...]
+  texts: ClassVar[tuple[str, ...]] = ('chosen', 'rejected')
+  target: ClassVar[str] = 'margin'
+
+  def open(self) -> OpenRecordFiles:
+    return OpenRecordFiles(self.pattern, self.texts, ['prompt', 'tools', 'margin'])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimilarTexts:
+  """Pairs of texts that are to have similar vectors: `anchor`, such as a question, and `positive`."""
+
+  pattern: str | tuple[str, ...]
+  texts: ClassVar[tuple[str, ...]] = ('anchor', 'positive')
+  target: ClassVar[str] = ''
+
+  def open(self) -> OpenRecordFiles:
+    return OpenRecordFiles(self.pattern, self.texts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabeledTexts:
+  """Texts with a label: `text` or `messages`, and `label`, a class from 0 on, or any number to predict."""
+
+  pattern: str | tuple[str, ...]
+  texts: ClassVar[tuple[str, ...]] = ('text',)
+  target: ClassVar[str] = 'label'
+
+  def open(self) -> OpenRecordFiles:
+    return OpenRecordFiles(self.pattern, ['label'], ['text', 'messages', 'tools'])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredInput(ConversationInput):
+  """Packed batches of texts with targets; the fields of ConversationInput, and these.
+
+  Fields:
+    source: RewardPairs, LabeledTexts or SimilarTexts.
+    too_long: as there, of the tokens of all texts of a record; 'truncate' cuts each to its part of T.
+    pooling: 'last' or 'mean', the token of a text whose vector is its own.
+  """
+
+  pooling: str = 'last'
+
+  kind: ClassVar[str] = 'scored texts'
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.pooling not in _POOLINGS:
+      raise UserError(f'pooling = {self.pooling!r} must be one of {", ".join(map(repr, _POOLINGS))}.')
+
+  def block_encoder(self) -> 'ScoredEncoder':
+    source: Any = self.source
+    return ScoredEncoder(
+      renderer=self.renderer(),
+      texts=source.texts,
+      target=source.target,
+      seq_len=self.seq_len,
+      too_long=self.too_long,
+      pooling=self.pooling,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredEncoder:
+  """The BlockEncoder of scored texts: one record is one document or two."""
+
+  renderer: Renderer
+  texts: tuple[str, ...]
+  target: str
+  seq_len: int
+  too_long: str
+  pooling: str
+  keeps_whole: ClassVar[bool] = True
+  dtypes: ClassVar[Mapping[str, Any]] = {**BATCH_DTYPES, 'targets': np.float32}
+
+  @property
+  def pad_id(self) -> int:
+    return self.renderer.tokenizer.pad_id
+
+  def encode(self, block: Block) -> TokenBlock:
+    ((record, _),) = block.documents
+    assert isinstance(record, Record)
+    parts = [self._ids(record.values, name) for name in self.texts]
+    num_tokens, num_truncated = sum(each.size for each in parts), 0
+    if num_tokens > self.seq_len:
+      if self.too_long == 'error':
+        raise UserError(
+          f'the record has {num_tokens} tokens, but a row only seq_len = {self.seq_len}: raise seq_len, or set '
+          "too_long to 'truncate' or 'skip'."
+        )
+      if self.too_long == 'skip':
+        return empty_block(self.dtypes, num_skipped=1)
+      parts, num_truncated = [each[: self.seq_len // len(parts)] for each in parts], 1
+    sizes = [each.size for each in parts]
+    ends = np.cumsum(sizes)
+    weights, targets = np.zeros((2, ends[-1]), np.float32)
+    weights[ends - 1] = 1
+    if self.pooling == 'mean':
+      weights = np.repeat(1 / np.array(sizes), sizes).astype(np.float32)
+    targets[ends[0] - 1] = self._target(record.values)
+    ids = np.concatenate(parts)
+    return TokenBlock(
+      ids, ids, tuple(ends.tolist()), {'weights': weights, 'targets': targets}, num_truncated=num_truncated
+    )
+
+  def _ids(self, record: Mapping[str, Any], name: str) -> np.ndarray:
+    """The tokens of a text: bos, the text, eos; or of messages, as the chat template writes them."""
+    pairs = PreferenceEncoder(
+      renderer=self.renderer, seq_len=self.seq_len, too_long=self.too_long, reference=None, reference_free=True
+    )
+    if name in RewardPairs.texts:
+      return pairs.encode_answer(record, name)[0]
+    if name == 'text' and record.get('messages') is not None:
+      return self.renderer.turns(messages_of(record, 'messages'), tools_of(record, 'tools'))[0]
+    if not isinstance(record.get(name), str) or not record[name]:
+      raise UserError(f'there is no text {name!r} (it has {sorted(record)[:20]}): write one, or remove the record.')
+    return pairs.encode_text('', record[name])[0]
+
+  def _target(self, record: Mapping[str, Any]) -> float:
+    value = record.get(self.target, 0.0 if self.target != 'label' else None)
+    if self.target == 'margin' and value is None:
+      return 0.0
+    if not isinstance(value, numbers.Real | np.number | np.bool_):
+      raise UserError(f'{self.target!r} must be a number, not {value!r:.60}.')
+    return float(value)
+
+  def identity(self) -> dict[str, Any]:
+    return self.renderer.identity() | {'too_long': self.too_long, 'pooling': self.pooling}
