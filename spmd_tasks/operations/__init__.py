@@ -29,7 +29,7 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
 
 
 def _train_hooks(job: Any) -> tuple[Any, ...]:
-  return (call('spmd_tasks.operations.trackers:Track'),) if job.experiment.trackers else ()
+  return (call('spmd_tasks.operations.trackers:Track'),) if getattr(job.experiment, 'trackers', ()) else ()
 
 
 WING = Wing(

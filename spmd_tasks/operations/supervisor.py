@@ -28,7 +28,7 @@ from spmd_tasks.operations import SUPERVISED
 from spmd_tasks.operations.neighbours import RUNNING, Neighbours
 from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_round, read_round
 
-_DEAD_LIMIT_S, _ENDED_LIMIT_S = 5.0, 25.0  # how long a process may go on without one that is dead, or has ended
+_DEAD_LIMIT_S, _ENDED_LIMIT_S = 3.0, 25.0  # how long a process may go on without one that is dead, or has ended
 _GATHER_LIMIT_S = 45.0  # for all processes of a round to end
 _STAYS_S = 15.0  # how long a spare has been there, and a round has run, before the round ends for it
 _MAX_FAILURES = 3  # in a row, of hosts that are all alive, without a new checkpoint

@@ -1,10 +1,12 @@
 """Hooks that report: metrics and their rates, progress, the time until the first step, and goodput."""
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import json
 import math
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from spmd_tasks.activity import set_activity
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import is_own
-from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.files import is_remote, storage_errors, write_durably
 from spmd_tasks.inputs.base import progress_of
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.goodput import Goodput
@@ -127,6 +129,25 @@ class LogMetrics(TrainHook):
       'padding_waste': run.model.padding_waste,
       'num_compilations': self._compilations.num_programs - self._num_programs,
     }
+
+
+class ProfileOnRequest(TrainHook):
+  """Looks every few seconds whether `profile_now` in the job's directory asks for a profile (profiling.py)."""
+
+  _profile: Any = None  # a Profile
+  _looked = 0.0
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    if self._profile is not None:
+      self._profile.after_step(run, outcome)
+      self._profile = self._profile if self._profile.is_running else None
+    elif time.monotonic() - self._looked > (60 if is_remote(run.job_log_dir) else 2):
+      self._looked = time.monotonic()
+      if (request := run.job_log_dir / 'profile_now').exists():
+        from spmd_tasks.programs.profiling import take_request
+
+        with contextlib.suppress(FileNotFoundError):  # another process has just taken it
+          self._profile = take_request(run, request, outcome.step)
 
 
 class ReportEnd(TrainHook):

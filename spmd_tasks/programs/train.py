@@ -33,7 +33,7 @@ from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
 from spmd_tasks.programs.job_directory import claim, write_config
 from spmd_tasks.programs.progress import Progress
-from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, ReportEnd, ShowProgress
+from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, ProfileOnRequest, ReportEnd, ShowProgress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
@@ -55,6 +55,7 @@ def job_hooks(job: Job) -> tuple[TrainHook, ...]:
     *_if_asked(job.experiment.sample_every_steps, 'spmd_tasks.programs.samples:Sample'),
     *_own_hooks(job),  # these find the evals of the step in `run.evals`
     *_if_asked(job.experiment.profile_steps, 'spmd_tasks.programs.profiling:Profile'),
+    ProfileOnRequest(),
     ReportEnd(),  # last: all is done when it says so
   )
 

@@ -148,5 +148,5 @@ def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_repor
   assert names.index('SaveCheckpoints') < names.index('Evaluate') < names.index('Needs')
   assert names[-1] == 'ReportEnd'
   asked = job_hooks(job_with(Needs(), peer_copy_every_steps=4, sample_every_steps=2, profile_steps=(0, 1)))
-  few = [type(hook).__name__ for hook in asked if type(hook).__name__ not in names[:-2]]
-  assert few == ['CopyToPeers', 'Sample', 'Needs', 'Profile', 'ReportEnd']
+  few = [type(hook).__name__ for hook in asked if type(hook).__name__ not in names[:-3]]
+  assert few == ['CopyToPeers', 'Sample', 'Needs', 'Profile', 'ProfileOnRequest', 'ReportEnd']

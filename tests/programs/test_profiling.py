@@ -1,0 +1,29 @@
+"""A file in the directory of a running job asks for a profile."""
+
+import pytest
+
+from spmd_tasks import exit_codes
+from tests.binary import run_in_process
+
+JOB = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--set', 'tensorboard=false', '--ici_mesh_shape=1,8,1')
+
+
+@pytest.mark.parametrize(
+  'asked, message, is_taken',
+  [
+    ('3', 'profiling 3 steps of process 0', True),
+    ('', 'profiling 5 steps of process 0', True),
+    ('2 0', 'profiling 2 steps of process 0', True),
+    ('many', "profile_now asks for 'many 0': write a number of steps", True),
+    ('3 1', '', False),  # of a process that is not this one
+  ],
+)
+def test_a_profile_that_is_asked_for(tmp_path, capsys, asked, message, is_taken):
+  request = tmp_path / 'job' / 'profile_now'
+  request.parent.mkdir()
+  request.write_text(asked)
+  assert run_in_process(*JOB, '--job_log_dir', tmp_path / 'job', '--num_train_steps', 8) == exit_codes.OK
+  assert message in capsys.readouterr().err
+  assert request.exists() == (not is_taken)
+  traces = list((tmp_path / 'job').glob('profile/plugins/profile/*/*.xplane.pb'))
+  assert len(traces) == ('profiling' in message)
