@@ -462,7 +462,7 @@ class DecodeSteps:
     """Lowers `function`: its first arguments are trees on the mesh (`held`), the others host arrays."""
 
     def scoped(*given):
-      with self._scope(), layer_scope(longest_text=self.max_len):
+      with self._scope(), layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype):
         return function(*given)
 
     jitted = jax.jit(
@@ -507,7 +507,7 @@ class DecodeSteps:
       shape = (*leaf.shape[:-4], blocks[0], leaf.shape[-3], blocks[1], leaf.shape[-1])
       return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    with self._scope() as scope, layer_scope(longest_text=self.max_len):
+    with self._scope() as scope, layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype):
       if num_rows not in self._prefills:
         self._prefills[num_rows] = jax.eval_shape(prefill, model.abstract_state.variables, batch)
       logits, boxed = self._prefills[num_rows]

@@ -239,6 +239,7 @@ class LayerScope:
     cache_tables: in generation, int32 [D, R, M], the blocks of each row, see CachedArray; None where caches are whole.
     cache_earlier: in generation, where rows are tokens of one text that follow each other, int32 [B, k], the rows of
       the tokens 1, 2, .. k places before, B where there is none.
+    cache_dtype: in generation, how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
   """
 
   part: BatchPart = BatchPart()
@@ -250,6 +251,7 @@ class LayerScope:
   cache_slots: jax.Array | None = None
   cache_tables: jax.Array | None = None
   cache_earlier: jax.Array | None = None
+  cache_dtype: str | None = None
 
 
 _OUTSIDE = LayerScope()

@@ -78,6 +78,8 @@ class DecodeSettings(SamplingParams):
     max_tokens: how many tokens a request generates by default; None generates until max_len.
     weights_dtype: how a decoding or serving job holds the weights: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (kernels;
       decoding/weight_storage.py), or None, as training does. The computation has the model's dtype.
+    cache_dtype: how the KV cache keeps keys and values: 'int8' or 'float8_e4m3fn', with a float32 scale for each token
+      and head, or None, in the model's dtype.
     num_beams: 1 samples; a larger number searches for the likeliest texts with that many beams instead.
     length_penalty, beam_rule: of beam search, see decoding/beam.py.
     encoder_len: of an encoder-decoder, how many tokens a prompt may have; None takes the training input's length. Then
@@ -98,6 +100,7 @@ class DecodeSettings(SamplingParams):
   num_top_logprobs: int = 0
   max_tokens: int | None = None
   weights_dtype: str | None = None
+  cache_dtype: Literal['int8', 'float8_e4m3fn'] | None = None
   num_beams: int = 1
   length_penalty: float = 1.0
   beam_rule: Literal['exact', 't5x'] = 'exact'
@@ -122,6 +125,8 @@ class DecodeSettings(SamplingParams):
     held = ('bfloat16', *QUANTIZED_DTYPES)
     if self.weights_dtype not in (None, *held):
       raise UserError(f'weights_dtype={self.weights_dtype!r} must be one of {held}, or None.')
+    if self.cache_dtype not in (None, 'int8', 'float8_e4m3fn'):
+      raise UserError(f"cache_dtype={self.cache_dtype!r} must be 'int8', 'float8_e4m3fn' or None: choose one.")
     if self.beam_rule not in ('exact', 't5x'):
       raise UserError(f"beam_rule={self.beam_rule!r} must be 'exact' or 't5x': choose one.")
     if self.eos_ids is not None and len(self.eos_ids) > self.max_stop_ids:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -71,6 +72,33 @@ def test_texts_with_drafts_have_the_bits_of_those_without(name):
   assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > 20
   assert scheduler.num_steps < plain_scheduler.num_steps
   assert plain_scheduler.num_drafted_tokens == 0
+
+
+@pytest.mark.parametrize('dtype, error', [('int8', 0.02), ('float8_e4m3fn', 0.1)])
+def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_drafts(dtype, error):
+  run = make_run('one device')
+  settings = dataclasses.replace(SETTINGS, cache_dtype=dtype, prefill_rows=None)
+  plain = DecodeSteps(run.model, settings)
+  leaves = jax.tree.leaves(plain.abstract_state.cache)
+  full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.steps.abstract_state.cache))
+  head_dim = max(leaf.shape[-1] for leaf in leaves)
+  kept = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+  assert kept / full == (head_dim + 4) / (4 * head_dim)  # a byte for each number, and a scale
+  rng = np.random.default_rng(1)
+  requests = [Request(ids=tuple(rng.integers(1, 257, 2).tolist() * 3), max_tokens=8) for _ in range(6)]
+  texts, _ = _run(run, plain, requests)
+  errors = []
+  for request, text in zip(requests, texts, strict=True):
+    tokens = [token for token, *_ in text]
+    logprobs = run.logprobs([*request.ids, *tokens])[len(request.ids) - 1 : -1]
+    errors += [abs(logprob - row[token]) for (token, logprob, _), row in zip(text, logprobs, strict=True)]
+  assert 1e-5 < max(errors) < error
+  if dtype == 'int8':
+    drafted, scheduler = _run(
+      run, DecodeSteps(run.model, dataclasses.replace(settings, num_drafts=NUM_DRAFTS)), requests
+    )
+    assert drafted == texts
+    assert scheduler.num_accepted_tokens > 0
 
 
 def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass():

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 # Platform -> how many entries of the cache are read at a time. A loop costs an accelerator more than a longer block.
 # What a CPU reads stays in its cache; of many queries each block is read once, and larger ones make larger products.
 _BLOCK, _LONG_BLOCK, _QUERIES_PER_BLOCK = {'cpu': 32}, 1024, 4
+# How keys and values may be kept, with a float32 scale for each token and head -> the largest number of the dtype.
+CACHE_DTYPES = {'int8': 127.0, 'float8_e4m3fn': 448.0}
 ENCODED = 'encoded_'  # what a cache has of an encoder's text: made by a request's first call, and read by all others
+_SCALE = '_scale'
 RING = 'ring_'  # of a layer whose window is shorter than the texts
 
 
@@ -75,8 +78,23 @@ def write_new_cache(
         lengths = jnp.sum(segment_ids != 0, axis=1)
       kept = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
       x = jnp.take_along_axis(x, kept[:, :, None, None], axis=1)
-    box = WeightBox(value=jnp.swapaxes(x, 1, 2), split_dims=(rows, heads, columns, features), tags=(), stacked=0)
-    module.put_variable(NEW_CACHE, f'cached_{kind}{name}', box)
+    x = jnp.swapaxes(x, 1, 2)
+    stored = {name: (x, features)}
+    dtype = current_layer_scope().cache_dtype
+    if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
+      kept, scale = quantize(x, dtype)
+      stored = {name: (kept, features), name + _SCALE: (scale, None)}
+    for stored_name, (value, last) in stored.items():
+      box = WeightBox(value=value, split_dims=(rows, heads, columns, last), tags=(), stacked=0)
+      module.put_variable(NEW_CACHE, f'cached_{kind}{stored_name}', box)
+
+
+def quantize(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+  """Returns (x in one of CACHE_DTYPES [..., K], its scales float32 [..., 1])."""
+  largest = CACHE_DTYPES[dtype]
+  scale = jnp.maximum(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True), 1e-30) / largest
+  scaled = x.astype(jnp.float32) / scale
+  return (jnp.round(scaled) if dtype == 'int8' else jnp.clip(scaled, -largest, largest)).astype(dtype), scale
 
 
 class CachedArray(NamedTuple):
@@ -88,12 +106,14 @@ class CachedArray(NamedTuple):
     tables: int32 [D, R, M]. The rows and the blocks are in D equal parts, which a mesh may split; row r of part d has
       the entries of the part's blocks tables[d, r], in this order. None: row i has the entries at i.
     num_rows: B; the last of the D R rows may be padding.
+    scale: of an array in one of CACHE_DTYPES, its scales.
   """
 
   array: jax.Array
   layer: tuple[jax.Array, ...]
   tables: jax.Array | None
   num_rows: int
+  scale: 'CachedArray | None' = None
 
   @property
   def num_entries(self) -> int:
@@ -107,6 +127,18 @@ class CachedArray(NamedTuple):
     return min(size, self.num_entries)
 
   def entries(self, start: jax.Array | int, size: int) -> jax.Array:
+    """Returns [B, G, size, K], in float32 where there are scales: see `stored_entries`."""
+    stored = self.stored_entries(start, size)
+    return stored if self.scale is None else stored.astype(jnp.float32) * self.scale.stored_entries(start, size)
+
+  def as_read(self, x: jax.Array) -> jax.Array:
+    """Returns an array [..., K] as it would be read if the cache had it."""
+    if self.scale is None:
+      return x
+    kept, scale = quantize(x, self.array.dtype.name)
+    return (kept.astype(jnp.float32) * scale).astype(x.dtype)
+
+  def stored_entries(self, start: jax.Array | int, size: int) -> jax.Array:
     """Returns [B, G, size, K], the entries from `start` on; start + size is at most S, and where a row has several
     blocks, both are multiples of b.
     """
@@ -144,13 +176,22 @@ def read_cache(module: nn.Module, num_rows: int, *names: str) -> tuple[CachedArr
   if not kinds:
     return None
   scope, found = current_layer_scope(), []
-  for name in (f'cached_{kinds[0]}{name}' for name in names):
+
+  def read(name: str) -> CachedArray | None:
     array: Any = module.get_variable(CACHE, name)
+    if array is None:
+      return None
     tables = scope.cache_tables
     if is_by_slot(name):
       tables = None if scope.cache_slots is None else scope.cache_slots[None, :, None]
     # A loop over layers that is not ours gives the arrays of one layer.
-    found.append(CachedArray(array, scope.layers[: array.ndim - 4], tables, num_rows))
+    scale = None if name.endswith(_SCALE) else read(name + _SCALE)
+    return CachedArray(array, scope.layers[: array.ndim - 4], tables, num_rows, scale)
+
+  for name in names:
+    array = read(f'cached_{kinds[0]}{name}')
+    assert array is not None
+    found.append(array)
   return tuple(found)
 
 
@@ -258,7 +299,7 @@ def attend_to_cache(
       place = jnp.where((earlier < num_rows) & (place >= 0), place, size)
       keys, values = (
         held.at[jnp.arange(num_rows)[:, None], :, place].set(jnp.take(new, earlier, axis=0, mode='clip'), mode='drop')
-        for held, new in ((keys, key[:, 0]), (values, value[:, 0]))
+        for held, new in ((keys, cached[0].as_read(key[:, 0])), (values, cached[1].as_read(value[:, 0])))
       )
     logits = masked_logits(keys, held, may_see)
     higher = jnp.maximum(highest, jnp.max(logits, axis=-1, keepdims=True))
