@@ -12,9 +12,9 @@ of a certain guess does (Leviathan et al., 2023; with shared noise: Daliri et al
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from flax import struct
-import jax
 
 _SIZES = (3, 2)  # of n-grams, the longest first
 
@@ -56,8 +56,8 @@ class DraftRows(struct.PyTreeNode):
     rows: int32 [n, k + 1], the row of each slot's column; R where there is none.
   """
 
-  owners: jax.Array
-  columns: jax.Array
-  tokens: jax.Array
-  earlier: jax.Array
-  rows: jax.Array
+  owners: Any
+  columns: Any
+  tokens: Any
+  earlier: Any
+  rows: Any

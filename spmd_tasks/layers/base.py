@@ -237,9 +237,8 @@ class LayerScope:
     layers: in generation, the layer's number in each loop over layers that it is in, from the outermost.
     cache_slots: in generation, int32 [B], the slot of each row in the KV cache; None where row i is in slot i.
     cache_tables: in generation, int32 [D, R, M], the blocks of each row, see CachedArray; None where caches are whole.
-    cache_earlier: in generation, where rows are tokens of one text that follow each other, int32 [B, k], the rows of
-      the tokens 1, 2, .. k places before, B where there is none.
-    cache_dtype: in generation, how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
+    cache_earlier: of rows that are tokens of one text, int32 [B, k], the rows 1, .. k places before, B for none.
+    cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
   """
 
   part: BatchPart = BatchPart()

@@ -65,12 +65,10 @@ class DecodeSettings(SamplingParams):
     max_cache_tokens: how many tokens the KV cache holds, of all texts together and of beginnings of prompts that later
       ones may reuse; None is num_slots * max_len, or less where memory has no room for it.
     memory_fraction: of a device's memory, what weights and KV cache may take where max_cache_tokens is None.
-    prefill_rows: P, how many prompts one prefill reads; None: one, or as many short ones of like lengths as make up a
-      chunk, at most 8.
+    prefill_rows: P, how many prompts one prefill reads; None: as many of like lengths as make up a chunk, at most 8.
     prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16, as blocks of the KV
       cache divide it; None is 128 on CPUs and 256 elsewhere. Beam search reads whole prompts.
-    num_drafts: how many tokens of a text a step may guess ahead, from what followed the same tokens before, and check;
-      the text stays the same (decoding/drafts.py). 0: none.
+    num_drafts: how many tokens of a text a step guesses ahead and checks (decoding/drafts.py); the text stays the same.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
     eos_ids: tokens that end a text; None is the tokenizer's end of text.
     max_stop_ids: how many stop tokens a request may have, the end of text included.
@@ -78,8 +76,7 @@ class DecodeSettings(SamplingParams):
     max_tokens: how many tokens a request generates by default; None generates until max_len.
     weights_dtype: how a decoding or serving job holds the weights: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (kernels;
       decoding/weight_storage.py), or None, as training does. The computation has the model's dtype.
-    cache_dtype: how the KV cache keeps keys and values: 'int8' or 'float8_e4m3fn', with a float32 scale for each token
-      and head, or None, in the model's dtype.
+    cache_dtype: how the KV cache keeps keys and values: 'int8', 'float8_e4m3fn' or None, the model's dtype.
     num_beams: 1 samples; a larger number searches for the likeliest texts with that many beams instead.
     length_penalty, beam_rule: of beam search, see decoding/beam.py.
     encoder_len: of an encoder-decoder, how many tokens a prompt may have; None takes the training input's length. Then
@@ -116,19 +113,13 @@ class DecodeSettings(SamplingParams):
     if not 0 < self.memory_fraction <= 1:
       raise UserError(f'memory_fraction={self.memory_fraction} must be above 0 and at most 1.')
     if self.prefill_chunk is not None and self.prefill_chunk < self.min_bucket:
-      raise UserError(
-        f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}, the shortest length to '
-        'which chunks are padded: raise prefill_chunk or lower min_bucket.'
-      )
+      raise UserError(f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}: raise it.')
     if self.prefill_rows is not None and self.prefill_rows > self.num_slots:
       raise UserError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
-    held = ('bfloat16', *QUANTIZED_DTYPES)
-    if self.weights_dtype not in (None, *held):
-      raise UserError(f'weights_dtype={self.weights_dtype!r} must be one of {held}, or None.')
-    if self.cache_dtype not in (None, 'int8', 'float8_e4m3fn'):
-      raise UserError(f"cache_dtype={self.cache_dtype!r} must be 'int8', 'float8_e4m3fn' or None: choose one.")
-    if self.beam_rule not in ('exact', 't5x'):
-      raise UserError(f"beam_rule={self.beam_rule!r} must be 'exact' or 't5x': choose one.")
+    choices = {'cache_dtype': ('int8', 'float8_e4m3fn', None), 'beam_rule': ('exact', 't5x')}
+    for name, known in (choices | {'weights_dtype': ('bfloat16', *QUANTIZED_DTYPES, None)}).items():
+      if getattr(self, name) not in known:
+        raise UserError(f'{name}={getattr(self, name)!r} must be one of {known}.')
     if self.eos_ids is not None and len(self.eos_ids) > self.max_stop_ids:
       raise UserError(f'eos_ids={self.eos_ids} are more than max_stop_ids={self.max_stop_ids}: raise max_stop_ids.')
     for name in ('num_top_logprobs', 'num_drafts'):

@@ -192,8 +192,7 @@ class Task:
 
       model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
     given, named = self._arguments(batch, train=False)
-    places = {f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier')}
-    with layer_scope(**places):
+    with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier')}):
       outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
