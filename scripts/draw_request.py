@@ -54,9 +54,10 @@ class RecordingEngine:
       finished.append(chunk.stop == len(chunk.request.ids) and self._next(chunk.slot))
     return _Launched(finished)
 
-  def step(self, keep: np.ndarray, masks: Any = None, grown: Any = ()) -> Any:
+  def step(self, keep: np.ndarray, masks: Any = None, grown: Any = (), drafts: Any = None) -> Any:
     """Records the slots in use."""
     assert masks is None
+    assert not drafts
     slots = [int(slot) for slot in np.flatnonzero(keep)]
     self.launches.append(('step', {slot: self._by_slot[slot].seed for slot in slots}))
     return _Launched([slot in slots and self._next(slot) for slot in range(self.num_slots)])

@@ -144,7 +144,8 @@ class FakeEngine:
     is_next = held is not None and held.request is request and held.length == chunk.start
     assert chunk.start == 0 or is_next or (self.can_reuse and not score_prompts)
 
-  def step(self, keep: np.ndarray, masks=None, grown=()) -> Launched:
+  def step(self, keep: np.ndarray, masks=None, grown=(), drafts=None) -> Launched:
+    assert not drafts  # num_drafts is 0
     if self.gate is not None:
       self.gate.wait(10)
     for slot, block in grown:

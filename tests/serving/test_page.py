@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(
 class SlowEngine(FakeEngine):
   """Its texts can be seen to grow."""
 
-  def step(self, keep, masks=None, grown=()):
+  def step(self, keep, masks=None, grown=(), drafts=None):
     time.sleep(0.02)
-    return super().step(keep, masks, grown)
+    return super().step(keep, masks, grown, drafts)
 
 
 @pytest.fixture(scope='module')
