@@ -27,10 +27,10 @@ from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import split_microbatches
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
-from spmd_tasks.runtime import partition_spmd_model
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
+from spmd_tasks.tuning.reward_models import frozen_model
 
 _LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
 
@@ -156,20 +156,18 @@ class AskTeacher(TrainHook):
 
   def prepare(self, run: TrainRun) -> None:
     settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, TaughtInput))
-    self._folder, experiment, task = local_folder(settings.teacher), run.experiment, run.job.task
+    self._folder, task = local_folder(settings.teacher), run.job.task
     folder = open_folder(self._folder)
     if folder.decoder.vocab_size != settings.vocab_size or folder.decoder.num_encoder_layers:
       raise UserError(
         f'the teacher {settings.teacher} must be a decoder with the vocabulary of the model, {settings.vocab_size} '
         f'tokens, but has {folder.decoder.vocab_size}: choose another teacher.'
       )
-    parts: dict[str, Any] = {'model': folder.build_model(), 'loss': LanguageModelLoss(), 'eval_with_ema': False}
-    if folder.dtype == 'bfloat16':  # then kernels are held in it; nothing is trained, but a pattern must name something
-      parts |= {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
-    teacher = dataclasses.replace(task, **{'trained': None, 'frozen_dtype': None, **parts})
     temperature = getattr(task.loss, 'temperature', 1.0)
     added, number, top_k = settings.teacher_spec(), task.learner.num_microbatches, settings.teacher_top_k
     spec = {name: each for name, each in run.job.train_input.element_spec().items() if name not in added}
+    self._model = frozen_model(run, folder, spec)
+    teacher = self._model.task
 
     def answers_of(variables: Any, part: Any) -> dict[str, jax.Array]:
       log_probs = jax.nn.log_softmax(teacher.predict(variables, part)['logits'] / temperature, axis=-1)
@@ -181,13 +179,6 @@ class AskTeacher(TrainHook):
       parts = jax.lax.map(lambda part: answers_of(variables, part), split_microbatches(batch, number))
       return {name: jnp.swapaxes(each, 0, 1).reshape(added[name].shape) for name, each in parts.items()}
 
-    self._model = partition_spmd_model(
-      teacher,
-      run.model.mesh,
-      spec,
-      axis_rules=experiment.axis_rules,
-      inputs_split_mapping=experiment.inputs_split_mapping,
-    )
     self._names, self._step = spec, self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
 
   def batches(self, run: TrainRun, iterator: Any) -> Any:

@@ -51,7 +51,8 @@ class RewardTuning(TextTraining):
   # `prompt`, a text or messages, and what the reward functions read.
   data: Files = ''
   eval_data: Files = ''
-  # module:function, called as (prompt, completion, record) -> number; or several with their weights.
+  # module:function, called as (prompt, completion, record) -> number, or the folder of a reward model; or several with
+  # their weights.
   reward: str | Mapping[str, float] = ''
   # One of METHODS; a field below that is not None replaces what the method chooses.
   method: str = 'grpo'

@@ -38,6 +38,7 @@ from spmd_tasks.tuning.conversations import messages_of
 from spmd_tasks.tuning.preference_loss import answer_log_probs
 from spmd_tasks.tuning.record_files import OpenRecordFiles
 from spmd_tasks.tuning.reward_functions import RewardWorkers
+from spmd_tasks.tuning.reward_models import RewardModel, is_reward_model
 
 _Prompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
 _LOG_PROBS = ('sampler_log_probs', 'old_log_probs', 'reference_log_probs')
@@ -65,7 +66,8 @@ class RolloutInput:
     source: RewardPrompts.
     eval_source: further ones, which are completed greedily at the experiment's `eval_every_steps`; None: none.
     tokenizer, template: of the prompts.
-    rewards: `module:function` -> its weight in a completion's reward (reward_functions.py).
+    rewards: `module:function` (reward_functions.py) or the folder of a reward model (reward_models.py) -> its weight in
+      a completion's reward.
     batch_size, seq_len: B and T.
     group_size: G.
     num_minibatches: R / B.
@@ -322,6 +324,9 @@ class MakeRollouts(TrainHook):
     self._metrics: list[dict[str, float]] = []  # of the updates that were given to the loop, oldest first
     self._newest: dict[str, float] = {}
     self._last_eval, self._num_decided = -1, 0
+    sizes = {'batch_size': self._input.batch_size, 'seq_len': self._input.seq_len}
+    self._models = {name: RewardModel(name, run, **sizes) for name in self._input.rewards if is_reward_model(name)}
+    self._functions = [name for name in self._input.rewards if name not in self._models]
 
   def _log_probs(self, variables: Any, batch: Any) -> Any:
     """float32 [B, T], by the forward pass of training."""
@@ -329,9 +334,9 @@ class MakeRollouts(TrainHook):
 
   def open(self, run: TrainRun) -> None:
     self._workers = None
-    if is_primary():
+    if is_primary() and self._functions:
       number, limit_s = self._input.num_workers, self._input.reward_timeout_s
-      workers = RewardWorkers(list(self._input.rewards), num_workers=number, timeout_s=limit_s)
+      workers = RewardWorkers(self._functions, num_workers=number, timeout_s=limit_s)
       self._workers = run.stack.enter_context(workers)
 
   def start(self, run: TrainRun) -> None:
@@ -544,12 +549,13 @@ class MakeRollouts(TrainHook):
   def _rewards(
     self, run: TrainRun, records: Sequence[Mapping[str, Any]], made: Sequence[Sequence[Any]]
   ) -> tuple[np.ndarray, float]:
-    """float64 [P, G, K], and the seconds that they took; process 0 calls the functions."""
+    """float64 [P, G, K], and the seconds that they took; process 0 calls the functions, and all run the models."""
     calls = [(r['prompt'], each.text, r) for r, group in zip(records, made, strict=True) for each in group]
     started = time.perf_counter()
 
     def decide() -> list[list[float]]:
-      assert self._workers is not None
+      if self._workers is None:
+        return [[] for _ in calls]
       failed = self._workers.num_failed
       found = self._workers.rewards(calls)
       if self._workers.num_failed > failed:
@@ -560,8 +566,10 @@ class MakeRollouts(TrainHook):
     with run.watchdog.allow('rewards', limit_s):
       self._num_decided += 1
       found = primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
-    shape = (len(records), -1, len(self._input.rewards))
-    return np.array(found, np.float64).reshape(shape), time.perf_counter() - started
+      columns = dict(zip(self._functions, np.array(found, np.float64).T, strict=True))
+      columns |= {name: model.rewards(calls) for name, model in self._models.items()}
+    values = np.stack([columns[name] for name in self._input.rewards], axis=1)
+    return values.reshape(len(records), -1, len(columns)), time.perf_counter() - started
 
   def _evaluate(self, run: TrainRun) -> None:
     """Completes the prompts for evaluation greedily and records their rewards."""

@@ -1,0 +1,62 @@
+"""A reward model's folder as a reward: each score is that of its text alone, whatever the batch and the mesh."""
+
+import json
+from types import SimpleNamespace
+
+from flax import traverse_util
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from spmd_tasks.bridges.huggingface import open_folder
+from spmd_tasks.config import resolve
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.inputs import FolderTokenizer
+from spmd_tasks.tuning.reward_models import RewardModel, is_reward_model
+from tests.bridges.huggingface.test_folders import abstract_weights
+from tests.model_folders import write_llama
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = write_llama(tmp_path_factory.mktemp('reward'))
+  weights = load_file(path / 'model.safetensors')
+  del weights['lm_head.weight']
+  head = np.random.default_rng(7).normal(size=(1, 24)).astype(np.float32)
+  save_file(weights | {'score.weight': head}, path / 'model.safetensors')
+  config = json.loads((path / 'config.json').read_text())
+  config |= {'architectures': ['LlamaForSequenceClassification'], 'id2label': {'0': 'LABEL_0'}}
+  (path / 'config.json').write_text(json.dumps(config))
+  return path
+
+
+def run_on(num_devices):
+  """A running job, as far as a reward model reads it."""
+  job = resolve('lm.StdlibTiny', [f'ici_mesh_shape=1,{num_devices},1', 'model_dims=16', 'num_layers=1']).build()
+  model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:num_devices]))
+  return SimpleNamespace(job=job, experiment=job.experiment, model=model)
+
+
+def test_scores_are_those_of_each_text_alone(folder):
+  calls = [('the cat', text, {}) for text in (' sat', ' sat on the mat', '', ' ate', ' x' * 40)]
+  found = RewardModel(str(folder), run_on(4), batch_size=3, seq_len=32).rewards(calls)
+  opened, tokenizer = open_folder(folder), FolderTokenizer(path=str(folder))
+  ours = opened.build_model()
+  weights = opened.lazy_weights(ours, abstract_weights(ours))
+  tree = traverse_util.unflatten_dict({name: np.asarray(each) for name, each in weights.items()}, sep='/')
+  for value, (prompt, completion, _) in zip(found[:4], calls, strict=False):
+    ids = np.array([[*tokenizer.encode_prompt(prompt + completion), tokenizer.eos_id]])
+    expected = ours.apply({'params': tree}, {'ids': ids})['logits'][0, -1, 0]
+    np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+  assert np.ptp(found[:4]) > 0.1
+  assert np.isnan(found[4])  # longer than a row
+
+
+def test_what_is_no_reward_model_is_one_sentence(tmp_path):
+  write_llama(tmp_path)
+  assert is_reward_model(str(tmp_path))
+  assert not is_reward_model('my_lab.rewards:score')
+  with pytest.raises(UserError, match='must be a folder of ForSequenceClassification with one label'):
+    RewardModel(str(tmp_path), run_on(1), batch_size=3, seq_len=32)
