@@ -23,7 +23,7 @@ from etils import epath
 
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.files import absolute_path, is_remote, make_directory, read_text, storage_errors
+from spmd_tasks.files import absolute_path, is_remote, make_directory, read_text, storage_errors, write_durably
 from spmd_tasks.operations import SUPERVISED
 from spmd_tasks.operations.neighbours import RUNNING, Neighbours
 from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_round, read_round
@@ -33,6 +33,7 @@ _GATHER_LIMIT_S = 45.0  # for all processes of a round to end
 _STAYS_S = 15.0  # how long a spare has been there, and a round has run, before the round ends for it
 _MAX_FAILURES = 3  # in a row, of hosts that are all alive, without a new checkpoint
 _LINGER_S = 1.5  # so that each other supervisor has heard how this one ended
+_DONE_FILE = 'done.json'
 _OWN_FLAGS = ('--supervise', '--supervisor_address')
 _PR_SET_PDEATHSIG = 1
 
@@ -94,13 +95,18 @@ class _Supervisor:
       if not lost and exit_codes.PREEMPTED not in codes.values():
         self._num_failures += 1
       code = self._verdict(codes)
+      if code == exit_codes.OK:
+        write_durably(self._directory / _DONE_FILE, self._done())
       if code is not None:
         return code
       number += 1
+    if number < 0:
+      _say('the job is done.')
+      return exit_codes.OK
     return exit_codes.INTERRUPTED if self._signal == signal.SIGINT else exit_codes.PREEMPTED
 
   def _agree(self, number: int) -> int:
-    """Waits for a round that this host is in, from `number` on; returns its number, 0 if the host is to leave."""
+    """Waits for a round that this host is in, from `number` on; returns its number, 0 to leave, -1 if all is done."""
     neighbours = self._neighbours
     neighbours.ready_for(number)
     began, said = time.monotonic(), ''
@@ -115,6 +121,8 @@ class _Supervisor:
       previous = (read_round(self._directory, number - 1) or {'hosts': []})['hosts']
       ready = {id: each.order for id, each in alive.items() if (each.round, each.phase) == (number, 'ready')}
       survivors = [id for id in previous if id in alive]
+      if not survivors and self._is_done():
+        return -1
       passed = time.monotonic() - began
       message = ''
       if len(ready) < len(alive):
@@ -228,6 +236,15 @@ class _Supervisor:
     with contextlib.suppress(OSError):
       return read_text(self._directory.parent / 'newest_checkpoint.json')
     return ''
+
+  def _done(self) -> str:
+    """What is written when the job is done, for hosts that come later: another command may go on."""
+    return json.dumps([_without_own_flags(sys.orig_argv[1:]), self._newest_checkpoint()])
+
+  def _is_done(self) -> bool:
+    with contextlib.suppress(OSError):
+      return read_text(self._directory / _DONE_FILE) == self._done()
+    return False
 
   def _on_signal(self, signum: int, frame: Any) -> None:
     self._signal = self._signal or signal.Signals(signum)

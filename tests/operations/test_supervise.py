@@ -106,3 +106,15 @@ def test_a_job_goes_on_without_the_host_of_process_0_and_with_a_new_one(tmp_path
     hosts.wait_for_lines(hosts.num_lines() + 2, 100)
     assert stop_and_compare(hosts, '--num_fake_devices', '3') < 2e-4  # float32, over some dozens of steps
     assert [each.returncode for each in hosts.supervisors[1:]] == [42] * 3
+
+
+@pytest.mark.slow
+def test_a_host_that_comes_when_the_job_is_done_has_nothing_to_do(tmp_path):
+  with Hosts(tmp_path, '--num_train_steps', '6', '--ici_mesh_shape=1,1,1', hosts='1:1') as hosts:
+    for host in range(2):
+      hosts.start()
+      hosts.wait_until(lambda: not hosts.alive(), 120)
+      assert hosts.supervisors[host].returncode == 0
+    assert 'round 1: process 0 of 1' in hosts.log(0)
+    assert 'the job is done' in hosts.log(1)
+    assert 'round' not in hosts.log(1)
