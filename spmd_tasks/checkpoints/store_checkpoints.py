@@ -231,6 +231,7 @@ def _start_writing(spec: dict[str, Any], context: Any, hosts: list[tuple[Any, np
   if jax.process_index() == 0:
     # Not by TensorStore's own conditional write: when its answer is lost, it takes its own object for another's.
     metadata = json.dumps(store.spec(retain_context=False).to_json()['metadata'])
+    assert store.kvstore is not None
     commits.append(store.kvstore.write('zarr.json', metadata))
   return commits + [
     store[index].write(data, can_reference_source_data_indefinitely=True).commit for index, data in hosts

@@ -45,6 +45,7 @@ class StoreProxy:
   Attributes:
     fault: called with the number of a request, from 0, and its method and path.
     requests: methods and paths since `begin`.
+    num_faults: how many of them met a fault.
   """
 
   def __init__(self, target: str):
@@ -58,7 +59,7 @@ class StoreProxy:
   def begin(self, fault: Callable[[int, str], Fault | None] = lambda number, request: None) -> None:
     """Counts requests from 0 again, each of which meets what `fault` returns."""
     with self.lock:
-      self.fault, self.requests = fault, list[str]()
+      self.fault, self.requests, self.num_faults = fault, list[str](), 0
 
   def close(self) -> None:
     self._server.shutdown()
@@ -67,7 +68,9 @@ class StoreProxy:
   def see(self, request: str) -> Fault | None:
     with self.lock:
       self.requests.append(request)
-      return self.fault(len(self.requests) - 1, request)
+      fault = self.fault(len(self.requests) - 1, request)
+      self.num_faults += fault is not None
+      return fault
 
 
 class _Server(ThreadingHTTPServer):

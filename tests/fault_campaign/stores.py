@@ -213,13 +213,13 @@ class StoreJob:
   def endure(self, fault: Callable[[int, str], Fault | None]) -> str:
     """Every request meets `fault`: the job ends as undisturbed, or with one sentence, and goes on when all is well."""
     self.proxy.begin(fault)
-    ended = self.run()
+    ended, met = self.run(), f'{self.proxy.num_faults} requests met it'
     if ended.returncode == exit_codes.OK:
       self.finish(ended)
-      return f'went on, bit for bit, in {ended.seconds:.1f} s'
+      return f'{met}; went on, bit for bit, in {ended.seconds:.1f} s'
     judge.check_refusal(ended)
     self.resume()
-    return f'ended with {ended.returncode} ({judge.sentence_of(ended)}); then went on, bit for bit'
+    return f'{met}; ended with {ended.returncode} ({judge.sentence_of(ended)}); then went on, bit for bit'
 
   def chosen(self, fault: Fault, count: int) -> Callable[[int, str], Fault | None]:
     """`fault` at so many requests of a job."""
