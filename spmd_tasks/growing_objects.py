@@ -39,10 +39,10 @@ class _Writer:
     self._error: Exception | None = None
     self._begun_s = 0.0
 
-  def append(self, name: str, data: bytes) -> None:
-    """Takes `data`, to be written within a second or so; raises the error of an earlier write."""
+  def append(self, path: epath.PathLike, data: bytes) -> None:
+    """Adds `data` to a growing file, to be written within a second or so; raises the error of an earlier write."""
     with self._lock:
-      self._parts.setdefault(name, _Part(name)).waiting += data
+      self._parts.setdefault(name := os.fspath(path), _Part(name)).waiting += data
       error, self._error = self._error, None
       if self._timer is None:
         self._timer = threading.Timer(max(0.0, self._begun_s + _PERIOD_S - time.monotonic()), self._write_later)
@@ -52,7 +52,7 @@ class _Writer:
       raise error
 
   def flush(self) -> None:
-    """Returns when everything is written."""
+    """Returns when all that was appended is there. Raises OSError."""
     with self._writing:
       with self._lock:
         self._timer, self._begun_s = None, time.monotonic()
@@ -64,10 +64,10 @@ class _Writer:
         with self._lock:
           part.written, part.waiting = part.written + data, part.waiting[len(data) :]
 
-  def forget(self, name: str) -> None:
+  def forget(self, path: epath.PathLike) -> None:
     """What is appended next begins another part."""
     self.flush()
-    self._parts.pop(name, None)
+    self._parts.pop(os.fspath(path), None)
 
   def _write_later(self) -> None:
     try:
@@ -79,14 +79,7 @@ class _Writer:
 _writer = _Writer()
 
 
-def append(path: epath.PathLike, data: bytes) -> None:
-  """Adds `data` to a growing file in a store. Raises the OSError of an earlier write."""
-  _writer.append(os.fspath(path), data)
-
-
-def flush() -> None:
-  """Returns when all that was appended to files in stores is there. Raises OSError."""
-  _writer.flush()
+append, flush = _writer.append, _writer.flush
 
 
 def read(path: epath.PathLike) -> bytes:
@@ -100,7 +93,7 @@ def read(path: epath.PathLike) -> bytes:
 
 def replace(path: epath.PathLike, data: bytes) -> None:
   """Gives a growing file another content, which `append` goes on from."""
-  _writer.forget(os.fspath(path))
+  _writer.forget(path)
   old = _parts_of(path)
   append(path, data)
   flush()
@@ -109,7 +102,7 @@ def replace(path: epath.PathLike, data: bytes) -> None:
 
 def remove(path: epath.PathLike) -> None:
   """Removes a growing file."""
-  _writer.forget(os.fspath(path))
+  _writer.forget(path)
   stores.remove(_parts_of(path))
 
 

@@ -14,7 +14,7 @@ The manifest has the size of every object. Those of arrays have no SHA-256, as a
 speed of saves and restores: a shard is verified by its CRC while it is read, and a shard that is missing is an error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import dataclasses
 import hashlib
@@ -37,9 +37,11 @@ from spmd_tasks.checkpoints.manifest import (
   LeafEntry,
   manifest_text,
 )
+from spmd_tasks.files import glob_below
 from spmd_tasks.growing_objects import flush
 from spmd_tasks.stores import create, exists, kvstore_spec, modified_s, read, sizes_below, write
 
+_DAMAGED = 'manifest.damaged-*'
 _IN_FLIGHT_BYTES = 8_000_000_000  # of a restore, in the host's memory
 _SLOWEST_BYTES_PER_S = 100_000_000
 
@@ -74,8 +76,8 @@ class StoreDirectory(CheckpointDirectory):
 
   def open(self) -> None:
     complete = self.claimed_steps()
-    others = [path for path in self._list() if (step := step_of(path)) is not None and step not in complete]
-    left = [path for path in others if not _damaged_manifests(path)]
+    others = self._without_manifest(complete)
+    left = [path for path in others if not glob_below(path, _DAMAGED)]
     if not complete and left == others:
       self.refuse_loss()
     for path in left:
@@ -115,25 +117,18 @@ class StoreDirectory(CheckpointDirectory):
 
   def damaged(self) -> list[str]:
     complete = self.claimed_steps()
-    names = [path.name for step, path in complete.items()]
-    for path in self._list():
-      if (step := step_of(path)) is not None and step not in complete:
-        names += [f'{path.name}/{each.name}' for each in _damaged_manifests(path)]
-    return sorted(names)
+    aside = [each for path in self._without_manifest(complete) for each in glob_below(path, _DAMAGED)]
+    return sorted([path.name for path in complete.values()] + [f'{each.parent.name}/{each.name}' for each in aside])
 
   def _list(self) -> list[epath.Path]:
-    try:
-      return list(self.path.iterdir())
-    except FileNotFoundError:
-      return []
+    return glob_below(self.path, '*')
+
+  def _without_manifest(self, complete: Mapping[int, epath.Path]) -> list[epath.Path]:
+    return [path for path in self._list() if (step := step_of(path)) is not None and step not in complete]
 
   def _delete(self, step: int) -> None:
     (self.final(step) / MANIFEST_FILE).unlink(missing_ok=True)
     self.final(step).rmtree(missing_ok=True)
-
-
-def _damaged_manifests(path: epath.Path) -> list[epath.Path]:
-  return [each for each in path.iterdir() if each.name.startswith('manifest.damaged-')]
 
 
 class StoreArrays:
@@ -164,10 +159,10 @@ class StoreArrays:
     for shard in (shard for each in shards.values() for shard in each):
       shard.data.copy_to_host_async()
     # On a CPU NumPy would look at the very memory that is donated.
-    copy, context = jax.default_backend() == 'cpu', _context()
+    to_host, context = np.array if jax.default_backend() == 'cpu' else np.asarray, _context()
     self._started = []
     for name, leaf in leaves.items():
-      hosts = [(shard.index, _to_host(shard.data, copy)) for shard in shards[name]]
+      hosts = [(shard.index, to_host(shard.data)) for shard in shards[name]]
       self._started.append(self._thread.submit(_start_writing, _array_spec(path, name, leaf), context, hosts))
 
   def wait_until_written(self) -> None:
@@ -216,10 +211,6 @@ def _own_shards(leaf: jax.Array, turn: int) -> list[Any]:
     holders.setdefault(str(index), []).append(device)
   writers = {devices[turn % len(devices)] for devices in holders.values()}
   return [shard for shard in leaf.addressable_shards if shard.device in writers]
-
-
-def _to_host(data: jax.Array, copy: bool) -> np.ndarray:
-  return np.array(data) if copy else np.asarray(data)
 
 
 def _start_writing(spec: dict[str, Any], context: Any, hosts: list[tuple[Any, np.ndarray]]) -> list[Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from spmd_tasks import files
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.growing_objects import _Writer
+from spmd_tasks.growing_objects import _writer
 from spmd_tasks.inputs.text_files import TextFiles
 from spmd_tasks.programs import store_claim
 from spmd_tasks.programs.job_directory import claim
@@ -70,11 +70,11 @@ def test_a_dead_process_of_this_machine_holds_nothing(store):
   claim(store, experiment_name='a').release()
 
 
-def test_a_file_grows_by_parts(store, monkeypatch):
+def test_a_file_grows_by_parts(store):
   path, content = store / 'log.txt', b''
   for number in range(6):
     if number == 3:  # another process goes on
-      monkeypatch.setattr('spmd_tasks.growing_objects._writer', _Writer())
+      _writer.forget(path)
     line = b'%d ' % number * 100_000
     files.append(path, line)
     files.sync_path(path)
