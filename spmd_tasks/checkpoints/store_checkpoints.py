@@ -112,7 +112,7 @@ class StoreDirectory(CheckpointDirectory):
   def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
     aside = path / f'manifest.{suffix}.json'
     write(aside, read(path / MANIFEST_FILE))
-    (path / MANIFEST_FILE).unlink()
+    (path / MANIFEST_FILE).unlink(missing_ok=True)  # an answer may have been lost
     return aside
 
   def damaged(self) -> list[str]:
