@@ -34,7 +34,8 @@ def main() -> None:
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
     try:
       assert server.stdout is not None
-      use_emulator(args.store, server.stdout.readline().strip())
+      url = next(line.strip() for line in server.stdout if line.startswith('http'))
+      use_emulator(args.store, url.replace('0.0.0.0', '127.0.0.1'))
       print(json.dumps(measure(args.store, args.arrays, args.mib, args.rounds)))
     finally:
       server.kill()

@@ -50,7 +50,7 @@ def choose(
   if step is not None and step not in steps:
     raise CheckpointError(f'{directory.path} has no checkpoint of step {step}; it has {list(steps)}.')
   for candidate in reversed(steps) if step is None else [step]:
-    path, stamp = steps[candidate], directory.stamp(candidate)
+    path, stamp = steps[candidate], (candidate, 0) if rejected is None else directory.stamp(candidate)
     if step is None and rejected and stamp in rejected:
       continue
     try:

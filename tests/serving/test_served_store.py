@@ -1,0 +1,61 @@
+"""A job, and a model's folder, in an object store are served: the real binary answers as `load` generates."""
+
+import json
+import re
+import secrets
+import urllib.request
+
+import jax
+from jax.sharding import Mesh
+import numpy as np
+import pytest
+
+from spmd_tasks import load
+from spmd_tasks.stores import upload
+from tests import binary
+from tests.model_folders import write_llama
+from tests.serving.test_serve_binary import SHAPE
+
+pytestmark = pytest.mark.slow
+DECODE = ('task.decode.max_len=64', 'task.decode.num_slots=2', 'task.decode.temperature=0')
+
+
+def a_job(url: str, tmp_path) -> tuple[object, ...]:
+  """Trains one, and returns the flags by which it is served."""
+  trained = binary.run_binary(*SHAPE, '--ici_mesh_shape', '1,1,1', '--mode', 'train', '--job_log_dir', url)
+  assert trained.returncode == 0, trained.stderr
+  return ('--job_log_dir', url)
+
+
+def a_folder(url: str, tmp_path) -> tuple[object, ...]:
+  upload(write_llama(tmp_path / 'llama'), url)
+  return ('--exp', 'hf.Model', '--set', f'model={url}', '--job_log_dir', f'{url}_served')
+
+
+@pytest.mark.parametrize('make, scheme', [(a_job, 'gs'), (a_folder, 's3')])
+def test_is_served_as_it_is_loaded(make, scheme, gcs_emulator, s3_emulator, tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  url = f'{scheme}://bucket/{secrets.token_hex(4)}'
+  flags = make(url, tmp_path)
+  settings = [flag for setting in DECODE for flag in ('--set', setting)]
+  shape = ('--num_fake_devices', 1, '--ici_mesh_shape', '1,1,1')
+  server = binary.start_binary(*flags, *shape, '--mode', 'serve', '--port', 0, *settings)
+  try:
+    lines = ['']
+    while 'Serving' not in lines[-1]:
+      lines.append(server.stdout.readline())
+      assert lines[-1], (lines, server.communicate(timeout=60))
+    place = f'{re.search(r"http://[^ ]+", lines[-1])[0].strip()}/v1'
+    with urllib.request.urlopen(f'{place}/models') as models:
+      body = {'model': json.load(models)['data'][0]['id'], 'prompt': 'the cat', 'max_tokens': 6, 'temperature': 0}
+    request = urllib.request.Request(
+      f'{place}/completions', json.dumps(body).encode(), {'Content-Type': 'application/json'}
+    )
+    with urllib.request.urlopen(request) as answer:
+      text = json.load(answer)['choices'][0]['text']
+  finally:
+    server.kill()
+    server.communicate()
+  assert text
+  one_device = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ('replica', 'data', 'mdl'))
+  assert load(url, mesh=one_device, overrides=DECODE).generate(['the cat'], max_tokens=6) == [text]
