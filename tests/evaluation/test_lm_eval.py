@@ -56,6 +56,11 @@ def our_model(folder, **arguments):
   return HarnessModel(path=str(folder), **{'max_length': MAX_LENGTH, 'batch_size': 3} | SMALL | arguments)
 
 
+@pytest.fixture(scope='module')
+def on_eight(made):
+  return our_model(made[0], mesh='1x2x4')
+
+
 def one_device():
   return MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)).build(jax.devices()[:1])
 
@@ -76,9 +81,9 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize('mesh', [pytest.param('one device', marks=exhaustive), '1x2x4'])
-def test_all_kinds_of_requests_get_the_answers_of_transformers(made, tasks, mesh):
+def test_all_kinds_of_requests_get_the_answers_of_transformers(made, tasks, mesh, on_eight):
   folder, theirs = made
-  ours = our_model(folder, mesh=one_device() if mesh == 'one device' else mesh)
+  ours = our_model(folder, mesh=one_device()) if mesh == 'one device' else on_eight
   assert ours.loaded.mesh.size == (1 if mesh == 'one device' else 8)
   results = evaluate(ours, tasks)
   assert_same(results, theirs)
@@ -104,15 +109,14 @@ def test_conversations_are_rendered_as_by_transformers(made, tasks):
   assert set(ours.tokenizer_name) <= set('0123456789abcdef')  # part of the name of a cache's file
 
 
-def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(made, harness):
+def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(made, on_eight):
   from lm_eval.api.instance import Instance
 
   folder, _ = made
-  ours = our_model(folder)
 
   def ask(**settings):
     requests = [Instance('generate_until', {}, ('the cat', settings), i) for i in range(3)]
-    return ours.generate_until(requests, disable_tqdm=True)
+    return on_eight.generate_until(requests, disable_tqdm=True)
 
   sampled = ask(do_sample=True, temperature=1.5, max_gen_toks=8)
   assert len(set(sampled)) == 3
@@ -148,7 +152,7 @@ def server_of(folder):
     yield served.url
 
 
-def test_the_server_answers_the_harness_as_the_model_does(made, tasks, monkeypatch):
+def test_the_server_answers_the_harness_as_the_model_does(made, tasks, on_eight, monkeypatch):
   folder, theirs = made
   monkeypatch.setenv('OPENAI_API_KEY', 'none')
   with server_of(folder) as url:
@@ -159,10 +163,12 @@ def test_the_server_answers_the_harness_as_the_model_does(made, tasks, monkeypat
     assert_same(results, theirs)
     # By the server's tokenizer, several requests at a time; nothing stands before texts then.
     results = evaluate('local-completions', tasks, ['ending'], model_args=shared | {'num_concurrent': 3})
-    assert_same(results, evaluate(our_model(folder, add_bos_token=False), tasks, ['ending']))
+    with monkeypatch.context() as patch:
+      patch.setattr(on_eight, '_add_bos', False)
+      assert_same(results, evaluate(on_eight, tasks, ['ending']))
     chat = {'model': 'tiny', 'base_url': f'{url}/v1/chat/completions', 'max_length': MAX_LENGTH + 2}
     results = evaluate('local-chat-completions', tasks, ['write'], model_args=chat, apply_chat_template=True)
-  expected = evaluate(our_model(folder), tasks, ['write'], apply_chat_template=True)
+  expected = evaluate(on_eight, tasks, ['write'], apply_chat_template=True)
   assert answers(results) == answers(expected)
 
 

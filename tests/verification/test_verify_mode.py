@@ -15,7 +15,7 @@ from tests.model_folders import write_llama
 
 TINY = [name for name, _ in list_experiments() if 'Tiny' in name or 'Uneven' in name]
 FEW = {
-  'lm.UnevenTiny': 'checkpoint,rows',
+  'lm.UnevenTiny': 'checkpoint',
   'synthetic.Tiny': 'mesh,microbatches',
   'moe.UnevenExperts': 'eval',
   'pipeline.MoeTiny': 'pipeline',
