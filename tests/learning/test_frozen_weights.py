@@ -35,15 +35,14 @@ def test_what_is_trained_is_trained_as_if_it_were_alone(optimizer):
   learner = Learner(optimizer=optimizer, clip_global_norm=1.0, ema_decay=0.9)
   grads = {'a': {'kernel': None, 'lora_a': jnp.full((2, 1), 3.0)}, 'b': jnp.ones((4,))}
   state, other = learner.init(weights, specs), learner.init(alone, specs_of(alone))
-  new, state, metrics = learner.update(grads, jnp.float32(1), jnp.int32(0), state, weights, specs)
-  expected, other, others = learner.update(
-    {'a': {'lora_a': grads['a']['lora_a']}, 'b': grads['b']},
-    jnp.float32(1),
-    jnp.int32(0),
-    other,
-    alone,
-    specs_of(alone),
-  )
+
+  def step(grads, state, weights, specs):
+    update = lambda grads, state, weights: learner.update(grads, jnp.float32(1), jnp.int32(0), state, weights, specs)
+    return jax.jit(update)(grads, state, weights)
+
+  new, state, metrics = step(grads, state, weights, specs)
+  alone_grads = {'a': {'lora_a': grads['a']['lora_a']}, 'b': grads['b']}
+  expected, other, others = step(alone_grads, other, alone, specs_of(alone))
   np.testing.assert_array_equal(new['a']['kernel'], weights['a']['kernel'])
   np.testing.assert_array_equal(new['a']['lora_a'], expected['a']['lora_a'])
   jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state), jax.tree.leaves(other))

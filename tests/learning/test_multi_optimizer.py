@@ -25,8 +25,9 @@ ADAFACTOR = Adafactor.as_t5x(learning_rate=0.1, min_dim_size_to_factor=2, moment
 def train(optimizer, weights, grads):
   learner = Learner(optimizer=optimizer)
   state = learner.init(weights, SPECS)
+  update = jax.jit(lambda grad, t, state, weights: learner.update(grad, jnp.float32(1), t, state, weights, SPECS)[:2])
   for t, grad in enumerate(grads):
-    weights, state, _ = learner.update(grad, jnp.float32(1), jnp.int32(t), state, weights, SPECS)
+    weights, state = update(grad, jnp.int32(t), state, weights)
   return weights, state
 
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from spmd_tasks.planning.memory import memory_parts
-from tests.planning.compiled_steps import Dense, Mixture, Pipelined, compiled_step
+from tests.planning.compiled_steps import Mixture, Pipelined, compiled_step
 
 
 def shard_bytes(tree) -> int:
@@ -14,7 +14,7 @@ def shard_bytes(tree) -> int:
   return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-@pytest.mark.parametrize('experiment', [Dense, Mixture, Pipelined])
+@pytest.mark.parametrize('experiment', [Mixture, Pipelined])
 def test_the_parts_add_up_to_what_the_compiler_says(experiment):
   _, model, compiled, program = compiled_step(experiment)
   parts = memory_parts(compiled.memory_analysis(), program, model)

@@ -21,9 +21,8 @@ def model() -> PartitionedModel:
 
 def test_initial_weights_do_not_depend_on_the_mesh(model):
   weights = jax.device_get(model.to_canonical(model.init(0)).weights)
-  for shape in ('1,8,1', '1,1,8'):
-    other = partition(f'ici_mesh_shape={shape}')
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.to_canonical(other.init(0)).weights), weights)
+  other = partition('ici_mesh_shape=1,1,8')
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.to_canonical(other.init(0)).weights), weights)
   reseeded = jax.device_get(model.to_canonical(model.init(1)).weights)
   assert not np.array_equal(reseeded['embedding']['table'], weights['embedding']['table'])
 
@@ -55,8 +54,8 @@ def test_eval_step_takes_other_batches_and_leaves_the_weights(model):
   averages = eval_step(state.variables, eval_step.place(batch), jnp.int32(0))
   assert float(averages['loss'].count) == 3 * 16
   weights = jax.device_get(model.to_canonical(state).weights)
-  expected = model.task.compute_loss({'params': weights}, batch, train=False).loss  # no mesh, no padding
-  np.testing.assert_allclose(averages['loss'].compute(), expected, rtol=1e-6)
+  alone = jax.jit(lambda weights: model.task.compute_loss({'params': weights}, batch, train=False).loss)
+  np.testing.assert_allclose(averages['loss'].compute(), alone(weights), rtol=1e-6)  # no mesh, no padding
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
 
 

@@ -63,14 +63,15 @@ def test_a_reference_from_the_base_is_the_model_before_its_adapters_were_trained
     def compute(weights):
       return dataclasses.replace(task, loss=loss).compute_loss({'params': weights}, batch, train=True).loss
 
-    return jax.value_and_grad(compute)(trained['params'])
+    return jax.jit(jax.value_and_grad(compute))(trained['params'])
 
-  own = task.loss.with_model(task, trained, batch)
-  pairs = pair_log_probs(task.predict(at_start, batch), own)
+  own = jax.jit(lambda weights: task.loss.with_model(task, weights, batch))(trained)
+  pairs = pair_log_probs(jax.jit(lambda weights: task.predict(weights, batch))(at_start), own)
   np.testing.assert_array_equal(pairs.chosen, pairs.reference_chosen)
   noise = batch | {'reference_log_probs': batch['weights'] * 7}
   (found, gradient) = loss_of(task.loss, noise)
   (expected, wanted) = loss_of(dataclasses.replace(task.loss, reference_from='batch'), own)
   np.testing.assert_allclose(found, expected, rtol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, wanted)
-  np.testing.assert_allclose(task.compute_loss(at_start, noise, train=False).loss, np.log(2), rtol=1e-6)
+  evaluated = jax.jit(lambda weights: task.compute_loss(weights, noise, train=False).loss)(at_start)
+  np.testing.assert_allclose(evaluated, np.log(2), rtol=1e-6)

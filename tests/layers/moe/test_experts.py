@@ -48,13 +48,24 @@ def test_biases_and_a_clamped_activation(rng, backend):
     parts = [expert_of_gpt_oss(e, rows[i : i + n], weights) for e, (i, n) in enumerate(zip(starts, sizes))]
     return jnp.concatenate([*parts, jnp.zeros((NUM_ROWS - sum(sizes), MODEL_DIM))])
 
-  result, pull_back = jax.vjp(reference, rows, weights)
-  for ours, expected in zip(jax.tree.leaves(actual), jax.tree.leaves((result, *pull_back(d_result))), strict=True):
+  @jax.jit
+  def of_reference(rows, weights):
+    result, pull_back = jax.vjp(reference, rows, weights)
+    return result, *pull_back(d_result)
+
+  for ours, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(of_reference(rows, weights)), strict=True):
     np.testing.assert_allclose(ours, expected, atol=1e-5 * max(1.0, np.abs(expected).max()), rtol=0)
-  batched = batched_ffn(rows.reshape(NUM_EXPERTS, 4, 4, MODEL_DIM), weights)
-  for e in range(NUM_EXPERTS):
-    expected = expert_of_gpt_oss(e, rows.reshape(NUM_EXPERTS, 16, MODEL_DIM)[e], weights)
-    np.testing.assert_allclose(batched[e].reshape(16, MODEL_DIM), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_all_experts_at_once(rng):
+  rows = jnp.asarray(rng.standard_normal((NUM_EXPERTS, 16, MODEL_DIM)), jnp.float32)
+
+  @jax.jit
+  def both(rows, weights):
+    expected = jnp.stack([expert_of_gpt_oss(e, rows[e], weights) for e in range(NUM_EXPERTS)])
+    return batched_ffn(rows.reshape(NUM_EXPERTS, 4, 4, MODEL_DIM), weights).reshape(rows.shape), expected
+
+  np.testing.assert_allclose(*both(rows, make_weights(rng)), rtol=1e-4, atol=1e-4)
 
 
 def test_an_activation_with_a_formula_of_its_own_needs_a_gate():

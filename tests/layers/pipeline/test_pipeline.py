@@ -170,19 +170,14 @@ def pipelined(num_layers, **settings):
   return compiled.as_text(), ((loss, outputs), (merge(weights, stack.num_repeats), x))
 
 
+# Layers that neither 4 stages nor 4 stages x 2 divide; 16 microbatches are of one row, which two devices share.
 CASES = {
-  'gpipe': (8, {'num_microbatches': 8}),
-  'gpipe, 6 layers on 4 stages, full remat': (6, {'num_microbatches': 8, 'remat_policy': 'full'}),
-  'circular': (8, {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2}),
-  'circular, no delay': (8, {'num_microbatches': 4, 'schedule': 'circular', 'num_repeats': 2}),
-  'circular, 10 layers on 4 stages x 2': (
-    10,
-    {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2, 'remat_policy': 'dots'},
-  ),
-  'one forward, one backward': (8, {'num_microbatches': 8, 'schedule': 'one_forward_one_backward'}),
-  'one forward, one backward, 6 layers, full remat': (
+  'gpipe': (6, {'num_microbatches': 16, 'remat_policy': 'full'}),
+  'circular': (10, {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2, 'remat_policy': 'dots'}),
+  'circular, no delay': (10, {'num_microbatches': 4, 'schedule': 'circular', 'num_repeats': 2}),
+  'one forward, one backward': (
     6,
-    {'num_microbatches': 16, 'schedule': 'one_forward_one_backward', 'remat_policy': 'full'},
+    {'num_microbatches': 8, 'schedule': 'one_forward_one_backward', 'remat_policy': 'full'},
   ),
 }
 
@@ -209,7 +204,7 @@ def stage_neighbours(mesh):
   return pairs | {(b, a) for a, b in pairs}
 
 
-@pytest.mark.parametrize('name', ['gpipe', 'circular', 'one forward, one backward'])
+@pytest.mark.parametrize('name', ['circular', 'one forward, one backward'])
 def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
   """Between stages: permutes of one microbatch. Within a stage an all-to-all sorts the rows of its two microbatches.
 
@@ -234,8 +229,8 @@ def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
 
 
 def dropout_run(mesh=None, rules=RULES, **settings):
-  stack = PipelinedStack(block=make_block(dropout_rate=0.5), num_layers=8, num_microbatches=8, **settings)
-  compiled, args = compile_grad(stack, 8, mesh, rules, rngs={'dropout': jax.random.key(3)})
+  stack = PipelinedStack(block=make_block(dropout_rate=0.5), num_layers=6, num_microbatches=8, **settings)
+  compiled, args = compile_grad(stack, 6, mesh, rules, rngs={'dropout': jax.random.key(3)})
   (loss, outputs), (weights, x) = jax.device_get(compiled(*args))
   return (loss, outputs), (merge(weights, stack.num_repeats), x)
 
@@ -243,7 +238,7 @@ def dropout_run(mesh=None, rules=RULES, **settings):
 def test_dropout_does_not_depend_on_the_schedule_or_the_mesh():
   gpipe = dropout_run()
   (_, (y, _)), _ = gpipe
-  assert not np.allclose(y, reference(8)[0][1][0])
+  assert not np.allclose(y, reference(6)[0][1][0])
   stages_innermost = (('batch', ('data', 'stage')), *RULES[1:])
   assert_close(dropout_run(make_mesh(data=4, stage=2), stages_innermost, schedule='one_forward_one_backward'), gpipe)
 

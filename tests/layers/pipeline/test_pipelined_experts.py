@@ -220,7 +220,7 @@ def test_rows_move_within_their_stage_and_are_not_gathered(num_microbatches, tra
   assert activation_collectives(text) == ({'all-to-all'} if num_microbatches > 2 else set())
 
 
-@pytest.mark.parametrize('batch_size', [12, 2])
+@pytest.mark.parametrize('batch_size', [12, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_evaluation_of_another_batch_size_has_the_numbers_of_one_device(batch_size):
   """Groups of 2 rows do not fit 8 microbatches of 12 rows, nor any of 2."""
   block = make_block(BIASED, groups_of(2, CapacityGather), 4)
