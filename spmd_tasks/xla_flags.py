@@ -10,6 +10,7 @@ from jaxlib.version import __version_info__ as JAXLIB  # without JAX itself, whi
 
 UNKNOWN_FROM = (0, 12)  # jaxlib's first minor whose flags were not tried
 _GONE_FROM = {'--xla_cpu_use_fusion_emitters': (0, 11)}  # the first minor that lacks a flag
+_NEW_IN = {'--xla_cpu_opt_preset': (0, 11)}  # the first minor that has it
 
 
 def add_xla_flags(*flags: str) -> None:
@@ -23,4 +24,7 @@ def add_xla_flags(*flags: str) -> None:
 
 def known_flags(*flags: str) -> list[str]:
   """Returns the flags that the installed jaxlib is known to have."""
-  return [flag for flag in flags if JAXLIB[:2] < _GONE_FROM.get(flag.partition('=')[0], UNKNOWN_FROM)]
+  names = {flag: flag.partition('=')[0] for flag in flags}
+  return [
+    flag for flag, name in names.items() if _NEW_IN.get(name, (0, 0)) <= JAXLIB[:2] < _GONE_FROM.get(name, UNKNOWN_FROM)
+  ]

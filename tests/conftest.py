@@ -5,7 +5,8 @@ all processes of a run and for later runs (tests/xla_settings.py). Fake devices 
 (spmd_tasks/distributed/fake_devices.py). Processes that tests start inherit all that, and are forked by one server
 (tests/fork_server.py).
 
-Workers (-n) take whole files, so that a file's fixtures are built once, and single cases of the files in `_SPREAD`.
+Workers (-n) take whole files, so that a file's fixtures are built once, and single cases of the files in `_SPREAD`;
+files that share an import or a job go to the same worker.
 """
 
 import collections
@@ -73,30 +74,66 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  """Leaves out the cases marked exhaustive, unless --all is given; files with more slow tests come first."""
+  """Leaves out cases marked exhaustive, unless --all is given. Groups come first, then files with more slow tests."""
   kept = [item for item in items if 'exhaustive' not in item.keywords or config.getoption('--all')]
   if len(kept) < len(items):
     config.hook.pytest_deselected(items=[item for item in items if 'exhaustive' in item.keywords])
   num_slow = collections.Counter(item.path for item in kept if 'slow' in item.keywords)
-  items[:] = sorted(kept, key=lambda item: -num_slow[item.path])
+
+  def place(item: pytest.Item) -> tuple:
+    scope = _scope(item.nodeid)  # of a group, directories stay together, with what their conftest.py makes
+    group = (0, scope, str(item.path.parent)) if scope in _TOGETHER else (1,)
+    return *group, -num_slow[item.path]
+
+  items[:] = sorted(kept, key=place)
 
 
 # Files of long cases that share little. Their cases go to whichever worker is free.
 _SPREAD = (
   'multi_process/test_binary.py',
   'multi_process/test_faults.py',
-  'programs/test_kills.py',
   'test_benchmarks.py',
   'test_docs.py',
 )
 
 
+# Files that one worker has, because they share what takes seconds: imports, a finished job, steps that are compiled.
+_TOGETHER = {
+  'torch': (
+    'bridges/huggingface/test_against_transformers.py',
+    'bridges/huggingface/test_encoder_decoders.py',
+    'bridges/huggingface/test_peft.py',
+    'bridges/huggingface/test_quantized.py',
+    'evaluation/test_lm_eval.py',
+    'inputs/test_as_transformers_does.py',
+    'learning/test_muon.py',
+    'tuning/test_assistant_turns.py',
+    'tuning/test_preference_loss.py',
+  ),
+  'seqio': ('bridges/t5x/test_gin.py', 'bridges/t5x/test_seqio.py', 'bridges/t5x/test_seqio_metrics.py'),
+  'a finished job': ('tests/programs/', 'tests/replay/'),
+  'steps for plans': (
+    'planning/test_collectives.py',
+    'planning/test_memory_parts.py',
+    'planning/test_predicted_time.py',
+  ),
+  'one curve': ('runtime/test_context_numbers_agree.py', 'runtime/test_numbers_agree.py'),
+}
+
+
+def _scope(nodeid: str) -> str:
+  """The file, or the group of files, or the case: what one worker has whole."""
+  file = nodeid.partition('::')[0]
+  if file.endswith(_SPREAD):
+    return nodeid
+  return next((name for name, parts in _TOGETHER.items() if any(part in file for part in parts)), file)
+
+
 class _FilesAndCases(LoadScopeScheduling):
-  """Hands out whole files, or single cases of the files in _SPREAD."""
+  """Hands out whole files, those that share something together, or single cases of the files in _SPREAD."""
 
   def _split_scope(self, nodeid: str) -> str:
-    file = nodeid.partition('::')[0]
-    return nodeid if file.endswith(_SPREAD) else file
+    return _scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

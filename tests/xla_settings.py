@@ -16,6 +16,7 @@ ENVIRONMENT = {
       '--xla_backend_optimization_level=0',
       '--xla_llvm_disable_expensive_passes=true',
       '--xla_cpu_use_fusion_emitters=false',
+      '--xla_cpu_opt_preset=FAST_COMPILE',
       '--xla_cpu_parallel_codegen_split_count=1',
       '--xla_cpu_collective_call_terminate_timeout_seconds=300',
     )

@@ -49,16 +49,16 @@ def test_collectives_are_scheduled_as_data_flows_unless_flags_say_otherwise(give
   assert os.environ['XLA_FLAGS'] == (given or '--xla_cpu_enable_concurrency_optimized_scheduler=false')
 
 
-@pytest.mark.parametrize(
-  'jaxlib, emitters, level', [((0, 10, 2), True, True), ((0, 11, 0), False, True), (UNKNOWN_FROM, False, False)]
-)
-def test_a_flag_is_set_where_the_version_of_jaxlib_is_known_to_have_it(jaxlib, emitters, level, monkeypatch):
-  flags = '--xla_cpu_use_fusion_emitters=false', '--xla_backend_optimization_level=0'
+@pytest.mark.parametrize('jaxlib, known', [((0, 10, 2), (1, 1, 0)), ((0, 11, 0), (0, 1, 1)), (UNKNOWN_FROM, (0, 0, 0))])
+def test_a_flag_is_set_where_the_version_of_jaxlib_is_known_to_have_it(jaxlib, known, monkeypatch):
+  flags = (
+    '--xla_cpu_use_fusion_emitters=false', '--xla_backend_optimization_level=0', '--xla_cpu_opt_preset=FAST_COMPILE'
+  )  # fmt: skip
   monkeypatch.setenv('XLA_FLAGS', '')
   monkeypatch.setattr(xla_flags, 'JAXLIB', jaxlib)
   xla_flags.add_xla_flags(*flags)
   xla_flags.add_xla_flags(*flags)
-  assert os.environ['XLA_FLAGS'].split() == [flag for flag, is_known in zip(flags, (emitters, level)) if is_known]
+  assert os.environ['XLA_FLAGS'].split() == [flag for flag, is_known in zip(flags, known, strict=True) if is_known]
 
 
 def test_the_bound_of_known_flags_is_that_of_jax_in_pyproject():

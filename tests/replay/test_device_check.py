@@ -9,14 +9,16 @@ import pytest
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.replay import CheckDevices, CorruptionError
+from tests.programs.small_jobs import SMALL
 from tests.replay.faulty_devices import Fault, FaultyDevices, run_of
 from tests.replay.replayed_jobs import NAME
 
 
-@pytest.fixture(scope='module')
-def checked():
-  """A check of experts on a pipeline that has found nothing, with what it saw."""
-  run, batch = run_of(NAME)
+# scripts/bench_device_check.py has experts on a pipeline too, and hundreds of faults.
+@pytest.fixture(scope='module', params=[SMALL, pytest.param(NAME, marks=pytest.mark.exhaustive)])
+def checked(request):
+  """A check that has found nothing, with what it saw."""
+  run, batch = run_of(request.param)
   hook = FaultyDevices(every_steps=2)
   hook.prepare(run)
   hook.before_step(run, batch)
@@ -66,7 +68,7 @@ def test_a_fault_inside_the_program_is_found_and_a_broken_device_named_by_its_pr
   _, run, batch = checked
   leaves = [str(path) for path, _ in jax.tree_util.tree_flatten_with_path((run.state, batch))[0]]
   weight = next(i for i, path in enumerate(leaves) if 'final_norm' in path)
-  hook.fault = Fault(device=5, stage='program', leaf=weight, element=3, bit=6)  # the exponent of the first entry
+  hook.fault = Fault(device=5, stage='program', leaf=weight, element=3, bit=0)  # of the exponent of the first entry
   with pytest.raises(CorruptionError, match='have spread, so that no shard tells which of 8 was wrong') as error:
     hook.before_step(run, batch)
   assert not named(error)

@@ -53,7 +53,7 @@ class Server:
     key.write_text('secret\n')
     self.process = process = binary.start_binary(  # no --exp: the directory's config.json says which model it is
       '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--mode', 'serve', '--job_log_dir', self._job,
-      '--port', 0, '--api_key_file', key, '--drain_s', 20, '--set', 'task.decode.num_slots=4',
+      '--port', 0, '--api_key_file', key, '--drain_s', 20, '--set', 'task.decode.num_slots=2',
       '--set', 'task.decode.prefill_chunk=16',
     )  # fmt: skip
     self._stack.callback(process.communicate)

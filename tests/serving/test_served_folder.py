@@ -28,7 +28,7 @@ def client(folder):
   process = binary.start_binary(
     '--exp', 'hf.Model', '--set', f'model={folder}', '--mode', 'serve', '--job_log_dir', folder / 'job', '--port', 0,
     '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--set', 'task.decode.max_len=1024',
-    '--set', 'task.decode.num_slots=3', '--set', 'task.decode.min_bucket=64', '--set', 'task.decode.prefill_chunk=64',
+    '--set', 'task.decode.num_slots=2', '--set', 'task.decode.min_bucket=64', '--set', 'task.decode.prefill_chunk=64',
     '--set', 'task.decode.weights_dtype=int8',
   )  # fmt: skip
   try:

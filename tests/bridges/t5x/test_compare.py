@@ -14,6 +14,7 @@ import pytest
 
 from spmd_tasks.bridges.t5x._weights import Layout
 from spmd_tasks.bridges.t5x.exporting import write_state
+from tests.shared_models import Shared
 
 sys.path.insert(0, str(Path(__file__).parents[3] / 'scripts'))
 
@@ -64,6 +65,8 @@ def make(directory):
 
 @pytest.mark.slow
 def test_a_case_is_compared_on_1_and_8_devices(tmp_path, monkeypatch, capsys, rng):
+  partition = Shared(t5x_compare.partition_spmd_model, max_kept=2)  # what is compiled serves all three
+  monkeypatch.setattr(t5x_compare, 'partition_spmd_model', partition)
   case = tmp_path / 'case'
   case.mkdir()
   (case / 'config.json').write_text(json.dumps(CONFIG))
