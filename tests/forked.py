@@ -27,10 +27,7 @@ import time
 SOCKET_VARIABLE = 'SPMD_TASKS_FORK_SERVER'
 PAX_SOCKET_VARIABLE = 'SPMD_TASKS_PAX_FORK_SERVER'
 # And what each imports.
-_SERVERS = {
-  SOCKET_VARIABLE: (),
-  PAX_SOCKET_VARIABLE: ('spmd_tasks.bridges.pax:PaxExperiment',),
-}
+_SERVERS = {SOCKET_VARIABLE: (), PAX_SOCKET_VARIABLE: ('spmd_tasks.bridges.pax:PaxExperiment',)}
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 _HEADER = struct.Struct('!Q')

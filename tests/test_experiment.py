@@ -139,10 +139,7 @@ def test_what_would_silently_mean_something_else_is_refused_in_the_class(define,
 
 
 BAD_FIELDS = [
-  (
-    {'ici_mesh_shape': (1, 2)},
-    r'\(1, 2\) has 2 entries, but the mesh has 3 axes, replica, data, mdl: give one',
-  ),
+  ({'ici_mesh_shape': (1, 2)}, r'\(1, 2\) has 2 entries, but the mesh has 3 axes, replica, data, mdl: give one'),
   ({'ici_mesh_shape': (1, 0, 2)}, 'positive'),
   ({'mesh_axis_names': ('data', 'data', 'mdl')}, 'axis twice'),
   ({'axis_rules': (('mlp', 'model'),)}, "'model', which is not one of the mesh axes"),

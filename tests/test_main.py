@@ -41,16 +41,7 @@ def test_list_is_quick_and_imports_no_jax():
 
 
 def test_print_config_shows_every_field_with_its_overrides(capsys, tmp_path):
-  flags = (
-    '--num_train_steps',
-    7,
-    '--ici_mesh_shape',
-    '1,2,4',
-    '--seed',
-    5,
-    '--set',
-    'task.learner.ema_decay=0.5',
-  )
+  flags = ('--num_train_steps', 7, '--ici_mesh_shape', '1,2,4', '--seed', 5, '--set', 'task.learner.ema_decay=0.5')
   directory = tmp_path / 'job'
   code = binary.run_in_process('--exp', 'synthetic.Tiny', *flags, '--job_log_dir', directory, '--print_config')
   assert code == exit_codes.OK
@@ -111,10 +102,7 @@ BAD_INPUT = {
     ('--exp', 'spmd_tasks.experiment.Experiment', *TRAIN),
     ['does not define', 'task()', 'train_input()', 'name a subclass'],
   ),
-  'no mode': (
-    (*TINY, '--job_log_dir', 'HERE/job'),
-    ['give --mode (train, eval, decode, decode_once, export, '],
-  ),
+  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once, export, ']),
   'no such host': (
     ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--host', '192.0.2.1'),
     ['cannot listen on 192.0.2.1:8000', 'Name another --host or --port'],
@@ -234,10 +222,7 @@ def test_argparse_answers_for_the_flags_themselves(flags, part, capsys):
 
 
 @pytest.mark.parametrize(
-  'flags, part',
-  [
-    (('--exp', 'synthetic.Tiny', '--num_fake_devices', '2'), 'needs 1 devices but there are 2'),
-  ],
+  'flags, part', [(('--exp', 'synthetic.Tiny', '--num_fake_devices', '2'), 'needs 1 devices but there are 2')]
 )
 def test_the_real_binary_says_nothing_else(flags, part, tmp_path):
   """With a process of its own, where imports and JAX could write to stderr too."""

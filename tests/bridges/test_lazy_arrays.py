@@ -32,13 +32,7 @@ def assert_parts_are_equal(lazy, whole, rng):
 
 @pytest.mark.parametrize(
   'before, after',
-  [
-    ((6, 4), (6, 2, 2)),
-    ((24,), (2, 3, 4)),
-    ((2, 3, 4), (24,)),
-    ((1, 6, 1, 4), (6, 4)),
-    ((2, 2, 3), (4, 3, 1)),
-  ],
+  [((6, 4), (6, 2, 2)), ((24,), (2, 3, 4)), ((2, 3, 4), (24,)), ((1, 6, 1, 4), (6, 4)), ((2, 2, 3), (4, 3, 1))],
 )
 def test_parts_of_a_reshaped_array(before, after, rng):
   source = Source(*before)

@@ -1,10 +1,7 @@
 import jax
 import pytest
 
-from spmd_tasks.bridges._operations import (
-  Concatenate,
-  Transpose,
-)
+from spmd_tasks.bridges._operations import Concatenate, Transpose
 from spmd_tasks.bridges._rules import Rule, RuleTable
 from spmd_tasks.errors import UserError
 

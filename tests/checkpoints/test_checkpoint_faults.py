@@ -9,14 +9,7 @@ import resource
 import shutil
 from typing import Any
 
-from checkpoint_states import (
-  abstract_state,
-  array_file,
-  assert_restores,
-  device_state,
-  flip_bit,
-  names,
-)
+from checkpoint_states import abstract_state, array_file, assert_restores, device_state, flip_bit, names
 from etils import epath
 import jax
 import pytest

@@ -4,14 +4,7 @@ from collections.abc import Callable
 import os
 from typing import Any
 
-from checkpoint_states import (
-  abstract_state,
-  assert_restores,
-  device_state,
-  host_state,
-  names,
-  sharding,
-)
+from checkpoint_states import abstract_state, assert_restores, device_state, host_state, names, sharding
 from etils import epath
 import jax
 import jax.numpy as jnp
@@ -133,8 +126,7 @@ def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothi
 
 
 @pytest.mark.parametrize(
-  'max_to_keep, keep_every_n_steps, kept',
-  [(None, None, [1, 2, 3, 4, 5, 6]), (2, None, [5, 6]), (2, 3, [3, 5, 6])],
+  'max_to_keep, keep_every_n_steps, kept', [(None, None, [1, 2, 3, 4, 5, 6]), (2, None, [5, 6]), (2, 3, [3, 5, 6])]
 )
 def test_kept_steps(tmp_path, max_to_keep, keep_every_n_steps, kept):
   checkpointer = Checkpointer(tmp_path, max_to_keep=max_to_keep, keep_every_n_steps=keep_every_n_steps)

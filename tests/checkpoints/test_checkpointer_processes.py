@@ -19,11 +19,7 @@ REPOSITORY = pathlib.Path(__file__).parents[2]
 def start(num_devices: int, *argv: str) -> subprocess.Popen[str]:
   env = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(num_devices), 'PYTHONPATH': str(REPOSITORY)}
   return binary.start_process(
-    [checkpoint_worker.__file__, *argv],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    env=env,
+    [checkpoint_worker.__file__, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
   )
 
 

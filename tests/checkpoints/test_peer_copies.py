@@ -118,8 +118,7 @@ def test_copies_of_another_job_at_the_same_path_or_of_another_mesh_are_refused(s
 
 
 @pytest.mark.parametrize(
-  'newest_then, newest_now, is_used',
-  [(4, 8, True), (4, 9, False), (4, None, False), (None, 3, True)],
+  'newest_then, newest_now, is_used', [(4, 8, True), (4, 9, False), (4, None, False), (None, 3, True)]
 )
 def test_the_store_wins_where_it_is_newer_or_has_gone_back(start, newest_then, newest_now, is_used, caplog):
   copy_and_die(start(), 8, newest_checkpoint=newest_then)

@@ -11,14 +11,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from spmd_tasks.inputs import (
-  ByteTokenizer,
-  JsonLines,
-  Mixture,
-  SyntheticText,
-  TextFiles,
-  TextInput,
-)
+from spmd_tasks.inputs import ByteTokenizer, JsonLines, Mixture, SyntheticText, TextFiles, TextInput
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
 from tests.programs.small_jobs import Small
@@ -116,11 +109,7 @@ class Mixed(Read):
     made_up = fdl.Config(SyntheticText, vocab_size=self.vocab_size, **sizes)
     mixture = fdl.Config(
       Mixture,
-      sources={
-        'long': self._lines('[012]'),
-        'short': self._lines('3', packing=False),
-        'made_up': made_up,
-      },
+      sources={'long': self._lines('[012]'), 'short': self._lines('3', packing=False), 'made_up': made_up},
       weights={'long': 0.3, 'short': 0.4, 'made_up': 0.3},
       weight_changes=((8, {'long': 0.6, 'short': 0.2, 'made_up': 0.2}),),
     )

@@ -94,10 +94,7 @@ class Started:
       self.kill_session()
       raise HangError(f'the process did not end within {limit_s:g} s; its last words: {tail}') from None
     return Ended(
-      returncode=self.process.returncode,
-      stdout=self.stdout,
-      stderr=self.stderr,
-      seconds=time.monotonic() - self._began,
+      returncode=self.process.returncode, stdout=self.stdout, stderr=self.stderr, seconds=time.monotonic() - self._began
     )
 
   def session_is_empty(self) -> bool:

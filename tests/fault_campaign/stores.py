@@ -254,11 +254,7 @@ def busy(scene: Scene) -> str:
 @kind('store/connections refused, cut or without an answer', share=8)
 def broken_connections(scene: Scene) -> str:
   job = StoreJob(scene)
-  faults = {
-    'refused': Fault(status=0),
-    'lost answers': Fault(keep=0.0),
-    'cut answers': Fault(keep=scene.rng.random()),
-  }
+  faults = {'refused': Fault(status=0), 'lost answers': Fault(keep=0.0), 'cut answers': Fault(keep=scene.rng.random())}
   name = scene.rng.choice(sorted(faults))
   scene.where += f'{name}, '
   return job.endure(job.chosen(faults[name], scene.rng.randrange(1, 6)))

@@ -10,14 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs import (
-  ByteTokenizer,
-  ChatTemplate,
-  JsonLines,
-  Mixture,
-  Parquet,
-  source_ids_name,
-)
+from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, JsonLines, Mixture, Parquet, source_ids_name
 from spmd_tasks.tuning import ConversationInput, Conversations, PreferenceInput, Preferences
 from tests.inputs.mixed import B, T, close, read, shards, synthetic, text, undisturbed
 

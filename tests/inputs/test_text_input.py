@@ -57,8 +57,7 @@ def test_another_number_of_hosts_is_refused_without_resharding(training):
 
 
 @pytest.mark.parametrize(
-  'change',
-  [{'batch_size': 8}, {'seq_len': 8}, {'seed': 2}, {'shuffle': False}, {'packing': False}, {'num_epochs': 1}],
+  'change', [{'batch_size': 8}, {'seq_len': 8}, {'seed': 2}, {'shuffle': False}, {'packing': False}, {'num_epochs': 1}]
 )
 def test_other_settings_refuse_the_state(training, change):
   _, state = take(training, 3)

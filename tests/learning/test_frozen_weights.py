@@ -20,11 +20,7 @@ def specs_of(weights):
 
 @pytest.mark.parametrize(
   'optimizer',
-  [
-    AdamW(learning_rate=0.1, weight_decay=0.1),
-    Adafactor(learning_rate=0.1),
-    Lion(learning_rate=0.1),
-  ],
+  [AdamW(learning_rate=0.1, weight_decay=0.1), Adafactor(learning_rate=0.1), Lion(learning_rate=0.1)],
   ids=lambda each: type(each).__name__,
 )
 def test_what_is_trained_is_trained_as_if_it_were_alone(optimizer):

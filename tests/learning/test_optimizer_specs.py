@@ -114,8 +114,7 @@ def test_optax_wrappers_of_other_shapes_are_understood():
   labels = {'ffn': {'kernel': 'adam', 'bias': 'sgd'}, 'square': 'factored', 'query': 'adam', 'scale': 'sgd'}
   labels |= {'experts': {'up': 'adam', 'down': 'sgd', 'bias': 'sgd'}}
   transformation = optax.multi_transform(
-    {'adam': optax.adam(0.1), 'sgd': optax.sgd(0.1), 'factored': optax.adafactor(0.1, min_dim_size_to_factor=2)},
-    labels,
+    {'adam': optax.adam(0.1), 'sgd': optax.sgd(0.1), 'factored': optax.adafactor(0.1, min_dim_size_to_factor=2)}, labels
   )
   state = jax.eval_shape(transformation.init, WEIGHTS)
   with mock.patch.object(optimizer_specs.logging, 'warning') as warning:

@@ -10,10 +10,7 @@ from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd
 from spmd_tasks.sharding import WeightSpec
 
 NUM_STEPS = 4
-SPECS = {
-  'kernel': WeightSpec(shape=(4, 6), init=None),
-  'scale': WeightSpec(shape=(6,), init=None, tags=('no_decay',)),
-}
+SPECS = {'kernel': WeightSpec(shape=(4, 6), init=None), 'scale': WeightSpec(shape=(6,), init=None, tags=('no_decay',))}
 SCHEDULE = optax.warmup_constant_schedule(0.0, 0.1, 2)
 RATES = [0.0, 0.05, 0.1, 0.1]
 

@@ -51,13 +51,7 @@ def lines_of_a_stream(client, fault, *, max_tokens=900):
   return lines, None
 
 
-@pytest.mark.parametrize(
-  'culprit, signum',
-  [
-    (0, signal.SIGKILL),
-    (1, signal.SIGSTOP),
-  ],
-)
+@pytest.mark.parametrize('culprit, signum', [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_process_that_is_killed_or_stopped_ends_the_job_and_the_clients_are_told(tmp_path, culprit, signum):
   silence = ['--silence_limit_s=5'] if signum == signal.SIGSTOP else []
   with serving(tmp_path, *silence) as (job, client, _):

@@ -60,10 +60,7 @@ def test_every_step_is_planned_on_request(plan):
 
 
 @pytest.mark.parametrize(
-  'target, overrides, parts',
-  [
-    ('v5p:2x2x1', (), ["target 'v5p:2x2x1' has 4 chips", 'needs 8', "--target 'v5p:2x2x2'"]),
-  ],
+  'target, overrides, parts', [('v5p:2x2x1', (), ["target 'v5p:2x2x1' has 4 chips", 'needs 8', "--target 'v5p:2x2x2'"])]
 )
 def test_chips_that_are_not_the_meshs_are_refused(target, overrides, parts):
   with pytest.raises(UserError) as raised:

@@ -212,9 +212,7 @@ def test_memory_of_a_tpu_program():
   """The figures are those of memory_analysis() when the program was compiled."""
   program, model = tpu_step()
   analysis = SimpleNamespace(
-    generated_code_size_in_bytes=4_005_376,
-    peak_memory_in_bytes=10_774_528,
-    serialized_buffer_assignment_proto=b'',
+    generated_code_size_in_bytes=4_005_376, peak_memory_in_bytes=10_774_528, serialized_buffer_assignment_proto=b''
   )
   parts = memory_parts(analysis, program, model)
   assert parts['peak_bytes'] == 10_774_528 + 4_005_376

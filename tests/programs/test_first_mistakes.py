@@ -47,10 +47,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(change, words, tmp_pat
   assert not directory.exists()
 
 
-@pytest.mark.parametrize(
-  'change',
-  ['loss=with_metrics', 'loss=with_weights', 'model=Plain', 'how=array'],
-)
+@pytest.mark.parametrize('change', ['loss=with_metrics', 'loss=with_weights', 'model=Plain', 'how=array'])
 def test_what_is_clear_is_taken(change):
   name = 'OwnFeed' if change.startswith('how') else 'Mistaken'
   model = partition_job(resolve(f'{MODULE}.{name}', [MESH, change]).build())

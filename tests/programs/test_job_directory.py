@@ -99,14 +99,7 @@ def test_the_claim_ends_with_kill_9(tmp_path):
 
 
 @pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
-@pytest.mark.parametrize(
-  'name',
-  [
-    'config.json',
-    'metrics.jsonl',
-    'eval/valid/metrics.jsonl',
-  ],
-)
+@pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl', 'eval/valid/metrics.jsonl'])
 def test_what_is_no_file_in_the_place_of_a_file_is_refused_at_once(tmp_path, make, name):
   path = tmp_path / name
   path.parent.mkdir(parents=True, exist_ok=True)

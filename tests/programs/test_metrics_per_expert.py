@@ -98,8 +98,7 @@ def test_evaluation_averages_vectors_over_batches(model, tmp_path):
   batches = [draw_batch(1, TOKENS_PER_ROW), draw_batch(2, (1, *[0] * (B - 1))), draw_batch(3, [0] * B)]
   batches.append({name: rows[:3] for name, rows in draw_batch(4, TOKENS_PER_ROW).items()})
   job = types.SimpleNamespace(
-    eval_inputs={'valid': Batches(batches)},
-    experiment=types.SimpleNamespace(tensorboard=False, input_timeout_s=60),
+    eval_inputs={'valid': Batches(batches)}, experiment=types.SimpleNamespace(tensorboard=False, input_timeout_s=60)
   )
   evaluator = Evaluator(job, model, epath.Path(tmp_path))
   ((name, metrics),) = evaluator.evaluate(model.init(0).variables, 7)

@@ -76,12 +76,7 @@ def test_tensorboard_has_them_and_the_losses(sampled_job):
   assert events.SummaryMetadata('sample_01').plugin_data.plugin_name == 'text'
 
 
-@pytest.mark.parametrize(
-  'step, left',
-  [
-    (12, '--- step 15, 2026-01-01 00:00:00\n> é\n| x'),
-  ],
-)
+@pytest.mark.parametrize('step, left', [(12, '--- step 15, 2026-01-01 00:00:00\n> é\n| x')])
 def test_a_job_that_was_killed_has_each_sample_once(sampled_job, tmp_path, step, left):
   """Killed after the checkpoint of `step` and some steps more; before the sample of 12, or in the middle of one."""
   directory = tmp_path / 'job'

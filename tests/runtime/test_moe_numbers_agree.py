@@ -30,9 +30,7 @@ FAST = ('data 2 x expert 4',)
 TWO = 'task.learner.num_microbatches=2'
 
 # name, experiment, mesh, overrides, overrides of the reference on one device
-CASES = [
-  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
-]
+CASES = [('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ())]
 ONE_BY_ONE = [
   ('two data axes, einsum, never drop', TwoDataAxes, (1, 4, 2), (*EINSUM, *NEVER_DROP), ()),
   (

@@ -120,14 +120,7 @@ def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
         validate(body_class, parsed)
 
 
-@pytest.mark.parametrize(
-  'name, value',
-  [
-    ('port', 65536),
-    ('api_key', 'two\nlines'),
-    ('drain_s', -1),
-  ],
-)
+@pytest.mark.parametrize('name, value', [('port', 65536), ('api_key', 'two\nlines'), ('drain_s', -1)])
 def test_settings_out_of_range_are_named(name, value):
   with pytest.raises(UserError, match='API key' if name == 'api_key' else name):
     ServerSettings(**{name: value})

@@ -54,10 +54,7 @@ SLOW = {
 
 def test_slow_clients_are_given_up(monkeypatch):
   monkeypatch.setattr('spmd_tasks.serving.server._KEEP_ALIVE_S', 1.0)
-  with (
-    serving(FakeEngine(), header_timeout_s=1.0, body_timeout_s=1.0) as served,
-    contextlib.ExitStack() as stack,
-  ):
+  with serving(FakeEngine(), header_timeout_s=1.0, body_timeout_s=1.0) as served, contextlib.ExitStack() as stack:
     started = time.monotonic()
     left = {}
     for name, (first, rest) in SLOW.items():

@@ -35,13 +35,7 @@ JOB = 'tests.tuning.low_rank_jobs.Small'
 SIZES = ('max_len=64', 'num_slots=4', 'prefill_chunk=16', 'min_bucket=16', 'num_top_logprobs=2')
 KINDS = {
   'all': {'modules': (*ATTENTION, *FEED_FORWARD, 'lm_head'), 'rank': 4, 'alpha': 6.0, 'seed': 1},
-  'rslora': {
-    'modules': ATTENTION[::2],
-    'rank': 2,
-    'alpha': 3.0,
-    'seed': 2,
-    'use_rslora': True,
-  },
+  'rslora': {'modules': ATTENTION[::2], 'rank': 2, 'alpha': 3.0, 'seed': 2, 'use_rslora': True},
   'some': {'modules': ('self_attn.q_proj', *FEED_FORWARD), 'rank': 3, 'alpha': 3.0, 'seed': 3},
 }
 PROMPTS = np.random.default_rng(0).integers(10, 250, (2, 21)).tolist()  # the second of two chunks is reused, or not

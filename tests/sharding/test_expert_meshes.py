@@ -81,12 +81,7 @@ def test_when_mdl_becomes_a_second_data_axis(num_devices, num_experts, num_parti
       P('data', None, 'mdl'),
       P('data', 'mdl'),
     ),
-    (
-      DataModelMesh(num_devices=8, num_experts=4),
-      ('replica', 'data', 'mdl'),
-      P('data', None, None),
-      P('data', None),
-    ),
+    (DataModelMesh(num_devices=8, num_experts=4), ('replica', 'data', 'mdl'), P('data', None, None), P('data', None)),
     (
       DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=2),
       ('replica', 'expert', 'data'),
@@ -116,10 +111,7 @@ def test_what_the_forms_make_of_our_own_rules(form, batch, up, kernel):
   assert spec_of('embed', 'mlp') == kernel
 
 
-@pytest.mark.parametrize(
-  'world_size, num_experts, degrees',
-  [(8, 16, (8, 1)), (8, 4, (4, 2))],
-)
+@pytest.mark.parametrize('world_size, num_experts, degrees', [(8, 16, (8, 1)), (8, 4, (4, 2))])
 def test_degrees_of_expert_and_hidden_sharding(world_size, num_experts, degrees):
   axes = HiddenShardingMesh(num_devices=world_size, num_experts=num_experts, hidden_dim=16).axes()
   assert axes.ici_mesh_shape == (1, degrees[1], degrees[0], 1)

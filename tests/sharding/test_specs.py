@@ -91,12 +91,7 @@ MAPPING = {'map_1d': ('batch',), 'map_2d': ('batch', 'mdl'), 'map_3d': None}
 
 
 @pytest.mark.parametrize(
-  'ndim, mapping, expected',
-  [
-    (1, MAPPING, P(('replica', 'data'))),
-    (3, MAPPING, None),
-    (2, None, None),
-  ],
+  'ndim, mapping, expected', [(1, MAPPING, P(('replica', 'data'))), (3, MAPPING, None), (2, None, None)]
 )
 def test_input_specs_go_by_rank(ndim, mapping, expected):
   assert specs.infer_partition_spec_based_on_rank(ndim, mapping, AXES, RULES) == expected

@@ -15,10 +15,7 @@ from spmd_tasks.tuning.adapter_choices import AdapterChoices
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 5, 3, 4)).astype(np.float32)
 NUMBERS = np.array([2, 0, 1, 2], np.int32)
-ALONE = {
-  'wide': LowRankAdapter(rank=3, alpha=6.0),
-  'narrow': LowRankAdapter(rank=2, alpha=6.0, use_rslora=True),
-}
+ALONE = {'wide': LowRankAdapter(rank=3, alpha=6.0), 'narrow': LowRankAdapter(rank=2, alpha=6.0, use_rslora=True)}
 SHAPES = {'kernel': (3, 4, 2, 7), 'bias': (2, 7), 'lora_a': (3, 4, 3), 'lora_b': (3, 2, 7)}
 DRAWN = {name: (RNG.normal(size=shape) * 0.3).astype(np.float32) for name, shape in SHAPES.items()}
 

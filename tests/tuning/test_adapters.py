@@ -8,11 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import (
-  GatedFeedForward,
-  Linear,
-  TokenEmbedding,
-)
+from spmd_tasks.layers import GatedFeedForward, Linear, TokenEmbedding
 from spmd_tasks.layers.attention import Attention, LatentAttention
 from spmd_tasks.layers.moe import Experts
 from spmd_tasks.sharding.weights import unbox_weights

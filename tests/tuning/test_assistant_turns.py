@@ -169,11 +169,7 @@ DROPS = "{% for m in messages %}{{ m.content if loop.last else m.content.split('
 @pytest.mark.parametrize(
   'source, messages, message',
   [
-    (
-      DROPS,
-      [user('a'), says('why|b'), user('c')],
-      r"message 1 otherwise once .* 'bc' instead of 'why\|b'.*mark what",
-    ),
+    (DROPS, [user('a'), says('why|b'), user('c')], r"message 1 otherwise once .* 'bc' instead of 'why\|b'.*mark what"),
     (CHATML.replace("== 'assistant'", "== 'bot'"), [user('a'), says('b')], 'marks nothing of this conversation'),
     (
       '{% set x %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}>>{{ x }}',

@@ -7,13 +7,7 @@ import pytest
 from spmd_tasks import exit_codes
 from tests import binary
 from tests.runtime.loss_curves import assert_same_run, reference, runner, table
-from tests.tuning.reward_experiments import (
-  ExpertsPolicy,
-  LowRankPolicy,
-  PipelinedPolicy,
-  Policy,
-  write_prompts,
-)
+from tests.tuning.reward_experiments import ExpertsPolicy, LowRankPolicy, PipelinedPolicy, Policy, write_prompts
 
 IN_PARTS = ('task.learner.num_microbatches=4',)
 CASES = [

@@ -30,10 +30,7 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     'scan': rng.random() < 0.8,
   }
   if is_moe:
-    layout |= {
-      'capacity_form': rng.choice(['einsum', 'gather']),
-      'dispatch': rng.choice(['ring', 'padded_all_to_all']),
-    }
+    layout |= {'capacity_form': rng.choice(['einsum', 'gather']), 'dispatch': rng.choice(['ring', 'padded_all_to_all'])}
   num_devices = rng.choice([2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8])
   stages = 1
   # Dropout masks of a pipeline are others than a plain stack's (PipelinedStack says so).

@@ -49,8 +49,7 @@ EXHAUSTIVE = {'LocalMean', 'RngOfDevice', 'WrongLabels', 'PadInNorm'}
 
 
 @pytest.mark.parametrize(
-  'bug',
-  [pytest.param(bug, id=bug.name, marks=[pytest.mark.exhaustive] * (bug.name in EXHAUSTIVE)) for bug in BUGS],
+  'bug', [pytest.param(bug, id=bug.name, marks=[pytest.mark.exhaustive] * (bug.name in EXHAUSTIVE)) for bug in BUGS]
 )
 def test_a_planted_bug_is_found(bug):
   code, summary = verify(bug)

@@ -91,14 +91,8 @@ OLD_GEMMA = CONFIGS['gemma3_text'] | {'rope_theta': 1e6, 'rope_local_base_freq':
 @pytest.mark.parametrize(
   'old, new',
   [
-    (
-      OLD_LLAMA | {'rope_parameters': None, 'rope_scaling': CONFIGS['llama3']['rope_parameters']},
-      CONFIGS['llama3'],
-    ),
-    (
-      OLD_GEMMA | {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
-      CONFIGS['gemma3_text'],
-    ),
+    (OLD_LLAMA | {'rope_parameters': None, 'rope_scaling': CONFIGS['llama3']['rope_parameters']}, CONFIGS['llama3']),
+    (OLD_GEMMA | {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}}, CONFIGS['gemma3_text']),
     (CONFIGS['mistral'] | {'rope_theta': 1e4, 'rope_scaling': None, 'torch_dtype': 'float16'}, CONFIGS['mistral']),
     (CONFIGS['glm4'] | {'partial_rotary_factor': 0.5}, CONFIGS['glm4']),
   ],

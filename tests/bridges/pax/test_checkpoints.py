@@ -16,12 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
-from spmd_tasks.bridges.pax import (
-  checkpoint_format,
-  open_pax_checkpoint,
-  pax_checkpoints,
-  read_pax_checkpoint,
-)
+from spmd_tasks.bridges.pax import checkpoint_format, open_pax_checkpoint, pax_checkpoints, read_pax_checkpoint
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.errors import UserError
 

@@ -49,8 +49,9 @@ class Classifier(base_experiment.BaseExperiment):
   def datasets(self):
     return [
       pax_fiddle.Config(Images, name='train', batch_size=8, is_training=True, seed=1),
-      pax_fiddle.Config(Images, name='valid', batch_size=8, is_training=False, seed=2, reset_for_eval=True,
-                        eval_loop_num_batches=2),
+      pax_fiddle.Config(
+        Images, name='valid', batch_size=8, is_training=False, seed=2, reset_for_eval=True, eval_loop_num_batches=2
+      ),
     ]
 
   def model(self):
@@ -64,9 +65,7 @@ class Classifier(base_experiment.BaseExperiment):
     task.model = self.model()
     task.model.ici_mesh_shape, task.model.mesh_axis_names = self.ICI_MESH_SHAPE, ['replica', 'data', 'mdl']
     batch = ('replica', 'data')
-    task.train.inputs_split_mapping = NestedMap(
-      map_1d=(batch,), map_2d=(batch, None), map_4d=(batch, None, None, None)
-    )
+    task.train.inputs_split_mapping = NestedMap(map_1d=(batch,), map_2d=(batch, None), map_4d=(batch, None, None, None))
     task.train.num_train_steps = 6
     task.train.eval_interval_steps = 3
     task.train.learner = pax_fiddle.Config(
@@ -172,9 +171,7 @@ class FlaxModel(base_model.BaseModel):
   """A Flax module in a model of Praxis."""
 
   def setup(self):
-    self.create_child(
-      'network', pax_fiddle.Config(flax_adapter.FlaxModuleAdapter, module_factory_method=FlaxNetwork)
-    )
+    self.create_child('network', pax_fiddle.Config(flax_adapter.FlaxModuleAdapter, module_factory_method=FlaxNetwork))
 
   def compute_predictions(self, input_batch):
     return self.network(input_batch.image, train=not self.do_eval)

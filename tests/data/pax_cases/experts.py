@@ -18,7 +18,9 @@ class SmallMoe(moe_lm.MoeLm):
   NUM_TRAIN_STEPS = 6
 
   def datasets(self):
-    return [pax_fiddle.Config(moe_lm.ToyMoeInput, name='train', batch_size=8, seq_len=16, is_training=True, vocab_size=40)]
+    return [
+      pax_fiddle.Config(moe_lm.ToyMoeInput, name='train', batch_size=8, seq_len=16, is_training=True, vocab_size=40)
+    ]
 
   def task(self):
     task = super().task()

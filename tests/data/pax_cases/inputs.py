@@ -84,9 +84,17 @@ class FewRows(transformers.SmallLm):
     common = dict(seq_len=self.SEQ_LEN, vocab_size=self.VOCAB_SIZE, is_training=False, batch_size=3)
     return [
       super().datasets()[0],
-      pax_fiddle.Config(dense_lm.ToyLmInput, name='two', seed=2, reset_for_eval=True, eval_loop_num_batches=2, **common),
       pax_fiddle.Config(
-        dense_lm.ToyLmInput, name='all', seed=3, reset_for_eval=True, eval_loop_num_batches=None, num_batches=3, **common
+        dense_lm.ToyLmInput, name='two', seed=2, reset_for_eval=True, eval_loop_num_batches=2, **common
+      ),
+      pax_fiddle.Config(
+        dense_lm.ToyLmInput,
+        name='all',
+        seed=3,
+        reset_for_eval=True,
+        eval_loop_num_batches=None,
+        num_batches=3,
+        **common,
       ),
     ]
 

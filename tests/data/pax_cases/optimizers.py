@@ -31,8 +31,13 @@ class ShardedAdafactor(Learned):
 
   def optimizer(self):
     return self.configured(
-      opt.ShardedAdafactor, decay_method='pow', decay_pow=0.8, weight_decay=1e-3, min_dim_size_to_factor=4,
-      multiply_by_parameter_scale=True, per_var_learning_summary=True,
+      opt.ShardedAdafactor,
+      decay_method='pow',
+      decay_pow=0.8,
+      weight_decay=1e-3,
+      min_dim_size_to_factor=4,
+      multiply_by_parameter_scale=True,
+      per_var_learning_summary=True,
     )
 
 
@@ -41,8 +46,13 @@ class AdafactorInt8(Learned):
 
   def optimizer(self):
     return self.configured(
-      opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, beta1=0.9, quantized_dtype='int8',
-      weight_decay={'.*ff_layer.*': 1e-2, '.*': 0.0}, layerwise_adaptation=True,
+      opt.ShardedAdafactor,
+      decay_method='adam',
+      decay_adam=0.99,
+      beta1=0.9,
+      quantized_dtype='int8',
+      weight_decay={'.*ff_layer.*': 1e-2, '.*': 0.0},
+      layerwise_adaptation=True,
     )
 
 
@@ -51,8 +61,7 @@ class Sgd(Learned):
 
   def optimizer(self):
     return self.configured(
-      opt.ShardedSgd, momentum=0.9, nesterov=True, l2_regularizer_weight=1e-2,
-      clip_gradient_single_norm_to_value=0.3,
+      opt.ShardedSgd, momentum=0.9, nesterov=True, l2_regularizer_weight=1e-2, clip_gradient_single_norm_to_value=0.3
     )
 
 

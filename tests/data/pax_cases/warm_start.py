@@ -14,10 +14,7 @@ class SomeWeights(dense_lm.DenseLmEma):
 
   LEARNING_RATE = 0.0
   RULES = dict(
-    load_rules=[
-      ('params/lm/softmax/(.*)', 'ema/params/lm/softmax/{}'),
-      ('(.*)/(transformer)/(.*)', '{}/{}/{}'),
-    ],
+    load_rules=[('params/lm/softmax/(.*)', 'ema/params/lm/softmax/{}'), ('(.*)/(transformer)/(.*)', '{}/{}/{}')],
     ignore_rules=['.*/b$'],
     safe_load=True,
   )

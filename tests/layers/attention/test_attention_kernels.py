@@ -252,11 +252,7 @@ def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason
     ('splash', {'platform': 'cpu'}, "is a kernel for TPUs, and the mesh's devices are of the platform 'cpu'"),
     ('cudnn', {'platform': 'gpu', 'num_token_parts': 2}, 'the mesh splits it into 2 parts'),
     ('ring', {}, 'no mesh axis of several devices splits it'),
-    (
-      'cudnn',
-      {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256},
-      r'128 features \(256 from Hopper on\), not 256',
-    ),
+    ('cudnn', {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256}, r'128 features \(256 from Hopper on\), not 256'),
   ],
 )
 def test_what_is_asked_for_and_cannot_be_had_is_an_error(asked, changes, message):

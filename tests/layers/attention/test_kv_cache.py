@@ -23,14 +23,7 @@ from spmd_tasks.layers.attention import (
   YarnScaling,
   kv_cache,
 )
-from spmd_tasks.layers.moe import (
-  CapacityGather,
-  Dropless,
-  ExpertChoiceRouter,
-  Experts,
-  MixtureOfExperts,
-  TopKRouter,
-)
+from spmd_tasks.layers.moe import CapacityGather, Dropless, ExpertChoiceRouter, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding.weights import unbox_weights
 from tests.layers.tiny_model import VOCAB, random_weights
@@ -85,8 +78,7 @@ MODELS = {
     _stack(_block(num_kv_heads=2, qk_norm=True, use_bias=True), scan=False, remat_policy='full')
   ),
   'capped logits, scaled dims, normed outputs, sinusoidal positions': _model(
-    _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, softmax_scale=0.7)),
-    SinusoidalPositions(),
+    _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, softmax_scale=0.7)), SinusoidalPositions()
   ),
   'sinks, norm over heads, partial rotation, norms behind sublayers': _model(
     _stack(

@@ -25,15 +25,7 @@ from spmd_tasks.sharding.specs import sharding_scope
 
 
 @pytest.mark.parametrize(
-  'dims',
-  [
-    {},
-    {'gated': False},
-    {'E': 1, 'k': 1},
-    {'E': 16, 'k': 4, 'D': 5, 'F': 3},
-    {'B': 1, 'T': 1},
-  ],
-  ids=str,
+  'dims', [{}, {'gated': False}, {'E': 1, 'k': 1}, {'E': 16, 'k': 4, 'D': 5, 'F': 3}, {'B': 1, 'T': 1}], ids=str
 )
 def test_is_the_loop_over_assignments(dims, rng):
   run = value_and_gradients(Dropless())

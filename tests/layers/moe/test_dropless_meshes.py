@@ -25,11 +25,7 @@ from spmd_tasks.sharding.specs import sharding_scope
 # Mesh, axis rules, dims.
 LAYOUTS = {
   'expert 4': ({'expert': 4}, {'batch': 'expert'}, {}),
-  'data 4 (experts too) x mdl 2': (
-    {'data': 4, 'mdl': 2},
-    {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'},
-    {},
-  ),
+  'data 4 (experts too) x mdl 2': ({'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'}, {}),
   'data 2 (FSDP) x expert 2 x mdl 2, biases': (
     {'data': 2, 'expert': 2, 'mdl': 2},
     {'batch': ('data', 'expert'), 'expert_embed': 'data', 'expert_mlp': 'mdl'},
@@ -45,11 +41,7 @@ LAYOUTS = {
     {'batch': ('b', 'c'), 'expert': ('a', 'b'), 'expert_embed': 'c'},
     {'E': 8},
   ),
-  'the sequence is split too': (
-    {'data': 2, 'seq': 4},
-    {'batch': 'data', 'expert': ('data', 'seq')},
-    {'E': 8},
-  ),
+  'the sequence is split too': ({'data': 2, 'seq': 4}, {'batch': 'data', 'expert': ('data', 'seq')}, {'E': 8}),
   '6 experts on 4 devices, and nothing divides': (
     {'data': 2, 'expert': 4},
     {'batch': ('data', 'expert'), 'expert_embed': 'data'},
@@ -67,7 +59,7 @@ LAYOUTS_WITHOUT_EXCHANGE = {
     {'data': 4, 'mdl': 2},
     {'batch': 'data', 'expert': 'mdl', 'expert_embed': 'data'},
     {'E': 5},
-  ),
+  )
 }
 # By default each layout has one of the two dispatches, in turns.
 CASES = [

@@ -67,9 +67,7 @@ def test_losses_and_statistics_count_slots(group_size, rng):
   np.testing.assert_allclose(statistics['router_confidence'], gates.sum() / counts.sum(), rtol=1e-6)
   assert statistics['load_balance_loss'] == 0  # as in Flaxformer: the load is even
   np.testing.assert_allclose(
-    load_balance_loss(routing_sums(routing, divide_by_k=True)),
-    E * (counts / counts.sum() * scores).sum(),
-    rtol=1e-5,
+    load_balance_loss(routing_sums(routing, divide_by_k=True)), E * (counts / counts.sum() * scores).sum(), rtol=1e-5
   )
   normalizers = np.log(np.exp(np.asarray(routing.logits, np.float64)).sum(-1))
   np.testing.assert_allclose(statistics['router_z_loss'], (normalizers[mask] ** 2).mean(), rtol=1e-5)

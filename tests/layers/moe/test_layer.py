@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import FeedForward, GatedFeedForward
-from spmd_tasks.layers.moe import (
-  CapacityEinsum,
-  CapacityGather,
-  Dropless,
-  Experts,
-  MixtureOfExperts,
-  TopKRouter,
-)
+from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.sharding.weights import unbox_weights
 
 B, T, D, F, E = 2, 6, 8, 12, 4

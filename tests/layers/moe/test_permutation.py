@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmd_tasks.layers.moe import _permutation
-from spmd_tasks.layers.moe._permutation import (
-  sort_by_expert,
-)
+from spmd_tasks.layers.moe._permutation import sort_by_expert
 
 E = 3
 
