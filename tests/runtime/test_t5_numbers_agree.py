@@ -13,6 +13,7 @@ from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, generate
 from spmd_tasks.decoding.generation import search
 from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.experiments import t5
+from spmd_tasks.recipes import MoeEncoderDecoderLanguageModel
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 
 
@@ -30,10 +31,22 @@ class Prefix(t5.PrefixTiny):
   model_dims = 30
 
 
+class Mixture(t5.V11Tiny, MoeEncoderDecoderLanguageModel):
+  """ST-MoE's sublayers and dropout in them and in the experts; 4 experts, split over `data`."""
+
+  num_experts = 4
+  num_groups_multiple_of = 4
+  max_group_size = 64
+  num_selected_experts = 2
+  has_extra_ffn = True
+  dropout_rate = expert_dropout_rate = 0.1
+
+
 REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False', 'task.model.encoder_stack.scan=False')
 CASES = [
   ('dropout, full remat, data 2 x mdl 4', Uneven, (1, 2, 4), REMAT),
   ('a prefix, mdl 8', Prefix, (1, 1, 8), ()),
+  ('experts and a dense sublayer, with dropout, data 4 x mdl 2', Mixture, (1, 4, 2), ()),
 ]
 ONE_BY_ONE = [('unrolled, replica 2 x data 2 x mdl 2', Uneven, (2, 2, 2), UNROLLED)]
 FAST = ('dropout, full remat, data 2 x mdl 4',)
