@@ -85,6 +85,8 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
   kinds = _kinds(job)
   if mode == 'preview' and 'rollouts' in kinds:
     raise UserError('this experiment samples its examples itself: --mode train shows some of them with their rewards.')
+  if mode in ('serve', 'decode', 'decode_once') and 'scored texts' in kinds:
+    raise UserError(f'this model scores texts and predicts no tokens, which --mode {mode} needs: export it instead.')
   if 'preferences' not in kinds:
     return job
   from spmd_tasks.tuning.references import name_references

@@ -158,10 +158,11 @@ class AskTeacher(TrainHook):
     settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, TaughtInput))
     self._folder, task = local_folder(settings.teacher), run.job.task
     folder = open_folder(self._folder)
-    if folder.decoder.vocab_size != settings.vocab_size or folder.decoder.num_encoder_layers:
+    is_decoder = not folder.decoder.num_encoder_layers and folder.decoder.num_labels is None
+    if folder.decoder.vocab_size != settings.vocab_size or not is_decoder:
       raise UserError(
-        f'the teacher {settings.teacher} must be a decoder with the vocabulary of the model, {settings.vocab_size} '
-        f'tokens, but has {folder.decoder.vocab_size}: choose another teacher.'
+        f'the teacher {settings.teacher} must be a decoder with logits and the vocabulary of the model, '
+        f'{settings.vocab_size} tokens, but has {folder.decoder.vocab_size}: choose another teacher.'
       )
     temperature = getattr(task.loss, 'temperature', 1.0)
     added, number, top_k = settings.teacher_spec(), task.learner.num_microbatches, settings.teacher_top_k

@@ -207,7 +207,7 @@ class ScoreTuning(InstructionTuning):
   @functools.cached_property
   def folder(self) -> Folder:
     """The folder, with a head for scores."""
-    folder = super().folder
+    folder = self.open_folder()
     found = folder.decoder.num_labels
     if found is None and not folder.decoder.num_encoder_layers:
       return folder.with_head(self.num_labels)

@@ -77,5 +77,5 @@ def test_what_cannot_be_taught_is_one_sentence(folders, overrides, message):
 def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
   config = json.loads((folders[1] / 'config.json').read_text())
   (tmp_path / 'config.json').write_text(json.dumps(config | {'vocab_size': 441}))
-  with pytest.raises(UserError, match='the vocabulary of the model, 440 tokens, but has 441'):
+  with pytest.raises(UserError, match='logits and the vocabulary of the model, 440 tokens, but has 441'):
     asked(job_of(folders, f'teacher={tmp_path}'), (1, 1, 1))

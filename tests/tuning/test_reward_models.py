@@ -14,6 +14,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import FolderTokenizer
+from spmd_tasks.tuning import WING
 from spmd_tasks.tuning.reward_models import RewardModel, is_reward_model
 from tests.bridges.huggingface.test_folders import abstract_weights
 from tests.model_folders import write_llama
@@ -60,3 +61,11 @@ def test_what_is_no_reward_model_is_one_sentence(tmp_path):
   assert not is_reward_model('my_lab.rewards:score')
   with pytest.raises(UserError, match='must be a folder of ForSequenceClassification with one label'):
     RewardModel(str(tmp_path), run_on(1), batch_size=3, seq_len=32)
+
+
+def test_a_model_of_scores_generates_no_text(folder):
+  with pytest.raises(UserError, match='scores texts and predicts no tokens: it is for'):
+    resolve('hf.Model', [f'model={folder}'])
+  job = resolve('finetune.FullReward', [f'model={folder}', 'data=pairs.jsonl']).build()
+  with pytest.raises(UserError, match='predicts no tokens, which --mode serve needs'):
+    WING.prepare_job(job, 'serve', None)

@@ -49,6 +49,15 @@ class PretrainedLanguageModel(TextTraining):
   @functools.cached_property
   def folder(self) -> Folder:
     """The folder, its config read."""
+    folder = self.open_folder()
+    if folder.decoder.num_labels is not None:
+      raise UserError(
+        f'{self.model} scores texts and predicts no tokens: it is for finetune.FullReward and its kin, or a reward.'
+      )
+    return folder
+
+  def open_folder(self) -> Folder:
+    """Reads the folder, whatever its head is."""
     if not self.model:
       raise UserError("this experiment needs a folder in Hugging Face's format: --set model=FOLDER.")
     return open_folder(local_folder(self.model))
