@@ -22,7 +22,7 @@ from absl import logging
 from etils import epath
 
 from spmd_tasks import exit_codes
-from spmd_tasks.files import glob_below, read_text, write_durably
+from spmd_tasks.files import glob_below, is_remote, read_text, write_durably
 
 RUNNING = -1000  # in place of an exit code
 
@@ -136,7 +136,7 @@ class Neighbours:
         threading.Thread(target=self._ask_often, args=(id, path), name=f'asks {id}', daemon=True).start()
 
   def _keep_looking(self) -> None:
-    while not self._closed.wait(_LOOK_S):
+    while not self._closed.wait(5 * _LOOK_S if is_remote(self._directory) else _LOOK_S):
       try:
         self._look()
       except Exception as error:  # the job goes on without: nobody can come meanwhile

@@ -199,10 +199,9 @@ class _Supervisor:
     command += ['--coordinator_address', coordinator, '--num_processes', str(num_processes), '--process_id', str(index)]
     settings: dict[str, Any] = dict(zip(('min_hosts', 'max_hosts'), self._limits))
     settings |= {'sizes_file': self._sizes_file, 'parent': os.getpid()}
+    env = {SUPERVISED: json.dumps(settings), 'SPMD_TASKS_ROUND': str(self._neighbours.own.round)}
     # In a session of its own, so that Ctrl-C reaches it through the supervisor alone.
-    return subprocess.Popen(
-      command, stdin=subprocess.DEVNULL, env={**os.environ, SUPERVISED: json.dumps(settings)}, start_new_session=True
-    )
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **env}, start_new_session=True)
 
   def _verdict(self, codes: Mapping[str, int | None]) -> int | None:
     """Returns the exit code with which this host leaves the job, or None if it goes on with another round."""

@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import socket
+import time
 import types
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ _FILES = (
 PROGRAMS_DIRECTORY = 'compiled'
 _DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY)
 # The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
+_LEASE_S = 120.0  # more than that of NFS
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -197,6 +199,18 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   return True
 
 
+def _flock(lock_file: io.FileIO) -> None:
+  """Locks a file, or raises BlockingIOError; a supervised job waits until a file server forgets a host that has died."""
+  end = time.monotonic() + (_LEASE_S if 'SPMD_TASKS_ROUND' in os.environ else 0)
+  while True:
+    try:
+      return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      if time.monotonic() > end:
+        raise
+    time.sleep(0.5)
+
+
 def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
   """Locks the lock file and writes the holder into it; returns None on a file system without locks."""
   if is_remote(path):
@@ -206,7 +220,7 @@ def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
   # Close-on-exec (Python's default): a subprocess must not keep the lock after this process has died.
   lock_file = io.FileIO(os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+')
   try:
-    fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _flock(lock_file)
     if not os.path.samestat(os.fstat(lock_file.fileno()), os.stat(path / LOCK_FILE)):
       raise BlockingIOError  # a job that was refused has just removed the file, and another one has made it anew
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')

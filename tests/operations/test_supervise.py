@@ -1,9 +1,13 @@
 """A job of supervised hosts goes on when one dies, on a smaller mesh with the same rows."""
 
+import contextlib
+
+from etils import epath
 import pytest
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.operations import fitting, rounds, supervisor
+from spmd_tasks.programs import store_claim
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
 from tests.operations.hosts import Hosts, stop_and_compare
 
@@ -60,13 +64,24 @@ def test_of_several_proposals_one_succeeds(tmp_path):
 
 
 def test_a_round_in_a_store_is_a_conditional_write(store):
-  from etils import epath
-
   directory = epath.Path(store) / 'supervisors'
   for hosts in ('ab', 'cd'):
     rounds.propose_round(directory, 1, list(hosts), 'a:1')
   assert rounds.read_round(directory, 1)['hosts'] == ['a', 'b']
   assert rounds.newest_round(directory) == 1
+
+
+def test_a_later_round_takes_the_store_from_a_host_that_is_gone(store, monkeypatch):
+  monkeypatch.setattr(store_claim, '_machine', iter('abc').__next__)  # other machines
+  monkeypatch.setattr(store_claim, 'DEAD_AFTER_S', 1000.0)
+  directory = epath.Path(store) / 'claimed'
+  monkeypatch.setenv('SPMD_TASKS_ROUND', '1')
+  with contextlib.closing(store_claim.claim_store(directory, 'job.lock')) as first:
+    monkeypatch.setenv('SPMD_TASKS_ROUND', '2')
+    with contextlib.closing(store_claim.claim_store(directory, 'job.lock')) as second:
+      with pytest.raises(JobError, match='was taken by another job'):
+        first.check()
+      second.check()
 
 
 @pytest.mark.parametrize('text', ['2', '4:2', '0:2', 'a:b', ':4'])
