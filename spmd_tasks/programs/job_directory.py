@@ -200,7 +200,7 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
 
 
 def _flock(lock_file: io.FileIO) -> None:
-  """Locks a file, or raises BlockingIOError; a supervised job waits until a file server forgets a host that has died."""
+  """Locks a file, or raises BlockingIOError; a supervised job waits until a file server forgets a dead host."""
   end = time.monotonic() + (_LEASE_S if 'SPMD_TASKS_ROUND' in os.environ else 0)
   while True:
     try:
