@@ -296,14 +296,16 @@ def emit(
   if state.seen is not None and state.counts is not None:
     adjusted = adjust(allowed, state.seen, state.counts, state.sampling)
   tokens = sample(adjusted, position_keys(state.keys, positions), state.sampling, state.active)
-  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
+  # Of few tokens, from what all add to: log_softmax would write, and read, the whole vocabulary's.
+  highest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
+  log_total = jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - highest), axis=-1, keepdims=True))
+  top_logits, top_ids = jax.lax.top_k(logits, num_top_logprobs)
   is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)
   outputs = Outputs(
     tokens=tokens,
-    logprobs=jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0],
+    logprobs=(jnp.take_along_axis(logits, tokens[:, None], axis=-1).astype(jnp.float32) - highest - log_total)[:, 0],
     top_ids=top_ids,
-    top_logprobs=top_logprobs,
+    top_logprobs=top_logits.astype(jnp.float32) - highest - log_total,
     is_valid=state.active,
     is_finished=is_finished,
   )
