@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks.decoding import DecodeSteps, generation
 from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
 from tests.runtime.loss_curves import make_model
 from tests.tuning.reward_experiments import Policy
@@ -86,10 +86,14 @@ FAULTS = {
 }
 
 
-def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1():
+def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1(monkeypatch):
   rollout = sampler().rollout()
   assert sampler().mismatch(rollout) < 1e-5
   assert len({*map(tuple, rollout.tokens)}) > NUM_PROMPTS  # draws differ
+  monkeypatch.setattr(generation, 'can_sample', lambda *_: False)
+  by_scheduler = sampler().rollout()
+  np.testing.assert_array_equal(by_scheduler.tokens, rollout.tokens)
+  assert sampler().mismatch(by_scheduler) < 1e-5
 
 
 @pytest.mark.parametrize('fault', FAULTS)
