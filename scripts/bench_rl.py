@@ -15,12 +15,13 @@ nothing logged; ours log every sixth step, with the mismatch. The last line is o
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
   samples_per_second: of each round, by side.
 
-On 2026-11-26 the machine had a load of 20 to 30 on 2 cores, where wall time means nothing. In seconds of CPU a step, of
-the model of --quick, one thread each: ours 0.25 for sampling and 0.8 for the update, TRL's 0.55 and 0.45. So
-samples_over_trl is about 1 (goal 3; 0.57 before rollouts were one program): sampling is 2.2 times as fast, and the
-update, whose weight gradients XLA computes from transposed copies on CPUs, slower. A rollout takes 0.6 of the time of
-`generate` for the same completions, whose program --mode decode_once is: rollout_over_decode 1.7 (goal 0.9).
-mismatch_max is 1e-6.
+This script has not run on an idle machine yet. On 2026-11-26, at a load of 20 to 30 on 2 cores, where wall time means
+nothing, `time.process_time` in both processes (the model of --quick, torch with one thread) gave seconds of CPU a step:
+ours 0.25 for sampling and 0.8 for the update; TRL's 1.0, of which a bit more than half samples. So samples_over_trl is
+about 1 (goal 3; 0.57 before rollouts were one program): sampling is twice as fast, but XLA computes the update more
+slowly on CPUs than torch does, with transposed copies for the gradients of weights. A rollout takes 0.6 of the time of
+`generate`, which --mode decode_once runs, for the same completions: rollout_over_decode 1.7 (goal 0.9). mismatch_max
+is 1e-6.
 """
 
 import argparse
