@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
@@ -27,6 +28,19 @@ DISTILLATIONS = {
 }
 
 
+def value_and_gradient(loss, batch, num_devices):
+  """The LossOutput and the gradient by the logits, with the rows of the batch on that many devices."""
+
+  def loss_of(logits, batch):
+    output = loss({'logits': logits}, batch)
+    return output.loss, output
+
+  rows = NamedSharding(Mesh(jax.devices()[:num_devices], 'rows'), PartitionSpec('rows'))
+  placed = jax.device_put(batch, rows)
+  (_, output), gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(placed['logits'], placed)
+  return output, gradient
+
+
 def given(kind):
   """The batch of this kind in the record, with the logits in it, with a row that is left out in place of padding."""
   batch = {name.partition('/')[2]: TRL[name] for name in TRL.files if name.startswith(f'{kind}/')}
@@ -34,16 +48,11 @@ def given(kind):
   return batch
 
 
+@pytest.mark.parametrize('num_devices', [1, 4])
 @pytest.mark.parametrize('name', LOSSES)
-def test_loss_and_gradient_are_those_of_trl(name):
-  batch = given('pairs')
-
-  def loss_of(logits):
-    output = LOSSES[name]({'logits': logits}, batch)
-    return output.loss, output
-
-  (loss, output), gradient = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(batch['logits']))
-  np.testing.assert_allclose(loss, TRL[f'{name}/loss'], rtol=1e-5)
+def test_loss_and_gradient_are_those_of_trl(name, num_devices):
+  output, gradient = value_and_gradient(LOSSES[name], given('pairs'), num_devices)
+  np.testing.assert_allclose(output.loss, TRL[f'{name}/loss'], rtol=1e-5)
   np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
   assert output.weight == 5
   if name.startswith('kto'):
@@ -68,23 +77,22 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(name):
   np.testing.assert_allclose(gradient['shift'], TRL[f'{name}/gradient'].sum(0), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize('num_devices', [1, 4])
 @pytest.mark.parametrize('name', DISTILLATIONS)
-def test_divergences_from_a_teacher_are_those_of_trl(name):
+def test_divergences_from_a_teacher_are_those_of_trl(name, num_devices):
   batch, (top_k, loss) = given('pairs'), DISTILLATIONS[name]
   batch['teacher_log_probs'] = jax.nn.log_softmax(batch.pop('teacher_logits') / loss.temperature)
   if top_k:
     batch['teacher_log_probs'], batch['teacher_ids'] = jax.lax.top_k(batch['teacher_log_probs'], top_k)
 
-  def loss_of(logits):
-    return loss({'logits': logits}, batch).loss
-
-  value, gradient = jax.value_and_grad(loss_of)(jnp.asarray(batch['logits']))
-  np.testing.assert_allclose(value, TRL[f'{name}/loss'], rtol=1e-5)
+  output, gradient = value_and_gradient(loss, batch, num_devices)
+  np.testing.assert_allclose(output.loss, TRL[f'{name}/loss'], rtol=1e-5)
   np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize('num_devices', [1, 4])
 @pytest.mark.parametrize('kind', ['bradley_terry', 'classification', 'regression', 'contrastive'])
-def test_losses_on_scores_are_those_of_trl_and_transformers(kind):
+def test_losses_on_scores_are_those_of_trl_and_transformers(kind, num_devices):
   """Of packed texts; a microbatch of them has its part. The last token's vector is the text's."""
   batch, loss = given('pairs'), ScoreLoss(kind=kind, center_weight=0.01 if kind == 'bradley_terry' else 0.0)
   after = np.pad(batch['segment_ids'], ((0, 0), (0, 1)))[:, 1:]
@@ -93,13 +101,11 @@ def test_losses_on_scores_are_those_of_trl_and_transformers(kind):
   )
   batch['weights'][2] = 0
 
-  def loss_of(logits, rows=slice(None)):
-    output = loss({'logits': logits[rows]}, {name: each[rows] for name, each in batch.items()})
-    return output.loss, output.weight
-
-  (value, weight), gradient = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(batch['logits']))
-  np.testing.assert_allclose(value, TRL[f'{kind}/loss'], rtol=1e-5)
+  output, gradient = value_and_gradient(loss, batch, num_devices)
+  np.testing.assert_allclose(output.loss, TRL[f'{kind}/loss'], rtol=1e-5)
   np.testing.assert_allclose(gradient, TRL[f'{kind}/gradient'], rtol=1e-5, atol=1e-7)
-  if kind != 'contrastive':
-    parts = [loss_of(batch['logits'], slice(start, start + 2)) for start in (0, 2)]
-    np.testing.assert_allclose(sum(each * number for each, number in parts) / weight, value, rtol=1e-5)
+  if kind != 'contrastive' and num_devices == 1:
+    rows = (slice(0, 2), slice(2, 4))
+    parts = [loss({'logits': batch['logits'][each]}, {k: v[each] for k, v in batch.items()}) for each in rows]
+    total = sum(part.loss * part.weight for part in parts)
+    np.testing.assert_allclose(total / output.weight, output.loss, rtol=1e-5)
