@@ -17,7 +17,7 @@ SUPERVISED = 'SPMD_TASKS_SUPERVISED'  # an environment variable: what a supervis
 
 def _expand(flags: Any) -> int | None:
   """Runs the supervisor where it is asked for."""
-  is_concerned = flags.supervise is not None or SUPERVISED in os.environ
+  is_concerned = flags.supervise is not None or (flags.mode == 'train' and SUPERVISED in os.environ)
   return call('spmd_tasks.operations.supervisor:supervise', flags) if is_concerned else None
 
 

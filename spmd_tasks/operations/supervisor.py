@@ -29,6 +29,7 @@ from spmd_tasks.operations.neighbours import RUNNING, Neighbours
 from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_round, read_round
 
 _DEAD_LIMIT_S, _ENDED_LIMIT_S = 3.0, 25.0  # how long a process may go on without one that is dead, or has ended
+_KILL_LIMIT_S = 30.0  # for a killed process to end; one that waits for a driver does not
 _GATHER_LIMIT_S = 45.0  # for all processes of a round to end
 _STAYS_S = 15.0  # how long a spare has been there, and a round has run, before the round ends for it
 _MAX_FAILURES = 3  # in a row, of hosts that are all alive, without a new checkpoint
@@ -75,12 +76,14 @@ class _Supervisor:
     self._sizes: tuple[int, ...] = ()  # the numbers of hosts that the job fits; empty: not known
     self._period_s = 1.0 if is_remote(directory) else 0.2
     self._signal: signal.Signals | None = None
+    self._num_signals = 0
     self._num_failures = 0
 
   def run(self) -> int:
     """Takes part in rounds until the job is done or this host leaves; returns the exit code."""
-    for signum in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(signum, self._on_signal)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+      if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+        signal.signal(signum, self._on_signal)
     number = newest_round(self._directory) + 1
     while (number := self._agree(number)) > 0:
       agreed = read_round(self._directory, number)
@@ -162,23 +165,32 @@ class _Supervisor:
     _say(f'round {number}: process {index} of {len(hosts)}')
     process = self._start(agreed['coordinator'], len(hosts), index)
     began = time.monotonic()
-    gone_since = spare_since = None
-    is_told = False
+    gone_since = spare_since = killed = None
+    is_told, num_told, looked = False, 0, began
     while process.poll() is None:
       time.sleep(0.2)
       alive, now = neighbours.alive(), time.monotonic()
       others = [alive.get(id) for id in hosts if id != own]
-      if any(each is None or each.round > number or each.phase == 'ended' for each in others):
-        gone_since = gone_since or now
-        if now - gone_since > (_DEAD_LIMIT_S if None in others else _ENDED_LIMIT_S):
-          process.kill()
+      is_alone = any(each is None or each.round > number or each.phase == 'ended' for each in others)
+      gone_since = (gone_since or now) if is_alone else None  # one that answers again is not gone
+      is_over = gone_since is not None and now - gone_since > (_DEAD_LIMIT_S if None in others else _ENDED_LIMIT_S)
+      if now - looked > 10 * self._period_s:
+        looked, is_over = now, is_over or self._is_agreed(number + 1)
+      if is_over:
+        process.kill()
+        killed = killed or now
+      if killed is not None and now - killed > _KILL_LIMIT_S:
+        raise JobError(
+          f'process {process.pid} was killed {_KILL_LIMIT_S:g} s ago and does not end, so this host leaves the '
+          'job: look for a device or a file system that hangs.'
+        )
       spares = {id: each.order for id, each in alive.items() if (each.round, each.phase) == (number + 1, 'ready')}
       hosts_with_spares = choose_hosts(spares | {id: (0, '') for id in hosts}, hosts, self._known_sizes(), self._limits)
       is_larger = own == hosts[0] and gone_since is None and len(hosts_with_spares) > len(hosts)
       spare_since = (spare_since or now) if is_larger else None
-      if self._signal is not None and not is_told:
+      if self._signal is not None and self._num_signals > num_told:  # Ctrl-C a second time ends it at once
         process.send_signal(self._signal)
-        is_told = True
+        is_told, num_told = True, self._num_signals
       elif spare_since is not None and not is_told and min(now - spare_since, now - began) > _STAYS_S:
         _say(f'round {number} ends for a larger one: {len(hosts_with_spares)} hosts are there')
         process.send_signal(signal.SIGTERM)  # all processes save after the same step
@@ -192,6 +204,12 @@ class _Supervisor:
       if not running or time.monotonic() - ended > _GATHER_LIMIT_S:
         return {**codes, **dict.fromkeys(running)}
       time.sleep(0.1)
+
+  def _is_agreed(self, number: int) -> bool:
+    """Whether others, who have taken this host for dead, have agreed on a round without it."""
+    with contextlib.suppress(OSError, ValueError):
+      return read_round(self._directory, number) is not None
+    return False
 
   def _start(self, coordinator: str, num_processes: int, index: int) -> subprocess.Popen[bytes]:
     """Starts the training process by the supervisor's own command line, with the flags of the round."""
@@ -247,6 +265,7 @@ class _Supervisor:
 
   def _on_signal(self, signum: int, frame: Any) -> None:
     self._signal = self._signal or signal.Signals(signum)
+    self._num_signals += 1
 
 
 def _limits(text: str) -> tuple[int, int]:

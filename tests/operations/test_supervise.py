@@ -1,12 +1,17 @@
 """A job of supervised hosts goes on when one dies, on a smaller mesh with the same rows."""
 
 import contextlib
+import signal
+import subprocess
+import threading
+import time
 
 from etils import epath
 import pytest
 
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.operations import fitting, rounds, supervisor
+from spmd_tasks.operations.neighbours import Neighbours, Status
 from spmd_tasks.programs import store_claim
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
 from tests.operations.hosts import Hosts, stop_and_compare
@@ -93,6 +98,58 @@ def test_numbers_of_hosts_that_are_refused(text):
 def test_the_flags_of_the_supervisor_are_not_those_of_its_process():
   words = ['-m', 'x', '--supervise', '2:4', '--seed', '1', '--supervisor_address=h', '--mode', 'train']
   assert supervisor._without_own_flags(words) == ['-m', 'x', '--seed', '1', '--mode', 'train']
+
+
+class Neighbour(Neighbours):
+  """Knows one other host, which runs in round 1 and is silent in the given seconds."""
+
+  def __init__(self, directory, silent=()):
+    super().__init__(directory, '127.0.0.1')
+    self._silent, self._began = silent, time.monotonic()
+
+  def alive(self):
+    now, other = time.monotonic() - self._began, Status(id='b', host='b', order=(1, 'b'), round=1, phase='running')
+    is_silent = any(first <= now < last for first, last in self._silent)
+    return {self.own.id: self.own} | ({} if is_silent else {'b': other})
+
+
+def code_of_a_round(directory, neighbours, monkeypatch, seconds, process=None, signals_s=()):
+  """The exit code of a process of round 1 that takes so many seconds."""
+  monkeypatch.setattr(supervisor, '_DEAD_LIMIT_S', 0.5)
+  monkeypatch.setattr(supervisor, '_GATHER_LIMIT_S', 0.0)
+  neighbours.ready_for(1)
+  own = supervisor._Supervisor(directory, neighbours, (1, 2), 1.0, str(directory))
+  for signal_s in signals_s:
+    threading.Timer(signal_s, own._on_signal, [signal.SIGINT, None]).start()
+  own._start = lambda *_: process or subprocess.Popen(['sleep', str(seconds)])
+  hosts = [neighbours.own.id, 'b']
+  return own._run_round(1, {'hosts': hosts, 'coordinator': ''})[hosts[0]]
+
+
+@pytest.mark.parametrize('silent, code', [([(0, 0.4), (1, 1.4)], 0), ([(0, 9)], -signal.SIGKILL)])
+def test_a_process_goes_on_if_the_others_are_silent_for_a_moment(tmp_path, monkeypatch, silent, code):
+  assert code_of_a_round(tmp_path, Neighbour(tmp_path, silent), monkeypatch, 1.6) == code
+
+
+def test_a_process_ends_when_others_have_agreed_on_a_round_without_it(tmp_path, monkeypatch):
+  rounds.propose_round(tmp_path, 2, ['b'], 'a:1')
+  assert code_of_a_round(tmp_path, Neighbour(tmp_path), monkeypatch, 30) == -signal.SIGKILL
+
+
+def test_each_signal_is_passed_on(tmp_path, monkeypatch):
+  command = """trap 'trap "exit 5" INT' INT; for i in $(seq 600); do sleep 0.05; done"""
+  process = subprocess.Popen(['bash', '-c', command])
+  assert code_of_a_round(tmp_path, Neighbour(tmp_path), monkeypatch, 0, process, signals_s=(1.0, 2.0)) == 5
+
+
+def test_a_host_whose_process_cannot_be_killed_leaves(tmp_path, monkeypatch):
+  class Stuck:
+    pid = 7
+    poll = kill = staticmethod(lambda: None)
+
+  monkeypatch.setattr(supervisor, '_KILL_LIMIT_S', 0.5)
+  with pytest.raises(JobError, match=r'process 7 was killed .* does not end'):
+    code_of_a_round(tmp_path, Neighbour(tmp_path, [(0, 99)]), monkeypatch, 0, Stuck())
 
 
 @pytest.mark.slow
