@@ -277,7 +277,8 @@ class Scheduler:
         self._admit(chunk, sequence)
     read = []
     for chunk, sequence in reads:  # after all have taken their chunks, of which this may evict others
-      assert self._pool.grow(self._texts[chunk.slot], self._num_known(sequence))
+      has_blocks = self._pool.grow(self._texts[chunk.slot], self._num_known(sequence))
+      assert has_blocks
       chunk = dataclasses.replace(chunk, blocks=tuple(self._texts[chunk.slot].blocks))
       read.append((chunk, sequence))
     chunks = [chunk for chunk, _ in read]

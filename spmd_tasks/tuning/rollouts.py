@@ -512,7 +512,7 @@ class MakeRollouts(TrainHook):
       requests.append(self._request(record, f'record {index}', seed=seed, **draws))
     texts: Any = {'decode': self._tokenizer.decode}
     if can_sample(self._steps, requests, number):
-      texts['num_prompts'] = self._input.num_rows // number if number > 1 else None
+      texts['num_prompts'] = self._steps.settings.num_slots // number if number > 1 else None
       # One program makes all tokens, and no beat comes from within.
       with run.watchdog.allow('rollout', run.limit_s + self._input.max_tokens):
         return complete_groups(self._steps, variables, requests, number, **texts)
