@@ -43,7 +43,9 @@ class MegatronTokens:
       raise UserError(
         f'part {self.part} must be two rising fractions of the documents, block_tokens {self.block_tokens} positive.'
       )
-    paths = [expand_globs(f'{self.prefix}.{kind}', 'Megatron')[0] for kind in ('bin', 'idx')]
+    paths = [path for kind in ('bin', 'idx') for path in expand_globs(f'{self.prefix}.{kind}', 'Megatron')]
+    if len(paths) != 2:
+      raise UserError(f'{self.prefix} matches {len(paths)} files: name one prefix; a Mixture has several.')
     source = OpenMegatronTokens(paths[0], paths[1], self.part, self.block_tokens)
     if len(source) == 0:
       raise UserError(f'{self.prefix} has no tokens in part {self.part}: name other files, or a larger part.')
@@ -54,10 +56,12 @@ class OpenMegatronTokens:
   """Opened files. The tokens of all documents follow one another in .bin, and blocks are cut by position."""
 
   def __init__(self, path: str, index_path: str, part: tuple[float, float], block_tokens: int):
-    index = np.memmap(index_path, np.uint8, 'r')
-    magic, version, code, num_sequences, num_ends = _HEADER.unpack(index[: _HEADER.size].tobytes().ljust(_HEADER.size))
+    with open(index_path, 'rb') as file:
+      header = file.read(_HEADER.size).ljust(_HEADER.size)
+    magic, version, code, num_sequences, num_ends = _HEADER.unpack(header)
     if magic != _MAGIC or version != 1 or code not in _DTYPES or num_ends < 1:
       raise UserError(f'{index_path} is no index of Megatron-LM, of version 1 and with integers: name another prefix.')
+    index = np.memmap(index_path, np.uint8, 'r')
     starts = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_ends])
     if len(index) < starts[-1]:
       raise UserError(f'{index_path} has {len(index)} bytes, but its header says {starts[-1]}: copy it anew.')

@@ -65,6 +65,8 @@ def test_documents_that_megatron_wrote(dtype, block_tokens):
   parts = [dataclasses.replace(source, part=part) for part in ((0.0, 0.9), (0.9, 1.0))]
   assert [document for part in parts for document in documents(part)] == documents(source)
   assert len(documents(parts[1])) == 6
+  with pytest.raises(UserError, match='matches 4 files: name one prefix'):
+    MegatronTokens(prefix=str(MEGATRON / '*')).open()
 
 
 def text_input(source, tokenizer, **fields) -> TextInput:
@@ -86,6 +88,7 @@ def test_ids_of_megatron_are_packed_without_a_second_eos_and_resumed():
   'change, message',
   [
     (lambda index, data: (b'MMIDIDY' + index[7:], data), 'is no index of Megatron-LM'),
+    (lambda index, data: (b'', data), 'is no index of Megatron-LM'),
     (lambda index, data: (index[:-8], data), 'has 1594 bytes, but its header says 1602'),
     (lambda index, data: (index, data[:-2]), 'the tokens in its index are more'),
   ],
