@@ -10,6 +10,7 @@ import tempfile
 from etils import epath
 import jax
 
+from spmd_tasks.distributed import is_primary
 from spmd_tasks.files import is_remote, read_text, storage_errors
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
@@ -17,13 +18,23 @@ from spmd_tasks.programs.training_loop import Outcome
 
 def take_request(run: TrainRun, request: epath.Path, step: int) -> 'Profile | None':
   """Begins to profile as a file asks that has appeared, and removes it; None where it asks another process."""
-  words = read_text(request).split()
-  words += ['5', '0'][len(words) :]
-  if words[1] != str(jax.process_index()) and words[1].isdecimal():
+  try:
+    words = read_text(request).split()
+    words += ['5', '0'][len(words) :]
+    process = int(words[1]) if words[1].isdecimal() else -1
+    if process != jax.process_index() and (process in range(jax.process_count()) or not is_primary()):
+      return None
+    request.unlink(missing_ok=True)
+  except FileNotFoundError:  # another process has just taken it
     return None
-  request.unlink(missing_ok=True)
-  if not (words[0].isdecimal() and words[1].isdecimal() and int(words[0])):
-    run.message(f'{request} asks for {" ".join(words)!r}: write a number of steps, and a process if not 0.')
+  except (OSError, ValueError) as error:  # of another user, or no text: no reason to end the job
+    run.message(f'{request} cannot be read: {error}')
+    return None
+  if process != jax.process_index() or not words[0].isdecimal() or not int(words[0]):
+    run.message(
+      f'{request} asks for {" ".join(words)!r}: write a number of steps and a process, if not 0, of '
+      f'{jax.process_count()}.'
+    )
     return None
   profile = Profile((step, step + int(words[0])))
   profile.prepare(run)

@@ -1,7 +1,6 @@
 """Hooks that report: metrics and their rates, progress, the time until the first step, and goodput."""
 
 from collections.abc import Mapping
-import contextlib
 import dataclasses
 import json
 import math
@@ -146,8 +145,7 @@ class ProfileOnRequest(TrainHook):
       if (request := run.job_log_dir / 'profile_now').exists():
         from spmd_tasks.programs.profiling import take_request
 
-        with contextlib.suppress(FileNotFoundError):  # another process has just taken it
-          self._profile = take_request(run, request, outcome.step)
+        self._profile = take_request(run, request, outcome.step)
 
 
 class ReportEnd(TrainHook):

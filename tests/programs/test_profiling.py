@@ -15,13 +15,14 @@ JOB = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--set', 'tensorboard=false
     ('', 'profiling 5 steps of process 0', True),
     ('2 0', 'profiling 2 steps of process 0', True),
     ('many', "profile_now asks for 'many 0': write a number of steps", True),
-    ('3 1', '', False),  # of a process that is not this one
+    ('3 1', "profile_now asks for '3 1': write a number of steps and a process, if not 0, of 1", True),
+    (b'\xff', 'profile_now cannot be read', False),
   ],
 )
 def test_a_profile_that_is_asked_for(tmp_path, capsys, asked, message, is_taken):
   request = tmp_path / 'job' / 'profile_now'
   request.parent.mkdir()
-  request.write_text(asked)
+  request.write_bytes(asked if isinstance(asked, bytes) else asked.encode())
   assert run_in_process(*JOB, '--job_log_dir', tmp_path / 'job', '--num_train_steps', 8) == exit_codes.OK
   assert message in capsys.readouterr().err
   assert request.exists() == (not is_taken)
