@@ -93,7 +93,9 @@ class StoreDirectory(CheckpointDirectory):
   def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
     path = self.final(step)
     sizes = sizes_below(path)
-    if missing := [name for i in range(num_processes) if (name := input_file(i, num_processes)) not in sizes]:
+    missing = [name for i in range(num_processes) if (name := input_file(i, num_processes)) not in sizes]
+    if missing:
+      self.before_publishing()  # another job that has taken the directory has deleted it
       raise CheckpointSaveError(f'there is no {missing[0]} in {path}: that process writes elsewhere')
     entries = []
     for name in sorted(sizes):

@@ -26,7 +26,6 @@ from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.experiments import MAX_TO_KEEP, NUM_STEPS
 from tests.fault_campaign.judge import Reference, check
 from tests.fault_campaign.scene import DEADLINE_S, Ended, HangError, Scene, Started, child_environment
-from tests.fault_campaign.store_jobs import DEAD_AFTER_S
 from tests.fault_campaign.store_proxy import Fault, StoreProxy, is_listing
 
 FLAGS = ['--exp', 'tests.fault_campaign.store_jobs.Plain', '--mode', 'train', '--num_fake_devices', '1']
@@ -353,19 +352,27 @@ def stopped_holder(scene: Scene) -> str:
   """Another job takes it for dead and takes over; the first one, which goes on then, publishes nothing."""
   job = StoreJob(scene)
   count = scene.rng.randrange(NUM_REQUESTS[job.scheme])
-  later = scene.rng.uniform(0, 1.0)
-  scene.where += f'at request {count}, goes on {later:.2f} s after it is taken for dead'
+  later = scene.rng.uniform(0, 1.5)
+  scene.where += f'at request {count}, goes on {later:.2f} s after the next claim'
   first = job.start_with_signal(count, signal.SIGSTOP)
   scene.wait_until(first, lambda: len(job.proxy.requests) > count)
   if not first.is_running():
     job.finish(scene.finish(first))
     return 'ended before the stop'
   job.proxy.begin()
-  timer = threading.Timer(DEAD_AFTER_S + later, first.send, [signal.SIGCONT])
-  timer.start()
+  claims, is_over = job.claims(), threading.Event()
+
+  def go_on() -> None:
+    while job.claims() == claims and not is_over.wait(0.02):
+      pass
+    is_over.wait(later)
+    first.send(signal.SIGCONT)
+
+  thread = threading.Thread(target=go_on)
+  thread.start()
   second = job.run()
-  first.send(signal.SIGCONT)
-  timer.cancel()
+  is_over.set()
+  thread.join()
   ended = scene.finish(first)
   if second.returncode == exit_codes.OK and ended.returncode == exit_codes.OK:
     job.check_as_undisturbed()
