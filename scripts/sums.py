@@ -10,7 +10,8 @@ follow one another and what an answer looks like, but not what a sum is: that it
 
 20 of the 100 sums are held out. Of a sum that is held out, the one with its digits exchanged is not: the model has to
 find out that their order does not matter, and how the number of each digit counts. The settings of quickstart_grpo were
-chosen by the sums that are held out without a SEED; SEED holds out others.
+chosen by the sums that are held out without a SEED; SEED holds out others. Of those of SEED=77, which nobody had looked
+at, 12 of 20 were right after training and none before (2026-11-26): the goal of 80% is not reached on them.
 """
 
 from collections.abc import Iterator, Mapping
