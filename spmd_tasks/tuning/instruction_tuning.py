@@ -9,6 +9,7 @@ Which weights are trained is left to another base:
 from collections.abc import Mapping
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import fiddle as fdl
@@ -219,6 +220,10 @@ class ScoreTuning(InstructionTuning):
     """The loss on scores."""
     if (self.score_loss == 'contrastive') and self.packing:
       raise UserError("score_loss = 'contrastive' takes one pair a row: set packing=False.")
+    least, most = {'contrastive': (0, 0), 'classification': (2, math.inf)}.get(self.score_loss, (1, 1))
+    if not least <= self.num_labels <= most:
+      wanted = f'{least}' if least == most else f'{least} or more'
+      raise UserError(f'num_labels = {self.num_labels}, but score_loss = {self.score_loss!r} needs {wanted}: set it.')
     return fdl.Config(ScoreLoss, kind=self.score_loss, center_weight=self.center_weight, scale=self.similarity_scale)
 
   def _source(self, files: Files) -> fdl.Config:

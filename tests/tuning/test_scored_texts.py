@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from experiments.finetune import FullClassifier, FullReward
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.tuning import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
@@ -58,3 +59,20 @@ def test_each_text_is_a_segment_with_the_weights_of_its_tokens(tmp_path, source,
 def test_records_that_cannot_be_used(tmp_path, source, record, message):
   with pytest.raises(UserError, match=message):
     batch_of(tmp_path / 'records.jsonl', source, [record])
+
+
+@pytest.mark.parametrize(
+  'recipe, changes, message',
+  [
+    (
+      FullReward,
+      {'score_loss': 'contrastive', 'packing': False},
+      "num_labels = 1, but score_loss = 'contrastive' needs 0",
+    ),
+    (FullReward, {'score_loss': 'classification'}, "num_labels = 1, but score_loss = 'classification' needs 2 or more"),
+    (FullClassifier, {'score_loss': 'regression'}, "num_labels = 2, but score_loss = 'regression' needs 1"),
+  ],
+)
+def test_heads_with_which_nothing_is_learnt_are_refused(recipe, changes, message):
+  with pytest.raises(UserError, match=message):
+    recipe(**changes).loss()
