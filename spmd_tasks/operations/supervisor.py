@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -132,6 +133,8 @@ class _Supervisor:
         is_spare = neighbours.own.id not in previous and any(each.round < number for each in alive.values())
         message = 'a spare, while the others train' if is_spare else ''
         began = time.monotonic()
+      elif not survivors and passed > self._patience_s and self._is_locked():
+        message = 'a process of a host that this one does not reach has the job.lock'
       elif neighbours.is_settled() and (survivors or len(ready) >= self._limits[1] or passed > self._patience_s):
         hosts = choose_hosts(ready, previous, self._sizes, self._limits)
         if hosts and neighbours.own.id == min(survivors or ready):
@@ -150,6 +153,17 @@ class _Supervisor:
         said = message
       time.sleep(self._period_s if passed < 5 else 5 * self._period_s)
     return 0
+
+  def _is_locked(self) -> bool:
+    """Whether a process has the job's lock; a store has none."""
+    path = self._directory.parent / 'job.lock'  # of programs/job_directory.py, which imports JAX
+    if not is_remote(path):
+      with contextlib.suppress(FileNotFoundError), open(path, 'r+') as file:
+        try:
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+          return isinstance(error, BlockingIOError)
+    return False
 
   def _needed(self) -> str:
     sizes = [size for size in self._sizes if self._limits[0] <= size <= self._limits[1]]

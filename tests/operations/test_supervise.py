@@ -1,6 +1,7 @@
 """A job of supervised hosts goes on when one dies, on a smaller mesh with the same rows."""
 
 import contextlib
+import fcntl
 import signal
 import subprocess
 import threading
@@ -134,6 +135,21 @@ def test_a_process_goes_on_if_the_others_are_silent_for_a_moment(tmp_path, monke
 def test_a_process_ends_when_others_have_agreed_on_a_round_without_it(tmp_path, monkeypatch):
   rounds.propose_round(tmp_path, 2, ['b'], 'a:1')
   assert code_of_a_round(tmp_path, Neighbour(tmp_path), monkeypatch, 30) == -signal.SIGKILL
+
+
+def test_hosts_that_do_not_reach_those_that_train_wait_for_their_lock(tmp_path, capsys):
+  directory, neighbours = tmp_path / 'supervisors', Neighbours(tmp_path / 'supervisors', '127.0.0.1')
+  directory.mkdir()
+  rounds.propose_round(directory, 1, ['a', 'b'], 'a:1')
+  own = supervisor._Supervisor(directory, neighbours, (1, 2), 0.3, str(tmp_path))
+  with (tmp_path / 'job.lock').open('w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    began = time.monotonic()
+    threading.Timer(1.5, fcntl.flock, [lock, fcntl.LOCK_UN]).start()
+    assert own._agree(2) == 2
+    assert time.monotonic() - began > 1.4
+  assert rounds.read_round(directory, 2)['hosts'] == [neighbours.own.id]
+  assert 'does not reach has the job.lock' in capsys.readouterr().err
 
 
 def test_each_signal_is_passed_on(tmp_path, monkeypatch):
