@@ -326,7 +326,10 @@ def _position_of(stream: Any) -> Any:
     return None
   if isinstance(state, bytes):
     return {'base64': base64.b64encode(state).decode()}
-  return {'json': json.loads(json.dumps(state, default=int))}  # numpy's integers are those of Python
+  try:
+    return {'json': json.loads(json.dumps(state, default=int))}  # numpy's integers are those of Python
+  except (TypeError, ValueError, RuntimeError):  # bytes or tensors, as of torch's loaders: batches are read again
+    return None
 
 
 def _seek(stream: Any, position: Mapping[str, Any]) -> None:

@@ -147,3 +147,26 @@ def test_a_stream_of_hugging_face_datasets_is_resumed(shuffles, caplog):
   assert_resumes(given, 16)  # beyond a pass of 12 batches
   # What a shuffle had read ahead is lost in the library's state, so the batches are read again.
   assert ('is read from its beginning' in caplog.text) == shuffles
+
+
+class TorchLike:
+  """Batches whose state is no JSON, as that of torch's loaders, which has the bytes of a random generator."""
+
+  def __init__(self):
+    self._next = 0
+
+  def __iter__(self):
+    while self._next < 12:
+      self._next += 1
+      yield {'x': np.arange(8) + 8 * self._next}
+    self._next = 0
+
+  def state_dict(self):
+    return {'rng': bytes([self._next])}
+
+  def load_state_dict(self, state):
+    self._next = state['rng'][0]
+
+
+def test_data_whose_state_is_no_json_are_read_again():
+  assert_resumes(as_input('train_input', TorchLike(), repeats=True), 16)
