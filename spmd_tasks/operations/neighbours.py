@@ -116,6 +116,11 @@ class Neighbours:
       return status.code
     return None if status is None or failures >= _MAX_FAILURES else RUNNING
 
+  def have_finished(self) -> bool:
+    """Whether one has left because the job is done."""
+    told = [status for status, _ in list(self._heard.values()) if status is not None]
+    return any((status.phase, status.code) == ('left', exit_codes.OK) for status in told)
+
   def is_settled(self) -> bool:
     """Whether each registered supervisor has answered, or is dead."""
     return all(status is not None or failures >= _MAX_FAILURES for status, failures in list(self._heard.values()))

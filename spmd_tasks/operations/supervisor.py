@@ -125,7 +125,7 @@ class _Supervisor:
       previous = (read_round(self._directory, number - 1) or {'hosts': []})['hosts']
       ready = {id: each.order for id, each in alive.items() if (each.round, each.phase) == (number, 'ready')}
       survivors = [id for id in previous if id in alive]
-      if not survivors and self._is_done():
+      if not survivors and neighbours.have_finished():
         return -1
       passed = time.monotonic() - began
       message = ''
@@ -143,6 +143,8 @@ class _Supervisor:
         if not hosts:
           message = f'{len(ready)} hosts are there, but the job needs {self._needed()}'
           if passed > self._patience_s:
+            if self._is_done():
+              return -1
             raise JobError(
               f'{message}, and no other has come within {self._patience_s:g} s: start the same command on more hosts.'
             )
@@ -269,7 +271,7 @@ class _Supervisor:
     return ''
 
   def _done(self) -> str:
-    """What is written when the job is done, for hosts that come later: another command may go on."""
+    """What is written when the job is done, for hosts that come later and are too few to look for themselves."""
     return json.dumps([_without_own_flags(sys.orig_argv[1:]), self._newest_checkpoint()])
 
   def _is_done(self) -> bool:

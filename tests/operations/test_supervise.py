@@ -10,6 +10,7 @@ import time
 from etils import epath
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.operations import fitting, rounds, supervisor
 from spmd_tasks.operations.neighbours import Neighbours, Status
@@ -152,6 +153,28 @@ def test_hosts_that_do_not_reach_those_that_train_wait_for_their_lock(tmp_path, 
   assert 'does not reach has the job.lock' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+  'smallest, told, result',
+  [
+    (1, None, 2),  # enough hosts look for themselves: the experiment may have more steps now
+    (2, None, -1),
+    (2, exit_codes.OK, -1),
+    (2, exit_codes.FAILED, None),
+  ],
+)
+def test_a_job_that_is_done(tmp_path, smallest, told, result):
+  directory, neighbours = tmp_path / 'supervisors', Neighbours(tmp_path / 'supervisors', '127.0.0.1')
+  directory.mkdir()
+  rounds.propose_round(directory, 1, ['a'], 'a:1')
+  own = supervisor._Supervisor(directory, neighbours, (smallest, 2), 60.0 if told == exit_codes.OK else 0.3, '')
+  if told is None:
+    (directory / supervisor._DONE_FILE).write_text(own._done())
+  else:
+    neighbours._heard['a'] = Status(id='a', host='a', order=(0, 'a'), round=1, phase='left', code=told), 0
+  with contextlib.nullcontext() if result else pytest.raises(JobError, match='no other has come'):
+    assert own._agree(2) == result
+
+
 def test_each_signal_is_passed_on(tmp_path, monkeypatch):
   command = """trap 'trap "exit 5" INT' INT; for i in $(seq 600); do sleep 0.05; done"""
   process = subprocess.Popen(['bash', '-c', command])
@@ -203,6 +226,4 @@ def test_a_host_that_comes_when_the_job_is_done_has_nothing_to_do(tmp_path):
       hosts.start()
       hosts.wait_until(lambda: not hosts.alive(), 120)
       assert hosts.supervisors[host].returncode == 0
-    assert 'round 1: process 0 of 1' in hosts.log(0)
-    assert 'the job is done' in hosts.log(1)
-    assert 'round' not in hosts.log(1)
+    assert 'Nothing to do: step 6 of 6 is already saved' in hosts.log(1)
