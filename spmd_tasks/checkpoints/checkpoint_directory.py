@@ -61,8 +61,9 @@ class CheckpointDirectory:
   witness: Callable[[], str | None] = lambda: None
   before_publishing: Callable[[], None] = lambda: None
 
-  def new_state_name(self) -> str:
-    """The name, below a checkpoint, for the arrays of a job that begins to save."""
+  @property
+  def state_name(self) -> str:
+    """The name, below a checkpoint, of the arrays that this job saves."""
     return STATE
 
   def final(self, step: int) -> epath.Path:

@@ -157,7 +157,7 @@ class Checkpointer:
 
     def open_here() -> str:
       self._directory.open()
-      return self._directory.new_state_name()
+      return self._directory.state_name
 
     try:
       self._state_name = primary_decides(open_here, 'checkpoint_open', limit_s=timeout_secs)

@@ -17,6 +17,7 @@ speed of saves and restores: a shard is verified by its CRC while it is read, an
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import dataclasses
+import functools
 import hashlib
 import json
 import secrets
@@ -32,10 +33,12 @@ from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Sta
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
   STATE,
+  CheckpointError,
   CheckpointSaveError,
   FileEntry,
   LeafEntry,
   manifest_text,
+  read_manifest,
 )
 from spmd_tasks.files import glob_below
 from spmd_tasks.growing_objects import flush
@@ -50,7 +53,8 @@ _SLOWEST_BYTES_PER_S = 100_000_000
 class StoreDirectory(CheckpointDirectory):
   """The checkpoints below `path`, which is in an object store."""
 
-  def new_state_name(self) -> str:
+  @functools.cached_property
+  def state_name(self) -> str:
     return f'{STATE}_{secrets.token_hex(6)}'
 
   def partial(self, step: int) -> epath.Path:
@@ -99,6 +103,8 @@ class StoreDirectory(CheckpointDirectory):
       raise CheckpointSaveError(f'there is no {missing[0]} in {path}: that process writes elsewhere')
     entries = []
     for name in sorted(sizes):
+      if name.startswith(f'{STATE}_') and not name.startswith(f'{self.state_name}/'):
+        continue  # of a job that has lost the directory, and writes on
       sha256 = '' if name.startswith(f'{STATE}_') else hashlib.sha256(read(path / name)).hexdigest()
       entries.append(FileEntry(path=name, num_bytes=sizes[name], sha256=sha256))
     text = manifest_text(step=step, num_processes=num_processes, leaves=leaves, files=entries)
@@ -108,8 +114,12 @@ class StoreDirectory(CheckpointDirectory):
       raise CheckpointSaveError(f'another job has saved step {step} in {self.path}')
 
   def discard_partial(self, step: int) -> None:
-    if not self.holds(step):
-      super().discard_partial(step)
+    arrays = self.final(step) / self.state_name  # the rest may be another job's, which has taken the directory
+    try:
+      if not self.holds(step) or read_manifest(self.final(step)).state_name != self.state_name:
+        arrays.rmtree(missing_ok=True)
+    except (OSError, CheckpointError) as error:
+      logging.error('Could not remove %s: %s', arrays, error)
 
   def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
     aside = path / f'manifest.{suffix}.json'

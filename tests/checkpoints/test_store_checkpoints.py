@@ -5,12 +5,13 @@ import threading
 
 from checkpoint_states import abstract_state, assert_restores, device_state, host_state
 from etils import epath
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
-from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
-from spmd_tasks.checkpoints.manifest import CheckpointError
+from spmd_tasks.checkpoints.manifest import CheckpointError, CheckpointSaveError
 from spmd_tasks.checkpoints.store_checkpoints import StoreDirectory
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
@@ -50,7 +51,7 @@ def test_a_copy_of_a_directory_on_a_disk_is_read(directory, store):
 def test_a_checkpoint_without_its_manifest_is_none_and_is_removed(store, monkeypatch):
   save(store, 1)
   monkeypatch.setattr(StoreDirectory, 'complete', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-  monkeypatch.setattr(CheckpointDirectory, 'discard_partial', lambda *_: None)  # killed
+  monkeypatch.setattr(StoreDirectory, 'discard_partial', lambda *_: None)  # killed
   broken = Checkpointer(store)
   broken.save(2, device_state(2))
   with pytest.raises(KeyboardInterrupt):
@@ -64,6 +65,25 @@ def test_a_checkpoint_without_its_manifest_is_none_and_is_removed(store, monkeyp
   assert not any('00000002/' in name for name in sizes_below(store))
   save(store, 2)
   assert_restores(Checkpointer(store).restore(abstract_state()), 2)
+
+
+def test_a_job_that_is_late_removes_what_it_wrote_to_the_checkpoint_of_another(store, monkeypatch):
+  complete = StoreDirectory.complete
+
+  def be_late(*arguments):
+    monkeypatch.undo()
+    monkeypatch.setattr(StoreDirectory, 'open', lambda _: None)  # it had looked before the late one wrote
+    save(store, 1)
+    complete(*arguments)
+
+  monkeypatch.setattr(StoreDirectory, 'complete', be_late)
+  late = Checkpointer(store)
+  late.save(1, jax.tree.map(jnp.zeros_like, device_state(1)), {'position': 10})
+  with pytest.raises(CheckpointSaveError, match='another job has saved step 1'):
+    late.close()
+  monkeypatch.undo()
+  assert len({name.split('/')[1] for name in sizes_below(store) if '/state_' in name}) == 1
+  assert_restores(Checkpointer(store).restore(abstract_state()), 1)
 
 
 def test_damage_is_found(store):
