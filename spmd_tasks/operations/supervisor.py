@@ -87,7 +87,7 @@ class _Supervisor:
         signal.signal(signum, self._on_signal)
     number = newest_round(self._directory) + 1
     while (number := self._agree(number)) > 0:
-      agreed = read_round(self._directory, number)
+      agreed = self._read_round(number)
       assert agreed is not None
       checkpoint = self._newest_checkpoint()
       codes = self._run_round(number, agreed)
@@ -115,14 +115,14 @@ class _Supervisor:
     neighbours.ready_for(number)
     began, said = time.monotonic(), ''
     while self._signal is None:
-      if (agreed := read_round(self._directory, number)) is not None:
+      if (agreed := self._read_round(number)) is not None:
         if neighbours.own.id in agreed['hosts']:
           return number
         number, began = number + 1, time.monotonic()
         neighbours.ready_for(number)
         continue
       alive = neighbours.alive()
-      previous = (read_round(self._directory, number - 1) or {'hosts': []})['hosts']
+      previous = (self._read_round(number - 1) or {'hosts': []})['hosts']
       ready = {id: each.order for id, each in alive.items() if (each.round, each.phase) == (number, 'ready')}
       survivors = [id for id in previous if id in alive]
       if not survivors and neighbours.have_finished():
@@ -220,6 +220,17 @@ class _Supervisor:
       if not running or time.monotonic() - ended > _GATHER_LIMIT_S:
         return {**codes, **dict.fromkeys(running)}
       time.sleep(0.1)
+
+  def _read_round(self, number: int) -> dict[str, Any] | None:
+    """As `rounds.read_round`; an OSError, such as a stale handle of NFS, is raised only if it stays."""
+    began = time.monotonic()
+    while True:
+      try:
+        return read_round(self._directory, number)
+      except OSError:
+        if self._signal is not None or time.monotonic() - began > self._patience_s:
+          raise
+        time.sleep(5 * self._period_s)
 
   def _is_agreed(self, number: int) -> bool:
     """Whether others, who have taken this host for dead, have agreed on a round without it."""

@@ -1,6 +1,7 @@
 """A job of supervised hosts goes on when one dies, on a smaller mesh with the same rows."""
 
 import contextlib
+import errno
 import fcntl
 import signal
 import subprocess
@@ -151,6 +152,23 @@ def test_hosts_that_do_not_reach_those_that_train_wait_for_their_lock(tmp_path, 
     assert time.monotonic() - began > 1.4
   assert rounds.read_round(directory, 2)['hosts'] == [neighbours.own.id]
   assert 'does not reach has the job.lock' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('num_errors', [2, 10_000])
+def test_an_error_of_the_file_system_counts_if_it_stays(tmp_path, monkeypatch, num_errors):
+  rounds.propose_round(tmp_path, 1, ['a'], 'a:1')
+  own = supervisor._Supervisor(tmp_path, Neighbours(tmp_path, '127.0.0.1'), (1, 2), 0.5, str(tmp_path))
+  own._period_s = 0.01
+  errors = iter([OSError(errno.ESTALE, 'stale handle')] * num_errors)
+
+  def read_round(*arguments):
+    for error in errors:
+      raise error
+    return rounds.read_round(*arguments)
+
+  monkeypatch.setattr(supervisor, 'read_round', read_round)
+  with pytest.raises(OSError, match='stale') if num_errors > 2 else contextlib.nullcontext():
+    assert own._read_round(1)['hosts'] == ['a']
 
 
 @pytest.mark.parametrize(
