@@ -24,7 +24,7 @@ class TarShards:
   """Uncompressed tar files (a glob pattern or several). A sample without the field is left out.
 
   Fields:
-    field: which file of a sample has the text, by its name after the first dot: 'txt' or 'json'.
+    field: which file of a sample has the text, by its name after the first dot, in any case: 'txt' or 'json'.
     key: of the JSON object in that file, whose value is the text; None: the file is the text.
     block_samples: as many neighbouring samples are a block; blocks are shuffled.
   """
@@ -87,7 +87,7 @@ def _places(path: str, field: str) -> np.ndarray:
   try:
     with tarfile.open(path, 'r:') as tar:
       for member in tar:
-        if member.isfile() and os.path.basename(member.name).partition('.')[2] == field:
+        if member.isfile() and os.path.basename(member.name).partition('.')[2].lower() == field.lower():
           places.append((member.offset_data, member.offset_data + member.size))
         tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them
   except tarfile.TarError as error:

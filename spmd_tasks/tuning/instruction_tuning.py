@@ -220,6 +220,11 @@ class ScoreTuning(InstructionTuning):
     """The loss on scores."""
     if (self.score_loss == 'contrastive') and self.packing:
       raise UserError("score_loss = 'contrastive' takes one pair a row: set packing=False.")
+    if self.score_loss != 'contrastive' and self.pooling != 'last':
+      raise UserError(
+        f"pooling = {self.pooling!r} is of score_loss = 'contrastive': transformers and reward=FOLDER score the last "
+        "token: set pooling='last'."
+      )
     least, most = {'contrastive': (0, 0), 'classification': (2, math.inf)}.get(self.score_loss, (1, 1))
     if not least <= self.num_labels <= most:
       wanted = f'{least}' if least == most else f'{least} or more'
@@ -229,7 +234,8 @@ class ScoreTuning(InstructionTuning):
   def _source(self, files: Files) -> fdl.Config:
     if self.score_loss not in _SCORED:
       raise UserError(f'score_loss = {self.score_loss!r} must be one of {", ".join(map(repr, _SCORED))}.')
-    return fdl.Config(_SCORED[self.score_loss], pattern=files)
+    classes = {'num_classes': self.num_labels} if self.score_loss == 'classification' else {}
+    return fdl.Config(_SCORED[self.score_loss], pattern=files, **classes)
 
   def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
     return super()._examples(source, **settings, pooling=self.pooling)

@@ -34,6 +34,7 @@ class RewardPairs:
   pattern: str | tuple[str, ...]
   texts: ClassVar[tuple[str, ...]] = ('chosen', 'rejected')
   target: ClassVar[str] = 'margin'
+  num_classes: ClassVar[int] = 0
 
   def open(self) -> OpenRecordFiles:
     return OpenRecordFiles(self.pattern, self.texts, ['prompt', 'tools', 'margin'])
@@ -46,6 +47,7 @@ class SimilarTexts:
   pattern: str | tuple[str, ...]
   texts: ClassVar[tuple[str, ...]] = ('anchor', 'positive')
   target: ClassVar[str] = ''
+  num_classes: ClassVar[int] = 0
 
   def open(self) -> OpenRecordFiles:
     return OpenRecordFiles(self.pattern, self.texts)
@@ -53,9 +55,10 @@ class SimilarTexts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabeledTexts:
-  """Texts with a label: `text` or `messages`, and `label`, a class from 0 on, or any number to predict."""
+  """Texts with a label: `text` or `messages`, and `label`, one of `num_classes` from 0 on; of 0 any number."""
 
   pattern: str | tuple[str, ...]
+  num_classes: int = 0
   texts: ClassVar[tuple[str, ...]] = ('text',)
   target: ClassVar[str] = 'label'
 
@@ -88,6 +91,7 @@ class ScoredInput(ConversationInput):
       renderer=self.renderer(),
       texts=source.texts,
       target=source.target,
+      num_classes=source.num_classes,
       seq_len=self.seq_len,
       too_long=self.too_long,
       pooling=self.pooling,
@@ -101,6 +105,7 @@ class ScoredEncoder:
   renderer: Renderer
   texts: tuple[str, ...]
   target: str
+  num_classes: int
   seq_len: int
   too_long: str
   pooling: str
@@ -156,6 +161,10 @@ class ScoredEncoder:
       return 0.0
     if not isinstance(value, numbers.Real | np.number | np.bool_):
       raise UserError(f'{self.target!r} must be a number, not {value!r:.60}.')
+    if self.num_classes and value not in range(self.num_classes):
+      raise UserError(
+        f'{self.target!r} is {value}, but num_labels = {self.num_classes}: give 0 to {self.num_classes - 1}.'
+      )
     return float(value)
 
   def identity(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def shards(tmp_path) -> Path:
         text = f'{shard}/{sample} ä {"word " * (sample % 5)}'
         contents = {'txt': text.encode(), 'json': json.dumps({'text': text}).encode(), 'cls': b'1'}
         for kind, data in contents.items():
-          info = tarfile.TarInfo(f'some.dir/{shard:03}{sample:04}.{kind}')
+          info = tarfile.TarInfo(f'some.dir/{shard:03}{sample:04}.{kind.upper() if sample == 7 else kind}')
           info.size = len(data)
           tar.addfile(info, io.BytesIO(data))
   return tmp_path

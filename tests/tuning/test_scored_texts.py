@@ -1,5 +1,6 @@
 """ScoredInput: whole texts with their last token, the weights that pool them, and targets."""
 
+import functools
 import json
 
 import numpy as np
@@ -61,6 +62,13 @@ def test_records_that_cannot_be_used(tmp_path, source, record, message):
     batch_of(tmp_path / 'records.jsonl', source, [record])
 
 
+@pytest.mark.parametrize('label', [2, -1, 0.5])
+def test_a_label_that_is_no_class(tmp_path, label):
+  source = functools.partial(LabeledTexts, num_classes=2)
+  with pytest.raises(UserError, match=f"'label' is {label}, but num_labels = 2: give 0 to 1"):
+    batch_of(tmp_path / 'records.jsonl', source, [{'text': 'a', 'label': 1}, {'text': 'b', 'label': label}])
+
+
 @pytest.mark.parametrize(
   'recipe, changes, message',
   [
@@ -71,8 +79,9 @@ def test_records_that_cannot_be_used(tmp_path, source, record, message):
     ),
     (FullReward, {'score_loss': 'classification'}, "num_labels = 1, but score_loss = 'classification' needs 2 or more"),
     (FullClassifier, {'score_loss': 'regression'}, "num_labels = 2, but score_loss = 'regression' needs 1"),
+    (FullReward, {'pooling': 'mean'}, "pooling = 'mean' is of score_loss = 'contrastive'"),
   ],
 )
-def test_heads_with_which_nothing_is_learnt_are_refused(recipe, changes, message):
+def test_settings_that_do_not_go_together_are_refused(recipe, changes, message):
   with pytest.raises(UserError, match=message):
     recipe(**changes).loss()
