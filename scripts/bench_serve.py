@@ -79,7 +79,9 @@ def make_trace(num_requests, max_len):
 
 def make_engine(sizes):
   """Makes a warm engine with random weights."""
-  job = resolve(MODEL, [*sizes, 'ici_mesh_shape=1,1,1', 'task.decode.num_top_logprobs=1']).build()
+  job = resolve(
+    MODEL, [*sizes, 'ici_mesh_shape=1,1,1', 'task.decode.num_slots=8', 'task.decode.num_top_logprobs=1']
+  ).build()
   model = partition_job(job)
   steps = DecodeSteps(model)
   engine = ModelEngine(steps, model.init(0).variables)

@@ -57,7 +57,8 @@ class Emulators:
     from moto.s3.models import s3_backends
 
     self._s3 = s3_backends['123456789012']['global']
-    self._s3.create_bucket('bucket', 'us-east-1')
+    if 'bucket' not in self._s3.buckets:  # moto's servers of a process have the same ones
+      self._s3.create_bucket('bucket', 'us-east-1')
 
   def objects(self, scheme: str, prefix: str) -> dict[str, bytes]:
     """The objects below a prefix, by their names there."""
