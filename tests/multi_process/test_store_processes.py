@@ -34,7 +34,7 @@ def test_a_job_of_four_processes_is_killed_and_resumed_bit_for_bit(store, tmp_pa
   undisturbed = tmp_path / 'undisturbed'
   with Job(commands(undisturbed), log_dir=tmp_path, num_devices=2) as job:
     ranks = job.wait(deadline_s=START_S)
-  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 4, [rank.log for rank in ranks]
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 4, '\n'.join(rank.log for rank in ranks)
 
   with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
     job.wait_for_text(0, 'step 6/', limit_s=START_S)
@@ -44,7 +44,7 @@ def test_a_job_of_four_processes_is_killed_and_resumed_bit_for_bit(store, tmp_pa
   assert max(read_jsonl(store)) < 12
   with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
     ranks = job.wait(deadline_s=START_S)
-  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 4, [rank.log for rank in ranks]
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 4, '\n'.join(rank.log for rank in ranks)
   assert 'resuming after step 4' in ranks[0].log
   metrics, expected = read_jsonl(store), read_jsonl(epath.Path(undisturbed))
   assert list(metrics) == list(range(1, 13))
