@@ -227,7 +227,8 @@ def step(
     rows = rows.replace(active=rows.active & (slots < keep.shape[0]))
   tokens, positions, active, adapters, row_slots = rows.tokens, rows.positions, rows.active, rows.adapters, slots
   if drafts is not None:
-    given = (tokens, positions, active, adapters, row_slots)
+    assert slots is not None
+    given = (tokens, positions, active, adapters, slots)
     tokens, positions, active, adapters, row_slots = (jnp.take(x, drafts.owners, mode='clip') for x in given)
     tokens, positions = jnp.where(drafts.columns == 0, tokens, drafts.tokens), positions + drafts.columns
     active &= drafts.owners < len(rows.tokens)

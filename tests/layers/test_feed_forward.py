@@ -41,5 +41,5 @@ def test_plain(rng, activation):
 
 
 def test_unknown_activation_lists_the_names():
-  with pytest.raises(ValueError, match=r"'maxout' is unknown: choose one of \['gelu', 'gelu_exact', 'linear', 'relu', "):
-    FeedForward(hidden_dim=9, activation='maxout').init(jax.random.key(0), np.zeros((2, 3, 6), np.float32))
+  with pytest.raises(ValueError, match=r"'mish' is unknown: choose one of \['gelu', 'gelu_exact', 'linear', 'relu', "):
+    FeedForward(hidden_dim=9, activation='mish').init(jax.random.key(0), np.zeros((2, 3, 6), np.float32))
