@@ -104,7 +104,8 @@ read_end, write_end = os.pipe()
 pid = os.fork()
 if pid == 0:
   os.write(write_end, b'ready')
-  time.sleep(60)
+  for _ in range(600):  # a signal just before a sleep is answered after it
+    time.sleep(0.1)
   os._exit(0)  # never the lines below, in which a pid of 0 is the process group: the tests' server, and pytest itself
 os.read(read_end, 5)  # Python drops a signal that comes before it has forked
 os.kill(pid, signal.SIGTERM)
