@@ -10,11 +10,11 @@ from spmd_tasks.planning.targets import has_compiler
 
 
 class Offloaded(Tiny):
-  """Two layers of width 128 on rows of 256 tokens, the remat policy `attention_offloaded`, data 4."""
+  """Four layers of width 128 on rows of 256 tokens, the remat policy `attention_offloaded`, data 4."""
 
   ici_mesh_shape = (1, 4, 1)
   target = 'v5e:2x2'
-  num_layers = 2
+  num_layers = 4  # libtpu unrolls loops of two, and 0.0.50 then writes a layer twice
   model_dims = 128
   hidden_dims = 128
   num_heads = 1
@@ -30,7 +30,7 @@ def test_what_attention_keeps_lies_in_the_memory_of_the_host():
   plan = make_plan(job, parse_target('v5e:2x2'), show_progress=False)
   step = plan.report
   num_tokens, width = 8 * 256 // 4, 128
-  kept = 2 * num_tokens * 4 * width * 2  # by layer: the input, queries, keys and values in bfloat16
+  kept = 4 * num_tokens * 4 * width * 2  # by layer: the input, queries, keys and values in bfloat16
   assert step['roofline']['host_bytes'] == pytest.approx(kept, rel=0.02)
   assert step['roofline']['host_s'] == step['roofline']['host_bytes'] / CHIPS['v5e'].host_bandwidth
   assert step['memory']['activations'] < kept / 4  # of one layer, at most
