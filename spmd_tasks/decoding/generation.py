@@ -131,6 +131,7 @@ def complete_groups(
   *,
   decode: Callable[[Sequence[int]], str],
   num_prompts: int | None = None,
+  max_tokens: int | None = None,
 ) -> list[list[Completion]]:
   """Returns the completions of each request, its samples 0 to n - 1; see `can_sample`.
 
@@ -139,11 +140,12 @@ def complete_groups(
     requests: as for `generate`.
     num_samples: n.
     decode: turns tokens into text.
-    num_prompts: P, so that calls with fewer requests run the same program; None: as many as there are.
+    num_prompts, max_tokens: P and M, so that calls with fewer requests, or that ask for fewer tokens, run the same
+      program; None: as many as there are.
   """
   sizes = {'max_len': steps.max_len, 'num_stop_ids': steps.settings.max_stop_ids}
   groups = make_groups(requests, num_prompts or len(requests), **sizes)
-  longest = max(request.max_tokens for request in requests)
+  longest = max_tokens or max(request.max_tokens for request in requests)
   samples = jax.device_get(steps.sample(variables, groups, num_samples, longest))
   made = []
   for row, length in enumerate(samples.lengths[: len(requests) * num_samples].tolist()):

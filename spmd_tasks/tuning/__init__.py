@@ -4,7 +4,8 @@
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
 `references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `scored_texts.py` and
-`score_loss.py` (reward models, classifiers, embeddings), `rollouts.py` and `policy_loss.py` (rewards), `low_rank.py`
+`score_loss.py` (reward models, classifiers, embeddings), `rollouts.py`, `environments.py` and `policy_loss.py`
+(rewards), `low_rank.py`
 and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one base),
 `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders). The names below are
 imported when first used.
@@ -108,4 +109,9 @@ def _kinds(job: Any) -> set[str]:
   return {getattr(each, 'kind', '') for each in inputs}
 
 
-WING = Wing(name='tuning', prepare_job=_prepare_job, train_hooks=_train_hooks, fields_of_modules=('reward', 'rewards'))
+WING = Wing(
+  name='tuning',
+  prepare_job=_prepare_job,
+  train_hooks=_train_hooks,
+  fields_of_modules=('reward', 'rewards', 'environment'),
+)

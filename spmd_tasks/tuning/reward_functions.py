@@ -1,11 +1,12 @@
-"""RewardWorkers: calls users' reward functions in processes of their own, with a time limit.
+"""RewardWorkers: calls users' reward functions and environments in processes of their own, with a time limit.
 
     with RewardWorkers({'my_lab.rewards:is_correct': 1.0}, num_workers=2, timeout_s=10.0) as workers:
       rewards = workers.rewards([(prompt, completion, record), ...])      # float64 [N, K]
 
 A function takes (prompt, completion, record): the prompt as the data have it, the generated text, and all fields of the
 prompt's record; it returns a number. One that raises, returns no finite number, takes longer than the limit, or whose
-process dies costs its own result, which is NaN, and never the run: its process is replaced.
+process dies costs its own result, which is NaN, and never the run: its process is replaced. Steps of an environment
+(environments.py) are called in the same way.
 
 Shapes: N calls, K functions.
 """
@@ -13,7 +14,9 @@ Shapes: N calls, K functions.
 from collections import deque
 from collections.abc import Mapping, Sequence
 import contextlib
+import functools
 import importlib
+import inspect
 import math
 import multiprocessing
 from multiprocessing import connection
@@ -31,57 +34,102 @@ _START_LIMIT_S = 120.0  # of a process, with the imports of the user's module
 
 
 def load_reward(name: str) -> Any:
-  """Returns the function `module:name`. Raises a UserError if it cannot be imported."""
-  module, colon, function = name.partition(':')
-  try:
-    found = getattr(importlib.import_module(module), function) if colon else None
-  except (ImportError, AttributeError, ValueError) as error:
-    raise UserError(f'reward {name!r} cannot be imported: {error}.') from error
-  if not callable(found):
+  """Returns the function `module:function`. Raises a UserError if it cannot be imported."""
+  found = _load('reward', name)
+  if not callable(found) or inspect.isclass(found):
     raise UserError(f'reward {name!r} must name a function as module:function, found from the current directory.')
   return found
 
 
-def _work(names: Sequence[str], link: connection.Connection) -> None:
-  """Answers calls until the other end is closed: (number, call, index of a function) -> (number, value, problem)."""
+def load_environment(name: str) -> Any:
+  """Returns the class `module:Class`. Raises a UserError if it cannot be imported, or lacks a method."""
+  found = _load('environment', name)
+  lacking = [method for method in ('reset', 'step') if not callable(getattr(found, method, None))]
+  if not inspect.isclass(found) or lacking:
+    raise UserError(f'environment {name!r} must name a class as module:Class, with the methods reset and step.')
+  return found
+
+
+def _load(what: str, name: str) -> Any:
+  module, colon, attribute = name.partition(':')
+  try:
+    return getattr(importlib.import_module(module), attribute) if colon else None
+  except (ImportError, AttributeError, ValueError) as error:
+    raise UserError(f'{what} {name!r} cannot be imported: {error}.') from error
+
+
+def _reward(function: Any, *call: Any) -> float:
+  value = function(*call)
+  if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
+    raise ValueError(f'it returned {value!r}, which is no finite number')
+  return float(value)
+
+
+def _play(environment: Any, record: Mapping[str, Any], completions: Sequence[str], state: Any) -> tuple[Any, ...]:
+  """Answers the newest completion of an episode, or without any begins it: (messages, reward, done, state)."""
+  made = environment()
+  keeps = hasattr(made, 'state') and hasattr(made, 'restore')
+  if keeps and completions:
+    made.restore(state)
+  else:
+    messages = made.reset(record)
+    for completion in completions[:-1]:
+      made.step(completion)
+  messages, reward, done = made.step(completions[-1]) if completions else (messages, 0.0, False)
+  if not done or messages:
+    is_text = isinstance(messages, str) and messages
+    if not is_text and not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
+      raise ValueError(f'it gave {messages!r} where a text or a list of messages must be')
+  return messages or '', _reward(lambda: reward), bool(done), made.state() if keeps else None
+
+
+def _work(functions: Sequence[str], environment: str | None, link: connection.Connection) -> None:
+  """Answers calls until the other end is closed: (index of a function, call) -> (value, problem)."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the job, which ends this process
-  functions = [load_reward(name) for name in names]
+  callables: list[Any] = [functools.partial(_reward, load_reward(name)) for name in functions]
+  if environment is not None:
+    callables.append(functools.partial(_play, load_environment(environment)))
   link.send(None)
   while True:
     try:
-      call, index = link.recv()
+      index, call = link.recv()
     except (EOFError, OSError):
       return
     try:
-      value = functions[index](*call)
-      if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
-        raise ValueError(f'it returned {value!r}, which is no finite number')
-      link.send((float(value), None))
+      link.send((callables[index](*call), None))
     except Exception as error:
-      link.send((math.nan, f'{type(error).__name__}: {error}'))
+      link.send((None, f'{type(error).__name__}: {error}'))
 
 
 class _Running(NamedTuple):
-  """A call that a worker is at: its place in the results, and when it is given up."""
+  """A call that a worker is at: its number, and when it is given up."""
 
-  place: tuple[int, int]
+  number: int
   deadline: float
 
 
 class RewardWorkers:
-  """The processes that call reward functions.
+  """The processes that call reward functions, and steps of an environment.
 
   Attributes:
-    names: of the functions, `module:function`.
     num_failed: calls so far without a result.
     last_problem: of the newest of them, in words.
   """
 
-  def __init__(self, names: Sequence[str], *, num_workers: int, timeout_s: float):
-    """Starts the processes, which import the functions meanwhile. Raises a UserError if one cannot be imported here."""
+  def __init__(self, names: Sequence[str], *, environment: str | None = None, num_workers: int, timeout_s: float):
+    """Starts the processes, which import the functions meanwhile. Raises a UserError if one cannot be imported here.
+
+    Args:
+      names: of the functions, `module:function`.
+      environment: of a class, `module:Class`; None: there is none.
+      num_workers: how many processes.
+      timeout_s: what one call may take.
+    """
     for name in names:
       load_reward(name)
-    self.names = tuple(names)
+    self._given = (tuple(names), environment)
+    self._names = (*names, *([environment] if environment is not None else []))
+    self._num_functions = len(names)
     self._timeout_s = timeout_s
     self._context = multiprocessing.get_context('spawn')
     self._workers: dict[connection.Connection, Any] = {}
@@ -98,34 +146,47 @@ class RewardWorkers:
 
   def rewards(self, calls: Sequence[Call]) -> np.ndarray:
     """Returns the results of all functions for all calls, float64 [N, K]; NaN where there is none."""
-    results = np.full((len(calls), len(self.names)), np.nan)
-    waiting = deque((row, column) for row in range(len(calls)) for column in range(len(self.names)))
+    found = self._results([(index, call) for call in calls for index in range(self._num_functions)])
+    values = [np.nan if each is None else each for each in found]
+    return np.array(values, np.float64).reshape(len(calls), self._num_functions)
+
+  def steps(self, calls: Sequence[tuple[Mapping[str, Any], Sequence[str], Any]]) -> list[tuple[Any, ...] | None]:
+    """Returns what the environment answers episodes, of each (record, completions so far, state); None if it fails.
+
+    An answer is (messages, reward, done, state), the state None if the environment declares none.
+    """
+    return self._results([(self._num_functions, call) for call in calls])
+
+  def _results(self, calls: Sequence[tuple[int, Any]]) -> list[Any]:
+    """The results of calls, (number of the function, its arguments); None where there is none."""
+    results: list[Any] = [None] * len(calls)
+    waiting = deque(range(len(calls)))
     running: dict[connection.Connection, _Running] = {}
     while waiting or running:
       for link in [link for link in self._workers if link not in running]:
         if waiting:
-          place = waiting.popleft()
-          self._send(link, (calls[place[0]], place[1]))
-          running[link] = _Running(place, time.monotonic() + self._timeout_s)
+          number = waiting.popleft()
+          self._send(link, calls[number])
+          running[link] = _Running(number, time.monotonic() + self._timeout_s)
       soonest = min(each.deadline for each in running.values())
       ready = set(connection.wait(list(running), max(0.0, soonest - time.monotonic())))
       for link in [link for link in running if link in ready]:
-        place = running.pop(link).place
+        number = running.pop(link).number
         try:
-          results[place], problem = link.recv()
+          results[number], problem = link.recv()
         except (EOFError, OSError):
           problem = 'its process died'
           self._replace(link)
-        self._note(place, problem)
+        self._note(calls[number][0], problem)
       for link in [link for link, each in running.items() if each.deadline <= time.monotonic()]:
-        self._note(running.pop(link).place, f'it took longer than {self._timeout_s:g} s')
+        self._note(calls[running.pop(link).number][0], f'it took longer than {self._timeout_s:g} s')
         self._replace(link)
     return results
 
-  def _note(self, place: tuple[int, int], problem: str | None) -> None:
+  def _note(self, index: int, problem: str | None) -> None:
     if problem is not None:
       self.num_failed += 1
-      self.last_problem = f'{self.names[place[1]]}: {problem}'
+      self.last_problem = f'{self._names[index]}: {problem}'
 
   def _send(self, link: connection.Connection, call: Any) -> None:
     with contextlib.suppress(OSError):  # its process died: reading says so
@@ -133,17 +194,17 @@ class RewardWorkers:
 
   def _start(self) -> None:
     ours, theirs = self._context.Pipe()
-    process = self._context.Process(target=_work, args=(self.names, theirs), daemon=True)
+    process = self._context.Process(target=_work, args=(*self._given, theirs), daemon=True)
     process.start()
     theirs.close()
     self._workers[ours] = process
     if not ours.poll(_START_LIMIT_S):
-      raise UserError(f'a process for the rewards {self.names} did not start within {_START_LIMIT_S:g} s.')
+      raise UserError(f'a process for the rewards {self._names} did not start within {_START_LIMIT_S:g} s.')
     try:
       ours.recv()
     except EOFError:
       raise UserError(
-        f'a process for the rewards {self.names} ended while it imported them: see its error above.'
+        f'a process for the rewards {self._names} ended while it imported them: see its error above.'
       ) from None
 
   def _replace(self, link: connection.Connection) -> None:

@@ -54,6 +54,9 @@ class RewardTuning(TextTraining):
   # module:function, called as (prompt, completion, record) -> number, or the folder of a reward model; or several with
   # their weights.
   reward: str | Mapping[str, float] = ''
+  # module:Class that answers completions, in place of a reward or beside it; see environments.py.
+  environment: str | None = None
+  max_turns: int = 8  # completions of an episode with it
   # One of METHODS; a field below that is not None replaces what the method chooses.
   method: str = 'grpo'
   baseline: str | None = None
@@ -68,7 +71,7 @@ class RewardTuning(TextTraining):
   batch_size: int = 64  # completions of an update
   num_minibatches: int = 1  # updates that divide a rollout's completions
   num_iterations: int = 1  # how often each completion is trained on
-  max_tokens: int = 256  # of a completion
+  max_tokens: int = 256  # of a completion; with an environment, of all that follows the prompt
   # How completions are drawn. All log-probabilities are after the temperature, and before top_k and top_p, as in TRL.
   temperature: float = 1.0
   top_k: int = 0
@@ -113,10 +116,10 @@ class RewardTuning(TextTraining):
     )
 
   def train_input(self) -> fdl.Config:
-    if not self.data or not self.reward:
+    if not self.data or not (self.reward or self.environment):
       raise UserError(
         f'{type(self).__name__} needs prompts and a reward: --set data=FILE --set reward=MODULE:FUNCTION, a function '
-        '(prompt, completion, record) -> number.'
+        '(prompt, completion, record) -> number, or --set environment=MODULE:CLASS.'
       )
     method, template = self.chosen, self.chat_template()
     fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
@@ -127,7 +130,9 @@ class RewardTuning(TextTraining):
       eval_source=fdl.Config(RewardPrompts, pattern=self.eval_data) if self.eval_data else None,
       tokenizer=self.tokenizer(),
       template=fdl.Config(ChatTemplate, **fields),
-      rewards={self.reward: 1.0} if isinstance(self.reward, str) else dict(self.reward),
+      rewards=({self.reward: 1.0} if self.reward else {}) if isinstance(self.reward, str) else dict(self.reward),
+      environment=self.environment,
+      max_turns=self.max_turns,
       batch_size=self.batch_size,
       seq_len=self.seq_len,
       group_size=self.group_size,

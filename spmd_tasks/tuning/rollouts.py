@@ -34,10 +34,11 @@ from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.tuning.advantages import BASELINES, SCALES, advantages_of, overlong_penalties
-from spmd_tasks.tuning.conversations import messages_of
+from spmd_tasks.tuning.conversations import messages_of, tools_of
+from spmd_tasks.tuning.environments import Episode, Turns
 from spmd_tasks.tuning.preference_loss import answer_log_probs
 from spmd_tasks.tuning.record_files import OpenRecordFiles
-from spmd_tasks.tuning.reward_functions import RewardWorkers
+from spmd_tasks.tuning.reward_functions import RewardWorkers, load_environment
 from spmd_tasks.tuning.reward_models import RewardModel, is_reward_model
 
 _Prompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
@@ -68,11 +69,13 @@ class RolloutInput:
     tokenizer, template: of the prompts.
     rewards: `module:function` (reward_functions.py) or the folder of a reward model (reward_models.py) -> its weight in
       a completion's reward.
+    environment: `module:Class` that answers completions (environments.py); its rewards are added. None: there is none.
+    max_turns: completions of one episode with it.
     batch_size, seq_len: B and T.
     group_size: G.
     num_minibatches: R / B.
     num_iterations: how often each row of a rollout is trained on.
-    max_tokens: of a completion.
+    max_tokens: of a completion; with an environment, of all that follows the prompt.
     temperature: completions are drawn from logits / temperature, and their log-probabilities are of these.
     top_k, top_p: cut the draws as SamplingParams say, and not the log-probabilities.
     baseline, scale: of advantages (advantages.py).
@@ -89,7 +92,9 @@ class RolloutInput:
   eval_source: RewardPrompts | None = None
   tokenizer: Tokenizer
   template: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
-  rewards: Mapping[str, float]
+  rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  environment: str | None = None
+  max_turns: int = 8
   batch_size: int
   seq_len: int
   group_size: int = 8
@@ -113,7 +118,15 @@ class RolloutInput:
   kind: ClassVar[str] = 'rollouts'
 
   def __post_init__(self):
-    for name in ('group_size', 'num_minibatches', 'num_iterations', 'max_tokens', 'num_slots', 'num_workers'):
+    for name in (
+      'group_size',
+      'num_minibatches',
+      'num_iterations',
+      'max_tokens',
+      'max_turns',
+      'num_slots',
+      'num_workers',
+    ):
       if getattr(self, name) < 1:
         raise UserError(f'{name} = {getattr(self, name)} must be at least 1.')
     if self.num_rows % self.group_size:
@@ -121,7 +134,7 @@ class RolloutInput:
         f'batch_size {self.batch_size} x num_minibatches {self.num_minibatches} must be a multiple of group_size '
         f'{self.group_size}, the completions of one prompt.'
       )
-    if not self.rewards:
+    if not self.all_rewards:
       raise UserError('rewards are missing: --set reward=MODULE:FUNCTION, a function (prompt, completion, record).')
     for name, known in (('baseline', BASELINES), ('scale', SCALES)):
       if getattr(self, name) not in known:
@@ -134,6 +147,11 @@ class RolloutInput:
         f'max_tokens = {self.max_tokens} must be less than seq_len {self.seq_len}, which holds the prompt too, and at '
         f'least overlong_margin {self.overlong_margin}.'
       )
+
+  @property
+  def all_rewards(self) -> dict[str, float]:
+    """The weights of all rewards by name, the environment's first."""
+    return {**({self.environment: 1.0} if self.environment else {}), **self.rewards}
 
   @property
   def num_rows(self) -> int:
@@ -159,11 +177,11 @@ class RolloutInput:
   def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
     return [states[0]] * shard_count
 
-  def prompt_of(self, record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """The text that a record's prompt is, and the strings that end its completion."""
+  def prompt_of(self, record: Mapping[str, Any]) -> str:
+    """The text that a record's prompt is."""
     if isinstance(record['prompt'], str):
-      return record['prompt'], ()
-    return self.template.render(messages_of(record, 'prompt')), self.template.stop
+      return record['prompt']
+    return self.template.render(messages_of(record, 'prompt'), tools=tools_of(record, 'tools'))
 
   def epochs(self, state: State) -> float:
     return state['num_read'] / state['num_records']
@@ -174,13 +192,14 @@ class Rollout(NamedTuple):
 
   Fields:
     tokens: int32 [R, T + 1], prompt and completion, padded.
-    prompt_lengths, lengths: int32 [R], tokens of the prompt and of both; a length 0 is of a row to leave out.
+    is_sampled: bool [R, T], which tokens the model wrote, of `tokens[:, 1:]`.
+    lengths: int32 [R], all tokens; 0 is of a row to leave out.
     advantages: float32 [R].
     sampler_log_probs, old_log_probs, reference_log_probs: float32 [R, T]; the last two [0] where there are none.
   """
 
   tokens: np.ndarray
-  prompt_lengths: np.ndarray
+  is_sampled: np.ndarray
   lengths: np.ndarray
   advantages: np.ndarray
   sampler_log_probs: np.ndarray
@@ -194,7 +213,7 @@ class Rollout(NamedTuple):
     batch = {
       'ids': np.where(is_text, self.tokens[rows, :-1], pad_id).astype(np.int32),
       'labels': np.where(is_text, self.tokens[rows, 1:], pad_id).astype(np.int32),
-      'weights': (is_text & (columns >= self.prompt_lengths[rows, None] - 1)).astype(np.float32),
+      'weights': (is_text & self.is_sampled[rows]).astype(np.float32),
       'segment_ids': is_text.astype(np.int32),
       'segment_pos': np.where(is_text, columns, 0).astype(np.int32),
       'advantages': self.advantages[rows],
@@ -238,7 +257,7 @@ class PromptIterator:
     """A batch with made-up completions and advantages in place of sampled ones, for --mode verify."""
     settings = self._settings
     rng = np.random.default_rng((settings.seed, self._num_read))
-    texts = [settings.prompt_of(record)[0] for *_, record in self.take(settings.batch_size)]
+    texts = [settings.prompt_of(record) for *_, record in self.take(settings.batch_size)]
     prompts = [list(encode_prompt(settings.tokenizer, text))[: settings.seq_len - 1] for text in texts]
     made_up = rng.geometric(0.1, (settings.batch_size, settings.seq_len + 1)) % settings.tokenizer.vocab_size
     lengths = [min(len(ids) + int(rng.integers(1, settings.max_tokens + 1)), settings.seq_len) for ids in prompts]
@@ -247,7 +266,7 @@ class PromptIterator:
     nothing, known = np.zeros((settings.batch_size, settings.seq_len), np.float32), settings.element_spec()
     rollout = Rollout(
       made_up.astype(np.int32),
-      np.array([len(ids) for ids in prompts]),
+      np.arange(settings.seq_len) >= np.array([[len(ids) - 1] for ids in prompts]),
       np.array(lengths),
       rng.normal(size=settings.batch_size).astype(np.float32),
       *(nothing if name in known else nothing[0] for name in _LOG_PROBS),
@@ -327,6 +346,8 @@ class MakeRollouts(TrainHook):
     sizes = {'batch_size': self._input.batch_size, 'seq_len': self._input.seq_len}
     self._models = {name: RewardModel(name, run, **sizes) for name in self._input.rewards if is_reward_model(name)}
     self._functions = [name for name in self._input.rewards if name not in self._models]
+    self._environment = load_environment(self._input.environment) if self._input.environment else None
+    self._stop = tuple(getattr(self._environment, 'stop', ()))
 
   def _log_probs(self, variables: Any, batch: Any) -> Any:
     """float32 [B, T], by the forward pass of training."""
@@ -334,9 +355,10 @@ class MakeRollouts(TrainHook):
 
   def open(self, run: TrainRun) -> None:
     self._workers = None
-    if is_primary() and self._functions:
+    environment = self._input.environment
+    if is_primary() and (self._functions or environment):
       number, limit_s = self._input.num_workers, self._input.reward_timeout_s
-      workers = RewardWorkers(self._functions, num_workers=number, timeout_s=limit_s)
+      workers = RewardWorkers(self._functions, environment=environment, num_workers=number, timeout_s=limit_s)
       self._workers = run.stack.enter_context(workers)
 
   def start(self, run: TrainRun) -> None:
@@ -406,7 +428,7 @@ class MakeRollouts(TrainHook):
       made = self._complete(run, variables, prompts, settings.group_size)
       rewards, seconds = self._rewards(run, [record for *_, record in prompts], made)
       reward_seconds += seconds
-      total = rewards @ np.array(list(settings.rewards.values()))
+      total = rewards @ np.array(list(settings.all_rewards.values()))
       if settings.overlong_margin:
         lengths = np.array([[len(each.ids) for each in group] for group in made])
         total = total + overlong_penalties(lengths, settings.max_tokens, settings.overlong_margin)
@@ -435,15 +457,17 @@ class MakeRollouts(TrainHook):
       'reward_std': _mean(np.nanstd(grid, axis=1) if not np.isnan(grid).all() else grid),
       'reward_failures': float(np.isnan(known).any(axis=-1).mean()),
       'completion_tokens': float(np.mean(tokens)),
-      'truncated': float(np.mean([each.finish_reason == 'length' for each in completions])),
+      'truncated': float(np.mean([each.is_cut for each in completions])),
       'prompts_drawn': float(num_drawn),
       'rollout_seconds': scored_at - started - reward_seconds,
       'reward_seconds': reward_seconds,
       'score_seconds': now - scored_at,
       'rollout_tokens_per_second': sum(tokens) / max(scored_at - started - reward_seconds, 1e-9),
     }
-    if len(settings.rewards) > 1:
-      metrics |= {f'reward/{name}': _mean(known[..., k]) for k, name in enumerate(settings.rewards)}
+    if settings.environment:
+      metrics['num_turns'] = float(np.mean([len(each.turns) for each in completions]))
+    if len(settings.all_rewards) > 1:
+      metrics |= {f'reward/{name}': _mean(known[..., k]) for k, name in enumerate(settings.all_rewards)}
     if is_multiple(run.loop.step + 1, run.experiment.log_every_steps):
       metrics['sampler_mismatch_max'] = self._largest_mismatch(run, variables, rollout)
       best = int(np.nanargmax(grid)) if not np.isnan(grid).all() else 0
@@ -451,22 +475,22 @@ class MakeRollouts(TrainHook):
       run.message(f'rollout for step {run.loop.step + 1}: reward {grid.reshape(-1)[best]:.3g} for {shown!r}')
     return rollout, metrics
 
-  def _as_rollout(self, completions: Sequence[Any], advantages: np.ndarray, is_failed: np.ndarray) -> Rollout:
+  def _as_rollout(self, episodes: Sequence[Episode], advantages: np.ndarray, is_failed: np.ndarray) -> Rollout:
     num_rows, num_tokens = self._input.num_rows, self._input.seq_len
     tokens = np.zeros((num_rows, num_tokens + 1), np.int32)
-    prompt_lengths, lengths = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    is_sampled, lengths = np.zeros((num_rows, num_tokens), bool), np.zeros(num_rows, np.int32)
     sampler = np.zeros((num_rows, num_tokens), np.float32)
     padded = np.zeros(num_rows, np.float32)
     padded[: len(advantages)] = advantages
-    for row, each in enumerate(completions):
+    for row, each in enumerate(episodes):
       if is_failed[row]:
         continue
-      text, start = [*each.request.ids, *each.ids], len(each.request.ids)
-      tokens[row, : len(text)] = text
-      prompt_lengths[row], lengths[row] = start, len(text)
+      text, start = [*each.prompt_ids, *each.ids], len(each.prompt_ids)
+      tokens[row, : len(text)], lengths[row] = text, len(text)
+      is_sampled[row, start - 1 : len(text) - 1] = each.is_sampled
       sampler[row, start - 1 : len(text) - 1] = each.logprobs
     nothing = np.zeros(0, np.float32)
-    return Rollout(tokens, prompt_lengths, lengths, padded, sampler, nothing, nothing)
+    return Rollout(tokens, is_sampled, lengths, padded, sampler, nothing, nothing)
 
   def _with_log_probs(self, run: TrainRun, variables: Any, rollout: Rollout) -> Rollout:
     """Adds what the batches have of the sampling model and of the reference model, by one program."""
@@ -495,24 +519,106 @@ class MakeRollouts(TrainHook):
     return float(np.abs(scored.old_log_probs - scored.sampler_log_probs).max())
 
   def _complete(
-    self,
-    run: TrainRun,
-    variables: Any,
-    prompts: Sequence[tuple[int, int, Mapping[str, Any]]],
-    number: int,
-    **draws: Any,
-  ) -> list[list[Any]]:
-    """The completions of each prompt, `number` of them."""
+    self, run: TrainRun, variables: Any, prompts: Sequence[_Prompt], number: int, **draws: Any
+  ) -> list[list[Episode]]:
+    """The episodes of each prompt, `number` of them: completions, or the turns of an environment."""
+    records: Sequence[Any] = [record for *_, record in prompts]
+    if self._environment is not None:
+      records = self._begin(run, records)
+    groups = [[Episode() for _ in range(number)] for _ in records]
+    requests, begun = [], []
+    for (epoch, index, _), record, group in zip(prompts, records, groups, strict=True):
+      try:
+        if record is not None:
+          seed = int(np.random.SeedSequence((self._input.seed, epoch, index)).generate_state(1)[0])
+          requests.append(self._request(record, f'record {index}', seed=seed, **draws))
+          begun.append((epoch, index, record, group))
+      except UserError as error:
+        if self._environment is None:
+          raise
+        run.message(f'the environment began with {record["prompt"]!r:.200}: {error}')
+    completions = [each for group in self._generate(run, variables, requests, number) for each in group]
+    flat = [(epoch, index, record, each) for epoch, index, record, group in begun for each in group]
+    episodes = [each for *_, each in flat]
+    if self._environment is None:
+      for episode, completion in zip(episodes, completions, strict=True):
+        episode.add(completion)
+      return groups
+    for _, _, record, episode in flat:
+      if not isinstance(record['prompt'], str):
+        episode.messages, episode.tools = record['prompt'], tools_of(record, 'tools')
+
+    def complete(turn: int, wanted: Any) -> list[Any]:
+      requests = []
+      for place, ids, max_tokens in wanted:
+        epoch, index, record, _ = flat[place]
+        seed = np.random.SeedSequence((self._input.seed, epoch, index, turn, place % number)).generate_state(1)[0]
+        given = {'prompt_ids': ids, 'max_tokens': max_tokens, 'seed': int(seed), **draws}
+        requests.append(self._request(record, f'record {index}', **given))
+      return [completion for (completion,) in self._generate(run, variables, requests, 1)]
+
+    turns = Turns(
+      tokenizer=self._input.tokenizer,
+      template=self._input.template,
+      stop=self._stop,
+      max_tokens=self._input.max_tokens,
+      max_turns=self._input.max_turns,
+      report=run.message,
+      answer=lambda calls: self._ask(run, calls),
+      complete=complete,
+    )
+    turns.play([record for _, _, record, _ in flat], episodes, completions)
+    return groups
+
+  def _begin(self, run: TrainRun, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
+    """The records with the first messages of an environment as their prompts, and its tools; None where it fails."""
+    answers = self._ask(run, [(record, (), None) for record in records])
+    tools = getattr(self._environment, 'tools', None)
+    added = {} if tools is None else {'tools': tools}
+    return [
+      None if answer is None else {**record, **added, 'prompt': answer[0]}
+      for record, answer in zip(records, answers, strict=True)
+    ]
+
+  def _ask(self, run: TrainRun, calls: Sequence[tuple[Mapping[str, Any], Sequence[str], Any]]) -> list[Any]:
+    """What the environment answers, (messages, reward, done, state); None where it fails. Process 0 has the states."""
+    states: list[Any] = [None] * len(calls)
+
+    def step(workers: RewardWorkers) -> list[Any]:
+      found = workers.steps(calls)
+      states[:] = [each and each[3] for each in found]
+      return [each and each[:3] for each in found]
+
+    answers = self._decide(run, len(calls), step)
+    return [each and (*each, state) for each, state in zip(answers, states, strict=True)]
+
+  def _decide(self, run: TrainRun, number: int, call: Any) -> Any:
+    """What `call` makes of the workers of process 0; `number` is of the calls, for the time that it may take."""
+
+    def decide() -> Any:
+      if self._workers is None:
+        return None
+      failed, found = self._workers.num_failed, call(self._workers)
+      if self._workers.num_failed > failed:
+        run.message(f'{self._workers.num_failed - failed} rewards failed, the last one: {self._workers.last_problem}')
+      return found
+
+    self._num_decided += 1
+    limit_s = run.limit_s + round(self._input.reward_timeout_s * number)
+    with run.watchdog.allow('rewards', limit_s):
+      return primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
+
+  def _generate(self, run: TrainRun, variables: Any, requests: Sequence[Any], number: int) -> list[list[Any]]:
+    """The Completions of each request, `number` of them."""
     from spmd_tasks.decoding import generate
     from spmd_tasks.decoding.generation import can_sample, complete_groups
 
-    requests = []
-    for epoch, index, record in prompts:
-      seed = int(np.random.SeedSequence((self._input.seed, epoch, index)).generate_state(1)[0])
-      requests.append(self._request(record, f'record {index}', seed=seed, **draws))
+    if not requests:
+      return []
     texts: Any = {'decode': self._tokenizer.decode}
     if can_sample(self._steps, requests, number):
-      texts['num_prompts'] = self._steps.settings.num_slots // number if number > 1 else None
+      if number > 1 or self._environment is not None:
+        texts |= {'num_prompts': self._steps.settings.num_slots // number, 'max_tokens': self._input.max_tokens}
       # One program makes all tokens, and no beat comes from within.
       with run.watchdog.allow('rollout', run.limit_s + self._input.max_tokens):
         return complete_groups(self._steps, variables, requests, number, **texts)
@@ -523,19 +629,18 @@ class MakeRollouts(TrainHook):
       made[place] = completion
     return [made[start : start + number] for start in range(0, len(made), number)]
 
-  def _request(self, record: Mapping[str, Any], where: str, *, seed: int, temperature: float = 1.0) -> Any:
+  def _request(self, record: Mapping[str, Any], where: str, *, temperature: float = 1.0, **given: Any) -> Any:
     """The request of a prompt, drawn from the distribution of the steps, which have the temperature, or greedy."""
     from spmd_tasks.decoding.prompts import Prompt
 
-    text, stop = self._input.prompt_of(record)
-    has_bos = bool(stop) and self._input.template.writes_bos
-    ids = tuple(self._input.tokenizer.encode(text)) if has_bos else None
+    stop = self._stop if isinstance(record['prompt'], str) else (*self._input.template.stop, *self._stop)
+    if 'prompt_ids' not in given:
+      text = self._input.prompt_of(record)
+      has_bos = not isinstance(record['prompt'], str) and self._input.template.writes_bos
+      ids = tuple(self._input.tokenizer.encode(text)) if has_bos else None
+      given |= {'prompt_ids': ids} if ids else {'prompt': text}
     prompt = Prompt(
-      prompt=None if ids else text,
-      prompt_ids=ids,
       stop=stop,
-      max_tokens=self._input.max_tokens,
-      seed=seed,
       temperature=temperature,
       top_k=self._input.top_k,
       top_p=self._input.top_p,
@@ -543,6 +648,7 @@ class MakeRollouts(TrainHook):
       repetition_penalty=1.0,
       frequency_penalty=0.0,
       presence_penalty=0.0,
+      **{'max_tokens': self._input.max_tokens} | given,
     )
     return self._tokenizer.request(prompt, where)[0]
 
@@ -550,25 +656,16 @@ class MakeRollouts(TrainHook):
     self, run: TrainRun, records: Sequence[Mapping[str, Any]], made: Sequence[Sequence[Any]]
   ) -> tuple[np.ndarray, float]:
     """float64 [P, G, K], and the seconds that they took; process 0 calls the functions, and all run the models."""
-    calls = [(r['prompt'], each.text, r) for r, group in zip(records, made, strict=True) for each in group]
+    episodes = [(record, each) for record, group in zip(records, made, strict=True) for each in group]
+    calls = [(record['prompt'], each.text, record) for record, each in episodes]
     started = time.perf_counter()
-
-    def decide() -> list[list[float]]:
-      if self._workers is None:
-        return [[] for _ in calls]
-      failed = self._workers.num_failed
-      found = self._workers.rewards(calls)
-      if self._workers.num_failed > failed:
-        run.message(f'{self._workers.num_failed - failed} rewards failed, the last one: {self._workers.last_problem}')
-      return found.tolist()
-
-    limit_s = run.limit_s + round(self._input.reward_timeout_s * len(calls))
-    with run.watchdog.allow('rewards', limit_s):
-      self._num_decided += 1
-      found = primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
-      columns = dict(zip(self._functions, np.array(found, np.float64).T, strict=True))
-      columns |= {name: model.rewards(calls) for name, model in self._models.items()}
-    values = np.stack([columns[name] for name in self._input.rewards], axis=1)
+    columns = {name: model.rewards(calls) for name, model in self._models.items()}
+    if self._input.environment:
+      columns[self._input.environment] = np.array([each.reward for _, each in episodes])
+    if self._functions:
+      found = self._decide(run, len(calls), lambda workers: workers.rewards(calls).tolist())
+      columns |= dict(zip(self._functions, np.array(found, np.float64).T, strict=True))
+    values = np.stack([columns[name] for name in self._input.all_rewards], axis=1)
     return values.reshape(len(records), -1, len(columns)), time.perf_counter() - started
 
   def _evaluate(self, run: TrainRun) -> None:
@@ -581,9 +678,9 @@ class MakeRollouts(TrainHook):
       prompts = [(0, index, record_of(self._eval_records, index)) for index in range(len(self._eval_records))]
       made = self._complete(run, variables, prompts, 1, temperature=0.0)
       rewards, _ = self._rewards(run, [record for *_, record in prompts], made)
-    total = rewards @ np.array(list(self._input.rewards.values()))
+    total = rewards @ np.array(list(self._input.all_rewards.values()))
     metrics = {'reward': _mean(total), 'reward_failures': float(np.isnan(rewards).any(axis=-1).mean())}
-    metrics |= {f'reward/{name}': _mean(rewards[..., k]) for k, name in enumerate(self._input.rewards)}
+    metrics |= {f'reward/{name}': _mean(rewards[..., k]) for k, name in enumerate(self._input.all_rewards)}
     metrics['completion_tokens'] = float(np.mean([len(group[0].ids) for group in made]))
     self._writer.write(run.step, metrics)
     run.message(f'step {run.step}  eval rewards: reward {metrics["reward"]:.4f} over {len(prompts)} prompts')

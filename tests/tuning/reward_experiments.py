@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+import time
 
 import fiddle as fdl
 
@@ -85,3 +86,45 @@ def write_prompts(directory: Path) -> Path:
     ''.join(json.dumps({'prompt': text}) + '\n' for text in ('abc', 'xyz', 'hello', '1', '2', 'a a', 'Q'))
   )
   return path
+
+
+class Echo:
+  """Answers texts that end at a vowel with their length, and ends after the third; 1 for each that has an a."""
+
+  stop = tuple('aeiou')
+
+  def reset(self, record):
+    self.num_turns = 0
+    return record['prompt']
+
+  def step(self, completion):
+    self.num_turns += 1
+    if completion == 'hang':
+      time.sleep(60)
+    return f'[{len(completion)}]', float('a' in completion), self.num_turns == 3
+
+
+class Remembering(Echo):
+  """Declares its state."""
+
+  def state(self):
+    return {'num_turns': self.num_turns}
+
+  def restore(self, state):
+    self.num_turns = state['num_turns']
+
+
+class Calculator:
+  """A conversation with a tool: the model writes `calc: 2+3` to have it computed, and else ends with its answer."""
+
+  tools = ({'type': 'function', 'function': {'name': 'calc', 'parameters': {}}},)
+
+  def reset(self, record):
+    self.record = record
+    return [{'role': 'user', 'content': record['prompt']}]
+
+  def step(self, completion):
+    kind, _, terms = completion.partition(': ')
+    if kind == 'calc':
+      return [{'role': 'tool', 'content': str(sum(map(int, terms.split('+'))))}], 0.0, False
+    return None, float(completion == self.record['answer']), True

@@ -21,21 +21,25 @@ NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
 class Sampler:
   """A hook with compiled programs, outside of a job, and what it samples with the weights of a seed."""
 
-  def __init__(self):
-    self.model, given = make_model(Policy, (1,), overrides=(f'temperature={TEMPERATURE}', 'max_tokens=12'))
+  def __init__(self, *overrides):
+    given = (f'temperature={TEMPERATURE}', 'max_tokens=12', *overrides)
+    self.model, given = make_model(Policy, (1,), overrides=given)
     job = SimpleNamespace(train_input=given, task=self.model.task)
     watchdog = SimpleNamespace(allow=lambda *_: contextlib.nullcontext(), beat=lambda *_: None)
     experiment = SimpleNamespace(seed=0, eval_every_steps=None)
     loop, self.variables = SimpleNamespace(step=0), self.model.init(0).variables
     self.run = SimpleNamespace(
-      job=job, model=self.model, experiment=experiment, watchdog=watchdog, limit_s=60, loop=loop
+      job=job, model=self.model, experiment=experiment, watchdog=watchdog, limit_s=60, loop=loop, message=pytest.fail
     )
     self.hook = MakeRollouts()
     self.hook.prepare(self.run)
     self.prompts = given.make_iterator().take(NUM_PROMPTS)
 
+  def complete(self, variables=None, **draws):
+    return self.hook._complete(self.run, variables or self.variables, self.prompts, GROUP, **draws)
+
   def rollout(self, variables=None, **draws) -> Rollout:
-    made = self.hook._complete(self.run, variables or self.variables, self.prompts, GROUP, **draws)
+    made = self.complete(variables, **draws)
     nothing = np.zeros(NUM_PROMPTS * GROUP)
     return self.hook._as_rollout([each for group in made for each in group], nothing, nothing > 0)
 
@@ -66,7 +70,9 @@ def in_batches(change):
 
     def batch(rollout, rows, pad_id):
       columns, whole = np.arange(rollout.tokens.shape[1] - 1)[None, :], made(rollout, rows, pad_id)
-      changed = change(whole, columns, rollout.prompt_lengths[rows, None], rollout.lengths[rows, None])
+      changed = change(
+        whole, columns, 1 + np.argmax(rollout.is_sampled[rows], axis=1)[:, None], rollout.lengths[rows, None]
+      )
       return whole | {name: each.astype(whole[name].dtype) for name, each in changed.items()}
 
     monkeypatch.setattr(Rollout, 'batch', batch)
