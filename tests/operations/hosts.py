@@ -5,6 +5,7 @@ python -m tests.operations.hosts DIRECTORY --kills 50
 
 import argparse
 import contextlib
+import json
 import os
 from pathlib import Path
 import random
@@ -13,7 +14,10 @@ import subprocess
 import sys
 import time
 
-from tests.binary import metric_lines, run_binary
+from etils import epath
+
+from spmd_tasks.store_files import read_growing
+from tests.binary import run_binary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 METRICS = ('loss', 'accuracy', 'grad_norm', 'weight_norm')
@@ -22,8 +26,10 @@ METRICS = ('loss', 'accuracy', 'grad_norm', 'weight_norm')
 class Hosts:
   """Hosts of one job, numbered as they are started; all end with the context."""
 
-  def __init__(self, directory: Path, *flags: str, hosts: str = '1:4', experiment: str = 'Job'):
-    self.directory, self.job = directory, directory / 'job'
+  def __init__(
+    self, directory: Path, *flags: str, hosts: str = '1:4', experiment: str = 'Job', job: epath.Path | None = None
+  ):
+    self.directory, self.job = directory, job or epath.Path(directory / 'job')
     command = [
       '-m',
       'spmd_tasks.main',
@@ -93,6 +99,15 @@ class Hosts:
     return self.wait_until(lambda: self.num_lines() >= count, limit_s)
 
 
+def metric_lines(job: epath.Path) -> list[dict]:
+  """Every line of metrics.jsonl on a disk or in a store, steps that were made twice twice; [] if there is none yet."""
+  try:
+    lines = read_growing(job / 'metrics.jsonl').splitlines(keepends=True)
+  except FileNotFoundError:
+    return []
+  return [json.loads(line) for line in lines if line.endswith(b'\n')]
+
+
 def stop_and_compare(hosts: Hosts, *flags: str) -> float:
   """Ends all hosts by SIGTERM; returns the largest relative difference of a metric from the undisturbed job.
 
@@ -102,7 +117,7 @@ def stop_and_compare(hosts: Hosts, *flags: str) -> float:
     hosts.supervisors[host].send_signal(signal.SIGTERM)
   hosts.wait_until(lambda: not hosts.alive(), 120)
   lines = metric_lines(hosts.job)
-  reference = hosts.directory / 'reference'
+  reference = epath.Path(hosts.directory / 'reference')
   settings = ['train_input.slow_s=0', 'checkpoint_every_steps=None']
   command = ['--exp', 'tests.operations.supervised_experiments.Job', '--mode', 'train', '--job_log_dir', reference]
   command += ['--num_train_steps', lines[-1]['step'], *(word for each in settings for word in ('--set', each)), *flags]

@@ -238,6 +238,21 @@ def test_a_job_goes_on_without_the_host_of_process_0_and_with_a_new_one(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_in_a_bucket_goes_on_from_the_checkpoint_there(store, tmp_path):
+  with Hosts(tmp_path, '--num_train_steps', '10000', hosts='1:3', job=store / 'job') as hosts:
+    for _ in range(3):
+      hosts.start()
+    hosts.wait_for_lines(7, 200)
+    hosts.kill(0)  # the one that holds the bucket's claim and writes the metrics
+    hosts.wait_until(lambda: 'resuming after step' in hosts.log(1), 60)
+    hosts.wait_for_lines(hosts.num_lines() + 2, 60)
+    assert 'mesh replica 1 x data 2 x mdl 1' in hosts.log(1)
+    assert stop_and_compare(hosts, '--num_fake_devices', '3') < 2e-4  # float32, over some dozens of steps
+    assert [each.returncode for each in hosts.supervisors[1:]] == [42] * 2
+
+
+@pytest.mark.slow
 def test_a_host_that_comes_when_the_job_is_done_has_nothing_to_do(tmp_path):
   with Hosts(tmp_path, '--num_train_steps', '6', '--ici_mesh_shape=1,1,1', hosts='1:1') as hosts:
     for host in range(2):
