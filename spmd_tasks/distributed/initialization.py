@@ -50,7 +50,7 @@ class DistributedSettings:
     cluster: 'auto', 'none', or one of CLUSTERS to require that launcher.
     local_device_ids: GPUs of this process; None takes all GPUs, or follows the cluster's rule.
     heartbeat_timeout_s: seconds without a heartbeat after which a process counts as dead and JAX ends all others.
-    shutdown_timeout_s: seconds that an ending process waits for the others to end before it ends them: see `finish`.
+    shutdown_timeout_s: seconds that a process waits for the others to part before it ends them: see `finish`.
     initialization_timeout_s: seconds to wait for all processes to appear.
     collective_timeout_s: seconds after which a CPU collective that waits for another process raises. The limit must
       exceed every normal wait, such as for a process that compiles or saves. Accelerators have limits of their own.
@@ -156,7 +156,8 @@ def report_absence(settings: DistributedSettings, problem: str) -> None:
 def coordination() -> Any:
   """JAX's client of the coordination service with this process's index and their number; None without other processes.
 
-  Unlike `jax.process_index`, this starts no backend. It is None, too, in a version of JAX that does not tell.
+  Unlike `jax.process_index`, this starts no backend. It is None, too, in a version of JAX that does not tell. Neither
+  0.10 nor 0.11 has a public name for any of it: `jax.distributed` tells only whether it is initialized.
   """
   try:
     from jax._src import distributed  # no public name of JAX reaches the service's key-value store
@@ -190,13 +191,15 @@ def skip_absent_tpu() -> None:
 
 
 def finish():
-  """Waits until every process has called this function; the last call of a job that ends well.
+  """Waits until every process has called this function, and parts them; the last call of a job that ends well.
 
   Without this call, the first process to end would end the others after `shutdown_timeout_s`, even one that still
-  writes its checkpoint. A StepWatchdog bounds the wait: `with watchdog.allow('finish', limit_s=...): finish()`.
+  writes its checkpoint. They part here, not when Python ends: closing files and threads may take a process longer than
+  that, and JAX would abort all of them. A StepWatchdog bounds the wait: `with watchdog.allow('finish', limit_s=...)`.
   """
   if jax.distributed.is_initialized():
     multihost_utils.sync_global_devices('finish')
+    jax.distributed.shutdown()
 
 
 def detect_cluster(environ: Mapping[str, str]) -> str | None:

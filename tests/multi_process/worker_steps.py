@@ -87,6 +87,8 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
       if jax.process_index() == args.fault_rank:
         time.sleep(args.late_s)
       finish()
+  if jax.process_index() == args.fault_rank:
+    time.sleep(args.late_s)
   print('done', flush=True)
 
 
@@ -103,7 +105,7 @@ def main():
   parser.add_argument('--fault_step', type=int, default=4)
   parser.add_argument('--watchdog_timeout_s', type=float, default=HOUR_S)
   parser.add_argument('--heartbeat_timeout_s', type=int, default=int(HOUR_S))
-  parser.add_argument('--late_s', type=float, default=0.0, help='work that one process does after the last step')
+  parser.add_argument('--late_s', type=float, default=0.0, help='work that one process does after the last step, and again at its end')
   args = parser.parse_args()
   emergency = EmergencyExit()
   with emergency.on_failure():
