@@ -7,6 +7,7 @@ problem, tells it so. Nothing secret is said, and what is heard only ends the jo
 
 import contextlib
 import json
+import os
 import queue
 import socket
 import threading
@@ -85,7 +86,8 @@ def _listen(address: str) -> socket.socket:
   while True:
     try:
       family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-      return socket.create_server(found[:2], family=family, backlog=1024)
+      is_held = 'SPMD_TASKS_ROUND' in os.environ  # by this host's supervisor, which does not listen there
+      return socket.create_server(found[:2], family=family, backlog=1024, reuse_port=is_held)
     except OSError as error:
       if time.monotonic() > end or isinstance(error, socket.gaierror):
         raise UserError(

@@ -67,6 +67,7 @@ class Neighbours:
     self._path = directory / f'host_{self.own.id}.json'
     self._heard: dict[str, tuple[Status | None, int]] = {}  # the last status, and failures since
     self._closed = threading.Event()
+    self._port: socket.socket | None = None
 
   def __enter__(self) -> 'Neighbours':
     neighbours = self
@@ -86,6 +87,8 @@ class Neighbours:
   def __exit__(self, *exc_info):
     self.tell(phase='left')
     self._closed.set()
+    if self._port is not None:
+      self._port.close()
     with contextlib.suppress(OSError):
       self._path.unlink(missing_ok=True)
 
@@ -95,11 +98,14 @@ class Neighbours:
 
   def ready_for(self, number: int) -> None:
     """Tells that this supervisor is ready for a round, and where its process would listen."""
-    with socket.socket(socket.AF_INET6 if ':' in self._address else socket.AF_INET) as probe:
-      probe.bind((self._address, 0))
-      port = probe.getsockname()[1]
+    if self._port is not None:
+      self._port.close()
+    # Held, so that nobody else gets it; the process may listen there, as its sockets say SO_REUSEPORT too.
+    self._port = socket.socket(socket.AF_INET6 if ':' in self._address else socket.AF_INET)
+    self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    self._port.bind((self._address, 0))
     host = f'[{self._address}]' if ':' in self._address else self._address
-    self.tell(round=number, phase='ready', code=None, coordinator=f'{host}:{port}')
+    self.tell(round=number, phase='ready', code=None, coordinator=f'{host}:{self._port.getsockname()[1]}')
 
   def alive(self) -> Mapping[str, Status]:
     """The supervisors that are alive and have not left, this one included."""

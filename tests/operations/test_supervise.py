@@ -12,6 +12,7 @@ from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.distributed import roll_call
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.operations import fitting, rounds, supervisor
 from spmd_tasks.operations.neighbours import Neighbours, Status
@@ -20,6 +21,21 @@ from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
 from tests.operations.hosts import Hosts, stop_and_compare
 
 AXES = ('replica', 'data', 'mdl')
+
+
+@pytest.fixture(autouse=True)
+def held_ports(monkeypatch):
+  """Those that supervisors hold which do not leave are closed."""
+  held, ready_for = [], Neighbours.ready_for
+
+  def ready_and_noted(self, number):
+    ready_for(self, number)
+    held.append(self._port)
+
+  monkeypatch.setattr(Neighbours, 'ready_for', ready_and_noted)
+  yield held
+  for port in held:
+    port.close()
 
 
 @pytest.mark.parametrize(
@@ -101,6 +117,17 @@ def test_numbers_of_hosts_that_are_refused(text):
 def test_the_flags_of_the_supervisor_are_not_those_of_its_process():
   words = ['-m', 'x', '--supervise', '2:4', '--seed', '1', '--supervisor_address=h', '--mode', 'train']
   assert supervisor._without_own_flags(words) == ['-m', 'x', '--seed', '1', '--mode', 'train']
+
+
+def test_the_port_of_a_round_is_held_until_its_process_listens(tmp_path, monkeypatch):
+  neighbours = Neighbours(tmp_path, '127.0.0.1')
+  neighbours.ready_for(1)
+  address = neighbours.own.coordinator
+  monkeypatch.setattr(roll_call, '_PORT_LIMIT_S', 0.0)
+  with pytest.raises(UserError, match='in use'):  # another job's process 0
+    roll_call.call_roll(address, address, process_id=0, num_processes=1, limit_s=1)
+  monkeypatch.setenv('SPMD_TASKS_ROUND', '1')
+  roll_call.call_roll(address, address, process_id=0, num_processes=1, limit_s=1)
 
 
 class Neighbour(Neighbours):
