@@ -105,7 +105,9 @@ def main():
   parser.add_argument('--fault_step', type=int, default=4)
   parser.add_argument('--watchdog_timeout_s', type=float, default=HOUR_S)
   parser.add_argument('--heartbeat_timeout_s', type=int, default=int(HOUR_S))
-  parser.add_argument('--late_s', type=float, default=0.0, help='work that one process does after the last step, and again at its end')
+  parser.add_argument(
+    '--late_s', type=float, default=0.0, help='work that one process does after the last step, and again at its end'
+  )
   args = parser.parse_args()
   emergency = EmergencyExit()
   with emergency.on_failure():
