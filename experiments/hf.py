@@ -3,6 +3,8 @@
     spmd-tasks --exp hf.Model --set model=models/llama --mode train --job_log_dir runs/tuned
     spmd-tasks --exp hf.Model --set model=models/llama --mode serve --job_log_dir runs/served
 
+    spmd-tasks --exp hf.Scorer --set model=models/embedding --mode serve --job_log_dir runs/served
+
     spmd-tasks --exp hf.Model --set model=models/flan-t5 --set pairs=pairs.jsonl --mode train --job_log_dir runs/t5
 
 Training starts from the folder's weights; eval, decode and serve use them as long as the job has no checkpoint.
@@ -10,12 +12,17 @@ Training starts from the folder's weights; eval, decode and serve use them as lo
 
 from spmd_tasks import register
 from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel
-from spmd_tasks.tuning import PairTuning
+from spmd_tasks.tuning import FolderScorer, PairTuning
 
 
 @register
 class Model(PairTuning):
   """The model of a folder in Hugging Face's format: --set model=FOLDER."""
+
+
+@register
+class Scorer(FolderScorer):
+  """The model of a folder that scores or embeds texts, to serve as it is: --set model=FOLDER."""
 
 
 @register

@@ -85,6 +85,10 @@ class FolderTokenizer(FileTokenizer):
       return ids
     return (*self.prefix_ids, *ids)
 
+  def encode_whole(self, text: str, pair: str | None = None) -> tuple[int, ...]:
+    """Encodes as transformers' `tokenizer(text, pair)`, with all that the post-processor puts around and between."""
+    return tuple(self._tokenizer.encode(text, pair, add_special_tokens=True).ids)
+
   def decode_all(self, ids: Sequence[int]) -> str:
     """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -249,6 +249,63 @@ class ChatBody(_GenerationBody):
   parallel_tool_calls: bool | None = None
 
 
+def _split_texts(value: Any) -> list[str]:
+  """Makes a list of texts from one or several, each a string or an object with `text`."""
+  given = value if isinstance(value, list) else [value]
+  many: list[Any] = [each.get('text') if isinstance(each, dict) else each for each in given]
+  if not many or not all(isinstance(each, str) for each in many):
+    raise PydanticCustomError('texts', 'must be a string or an array of strings.')
+  return many
+
+
+_Inputs = Annotated[list[str | list[int]], PlainValidator(_split_prompts)]
+_Texts = Annotated[list[str], PlainValidator(_split_texts)]
+
+
+class PoolingBody(_Body):
+  """The fields of all routes to a model that scores or embeds; `truncate_prompt_tokens` -1 cuts at its length."""
+
+  model: str | None = None
+  truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
+  user: Any = None
+
+
+class EmbeddingBody(PoolingBody):
+  """POST /v1/embeddings."""
+
+  input: _Inputs
+  encoding_format: Literal['float', 'base64'] = 'float'
+  dimensions: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+
+
+class _ScoringBody(PoolingBody):
+  """`use_activation`: false asks for the scores as the model computes them."""
+
+  use_activation: bool | None = None
+
+
+class ScoreBody(_ScoringBody):
+  """POST /v1/score."""
+
+  text_1: _Texts
+  text_2: _Texts
+
+
+class RerankBody(_ScoringBody):
+  """POST /v1/rerank; `top_n` 0 is all."""
+
+  query: str
+  documents: _Texts
+  top_n: Annotated[int, Field(ge=0, le=_INT32)] = 0
+  return_documents: bool = True
+
+
+class ClassifyBody(_ScoringBody):
+  """POST /classify."""
+
+  input: _Inputs
+
+
 class TokenizeBody(_Body):
   """POST /tokenize; `add_special_tokens` puts before the prompt what completions put there."""
 

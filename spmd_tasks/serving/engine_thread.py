@@ -20,6 +20,7 @@ from absl import logging
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import JobError
+from spmd_tasks.serving.scoring import TextScoring
 
 # The engine ends after this many failures with no successful step in between.
 _MAX_FAILURES = 3
@@ -44,7 +45,7 @@ class EngineThread:
 
   def __init__(
     self,
-    scheduler: Scheduler,
+    scheduler: Scheduler | TextScoring,
     *,
     warm_up: Callable[[], None],
     post: Callable[[list[Delta]], None],

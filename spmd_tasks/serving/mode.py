@@ -30,18 +30,23 @@ from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.serving.multi_process.follower import follow
 from spmd_tasks.serving.multi_process.leader import lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
+from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sigterm import leave_on_sigterm
+from spmd_tasks.tuning import text_reading
+from spmd_tasks.tuning.text_scorer import TextScorer
 
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5
 # Less than JAX's limit for heartbeats (30 s by default), after which JAX ends a process without a word to its clients.
 _SILENCE_LIMIT_S = 20.0
+_MAX_SCORED = 4096  # texts that may wait to be scored, where no flag says how many
 _END_LIMIT_S = 30  # for the last process to come to the end
 
 
@@ -56,7 +61,7 @@ def run(command: Command) -> int:
         host=flags.host,
         port=flags.port,
         api_key_file=flags.api_key_file,
-        max_queued=flags.max_queued,
+        max_queued=_MAX_SCORED if flags.max_queued is None and text_reading(opened.job) else flags.max_queued,
         max_connections=flags.max_connections,
         drain_s=flags.drain_s,
       ),
@@ -108,44 +113,55 @@ def serve(
       raise UserError(
         f'experiment {job.name} is an encoder-decoder, which no server has: decode prompts from files by --mode decode.'
       )
-    decode = job.task.decode
-    num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
-    steps = DecodeSteps(model, dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top))
+    reading = text_reading(job)
+    if reading is not None and jax.process_count() > 1:
+      raise UserError(f'{jax.process_count()} processes cannot serve a model that scores texts: start one.')
+    steps, storage, part = None, None, None
+    if reading is None:
+      decode = job.task.decode
+      num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
+      steps = DecodeSteps(model, dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top))
+      storage, part = steps.storage, model.task.decoding_variables
 
     def restore(step: int | None) -> tuple[Any, int]:
       with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
         variables, restored = restore_evaluation_variables(
-          model,
-          checkpointer,
-          step,
-          model.task.decoding_variables,
-          experiment=job.experiment,
-          storage=steps.storage,
+          model, checkpointer, step, part, experiment=job.experiment, storage=storage
         )
-      return steps.storage.store(variables), restored
+      return variables if storage is None else storage.store(variables), restored
 
     folder = _served_folder(job, job_log_dir, step)
+    adapter_names = () if steps is None else steps.adapter_names
     for name in (job.name, Path(folder or '').name):
-      check_adapter_names(name, steps.adapter_names)
+      check_adapter_names(name, adapter_names)
     source = f'{"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}'
     announce(f'Restoring {source}.' if folder is None else f'Loading the weights of {folder}.')
     began = time.monotonic()
     weights, restored = restore(step)
     what = f'Restored step {restored}' if folder is None else 'Loaded the weights'
     announce(f'{what} in {time.monotonic() - began:.1f} s. Compiling.')
+    settings_of_steps = job.task.decode or DecodeSettings() if steps is None else steps.settings
+    vocab_size = job.task.model.embedding.vocab_size if steps is None else steps.vocab_size
     served = ServedModel(
       name=job.name if folder is None else Path(folder).name or job.name,
       alias=None if folder is None else job.name,
-      adapters=steps.adapter_names,
+      adapters=adapter_names,
       created=int(time.time()),
       step=restored,
       tokenizer=tokenizer,
       chat_template=job.experiment.chat_template(),
-      settings=steps.settings,
-      max_len=steps.max_len,
-      vocab_size=steps.vocab_size,
-      grammars=Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=steps.settings.end_ids(tokenizer.eos_id)),
+      settings=settings_of_steps,
+      max_len=model.input_layout.spec['ids'].shape[1] if steps is None else steps.max_len,
+      vocab_size=vocab_size,
+      grammars=Grammars(tokenizer, vocab_size=vocab_size, end_ids=settings_of_steps.end_ids(tokenizer.eos_id)),
+      reading=reading,
     )
+    if steps is None:
+      assert reading is not None
+      assert sock is not None
+      scoring = TextScoring(TextScorer(model, reading, max_len=served.max_len), weights)
+      del weights
+      return run_server(scoring, served, settings, sock, restore=restore, announce=announce)
     engine = ModelEngine(steps, weights, score_prompts=True, constrain=True)
     del weights  # the engine holds them, and may free them
     if jax.process_count() == 1:

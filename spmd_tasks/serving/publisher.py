@@ -22,6 +22,7 @@ from absl import logging
 from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding.engine_contract import Engine
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.service import Service
 
 _Restore = Callable[[int | None], tuple[Any, int]]
@@ -35,7 +36,7 @@ class Publisher:
     is_reading: whether the publisher's own thread is reading a checkpoint; nothing can interrupt it.
   """
 
-  def __init__(self, service: Service, engine: Engine, restore: _Restore | None, *, pauses: bool = False):
+  def __init__(self, service: Service, engine: Engine | TextScoring, restore: _Restore | None, *, pauses: bool = False):
     """Publishes nothing yet.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from spmd_tasks.decoding import DecodeSettings, Request
 from spmd_tasks.decoding.constraints import FormError, Grammars, Matcher, OutputForm, wanted_form
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
@@ -21,6 +22,7 @@ from spmd_tasks.serving.bodies import ChatBody, CompletionBody, Message, validat
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.tool_calls import CALL_END, call_schema, calls_for_template, tool_names
+from spmd_tasks.tuning.text_scorer import TextReading
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
@@ -44,6 +46,7 @@ class ServedModel:
     tokenizer, chat_template: those of the experiment.
     grammars: compiles the forms that requests give for their output.
     settings, max_len, vocab_size: those of the compiled steps.
+    reading: of a model that scores or embeds texts, and generates none.
   """
 
   name: str
@@ -57,6 +60,7 @@ class ServedModel:
   grammars: Grammars
   adapters: tuple[str, ...] = ()
   alias: str | None = None
+  reading: TextReading | None = None
 
   def __post_init__(self):
     for name in (self.name, self.alias):
@@ -127,6 +131,20 @@ class GenerationRequest:
   tool_names: frozenset[str] | None = None
   one_call: bool = False
   has_channels: bool = False
+
+  def sequences(self, model: ServedModel, owner: Any) -> list[GeneratedSequence]:
+    """The sequences of the choices, for the engine."""
+    return [
+      GeneratedSequence(
+        request,
+        model.decode_all if self.has_channels else model.decode,
+        index=index,
+        has_logprobs=self.num_logprobs is not None,
+        matcher=None if self.matcher is None else self.matcher.copy(),
+        owner=owner,
+      )
+      for index, request in enumerate(self.requests)
+    ]
 
 
 def completion_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:

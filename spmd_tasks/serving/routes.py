@@ -7,8 +7,9 @@ A request passes middleware.py, and then its route reads the body, has it checke
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 import contextlib
+import functools
 import importlib.resources
 import json
 from typing import Any
@@ -34,6 +35,7 @@ from spmd_tasks.serving.requests import (
   completion_request,
 )
 from spmd_tasks.serving.responses import ResponseBodies
+from spmd_tasks.serving.scoring import READERS, ScoreRequest
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.streaming import StreamedAnswer, whole_answer
@@ -47,7 +49,7 @@ _FORM_FIELD = b'"structured_outputs"'
 _DISCARD_FACTOR = 8
 _DISCARD_LIMIT_S = 2.0
 
-_Read = Callable[[dict[str, Any], ServedModel, ServerSettings], GenerationRequest]
+_Read = Callable[[dict[str, Any], ServedModel, ServerSettings], GenerationRequest | ScoreRequest]
 
 
 def make_app(service: Service, publisher: Publisher) -> Starlette:
@@ -55,20 +57,22 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
   page = importlib.resources.files('spmd_tasks.serving').joinpath('page.html').read_text(encoding='utf-8')
   routes = _Routes(service, publisher, page)
   table = [
-    Route('/', routes.page),
     Route('/health', routes.health),
     Route('/ready', routes.ready),
     Route('/metrics', routes.metrics),
     Route('/v1/models', routes.models),
     Route('/v1/models/{name:path}', routes.model),
-    Route('/v1/completions', routes.completions, methods=['POST']),
-    Route('/v1/chat/completions', routes.chat_completions, methods=['POST']),
     Route('/tokenize', routes.tokenize, methods=['POST']),
     Route('/detokenize', routes.detokenize, methods=['POST']),
     Route('/tokenizer_info', routes.tokenizer_info),
     Route('/admin/publish', routes.publish, methods=['POST']),
     Route('/admin/unpublish', routes.unpublish, methods=['POST']),
   ]
+  readers: Mapping[str, _Read] = READERS
+  if service.model.reading is None:
+    readers = {'/v1/completions': completion_request, '/v1/chat/completions': chat_request}
+    table.append(Route('/', routes.page))
+  table += [Route(path, functools.partial(routes.answer, read), methods=['POST']) for path, read in readers.items()]
   return Starlette(
     routes=table,
     middleware=[Middleware(Guard, service=service, routes=frozenset(route.path for route in table))],
@@ -114,12 +118,6 @@ class _Routes:
     check_model_name({'model': request.path_params['name']}, self._service.model)
     return JSONResponse(self._card(self._service.model.resolve(request.path_params['name'])))
 
-  async def completions(self, request: Request) -> Response:
-    return await self._generate(request, completion_request)
-
-  async def chat_completions(self, request: Request) -> Response:
-    return await self._generate(request, chat_request)
-
   async def tokenize(self, request: Request) -> Response:
     data = await self._read_body(request)
     return JSONResponse(await self._run(lambda: tokenize(parse_json(data), self._service.model), len(data)))
@@ -147,16 +145,18 @@ class _Routes:
     settings = self._service.settings
     return await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
 
-  async def _generate(self, request: Request, read: _Read) -> Response:
+  async def answer(self, read: _Read, request: Request) -> Response:
     service = self._service
     data = await self._read_body(request)
 
-    def parse() -> GenerationRequest:
+    def parse() -> GenerationRequest | ScoreRequest:
       return read(parse_json(data), service.model, service.settings)
 
-    is_quick = read is completion_request and len(data) <= _QUICK_BYTES and _FORM_FIELD not in data
+    is_quick = read is not chat_request and len(data) <= _QUICK_BYTES and _FORM_FIELD not in data
     wanted = parse() if is_quick else await asyncio.to_thread(parse)
     answer = service.begin(wanted)
+    if isinstance(wanted, ScoreRequest):
+      return await whole_answer(service, answer, wanted, request.receive)
     bodies = ResponseBodies(service.model, wanted)
     if wanted.stream:
       return StreamedAnswer(service, answer, bodies, include_usage=wanted.include_usage)

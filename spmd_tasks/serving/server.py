@@ -34,6 +34,7 @@ from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.routes import make_app
+from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 
@@ -79,7 +80,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 def run_server(
-  engine: Engine,
+  engine: Engine | TextScoring,
   model: ServedModel,
   settings: ServerSettings,
   sock: socket.socket,
@@ -130,7 +131,7 @@ class _Uvicorn(uvicorn.Server):
 class _Server:
   def __init__(
     self,
-    engine: Engine,
+    engine: Engine | TextScoring,
     model: ServedModel,
     settings: ServerSettings,
     restore: Callable[[int | None], tuple[Any, int]] | None,
@@ -146,7 +147,7 @@ class _Server:
     self._signals: list[int] = []
     self._undispatched = threading.Semaphore(_MAX_UNDISPATCHED)
     self.thread = EngineThread(
-      Scheduler(engine),
+      engine if isinstance(engine, TextScoring) else Scheduler(engine),
       warm_up=engine.warm_up,
       post=self._post,
       max_queued=settings.max_queued,

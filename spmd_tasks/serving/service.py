@@ -11,14 +11,34 @@ Everything here runs on the event loop's thread. The engine's thread posts each 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import functools
 import time
+from typing import Any
 
-from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
+from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.metrics import ServerMetrics
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
+from spmd_tasks.serving.scoring import ScoreRequest
 from spmd_tasks.serving.settings import ServerSettings
+
+# (metric, attribute of the scheduler, text); a scheduler that lacks the attribute has no such metric.
+_OF_SCHEDULER = (
+  ('active_slots', 'num_active', 'Slots in use.'),
+  ('used_cache_blocks', 'num_used_blocks', 'Blocks of the KV cache of running sequences.'),
+  ('cache_blocks', 'num_blocks', 'Blocks of the KV cache.'),
+  ('preemptions_total', 'num_preemptions', 'Sequences that had to begin again for want of blocks.'),
+  ('decode_steps_total', 'num_steps', 'Decode steps.'),
+  ('slot_steps_total', 'num_slot_steps', 'Slots in use, summed over decode steps.'),
+  ('prefills_total', 'num_prefills', 'Prefills.'),
+  ('prefill_chunks_total', 'num_chunks', 'Chunks of prompts that prefills read.'),
+  ('prompt_tokens_total', 'num_prompt_tokens', 'Tokens of prompts that prefills read.'),
+  ('reused_prompt_tokens_total', 'num_reused_tokens', 'Tokens that the cache held already.'),
+  ('drafted_tokens_total', 'num_drafted_tokens', 'Tokens that were guessed ahead.'),
+  ('accepted_draft_tokens_total', 'num_accepted_tokens', 'Those that were right.'),
+  ('generated_tokens_total', 'num_generated_tokens', 'Tokens generated.'),
+)
 
 
 class Answer:
@@ -30,18 +50,8 @@ class Answer:
     last_token: when the last text came, or None.
   """
 
-  def __init__(self, wanted: GenerationRequest, model: ServedModel):
-    self.sequences = [
-      GeneratedSequence(
-        request,
-        model.decode_all if wanted.has_channels else model.decode,
-        index=index,
-        has_logprobs=wanted.num_logprobs is not None,
-        matcher=None if wanted.matcher is None else wanted.matcher.copy(),
-        owner=self,
-      )
-      for index, request in enumerate(wanted.requests)
-    ]
+  def __init__(self, wanted: GenerationRequest | ScoreRequest, model: ServedModel):
+    self.sequences: list[Any] = wanted.sequences(model, self)
     self.begun = time.monotonic()
     self.last_token: float | None = None
     self._deltas: list[Delta] = []
@@ -130,7 +140,7 @@ class Service:
     """Counts compilations from now on as late."""
     self._num_expected = self._num_compilations()
 
-  def begin(self, wanted: GenerationRequest) -> Answer:
+  def begin(self, wanted: GenerationRequest | ScoreRequest) -> Answer:
     """Queues the sequences of a request.
 
     Raises:
@@ -179,25 +189,18 @@ class Service:
 
   def _metrics_to_read(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
     thread, scheduler = self.thread, self.thread.scheduler
+    own = {
+      name: (text, functools.partial(getattr, scheduler, each))
+      for name, each, text in _OF_SCHEDULER
+      if hasattr(scheduler, each)
+    }
     return {
       'ready': ('Whether the server takes requests.', lambda: self.is_ready),
       'queued_sequences': ('Sequences that wait for a slot.', lambda: thread.num_queued),
       'slots': ('Sequences that can be generated at once.', lambda: self._num_slots),
-      'active_slots': ('Slots in use.', lambda: scheduler.num_active),
-      'used_cache_blocks': ('Blocks of the KV cache of running sequences.', lambda: scheduler.num_used_blocks),
-      'cache_blocks': ('Blocks of the KV cache.', lambda: scheduler.num_blocks),
-      'preemptions_total': ('Sequences that had to begin again for want of blocks.', lambda: scheduler.num_preemptions),
       'weights_step': ('Training step of the weights.', lambda: self.model.step),
       'late_compilations': ('Compilations after the warm-up; above 0 is a bug.', lambda: self.num_late_compilations),
-      'decode_steps_total': ('Decode steps.', lambda: scheduler.num_steps),
-      'slot_steps_total': ('Slots in use, summed over decode steps.', lambda: scheduler.num_slot_steps),
-      'prefills_total': ('Prefills.', lambda: scheduler.num_prefills),
-      'prefill_chunks_total': ('Chunks of prompts that prefills read.', lambda: scheduler.num_chunks),
-      'prompt_tokens_total': ('Tokens of prompts that prefills read.', lambda: scheduler.num_prompt_tokens),
-      'reused_prompt_tokens_total': ('Tokens that the cache held already.', lambda: scheduler.num_reused_tokens),
-      'drafted_tokens_total': ('Tokens that were guessed ahead.', lambda: scheduler.num_drafted_tokens),
-      'accepted_draft_tokens_total': ('Those that were right.', lambda: scheduler.num_accepted_tokens),
-      'generated_tokens_total': ('Tokens generated.', lambda: scheduler.num_generated_tokens),
+      **own,
     }
 
   def _state(self) -> str:

@@ -6,6 +6,7 @@ return StreamedAnswer(service, answer, bodies, include_usage=False)
 
 import asyncio
 from collections.abc import AsyncIterator
+import functools
 import json
 from typing import Any
 
@@ -15,13 +16,18 @@ from starlette.types import Receive, Scope, Send
 from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.responses import ResponseBodies
+from spmd_tasks.serving.scoring import ScoreRequest
 from spmd_tasks.serving.service import Answer, Service
+
+_QUICK_SEQUENCES = 16
 
 _CUT = RequestError('the server shut down before this answer was complete.', status=503, code='cut')
 _FAILED = RequestError('the model failed while it generated this answer.', status=500, code='engine_failed')
 
 
-async def whole_answer(service: Service, answer: Answer, bodies: ResponseBodies, receive: Receive) -> Response:
+async def whole_answer(
+  service: Service, answer: Answer, bodies: ResponseBodies | ScoreRequest, receive: Receive
+) -> Response:
   """Returns one JSON body when all choices have ended; stops waiting if the client disconnects."""
 
   async def collect() -> list[Delta]:
@@ -42,7 +48,10 @@ async def whole_answer(service: Service, answer: Answer, bodies: ResponseBodies,
     error = _failure(collecting.result())
     if error is not None:
       return JSONResponse(error.body, error.status)
-    return JSONResponse(bodies.whole(answer.sequences, collecting.result()))
+    make = functools.partial(bodies.whole, answer.sequences, collecting.result())
+    if len(answer.sequences) <= _QUICK_SEQUENCES:
+      return JSONResponse(make())
+    return await asyncio.to_thread(lambda: JSONResponse(make()))  # megabytes of vectors
   finally:
     collecting.cancel()
     listening.cancel()

@@ -4,11 +4,10 @@
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
 `references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `scored_texts.py` and
-`score_loss.py` (reward models, classifiers, embeddings), `rollouts.py`, `environments.py` and `policy_loss.py`
-(rewards), `low_rank.py`
-and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one base),
-`adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders). The names below are
-imported when first used.
+`score_loss.py` (reward models, classifiers, embeddings), `text_scorer.py` (their scores), `rollouts.py`,
+`environments.py` and `policy_loss.py` (rewards), `low_rank.py` and `adapted_weights.py` (adapters of a model),
+`base_digest.py` (a checkpoint of adapters belongs to one base), `adapter_stacks.py` (several adapters beside one
+model), then `text_pairs.py` (encoder-decoders). The names below are imported when first used.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.adapters import LowRankAdapter
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
   from spmd_tasks.tuning.distillation import DistillationLoss, DistillationTuning, TaughtInput
-  from spmd_tasks.tuning.instruction_tuning import InstructionTuning, PreferenceTuning, ScoreTuning
+  from spmd_tasks.tuning.instruction_tuning import FolderScorer, InstructionTuning, PreferenceTuning, ScoreTuning
   from spmd_tasks.tuning.low_rank import LowRankTuning
   from spmd_tasks.tuning.policy_loss import PolicyLoss
   from spmd_tasks.tuning.preference_loss import PreferenceLoss
@@ -41,6 +40,7 @@ __all__ = [
   'Conversations',
   'DistillationLoss',
   'DistillationTuning',
+  'FolderScorer',
   'InstructionTuning',
   'JudgedAnswers',
   'LabeledTexts',
@@ -86,13 +86,18 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
   kinds = _kinds(job)
   if mode == 'preview' and 'rollouts' in kinds:
     raise UserError('this experiment samples its examples itself: --mode train shows some of them with their rewards.')
-  if mode in ('serve', 'decode', 'decode_once') and 'scored texts' in kinds:
-    raise UserError(f'this model scores texts and predicts no tokens, which --mode {mode} needs: export it instead.')
+  if mode in ('decode', 'decode_once') and 'scored texts' in kinds:
+    raise UserError(f'this model scores texts and predicts no tokens, which --mode {mode} needs: serve or export it.')
   if 'preferences' not in kinds:
     return job
   from spmd_tasks.tuning.references import name_references
 
   return name_references(job, directory if mode in ('train', 'eval') else None)
+
+
+def text_reading(job: Any) -> Any:
+  """The TextReading of a job whose model scores texts or gives them vectors; None of one that generates text."""
+  return job.experiment.text_reading() if 'scored texts' in _kinds(job) else None
 
 
 def _train_hooks(job: Any) -> tuple[Any, ...]:

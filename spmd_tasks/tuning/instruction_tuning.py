@@ -16,6 +16,7 @@ import fiddle as fdl
 from flax.core import FrozenDict
 
 from spmd_tasks.bridges.huggingface import Folder, PretrainedLanguageModel
+from spmd_tasks.bridges.huggingface.sentence_transformers import label_names, read_text_reading
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
 from spmd_tasks.store_files import local_folder
@@ -24,6 +25,7 @@ from spmd_tasks.tuning.preference_loss import PreferenceLoss
 from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
 from spmd_tasks.tuning.score_loss import ScoreLoss
 from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
+from spmd_tasks.tuning.text_scorer import TextReading
 
 Files = str | tuple[str, ...]
 
@@ -216,6 +218,15 @@ class ScoreTuning(InstructionTuning):
       raise UserError(f'num_labels = {self.num_labels}, but {self.model} has {found}: set num_labels, or take another.')
     return folder
 
+  def text_reading(self) -> TextReading:
+    """How a server reads texts: as in training. The scores of classes become probabilities."""
+    return TextReading(
+      labels=label_names(self.folder.config, self.num_labels),
+      pooling=self.pooling,  # type: ignore[arg-type]
+      normalize=not self.num_labels,
+      activation='softmax' if self.num_labels > 1 else 'none',
+    )
+
   def loss(self) -> fdl.Config:
     """The loss on scores."""
     if (self.score_loss == 'contrastive') and self.packing:
@@ -242,3 +253,30 @@ class ScoreTuning(InstructionTuning):
 
   def _input_class(self) -> type[ConversationInput]:
     return ScoredInput
+
+
+class FolderScorer(ScoreTuning):
+  """The model of a folder that scores or embeds texts, as it is: of ForSequenceClassification or sentence-transformers.
+
+  It has no data: it is served or exported, and not trained. `seq_len` is the length of the longest text.
+  """
+
+  seq_len: int = 512
+
+  @functools.cached_property
+  def folder(self) -> Folder:
+    folder = self.open_folder()
+    return folder if folder.decoder.num_labels is not None else folder.with_head(0)
+
+  def text_reading(self) -> TextReading:
+    """As the folder's files say."""
+    return read_text_reading(self.folder)
+
+  def loss(self) -> fdl.Config:
+    return fdl.Config(ScoreLoss, kind='regression')  # never computed
+
+  def _files(self, split: str) -> Files:
+    return self.data or 'none'  # type: ignore[return-value]
+
+  def _source(self, files: Files) -> fdl.Config:
+    return fdl.Config(LabeledTexts, pattern=files)

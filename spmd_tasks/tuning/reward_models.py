@@ -10,10 +10,10 @@ Shapes: N calls, B rows of a batch, T tokens of a row.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import os
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.bridges.huggingface import Folder, open_folder
@@ -28,6 +28,7 @@ from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import Renderer
 from spmd_tasks.tuning.preferences import PreferenceEncoder
 from spmd_tasks.tuning.reward_functions import Call
+from spmd_tasks.tuning.text_scorer import pooled, text_batch
 
 
 def frozen_model(run: TrainRun, folder: Folder, spec: Mapping[str, Any]) -> PartitionedModel:
@@ -68,26 +69,17 @@ class RewardModel:
     self._model = frozen_model(run, folder, self._spec)
     self._variables: Any = None
 
-    def score(variables: Any, batch: Any) -> Any:
-      logits = self._model.task.predict(variables, batch)['logits'][..., 0]
-      return jnp.sum(jnp.where(batch['weights'] > 0, logits, 0.0), axis=1)
-
-    self._step = self._model.batch_step('score_completions', self._spec, score)
+    score = functools.partial(pooled, self._model.task)
+    self._step = self._model.batch_step('score_completions', self._spec, lambda *given: score(*given)[:, 0])
 
   def rewards(self, calls: Sequence[Call]) -> np.ndarray:
     """Returns the scores, float64 [N]; NaN for a text that is longer than T, or that cannot be written."""
     if self._variables is None:
       self._variables = variables_from_folder(self._model, str(self._path))
     scores = np.full(len(calls), np.nan)
-    num_rows, num_columns = self._spec['ids'].shape
+    num_rows = self._spec['ids'].shape[0]
     for start in range(0, len(calls), num_rows):
-      batch = {name: np.zeros(spec.shape, spec.dtype) for name, spec in self._spec.items()}
-      for row, call in enumerate(calls[start : start + num_rows]):
-        ids = self._ids(*call)
-        if 0 < ids.size <= num_columns:
-          batch['ids'][row, : ids.size], batch['segment_ids'][row, : ids.size] = ids, 1
-          batch['segment_pos'][row, : ids.size] = np.arange(ids.size)
-          batch['weights'][row, ids.size - 1] = 1
+      batch = text_batch(self._spec, [self._ids(*call).tolist() for call in calls[start : start + num_rows]])
       found = np.asarray(self._step(self._variables, self._step.place(self._step.layout.own_rows(batch))))
       is_known = np.any(batch['weights'] > 0, axis=1)[: len(calls) - start]
       scores[start : start + num_rows] = np.where(is_known, found[: len(is_known)], np.nan)

@@ -67,5 +67,5 @@ def test_a_model_of_scores_generates_no_text(folder):
   with pytest.raises(UserError, match='scores texts and predicts no tokens: it is for'):
     resolve('hf.Model', [f'model={folder}'])
   job = resolve('finetune.FullReward', [f'model={folder}', 'data=pairs.jsonl']).build()
-  with pytest.raises(UserError, match='predicts no tokens, which --mode serve needs'):
-    WING.prepare_job(job, 'serve', None)
+  with pytest.raises(UserError, match='predicts no tokens, which --mode decode_once needs'):
+    WING.prepare_job(job, 'decode_once', None)

@@ -33,6 +33,7 @@ INERT = {
   *('encoder_no_repeat_ngram_size', 'bad_words_ids', 'num_return_sequences', 'output_scores', 'forced_bos_token_id'),
   *('return_dict_in_generate', 'forced_eos_token_id', 'remove_invalid_values', 'exponential_decay_length_penalty'),
   *('suppress_tokens', 'begin_suppress_tokens', 'tf_legacy_loss', 'cache_implementation', 'unsloth_version'),
+  'sentence_transformers',
 }
 # Keys that change what is computed, where they have another value than this.
 _NEUTRAL = {

@@ -52,7 +52,8 @@ class PretrainedLanguageModel(TextTraining):
     folder = self.open_folder()
     if folder.decoder.num_labels is not None:
       raise UserError(
-        f'{self.model} scores texts and predicts no tokens: it is for finetune.FullReward and its kin, or a reward.'
+        f'{self.model} scores texts and predicts no tokens: it is for hf.Scorer, finetune.FullReward and its kin, or '
+        'a reward.'
       )
     return folder
 

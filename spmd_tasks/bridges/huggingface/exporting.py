@@ -37,6 +37,7 @@ from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, open_fol
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, dtype_of, new_folder, write_tensors
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
+from spmd_tasks.bridges.huggingface.sentence_transformers import write_pooling
 from spmd_tasks.command import OpenJob
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.watchdog import watch_steps
@@ -126,6 +127,7 @@ def export_model(
       weights,
       origin=origin,
       settings=_settings(job, model),
+      finish=functools.partial(_write_pooling, job, model),
       tokenizer_file=_tokenizer_file(job) if origin is None else None,
       is_writer=is_primary(),
       on_tensor=on_tensor,
@@ -151,6 +153,14 @@ def _settings(job: Job, model: PartitionedModel) -> Mapping[str, Any]:
   return ids | {'max_position_embeddings': max(lengths)} if lengths else ids
 
 
+def _write_pooling(job: Job, model: PartitionedModel, folder: Path) -> None:
+  """Writes the files of sentence-transformers beside a model that gives texts vectors."""
+  embedding = getattr(job.task.model, 'embedding', None)
+  if embedding is not None and getattr(embedding, 'num_labels', None) == 0 and hasattr(job.experiment, 'text_reading'):
+    length = model.input_layout.spec['ids'].shape[1]
+    write_pooling(folder, job.experiment.text_reading(), embedding.embed_dim, length)
+
+
 def _tokenizer_file(job: Job) -> Path | None:
   path = getattr(job.tokenizer, 'path', None)
   return Path(path) if path and Path(path).name == 'tokenizer.json' else None
@@ -164,6 +174,7 @@ def export_folder(
   origin: Folder | None = None,
   tokenizer_file: Path | None = None,
   settings: Mapping[str, Any] = {},
+  finish: Callable[[Path], None] = lambda folder: None,
   dtype: str | None = None,
   max_shard_bytes: int = MAX_SHARD_BYTES,
   is_writer: bool = True,
@@ -179,6 +190,7 @@ def export_folder(
       generation config and chat template are taken over.
     tokenizer_file: a tokenizer.json, where there is no origin.
     settings: keys of config.json that do not change the model, such as `eos_token_id`.
+    finish: writes further files, beside the tokenizer's.
     dtype: of the tensors; None: of those of the origin, or float32.
     max_shard_bytes: of one safetensors file.
     is_writer: whether this process writes; reading the weights may need all processes.
@@ -210,6 +222,7 @@ def export_folder(
           shutil.copytree(path, folder / path.name)
         elif path.exists():
           shutil.copyfile(path, folder / path.name)
+      finish(folder)
     writing = write_tensors(folder, tensors, is_writer=is_writer, max_shard_bytes=max_shard_bytes)
     for done, _ in enumerate(writing, 1):
       on_tensor(done, len(tensors))

@@ -1,0 +1,344 @@
+"""A model that scores or embeds texts behind HTTP: /v1/embeddings, /v1/score, /v1/rerank and /classify.
+
+    scoring = TextScoring(scorer, variables)      # engine and scheduler in one, for run_server
+    wanted = score_request(rerank, fields, model, limits)
+    wanted.whole(sequences, deltas)               # the body of the answer
+
+Texts of all requests wait in one queue, and each batch takes the first one and as many of its length as fit. Requests
+and answers have the shapes of OpenAI (embeddings), vLLM (score, classify) and Jina (rerank).
+
+Shapes: N labels, or features of a vector.
+"""
+
+import base64
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import secrets
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.generated_sequence import Delta, FinishReason
+from spmd_tasks.errors import UserError
+from spmd_tasks.serving.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, validate
+from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.requests import ServedModel, check_model_name
+from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.tuning.text_scorer import TextReading, TextScorer
+
+_MAX_TEXTS = 2048  # of a request, as OpenAI's
+
+
+class ScoredText:
+  """A text that waits for its scores or its vector; what the engine's thread and the service want of a sequence.
+
+  Attributes:
+    request: has the text's tokens.
+    index, owner: for the caller.
+    vector: float32 [N] when the text has ended by `stop`.
+    finish_reason: None until then.
+  """
+
+  num_tokens = 0  # that were generated
+  matcher = None
+
+  def __init__(self, ids: tuple[int, ...], *, index: int, owner: Any):
+    self.request = Request(ids=ids, max_tokens=0)
+    self.index = index
+    self.owner = owner
+    self.vector: np.ndarray | None = None
+    self.finish_reason: FinishReason | None = None
+
+  def end(self, reason: FinishReason) -> Delta:
+    """Ends the text."""
+    self.finish_reason = reason
+    made: Any = self
+    return Delta(sequence=made, text='', finish_reason=reason)
+
+
+class TextScoring:
+  """Scores the texts of a queue, batch by batch: an engine and a scheduler, as server.py and engine_thread.py use them.
+
+  Attributes:
+    weights: variables of the model; may be replaced between batches.
+    num_steps, num_slot_steps: batches so far, and the texts in them.
+    num_prompt_tokens: of these texts, without padding.
+  """
+
+  num_active = 0  # between batches
+
+  def __init__(self, scorer: TextScorer, weights: Any):
+    self._scorer = scorer
+    self.weights = weights
+    self._queue: deque[ScoredText] = deque()
+    self._outbox: list[Delta] = []
+    self.num_steps = self.num_slot_steps = self.num_prompt_tokens = 0
+
+  @property
+  def num_slots(self) -> int:
+    return self._scorer.num_rows(self._scorer.buckets[0])
+
+  @property
+  def num_queued(self) -> int:
+    return len(self._queue)
+
+  @property
+  def has_work(self) -> bool:
+    return bool(self._queue or self._outbox)
+
+  def warm_up(self) -> None:
+    """Compiles the program of each bucket and runs it."""
+    for bucket in self._scorer.buckets:
+      self._scorer.run(self.weights, [(0,) * bucket])
+
+  def submit(self, texts: Iterable[Any]) -> None:
+    self._queue.extend(texts)
+
+  def end(self, texts: Iterable[Any], reason: FinishReason) -> None:
+    """Ends those of the texts that have not ended."""
+    self._outbox += [text.end(reason) for text in texts if text.finish_reason is None]
+    self._queue = deque(text for text in self._queue if text.finish_reason is None)
+
+  def end_all(self, reason: FinishReason) -> list[Delta]:
+    self.end(list(self._queue), reason)
+    return self._take_outbox()
+
+  def advance(self, *, admit: bool = True) -> list[Delta]:
+    """Scores a batch of the waiting texts, unless others than those that have begun are to wait."""
+    if admit and self._queue:
+      bucket = self._scorer.bucket(len(self._queue[0].request.ids))
+      fitting = (text for text in self._queue if self._scorer.bucket(len(text.request.ids)) == bucket)
+      texts = [text for text, _ in zip(fitting, range(self._scorer.num_rows(bucket)), strict=False)]
+      try:
+        vectors = self._scorer.run(self.weights, [text.request.ids for text in texts])
+      except Exception:
+        self.end(texts, 'error')
+        raise
+      self.num_steps += 1
+      self.num_slot_steps += len(texts)
+      for text, vector in zip(texts, vectors, strict=True):
+        text.vector = vector
+        self.num_prompt_tokens += len(text.request.ids)
+      self.end(texts, 'stop')
+    return self._take_outbox()
+
+  def recover(self) -> list[Delta]:
+    return self._take_outbox()
+
+  def _take_outbox(self) -> list[Delta]:
+    deltas, self._outbox = self._outbox, []
+    return deltas
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+  """One HTTP request, checked and tokenized.
+
+  Fields:
+    texts: tokens.
+    make: the fields of the answer, made of the vectors, float64 [len(texts), N], and the number of tokens.
+  """
+
+  texts: tuple[tuple[int, ...], ...]
+  make: Callable[[np.ndarray, int], dict[str, Any]]
+  stream: ClassVar[bool] = False
+
+  def sequences(self, model: ServedModel, owner: Any) -> list[Any]:
+    """The texts, for the engine."""
+    return [ScoredText(ids, index=index, owner=owner) for index, ids in enumerate(self.texts)]
+
+  def whole(self, sequences: Sequence[Any], deltas: Iterable[Delta]) -> dict[str, Any]:
+    """The body of the answer, when all texts have their vectors."""
+    vectors = np.stack([text.vector for text in sequences]).astype(np.float64)
+    return self.make(vectors, sum(map(len, self.texts)))
+
+
+_Read = Callable[[dict[str, Any], ServedModel, ServerSettings], ScoreRequest]
+
+
+def embedding_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
+  """Reads the body of /v1/embeddings.
+
+  Raises:
+    RequestError: names the field that is wrong; so do the others.
+  """
+  body, reading = _checked(EmbeddingBody, fields, model)
+  if reading.labels:
+    raise RequestError(f'this model gives scores ({", ".join(reading.labels)[:100]}) and no vectors: ask /v1/score.')
+  texts = _inputs(body.input, body, model, limits, prompt=reading.prompt)
+
+  def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    if body.dimensions is not None:
+      if body.dimensions > vectors.shape[1]:
+        raise RequestError(f'dimensions must be at most {vectors.shape[1]}, not {body.dimensions}.', param='dimensions')
+      vectors = vectors[:, : body.dimensions]
+      if reading.normalize:
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+    found: Any = vectors.tolist()
+    if body.encoding_format == 'base64':
+      found = [base64.b64encode(vector.tobytes()).decode() for vector in vectors.astype('<f4')]
+    data = [{'object': 'embedding', 'index': index, 'embedding': each} for index, each in enumerate(found)]
+    return {'object': 'list', 'data': data, 'model': model.name, 'usage': _usage(num_tokens)}
+
+  return ScoreRequest(texts=texts, make=make)
+
+
+def score_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
+  """Reads the body of /v1/score: pairs of texts, or one text and several others."""
+  body, _ = _checked(ScoreBody, fields, model)
+  firsts, seconds = body.text_1, body.text_2
+  if len(firsts) not in (1, len(seconds)):
+    raise RequestError(f'text_1 has {len(firsts)} texts, but text_2 {len(seconds)}: give one, or as many.')
+  texts, score = _pairs(firsts, seconds, ('text_1', 'text_2'), body, model, limits)
+
+  def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    data = [{'index': index, 'object': 'score', 'score': each} for index, each in enumerate(score(vectors))]
+    return _head('score', model) | {'object': 'list', 'data': data, 'usage': _usage(num_tokens)}
+
+  return ScoreRequest(texts=texts, make=make)
+
+
+def rerank_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
+  """Reads the body of /v1/rerank: a query, and documents that are put in the order of their scores."""
+  body, _ = _checked(RerankBody, fields, model)
+  texts, score = _pairs([body.query], body.documents, ('query', 'documents'), body, model, limits)
+
+  def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    scores = score(vectors)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    results = [
+      {'index': index, 'relevance_score': scores[index]}
+      | ({'document': {'text': body.documents[index]}} if body.return_documents else {})
+      for index in order
+    ]
+    return _head('rerank', model) | {'results': results, 'usage': _usage(num_tokens)}
+
+  return ScoreRequest(texts=texts, make=make)
+
+
+def classify_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
+  """Reads the body of /classify: texts that get a label, and the probability, or the score, of each."""
+  body, reading = _checked(ClassifyBody, fields, model)
+  if not reading.labels:
+    raise RequestError('this model gives vectors and has no labels: ask /v1/embeddings.')
+  texts = _inputs(body.input, body, model, limits)
+
+  def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    data = [
+      {
+        'index': index,
+        'label': reading.labels[int(np.argmax(values))],
+        'probs': values.tolist(),
+        'num_classes': len(reading.labels),
+      }
+      for index, values in enumerate(_activated(vectors, body, reading))
+    ]
+    return _head('classify', model) | {'object': 'list', 'data': data, 'usage': _usage(num_tokens)}
+
+  return ScoreRequest(texts=texts, make=make)
+
+
+def _checked(kind: Any, fields: dict[str, Any], model: ServedModel) -> tuple[Any, TextReading]:
+  check_model_name(fields, model)
+  assert model.reading is not None
+  return validate(kind, fields), model.reading
+
+
+def _inputs(
+  given: list[str | list[int]], body: PoolingBody, model: ServedModel, limits: ServerSettings, prompt: str = ''
+) -> tuple[tuple[int, ...], ...]:
+  _check_number('input', len(given), limits)
+  return tuple(
+    _fitting(f'input[{index}]', _encode(model, prompt + item) if isinstance(item, str) else tuple(item), body, model)
+    for index, item in enumerate(given)
+  )
+
+
+def _pairs(
+  firsts: list[str],
+  seconds: list[str],
+  names: tuple[str, str],
+  body: PoolingBody,
+  model: ServedModel,
+  limits: ServerSettings,
+) -> tuple[tuple[tuple[int, ...], ...], Callable[[np.ndarray], list[float]]]:
+  """The texts that pairs are scored by, and what makes the scores of their vectors."""
+  reading = model.reading
+  assert reading is not None
+  if len(reading.labels) > 1:
+    raise RequestError(f'this model has {len(reading.labels)} labels, and a score needs one: ask /classify.')
+  _check_number(names[1], len(seconds) if reading.labels else len(firsts) + len(seconds), limits)
+  if reading.labels:
+    many = firsts * len(seconds) if len(firsts) == 1 else firsts
+    texts = tuple(
+      _fitting(f'{names[1]}[{index}]', _encode(model, *pair), body, model)
+      for index, pair in enumerate(zip(many, seconds, strict=True))
+    )
+    return texts, lambda vectors: _activated(vectors, body, reading)[:, 0].tolist()
+  texts = tuple(
+    _fitting(f'{name}[{index}]', _encode(model, reading.prompt + text), body, model)
+    for name, each in zip(names, (firsts, seconds), strict=True)
+    for index, text in enumerate(each)
+  )
+
+  def cosines(vectors: np.ndarray) -> list[float]:
+    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+    return np.sum(vectors[: len(firsts)] * vectors[len(firsts) :], axis=-1).tolist()
+
+  return texts, cosines
+
+
+def _check_number(name: str, number: int, limits: ServerSettings) -> None:
+  most = min(_MAX_TEXTS, limits.max_queued)  # even an empty queue has no room for more
+  if not 0 < number <= most:
+    raise RequestError(f'{name} must have 1 to {most} texts, not {number}: send several requests.', param=name)
+
+
+def _encode(model: ServedModel, *texts: str) -> tuple[int, ...]:
+  assert model.reading is not None
+  try:
+    return model.reading.encode(model.tokenizer, *texts)
+  except UserError as error:
+    raise RequestError(f'{error}') from error
+
+
+def _fitting(name: str, ids: tuple[int, ...], body: PoolingBody, model: ServedModel) -> tuple[int, ...]:
+  """The tokens of a text, cut where the request wants that. Raises a RequestError if they cannot be read."""
+  assert model.reading is not None
+  most = body.truncate_prompt_tokens
+  if most is not None:
+    ids = model.reading.cut(model.tokenizer, ids, model.max_len if most == -1 else min(most, model.max_len))
+  if not ids or not all(0 <= token < model.vocab_size for token in ids):
+    raise RequestError(f'{name} must have tokens below {model.vocab_size}, at least one.', param=name)
+  if len(ids) > model.max_len:
+    raise RequestError(
+      f'{name} has {len(ids)} tokens, more than {model.max_len}: shorten it, or set truncate_prompt_tokens to -1.',
+      param=name,
+    )
+  return ids
+
+
+def _activated(vectors: np.ndarray, body: Any, reading: TextReading) -> np.ndarray:
+  return vectors if body.use_activation is False else reading.activate(vectors)
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+  return {'prompt_tokens': num_tokens, 'total_tokens': num_tokens}
+
+
+def _head(kind: str, model: ServedModel) -> dict[str, Any]:
+  return {'id': f'{kind}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model.name}
+
+
+READERS: dict[str, _Read] = {
+  '/v1/embeddings': embedding_request,
+  '/v1/score': score_request,
+  '/score': score_request,
+  '/v1/rerank': rerank_request,
+  '/v2/rerank': rerank_request,
+  '/rerank': rerank_request,
+  '/classify': classify_request,
+}
