@@ -234,18 +234,20 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     # prevent_cse adds a barrier that stops XLA from merging the recomputation with the forward pass. Inside a loop XLA
     # cannot merge them, and the barrier only costs time.
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
-  layers = nn.scan(
-    layer,
-    variable_axes={DenyList(CACHE): 0},  # of every other collection
-    variable_broadcast=CACHE,
-    split_rngs={'params': True, 'dropout': True},
-    in_axes=(nn.broadcast, 0),
-    length=num_layers,
-    unroll=1 if scan else num_layers,
-    metadata_params={STACK_DIM: 'layers'},
-  )
 
   def run(block, x, given):
+    layers = nn.scan(
+      layer,
+      variable_axes={DenyList(CACHE): 0},  # of every other collection
+      variable_broadcast=CACHE,
+      split_rngs={'params': True, 'dropout': True},
+      in_axes=(nn.broadcast, 0),
+      length=num_layers,
+      unroll=1 if scan else num_layers,
+      metadata_params={STACK_DIM: 'layers'},
+      # A check that traces a layer twice. The second trace counts random numbers on, and so do the weights of a seed.
+      check_constancy_invariants=block.is_initializing(),
+    )
     return layers(block, x, given, jnp.arange(num_layers) if block.is_mutable_collection(NEW_CACHE) else None)
 
   return run
