@@ -13,7 +13,7 @@ set -u
 
 srun --no-kill --kill-on-bad-exit=0 .venv/bin/spmd-tasks --exp lm.Dense1B --mode train \
   --job_log_dir /SHARED/runs/dense --supervise 3:4
-code=$?
+code=$?  # the largest of all tasks: 45 if a node was left out, as a device computed wrongly. Submit again with --exclude
 if [ "$code" -eq 42 ] || [ "$code" -eq 143 ]; then  # 143: SIGTERM before Python had begun
   scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -24,9 +24,17 @@ from etils import epath
 
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.files import absolute_path, is_remote, make_directory, read_text, storage_errors, write_durably
+from spmd_tasks.files import (
+  absolute_path,
+  glob_below,
+  is_remote,
+  make_directory,
+  read_text,
+  storage_errors,
+  write_durably,
+)
 from spmd_tasks.operations import SUPERVISED
-from spmd_tasks.operations.neighbours import RUNNING, Neighbours
+from spmd_tasks.operations.neighbours import RUNNING, Neighbours, Status
 from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_round, read_round
 
 _DEAD_LIMIT_S, _ENDED_LIMIT_S = 3.0, 25.0  # how long a process may go on without one that is dead, or has ended
@@ -36,6 +44,7 @@ _STAYS_S = 15.0  # how long a spare has been there, and a round has run, before 
 _MAX_FAILURES = 3  # in a row, of hosts that are all alive, without a new checkpoint
 _LINGER_S = 1.5  # so that each other supervisor has heard how this one ended
 _DONE_FILE = 'done.json'
+_FAULTS = 'device_faults'  # of programs/job_directory.py, which imports JAX
 _OWN_FLAGS = ('--supervise', '--supervisor_address')
 _PR_SET_PDEATHSIG = 1
 
@@ -57,7 +66,12 @@ def supervise(flags: argparse.Namespace) -> int | None:
   try:
     with storage_errors(directory):
       make_directory(directory)
-      with Neighbours(directory, address) as neighbours, tempfile.TemporaryDirectory() as local:
+      neighbours = Neighbours(directory, address)
+      if (record := _own_record(directory, neighbours.own)) is not None:
+        path, found = record
+        _say(f'this host is left out, because {found}: replace the device, then delete {path} or restart the machine.')
+        return exit_codes.CORRUPTED
+      with neighbours, tempfile.TemporaryDirectory() as local:
         code = _Supervisor(directory, neighbours, limits, flags.initialization_timeout_s, local).run()
         neighbours.tell(phase='left')
         time.sleep(_LINGER_S)
@@ -96,7 +110,7 @@ class _Supervisor:
       _say(f'round {number} has ended here with {_code_name(own_code)}' + f'; lost: {", ".join(lost)}' * bool(lost))
       if self._newest_checkpoint() != checkpoint:
         self._num_failures = 0
-      if not lost and exit_codes.PREEMPTED not in codes.values():
+      if not lost and not {exit_codes.PREEMPTED, exit_codes.CORRUPTED} & {*codes.values()}:
         self._num_failures += 1
       code = self._verdict(codes)
       if code == exit_codes.OK:
@@ -257,7 +271,7 @@ class _Supervisor:
     if self._signal is not None:
       return own_code if own_code > 0 else exit_codes.PREEMPTED
     if exit_codes.CORRUPTED in codes.values():
-      return exit_codes.CORRUPTED
+      return self._leave_out(list(codes))
     if exit_codes.USAGE in codes.values() and {*codes.values()} <= {exit_codes.USAGE, exit_codes.PEER_FAILED}:
       sizes = self._sizes or range(self._limits[0], self._limits[1] + 1)
       self._sizes = tuple(size for size in sizes if size != len(codes))
@@ -268,6 +282,24 @@ class _Supervisor:
         f'{self._num_failures} rounds in a row have failed without a new checkpoint, and no host was lost: see above.'
       )
       return own_code if own_code > 0 else exit_codes.FAILED
+    return None
+
+  def _leave_out(self, hosts: list[str]) -> int | None:
+    """As `_verdict`, of a round in which a device has computed wrongly: the job goes on without its host."""
+    own, found = self._neighbours.own, dict[str, str]()
+    for path in glob_below(self._directory.parent, f'{_FAULTS}/round_{own.round:06}_*.json'):
+      fault = json.loads(read_text(path))
+      found |= {hosts[index]: fault['found'] for index in fault['processes']}
+    others = {id: each.order for id, each in self._neighbours.alive().items() if id not in found}
+    if not found or not choose_hosts(others, hosts, self._sizes, self._limits):
+      return exit_codes.CORRUPTED
+    if own.id in found:
+      path = self._directory / f'left_out_{own.id}.json'
+      write_durably(path, json.dumps(_place_of(own) | {'found': found[own.id]}, indent=1))
+      _say(f'this host is left out, as {path} says, and the others go on: {found[own.id]}')
+      return exit_codes.CORRUPTED
+    names = ', '.join(f'{self._neighbours.name(id)} (process {hosts.index(id)})' for id in found)
+    _say(f'the job goes on without {names}: {"; ".join({*found.values()})}')
     return None
 
   def _known_sizes(self) -> tuple[int, ...]:
@@ -300,6 +332,23 @@ def _limits(text: str) -> tuple[int, int]:
   if not (smallest.isdecimal() and largest.isdecimal() and 1 <= int(smallest) <= int(largest)):
     raise UserError(f'--supervise {text!r} must be MIN:MAX, two numbers of hosts, such as 3:4.')
   return int(smallest), int(largest)
+
+
+def _place_of(own: Status) -> dict[str, Any]:
+  """What tells a host from others, and from itself after its machine was started again or replaced."""
+  boot = ''
+  with contextlib.suppress(OSError), open('/proc/sys/kernel/random/boot_id') as file:
+    boot = file.read().strip()
+  return {'host': own.host, 'rank': own.order[0], 'boot': boot}
+
+
+def _own_record(directory: epath.Path, own: Status) -> tuple[epath.Path, str] | None:
+  """The record by which this host was left out, and why; None if it was not."""
+  for path in glob_below(directory, 'left_out_*.json'):
+    record = json.loads(read_text(path))
+    if _place_of(own).items() <= record.items():
+      return path, record['found']
+  return None
 
 
 def _without_own_flags(words: Sequence[str]) -> list[str]:

@@ -18,18 +18,24 @@ Legend: P places of the mesh, in its order; each has one shard of every array.
 
 import collections
 from collections.abc import Mapping
+import datetime
+import json
+import os
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed.agreement import gather
+from spmd_tasks.distributed.agreement import PrimaryError, gather, primary_decides
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.files import make_directory, write_durably
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import is_multiple
+from spmd_tasks.programs.job_directory import DEVICE_FAULTS_DIRECTORY
 from spmd_tasks.replay.fingerprints import fingerprint, name_of
 from spmd_tasks.replay.statistics import gradient_model, gradient_state
 from spmd_tasks.runtime import PartitionedModel
@@ -96,12 +102,14 @@ class CheckDevices(TrainHook):
         return
       self.num_differences += 1
       run.metrics['num_device_differences'] = float(self.num_differences)
+      what, culprits = found
       if self._stops or self._check(run, batch) is not None:
+        _record(run, what, culprits)
         raise CorruptionError(
-          f'before step {run.step + 1}, which is not taken: {found}. The job can go on from its newest checkpoint: '
+          f'before step {run.step + 1}, which is not taken: {what}. The job can go on from its newest checkpoint: '
           'take that device out first.'
         )
-    run.message(f'before step {run.step + 1}: {found}. Computed again, all devices agree, and the job goes on.')
+    run.message(f'before step {run.step + 1}: {what}. Computed again, all devices agree, and the job goes on.')
 
   def computed(self, number: int, stage: str, arrays: Any) -> Any:
     """Returns the arrays of a stage as the devices have them; tests override it to change bits on one device.
@@ -118,8 +126,8 @@ class CheckDevices(TrainHook):
     """Returns the fingerprint of products that one device computes by itself; the same on all that work."""
     return np.asarray(_products(jax.device_put(np.float32(1.0), device))).tolist()
 
-  def _check(self, run: TrainRun, batch: dict[str, jax.Array]) -> str | None:
-    """Returns what is wrong and where, or None."""
+  def _check(self, run: TrainRun, batch: dict[str, jax.Array]) -> tuple[str, list[str]] | None:
+    """Returns what is wrong and where, with the devices that did it as far as they are known; or None."""
     runs = [self._run(run, batch, number) for number in (0, 1)]
     for stage, first in runs[0].items():
       copies = self._unequal_copies(run, first, stage)
@@ -131,14 +139,18 @@ class CheckDevices(TrainHook):
         culprits = self._culprits(run, batch, runs, stage)
       shown = [name.partition('/')[2] for name in names[:3]]  # without the number of the tree
       what = f'{stage} of {", ".join(shown)}{f" and {len(names) - 3} more" * (len(names) > 3)}'
-      if 0 < len(culprits) <= max(1, run.model.mesh.size // 4):
-        return f'{" and ".join(sorted(culprits))} gave other bits than other devices ({what})'
+      places = _processes(run)
+      is_one_host = jax.process_count() > 1 and len({places[name] for name in culprits}) == 1  # of two devices, say
+      if is_one_host or 0 < len(culprits) <= max(1, run.model.mesh.size // 4):
+        return f'{" and ".join(sorted(culprits))} gave other bits than other devices ({what})', sorted(culprits)
       if faulty := self._faulty_alone(run):
-        return f'{" and ".join(faulty)} computes other products than the other devices, which changed bits ({what})'
-      return (
+        said = f'{" and ".join(faulty)} computes other products than the other devices, which changed bits ({what})'
+        return said, faulty
+      said = (
         f'devices gave other bits ({what}), which have spread, so that no shard tells which of {run.model.mesh.size} '
         'was wrong; by itself each computes the same products'
       )
+      return said, []
     return None
 
   def _culprits(self, run: TrainRun, batch: Any, runs: list[Stages], stage: str) -> set[str]:
@@ -269,6 +281,33 @@ def _products(one: jax.Array) -> jax.Array:
   """Multiplies matrices again and again."""
   numbers = jnp.sin(jnp.arange(256 * 256, dtype=jnp.float32)).reshape(256, 256) * one
   return fingerprint(jax.lax.fori_loop(0, 32, lambda _, x: jnp.tanh(x @ numbers / 8), numbers))
+
+
+def _record(run: TrainRun, found: str, culprits: list[str]) -> None:
+  """Writes <job_log_dir>/device_faults/round_R_step_N.json before the job ends; supervisors read it."""
+  number, step, processes = int(os.environ.get('SPMD_TASKS_ROUND', 0)), run.step + 1, _processes(run)
+  fault = {
+    'found': found,
+    'devices': culprits,
+    'processes': sorted({processes[name] for name in culprits}),
+    'step': step,
+    'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+  }
+
+  def write() -> None:
+    directory = run.job_log_dir / DEVICE_FAULTS_DIRECTORY
+    make_directory(directory)
+    write_durably(directory / f'round_{number:06}_step_{step:08}.json', json.dumps(fault, indent=1) + '\n')
+
+  try:
+    primary_decides(write, 'device_fault', limit_s=run.limit_s)  # all wait: a process that leaves ends process 0, too
+  except (OSError, PrimaryError) as error:
+    logging.error('the finding could not be written: %s', error)
+
+
+def _processes(run: TrainRun) -> dict[str, int]:
+  """Returns the process of each device, by its name."""
+  return {_name(device): device.process_index for device in run.model.mesh.devices.flat}
 
 
 def _name(device: jax.Device) -> str:

@@ -38,6 +38,7 @@ class Hosts:
       '--mode',
       'train',
     ]
+    self.experiment = command[3]
     command += ['--job_log_dir', str(self.job), '--num_fake_devices', '1', '--supervisor_address', '127.0.0.1']
     self._command = [sys.executable, *command, '--supervise', hosts, *flags]
     self.supervisors: list[subprocess.Popen] = []
@@ -49,11 +50,12 @@ class Hosts:
     for host in range(len(self.supervisors)):
       self.kill(host)
 
-  def start(self) -> int:
-    """Starts a host; returns its number."""
+  def start(self, rank: int | None = None) -> int:
+    """Starts a host, by default with its number as its rank; returns its number."""
     host = len(self.supervisors)
     path = os.pathsep.join([str(REPOSITORY), os.environ.get('PYTHONPATH', '')])
-    env = {**os.environ, 'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu', 'SLURM_PROCID': str(host)}
+    own = {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu', 'SLURM_PROCID': str(host if rank is None else rank)}
+    env = {**os.environ, **own}
     with (self.directory / f'host{host}.log').open('wb') as log:
       self.supervisors.append(subprocess.Popen(self._command, env=env, stdout=log, stderr=log, start_new_session=True))
     return host
@@ -119,7 +121,7 @@ def stop_and_compare(hosts: Hosts, *flags: str) -> float:
   lines = metric_lines(hosts.job)
   reference = epath.Path(hosts.directory / 'reference')
   settings = ['train_input.slow_s=0', 'checkpoint_every_steps=None']
-  command = ['--exp', 'tests.operations.supervised_experiments.Job', '--mode', 'train', '--job_log_dir', reference]
+  command = ['--exp', hosts.experiment, '--mode', 'train', '--job_log_dir', reference]
   command += ['--num_train_steps', lines[-1]['step'], *(word for each in settings for word in ('--set', each)), *flags]
   done = run_binary(*command, limit_s=600)
   assert done.returncode == 0, done.stderr

@@ -1,12 +1,15 @@
 """A job of three hosts of one device, whose batches take a while and divide by 1, 2 and 3."""
 
 import dataclasses
+import os
 import time
 
 import fiddle as fdl
+import jax
 
 from spmd_tasks.experiments.synthetic import Tiny
 from spmd_tasks.inputs import SyntheticText
+from tests.replay.faulty_devices import Fault, FaultyDevices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,24 @@ class Job(Tiny):
 
   def eval_inputs(self):
     return {}
+
+
+class BrokenDevice(FaultyDevices):
+  """From the second check on, a device of the host of rank 1 computes wrongly."""
+
+  def computed(self, number, stage, arrays):
+    if os.environ.get('SLURM_PROCID') == '1' and self.num_checks > 1 and stage == 'gradients':
+      return Fault(device=jax.local_devices()[0].id, stage=stage, leaf=3, element=5, bit=2).flipped(arrays)
+    return arrays
+
+
+class Watched(Job):
+  """Of two devices a host."""
+
+  ici_mesh_shape = (1, 6, 1)
+
+  def hooks(self):
+    return [BrokenDevice(every_steps=4)]
 
 
 class Stages(Job):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import json
 import signal
 import subprocess
 import threading
@@ -18,7 +19,7 @@ from spmd_tasks.operations import fitting, rounds, supervisor
 from spmd_tasks.operations.neighbours import Neighbours, Status
 from spmd_tasks.programs import store_claim
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
-from tests.operations.hosts import Hosts, stop_and_compare
+from tests.operations.hosts import Hosts, metric_lines, stop_and_compare
 
 AXES = ('replica', 'data', 'mdl')
 
@@ -277,6 +278,30 @@ def test_a_job_in_a_bucket_goes_on_from_the_checkpoint_there(store, tmp_path):
     assert 'mesh replica 1 x data 2 x mdl 1' in hosts.log(1)
     assert stop_and_compare(hosts, '--num_fake_devices', '3') < 2e-4  # float32, over some dozens of steps
     assert [each.returncode for each in hosts.supervisors[1:]] == [42] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_goes_on_without_the_host_of_a_device_that_computes_wrongly(tmp_path):
+  flags = ['--num_train_steps', '10000', '--num_fake_devices', '2']
+  with Hosts(tmp_path, *flags, hosts='2:3', experiment='Watched') as hosts:
+    for _ in range(3):
+      hosts.start()
+    hosts.wait_until(lambda: 'round 2: process 1 of 2' in hosts.log(2), 150)
+    assert [line['step'] for line in metric_lines(hosts.job)] == list(range(1, 8))  # the eighth was not taken
+    hosts.wait_for_lines(7 + 4, 100)
+    found = 'device 2048 of process 1 (cpu)'
+    assert hosts.supervisors[1].wait(10) == exit_codes.CORRUPTED
+    (fault,) = (hosts.job / 'device_faults').glob('*')
+    assert fault.name == 'round_000001_step_00000008.json'
+    assert json.loads(fault.read_text())['processes'] == [1]
+    assert found in next((hosts.job / 'supervisors').glob('left_out_*')).read_text()
+    assert found in hosts.log(0)
+    hosts.start(rank=1)
+    assert hosts.supervisors[3].wait(60) == exit_codes.CORRUPTED
+    assert 'this host is left out, because' in hosts.log(3)
+    assert stop_and_compare(hosts, '--num_fake_devices', '6') < 2e-4
+    assert [hosts.supervisors[host].returncode for host in (0, 2)] == [42] * 2
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import tempfile
 import types
 
+from etils import epath
 import jax
 import numpy as np
 
@@ -66,6 +68,7 @@ def run_of(experiment: str, *overrides: str):
   messages: list[str] = []
   run = types.SimpleNamespace(
     job=job,
+    job_log_dir=epath.Path(tempfile.mkdtemp(prefix='faulty_devices_')),
     experiment=job.experiment,
     model=model,
     state=model.init(0),

@@ -1,5 +1,6 @@
 """A device that computes other bits is found and named before the step; exchanged devices without a fault agree."""
 
+import json
 import re
 
 import jax
@@ -61,6 +62,9 @@ def test_a_flipped_bit_names_its_device(checked, hook, stage, numbers, rng):
     assert named(error) == {hook.fault.device}
     assert stage in str(error.value)
     assert user_error_code(error.value) == exit_codes.CORRUPTED
+    fault = json.loads((run.job_log_dir / 'device_faults' / 'round_000000_step_00000002.json').read_text())
+    assert (fault['devices'], fault['processes']) == ([f'device {hook.fault.device} of process 0 (cpu)'], [0])
+    assert fault['found'] in str(error.value)
 
 
 def test_a_fault_inside_the_program_is_found_and_a_broken_device_named_by_its_products(checked, hook):
