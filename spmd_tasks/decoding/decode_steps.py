@@ -12,6 +12,7 @@ are replicated. Nothing is compiled after `compile()`, whatever the requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import functools
 import itertools
 import math
@@ -25,6 +26,7 @@ import numpy as np
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
+from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.free_memory import free_bytes, local_bytes
 from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
@@ -64,6 +66,7 @@ class DecodeSteps:
     block_tokens, num_blocks, table_len: b positions of a block of the KV cache, how many blocks there are, and how many
       a text of max_len has, M.
     num_drafts: k, how many drafts of a slot a step may check.
+    draft: the steps of the model that guesses them; None where n-grams do.
     num_parts: D, into how many parts the mesh splits slots and blocks; a slot's blocks are of its own part.
     vocab_size: V.
     adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
@@ -72,7 +75,14 @@ class DecodeSteps:
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
 
-  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None, *, temperature: float = 1.0):
+  def __init__(
+    self,
+    model: PartitionedModel,
+    settings: DecodeSettings | None = None,
+    *,
+    temperature: float = 1.0,
+    draft: DraftModel | None = None,
+  ):
     """Partitions the state; compiles nothing yet.
 
     Args:
@@ -80,6 +90,7 @@ class DecodeSteps:
       settings: None takes the task's.
       temperature: the model's logits are divided by it, so that log-probabilities are after it; a request's own one,
         which they are before, comes on top.
+      draft: guesses the drafts, where the settings have any; None: n-grams do (drafts.py).
 
     Raises:
       UserError: the model cannot generate text, or its training input has no length to take as max_len.
@@ -125,7 +136,12 @@ class DecodeSteps:
     # One program then reads first and later chunks, by tables; texts without later chunks need no tables.
     self._reads_cache = shares and self.num_parts == 1 and self.encoder_len is None
     of_blocks = functools.partial(self._abstract_cache, num_slots)
+    sizes = {'max_len': self.max_len, 'prefill_chunk': self.prefill_chunk, 'max_cache_tokens': num_slots * self.max_len}
+    is_counted = self.settings.max_cache_tokens is not None
+    self.draft = None if draft is None or is_counted else self._draft_steps(draft, **sizes)
     self.num_blocks = self.num_parts * self._blocks_of_part(of_blocks, is_pool)
+    if draft is not None:
+      self.draft = self._draft_steps(draft, **sizes | {'max_cache_tokens': self.num_blocks * self.block_tokens})
     abstract_cache, specs, _ = of_blocks((self.num_blocks, self.block_tokens))
     empty = functools.partial(
       step_functions.empty_state,
@@ -157,6 +173,8 @@ class DecodeSteps:
     def empty():
       return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.padded_state)
 
+    if self.draft is not None:
+      self.draft.init()
     return self._compile('init', empty, out=self._state_shardings)()
 
   def make_batch(
@@ -183,7 +201,19 @@ class DecodeSteps:
 
   def prefill(self, variables: Variables, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
     """See step_functions.prefill."""
+    if self.draft is not None:
+      self.draft.prefill(batch)
     return self._prefill(batch)(variables, state, batch)
+
+  def _draft_steps(self, draft: DraftModel, **sizes: Any) -> DraftSteps:
+    made = DraftSteps(draft, DecodeSteps, dataclasses.replace(self.settings, **sizes))
+    own = [made.steps.num_parts, made.steps.block_tokens, made.steps.table_len]
+    if own != [self.num_parts, self.block_tokens, self.table_len]:
+      raise UserError(
+        f'draft_model: its cache has {own} parts, tokens of a block and blocks of a text, and not '
+        f'{[self.num_parts, self.block_tokens, self.table_len]}: leave it out on this mesh.'
+      )
+    return made
 
   def _padded(self, leaf: Any, sharding: NamedSharding) -> Any:
     shape = padding.padded_shape(leaf.shape, sharding.spec, self._model.mesh.shape)
@@ -203,6 +233,7 @@ class DecodeSteps:
         for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True)
       ]
       of_block = sum(size for size, pooled in zip(sizes, is_pool, strict=True) if pooled)
+      of_block += 0 if self.draft is None else self.draft.block_bytes
       free = free_bytes(self._model.mesh, self.storage.padded, self.settings.memory_fraction) - sum(sizes) + of_block
       fitting = min(int(free // max(of_block, 1)), self._slots_of_part * self.table_len)
       why = f'memory_fraction={self.settings.memory_fraction}'
@@ -252,26 +283,32 @@ class DecodeSteps:
 
     `masks` are the token masks of some slots, and without any another program runs. `blocks` are those of the slots to
     keep, if they have any; None where each slot has its own. `drafts`, of some slots and up to k of each, go without
-    masks, and with other programs.
+    masks, and with other programs; where a draft model guesses them, they say only how many, or none of a slot that may
+    have some later.
     """
     (busy,) = np.nonzero(keep)
     num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
     given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
     slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
     part = self.num_blocks // self.num_parts
-    if drafts:
-      own = {slot: self.own_blocks(slot) for slot in busy.tolist()} if blocks is None else blocks
-      size = next(each for each in self.draft_sizes(num_rows) if each >= len(busy) + sum(map(len, drafts.values())))
-      tables = np.full((self.num_parts, size // self.num_parts, self.table_len), part, np.int32)
-      rows = self._draft_rows(busy.tolist(), num_rows, drafts, own, tables)
-      return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, tables, rows)
     is_whole = num_rows == self.settings.num_slots
     tables = np.full((self.num_parts, -(-num_rows // self.num_parts), self.table_len), part, np.int32)
     for row, slot in enumerate(busy.tolist()):
       held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
       where = divmod(slot if is_whole else row, tables.shape[1])
       tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
-    return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
+    if not any((drafts or {}).values()):
+      if drafts and self.draft is not None:  # it does not guess, but is to know the tokens
+        self.draft.guess(state, keep, slots, tables, None, 0)
+      return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
+    assert drafts is not None
+    own = {slot: self.own_blocks(slot) for slot in busy.tolist()} if blocks is None else blocks
+    size = next(each for each in self.draft_sizes(num_rows) if each >= len(busy) + sum(map(len, drafts.values())))
+    of_rows = np.full((self.num_parts, size // self.num_parts, self.table_len), part, np.int32)
+    rows = self._draft_rows(busy.tolist(), num_rows, drafts, own, of_rows)
+    if self.draft is not None:
+      rows = rows.replace(tokens=self.draft.guess(state, keep, slots, tables, rows, self.num_drafts))
+    return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, of_rows, rows)
 
   def draft_sizes(self, num_slots: int) -> tuple[int, ...]:
     """How many rows a step with drafts of so many slots may have, R, in order."""

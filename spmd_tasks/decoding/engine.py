@@ -97,6 +97,10 @@ class ModelEngine:
     return self._steps.num_drafts
 
   @property
+  def has_draft_model(self) -> bool:
+    return self._steps.draft is not None
+
+  @property
   def can_reuse(self) -> bool:
     return self._steps.can_reuse
 
@@ -113,7 +117,8 @@ class ModelEngine:
       keep = np.arange(self.num_slots) < num_rows  # no slot is active
       self.step(keep).read()
       if self._constrain:
-        self.step(keep, masks).read()
+        may_draft = dict.fromkeys(range(num_rows), ()) if self.has_draft_model else None
+        self.step(keep, masks, drafts=may_draft).read()
       for num in {1, self.num_drafts} if self.num_drafts else ():
         self.step(keep, drafts=dict.fromkeys(range(num_rows), (0,) * num)).read()
     self.reset()

@@ -46,6 +46,7 @@ class Engine(Protocol):
     num_slots: N.
     prefill_chunk: C.
     num_drafts: k, see `step`; 0 for none.
+    has_draft_model: whether the engine itself guesses the drafts, of which the caller says how many it wants.
     can_reuse: whether a prompt may continue after chunks that were read for another prompt.
     max_len: positions of a slot, for prompt and generated tokens.
     block_tokens, num_blocks, num_parts: positions of a block, B and D; a part has blocks for max_len positions or more.
@@ -61,6 +62,8 @@ class Engine(Protocol):
   def prefill_chunk(self) -> int: ...
   @property
   def num_drafts(self) -> int: ...
+  @property
+  def has_draft_model(self) -> bool: ...
   @property
   def can_reuse(self) -> bool: ...
   @property

@@ -246,12 +246,17 @@ class GeneratedSequence:
     wanted = self.request.num_drafts
     return self.matcher is None and min(num_drafts, num_drafts if wanted is None else wanted) > 0
 
-  def draft(self, num_drafts: int) -> tuple[int, ...]:
-    """Guesses the tokens that the next step computes, and those after them, but the last one; all are fetched."""
+  def draft(self, num_drafts: int, *, by_model: bool = False) -> tuple[int, ...]:
+    """Guesses the tokens that the next step computes, and those after them, but the last one; all are fetched.
+
+    With `by_model` the engine guesses: zeros say how many.
+    """
     num = min(num_drafts if self.request.num_drafts is None else self.request.num_drafts, num_drafts)
     num = min(num, self.request.max_tokens - self.num_launched - 1)
     if num <= 0:
       return ()
+    if by_model:
+      return (0,) * num
     if self._num_known:
       return tuple(self._tokens[-self._num_known :][:num])
     if self._drafts is None:

@@ -314,10 +314,12 @@ class Scheduler:
   def _draft(self) -> dict[int, tuple[int, ...]]:
     """The drafts of the next step, by slot; none where a step needs token masks, and where nothing is guessed."""
     sequences = {slot: each for slot, each in enumerate(self._slots) if each is not None and slot not in self._starts}
-    if not self._engine.num_drafts or any(each.matcher is not None for each in sequences.values()):
+    num, by_model = self._engine.num_drafts, self._engine.has_draft_model
+    if not num or ((is_masked := any(each.matcher is not None for each in sequences.values())) and not by_model):
       return {}
-    drafts = {slot: each.draft(self._engine.num_drafts) for slot, each in sequences.items()}
-    return {slot: tokens for slot, tokens in drafts.items() if tokens}
+    may_draft = {slot: each for slot, each in sequences.items() if self._may_draft(each)}
+    drafts = {slot: () if is_masked else each.draft(num, by_model=by_model) for slot, each in may_draft.items()}
+    return {slot: tokens for slot, tokens in drafts.items() if tokens or by_model}
 
   def _grow(self, drafts: dict[int, tuple[int, ...]]) -> list[tuple[int, int]]:
     """Gives each sequence whose next token begins a block that block, and returns (slot, block) of these.

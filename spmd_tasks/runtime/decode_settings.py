@@ -69,6 +69,8 @@ class DecodeSettings(SamplingParams):
     prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16, as blocks of the KV
       cache divide it; None is 128 on CPUs and 256 elsewhere. Beam search reads whole prompts.
     num_drafts: how many tokens of a text a step guesses ahead and checks (decoding/drafts.py); the text stays the same.
+    draft_model: a folder, or the directory of a job, of a smaller model with the same tokens, which guesses them; None:
+      n-grams of the text do.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
     eos_ids: tokens that end a text; None is the tokenizer's end of text.
     max_stop_ids: how many stop tokens a request may have, the end of text included.
@@ -91,6 +93,7 @@ class DecodeSettings(SamplingParams):
   prefill_rows: int | None = None
   prefill_chunk: int | None = None
   num_drafts: int = 0
+  draft_model: str | None = None
   min_bucket: int = 16
   eos_ids: tuple[int, ...] | None = None
   max_stop_ids: int = 4
@@ -125,6 +128,8 @@ class DecodeSettings(SamplingParams):
     for name in ('num_top_logprobs', 'num_drafts'):
       if getattr(self, name) < 0:
         raise UserError(f'{name}={getattr(self, name)} must not be negative.')
+    if self.draft_model and not self.num_drafts:
+      raise UserError(f'draft_model={self.draft_model!r} guesses num_drafts=0 tokens: set num_drafts, such as to 4.')
     super().__post_init__()
 
   def sampling_for(self, given: object) -> SamplingParams:

@@ -2,24 +2,31 @@
 
 import dataclasses
 import functools
+import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
+from spmd_tasks.decoding.constraints import num_words
+from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.drafts import NgramDrafts
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.scheduler import Scheduler
-from tests.decoding.test_decode_steps import MAX_LEN, SETTINGS, make_run
+from tests.decoding.test_decode_steps import CHUNK, MAX_LEN, SETTINGS, make_run
 
 NUM_DRAFTS = 3
 
 
 @functools.cache
-def steps_of(name, **settings) -> DecodeSteps:
-  return DecodeSteps(make_run(name).model, dataclasses.replace(SETTINGS, **settings))
+def steps_of(name, noise=None, **settings) -> DecodeSteps:
+  run = make_run(name)
+  draft = None if noise is None else draft_of(run, noise)
+  return DecodeSteps(run.model, dataclasses.replace(SETTINGS, **settings), draft=draft)
 
 
 def test_what_followed_the_same_tokens_before_is_guessed():
@@ -48,13 +55,21 @@ def _run(run, steps, requests):
   return [[(entry.token, entry.logprob, entry.top) for entry in each.logprobs] for each in sequences], scheduler
 
 
-@pytest.mark.parametrize('name', ['one device', 'windows', pytest.param('data 2 x mdl 4', marks=pytest.mark.slow)])
-def test_texts_with_drafts_have_the_bits_of_those_without(name):
-  """Of greedy, drawn and penalized texts that repeat themselves, in a pool in which some must begin again."""
-  run = make_run(name)
-  num_drafts = 2 if name == 'windows' else NUM_DRAFTS  # its shortest window has 3 tokens
+def draft_of(run, noise):
+  """The model itself, or with noise in its weights, as a draft model."""
+
+  def blur(path, weight):
+    key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
+    return weight + noise * jnp.std(weight) * jax.random.normal(key, weight.shape, weight.dtype)
+
+  params = jax.tree_util.tree_map_with_path(blur, run.variables['params']) if noise else run.variables['params']
+  return DraftModel(model=run.model, variables={**run.variables, 'params': params})
+
+
+def make_requests(num=12):
+  """Greedy, drawn and penalized texts, most of which repeat themselves; one asks for no drafts."""
   rng, requests = np.random.default_rng(0), []
-  for number in range(12):
+  for number in range(num):
     pattern = rng.integers(1, 257, 2).tolist()
     sampling = SamplingParams(
       temperature=0.05 * (number % 3), repetition_penalty=1.0 + 0.1 * (number % 4 == 1), presence_penalty=number % 2 / 2
@@ -70,13 +85,64 @@ def test_texts_with_drafts_have_the_bits_of_those_without(name):
         num_drafts=0 if number == 7 else None,
       )
     )
+  return requests
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+  'name, noise',
+  [
+    ('one device', None),
+    ('one device', 0.2),
+    ('windows', None),
+    pytest.param('data 2 x mdl 4', None, marks=slow),
+    pytest.param('data 2 x mdl 4', 0.2, marks=slow),
+  ],
+)
+def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
+  """By n-grams, or by a draft model with `noise` in its weights, in a pool in which some texts must begin again."""
+  run = make_run(name)
+  num_drafts = 2 if name == 'windows' else NUM_DRAFTS  # its shortest window has 3 tokens
   slots = {'num_slots': 4} if 'data' in name else {}  # a part of 2 slots, of which one may be padding, has other bits
-  with_drafts, scheduler = _run(run, steps_of(name, num_drafts=num_drafts, **slots), requests)
+  requests = make_requests()
+  with_drafts, scheduler = _run(run, steps_of(name, noise, num_drafts=num_drafts, **slots), requests)
   without, plain_scheduler = _run(run, steps_of(name, **slots) if slots else run.steps, requests)
   assert with_drafts == without
   assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > 20
   assert scheduler.num_steps < plain_scheduler.num_steps
   assert plain_scheduler.num_drafted_tokens == 0
+
+
+def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
+  """So it reads what it should, in chunks, after shared beginnings, drawn tokens and steps with token masks."""
+  run = make_run('one device')
+  steps = steps_of('one device', 0, num_drafts=NUM_DRAFTS)
+  ids = tuple(np.random.default_rng(5).integers(1, 257, 7).tolist())
+  requests = [
+    Request(ids=ids[:length], max_tokens=9, seed=seed, sampling=SamplingParams(temperature=temperature))
+    for seed, (length, temperature) in enumerate([(7, 0.0), (7, 1.0), (6, 2.0), (2, 1.0), (7, 0.5)])
+  ]
+  texts, scheduler = _run(run, steps, requests)
+  assert scheduler.num_reused_tokens > 0
+  assert scheduler.num_accepted_tokens == scheduler.num_drafted_tokens > 25
+  assert texts == _run(run, run.steps, requests)[0]
+  # A slot that may have drafts beside one that is constrained has none, but its model reads on.
+  engine = ModelEngine(steps, run.variables, constrain=True)
+  engine.reset()
+  chunk = Chunk(request=requests[0], slot=0, start=0, stop=CHUNK)
+  first = [engine.prefill([chunk]), engine.prefill([dataclasses.replace(chunk, start=CHUNK, stop=7)])][1].read()
+  tokens, keep = [int(first.tokens[0])], np.array([True, False, False])
+  masks = {1: np.zeros(num_words(steps.vocab_size), np.uint32)}
+  for number in range(4):
+    given = {'masks': masks, 'drafts': {0: ()}} if number < 2 else {'drafts': {0: (0, 0)}}
+    outputs = engine.step(keep, **given).read()
+    tokens += (
+      outputs.tokens[outputs.is_valid[:, 0], 0].tolist() if outputs.tokens.ndim == 2 else [int(outputs.tokens[0])]
+    )
+  assert tokens == [token for token, *_ in texts[0]][: len(tokens)]
+  assert len(tokens) == 1 + 2 + 3 + 3
 
 
 @pytest.mark.parametrize('dtype, error', [('int8', 0.02), ('float8_e4m3fn', 0.1)])
@@ -103,10 +169,11 @@ def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_dr
     assert scheduler.num_accepted_tokens > 0
 
 
-def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass():
+@pytest.mark.parametrize('noise', [None, pytest.param(0.5, marks=slow)])
+def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass(noise):
   """Chi-square of the second token, which is drawn beside the check of a draft of the first one."""
   run = make_run('one device')
-  steps = steps_of('one device', num_drafts=NUM_DRAFTS)
+  steps = steps_of('one device', noise, num_drafts=NUM_DRAFTS)
   first, second, other = 11, 12, 13
   ids, sampling = (first, second, first, second, first), SamplingParams(temperature=2.0)
   allowed = (second, first, other)
@@ -134,3 +201,5 @@ def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_p
 def test_windows_shorter_than_drafts_are_refused():
   with pytest.raises(ValueError, match='num_drafts=3: a model with attention windows'):
     steps_of('windows', num_drafts=3)
+  with pytest.raises(ValueError, match='a draft model has no attention windows'):
+    steps_of('windows', 0, num_drafts=2)

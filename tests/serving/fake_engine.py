@@ -55,6 +55,8 @@ class Slot:
 class FakeEngine:
   """Slots in host memory; `fail_next` makes the next step raise when it is read."""
 
+  has_draft_model = False
+
   def __init__(
     self,
     *,

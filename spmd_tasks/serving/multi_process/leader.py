@@ -92,7 +92,8 @@ class LeadingEngine:
     self.stop = followers.stop
     self.num_slots, self.max_len = engine.num_slots, engine.max_len
     self.block_tokens, self.num_blocks, self.num_parts = engine.block_tokens, engine.num_blocks, engine.num_parts
-    self.prefill_chunk, self.can_reuse, self.num_drafts = engine.prefill_chunk, engine.can_reuse, engine.num_drafts
+    self.prefill_chunk, self.can_reuse = engine.prefill_chunk, engine.can_reuse
+    self.num_drafts, self.has_draft_model = engine.num_drafts, engine.has_draft_model
     self._engine = engine
     self._followers = followers
     self._restore = restore
