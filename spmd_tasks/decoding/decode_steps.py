@@ -30,12 +30,13 @@ from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.free_memory import free_bytes, local_bytes
 from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
+from spmd_tasks.decoding.layer_kernels import find_kernels, with_layer_kernels
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapters_of_model import adapter_choices
-from spmd_tasks.layers.base import layer_scope
+from spmd_tasks.layers.base import LAYER_KERNELS, layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
@@ -123,7 +124,12 @@ class DecodeSteps:
     self.kept_state: DecodeState | None = None
 
     self._prefills: dict[int, Any] = {}  # by the number of rows: the shapes that a prefill returns
+    self._layer_kernels: set[tuple[str, ...]] = set()
     abstract_cache, specs, self.vocab_size = self._abstract_cache(num_slots := self.settings.num_slots)
+    with self._scope():
+      if current_platform() != 'cpu' or model.mesh.size > 1:
+        self._layer_kernels = set()
+    self._variables = self.arrange(self.storage.padded)
     slot_axes = [spec_axes(spec, leaf.ndim)[-4] for spec, leaf in zip(*map(jax.tree.leaves, (specs, abstract_cache)))]
     self.num_parts = max(num_parts(axes, model.mesh.shape) for axes in slot_axes)
     # Chunks that texts share end where a block ends.
@@ -167,6 +173,10 @@ class DecodeSteps:
         )
     self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), num_slots)
 
+  def arrange(self, variables: Variables) -> Variables:
+    """Returns stored variables as the compiled steps take them; every call of a step does it where it is not done."""
+    return with_layer_kernels(variables, self._layer_kernels)
+
   def init(self) -> DecodeState:
     """The state in which no slot is active."""
 
@@ -203,7 +213,7 @@ class DecodeSteps:
     """See step_functions.prefill."""
     if self.draft is not None:
       self.draft.prefill(batch)
-    return self._prefill(batch)(variables, state, batch)
+    return self._prefill(batch)(self.arrange(variables), state, batch)
 
   def _draft_steps(self, draft: DraftModel, **sizes: Any) -> DraftSteps:
     made = DraftSteps(draft, DecodeSteps, dataclasses.replace(self.settings, **sizes))
@@ -286,6 +296,7 @@ class DecodeSteps:
     masks, and with other programs; where a draft model guesses them, they say only how many, or none of a slot that may
     have some later.
     """
+    variables = self.arrange(variables)
     (busy,) = np.nonzero(keep)
     num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
     given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
@@ -342,14 +353,14 @@ class DecodeSteps:
     """See step_functions.score. Each shape of batch is compiled once, on first use."""
 
     def score(padded_variables, batch):
-      return step_functions.score(self._forward, self.storage.true(padded_variables), batch)
+      return step_functions.score(self._forward, self._true(padded_variables), batch)
 
-    name, held = ('score', *batch.ids.shape, batch.columns.shape[1]), (self.storage.padded,)
-    return self._compile(name, score, batch, held=held, out=self._replicated)(variables, batch)
+    name, held = ('score', *batch.ids.shape, batch.columns.shape[1]), (self._variables,)
+    return self._compile(name, score, batch, held=held, out=self._replicated)(self.arrange(variables), batch)
 
   def search(self, variables: Variables, batch: PrefillBatch) -> beam.Beams:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
-    return self._search(batch)(variables, *_search_arguments(batch))
+    return self._search(batch)(self.arrange(variables), *_search_arguments(batch))
 
   def sample(self, variables: Variables, groups: Groups, num_samples: int, max_new_tokens: int) -> Samples:
     """See group_sampling.sample_groups. Each shape is compiled once, on first use; uses no slots."""
@@ -357,10 +368,10 @@ class DecodeSteps:
     def sample(padded_variables, groups):
       cache = self._empty_cache(groups.ids.shape[0] * num_samples)
       given = {'num_samples': num_samples, 'max_new_tokens': max_new_tokens}
-      return sample_groups(self._forward, self.storage.true(padded_variables), cache, groups, **given)
+      return sample_groups(self._forward, self._true(padded_variables), cache, groups, **given)
 
-    name, held = ('sample', *groups.ids.shape, num_samples, max_new_tokens), (self.storage.padded,)
-    return self._compile(name, sample, groups, held=held, out=self._replicated)(variables, groups)
+    name, held = ('sample', *groups.ids.shape, num_samples, max_new_tokens), (self._variables,)
+    return self._compile(name, sample, groups, held=held, out=self._replicated)(self.arrange(variables), groups)
 
   def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
     """Compiles the step and a prefill per bucket.
@@ -418,7 +429,7 @@ class DecodeSteps:
     def prefill(padded_variables, padded_state, batch):
       state, outputs = step_functions.prefill(
         self._forward,
-        self.storage.true(padded_variables),
+        self._true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
@@ -435,7 +446,7 @@ class DecodeSteps:
     def step(padded_variables, padded_state, keep, slots, tables, given=None):
       state, outputs = step_functions.step(
         self._forward,
-        self.storage.true(padded_variables),
+        self._true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         keep,
         tables,
@@ -463,7 +474,7 @@ class DecodeSteps:
     def search(padded_variables, *arrays):
       return beam.beam_search(
         self._forward,
-        self.storage.true(padded_variables),
+        self._true(padded_variables),
         self._empty_cache((self.settings.prefill_rows or 1) * num_beams),
         *arrays,
         num_beams=num_beams,
@@ -472,17 +483,17 @@ class DecodeSteps:
         rule=self.settings.beam_rule,
       )
 
-    held, name = (self.storage.padded,), ('search', batch.ids.shape[1])
+    held, name = (self._variables,), ('search', batch.ids.shape[1])
     return self._compile(name, search, *_search_arguments(batch), held=held, out=self._replicated)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Compiles a function of variables, state and host arguments that returns (state, outputs)."""
-    held = (self.storage.padded, self.padded_state)
+    held = (self._variables, self.padded_state)
     return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._replicated))
 
   def _lower_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Lowers what `_compile_stateful` compiles."""
-    held = (self.storage.padded, self.padded_state)
+    held = (self._variables, self.padded_state)
     return self._lower(function, *arguments, held=held, out=(self._state_shardings, self._replicated))
 
   def _compile(
@@ -513,6 +524,9 @@ class DecodeSteps:
     )
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
     return jitted.lower(*held, *abstract)
+
+  def _true(self, arranged: Variables) -> Variables:
+    return arranged if LAYER_KERNELS in arranged else self.storage.true(arranged)  # one device has no padding
 
   def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     if not self.adapter_names:
@@ -546,7 +560,8 @@ class DecodeSteps:
 
     with self._scope() as scope, layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype):
       if num_rows not in self._prefills:
-        self._prefills[num_rows] = jax.eval_shape(prefill, model.abstract_state.variables, batch)
+        with find_kernels(self._layer_kernels):
+          self._prefills[num_rows] = jax.eval_shape(prefill, model.abstract_state.variables, batch)
       logits, boxed = self._prefills[num_rows]
     cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
     specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)

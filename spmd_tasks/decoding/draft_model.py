@@ -77,7 +77,7 @@ class DraftSteps:
   def init(self) -> None:
     """Empties the cache."""
     if self._variables is None:
-      self._variables = self.steps.storage.store(self._draft.variables)
+      self._variables = self.steps.arrange(self.steps.storage.store(self._draft.variables))
     self._state = None  # before there is another
     self._state = self.steps.init()
 
@@ -121,7 +121,7 @@ class DraftSteps:
       busy = jnp.take(keep, slots, mode='fill', fill_value=False)
       rows = rows.replace(cache=own.cache, active=rows.active & busy)
       forward = _with_vocabulary(steps._forward, given.seen.shape[-1])
-      variables = steps.storage.true(padded_variables)
+      variables = steps._true(padded_variables)
 
       def one(rows: DecodeState, _: Any) -> Any:
         rows, outputs = step(forward, variables, rows, jnp.ones(len(slots), jnp.bool_), tables)

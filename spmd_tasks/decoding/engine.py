@@ -56,7 +56,7 @@ class ModelEngine:
     self._constrain = constrain
     self._state: Any = None
     self._blocks: dict[int, list[int]] = {}  # by slot
-    self._weights = weights
+    self._weights, self._arranged = weights, steps.arrange(weights)
     self.cache_epoch = 0
 
   @property
@@ -65,7 +65,7 @@ class ModelEngine:
 
   @weights.setter
   def weights(self, weights: Any) -> None:
-    self._weights = weights
+    self._weights, self._arranged = weights, self._steps.arrange(weights)
     self.cache_epoch += 1
 
   @property
@@ -154,7 +154,7 @@ class ModelEngine:
     batch = self._steps.make_batch(
       chunks, score_prompts=score_prompts, masks=(masks or {}) if self._constrain else None
     )
-    self._state, outputs = self._steps.prefill(self._weights, self._state, batch)
+    self._state, outputs = self._steps.prefill(self._arranged, self._state, batch)
     return _OnDevice(outputs)
 
   def step(
@@ -166,5 +166,5 @@ class ModelEngine:
   ) -> _OnDevice:
     for slot, block in grown:
       self._blocks[slot].append(block)
-    self._state, outputs = self._steps.step(self._weights, self._state, keep, masks, self._blocks, drafts)
+    self._state, outputs = self._steps.step(self._arranged, self._state, keep, masks, self._blocks, drafts)
     return _OnDevice(outputs)

@@ -273,6 +273,7 @@ def current_layer_scope() -> LayerScope:
 
 
 CACHE = 'cache'  # the collection of what earlier calls of a text's layers left
+LAYER_KERNELS = 'layer_kernels'  # the collection of kernels that are not stacked, as tuples (decoding/layer_kernels.py)
 NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)
 
 

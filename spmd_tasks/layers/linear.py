@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter
-from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, current_layer_scope, declare_weight
 from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
@@ -51,6 +51,15 @@ class Linear(nn.Module, kw_only=True):
     output_dims = (self.output_dims,) if isinstance(self.output_dims, int) else tuple(self.output_dims)
     shape = x.shape[x.ndim - self.num_input_dims :] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
+
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+      return jnp.tensordot(x, kernel, axes=self.num_input_dims)
+
+    kernels: Any = self.get_variable(LAYER_KERNELS, 'kernel')
+    if kernels is not None:
+      branches = [lambda x, kernel=kernel: product(x, kernel.astype(self.dtype)) for kernel in kernels]
+      y = jax.lax.switch(current_layer_scope().layers[0], branches, x.astype(self.dtype))
+      return self._with_bias(y, output_dims)
     kernel = declare_weight(
       self,
       'kernel',
@@ -62,10 +71,6 @@ class Linear(nn.Module, kw_only=True):
     token_split_dims = None
     if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead
       token_split_dims = self.activation_split_dims[: x.ndim - self.num_input_dims]
-
-    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-      return jnp.tensordot(x, kernel, axes=self.num_input_dims)
-
     y = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, self.split_dims, token_split_dims)
     if self.adapter is not None:
       num_token_dims = x.ndim - self.num_input_dims
@@ -80,6 +85,10 @@ class Linear(nn.Module, kw_only=True):
         )
       )
       y = adapted.outputs(x, y)
+    return self._with_bias(y, output_dims)
+
+  @nn.nowrap
+  def _with_bias(self, y: jax.Array, output_dims: tuple[int, ...]) -> jax.Array:
     if self.use_bias:
       bias_split_dims = None if self.split_dims is None else self.split_dims[self.num_input_dims :]
       bias = declare_weight(

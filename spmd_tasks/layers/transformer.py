@@ -27,6 +27,7 @@ from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
 from spmd_tasks.layers.base import (
   CACHE,
+  LAYER_KERNELS,
   NEW_CACHE,
   Statistics,
   WithSublayers,
@@ -238,8 +239,8 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
   def run(block, x, given):
     layers = nn.scan(
       layer,
-      variable_axes={DenyList(CACHE): 0},  # of every other collection
-      variable_broadcast=CACHE,
+      variable_axes={DenyList((CACHE, LAYER_KERNELS)): 0},  # of every other collection
+      variable_broadcast=(CACHE, LAYER_KERNELS),
       split_rngs={'params': True, 'dropout': True},
       in_axes=(nn.broadcast, 0),
       length=num_layers,

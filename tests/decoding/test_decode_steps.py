@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
+from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate, layer_kernels
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.generation import Completion, can_sample, complete_groups, search
@@ -21,6 +21,7 @@ from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
 from spmd_tasks.layers.attention import kv_cache
+from spmd_tasks.layers.base import LAYER_KERNELS
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.runtime.compilation import CompilationCounter
@@ -166,6 +167,21 @@ def test_greedy_batched_is_alone_is_the_full_forward_pass(name):
       continue
     scores = [0.0, *(logprobs[i, token] for i, token in enumerate(request.ids[1:]))]
     np.testing.assert_allclose(completion.prompt_logprobs, scores, atol=1e-4)
+
+
+def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
+  run, requests = make_run('one device'), make_requests()[:4]
+  expected = run.generate(requests)
+  monkeypatch.setattr(layer_kernels, '_LEAST', 1)
+  steps = DecodeSteps(run.model, SETTINGS)
+  kernel = run.variables['params']['stack']['layers']['ffn']['up']['kernel']
+  *_, last = steps.arrange(run.variables)[LAYER_KERNELS]['stack']['layers']['ffn']['up']['kernel']
+  np.testing.assert_array_equal(last, kernel[-1])
+  program = steps.lower_step().as_text()
+  num_kernels = len(jax.tree.leaves(steps.arrange(run.variables)[LAYER_KERNELS]))
+  assert program.count('stablehlo.case') == num_kernels // len(kernel) + 1
+  done = dict(generate(steps, run.variables, requests, decode=lambda tokens: ''))
+  assert [(done[index].ids, done[index].logprobs) for index in range(4)] == [(e.ids, e.logprobs) for e in expected]
 
 
 def test_a_sample_is_of_weights_prompt_and_seed():
