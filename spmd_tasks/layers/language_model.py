@@ -81,10 +81,17 @@ class LanguageModel(WithSublayers, kw_only=True):
     if 'logit_columns' in batch:
       x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
     x = self._dropout(self.final_norm(x), train)
+    beside = {'aux': dict(aux), **self._beside_logits(x)}
     if self.num_logit_chunks > 1 and 'labels' in batch and 'logit_columns' not in batch:
       scores = self.embedding.label_scores(x, batch['labels'], num_chunks=self.num_logit_chunks)
-      return {'label_scores': scores, 'aux': dict(aux)}
-    return {'logits': self.embedding.attend(x), 'aux': dict(aux)}
+      return {'label_scores': scores, **beside}
+    return {'logits': self.embedding.attend(x), **beside}
+
+  @nn.nowrap
+  def _beside_logits(self, x: jax.Array) -> dict[str, jax.Array]:
+    """Returns what else a subclass computes of the final norm's output."""
+    del x
+    return {}
 
   @nn.nowrap
   def _embed(

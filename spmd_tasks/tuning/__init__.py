@@ -33,6 +33,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.score_loss import ScoreLoss
   from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
   from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs
+  from spmd_tasks.tuning.value_head import LanguageModelWithValues
 
 __all__ = [
   'WING',
@@ -44,6 +45,7 @@ __all__ = [
   'InstructionTuning',
   'JudgedAnswers',
   'LabeledTexts',
+  'LanguageModelWithValues',
   'LowRankAdapter',
   'LowRankTuning',
   'PairInput',

@@ -1,12 +1,13 @@
-"""advantages_of: how much better each completion is than its prompt's others, from rewards; float64 on the host.
+"""Advantages from rewards, in float64 on the host: how much better a completion is than its prompt's others
+(advantages_of), or each of its tokens than the values of PPO say (generalized_advantages).
 
-Shapes: P prompts, G completions of each. A reward that is NaN is of a completion without one: it counts in no mean, and
-its advantage is 0.
+Shapes: P prompts, G completions of each; R completions, T tokens. A reward that is NaN is of a completion without one:
+it counts in no mean, and its advantage is 0.
 """
 
 import numpy as np
 
-BASELINES = ('group', 'leave_one_out', 'none')
+BASELINES = ('group', 'leave_one_out', 'gae', 'none')
 SCALES = ('group', 'batch', 'none')
 _EPSILON = 1e-4  # of a standard deviation, as in TRL
 
@@ -42,3 +43,29 @@ def advantages_of(rewards: np.ndarray, *, baseline: str, scale: str) -> np.ndarr
 def overlong_penalties(num_tokens: np.ndarray, max_tokens: int, margin: int) -> np.ndarray:
   """Returns what the last `margin` tokens before `max_tokens` cost, from 0 to -1 (DAPO, equation 13)."""
   return -np.clip((np.asarray(num_tokens, np.float64) - (max_tokens - margin)) / margin, 0.0, 1.0)
+
+
+def generalized_advantages(
+  rewards: np.ndarray, values: np.ndarray, is_token: np.ndarray, *, gamma: float, lam: float, whitens: bool
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns advantages and returns, float64 [R, T], 0 at other tokens (GAE: Schulman et al., 2016; as TRL's PPO).
+
+  Args:
+    rewards, values: of each token that was sampled, and what was expected before it; [R, T].
+    is_token: bool [R, T], which tokens were sampled; others, such as an environment's, are passed over.
+    gamma, lam: the discounts of rewards, and of the later differences from the values.
+    whitens: whether the advantages get a mean of 0 and a standard deviation of 1; the returns do not.
+  """
+  values = np.asarray(values, np.float64)
+  advantages, running, following = np.zeros(values.shape), np.zeros(len(values)), np.zeros(len(values))
+  for t in reversed(range(values.shape[1])):
+    difference = rewards[:, t] + gamma * following - values[:, t]
+    running = np.where(is_token[:, t], difference + gamma * lam * running, running)
+    following = np.where(is_token[:, t], values[:, t], following)
+    advantages[:, t] = running
+  advantages = np.where(is_token, advantages, 0.0)
+  returns = np.where(is_token, advantages + values, 0.0)
+  if whitens and is_token.sum() > 1:
+    known = advantages[is_token]
+    advantages = np.where(is_token, (advantages - known.mean()) / np.sqrt(known.var(ddof=1) + 1e-8), 0.0)
+  return advantages, returns

@@ -7,6 +7,8 @@ Shapes: B rows, each a prompt and one sampled completion, T tokens. All results 
              forward pass; log s as the sampler computed it, with its cache
     ratio    exp(log p - log q), of a token, or of a whole completion
     loss     -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) + kl_weight KL
+    V        value of a token, U the one when it was sampled; with values the loss has, of each token, also
+             value_weight max((V - return)^2, (clip(V, U - value_clip, U + value_clip) - return)^2) / 2
 
 | method | ratio | aggregation | source |
 |---|---|---|---|
@@ -14,6 +16,7 @@ Shapes: B rows, each a prompt and one sampled completion, T tokens. All results 
 | Dr. GRPO | token | max_tokens | Liu et al., Understanding R1-Zero-like training, 2025 |
 | DAPO | token | tokens | Yu et al., 2025 |
 | GSPO | sequence | sequences | Zheng et al., 2025 |
+| PPO | token | tokens | Schulman et al., 2017; values and defaults as in TRL |
 | RLOO | sequence_sum | sequences | Ahmadian et al., Back to basics, 2024 |
 """
 
@@ -47,6 +50,7 @@ class PolicyLoss(WithAuxLosses):
       (Schulman, 2020); 0: there is none.
     reference_from: where log r is from: the 'batch', or the 'base' of the model, the model without its adapters.
     temperature: completions were drawn from logits / temperature, and all log-probabilities are of these.
+    value_weight, value_clip: of the loss of the values; 0: there are none.
     sampler_cap: each token's loss is multiplied by q / s, at most this number, which corrects for what the sampler
       computes differently (truncated importance sampling: Yao et al., 2025); None: it is not.
     aux_loss_weights, num_aux_layers: as in WithAuxLosses.
@@ -60,16 +64,18 @@ class PolicyLoss(WithAuxLosses):
   kl_weight: float = 0.0
   reference_from: str = 'batch'
   temperature: float = 1.0
+  value_weight: float = 0.0
+  value_clip: float = 0.2
   sampler_cap: float | None = None
 
   def __post_init__(self):
     for name, known in (('ratio', _RATIOS), ('aggregation', _AGGREGATIONS), ('reference_from', ('batch', 'base'))):
       if getattr(self, name) not in known:
         raise UserError(f'{name}={getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
-    if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.kl_weight < 0:
+    if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or min(self.kl_weight, self.value_weight, self.value_clip) < 0:
       raise UserError(
-        f'clip_low={self.clip_low} must be from 0 to 1, and clip_high={self.clip_high} and kl_weight={self.kl_weight} '
-        'at least 0.'
+        f'clip_low={self.clip_low} must be from 0 to 1, and clip_high={self.clip_high}, kl_weight={self.kl_weight}, '
+        f'value_weight={self.value_weight} and value_clip={self.value_clip} at least 0.'
       )
     if not 0 < self.temperature < float('inf'):
       raise UserError(f'temperature={self.temperature} must be positive: at 0 all completions of a prompt are one.')
@@ -95,8 +101,10 @@ class PolicyLoss(WithAuxLosses):
     """Computes the LossOutput, whose weight is the number of completions, or of tokens for aggregation='tokens'.
 
     Args:
-      predictions: `logits` float [B, T, V], or in their place `label_scores`; optionally `aux`.
-      batch: `labels` int32 [B, T]; `weights` float [B, T], 1 on the tokens of completions; `advantages` float [B];
+      predictions: `logits` float [B, T, V], or in their place `label_scores`; optionally `aux`; `values` float [B, T]
+        where value_weight is not 0.
+      batch: `labels` int32 [B, T]; `weights` float [B, T], 1 on the tokens of completions; `advantages` float [B], or
+        [B, T] with `returns` and `old_values` float [B, T], the return and U;
         `sampler_log_probs` float [B, T], log s; `old_log_probs` float [B, T], log q, or without them q is p; and
         `reference_log_probs` float [B, T] where kl_weight is not 0.
     """
@@ -112,7 +120,7 @@ class PolicyLoss(WithAuxLosses):
       log_ratio = jnp.sum(log_ratio, axis=1, keepdims=True)
       log_ratio = log_ratio / per_row[:, None] if self.ratio == 'sequence' else log_ratio
       log_ratio = jnp.broadcast_to(log_ratio, weights.shape)
-    ratio, advantages = jnp.exp(log_ratio), batch['advantages'].astype(jnp.float32)[:, None]
+    ratio, advantages = jnp.exp(log_ratio), batch['advantages'].astype(jnp.float32).reshape(len(weights), -1)
     clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
     objective = -jnp.minimum(ratio * advantages, clipped * advantages)
     is_clipped = ((advantages < 0) & (ratio < 1 - self.clip_low)) | ((advantages > 0) & (ratio > 1 + self.clip_high))
@@ -124,6 +132,12 @@ class PolicyLoss(WithAuxLosses):
       difference = batch['reference_log_probs'] - log_probs
       per_token['kl'] = jnp.exp(difference) - difference - 1
       objective += self.kl_weight * per_token['kl']
+    if self.value_weight:
+      values, old_values = predictions['values'], batch['old_values']
+      near = old_values + jnp.clip(values - old_values, -self.value_clip, self.value_clip)
+      errors = (jnp.square(each - batch['returns']) for each in (values, near))
+      per_token['value_loss'] = 0.5 * jnp.maximum(*errors)
+      objective += self.value_weight * per_token['value_loss']
 
     # One sum over a stack: if B is sharded, each separate sum would be a separate all-reduce.
     rows = [jnp.sum(each * weights, axis=1) for each in (objective, *per_token.values())]

@@ -12,9 +12,11 @@ import fiddle as fdl
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate
+from spmd_tasks.layers import LanguageModel
 from spmd_tasks.recipes import TextTraining
 from spmd_tasks.tuning.policy_loss import PolicyLoss
 from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
+from spmd_tasks.tuning.value_head import LanguageModelWithValues
 
 Files = str | tuple[str, ...]
 
@@ -30,6 +32,7 @@ class Method:
   clip_low: float = 0.2
   clip_high: float = 0.2
   drops_equal: bool = False
+  kl_in_reward: bool = False
 
 
 METHODS: Mapping[str, Method] = types.MappingProxyType(
@@ -39,6 +42,7 @@ METHODS: Mapping[str, Method] = types.MappingProxyType(
     'dapo': Method(aggregation='tokens', clip_high=0.28, drops_equal=True),
     'gspo': Method(ratio='sequence', clip_low=3e-4, clip_high=4e-4),
     'rloo': Method(baseline='leave_one_out', scale='none', ratio='sequence_sum'),
+    'ppo': Method(baseline='gae', scale='batch', aggregation='tokens', kl_in_reward=True),
     'reinforce++': Method(scale='batch', aggregation='tokens'),
   }
 )
@@ -66,6 +70,12 @@ class RewardTuning(TextTraining):
   clip_low: float | None = None
   clip_high: float | None = None
   drops_equal: bool | None = None
+  kl_in_reward: bool | None = None  # the KL divergence is a part of the reward, not of the loss
+  # Of PPO: the discounts of rewards and of advantages, the weight of the values in the loss, and their clip.
+  gamma: float = 1.0
+  lam: float = 0.95
+  value_weight: float = 0.1
+  value_clip: float = 0.2
 
   group_size: int = 8  # completions of each prompt
   batch_size: int = 64  # completions of an update
@@ -97,6 +107,16 @@ class RewardTuning(TextTraining):
     given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Method)}
     return dataclasses.replace(METHODS[self.method], **{k: v for k, v in given.items() if v is not None})
 
+  def task(self) -> fdl.Config:
+    """The task, whose model has a head for values if the method needs them."""
+    task = super().task()
+    if self.chosen.baseline == 'gae':
+      if fdl.get_callable(task.model) is not LanguageModel:
+        raise UserError(f'method = {self.method!r} needs the values of a decoder: train one, or take another method.')
+      fdl.update_callable(task.model, LanguageModelWithValues)
+      task.trained = task.trained and (*task.trained, 'value_head/')
+    return task
+
   def loss(self) -> fdl.Config:
     """The clipped policy gradient."""
     if self.reference not in ('start', 'base'):
@@ -109,7 +129,9 @@ class RewardTuning(TextTraining):
       max_tokens=self.max_tokens if method.aggregation == 'max_tokens' else None,
       clip_low=method.clip_low,
       clip_high=method.clip_high,
-      kl_weight=self.kl_weight,
+      kl_weight=0.0 if method.kl_in_reward else self.kl_weight,
+      value_weight=self.value_weight if method.baseline == 'gae' else 0.0,
+      value_clip=self.value_clip,
       reference_from='base' if self.reference == 'base' else 'batch',
       temperature=self.temperature,
       sampler_cap=self.sampler_cap,
@@ -123,6 +145,8 @@ class RewardTuning(TextTraining):
       )
     method, template = self.chosen, self.chat_template()
     fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
+    if method.kl_in_reward and self.kl_weight and self.reference != 'start':
+      raise UserError(f"reference = {self.reference!r} goes with kl_in_reward=False: set reference='start', or that.")
     names: dict[str, Any] = {'baseline': method.baseline, 'scale': method.scale, 'drops_equal': method.drops_equal}
     return fdl.Config(
       RolloutInput,
@@ -143,6 +167,9 @@ class RewardTuning(TextTraining):
       top_k=self.top_k,
       top_p=self.top_p,
       overlong_margin=self.overlong_margin,
+      gamma=self.gamma,
+      lam=self.lam,
+      reward_kl_weight=self.kl_weight if method.kl_in_reward else 0.0,
       has_reference=self.kl_weight > 0 and self.reference == 'start',
       num_slots=self.num_rollout_slots,
       num_workers=self.num_reward_workers,

@@ -33,7 +33,7 @@ from spmd_tasks.programs.interval_hooks import is_multiple
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.runtime.metrics import make_writer
-from spmd_tasks.tuning.advantages import BASELINES, SCALES, advantages_of, overlong_penalties
+from spmd_tasks.tuning.advantages import BASELINES, SCALES, advantages_of, generalized_advantages, overlong_penalties
 from spmd_tasks.tuning.conversations import messages_of, tools_of
 from spmd_tasks.tuning.environments import Episode, Turns
 from spmd_tasks.tuning.preference_loss import answer_log_probs
@@ -42,7 +42,7 @@ from spmd_tasks.tuning.reward_functions import RewardWorkers, load_environment
 from spmd_tasks.tuning.reward_models import RewardModel, is_reward_model
 
 _Prompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
-_LOG_PROBS = ('sampler_log_probs', 'old_log_probs', 'reference_log_probs')
+_OF_TOKENS = ('sampler_log_probs', 'old_log_probs', 'reference_log_probs', 'old_values', 'returns')
 _MAX_DRAWS = 8  # of prompts for one rollout, where groups whose rewards are all equal are left out
 
 
@@ -78,7 +78,10 @@ class RolloutInput:
     max_tokens: of a completion; with an environment, of all that follows the prompt.
     temperature: completions are drawn from logits / temperature, and their log-probabilities are of these.
     top_k, top_p: cut the draws as SamplingParams say, and not the log-probabilities.
-    baseline, scale: of advantages (advantages.py).
+    baseline, scale: of advantages (advantages.py); with the baseline 'gae' those of tokens, from the values of a model
+      with a value head.
+    gamma, lam: of 'gae'.
+    reward_kl_weight: how much of log q - log r, of the models that sampled and of reference, is taken off the reward.
     drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
       (DAPO's dynamic sampling).
     overlong_margin: the last tokens before max_tokens that cost up to 1 (overlong_penalties); 0: none do.
@@ -106,6 +109,9 @@ class RolloutInput:
   top_p: float = 1.0
   baseline: str = 'group'
   scale: str = 'group'
+  gamma: float = 1.0
+  lam: float = 1.0
+  reward_kl_weight: float = 0.0
   drops_equal: bool = False
   overlong_margin: int = 0
   has_reference: bool = False
@@ -139,7 +145,15 @@ class RolloutInput:
     for name, known in (('baseline', BASELINES), ('scale', SCALES)):
       if getattr(self, name) not in known:
         raise UserError(f'{name} = {getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
-    if self.group_size == 1 and (self.baseline, self.scale) != ('none', 'none') and self.scale != 'batch':
+    if (self.baseline == 'gae' and self.scale == 'group') or not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+      raise UserError(
+        f"scale = {self.scale!r} must be 'batch' or 'none' for baseline = 'gae', and gamma = {self.gamma} and lam = "
+        f'{self.lam} from 0 to 1.'
+      )
+    if self.reward_kl_weight and not self.has_reference:
+      raise UserError(f'reward_kl_weight = {self.reward_kl_weight} needs has_reference = True.')
+    alone = self.scale == 'batch' or self.baseline == 'gae' or (self.baseline, self.scale) == ('none', 'none')
+    if self.group_size == 1 and not alone:
       raise UserError("group_size = 1 has no group to compare with: set baseline='none' and scale='batch'.")
     SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # raises
     if not 0 < self.max_tokens < self.seq_len or not 0 <= self.overlong_margin <= self.max_tokens:
@@ -164,10 +178,12 @@ class RolloutInput:
     return self.num_minibatches * self.num_iterations
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    names = ['sampler_log_probs', *['old_log_probs'] * (self.num_updates > 1)]
-    names += ['reference_log_probs'] * self.has_reference
+    has_values = self.baseline == 'gae'
+    has_old = has_values or self.num_updates > 1 or self.reward_kl_weight > 0
+    names = ['sampler_log_probs', *['old_log_probs'] * has_old, *['reference_log_probs'] * self.has_reference]
+    names += ['old_values', 'returns', 'advantages'] * has_values
     spec = language_model_spec(self.batch_size, self.seq_len, {**BATCH_DTYPES, **dict.fromkeys(names, np.float32)})
-    return spec | {'advantages': jax.ShapeDtypeStruct((self.batch_size,), np.float32)}
+    return {'advantages': jax.ShapeDtypeStruct((self.batch_size,), np.float32)} | spec
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PromptIterator':
     """Every process reads all prompts."""
@@ -194,8 +210,9 @@ class Rollout(NamedTuple):
     tokens: int32 [R, T + 1], prompt and completion, padded.
     is_sampled: bool [R, T], which tokens the model wrote, of `tokens[:, 1:]`.
     lengths: int32 [R], all tokens; 0 is of a row to leave out.
-    advantages: float32 [R].
-    sampler_log_probs, old_log_probs, reference_log_probs: float32 [R, T]; the last two [0] where there are none.
+    advantages: float32 [R], or [R, T] of tokens.
+    sampler_log_probs, old_log_probs, reference_log_probs, old_values, returns: float32 [R, T]; all but the first [0]
+      where there are none.
   """
 
   tokens: np.ndarray
@@ -205,6 +222,8 @@ class Rollout(NamedTuple):
   sampler_log_probs: np.ndarray
   old_log_probs: np.ndarray
   reference_log_probs: np.ndarray
+  old_values: np.ndarray
+  returns: np.ndarray
 
   def batch(self, rows: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
     """The arrays of some rows, as `RolloutInput.element_spec` names them."""
@@ -218,7 +237,7 @@ class Rollout(NamedTuple):
       'segment_pos': np.where(is_text, columns, 0).astype(np.int32),
       'advantages': self.advantages[rows],
     }
-    for name in _LOG_PROBS:
+    for name in _OF_TOKENS:
       if (values := getattr(self, name)).ndim == 2:
         batch[name] = values[rows]
     return batch
@@ -268,9 +287,11 @@ class PromptIterator:
       made_up.astype(np.int32),
       np.arange(settings.seq_len) >= np.array([[len(ids) - 1] for ids in prompts]),
       np.array(lengths),
-      rng.normal(size=settings.batch_size).astype(np.float32),
-      *(nothing if name in known else nothing[0] for name in _LOG_PROBS),
+      rng.normal(size=known['advantages'].shape).astype(np.float32),
+      **{name: nothing if name in known else nothing[0] for name in _OF_TOKENS},
     )
+    if 'returns' in known:
+      rollout = rollout._replace(returns=rng.normal(size=nothing.shape).astype(np.float32))
     return rollout.batch(np.arange(settings.batch_size), settings.tokenizer.pad_id)
 
   def take(self, number: int) -> list[_Prompt]:
@@ -350,8 +371,9 @@ class MakeRollouts(TrainHook):
     self._stop = tuple(getattr(self._environment, 'stop', ()))
 
   def _log_probs(self, variables: Any, batch: Any) -> Any:
-    """float32 [B, T], by the forward pass of training."""
-    return answer_log_probs(self._task.predict(variables, batch), batch, self._input.temperature)
+    """Log-probabilities, and values if there are any, float32 [B, T] each, by the forward pass of training."""
+    predictions = self._task.predict(variables, batch)
+    return answer_log_probs(predictions, batch, self._input.temperature), predictions.get('values')
 
   def open(self, run: TrainRun) -> None:
     self._workers = None
@@ -446,10 +468,9 @@ class MakeRollouts(TrainHook):
         'the model sometimes answers, or set drops_equal=False.'
       )
     grid, known = np.stack(totals), np.stack(values)  # [P, G], [P, G, K]
-    advantages = advantages_of(grid, baseline=settings.baseline, scale=settings.scale)
-    rollout = self._as_rollout(completions, advantages.reshape(-1), np.isnan(grid).reshape(-1))
+    rollout = self._as_rollout(completions, np.isnan(grid).reshape(-1))
     scored_at = time.perf_counter()
-    rollout = self._with_log_probs(run, variables, rollout)
+    rollout = self._with_advantages(self._with_log_probs(run, variables, rollout), grid)
     tokens = [len(each.ids) for each in completions]
     now = time.perf_counter()
     metrics = {
@@ -464,6 +485,9 @@ class MakeRollouts(TrainHook):
       'score_seconds': now - scored_at,
       'rollout_tokens_per_second': sum(tokens) / max(scored_at - started - reward_seconds, 1e-9),
     }
+    if settings.reward_kl_weight:
+      difference = np.where(rollout.is_sampled, rollout.old_log_probs - rollout.reference_log_probs, 0.0)
+      metrics['kl'] = float(difference.sum() / max(rollout.is_sampled.sum(), 1))
     if settings.environment:
       metrics['num_turns'] = float(np.mean([len(each.turns) for each in completions]))
     if len(settings.all_rewards) > 1:
@@ -475,13 +499,11 @@ class MakeRollouts(TrainHook):
       run.message(f'rollout for step {run.loop.step + 1}: reward {grid.reshape(-1)[best]:.3g} for {shown!r}')
     return rollout, metrics
 
-  def _as_rollout(self, episodes: Sequence[Episode], advantages: np.ndarray, is_failed: np.ndarray) -> Rollout:
+  def _as_rollout(self, episodes: Sequence[Episode], is_failed: np.ndarray) -> Rollout:
     num_rows, num_tokens = self._input.num_rows, self._input.seq_len
     tokens = np.zeros((num_rows, num_tokens + 1), np.int32)
     is_sampled, lengths = np.zeros((num_rows, num_tokens), bool), np.zeros(num_rows, np.int32)
     sampler = np.zeros((num_rows, num_tokens), np.float32)
-    padded = np.zeros(num_rows, np.float32)
-    padded[: len(advantages)] = advantages
     for row, each in enumerate(episodes):
       if is_failed[row]:
         continue
@@ -490,13 +512,37 @@ class MakeRollouts(TrainHook):
       is_sampled[row, start - 1 : len(text) - 1] = each.is_sampled
       sampler[row, start - 1 : len(text) - 1] = each.logprobs
     nothing = np.zeros(0, np.float32)
-    return Rollout(tokens, is_sampled, lengths, padded, sampler, nothing, nothing)
+    return Rollout(tokens, is_sampled, lengths, np.zeros(num_rows, np.float32), sampler, *[nothing] * 4)
+
+  def _with_advantages(self, rollout: Rollout, grid: np.ndarray) -> Rollout:
+    """Adds the advantages of rewards [P, G], and returns of tokens."""
+    settings, kl = self._input, np.zeros(rollout.is_sampled.shape)
+    if settings.reward_kl_weight:
+      kl += settings.reward_kl_weight * (rollout.old_log_probs.astype(np.float64) - rollout.reference_log_probs)
+    if settings.baseline != 'gae':
+      grid = grid - kl.sum(axis=1)[: grid.size].reshape(grid.shape)
+      made = np.zeros(settings.num_rows, np.float32)
+      made[: grid.size] = advantages_of(grid, baseline=settings.baseline, scale=settings.scale).reshape(-1)
+      return rollout._replace(advantages=made)
+    rewards, is_token = -kl, rollout.is_sampled
+    rows = np.flatnonzero(is_token.any(axis=1))
+    last = is_token.shape[1] - 1 - np.argmax(is_token[rows, ::-1], axis=1)
+    rewards[rows, last] += grid.reshape(-1)[rows]
+    advantages, returns = generalized_advantages(
+      rewards,
+      rollout.old_values,
+      is_token,
+      gamma=settings.gamma,
+      lam=settings.lam,
+      whitens=settings.scale == 'batch',
+    )
+    return rollout._replace(advantages=advantages.astype(np.float32), returns=returns.astype(np.float32))
 
   def _with_log_probs(self, run: TrainRun, variables: Any, rollout: Rollout) -> Rollout:
     """Adds what the batches have of the sampling model and of the reference model, by one program."""
     settings = self._input
     wanted = {}
-    if settings.num_updates > 1:
+    if 'old_log_probs' in settings.element_spec():
       wanted['old_log_probs'] = variables
     if self._reference is not None:
       wanted['reference_log_probs'] = self._reference
@@ -504,13 +550,19 @@ class MakeRollouts(TrainHook):
 
   def _scored(self, run: TrainRun, models: Mapping[str, Any], rollout: Rollout) -> Rollout:
     """Computes log-probabilities under several variables of the model, by the name that they get in the rollout."""
-    settings, made = self._input, {name: [] for name in models}  # type: ignore[var-annotated]
+    settings, spec = self._input, self._input.element_spec()
+    made: dict[str, list[np.ndarray]] = {name: [] for name in (*models, *['old_values'] * ('old_values' in spec))}
     empty = np.zeros((settings.num_rows, settings.seq_len), np.float32)
-    filled = rollout._replace(**{name: empty for name in _LOG_PROBS[1:] if name in settings.element_spec()})
+    filled = rollout._replace(**{name: empty for name in _OF_TOKENS[1:] if name in spec})
+    if spec['advantages'].ndim == 2:
+      filled = filled._replace(advantages=empty)
     for rows in np.arange(settings.num_rows).reshape(settings.num_minibatches, -1):
       batch = self._place(run, self._score, filled, rows)
       for name, variables in models.items():
-        made[name].append(np.asarray(self._score(variables, batch)))
+        log_probs, values = self._score(variables, batch)
+        made[name].append(np.asarray(log_probs))
+        if name == 'old_log_probs' and values is not None:
+          made['old_values'].append(np.asarray(values))
     return rollout._replace(**{name: np.concatenate(parts) for name, parts in made.items()})
 
   def _largest_mismatch(self, run: TrainRun, variables: Any, rollout: Rollout) -> float:

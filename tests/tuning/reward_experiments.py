@@ -30,6 +30,12 @@ class Policy(OnRewards, uneven_experiments.AdamW):
   """All weights."""
 
 
+class ValuePolicy(Policy):
+  """PPO, whose value head is trained with the rest."""
+
+  method = 'ppo'
+
+
 class PipelinedPolicy(PipelinedLanguageModel, Policy):
   """The axes are (replica, stage, data, mdl)."""
 

@@ -1,9 +1,12 @@
 """Advantages against each method's formula, by hand for each completion in float64."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from spmd_tasks.tuning.advantages import advantages_of, overlong_penalties
+from spmd_tasks.tuning.advantages import advantages_of, generalized_advantages, overlong_penalties
+from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [2.0, -1.0, np.nan, 0.0], [np.nan] * 4])
 
@@ -35,3 +38,45 @@ def test_advantages_are_those_of_the_formula(baseline, scale):
 
 def test_the_last_tokens_before_the_limit_cost_up_to_1():
   np.testing.assert_allclose(overlong_penalties(np.array([4, 6, 7, 8, 10]), 10, 4), [0, 0, -0.25, -0.5, -1])
+
+
+@pytest.mark.parametrize('whitens', [False, True])
+def test_advantages_of_tokens_are_the_discounted_sums_of_the_differences_from_the_values(whitens):
+  rng, gamma, lam = np.random.default_rng(3), 0.9, 0.8
+  rewards, values = rng.normal(size=(2, 5, 7))
+  is_token = rng.random((5, 7)) < 0.6  # tokens of an environment are between
+  found, returns = generalized_advantages(rewards, values, is_token, gamma=gamma, lam=lam, whitens=whitens)
+  expected = np.zeros((5, 7))
+  for row, own in enumerate(is_token):
+    (places,) = np.nonzero(own)
+    after = [*values[row, places[1:]], 0.0]
+    deltas = [rewards[row, t] + gamma * v - values[row, t] for t, v in zip(places, after, strict=True)]
+    for i, t in enumerate(places):
+      expected[row, t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(places)))
+  np.testing.assert_allclose(returns, np.where(is_token, expected + values, 0.0), rtol=1e-12, atol=1e-12)
+  if whitens:
+    mean = expected[is_token].mean()
+    expected = np.where(is_token, (expected - mean) / np.sqrt(expected[is_token].var(ddof=1) + 1e-8), 0.0)
+  np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_divergence_from_a_reference_is_taken_off_the_reward_of_its_token_or_of_the_completion():
+  rng, rows = np.random.default_rng(5), 5  # the last one has no completion
+  is_sampled = np.zeros((rows, 6), bool)
+  for row in range(4):
+    is_sampled[row, 1 : 3 + row] = True
+  old, reference, values = np.where(is_sampled, rng.normal(size=(3, rows, 6)), 0.0).astype(np.float32)
+  nothing = np.zeros(0)
+  rollout = Rollout(nothing, is_sampled, nothing, nothing, nothing, old, reference, values, nothing)
+  grid, kl, hook = np.array([[1.0, 2.0], [0.0, -1.0]]), old.astype(float) - reference, MakeRollouts()
+  given = {'reward_kl_weight': 0.3, 'scale': 'none', 'num_rows': rows, 'gamma': 1.0, 'lam': 1.0}
+  hook._input = SimpleNamespace(**given, baseline='none')
+  expected = [*(grid.reshape(-1) - 0.3 * kl[:4].sum(axis=1)), 0.0]
+  np.testing.assert_allclose(hook._with_advantages(rollout, grid).advantages, expected, rtol=1e-6)
+  hook._input = SimpleNamespace(**given, baseline='gae')
+  found = hook._with_advantages(rollout, grid)
+  for row in range(4):  # with both discounts 1 a return is what is to come
+    (places,) = np.nonzero(is_sampled[row])
+    to_come = [grid.reshape(-1)[row] - 0.3 * kl[row, places[i:]].sum() for i in range(len(places))]
+    np.testing.assert_allclose(found.returns[row, places], to_come, rtol=1e-6)
+  np.testing.assert_allclose(found.advantages, found.returns - np.where(is_sampled, values, 0.0), atol=1e-6)

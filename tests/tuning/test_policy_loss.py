@@ -39,6 +39,35 @@ def test_loss_and_gradient_are_those_of_trl(name):
   np.testing.assert_allclose(gradient, TRL[f'{name}/gradient'], rtol=1e-5, atol=1e-7)
 
 
+def test_loss_and_gradients_with_values_are_those_of_ppo():
+  """The formulas of TRL's PPOTrainer (trl/experimental/ppo), by torch in float64."""
+  torch = pytest.importorskip('torch')
+  batch, logits = rollouts()
+  rng, shape = np.random.default_rng(7), batch['weights'].shape
+  values, old_values, returns, advantages = rng.normal(size=(4, *shape)).astype(np.float32)
+  batch |= {'advantages': advantages, 'old_values': old_values, 'returns': returns}
+  mask = batch['weights'] > 0
+
+  def masked_mean(x):
+    return x[torch.tensor(mask)].mean()
+
+  given = {name: torch.tensor(each).double() for name, each in batch.items() if name != 'labels'}
+  ours = [torch.tensor(each).double().requires_grad_() for each in (logits, values)]
+  log_probs = ours[0].log_softmax(-1).gather(-1, torch.tensor(batch['labels']).long()[..., None])[..., 0]
+  near = torch.clamp(ours[1], given['old_values'] - 0.2, given['old_values'] + 0.2)
+  errors = torch.max((ours[1] - given['returns']) ** 2, (near - given['returns']) ** 2)
+  ratio = torch.exp(log_probs - given['old_log_probs'])
+  clipped = -given['advantages'] * torch.clamp(ratio, 0.8, 1.2)
+  expected = masked_mean(torch.max(-given['advantages'] * ratio, clipped)) + 0.1 * 0.5 * masked_mean(errors)
+  expected.backward()
+
+  loss = PolicyLoss(**settings_of('ppo', value_weight=0.1))
+  found, gradients = jax.value_and_grad(lambda p: loss(p, batch).loss)({'logits': logits, 'values': values})
+  np.testing.assert_allclose(found, expected.item(), rtol=1e-5, atol=1e-6)
+  for name, each in zip(('logits', 'values'), ours, strict=True):
+    np.testing.assert_allclose(gradients[name], each.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize('method', METHODS)
 def test_microbatches_add_up_by_their_weights(method):
   batch, logits = rollouts()

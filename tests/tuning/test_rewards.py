@@ -7,12 +7,20 @@ import pytest
 from spmd_tasks import exit_codes
 from tests import binary
 from tests.runtime.loss_curves import assert_same_run, reference, runner, table
-from tests.tuning.reward_experiments import ExpertsPolicy, LowRankPolicy, PipelinedPolicy, Policy, write_prompts
+from tests.tuning.reward_experiments import (
+  ExpertsPolicy,
+  LowRankPolicy,
+  PipelinedPolicy,
+  Policy,
+  ValuePolicy,
+  write_prompts,
+)
 
 IN_PARTS = ('task.learner.num_microbatches=4',)
 CASES = [
   ('stage 4 x data 2', Policy, PipelinedPolicy, (1, 4, 2, 1), ()),
   ('mean over tokens, held to the base, data 2 x mdl 4, 4 parts', LowRankPolicy, LowRankPolicy, (1, 2, 4), IN_PARTS),
+  ('a value head, data 4 x mdl 2, 4 parts', ValuePolicy, ValuePolicy, (1, 4, 2), IN_PARTS),
   ('ratios of sequences, experts, data 8', ExpertsPolicy, ExpertsPolicy, (1, 8, 1), ()),
 ]
 JOB = ('--exp', 'tests.tuning.reward_experiments.Job', '--mode', 'train')
@@ -48,10 +56,11 @@ def test_a_job_learns_its_reward_with_a_sampler_that_agrees_with_the_trainer(tmp
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize('method', ['grpo', 'ppo'])
+def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path, method):
   """Two minibatches twice are four updates of a rollout; the job is ended after the third."""
   data = write_prompts(tmp_path)
-  settings = ('num_minibatches=2', 'num_iterations=2', 'kl_weight=0.1', 'batch_size=16')
+  settings = ('num_minibatches=2', 'num_iterations=2', 'kl_weight=0.1', 'batch_size=16', f'method={method}')
   flags = [flag for setting in settings for flag in ('--set', setting)]
   assert train(tmp_path / 'whole', data, *flags, '--num_train_steps', '6') == exit_codes.OK
   for last in (3, 6):
@@ -68,7 +77,7 @@ def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path):
   [
     (('--set', 'reward='), 'needs prompts and a reward'),
     (('--set', 'reward=tests.nothing:score'), "reward 'tests.nothing:score' cannot be imported"),
-    (('--set', 'method=ppo'), "method = 'ppo' must be one of grpo"),
+    (('--set', 'method=a2c'), "method = 'a2c' must be one of grpo"),
     (('--set', 'batch_size=30'), 'must be a multiple of group_size 4'),
     (('--set', 'max_tokens=24'), 'must be less than seq_len 24'),
     (('--set', 'temperature=0'), 'temperature=0.0 must be positive'),

@@ -41,7 +41,7 @@ class Sampler:
   def rollout(self, variables=None, **draws) -> Rollout:
     made = self.complete(variables, **draws)
     nothing = np.zeros(NUM_PROMPTS * GROUP)
-    return self.hook._as_rollout([each for group in made for each in group], nothing, nothing > 0)
+    return self.hook._as_rollout([each for group in made for each in group], nothing > 0)
 
   def mismatch(self, rollout: Rollout) -> float:
     return self.hook._largest_mismatch(self.run, self.variables, rollout)
