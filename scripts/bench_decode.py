@@ -3,6 +3,7 @@
 
     .venv/bin/python scripts/bench_decode.py             # a Llama of 60M parameters, about 15 minutes
     .venv/bin/python scripts/bench_decode.py --quick     # a small one, 1 to 2 minutes
+    .venv/bin/python scripts/bench_decode.py --jobs runs/large runs/small    # drafts only, of models trained before
 
 Both sides load the same folder of random weights. All times are CPU times, on one pinned core, measured in turn. The
 last line is one JSON object; null stands for what cannot be measured here.
@@ -24,6 +25,8 @@ last line is one JSON object; null stands for what cannot be measured here.
 """
 
 import argparse
+import dataclasses
+import functools
 import os
 from pathlib import Path
 from statistics import median
@@ -36,12 +39,13 @@ import numpy as np
 
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.config import resolve
-from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, generate
+from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, SamplingParams, generate
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.loading import load, load_draft
 
 SIZES = {'vocab_size': 32_000, 'hidden_size': 512, 'intermediate_size': 1536, 'num_hidden_layers': 8}
 QUICK_SIZES = {'vocab_size': 2000, 'hidden_size': 128, 'intermediate_size': 384, 'num_hidden_layers': 2}
@@ -274,6 +278,47 @@ def measure_drafts(ours):
   return {'drafts_over_plain': compare(programs, 3)[0]}
 
 
+def measure_draft_model(target, draft):
+  """Returns what drafts of two trained jobs give, by n-grams and by the smaller one, on 8 texts of the eval input.
+
+  Keys name who guesses 4 tokens, the temperature, and the texts at once: the share of drafts that were right, tokens
+  per text and step, and CPU seconds without drafts over those with.
+  """
+  result = {}
+  overrides = ['task.decode.num_drafts=4', f'task.decode.draft_model={draft}']
+  lm = load(target, overrides=overrides)
+  rows = next(lm.job.eval_inputs['valid'].make_iterator())['ids'][:8, :TEXT].tolist()
+  draft_model = load_draft(lm.job, lm.partitioned)
+  for num in (1, 8):
+    settings = DecodeSettings(max_len=2 * TEXT, num_slots=num, eos_ids=())
+    drafting = dataclasses.replace(settings, num_drafts=4)
+    kinds = {
+      'plain': DecodeSteps(lm.partitioned, settings),
+      'ngrams': DecodeSteps(lm.partitioned, drafting),
+      'model': DecodeSteps(lm.partitioned, drafting, draft=draft_model),
+    }
+    for temperature in (0.0, 1.0):
+      sampling = SamplingParams(temperature=temperature)
+      requests = [Request(ids=tuple(ids), max_tokens=TEXT, seed=i, sampling=sampling) for i, ids in enumerate(rows)]
+
+      def run(steps, requests=requests):
+        return dict(generate(steps, lm.padded_variables, requests, decode=no_text))
+
+      texts = {name: run(steps) for name, steps in kinds.items()}
+      for name in ('ngrams', 'model'):
+        if [texts[name][i].ids for i in range(8)] != [texts['plain'][i].ids for i in range(8)]:
+          print(f'{name} at {temperature}, {num} at once: other tokens; one row alone has other bits')
+        done = texts[name].values()
+        accepted, drafted = (sum(getattr(each, f'num_{n}') for each in done) for n in ('accepted', 'drafted'))
+        programs = {'plain': functools.partial(run, kinds['plain']), name: functools.partial(run, kinds[name])}
+        result[f'{name}_{temperature:g}_{num}'] = {
+          'right': accepted / max(drafted, 1),
+          'tokens_a_step': 8 * (TEXT - 1) / (8 * (TEXT - 1) - accepted),
+          'plain_over': compare(programs, 3)[0],
+        }
+  return result
+
+
 def measure_second_generate(ours):
   """Returns the milliseconds from the call of a second `generate` to its first result's first step."""
   steps, prompts, times = ours.steps(num_slots=32, max_len=4096), ours.prompts([4]), []
@@ -287,9 +332,13 @@ def measure_second_generate(ours):
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--quick', action='store_true', help='a small model and few rounds')
+  parser.add_argument('--jobs', nargs=2, metavar=('TARGET', 'DRAFT'), help='measure only drafts, of two trained jobs')
   args = parser.parse_args()
   jax.config.update('jax_platforms', 'cpu')
   os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+  if args.jobs:
+    print_result(drafts=measure_draft_model(*args.jobs), load=os.getloadavg()[0])
+    return
   with tempfile.TemporaryDirectory() as directory:
     folder = str(Path(directory) / 'made')
     theirs = make_theirs(folder, QUICK_SIZES if args.quick else SIZES)

@@ -28,6 +28,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.decoding import DecodeSteps, generate
+from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import search
 from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.decoding.scoring import TextScore, score_texts
@@ -36,6 +37,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
 from spmd_tasks.files import absolute_path, is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.inputs.bpe_tokenizer import FileTokenizer
 from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -100,6 +102,34 @@ def load(
   finally:
     checkpointer.close()
   return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_variables=padded_variables)
+
+
+def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
+  """Loads the model that `task.decode.draft_model` names onto the mesh of the job's model; None where it names none.
+
+  Raises:
+    UserError: it cannot be loaded, or its tokens are others.
+  """
+  path = getattr(job.task.decode, 'draft_model', None)
+  if not path:
+    return None
+  assert isinstance(model.mesh, Mesh)
+  draft = load(path, mesh=model.mesh)
+  own, other = job.tokenizer, draft.job.tokenizer
+  if (
+    own is not None and other is not None and own.fingerprint() != other.fingerprint() and not _same_tokens(own, other)
+  ):
+    raise UserError(f'draft_model={path!r} has other tokens than {job.name}: name a model with the same tokenizer.')
+  return DraftModel(
+    model=draft.partitioned, variables=draft.padded_variables, weights_dtype=draft.job.task.decode.weights_dtype
+  )
+
+
+def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
+  """Whether the tokens of two models have the same ids, though their files may differ; True where one is unknown."""
+  if own is None or other is None or own.fingerprint() == other.fingerprint():
+    return True
+  return isinstance(own, FileTokenizer) and isinstance(other, FileTokenizer) and own.vocabulary == other.vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -274,6 +304,6 @@ class LoadedModel:
   @functools.cached_property
   @doing('preparing to generate text')
   def _decoder(self) -> tuple[DecodeSteps, PromptTokenizer, Variables]:
-    steps = DecodeSteps(self.partitioned)
+    steps = DecodeSteps(self.partitioned, draft=load_draft(self.job, self.partitioned))
     tokenizer = PromptTokenizer.for_steps(steps, self.tokenizer, self.job.experiment.seed)
     return steps, tokenizer, steps.storage.store(self.padded_variables, free=False)

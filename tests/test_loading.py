@@ -10,9 +10,12 @@ import pytest
 from spmd_tasks import UserError, exit_codes, load
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve, to_json
+from spmd_tasks.decoding import generate
+from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.sharding import MeshSpec
 from tests import binary
+from tests.model_folders import write_llama
 
 # Experiments whose weights are padded on their own mesh, made smaller.
 JOBS = {
@@ -73,6 +76,33 @@ def test_texts_are_those_of_decode_once(saved, tmp_path):
   texts = [prompt['prompt'] for prompt in PROMPTS]
   assert lm.generate(texts, max_tokens=5, temperature=1.0, seed=3) == expected
   assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=3) == expected[:1]
+
+
+def test_a_draft_model_has_the_same_tokens_and_changes_no_text(tmp_path):
+  """A folder of the same vocabulary in another file; its weights are those of the model, so every draft is right."""
+  folders = [
+    write_llama(tmp_path / name, kind) for name, kind in (('a', 'no_bos'), ('b', 'no_bos'), ('c', 'metaspace'))
+  ]
+  file = folders[1] / 'tokenizer.json'
+  file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
+  settings = ['seq_len=32', 'task.decode.num_slots=2', 'task.decode.prefill_chunk=16']
+  one_device = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)).build(jax.devices()[:1])
+
+  def load_with(draft):
+    drafts = [] if draft is None else [f'task.decode.draft_model={draft}', 'task.decode.num_drafts=3']
+    return load(folders[0], overrides=[*settings, *drafts], mesh=one_device)
+
+  asked = {'max_tokens': 9, 'temperature': 1.0, 'seed': 3}
+  lm = load_with(folders[1])
+  assert lm.generate(['the cat', 'a'], **asked) == load_with(None).generate(['the cat', 'a'], **asked)
+  steps, tokenizer, variables = lm._decoder
+  request, _ = tokenizer.request(Prompt(prompt='the cat', **asked), 'here')
+  ((_, completion),) = generate(steps, variables, [request], decode=tokenizer.decode)
+  assert completion.num_accepted == completion.num_drafted > 0
+  with pytest.raises(UserError, match=r"draft_model='.*/c' has other tokens than hf.Model: name a model"):
+    load_with(folders[2]).generate(['the cat'])
+  with pytest.raises(UserError, match='guesses num_drafts=0 tokens: set num_drafts'):
+    load(folders[0], overrides=[*settings, f'task.decode.draft_model={folders[1]}'], mesh=one_device)
 
 
 def test_what_does_not_fit_is_said_in_a_sentence(saved, tmp_path):

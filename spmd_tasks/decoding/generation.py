@@ -36,6 +36,7 @@ class Completion:
     prompt_logprobs: of the prompt's tokens, the first one's as 0; None where the prompt is not scored.
     text: the generated text; it ends before a stop token or stop string.
     finish_reason: why the sequence ended.
+    num_drafted, num_accepted: tokens that were guessed ahead, and those that were right.
     logprob, score: of beam search only, which gives no log-probability of each token: the whole text's, and the score
       by which it ranks texts.
   """
@@ -47,6 +48,8 @@ class Completion:
   prompt_logprobs: list[float] | None = None
   text: str
   finish_reason: FinishReason
+  num_drafted: int = 0
+  num_accepted: int = 0
   logprob: float | None = None
   score: float | None = None
 
@@ -107,6 +110,8 @@ def _completion(sequence: GeneratedSequence) -> Completion:
     prompt_logprobs=[entry.logprob or 0.0 for entry in prompt] if num_prompt else None,
     text=sequence.text,
     finish_reason=sequence.finish_reason,
+    num_drafted=sequence.num_drafted,
+    num_accepted=sequence.num_accepted,
   )
 
 

@@ -19,6 +19,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.decoding.constraints import Matcher
+from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import Completion, search
 from spmd_tasks.decoding.prompts import Prompt, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.weight_storage import WeightStorage
@@ -32,6 +33,7 @@ from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import open_reader
+from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.optional_methods import DecodesBatches
 
@@ -48,6 +50,7 @@ def run(command: Any) -> int:
       output_path=flags.decode_output,
       step=flags.checkpoint_step,
       watch=command.mode == 'decode',
+      load_draft=opened.load_draft,
     )
 
 
@@ -61,6 +64,7 @@ def decode(
   step: int | None = None,
   watch: bool = False,
   poll_s: float = 10.0,
+  load_draft: Callable[[PartitionedModel], DraftModel | None] = lambda model: None,
 ) -> int:
   """Decodes every decode input with one checkpoint (None: the newest); returns OK, or that of PreemptionGuard.
 
@@ -73,6 +77,7 @@ def decode(
     step: the checkpoint's step.
     watch: decode with every new checkpoint, until that of `num_train_steps`.
     poll_s: seconds between two looks for a new checkpoint.
+    load_draft: loads the model that `task.decode.draft_model` names.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
@@ -92,7 +97,7 @@ def decode(
     decoder: _AnyDecoder
     storage: WeightStorage | None = None
     if not isinstance(task, DecodesBatches):
-      steps = DecodeSteps(model)
+      steps = DecodeSteps(model, draft=load_draft(model))
       decoder, storage = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage
     else:
       progress = Progress(len(sources), 0, primary=is_primary())
@@ -209,10 +214,13 @@ class Decoder:
     progress.message(f'step {step}  decode {name}: {len(wanted)} prompts to {path}')
     began = time.perf_counter()
     lengths: list[int] = []
+    num_drafted = num_accepted = 0
     try:
       for number, completions in _in_order(self._complete(weights, wanted[first:])):
         index = first + number
         lengths += [len(completion.ids) for completion in completions]
+        num_drafted += sum(completion.num_drafted for completion in completions)
+        num_accepted += sum(completion.num_accepted for completion in completions)
         if is_primary():
           each = wanted[index]
           outputs = outputs_record(completions, has_text=self._tokenizer.tokenizer is not None)
@@ -225,13 +233,16 @@ class Decoder:
         progress.message(f'step {step}  decode {name}: all {first} prompts are done already, in {path}')
         return
       metrics = _metrics(len(wanted) - first, lengths, time.perf_counter() - began)
+      if num_drafted:
+        metrics |= {'drafted_tokens': float(num_drafted), 'accepted_draft_share': num_accepted / num_drafted}
       writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
       writer.write(step, metrics)
       writer.close()
       again = f' ({first} were done already)' if first else ''
+      drafts = f', {num_accepted / num_drafted:.0%} of drafts right' if num_drafted else ''
       progress.message(
         f'step {step}  decode {name}: {len(wanted) - first} prompts, {sum(lengths)} tokens, '
-        f'{metrics["tokens_per_second"]:.0f} tokens/s{again}, in {path}'
+        f'{metrics["tokens_per_second"]:.0f} tokens/s{again}{drafts}, in {path}'
       )
     finally:
       progress.close()

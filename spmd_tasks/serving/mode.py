@@ -27,6 +27,7 @@ from spmd_tasks.distributed.emergency_exit import Position
 from spmd_tasks.distributed.link_connections import connect_pairs
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.loading import load_draft
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -120,7 +121,10 @@ def serve(
     if reading is None:
       decode = job.task.decode
       num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
-      steps = DecodeSteps(model, dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top))
+      settings_of_steps = dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top)
+      if decode.draft_model:
+        announce(f'Loading the draft model {decode.draft_model}.')
+      steps = DecodeSteps(model, settings_of_steps, draft=load_draft(job, model))
       storage, part = steps.storage, model.task.decoding_variables
 
     def restore(step: int | None) -> tuple[Any, int]:
@@ -140,7 +144,7 @@ def serve(
     weights, restored = restore(step)
     what = f'Restored step {restored}' if folder is None else 'Loaded the weights'
     announce(f'{what} in {time.monotonic() - began:.1f} s. Compiling.')
-    settings_of_steps = job.task.decode or DecodeSettings() if steps is None else steps.settings
+    served_settings = job.task.decode or DecodeSettings() if steps is None else steps.settings
     vocab_size = job.task.model.embedding.vocab_size if steps is None else steps.vocab_size
     served = ServedModel(
       name=job.name if folder is None else Path(folder).name or job.name,
@@ -150,10 +154,10 @@ def serve(
       step=restored,
       tokenizer=tokenizer,
       chat_template=job.experiment.chat_template(),
-      settings=settings_of_steps,
+      settings=served_settings,
       max_len=model.input_layout.spec['ids'].shape[1] if steps is None else steps.max_len,
       vocab_size=vocab_size,
-      grammars=Grammars(tokenizer, vocab_size=vocab_size, end_ids=settings_of_steps.end_ids(tokenizer.eos_id)),
+      grammars=Grammars(tokenizer, vocab_size=vocab_size, end_ids=served_settings.end_ids(tokenizer.eos_id)),
       reading=reading,
     )
     if steps is None:
