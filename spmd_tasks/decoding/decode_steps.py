@@ -510,7 +510,7 @@ class DecodeSteps:
     """Lowers `function`: its first arguments are trees on the mesh (`held`), the others host arrays."""
 
     def scoped(*given):
-      with self._scope(), layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype):
+      with self._scope(), self._layer_scope():
         return function(*given)
 
     jitted = jax.jit(
@@ -558,7 +558,7 @@ class DecodeSteps:
       shape = (*leaf.shape[:-4], blocks[0], leaf.shape[-3], blocks[1], leaf.shape[-1])
       return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    with self._scope() as scope, layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype):
+    with self._scope() as scope, self._layer_scope():
       if num_rows not in self._prefills:
         with find_kernels(self._layer_kernels):
           self._prefills[num_rows] = jax.eval_shape(prefill, model.abstract_state.variables, batch)
@@ -574,6 +574,10 @@ class DecodeSteps:
       return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), NamedSharding(self._model.mesh, spec))
 
     return jax.tree.map(empty, *self._abstract_cache(num_rows)[:2])
+
+  def _layer_scope(self):
+    is_invariant = getattr(self._model.task, 'batch_invariant', False)
+    return layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype, batch_invariant=is_invariant)
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)

@@ -28,6 +28,8 @@ from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, adjust, mask_logits, position_keys, request_keys, sample
 from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot
+from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.runtime import SamplingParams
 
 
@@ -302,9 +304,14 @@ def emit(
   log_total = jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - highest), axis=-1, keepdims=True))
   top_logits, top_ids = jax.lax.top_k(logits, num_top_logprobs)
   is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)
+  if current_layer_scope().batch_invariant:  # as losses compute it
+    scores = predicted_label_scores({'logits': logits[:, None]}, tokens[:, None])
+    logprobs = scores.label_logit - scores.log_normalizer
+  else:
+    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1).astype(jnp.float32) - highest - log_total
   outputs = Outputs(
     tokens=tokens,
-    logprobs=(jnp.take_along_axis(logits, tokens[:, None], axis=-1).astype(jnp.float32) - highest - log_total)[:, 0],
+    logprobs=logprobs[:, 0],
     top_ids=top_ids,
     top_logprobs=top_logits.astype(jnp.float32) - highest - log_total,
     is_valid=state.active,

@@ -10,7 +10,7 @@ Shapes: L layers.
 """
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import contextvars
 import dataclasses
@@ -239,6 +239,7 @@ class LayerScope:
     cache_tables: in generation, int32 [D, R, M], the blocks of each row, see CachedArray; None where caches are whole.
     cache_earlier: of rows that are tokens of one text, int32 [B, k], the rows 1, .. k places before, B for none.
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
+    batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
   """
 
   part: BatchPart = BatchPart()
@@ -251,6 +252,7 @@ class LayerScope:
   cache_tables: jax.Array | None = None
   cache_earlier: jax.Array | None = None
   cache_dtype: str | None = None
+  batch_invariant: bool = False
 
 
 _OUTSIDE = LayerScope()
@@ -270,6 +272,15 @@ def layer_scope(**facts: Any) -> Iterator[None]:
 def current_layer_scope() -> LayerScope:
   """Returns the innermost LayerScope."""
   return _layer_scope.get()
+
+
+def by_row(function: Callable[..., Any], *rows: jax.Array, num_dims: int, shared: tuple[Any, ...] = ()) -> Any:
+  """Returns function(*rows, *shared), in tiles where the LayerScope says so; see batch_invariant.by_tiles."""
+  if not current_layer_scope().batch_invariant:
+    return function(*rows, *shared)
+  from spmd_tasks.layers.batch_invariant import by_tiles
+
+  return by_tiles(function, rows, shared, num_dims)
 
 
 CACHE = 'cache'  # the collection of what earlier calls of a text's layers left

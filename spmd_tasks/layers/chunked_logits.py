@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.label_scores import LabelScores, label_scores
+from spmd_tasks.layers.label_scores import LabelScores, predicted_label_scores
 
 
 def label_scores_in_chunks(
@@ -46,7 +46,7 @@ def label_scores_in_chunks(
     return jnp.moveaxis(array.reshape(num_rows, length // num_chunks, num_chunks, *array.shape[2:]), 2, 0)
 
   def scores_of(weights: Any, x: jax.Array, labels: jax.Array) -> LabelScores:
-    return label_scores(logits_of(weights, x), labels)
+    return predicted_label_scores({'logits': logits_of(weights, x)}, labels)
 
   scores_of = jax.checkpoint(scores_of, prevent_cse=False)
   scores = jax.lax.map(lambda xs: scores_of(weights, *xs), (chunks(x), chunks(labels)))

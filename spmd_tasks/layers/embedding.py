@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, V vocab, D model.
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import math
 from typing import Any
 
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of
-from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, soft_cap
+from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, soft_cap
 from spmd_tasks.layers.gathered_weights import multiply_gathered
-from spmd_tasks.layers.label_scores import LabelScores, label_scores
+from spmd_tasks.layers.label_scores import LabelScores, predicted_label_scores
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
 
@@ -75,13 +76,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
       self, 'table', shape=shape, init=table_init, split_dims=self.table_split_dims, num_input_dims=0
     )
     if not self.tied:
+      split_dims = self.softmax_split_dims
       self.softmax_kernel = declare_weight(
-        self,
-        'softmax_kernel',
-        shape=shape[::-1],
-        init=FanInNormal(),
-        split_dims=self.softmax_split_dims,
-        num_input_dims=0,
+        self, 'softmax_kernel', shape=shape[::-1], init=FanInNormal(), split_dims=split_dims, num_input_dims=0
       )
     adapter = None if self.tied else adapter_of(self.adapters, 'softmax_kernel')
     self.adapted: AdaptedKernel | None = None
@@ -97,13 +94,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
         )
       )
     if self.logits_bias:
+      zeros, split_dims = jax.nn.initializers.zeros, self.bias_split_dims
       self.bias = declare_weight(
-        self,
-        'logits_bias',
-        shape=shape[:1],
-        init=jax.nn.initializers.zeros,
-        split_dims=self.bias_split_dims,
-        tags=('no_decay',),
+        self, 'logits_bias', shape=shape[:1], init=zeros, split_dims=split_dims, tags=('no_decay',)
       )
 
   def __call__(self, ids: jax.Array) -> jax.Array:
@@ -120,7 +113,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     else:
       x = rows_of(ids, constrain(self.table, self.lookup_split_dims))
     if self.scale_sqrt_depth:
-      x = x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype)
+      x = by_row(lambda x: x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype), x, num_dims=x.ndim - 1)
     return constrain(x, self.activation_split_dims)
 
   def attend(self, x: jax.Array) -> jax.Array:
@@ -134,7 +127,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     With an adapter of the softmax kernel all logits are computed at once.
     """
     if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
-      return label_scores(self.attend(x), labels)
+      return predicted_label_scores({'logits': self.attend(x)}, labels)
     from spmd_tasks.layers.chunked_logits import label_scores_in_chunks
 
     weights, logits_of = self._logits(x)
@@ -147,9 +140,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
     if self.logits_split_dims is not None and x.size >= weights[0].size:  # see Linear
       token_split_dims = self.logits_split_dims[:2]
-
-    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-      return jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
+    multiply = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    product = lambda x, kernel: by_row(multiply, x, num_dims=2, shared=(kernel,))
 
     def logits_of(weights: Any, x: jax.Array) -> jax.Array:
       kernel, bias = weights

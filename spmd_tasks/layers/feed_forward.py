@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
-from spmd_tasks.layers.base import FanInNormal, Statistics
+from spmd_tasks.layers.base import FanInNormal, Statistics, by_row
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.sharding import SplitDims
 
@@ -71,11 +71,10 @@ def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) 
   The activation is a name in ACTIVATIONS, or with a gate one in GATED_ACTIVATIONS, which have formulas of their own.
   """
   if gate is None:
-    return activation_function(activation)(up)
+    return by_row(activation_function(activation), up, num_dims=up.ndim - 1)
   check_activation(activation, gated=True)
-  if activation in GATED_ACTIVATIONS:
-    return GATED_ACTIVATIONS[activation](up, gate)
-  return ACTIVATIONS[activation](gate) * up
+  plain_gated = lambda up, gate: ACTIVATIONS[activation](gate) * up
+  return by_row(GATED_ACTIVATIONS.get(activation, plain_gated), up, gate, num_dims=up.ndim - 1)
 
 
 class FeedForward(nn.Module, kw_only=True):

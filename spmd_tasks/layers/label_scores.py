@@ -14,6 +14,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.base import by_row
+
 
 class LabelScores(struct.PyTreeNode):
   """The numbers that a loss needs of logits [..., V] and labels [...]; float32 [...], but for `is_known`.
@@ -55,4 +57,4 @@ def label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
 def predicted_label_scores(predictions: Mapping[str, Any], labels: jax.Array) -> LabelScores:
   """Returns the `label_scores` of a model's predictions [B, T], or those of its `logits` [B, T, V]."""
   scores = predictions.get('label_scores')
-  return label_scores(predictions['logits'], labels) if scores is None else scores
+  return by_row(label_scores, predictions['logits'], labels, num_dims=2) if scores is None else scores

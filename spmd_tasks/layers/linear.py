@@ -5,6 +5,7 @@ Shapes: D model, F ffn, H heads, K head dim. `Linear(output_dims=F)` maps [..., 
 `Linear(output_dims=D, num_input_dims=2)` maps [..., H, K] -> [..., D].
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter
-from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, current_layer_scope, declare_weight
+from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, by_row, current_layer_scope, declare_weight
 from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
@@ -49,31 +50,24 @@ class Linear(nn.Module, kw_only=True):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     output_dims = (self.output_dims,) if isinstance(self.output_dims, int) else tuple(self.output_dims)
-    shape = x.shape[x.ndim - self.num_input_dims :] + output_dims
+    num_inputs, split_dims, num_token_dims = self.num_input_dims, self.split_dims, x.ndim - self.num_input_dims
+    shape = x.shape[num_token_dims:] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
-
-    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-      return jnp.tensordot(x, kernel, axes=self.num_input_dims)
-
+    multiply = functools.partial(jnp.tensordot, axes=num_inputs)
+    product = lambda x, kernel: by_row(multiply, x, num_dims=num_token_dims, shared=(kernel,))
     kernels: Any = self.get_variable(LAYER_KERNELS, 'kernel')
     if kernels is not None:
       branches = [lambda x, kernel=kernel: product(x, kernel.astype(self.dtype)) for kernel in kernels]
       y = jax.lax.switch(current_layer_scope().layers[0], branches, x.astype(self.dtype))
       return self._with_bias(y, output_dims)
     kernel = declare_weight(
-      self,
-      'kernel',
-      shape=shape,
-      init=kernel_init,
-      split_dims=self.split_dims,
-      num_input_dims=self.num_input_dims,
+      self, 'kernel', shape=shape, init=kernel_init, split_dims=split_dims, num_input_dims=num_inputs
     )
     token_split_dims = None
     if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead
-      token_split_dims = self.activation_split_dims[: x.ndim - self.num_input_dims]
+      token_split_dims = self.activation_split_dims[:num_token_dims]
     y = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, self.split_dims, token_split_dims)
     if self.adapter is not None:
-      num_token_dims = x.ndim - self.num_input_dims
       adapted = self.adapter.adapt(
         DeclaredKernel(
           module=self,
@@ -91,14 +85,8 @@ class Linear(nn.Module, kw_only=True):
   def _with_bias(self, y: jax.Array, output_dims: tuple[int, ...]) -> jax.Array:
     if self.use_bias:
       bias_split_dims = None if self.split_dims is None else self.split_dims[self.num_input_dims :]
-      bias = declare_weight(
-        self,
-        'bias',
-        shape=output_dims,
-        init=jax.nn.initializers.zeros,
-        split_dims=bias_split_dims,
-        tags=('no_decay',),
-      )
+      zeros, tags = jax.nn.initializers.zeros, ('no_decay',)
+      bias = declare_weight(self, 'bias', shape=output_dims, init=zeros, split_dims=bias_split_dims, tags=tags)
       # The reshape makes the ranks equal: implicit rank promotion raises in this project.
       y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return constrain(y, self.activation_split_dims)

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import declare_weight
+from spmd_tasks.layers.base import by_row, declare_weight
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.weights import Initializer
 
@@ -49,9 +49,13 @@ class RmsNorm(nn.Module, kw_only=True):
     scale = _vector(self, 'scale', x, init, self.split_dims, self.num_dims)
     if self.scale_plus_one:
       scale = 1.0 + scale
-    x = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x), axis=tuple(range(-self.num_dims, 0)), keepdims=True)
-    return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
+
+    def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
+      x = x.astype(jnp.float32)
+      mean_square = jnp.mean(jnp.square(x), axis=tuple(range(-self.num_dims, 0)), keepdims=True)
+      return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
+
+    return by_row(normalize, x, num_dims=x.ndim - self.num_dims, shared=(scale,))
 
 
 class LayerNorm(nn.Module, kw_only=True):
@@ -72,8 +76,12 @@ class LayerNorm(nn.Module, kw_only=True):
   def __call__(self, x: jax.Array) -> jax.Array:
     scale = _vector(self, 'scale', x, jax.nn.initializers.ones, self.split_dims)
     bias = _vector(self, 'bias', x, jax.nn.initializers.zeros, self.split_dims) if self.use_bias else 0.0
-    x = x.astype(jnp.float32)
-    # Two passes (centre, then square): E[x^2] - E[x]^2 cancels badly in float32.
-    centred = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-    return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)
+
+    def normalize(x: jax.Array, scale: jax.Array, bias: jax.Array | float) -> jax.Array:
+      x = x.astype(jnp.float32)
+      # Two passes (centre, then square): E[x^2] - E[x]^2 cancels badly in float32.
+      centred = x - jnp.mean(x, axis=-1, keepdims=True)
+      variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+      return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)
+
+    return by_row(normalize, x, num_dims=x.ndim - 1, shared=(scale, bias))

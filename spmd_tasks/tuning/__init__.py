@@ -21,6 +21,7 @@ from spmd_tasks.wings import Wing, load
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.adapted_weights import add_adapters
   from spmd_tasks.tuning.adapters import LowRankAdapter
+  from spmd_tasks.tuning.batch_invariant_task import BatchInvariantTask
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
   from spmd_tasks.tuning.distillation import DistillationLoss, DistillationTuning, TaughtInput
   from spmd_tasks.tuning.instruction_tuning import FolderScorer, InstructionTuning, PreferenceTuning, ScoreTuning
@@ -37,6 +38,7 @@ with epy.lazy_api_imports(globals()):
 
 __all__ = [
   'WING',
+  'BatchInvariantTask',
   'ConversationInput',
   'Conversations',
   'DistillationLoss',

@@ -14,6 +14,7 @@ Shapes: I the dims of a kernel that are contracted, O the others, R rank, E expe
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter, declare_weight
 from spmd_tasks.layers.adapter import ADAPTER_TAG
+from spmd_tasks.layers.base import by_row
 from spmd_tasks.sharding import constrain
 from spmd_tasks.sharding.specs import gather_for_tokens
 
@@ -104,10 +106,12 @@ class _LowRankKernel(AdaptedKernel):
   def outputs(self, x: jax.Array, y: jax.Array) -> jax.Array:
     declared, num_token_dims = self.declared, x.ndim - self.declared.num_input_dims
     x = self._dropped(x, x.shape).astype(self.a.dtype)
-    low = jnp.tensordot(x, self.a, axes=declared.num_input_dims) * self.adapter.scale
+    multiply, scale = functools.partial(jnp.tensordot, axes=declared.num_input_dims), self.adapter.scale
+    low = by_row(lambda x, a: multiply(x, a) * scale, x, num_dims=num_token_dims, shared=(self.a,))
     if declared.token_split_dims is not None:
       low = constrain(low, (*declared.token_split_dims, None))
-    y = y + jnp.tensordot(low, self.b, axes=1).astype(y.dtype)
+    added = by_row(functools.partial(jnp.tensordot, axes=1), low, num_dims=num_token_dims, shared=(self.b,))
+    y = y + added.astype(y.dtype)
     return y if self.scale is None else y * self.scale.reshape((1,) * num_token_dims + self.scale.shape)
 
   def kernel(self) -> jax.Array:

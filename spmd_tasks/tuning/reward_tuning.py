@@ -14,6 +14,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.recipes import TextTraining
+from spmd_tasks.tuning.batch_invariant_task import BatchInvariantTask
 from spmd_tasks.tuning.policy_loss import PolicyLoss
 from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
 from spmd_tasks.tuning.value_head import LanguageModelWithValues
@@ -93,6 +94,8 @@ class RewardTuning(TextTraining):
   kl_weight: float = 0.0
   reference: str = 'start'
   sampler_cap: float | None = None
+  # Whether the sampler's log-probabilities have the bits of the trainer's, on CPUs; they are then the old ones.
+  exact: bool = False
   num_reward_workers: int = 2
   reward_timeout_s: float = 10.0
 
@@ -110,6 +113,8 @@ class RewardTuning(TextTraining):
   def task(self) -> fdl.Config:
     """The task, whose model has a head for values if the method needs them."""
     task = super().task()
+    if self.exact:
+      fdl.update_callable(task, BatchInvariantTask)
     if self.chosen.baseline == 'gae':
       if fdl.get_callable(task.model) is not LanguageModel:
         raise UserError(f'method = {self.method!r} needs the values of a decoder: train one, or take another method.')
@@ -170,6 +175,7 @@ class RewardTuning(TextTraining):
       gamma=self.gamma,
       lam=self.lam,
       reward_kl_weight=self.kl_weight if method.kl_in_reward else 0.0,
+      exact=self.exact,
       has_reference=self.kl_weight > 0 and self.reference == 'start',
       num_slots=self.num_rollout_slots,
       num_workers=self.num_reward_workers,

@@ -28,6 +28,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, State, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES, check_state, language_model_spec, shard_rows
 from spmd_tasks.inputs.tokenizers import encode_prompt
+from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import is_multiple
 from spmd_tasks.programs.training_loop import Outcome
@@ -85,6 +86,7 @@ class RolloutInput:
     drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
       (DAPO's dynamic sampling).
     overlong_margin: the last tokens before max_tokens that cost up to 1 (overlong_penalties); 0: none do.
+    exact: whether the task is a BatchInvariantTask, so that old log-probabilities are the sampler's.
     has_reference: whether batches have the log-probabilities under the weights that training starts from.
     num_slots: how many completions are generated at once.
     num_workers, reward_timeout_s: processes for rewards, and the seconds that one call may take.
@@ -114,6 +116,7 @@ class RolloutInput:
   reward_kl_weight: float = 0.0
   drops_equal: bool = False
   overlong_margin: int = 0
+  exact: bool = False
   has_reference: bool = False
   num_slots: int = 64
   num_workers: int = 2
@@ -179,7 +182,7 @@ class RolloutInput:
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     has_values = self.baseline == 'gae'
-    has_old = has_values or self.num_updates > 1 or self.reward_kl_weight > 0
+    has_old = self.exact or has_values or self.num_updates > 1 or self.reward_kl_weight > 0
     names = ['sampler_log_probs', *['old_log_probs'] * has_old, *['reference_log_probs'] * self.has_reference]
     names += ['old_values', 'returns', 'advantages'] * has_values
     spec = language_model_spec(self.batch_size, self.seq_len, {**BATCH_DTYPES, **dict.fromkeys(names, np.float32)})
@@ -354,6 +357,8 @@ class MakeRollouts(TrainHook):
       num_top_logprobs=0,
       num_beams=1,
       weights_dtype=None,
+      num_drafts=0 if self._input.exact else given.num_drafts,
+      cache_dtype=None if self._input.exact else given.cache_dtype,
     )
     self._steps = DecodeSteps(run.model, settings, temperature=self._input.temperature)
     self._tokenizer = PromptTokenizer.for_steps(self._steps, self._input.tokenizer, run.experiment.seed)
@@ -373,7 +378,8 @@ class MakeRollouts(TrainHook):
   def _log_probs(self, variables: Any, batch: Any) -> Any:
     """Log-probabilities, and values if there are any, float32 [B, T] each, by the forward pass of training."""
     predictions = self._task.predict(variables, batch)
-    return answer_log_probs(predictions, batch, self._input.temperature), predictions.get('values')
+    with layer_scope(batch_invariant=self._input.exact):
+      return answer_log_probs(predictions, batch, self._input.temperature), predictions.get('values')
 
   def open(self, run: TrainRun) -> None:
     self._workers = None
@@ -542,7 +548,9 @@ class MakeRollouts(TrainHook):
     """Adds what the batches have of the sampling model and of the reference model, by one program."""
     settings = self._input
     wanted = {}
-    if 'old_log_probs' in settings.element_spec():
+    if settings.exact and settings.baseline != 'gae':
+      rollout = rollout._replace(old_log_probs=rollout.sampler_log_probs)
+    elif 'old_log_probs' in settings.element_spec():
       wanted['old_log_probs'] = variables
     if self._reference is not None:
       wanted['reference_log_probs'] = self._reference
@@ -567,7 +575,8 @@ class MakeRollouts(TrainHook):
 
   def _largest_mismatch(self, run: TrainRun, variables: Any, rollout: Rollout) -> float:
     """The largest difference between a token's log-probability in sampling and by the forward pass of training."""
-    scored = rollout if rollout.old_log_probs.ndim == 2 else self._scored(run, {'old_log_probs': variables}, rollout)
+    is_known = rollout.old_log_probs.ndim == 2 and not self._input.exact
+    scored = rollout if is_known else self._scored(run, {'old_log_probs': variables}, rollout)
     return float(np.abs(scored.old_log_probs - scored.sampler_log_probs).max())
 
   def _complete(

@@ -68,6 +68,8 @@ def write_new_cache(
   """
   rows, columns, heads, features = split_dims or (None,) * 4
   longest = current_layer_scope().longest_text
+  if current_layer_scope().batch_invariant:  # each position has a place of its own
+    window = None
   kind = RING if window is not None and longest is not None and window < longest else ''
   for name, x in arrays.items():
     num_columns = x.shape[1]
@@ -249,6 +251,21 @@ def attend_to_cache(
   grouped = jnp.moveaxis(query.reshape(num_rows, num_columns, num_groups, -1, head_dim), 1, 3)  # [B, G, H/G, T, K]
   columns, start = jnp.arange(num_columns), segment_pos[:, :1]
   positions = start + columns[None, :]
+
+  if current_layer_scope().batch_invariant:
+    from spmd_tasks.layers.attention._batch_invariant import attend_alike, places_of
+    from spmd_tasks.layers.attention._plain import AttentionOptions
+
+    options = AttentionOptions(window=window, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks, bias=bias)
+    is_text = jnp.ones_like(positions, bool) if segment_ids is None else segment_ids != 0
+    places = jnp.where(is_text, positions, cached[0].num_entries)
+    keys, values = (
+      places_of(held.entries(0, held.num_entries).at[jnp.arange(num_rows)[:, None], :, places].set(new, mode='drop'))
+      for held, new in zip(cached, (key, value), strict=True)
+    )
+    distance = positions[:, :, None] - jnp.arange(keys.shape[2])[None, None, :]
+    may_see = (distance >= 0) & (distance < (window or keys.shape[2]))
+    return attend_alike(query, keys, values, may_see, options)
 
   def masked_logits(keys: jax.Array, held: jax.Array, may_see: jax.Array) -> jax.Array:
     """Returns [B, G, H/G, T, n] for keys [B, G, n, K] at positions `held` [B, n], seen where [B, T, n] says."""

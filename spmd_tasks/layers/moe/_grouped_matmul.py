@@ -59,7 +59,9 @@ def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Ar
 
 def multiply_by_loop(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
   """Computes `grouped_matmul` for a block of rows of one group at a time; reads no rows after the last group."""
-  return _multiply(*_varying_alike(rows, weights, group_sizes))
+  added = max(_block_size(len(rows), len(group_sizes)) - len(rows), 0) if len(rows) else 0
+  padded = jnp.pad(rows, ((0, added), (0, 0))) if added else rows
+  return _multiply(*_varying_alike(padded, weights, group_sizes))[: len(rows)]
 
 
 @jax.custom_vjp
@@ -97,8 +99,7 @@ def _for_each_block(num_rows: int, group_sizes: jax.Array, body: Callable[..., A
 
   A block starts at row `start`; `mask`, bool [S, 1], is true for those of its rows that are not another block's.
   """
-  num_groups = group_sizes.shape[0]
-  size = min(num_rows, _LARGEST_BLOCK, max(8, num_rows // (2 * num_groups)))  # half of the mean group
+  size = min(num_rows, _block_size(num_rows, group_sizes.shape[0]))
   if not size:
     return carry
   ends, counts = jnp.cumsum(group_sizes), -(-group_sizes // size)
@@ -113,6 +114,15 @@ def _for_each_block(num_rows: int, group_sizes: jax.Array, body: Callable[..., A
     return body(group, start, ((row >= first) & (row < jnp.minimum(first + size, end)))[:, None], carry)
 
   return jax.lax.fori_loop(jnp.zeros_like(block_ends[-1]), block_ends[-1], step, carry)
+
+
+def _block_size(num_rows: int, num_groups: int) -> int:
+  """Half of the mean group, or a tile as batch_invariant.py has it."""
+  if not current_layer_scope().batch_invariant:
+    return min(num_rows, _LARGEST_BLOCK, max(8, num_rows // (2 * num_groups)))
+  from spmd_tasks.layers.batch_invariant import TILE
+
+  return TILE
 
 
 def _read(x: jax.Array, start: jax.Array, mask: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ Routers compute in float32 at the highest matmul precision, whatever x's dtype: 
 changes a token's whole output.
 """
 
+import functools
 from typing import Literal
 
 from flax import struct
@@ -19,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import FanInNormal, Ratios, declare_weight
+from spmd_tasks.layers.base import FanInNormal, Ratios, by_row, declare_weight
 from spmd_tasks.layers.moe._slots import GroupSize, Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
@@ -106,7 +107,8 @@ class Router(nn.Module, kw_only=True):
       split_dims=self.split_dims,
       num_input_dims=1,
     )
-    logits = jnp.einsum('btd,de->bte', x, kernel, precision='highest')
+    multiply = functools.partial(jnp.einsum, 'btd,de->bte', precision='highest')
+    logits = by_row(multiply, x, num_dims=2, shared=(kernel,))
     if self.use_bias:
       logits = logits + self._per_expert('bias', tags=('no_decay',))[None, None, :]
     return constrain(logits, self.activation_split_dims)
@@ -180,7 +182,7 @@ class TopKRouter(Router, kw_only=True):
   def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
     """Routes x [B, T, D]; token_mask is bool [B, T], or None if every token is real."""
     logits = self._logits(x, train=train)
-    log_affinities = LOG_AFFINITIES[self.score_function](logits)
+    log_affinities = by_row(LOG_AFFINITIES[self.score_function], logits, num_dims=2)
     # Logits order the experts as the scores do, but have no ties where scores round to 0 or 1.
     preferences, bias = logits, None
     if self.balance_bias or self.group_score == 'top2_sum':
@@ -192,12 +194,7 @@ class TopKRouter(Router, kw_only=True):
       preferences = self._of_best_groups(preferences, self.num_selected_groups)
     chosen_ids = top_k_ids(preferences, self.num_selected, self.activation_split_dims)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
-    log_gates = jnp.take_along_axis(log_affinities, chosen_ids, axis=-1)
-    if self.normalize_gates is not None:
-      p = self.normalize_gates
-      log_gates = log_gates - jax.nn.logsumexp(p * log_gates, axis=-1, keepdims=True) / p
-    gates = self.gate_scale * jnp.exp(log_gates)
-    expert_ids = chosen_ids
+    gates, expert_ids = by_row(self._gates, log_affinities, chosen_ids, num_dims=2), chosen_ids
     if token_mask is not None:
       unrouted = self.num_experts
       expert_ids = jnp.where(token_mask[..., None], expert_ids, unrouted)
@@ -210,6 +207,14 @@ class TopKRouter(Router, kw_only=True):
       gates=checkpoint_name(gates, ROUTING_NAME),
       balance_bias=bias,
     )
+
+  @nn.nowrap
+  def _gates(self, log_affinities: jax.Array, chosen_ids: jax.Array) -> jax.Array:
+    log_gates = jnp.take_along_axis(log_affinities, chosen_ids, axis=-1)
+    if self.normalize_gates is not None:
+      p = self.normalize_gates
+      log_gates = log_gates - jax.nn.logsumexp(p * log_gates, axis=-1, keepdims=True) / p
+    return self.gate_scale * jnp.exp(log_gates)
 
   def _of_best_groups(self, preferences: jax.Array, num_selected: int) -> jax.Array:
     """Returns the preferences [B, T, E] with -inf for the experts of the groups that a token does not choose."""
