@@ -22,11 +22,4 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.distributed.fake_devices import use_fake_devices
   from spmd_tasks.distributed.initialization import DistributedSettings, initialize
 
-__all__ = [
-  'DistributedSettings',
-  'EmergencyExit',
-  'barrier',
-  'initialize',
-  'is_primary',
-  'use_fake_devices',
-]
+__all__ = ['DistributedSettings', 'EmergencyExit', 'barrier', 'initialize', 'is_primary', 'use_fake_devices']

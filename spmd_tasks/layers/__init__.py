@@ -37,12 +37,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
-  from spmd_tasks.layers.transformer import (
-    Aux,
-    TransformerBlock,
-    TransformerStack,
-    remat_policy,
-  )
+  from spmd_tasks.layers.transformer import Aux, TransformerBlock, TransformerStack, remat_policy
 
 __all__ = [
   'AdaptedKernel',

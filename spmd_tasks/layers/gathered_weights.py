@@ -12,10 +12,7 @@ import jax
 
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims
-from spmd_tasks.sharding.specs import (
-  gather_for_tokens,
-  is_split_over_tokens,
-)
+from spmd_tasks.sharding.specs import gather_for_tokens, is_split_over_tokens
 
 
 def multiply_gathered(

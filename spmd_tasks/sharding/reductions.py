@@ -15,12 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.specs import (
-  current_sharding_scope,
-  num_parts,
-  spec_axes,
-  split_dims_to_partition_spec,
-)
+from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes, split_dims_to_partition_spec
 from spmd_tasks.sharding.weights import WeightSpec
 
 

@@ -24,12 +24,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
   from spmd_tasks.layers.attention.relative_bias import PositionBias, RelativePositionBias
   from spmd_tasks.layers.attention.rotary import Rotary, RotaryScaling
-  from spmd_tasks.layers.attention.rotary_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    YarnScaling,
-  )
+  from spmd_tasks.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 __all__ = [
   'Attention',
