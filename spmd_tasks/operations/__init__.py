@@ -3,10 +3,11 @@
     spmd-tasks --exp lm.Dense1B --mode train --job_log_dir /shared/runs/dense --supervise 2:4      # on each host
 
 `supervisor.py` is the life of a host whose job goes on when another host dies; `neighbours.py` has what supervisors
-tell each other, `rounds.py` how they agree, `fitting.py` how a job is made to fit fewer hosts. `trackers.py` has the
-hook for Weights & Biases and MLflow.
+tell each other, `rounds.py` how they agree, `standby.py` how a training process waits for its round, `fitting.py` how a
+job is made to fit fewer hosts. `trackers.py` has the hook for Weights & Biases and MLflow.
 """
 
+import json
 import os
 from typing import Any
 
@@ -29,7 +30,11 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
 
 
 def _train_hooks(job: Any) -> tuple[Any, ...]:
-  return (call('spmd_tasks.operations.trackers:Track'),) if getattr(job.experiment, 'trackers', ()) else ()
+  hooks = [call('spmd_tasks.operations.trackers:Track')] if getattr(job.experiment, 'trackers', ()) else []
+  if SUPERVISED in os.environ:
+    modules_file = json.loads(os.environ[SUPERVISED])['modules_file']
+    hooks.append(call('spmd_tasks.operations.standby:TellModules', modules_file))
+  return tuple(hooks)
 
 
 WING = Wing(

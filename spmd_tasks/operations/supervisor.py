@@ -36,8 +36,9 @@ from spmd_tasks.files import (
 from spmd_tasks.operations import SUPERVISED
 from spmd_tasks.operations.neighbours import RUNNING, Neighbours, Status
 from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_round, read_round
+from spmd_tasks.wings import call
 
-_DEAD_LIMIT_S, _ENDED_LIMIT_S = 3.0, 25.0  # how long a process may go on without one that is dead, or has ended
+_DEAD_LIMIT_S, _ENDED_LIMIT_S = 1.5, 25.0  # how long a process may go on without one that is dead, or has ended
 _KILL_LIMIT_S = 30.0  # for a killed process to end; one that waits for a driver does not
 _GATHER_LIMIT_S = 45.0  # for all processes of a round to end
 _STAYS_S = 15.0  # how long a spare has been there, and a round has run, before the round ends for it
@@ -52,7 +53,9 @@ _PR_SET_PDEATHSIG = 1
 def supervise(flags: argparse.Namespace) -> int | None:
   """Runs the supervisor where --supervise asks for it; None in a supervised training process."""
   if flags.supervise is None:
-    _end_with_parent()
+    settings = json.loads(os.environ[SUPERVISED])
+    _end_with_parent(settings['parent'])
+    call('spmd_tasks.operations.standby:wait_for_round', flags, settings['modules_file'])
     return None
   limits = _limits(flags.supervise)
   if flags.mode != 'train' or not flags.job_log_dir:
@@ -87,7 +90,8 @@ class _Supervisor:
     self, directory: epath.Path, neighbours: Neighbours, limits: tuple[int, int], patience_s: float, local: str
   ):
     self._directory, self._neighbours, self._limits, self._patience_s = directory, neighbours, limits, patience_s
-    self._sizes_file = os.path.join(local, 'sizes.json')
+    self._sizes_file, self._modules_file = os.path.join(local, 'sizes.json'), os.path.join(local, 'modules.json')
+    self._standby: subprocess.Popen[bytes] | None = None  # the process of the next round
     self._sizes: tuple[int, ...] = ()  # the numbers of hosts that the job fits; empty: not known
     self._period_s = 1.0 if is_remote(directory) else 0.2
     self._signal: signal.Signals | None = None
@@ -99,7 +103,16 @@ class _Supervisor:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
       if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
         signal.signal(signum, self._on_signal)
+    try:
+      return self._run()
+    finally:
+      if self._standby is not None:
+        self._standby.kill()
+        self._standby.communicate()
+
+  def _run(self) -> int:
     number = newest_round(self._directory) + 1
+    self._standby = self._new_process()
     while (number := self._agree(number)) > 0:
       agreed = self._read_round(number)
       assert agreed is not None
@@ -203,7 +216,10 @@ class _Supervisor:
       others = [alive.get(id) for id in hosts if id != own]
       is_alone = any(each is None or each.round > number or each.phase == 'ended' for each in others)
       gone_since = (gone_since or now) if is_alone else None  # one that answers again is not gone
-      is_over = gone_since is not None and now - gone_since > (_DEAD_LIMIT_S if None in others else _ENDED_LIMIT_S)
+      was_killed = any(each is None or (each.code or 0) < 0 for each in others)  # so that it has said nothing
+      is_over = gone_since is not None and now - gone_since > (_DEAD_LIMIT_S if was_killed else _ENDED_LIMIT_S)
+      if self._standby is None and os.path.exists(self._modules_file):  # the first step is made
+        self._standby = self._new_process()
       if now - looked > 10 * self._period_s:
         looked, is_over = now, is_over or self._is_agreed(number + 1)
       if is_over:
@@ -253,14 +269,27 @@ class _Supervisor:
     return False
 
   def _start(self, coordinator: str, num_processes: int, index: int) -> subprocess.Popen[bytes]:
-    """Starts the training process by the supervisor's own command line, with the flags of the round."""
-    command = [sys.executable, *_without_own_flags(sys.orig_argv[1:])]
-    command += ['--coordinator_address', coordinator, '--num_processes', str(num_processes), '--process_id', str(index)]
+    """Has the training process begin that waits for its round, or a new one."""
+    process, self._standby = self._standby, None
+    told: dict[str, Any] = {'coordinator': coordinator, 'num_processes': num_processes, 'process_id': index}
+    line = json.dumps(told | {'round': self._neighbours.own.round}).encode() + b'\n'
+    if process is None or process.poll() is not None:
+      process = self._new_process()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # its end is seen
+      process.stdin.write(line)
+    with contextlib.suppress(FileNotFoundError):
+      os.unlink(self._modules_file)
+    return process
+
+  def _new_process(self) -> subprocess.Popen[bytes]:
+    """Starts a training process by the supervisor's own command line; it waits for its round (standby.py)."""
     settings: dict[str, Any] = dict(zip(('min_hosts', 'max_hosts'), self._limits))
-    settings |= {'sizes_file': self._sizes_file, 'parent': os.getpid()}
-    env = {SUPERVISED: json.dumps(settings), 'SPMD_TASKS_ROUND': str(self._neighbours.own.round)}
+    settings |= {'sizes_file': self._sizes_file, 'modules_file': self._modules_file, 'parent': os.getpid()}
+    command = [sys.executable, *_without_own_flags(sys.orig_argv[1:])]
+    env = {**os.environ, SUPERVISED: json.dumps(settings)}
     # In a session of its own, so that Ctrl-C reaches it through the supervisor alone.
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, **env}, start_new_session=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
 
   def _verdict(self, codes: Mapping[str, int | None]) -> int | None:
     """Returns the exit code with which this host leaves the job, or None if it goes on with another round."""
@@ -368,11 +397,11 @@ def _own_address() -> str:
   return '127.0.0.1'
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
   """Has Linux kill this process with its supervisor: it must not train on with hosts that have gone on without it."""
   with contextlib.suppress(OSError, AttributeError):
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-  if os.getppid() != json.loads(os.environ[SUPERVISED])['parent']:
+  if os.getppid() != parent:
     os._exit(exit_codes.FAILED)
 
 
@@ -383,4 +412,5 @@ def _code_name(code: int | None) -> str:
 
 
 def _say(text: str) -> None:
-  print(f'spmd-tasks: supervisor of {socket.gethostname()}: {text}', file=sys.stderr, flush=True)
+  now = time.strftime('%H:%M:%S')
+  print(f'{now} spmd-tasks: supervisor of {socket.gethostname()}: {text}', file=sys.stderr, flush=True)

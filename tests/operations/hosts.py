@@ -62,10 +62,18 @@ class Hosts:
 
   def training_process(self, host: int) -> int | None:
     """The pid of a host's training process."""
-    pid = self.supervisors[host].pid
-    with contextlib.suppress(OSError, IndexError):
-      return int(Path(f'/proc/{pid}/task/{pid}/children').read_text().split()[0])
+    for child in self.processes(host):
+      with contextlib.suppress(OSError):
+        if os.readlink(f'/proc/{child}/fd/0') == '/dev/null':  # the next one waits for a line there
+          return child
     return None
+
+  def processes(self, host: int) -> list[int]:
+    """The pids of a host's training process and of the next one."""
+    pid = self.supervisors[host].pid
+    with contextlib.suppress(OSError):
+      return [int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
+    return []
 
   def kill(self, host: int, *, supervisor: bool = True, process: bool = True) -> None:
     """Kills a host's training process, its supervisor, or both, as when the host is lost."""
@@ -76,6 +84,15 @@ class Hosts:
     if process and pid is not None:
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+  def cpu_seconds(self) -> dict[int, float]:
+    """Of each process that trains, or waits to train, since its start."""
+    seconds = {}
+    for pid in (pid for host in self.alive() for pid in self.processes(host)):
+      with contextlib.suppress(OSError):
+        ticks = map(int, Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13])
+        seconds[pid] = sum(ticks) / os.sysconf('SC_CLK_TCK')
+    return seconds
 
   def alive(self) -> list[int]:
     return [host for host, each in enumerate(self.supervisors) if each.poll() is None]
@@ -138,8 +155,9 @@ def main():
   parser.add_argument('--seed', type=int, default=0)
   args = parser.parse_args()
   args.directory.mkdir(parents=True)
-  rng, times, mesh = random.Random(args.seed), [], '--ici_mesh_shape=1,4,1'
-  with Hosts(args.directory, '--num_train_steps', '100000', mesh) as hosts:
+  rng, times, cpu, mesh = random.Random(args.seed), [], [], '--ici_mesh_shape=1,4,1'
+  cache = f'--compilation_cache={args.directory}/compiled'  # as jobs on accelerators have it by themselves
+  with Hosts(args.directory, '--num_train_steps', '100000', mesh, cache) as hosts:
     for _ in range(4):
       hosts.start()
     hosts.wait_for_lines(6, 300)
@@ -148,17 +166,21 @@ def main():
       before, host = hosts.num_lines(), rng.choice(hosts.alive())
       what = rng.choice(['host', 'host', 'process', 'supervisor'])
       is_spare = hosts.training_process(host) is None
+      spent = hosts.cpu_seconds()
       hosts.kill(host, supervisor=what != 'process', process=what != 'supervisor')
       seconds = hosts.wait_until(lambda before=before: hosts.num_lines() > before, 300)
-      times += [] if is_spare else [seconds]
-      print(f'{kill}: {what} {host}{", a spare" * is_spare}; on after {seconds:.1f} s with {hosts.alive()}', flush=True)
+      used = sum(now - spent.get(pid, 0) for pid, now in hosts.cpu_seconds().items())
+      if not is_spare:
+        times.append(seconds)
+        cpu.append(used)
+      told = f'{kill}: {what} {host}{", a spare" * is_spare}; on after {seconds:.1f} s with {hosts.alive()}'
+      print(f'{told}, {used:.1f} CPU s, load {os.getloadavg()[0]:.0f}', flush=True)
       while len(hosts.alive()) < rng.choice([3, 4]):
         hosts.start()
     difference = stop_and_compare(hosts, '--num_fake_devices', '4', mesh)
-  mean = sum(times) / len(times)
-  print(
-    f'{len(times)} kills of hosts that trained: on after {mean:.1f} s, at most {max(times):.1f} s; {difference=:.1e}'
-  )
+  mean, cpu_mean = sum(times) / len(times), sum(cpu) / len(cpu)
+  print(f'{len(times)} kills of hosts that trained: on after {mean:.1f} s, at most {max(times):.1f} s', end='; ')
+  print(f'all processes took {cpu_mean:.1f} CPU s, at most {max(cpu):.1f} s; {difference=:.1e}')
 
 
 if __name__ == '__main__':
