@@ -11,7 +11,7 @@ import fiddle as fdl
 from spmd_tasks import register
 from spmd_tasks.layers import TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Attention, LatentAttention, Rotary
-from spmd_tasks.layers.moe import CapacityEinsum, Dropless, TopKRouter
+from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, TopKRouter
 from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, DataModelMesh
 
@@ -121,6 +121,20 @@ class Mixtral8x7BOnH200(Mixtral8x7B):
   target = 'h200:8'
   batch_size = 16
   remat_policy = 'attention'  # the experts' pre-activations would be 30 GB a GPU
+
+
+@register
+class Mixtral8x7BOnV6e(Mixtral8x7B):
+  """moe.Mixtral8x7B with capacities on 256 v6e chips, attention in the hosts' memory; mesh replica 2 x data 128."""
+
+  target = 'v6e:16x16'
+  batch_size = 3072
+  remat_policy = 'attention_offloaded'
+  num_logit_chunks = 4
+  scatters_gradients = True
+
+  def computation(self) -> fdl.Config[CapacityGather]:
+    return fdl.Config(CapacityGather, capacity_factor=1.25, capacity_counts_choices=True)
 
 
 @register

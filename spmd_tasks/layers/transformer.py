@@ -54,6 +54,16 @@ LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of what enters a layer
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 _routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
 
+
+def _offloaded(*names: str) -> Callable[..., Any]:
+  return checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[ROUTING_NAME],
+    names_which_can_be_offloaded=names,
+    offload_src='device',
+    offload_dst='pinned_host',
+  )
+
+
 # Name -> `jax.checkpoint` policy: which values of a layer are kept for its backward pass. From most memory of the
 # device to least.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
@@ -77,12 +87,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'full': _routing,
   # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation. Decisions are small
   # and stay on the device. On CPU, which has one memory, it is 'attention'.
-  'attention_offloaded': checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[ROUTING_NAME],
-    names_which_can_be_offloaded=[LAYER_INPUT_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME],
-    offload_src='device',
-    offload_dst='pinned_host',
-  ),
+  'attention_offloaded': _offloaded(LAYER_INPUT_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
+  # Keeps the input of each layer only, in the memory of the host.
+  'full_offloaded': _offloaded(LAYER_INPUT_NAME),
 }
 
 

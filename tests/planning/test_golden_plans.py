@@ -31,6 +31,9 @@ RECIPES = (
   *('lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B', 'lm.Llama8BOnV6e', 'lm.LongLlama8B', 'lm.Llama70B', 'lm.Llama70BOnV6e'),
   *('moe.Mixtral8x7B', 'moe.FineGrained16B', 'moe.Qwen3Moe30B', 'moe.DeepSeekV3Like'),
   'pipeline.Dense70B',
+  'moe.Mixtral8x7BOnV6e',
+  *('ironwood.Llama70B', 'ironwood.Llama405B', 'ironwood.LongLlama70B'),
+  *('ironwood.Qwen3Moe235B', 'ironwood.GptOss120B', 'ironwood.DeepSeekV3'),
 )
 # Of 8 GPUs; their compiler takes 4 GB of wheels.
 NODES = (
