@@ -134,6 +134,7 @@ class RewardWorkers:
     self._context = multiprocessing.get_context('spawn')
     self._workers: dict[connection.Connection, Any] = {}
     self.num_failed, self.last_problem = 0, ''
+    self._is_stopped = False
     for _ in range(num_workers):
       self._start()
 
@@ -143,6 +144,12 @@ class RewardWorkers:
   def __exit__(self, *exception: Any) -> None:
     for link in list(self._workers):
       self._stop(link)
+
+  def stop(self) -> None:
+    """Ends the processes, and soon any call of another thread, whose results are lost."""
+    self._is_stopped = True
+    for process in self._workers.values():
+      process.kill()
 
   def rewards(self, calls: Sequence[Call]) -> np.ndarray:
     """Returns the results of all functions for all calls, float64 [N, K]; NaN where there is none."""
@@ -162,7 +169,7 @@ class RewardWorkers:
     results: list[Any] = [None] * len(calls)
     waiting = deque(range(len(calls)))
     running: dict[connection.Connection, _Running] = {}
-    while waiting or running:
+    while (waiting or running) and not self._is_stopped:
       for link in [link for link in self._workers if link not in running]:
         if waiting:
           number = waiting.popleft()
@@ -209,7 +216,8 @@ class RewardWorkers:
 
   def _replace(self, link: connection.Connection) -> None:
     self._stop(link)
-    self._start()
+    if not self._is_stopped:
+      self._start()
 
   def _stop(self, link: connection.Connection) -> None:
     process = self._workers.pop(link)

@@ -81,6 +81,7 @@ class RewardTuning(TextTraining):
   group_size: int = 8  # completions of each prompt
   batch_size: int = 64  # completions of an update
   num_minibatches: int = 1  # updates that divide a rollout's completions
+  staleness: int = 0  # 1: a rollout is sampled before the updates of the one before
   num_iterations: int = 1  # how often each completion is trained on
   max_tokens: int = 256  # of a completion; with an environment, of all that follows the prompt
   # How completions are drawn. All log-probabilities are after the temperature, and before top_k and top_p, as in TRL.
@@ -93,7 +94,7 @@ class RewardTuning(TextTraining):
   # model under low-rank adapters.
   kl_weight: float = 0.0
   reference: str = 'start'
-  sampler_cap: float | None = None
+  sampler_cap: float | None = None  # None: 2 with staleness, else none
   # Whether the sampler's log-probabilities have the bits of the trainer's, on CPUs; they are then the old ones.
   exact: bool = False
   num_reward_workers: int = 2
@@ -139,7 +140,7 @@ class RewardTuning(TextTraining):
       value_clip=self.value_clip,
       reference_from='base' if self.reference == 'base' else 'batch',
       temperature=self.temperature,
-      sampler_cap=self.sampler_cap,
+      sampler_cap=2.0 if self.staleness and self.sampler_cap is None else self.sampler_cap,
     )
 
   def train_input(self) -> fdl.Config:
@@ -167,6 +168,7 @@ class RewardTuning(TextTraining):
       group_size=self.group_size,
       num_minibatches=self.num_minibatches,
       num_iterations=self.num_iterations,
+      staleness=self.staleness,
       max_tokens=self.max_tokens,
       temperature=self.temperature,
       top_k=self.top_k,

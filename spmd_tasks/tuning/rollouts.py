@@ -6,7 +6,8 @@ A step's batch is made when the step is due: P prompts are completed G times eac
 training mesh and with the weights of that moment; each completion gets rewards, and from these an advantage. A rollout
 may serve several updates, with minibatches of its rows, several times.
 
-The position of the input is that of its prompts, and the rollout of which updates are still due. The draws depend on
+The position of the input is that of its prompts, the rollout of which updates are still due, and with staleness the
+completions of the next one, whose rewards are computed again. The draws depend on
 the seed, the epoch and the record only: a job that goes on from a checkpoint makes the same bits.
 
 Shapes: R = P * G rows of a rollout, B rows of an update, T tokens of a row (a prompt and its completion), K rewards.
@@ -14,10 +15,13 @@ Shapes: R = P * G rows of a rollout, B rows of an update, T tokens of a row (a p
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import io
+import json
 import time
 from typing import Any, ClassVar, NamedTuple
+import zlib
 
 import jax
 import numpy as np
@@ -76,6 +80,8 @@ class RolloutInput:
     group_size: G.
     num_minibatches: R / B.
     num_iterations: how often each row of a rollout is trained on.
+    staleness: 1: a rollout is sampled before the first update of the rollout before it, so that reward functions run
+      while the devices make the updates; 0: after the last one.
     max_tokens: of a completion; with an environment, of all that follows the prompt.
     temperature: completions are drawn from logits / temperature, and their log-probabilities are of these.
     top_k, top_p: cut the draws as SamplingParams say, and not the log-probabilities.
@@ -105,6 +111,7 @@ class RolloutInput:
   group_size: int = 8
   num_minibatches: int = 1
   num_iterations: int = 1
+  staleness: int = 0
   max_tokens: int = 256
   temperature: float = 1.0
   top_k: int = 0
@@ -143,6 +150,8 @@ class RolloutInput:
         f'batch_size {self.batch_size} x num_minibatches {self.num_minibatches} must be a multiple of group_size '
         f'{self.group_size}, the completions of one prompt.'
       )
+    if self.staleness not in (0, 1):
+      raise UserError(f'staleness = {self.staleness} must be 0 or 1.')
     if not self.all_rewards:
       raise UserError('rewards are missing: --set reward=MODULE:FUNCTION, a function (prompt, completion, record).')
     for name, known in (('baseline', BASELINES), ('scale', SCALES)):
@@ -263,6 +272,7 @@ class PromptIterator:
   Attributes:
     rollout: that rollout; None: the next update needs a new one.
     num_made: how many updates were made of it.
+    drawn: with staleness the completions of the next rollout, as text; None: there are none.
   """
 
   def __init__(self, settings: RolloutInput):
@@ -271,6 +281,7 @@ class PromptIterator:
     self._num_read = 0
     self.rollout: Rollout | None = None
     self.num_made = 0
+    self.drawn: str | None = None
 
   def __iter__(self) -> 'PromptIterator':
     return self
@@ -305,23 +316,27 @@ class PromptIterator:
       self._num_read += 1
       if self._settings.shuffle:
         place = int(np.random.default_rng((self._settings.seed, epoch)).permutation(len(self._records))[place])
-      taken.append((epoch, place, record_of(self._records, place)))
-    return taken
+      taken.append((epoch, place))
+    return self.prompts_at(taken)
+
+  def prompts_at(self, places: Sequence[tuple[int, int]]) -> list[_Prompt]:
+    """The prompts of epochs and numbers of records."""
+    return [(epoch, place, record_of(self._records, place)) for epoch, place in places]
 
   def get_state(self) -> State:
-    state = self._identity() | {'num_read': self._num_read, 'num_made': self.num_made}
+    state = self._identity() | {'num_read': self._num_read, 'num_made': self.num_made, 'drawn': self.drawn}
     return state | {'rollout': None if self.rollout is None else self.rollout.to_text()}
 
   def set_state(self, state: State) -> None:
     check_state(state, self._identity())
-    self._num_read, self.num_made = state['num_read'], state['num_made']
+    self._num_read, self.num_made, self.drawn = state['num_read'], state['num_made'], state['drawn']
     self.rollout = None if state['rollout'] is None else Rollout.from_text(state['rollout'])
 
   def close(self) -> None:
     pass
 
   def _identity(self) -> State:
-    names = ('seed', 'shuffle', 'group_size', 'batch_size', 'seq_len', 'num_minibatches', 'num_iterations')
+    names = ('seed', 'shuffle', 'group_size', 'batch_size', 'seq_len', 'num_minibatches', 'num_iterations', 'staleness')
     return {
       'kind': self._settings.kind,
       'source': self._records.fingerprint(),
@@ -368,7 +383,8 @@ class MakeRollouts(TrainHook):
     self._task = run.model.task
     self._metrics: list[dict[str, float]] = []  # of the updates that were given to the loop, oldest first
     self._newest: dict[str, float] = {}
-    self._last_eval, self._num_decided = -1, 0
+    self._last_eval, self._num_decided, self._num_failed = -1, 0, 0
+    self._drawn: _Drawn | None = None
     sizes = {'batch_size': self._input.batch_size, 'seq_len': self._input.seq_len}
     self._models = {name: RewardModel(name, run, **sizes) for name in self._input.rewards if is_reward_model(name)}
     self._functions = [name for name in self._input.rewards if name not in self._models]
@@ -388,6 +404,9 @@ class MakeRollouts(TrainHook):
       number, limit_s = self._input.num_workers, self._input.reward_timeout_s
       workers = RewardWorkers(self._functions, environment=environment, num_workers=number, timeout_s=limit_s)
       self._workers = run.stack.enter_context(workers)
+      self._thread = futures.ThreadPoolExecutor(1)
+      run.stack.callback(self._thread.shutdown)
+      run.stack.callback(workers.stop)  # first, so that the thread ends
 
   def start(self, run: TrainRun) -> None:
     self._reference = None
@@ -425,7 +444,14 @@ class MakeRollouts(TrainHook):
     """The placed batch of the next update."""
     settings = self._input
     if iterator.rollout is None:
-      iterator.rollout, self._newest = self._roll_out(run, iterator)
+      if self._drawn is None:
+        is_new = iterator.drawn is None
+        self._drawn = self._draw(run, iterator, run.loop.step + 1) if is_new else self._restore(iterator)
+      iterator.rollout, self._newest = self._finish(run, self._drawn)
+      self._drawn = iterator.drawn = None
+      if settings.staleness:
+        self._drawn = self._draw(run, iterator, run.loop.step + 1 + settings.num_updates)
+        iterator.drawn = self._drawn.to_text()
     rollout = iterator.rollout
     iteration, minibatch = divmod(iterator.num_made, settings.num_minibatches)
     rows = np.arange(settings.num_rows)
@@ -442,38 +468,65 @@ class MakeRollouts(TrainHook):
     own = shard_rows(self._input.batch_size, jax.process_index(), jax.process_count())
     return step.place(rollout.batch(rows[own.start : own.stop], self._input.tokenizer.pad_id))
 
-  def _roll_out(self, run: TrainRun, iterator: PromptIterator) -> tuple[Rollout, dict[str, float]]:
-    """Samples the completions of the next prompts and has them rewarded; returns metrics of the rollout beside it."""
+  def _draw(self, run: TrainRun, iterator: PromptIterator, step: int) -> '_Drawn':
+    """Samples the completions of the next prompts with the weights of now, for the update `step` and those after it.
+
+    Rewards are asked for in the end, so that their functions run while the devices make the update before.
+    """
     settings, num_prompts = self._input, self._input.num_rows // self._input.group_size
     variables = run.model.task.decoding_variables(run.loop.state)
-    started, reward_seconds, num_drawn = time.perf_counter(), 0.0, 0
-    completions: list[Any] = []
-    totals: list[np.ndarray] = []
-    values: list[np.ndarray] = []
+    drawn, started = _Drawn(), time.perf_counter()
     for _ in range(_MAX_DRAWS):
-      prompts = iterator.take(num_prompts - len(totals))
-      num_drawn += len(prompts)
-      made = self._complete(run, variables, prompts, settings.group_size)
-      rewards, seconds = self._rewards(run, [record for *_, record in prompts], made)
-      reward_seconds += seconds
-      total = rewards @ np.array(list(settings.all_rewards.values()))
-      if settings.overlong_margin:
-        lengths = np.array([[len(each.ids) for each in group] for group in made])
-        total = total + overlong_penalties(lengths, settings.max_tokens, settings.overlong_margin)
-      for group, each, all_values in zip(made, total, rewards, strict=True):
-        known = each[~np.isnan(each)]
-        if not settings.drops_equal or (known.size and np.ptp(known) > 0):
-          completions += group
-          totals.append(each)
-          values.append(all_values)
-      if len(totals) == num_prompts:
+      prompts = iterator.take(num_prompts - len(drawn.prompts))
+      drawn.num_drawn += len(prompts)
+      groups = self._complete(run, variables, prompts, settings.group_size)
+      if not settings.drops_equal:
+        drawn.prompts, drawn.groups = prompts, groups
+        drawn.asked = self._ask_rewards(prompts, groups)
         break
-    if not totals:
+      asked_at = time.perf_counter()
+      values = self._rewards(run, self._ask_rewards(prompts, groups))
+      started += time.perf_counter() - asked_at
+      for prompt, group, each in zip(prompts, groups, values, strict=True):
+        known = self._total([group], each[None])
+        known = known[~np.isnan(known)]
+        if known.size and np.ptp(known) > 0:
+          drawn.prompts.append(prompt)
+          drawn.groups.append(group)
+          drawn.values.append(each)
+      if len(drawn.prompts) == num_prompts:
+        break
+    if not drawn.prompts:
       raise UserError(
-        f'all completions of {num_drawn} prompts have one reward each, so that nothing can be learnt: use prompts that '
-        'the model sometimes answers, or set drops_equal=False.'
+        f'all completions of {drawn.num_drawn} prompts have one reward each, so that nothing can be learnt: use '
+        'prompts that the model sometimes answers, or set drops_equal=False.'
       )
-    grid, known = np.stack(totals), np.stack(values)  # [P, G], [P, G, K]
+    drawn.seconds = time.perf_counter() - started
+    if is_multiple(step, run.experiment.log_every_steps) and settings.staleness:
+      drawn.mismatch = self._largest_mismatch(run, variables, self._as_rollout(drawn.episodes))
+    return drawn
+
+  def _restore(self, iterator: PromptIterator) -> '_Drawn':
+    """The completions that a checkpoint has; their rewards are asked for again."""
+    drawn = _Drawn.from_text(iterator.drawn or '', iterator)
+    drawn.asked = self._ask_rewards(drawn.prompts, drawn.groups)
+    return drawn
+
+  def _total(self, groups: Sequence[Sequence[Episode]], values: np.ndarray) -> np.ndarray:
+    """The sum of rewards [P, G, K] by their weights, [P, G]."""
+    total = values @ np.array(list(self._input.all_rewards.values()))
+    if self._input.overlong_margin:
+      lengths = np.array([[len(each.ids) for each in group] for group in groups])
+      total = total + overlong_penalties(lengths, self._input.max_tokens, self._input.overlong_margin)
+    return total
+
+  def _finish(self, run: TrainRun, drawn: '_Drawn') -> tuple[Rollout, dict[str, float]]:
+    """The rollout of completions, once they have rewards, with the weights of now; and its metrics."""
+    settings, completions, asked_at = self._input, drawn.episodes, time.perf_counter()
+    variables = run.model.task.decoding_variables(run.loop.state)
+    known = np.stack(drawn.values) if drawn.values else self._rewards(run, drawn.asked)  # [P, G, K]
+    reward_seconds = time.perf_counter() - asked_at
+    grid = self._total(drawn.groups, known)  # [P, G]
     rollout = self._as_rollout(completions, np.isnan(grid).reshape(-1))
     scored_at = time.perf_counter()
     rollout = self._with_advantages(self._with_log_probs(run, variables, rollout), grid)
@@ -485,11 +538,11 @@ class MakeRollouts(TrainHook):
       'reward_failures': float(np.isnan(known).any(axis=-1).mean()),
       'completion_tokens': float(np.mean(tokens)),
       'truncated': float(np.mean([each.is_cut for each in completions])),
-      'prompts_drawn': float(num_drawn),
-      'rollout_seconds': scored_at - started - reward_seconds,
+      'prompts_drawn': float(drawn.num_drawn),
+      'rollout_seconds': drawn.seconds,
       'reward_seconds': reward_seconds,
       'score_seconds': now - scored_at,
-      'rollout_tokens_per_second': sum(tokens) / max(scored_at - started - reward_seconds, 1e-9),
+      'rollout_tokens_per_second': sum(tokens) / max(drawn.seconds, 1e-9),
     }
     if settings.reward_kl_weight:
       difference = np.where(rollout.is_sampled, rollout.old_log_probs - rollout.reference_log_probs, 0.0)
@@ -499,19 +552,21 @@ class MakeRollouts(TrainHook):
     if len(settings.all_rewards) > 1:
       metrics |= {f'reward/{name}': _mean(known[..., k]) for k, name in enumerate(settings.all_rewards)}
     if is_multiple(run.loop.step + 1, run.experiment.log_every_steps):
-      metrics['sampler_mismatch_max'] = self._largest_mismatch(run, variables, rollout)
+      is_stale = settings.staleness > 0
+      mismatch = drawn.mismatch if is_stale else self._largest_mismatch(run, variables, rollout)
+      metrics |= {} if mismatch is None else {'sampler_mismatch_max': mismatch}
       best = int(np.nanargmax(grid)) if not np.isnan(grid).all() else 0
       shown = ' '.join(completions[best].text.split())[:160]
       run.message(f'rollout for step {run.loop.step + 1}: reward {grid.reshape(-1)[best]:.3g} for {shown!r}')
     return rollout, metrics
 
-  def _as_rollout(self, episodes: Sequence[Episode], is_failed: np.ndarray) -> Rollout:
+  def _as_rollout(self, episodes: Sequence[Episode], is_failed: np.ndarray | None = None) -> Rollout:
     num_rows, num_tokens = self._input.num_rows, self._input.seq_len
     tokens = np.zeros((num_rows, num_tokens + 1), np.int32)
     is_sampled, lengths = np.zeros((num_rows, num_tokens), bool), np.zeros(num_rows, np.int32)
     sampler = np.zeros((num_rows, num_tokens), np.float32)
     for row, each in enumerate(episodes):
-      if is_failed[row]:
+      if not each.prompt_ids or (is_failed is not None and is_failed[row]):
         continue
       text, start = [*each.prompt_ids, *each.ids], len(each.prompt_ids)
       tokens[row, : len(text)], lengths[row] = text, len(text)
@@ -650,18 +705,24 @@ class MakeRollouts(TrainHook):
       states[:] = [each and each[3] for each in found]
       return [each and each[:3] for each in found]
 
-    answers = self._decide(run, len(calls), step)
+    answers = self._decide(run, len(calls), self._submit(step))
     return [each and (*each, state) for each, state in zip(answers, states, strict=True)]
 
-  def _decide(self, run: TrainRun, number: int, call: Any) -> Any:
-    """What `call` makes of the workers of process 0; `number` is of the calls, for the time that it may take."""
+  def _submit(self, call: Any) -> Any:
+    """A Future of what `call` makes of the workers of process 0, one call after another; None on other processes."""
+    return self._workers and self._thread.submit(call, self._workers)
+
+  def _decide(self, run: TrainRun, number: int, future: Any) -> Any:
+    """The result of a Future of process 0; `number` is of the calls, for the time that they may take."""
 
     def decide() -> Any:
-      if self._workers is None:
+      if future is None:
         return None
-      failed, found = self._workers.num_failed, call(self._workers)
-      if self._workers.num_failed > failed:
-        run.message(f'{self._workers.num_failed - failed} rewards failed, the last one: {self._workers.last_problem}')
+      found, workers = future.result(), self._workers
+      assert workers is not None
+      if workers.num_failed > self._num_failed:
+        run.message(f'{workers.num_failed - self._num_failed} rewards failed, the last one: {workers.last_problem}')
+        self._num_failed = workers.num_failed
       return found
 
     self._num_decided += 1
@@ -713,21 +774,24 @@ class MakeRollouts(TrainHook):
     )
     return self._tokenizer.request(prompt, where)[0]
 
-  def _rewards(
-    self, run: TrainRun, records: Sequence[Mapping[str, Any]], made: Sequence[Sequence[Any]]
-  ) -> tuple[np.ndarray, float]:
-    """float64 [P, G, K], and the seconds that they took; process 0 calls the functions, and all run the models."""
-    episodes = [(record, each) for record, group in zip(records, made, strict=True) for each in group]
+  def _ask_rewards(self, prompts: Sequence[_Prompt], groups: Sequence[Sequence[Episode]]) -> Any:
+    """Has process 0 call the functions; `_rewards` takes what this returns."""
+    episodes = [(record, each) for (*_, record), group in zip(prompts, groups, strict=True) for each in group]
     calls = [(record['prompt'], each.text, record) for record, each in episodes]
-    started = time.perf_counter()
+    asked = self._submit(lambda workers: workers.rewards(calls).tolist()) if self._functions else None
+    return len(prompts), calls, [each.reward for _, each in episodes], asked
+
+  def _rewards(self, run: TrainRun, given: Any) -> np.ndarray:
+    """float64 [P, G, K], of what `_ask_rewards` returned; all processes run the models."""
+    num_prompts, calls, of_environment, asked = given
     columns = {name: model.rewards(calls) for name, model in self._models.items()}
     if self._input.environment:
-      columns[self._input.environment] = np.array([each.reward for _, each in episodes])
+      columns[self._input.environment] = np.array(of_environment)
     if self._functions:
-      found = self._decide(run, len(calls), lambda workers: workers.rewards(calls).tolist())
+      found = self._decide(run, len(calls), asked)
       columns |= dict(zip(self._functions, np.array(found, np.float64).T, strict=True))
     values = np.stack([columns[name] for name in self._input.all_rewards], axis=1)
-    return values.reshape(len(records), -1, len(columns)), time.perf_counter() - started
+    return values.reshape(num_prompts, -1, len(columns))
 
   def _evaluate(self, run: TrainRun) -> None:
     """Completes the prompts for evaluation greedily and records their rewards."""
@@ -738,13 +802,51 @@ class MakeRollouts(TrainHook):
       variables = run.model.task.evaluation_variables(run.state)
       prompts = [(0, index, record_of(self._eval_records, index)) for index in range(len(self._eval_records))]
       made = self._complete(run, variables, prompts, 1, temperature=0.0)
-      rewards, _ = self._rewards(run, [record for *_, record in prompts], made)
+      rewards = self._rewards(run, self._ask_rewards(prompts, made))
     total = rewards @ np.array(list(self._input.all_rewards.values()))
     metrics = {'reward': _mean(total), 'reward_failures': float(np.isnan(rewards).any(axis=-1).mean())}
     metrics |= {f'reward/{name}': _mean(rewards[..., k]) for k, name in enumerate(self._input.all_rewards)}
     metrics['completion_tokens'] = float(np.mean([len(group[0].ids) for group in made]))
     self._writer.write(run.step, metrics)
     run.message(f'step {run.step}  eval rewards: reward {metrics["reward"]:.4f} over {len(prompts)} prompts')
+
+
+@dataclasses.dataclass
+class _Drawn:
+  """Completions of a rollout, of which the rewards may not be there yet.
+
+  Fields:
+    prompts, groups: P prompts, and the G episodes of each.
+    num_drawn, seconds, mismatch: how many prompts were completed, the time that took, and the largest difference from
+      the trainer's log-probabilities, where that was wanted.
+    values, asked: the rewards [G, K] of each prompt, or what `_rewards` takes for them.
+  """
+
+  prompts: list[_Prompt] = dataclasses.field(default_factory=list)
+  groups: list[list[Episode]] = dataclasses.field(default_factory=list)
+  num_drawn: int = 0
+  seconds: float = 0.0
+  mismatch: float | None = None
+  values: list[np.ndarray] = dataclasses.field(default_factory=list)
+  asked: Any = None
+
+  @property
+  def episodes(self) -> list[Episode]:
+    return [each for group in self.groups for each in group]
+
+  def to_text(self) -> str:
+    """What a checkpoint needs to have the same rollout."""
+    names = ('prompt_ids', 'ids', 'logprobs', 'is_sampled', 'text', 'is_cut', 'reward', 'turns')
+    groups = [[{name: getattr(each, name) for name in names} for each in group] for group in self.groups]
+    places, others = [place for *place, _ in self.prompts], {'num_drawn': self.num_drawn, 'mismatch': self.mismatch}
+    content = {'places': places, 'groups': groups, 'others': others}
+    return base64.b85encode(zlib.compress(json.dumps(content).encode())).decode()
+
+  @classmethod
+  def from_text(cls, text: str, iterator: PromptIterator) -> '_Drawn':
+    content = json.loads(zlib.decompress(base64.b85decode(text)))
+    groups = [[Episode(**each) for each in group] for group in content['groups']]
+    return cls(prompts=iterator.prompts_at(content['places']), groups=groups, **content['others'])
 
 
 class _Batches:

@@ -1,5 +1,6 @@
 """Episodes of several turns: their tokens and masks, by hand and by the engine, and a job that learns from one."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -98,7 +99,8 @@ def test_the_engine_goes_on_with_episodes_and_agrees_with_the_trainer(monkeypatc
   made = {}
   for stop in ((), ('\x00\x00',)):  # a string that does not come makes it the scheduler's
     sampler.hook._stop = stop
-    with RewardWorkers([], environment=f'{NAME}:Echo', num_workers=1, timeout_s=9.0) as sampler.hook._workers:
+    with contextlib.ExitStack() as sampler.run.stack:
+      sampler.hook.open(sampler.run)
       groups = sampler.complete()
     episodes = [each for group in groups for each in group]
     assert {len(each.turns) for each in episodes} >= {1, 2}
