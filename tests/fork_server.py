@@ -5,9 +5,9 @@ backend, and forks once per request. The child takes the request's argv, working
 leaves the server's code and runs the command as `python` would, to the interpreter's own end: exit codes, atexit
 handlers, threads and signals are those of a process that was started afresh.
 
-These differ from a fresh process: imports are free and have happened, all children share one seed of `hash`, and
-options of `python` and variables that only the interpreter's start reads have no effect. `scripts/test --all` starts
-every process afresh, and some tests always do (`fresh=True` of tests/binary.py).
+These differ from a fresh process: imports are free and have happened, all children share one seed of `hash`, garbage
+is seldom looked for, and options of `python` and variables that only the interpreter's start reads have no effect.
+`scripts/test --all` starts every process afresh, and some tests always do (`fresh=True` of tests/binary.py).
 
     python fork_server.py SOCKET [MODULE...]    ends, and kills its children, when its stdin is closed
 
@@ -77,6 +77,7 @@ def preload(others: Sequence[str]) -> None:
   )
   gc.collect()
   gc.freeze()
+  gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py
 
 
 class Server:

@@ -68,7 +68,6 @@ CASES = [  # fast ones first
   ('factored moments and rms of layers', optax.adafactor, SMALL),
 ]
 SLOW = [
-  ('a vector of all weights', optax.lbfgs, {'linesearch': None}),
   (
     'several steps in one',
     lambda learning_rate: optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation(),
@@ -76,6 +75,7 @@ SLOW = [
   ),
 ]
 EXHAUSTIVE = [  # these read what one of those above reads
+  ('a vector of all weights', optax.lbfgs, {'linesearch': None}),
   ('norms of units', chain(optax.adaptive_grad_clip(0.1)), {}),
   ('norms of layers', optax.novograd, {}),
   ('a norm of layers with momentum', optax.lars, {}),

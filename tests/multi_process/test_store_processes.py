@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 START_S = 240.0
 DEADLINE_S = 60.0
 SETTINGS = ('log_every_steps=1', 'step_timeout_s=60.0', 'checkpoint_every_steps=4', 'checkpoint_max_to_keep=2')
+SETTINGS += ('eval_every_steps=None',)
 
 
 def flags(job_log_dir: epath.PathLike) -> list[str]:
@@ -30,6 +31,8 @@ def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
   return [[*command, '--set', 'train_input.slow_s=0.5', *own] for own in coordinator_flags(num_processes=4)]
 
 
+# Of one process tests/programs/test_store_jobs.py has both.
+@pytest.mark.parametrize('store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_job_of_four_processes_is_killed_and_resumed_bit_for_bit(store, tmp_path: Path):
   undisturbed = tmp_path / 'undisturbed'
   with Job(commands(undisturbed), log_dir=tmp_path, num_devices=2) as job:
