@@ -17,6 +17,7 @@ import numpy as np
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import encode_field, show, symbol_of
 from spmd_tasks.config.overrides import Path
+from spmd_tasks.config.refusals import describe_type
 from spmd_tasks.config.resolution import (
   PARTS,
   TIMEOUTS,
@@ -36,7 +37,7 @@ from spmd_tasks.config.tree import (
   is_node,
   walk,
 )
-from spmd_tasks.config.values import describe_type, is_dtype, is_of_type, unwrap
+from spmd_tasks.config.values import is_dtype, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS
 from spmd_tasks.experiments import is_own_module, modules_of_others

@@ -1,4 +1,4 @@
-"""Reads the text of `--set path=value` as a value of the field's type, checks saved values, and describes types.
+"""Reads the text of `--set path=value` as a value of the field's type, and checks saved values.
 
 The type is the field's annotation or, where that says nothing (`Any`, unresolvable), the type of the present value.
 pydantic checks values against types; this file adds how a text is spelled. Nothing in a text is ever evaluated.
@@ -85,38 +85,6 @@ def unwrap(kind: Any) -> Any:
       return NONE if kind is None else kind
 
 
-def describe_type(kind: Any) -> str:
-  """Returns a type as a person writes it: `int`, `tuple[int, ...]`, `int | None`."""
-  kind = unwrap(kind)
-  if typing.get_origin(kind) in (Union, types.UnionType):
-    return ' | '.join(dict.fromkeys(map(describe_type, typing.get_args(kind))))
-  if choices := _choices(kind):
-    return f'one of {", ".join(map(_name_of, choices))}'
-  if kind in (NONE, np.dtype, DtypeName):
-    return 'None' if kind is NONE else 'dtype'
-  if isinstance(kind, type) and typing.get_origin(kind) is None:
-    return kind.__qualname__
-  return str(kind).replace('typing.', '').replace('collections.abc.', '')
-
-
-def example_of(kind: Any) -> str | None:
-  """Returns a text that `parse_value` accepts; None where only `None` is one: functions, classes, objects."""
-  kind = unwrap(kind)
-  if typing.get_origin(kind) in (Union, types.UnionType):
-    examples = [example_of(member) for member in typing.get_args(kind) if member is not NONE]
-    return next((example for example in examples if example is not None), None)
-  if choices := _choices(kind):
-    return _name_of(choices[0])
-  if _is_sequence(kind):
-    items = _item_types(kind)
-    texts = [example_of(item) or 'None' for item in (items[:1] * 2 if items[-1] is ... else items)]
-    return ','.join(f'({text})' if ',' in text else text for text in texts)
-  if _is_a(kind, Mapping):
-    item = _key_and_item_types(kind)[1]
-    return f"{{'key': {parse_value(example_of(item) or 'None', item)!r}}}"
-  return _LEAVES[kind][1] if kind in _LEAVES else None
-
-
 def is_dtype(value: Any) -> bool:
   """Tells whether a value is a dtype: `np.dtype('float32')`, `np.float32` or `jnp.bfloat16`."""
   if isinstance(value, np.dtype) or type(value) is type(jnp.float32):
@@ -129,19 +97,19 @@ def _readable(kind: Any, is_beside_str: bool = False) -> Any:
   kind = unwrap(kind)
   if typing.get_origin(kind) in (Union, types.UnionType):
     return _readable_union(kind)
-  read, _ = _LEAVES.get(kind, (_refuse, None))
+  read, _ = LEAVES.get(kind, (_refuse, None))
   checked: Any = Annotated[Any, AfterValidator(functools.partial(_check, kind=kind))]
   if kind in (bool, int, float, str):
     checked = Annotated[kind, Strict()]
-  elif choices := _choices(kind):
+  elif choices := choices_of(kind):
     read = functools.partial(_read_choice, choices)
-  elif _is_sequence(kind):
+  elif is_sequence(kind):
     read = functools.partial(_split, needs_comma=is_beside_str)
-    items = tuple(item if item is ... else _readable(item) for item in _item_types(kind))
-    checked = types.GenericAlias(list, items[:1]) if _is_a(kind, list) else types.GenericAlias(tuple, items)
-  elif _is_a(kind, Mapping):
+    items = tuple(item if item is ... else _readable(item) for item in item_types(kind))
+    checked = types.GenericAlias(list, items[:1]) if is_a(kind, list) else types.GenericAlias(tuple, items)
+  elif is_a(kind, Mapping):
     read = functools.partial(_read_literal, kind=dict)
-    checked = types.GenericAlias(Mapping, tuple(map(_readable, _key_and_item_types(kind))))
+    checked = types.GenericAlias(Mapping, tuple(map(_readable, key_and_item_types(kind))))
   return Annotated[checked, BeforeValidator(lambda value: read(value) if isinstance(value, _Text) else value)]
 
 
@@ -152,7 +120,7 @@ def _readable_union(kind: Any) -> Any:
   def width(member: Any) -> int:
     if member in order:
       return order.index(member)
-    return 5 if _is_sequence(member) else 6 if member is str else 7 if member is Any else 4
+    return 5 if is_sequence(member) else 6 if member is str else 7 if member is Any else 4
 
   members = sorted(dict.fromkeys(map(unwrap, typing.get_args(kind))), key=width)
   readable = [_readable(member, is_beside_str=str in members) for member in members]
@@ -163,7 +131,7 @@ def _readable_union(kind: Any) -> Any:
 def _check(value: Any, kind: Any) -> Any:
   """Checks dtypes and instances, and choices too, because for pydantic True is a value of Literal[1]."""
   cls = typing.get_origin(kind) or kind
-  if choices := _choices(kind):
+  if choices := choices_of(kind):
     is_one = any(type(value) is type(choice) and value == choice for choice in choices)
   elif kind is np.dtype:
     is_one = is_dtype(value)
@@ -200,7 +168,7 @@ def _read_str(text: str) -> str:
 
 def _read_choice(choices: Sequence[Any], text: str) -> Any:
   for choice in choices:
-    if text in (_name_of(choice), repr(choice)):
+    if text in (name_of(choice), repr(choice)):
       return choice
   return _refuse(text)
 
@@ -214,7 +182,7 @@ def _read_literal(text: str, kind: type) -> Any:
 
 
 def _read_untyped(text: str) -> Any:
-  for read in (_LEAVES[NONE][0], _read_bool, int, float):
+  for read in (LEAVES[NONE][0], _read_bool, int, float):
     try:
       return read(text)
     except ValueError:
@@ -259,39 +227,39 @@ def _split_at_commas(text: str) -> list[str]:
   return _refuse(text) if closers or quote else items
 
 
-def _item_types(kind: Any) -> tuple[Any, ...]:
+def item_types(kind: Any) -> tuple[Any, ...]:
   """Returns the types of a sequence's items; one type and `...` if the sequence may have any length."""
   args = typing.get_args(kind)
-  return args if args and _is_a(kind, tuple) else (args[0] if args else Any, ...)
+  return args if args and is_a(kind, tuple) else (args[0] if args else Any, ...)
 
 
-def _key_and_item_types(kind: Any) -> tuple[Any, ...]:
+def key_and_item_types(kind: Any) -> tuple[Any, ...]:
   args = typing.get_args(kind)
   return args if len(args) == 2 else (Any, Any)
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+def choices_of(kind: Any) -> tuple[Any, ...]:
   if typing.get_origin(kind) is Literal:
     return typing.get_args(kind)
-  return tuple(kind) if _is_a(kind, enum.Enum) else ()
+  return tuple(kind) if is_a(kind, enum.Enum) else ()
 
 
-def _name_of(choice: Any) -> str:
+def name_of(choice: Any) -> str:
   return choice.name if isinstance(choice, enum.Enum) else str(choice)
 
 
-def _is_sequence(kind: Any) -> bool:
-  return _is_a(kind, Sequence) and not _is_a(kind, str)
+def is_sequence(kind: Any) -> bool:
+  return is_a(kind, Sequence) and not is_a(kind, str)
 
 
-def _is_a(kind: Any, base: type) -> bool:
+def is_a(kind: Any, base: type) -> bool:
   cls = typing.get_origin(kind) or kind
   return isinstance(cls, type) and issubclass(cls, base)
 
 
 _CLOSER_OF = {'(': ')', '[': ']', '{': '}'}
 
-_LEAVES: dict[Any, tuple[Callable[[str], Any], str]] = {  # how a text is read, and an example
+LEAVES: dict[Any, tuple[Callable[[str], Any], str]] = {  # how a text is read, and an example
   Any: (_read_untyped, '1'),
   NONE: (lambda text: _read_choice((None,), text), 'None'),
   bool: (_read_bool, 'true'),

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.config.values import DtypeName, example_of, is_of_type, parse_value
+from spmd_tasks.config.refusals import example_of
+from spmd_tasks.config.values import DtypeName, is_of_type, parse_value
 from spmd_tasks.sharding import AxisRules, SplitDims
 from spmd_tasks.sharding.specs import SplitDim
 

@@ -1,0 +1,108 @@
+"""What the errors of overrides say: the nearest names, types as a person writes them, examples. For an error alone."""
+
+from collections.abc import Mapping, Sequence
+import difflib
+import types
+import typing
+from typing import Any, NoReturn, Union
+
+import numpy as np
+
+from spmd_tasks.config.encoding import encode_field, show
+from spmd_tasks.config.tree import UNSET, Field, fields_of, walk
+from spmd_tasks.config.values import (
+  LEAVES,
+  NONE,
+  DtypeName,
+  choices_of,
+  is_a,
+  is_sequence,
+  item_types,
+  key_and_item_types,
+  name_of,
+  parse_value,
+  unwrap,
+)
+from spmd_tasks.errors import UserError
+
+
+def refuse_node(node: Any, name: str, text: str) -> NoReturn:
+  """Raises the UserError for a text that is given to a node of the config, which has fields."""
+  fields = [f'{name}.{child}' for child in fields_of(node)]
+  remedy = f'set one of its fields: {_list(fields)}' if fields else "change that in the experiment's code"
+  raise UserError(f'{name}={_shorten(text)} cannot be set: {name} is a {_shorten(show(encode_field(node)))}; {remedy}.')
+
+
+def refuse_value(field: Field, kind: Any, name: str, text: str) -> NoReturn:
+  """Raises the UserError for a text that is no value of the type."""
+  example, described = example_of(kind), describe_type(kind)
+  now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
+  if example is None:
+    raise UserError(
+      f'{name}={_shorten(text)} cannot be set from the command line: {name}{now} takes a {described}: change that in '
+      "the experiment's code."
+    )
+  raise UserError(f'{name}={_shorten(text)} is not of type {described}{now}: write for example {name}={example}')
+
+
+def refuse_path(root: Any, node: Any, path: Sequence[str], depth: int) -> NoReturn:
+  """Raises the UserError for a path of `root` whose name at `depth` is none of the fields of `node`, which is there."""
+  names = list(fields_of(node))
+  parent = '.'.join(path[:depth])
+  prefix = f'{parent}.' if parent else ''
+  full = _shorten('.'.join(path))
+  if not names and show(encode_field(node)).startswith('optax:GradientTransformation'):
+    raise UserError(
+      f'unknown config path {full!r}: {parent} is an optax optimizer that is built already, without fields: give '
+      'fdl.Config(optax.adam, learning_rate=1e-3) in place of optax.adam(1e-3), and its arguments can be set.'
+    )
+  if not names:
+    raise UserError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
+  near = [prefix + name for name in difflib.get_close_matches(path[depth], names, n=3, cutoff=0.5)]
+  if not near:  # The name exists elsewhere: `learning_rate` as `task.learner.learning_rate`.
+    known = [known for known, _ in walk(root)]
+    last = difflib.get_close_matches(path[-1], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
+    near = [name for name in known if name.rpartition('.')[2] in last][:3]
+  where = parent or 'the experiment'
+  choice = f'Nearest: {", ".join(near)}.' if near else f'It has {_list(names)}.'
+  raise UserError(f'unknown config path {full!r}: {where} has no {_shorten(path[depth])!r}. {choice}')
+
+
+def describe_type(kind: Any) -> str:
+  """Returns a type as a person writes it: `int`, `tuple[int, ...]`, `int | None`."""
+  kind = unwrap(kind)
+  if typing.get_origin(kind) in (Union, types.UnionType):
+    return ' | '.join(dict.fromkeys(map(describe_type, typing.get_args(kind))))
+  if choices := choices_of(kind):
+    return f'one of {", ".join(map(name_of, choices))}'
+  if kind in (NONE, np.dtype, DtypeName):
+    return 'None' if kind is NONE else 'dtype'
+  if isinstance(kind, type) and typing.get_origin(kind) is None:
+    return kind.__qualname__
+  return str(kind).replace('typing.', '').replace('collections.abc.', '')
+
+
+def example_of(kind: Any) -> str | None:
+  """Returns a text that `parse_value` accepts; None where only `None` is one: functions, classes, objects."""
+  kind = unwrap(kind)
+  if typing.get_origin(kind) in (Union, types.UnionType):
+    examples = [example_of(member) for member in typing.get_args(kind) if member is not NONE]
+    return next((example for example in examples if example is not None), None)
+  if choices := choices_of(kind):
+    return name_of(choices[0])
+  if is_sequence(kind):
+    items = item_types(kind)
+    texts = [example_of(item) or 'None' for item in (items[:1] * 2 if items[-1] is ... else items)]
+    return ','.join(f'({text})' if ',' in text else text for text in texts)
+  if is_a(kind, Mapping):
+    item = key_and_item_types(kind)[1]
+    return f"{{'key': {parse_value(example_of(item) or 'None', item)!r}}}"
+  return LEAVES[kind][1] if kind in LEAVES else None
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+  return text if len(text) <= limit else f'{text[:limit]}...'
+
+
+def _list(names: Sequence[str], limit: int = 12) -> str:
+  return ', '.join(names[:limit]) + (', ...' if len(names) > limit else '')
