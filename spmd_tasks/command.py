@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 import jax
@@ -35,12 +35,8 @@ from spmd_tasks.files import absolute_path, is_remote
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import process_start_time
 from spmd_tasks.programs.job_directory import PROGRAMS_DIRECTORY, has_trained
-from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.wings import prepare_job, wings
-
-if TYPE_CHECKING:
-  from spmd_tasks.decoding.draft_model import DraftModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,7 @@ class OpenJob:
   emergency: EmergencyExit
   begun: float
 
-  def load_draft(self, model: PartitionedModel) -> 'DraftModel | None':
+  def load_draft(self, model: Any) -> Any:
     """See loading.load_draft."""
     from spmd_tasks.loading import load_draft
 

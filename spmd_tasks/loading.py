@@ -129,7 +129,10 @@ def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
   """Whether the tokens of two models have the same ids, though their files may differ; True where one is unknown."""
   if own is None or other is None or own.fingerprint() == other.fingerprint():
     return True
-  return isinstance(own, FileTokenizer) and isinstance(other, FileTokenizer) and own.vocabulary == other.vocabulary
+  if not (isinstance(own, FileTokenizer) and isinstance(other, FileTokenizer)):
+    return False
+  vocabularies = [each._tokenizer.get_vocab(with_added_tokens=True) for each in (own, other)]
+  return vocabularies[0] == vocabularies[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -29,11 +29,6 @@ class FileTokenizer(abc.ABC):
   def _tokenizer(self) -> Any:
     """The `tokenizers.Tokenizer`."""
 
-  @property
-  def vocabulary(self) -> dict[str, int]:
-    """The id of each token, of those that were added, too."""
-    return self._tokenizer.get_vocab(with_added_tokens=True)
-
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 

@@ -249,6 +249,53 @@ class ChatBody(_GenerationBody):
   parallel_tool_calls: bool | None = None
 
 
+def _check_items(value: Any) -> Any:
+  is_items = isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+  if not is_items and not (isinstance(value, str) and value):
+    raise PydanticCustomError('items', 'must be a string or an array of objects.')
+  return value
+
+
+class ResponsesBody(_Body):
+  """POST /v1/responses; requests.py checks most of it again as the body of a chat."""
+
+  model: str | None = None
+  input: Annotated[Any, PlainValidator(_check_items)]
+  instructions: str | None = None
+  max_output_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+  temperature: float | None = None
+  top_p: float | None = None
+  top_k: int | None = None
+  min_p: float | None = None
+  seed: int | None = None
+  stream: bool = False
+  stream_options: Any = None
+  text: dict[str, Any] = {}
+  tools: list[Any] = []
+  tool_choice: Any = None
+  parallel_tool_calls: bool | None = None
+  top_logprobs: int | None = None
+  include: list[str] = []
+  reasoning: dict[str, Any] = {}
+  chat_template_kwargs: dict[str, Any] = {}
+  structured_outputs: dict[str, Any] | None = None
+  cache_salt: str = ''
+  num_drafts: int | None = None
+  # Nothing is stored here, so that none of these has a meaning.
+  previous_response_id: Annotated[Any, _must_be()] = None
+  conversation: Annotated[Any, _must_be()] = None
+  prompt: Annotated[Any, _must_be()] = None
+  background: Annotated[Any, _must_be(False)] = False
+  truncation: Annotated[Any, _must_be('disabled')] = 'disabled'
+  max_tool_calls: Annotated[Any, _must_be()] = None
+  metadata: Any = None
+  user: Any = None
+  store: Any = None
+  service_tier: Any = None
+  safety_identifier: Any = None
+  prompt_cache_key: Any = None
+
+
 def _split_texts(value: Any) -> list[str]:
   """Makes a list of texts from one or several, each a string or an object with `text`."""
   given = value if isinstance(value, list) else [value]

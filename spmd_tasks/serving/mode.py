@@ -40,8 +40,7 @@ from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sigterm import leave_on_sigterm
-from spmd_tasks.tuning import text_reading
-from spmd_tasks.tuning.text_scorer import TextScorer
+from spmd_tasks.tuning.text_scorer import TextScorer, text_reading
 
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5

@@ -66,7 +66,7 @@ class ResponseBodies:
         choice['text'] = text
       choice['finish_reason'] = self._finish_reason(sequence.index, sequence.finish_reason)
       choices.append(choice)
-    return self._body(choices, is_chunk=False) | {'usage': self._usage(sequences)}
+    return self._body(choices, is_chunk=False) | {'usage': self.usage(sequences)}
 
   def opening(self) -> list[dict[str, Any]]:
     """Makes the chunks that come before the first token: the role of a chat, the echo of a completion."""
@@ -88,7 +88,7 @@ class ResponseBodies:
       'logprobs': self._logprobs(delta.logprobs, delta.sequence.index) if delta.logprobs else None,
       'finish_reason': delta.finish_reason,
     }
-    choice |= {'delta': self._chat_delta(delta)} if self._is_chat else {'text': delta.text}
+    choice |= {'delta': self.chat_delta(delta)} if self._is_chat else {'text': delta.text}
     if self._parsers:
       choice['finish_reason'] = self._finish_reason(delta.sequence.index, delta.finish_reason)
       if not choice['delta'] and not choice['logprobs'] and choice['finish_reason'] is None:
@@ -96,7 +96,8 @@ class ResponseBodies:
     # This runs for every token, so the beginning that all chunks share is encoded only once.
     return f'{self._head}{_encode(choice)}]}}\n\n'.encode()
 
-  def _chat_delta(self, delta: Delta) -> dict[str, Any]:
+  def chat_delta(self, delta: Delta) -> dict[str, Any]:
+    """What a delta adds to a message: `content`, `reasoning_content` and `tool_calls`, each if there is any."""
     parser = self._parsers.get(delta.sequence.index)
     if parser is None:
       return {'content': delta.text} if delta.text else {}
@@ -115,7 +116,7 @@ class ResponseBodies:
 
   def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
     """Makes the chunk that counts tokens."""
-    return self._body([], is_chunk=True) | {'usage': self._usage(sequences)}
+    return self._body([], is_chunk=True) | {'usage': self.usage(sequences)}
 
   def _body(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
     kind = 'text_completion' if not self._is_chat else 'chat.completion.chunk' if is_chunk else 'chat.completion'
@@ -127,7 +128,12 @@ class ResponseBodies:
       'choices': choices,
     }
 
-  def _usage(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
+  def chat_logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+    """The entries of a delta's tokens, where the request wants them."""
+    return [] if self._wanted.num_logprobs is None else [self._chat_entry(entry) for entry in delta.logprobs]
+
+  def usage(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
+    """Counts tokens."""
     sequences = list(sequences)
     num_generated = sum(sequence.num_tokens for sequence in sequences)
     num_prompt = self._wanted.num_prompt_tokens

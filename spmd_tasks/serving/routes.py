@@ -26,6 +26,7 @@ from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.bodies import PublishBody, UnpublishBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError, error_response
 from spmd_tasks.serving.middleware import Guard
+from spmd_tasks.serving.open_responses import ResponsesBodies, ResponsesRequest, responses_request
 from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.requests import (
   GenerationRequest,
@@ -70,7 +71,8 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
   ]
   readers: Mapping[str, _Read] = READERS
   if service.model.reading is None:
-    readers = {'/v1/completions': completion_request, '/v1/chat/completions': chat_request}
+    chats = {'/v1/chat/completions': chat_request, '/v1/responses': responses_request}
+    readers = {'/v1/completions': completion_request, **chats}
     table.append(Route('/', routes.page))
   table += [Route(path, functools.partial(routes.answer, read), methods=['POST']) for path, read in readers.items()]
   return Starlette(
@@ -152,12 +154,14 @@ class _Routes:
     def parse() -> GenerationRequest | ScoreRequest:
       return read(parse_json(data), service.model, service.settings)
 
-    is_quick = read is not chat_request and len(data) <= _QUICK_BYTES and _FORM_FIELD not in data
+    is_quick = read not in (chat_request, responses_request) and len(data) <= _QUICK_BYTES and _FORM_FIELD not in data
     wanted = parse() if is_quick else await asyncio.to_thread(parse)
     answer = service.begin(wanted)
     if isinstance(wanted, ScoreRequest):
       return await whole_answer(service, answer, wanted, request.receive)
-    bodies = ResponseBodies(service.model, wanted)
+    bodies: ResponseBodies | ResponsesBodies = ResponseBodies(service.model, wanted)
+    if isinstance(wanted, ResponsesRequest):
+      bodies = ResponsesBodies(service.model, wanted)
     if wanted.stream:
       return StreamedAnswer(service, answer, bodies, include_usage=wanted.include_usage)
     return await whole_answer(service, answer, bodies, request.receive)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.open_responses import ResponsesBodies
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.scoring import ScoreRequest
 from spmd_tasks.serving.service import Answer, Service
@@ -26,7 +27,7 @@ _FAILED = RequestError('the model failed while it generated this answer.', statu
 
 
 async def whole_answer(
-  service: Service, answer: Answer, bodies: ResponseBodies | ScoreRequest, receive: Receive
+  service: Service, answer: Answer, bodies: ResponseBodies | ResponsesBodies | ScoreRequest, receive: Receive
 ) -> Response:
   """Returns one JSON body when all choices have ended; stops waiting if the client disconnects."""
 
@@ -61,7 +62,9 @@ async def whole_answer(
 class StreamedAnswer(StreamingResponse):
   """Server-sent events: chunks as steps produce them, then `[DONE]`; an event with an error if the answer is cut."""
 
-  def __init__(self, service: Service, answer: Answer, bodies: ResponseBodies, *, include_usage: bool):
+  def __init__(
+    self, service: Service, answer: Answer, bodies: ResponseBodies | ResponsesBodies, *, include_usage: bool
+  ):
     self._service = service
     self._answer = answer
     self._bodies = bodies
@@ -91,7 +94,8 @@ class StreamedAnswer(StreamingResponse):
 
 
 def _event(body: dict[str, Any]) -> bytes:
-  return b'data: ' + json.dumps(body).encode() + b'\n\n'
+  name = f'event: {body["type"]}\n' if 'type' in body else ''  # of /v1/responses
+  return f'{name}data: {json.dumps(body)}\n\n'.encode()
 
 
 def _num_ended(deltas: list[Delta]) -> int:

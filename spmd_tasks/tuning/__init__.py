@@ -99,11 +99,6 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
   return name_references(job, directory if mode in ('train', 'eval') else None)
 
 
-def text_reading(job: Any) -> Any:
-  """The TextReading of a job whose model scores texts or gives them vectors; None of one that generates text."""
-  return job.experiment.text_reading() if 'scored texts' in _kinds(job) else None
-
-
 def _train_hooks(job: Any) -> tuple[Any, ...]:
   """Samples completions where rewards are learnt from, asks a teacher, or computes the references of pairs."""
   kinds = _kinds(job)

@@ -67,6 +67,11 @@ class TextReading:
     return scores if exp is None else exp / exp.sum(axis=-1, keepdims=True)
 
 
+def text_reading(job: Any) -> TextReading | None:
+  """That of a job whose model scores texts or gives them vectors; None of one that generates text."""
+  return job.experiment.text_reading() if hasattr(job.experiment, 'text_reading') else None
+
+
 def text_batch(spec: InputSpec, texts: Sequence[Sequence[int]], pooling: str = 'last') -> dict[str, np.ndarray]:
   """A batch with one text a row; `weights` [B, T] say how its vector is made of those of its tokens.
 

@@ -1,0 +1,272 @@
+"""OpenAI's /v1/responses on top of chats: its body becomes that of a chat, and a chat's answer its items and events.
+
+    wanted = responses_request({'input': 'Hello', 'max_output_tokens': 9}, model, limits)
+    bodies = ResponsesBodies(model, wanted)
+    bodies.whole(sequences, deltas)       # or bodies.opening(), .event(delta), .usage_chunk(sequences)
+
+Nothing is stored: a conversation's earlier items stand in `input`. Items are messages, function calls with their
+outputs, and reasoning.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import json
+import secrets
+import time
+from typing import Any
+
+from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
+from spmd_tasks.serving.bodies import ResponsesBody, validate
+from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.requests import GenerationRequest, ServedModel, chat_request
+from spmd_tasks.serving.responses import ResponseBodies
+from spmd_tasks.serving.settings import ServerSettings
+
+_SAME = (
+  *('model', 'temperature', 'top_p', 'stream', 'parallel_tool_calls', 'seed', 'top_k', 'min_p', 'cache_salt'),
+  *('num_drafts', 'chat_template_kwargs', 'structured_outputs'),
+)
+_LOGPROBS = 'message.output_text.logprobs'
+# Names of a chat's body in errors -> those of this one.
+_NAMES = {'messages': 'input', 'max_completion_tokens': 'max_output_tokens', 'response_format': 'text.format'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponsesRequest(GenerationRequest):
+  """A chat that was asked for by /v1/responses, with that body."""
+
+  body: ResponsesBody
+
+
+def responses_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ResponsesRequest:
+  """Reads the body of /v1/responses.
+
+  Raises:
+    RequestError: names the field that is wrong.
+  """
+  body = validate(ResponsesBody, fields)
+  chat = {name: getattr(body, name) for name in _SAME if name in body.model_fields_set}
+  chat['messages'] = _messages(body)
+  if body.max_output_tokens is not None:
+    chat['max_completion_tokens'] = body.max_output_tokens
+  if body.tools:
+    chat['tools'] = [_chat_tool(tool, index) for index, tool in enumerate(body.tools)]
+  if body.tool_choice is not None:
+    choice = body.tool_choice
+    named = {'type': 'function', 'function': {'name': choice.get('name')}} if isinstance(choice, dict) else choice
+    chat['tool_choice'] = named
+  if _LOGPROBS in body.include or body.top_logprobs:
+    chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs or 0}
+  if effort := body.reasoning.get('effort'):
+    chat['chat_template_kwargs'] = {**body.chat_template_kwargs, 'reasoning_effort': effort}
+  form = body.text.get('format') or {'type': 'text'}
+  if form.get('type') == 'json_schema':
+    chat['response_format'] = {'type': 'json_schema', 'json_schema': {k: v for k, v in form.items() if k != 'type'}}
+  elif form.get('type') != 'text':
+    chat['response_format'] = form
+  try:
+    wanted = chat_request(chat, model, limits)
+  except RequestError as error:
+    for name, own in _NAMES.items():
+      error.message = error.message.replace(name, own)
+      error.param = error.param and error.param.replace(name, own)
+    raise
+  return ResponsesRequest(**vars(wanted) | {'include_usage': True}, body=body)
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+  """The items of a request as a chat's messages; calls and reasoning belong to the assistant's message with them."""
+  messages: list[dict[str, Any]] = [] if body.instructions is None else [_message('system', body.instructions)]
+  if isinstance(body.input, str):
+    return [*messages, _message('user', body.input)]
+  turn: dict[str, Any] | None = None  # of the assistant, which further items may belong to
+  for index, item in enumerate(body.input):
+    kind = item.get('type', 'message')
+    if kind == 'message' and item.get('role') != 'assistant':
+      messages.append(_message(item.get('role'), _text(item.get('content'), index)))
+      turn = None
+    elif kind == 'function_call_output':
+      text = _text(item.get('output'), index)
+      messages.append({'role': 'tool', 'tool_call_id': item.get('call_id'), 'content': text})
+      turn = None
+    elif kind in ('message', 'function_call', 'reasoning'):
+      if turn is None or (kind == 'message' and turn['content']):
+        turn = {'role': 'assistant', 'content': ''}
+        messages.append(turn)
+      if kind == 'message':
+        turn['content'] = _text(item.get('content'), index)
+      elif kind == 'reasoning':
+        turn['reasoning_content'] = _text(item.get('content') or item.get('summary') or '', index)
+      else:
+        function = {'name': item.get('name'), 'arguments': item.get('arguments')}
+        call = {'id': item.get('call_id'), 'type': 'function', 'function': function}
+        turn.setdefault('tool_calls', []).append(call)
+    else:
+      raise RequestError(f'input[{index}] has the type {str(kind)[:50]!r}, which is not supported.', param='input')
+  return messages
+
+
+def _message(role: Any, text: str) -> dict[str, Any]:
+  return {'role': role, 'content': text}
+
+
+def _text(content: Any, index: int) -> str:
+  """The text of an item's content: a string, or parts with texts."""
+  parts = [content] if isinstance(content, str) else content
+  if not isinstance(parts, list):
+    raise RequestError(f'input[{index}] must have a string or an array of text parts.', param='input')
+  texts: list[Any] = [part.get('text') if isinstance(part, dict) else part for part in parts]
+  if not all(isinstance(text, str) for text in texts):
+    raise RequestError(f'input[{index}] has a part that is no text, which is not supported.', param='input')
+  return ''.join(texts)
+
+
+def _chat_tool(tool: Any, index: int) -> dict[str, Any]:
+  if not isinstance(tool, dict) or tool.get('type') != 'function':
+    raise RequestError(f'tools[{index}] must be an object of type function.', param='tools')
+  return {'type': 'function', 'function': {name: value for name, value in tool.items() if name != 'type'}}
+
+
+class ResponsesBodies:
+  """The bodies and events of one response; what streaming.py wants of ResponseBodies."""
+
+  def __init__(self, model: ServedModel, wanted: ResponsesRequest):
+    self._chat = ResponseBodies(model, wanted)
+    self._wanted = wanted
+    self._body = wanted.body
+    self._id, self._created = f'resp_{secrets.token_hex(16)}', int(time.time())
+    self._items: list[dict[str, Any]] = []
+    self._is_open = False  # whether the last item goes on
+    self._number = 0  # of the next event
+
+  def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
+    """Makes the body of an answer that is not streamed."""
+    for delta in deltas:
+      self._add(delta)
+    return self._response(list(sequences))
+
+  def opening(self) -> list[dict[str, Any]]:
+    """Makes the events before the first token."""
+    kinds = ('response.created', 'response.in_progress')
+    return [self._event(kind, response=self._response(None)) for kind in kinds]
+
+  def event(self, delta: Delta) -> bytes:
+    """Makes the events of one delta."""
+    return b''.join(f'event: {each["type"]}\ndata: {json.dumps(each)}\n\n'.encode() for each in self._add(delta))
+
+  def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
+    """Makes the last event."""
+    response = self._response(list(sequences))
+    return self._event(f'response.{response["status"]}', response=response)
+
+  def _add(self, delta: Delta) -> list[dict[str, Any]]:
+    """Adds a delta to the items; returns the events."""
+    made, events = self._chat.chat_delta(delta), []
+    for kind, name in (('reasoning', 'reasoning_content'), ('message', 'content')):
+      if text := made.get(name):
+        events += self._open(kind)
+        item = self._items[-1]
+        part = item['content'][0]
+        part['text'] += text
+        entries = self._chat.chat_logprobs(delta) if kind == 'message' else []
+        logprobs = {'logprobs': entries} if kind == 'message' else {}
+        if kind == 'message':
+          part['logprobs'] += entries
+        events.append(self._event(f'response.{part["type"]}.delta', **self._place(0), delta=text, **logprobs))
+    for call in made.get('tool_calls', ()):
+      events += self._close()
+      function = {'name': call['function']['name'], 'arguments': call['function']['arguments']}
+      item = {'type': 'function_call', 'id': f'fc_{secrets.token_hex(16)}', 'call_id': call['id'], **function}
+      self._items.append({**item, 'status': 'completed'})
+      added = item | {'arguments': '', 'status': 'in_progress'}
+      place = self._place()
+      events += [
+        self._event('response.output_item.added', output_index=place['output_index'], item=added),
+        self._event('response.function_call_arguments.delta', **place, delta=function['arguments']),
+        self._event('response.function_call_arguments.done', **place, **function),
+        self._event('response.output_item.done', output_index=place['output_index'], item=self._items[-1]),
+      ]
+    if delta.finish_reason is not None:
+      events += self._close('incomplete' if delta.finish_reason == 'length' else 'completed')
+    return events
+
+  def _open(self, kind: str) -> list[dict[str, Any]]:
+    """Begins an item with one part of text, unless the last one goes on."""
+    if self._is_open and self._items[-1]['type'] == kind:
+      return []
+    events, is_message = self._close(), kind == 'message'
+    part: dict[str, Any] = {'type': 'output_text' if is_message else 'reasoning_text', 'text': ''}
+    part |= {'annotations': [], 'logprobs': []} if is_message else {}
+    item: dict[str, Any] = {'type': kind, 'id': f'{"msg" if is_message else "rs"}_{secrets.token_hex(16)}'}
+    item['role' if is_message else 'summary'] = 'assistant' if is_message else []
+    item |= {'status': 'in_progress', 'content': [part]}
+    self._items.append(item)
+    self._is_open = True
+    place = self._place(0)
+    return [
+      *events,
+      self._event('response.output_item.added', output_index=place['output_index'], item=item | {'content': []}),
+      self._event('response.content_part.added', **place, part=dict(part)),
+    ]
+
+  def _close(self, status: str = 'completed') -> list[dict[str, Any]]:
+    """Ends the item that goes on, if there is one."""
+    if not self._is_open:
+      return []
+    self._is_open = False
+    item, place = self._items[-1], self._place(0)
+    item['status'], part = status, item['content'][0]
+    logprobs = {'logprobs': part['logprobs']} if 'logprobs' in part else {}
+    return [
+      self._event(f'response.{part["type"]}.done', **place, text=part['text'], **logprobs),
+      self._event('response.content_part.done', **place, part=part),
+      self._event('response.output_item.done', output_index=place['output_index'], item=item),
+    ]
+
+  def _place(self, *content: int) -> dict[str, Any]:
+    place = {'item_id': self._items[-1]['id'], 'output_index': len(self._items) - 1}
+    return place | ({'content_index': content[0]} if content else {})
+
+  def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    self._number += 1
+    return {'type': kind, 'sequence_number': self._number - 1, **fields}
+
+  def _response(self, sequences: Sequence[GeneratedSequence] | None) -> dict[str, Any]:
+    """The response object; in progress without sequences."""
+    body, status, reason, usage = self._body, 'in_progress', None, None
+    if sequences is not None:
+      is_cut = any(sequence.finish_reason == 'length' for sequence in sequences)
+      status, reason = ('incomplete', {'reason': 'max_output_tokens'}) if is_cut else ('completed', None)
+      chat = self._chat.usage(sequences)
+      usage = {
+        'input_tokens': chat['prompt_tokens'],
+        'input_tokens_details': chat['prompt_tokens_details'],
+        'output_tokens': chat['completion_tokens'],
+        'output_tokens_details': {'reasoning_tokens': 0},
+        'total_tokens': chat['total_tokens'],
+      }
+    sampling = self._wanted.requests[0].sampling
+    return {
+      'id': self._id,
+      'object': 'response',
+      'created_at': self._created,
+      'status': status,
+      'background': False,
+      'error': None,
+      'incomplete_details': reason,
+      'instructions': body.instructions,
+      'max_output_tokens': body.max_output_tokens,
+      'metadata': body.metadata or {},
+      'model': self._wanted.model,
+      'output': [dict(item) for item in self._items],
+      'parallel_tool_calls': body.parallel_tool_calls is not False,
+      'previous_response_id': None,
+      'store': False,
+      'temperature': sampling.temperature,
+      'text': {'format': {'type': 'text'}, **body.text},
+      'tool_choice': body.tool_choice or 'auto',
+      'tools': body.tools,
+      'top_p': sampling.top_p,
+      'truncation': 'disabled',
+      'usage': usage,
+    }
