@@ -187,24 +187,9 @@ class Attention(WithSublayers, kw_only=True):
     if self.rotary is not None and segment_pos is None:
       raise UserError('rotary attention needs segment_pos: pass it, or set rotary=None.')
 
-    def project(
-      name: str, x: jax.Array, num_heads: int, split_dims: SplitDims, activation_split_dims: SplitDims, scale: float
-    ) -> jax.Array:
-      return Linear(
-        output_dims=(num_heads, head_dim),
-        use_bias=self.use_bias,
-        dtype=self.dtype,
-        kernel_init=FanInNormal(scale=scale),
-        split_dims=split_dims,
-        activation_split_dims=activation_split_dims,
-        adapter=adapter_of(self.adapters, name),
-        name=name,
-      )(x)
-
     query_scale = self.init_scale if self.query_init_scale is None else self.query_init_scale
-    query = project(
-      'query', x, self.num_heads, self.query_split_dims, self.query_activation_split_dims, scale=query_scale
-    )
+    heads = (self.num_heads, head_dim)
+    query = self._project('query', x, heads, self.query_split_dims, self.query_activation_split_dims, query_scale)
     if self.qk_norm:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
     cache: Any = None
@@ -218,8 +203,9 @@ class Attention(WithSublayers, kw_only=True):
       source = encoded if self.cross else x
       if source is None:
         raise UserError("cross=True needs the encoder's result: use the layer in a block of an EncoderDecoderLm.")
-      kv = (source, num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims, self.init_scale)
-      key, value = project('key', *kv), project('value', *kv)
+      heads = (num_kv_heads, head_dim)
+      kv = (source, heads, self.kv_split_dims, self.kv_activation_split_dims, self.init_scale)
+      key, value = self._project('key', *kv), self._project('value', *kv)
       if self.qk_norm:
         key = self._qk_norm('key_norm', self.kv_split_dims)(key)
     if self.clip_qkv is not None:
@@ -229,12 +215,6 @@ class Attention(WithSublayers, kw_only=True):
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
-    sinks = None
-    if self.sinks:
-      zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]
-      sinks = declare_weight(
-        self, 'sinks', shape=(self.num_heads,), init=zeros, split_dims=split_dims, tags=('no_decay',)
-      )
     cached = None
     if self.cross:
       if encoder_segment_ids is None or segment_ids is None:
@@ -254,21 +234,13 @@ class Attention(WithSublayers, kw_only=True):
       'window': self.window,
       'softmax_scale': self.softmax_scale,
       'logit_cap': self.logit_cap,
-      'sinks': sinks,
+      'sinks': self._sink_weights() if self.sinks else None,
       'bias': position_bias if self.position_bias is None else self.position_bias(),
     }
     if self.qk_clip is not None and logits['bias'] is not None:
       raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
     if self.qk_clip is not None and cached is None:
-      from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
-
-      options = AttentionOptions(causal=self.causal, window=self.window, softmax_scale=self.softmax_scale)
-      gamma = shrinkage(largest_logits(query, key, segment_ids, options), self.qk_clip)[:, None]
-      own_keys = num_kv_heads == self.num_heads
-      of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
-      names = ('kernel', 'bias') if self.use_bias else ('kernel',)
-      factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
-      leave_factors(self, factors, self.query_split_dims, train=train)
+      self._clip_logits(query, key, segment_ids, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       assert segment_pos is not None
@@ -298,6 +270,43 @@ class Attention(WithSublayers, kw_only=True):
       adapter=adapter_of(self.adapters, 'out'),
       name='out',
     )(attended)
+
+  def _project(
+    self,
+    name: str,
+    x: jax.Array,
+    heads: tuple[int, int],
+    split_dims: SplitDims,
+    activation_split_dims: SplitDims,
+    scale: float,
+  ) -> jax.Array:
+    return Linear(
+      output_dims=heads,
+      use_bias=self.use_bias,
+      dtype=self.dtype,
+      kernel_init=FanInNormal(scale=scale),
+      split_dims=split_dims,
+      activation_split_dims=activation_split_dims,
+      adapter=adapter_of(self.adapters, name),
+      name=name,
+    )(x)
+
+  def _sink_weights(self) -> jax.Array:
+    zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]
+    return declare_weight(self, 'sinks', shape=(self.num_heads,), init=zeros, split_dims=split_dims, tags=('no_decay',))
+
+  def _clip_logits(self, query: jax.Array, key: jax.Array, segment_ids: jax.Array | None, *, train: bool) -> None:
+    """Leaves the factors by which the learner shrinks the kernels of heads whose largest logit passed `qk_clip`."""
+    from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
+
+    options = AttentionOptions(causal=self.causal, window=self.window, softmax_scale=self.softmax_scale)
+    assert self.qk_clip is not None
+    gamma = shrinkage(largest_logits(query, key, segment_ids, options), self.qk_clip)[:, None]
+    own_keys = key.shape[2] == self.num_heads
+    of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
+    names = ('kernel', 'bias') if self.use_bias else ('kernel',)
+    factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
+    leave_factors(self, factors, self.query_split_dims, train=train)
 
   def _qk_norm(self, name: str, split_dims: SplitDims) -> RmsNorm:
     if not isinstance(self.qk_norm, RmsNorm):
