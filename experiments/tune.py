@@ -1,4 +1,4 @@
-"""Learning from rewards (GRPO and its relatives); docs/rewards.md is the guide.
+"""Learning from rewards (GRPO and its relatives), or from a teacher of samples; docs/rewards.md is the guide.
 
     spmd-tasks --exp tune.Grpo --set model=models/llama --set data=prompts.jsonl --set reward=my_lab.rewards:score \
       --mode train --job_log_dir runs/grpo
@@ -8,7 +8,7 @@ Another method: --set method=dr_grpo (dapo, gspo, rloo, reinforce++).
 
 from spmd_tasks import register
 from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
-from spmd_tasks.tuning import LowRankTuning, RewardTuning
+from spmd_tasks.tuning import LowRankTuning, RewardTuning, SampledDistillation
 
 
 @register
@@ -22,3 +22,15 @@ class LoraGrpo(RewardTuning, LowRankTuning):
 
   learning_rate = 1e-5
   reference = 'base'
+
+
+@register
+class Distill(SampledDistillation, PretrainedLanguageModel):
+  """All weights, taught by a larger model on own samples: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+
+
+@register
+class LoraDistill(SampledDistillation, LowRankTuning):
+  """Low-rank adapters, taught on own samples: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
+
+  learning_rate = 1e-5

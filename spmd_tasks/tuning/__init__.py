@@ -23,7 +23,13 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.adapters import LowRankAdapter
   from spmd_tasks.tuning.batch_invariant_task import BatchInvariantTask
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
-  from spmd_tasks.tuning.distillation import DistillationLoss, DistillationTuning, TaughtInput
+  from spmd_tasks.tuning.distillation import (
+    DistillationLoss,
+    DistillationTuning,
+    SampledDistillation,
+    TaughtInput,
+    TaughtRollouts,
+  )
   from spmd_tasks.tuning.instruction_tuning import FolderScorer, InstructionTuning, PreferenceTuning, ScoreTuning
   from spmd_tasks.tuning.low_rank import LowRankTuning
   from spmd_tasks.tuning.policy_loss import PolicyLoss
@@ -61,11 +67,13 @@ __all__ = [
   'RewardPrompts',
   'RewardTuning',
   'RolloutInput',
+  'SampledDistillation',
   'ScoreLoss',
   'ScoreTuning',
   'ScoredInput',
   'SimilarTexts',
   'TaughtInput',
+  'TaughtRollouts',
   'TextPairs',
   'add_adapters',
 ]
@@ -74,6 +82,7 @@ __all__ = [
 # The hook of a kind of input.
 _HOOKS = {
   'rollouts': 'rollouts:MakeRollouts',
+  'taught rollouts': 'distillation:MakeTaughtRollouts',
   'taught conversations': 'distillation:AskTeacher',
   'preferences': 'references:ComputeReferences',
 }
@@ -88,7 +97,7 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
       'out. To train one, see finetune.LoraSft.'
     )
   kinds = _kinds(job)
-  if mode == 'preview' and 'rollouts' in kinds:
+  if mode == 'preview' and {'rollouts', 'taught rollouts'} & kinds:
     raise UserError('this experiment samples its examples itself: --mode train shows some of them with their rewards.')
   if mode in ('decode', 'decode_once') and 'scored texts' in kinds:
     raise UserError(f'this model scores texts and predicts no tokens, which --mode {mode} needs: serve or export it.')

@@ -1,4 +1,4 @@
-"""Distillation: a model learns the distributions of a teacher on given conversations.
+"""Distillation: a model learns the distributions of a teacher on given conversations, or on texts that it samples.
 
     DistillationLoss(beta=0.5)            # 0: forward KL divergence, 1: reverse, between: generalised Jensen-Shannon
 
@@ -21,6 +21,7 @@ from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Batch, Prefetcher, State
+from spmd_tasks.inputs.base import shard_rows
 from spmd_tasks.inputs.mixture import sources_of
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.layers import LanguageModelLoss, LossOutput
@@ -31,6 +32,8 @@ from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
 from spmd_tasks.tuning.reward_models import frozen_model
+from spmd_tasks.tuning.reward_tuning import RewardTuning
+from spmd_tasks.tuning.rollouts import MakeRollouts, PromptIterator, Rollout, RolloutInput
 
 _LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
 
@@ -106,22 +109,26 @@ class DistillationLoss(WithAuxLosses):
 
 
 class _TaughtIterator(TextIterator):
-  """Batches with a made-up teacher, who finds all tokens equally probable, for --mode verify; AskTeacher asks one."""
+  """Batches with a made-up teacher, for --mode verify; AskTeacher asks one."""
 
   _settings: 'TaughtInput'
 
   def __next__(self) -> Batch:
-    batch, settings = super().__next__(), self._settings
-    shape = (len(batch['ids']), settings.seq_len, settings.teacher_top_k or settings.vocab_size)
-    made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(settings.vocab_size)), shape)}
-    if settings.teacher_top_k:
-      made_up[_IDS] = np.broadcast_to(np.arange(settings.teacher_top_k, dtype=np.int32), shape)
-    return batch | made_up
+    return self._settings.with_made_up(super().__next__())
+
+
+class _TaughtPrompts(PromptIterator):
+  """The same of rollouts."""
+
+  _settings: 'TaughtRollouts'
+
+  def __next__(self) -> Batch:
+    return self._settings.with_made_up(super().__next__())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaughtInput(ConversationInput):
-  """Conversations whose batches get what a teacher says of them; the fields of ConversationInput, and these.
+class _WithTeacher:
+  """An input whose batches get what a teacher says of them.
 
   Fields:
     teacher: its folder.
@@ -132,17 +139,16 @@ class TaughtInput(ConversationInput):
   teacher: str
   vocab_size: int
   teacher_top_k: int = 0
-
-  kind: ClassVar[str] = 'taught conversations'
-  iterator_type: ClassVar[type[TextIterator]] = _TaughtIterator
+  batch_size: int
+  seq_len: int
 
   def __post_init__(self):
-    super().__post_init__()
+    super().__post_init__()  # type: ignore[misc]
     if not 0 <= self.teacher_top_k < self.vocab_size:
       raise UserError(f'teacher_top_k = {self.teacher_top_k} must be below the vocabulary of {self.vocab_size}, or 0.')
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    return super().element_spec() | self.teacher_spec()
+    return super().element_spec() | self.teacher_spec()  # type: ignore[misc]
 
   def teacher_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """What the teacher adds to a batch."""
@@ -150,12 +156,40 @@ class TaughtInput(ConversationInput):
     ids = {_IDS: jax.ShapeDtypeStruct(shape, np.int32)} if self.teacher_top_k else {}
     return {_LOG_PROBS: jax.ShapeDtypeStruct(shape, np.float32), **ids}
 
+  def with_made_up(self, batch: Batch) -> Batch:
+    """Adds a teacher who finds all tokens equally probable."""
+    shape = (len(batch['ids']), self.seq_len, self.teacher_top_k or self.vocab_size)
+    made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(self.vocab_size)), shape)}
+    if self.teacher_top_k:
+      made_up[_IDS] = np.broadcast_to(np.arange(self.teacher_top_k, dtype=np.int32), shape)
+    return batch | made_up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaughtInput(_WithTeacher, ConversationInput):
+  """Conversations, and what a teacher says of them; the fields of ConversationInput and of a teacher."""
+
+  kind: ClassVar[str] = 'taught conversations'
+  iterator_type: ClassVar[type[TextIterator]] = _TaughtIterator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaughtRollouts(_WithTeacher, RolloutInput):
+  """Rollouts, and what a teacher says of them, so that they need no rewards; the fields of both."""
+
+  kind: ClassVar[str] = 'taught rollouts'
+  needs_reward: ClassVar[bool] = False
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> PromptIterator:
+    shard_rows(self.batch_size, shard_index, shard_count)
+    return _TaughtPrompts(self)
+
 
 class AskTeacher(TrainHook):
   """Gives the loop batches with what the teacher says of them."""
 
   def prepare(self, run: TrainRun) -> None:
-    settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, TaughtInput))
+    settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, _WithTeacher))
     self._folder, task = local_folder(settings.teacher), run.job.task
     folder = open_folder(self._folder)
     is_decoder = not folder.decoder.num_encoder_layers and folder.decoder.num_labels is None
@@ -180,13 +214,21 @@ class AskTeacher(TrainHook):
       parts = jax.lax.map(lambda part: answers_of(variables, part), split_microbatches(batch, number))
       return {name: jnp.swapaxes(each, 0, 1).reshape(added[name].shape) for name, each in parts.items()}
 
-    self._names, self._step = spec, self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
+    self.names, self._step = spec, self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
+
+  def load(self) -> None:
+    """Reads the teacher's weights."""
+    self._variables = variables_from_folder(self._model, str(self._folder))
+
+  def place(self, batch: Batch) -> dict[str, jax.Array]:
+    """Places a batch on the mesh, without what the teacher adds."""
+    return self._step.place({name: batch[name] for name in self.names})
 
   def batches(self, run: TrainRun, iterator: Any) -> Any:
-    self._variables = variables_from_folder(self._model, str(self._folder))
+    self.load()
     read = Prefetcher(
       iterator,
-      lambda batch: self._step.place({name: batch[name] for name in self._names}),
+      self.place,
       depth=run.experiment.prefetch_batches,
       timeout_s=run.experiment.input_timeout_s,
       is_idle=run.loop.is_idle,
@@ -197,6 +239,25 @@ class AskTeacher(TrainHook):
   def answer(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The placed batch with the teacher's answers."""
     return {**batch, **self._step(self._variables, batch)}
+
+
+class MakeTaughtRollouts(MakeRollouts):
+  """Gives the loop rollouts with what the teacher says of them."""
+
+  def prepare(self, run: TrainRun) -> None:
+    self._teacher = AskTeacher()
+    self._teacher.prepare(run)
+    super().prepare(run)
+
+  def batches(self, run: TrainRun, iterator: Any) -> Any:
+    self._teacher.load()
+    return super().batches(run, iterator)
+
+  def rollout_spec(self) -> dict[str, Any]:
+    return self._teacher.names
+
+  def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
+    return self._teacher.answer(self._place(run, self._teacher, rollout, rows))
 
 
 class _Taught:
@@ -241,4 +302,32 @@ class DistillationTuning(InstructionTuning):
       fdl.update_callable(each, TaughtInput)
       each.teacher, each.teacher_top_k = self.teacher, self.teacher_top_k
       each.vocab_size = self.folder.decoder.vocab_size
+    return made
+
+
+class SampledDistillation(RewardTuning):
+  """Tunes a model on what a teacher says of completions that the model samples; a base before that of the model."""
+
+  # As for DistillationTuning. Rewards are not needed, and are only logged.
+  teacher: str = ''
+  teacher_top_k: int = 0
+  beta: float = 0.5
+
+  group_size = 1
+  baseline = scale = 'none'
+
+  def loss(self) -> fdl.Config:
+    """The divergence, at the temperature of the samples."""
+    return fdl.Config(DistillationLoss, beta=self.beta, temperature=self.temperature)
+
+  def check_data(self) -> None:
+    """Raises a UserError without prompts or a teacher."""
+    if not self.data or not self.teacher:
+      raise UserError(f'{type(self).__name__} needs prompts and a teacher: --set data=FILE --set teacher=FOLDER.')
+
+  def train_input(self) -> fdl.Config:
+    made = super().train_input()
+    fdl.update_callable(made, TaughtRollouts)
+    made.teacher, made.teacher_top_k = self.teacher, self.teacher_top_k
+    made.vocab_size = self.task().model.embedding.vocab_size
     return made

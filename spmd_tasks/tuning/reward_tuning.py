@@ -143,12 +143,16 @@ class RewardTuning(TextTraining):
       sampler_cap=2.0 if self.staleness and self.sampler_cap is None else self.sampler_cap,
     )
 
-  def train_input(self) -> fdl.Config:
+  def check_data(self) -> None:
+    """Raises a UserError without prompts or a reward."""
     if not self.data or not (self.reward or self.environment):
       raise UserError(
         f'{type(self).__name__} needs prompts and a reward: --set data=FILE --set reward=MODULE:FUNCTION, a function '
         '(prompt, completion, record) -> number, or --set environment=MODULE:CLASS.'
       )
+
+  def train_input(self) -> fdl.Config:
+    self.check_data()
     method, template = self.chosen, self.chat_template()
     fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
     if method.kl_in_reward and self.kl_weight and self.reference != 'start':

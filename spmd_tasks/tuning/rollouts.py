@@ -132,6 +132,7 @@ class RolloutInput:
   shuffle: bool = True
 
   kind: ClassVar[str] = 'rollouts'
+  needs_reward: ClassVar[bool] = True
 
   def __post_init__(self):
     for name in (
@@ -152,7 +153,7 @@ class RolloutInput:
       )
     if self.staleness not in (0, 1):
       raise UserError(f'staleness = {self.staleness} must be 0 or 1.')
-    if not self.all_rewards:
+    if self.needs_reward and not self.all_rewards:
       raise UserError('rewards are missing: --set reward=MODULE:FUNCTION, a function (prompt, completion, record).')
     for name, known in (('baseline', BASELINES), ('scale', SCALES)):
       if getattr(self, name) not in known:
@@ -379,7 +380,7 @@ class MakeRollouts(TrainHook):
     self._tokenizer = PromptTokenizer.for_steps(self._steps, self._input.tokenizer, run.experiment.seed)
     self._eval_records = self._input.eval_source.open() if self._input.eval_source else None
     self._every_steps = run.experiment.eval_every_steps
-    self._score = run.model.batch_step('score_rollouts', self._input.element_spec(), self._log_probs)
+    self._score = run.model.batch_step('score_rollouts', self.rollout_spec(), self._log_probs)
     self._task = run.model.task
     self._metrics: list[dict[str, float]] = []  # of the updates that were given to the loop, oldest first
     self._newest: dict[str, float] = {}
@@ -457,12 +458,20 @@ class MakeRollouts(TrainHook):
     rows = np.arange(settings.num_rows)
     if settings.num_minibatches > 1:
       rows = np.random.default_rng((settings.seed, int(rollout.lengths.sum()), iteration)).permutation(rows)
-    batch = self._place(run, run.model.train_step, rollout, rows.reshape(settings.num_minibatches, -1)[minibatch])
+    batch = self.train_batch(run, rollout, rows.reshape(settings.num_minibatches, -1)[minibatch])
     iterator.num_made += 1
     if iterator.num_made == settings.num_updates:
       iterator.rollout, iterator.num_made = None, 0
     self._metrics.append(self._newest)
     return batch
+
+  def rollout_spec(self) -> dict[str, Any]:
+    """Of the arrays of a rollout in batches."""
+    return self._input.element_spec()
+
+  def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
+    """The placed batch of some rows."""
+    return self._place(run, run.model.train_step, rollout, rows)
 
   def _place(self, run: TrainRun, step: Any, rollout: Rollout, rows: np.ndarray) -> Any:
     own = shard_rows(self._input.batch_size, jax.process_index(), jax.process_count())
@@ -551,13 +560,16 @@ class MakeRollouts(TrainHook):
       metrics['num_turns'] = float(np.mean([len(each.turns) for each in completions]))
     if len(settings.all_rewards) > 1:
       metrics |= {f'reward/{name}': _mean(known[..., k]) for k, name in enumerate(settings.all_rewards)}
+    if not settings.all_rewards:
+      metrics = {name: each for name, each in metrics.items() if not name.startswith('reward')}
     if is_multiple(run.loop.step + 1, run.experiment.log_every_steps):
       is_stale = settings.staleness > 0
       mismatch = drawn.mismatch if is_stale else self._largest_mismatch(run, variables, rollout)
       metrics |= {} if mismatch is None else {'sampler_mismatch_max': mismatch}
       best = int(np.nanargmax(grid)) if not np.isnan(grid).all() else 0
       shown = ' '.join(completions[best].text.split())[:160]
-      run.message(f'rollout for step {run.loop.step + 1}: reward {grid.reshape(-1)[best]:.3g} for {shown!r}')
+      earned = f'reward {grid.reshape(-1)[best]:.3g} for ' if settings.all_rewards else ''
+      run.message(f'rollout for step {run.loop.step + 1}: {earned}{shown!r}')
     return rollout, metrics
 
   def _as_rollout(self, episodes: Sequence[Episode], is_failed: np.ndarray | None = None) -> Rollout:
@@ -790,8 +802,8 @@ class MakeRollouts(TrainHook):
     if self._functions:
       found = self._decide(run, len(calls), asked)
       columns |= dict(zip(self._functions, np.array(found, np.float64).T, strict=True))
-    values = np.stack([columns[name] for name in self._input.all_rewards], axis=1)
-    return values.reshape(num_prompts, -1, len(columns))
+    values = np.array([columns[name] for name in self._input.all_rewards], np.float64)
+    return values.reshape(len(columns), num_prompts, len(calls) // num_prompts).transpose(1, 2, 0)
 
   def _evaluate(self, run: TrainRun) -> None:
     """Completes the prompts for evaluation greedily and records their rewards."""

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from spmd_tasks import exit_codes
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.tuning.distillation import AskTeacher
+from tests import binary
 from tests.model_folders import write_llama
 
 OVERRIDES = ('seq_len=24', 'batch_size=6', 'temperature=2.0', 'too_long=truncate')
@@ -49,7 +51,7 @@ def test_the_answers_are_those_of_the_teacher_on_any_mesh(folders):
   job = job_of(folders, 'teacher_top_k=3', 'task.learner.num_microbatches=2', 'ici_mesh_shape=1,4,1')
   model, hook, batch = asked(job, (1, 4, 1))  # 6 rows on 4 devices
   hook._variables = variables_from_folder(hook._model, str(folders[1]))
-  placed = hook._step.place({name: batch[name] for name in hook._names})
+  placed = hook._step.place({name: batch[name] for name in hook.names})
   answer = hook.answer(placed)
   for name, each in model.input_layout.padded.items():
     assert (answer[name].shape, answer[name].sharding) == (each.shape, each.sharding)
@@ -79,3 +81,19 @@ def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(config | {'vocab_size': 441}))
   with pytest.raises(UserError, match='logits and the vocabulary of the model, 440 tokens, but has 441'):
     asked(job_of(folders, f'teacher={tmp_path}'), (1, 1, 1))
+
+
+@pytest.mark.slow
+def test_a_job_learns_from_the_teacher_what_it_samples_itself(folders, tmp_path):
+  """Rows are the model's own texts, of prompts without answers; the divergence of each step is that of its samples."""
+  (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps({'prompt': text}) + '\n' for text in ('the cat', 'a dog')))
+  settings = [f'model={folders[0]}', f'teacher={folders[1]}', f'data={tmp_path / "prompts.jsonl"}', 'tensorboard=False']
+  settings += ['batch_size=16', 'seq_len=16', 'max_tokens=8', 'num_rollout_slots=16', 'log_every_steps=1', 'beta=1.0']
+  flags = [flag for setting in (*settings, 'learning_rate=1e-2', 'teacher_top_k=300') for flag in ('--set', setting)]
+  directory = tmp_path / 'job'
+  flags += ['--ici_mesh_shape', '1,4,2', '--job_log_dir', directory, '--num_train_steps', '32']
+  assert binary.run_in_process('--exp', 'tune.Distill', '--mode', 'train', *flags) == exit_codes.OK
+  lines = {line['step']: line for line in binary.metric_lines(directory)}
+  assert lines[32]['divergence'] < 0.5 * lines[1]['divergence']
+  assert lines[1]['sampler_mismatch_max'] < 1e-4
+  assert 'reward' not in lines[1]
