@@ -81,6 +81,10 @@ class DraftSteps:
     self._state = None  # before there is another
     self._state = self.steps.init()
 
+  def free(self) -> None:
+    """Frees the cache, until `init`."""
+    self._state = None
+
   def prefill(self, batch: PrefillBatch) -> None:
     """Reads the chunks that the larger model reads."""
     self._state, _ = self.steps.prefill(self._variables, self._state, batch.replace(targets=None, masks=None))

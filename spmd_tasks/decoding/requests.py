@@ -38,6 +38,7 @@ class Request:
       time of an answer what others have asked.
     num_drafts: how many tokens a step may guess ahead (drafts.py), at most the settings' number, which None takes; the
       text is the same whatever the number.
+    priority: the least takes a slot first and gives it up last; those of one priority in the order of their coming.
   """
 
   ids: tuple[int, ...]
@@ -53,6 +54,7 @@ class Request:
   adapter: int = 0
   cache_key: str = ''
   num_drafts: int | None = None
+  priority: int = 0
 
   def as_sample(self, sample: int) -> 'Request':
     """Another draw for the same prompt; only the first draw scores the prompt."""

@@ -110,8 +110,10 @@ class Scheduler:
     return bool(self._queue or self._in_flight or self._outbox or self.num_active)
 
   def submit(self, sequences: Iterable[GeneratedSequence]) -> None:
-    """Appends sequences to the queue; they must fit the engine."""
+    """Adds sequences to the queue, each behind those of its priority; they must fit the engine."""
     self._queue.extend(sequences)
+    if any(sequence.request.priority for sequence in self._queue):
+      self._queue = deque(sorted(self._queue, key=lambda sequence: sequence.request.priority))
 
   def end(self, sequences: Iterable[GeneratedSequence], reason: FinishReason) -> None:
     """Ends sequences, queued or running; their slots are free for the next step."""
@@ -341,8 +343,14 @@ class Scheduler:
         if self._in_flight:
           self._fetch_all()  # some sequences may have ended
         else:
-          self._preempt(drafts, next(slot for slot in reversed(self._texts) if self._texts[slot].part == text.part))
+          self._preempt(drafts, self._last_admitted(text.part))
     return [(slot, block) for slot, block in grown if self._slots[slot] is not None]
+
+  def _last_admitted(self, part: int) -> int:
+    """The slot of a part whose sequence gives it up first: of the last ones in priority the one that came last."""
+    slots = [slot for slot in reversed(self._texts) if self._texts[slot].part == part]
+    sequences = {slot: sequence for slot in slots if (sequence := self._slots[slot]) is not None}
+    return max(sequences, key=lambda slot: sequences[slot].request.priority)
 
   def _preempt(self, drafts: dict[int, tuple[int, ...]], slot: int) -> None:
     """Makes a sequence wait for blocks, to begin again; nothing of it is in flight."""

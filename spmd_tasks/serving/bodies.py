@@ -146,6 +146,7 @@ class _GenerationBody(_Body):
   ignore_eos: bool = False
   cache_salt: str = ''
   num_drafts: Annotated[int, Field(ge=0)] | None = None
+  priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] = 0
   stream: bool = False
   stream_options: StreamOptions | None = None
   structured_outputs: dict[str, Any] | None = None
@@ -281,6 +282,7 @@ class ResponsesBody(_Body):
   structured_outputs: dict[str, Any] | None = None
   cache_salt: str = ''
   num_drafts: int | None = None
+  priority: int = 0
   # Nothing is stored here, so that none of these has a meaning.
   previous_response_id: Annotated[Any, _must_be()] = None
   conversation: Annotated[Any, _must_be()] = None
@@ -374,8 +376,8 @@ class PublishBody(_Body):
   step: Annotated[int, Field(ge=0, le=2**53)] | None = None
 
 
-class UnpublishBody(_Body):
-  """POST /admin/unpublish."""
+class NoFieldsBody(_Body):
+  """POST /admin/unpublish, /admin/sleep and /admin/wake."""
 
 
 # --- errors ---

@@ -24,7 +24,7 @@ from spmd_tasks.serving.settings import ServerSettings
 
 _SAME = (
   *('model', 'temperature', 'top_p', 'stream', 'parallel_tool_calls', 'seed', 'top_k', 'min_p', 'cache_salt'),
-  *('num_drafts', 'chat_template_kwargs', 'structured_outputs'),
+  *('num_drafts', 'priority', 'chat_template_kwargs', 'structured_outputs'),
 )
 _LOGPROBS = 'message.output_text.logprobs'
 # Names of a chat's body in errors -> those of this one.

@@ -2,6 +2,7 @@
 
     step = await publisher.publish(300)    # None: the newest checkpoint
     await publisher.unpublish()            # frees the weights and refuses requests until the next publish
+    await publisher.sleep()                # the same, but the host keeps them until `wake`
 
 Sequences in slots end with the weights with which they began; queued sequences wait for that and get the new weights.
 No sequence is dropped, and no text comes from two checkpoints.
@@ -54,6 +55,7 @@ class Publisher:
     self._lock = asyncio.Lock()
     self._reader = ThreadPoolExecutor(1, thread_name_prefix='publisher')
     self.is_reading = False
+    self._is_asleep = False
 
   async def publish(self, step: int | None) -> int:
     """Serves the checkpoint of `step` (None: the newest) from now on; returns its step.
@@ -79,17 +81,48 @@ class Publisher:
     """Refuses new requests, waits until the running ones have ended, and frees the weights."""
     self._permission()
     async with self._lock:
-      self._service.is_published = False
-      while not self._service.thread.is_idle:
-        await asyncio.sleep(_POLL_S)
-      await self._between_sequences(self._use, None)
+      await self._when_idle(self._use, None)
+
+  async def sleep(self) -> None:
+    """Refuses new requests, waits until the running ones have ended, and moves the weights to the host's memory."""
+    engine = self._may_sleep(self._service.is_published, 'has no weights to move away')
+    async with self._lock:
+      await self._when_idle(engine.sleep)
+      self._is_asleep = True
+
+  async def wake(self) -> None:
+    """Goes on with the weights from the host's memory."""
+    engine = self._may_sleep(self._is_asleep and not self._service.is_published, 'does not sleep')
+    async with self._lock:
+      with self._service.uncounted_compilations():
+        await self._between_sequences(engine.wake)
+      self._is_asleep, self._service.is_published = False, True
+
+  def _may_sleep(self, is_possible: bool, why_not: str) -> Any:
+    """The engine, if it can sleep now. Raises a RequestError otherwise."""
+    self._check_key()
+    if not hasattr(self._engine, 'sleep'):
+      raise RequestError('this server cannot sleep: unpublish the weights instead.', status=409)
+    if not is_possible:
+      raise RequestError(f'the server {why_not}.', status=409)
+    return self._engine
+
+  async def _when_idle(self, action: Callable[..., Any], *arguments: Any) -> None:
+    self._service.is_published = False
+    while not self._service.thread.is_idle:
+      await asyncio.sleep(_POLL_S)
+    await self._between_sequences(action, *arguments)
 
   def _permission(self) -> _Restore:
-    if self._service.settings.api_key is None or self._restore is None:
+    self._check_key(self._restore is None)
+    assert self._restore is not None
+    return self._restore
+
+  def _check_key(self, is_refused: bool = False) -> None:
+    if self._service.settings.api_key is None or is_refused:
       raise RequestError(
         'only a server with an API key can publish other weights: start it with one.', status=403, code='no_admin'
       )
-    return self._restore
 
   async def _go_on(self, restore: _Restore, step: int | None) -> int:
     # Not asyncio's own executor: the end of the event loop would wait for its threads.

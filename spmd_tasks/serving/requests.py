@@ -332,6 +332,7 @@ def _generation_request(
       adapter=model.names.index(name),
       cache_key=body.cache_salt,
       num_drafts=body.num_drafts,
+      priority=body.priority,
     )
     for ids, _ in prompts
     for sample in range(body.n)

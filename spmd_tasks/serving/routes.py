@@ -7,7 +7,7 @@ A request passes middleware.py, and then its route reads the body, has it checke
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import contextlib
 import functools
 import importlib.resources
@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from spmd_tasks.inputs import ChatTemplate
-from spmd_tasks.serving.bodies import PublishBody, UnpublishBody, parse_json, validate
+from spmd_tasks.serving.bodies import NoFieldsBody, PublishBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError, error_response
 from spmd_tasks.serving.middleware import Guard
 from spmd_tasks.serving.open_responses import ResponsesBodies, ResponsesRequest, responses_request
@@ -68,6 +68,8 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
     Route('/tokenizer_info', routes.tokenizer_info),
     Route('/admin/publish', routes.publish, methods=['POST']),
     Route('/admin/unpublish', routes.unpublish, methods=['POST']),
+    Route('/admin/sleep', routes.sleep, methods=['POST']),
+    Route('/admin/wake', routes.wake, methods=['POST']),
   ]
   readers: Mapping[str, _Read] = READERS
   if service.model.reading is None:
@@ -139,9 +141,19 @@ class _Routes:
     return JSONResponse({'model': self._service.model.name, 'step': await self._publisher.publish(body.step)})
 
   async def unpublish(self, request: Request) -> Response:
-    validate(UnpublishBody, parse_json(await self._read_body(request)))
-    await self._publisher.unpublish()
-    return JSONResponse({'model': self._service.model.name, 'step': None})
+    return await self._administer(request, self._publisher.unpublish)
+
+  async def sleep(self, request: Request) -> Response:
+    return await self._administer(request, self._publisher.sleep)
+
+  async def wake(self, request: Request) -> Response:
+    return await self._administer(request, self._publisher.wake)
+
+  async def _administer(self, request: Request, action: Callable[[], Awaitable[None]]) -> Response:
+    validate(NoFieldsBody, parse_json(await self._read_body(request)))
+    await action()
+    service = self._service
+    return JSONResponse({'model': service.model.name, 'step': service.model.step if service.is_published else None})
 
   async def _read_body(self, request: Request) -> bytes:
     settings = self._service.settings

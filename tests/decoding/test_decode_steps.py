@@ -6,9 +6,11 @@ data axis of 2; prompts of up to three chunks, one of them of 2.5.
 
 import dataclasses
 import functools
+import weakref
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -248,6 +250,29 @@ def _read(engine, chunks, *, num_steps=0, **flags):
   launched = [engine.prefill([chunk], **flags) for chunk in chunks]
   launched += [engine.step(np.ones(engine.num_slots, np.bool_)) for _ in range(num_steps)]
   return [outputs.read() for outputs in launched]
+
+
+@pytest.mark.parametrize('name', ['one device', 'data 2 x mdl 4'])
+def test_an_engine_that_slept_or_had_no_weights_gives_the_same_tokens(name):
+  run = make_run(name)
+  request = make_requests()[0]
+  engine = ModelEngine(run.steps, jax.tree.map(jnp.copy, run.variables))
+
+  def tokens():
+    return [each.tokens.tolist() for each in _read(engine, chunk_prompt(request, 0, CHUNK), num_steps=3)]
+
+  engine.reset()
+  expected = tokens()
+  weak = weakref.ref(jax.tree.leaves(engine.weights)[0])
+  with CompilationCounter() as compilations:
+    engine.sleep()
+    assert (engine.weights, weak()) == (None, None)  # freed
+    engine.wake()
+    assert tokens() == expected
+    engine.weights = None
+    engine.weights = run.variables
+    assert tokens() == expected
+  assert compilations.num_programs == 0
 
 
 @pytest.mark.parametrize('name', ['one device', 'data 2 x mdl 4'])

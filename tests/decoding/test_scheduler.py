@@ -11,9 +11,9 @@ from spmd_tasks.decoding.scheduler import Scheduler
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 
-def sequence(text, max_tokens, *, stop=(), has_logprobs=False, index=0):
+def sequence(text, max_tokens, *, stop=(), has_logprobs=False, index=0, priority=0):
   ids = tuple(text) if not isinstance(text, str) else tuple(TOKENIZER.encode(text))
-  request = Request(ids=ids, max_tokens=max_tokens, stop=stop, stop_ids=(EOS,))
+  request = Request(ids=ids, max_tokens=max_tokens, stop=stop, stop_ids=(EOS,), priority=priority)
   return GeneratedSequence(request, TOKENIZER.decode, has_logprobs=has_logprobs, index=index)
 
 
@@ -51,6 +51,29 @@ def test_a_slot_is_used_again_one_step_after_a_stop_token():
   assert text_of(deltas, second) == 'bb'
   # Its three tokens, the step that was launched before its end was read, then the next one.
   assert [entry[0] for entry in engine.log] == ['prefill', 'step', 'step', 'step', 'prefill', 'step']
+
+
+def test_the_least_priority_goes_first_and_gives_up_last():
+  scheduler = Scheduler(FakeEngine(num_slots=1))
+  texts = {
+    name: sequence(name, 3, priority=number) for name, number in (('a', 0), ('b', 0), ('c', -1), ('d', 5), ('e', 0))
+  }
+  scheduler.submit([texts['a']])
+  deltas = [(0, delta) for delta in scheduler.advance()]
+  scheduler.submit([texts[name] for name in 'bd'])
+  scheduler.submit([texts[name] for name in 'ce'])
+  deltas += run(scheduler)
+  ended = [delta.sequence for _, delta in deltas if delta.finish_reason is not None]
+  assert ended == [texts[name] for name in 'acbed']
+  # Two texts of 6 blocks in a pool of 8: one begins again, and it is not always the last one that was admitted.
+  for priorities, preempted in (((0, 0), 1), ((5, 0), 0)):
+    scheduler = Scheduler(FakeEngine(num_slots=2, max_len=32, num_blocks=8))
+    both = [sequence(name, 20, priority=number) for name, number in zip('xy', priorities, strict=True)]
+    for each in both:
+      scheduler.submit([each])
+      scheduler.advance()
+    ended = [delta.sequence for _, delta in run(scheduler) if delta.finish_reason is not None]
+    assert (scheduler.num_preemptions, ended[-1]) == (1, both[preempted])
 
 
 @pytest.mark.parametrize('place', ['queue', 'slot'])

@@ -95,6 +95,12 @@ class FakeEngine:
   def warm_up(self):
     self.is_warm = True
 
+  def sleep(self):
+    self.log.append(('sleep',))
+
+  def wake(self):
+    self.log.append(('wake',))
+
   def reset(self):
     self._empty()
     self.cache_epoch += 1
