@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from spmd_tasks import experiment
-from spmd_tasks.programs import decode
+from spmd_tasks.programs import decode, judged_texts, samples
 
 
 class Shared:
@@ -52,10 +52,10 @@ _decode_steps = Shared(decode.DecodeSteps, max_kept=3)
 
 @contextlib.contextmanager
 def shared_models() -> Iterator[None]:
-  with (
-    mock.patch.object(experiment, 'partition_spmd_model', _models),
-    mock.patch.object(decode, 'DecodeSteps', _decode_steps),
-  ):
+  with contextlib.ExitStack() as patches:
+    patches.enter_context(mock.patch.object(experiment, 'partition_spmd_model', _models))
+    for module in (decode, judged_texts, samples):
+      patches.enter_context(mock.patch.object(module, 'DecodeSteps', _decode_steps))
     yield
 
 

@@ -267,6 +267,7 @@ def test_a_job_goes_on_without_the_host_of_process_0_and_with_a_new_one(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize('store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_job_in_a_bucket_goes_on_from_the_checkpoint_there(store, tmp_path):
   with Hosts(tmp_path, '--num_train_steps', '10000', hosts='1:3', job=store / 'job') as hosts:
     for _ in range(3):

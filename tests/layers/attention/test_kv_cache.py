@@ -156,7 +156,13 @@ def _generate(model, weights, ids):
   return logits
 
 
-@pytest.mark.parametrize('name', MODELS)
+# A chunk of multi-head attention is compared below, and experts are in tests/decoding/test_decode_steps.py.
+REPEATED = ('multi-head', 'dense and dropless')
+
+
+@pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in REPEATED)) for name in MODELS]
+)
 def test_token_by_token_is_the_whole_text(name, rng):
   model = MODELS[name]
   weights = random_weights(model, {'ids': np.ones((4, 4), np.int32)})
