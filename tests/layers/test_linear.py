@@ -8,7 +8,13 @@ from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 @pytest.mark.parametrize(
   'input_dims, output_dims, einsum',
-  [((6,), 5, 'btd,df->btf'), ((6,), (3, 2), 'btd,dhk->bthk'), ((3, 2), 5, 'bthk,hkd->btd')],
+  [
+    ((6,), 5, 'btd,df->btf'),
+    ((6,), 7, 'btd,df->btf'),  # the gradient of the kernel is multiplied in another order
+    ((6,), (3, 2), 'btd,dhk->bthk'),
+    ((3, 2), 5, 'bthk,hkd->btd'),
+    ((3, 2), 8, 'bthk,hkd->btd'),
+  ],
 )
 @pytest.mark.parametrize('use_bias', [False, True])
 def test_linear_is_an_einsum(rng, input_dims, output_dims, einsum, use_bias):
@@ -19,7 +25,18 @@ def test_linear_is_an_einsum(rng, input_dims, output_dims, einsum, use_bias):
   expected = np.einsum(einsum, x.astype(np.float64), weights['kernel'].astype(np.float64))
   if use_bias:
     expected = expected + weights['bias']
-  np.testing.assert_allclose(layer.apply({'params': weights}, x), expected, rtol=1e-5, atol=1e-5)
+  y, transpose = jax.vjp(lambda weights, x: layer.apply({'params': weights}, x), weights, x)
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+  cotangent = rng.normal(size=y.shape).astype(np.float32)
+  (of_x, of_kernel), of_y = einsum.split('->')[0].split(','), einsum.split('->')[1]
+  weights_cotangent, x_cotangent = transpose(cotangent)
+  expected_x, expected_kernel = (
+    np.einsum(f'{of_y},{of_kernel}->{of_x}', cotangent.astype(np.float64), weights['kernel']),
+    np.einsum(f'{of_x},{of_y}->{of_kernel}', x.astype(np.float64), cotangent),
+  )
+  np.testing.assert_allclose(x_cotangent, expected_x, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(weights_cotangent['kernel'], expected_kernel, rtol=1e-5, atol=1e-5)
 
 
 def test_bias_takes_the_output_split_dims_and_is_not_decayed():
