@@ -17,6 +17,7 @@ import time
 from etils import epath
 
 from spmd_tasks.store_files import read_growing
+from tests import xla_settings
 from tests.binary import run_binary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -139,7 +140,12 @@ def stop_and_compare(hosts: Hosts, *flags: str) -> float:
   reference = epath.Path(hosts.directory / 'reference')
   settings = ['train_input.slow_s=0', 'checkpoint_every_steps=None']
   command = ['--exp', hosts.experiment, '--mode', 'train', '--job_log_dir', reference]
-  command += ['--num_train_steps', lines[-1]['step'], *(word for each in settings for word in ('--set', each)), *flags]
+  command += [
+    '--num_train_steps',
+    max(line['step'] for line in lines),
+    *(word for each in settings for word in ('--set', each)),
+    *flags,
+  ]
   done = run_binary(*command, limit_s=600)
   assert done.returncode == 0, done.stderr
   expected = {line['step']: line for line in metric_lines(reference)}
@@ -156,8 +162,8 @@ def main():
   args = parser.parse_args()
   args.directory.mkdir(parents=True)
   rng, times, cpu, mesh = random.Random(args.seed), [], [], '--ici_mesh_shape=1,4,1'
-  cache = f'--compilation_cache={args.directory}/compiled'  # as jobs on accelerators have it by themselves
-  with Hosts(args.directory, '--num_train_steps', '100000', mesh, cache) as hosts:
+  os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})
+  with Hosts(args.directory, '--num_train_steps', '100000', mesh) as hosts:
     for _ in range(4):
       hosts.start()
     hosts.wait_for_lines(6, 300)
