@@ -186,16 +186,18 @@ class Command:
     asked, own = self.flags.compilation_cache, 'jax_compilation_cache_dir'
     if asked == 'none':
       jax.config.update('jax_enable_compilation_cache', False)
-    elif asked:
-      jax.config.update(own, str(absolute_path(asked)))
-    elif (
+    elif asked or (
       self.flags.job_log_dir
       and not getattr(jax.config, own)
-      and not is_remote(directory)
       and jax.default_backend() != 'cpu'
-      and (not directory.exists() or os.access(directory, os.W_OK))  # a server may only read it
+      and (is_remote(directory) or not directory.exists() or os.access(directory, os.W_OK))  # a server may only read it
     ):
-      jax.config.update(own, str(directory / PROGRAMS_DIRECTORY))
+      path = absolute_path(asked) if asked else directory / PROGRAMS_DIRECTORY
+      if is_remote(path):
+        from spmd_tasks.store_files import mirror
+
+        path = mirror(path)
+      jax.config.update(own, str(path))
 
   def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:
     """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""

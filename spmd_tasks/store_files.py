@@ -2,11 +2,16 @@
 
 import io
 import os
+import threading
+import time
 
+from absl import logging
 from etils import epath
 
 from spmd_tasks import growing_objects, stores
 from spmd_tasks.files import absolute_path, append, is_remote, read_bytes, write_durably
+
+_MIRROR_PERIOD_S = 2.0
 
 
 def read_growing(path: epath.Path) -> bytes:
@@ -25,6 +30,34 @@ def replace_growing(path: epath.Path, data: bytes) -> None:
 def local_folder(path: epath.PathLike) -> epath.Path:
   """Returns `absolute_path` of a folder or file, or, of a URL, that of a copy on this disk."""
   return epath.Path(stores.local_folder(os.fspath(path))) if is_remote(path) else absolute_path(path)
+
+
+def mirror(url: epath.Path) -> epath.Path:
+  """Returns a directory of this disk with all files of a folder in a store, to which new ones there are added.
+
+  That is done in the background, seconds after a file has stopped growing; a process that ends sooner adds nothing.
+  """
+  known = {os.path.basename(path) for path in stores.local_copies(os.fspath(url))}
+  directory = epath.Path(stores.local_path(os.fspath(url)))
+  directory.mkdir(parents=True, exist_ok=True)
+  threading.Thread(target=_add_new, args=(directory, url, known), name='mirror', daemon=True).start()
+  return directory
+
+
+def _add_new(directory: epath.Path, url: epath.Path, known: set[str]) -> None:
+  sizes: dict[str, int] = {}
+  while True:
+    time.sleep(_MIRROR_PERIOD_S)
+    try:
+      before, sizes = sizes, {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+      for name in sizes.keys() - known:
+        if sizes[name] == before.get(name) and not name.endswith('.partial'):
+          stores.create(url / name, (directory / name).read_bytes())
+          known.add(name)
+    except FileNotFoundError:  # a copy that another process makes has just got its name
+      pass
+    except OSError as error:
+      return logging.warning('new files of %s are not added to %s: %s', directory, url, error)
 
 
 class GrowingFile(io.BytesIO):

@@ -195,10 +195,9 @@ def local_copies(url: str) -> list[str]:
   scheme, _, key = url.rstrip('/').partition('://')
   file_system = _file_system(scheme)
   found = file_system.glob(key, detail=True) if re.search('[*?[]', key) else file_system.find(key, detail=True)
-  root = os.path.expanduser(os.path.join(os.environ.get('XDG_CACHE_HOME') or '~/.cache', 'spmd_tasks', scheme))
 
   def copy(name: str, about: dict[str, Any]) -> str:
-    path, changed = os.path.join(root, name), (about.get('mtime') or about['LastModified']).timestamp()
+    path, changed = local_path(f'{scheme}://{name}'), (about.get('mtime') or about['LastModified']).timestamp()
     with contextlib.suppress(FileNotFoundError):
       if (os.path.getsize(path), os.path.getmtime(path)) == (about['size'], changed):
         return path
@@ -214,15 +213,19 @@ def local_copies(url: str) -> list[str]:
     return list(pool.map(copy, files, files.values()))
 
 
+def local_path(url: str) -> str:
+  """Returns where `local_copies` puts the copy of a file or directory."""
+  cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  return os.path.expanduser(os.path.join(cache, 'spmd_tasks', *url.rstrip('/').split('://')))
+
+
 @functools.cache  # for a whole process a folder is what it was when it was first read
 def local_folder(url: str) -> str:
   """Returns the path of a copy of a directory, or of a file, on this disk (see `local_copies`)."""
   copies = set(local_copies(url))
   if not copies:
     raise UserError(f'there is nothing at {url}: correct the URL.')
-  scheme, _, key = url.rstrip('/').partition('://')
-  path = min(copies, key=len)
-  path = path[: path.index(f'{scheme}/{key}') + len(f'{scheme}/{key}')]
+  path = local_path(url)
   for directory, _, names in os.walk(path):
     for old in {os.path.join(directory, name) for name in names} - copies:
       if not old.endswith('.partial'):

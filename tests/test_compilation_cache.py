@@ -1,13 +1,17 @@
 """Compiled programs are kept for the next start where the user says, and by default in the directory of the job."""
 
 import os
+from pathlib import Path
+import time
 from types import SimpleNamespace
 
 from etils import epath
 import jax
 import pytest
 
+from spmd_tasks import store_files
 from spmd_tasks.command import Command
+from spmd_tasks.files import glob_below
 from tests import binary
 
 DIR, ENABLED = 'jax_compilation_cache_dir', 'jax_enable_compilation_cache'
@@ -49,3 +53,21 @@ def test_a_job_keeps_its_programs_where_it_is_told_to(tmp_path):
   done = binary.run_binary(*flags, env={'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'})
   assert done.returncode == 0, done.stderr[-2000:]
   assert any('train_step' in path.name for path in (tmp_path / 'kept').iterdir())
+
+
+def test_programs_in_a_store_are_copied_here_and_new_ones_there(store, tmp_path, monkeypatch):
+  monkeypatch.setattr(store_files, '_MIRROR_PERIOD_S', 0.05)
+  monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: 'gpu')
+  for host, asked in (('a', None), ('b', str(store / 'compiled'))):
+    updates = {DIR: None}
+    monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**updates, update=updates.__setitem__))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / host))
+    Command(flags=SimpleNamespace(compilation_cache=asked, job_log_dir=store))._keep_programs(store)
+    kept = Path(updates[DIR])
+    assert kept.is_relative_to(tmp_path / host)
+    if host == 'a':
+      (kept / 'jit_step-1-cache').write_bytes(b'program')
+      end = time.monotonic() + 20
+      while not glob_below(store, 'compiled/*') and time.monotonic() < end:
+        time.sleep(0.05)
+  assert [(path.name, path.read_bytes()) for path in kept.iterdir()] == [('jit_step-1-cache', b'program')]
