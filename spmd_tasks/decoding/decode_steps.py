@@ -576,8 +576,8 @@ class DecodeSteps:
     return jax.tree.map(empty, *self._abstract_cache(num_rows)[:2])
 
   def _layer_scope(self):
-    is_invariant = getattr(self._model.task, 'batch_invariant', False)
-    return layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype, batch_invariant=is_invariant)
+    facts = {name: getattr(self._model.task, name, False) for name in ('batch_invariant', 'records_routing')}
+    return layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype, **facts)
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)

@@ -37,6 +37,7 @@ class Completion:
     text: the generated text; it ends before a stop token or stop string.
     finish_reason: why the sequence ended.
     num_drafted, num_accepted: tokens that were guessed ahead, and those that were right.
+    expert_ids: of `complete_groups`, [T, n], see Samples; None where none are recorded.
     logprob, score: of beam search only, which gives no log-probability of each token: the whole text's, and the score
       by which it ranks texts.
   """
@@ -50,6 +51,7 @@ class Completion:
   finish_reason: FinishReason
   num_drafted: int = 0
   num_accepted: int = 0
+  expert_ids: list[list[int]] | None = None
   logprob: float | None = None
   score: float | None = None
 
@@ -166,6 +168,7 @@ def complete_groups(
       logprobs=samples.logprobs[:length, row].tolist(),
       text=text.text,
       finish_reason='stop' if is_stopped else 'length',
+      expert_ids=None if samples.expert_ids is None else samples.expert_ids[row, : len(request.ids) + length].tolist(),
     )
     made.append(completion)
   return [made[start : start + num_samples] for start in range(0, len(made), num_samples)]

@@ -13,7 +13,7 @@ Shapes: P prompts, n samples, R = P n rows, T tokens of the longest prompt, M ge
 from collections.abc import Sequence
 from typing import Any
 
-from flax import struct
+from flax import struct, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +29,7 @@ from spmd_tasks.decoding.step_functions import (
   write_tokens,
 )
 
+_EXPERT_IDS = 'cached_expert_ids'
 _MIN_COLUMNS = 16  # T is this times a power of 4, at most max_len: each T is compiled once
 
 
@@ -54,11 +55,15 @@ class Groups(struct.PyTreeNode):
 class Samples(struct.PyTreeNode):
   """What was drawn: tokens int32 and logprobs float32 [M, R], and lengths int32 [R]; the samples of a prompt follow one
   another, and what is behind a length means nothing.
+
+  Where the cache keeps the choices of experts, `expert_ids` int32 [R, S, n] are those of each place of prompt and
+  sample, of all layers one after another.
   """
 
   tokens: jax.Array
   logprobs: jax.Array
   lengths: jax.Array
+  expert_ids: jax.Array | None = None
 
 
 def make_groups(requests: Sequence[Request], num_prompts: int, *, max_len: int, num_stop_ids: int) -> Groups:
@@ -145,5 +150,14 @@ def sample_groups(
   nothing = Samples(tokens=jnp.zeros(shape, jnp.int32), logprobs=jnp.zeros(shape), lengths=jnp.zeros_like(lengths))
   state, first = emit(logits[:, 0][row], state, None, 0)
   begun = (jnp.ones((), jnp.int32), state, add(nothing, 0, first))
-  *_, samples = jax.lax.while_loop(lambda carry: jnp.any(carry[1].active), advance, begun)
-  return samples
+  _, state, samples = jax.lax.while_loop(lambda carry: jnp.any(carry[1].active), advance, begun)
+  return samples.replace(expert_ids=_expert_ids(state.cache))
+
+
+def _expert_ids(cache: Any) -> jax.Array | None:
+  """The choices [R, S, n] of a cache with leaves [..., R, 1, S, k]."""
+  leaves = sorted((path, leaf) for path, leaf in traverse_util.flatten_dict(cache).items() if path[-1] == _EXPERT_IDS)
+  if not leaves:
+    return None
+  by_row = [jnp.moveaxis(leaf[..., 0, :, :], (-3, -2), (0, 1)) for _, leaf in leaves]
+  return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in by_row], axis=-1)

@@ -239,6 +239,7 @@ class LayerScope:
     cache_tables: in generation, int32 [D, R, M], the blocks of each row, see CachedArray; None where caches are whole.
     cache_earlier: of rows that are tokens of one text, int32 [B, k], the rows 1, .. k places before, B for none.
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
+    records_routing: in generation, whether the cache also keeps which experts computed each token.
     batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
   """
 
@@ -252,6 +253,7 @@ class LayerScope:
   cache_tables: jax.Array | None = None
   cache_earlier: jax.Array | None = None
   cache_dtype: str | None = None
+  records_routing: bool = False
   batch_invariant: bool = False
 
 
@@ -285,6 +287,7 @@ def by_row(function: Callable[..., Any], *rows: jax.Array, num_dims: int, shared
 
 CACHE = 'cache'  # the collection of what earlier calls of a text's layers left
 LAYER_KERNELS = 'layer_kernels'  # the collection of kernels that are not stacked, as tuples (decoding/layer_kernels.py)
+REPLAYED = 'replayed'  # the collection of earlier choices of experts, which routers take in place of new ones
 NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)
 
 

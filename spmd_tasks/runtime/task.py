@@ -136,7 +136,11 @@ class Task:
   def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
     """Returns the model's predictions, without dropout; `apply` are further arguments of Linen's `Module.apply`."""
     given, named = self._arguments(batch, train=False)
-    return self.model.apply(variables, *given, **named, **apply)
+    return self.model.apply(variables | self.constants(variables, batch), *given, **named, **apply)
+
+  def constants(self, variables: Variables, batch: Batch) -> Variables:
+    """Returns collections that a model reads and that are no state, made of the batch; of this class none."""
+    return {}
 
   def _arguments(self, batch: Mapping[str, Any], *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what the model is called with: the batch, or the entries that its arguments name, and `train`."""
@@ -168,10 +172,10 @@ class Task:
       batch = self.loss.with_model(self, variables, batch)
     rngs = {} if rng is None else {'dropout': rng}
     given, named = self._arguments(batch, train=train)
-    if not train or set(variables) == {'params'}:
-      return self._loss(self.model.apply(variables, *given, **named, rngs=rngs), batch)
-    names = [name for name in variables if name != 'params']
-    predictions, updated = self.model.apply(variables, *given, **named, rngs=rngs, mutable=names)
+    names, read = [name for name in variables if name != 'params'], variables | self.constants(variables, batch)
+    if not train or not names:
+      return self._loss(self.model.apply(read, *given, **named, rngs=rngs), batch)
+    predictions, updated = self.model.apply(read, *given, **named, rngs=rngs, mutable=names)
     return self._loss(predictions, batch).replace(updated_variables=updated)
 
   def decode_forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:

@@ -21,7 +21,6 @@ from spmd_tasks.wings import Wing, load
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.adapted_weights import add_adapters
   from spmd_tasks.tuning.adapters import LowRankAdapter
-  from spmd_tasks.tuning.batch_invariant_task import BatchInvariantTask
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
   from spmd_tasks.tuning.distillation import (
     DistillationLoss,
@@ -36,6 +35,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.preference_loss import PreferenceLoss
   from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
   from spmd_tasks.tuning.reward_tuning import RewardTuning
+  from spmd_tasks.tuning.rollout_task import RolloutTask
   from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
   from spmd_tasks.tuning.score_loss import ScoreLoss
   from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
@@ -44,7 +44,6 @@ with epy.lazy_api_imports(globals()):
 
 __all__ = [
   'WING',
-  'BatchInvariantTask',
   'ConversationInput',
   'Conversations',
   'DistillationLoss',
@@ -67,6 +66,7 @@ __all__ = [
   'RewardPrompts',
   'RewardTuning',
   'RolloutInput',
+  'RolloutTask',
   'SampledDistillation',
   'ScoreLoss',
   'ScoreTuning',

@@ -40,6 +40,7 @@ class Episode:
     is_cut: the limit of tokens or turns has ended it.
     reward: the sum of the environment's; NaN without an environment, or if that failed.
     turns, state: the model's texts, and the environment's state after them.
+    expert_ids: of a single completion, which experts computed its prompt and itself, [T, n]; None: not known.
     messages, tools: what the template wrote so far, the model's texts replaced; None: the texts are no messages.
   """
 
@@ -52,6 +53,7 @@ class Episode:
   reward: float = float('nan')
   turns: list[str] = dataclasses.field(default_factory=list)
   state: Any = None
+  expert_ids: Any = None
   messages: Sequence[Mapping[str, Any]] | None = None
   tools: Sequence[Mapping[str, Any]] | None = None
 
@@ -63,7 +65,7 @@ class Episode:
     self.is_sampled += [True] * len(completion.ids)
     self.text += completion.text
     self.turns.append(completion.text)
-    self.is_cut = completion.finish_reason == 'length'
+    self.is_cut, self.expert_ids = completion.finish_reason == 'length', completion.expert_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.recipes import TextTraining
-from spmd_tasks.tuning.batch_invariant_task import BatchInvariantTask
 from spmd_tasks.tuning.policy_loss import PolicyLoss
+from spmd_tasks.tuning.rollout_task import RolloutTask, num_choices
 from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
 from spmd_tasks.tuning.value_head import LanguageModelWithValues
 
@@ -97,6 +97,8 @@ class RewardTuning(TextTraining):
   sampler_cap: float | None = None  # None: 2 with staleness, else none
   # Whether the sampler's log-probabilities have the bits of the trainer's, on CPUs; they are then the old ones.
   exact: bool = False
+  # Whether the trainer computes tokens by the experts that the sampler took, with gates of its own.
+  replays_routing: bool = False
   num_reward_workers: int = 2
   reward_timeout_s: float = 10.0
 
@@ -114,14 +116,21 @@ class RewardTuning(TextTraining):
   def task(self) -> fdl.Config:
     """The task, whose model has a head for values if the method needs them."""
     task = super().task()
-    if self.exact:
-      fdl.update_callable(task, BatchInvariantTask)
+    if self.exact or self.replays_routing:
+      fdl.update_callable(task, RolloutTask)
+      task.batch_invariant, task.records_routing = self.exact, self.replays_routing
     if self.chosen.baseline == 'gae':
       if fdl.get_callable(task.model) is not LanguageModel:
         raise UserError(f'method = {self.method!r} needs the values of a decoder: train one, or take another method.')
       fdl.update_callable(task.model, LanguageModelWithValues)
       task.trained = task.trained and (*task.trained, 'value_head/')
     return task
+
+  def _num_choices(self) -> int:
+    number = num_choices(fdl.build(self.task().model)) if self.replays_routing else 0
+    if self.replays_routing and not number:
+      raise UserError('replays_routing=True needs a mixture whose tokens choose experts: set it to False.')
+    return number
 
   def loss(self) -> fdl.Config:
     """The clipped policy gradient."""
@@ -182,6 +191,7 @@ class RewardTuning(TextTraining):
       lam=self.lam,
       reward_kl_weight=self.kl_weight if method.kl_in_reward else 0.0,
       exact=self.exact,
+      num_choices=self._num_choices(),
       has_reference=self.kl_weight > 0 and self.reference == 'start',
       num_slots=self.num_rollout_slots,
       num_workers=self.num_reward_workers,

@@ -92,7 +92,8 @@ class RolloutInput:
     drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
       (DAPO's dynamic sampling).
     overlong_margin: the last tokens before max_tokens that cost up to 1 (overlong_penalties); 0: none do.
-    exact: whether the task is a BatchInvariantTask, so that old log-probabilities are the sampler's.
+    exact: whether the task is batch-invariant, so that old log-probabilities are the sampler's.
+    num_choices: n, the choices of experts of a token in all layers that are recorded and replayed; 0: none are.
     has_reference: whether batches have the log-probabilities under the weights that training starts from.
     num_slots: how many completions are generated at once.
     num_workers, reward_timeout_s: processes for rewards, and the seconds that one call may take.
@@ -124,6 +125,7 @@ class RolloutInput:
   drops_equal: bool = False
   overlong_margin: int = 0
   exact: bool = False
+  num_choices: int = 0
   has_reference: bool = False
   num_slots: int = 64
   num_workers: int = 2
@@ -169,6 +171,11 @@ class RolloutInput:
     if self.group_size == 1 and not alone:
       raise UserError("group_size = 1 has no group to compare with: set baseline='none' and scale='batch'.")
     SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # raises
+    if self.num_choices and (self.environment or self.num_slots < self.num_rows):
+      raise UserError(
+        f'replays_routing needs a slot for each of the {self.num_rows} completions of a rollout, not {self.num_slots}, '
+        'and no environment: set num_rollout_slots.'
+      )
     if not 0 < self.max_tokens < self.seq_len or not 0 <= self.overlong_margin <= self.max_tokens:
       raise UserError(
         f'max_tokens = {self.max_tokens} must be less than seq_len {self.seq_len}, which holds the prompt too, and at '
@@ -196,6 +203,9 @@ class RolloutInput:
     names = ['sampler_log_probs', *['old_log_probs'] * has_old, *['reference_log_probs'] * self.has_reference]
     names += ['old_values', 'returns', 'advantages'] * has_values
     spec = language_model_spec(self.batch_size, self.seq_len, {**BATCH_DTYPES, **dict.fromkeys(names, np.float32)})
+    if self.num_choices:
+      shape = (self.batch_size, self.seq_len, self.num_choices)
+      spec |= {'expert_ids': jax.ShapeDtypeStruct(shape, np.int32)}
     return {'advantages': jax.ShapeDtypeStruct((self.batch_size,), np.float32)} | spec
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PromptIterator':
@@ -226,6 +236,7 @@ class Rollout(NamedTuple):
     advantages: float32 [R], or [R, T] of tokens.
     sampler_log_probs, old_log_probs, reference_log_probs, old_values, returns: float32 [R, T]; all but the first [0]
       where there are none.
+    expert_ids: int32 [R, T, n], which experts computed the tokens; n may be 0.
   """
 
   tokens: np.ndarray
@@ -237,6 +248,7 @@ class Rollout(NamedTuple):
   reference_log_probs: np.ndarray
   old_values: np.ndarray
   returns: np.ndarray
+  expert_ids: np.ndarray = np.zeros((0, 0, 0), np.int32)
 
   def batch(self, rows: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
     """The arrays of some rows, as `RolloutInput.element_spec` names them."""
@@ -253,7 +265,7 @@ class Rollout(NamedTuple):
     for name in _OF_TOKENS:
       if (values := getattr(self, name)).ndim == 2:
         batch[name] = values[rows]
-    return batch
+    return batch | ({'expert_ids': self.expert_ids[rows]} if self.expert_ids.size else {})
 
   def to_text(self) -> str:
     """As JSON takes it."""
@@ -304,6 +316,7 @@ class PromptIterator:
       np.array(lengths),
       rng.normal(size=known['advantages'].shape).astype(np.float32),
       **{name: nothing if name in known else nothing[0] for name in _OF_TOKENS},
+      expert_ids=rng.integers(0, 2, (*nothing.shape, settings.num_choices), np.int32),
     )
     if 'returns' in known:
       rollout = rollout._replace(returns=rng.normal(size=nothing.shape).astype(np.float32))
@@ -577,6 +590,7 @@ class MakeRollouts(TrainHook):
     tokens = np.zeros((num_rows, num_tokens + 1), np.int32)
     is_sampled, lengths = np.zeros((num_rows, num_tokens), bool), np.zeros(num_rows, np.int32)
     sampler = np.zeros((num_rows, num_tokens), np.float32)
+    expert_ids = np.zeros((num_rows, num_tokens, self._input.num_choices), np.int32)
     for row, each in enumerate(episodes):
       if not each.prompt_ids or (is_failed is not None and is_failed[row]):
         continue
@@ -584,8 +598,13 @@ class MakeRollouts(TrainHook):
       tokens[row, : len(text)], lengths[row] = text, len(text)
       is_sampled[row, start - 1 : len(text) - 1] = each.is_sampled
       sampler[row, start - 1 : len(text) - 1] = each.logprobs
+      if self._input.num_choices:
+        if each.expert_ids is None:
+          raise UserError('replays_routing: prompts that end at strings are not sampled by one program: unset it.')
+        expert_ids[row, : len(text) - 1] = each.expert_ids[: len(text) - 1]
     nothing = np.zeros(0, np.float32)
-    return Rollout(tokens, is_sampled, lengths, np.zeros(num_rows, np.float32), sampler, *[nothing] * 4)
+    unknown = {name: nothing for name in _OF_TOKENS[1:]} | {'advantages': np.zeros(num_rows, np.float32)}
+    return Rollout(tokens, is_sampled, lengths, sampler_log_probs=sampler, expert_ids=expert_ids, **unknown)
 
   def _with_advantages(self, rollout: Rollout, grid: np.ndarray) -> Rollout:
     """Adds the advantages of rewards [P, G], and returns of tokens."""
@@ -848,7 +867,7 @@ class _Drawn:
 
   def to_text(self) -> str:
     """What a checkpoint needs to have the same rollout."""
-    names = ('prompt_ids', 'ids', 'logprobs', 'is_sampled', 'text', 'is_cut', 'reward', 'turns')
+    names = ('prompt_ids', 'ids', 'logprobs', 'is_sampled', 'text', 'is_cut', 'reward', 'turns', 'expert_ids')
     groups = [[{name: getattr(each, name) for name in names} for each in group] for group in self.groups]
     places, others = [place for *place, _ in self.prompts], {'num_drawn': self.num_drawn, 'mismatch': self.mismatch}
     content = {'places': places, 'groups': groups, 'others': others}

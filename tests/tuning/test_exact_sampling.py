@@ -7,7 +7,7 @@ import pytest
 from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, generate
 from spmd_tasks.decoding.generation import complete_groups
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.tuning import BatchInvariantTask
+from spmd_tasks.tuning import RolloutTask
 from spmd_tasks.tuning.preference_loss import answer_log_probs
 from tests.runtime.loss_curves import make_model, table
 from tests.tuning.reward_experiments import ExpertsPolicy, LowRankPolicy, Policy
@@ -63,7 +63,7 @@ def trained_log_probs(task, is_exact):
 )
 def test_no_bit_of_200_rollouts_differs_in_batches_of_1_to_16(name, experiment):
   model, _ = make_model(experiment, (1,), overrides=('exact=True',))
-  assert type(model.task) is BatchInvariantTask
+  assert isinstance(model.task, RolloutTask)
   weights, rng = model.init(0).variables['params'], np.random.default_rng(0)
   weights = jax.tree.map(lambda x: x + 0.01 * rng.standard_normal(x.shape, np.float32), weights)  # adapters begin at 0
   settings = DecodeSettings(max_len=LENGTH, num_slots=NUM_SLOTS, min_bucket=LENGTH)

@@ -7,13 +7,15 @@ import contextlib
 import functools
 from types import SimpleNamespace
 
+from flax import traverse_util
 import numpy as np
 import pytest
 
 from spmd_tasks.decoding import DecodeSteps, generation
+from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
 from tests.runtime.loss_curves import make_model
-from tests.tuning.reward_experiments import Policy
+from tests.tuning.reward_experiments import ExpertsPolicy, Policy
 
 NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
 
@@ -21,9 +23,9 @@ NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
 class Sampler:
   """A hook with compiled programs, outside of a job, and what it samples with the weights of a seed."""
 
-  def __init__(self, *overrides):
+  def __init__(self, *overrides, experiment=Policy):
     given = (f'temperature={TEMPERATURE}', 'max_tokens=12', *overrides)
-    self.model, given = make_model(Policy, (1,), overrides=given)
+    self.model, given = make_model(experiment, (1,), overrides=given)
     job = SimpleNamespace(train_input=given, task=self.model.task)
     watchdog = SimpleNamespace(allow=lambda *_: contextlib.nullcontext(), beat=lambda *_: None)
     experiment = SimpleNamespace(seed=0, eval_every_steps=None)
@@ -105,3 +107,18 @@ def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1
 @pytest.mark.parametrize('fault', FAULTS)
 def test_the_mismatch_shows_a_planted_fault(fault, monkeypatch):
   assert sampler().mismatch(FAULTS[fault](monkeypatch)) > 0.01
+
+
+@pytest.mark.slow
+def test_routing_that_is_not_replayed_is_found(monkeypatch):
+  """The sampler's router rounds otherwise, as that of another program or dtype does."""
+  given = Sampler('replays_routing=True', experiment=ExpertsPolicy)
+  rng, flat = np.random.default_rng(0), traverse_util.flatten_dict(given.variables['params'])
+  moved = {path: x * (1 + 0.03 * rng.standard_normal(x.shape)) if 'router' in path else x for path, x in flat.items()}
+  rollout = given.rollout({'params': traverse_util.unflatten_dict(moved)})
+  assert rollout.expert_ids.shape[-1] == 2 * 2  # layers, and choices of a token
+  replayed = given.mismatch(rollout)
+  monkeypatch.setattr(RolloutTask, 'constants', lambda *_: {})
+  spec, log_probs = given.hook._input.element_spec(), given.hook._log_probs
+  given.hook._score = given.model.batch_step('without_replay', spec, log_probs)
+  assert given.mismatch(rollout) > 0.1 > 3 * replayed > 0

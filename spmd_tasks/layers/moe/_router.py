@@ -11,7 +11,7 @@ changes a token's whole output.
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 from flax import struct
 import flax.linen as nn
@@ -20,11 +20,21 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import FanInNormal, Ratios, by_row, declare_weight
+from spmd_tasks.layers.base import (
+  NEW_CACHE,
+  REPLAYED,
+  FanInNormal,
+  Ratios,
+  by_row,
+  current_layer_scope,
+  declare_weight,
+  is_decoding,
+)
 from spmd_tasks.layers.moe._slots import GroupSize, Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import current_sharding_scope
+from spmd_tasks.sharding.weights import WeightBox
 
 # From logits to the logarithm of a token's affinity to each expert. Normalizing logarithms cannot divide by 0.
 LOG_AFFINITIES = {'softmax': jax.nn.log_softmax, 'sigmoid': jax.nn.log_sigmoid}
@@ -192,7 +202,13 @@ class TopKRouter(Router, kw_only=True):
       preferences = preferences + bias[None, None, :]
     if self.num_selected_groups is not None:
       preferences = self._of_best_groups(preferences, self.num_selected_groups)
-    chosen_ids = top_k_ids(preferences, self.num_selected, self.activation_split_dims)
+    chosen_ids: Any = self.get_variable(REPLAYED, 'expert_ids')
+    if chosen_ids is None:
+      chosen_ids = top_k_ids(preferences, self.num_selected, self.activation_split_dims)
+    if current_layer_scope().records_routing and is_decoding(self):
+      split_dims: Any = (self.activation_split_dims and self.activation_split_dims[0], None, None, None)
+      box = WeightBox(value=chosen_ids[:, None], split_dims=split_dims, tags=(), stacked=0)
+      self.put_variable(NEW_CACHE, 'cached_expert_ids', box)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
     gates, expert_ids = by_row(self._gates, log_affinities, chosen_ids, num_dims=2), chosen_ids
     if token_mask is not None:

@@ -1,0 +1,64 @@
+"""RolloutTask: a task that computes of rollouts what their sampler computed: the same bits, or by the same experts.
+
+layers/batch_invariant.py says how bits agree, and docs/rewards.md what it costs. The choices of a mixture's experts are
+flat: int32 [..., n], those of all layers one after another.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any
+
+from flax import traverse_util
+import flax.linen as nn
+import jax.numpy as jnp
+
+from spmd_tasks.layers import LossOutput
+from spmd_tasks.layers.base import REPLAYED, layer_scope
+from spmd_tasks.runtime import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutTask(Task):
+  """A Task in a LayerScope of its own, in which DecodeSteps samples too.
+
+  Fields (beside Task's):
+    batch_invariant: whether a token has the same bits in any batch, on CPUs.
+    records_routing: whether sampling records the choices of experts; batches that have `expert_ids` replay them.
+  """
+
+  batch_invariant: bool = False
+  records_routing: bool = False
+
+  def compute_loss(self, *args: Any, **settings: Any) -> LossOutput:
+    with layer_scope(batch_invariant=self.batch_invariant):
+      return super().compute_loss(*args, **settings)
+
+  def predict(self, *args: Any, **settings: Any) -> Any:
+    with layer_scope(batch_invariant=self.batch_invariant):
+      return super().predict(*args, **settings)
+
+  def constants(self, variables: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+    if 'expert_ids' not in batch:
+      return {}
+    routers = {path: leaf for path, leaf in traverse_util.flatten_dict(variables['params']).items() if 'router' in path}
+    stacked = {path[:-1]: leaf.shape[:-2] for path, leaf in sorted(routers.items()) if path[-1] == 'kernel'}
+    ids, start, replayed = batch['expert_ids'], 0, {}
+    num_selected = ids.shape[-1] // sum(map(math.prod, stacked.values()))
+    for path, layers in stacked.items():
+      end = start + math.prod(layers) * num_selected
+      of_router = ids[..., start:end].reshape(*ids.shape[:-1], *layers, num_selected)
+      replayed[(*path, 'expert_ids')] = jnp.moveaxis(of_router, (0, 1), (-3, -2))
+      start = end
+    return {REPLAYED: traverse_util.unflatten_dict(replayed)}
+
+
+def num_choices(part: Any) -> int:
+  """N of a model, or of a part of one."""
+  if isinstance(part, tuple):
+    return sum(map(num_choices, part))
+  if not isinstance(part, nn.Module):
+    return 0
+  fields = [getattr(part, field.name) for field in dataclasses.fields(part) if field.name not in ('parent', 'name')]
+  own = getattr(part, 'num_selected', 0)
+  return (own + sum(map(num_choices, fields))) * getattr(part, 'num_layers', 1)
