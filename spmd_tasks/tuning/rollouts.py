@@ -16,10 +16,12 @@ Shapes: R = P * G rows of a rollout, B rows of an update, T tokens of a row (a p
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
 import io
 import json
 import time
+import types
 from typing import Any, ClassVar, NamedTuple
 import zlib
 
@@ -634,7 +636,7 @@ class MakeRollouts(TrainHook):
     """Adds what the batches have of the sampling model and of the reference model, by one program."""
     settings = self._input
     wanted = {}
-    if settings.exact and settings.baseline != 'gae':
+    if settings.exact and settings.baseline != 'gae' and not settings.staleness:
       rollout = rollout._replace(old_log_probs=rollout.sampler_log_probs)
     elif 'old_log_probs' in settings.element_spec():
       wanted['old_log_probs'] = variables
@@ -878,6 +880,35 @@ class _Drawn:
     content = json.loads(zlib.decompress(base64.b85decode(text)))
     groups = [[Episode(**each) for each in group] for group in content['groups']]
     return cls(prompts=iterator.prompts_at(content['places']), groups=groups, **content['others'])
+
+
+class SampledOutside:
+  """Samples rollouts outside of a job, without their rewards, and scores them as the job does."""
+
+  def __init__(self, job: Any, model: Any):
+    self._input = dataclasses.replace(job.train_input, environment=None, rewards={'no:rewards': 1.0})
+    run: Any = types.SimpleNamespace(
+      job=dataclasses.replace(job, train_input=self._input),
+      model=model,
+      experiment=job.experiment,
+      watchdog=types.SimpleNamespace(allow=lambda *_: contextlib.nullcontext(), beat=lambda *_: None),
+      limit_s=60,
+      loop=types.SimpleNamespace(step=0),
+      message=print,
+    )
+    self._run, self._hook = run, MakeRollouts()
+    self._hook.prepare(run)
+
+  def sample(self, variables: Any) -> Rollout:
+    """A rollout of the first prompts."""
+    settings = self._input
+    prompts = settings.make_iterator().take(settings.num_rows // settings.group_size)
+    made = self._hook._complete(self._run, variables, prompts, settings.group_size)
+    return self._hook._as_rollout([each for group in made for each in group])
+
+  def log_probs(self, variables: Any, rollout: Rollout) -> np.ndarray:
+    """The trainer's, float32 [R, T]."""
+    return self._hook._scored(self._run, {'old_log_probs': variables}, rollout).old_log_probs
 
 
 class _Batches:

@@ -29,6 +29,7 @@ from spmd_tasks.verification._layout_claims import (
   row_cases,
 )
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases
+from spmd_tasks.verification._sampler_claim import sampler_cases
 from spmd_tasks.verification._settings import Source, scaled_mesh
 from spmd_tasks.verification._shrink import shrink
 
@@ -54,6 +55,7 @@ CLAIMS: Mapping[str, Claim] = {
   'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),
   'eval': Claim(sentence='evaluation gives the same on every mesh', cases=eval_cases),
   'decode': Claim(sentence='decoding with a cache gives what a full forward pass does', cases=decode_cases),
+  'sampler': Claim(sentence='rollouts have the log-probabilities of the training pass', cases=sampler_cases),
   'bfloat16': Claim(sentence='bfloat16 is as near float32 as its roundings let expect', cases=precision_cases),
   'checkpoint': Claim(sentence='saved, restored on another mesh and trained on: the same', cases=checkpoint_cases),
 }

@@ -14,7 +14,9 @@ import pytest
 from spmd_tasks.decoding import DecodeSteps, generation
 from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
-from tests.runtime.loss_curves import make_model
+from spmd_tasks.verification._cases import Bench
+from spmd_tasks.verification._sampler_claim import sampler_cases
+from tests.runtime.loss_curves import make_model, source_of
 from tests.tuning.reward_experiments import ExpertsPolicy, Policy
 
 NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
@@ -122,3 +124,16 @@ def test_routing_that_is_not_replayed_is_found(monkeypatch):
   spec, log_probs = given.hook._input.element_spec(), given.hook._log_probs
   given.hook._score = given.model.batch_step('without_replay', spec, log_probs)
   assert given.mismatch(rollout) > 0.1 > 3 * replayed > 0
+
+
+@pytest.mark.slow
+def test_verify_claims_that_sampler_and_trainer_agree_and_finds_a_planted_fault(monkeypatch):
+  bench = Bench(source_of(Policy), num_devices=1, num_steps=1)
+  case = next(sampler_cases(bench))
+  held = case.decide(bench)
+  assert held.status == 'held', held
+  FAULTS['a prompt begins at the wrong position'](monkeypatch)
+  found = case.decide(bench)
+  assert found.status == 'BROKEN'
+  assert 'log-probability of token' in found.detail
+  bench.close()
