@@ -27,6 +27,7 @@ class ServerMetrics:
     closed_connections: counter of connections that the server closed or refused because of its limits, by reason.
     sequences: counter of sequences that have ended, by finish_reason and the name of the model or adapter.
     tokens_of: counter of the tokens of these sequences, by the name of the model or adapter.
+    tokens_of_client: counter of the tokens of prompts and answers of each client with a key of its own.
     first_token_s, between_tokens_s, request_s: histograms of seconds.
   """
 
@@ -45,6 +46,7 @@ class ServerMetrics:
     self.closed_connections = self._counter('closed_connections', 'Connections closed by a limit.', 'reason')
     self.sequences = self._counter('sequences', 'Sequences that have ended.', 'finish_reason', 'model')
     self.tokens_of = self._counter('model_generated_tokens', 'Tokens of sequences that have ended.', 'model')
+    self.tokens_of_client = self._counter('client_tokens', 'Tokens of prompts and answers.', 'client')
     self.first_token_s = self._histogram('time_to_first_token_seconds', 'From the request to its first text.')
     self.between_tokens_s = self._histogram('inter_token_seconds', 'Between two steps that brought text.')
     self.request_s = self._histogram('request_seconds', 'From the request to its end.')

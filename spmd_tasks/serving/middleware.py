@@ -41,13 +41,13 @@ class Guard:
         self._service.metrics.http_requests.labels(route, str(message['status'])).inc()
       await send(message)
 
-    error = self._refusal(dict(scope['headers']), scope['http_version'])
+    error = self._refusal(scope, dict(scope['headers']), scope['http_version'])
     if error is not None:
       await error_response(error)(scope, receive, counting_send)
     else:
       await self._app(scope, receive, counting_send)
 
-  def _refusal(self, headers: dict[bytes, bytes], http_version: str) -> RequestError | None:
+  def _refusal(self, scope: Scope, headers: dict[bytes, bytes], http_version: str) -> RequestError | None:
     settings = self._service.settings
     if b'transfer-encoding' in headers and (b'content-length' in headers or http_version == '1.0'):
       # A proxy in front may see another end of this request, and so another next request (RFC 9112, 6.1).
@@ -57,7 +57,11 @@ class Guard:
       return RequestError(message, code='ambiguous_length')
     if settings.api_key is not None:
       given = presented_key(headers.get(b'authorization', b''))
-      if not hmac.compare_digest(given, settings.api_key.encode()):
+      clients = [each for each in settings.client_keys if hmac.compare_digest(given, each.key.encode())]
+      if clients and scope['path'].startswith('/admin/'):
+        return RequestError('this key does not open the routes of operators.', status=403, code='no_admin')
+      scope['client_key'] = clients[0] if clients else None  # for the routes
+      if not clients and not hmac.compare_digest(given, settings.api_key.encode()):
         return RequestError('the API key is missing or wrong.', status=401, code='invalid_api_key')
     elif is_loopback(settings.host) and not is_loopback(host_name(headers.get(b'host', b''))):
       # A page of another site can reach this server under a name that resolves to 127.0.0.1 (DNS rebinding).

@@ -38,7 +38,7 @@ from spmd_tasks.serving.multi_process.leader import lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.server import listen, run_server
-from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving.settings import ClientKey, ServerSettings
 from spmd_tasks.sigterm import leave_on_sigterm
 from spmd_tasks.tuning.text_scorer import TextScorer, text_reading
 
@@ -218,17 +218,21 @@ def server_settings(*, api_key_file: str | None, **flags: Any) -> ServerSettings
     UserError: a flag's value is out of range, or the key cannot be read.
   """
   given = {name: value for name, value in flags.items() if value is not None}
-  return ServerSettings(api_key=None if api_key_file is None else _read_api_key(api_key_file), **given)
+  return ServerSettings(**({} if api_key_file is None else _read_api_keys(api_key_file)), **given)
 
 
-def _read_api_key(path: str) -> str:
+def _read_api_keys(path: str) -> dict[str, Any]:
   try:
     text = Path(path).read_text(encoding='utf-8').strip()
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f'--api_key_file {path} cannot be read: {error}.') from error
-  if len(text.split()) != 1 or not text.isascii():
-    raise UserError(f'--api_key_file {path} must hold one key: ASCII characters without spaces, on one line.')
-  return text
+  first, *others = text.splitlines() or ['']
+  if len(first.split()) != 1 or not text.isascii():
+    raise UserError(f'--api_key_file {path} must begin with a key: ASCII characters without spaces, on one line.')
+  clients = tuple(ClientKey.from_line(line) for line in others if line.strip())
+  if len({*(each.key for each in clients), first}) <= len(clients):
+    raise UserError(f'--api_key_file {path} has a key twice: give each line its own.')
+  return {'api_key': first.strip(), 'client_keys': clients}
 
 
 @contextlib.contextmanager

@@ -146,6 +146,11 @@ class ScoreRequest:
   make: Callable[[np.ndarray, int], dict[str, Any]]
   stream: ClassVar[bool] = False
 
+  @property
+  def num_prompt_tokens(self) -> int:
+    """Of all texts."""
+    return sum(map(len, self.texts))
+
   def sequences(self, model: ServedModel, owner: Any) -> list[Any]:
     """The texts, for the engine."""
     return [ScoredText(ids, index=index, owner=owner) for index, ids in enumerate(self.texts)]
@@ -153,7 +158,7 @@ class ScoreRequest:
   def whole(self, sequences: Sequence[Any], deltas: Iterable[Delta]) -> dict[str, Any]:
     """The body of the answer, when all texts have their vectors."""
     vectors = np.stack([text.vector for text in sequences]).astype(np.float64)
-    return self.make(vectors, sum(map(len, self.texts)))
+    return self.make(vectors, self.num_prompt_tokens)
 
 
 _Read = Callable[[dict[str, Any], ServedModel, ServerSettings], ScoreRequest]

@@ -21,7 +21,7 @@ from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.metrics import ServerMetrics
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
 from spmd_tasks.serving.scoring import ScoreRequest
-from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving.settings import ClientKey, ServerSettings
 
 # (metric, attribute of the scheduler, text); a scheduler that lacks the attribute has no such metric.
 _OF_SCHEDULER = (
@@ -41,17 +41,49 @@ _OF_SCHEDULER = (
 )
 
 
+class ClientUsage:
+  """What a client with a key of its own uses: sequences now, and tokens, of which each minute forgets its limit."""
+
+  def __init__(self, key: ClientKey):
+    self._key = key
+    self._num_sequences = 0
+    self._tokens, self._counted_at = 0.0, time.monotonic()
+
+  def begin(self, num_sequences: int) -> None:
+    """Counts sequences. Raises a RequestError if they are too many, or the client has had its tokens."""
+    key, rate = self._key, (self._key.tokens_per_minute or 0) / 60
+    self.add_tokens(0)
+    if rate and self._tokens >= 60 * rate:
+      wait_s = int((self._tokens - 60 * rate) / rate) + 1
+      message = f'this key has had its {key.tokens_per_minute} tokens per minute: try again in {wait_s} s.'
+      raise RequestError(message, status=429, code='key_limit', retry_after_s=wait_s)
+    if key.max_sequences is not None and self._num_sequences + num_sequences > key.max_sequences:
+      message = f'this key may have {key.max_sequences} texts at once, and has {self._num_sequences}: try again later.'
+      raise RequestError(message, status=429, code='key_limit', retry_after_s=1)
+    self._num_sequences += num_sequences
+
+  def end(self, num_sequences: int) -> None:
+    self._num_sequences -= num_sequences
+
+  def add_tokens(self, number: int) -> None:
+    now = time.monotonic()
+    forgotten = (now - self._counted_at) * (self._key.tokens_per_minute or 0) / 60
+    self._tokens, self._counted_at = max(self._tokens - forgotten, 0.0) + number, now
+
+
 class Answer:
   """The sequences of one HTTP request, and their deltas for the request's handler.
 
   Attributes:
     sequences: in the order of the choices.
+    client: the name of the client's key; None where it has none of its own.
     begun: when the request was queued, in seconds of the monotonic clock.
     last_token: when the last text came, or None.
   """
 
-  def __init__(self, wanted: GenerationRequest | ScoreRequest, model: ServedModel):
+  def __init__(self, wanted: GenerationRequest | ScoreRequest, model: ServedModel, client: str | None = None):
     self.sequences: list[Any] = wanted.sequences(model, self)
+    self.client = client
     self.begun = time.monotonic()
     self.last_token: float | None = None
     self._deltas: list[Delta] = []
@@ -112,6 +144,7 @@ class Service:
     self._num_slots = num_slots
     self._num_compilations = num_compilations
     self._num_expected = 0
+    self._usages: dict[str, ClientUsage] = {}
 
   @property
   def is_ready(self) -> bool:
@@ -140,18 +173,21 @@ class Service:
     """Counts compilations from now on as late."""
     self._num_expected = self._num_compilations()
 
-  def begin(self, wanted: GenerationRequest | ScoreRequest) -> Answer:
-    """Queues the sequences of a request.
+  def begin(self, wanted: GenerationRequest | ScoreRequest, key: ClientKey | None = None) -> Answer:
+    """Queues the sequences of a request, by a client whose own key it has, if it has one.
 
     Raises:
       RequestError: the server cannot take the request now.
     """
     if not self.is_ready:
       raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
-    answer = Answer(wanted, self.model)
+    answer = Answer(wanted, self.model, None if key is None else key.name)
+    if key is not None:
+      self._usages.setdefault(key.name, ClientUsage(key)).begin(len(answer.sequences))
     try:
       self.thread.submit(answer.sequences)
     except QueueFullError:
+      self._end_usage(answer, 0)
       raise RequestError(
         f'{self.thread.num_queued} texts are waiting already: try again later.',
         status=429,
@@ -159,13 +195,26 @@ class Service:
         retry_after_s=1,
       ) from None
     except EngineEndedError:
+      self._end_usage(answer, 0)
       raise RequestError('the server is going down.', status=503, code='not_ready', retry_after_s=5) from None
+    self._end_usage(answer, wanted.num_prompt_tokens, is_over=False)
     return answer
+
+  def _end_usage(self, answer: Answer, num_tokens: int, *, is_over: bool = True) -> None:
+    """Counts tokens of a client, and the end of its sequences."""
+    if answer.client is None:
+      return
+    usage = self._usages[answer.client]
+    usage.add_tokens(num_tokens)
+    self.metrics.tokens_of_client.labels(answer.client).inc(num_tokens)
+    if is_over:
+      usage.end(len(answer.sequences))
 
   def end(self, answer: Answer) -> None:
     """Cancels what is unfinished of an answer, and records its time; called once when its handler is done."""
     if not answer.is_finished:
       self.thread.cancel(answer.sequences)
+    self._end_usage(answer, sum(sequence.num_tokens for sequence in answer.sequences))
     self.metrics.request_s.observe(time.monotonic() - answer.begun)
 
   def dispatch(self, deltas: list[Delta]) -> None:

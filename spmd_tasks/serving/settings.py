@@ -1,8 +1,46 @@
-"""ServerSettings: the server's address, and the limits on its clients."""
+"""ServerSettings: the server's address, and the limits on its clients; ClientKey: those on one of them."""
 
 import dataclasses
 
 from spmd_tasks.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClientKey:
+  """A key that opens all routes but those of /admin.
+
+  Fields:
+    key: the key; `name` stands for it in metrics.
+    max_sequences: how many of its sequences may wait and run at once; further ones are answered 429.
+    tokens_per_minute: of prompts and answers; a client that has had more is answered 429 until they are a minute's.
+  """
+
+  key: str
+  name: str
+  max_sequences: int | None = None
+  tokens_per_minute: int | None = None
+
+  def __post_init__(self):
+    for name in ('max_sequences', 'tokens_per_minute'):
+      if getattr(self, name) is not None and getattr(self, name) < 1:
+        raise UserError(f'client {self.name}: {name}={getattr(self, name)} must be at least 1.')
+
+  @classmethod
+  def from_line(cls, line: str) -> 'ClientKey':
+    """Reads `KEY NAME max_sequences=8 tokens_per_minute=20000`; limits may be left out."""
+    key, name, *limits = [*line.split(), ''][: max(2, len(line.split()))]
+    try:
+      values = {field: int(number) for field, number in (limit.split('=') for limit in limits)}
+      if not name or '=' in name:
+        raise ValueError
+      return cls(key=key, name=name, **values)
+    except (TypeError, ValueError) as error:
+      if isinstance(error, UserError):
+        raise
+      raise UserError(
+        'a line of a client in the file of keys must be KEY NAME, and then max_sequences=N and tokens_per_minute=N '
+        'where they have a limit.'
+      ) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,6 +50,7 @@ class ServerSettings:
   Fields:
     host, port: the address to listen on; port 0 takes any free port.
     api_key: the key that every request to any route must carry; None asks for no key.
+    client_keys: keys that open all routes but those of /admin, each with its own limits.
     max_queued: how many sequences of all requests together may wait for a slot; further ones are answered 429.
     max_body_bytes: size of a body; larger ones are answered 413.
     max_choices: how many texts one request may ask for: its prompts times n.
@@ -26,6 +65,7 @@ class ServerSettings:
   host: str = '127.0.0.1'
   port: int = 8000
   api_key: str | None = None
+  client_keys: tuple[ClientKey, ...] = ()
   max_queued: int = 64
   max_body_bytes: int = 2_000_000
   max_choices: int = 16

@@ -4,9 +4,13 @@ import base64
 import json
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from spmd_tasks.errors import UserError
+from spmd_tasks.serving import service
+from spmd_tasks.serving.mode import server_settings
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 from tests.serving.served import ASK, CHAT, COMPLETIONS, HELLO, events, metric, serving, wait_for
 
@@ -148,6 +152,51 @@ def test_the_key_is_wanted_on_every_route(path):
       assert response.json()['error']['type'] == 'authentication_error'
     for header in ('Bearer secret', f'Basic {right}'):
       assert client.get(path, headers={'authorization': header}).status_code != 401
+
+
+def test_clients_have_keys_of_their_own_with_limits(tmp_path, monkeypatch):
+  file = tmp_path / 'keys'
+  file.write_text('secret\nk-one one max_sequences=2\n\nk-two two tokens_per_minute=60\n')
+  settings, now = server_settings(api_key_file=str(file)), [1000.0]
+  monkeypatch.setattr(service, 'time', SimpleNamespace(monotonic=lambda: now[0]))
+  with (
+    serving(FakeEngine(max_len=512), api_key=settings.api_key, client_keys=settings.client_keys) as served,
+    served.client() as client,
+  ):
+
+    def ask(key, path=COMPLETIONS, **fields):
+      return client.post(path, json=HELLO | fields, headers={'authorization': f'Bearer {key}'})
+
+    assert ask('k-three').status_code == 401
+    assert ask('k-one', '/admin/publish').status_code == 403
+    assert ask('k-one', n=2).status_code == ask('secret', n=3).status_code == 200
+    refused = ask('k-one', n=3)
+    assert (refused.status_code, refused.json()['error']['code']) == (429, 'key_limit')
+    assert ask('k-one', n=2).status_code == 200  # what has ended counts no more
+    assert ask('k-two', max_tokens=100, ignore_eos=True).status_code == 200
+    refused = ask('k-two')
+    num_tokens = 100 + len(HELLO['prompt'][0])
+    assert (refused.status_code, refused.headers['retry-after']) == (429, str(num_tokens - 60 + 1))
+    now[0] += num_tokens - 60 + 1
+    assert ask('k-two').status_code == 200
+    metrics = client.get('/metrics', headers={'authorization': 'Bearer secret'}).text
+    assert f'spmd_tasks_client_tokens_total{{client="two"}} {num_tokens + 12}.0' in metrics
+
+
+@pytest.mark.parametrize(
+  'content, message',
+  [
+    ('two words\n', 'must begin with a key'),
+    ('secret\nk-one\n', 'must be KEY NAME'),
+    ('secret\nk-one one max_tokens=7\n', 'must be KEY NAME'),
+    ('secret\nk-one one max_sequences=0\n', 'max_sequences=0 must be at least 1'),
+    ('secret\nsecret one\n', 'has a key twice'),
+  ],
+)
+def test_files_of_keys_that_are_wrong(tmp_path, content, message):
+  (tmp_path / 'keys').write_text(content)
+  with pytest.raises(UserError, match=message):
+    server_settings(api_key_file=str(tmp_path / 'keys'))
 
 
 # --- under load, and at the end ---
