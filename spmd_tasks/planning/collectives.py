@@ -16,7 +16,8 @@ equivalent on a torus), for n devices in a group and x bytes of operand per devi
 Compilers write an asynchronous collective in four ways:
 
     all-gather-start, all-gather-done             a pair of instructions; in between runs other work
-    async-start, async-done                       the same around a computation that holds the collective
+    async-start, async-done                       the same around a computation that holds the collective, or that calls
+                                                  one which does (SparseCores)
     fusion ... fusion ... fusion (TPU)            the first holds the collective and `AsyncCollectiveStart`, the last
                                                   `AsyncCollectiveDone`; those in between compute and move data on;
                                                   all of them repeat the collective, with its chain_id and channel_id
@@ -126,7 +127,11 @@ def collectives(
 
 def unwrapped_computations(program: Program) -> Iterator[tuple[Computation, float]]:
   """Yields the computations that run, and how often, but for those that a start wraps, which count with it."""
-  wrapped = {called for each in program.module.home if each.opcode == WRAPPER for called in each.called}
+  waiting = [called for each in program.module.home if each.opcode == WRAPPER for called in each.called]
+  wrapped = set[Computation]()
+  while waiting:
+    wrapped.add(computation := waiting.pop())
+    waiting += [called for each in computation.instructions if each.opcode == 'call' for called in each.called]
   return ((computation, count) for computation, count in program.executions.items() if computation not in wrapped)
 
 
@@ -178,13 +183,14 @@ def _scheduled(computation: Computation) -> Iterator[_Scheduled]:
       yield _Scheduled(instruction, start, end)
 
 
-def _collectives_in(instruction: Instruction) -> list[Instruction]:
-  """Returns the collectives that an instruction is or holds."""
+def _collectives_in(instruction: Instruction, holders: Sequence[str] = ('fusion', WRAPPER)) -> list[Instruction]:
+  """Returns the collectives that an instruction is or holds; what it calls by a `call` inside counts too."""
   if is_collective(instruction):
     return [instruction]
-  if instruction.opcode not in ('fusion', WRAPPER):
+  if instruction.opcode not in holders:
     return []
-  return [inner for each in instruction.called[0].instructions for inner in _collectives_in(each)]
+  inside = instruction.called[0].instructions
+  return [inner for each in inside for inner in _collectives_in(each, ('fusion', WRAPPER, 'call'))]
 
 
 def _between_slices(instruction: Instruction) -> str:

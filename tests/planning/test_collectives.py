@@ -151,6 +151,16 @@ HloModule forms, is_scheduled=true, num_partitions=8
   ROOT %d = f32[64]{0} custom-call(%ag.2), custom_call_target="AsyncCollectiveDone"
 }
 
+%called (p.5: f32[8]) -> f32[64] {
+  %p.5 = f32[8]{0} parameter(0)
+  ROOT %ag.5 = f32[64]{0} all-gather(%p.5), channel_id=7, replica_groups={}, dimensions={0}
+}
+
+%calls (p.6: f32[8]) -> f32[64] {
+  %p.6 = f32[8]{0} parameter(0)
+  ROOT %call = f32[64]{0} call(%p.6), to_apply=%called
+}
+
 ENTRY %main (a: f32[64], b: f32[8]) -> f32[64] {
   %a = f32[64]{0} parameter(0)
   %b = f32[8]{0} parameter(1)
@@ -170,6 +180,9 @@ frontend_attributes={_xla_host_transfer_rendezvous="x_0",_xla_megascale_transfer
 frontend_attributes={_xla_host_transfer_rendezvous="x_0",_xla_megascale_transfer_type="ALL_REDUCE"}
   %more = f32[64]{0} negate(%a)
   %recv-done = (f32[64]{0}, token[]) recv-done(%recv), channel_id=5
+  %sparse-start = ((f32[8]{0}), f32[64]{0}) async-start(%b), calls=%calls
+  %last = f32[64]{0} negate(%a)
+  %sparse-done = f32[64]{0} async-done(%sparse-start), calls=%calls
   ROOT %alone = f32[64]{0} all-reduce(%a), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
 }
 """
@@ -184,10 +197,12 @@ def test_every_form_of_a_collective_counts_once():
     ('all_gather', ('data', 'mdl'), 7 * shard, 'dcn', True),
     ('collective_permute', ('data',), whole, 'dcn', False),
     ('all_reduce', ('data',), 2 * 1 / 2 * whole, 'dcn', True),
+    ('all_gather', ('data', 'mdl'), 7 * shard, 'dcn', True),
   ]
   assert [(each.start.name, each.end.name) for each in found if each.end][1:] == [
     ('begun', 'finished'),
     ('permute-start', 'permute-done'),
     ('send', 'recv-done'),
+    ('sparse-start', 'sparse-done'),
   ]
   assert {each.network for each in collectives(program_of(FORMS), mesh_of({'data': 2, 'mdl': 4}))} == {'ici'}
