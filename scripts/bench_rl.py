@@ -2,26 +2,26 @@
 """Learning from rewards against TRL's GRPOTrainer with transformers' generation, on one small Llama of random weights.
 
     uv venv /tmp/env-trl --python 3.11 && uv pip install --python /tmp/env-trl trl==1.16.0 torch transformers
-    .venv/bin/python scripts/bench_rl.py --trl /tmp/env-trl/bin/python [--quick]
+    .venv/bin/python scripts/bench_rl.py [--trl /tmp/env-trl/bin/python] [--quick]
 
 Both sides sample 8 completions of each of 8 prompts a step, reward them by a Python function and make one update, in
 float32 on all of this machine's CPUs, in processes that run in turn. Both have the same weights, prompts, temperature 1
 and 64 tokens at most, and texts end where the model says so; TRL pads them to the longest, and our `seq_len` is the
 longest prompt and 64 tokens. TRL's settings are its fastest here: no checkpointing of activations, no reference model,
-nothing logged; ours log every sixth step, with the mismatch. The last line is one JSON object:
+nothing logged, and no microbatches, which cost it 4%. Ours log every sixth step, with the mismatch, and differentiate
+4 rows at a time. A round ends, and no other begins, when its time is up, so that all takes less than 8 minutes. The
+last line is one JSON object:
 
-  samples_over_trl: completions per second, ours / TRL's, of steps that compile nothing; the median of the rounds.
+  samples_over_trl: completions per second, ours / TRL's, of steps that compile nothing; the median of the rounds; null
+    without --trl.
   rollout_over_decode: tokens per second of rollouts / of --mode decode_once on the same prompts with the same weights.
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
   samples_per_second: of each round, by side.
 
-This script has not run on an idle machine yet. On 2026-11-26, at a load of 20 to 30 on 2 cores, where wall time means
-nothing, `time.process_time` in both processes (the model of --quick, torch with one thread) gave seconds of CPU a step:
-ours 0.25 for sampling and 0.8 for the update; TRL's 1.0, of which a bit more than half samples. So samples_over_trl is
-about 1 (goal 3; 0.57 before rollouts were one program): sampling is twice as fast, but XLA computes the update more
-slowly on CPUs than torch does, with transposed copies for the gradients of weights. A rollout takes 0.6 of the time of
-`generate`, which --mode decode_once runs, for the same completions: rollout_over_decode 1.7 (goal 0.9). mismatch_max
-is 1e-6.
+On 2026-11-26, at a load of 20 on 2 cores, where wall time means little, a step of --quick took these seconds of CPU (by
+getrusage, torch with one thread): ours 0.22 for sampling and 0.35 for the update (0.61 without microbatches, and 0.79
+before gradients of kernels had a form that suits XLA's CPU compiler); TRL's 0.61 and 0.50. That is a ratio of 1.9; the
+goal is 3. A bare torch update of the same batch takes 0.36, and the products with weights alone 0.21, by XLA.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from statistics import median
 import subprocess
 import sys
 import tempfile
+import time
 
 from alternation import print_result
 from tokenizers import Tokenizer
@@ -42,14 +43,16 @@ ROOT = Path(__file__).parents[1]
 SIZES = {'hidden_size': 256, 'intermediate_size': 768, 'num_hidden_layers': 4}
 QUICK_SIZES = {'hidden_size': 128, 'intermediate_size': 384, 'num_hidden_layers': 2}
 VOCAB, NUM_PROMPTS, GROUP = 1000, 8, 8
+LIMIT_S, TRL_LIMIT_S = 420, 75  # of everything, and of TRL's steps in a round
 _THEIRS = """
 import json, sys, time
-folder, prompts, num_steps, num_first, num_tokens = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+folder, prompts, num_steps, num_tokens, limit_s = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 import datasets, transformers, trl
-times = []
+times, begun = [], time.time()
 class Note(transformers.TrainerCallback):
   def on_step_end(self, args, state, control, **_):
     times.append(time.time())
+    control.should_training_stop = len(times) > 1 and times[-1] - begun > limit_s
 def reward(completions, **_):
   return [each.count('e') / max(len(each), 1) for each in completions]
 args = trl.GRPOConfig(
@@ -61,7 +64,7 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype='float32
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 trl.GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer,
                 callbacks=[Note()]).train()
-print(json.dumps(64 * (num_steps - num_first) / (times[-1] - times[num_first - 1])))
+print(json.dumps(64 * (len(times) - 1) / (times[-1] - times[0])))
 """
 _MODEL = """
 import json, sys, torch, transformers
@@ -89,14 +92,14 @@ def run(*command: str) -> str:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--trl', required=True, help='the Python of an environment with TRL')
+  parser.add_argument('--trl', help='the Python of an environment with TRL; without it ours is measured alone')
   parser.add_argument('--quick', action='store_true', help='a smaller model, one round')
   given = parser.parse_args()
   sizes = {**(QUICK_SIZES if given.quick else SIZES), 'vocab_size': VOCAB, 'max_position_embeddings': 256}
-  num_tokens, num_first, num_steps = 64, 6, 12
+  num_tokens, num_first, num_steps, started = 64, 6, 12, time.monotonic()
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name) / 'model'
-    run(given.trl, '-c', _MODEL, str(folder), json.dumps(sizes))
+    run(sys.executable, '-c', _MODEL, str(folder), json.dumps(sizes))
     texts = [
       line for path in sorted(ROOT.glob('docs/*.md')) for line in path.read_text().splitlines() if len(line) > 60
     ]
@@ -111,10 +114,12 @@ def main() -> None:
     samples: dict[str, list[float]] = {'ours': [], 'theirs': []}
     rollouts, mismatches = [], []
     for i in range(1 if given.quick else 3):  # the first step of each process compiles, and is not counted
+      round_started = time.monotonic()
       job = Path(name) / f'job{i}'
       settings = {'model': folder, 'data': prompts, 'reward': 'bench_rl:share_of_e'}
       settings |= {'seq_len': longest + num_tokens}
       settings |= {'max_tokens': num_tokens, 'batch_size': NUM_PROMPTS * GROUP, 'group_size': GROUP}
+      settings |= {'task.learner.num_microbatches': NUM_PROMPTS * GROUP // 4}
       settings |= {'log_every_steps': num_first, 'tensorboard': False}
       flags = [part for name, value in settings.items() for part in ('--set', f'{name}={value}')]
       run(
@@ -127,10 +132,14 @@ def main() -> None:
       samples['ours'].append(NUM_PROMPTS * GROUP * (num_steps - num_first) / seconds)
       rollouts += [line['rollout_tokens_per_second'] for line in lines if line['step'] >= num_first]
       mismatches += [line['sampler_mismatch_max'] for line in lines if 'sampler_mismatch_max' in line]
-      counts = (num_steps, num_first, num_tokens)
-      theirs = run(given.trl, '-c', _THEIRS, str(folder), str(prompts), *map(str, counts))
-      samples['theirs'].append(json.loads(theirs.splitlines()[-1]))
-      print(f'round {i + 1}: { ({side: round(each[-1], 2) for side, each in samples.items()}) }', flush=True)
+      if given.trl:
+        counts = (num_steps, num_tokens, TRL_LIMIT_S)
+        theirs = run(given.trl, '-c', _THEIRS, str(folder), str(prompts), *map(str, counts))
+        samples['theirs'].append(json.loads(theirs.splitlines()[-1]))
+      print(f'round {i + 1}: { ({side: round(each[-1], 2) for side, each in samples.items() if each}) }', flush=True)
+      now = time.monotonic()
+      if now - started + 1.5 * (now - round_started) > LIMIT_S:  # decoding takes half a round at most
+        break
 
     wanted = Path(name) / 'wanted.jsonl'
     draws = {'n': GROUP, 'max_tokens': num_tokens, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
@@ -143,7 +152,7 @@ def main() -> None:
     (metrics,) = (job / 'decode').rglob('metrics.jsonl')
     decode = json.loads(metrics.read_text().splitlines()[-1])['tokens_per_second']
   print_result(
-    samples_over_trl=median(a / b for a, b in zip(samples['ours'], samples['theirs'], strict=True)),
+    samples_over_trl=median(a / b for a, b in zip(*samples.values(), strict=True)) if given.trl else None,
     rollout_over_decode=median(rollouts) / decode,
     mismatch_max=max(mismatches),
     samples_per_second=samples,

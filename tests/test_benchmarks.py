@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / 'scripts'))
 
 import render_benchmarks  # noqa: E402
 
-SCRIPTS = sorted({path.name for path in (ROOT / 'scripts').glob('bench_*.py')} - {'bench_rl.py'})  # which needs TRL
+SCRIPTS = sorted({path.name for path in (ROOT / 'scripts').glob('bench_*.py')} - {'bench_rl.py'})  # which takes minutes
 
 
 def run_quickly(script):
