@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, V vocab, D model.
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of
 from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, soft_cap
-from spmd_tasks.layers.gathered_weights import multiply, multiply_gathered
+from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.layers.label_scores import LabelScores, predicted_label_scores
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
@@ -135,11 +136,12 @@ class TokenEmbedding(nn.Module, kw_only=True):
   def _logits(self, x: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
     """Returns (weights, function of them and of a part of x that computes its logits)."""
     weights = (self.table if self.tied else self.softmax_kernel, self.bias if self.logits_bias else None)
+    equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
     split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
     if self.logits_split_dims is not None and x.size >= weights[0].size:  # see Linear
       token_split_dims = self.logits_split_dims[:2]
-    of_tokens = lambda x, kernel: multiply(x, kernel.T if self.tied else kernel, dtype=jnp.float32)
-    product = lambda x, kernel: by_row(of_tokens, x, num_dims=2, shared=(kernel,))
+    multiply = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    product = lambda x, kernel: by_row(multiply, x, num_dims=2, shared=(kernel,))
 
     def logits_of(weights: Any, x: jax.Array) -> jax.Array:
       kernel, bias = weights

@@ -10,10 +10,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter
 from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, by_row, current_layer_scope, declare_weight
-from spmd_tasks.layers.gathered_weights import multiply, multiply_gathered
+from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
 
@@ -52,8 +53,8 @@ class Linear(nn.Module, kw_only=True):
     num_inputs, split_dims, num_token_dims = self.num_input_dims, self.split_dims, x.ndim - self.num_input_dims
     shape = x.shape[num_token_dims:] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
-    of_tokens = functools.partial(multiply, num_dims=num_inputs)
-    product = lambda x, kernel: by_row(of_tokens, x, num_dims=num_token_dims, shared=(kernel,))
+    multiply = functools.partial(jnp.tensordot, axes=num_inputs)
+    product = lambda x, kernel: by_row(multiply, x, num_dims=num_token_dims, shared=(kernel,))
     kernels: Any = self.get_variable(LAYER_KERNELS, 'kernel')
     if kernels is not None:
       branches = [lambda x, kernel=kernel: product(x, kernel.astype(self.dtype)) for kernel in kernels]
