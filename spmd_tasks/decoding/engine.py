@@ -28,10 +28,11 @@ class _OnDevice:
   def __init__(self, outputs: Outputs):
     self._outputs = outputs
     for leaf in jax.tree.leaves(outputs):
-      leaf.copy_to_host_async()
+      if leaf.size:
+        leaf.copy_to_host_async()
 
   def read(self) -> Outputs:
-    return jax.device_get(self._outputs)
+    return jax.tree.map(lambda leaf: np.asarray(leaf) if leaf.size else np.zeros(leaf.shape, leaf.dtype), self._outputs)
 
 
 class ModelEngine:

@@ -109,20 +109,37 @@ def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
   return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays, active: jax.Array) -> jax.Array:
+def sample(
+  logits: jax.Array,
+  keys: jax.Array,
+  sampling: SamplingArrays,
+  active: jax.Array,
+  seen: jax.Array | None = None,
+  counts: jax.Array | None = None,
+) -> jax.Array:
   """One token per row, int32 [N].
 
   What few requests need is computed only if a row needs it: sorting the vocabulary costs more than everything else
   here. Rows that need less have the same bits either way. There is one branch, as a GPU's host may wait at each.
 
   Args:
-    logits: [N, V], after `adjust`.
+    logits: [N, V].
     keys: uint32 [N, 2], threefry key data, one per row and position.
     sampling: the rows' parameters.
     active: bool [N], the rows whose tokens matter; others cost nothing.
+    seen, counts: see `adjust`; None where no row has penalties.
   """
   is_greedy = ~active | (sampling.temperature <= 0)
   is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+
+  has_penalties = jnp.bool_(False)
+  if seen is not None and counts is not None:
+    penalties = sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty - 1
+    has_penalties = jnp.any(active[:, None] & (jnp.stack(penalties, axis=-1) != 0))
+
+  def adjusted(logits):
+    logits = logits.astype(jnp.float32)
+    return logits if seen is None or counts is None else adjust(logits, seen, counts, sampling)
 
   def draw(logits, scaled):
     noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, logits.shape[-1])
@@ -134,10 +151,17 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays, active:
   def cut(logits):
     return draw(logits, keep_likeliest(scale(logits), sampling))
 
-  kinds = (lambda x: x, lambda x: draw(x, scale(x)), cut, lambda x: cut(add_biases(x, sampling)))
-  kind = jnp.where(jnp.any(is_cut), 2, jnp.where(jnp.all(is_greedy), 0, 1))
-  kind = jnp.where(jnp.any(active[:, None] & (sampling.bias_ids >= 0)), 3, kind)
-  return _likeliest(jax.lax.switch(kind, kinds, logits))
+  kinds = (
+    _likeliest,
+    lambda x: _likeliest(adjusted(x)),
+    lambda x: _likeliest(draw(adjusted(x), scale(adjusted(x)))),
+    lambda x: _likeliest(cut(adjusted(x))),
+    lambda x: _likeliest(cut(add_biases(adjusted(x), sampling))),
+  )
+  kind = jnp.where(jnp.all(is_greedy), jnp.where(has_penalties, 1, 0), 2)
+  kind = jnp.where(jnp.any(is_cut), 3, kind)
+  kind = jnp.where(jnp.any(active[:, None] & (sampling.bias_ids >= 0)), 4, kind)
+  return jax.lax.switch(kind, kinds, logits)
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:

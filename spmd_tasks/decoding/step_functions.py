@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.requests import PrefillBatch
-from spmd_tasks.decoding.sampling import SamplingArrays, adjust, mask_logits, position_keys, request_keys, sample
+from spmd_tasks.decoding.sampling import SamplingArrays, mask_logits, position_keys, request_keys, sample
 from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.label_scores import predicted_label_scores
@@ -295,10 +295,8 @@ def emit(
   """Samples the token that follows each row's position."""
   positions = state.positions + 1
   allowed = logits if masks is None else mask_logits(logits, masks)
-  adjusted = allowed.astype(jnp.float32)
-  if state.seen is not None and state.counts is not None:
-    adjusted = adjust(allowed, state.seen, state.counts, state.sampling)
-  tokens = sample(adjusted, position_keys(state.keys, positions), state.sampling, state.active)
+  keys = position_keys(state.keys, positions)
+  tokens = sample(allowed, keys, state.sampling, state.active, state.seen, state.counts)
   # Of few tokens, from what all add to: log_softmax would write, and read, the whole vocabulary's.
   highest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
   log_total = jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - highest), axis=-1, keepdims=True))
