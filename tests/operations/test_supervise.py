@@ -162,6 +162,14 @@ def test_a_process_goes_on_if_the_others_are_silent_for_a_moment(tmp_path, monke
   assert code_of_a_round(tmp_path, Neighbour(tmp_path, silent), monkeypatch, 1.6) == code
 
 
+@pytest.mark.parametrize('code, own', [(-signal.SIGKILL, -signal.SIGKILL), (exit_codes.FAILED, 0)])
+def test_one_that_was_killed_is_not_waited_for_and_one_that_failed_is(tmp_path, monkeypatch, code, own):
+  neighbours = Neighbour(tmp_path)
+  ended = Status(id='b', host='b', order=(1, 'b'), round=1, phase='ended', code=code)
+  monkeypatch.setattr(neighbours, 'alive', lambda: {neighbours.own.id: neighbours.own, 'b': ended})
+  assert code_of_a_round(tmp_path, neighbours, monkeypatch, 2) == own
+
+
 def test_a_process_ends_when_others_have_agreed_on_a_round_without_it(tmp_path, monkeypatch):
   rounds.propose_round(tmp_path, 2, ['b'], 'a:1')
   assert code_of_a_round(tmp_path, Neighbour(tmp_path), monkeypatch, 30) == -signal.SIGKILL
@@ -255,9 +263,12 @@ def test_a_job_goes_on_without_the_host_of_process_0_and_with_a_new_one(tmp_path
     for _ in range(3):
       hosts.start()
     hosts.wait_for_lines(7, 200)
+    hosts.wait_until(lambda: len(hosts.processes(1)) == 2, 60)
+    (standby,) = {*hosts.processes(1)} - {hosts.training_process(1)}
     hosts.kill(0)
     hosts.wait_for_lines(hosts.num_lines() + 2, 60)
     assert 'mesh replica 1 x data 2 x mdl 1' in hosts.log(1)
+    assert hosts.training_process(1) == standby
     hosts.start()
     hosts.wait_until(lambda: 'round 3: process 2 of 3' in hosts.log(3), 100)
     hosts.wait_for_lines(hosts.num_lines() + 2, 100)
