@@ -44,8 +44,8 @@ def _compare_log_probs(bench: Bench, setting: Setting) -> Verdict:
     samples = [runner.place(moved(state, units * epsilon, rng)).variables for _ in range(3)]
     return max(distance(trained, sampler.log_probs(sample, rollout)) for sample in samples)
 
-  is_exact = runner.job.train_input.exact
-  allowed = 0.0 if is_exact else SPREADS * spread(1.0) + ROUNDINGS * epsilon * largest(trained)
+  settings: Any = runner.job.train_input
+  allowed = 0.0 if settings.exact else SPREADS * spread(1.0) + ROUNDINGS * epsilon * largest(trained)
   sizes = np.nan_to_num(np.abs(trained - sampled), nan=np.inf)
   row, column = np.unravel_index(np.argmax(sizes), sizes.shape)
   place = column - int(np.argmax(rollout.is_sampled[row])) + 1
@@ -54,6 +54,6 @@ def _compare_log_probs(bench: Bench, setting: Setting) -> Verdict:
   found = Difference(step=bench.num_steps - 1, leaf=leaf, difference=float(sizes.max()), allowed=allowed)
   if found.difference <= allowed:
     return held(found, 1)
-  if not is_exact and spread(FURTHER) > found.difference / 4:
+  if not settings.exact and spread(FURTHER) > found.difference / 4:
     raise UserError('rounding alone makes the forward pass jump, as at a tie between experts.')
   return broken(bench, 'sampler', setting, found)
