@@ -201,7 +201,7 @@ def measure_schedules(ours, quick):
   usual = float(np.median(gaps(10)))
   (long,) = ours.prompts([1000 if quick else 4000], seed=2)
   scheduler.submit([GeneratedSequence(Request(ids=long[:600], max_tokens=1), no_text)])  # compiles
-  gaps(8)
+  gaps(12)
   scheduler.submit([GeneratedSequence(Request(ids=long, max_tokens=1), no_text)])
   num_chunks = -(-len(long) // engine.prefill_chunk)
   return {'prefix_prefill_share': share, 'delay_steps': float(np.max(gaps(num_chunks + 2))) / usual - 1}
