@@ -316,11 +316,12 @@ def measure_draft_model(target, draft):
         done = texts[name].values()
         accepted, drafted = (sum(getattr(each, f'num_{n}') for each in done) for n in ('accepted', 'drafted'))
         programs = {'plain': functools.partial(run, kinds['plain']), name: functools.partial(run, kinds[name])}
-        result[f'{name}_{temperature:g}_{num}'] = {
+        result[key := f'{name}_{temperature:g}_{num}'] = {
           'right': accepted / max(drafted, 1),
           'tokens_a_step': 8 * (TEXT - 1) / (8 * (TEXT - 1) - accepted),
           'plain_over': compare(programs, 3)[0],
         }
+        print(key, result[key], flush=True)
   return result
 
 

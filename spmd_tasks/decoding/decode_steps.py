@@ -26,7 +26,7 @@ import numpy as np
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
-from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps
+from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps, own_batch
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.free_memory import free_bytes, local_bytes
 from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
@@ -312,7 +312,7 @@ class DecodeSteps:
       where = divmod(slot if is_whole else row, tables.shape[1])
       tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
     if not any((drafts or {}).values()):
-      if drafts and self.draft is not None:  # it does not guess, but is to know the tokens
+      if masks and drafts and self.draft is not None:  # it does not guess, but is to know the tokens
         self.draft.guess(state, keep, slots, tables, None, 0)
       return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
     assert drafts is not None
@@ -393,9 +393,15 @@ class DecodeSteps:
         self._step(num_rows, masked=masked)
       for size in self.draft_sizes(num_rows) if self.num_drafts else ():
         self._step(num_rows, draft_rows=size)
+        if self.draft is not None:
+          self.draft.compile(self.abstract_state, num_rows, size, self.num_drafts)
+      if self.draft is not None and constrain:
+        self.draft.compile(self.abstract_state, num_rows, 1, 0)
     for score in (False, True) if score_prompts else (False,):
       for chunks in self.any_chunks(score):
-        self._prefill(self.make_batch(chunks, score_prompts=score, masks={} if constrain else None))
+        self._prefill(batch := self.make_batch(chunks, score_prompts=score, masks={} if constrain else None))
+        if self.draft is not None:
+          self.draft.steps._prefill(own_batch(batch))
 
   def lower_prefill(self) -> Any:
     """Returns the lowered prefill of the longest chunk that a prompt begins with, for inspection and planning."""

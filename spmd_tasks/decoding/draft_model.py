@@ -87,7 +87,7 @@ class DraftSteps:
 
   def prefill(self, batch: PrefillBatch) -> None:
     """Reads the chunks that the larger model reads."""
-    self._state, _ = self.steps.prefill(self._variables, self._state, batch.replace(targets=None, masks=None))
+    self._state, _ = self.steps.prefill(self._variables, self._state, own_batch(batch))
 
   def guess(
     self, state: DecodeState, keep: np.ndarray, slots: np.ndarray, tables: np.ndarray, rows: DraftRows | None, num: int
@@ -112,9 +112,19 @@ class DraftSteps:
     places = np.minimum(slots[owners], num_slots - 1) if whole else owners
     of_rows = np.arange(num_slots, dtype=np.int32) if whole else slots
     given = (state.replace(cache=None), keep, of_rows, tables, columns, places.astype(np.int32))
-    compiled = self.steps._compile_stateful(('guess', len(slots), num, len(columns)), self._guess(num), *given)
-    self._state, tokens = compiled(self._variables, self._state, *given)
+    self._state, tokens = self._program(given, num)(self._variables, self._state, *given)
     return None if rows is None else tokens
+
+  def compile(self, state: DecodeState, num_slots: int, num_rows: int, num: int) -> None:
+    """Compiles a guess for so many slots and rows; `state` has the shapes of the larger model's."""
+    steps = self.steps
+    tables = np.zeros((steps.num_parts, -(-num_slots // steps.num_parts), steps.table_len), np.int32)
+    slots, columns = np.zeros(num_slots, np.int32), np.zeros(num_rows, np.int32)
+    keep = np.zeros(steps.settings.num_slots, np.bool_)
+    self._program((state.replace(cache=None), keep, slots, tables, columns, columns), num)
+
+  def _program(self, given: tuple[Any, ...], num: int) -> Any:
+    return self.steps._compile_stateful(('guess', len(given[2]), num, len(given[4])), self._guess(num), *given)
 
   def _guess(self, num: int) -> Callable[..., Any]:
     steps = self.steps
@@ -137,6 +147,11 @@ class DraftSteps:
       return padding.pad(own.replace(cache=rows.cache), steps.padded_state), drafts
 
     return guess
+
+
+def own_batch(batch: PrefillBatch) -> PrefillBatch:
+  """What a draft model reads of a prefill."""
+  return batch.replace(targets=None, masks=None)
 
 
 def _with_vocabulary(forward: Forward, size: int) -> Forward:
