@@ -32,7 +32,7 @@ from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
 from spmd_tasks.tuning.reward_models import frozen_model
-from spmd_tasks.tuning.reward_tuning import RewardTuning
+from spmd_tasks.tuning.reward_tuning import Method, RewardTuning
 from spmd_tasks.tuning.rollouts import MakeRollouts, PromptIterator, Rollout, RolloutInput
 
 _LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
@@ -321,9 +321,14 @@ class SampledDistillation(RewardTuning):
     return fdl.Config(DistillationLoss, beta=self.beta, temperature=self.temperature)
 
   def check_data(self) -> None:
-    """Raises a UserError without prompts or a teacher."""
+    """Raises a UserError without prompts or a teacher, or with settings of losses from rewards."""
     if not self.data or not self.teacher:
       raise UserError(f'{type(self).__name__} needs prompts and a teacher: --set data=FILE --set teacher=FOLDER.')
+    of_rewards = ('method', *Method.__dataclass_fields__, 'gamma', 'lam', 'value_weight', 'value_clip', 'kl_weight')
+    of_rewards += ('reference', 'sampler_cap')
+    given = [name for name in of_rewards if getattr(self, name) != getattr(SampledDistillation, name)]
+    if given:
+      raise UserError(f'{type(self).__name__} learns from a teacher alone, not by {", ".join(given)}: leave out these.')
 
   def train_input(self) -> fdl.Config:
     made = super().train_input()

@@ -28,6 +28,7 @@ from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import Renderer
 from spmd_tasks.tuning.preferences import PreferenceEncoder
 from spmd_tasks.tuning.reward_functions import Call
+from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.tuning.text_scorer import pooled, text_batch
 
 
@@ -36,6 +37,8 @@ def frozen_model(run: TrainRun, folder: Folder, spec: Mapping[str, Any]) -> Part
   parts: dict[str, Any] = {'model': folder.build_model(), 'loss': LanguageModelLoss(), 'eval_with_ema': False}
   if folder.dtype == 'bfloat16':  # then kernels are held in it; nothing is trained, but a pattern must name something
     parts |= {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
+  if isinstance(run.job.task, RolloutTask):  # of the model that is trained
+    parts |= {'batch_invariant': False, 'records_routing': False}
   return partition_spmd_model(
     dataclasses.replace(run.job.task, **{'trained': None, 'frozen_dtype': None, **parts}),
     run.model.mesh,

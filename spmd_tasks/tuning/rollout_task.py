@@ -39,7 +39,7 @@ class RolloutTask(Task):
       return super().predict(*args, **settings)
 
   def constants(self, variables: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    if 'expert_ids' not in batch:
+    if not self.records_routing or 'expert_ids' not in batch:
       return {}
     routers = {path: leaf for path, leaf in traverse_util.flatten_dict(variables['params']).items() if 'router' in path}
     stacked = {path[:-1]: leaf.shape[:-2] for path, leaf in sorted(routers.items()) if path[-1] == 'kernel'}

@@ -17,7 +17,7 @@ from spmd_tasks.tuning.distillation import AskTeacher
 from tests import binary
 from tests.model_folders import write_llama
 
-OVERRIDES = ('seq_len=24', 'batch_size=6', 'temperature=2.0', 'too_long=truncate')
+OVERRIDES = ('seq_len=24', 'batch_size=6', 'temperature=2.0')
 
 
 @pytest.fixture(scope='module')
@@ -33,10 +33,11 @@ def folders(tmp_path_factory):
   return student, teacher
 
 
-def job_of(folders, *overrides):
+def job_of(folders, *overrides, name='finetune.FullDistill'):
   student, teacher = folders
   given = [f'model={student}', f'teacher={teacher}', f'data={student / "talks.jsonl"}', *OVERRIDES, *overrides]
-  return resolve('finetune.FullDistill', given).build()
+  given += ['max_tokens=8'] if name == 'tune.Distill' else ['too_long=truncate']
+  return resolve(name, given).build()
 
 
 def asked(job, mesh_shape):
@@ -64,16 +65,18 @@ def test_the_answers_are_those_of_the_teacher_on_any_mesh(folders):
 
 
 @pytest.mark.parametrize(
-  'overrides, message',
+  'name, overrides, message',
   [
-    (('teacher=""',), 'FullDistill needs a teacher: --set teacher=FOLDER'),
-    (('teacher_top_k=440',), 'teacher_top_k = 440 must be below the vocabulary of 440'),
-    (('beta=1.5',), 'beta=1.5 and label_weight=0.0 must be from 0 to 1'),
+    ('finetune.FullDistill', ('teacher=""',), 'FullDistill needs a teacher: --set teacher=FOLDER'),
+    ('finetune.FullDistill', ('teacher_top_k=440',), 'teacher_top_k = 440 must be below the vocabulary of 440'),
+    ('finetune.FullDistill', ('beta=1.5',), 'beta=1.5 and label_weight=0.0 must be from 0 to 1'),
+    ('tune.Distill', ('method=dapo', 'kl_weight=0.1'), 'learns from a teacher alone, not by method, kl_weight'),
+    ('tune.Distill', ('clip_low=0.3', 'sampler_cap=2.0'), 'not by clip_low, sampler_cap: leave out these'),
   ],
 )
-def test_what_cannot_be_taught_is_one_sentence(folders, overrides, message):
+def test_what_cannot_be_taught_is_one_sentence(folders, name, overrides, message):
   with pytest.raises(UserError, match=message):
-    job_of(folders, *overrides)
+    job_of(folders, *overrides, name=name)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
