@@ -3,7 +3,7 @@
     spmd-tasks --exp tune.Grpo --set model=models/llama --set data=prompts.jsonl --set reward=my_lab.rewards:score \
       --mode train --job_log_dir runs/grpo
 
-Another method: --set method=dr_grpo (dapo, gspo, rloo, reinforce++).
+Another method: --set method=dr_grpo (dapo, gspo, rloo, ppo, reinforce++).
 """
 
 from spmd_tasks import register

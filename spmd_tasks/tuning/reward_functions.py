@@ -148,7 +148,7 @@ class RewardWorkers:
   def stop(self) -> None:
     """Ends the processes, and soon any call of another thread, whose results are lost."""
     self._is_stopped = True
-    for process in self._workers.values():
+    for process in list(self._workers.values()):  # another thread may replace one
       process.kill()
 
   def rewards(self, calls: Sequence[Call]) -> np.ndarray:
@@ -205,6 +205,8 @@ class RewardWorkers:
     process.start()
     theirs.close()
     self._workers[ours] = process
+    if self._is_stopped:  # meanwhile
+      process.kill()
     if not ours.poll(_START_LIMIT_S):
       raise UserError(f'a process for the rewards {self._names} did not start within {_START_LIMIT_S:g} s.')
     try:

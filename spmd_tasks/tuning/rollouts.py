@@ -388,9 +388,9 @@ class MakeRollouts(TrainHook):
       num_top_logprobs=0,
       num_beams=1,
       weights_dtype=None,
-      num_drafts=0 if self._input.exact else given.num_drafts,
-      cache_dtype=None if self._input.exact else given.cache_dtype,
     )
+    if self._input.exact:
+      settings = dataclasses.replace(settings, num_drafts=0, draft_model=None, cache_dtype=None)
     self._steps = DecodeSteps(run.model, settings, temperature=self._input.temperature)
     self._tokenizer = PromptTokenizer.for_steps(self._steps, self._input.tokenizer, run.experiment.seed)
     self._eval_records = self._input.eval_source.open() if self._input.eval_source else None
@@ -563,11 +563,11 @@ class MakeRollouts(TrainHook):
       'completion_tokens': float(np.mean(tokens)),
       'truncated': float(np.mean([each.is_cut for each in completions])),
       'prompts_drawn': float(drawn.num_drawn),
-      'rollout_seconds': drawn.seconds,
       'reward_seconds': reward_seconds,
       'score_seconds': now - scored_at,
-      'rollout_tokens_per_second': sum(tokens) / max(drawn.seconds, 1e-9),
     }
+    if drawn.seconds:  # else a checkpoint had the completions
+      metrics |= {'rollout_seconds': drawn.seconds, 'rollout_tokens_per_second': sum(tokens) / drawn.seconds}
     if settings.reward_kl_weight:
       difference = np.where(rollout.is_sampled, rollout.old_log_probs - rollout.reference_log_probs, 0.0)
       metrics['kl'] = float(difference.sum() / max(rollout.is_sampled.sum(), 1))

@@ -36,6 +36,9 @@ def test_functions_are_called_for_all_completions_and_a_bad_one_costs_its_own_re
     assert workers.num_failed == 5
     assert time.monotonic() - started < 30  # not the 60 s of the one that hangs
     np.testing.assert_array_equal(workers.rewards(calls[:1]), [[2.5, 1]])  # those that were replaced work
+    workers.stop()
+    with pytest.raises(UserError, match='ended while it imported'):  # one that starts meanwhile ends as well
+      workers._start()
 
 
 @pytest.mark.parametrize(
