@@ -12,12 +12,14 @@ are replicated. Nothing is compiled after `compile()`, whatever the requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 from typing import Any
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -42,7 +44,7 @@ from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
 from spmd_tasks.sharding.specs import current_platform, num_parts, sharding_scope, spec_axes
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import is_quantized, unbox_weights, weight_specs
 
 _BLOCK_TOKENS = 16  # positions of a block, where the chunks of prompts are multiples of it
 _PREFILL_ROWS = 8  # of a prefill at most, where the settings do not say
@@ -126,11 +128,14 @@ class DecodeSteps:
     self.kept_state: DecodeState | None = None
 
     self._prefills: dict[int, Any] = {}  # by the number of rows: the shapes that a prefill returns
-    self._layer_kernels: set[tuple[str, ...]] = set()
-    abstract_cache, specs, self.vocab_size = self._abstract_cache(num_slots := self.settings.num_slots)
+    found: set[tuple[str, ...]] = set()
     with self._scope():
-      if current_platform() != 'cpu' or model.mesh.size > 1:
-        self._layer_kernels = set()
+      finds = current_platform() == 'cpu' and model.mesh.size == 1
+    with find_kernels(found) if finds else contextlib.nullcontext():
+      abstract_cache, specs, self.vocab_size = self._abstract_cache(num_slots := self.settings.num_slots)
+    # What was traced are the model's kernels, of which some are stored quantized.
+    stored = traverse_util.flatten_dict(self.storage.padded.get('params', {}))
+    self._layer_kernels = {path for path in found if not is_quantized(stored[path])}
     self._variables = self.arrange(self.storage.padded)
     slot_axes = [spec_axes(spec, leaf.ndim)[-4] for spec, leaf in zip(*map(jax.tree.leaves, (specs, abstract_cache)))]
     self.num_parts = max(num_parts(axes, model.mesh.shape) for axes in slot_axes)
@@ -569,8 +574,7 @@ class DecodeSteps:
 
     with self._scope() as scope, self._layer_scope():
       if num_rows not in self._prefills:
-        with find_kernels(self._layer_kernels):
-          self._prefills[num_rows] = jax.eval_shape(prefill, model.abstract_state.variables, batch)
+        self._prefills[num_rows] = jax.eval_shape(prefill, model.abstract_state.variables, batch)
       logits, boxed = self._prefills[num_rows]
     cache = jax.tree_util.tree_map_with_path(as_pool, unbox_weights(boxed))
     specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)

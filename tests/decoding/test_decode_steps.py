@@ -186,6 +186,15 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   assert [(done[index].ids, done[index].logprobs) for index in range(4)] == [(e.ids, e.logprobs) for e in expected]
 
 
+def test_quantized_kernels_stay_in_their_stacks(monkeypatch):
+  run = make_run('one device')
+  monkeypatch.setattr(layer_kernels, '_LEAST', 1)
+  steps = DecodeSteps(run.model, dataclasses.replace(SETTINGS, weights_dtype='int8'))
+  stored = steps.storage.store(run.variables, free=False)
+  assert steps.arrange(stored) is stored
+  assert steps.lower_step().as_text().count('stablehlo.case') == 1  # of sampling alone
+
+
 def test_a_sample_is_of_weights_prompt_and_seed():
   sampling = SamplingParams(temperature=1.5, top_p=0.95)
   requests = make_requests(seed=5) + make_requests(seed=5)[:1] + make_requests(seed=6)[:1]
@@ -201,8 +210,9 @@ def test_a_sample_is_of_weights_prompt_and_seed():
 
 
 @pytest.mark.parametrize('name', ['data 2 x mdl 4', 'windows', 'data 2 x expert 4'])
-def test_samples_by_one_program_are_those_of_the_engine(name):
+def test_samples_by_one_program_are_those_of_the_engine(name, monkeypatch):
   run = make_run(name)
+  monkeypatch.setattr(layer_kernels, '_LEAST', 1)  # on meshes no size of kernels leaves its stack, also for other rows
   sampling = SamplingParams(temperature=1.5, top_p=0.95)
   requests = [dataclasses.replace(each, sampling=sampling) for each in make_requests(seed=5)[:3]]
   assert not can_sample(run.steps, requests, 2)  # there are 3 slots
