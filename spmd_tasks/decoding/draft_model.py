@@ -13,6 +13,7 @@ Shapes: N slots, n rows of slots, R rows of a step that checks drafts, k drafts,
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -70,20 +71,24 @@ class DraftSteps:
       raise UserError('a draft model has no attention windows, prefixes or encoder: leave draft_model out.')
     pools = jax.tree.leaves(self.steps.padded_state.cache)
     self.block_bytes = sum(map(local_bytes, pools)) * self.steps.num_parts / self.steps.num_blocks
-    self._draft = draft
-    self._variables: Any = None
+    self._make: Callable[[], Any] | None = functools.partial(self.steps.storage.store, draft.variables)
+    self._variables: Any = None  # of the devices, where _make is None
     self._state: Any = None
 
   def init(self) -> None:
-    """Empties the cache."""
-    if self._variables is None:
-      self._variables = self.steps.arrange(self.steps.storage.store(self._draft.variables))
+    """Empties the cache, and brings the weights to the devices if they are not there."""
+    if self._make is not None:
+      self._variables, self._make = self.steps.arrange(self._make()), None
     self._state = None  # before there is another
     self._state = self.steps.init()
 
   def free(self) -> None:
-    """Frees the cache, until `init`."""
+    """Frees the cache and moves the weights to the host's memory, until `init`."""
     self._state = None
+    if self._make is None:
+      shardings = jax.tree.map(lambda leaf: leaf.sharding, self._variables)
+      self._make = functools.partial(jax.device_put, jax.device_get(self._variables), shardings)
+      self._variables = None
 
   def prefill(self, batch: PrefillBatch) -> None:
     """Reads the chunks that the larger model reads."""
