@@ -6,8 +6,9 @@
 
 A loop over layers slices each layer's part out of a stack. To a CPU that is a copy, which takes as long as a product
 with a few tokens. So the kernels of `Linear` move from `params` to a collection of their own, which the loop leaves
-whole, and `Linear` has a branch for each layer. The bits are the same. The arrays are views of the stacks: they take no
-memory, and keep that of the stacks in use while they live.
+whole, and `Linear` has a branch for each layer. The bits are the same. The arrays are views of the stacks where a
+layer begins at an address that JAX takes as it is, and copies elsewhere. While views live, the stacks keep their memory
+and cannot be donated.
 """
 
 from collections.abc import Iterator, Set

@@ -67,7 +67,7 @@ class DecodeSettings(SamplingParams):
     memory_fraction: of a device's memory, what weights and KV cache may take where max_cache_tokens is None.
     prefill_rows: P, how many prompts one prefill reads; None: as many of like lengths as make up a chunk, at most 8.
     prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16, as blocks of the KV
-      cache divide it; None is 128 on CPUs and 256 elsewhere. Beam search reads whole prompts.
+      cache divide it; None is 64 on CPUs and 256 elsewhere. Beam search reads whole prompts.
     num_drafts: how many tokens of a text a step guesses ahead and checks (decoding/drafts.py); the text stays the same.
     draft_model: a folder, or the directory of a job, of a smaller model with the same tokens, which guesses them; None:
       n-grams of the text do.
