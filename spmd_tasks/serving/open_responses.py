@@ -137,6 +137,7 @@ class ResponsesBodies:
     self._id, self._created = f'resp_{secrets.token_hex(16)}', int(time.time())
     self._items: list[dict[str, Any]] = []
     self._is_open = False  # whether the last item goes on
+    self._held: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is held back
     self._number = 0  # of the next event
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
@@ -159,16 +160,25 @@ class ResponsesBodies:
     response = self._response(list(sequences))
     return self._event(f'response.{response["status"]}', response=response)
 
+  def failed(self, error: RequestError) -> dict[str, Any]:
+    """Makes the last event of an answer that is cut."""
+    told = {'code': 'invalid_prompt' if error.status < 500 else 'server_error', 'message': error.message}
+    return self._event('response.failed', response=self._response(None) | {'status': 'failed', 'error': told})
+
   def _add(self, delta: Delta) -> list[dict[str, Any]]:
     """Adds a delta to the items; returns the events."""
     made, events = self._chat.chat_delta(delta), []
+    entries = self._chat.chat_logprobs(delta)
+    if made.keys() <= {'content'}:
+      entries = self._held + entries
+    is_markup = self._wanted.has_channels and delta.text
+    self._held = [] if made or is_markup else entries
     for kind, name in (('reasoning', 'reasoning_content'), ('message', 'content')):
       if text := made.get(name):
         events += self._open(kind)
         item = self._items[-1]
         part = item['content'][0]
         part['text'] += text
-        entries = self._chat.chat_logprobs(delta) if kind == 'message' else []
         logprobs = {'logprobs': entries} if kind == 'message' else {}
         if kind == 'message':
           part['logprobs'] += entries

@@ -85,15 +85,15 @@ class Publisher:
 
   async def sleep(self) -> None:
     """Refuses new requests, waits until the running ones have ended, and moves the weights to the host's memory."""
-    engine = self._may_sleep(self._service.is_published, 'has no weights to move away')
     async with self._lock:
+      engine = self._may_sleep(self._service.is_published, 'has no weights to move away')
       await self._when_idle(engine.sleep)
       self._is_asleep = True
 
   async def wake(self) -> None:
     """Goes on with the weights from the host's memory."""
-    engine = self._may_sleep(self._is_asleep and not self._service.is_published, 'does not sleep')
     async with self._lock:
+      engine = self._may_sleep(self._is_asleep, 'does not sleep')
       with self._service.uncounted_compilations():
         await self._between_sequences(engine.wake)
       self._is_asleep, self._service.is_published = False, True
@@ -154,6 +154,7 @@ class Publisher:
 
   def _use(self, weights: Any) -> None:
     self._engine.weights = weights
+    self._is_asleep = False  # nothing is left on the host
 
   async def _between_sequences(self, action: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.wrap_future(self._service.thread.between_sequences(lambda: action(*arguments)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence, TokenLogprob
 from spmd_tasks.serving.channels import ChannelParser
+from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
 from spmd_tasks.serving.tool_calls import ToolCallParser
 
@@ -117,6 +118,10 @@ class ResponseBodies:
   def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
     """Makes the chunk that counts tokens."""
     return self._body([], is_chunk=True) | {'usage': self.usage(sequences)}
+
+  def failed(self, error: RequestError) -> dict[str, Any]:
+    """Makes the event of an answer that is cut."""
+    return error.body
 
   def _body(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
     kind = 'text_completion' if not self._is_chat else 'chat.completion.chunk' if is_chunk else 'chat.completion'

@@ -52,6 +52,9 @@ class ClientUsage:
   def begin(self, num_sequences: int) -> None:
     """Counts sequences. Raises a RequestError if they are too many, or the client has had its tokens."""
     key, rate = self._key, (self._key.tokens_per_minute or 0) / 60
+    if key.max_sequences is not None and num_sequences > key.max_sequences:
+      message = f'this key may have {key.max_sequences} texts at once: ask for fewer than {num_sequences} in a request.'
+      raise RequestError(message, code='key_limit')
     self.add_tokens(0)
     if rate and self._tokens >= 60 * rate:
       wait_s = int((self._tokens - 60 * rate) / rate) + 1
@@ -182,6 +185,8 @@ class Service:
     if not self.is_ready:
       raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
     answer = Answer(wanted, self.model, None if key is None else key.name)
+    if key is not None and isinstance(wanted, GenerationRequest) and (priority := wanted.requests[0].priority) < 0:
+      raise RequestError(f'priority must be at least 0 with the key of a client, not {priority}.', param='priority')
     if key is not None:
       self._usages.setdefault(key.name, ClientUsage(key)).begin(len(answer.sequences))
     try:

@@ -86,7 +86,7 @@ class StreamedAnswer(StreamingResponse):
       num_ended += _num_ended(deltas)
       error = _failure(deltas)
       if error is not None:
-        yield _event(error.body) + b'data: [DONE]\n\n'
+        yield _event(self._bodies.failed(error)) + b'data: [DONE]\n\n'
         return
       yield b''.join(map(self._bodies.event, deltas))
     usage = _event(self._bodies.usage_chunk(self._answer.sequences)) if self._include_usage else b''

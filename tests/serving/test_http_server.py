@@ -171,7 +171,13 @@ def test_clients_have_keys_of_their_own_with_limits(tmp_path, monkeypatch):
     assert ask('k-one', '/admin/publish').status_code == 403
     assert ask('k-one', n=2).status_code == ask('secret', n=3).status_code == 200
     refused = ask('k-one', n=3)
-    assert (refused.status_code, refused.json()['error']['code']) == (429, 'key_limit')
+    assert (refused.status_code, refused.json()['error']['code']) == (400, 'key_limit')  # waiting would not help
+    usage = service.ClientUsage(settings.client_keys[0])
+    usage.begin(1)
+    with pytest.raises(service.RequestError, match='may have 2 texts at once, and has 1'):
+      usage.begin(2)
+    assert ask('k-one', priority=-1).json()['error']['param'] == 'priority'
+    assert ask('k-one', priority=1).status_code == ask('secret', priority=-1).status_code == 200
     assert ask('k-one', n=2).status_code == 200  # what has ended counts no more
     assert ask('k-two', max_tokens=100, ignore_eos=True).status_code == 200
     refused = ask('k-two')
@@ -191,6 +197,7 @@ def test_clients_have_keys_of_their_own_with_limits(tmp_path, monkeypatch):
     ('secret\nk-one one max_tokens=7\n', 'must be KEY NAME'),
     ('secret\nk-one one max_sequences=0\n', 'max_sequences=0 must be at least 1'),
     ('secret\nsecret one\n', 'has a key twice'),
+    ('secret\nk-one one\nk-two one max_sequences=2\n', 'has a name twice'),
   ],
 )
 def test_files_of_keys_that_are_wrong(tmp_path, content, message):

@@ -26,6 +26,7 @@ def client():
     serving(max_len=512, chat_template=template) as served,
     openai.OpenAI(base_url=f'{served.url}/v1', api_key='none', max_retries=0, timeout=20) as client,
   ):
+    client.engine = served.engine
     yield client
 
 
@@ -53,6 +54,13 @@ def test_a_text_whole_and_streamed(client):
     'incomplete',
   )
   assert [entry.token for entry in cut.output[0].content[0].logprobs] == list('sys')
+  long = client.responses.create(**asked | {'instructions': 'é'}, top_logprobs=1)  # two tokens
+  assert len(long.output[0].content[0].logprobs) == len(long.output_text.encode())
+  client.engine.fail_next = RuntimeError('secret details')
+  *_, failed = client.responses.create(**asked, stream=True)
+  assert (failed.type, failed.response.status) == ('response.failed', 'failed')
+  assert failed.response.error.code == 'server_error'
+  assert 'secret' not in failed.response.error.message
   with client.responses.stream(model='fake.Model', input='hello#', max_output_tokens=50) as stream:  # its own parser
     assert stream.get_final_response().output_text == 'user:hello'
 

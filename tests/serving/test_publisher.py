@@ -71,6 +71,15 @@ def test_a_server_sleeps_and_goes_on_with_the_same_weights():
     assert client.post('/admin/wake', json={}).json()['step'] == 2
     assert engine.log[-1] == ('wake',)
     assert text(client.post('/v1/completions', json=ASK)) == 'cdecde'
+    for path in ('sleep', 'unpublish'):  # which frees what the host has kept
+      assert client.post(f'/admin/{path}', json={}).status_code == 200
+    assert client.post('/admin/wake', json={}).status_code == 409
+    assert client.post('/admin/publish', json={'step': 2}).status_code == 200
+    assert client.post('/admin/sleep', json={}).status_code == 200
+    with ThreadPoolExecutor(2) as pool:  # a wake that is asked for again before it is over
+      both = [pool.submit(client.post, '/admin/wake', json={}) for _ in range(2)]
+    assert sorted(each.result().status_code for each in both) == [200, 409]
+    assert text(client.post('/v1/completions', json=ASK)) == 'cdecde'
 
 
 @pytest.mark.parametrize(
