@@ -57,7 +57,8 @@ def _add_new(directory: epath.Path, url: epath.Path, known: set[str]) -> None:
     except FileNotFoundError:  # a copy that another process makes has just got its name
       pass
     except OSError as error:
-      return logging.warning('new files of %s are not added to %s: %s', directory, url, error)
+      warning = 'new files of %s are not added to %s, which is tried again: %s'
+      logging.log_first_n(logging.WARNING, warning, 1, directory, url, error)
 
 
 class GrowingFile(io.BytesIO):

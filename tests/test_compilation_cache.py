@@ -56,6 +56,14 @@ def test_a_job_keeps_its_programs_where_it_is_told_to(tmp_path):
 
 
 def test_programs_in_a_store_are_copied_here_and_new_ones_there(store, tmp_path, monkeypatch):
+  failures, create = [OSError('slow down')], store_files.stores.create
+
+  def fail_once(*given):
+    if failures:
+      raise failures.pop()
+    return create(*given)
+
+  monkeypatch.setattr(store_files.stores, 'create', fail_once)
   monkeypatch.setattr(store_files, '_MIRROR_PERIOD_S', 0.05)
   monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: 'gpu')
   for host, asked in (('a', None), ('b', str(store / 'compiled'))):
