@@ -137,7 +137,7 @@ class ResponsesBodies:
     self._id, self._created = f'resp_{secrets.token_hex(16)}', int(time.time())
     self._items: list[dict[str, Any]] = []
     self._is_open = False  # whether the last item goes on
-    self._held: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is held back
+    self._held: list[dict[str, Any]] = []  # log-probabilities of text that may become a call
     self._number = 0  # of the next event
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
@@ -171,8 +171,7 @@ class ResponsesBodies:
     entries = self._chat.chat_logprobs(delta)
     if made.keys() <= {'content'}:
       entries = self._held + entries
-    is_markup = self._wanted.has_channels and delta.text
-    self._held = [] if made or is_markup else entries
+    self._held = [] if made or self._wanted.has_channels else entries  # channels hold back markup only
     for kind, name in (('reasoning', 'reasoning_content'), ('message', 'content')):
       if text := made.get(name):
         events += self._open(kind)
