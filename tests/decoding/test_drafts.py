@@ -105,7 +105,7 @@ def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
   """By n-grams, or by a draft model with `noise` in its weights, in a pool in which some texts must begin again."""
   run = make_run(name)
   num_drafts = 2 if name == 'windows' else NUM_DRAFTS  # its shortest window has 3 tokens
-  slots = {'num_slots': 4} if 'data' in name else {}  # a part of 2 slots, of which one may be padding, has other bits
+  slots = {'num_slots': 4} if 'data' in name else {}  # 3 slots are not split, 12 rows are: other sums
   requests = make_requests()
   with_drafts, scheduler = _run(run, steps_of(name, noise, num_drafts=num_drafts, **slots), requests)
   without, plain_scheduler = _run(run, steps_of(name, **slots) if slots else run.steps, requests)
