@@ -42,7 +42,7 @@ def by_tiles(function: Callable[..., Any], rows: tuple[jax.Array, ...], shared: 
     lead, num_rows = rows[0].shape[:num_dims], math.prod(rows[0].shape[:num_dims])
     shape = (-1, TILE, *(1,) * (num_dims - 1))
     tiles = [padded(x.reshape(num_rows, -1), 0, TILE).reshape(*shape, *x.shape[num_dims:]) for x in rows]
-    made = loop(lambda i: function(*(jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in tiles), *shared), tiles[0])
+    made = loop(lambda i, *tile: function(*tile, *shared), *tiles)
     as_rows = lambda x: x.reshape(-1, *x.shape[1 + num_dims :])[:num_rows].reshape(*lead, *x.shape[1 + num_dims :])
     return jax.tree.map(as_rows, made)
 
@@ -62,18 +62,24 @@ alike.defvjp(
 )
 
 
-def loop(function: Callable[[jax.Array], Any], tiles: jax.Array) -> Any:
-  """Returns the results of function(0), function(1), ... for each of `tiles`, stacked."""
-  shapes = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
-  made = jax.tree.map(lambda x: jnp.zeros((len(tiles), *x.shape), x.dtype), shapes)
+def loop(function: Callable[..., Any], *tiles: jax.Array) -> Any:
+  """Returns function(i, *(x[i] for x in tiles)) of each i, stacked."""
+  number = len(tiles[0])
+  # Of a single tile XLA would know that it is tile 0, compute it before the loop, and fuse it with its surroundings.
+  if number == 1:  # the second is never computed
+    tiles = tuple(padded(x, 0, 2) for x in tiles)
+  at = lambda i: function(i, *(jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in tiles))
+  shapes = jax.eval_shape(at, jax.ShapeDtypeStruct((), jnp.int32))
+  made = jax.tree.map(lambda x: jnp.zeros((len(tiles[0]), *x.shape), x.dtype), shapes)
   # XLA would inline a loop of which it knows that it runs once. Of this one it does not: this is 0 for any number.
-  first = tiles.reshape(-1)[0]
+  first = tiles[0].reshape(-1)[0]
   nothing = jnp.minimum((first != first).astype(jnp.int32), 0)
 
   def step(i: jax.Array, made: Any) -> Any:
-    return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), made, function(i))
+    return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), made, at(i))
 
-  return jax.lax.fori_loop(0, len(tiles) + nothing, step, made)
+  made = jax.lax.fori_loop(0, number + nothing, step, made)
+  return jax.tree.map(lambda x: x[:number], made)
 
 
 def on_devices(compute: Callable[..., Any], num_split: int, *arrays: Any) -> Any:

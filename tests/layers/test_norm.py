@@ -4,6 +4,7 @@ import pytest
 import transformer_reference as reference
 
 from spmd_tasks.layers import LayerNorm, RmsNorm
+from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 
@@ -45,3 +46,14 @@ def test_norm_weights_are_not_decayed(norm):
   specs = weight_specs(jax.eval_shape(norm.init, jax.random.key(0), np.zeros((2, 30), np.float32))['params'])
   assert {spec.tags for spec in specs.values()} == {('no_decay',)}
   assert {spec.split_dims for spec in specs.values()} == {('norm',)}
+
+
+@pytest.mark.parametrize('norm', [RmsNorm(), LayerNorm()])
+def test_the_bits_of_a_batch_invariant_row_depend_on_no_other_rows(rng, norm):
+  x = rng.normal(size=(80, 1, 256)).astype(np.float32)  # 3 tiles, in each of which XLA sums 256 squares
+  variables = norm.init(jax.random.key(0), x)
+  with layer_scope(batch_invariant=True):
+    apply = jax.jit(norm.apply)
+    together = apply(variables, x)
+    for rows in (slice(32), slice(70, 71)):  # a tile each
+      np.testing.assert_array_equal(apply(variables, x[rows]), together[rows])

@@ -50,12 +50,11 @@ def attend_alike(
     queries, masks = (padded(x, 1, _QUERIES) for x in (query, may_see))
     queries, masks = (x.reshape(-1, 1, _QUERIES, *x.shape[2:]) for x in (queries, masks))
 
-    def attend_tile(i):
+    def attend_tile(i, query, mask):
       of_row = lambda x: jax.lax.dynamic_index_in_dim(x, i // (len(queries) // num_rows), 0)
-      of_tile = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False)
-      return plain(of_tile(queries), of_row(key), of_row(value), of_tile(masks), *sinks)
+      return plain(query, of_row(key), of_row(value), mask, *sinks)
 
-    attended = loop(attend_tile, queries)
+    attended = loop(attend_tile, queries, masks)
     return attended.reshape(num_rows, -1, *attended.shape[3:])[:, :num_columns]
 
   may_see = jnp.broadcast_to(may_see, (len(query), *may_see.shape[1:]))
