@@ -32,15 +32,11 @@ _LEAST = 1 << 16  # numbers of a layer's kernel: copies of smaller ones stay in 
 
 @contextlib.contextmanager
 def find_kernels(found: set[tuple[str, ...]]) -> Iterator[None]:
-  """Context in which a model is traced: adds the paths below `params` of kernels that can be one array per layer.
-
-  None where the LayerScope asks for the bits of the forward pass of training, which reads stacks.
-  """
+  """Context in which a model is traced: adds the paths below `params` of kernels that can be one array per layer."""
 
   def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     module = context.module
-    scope = current_layer_scope()
-    if type(module) is Linear and module.adapter is None and len(scope.layers) == 1 and not scope.batch_invariant:
+    if type(module) is Linear and module.adapter is None and len(current_layer_scope().layers) == 1:
       kernel = module.variables.get('params', {}).get('kernel')
       if kernel is not None and not is_quantized(kernel) and math.prod(kernel.shape) >= _LEAST:
         found.add((*module.path, 'kernel'))
