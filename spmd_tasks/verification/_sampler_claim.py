@@ -13,13 +13,14 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
-from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held
+from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, not_applicable
 from spmd_tasks.verification._settings import Setting
 
 
 def sampler_cases(bench: Bench) -> Iterator[Case]:
   """Yields a case on one device and one on the experiment's mesh, of an experiment that samples rollouts."""
   if getattr(bench.source.base.train_input, 'kind', '') != 'rollouts':
+    yield not_applicable('sampler', 'rollouts', 'the experiment samples none')
     return
   for setting in dict.fromkeys((Setting(), Setting(mesh=bench.own_mesh))):
     decide = functools.partial(_compare_log_probs, setting=setting)

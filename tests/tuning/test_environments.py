@@ -34,7 +34,8 @@ def play(texts, template=TEMPLATE, **settings):
     made = tokenizer.encode(text)[:max_tokens]
     request = SimpleNamespace(ids=ids, stop_ids=(tokenizer.eos_id,))
     text, reason = tokenizer.decode(made).partition('|')[0], 'stop' if len(made) < max_tokens else 'length'
-    return SimpleNamespace(request=request, ids=made, logprobs=[-1.0] * len(made), text=text, finish_reason=reason)
+    given = {'request': request, 'ids': made, 'logprobs': [-1.0] * len(made), 'text': text, 'finish_reason': reason}
+    return SimpleNamespace(**given, expert_ids=None)
 
   turns = Turns(
     **{'tokenizer': tokenizer, 'template': template, 'stop': (), 'max_tokens': 99, 'max_turns': 9} | settings,
