@@ -19,8 +19,8 @@ last line is one JSON object:
   samples_per_second: of each round, by side.
 
 On 2026-11-26, on 2 cores with nothing else to do, --quick gave samples_over_trl 1.35 (goal 3), rollout_over_decode 1.44
-(goal 0.9) and mismatch_max 9.5e-7, in 64 s. Most of our step is the update, whose products with weights alone take 0.21 s
-of CPU by XLA; a bare torch update of the same batch takes 0.36, and TRL's whole step 1.1.
+(goal 0.9) and mismatch_max 9.5e-7, in 64 s. Most of our step is the update, whose products with weights alone take
+0.21 s of CPU by XLA; a bare torch update of the same batch takes 0.36, and TRL's whole step 1.1.
 """
 
 import argparse
