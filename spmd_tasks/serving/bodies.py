@@ -127,7 +127,18 @@ class StreamOptions(_Body):
   include_obfuscation: Any = None
 
 
-class _GenerationBody(_Body):
+class _UnusedFields(_Body):
+  """Fields of OpenAI's that do not change what is generated."""
+
+  user: Any = None
+  metadata: Any = None
+  store: Any = None
+  service_tier: Any = None
+  safety_identifier: Any = None
+  prompt_cache_key: Any = None
+
+
+class _GenerationBody(_UnusedFields):
   """The fields of both generating routes; None stands for the default in the experiment's `task.decode`."""
 
   model: str | None = None
@@ -150,13 +161,6 @@ class _GenerationBody(_Body):
   stream: bool = False
   stream_options: StreamOptions | None = None
   structured_outputs: dict[str, Any] | None = None
-  # These do not change what is generated.
-  user: Any = None
-  metadata: Any = None
-  store: Any = None
-  service_tier: Any = None
-  safety_identifier: Any = None
-  prompt_cache_key: Any = None
 
 
 class CompletionBody(_GenerationBody):
@@ -257,7 +261,7 @@ def _check_items(value: Any) -> Any:
   return value
 
 
-class ResponsesBody(_Body):
+class ResponsesBody(_UnusedFields):
   """POST /v1/responses; requests.py checks most of it again as the body of a chat."""
 
   model: str | None = None
@@ -290,12 +294,6 @@ class ResponsesBody(_Body):
   background: Annotated[Any, _must_be(False)] = False
   truncation: Annotated[Any, _must_be('disabled')] = 'disabled'
   max_tool_calls: Annotated[Any, _must_be()] = None
-  metadata: Any = None
-  user: Any = None
-  store: Any = None
-  service_tier: Any = None
-  safety_identifier: Any = None
-  prompt_cache_key: Any = None
 
 
 def _split_texts(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs a server with a fake engine in a thread of the test process, on any free port, and reads its answers."""
+"""Runs a server on any free port, with a fake engine in a thread of the test process or by the binary, for clients."""
 
 from collections.abc import Iterator
 import contextlib
@@ -6,10 +6,12 @@ import dataclasses
 import json
 import os
 import queue
+import re
 import threading
 import time
 
 import httpx
+import openai
 
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.inputs import ChatTemplate
@@ -17,6 +19,7 @@ from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server, url_of
 from spmd_tasks.serving.settings import ServerSettings
+from tests import binary
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
 MODEL = ServedModel(
@@ -111,3 +114,21 @@ def wait_for(condition, limit_s=10.0):
   while not condition():
     assert time.monotonic() < end, f'not so after {limit_s} s'
     time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def client_of_binary(*arguments):
+  """An openai client of the real binary, which serves on 2 devices at a free port."""
+  two_devices = ('--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2')
+  process = binary.start_binary(*arguments, '--mode', 'serve', '--port', 0, *two_devices)
+  try:
+    lines = []
+    while not lines or 'Serving' not in lines[-1]:
+      lines.append(process.stdout.readline())
+      assert lines[-1], (lines, process.communicate(timeout=60))
+    url = re.search(r'http://\S+', lines[-1])[0]
+    with openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0, timeout=120) as client:
+      yield client
+  finally:
+    process.kill()
+    process.communicate()

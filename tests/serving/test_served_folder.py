@@ -1,15 +1,13 @@
 """A folder in Hugging Face's format, served by the real binary: its tokenizer, its template, its defaults; in int8."""
 
 import json
-import re
 
-import openai
 import pytest
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
-from tests import binary
 from tests.inputs.test_as_transformers_does import TALKS, TEMPLATES
 from tests.model_folders import write_llama
+from tests.serving.served import client_of_binary
 
 pytestmark = pytest.mark.slow
 EOS = [2, 4]
@@ -25,23 +23,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def client(folder):
-  process = binary.start_binary(
-    '--exp', 'hf.Model', '--set', f'model={folder}', '--mode', 'serve', '--job_log_dir', folder / 'job', '--port', 0,
-    '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--set', 'task.decode.max_len=1024',
-    '--set', 'task.decode.num_slots=2', '--set', 'task.decode.min_bucket=64', '--set', 'task.decode.prefill_chunk=64',
-    '--set', 'task.decode.weights_dtype=int8',
-  )  # fmt: skip
-  try:
-    lines = []
-    while not lines or 'Serving' not in lines[-1]:
-      lines.append(process.stdout.readline())
-      assert lines[-1], (lines, process.communicate(timeout=60))
-    url = re.search(r'http://\S+', lines[-1])[0]
-    with openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0, timeout=120) as client:
-      yield client
-  finally:
-    process.kill()
-    process.communicate()
+  settings = ('max_len=1024', 'num_slots=2', 'min_bucket=64', 'prefill_chunk=64', 'weights_dtype=int8')
+  given = [word for setting in settings for word in ('--set', f'task.decode.{setting}')]
+  with client_of_binary('--exp', 'hf.Model', '--set', f'model={folder}', '--job_log_dir', folder / 'job', *given) as it:
+    yield it
 
 
 def ask(client, messages, **settings):

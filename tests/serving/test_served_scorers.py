@@ -1,11 +1,8 @@
 """Folders that score or embed texts: what the server answers is what transformers computes."""
 
-import contextlib
 import json
-import re
 
 import numpy as np
-import openai
 import pytest
 
 from spmd_tasks.bridges.huggingface import open_folder
@@ -14,8 +11,10 @@ from spmd_tasks.errors import UserError
 from tests import binary
 from tests.bridges.huggingface.reference_models import quiet_transformers
 from tests.model_folders import write_llama
+from tests.serving.served import client_of_binary
 
 pytestmark = pytest.mark.slow
+LENGTH = ('--set', 'seq_len=32')
 TEXTS = ['the cat sat on the mat', 'a dog ate', 'def f(x): return x', 'a']
 
 
@@ -42,33 +41,8 @@ def write_classifier(folder, num_labels):
   return folder
 
 
-@contextlib.contextmanager
-def client_of(*arguments):
-  """A client of the real binary."""
-  process = binary.start_binary(
-    *arguments,
-    '--set',
-    'seq_len=32',
-    '--mode',
-    'serve',
-    '--port',
-    0,
-    '--num_fake_devices',
-    2,
-    '--ici_mesh_shape',
-    '1,1,2',
-  )
-  try:
-    lines = []
-    while not lines or 'Serving' not in lines[-1]:
-      lines.append(process.stdout.readline())
-      assert lines[-1], (lines, process.communicate(timeout=60))
-    url = re.search(r'http://\S+', lines[-1])[0]
-    with openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0, timeout=120) as client:
-      yield client
-  finally:
-    process.kill()
-    process.communicate()
+def client_of_folder(folder, directory):
+  return client_of_binary('--exp', 'hf.Scorer', '--set', f'model={folder}', '--job_log_dir', directory, *LENGTH)
 
 
 def vectors_of(folder, texts, pooling):
@@ -100,21 +74,25 @@ def test_an_embedding_is_trained_served_and_exported_for_sentence_transformers(t
   out = tmp_path / 'made'
   exported = binary.run_binary(*directory, '--mode', 'export', '--format', 'hf', '--out', out)
   assert exported.returncode == 0, exported.stderr
-  with client_of(*directory) as client:
+  with client_of_binary(*LENGTH, *directory) as client:
     found = [each.embedding for each in client.embeddings.create(model='finetune.FullEmbedding', input=TEXTS).data]
   np.testing.assert_allclose(found, vectors_of(out, TEXTS, 'last'), rtol=1e-4, atol=1e-5)
   before = vectors_of(base, TEXTS, 'last')
   assert np.abs(np.array(found) - before).max() > 0.1
   modules = json.loads((out / 'modules.json').read_text())
   assert [each['type'].rpartition('.')[2] for each in modules] == ['Transformer', 'Pooling', 'Normalize']
-  with client_of('--exp', 'hf.Scorer', '--set', f'model={out}', '--job_log_dir', tmp_path / 'served') as client:
+  with client_of_binary(
+    *LENGTH, '--exp', 'hf.Scorer', '--set', f'model={out}', '--job_log_dir', tmp_path / 'served'
+  ) as client:
     again = [each.embedding for each in client.embeddings.create(model='made', input=TEXTS).data]
   np.testing.assert_allclose(again, found, rtol=1e-5, atol=1e-6)
 
 
 def test_a_folder_of_sentence_transformers_is_served_as_it_is_there(tmp_path):
   folder = write_pooling(write_llama(tmp_path / 'emb'), 'mean_tokens', ('Transformer', 'Pooling', 'Normalize'))
-  with client_of('--exp', 'hf.Scorer', '--set', f'model={folder}', '--job_log_dir', tmp_path / 'job') as client:
+  with client_of_binary(
+    *LENGTH, '--exp', 'hf.Scorer', '--set', f'model={folder}', '--job_log_dir', tmp_path / 'job'
+  ) as client:
     found = [each.embedding for each in client.embeddings.create(model='emb', input=TEXTS).data]
   np.testing.assert_allclose(found, vectors_of(folder, TEXTS, 'mean'), rtol=1e-4, atol=1e-6)
 
@@ -159,7 +137,9 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
       float(model(**tokenizer(TEXTS[0], text, return_tensors='pt', return_token_type_ids=False)).logits[0, 0].sigmoid())
       for text in TEXTS[1:]
     ]
-  with client_of('--exp', 'hf.Scorer', '--set', f'model={folder}', '--job_log_dir', tmp_path / 'job') as client:
+  with client_of_binary(
+    *LENGTH, '--exp', 'hf.Scorer', '--set', f'model={folder}', '--job_log_dir', tmp_path / 'job'
+  ) as client:
     body = {'query': TEXTS[0], 'documents': TEXTS[1:]}
     answer = client.post('/rerank', body=body, cast_to=object)
   results = answer['results']
