@@ -81,18 +81,14 @@ def test_an_embedding_is_trained_served_and_exported_for_sentence_transformers(t
   assert np.abs(np.array(found) - before).max() > 0.1
   modules = json.loads((out / 'modules.json').read_text())
   assert [each['type'].rpartition('.')[2] for each in modules] == ['Transformer', 'Pooling', 'Normalize']
-  with client_of_binary(
-    *LENGTH, '--exp', 'hf.Scorer', '--set', f'model={out}', '--job_log_dir', tmp_path / 'served'
-  ) as client:
+  with client_of_folder(out, tmp_path / 'served') as client:
     again = [each.embedding for each in client.embeddings.create(model='made', input=TEXTS).data]
   np.testing.assert_allclose(again, found, rtol=1e-5, atol=1e-6)
 
 
 def test_a_folder_of_sentence_transformers_is_served_as_it_is_there(tmp_path):
   folder = write_pooling(write_llama(tmp_path / 'emb'), 'mean_tokens', ('Transformer', 'Pooling', 'Normalize'))
-  with client_of_binary(
-    *LENGTH, '--exp', 'hf.Scorer', '--set', f'model={folder}', '--job_log_dir', tmp_path / 'job'
-  ) as client:
+  with client_of_folder(folder, tmp_path / 'job') as client:
     found = [each.embedding for each in client.embeddings.create(model='emb', input=TEXTS).data]
   np.testing.assert_allclose(found, vectors_of(folder, TEXTS, 'mean'), rtol=1e-4, atol=1e-6)
 
@@ -137,9 +133,7 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
       float(model(**tokenizer(TEXTS[0], text, return_tensors='pt', return_token_type_ids=False)).logits[0, 0].sigmoid())
       for text in TEXTS[1:]
     ]
-  with client_of_binary(
-    *LENGTH, '--exp', 'hf.Scorer', '--set', f'model={folder}', '--job_log_dir', tmp_path / 'job'
-  ) as client:
+  with client_of_folder(folder, tmp_path / 'job') as client:
     body = {'query': TEXTS[0], 'documents': TEXTS[1:]}
     answer = client.post('/rerank', body=body, cast_to=object)
   results = answer['results']
