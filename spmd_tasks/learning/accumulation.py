@@ -1,9 +1,7 @@
 """Accumulates the gradient of a large batch over microbatches: one microbatch's activations are alive at a time.
 
-If the loss is a mean over tokens, the result is the gradient of the full batch. It is not for a loss that is not linear
-in the tokens: the load-balancing loss of a mixture of experts is a product of two means, each taken over one
-microbatch. This loss balances the experts within every microbatch, which is stricter than balance over the batch, and
-its reported mean is larger.
+If the loss is a mean over tokens, the result is the gradient of the full batch. The load-balancing loss of a mixture of
+experts is not: a product of two means, each taken over one microbatch, it balances the experts within every microbatch.
 
 Shapes: B batch rows, M microbatches, E experts.
 """
@@ -23,8 +21,6 @@ LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
 def check_num_microbatches(batch_size: int, num_microbatches: int) -> None:
   """Raises a UserError if the batch cannot be cut into that many equal parts."""
-  if num_microbatches < 1:
-    raise UserError(f'num_microbatches is {num_microbatches}; it must be 1 (no accumulation) or more.')
   if batch_size % num_microbatches:
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     nearest = min(divisors, key=lambda m: (abs(m - num_microbatches), m))
@@ -65,24 +61,20 @@ def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
   return jnp.sum(weighted, axis=0) / jnp.where(total == 0, 1.0, total)
 
 
-def _combine(loss_outputs_M: Any) -> Any:
+def _combine(outputs_M: Any) -> Any:
   """Combines M stacked loss outputs into one."""
-  return loss_outputs_M.replace(
-    loss=jnp.sum(loss_outputs_M.loss)
-    if loss_outputs_M.is_sum
-    else weighted_mean(loss_outputs_M.loss, loss_outputs_M.weight),
-    weight=jnp.sum(loss_outputs_M.weight),
-    metrics={
-      name: (weighted_mean(means, weights), jnp.sum(weights))
-      for name, (means, weights) in loss_outputs_M.metrics.items()
-    },
+  loss, weight = outputs_M.loss, outputs_M.weight
+  return outputs_M.replace(
+    loss=jnp.sum(loss) if outputs_M.is_sum else weighted_mean(loss, weight),
+    weight=jnp.sum(weight),
+    metrics={name: (weighted_mean(means, w), jnp.sum(w)) for name, (means, w) in outputs_M.metrics.items()},
     per_example={  # microbatch m has rows m, M + m, ...
-      name: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]) for name, rows in loss_outputs_M.per_example.items()
+      name: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]) for name, rows in outputs_M.per_example.items()
     },
-    summaries={name: jnp.mean(each) if each.ndim == 1 else each for name, each in loss_outputs_M.summaries.items()},
+    summaries={name: jnp.mean(each) if each.ndim == 1 else each for name, each in outputs_M.summaries.items()},
     updated_variables={
       name: jax.tree.map((lambda x: jnp.min(x, axis=0)) if name == WEIGHT_FACTORS else _mean_of_updates, tree)
-      for name, tree in loss_outputs_M.updated_variables.items()
+      for name, tree in outputs_M.updated_variables.items()
     },
   )
 
@@ -107,10 +99,7 @@ def accumulate_gradients(
 
   Args:
     loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, or,
-      where `loss_output.is_sum`, a sum, of which gradients are added in both modes. `loss_output` is a pytree node with
-      the fields `loss`, `weight`, `is_sum`, `metrics` (name -> (mean, weight), scalars except
-      for means [E]), `per_example` (name -> [B, ...]), `summaries` and `updated_variables` (trees), and a method
-      `replace`.
+      where `loss_output.is_sum`, a sum, of which gradients are added in both modes. `loss_output` is like a LossOutput.
     weights: the gradient is taken with respect to these.
     batch: tree of arrays [B, ...].
     rng: microbatch m gets `fold_in(rng, m)`. May be None.
@@ -128,10 +117,8 @@ def accumulate_gradients(
     full batch. Of factors of weights, which bound something, they are the smallest.
 
   Raises:
-    UserError: M does not divide B, or the mode is unknown.
+    UserError: M does not divide B.
   """
-  if mode not in ('mean', 'sum'):
-    raise UserError(f"the accumulation mode is {mode!r}; it must be 'mean' or 'sum': choose one.")
   grad_fn = jax.grad(loss_fn, has_aux=True)
   if is_sum is None or mode == 'sum':
     is_sum = jax.tree.map(lambda _: mode == 'sum', weights)

@@ -2,8 +2,8 @@
 
 Second moments of a weight [..., R, C] are stored as their means over C (`v_row`) and over R (`v_col`), after Shazeer
 and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R,
-C] is L weights. Treated as one weight, L could become a factored dim, and one rms would cover all layers. Praxis avoids
-this with its "repeat prefix" vectorisation, this module with `jax.vmap` over optax's transformations.
+C] is L weights, by `jax.vmap` over optax's transformations: as one weight, L could become a factored dim, and one rms
+would cover all layers.
 
 Weights of experts, [E, R, C] or [L, E, R, C] with the tag `expert`, are E weights per layer in the same way. Their
 moments are [L, E, R] and [L, E, C] and lie on the devices of their experts; clipping and parameter scale are computed
@@ -14,22 +14,28 @@ Below, "a layer's weight" means the weight of one expert of the layer, for weigh
 T5X chooses the rows and columns of each weight by rules: `factor_rules=T5X_FACTOR_RULES`, and with them T5X's order of
 learning rate, momentum and decay, are in `Adafactor.as_t5x`.
 
+`moment_rule` lays out the moments: they take the split dims that were not averaged away.
+
 Shapes: L layers of a scanned stack, E experts, R and C the two largest dims of one layer's weight (R <= C).
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 import re
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning.layer_weights import layer_matrix
+from spmd_tasks.learning.layer_weights import as_layers, layer_matrix
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, chain
 from spmd_tasks.sharding import WeightSpec
+
+LeafRule = Callable[[str, Any, Any], Any]  # see optimizer_specs.py
 
 # What is factored of one layer's weight: 'largest', its two largest dims; 'matrix', the matrix [inputs, outputs] that
 # it is, with joined heads; both if they have `min_dim_size_to_factor`. 'always', that matrix of any size. 'never'.
@@ -145,23 +151,91 @@ class Adafactor(OptimizerSettings):
     return [optax.GradientTransformationExtraArgs(optax.init_empty_state, update)] if self.weight_decay else []
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    pieces = [
-      scale_by_adafactor(
-        weight_specs,
-        decay_exponent=self.decay_exponent,
-        step_offset=self.step_offset,
-        factor_rules=self.factor_rules,
-        min_dim_size_to_factor=self.min_dim_size_to_factor,
-        epsilon=self.epsilon,
-        clipping_threshold=self.clipping_threshold,
-        multiply_by_parameter_scale=self.multiply_by_parameter_scale,
-        min_parameter_scale=self.min_parameter_scale,
-        max_parameter_scale=self.max_parameter_scale,
-      )
-    ]
+    pieces = [self._scale_by_factored_rms(weight_specs)]
     if self.momentum is not None:
       pieces.append(optax.ema(self.momentum, debias=False, accumulator_dtype=jnp.dtype(self.momentum_dtype)))
     return pieces
+
+  def _scale_by_factored_rms(self, weight_specs: Any) -> optax.GradientTransformation:
+    """Divides by the factored root mean square, clips each layer's rms, multiplies by each layer's parameter scale.
+
+    The state is one `optax.FactoredState` for the whole tree: a scalar count, and `v_row`, `v_col` and `v` congruent to
+    the weights. A moment that a weight does not need is a placeholder of one zero per layer: [1], [L, 1] for a stack,
+    [L, E, 1] for a stack of experts.
+    """
+
+    def unzip(tree_of_tuples: Any, num: int) -> Any:
+      return jax.tree.transpose(jax.tree.structure(weight_specs), jax.tree.structure((0,) * num), tree_of_tuples)
+
+    def init_weight(path: Any, spec: WeightSpec, weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+      rule = self._rule_of(path)
+
+      def init_layer(weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        state = self._factored_rms(rule).init(weight)
+        return state.v_row, state.v_col, state.v
+
+      v_row, v_col, v = _per_layer(init_layer, spec, 0)(_viewed(weight, spec, rule))
+      return v_row, v_col, v.reshape(weight.shape) if v.size == weight.size else v
+
+    def init(weights: Any) -> optax.FactoredState:
+      v_row, v_col, v = unzip(jax.tree_util.tree_map_with_path(init_weight, weight_specs, weights), 3)
+      return optax.FactoredState(count=jnp.zeros((), jnp.int32), v_row=v_row, v_col=v_col, v=v)
+
+    def update(grads: Any, state: optax.FactoredState, weights: Any) -> tuple[Any, optax.FactoredState]:
+      def update_weight(path: Any, spec: WeightSpec, *operands: jax.Array):
+        rule, given = self._rule_of(path), self.multiply_by_parameter_scale
+        is_relative = re.match(given, _name(path)) is not None if isinstance(given, str) else given
+
+        def update_layer(count, grad, v_row, v_col, v, weight):
+          old = optax.FactoredState(count=count, v_row=v_row, v_col=v_col, v=v)
+          direction, new = self._factored_rms(rule).update(grad, old, weight)
+          if self.clipping_threshold is not None:
+            clip = optax.clip_by_block_rms(self.clipping_threshold)
+            direction, _ = clip.update(direction, optax.EmptyState(), weight)
+          if is_relative:
+            scale = jnp.sqrt(jnp.mean(jnp.square(weight)))
+            direction = direction * jnp.clip(scale, self.min_parameter_scale, self.max_parameter_scale)
+          return direction, new.v_row, new.v_col, new.v
+
+        # The count is the same for all layers, so vmap does not map over it.
+        run = _per_layer(update_layer, spec, (None, 0, 0, 0, 0, 0))
+        direction, v_row, v_col, v = run(state.count, *(_viewed(x, spec, rule) for x in operands))
+        return direction.reshape(spec.shape), v_row, v_col, v.reshape(operands[3].shape)
+
+      results = jax.tree_util.tree_map_with_path(
+        update_weight, weight_specs, grads, state.v_row, state.v_col, state.v, weights
+      )
+      directions, v_row, v_col, v = unzip(results, 4)
+      return directions, optax.FactoredState(count=state.count + 1, v_row=v_row, v_col=v_col, v=v)
+
+    return optax.GradientTransformation(init, update)
+
+  def _rule_of(self, path: Any) -> FactorRule:
+    return next((rule for pattern, rule in self.factor_rules if re.match(pattern, _name(path))), 'largest')
+
+  def _factored_rms(self, rule: FactorRule) -> optax.GradientTransformation:
+    return optax.scale_by_factored_rms(
+      factored=rule != 'never',
+      decay_rate=self.decay_exponent,
+      step_offset=self.step_offset,
+      min_dim_size_to_factor=1 if rule == 'always' else self.min_dim_size_to_factor,
+      epsilon=self.epsilon,
+    )
+
+
+def _name(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def _per_layer(function: Callable[..., Any], spec: WeightSpec, in_axes: Any) -> Callable[..., Any]:
+  for _ in range(spec.num_separate_dims):
+    function = jax.vmap(function, in_axes=in_axes)
+  return function
+
+
+def _viewed(x: jax.Array, spec: WeightSpec, rule: FactorRule) -> jax.Array:
+  """Reshapes an array like the weight to the matrices that the rule factors."""
+  return as_layers(x, spec) if rule in ('matrix', 'always') and x.shape == spec.shape else x
 
 
 def _by_learning_rate() -> optax.GradientTransformationExtraArgs:
@@ -171,108 +245,51 @@ def _by_learning_rate() -> optax.GradientTransformationExtraArgs:
   return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def scale_by_adafactor(
-  weight_specs: Any,
-  *,
-  decay_exponent: float,
-  min_dim_size_to_factor: int,
-  epsilon: float,
-  clipping_threshold: float | None,
-  multiply_by_parameter_scale: bool | str,
-  min_parameter_scale: float,
-  max_parameter_scale: float | None = None,
-  step_offset: int = 0,
-  factor_rules: tuple[tuple[str, FactorRule], ...] = (),
-) -> optax.GradientTransformation:
-  """Divides by the factored root mean square, clips each layer's rms, multiplies by each layer's parameter scale.
+def factored_dims(shape: Sequence[int], num_separate: int) -> tuple[int, int] | None:
+  """Returns the dims that `optax.scale_by_factored_rms` averages away: (dropped in v_col, dropped in v_row).
 
-  The state is one `optax.FactoredState` for the whole tree: a scalar count, and `v_row`, `v_col` and `v` congruent to
-  the weights. A moment that a weight does not need is a placeholder of one zero per layer: [1], [L, 1] for a stack, [L,
-  E, 1] for a stack of experts.
-
-  Args:
-    weight_specs: tree of WeightSpec congruent to the weights; read for `stacked` and the tag `expert`.
-    decay_exponent: update t = 1, 2, ... keeps `1 - t ** -decay_exponent` of the old moments.
-    min_dim_size_to_factor: a layer's weight is factored if its two largest dims have at least this size.
-    epsilon: added to the squared gradient.
-    clipping_threshold: the largest rms of a layer's update before the parameter scale; None turns it off.
-    multiply_by_parameter_scale: makes the learning rate relative to the rms of the layer's weight; see Adafactor.
-    min_parameter_scale: lower bound of that rms, so that weights of zeros can move.
-    max_parameter_scale: upper bound of that rms; None: no bound.
-    step_offset: is subtracted from t.
-    factor_rules: see Adafactor.
+  These are the second largest and the largest dim of one layer's weight; `np.argsort` breaks ties, as in optax. The
+  `num_separate` leading dims count layers and experts and are never averaged. Returns None if the weight of one layer
+  has fewer than 2 dims.
   """
+  layer_shape = tuple(shape[num_separate:])
+  if len(layer_shape) < 2:
+    return None
+  order = np.argsort(layer_shape)
+  return num_separate + int(order[-2]), num_separate + int(order[-1])
 
-  def rule_of(path: Any) -> FactorRule:
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    return next((rule for pattern, rule in factor_rules if re.match(pattern, name)), 'largest')
 
-  def is_relative(path: Any) -> bool:
-    given = multiply_by_parameter_scale
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    return re.match(given, name) is not None if isinstance(given, str) else given
+def _joined(weight: WeightSpec) -> WeightSpec:
+  """Returns the spec of [S..., I, O]: a dim that joins several is split as the first of them."""
+  num_separate, matrix, split_dims = weight.num_separate_dims, layer_matrix(weight), weight.all_split_dims
+  firsts = (num_separate, num_separate + (weight.num_input_dims or 0))[: len(matrix)]
+  if len(weight.shape) > num_separate + len(matrix):
+    split_dims = (*split_dims[:num_separate], *[split_dims[d] for d in firsts])
+  return dataclasses.replace(weight, shape=(*weight.shape[:num_separate], *matrix), split_dims=split_dims)
 
-  def factored_rms(rule: FactorRule) -> optax.GradientTransformation:
-    return optax.scale_by_factored_rms(
-      factored=rule != 'never',
-      decay_rate=decay_exponent,
-      step_offset=step_offset,
-      min_dim_size_to_factor=1 if rule == 'always' else min_dim_size_to_factor,
-      epsilon=epsilon,
-    )
 
-  def per_layer(function, spec: WeightSpec, in_axes):
-    for _ in range(spec.num_separate_dims):
-      function = jax.vmap(function, in_axes=in_axes)
-    return function
+def moment_rule(otherwise: LeafRule, *, is_row: bool) -> LeafRule:
+  """Returns the rule for v_row or v_col of `optax.FactoredState`; `otherwise` is that of leaves of another shape."""
 
-  def viewed(x: jax.Array, spec: WeightSpec, rule: FactorRule) -> jax.Array:
-    """Reshapes an array like the weight to the matrices that the rule factors."""
-    if rule not in ('matrix', 'always') or x.shape != spec.shape:
-      return x
-    return x.reshape(*x.shape[: spec.num_separate_dims], *layer_matrix(spec))
+  def rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
+    if weight is None:
+      return otherwise(name, leaf, weight)
+    for shown in (weight, _joined(weight)):  # our Adafactor factors [D, H, K], optax's sees D x HK
+      dims = factored_dims(shown.shape, shown.num_separate_dims)
+      if dims is None:
+        continue
+      dropped = dims[1] if is_row else dims[0]
+      kept = [d for d in range(len(shown.shape)) if d != dropped]
+      if tuple(leaf.shape) == tuple(shown.shape[d] for d in kept):
+        split_dims = shown.all_split_dims
+        return dataclasses.replace(
+          weight,
+          shape=tuple(leaf.shape),
+          init=None,
+          dtype=leaf.dtype,
+          split_dims=tuple(split_dims[d] for d in kept),
+          stacked=sum(d < weight.stacked for d in kept),
+        )
+    return otherwise(name, leaf, weight)
 
-  def unzip(tree_of_tuples: Any, num: int) -> Any:
-    return jax.tree.transpose(jax.tree.structure(weight_specs), jax.tree.structure((0,) * num), tree_of_tuples)
-
-  def init_weight(path: Any, spec: WeightSpec, weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rule = rule_of(path)
-
-    def init_layer(weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-      state = factored_rms(rule).init(weight)
-      return state.v_row, state.v_col, state.v
-
-    v_row, v_col, v = per_layer(init_layer, spec, 0)(viewed(weight, spec, rule))
-    return v_row, v_col, v.reshape(weight.shape) if v.size == weight.size else v
-
-  def init(weights: Any) -> optax.FactoredState:
-    v_row, v_col, v = unzip(jax.tree_util.tree_map_with_path(init_weight, weight_specs, weights), 3)
-    return optax.FactoredState(count=jnp.zeros((), jnp.int32), v_row=v_row, v_col=v_col, v=v)
-
-  def update(grads: Any, state: optax.FactoredState, weights: Any) -> tuple[Any, optax.FactoredState]:
-    def update_weight(path: Any, spec: WeightSpec, *operands: jax.Array):
-      rule, relative = rule_of(path), is_relative(path)
-
-      def update_layer(count, grad, v_row, v_col, v, weight):
-        old = optax.FactoredState(count=count, v_row=v_row, v_col=v_col, v=v)
-        direction, new = factored_rms(rule).update(grad, old, weight)
-        if clipping_threshold is not None:
-          direction, _ = optax.clip_by_block_rms(clipping_threshold).update(direction, optax.EmptyState(), weight)
-        if relative:
-          scale = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(weight))), min_parameter_scale)
-          direction = direction * (scale if max_parameter_scale is None else jnp.minimum(scale, max_parameter_scale))
-        return direction, new.v_row, new.v_col, new.v
-
-      grad, v_row, v_col, v, weight = (viewed(x, spec, rule) for x in operands)
-      # The count is the same for all layers, so vmap does not map over it.
-      run = per_layer(update_layer, spec, (None, 0, 0, 0, 0, 0))
-      direction, v_row, v_col, new_v = run(state.count, grad, v_row, v_col, v, weight)
-      return direction.reshape(spec.shape), v_row, v_col, new_v.reshape(operands[3].shape)
-
-    results = jax.tree_util.tree_map_with_path(
-      update_weight, weight_specs, grads, state.v_row, state.v_col, state.v, weights
-    )
-    directions, v_row, v_col, v = unzip(results, 4)
-    return directions, optax.FactoredState(count=state.count + 1, v_row=v_row, v_col=v_col, v=v)
-
-  return optax.GradientTransformation(init, update)
+  return rule

@@ -1,9 +1,8 @@
 """Two rules for the weights of mixtures of experts: a scale for experts' gradients, and steps of balance biases.
 
 **Gradients of experts** (tag `expert`). T5X multiplies them by the number of expert partitions, "to account for
-implicit averaging". `jax.jit` with a mean over the global batch averages nothing implicitly: all gradients are those of
-that mean, on every mesh. The factor makes the wrong step for SGD, and the wrong share of the norm that is clipped and
-reported; Adam and Adafactor divide it away again. So 1 is right, and T5X's factor exists for parity.
+implicit averaging". Here gradients are those of a mean over the global batch on every mesh, so that 1 is right, and
+T5X's factor exists for parity.
 
 **Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
 scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The

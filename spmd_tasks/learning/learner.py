@@ -1,7 +1,5 @@
 """Learner: computes new weights and new state from gradients and state (optax underneath).
 
-Usage, inside a training step:
-
     new_weights, new_state, metrics = learner.update(grads, loss, step, state, weights, weight_specs)
 
 The arithmetic is float32 whatever the dtype of the weights. A step whose loss or gradients are not finite changes
@@ -23,9 +21,7 @@ from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS
-
-ACCUMULATIONS = ('mean', 'sum')
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, replicated_spec
 
 
 class Optimizer(Protocol):
@@ -133,20 +129,17 @@ class Learner:
       from spmd_tasks.learning.expert_weights import check_expert_grad_scale
 
       check_expert_grad_scale(self.expert_grad_scale)
-    if not self.balance_bias_rate >= 0:
-      raise UserError(f'learner.balance_bias_rate is {self.balance_bias_rate}; it must be 0 (biases rest) or more.')
-    if (bound := self.clip_global_norm) is not None and not bound > 0:
-      raise UserError(f'learner.clip_global_norm is {bound}; it must be larger than 0, or None to turn clipping off.')
-    if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-      raise UserError(f'learner.ema_decay is {self.ema_decay}; it must be in [0, 1), or None to keep no average.')
-    if self.num_microbatches < 1:
-      raise UserError(f'learner.num_microbatches is {self.num_microbatches}; it must be 1 (no accumulation) or more.')
-    if self.accumulation not in ACCUMULATIONS:
-      raise UserError(f'learner.accumulation is {self.accumulation!r}; it must be one of {ACCUMULATIONS}.')
-    if self.max_consecutive_skips < 1:
-      raise UserError(
-        f'learner.max_consecutive_skips is {self.max_consecutive_skips}; it must be 1 (stop at the first) or more.'
-      )
+    clip, decay = self.clip_global_norm, self.ema_decay
+    for name, is_right, needed in (
+      ('balance_bias_rate', self.balance_bias_rate >= 0, '0 (biases rest) or more'),
+      ('clip_global_norm', clip is None or clip > 0, 'larger than 0, or None to turn clipping off'),
+      ('ema_decay', decay is None or 0 <= decay < 1, 'in [0, 1), or None to keep no average'),
+      ('num_microbatches', self.num_microbatches >= 1, '1 (no accumulation) or more'),
+      ('accumulation', self.accumulation in ('mean', 'sum'), "'mean' or 'sum'"),
+      ('max_consecutive_skips', self.max_consecutive_skips >= 1, '1 (stop at the first) or more'),
+    ):
+      if not is_right:
+        raise UserError(f'learner.{name} is {getattr(self, name)!r}; it must be {needed}.')
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     """Returns the state before the first step. Traceable: `jax.eval_shape` of it gives the abstract state."""
@@ -162,13 +155,6 @@ class Learner:
       num_skipped=jnp.zeros((), jnp.int32),
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
-
-  def _clip(self, grads: Any, grad_norm: jax.Array) -> Any:
-    if self.clip_global_norm is not None:
-      # The scale is exactly 1 up to the threshold, and never divides by zero.
-      scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
-      grads = jax.tree.map(lambda g: g * scale, grads)
-    return grads
 
   def check_variables(self, variables: Mapping[str, Any]) -> None:
     """Raises a UserError if the optimizer needs factors of weights, and the model's variables have none."""
@@ -222,8 +208,12 @@ class Learner:
     rate = self.optimizer.learning_rate
     learning_rate = None if rate is None else schedules.learning_rate_at(rate, step)
 
+    if self.clip_global_norm is not None:
+      # The scale is exactly 1 up to the threshold, and never divides by zero.
+      scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
+      optimized_grads = jax.tree.map(lambda g: g * scale, optimized_grads)
     directions, opt_state = skippable(self.optimizer.transformation(optimized_specs)).update(
-      self._clip(optimized_grads, grad_norm),
+      optimized_grads,
       state.opt_state,
       _float32(optimized_weights),
       is_finite=is_finite,
@@ -271,15 +261,11 @@ class Learner:
       abstract_state: `jax.eval_shape` of `init`.
       weight_specs: tree of WeightSpec congruent to the weights.
     """
-
-    def scalar(leaf: Any) -> WeightSpec:
-      return WeightSpec(shape=(), init=None, split_dims=(), dtype=leaf.dtype)
-
     weight_specs = without_frozen(weight_specs, weight_specs)
     optimized_specs = _optimized(weight_specs, weight_specs)
     return abstract_state.replace(
       opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, optimized_specs),
       ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),
-      num_skipped=scalar(abstract_state.num_skipped),
-      num_skipped_in_a_row=scalar(abstract_state.num_skipped_in_a_row),
+      num_skipped=replicated_spec(abstract_state.num_skipped),
+      num_skipped_in_a_row=replicated_spec(abstract_state.num_skipped_in_a_row),
     )

@@ -89,9 +89,8 @@ class MultiOptimizer:
       steps, states = jax.tree.map(jnp.zeros_like, grads), []
       for i, (each, (_, optimizer), old) in enumerate(zip(transformations, self.optimizers, state, strict=True)):
         rate = learning_rate_at(optimizer.learning_rate, step)
-        directions, new = each.update(
-          part(grads, i), old, part(weights, i), step=step, learning_rate=rate, **extra_args
-        )
+        given = extra_args | {'step': step, 'learning_rate': rate}
+        directions, new = each.update(part(grads, i), old, part(weights, i), **given)
         if not getattr(optimizer, 'applies_learning_rate', False):
           directions = jax.tree.map(lambda d, rate=rate: rate * d, directions)
         steps = jax.tree.map(lambda owner, s, d, i=i: d if owner == i else s, owners, steps, directions)

@@ -93,17 +93,7 @@ class Muon(OptimizerSettings):
       return jax.tree.map(lambda matrix, leaf: leaf if matrix == of_matrices else None, is_matrix, tree)
 
     adam = scale_by_adam(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype)
-    muon = scale_by_muon(
-      part(weight_specs, True),
-      momentum=self.momentum,
-      nesterov=self.nesterov,
-      momentum_dtype=self.momentum_dtype,
-      scale=self.scale,
-      coefficients=self.coefficients,
-      num_iterations=self.num_iterations,
-      epsilon=1e-7,  # torch's: norms of the momentum below it count as it
-      dtype=self.dtype,
-    )
+    muon = self._orthogonal_momentum(part(weight_specs, True))
 
     def update(grads: Any, state: Any, weights: Any = None, **extra_args: Any) -> tuple[Any, Any]:
       of_matrices, muon_state = muon.update(part(grads, True), state[0], **extra_args)
@@ -114,6 +104,51 @@ class Muon(OptimizerSettings):
       return muon.init(part(weights, True)), adam.init(part(weights, False))
 
     return [SkippableTransformation(init, update)]
+
+  def _orthogonal_momentum(self, weight_specs: Any) -> SkippableTransformation:
+    """Returns the transformation of the gradients, float32, of weights that are all matrices."""
+
+    def init(weights: Any) -> MuonState:
+      return MuonState(jax.tree.map(lambda w: jnp.zeros(w.shape, self.momentum_dtype), weights))
+
+    def update(
+      grads: Any, state: MuonState, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any
+    ) -> tuple[Any, MuonState]:
+      old = jax.tree.map(lambda m: m.astype(jnp.float32), state.momentum)
+      average = jax.tree.map(lambda m, g: m + (1 - self.momentum) * (g - m), old, grads)
+      new = keep_if_finite(is_finite, average, old)
+      ahead = jax.tree.map(lambda m, g: g + self.momentum * (m - g), new, grads) if self.nesterov else new
+
+      def direction(spec: WeightSpec, x: jax.Array) -> jax.Array:
+        layouts, shape = _dealings(spec)
+        x = padding.pad(x, jax.ShapeDtypeStruct(shape, x.dtype))
+        for layout in layouts:
+          x = jax.lax.with_sharding_constraint(x, layout)
+        x = self._orthogonalized(as_layers(x, dataclasses.replace(spec, shape=shape))).reshape(shape)
+        for layout in reversed(layouts):
+          x = jax.lax.with_sharding_constraint(x, layout)
+        return padding.unpad(x, spec) * SCALES[self.scale](*layer_matrix(spec))
+
+      stored = jax.tree.map(lambda m, s: m.astype(s.dtype), new, state.momentum)
+      return jax.tree.map(direction, weight_specs, ahead), MuonState(stored)
+
+    return SkippableTransformation(init, update)
+
+  def _orthogonalized(self, x: jax.Array) -> jax.Array:
+    """Returns float32 [S..., I, O] with singular values near 1, by Newton-Schulz steps in `dtype`; zeros stay zeros."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = jnp.swapaxes(x, -1, -2) if is_tall else x
+    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+    x = (x / jnp.maximum(norm, 1e-7)).astype(self.dtype)  # torch's bound
+    a, b, c = (jnp.asarray(value, self.dtype) for value in self.coefficients)
+
+    def step(_, x: jax.Array) -> jax.Array:
+      gram = jnp.einsum('...rc,...sc->...rs', x, x, precision='highest')
+      polynomial = b * gram + c * jnp.matmul(gram, gram, precision='highest')
+      return a * x + jnp.matmul(polynomial, x, precision='highest')
+
+    x = jax.lax.fori_loop(0, self.num_iterations, step, x).astype(jnp.float32)
+    return jnp.swapaxes(x, -1, -2) if is_tall else x
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to the direction; see the base class."""
@@ -140,69 +175,6 @@ class MuonState(NamedTuple):
   """`momentum` is congruent to the weights, with None where a weight is no matrix."""
 
   momentum: Any
-
-
-def scale_by_muon(
-  weight_specs: Any,
-  *,
-  momentum: float,
-  nesterov: bool,
-  momentum_dtype: str,
-  scale: str,
-  coefficients: tuple[float, float, float],
-  num_iterations: int,
-  epsilon: float,
-  dtype: str,
-) -> SkippableTransformation:
-  """Returns the transformation of the matrices' gradients, float32; arguments as those of `Muon`.
-
-  Args:
-    weight_specs: tree of WeightSpec congruent to the gradients, of matrices only.
-  """
-
-  def init(weights: Any) -> MuonState:
-    return MuonState(jax.tree.map(lambda w: jnp.zeros(w.shape, momentum_dtype), weights))
-
-  def update(grads: Any, state: MuonState, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any):
-    del weights, extra_args
-    old = jax.tree.map(lambda m: m.astype(jnp.float32), state.momentum)
-    new = keep_if_finite(is_finite, jax.tree.map(lambda m, g: m + (1 - momentum) * (g - m), old, grads), old)
-    ahead = jax.tree.map(lambda m, g: g + momentum * (m - g), new, grads) if nesterov else new
-
-    def direction(spec: WeightSpec, x: jax.Array) -> jax.Array:
-      layouts, shape = _dealings(spec)
-      x = padding.pad(x, jax.ShapeDtypeStruct(shape, x.dtype))
-      for layout in layouts:
-        x = jax.lax.with_sharding_constraint(x, layout)
-      matrices = as_layers(x, dataclasses.replace(spec, shape=shape))
-      x = orthogonalized(matrices, coefficients, num_iterations, epsilon, dtype).reshape(shape)
-      for layout in reversed(layouts):
-        x = jax.lax.with_sharding_constraint(x, layout)
-      return padding.unpad(x, spec) * SCALES[scale](*layer_matrix(spec))
-
-    stored = jax.tree.map(lambda m, s: m.astype(s.dtype), new, state.momentum)
-    return jax.tree.map(direction, weight_specs, ahead), MuonState(stored)
-
-  return SkippableTransformation(init, update)
-
-
-def orthogonalized(
-  x: jax.Array, coefficients: tuple[float, float, float], num_iterations: int, epsilon: float, dtype: str
-) -> jax.Array:
-  """Returns float32 [S..., I, O] with singular values near 1, by Newton-Schulz steps in `dtype`; zeros stay zeros."""
-  is_tall = x.shape[-2] > x.shape[-1]
-  x = jnp.swapaxes(x, -1, -2) if is_tall else x
-  norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-  x = (x / jnp.maximum(norm, epsilon)).astype(dtype)
-  a, b, c = (jnp.asarray(value, dtype) for value in coefficients)
-
-  def step(_, x: jax.Array) -> jax.Array:
-    gram = jnp.einsum('...rc,...sc->...rs', x, x, precision='highest')
-    polynomial = b * gram + c * jnp.matmul(gram, gram, precision='highest')
-    return a * x + jnp.matmul(polynomial, x, precision='highest')
-
-  x = jax.lax.fori_loop(0, num_iterations, step, x).astype(jnp.float32)
-  return jnp.swapaxes(x, -1, -2) if is_tall else x
 
 
 def _dealings(spec: WeightSpec) -> tuple[list[NamedSharding], tuple[int, ...]]:

@@ -5,7 +5,7 @@ structure, not by the name of the optimizer, so any optax transformation works:
 
 * a leaf of its weight's shape takes the weight's split dims;
 * a leaf with further dims in front of its weight's shape, such as L-BFGS's history, leaves these dims unsharded;
-* Adafactor's `v_row` and `v_col` have a rule of their own (factored_moments.py);
+* Adafactor's `v_row` and `v_col` have a rule of their own (adafactor.py);
 * scalars and placeholders of one element (per layer and expert) are replicated;
 * any other leaf of a stack's or experts' weight is split over these dims alone;
 * any other leaf is replicated, and a warning names it if it has more than one element.
@@ -24,7 +24,6 @@ from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import replicated_spec
 
 LeafRule = Callable[[str, Any, Any], Any]  # (name, leaf, its weight or None)
-MomentRules = Callable[[], tuple[LeafRule, LeafRule]]
 
 
 def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
@@ -42,22 +41,9 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
     if num_extra > 0 and weight.shape and shape[num_extra:] == tuple(weight.shape):
       return dataclasses.replace(replicated_spec(leaf), split_dims=(*[None] * num_extra, *weight.all_split_dims))
   if math.prod(shape) != 1:
-    if weight is not None:
-      logging.warning(
-        'Optimizer state %s has shape %s, but its weight has shape %s: it is replicated on every device.',
-        name,
-        shape,
-        tuple(weight.shape),
-      )
-    else:
-      logging.warning(
-        'Optimizer state %s of shape %s belongs to no weight: it is replicated on every device.', name, shape
-      )
+    owner = 'belongs to no weight' if weight is None else f'has another shape than its weight, {tuple(weight.shape)}'
+    logging.warning('Optimizer state %s of shape %s %s: it is replicated on every device.', name, shape, owner)
   return replicated_spec(leaf)
-
-
-def _is_masked(node: Any) -> bool:
-  return isinstance(node, optax.MaskedNode)
 
 
 def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
@@ -67,23 +53,23 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
     abstract_state: an optimizer state of arrays or `jax.ShapeDtypeStruct`s; any nesting of optax's.
     weight_specs: tree of WeightSpec congruent to the weights.
   """
-  return map_state(_plain_rule, abstract_state, weight_specs, _moment_rules)
+
+  def of_moment(*, is_row: bool) -> LeafRule:
+    from spmd_tasks.learning.adafactor import moment_rule
+
+    return moment_rule(_plain_rule, is_row=is_row)
+
+  return map_state(_plain_rule, abstract_state, weight_specs, of_moment)
 
 
-def _moment_rules() -> tuple[LeafRule, LeafRule]:
-  from spmd_tasks.learning.factored_moments import moment_rule
-
-  return moment_rule(_plain_rule, is_row=True), moment_rule(_plain_rule, is_row=False)
-
-
-def map_state(rule: LeafRule, state: Any, weights: Any, moment_rules: MomentRules | None = None) -> Any:
+def map_state(rule: LeafRule, state: Any, weights: Any, moment_rule: Callable[..., LeafRule] | None = None) -> Any:
   """Maps `rule(name, leaf, weight)` over a state; the weight is a leaf of `weights`, None for what belongs to none.
 
   Args:
     rule: of all leaves but factored moments.
     state: an optimizer state, abstract or not.
     weights: the tree of weights, or one like it.
-    moment_rules: returns those of the factored moments v_row and v_col; None: the same.
+    moment_rule: (is_row=...) -> that of the factored moments v_row, or v_col; None: the same.
   """
   weights_treedef: Any = jax.tree.structure(weights)
   weights_with_paths = jax.tree_util.tree_flatten_with_path(weights)[0]
@@ -95,11 +81,11 @@ def map_state(rule: LeafRule, state: Any, weights: Any, moment_rules: MomentRule
 
   def visit(name: str, node: Any, rule: LeafRule) -> Any:
     if isinstance(node, optax.FactoredState):
-      row_rule, column_rule = moment_rules() if moment_rules else (rule, rule)
+      rules = [moment_rule(is_row=is_row) if moment_rule else rule for is_row in (True, False)]
       return optax.FactoredState(
         count=visit_leaves(f'{name}.count', node.count, None, rule),
-        v_row=visit(f'{name}.v_row', node.v_row, row_rule),
-        v_col=visit(f'{name}.v_col', node.v_col, column_rule),
+        v_row=visit(f'{name}.v_row', node.v_row, rules[0]),
+        v_col=visit(f'{name}.v_col', node.v_col, rules[1]),
         v=visit(f'{name}.v', node.v, rule),
       )
     try:
@@ -113,7 +99,7 @@ def map_state(rule: LeafRule, state: Any, weights: Any, moment_rules: MomentRule
     # The place of a weight may also hold nothing (optax.MaskedNode, None) or a small tree.
     return weights_treedef.unflatten(
       [
-        n if _is_masked(n) else visit_leaves(name + jax.tree_util.keystr(path), n, spec, rule)
+        n if isinstance(n, optax.MaskedNode) else visit_leaves(name + jax.tree_util.keystr(path), n, spec, rule)
         for n, (path, spec) in zip(nodes, weights_with_paths)
       ]
     )

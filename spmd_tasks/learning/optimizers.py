@@ -19,15 +19,6 @@ from spmd_tasks.learning.schedules import LearningRate, check_learning_rate
 from spmd_tasks.learning.skipping import SkippableTransformation, chain, scale_by_adam
 
 
-def _add_decayed_weights(
-  weight_specs: Any, weight_decay: float, decay_exempt_tags: tuple[str, ...]
-) -> list[optax.GradientTransformation]:
-  if not weight_decay:
-    return []
-  mask = jax.tree.map(lambda spec: not set(spec.tags).intersection(decay_exempt_tags), weight_specs)
-  return [optax.add_decayed_weights(weight_decay, mask)]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(abc.ABC):
   """Settings that all optimizers have.
@@ -64,8 +55,11 @@ class OptimizerSettings(abc.ABC):
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to the direction, for a tree of WeightSpec congruent to the weights."""
-    decay = _add_decayed_weights(weight_specs, self.weight_decay, self.decay_exempt_tags)
-    return chain(*self._direction(weight_specs), *decay)
+    pieces = self._direction(weight_specs)
+    if self.weight_decay:
+      mask = jax.tree.map(lambda spec: not set(spec.tags).intersection(self.decay_exempt_tags), weight_specs)
+      pieces = [*pieces, optax.add_decayed_weights(self.weight_decay, mask)]
+    return chain(*pieces)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

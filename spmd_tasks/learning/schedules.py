@@ -39,14 +39,6 @@ def check_non_negative(name: str, value: float) -> None:
     raise UserError(f'{name} is {value}; it must be 0 or more and finite.')
 
 
-def _check_span(warmup_steps: int, total_steps: int) -> None:
-  check_non_negative('warmup_steps', warmup_steps)
-  if total_steps <= warmup_steps:
-    raise UserError(
-      f'total_steps {total_steps} must be larger than warmup_steps {warmup_steps}: shorten the warmup or train longer.'
-    )
-
-
 def _after_warmup(peak: float, warmup_steps: int, after: optax.Schedule, step: jax.typing.ArrayLike) -> jax.Array:
   """Evaluates a linear warmup followed by the schedule `after`, whose step 0 is the end of the warmup."""
   schedule = after
@@ -82,9 +74,13 @@ class LinearWarmupCosine:
   decay_start: int | None = None
 
   def __post_init__(self):
-    check_non_negative('peak', self.peak)
-    check_non_negative('final_fraction', self.final_fraction)
-    _check_span(self.warmup_steps, self.total_steps)
+    for name in ('peak', 'final_fraction', 'warmup_steps'):
+      check_non_negative(name, getattr(self, name))
+    if self.total_steps <= self.warmup_steps:
+      raise UserError(
+        f'total_steps {self.total_steps} must be larger than warmup_steps {self.warmup_steps}: shorten the warmup or '
+        'train longer.'
+      )
     if self.decay_start is not None and not self.warmup_steps <= self.decay_start < self.total_steps:
       raise UserError(
         f'decay_start is {self.decay_start}; it must lie between warmup_steps {self.warmup_steps} and total_steps '

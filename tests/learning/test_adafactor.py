@@ -16,16 +16,18 @@ D, F = 3, 5
 
 
 def adafactor_float64(weight, grads, rate):
-  """Adafactor on one expert's weight [D, F] by the paper's formulas, with defaults of ours; all steps' grads."""
-  v_row, v_col = np.zeros(weight.shape[0]), np.zeros(weight.shape[1])
+  """Adafactor on one expert's weight [D, F] or [F] by the paper's formulas (algorithm 4 to 6); all steps' grads."""
+  v_row, v_col, v, average = np.zeros(weight.shape[0]), np.zeros(weight.shape[-1]), 0.0, 0.0
   for t, grad in enumerate(grads, start=1):
     kept = 1 - t**-0.8
     square = grad**2 + 1e-30
-    v_row = kept * v_row + (1 - kept) * square.mean(axis=1)
+    v = kept * v + (1 - kept) * square
+    v_row = kept * v_row + (1 - kept) * square.mean(axis=-1)
     v_col = kept * v_col + (1 - kept) * square.mean(axis=0)
-    update = grad / np.sqrt(np.outer(v_row, v_col) / v_row.mean())
-    update /= max(1.0, np.sqrt(np.mean(update**2)))
-    weight = weight - rate * max(1e-3, np.sqrt(np.mean(weight**2))) * update
+    update = grad / np.sqrt(v if grad.ndim == 1 else np.outer(v_row, v_col) / v_row.mean())
+    update /= max(1.0, np.sqrt(np.mean(update**2)) / 0.7)
+    average = 0.9 * average + 0.1 * max(1e-3, np.sqrt(np.mean(weight**2))) * update
+    weight = weight - rate * (average + 0.5 * weight)
   return weight, v_row, v_col
 
 
@@ -37,16 +39,19 @@ def test_experts_have_their_own_factors_clipping_and_scale(num_layers, rng):
     'up': WeightSpec(shape=(*leading, num_experts, D, F), init=None, tags=('expert',), stacked=len(leading)),
     'bias': WeightSpec(shape=(*leading, num_experts, F), init=None, tags=('expert',), stacked=len(leading)),
   }
-  learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2))
+  settings = {'momentum': 0.9, 'clipping_threshold': 0.7, 'weight_decay': 0.5}
+  learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2, **settings))
   size = 10.0 ** np.arange(-3, 3).reshape(num_experts, 1, 1)
   start = rng.normal(size=specs['up'].shape) * size
   all_grads = rng.normal(size=(3, *specs['up'].shape))
   all_grads[:2, ..., 1, :, :], all_grads[2, ..., 1, :, :] = 0, 100
-  weights = {'up': jnp.asarray(start, jnp.float32), 'bias': jnp.ones(specs['bias'].shape)}
+  biases = rng.normal(size=specs['bias'].shape)
+  weights = {'up': jnp.asarray(start, jnp.float32), 'bias': jnp.asarray(biases, jnp.float32)}
   state = learner.init(weights, specs)
   update = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, specs))
   for grads in all_grads:
-    weights, state, _ = update({'up': jnp.asarray(grads, jnp.float32), 'bias': weights['bias']}, state, weights)
+    grads = {'up': jnp.asarray(grads, jnp.float32), 'bias': jnp.asarray(grads[..., 0, :], jnp.float32)}
+    weights, state, _ = update(grads, state, weights)
   moments = state.opt_state[0]
   assert moments.v_row['bias'].shape == moments.v['up'].shape == (*leading, num_experts, 1)
   assert moments.v['bias'].shape == specs['bias'].shape
@@ -55,6 +60,8 @@ def test_experts_have_their_own_factors_clipping_and_scale(num_layers, rng):
     np.testing.assert_allclose(weights['up'][index], expected, rtol=2e-5, atol=1e-7, err_msg=str(index))
     np.testing.assert_allclose(moments.v_row['up'][index], v_row, rtol=1e-5)
     np.testing.assert_allclose(moments.v_col['up'][index], v_col, rtol=1e-5)
+    expected, *_ = adafactor_float64(biases[index], [grads[index][0] for grads in all_grads], 0.1)
+    np.testing.assert_allclose(weights['bias'][index], expected, rtol=2e-5, atol=1e-6, err_msg=str(index))
 
 
 # T5X's weights as ours: (shape, fields of its WeightSpec, transposition).

@@ -82,7 +82,8 @@ def test_skipped_steps_leave_no_trace_in_later_ones(rng):
   [
     ({'optimizer': 'adamw'}, "learner.optimizer is 'adamw'"),
     ({'ema_decay': 1.0}, r'learner.ema_decay is 1.0; it must be in \[0, 1\)'),
-    ({'accumulation': 'average'}, "learner.accumulation is 'average'; it must be one of"),
+    ({'accumulation': 'average'}, "learner.accumulation is 'average'; it must be 'mean' or 'sum'"),
+    ({'num_microbatches': 0}, 'learner.num_microbatches is 0; it must be 1'),
   ],
 )
 def test_impossible_settings_are_refused(settings, message):

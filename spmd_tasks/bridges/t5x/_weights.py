@@ -23,7 +23,7 @@ import jax
 from spmd_tasks.bridges._operations import Operation, Reshape, Transpose
 from spmd_tasks.bridges._rules import Rule, RuleTable
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning.factored_moments import factored_dims
+from spmd_tasks.learning.adafactor import factored_dims
 
 Shapes = Mapping[str, Any]  # name -> array or jax.ShapeDtypeStruct
 
