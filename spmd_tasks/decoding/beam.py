@@ -104,39 +104,22 @@ def beam_search(
 
   def extend(search: _Search, logits: jax.Array) -> _Search:
     """Appends a token to the live texts, given the logits [P, W, V] of their next tokens."""
-    vocab_size = logits.shape[-1]
     length = search.num_generated + 1
     totals = search.logprobs[:, :, None] + jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    is_stop = jnp.any(jnp.arange(vocab_size)[None, :, None] == stop_ids[:, None, :], axis=-1)[:, None, :]  # [P, 1, V]
+    is_stop = jnp.any(jnp.arange(logits.shape[-1])[None, :, None] == stop_ids[:, None], axis=-1)[:, None]  # [P, 1, V]
     is_last = (length >= max_tokens)[:, None, None]
     may_end, is_end = totals, is_stop | is_last
     if rule == 't5x':
       least = jax.lax.top_k(totals.reshape(num_prompts, -1), 2 * num_beams)[0][:, -1]
       may_end, is_end = jnp.where(totals >= least[:, None, None], totals, -jnp.inf), is_stop
 
-    def best(totals):
-      values, flat = jax.lax.top_k(totals.reshape(num_prompts, -1), num_beams)
-      parents, chosen = flat // vocab_size, (flat % vocab_size).astype(jnp.int32)
-      texts = jnp.take_along_axis(search.tokens, parents[:, :, None], axis=1)
-      return values, parents, texts.at[:, :, length - 1].set(chosen)
-
-    def texts(logprobs, tokens, scores) -> Beams:
-      lengths = jnp.where(logprobs > -jnp.inf, length, 0)
-      tokens = jnp.where(lengths[:, :, None] > 0, tokens, 0)
-      return Beams(tokens=tokens, lengths=lengths, logprobs=logprobs, scores=scores)
-
-    ended, _, ended_tokens = best(jnp.where(is_end, may_end, -jnp.inf))
-    live, parents, live_tokens = best(jnp.where(is_stop | is_last, -jnp.inf, totals))
-    found = texts(ended, ended_tokens, normalize(ended, length))
-    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), search.done, found)
-    _, order = jax.lax.top_k(both.scores, num_beams)
-    done = jax.tree.map(
-      lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1), both
-    )
+    ended, _, ended_tokens = _best(search, jnp.where(is_end, may_end, -jnp.inf))
+    live, parents, live_tokens = _best(search, jnp.where(is_stop | is_last, -jnp.inf, totals))
+    done = _better(search.done, _texts(length, ended, ended_tokens, normalize(ended, length)))
     if rule == 't5x':
-      unended, _, unended_tokens = best(jnp.where(is_stop, -jnp.inf, totals))
+      unended, _, unended_tokens = _best(search, jnp.where(is_stop, -jnp.inf, totals))
       none_ended = is_last[:, :, 0] & (done.lengths[:, :1] == 0)
-      unfinished = texts(unended, unended_tokens, unended)
+      unfinished = _texts(length, unended, unended_tokens, unended)
       done = jax.tree.map(lambda x, y: jnp.where(none_ended.reshape(-1, *(1,) * (x.ndim - 1)), x, y), unfinished, done)
     rows = (jnp.arange(num_prompts)[:, None] * num_beams + parents).reshape(-1)
     # All beams of a prompt read one text of the encoder.
@@ -160,20 +143,37 @@ def beam_search(
     cache = write_tokens(search.cache, new, positions, is_live)
     return extend(search.replace(cache=cache), logits.reshape(*beam_shape, -1))
 
-  nothing = Beams(
-    tokens=tokens,
-    lengths=jnp.zeros(beam_shape, jnp.int32),
-    logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32),
-    scores=jnp.full(beam_shape, -jnp.inf, jnp.float32),
-  )
+  none = jnp.full(beam_shape, -jnp.inf, jnp.float32)
   parents = jnp.arange(num_prompts * num_beams) // num_beams
   search = _Search(
     cache=write_tokens(empty_cache, take_slots(prompts, parents), jnp.zeros_like(parents), lengths[parents]),
     num_generated=jnp.zeros((), jnp.int32),
     # At first all beams of a prompt are the same text, so only the first one counts.
-    logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32).at[:, 0].set(0.0),
+    logprobs=none.at[:, 0].set(0.0),
     tokens=tokens,
-    done=nothing,
+    done=_texts(0, none, tokens, none),
   )
   first = extend(search, jnp.broadcast_to(logits, (*beam_shape, logits.shape[-1])))
   return jax.lax.while_loop(may_improve, advance, first).done
+
+
+def _best(search: _Search, totals: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The W best continuations by `totals` [P, W, V]: (log-probabilities, numbers of the live texts, tokens)."""
+  num_prompts, num_beams, vocab_size = totals.shape
+  values, flat = jax.lax.top_k(totals.reshape(num_prompts, -1), num_beams)
+  parents, chosen = flat // vocab_size, (flat % vocab_size).astype(jnp.int32)
+  texts = jnp.take_along_axis(search.tokens, parents[:, :, None], axis=1)
+  return values, parents, texts.at[:, :, search.num_generated].set(chosen)
+
+
+def _texts(length: jax.Array | int, logprobs: jax.Array, tokens: jax.Array, scores: jax.Array) -> Beams:
+  """Texts of one length; none where the log-probability is -inf."""
+  lengths = jnp.where(logprobs > -jnp.inf, jnp.asarray(length, jnp.int32), 0)
+  return Beams(tokens=jnp.where(lengths[:, :, None] > 0, tokens, 0), lengths=lengths, logprobs=logprobs, scores=scores)
+
+
+def _better(old: Beams, new: Beams) -> Beams:
+  """The W best of twice as many texts."""
+  both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), old, new)
+  _, order = jax.lax.top_k(both.scores, old.scores.shape[1])
+  return jax.tree.map(lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1), both)

@@ -52,6 +52,9 @@ class ModelEngine:
       score_prompts: whether `warm_up` also compiles the prefills that score prompts.
       constrain: whether sequences may have token masks.
     """
+    self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, steps.prefill_chunk
+    self.block_tokens, self.num_blocks, self.num_parts = steps.block_tokens, steps.num_blocks, steps.num_parts
+    self.can_reuse, self.num_drafts, self.has_draft_model = steps.can_reuse, steps.num_drafts, steps.draft is not None
     self._steps = steps
     self._score_prompts = score_prompts
     self._constrain = constrain
@@ -73,42 +76,6 @@ class ModelEngine:
     self.cache_epoch += 1
     if weights is not None and self._state is None:
       self.reset()
-
-  @property
-  def num_slots(self) -> int:
-    return self._steps.settings.num_slots
-
-  @property
-  def max_len(self) -> int:
-    return self._steps.max_len
-
-  @property
-  def prefill_chunk(self) -> int:
-    return self._steps.prefill_chunk
-
-  @property
-  def block_tokens(self) -> int:
-    return self._steps.block_tokens
-
-  @property
-  def num_blocks(self) -> int:
-    return self._steps.num_blocks
-
-  @property
-  def num_parts(self) -> int:
-    return self._steps.num_parts
-
-  @property
-  def num_drafts(self) -> int:
-    return self._steps.num_drafts
-
-  @property
-  def has_draft_model(self) -> bool:
-    return self._steps.draft is not None
-
-  @property
-  def can_reuse(self) -> bool:
-    return self._steps.can_reuse
 
   def warm_up(self) -> None:
     started = time.monotonic()

@@ -54,26 +54,17 @@ class Engine(Protocol):
     cache_epoch: a number that changes when what is in the blocks becomes unusable: by `reset`, and by new weights.
   """
 
+  num_slots: int
+  prefill_chunk: int
+  num_drafts: int
+  has_draft_model: bool
+  can_reuse: bool
+  max_len: int
+  block_tokens: int
+  num_blocks: int
+  num_parts: int
   weights: Any
 
-  @property
-  def num_slots(self) -> int: ...
-  @property
-  def prefill_chunk(self) -> int: ...
-  @property
-  def num_drafts(self) -> int: ...
-  @property
-  def has_draft_model(self) -> bool: ...
-  @property
-  def can_reuse(self) -> bool: ...
-  @property
-  def max_len(self) -> int: ...
-  @property
-  def block_tokens(self) -> int: ...
-  @property
-  def num_blocks(self) -> int: ...
-  @property
-  def num_parts(self) -> int: ...
   @property
   def cache_epoch(self) -> int: ...
 

@@ -1,7 +1,7 @@
 """--mode=serve: serves a checkpoint's weights over HTTP until a signal ends the server.
 
 With several processes, each holds its part of the weights; process 0 answers HTTP, and all others follow it
-(serving/multi_process).
+(multi_process.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ from spmd_tasks.distributed.emergency_exit import Position
 from spmd_tasks.distributed.link_connections import connect_pairs
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.loading import load_draft
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.origin import Base
-from spmd_tasks.serving.multi_process.follower import follow
-from spmd_tasks.serving.multi_process.leader import lead
+from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.server import listen, run_server
@@ -116,15 +116,8 @@ def serve(
     reading = text_reading(job)
     if reading is not None and jax.process_count() > 1:
       raise UserError(f'{jax.process_count()} processes cannot serve a model that scores texts: start one.')
-    steps, storage, part = None, None, None
-    if reading is None:
-      decode = job.task.decode
-      num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
-      settings_of_steps = dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top)
-      if decode.draft_model:
-        announce(f'Loading the draft model {decode.draft_model}.')
-      steps = DecodeSteps(model, settings_of_steps, draft=load_draft(job, model))
-      storage, part = steps.storage, model.task.decoding_variables
+    steps = _decode_steps(job, model, tokenizer, announce) if reading is None else None
+    storage, part = (None, None) if steps is None else (steps.storage, model.task.decoding_variables)
 
     def restore(step: int | None) -> tuple[Any, int]:
       with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
@@ -135,8 +128,8 @@ def serve(
 
     folder = _served_folder(job, job_log_dir, step)
     adapter_names = () if steps is None else steps.adapter_names
-    for name in (job.name, Path(folder or '').name):
-      check_adapter_names(name, adapter_names)
+    name = job.name if folder is None else Path(folder).name or job.name
+    check_adapter_names((name, job.name), adapter_names)
     source = f'{"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}'
     announce(f'Restoring {source}.' if folder is None else f'Loading the weights of {folder}.')
     began = time.monotonic()
@@ -146,7 +139,7 @@ def serve(
     served_settings = job.task.decode or DecodeSettings() if steps is None else steps.settings
     vocab_size = job.task.model.embedding.vocab_size if steps is None else steps.vocab_size
     served = ServedModel(
-      name=job.name if folder is None else Path(folder).name or job.name,
+      name=name,
       alias=None if folder is None else job.name,
       adapters=adapter_names,
       created=int(time.time()),
@@ -159,46 +152,59 @@ def serve(
       grammars=Grammars(tokenizer, vocab_size=vocab_size, end_ids=served_settings.end_ids(tokenizer.eos_id)),
       reading=reading,
     )
-    if steps is None:
+    engine: ModelEngine | TextScoring
+    if steps is not None:
+      engine = ModelEngine(steps, weights, score_prompts=True, constrain=True)
+    else:
       assert reading is not None
-      assert sock is not None
-      scoring = TextScoring(TextScorer(model, reading, max_len=served.max_len), weights)
-      del weights
-      return run_server(scoring, served, settings, sock, restore=restore, announce=announce)
-    engine = ModelEngine(steps, weights, score_prompts=True, constrain=True)
+      engine = TextScoring(TextScorer(model, reading, max_len=served.max_len), weights)
     del weights  # the engine holds them, and may free them
+    run = functools.partial(run_server, model=served, settings=settings, announce=announce)
     if jax.process_count() == 1:
       assert sock is not None
-      return run_server(engine, served, settings, sock, restore=restore, announce=announce)
-
-    joined, admitted = connect_pairs(
-      'serve',
-      [(process, 0) for process in range(1, jax.process_count())],
-      limit_s=limit_s,
-      bind_address=bind_address,
-      silence_limit_s=_SILENCE_LIMIT_S,
-    )
-    emergency.attach(None)  # from here on, links tell of an end
+      return run(engine, sock=sock, restore=restore)
     emergency.set_position_source(lambda: Position(step=restored, activity='serve'))
-    leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
-    if sock is None:
-      code = follow(engine, joined[0], restore=restore, leave=leave)
-    else:
-      with lead(engine, [*admitted.values()], restore=restore, leave=leave) as leader:
-        code = run_server(
-          leader,
-          served,
-          settings,
-          sock,
-          restore=leader.restore,
-          restore_pauses=True,
-          announce=announce,
-          stop=leader.stop,
-          leave=leader.leave,
-        )
-        leader.end(code)
-    barrier('serve_end', limit_s=_END_LIMIT_S)
-    return code
+    return _serve_together(engine, run, sock, restore, emergency, limit_s, bind_address)
+
+
+def _decode_steps(
+  job: Job, model: PartitionedModel, tokenizer: Tokenizer, announce: Callable[[str], None]
+) -> DecodeSteps:
+  decode = job.task.decode
+  num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
+  if decode.draft_model:
+    announce(f'Loading the draft model {decode.draft_model}.')
+  settings = dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top)
+  return DecodeSteps(model, settings, draft=load_draft(job, model))
+
+
+def _serve_together(
+  engine: Any,
+  run: Callable[..., int],
+  sock: socket.socket | None,
+  restore: Callable[[int | None], tuple[Any, int]],
+  emergency: EmergencyExit,
+  limit_s: int,
+  bind_address: str | None,
+) -> int:
+  """Serves with several processes: `run` runs the server on process 0, which has the socket."""
+  joined, admitted = connect_pairs(
+    'serve',
+    [(process, 0) for process in range(1, jax.process_count())],
+    limit_s=limit_s,
+    bind_address=bind_address,
+    silence_limit_s=_SILENCE_LIMIT_S,
+  )
+  emergency.attach(None)  # from here on, links tell of an end
+  leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
+  if sock is None:
+    code = follow(engine, joined[0], restore=restore, leave=leave)
+  else:
+    with lead(engine, [*admitted.values()], restore=restore, leave=leave) as leader:
+      code = run(leader, sock=sock, restore=leader.restore, restore_pauses=True, stop=leader.stop, leave=leader.leave)
+      leader.end(code)
+  barrier('serve_end', limit_s=_END_LIMIT_S)
+  return code
 
 
 def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str | None:

@@ -27,9 +27,9 @@ from spmd_tasks.tuning.text_scorer import TextReading
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
 
-def check_adapter_names(name: str | None, adapters: Collection[str]) -> None:
-  """Raises a UserError if one of a model's adapters has the name of the model itself."""
-  if name in adapters:
+def check_adapter_names(names: Sequence[str], adapters: Collection[str]) -> None:
+  """Raises a UserError if one of a model's adapters has a name of the model itself."""
+  for name in set(names).intersection(adapters):
     raise UserError(f'adapters has the name {name!r}, which is that of the model itself: choose another one.')
 
 
@@ -61,10 +61,6 @@ class ServedModel:
   adapters: tuple[str, ...] = ()
   alias: str | None = None
   reading: TextReading | None = None
-
-  def __post_init__(self):
-    for name in (self.name, self.alias):
-      check_adapter_names(name, self.adapters)
 
   @property
   def names(self) -> tuple[str, ...]:

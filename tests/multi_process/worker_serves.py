@@ -12,8 +12,7 @@ import numpy as np
 
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, barrier, initialize
 from spmd_tasks.distributed.link_connections import connect_pairs
-from spmd_tasks.serving.multi_process.follower import follow
-from spmd_tasks.serving.multi_process.leader import lead
+from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings
 from tests.serving.fake_engine import FakeEngine

@@ -1,7 +1,6 @@
 """Names of adapters in requests: what they choose, what is said of them, and what is counted; by a fake engine."""
 
 from concurrent.futures import ThreadPoolExecutor
-import dataclasses
 
 import numpy as np
 import pytest
@@ -9,9 +8,10 @@ import pytest
 from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.errors import UserError
-from spmd_tasks.serving.multi_process.messages import from_message, to_message
+from spmd_tasks.serving.multi_process import from_message, to_message
+from spmd_tasks.serving.requests import check_adapter_names
 from tests.serving.fake_engine import TOKENIZER
-from tests.serving.served import CHAT, COMPLETIONS, HELLO, MODEL, metric, serving, wait_for
+from tests.serving.served import CHAT, COMPLETIONS, HELLO, metric, serving, wait_for
 
 NAMES = ('fake.Model', 'one', 'two')
 TEXTS = {'fake.Model': 'abcabca', 'one': 'bcdbcdb', 'two': 'cdecdec'}  # the fake adds the adapter's number to each byte
@@ -67,7 +67,7 @@ def test_an_unknown_name_is_an_error_that_lists_those_that_are_served(client, ro
 
 def test_an_adapter_cannot_have_the_name_of_the_model():
   with pytest.raises(UserError, match=r"the name 'fake.Model', which is that of the model itself"):
-    dataclasses.replace(MODEL, adapters=('one', 'fake.Model'))
+    check_adapter_names(('folder', 'fake.Model'), ('one', 'fake.Model'))
 
 
 def test_other_processes_are_told_the_adapter():

@@ -16,10 +16,8 @@ from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.distributed.link_connections import admit, join, listen_for_processes
 from spmd_tasks.errors import JobError
-from spmd_tasks.serving.multi_process import leader
-from spmd_tasks.serving.multi_process.follower import follow
-from spmd_tasks.serving.multi_process.leader import Followers, LeadingEngine, PeerFailedError
-from spmd_tasks.serving.multi_process.messages import to_message
+from spmd_tasks.serving import multi_process
+from spmd_tasks.serving.multi_process import Followers, LeadingEngine, PeerFailedError, follow, to_message
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
 
@@ -163,7 +161,7 @@ def test_a_step_that_fails_ends_the_job(pair, culprit):
 
 
 def test_a_process_that_is_gone_is_noticed_in_the_middle_of_an_operation(pair, monkeypatch):
-  monkeypatch.setattr(leader, '_LOST_LIMIT_S', 0.1)
+  monkeypatch.setattr(multi_process, '_LOST_LIMIT_S', 0.1)
   pair.engines[0].gate = gate = threading.Event()  # its step waits as in a collective
   with ThreadPoolExecutor(1) as pool:
     stepping = pool.submit(pair.engine.step, np.zeros(4, np.bool_))
