@@ -30,32 +30,6 @@ BATCH_DTYPES: Mapping[str, Any] = {
 
 
 @runtime_checkable
-class Judge(Protocol):
-  """Judges a model by what it makes of the examples of an eval set; an input may have one as its attribute `judge`.
-
-  Attributes:
-    wants_texts, wants_scores: what it reads.
-  """
-
-  wants_texts: bool
-  wants_scores: bool
-
-  def prompts(self) -> Sequence[Any]:
-    """Returns a decoding Prompt for each example, in the order of the set's rows."""
-    ...
-
-  def metrics(self, step: int, texts: Sequence[Any] | None, scores: np.ndarray | None) -> dict[str, float]:
-    """Returns metrics by name.
-
-    Args:
-      step: the train step of the weights.
-      texts: the Completion of each prompt; None if it `wants_texts` not.
-      scores: float [rows], the log-probability of the loss tokens of each row, those of padding last; or None.
-    """
-    ...
-
-
-@runtime_checkable
 class InputIterator(Protocol):
   """Yields this shard's rows of each batch; the state alone determines the order."""
 
@@ -141,11 +115,10 @@ def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
   if shard_count < 1 or not 0 <= shard_index < shard_count:
     raise UserError(f'shard_index {shard_index} is not in [0, shard_count) with shard_count {shard_count}.')
   if batch_size < 1 or batch_size % shard_count:
-    lower = batch_size - batch_size % shard_count
-    nearest = [n for n in (lower, lower + shard_count) if n > 0]
+    above = -(-max(batch_size, 1) // shard_count) * shard_count
     raise UserError(
       f'batch_size {batch_size} does not divide by shard_count {shard_count}, the number of hosts that read: '
-      f'set batch_size to a multiple of it, such as {" or ".join(map(str, nearest))}.'
+      f'set batch_size to a multiple of it, such as {above}.'
     )
   rows = batch_size // shard_count
   return range(shard_index * rows, (shard_index + 1) * rows)
@@ -157,16 +130,14 @@ def source_of_rows(batch: Mapping[str, np.ndarray]) -> list[str]:
   return [names[number] for number in ids] if names else []
 
 
-def epochs_of(source: Input, state: State) -> float | None:
+def epochs_of(source: Any, state: State) -> float | None:
   """Returns how often an input has been read at a position, by its method `epochs(state)`; None where it has none."""
-  method = getattr(source, 'epochs', None)
-  return None if method is None else method(state)
+  return source.epochs(state) if hasattr(source, 'epochs') else None
 
 
-def progress_of(source: Input, state: State) -> dict[str, float]:
+def progress_of(source: Any, state: State) -> dict[str, float]:
   """Metrics of a position, by name, from an input's method `progress(state)`; {} where it has none."""
-  method = getattr(source, 'progress', None)
-  return {} if method is None else dict(method(state))
+  return dict(source.progress(state)) if hasattr(source, 'progress') else {}
 
 
 def data_of(state: State) -> dict[str, Any]:
@@ -184,19 +155,19 @@ def check_state(state: State, expected: Mapping[str, Any]) -> None:
   Raises:
     UserError: a field differs or is missing; the message names it and both sides.
   """
+  afresh = 'or start the input afresh from its beginning.'
   for name, value in expected.items():
     if name not in state:
       raise UserError(
-        f'the saved input state has no {name!r} (it has {sorted(state)}): it was saved by another kind of input. '
-        'Restore with the input that saved it, or start the input afresh from its beginning.'
+        f'the saved input state has no {name!r} (it has {sorted(state)}): restore with its own input, {afresh}'
       )
     if state[name] != value and name == 'source':  # digests, which say nothing to a person
       raise UserError(
         'the saved input state was taken from other data: files with other names or sizes, or another config of the '
-        'source. Put the files and the config back, or start the input afresh from its beginning.'
+        f'source. Put the files and the config back, {afresh}'
       )
     if state[name] != value:
       raise UserError(
         f'the saved input state has {name} = {state[name]!r}, but this input has {name} = {value!r}: continuing '
-        f'would read other data. Restore with {name} = {state[name]!r}, or start the input afresh from its beginning.'
+        f'would read other data. Restore with {name} = {state[name]!r}, {afresh}'
       )

@@ -12,18 +12,15 @@ of every source the rows that are its own, as without a mixture, and the batches
 hosts. Which source a row is from follows from the seed, the weights and the batches before (_row_choice.py): after any
 number of batches with the same weights, every source has given the rows that its weight says, to less than one row.
 
-All hosts compute the choice for all rows, and so read the same number of batches of every source at the same time.
-They agree without a word when a source has ended, which ends the mixture, and the saved positions of a source fit
-together when the number of hosts changes.
+All hosts compute the choice for all rows, so they agree without a word when a source has ended, which ends the mixture,
+and the saved positions of a source fit together when the number of hosts changes.
 
 A batch has one more entry, int32 [B], which says of which source each row is. Its name, `source_ids_name(names)`, holds
 the names of the sources in the order of their numbers. The loss of language models finds it and reports
 `loss/<source>` and `loss_weight/<source>`.
 
-Why not Grain's own mixing? `MapDataset.mix` needs examples with random access, and packed rows have none.
-`IterDataset.mix` mixes the stream of one process: with another number of processes the batches are others, and a
-position does not fit. Both round the weights to a hundredth of the smallest one, keep them for ever, and end with the
-first source that ends.
+Grain's own mixing is not used: `MapDataset.mix` needs random access, which packed rows lack, and `IterDataset.mix`
+mixes the stream of one process, so that batches and positions depend on the number of processes.
 """
 
 from collections import deque
@@ -100,7 +97,7 @@ class Mixture:
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
     for state in states:
       base.check_state(state, {'kind': 'mixture', 'names': list(self.sources)})
-    numbers = [_batch_numbers(state) for state in states]
+    numbers = [[state['choice'], *(each['first_batch'] for each in state['sources'].values())] for state in states]
     if any(each != numbers[0] for each in numbers):
       raise UserError(f'the shards were saved at different batches, {[s["choice"]["num_batches"] for s in states]}.')
     resharded: list[base.State] = [{**states[0], 'sources': {}} for _ in range(shard_count)]
@@ -155,18 +152,7 @@ class MixtureIterator:
   def __next__(self) -> base.Batch:
     if self._closed:
       raise UserError('this input iterator has been closed: make another one from its Input.')
-    choice = self._choose_and_read()
-    batch = self._assemble(choice)
-    self._choice.advance(choice)
-    for reader, rows_read in zip(self._readers, self._choice.rows_read, strict=True):
-      reader.forget_until(int(rows_read.min()))
-    return batch
-
-  def _choose_and_read(self) -> np.ndarray:
-    """Returns the source of each row of the next batch, int32 [B], and has read these rows.
-
-    Every host comes here with the same choice, reads as many batches and finds the same ends.
-    """
+    # Every host makes the same choice, reads as many batches and finds the same ends.
     choice = self._choice.choose()
     needed = self._choice.num_batches_needed(choice)
     ended = [reader for reader, num in zip(self._readers, needed, strict=True) if not reader.read_until(num)]
@@ -175,7 +161,11 @@ class MixtureIterator:
         raise UserError(f'source {reader.name!r} of the mixture is empty: put examples in it, or leave it out.')
     if ended:
       raise StopIteration
-    return choice
+    batch = self._assemble(choice)
+    self._choice.advance(choice)
+    for reader, rows_read in zip(self._readers, self._choice.rows_read, strict=True):
+      reader.forget_until(int(rows_read.min()))
+    return batch
 
   def _assemble(self, choice: np.ndarray) -> base.Batch:
     """Returns this shard's rows of the batch whose rows have the sources `choice`, int32 [B]."""
@@ -218,11 +208,6 @@ def _proportions(settings: Mixture, weights: Mapping[str, float]) -> list[Fracti
   """The weights in the order of the sources, exactly as they are written, divided by their sum."""
   exact = [Fraction(str(weights[name])) for name in settings.sources]
   return [weight / sum(exact) for weight in exact]
-
-
-def _batch_numbers(state: base.State) -> tuple[object, ...]:
-  """Returns what the states of all shards have in common: the batches made, and those read of each source."""
-  return state['choice'], {name: source['first_batch'] for name, source in state['sources'].items()}
 
 
 def sources_of(given: base.Input) -> Iterator[base.Input]:
@@ -359,11 +344,8 @@ def _check_changes(changes: Any, sources: Mapping[str, Any]) -> None:
 
 def _check_tokenizers(sources: Mapping[str, Any]) -> None:
   """Raises a UserError if two sources have different tokenizers."""
-  found: dict[str, str] = {}  # fingerprint -> the first source with it
-  for name, source in sources.items():
-    tokenizer = tokenizer_of(source)
-    if tokenizer is not None:
-      found.setdefault(tokenizer.fingerprint(), name)
+  tokenizers = {name: tokenizer for name, source in sources.items() if (tokenizer := tokenizer_of(source)) is not None}
+  found = {tokenizer.fingerprint(): name for name, tokenizer in tokenizers.items()}
   if len(found) > 1:
     raise UserError(
       f'the sources {list(found.values())} of the mixture have different tokenizers, so that one id would stand for '
@@ -371,53 +353,31 @@ def _check_tokenizers(sources: Mapping[str, Any]) -> None:
     )
 
 
-def _common_spec(sources: Mapping[str, base.Input]) -> dict[str, jax.ShapeDtypeStruct]:
+def _common_spec(sources: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   """The element spec of all sources, without the ids of the sources' own sources where they are mixtures.
 
   Raises:
     UserError: two sources differ in it or in their batch size; the message names both and the first difference.
   """
-  first, *others = (_SourceSpec.of(name, source) for name, source in sources.items())
-  for other in others:
-    first.check_equals(other)
-  return first.entries
-
-
-@dataclasses.dataclass(frozen=True)
-class _SourceSpec:
-  """A source's name, batch size and spec."""
-
-  name: str
-  batch_size: int
-  entries: dict[str, jax.ShapeDtypeStruct]
-
-  @classmethod
-  def of(cls, name: str, source: base.Input) -> '_SourceSpec':
+  specs = {}
+  for name, source in sources.items():
     with _naming(name):
-      spec = source.element_spec()
-      entries = {key: x for key, x in spec.items() if not row_sources({key: x})[0]}
-      for key, x in entries.items():
+      specs[name] = {key: x for key, x in source.element_spec().items() if not row_sources({key: x})[0]}
+      for key, x in specs[name].items():
         if not x.shape or x.shape[0] != source.batch_size:
           raise UserError(
             f'its entry {key!r} has shape {tuple(x.shape)}, but only rows are mixed: the first dim must be its '
             f'batch_size {source.batch_size}.'
           )
-    return cls(name, source.batch_size, entries)
-
-  def check_equals(self, other: '_SourceSpec') -> None:
-    if self.batch_size != other.batch_size:
-      raise UserError(
-        f'the sources {self.name!r} and {other.name!r} of the mixture have batch_size {self.batch_size} and '
-        f'{other.batch_size}: give every source the batch_size of the mixture.'
+  (first, wanted), *others = specs.items()
+  for name, spec in others:
+    for key in wanted | spec:
+      own, its = (
+        f'{np.dtype(each[key].dtype)}{list(each[key].shape)}' if key in each else 'nothing' for each in (wanted, spec)
       )
-    for key in sorted(self.entries.keys() | other.entries.keys()):
-      own, its = (_describe(spec.entries.get(key)) for spec in (self, other))
       if own != its:
         raise UserError(
-          f'the sources {self.name!r} and {other.name!r} of the mixture differ in {key!r}, {own} and {its}: give all '
-          'sources the same entries, seq_len and dtypes.'
+          f'the sources {first!r} and {name!r} of the mixture differ in {key!r}, {own} and {its}: give all sources the '
+          'same batch_size, seq_len, entries and dtypes.'
         )
-
-
-def _describe(entry: jax.ShapeDtypeStruct | None) -> str:
-  return 'nothing' if entry is None else f'{np.dtype(entry.dtype)}{list(entry.shape)}'
+  return wanted

@@ -6,8 +6,8 @@ every batch mixes B places of the text, and the global batch depends neither on 
 worker processes. A lane's position is the number of blocks that it has finished and the number of tokens used of the
 current block, with a digest of that block, so that a restore notices changed text.
 
-Grain's ConcatThenSplitIterDataset packs one stream per worker: the data would depend on the worker count, and a batch
-would hold neighbouring text. Therefore this file does not use it.
+Grain's ConcatThenSplitIterDataset is not used: it packs one stream per worker, so the data would depend on their
+number, and a batch would hold neighbouring text.
 
 Legend: T sequence length, N tokens of a block.
 """
@@ -80,7 +80,12 @@ class BlockEncoder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TextEncoder:
-  """The BlockEncoder of plain documents, which are cut where a row ends."""
+  """The BlockEncoder of plain documents, texts or arrays of ids, which are cut where a row ends.
+
+  A document `a b c` becomes ids `bos a b c` with labels `a b c eos`: every token is predicted once, from its
+  predecessors. Without a bos the first token is read but not predicted. A text that was cut off lacks the eos. Empty
+  texts are left out.
+  """
 
   tokenizer: Tokenizer
   keeps_whole: ClassVar[bool] = False
@@ -90,36 +95,23 @@ class TextEncoder:
   def pad_id(self) -> int:
     return self.tokenizer.pad_id
 
-  def encode(self, block: Block) -> TokenBlock:
-    return tokenize_documents(block.documents, self.tokenizer)
-
   def identity(self) -> dict[str, Any]:
     return {'tokenizer': self.tokenizer.fingerprint()}
 
-
-def tokenize_documents(documents: Sequence[tuple[str | np.ndarray, bool]], tokenizer: Tokenizer) -> TokenBlock:
-  """Tokenizes (text, is_end) pairs, where a text may be an array of ids; `is_end` says that it is not cut off.
-
-  A document `a b c` becomes ids `bos a b c` with labels `a b c eos`: every token is predicted once, from its
-  predecessors. Without a bos the first token is read but not predicted. A text that was cut off lacks the eos. Empty
-  texts are left out.
-  """
-  ids, labels, ends, total = [], [], [], 0
-  start = np.array(encode_prompt(tokenizer, ''), np.int32)
-  end = np.array([tokenizer.eos_id], np.int32)
-  for text, is_end in documents:
-    tokens = tokenizer.encode_array(text) if isinstance(text, str) else _checked_ids(text, is_end, tokenizer)
-    if tokens.size == 0:
-      continue
-    sequence = np.concatenate([start, tokens, end] if is_end else [start, tokens])
-    if sequence.size < 2:
-      continue
-    ids.append(sequence[:-1])
-    labels.append(sequence[1:])
-    total += sequence.size - 1
-    ends.append(total)
-  empty = [np.zeros(0, np.int32)]
-  return TokenBlock(np.concatenate(ids or empty), np.concatenate(labels or empty), tuple(ends))
+  def encode(self, block: Block) -> TokenBlock:
+    ids, labels = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
+    ends: list[int] = []
+    tokenizer = self.tokenizer
+    start = np.array(encode_prompt(tokenizer, ''), np.int32)
+    end = np.array([tokenizer.eos_id], np.int32)
+    for text, is_end in block.documents:
+      tokens = tokenizer.encode_array(text) if isinstance(text, str) else _checked_ids(text, is_end, tokenizer)
+      sequence = np.concatenate([start, tokens, end] if is_end else [start, tokens])
+      if tokens.size and sequence.size > 1:
+        ids.append(sequence[:-1])
+        labels.append(sequence[1:])
+        ends.append(sequence.size - 1 + (ends[-1] if ends else 0))
+    return TokenBlock(np.concatenate(ids), np.concatenate(labels), tuple(ends))
 
 
 def _checked_ids(ids: np.ndarray, is_end: bool, tokenizer: Tokenizer) -> np.ndarray:
@@ -155,20 +147,13 @@ class Lane:
     packing: bool = True,
     keeps_whole: bool = False,
   ):
-    self._lane = lane
-    self._num_lanes = num_lanes
-    self._read_block = read_block
-    self._num_blocks = num_blocks
-    self._goes_on = goes_on
+    self._lane, self._num_lanes = lane, num_lanes
+    self._read_block, self._num_blocks, self._goes_on = read_block, num_blocks, goes_on
+    self._packing, self._keeps_whole = packing, keeps_whole
     self._is_starved = False
-    self._packing = packing
-    self._keeps_whole = keeps_whole
     self.num_too_long = np.zeros(2, np.int64)  # documents truncated and skipped in the blocks behind the current one
-    self._num_read = 0
-    self._offset = 0
-    self._next_document = 0
+    self._num_read = self._offset = self._next_document = self._digest = 0
     self._block: TokenBlock | None = None
-    self._digest = 0
 
   @property
   def position(self) -> tuple[int, int, int]:
@@ -176,11 +161,7 @@ class Lane:
     return self._num_read, self._offset, self._digest if self._offset else 0
 
   def seek(self, num_read: int, offset: int, digest: int) -> None:
-    """Continues at a `position`.
-
-    Raises:
-      UserError: there is no such position.
-    """
+    """Continues at a `position`. Raises a UserError if there is none such."""
     self._num_read, self._offset, self._next_document, self._block = num_read, offset, 0, None
     self._is_starved = False
     if offset == 0:
@@ -204,9 +185,7 @@ class Lane:
     while True:
       if self._block is None:
         self._load()
-        if self._block is None:
-          return None
-      if self._offset < self._block.ids.size:
+      if self._block is None or self._offset < self._block.ids.size:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
       # Asked early too: that no block has any text should not cost a whole pass to find out.

@@ -6,15 +6,14 @@ from concurrent import futures
 import dataclasses
 import itertools
 import json
-import os
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, ListedFile, OpenFiles, file_fingerprint
+from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, ListedFile, OpenFiles, cut_files, file_fingerprint
 from spmd_tasks.inputs.text_files import common_root, expand_globs, refuse_changed_size
 from spmd_tasks.wings import require
 
-_MAX_LINE_BYTES = 1 << 30
+_MAX_LINE_BYTES, _PART_BYTES = 1 << 30, 1 << 20
 _NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
 
 
@@ -65,18 +64,19 @@ class OpenJsonLines(OpenFiles):
   """Opened JSON lines files: a block holds the lines whose first byte lies in its byte range."""
 
   def __init__(self, paths: Sequence[str], field: str, block_bytes: int):
-    super().__init__(paths, block_bytes, file_fingerprint(common_root(paths), paths, 'jsonl', field, block_bytes))
+    super().__init__(paths, file_fingerprint(common_root(paths), paths, 'jsonl', field, block_bytes))
+    self._blocks = cut_files(self._sizes, block_bytes)
     self._field = field
 
   def __getitem__(self, index: int) -> Block:
-    file, start, end = self._cuts[index]
+    file, start, end = self._blocks[index]
     path, size = self._paths[file], self._sizes[file]
     documents = []
     with ListedFile(path, size) as f:
       # The line that began in the block before; where it goes on behind this block, its rest is not read here.
-      position = start and start - 1 + len(f.read_line(start - 1, end))
+      position = start and start - 1 + len(f.read(start - 1, end, to_line_end=True))
       while position < end:
-        line = f.read_line(position, min(size, position + _MAX_LINE_BYTES))
+        line = f.read(position, position + _MAX_LINE_BYTES, to_line_end=True)
         if len(line) == _MAX_LINE_BYTES and not line.endswith(b'\n'):
           raise UserError(f'{path}: the line at byte {position} has more than {_MAX_LINE_BYTES:,} bytes: divide it.')
         if line.strip():
@@ -84,13 +84,11 @@ class OpenJsonLines(OpenFiles):
             documents.append((text_field(parse_json(line, 'it'), self._field, 'it'), True))
           except ValueError as e:
             # Counting lines means reading the file from its start: only for the message.
-            raise UserError(f'{path}:{self._line_number(f, position)}: {e}') from e
+            parts = (f.read(at, min(at + _PART_BYTES, position)) for at in range(0, position, _PART_BYTES))
+            number = 1 + sum(part.count(b'\n') for part in parts)
+            raise UserError(f'{path}:{number}: {e}') from e
         position += len(line)
     return Block(self.block_name(index), documents)
-
-  def _line_number(self, f: ListedFile, position: int) -> int:
-    chunk = 1 << 20
-    return 1 + sum(f.read(at, min(at + chunk, position)).count(b'\n') for at in range(0, position, chunk))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,22 +107,19 @@ class Parquet:
     return source
 
 
-class OpenParquet:
+class OpenParquet(OpenFiles):
   """Opened Parquet files. Opening reads the footers; reading a block decodes its row group and keeps the last one."""
 
   def __init__(self, paths: Sequence[str], field: str, block_rows: int):
     if block_rows < 1:
       raise UserError(f'block_rows {block_rows} must be at least 1.')
-    self._paths = list(paths)
-    self._sizes = [os.path.getsize(path) for path in self._paths]
-    self._field = field
-    self._blocks = []  # (file, row group, first row in it, rows)
+    super().__init__(paths, file_fingerprint(common_root(paths), paths, 'parquet', field, block_rows))
+    self._field = field  # and blocks are (file, row group, first row in it, rows)
     for file, path in enumerate(self._paths):
       metadata = self._open_file(path).metadata
       for group in range(metadata.num_row_groups):
         num_rows = metadata.row_group(group).num_rows
         self._blocks += [(file, group, row, min(block_rows, num_rows - row)) for row in range(0, num_rows, block_rows)]
-    self._fingerprint = file_fingerprint(common_root(paths), paths, 'parquet', field, block_rows)
     self._last_group: tuple[tuple[int, int], Any] | None = None
 
   def _open_file(self, path: str) -> Any:
@@ -142,15 +137,9 @@ class OpenParquet:
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_last_group': None}
 
-  def __len__(self) -> int:
-    return len(self._blocks)
-
   def block_name(self, index: int) -> str:
     file, group, row, num_rows = self._blocks[index]
     return f'{self._paths[file]} row group {group} rows {row}-{row + num_rows}'
-
-  def fingerprint(self) -> str:
-    return self._fingerprint
 
   def __getitem__(self, index: int) -> Block:
     file, group, row, num_rows = self._blocks[index]
@@ -191,12 +180,11 @@ class ArrayRecord:
     return source
 
 
-class OpenArrayRecord:
+class OpenArrayRecord(OpenFiles):
   """Opened ArrayRecord files. Opening reads the footers."""
 
   def __init__(self, paths: Sequence[str], field: str | None):
-    self._paths = list(paths)
-    self._sizes = [os.path.getsize(path) for path in self._paths]
+    super().__init__(paths, '')
     self._field = field
     self._readers: list[Any] | None = None
     self._ends = list(itertools.accumulate(map(len, self._open_readers())))  # of each file's records
@@ -223,9 +211,6 @@ class OpenArrayRecord:
   def block_name(self, index: int) -> str:
     file, number = self._place(index)
     return f'record {number} of {self._paths[file]}'
-
-  def fingerprint(self) -> str:
-    return self._fingerprint
 
   def __getitem__(self, index: int) -> Block:
     name = self.block_name(index)

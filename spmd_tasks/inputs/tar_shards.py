@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.records import parse_json, text_field
-from spmd_tasks.inputs.text import Block, ListedFile, file_fingerprint
+from spmd_tasks.inputs.text import Block, ListedFile, OpenFiles, file_fingerprint
 from spmd_tasks.inputs.text_files import common_root, expand_globs
 
 
@@ -43,29 +43,22 @@ class TarShards:
     return source
 
 
-class OpenTarShards:
+class OpenTarShards(OpenFiles):
   """Opened shards: where the text of each sample lies."""
 
   def __init__(self, paths: Sequence[str], field: str, key: str | None, block_samples: int):
-    self._paths, self._key = list(paths), key
-    self._sizes = [os.path.getsize(path) for path in paths]
+    super().__init__(paths, file_fingerprint(common_root(paths), paths, 'tar', field, key, block_samples))
+    self._key = key
     self._places = [_places(path, field) for path in paths]  # of each shard: [samples, 2], first and last byte
     self._blocks = [
       (shard, first) for shard, places in enumerate(self._places) for first in range(0, len(places), block_samples)
     ]
     self._block_samples = block_samples
-    self._fingerprint = file_fingerprint(common_root(paths), paths, 'tar', field, key, block_samples)
-
-  def __len__(self) -> int:
-    return len(self._blocks)
 
   def block_name(self, index: int) -> str:
     shard, first = self._blocks[index]
     last = min(first + self._block_samples, len(self._places[shard]))
     return f'{self._paths[shard]} samples {first}-{last}'
-
-  def fingerprint(self) -> str:
-    return self._fingerprint
 
   def __getitem__(self, index: int) -> Block:
     shard, first = self._blocks[index]

@@ -99,23 +99,14 @@ class ListedFile:
   def __exit__(self, *exc_info: object) -> None:
     self._file.close()
 
-  def read(self, start: int, end: int) -> bytes:
-    """The bytes [start, end), up to the file's size."""
+  def read(self, start: int, end: int, *, to_line_end: bool = False) -> bytes:
+    """The bytes [start, end), up to the file's size; or only those of the line that goes on at `start`."""
     end = min(end, self._size)
     self._file.seek(start)
-    data = self._file.read(max(end - start, 0))
-    if start + len(data) < end:
+    data = (self._file.readline if to_line_end else self._file.read)(max(end - start, 0))
+    if start + len(data) < end and not (to_line_end and data.endswith(b'\n')):
       raise self._is_shorter(start + len(data), end)
     return data
-
-  def read_line(self, start: int, end: int) -> bytes:
-    """The bytes from `start` up to the end of their line, at most up to `end` and to the file's size."""
-    end = min(end, self._size)
-    self._file.seek(start)
-    line = self._file.readline(max(end - start, 0))
-    if not line.endswith(b'\n') and start + len(line) < end:
-      raise self._is_shorter(start + len(line), end)
-    return line
 
   def _is_shorter(self, found: int, needed: int) -> JobError:
     return changed_file(self._path, self._size, f'ends at byte {found}, before byte {needed}')
@@ -146,19 +137,19 @@ def in_split(name: str, split: str, valid_fraction: float) -> bool:
 
 
 class OpenFiles:
-  """Base of opened files that are cut into blocks by byte position."""
+  """Base of opened files. A block is (number of the file, first byte, end), or what else its class makes of it."""
 
-  def __init__(self, paths: Sequence[str], block_bytes: int, fingerprint: str):
+  def __init__(self, paths: Sequence[str], fingerprint: str):
     self._paths = list(paths)
     self._sizes = [os.path.getsize(path) for path in self._paths]
-    self._cuts = cut_files(self._sizes, block_bytes)
+    self._blocks: list[Any] = []
     self._fingerprint = fingerprint
 
   def __len__(self) -> int:
-    return len(self._cuts)
+    return len(self._blocks)
 
   def block_name(self, index: int) -> str:
-    file, start, end = self._cuts[index]
+    file, start, end = self._blocks[index]
     return f'{self._paths[file]} bytes {start}-{end}'
 
   def fingerprint(self) -> str:
@@ -169,12 +160,13 @@ class OpenTextFiles(OpenFiles):
   """Opened text files: each file is one document, in one or more blocks."""
 
   def __init__(self, paths: Sequence[str], block_bytes: int, fingerprint: str, errors: str = 'strict'):
-    super().__init__(paths, block_bytes, fingerprint)
+    super().__init__(paths, fingerprint)
+    self._blocks = cut_files(self._sizes, block_bytes)
     self._window = min(_CUT_WINDOW, block_bytes)
     self._errors = errors
 
   def __getitem__(self, index: int) -> Block:
-    file, start, end = self._cuts[index]
+    file, start, end = self._blocks[index]
     path, size = self._paths[file], self._sizes[file]
     with ListedFile(path, size) as f:
       begin, stop = self._cut(f, start, size), self._cut(f, end, size)
@@ -193,8 +185,7 @@ class OpenTextFiles(OpenFiles):
     if nominal == 0 or nominal >= size:
       return nominal
     window = f.read(nominal - 1, nominal - 1 + self._window)
-    line_end = window.find(b'\n')
-    if line_end >= 0:
+    if (line_end := window.find(b'\n')) >= 0:
       return nominal + line_end
     continued = 0  # of the bytes from `nominal` on, how many belong to a character that began before
     while continued + 1 < len(window) and window[continued + 1] & 0xC0 == 0x80:
@@ -217,14 +208,12 @@ class StdlibText:
   def open(self) -> OpenTextFiles:
     root = sysconfig.get_path('stdlib')
     names = []
-    for directory, subdirectories, files in os.walk(root):
-      subdirectories[:] = [
-        name for name in subdirectories if name not in _STDLIB_SKIPPED and not name.startswith('config-')
-      ]
-      names += [os.path.relpath(os.path.join(directory, name), root) for name in files if name.endswith('.py')]
-    # Files such as _sysconfigdata_*.py record how this Python was built.
-    names = sorted(name for name in names if not os.path.basename(name).startswith('_sysconfigdata'))
-    paths = [os.path.join(root, name) for name in names if in_split(name, self.split, self.valid_fraction)]
+    for directory, inner, files in os.walk(root):
+      inner[:] = [name for name in inner if name not in _STDLIB_SKIPPED and not name.startswith('config-')]
+      # Files such as _sysconfigdata_*.py record how this Python was built.
+      own = [name for name in files if name.endswith('.py') and not name.startswith('_sysconfigdata')]
+      names += [os.path.relpath(os.path.join(directory, name), root) for name in own]
+    paths = [os.path.join(root, name) for name in sorted(names) if in_split(name, self.split, self.valid_fraction)]
     if not paths:
       raise UserError(
         f'the standard library of this Python, {root}, has no .py files (it may be a zip archive): use TextFiles.'

@@ -11,7 +11,7 @@ In both cases the config and the position alone determine the global batch. The 
 save and restore, and the batches stay exactly the same. A restore reads one block per lane again.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from spmd_tasks.inputs.packing import BlockEncoder, Lane, TextEncoder, TokenBloc
 from spmd_tasks.inputs.text import OpenSource, TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
 
-_PER_LANE = ('lanes', 'num_too_long')  # of a saved position
+_IDENTITY = ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing')  # fields that decide the batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,9 @@ class TextInput:
 
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
     states = sorted(states, key=lambda state: state['shard_index'])
-    saved_count = states[0]['shard_count']
-    if [state['shard_index'] for state in states] != list(range(saved_count)):
-      raise UserError(
-        f'the states of all {saved_count} shards are needed, those of {[s["shard_index"] for s in states]} are there.'
-      )
+    saved, saved_count = [state['shard_index'] for state in states], states[0]['shard_count']
+    if saved != list(range(saved_count)):
+      raise UserError(f'the states of all {saved_count} shards are needed, those of {saved} are there.')
     batches = [state['num_batches'] for state in states]
     if len(set(batches)) > 1:
       raise UserError(f'the shards were saved after different numbers of batches, {batches}.')
@@ -90,11 +88,11 @@ class TextInput:
     resharded = []
     for index in range(shard_count):
       rows = base.shard_rows(self.batch_size, index, shard_count)
-      own = {}
-      for name in [name for name in _PER_LANE if name in states[0]]:
-        every = [lane for state in states for lane in state[name]] if endless else states[0][name]
-        own[name] = every[rows.start : rows.stop] if endless else every
-      resharded.append({**states[0], 'shard_index': index, 'shard_count': shard_count, **own})
+      own = {'shard_index': index, 'shard_count': shard_count}
+      for name in ('lanes', 'num_too_long') if endless else ():
+        if name in states[0]:
+          own[name] = [lane for state in states for lane in state[name]][rows.start : rows.stop]
+      resharded.append({**states[0], **own})
     return resharded
 
   def epochs(self, state: base.State) -> float | None:
@@ -122,9 +120,7 @@ class TextIterator:
       'kind': settings.kind,
       'source': source.fingerprint(),
       **self._encoder.identity(),
-      **{
-        name: getattr(settings, name) for name in ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing')
-      },
+      **{name: getattr(settings, name) for name in _IDENTITY},
     }
     self._source = source
     rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
@@ -209,12 +205,12 @@ class TextIterator:
   def set_state(self, state: base.State) -> None:
     base.check_state(state, self._identity)
     shard_count = self._shard['shard_count']
-    if self._settings.num_epochs is None and state.get('shard_count') != shard_count:
-      raise UserError(
-        f'the saved input state has shard_count = {state.get("shard_count")!r}, but this input has shard_count = '
-        f'{shard_count}: pass the states of all shards through `reshard_states` first, or restore with as many hosts.'
-      )
     if self._settings.num_epochs is None:
+      if state.get('shard_count') != shard_count:
+        raise UserError(
+          f'the saved input state has shard_count = {state.get("shard_count")!r}, but this input has shard_count = '
+          f'{shard_count}: pass the states of all shards through `reshard_states` first, or restore with as many hosts.'
+        )
       base.check_state(state, self._shard)
     positions = np.array(state['lanes'], np.int64)
     expected = len(self._lanes)
@@ -261,10 +257,9 @@ class BlockReader:
   """
 
   def __init__(self, source: OpenSource, encoder: BlockEncoder, timeout_s: float):
-    self._source = source
-    self._encoder = encoder
-    self._timeout_s = timeout_s
-    self._thread: _Worker | None = None
+    self._source, self._encoder, self._timeout_s = source, encoder, timeout_s
+    self._requests: queue.SimpleQueue[int | None] | None = None  # of the thread; None: there is none
+    self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
   def __len__(self) -> int:
     return len(self._source)
@@ -276,33 +271,44 @@ class BlockReader:
       UserError: the block's content is damaged.
       JobError: the block could not be read, or not within `timeout_s`, or its file is not what it was.
     """
-    if self._thread is None:
-      self._thread = _Worker(self._read)
+    if self._requests is None:
+      queues = self._requests, self._results = queue.SimpleQueue(), queue.SimpleQueue()
+      # A daemon: concurrent.futures would wait for a stuck thread when Python exits.
+      threading.Thread(target=self._serve, args=queues, name='input-block-reader', daemon=True).start()
+    self._requests.put(index)
     try:
-      return self._thread.call(index, self._timeout_s)
+      block, error = self._results.get(timeout=self._timeout_s)
     except queue.Empty:
       self.close()  # it is stuck, and ends when the read does; another attempt needs another thread
       raise JobError(
         f'reading {self._source.block_name(index)} has not ended within {self._timeout_s:g} s: the file system may '
         'hang. If it is only slow, raise read_timeout_s.'
       ) from None
+    if error is not None:
+      raise error
+    return block
+
+  def _serve(self, requests: queue.SimpleQueue, results: queue.SimpleQueue) -> None:
+    while (index := requests.get()) is not None:
+      try:
+        results.put((self._read(index), None))
+      except BaseException as error:
+        results.put((None, error))
 
   def _read(self, index: int) -> TokenBlock:
     try:
       return self._encoder.encode(self._source[index])
     except ValueError as e:
-      name = self._source.block_name(index)
-      raise UserError(f'unusable input in {name}: {e}') from e
+      raise UserError(f'unusable input in {self._source.block_name(index)}: {e}') from e
     except JobError:
       raise
     except Exception as e:
-      name = self._source.block_name(index)
-      raise JobError(f'reading {name} failed: {type(e).__name__}: {e}') from e
+      raise JobError(f'reading {self._source.block_name(index)} failed: {type(e).__name__}: {e}') from e
 
   def close(self) -> None:
-    if self._thread is not None:
-      self._thread.stop()
-      self._thread = None
+    if self._requests is not None:
+      self._requests.put(None)
+      self._requests = None
 
 
 def _check_has_tokens(reader: BlockReader) -> None:
@@ -316,31 +322,3 @@ def _check_has_tokens(reader: BlockReader) -> None:
   if num_skipped:
     raise UserError(f'none of the {num_skipped} records fits in a row, so that all are left out: raise seq_len.')
   raise UserError(f'none of the {len(reader)} blocks of text has any: give a source with text to train on.')
-
-
-class _Worker:
-  """A daemon thread that calls one function; concurrent.futures would wait for a stuck thread when Python exits."""
-
-  def __init__(self, function: Callable[[int], Any]):
-    self._function = function
-    self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-    threading.Thread(target=self._run, name='input-block-reader', daemon=True).start()
-
-  def _run(self) -> None:
-    while (request := self._requests.get()) is not None:
-      try:
-        result, error = self._function(request), None
-      except BaseException as e:
-        result, error = None, e
-      self._results.put((result, error))
-
-  def call(self, request: int, timeout_s: float) -> Any:
-    self._requests.put(request)
-    result, error = self._results.get(timeout=timeout_s)
-    if error is not None:
-      raise error
-    return result
-
-  def stop(self) -> None:
-    self._requests.put(None)

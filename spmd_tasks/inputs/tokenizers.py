@@ -11,7 +11,11 @@ from spmd_tasks.errors import UserError
 
 @runtime_checkable
 class Tokenizer(Protocol):
-  """Text to ids and back. `bos_id` is None where the vocabulary has none."""
+  """Text to ids and back. `bos_id` is None where the vocabulary has none.
+
+  Some have more: `encode_prompt(text)`, ids behind those with which every text begins; `decode_all(ids)`, which shows
+  special tokens; `encode_with_offsets(text)`, also each token's characters [start, end), int64 [num_tokens, 2].
+  """
 
   @property
   def vocab_size(self) -> int: ...
@@ -39,54 +43,19 @@ class Tokenizer(Protocol):
     ...
 
 
-@runtime_checkable
-class PromptEncoder(Protocol):
-  """A tokenizer that puts more than `bos_id` before a text."""
-
-  def encode_prompt(self, text: str) -> tuple[int, ...]:
-    """The ids of `text` after those with which every text begins, once."""
-    ...
-
-
-@runtime_checkable
-class OffsetEncoder(Protocol):
-  """A tokenizer that knows which characters its tokens are."""
-
-  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of `text` as `encode_array`, and each token's characters [start, end): int64 [num_tokens, 2]."""
-    ...
-
-
-@runtime_checkable
-class SpecialTokenDecoder(Protocol):
-  """A tokenizer that can show special tokens, which `decode` leaves out."""
-
-  def decode_all(self, ids: Sequence[int]) -> str:
-    """The text of `ids` with special tokens by their names."""
-    ...
-
-
-@runtime_checkable
-class HasTokenizer(Protocol):
-  """An input, or a task, whose ids are a tokenizer's."""
-
-  @property
-  def tokenizer(self) -> Tokenizer | None: ...
-
-
 def tokenizer_of(source: object) -> Tokenizer | None:
   """The tokenizer of an input or a task; None where it has none."""
-  return source.tokenizer if isinstance(source, HasTokenizer) else None
+  return getattr(source, 'tokenizer', None)
 
 
 def decode_all(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
   """The text of `ids`, with special tokens by their names where the tokenizer has such."""
-  return tokenizer.decode_all(ids) if isinstance(tokenizer, SpecialTokenDecoder) else tokenizer.decode(ids)
+  return getattr(tokenizer, 'decode_all', tokenizer.decode)(ids)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
   """The ids of a prompt: they begin with bos where the vocabulary has one, also where `text` does not contain it."""
-  if isinstance(tokenizer, PromptEncoder):
+  if hasattr(tokenizer, 'encode_prompt'):
     return tokenizer.encode_prompt(text)
   ids = tuple(tokenizer.encode(text))
   if tokenizer.bos_id is None or ids[:1] == (tokenizer.bos_id,):
@@ -128,9 +97,7 @@ class ByteTokenizer:
     """Exact for what `encode` made; a sequence of bytes that is not UTF-8, as a model may sample, gives U+FFFD."""
     values = np.asarray(ids, np.int64).reshape(-1)
     if values.size and (values.min() < 0 or values.max() >= self.vocab_size):
-      raise UserError(
-        f'an id in [{values.min()}, {values.max()}] is outside the byte vocabulary [0, {self.vocab_size}).'
-      )
+      raise UserError(f'ids from {values.min()} to {values.max()} are not all in the bytes [0, {self.vocab_size}).')
     values = values[values >= self.num_special] - self.num_special
     return values.astype(np.uint8).tobytes().decode('utf-8', errors='replace')
 

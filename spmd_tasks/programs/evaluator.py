@@ -23,7 +23,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import make_directory, storage_errors, write_durably
 from spmd_tasks.inputs import Prefetcher, State
-from spmd_tasks.inputs.base import Judge, data_of
+from spmd_tasks.inputs.base import data_of
 from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.runtime import PartitionedModel
@@ -55,7 +55,7 @@ class Evaluator:
     self._tensorboard = job.experiment.tensorboard
     self._input_timeout_s = job.experiment.input_timeout_s
     judges = {name: getattr(each, 'judge', None) for name, each in self._inputs.items()}
-    self._judges: dict[str, Judge] = {name: judge for name, judge in judges.items() if judge is not None}
+    self._judges = {name: judge for name, judge in judges.items() if judge is not None}
     self._texts = None
     if readers := {name: judge for name, judge in self._judges.items() if judge.wants_texts}:
       from spmd_tasks.programs.judged_texts import JudgedTexts  # with all of decoding

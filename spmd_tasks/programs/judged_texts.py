@@ -1,14 +1,41 @@
 """JudgedTexts: texts that a model writes in an eval, for eval sets that judge them, as SeqIO tasks by metric_fns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.decoding.generation import Completion, complete_all
 from spmd_tasks.decoding.prompts import PromptTokenizer
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs.base import Judge
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.task import Variables
+
+
+class Judge(Protocol):
+  """Judges a model by what it makes of the examples of an eval set; an input may have one as its attribute `judge`.
+
+  Attributes:
+    wants_texts, wants_scores: what it reads.
+  """
+
+  wants_texts: bool
+  wants_scores: bool
+
+  def prompts(self) -> Sequence[Any]:
+    """Returns a decoding Prompt for each example, in the order of the set's rows."""
+    ...
+
+  def metrics(self, step: int, texts: Sequence[Any] | None, scores: np.ndarray | None) -> dict[str, float]:
+    """Returns metrics by name.
+
+    Args:
+      step: the train step of the weights.
+      texts: the Completion of each prompt; None if it `wants_texts` not.
+      scores: float [rows], the log-probability of the loss tokens of each row, those of padding last; or None.
+    """
+    ...
 
 
 class JudgedTexts:

@@ -103,7 +103,7 @@ class _JsonLinesFile:
   def read(self, number: int) -> Mapping[str, Any]:
     start = int(self._starts[number])
     with ListedFile(self._path, self._size) as f:
-      record = parse_json(f.read_line(start, self._size), 'it')
+      record = parse_json(f.read(start, self._size, to_line_end=True), 'it')
     if not isinstance(record, dict):
       raise UserError(f'it is {_kind_of(record)}, not a JSON object: write one object per line.')
     return record

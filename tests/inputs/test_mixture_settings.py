@@ -30,7 +30,10 @@ def test_wrong_settings_get_one_sentence(settings, message):
 @pytest.mark.parametrize(
   'other, message',
   [
-    (dataclasses.replace(synthetic(), batch_size=6), "'a' and 'b' of the mixture have batch_size 12 and 6"),
+    (
+      dataclasses.replace(synthetic(), batch_size=6),
+      r"differ in 'ids', int32\[12, 16\] and int32\[6, 16\]",
+    ),
     (dataclasses.replace(synthetic(), seq_len=8), r"differ in 'ids', int32\[12, 16\] and int32\[12, 8\]"),
   ],
 )

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.inputs.packing import Lane, pack_batch, tokenize_documents
+from spmd_tasks.inputs import Block, ByteTokenizer
+from spmd_tasks.inputs.packing import Lane, TextEncoder, pack_batch
 
 BYTES = ByteTokenizer()
 NAMES = ('ids', 'labels', 'weights', 'segment_ids', 'segment_pos')
@@ -65,7 +65,7 @@ def reference_rows(blocks, tokenizer, seq_len, packing):
 
 def lane_over(blocks, tokenizer, lane=0, num_lanes=1, packing=True):
   def read_block(index):
-    return tokenize_documents(blocks[index], tokenizer) if index < len(blocks) else None
+    return TextEncoder(tokenizer).encode(Block('', blocks[index])) if index < len(blocks) else None
 
   return Lane(lane, num_lanes, read_block, 1000, lambda: True, packing=packing)
 
@@ -110,8 +110,7 @@ def test_a_position_that_is_not_there_is_refused(position):
 
 
 def test_a_lane_that_will_never_get_text_gives_padding_and_keeps_its_position():
-  block = tokenize_documents([('abc', True)], BYTES)
-  empty = tokenize_documents([('', True)], BYTES)
+  block, empty = (TextEncoder(BYTES).encode(Block('', [(text, True)])) for text in ('abc', ''))
   lanes = [Lane(lane, 2, lambda index: empty if index % 2 else block, 2, lambda: False) for lane in range(2)]
   for _ in range(3):
     batch = pack_batch(lanes, 8)
