@@ -26,9 +26,7 @@ from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.registry import add_to_search_path
 from spmd_tasks.config.resolution import Prepare, ResolvedConfig
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, is_primary, use_fake_devices
-from spmd_tasks.distributed.agreement import refuse_differences
-from spmd_tasks.distributed.environment import backend_errors, code_digests, numeric_settings, process_environment
-from spmd_tasks.distributed.initialization import report_absence
+from spmd_tasks.distributed.environment import backend_errors, numeric_settings
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path, is_remote
@@ -97,47 +95,39 @@ class Command:
     return num_devices
 
   def resolve(
-    self,
-    before: Sequence[str] = (),
-    after: Sequence[str] = (),
-    prepare: Prepare | None = None,
+    self, before: Sequence[str] = (), after: Sequence[str] = (), prepare: Prepare | None = None
   ) -> ResolvedConfig:
     """Resolves the experiment that the flags name: a class, a saved config, or that of the job in --job_log_dir.
 
     Args:
-      before: overrides before the user's.
-      after: overrides after the user's.
+      before, after: overrides before and after the user's.
       prepare: called with the experiment before its parts are made.
 
     Raises:
       UserError: no experiment is named, or its config is wrong.
     """
-    flags, overrides = self.flags, [*before, *self.overrides, *after]
-    if flags.exp is not None and flags.config is None:
+    flags, overrides, path = self.flags, [*before, *self.overrides, *after], self.flags.config
+    if flags.exp is not None:
+      if path is not None:
+        raise UserError('--exp and --config both name an experiment: give one of them.')
       add_to_search_path(flags.experiment_path)
       return resolve(flags.exp, overrides, prepare)
-    if flags.exp is not None:
-      raise UserError('--exp and --config both name an experiment: give one of them.')
-    if flags.config is not None:
-      return self._resolve_saved(flags.config, overrides, prepare)
-    if not flags.job_log_dir:
-      raise UserError(
-        'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
-        '--job_log_dir of a job that has begun.'
-      )
-    own = absolute_path(flags.job_log_dir) / 'config.json'
-    if not own.exists():
-      raise UserError(
-        f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME '
-        '(--list shows the registered names).'
-      )
-    return self._resolve_saved(own, overrides, prepare)
-
-  def _resolve_saved(self, path: epath.PathLike, overrides: Sequence[str], prepare: Prepare | None) -> ResolvedConfig:
+    if path is None:
+      if not flags.job_log_dir:
+        raise UserError(
+          'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
+          '--job_log_dir of a job that has begun.'
+        )
+      path = absolute_path(flags.job_log_dir) / 'config.json'
+      if not path.exists():
+        raise UserError(
+          f'{path} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME '
+          '(--list shows the registered names).'
+        )
     from spmd_tasks.config.from_saved import from_json
     from spmd_tasks.config.saved_config import read_saved_config
 
-    return from_json(read_saved_config(path), overrides, self.flags.experiment_path, prepare)
+    return from_json(read_saved_config(path), overrides, flags.experiment_path, prepare)
 
   @contextlib.contextmanager
   def open_job(self) -> Iterator[OpenJob]:
@@ -146,16 +136,15 @@ class Command:
     Raises:
       UserError: the config is wrong, differs between processes, or is not the one that the job was begun with.
     """
-    flags, limit_s = self.flags, self.flags.initialization_timeout_s
 
     def connect(experiment: Experiment) -> None:
       if not jax.distributed.is_initialized() and initialize(self._distributed_settings(experiment)):
+        from spmd_tasks.distributed.comparison import process_environment
+
         if not is_primary():
           silence()
         emergency.watch_departures()
-        refuse_differences(
-          'flags and environment', common_flags(flags, all_modes()) | process_environment(), limit_s=limit_s
-        )
+        self._compare('flags and environment', common_flags(self.flags, all_modes()) | process_environment())
 
     self.use_fake_devices()
     emergency = EmergencyExit()
@@ -164,22 +153,31 @@ class Command:
       try:
         resolved = self.resolve(prepare=connect)
       except Exception as error:
-        report_absence(self._distributed_settings(), str(error))
+        if (settings := self._distributed_settings()).is_explicit:
+          from spmd_tasks.distributed.roll_call import report_absence
+
+          report_absence(settings, str(error))
         raise
       directory = self._directory(resolved.experiment, stack)
       self._keep_programs(directory)
       config = to_json(resolved) | {'environment': numeric_settings()}
       set_activity(f'preparing --mode {self.mode}')
-      refuse_differences(
-        'code', code_digests() if jax.distributed.is_initialized() else {}, limit_s=limit_s, must_have_all=False
-      )
-      refuse_differences('config', self._fields_to_compare(config), limit_s=limit_s)
+      if jax.distributed.is_initialized():
+        from spmd_tasks.distributed.comparison import code_digests
+
+        self._compare('code', code_digests(), must_have_all=False)
+        self._compare('config', self._fields_to_compare(config))
       job = prepare_job(resolved.build(), self.mode, directory)
-      if has_trained(directory) and not flags.accept_config_changes:
+      if has_trained(directory) and not self.flags.accept_config_changes:
         from spmd_tasks.config.changes import refuse_changed_config
 
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
       yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, begun=process_start_time())
+
+  def _compare(self, topic: str, values: Mapping[str, Any], **how: Any) -> None:
+    from spmd_tasks.distributed.comparison import refuse_differences
+
+    refuse_differences(topic, values, limit_s=self.flags.initialization_timeout_s, **how)
 
   def _keep_programs(self, directory: epath.Path) -> None:
     """Has JAX keep what it compiles where --compilation_cache says, and read it there at the next start."""
@@ -211,26 +209,13 @@ class Command:
 
   def _distributed_settings(self, experiment: Experiment | None = None) -> DistributedSettings:
     """The settings of the flags and of the experiment's timeouts, if there is one."""
-    flags = self.flags
-    timeouts = (
-      {}
-      if experiment is None
-      else {
-        'heartbeat_timeout_s': experiment.heartbeat_timeout_s,
-        'shutdown_timeout_s': experiment.shutdown_timeout_s,
-        'collective_timeout_s': math.ceil(experiment.first_step_timeout_s),
-      }
-    )
-    return DistributedSettings(
-      coordinator_address=flags.coordinator_address,
-      num_processes=flags.num_processes,
-      process_id=flags.process_id,
-      local_device_ids=_local_device_ids(flags.local_device_ids),
-      coordinator_bind_address=flags.coordinator_bind_address,
-      cluster=flags.cluster,
-      initialization_timeout_s=flags.initialization_timeout_s,
-      **timeouts,
-    )
+    timeouts: dict[str, Any] = {}
+    if experiment is not None:
+      timeouts = {name: getattr(experiment, name) for name in ('heartbeat_timeout_s', 'shutdown_timeout_s')}
+      timeouts['collective_timeout_s'] = math.ceil(experiment.first_step_timeout_s)
+    named = ('coordinator_address', 'num_processes', 'process_id', 'local_device_ids', 'coordinator_bind_address')
+    flags = {name: getattr(self.flags, name) for name in (*named, 'cluster', 'initialization_timeout_s')}
+    return DistributedSettings(**flags, **timeouts)
 
   def _fields_to_compare(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that all processes of a job must have alike.
@@ -238,28 +223,13 @@ class Command:
     An input whose fields the experiment's own code chose, and no flag, may differ: each process can read files of its
     own. So may the place of its copies in memory, and what a wing says of its own fields.
     """
-    given = tuple(config['overrides'])
-    of_process = {name for wing in wings() for name in wing.fields_of_process}
+    given = tuple(f'{name}.' for name in config['overrides'])
+    of_process = {'peer_copy_directory', *(name for wing in wings() for name in wing.fields_of_process)}
 
-    def is_common(path: str) -> bool:
+    def may_differ(path: str) -> bool:
       is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))
-      is_chosen = (
-        is_input and self.flags.exp is not None and not any(f'{path}.'.startswith(f'{name}.') for name in given)
-      )
-      return not is_chosen and path != 'peer_copy_directory' and path.rpartition('.')[2] not in of_process
+      is_chosen = is_input and self.flags.exp is not None and not f'{path}.'.startswith(given)
+      return is_chosen or path.rpartition('.')[2] in of_process
 
-    return {'experiment': config['experiment']} | {
-      path: value for path, value in config['config'].items() if is_common(path)
-    }
-
-
-def _local_device_ids(text: str | None) -> tuple[int, ...] | None:
-  if text is None:
-    return None
-  try:
-    return tuple(int(part) for part in text.split(','))
-  except ValueError:
-    raise UserError(
-      f'--local_device_ids {text!r} must be numbers with commas between them, such as 0,1: the accelerators of this '
-      'process as its machine counts them.'
-    ) from None
+    common = {path: value for path, value in config['config'].items() if not may_differ(path)}
+    return {'experiment': config['experiment']} | common

@@ -71,8 +71,8 @@ def sync_path(path: epath.Path) -> None:
     os.close(descriptor)
 
 
-def write_durably(path: epath.Path, content: str | bytes) -> None:
-  """Replaces `path` by a file with `content` (text: in UTF-8), atomically; the file survives a power failure."""
+def write_durably(path: epath.Path, content: str | bytes, *, survives_power_failure: bool = True) -> None:
+  """Replaces `path` by a file with `content` (text: in UTF-8), atomically."""
   data = content.encode() if isinstance(content, str) else content
   if is_remote(path):
     from spmd_tasks import stores
@@ -83,12 +83,14 @@ def write_durably(path: epath.Path, content: str | bytes) -> None:
   with _open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
     try:
       _write_all(descriptor, data)
-      os.fsync(descriptor)
+      if survives_power_failure:
+        os.fsync(descriptor)
       os.replace(partial, path)
     except OSError:
       partial.unlink(missing_ok=True)
       raise
-  sync_path(path.parent)
+  if survives_power_failure:
+    sync_path(path.parent)
 
 
 def append(path: epath.Path, data: bytes) -> None:

@@ -122,7 +122,9 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
   processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='the address of process 0 for all others')
   processes.add_argument('--num_processes', type=int, metavar='N')
   processes.add_argument('--process_id', type=int, metavar='I')
-  processes.add_argument('--local_device_ids', metavar='0,1', help='the accelerators of this process; default: all')
+  processes.add_argument(
+    '--local_device_ids', type=_numbers, metavar='0,1', help='the accelerators of this process; default: all'
+  )
   processes.add_argument('--coordinator_bind_address', metavar='HOST:PORT', help='what address process 0 listens on')
   processes.add_argument(
     '--cluster', metavar='NAME', default='auto', help='the launcher to use; none: a single process'
@@ -131,6 +133,13 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
     '--initialization_timeout_s', type=int, default=300, metavar='S', help='for all processes to connect'
   )
   return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  try:
+    return tuple(int(part) for part in text.split(','))
+  except ValueError:
+    raise argparse.ArgumentTypeError(f'{text!r} must be numbers with commas between them, such as 0,1') from None
 
 
 def _flags_of_wings() -> list[Flag]:

@@ -6,11 +6,11 @@
       with StepWatchdog(timeout_s=600, emergency=emergency) as watchdog, PreemptionGuard() as guard:
         ...
 
-Read initialization.py (jax.distributed and its launchers), roll_call.py (who is there), environment.py and
-agreement.py (what all must have alike, barriers, decisions of process 0), preemption.py (SIGTERM, Ctrl-C), links.py
-(authenticated messages) and link_connections.py, then the parts of failure handling: watchdog.py (no progress),
-rank_records.py (what processes tell each other through files), emergency_exit.py (how a process ends).
-fake_devices.py gives tests a mesh of CPU devices.
+Read initialization.py (launchers) and roll_call.py (how processes connect), environment.py and comparison.py (what all
+must have alike), agreement.py (barriers, decisions of process 0), preemption.py (SIGTERM, Ctrl-C), links.py
+(authenticated messages), then the parts of failure handling: watchdog.py (no progress), rank_records.py and
+departures.py (what processes tell each other), emergency_exit.py (how a process ends). fake_devices.py gives tests a
+mesh of CPU devices.
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 

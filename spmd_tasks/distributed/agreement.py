@@ -4,21 +4,16 @@ Long waits happen at the coordination service, with a limit for each wait, never
 process must call these functions in the same order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import json
 from typing import Any
-import zlib
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from spmd_tasks.distributed.initialization import coordination
-from spmd_tasks.errors import JobError, UserError
-
 _MIN_BROADCAST_BYTES = 16384  # shorter answers share one compiled broadcast
 _MIN_GATHER_BYTES = 1024  # of each process
-_MAX_SHOWN, _MAX_SHOWN_CHARS = 10, 200  # differences, and characters of a value
 
 
 class PrimaryError(Exception):
@@ -28,46 +23,6 @@ class PrimaryError(Exception):
 def is_primary() -> bool:
   """Returns whether this is process 0, the only one that writes and prints."""
   return jax.process_index() == 0
-
-
-def refuse_differences(topic: str, values: Mapping[str, Any], *, limit_s: int, must_have_all: bool = True) -> None:
-  """Returns once every process has the `values` (JSON, by name) of process 0; a topic can be compared once.
-
-  Without `must_have_all`, names that only one of them has are no difference.
-
-  The values go through the coordination service, because processes that differ may never end a collective together. A
-  process that differs raises, and EmergencyExit tells the others.
-
-  Raises:
-    UserError: this process has other values.
-    JobError: a process did not come to this comparison.
-  """
-  job = coordination()
-  if job is None or job.num_processes == 1:
-    return
-  key = f'spmd_tasks/{topic}'
-  try:
-    if job.process_id == 0:
-      job.client.key_value_set_bytes(key, zlib.compress(json.dumps(dict(values)).encode()))
-    else:
-      first = json.loads(zlib.decompress(job.client.blocking_key_value_get_bytes(key, limit_s * 1000)))
-      own = json.loads(json.dumps(dict(values)))
-      compared = {**first, **own} if must_have_all else [name for name in first if name in own]
-      names = [name for name in compared if _shown(first, name) != _shown(own, name)]
-      if names:
-        lines = [f'{name}={_shown(own, name)}, process 0 has {_shown(first, name)}' for name in names[:_MAX_SHOWN]]
-        more = f'; {len(names) - _MAX_SHOWN} more' if len(names) > _MAX_SHOWN else ''
-        raise UserError(
-          f'process {job.process_id} has {"; ".join(lines)}{more}: start all processes with the same {topic}.'
-        )
-    job.client.wait_at_barrier(f'{key}/compared', limit_s * 1000)
-  except jax.errors.JaxRuntimeError as error:
-    raise JobError(f'a process did not come within {limit_s} s to where all compare their {topic}: {error}') from error
-
-
-def _shown(values: Mapping[str, Any], name: str) -> str:
-  text = json.dumps(values[name]) if name in values else 'nothing'
-  return text if len(text) <= _MAX_SHOWN_CHARS else f'{text[:_MAX_SHOWN_CHARS]}... ({zlib.crc32(text.encode()):x})'
 
 
 def barrier(name: str, *, limit_s: int) -> None:

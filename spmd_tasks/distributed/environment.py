@@ -1,19 +1,15 @@
-"""What outside of the config decides a job's numbers: JAX's own settings, versions, XLA's flags, the code.
+"""What outside of the config decides a job's numbers, such as JAX's own settings.
 
 refuse_unusable_environment()         # first of all: what JAX or XLA would answer by a traceback or an abort
 numeric_settings()                    # saved with the config, and compared when a job goes on
-process_environment(), code_digests() # compared between the processes of a job
 """
 
 from collections.abc import Iterator
 import contextlib
 import functools
-import hashlib
 import os
-from pathlib import Path
 import re
 import sys
-import sysconfig
 from typing import Any
 import warnings
 
@@ -33,8 +29,6 @@ _NUMERIC = (
   'jax_high_dynamic_range_gumbel',
   'jax_allow_f16_reductions',
 )
-# Those that decide how programs are compiled: one for all processes, but a job may go on with others.
-_COMPILATION = ('jax_use_shardy_partitioner', 'jax_optimization_level', 'jax_disable_most_optimizations')
 _UNUSABLE = {
   'jax_disable_jit': ((True,), 'steps are compiled'),
   'jax_no_tracing': ((True,), 'steps are traced'),
@@ -44,16 +38,12 @@ _UNUSABLE = {
   'jax_enable_recoverability': ((True,), 'processes would wait for ever for one that was killed'),
   'jax_transfer_guard': (('disallow', 'disallow_explicit'), 'batches and step numbers are sent to devices'),
 }
-_VARIABLES = ('LIBTPU_INIT_ARGS', 'NVIDIA_TF32_OVERRIDE')
-_LIBRARIES = ('jax', 'jaxlib', 'numpy', 'flax', 'optax')
-_LOOKS_ONLY = re.compile('--xla_(gpu_)?(dump|hlo_profile|enable_dumping)')  # flags that one process alone may have
-_PACKAGE = Path(__file__).parents[1]
 
 
 def refuse_unusable_environment() -> None:
   """Raises a UserError for environment variables with which nothing runs; logs those that change a job's numbers."""
   for name, (values, reason) in _UNUSABLE.items():
-    if (value := _value(name)) in values:
+    if (value := setting(name)) in values:
       raise UserError(
         f'{name.upper()}={os.environ.get(name.upper(), value)} cannot be used, because {reason}: unset it.'
       )
@@ -85,45 +75,14 @@ def backend_errors() -> Iterator[None]:
 
 def numeric_settings() -> dict[str, Any]:
   """JAX's settings that decide numbers, by name, as JSON."""
-  return {name: _value(name) for name in _NUMERIC if name in jax.config.values}
+  return {name: setting(name) for name in _NUMERIC if name in jax.config.values}
 
 
-def process_environment() -> dict[str, Any]:
-  """What the environments of a job's processes must agree on, by name, as JSON."""
-  modules = {name: sys.modules[name] for name in _LIBRARIES if name in sys.modules}
-  flags = dict(flag.partition('=')[::2] for flag in os.environ.get('XLA_FLAGS', '').split())
-  return {
-    'python': '.'.join(map(str, sys.version_info[:2])),
-    **{f'version of {name}': getattr(module, '__version__', None) for name, module in modules.items()},
-    **numeric_settings(),
-    **{name: _value(name) for name in _COMPILATION},
-    **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
-    **{f'XLA_FLAGS {name}': value for name, value in flags.items() if not _LOOKS_ONLY.match(name)},
-  }
-
-
-def code_digests() -> dict[str, str]:
-  """Digests of this package and of the user's modules that are imported, by name."""
-  libraries = [Path(sysconfig.get_paths()[kind]) for kind in ('stdlib', 'purelib', 'platlib')]
-  digests = {'the code of spmd_tasks': _digest(sorted(_PACKAGE.rglob('*.py')))}
-  for name, module in list(sys.modules.items()):
-    path = Path(getattr(module, '__file__', None) or '')
-    if path.suffix == '.py' and path.is_file() and not any(map(path.is_relative_to, (_PACKAGE, *libraries))):
-      digests[f'the code of {name}'] = _digest([path])
-  return digests
-
-
-def _value(name: str) -> Any:
+def setting(name: str) -> Any:
+  """The value of one of JAX's settings, as JSON."""
   value = jax.config.values.get(name)
   value = getattr(value, 'value', value)  # of an enum
   return value if isinstance(value, bool | int | float | str | None) else str(value)
-
-
-def _digest(paths: list[Path]) -> str:
-  digest = hashlib.blake2b(digest_size=6)
-  for path in paths:
-    digest.update(path.name.encode() + b'\0' + path.read_bytes())
-  return digest.hexdigest()
 
 
 @functools.cache

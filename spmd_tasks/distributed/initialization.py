@@ -6,12 +6,10 @@ Usage, before anything touches a device:
     is_multi_process = initialize(settings)
 
 Without the three fields, the launcher's environment decides (Slurm, Open MPI, Cloud TPU, an indexed Kubernetes Job),
-through JAX's own cluster detection. If there is no launcher, as on a laptop or in a notebook's pod, `initialize` starts
-nothing and returns at once.
+through JAX's own cluster detection. Without a launcher, as in a notebook's pod, `initialize` starts nothing.
 """
 
 from collections.abc import Mapping
-import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -25,15 +23,11 @@ import jax
 from jax.experimental import multihost_utils
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.xla_flags import add_xla_flags
 
 CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's order of preference.
 
 _TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
 _GPU_FILES = ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg')
-
-explicit_coordinator: str | None = None  # the address that `initialize` was given
-_has_called_roll = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,73 +85,30 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
   environment in tests.
 
   Raises:
-    UserError: the environment requires a package that is not installed, or the processes do not find each other
-      (roll_call.py).
-    RuntimeError: JAX is already in use, or the processes of a launcher did not find each other in time.
+    UserError, RuntimeError: as `connect` of roll_call.py.
   """
   if jax.distributed.is_initialized():
     return True
   environ = os.environ if environ is None else environ
   skip_absent_tpu()
   if settings.is_explicit:
-    if settings.num_processes == 1:
-      return False
-    global explicit_coordinator
-    explicit_coordinator = settings.coordinator_address
-    connection: dict[str, Any] = {
-      'coordinator_address': settings.coordinator_address,
-      'num_processes': settings.num_processes,
-      'process_id': settings.process_id,
-      'coordinator_bind_address': settings.coordinator_bind_address or settings.coordinator_address,
-      'cluster_detection_method': 'deactivate',
-      'local_device_ids': settings.local_device_ids,
-    }
+    cluster, is_alone = 'deactivate', settings.num_processes == 1
   else:
-    cluster = detect_cluster(environ) if settings.cluster == 'auto' else settings.cluster
-    if cluster is None or cluster == 'none':
-      return False
-    if cluster == 'k8s' and importlib.util.find_spec('kubernetes') is None:
-      raise UserError(
-        'an indexed Kubernetes Job was detected, but not the `kubernetes` package, by which JAX finds the other pods: '
-        'install `jax[k8s]`, give all of coordinator_address, num_processes and process_id, or pass '
-        '--cluster none if these pods are independent jobs.'
-      )
-    connection = {
-      'cluster_detection_method': cluster,
-      'coordinator_bind_address': settings.coordinator_bind_address,
-      'local_device_ids': settings.local_device_ids or _all_gpus_of_a_lone_task(environ),
-    }
-  add_xla_flags(f'--xla_cpu_collective_timeout_seconds={settings.collective_timeout_s}')  # gloo's waits, on CPUs
-  logging.info('waiting for the other processes for at most %d s: %s', settings.initialization_timeout_s, connection)
-  if settings.is_explicit:
-    global _has_called_roll
-    _has_called_roll = True
-    from spmd_tasks.distributed.roll_call import call_roll_of
+    found = detect_cluster(environ) if settings.cluster == 'auto' else settings.cluster
+    cluster = found or 'none'
+    is_alone = cluster == 'none'
+  if is_alone:
+    return False
+  from spmd_tasks.distributed.roll_call import connect
 
-    call_roll_of(settings)
-  jax.distributed.initialize(
-    heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
-    shutdown_timeout_seconds=settings.shutdown_timeout_s,
-    initialization_timeout=settings.initialization_timeout_s,
-    **connection,
-  )
+  connect(settings, cluster, environ)
   return True
-
-
-def report_absence(settings: DistributedSettings, problem: str) -> None:
-  """Tells the processes that wait for this one that it does not come, and why; does nothing where a launcher knows."""
-  if settings.is_explicit and settings.num_processes != 1 and not _has_called_roll:
-    with contextlib.suppress(UserError):  # nobody waits
-      from spmd_tasks.distributed.roll_call import call_roll_of
-
-      call_roll_of(settings, problem)
 
 
 def coordination() -> Any:
   """JAX's client of the coordination service with this process's index and their number; None without other processes.
 
-  Unlike `jax.process_index`, this starts no backend. It is None, too, in a version of JAX that does not tell. Neither
-  0.10 nor 0.11 has a public name for any of it: `jax.distributed` tells only whether it is initialized.
+  Unlike `jax.process_index`, this starts no backend. It is None, too, in a version of JAX that does not tell.
   """
   try:
     from jax._src import distributed  # no public name of JAX reaches the service's key-value store
@@ -170,8 +121,8 @@ def coordination() -> Any:
 def skip_absent_tpu() -> None:
   """Keeps JAX from starting libtpu on a machine without a TPU, where it is installed for planning.
 
-  There libtpu would search for a TPU and complain on stderr. Call this before the first use of a device. JAX_PLATFORMS
-  decides where it is set, and JAX itself where an accelerator is installed that is not known here.
+  There libtpu would complain on stderr. Call this before the first use of a device. JAX_PLATFORMS decides where it is
+  set, and JAX itself where an accelerator is installed that is not known here.
   """
   config: Any = jax.config
   if config.jax_platforms or importlib.util.find_spec('libtpu') is None or 'JAX_FORCE_TPU_INIT' in os.environ:
@@ -194,8 +145,7 @@ def finish():
   """Waits until every process has called this function, and parts them; the last call of a job that ends well.
 
   Without this call, the first process to end would end the others after `shutdown_timeout_s`, even one that still
-  writes its checkpoint. They part here, not when Python ends: closing files and threads may take a process longer than
-  that, and JAX would abort all of them. A StepWatchdog bounds the wait: `with watchdog.allow('finish', limit_s=...)`.
+  writes its checkpoint or closes files. A StepWatchdog bounds the wait: `with watchdog.allow('finish', limit_s=...)`.
   """
   if jax.distributed.is_initialized():
     multihost_utils.sync_global_devices('finish')
@@ -235,20 +185,6 @@ def detect_cluster(environ: Mapping[str, str]) -> str | None:
   if 'KUBERNETES_SERVICE_HOST' in environ and 'JOB_COMPLETION_INDEX' in environ:
     return 'k8s'
   return None
-
-
-def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-  """All visible GPUs if this task is the only one of its node; JAX would use GPU 0 alone and leave the others idle.
-
-  Those are the GPUs in CUDA_VISIBLE_DEVICES; without that variable, all of the node, as nothing hides one. Returns None
-  if the number of tasks is unknown; JAX then gives each task the GPU of its local number.
-  """
-  # Slurm writes `1(x4)` for one task on each of four nodes, `2,1` for two and one.
-  tasks_per_node = environ.get('SLURM_STEP_TASKS_PER_NODE', environ.get('OMPI_COMM_WORLD_LOCAL_SIZE', ''))
-  is_alone = bool(tasks_per_node) and all(part.partition('(')[0] == '1' for part in tasks_per_node.split(','))
-  visible = environ.get('CUDA_VISIBLE_DEVICES')
-  gpus = glob.glob('/dev/nvidia[0-9]*') if visible is None else [gpu for gpu in visible.split(',') if gpu]
-  return tuple(range(len(gpus))) if is_alone and gpus else None
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

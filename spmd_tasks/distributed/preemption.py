@@ -1,7 +1,5 @@
 """PreemptionGuard: turns SIGTERM, Ctrl-C and SIGHUP into one point of the program at which every process stops.
 
-Usage:
-
     with PreemptionGuard() as guard:
       for step in range(first_step, num_steps):
         state = train_step(state, batch)

@@ -8,6 +8,7 @@ as a network file system may show a file a minute late. Why a process leaves is 
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,9 +20,10 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from spmd_tasks.distributed.emergency_exit import Departure, Position
+from spmd_tasks.distributed.departures import Departure
+from spmd_tasks.distributed.emergency_exit import Position
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import is_remote, make_directory, read_text, storage_errors, write_durably
+from spmd_tasks.files import make_directory, read_text, storage_errors, write_durably
 
 # How long a directory may take to show process 0's file. NFS keeps what it has seen of a directory for up to a minute.
 _VISIBLE_LIMIT_S = 90.0
@@ -66,15 +68,9 @@ class RankRecords:
 
   def write_progress(self, position: Position, *, since: float):
     """Records where this process is, and since when (seconds since the epoch)."""
-    progress = Progress(
-      process_index=self.process_index,
-      host=self._host,
-      pid=os.getpid(),
-      **dataclasses.asdict(position),
-      since=since,
-      written=time.time(),
-    )
-    _write(self._progress_dir / f'{self.process_index}.json', json.dumps(dataclasses.asdict(progress)))
+    about = {'process_index': self.process_index, 'host': self._host, 'pid': os.getpid()}
+    about |= dataclasses.asdict(position) | {'since': since, 'written': time.time()}
+    write_durably(self._progress_dir / f'{self.process_index}.json', json.dumps(about), survives_power_failure=False)
 
   def describe(self, position: Position, departures: Sequence[Departure] = (), *, is_waiting: bool) -> tuple[str, str]:
     """Describes the processes, one per line, and names the likely culprits ('' if there is no sign of one).
@@ -137,7 +133,7 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
   if process_index == 0:
     with storage_errors(start_path):
       make_directory(start_path.parent)
-      _write(start_path, token.hex())
+      write_durably(start_path, token.hex())
   token = multihost_utils.broadcast_one_to_all(np.frombuffer(token, np.uint8)).tobytes()
   is_visible = _becomes_visible(start_path, token.hex())
   records = RankRecords(job_log_dir, process_index=process_index, num_processes=num_processes) if is_visible else None
@@ -155,29 +151,12 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
 def _becomes_visible(path: epath.Path, text: str) -> bool:
   """Waits until `path` holds `text`; returns False after the time limit."""
   limit = time.monotonic() + _VISIBLE_LIMIT_S
-  while True:
-    try:
+  while time.monotonic() <= limit:
+    with contextlib.suppress(OSError, ValueError):  # Not there yet; or another file, of which nothing is known.
       if read_text(path) == text:
         return True
-    except (OSError, ValueError):  # Not there yet; or another file, of which nothing is known.
-      pass
-    if time.monotonic() > limit:
-      return False
     time.sleep(_VISIBLE_PERIOD_S)
-
-
-def _write(path: epath.Path, text: str):
-  """Replaces the file atomically, so that no reader sees a part of it."""
-  if is_remote(path):
-    write_durably(path, text)
-    return
-  partial = path.with_name(f'.{path.name}.partial')
-  try:
-    partial.write_text(text)
-    partial.replace(path)
-  except OSError:  # such as a full disk, where the file may be there, empty
-    partial.unlink(missing_ok=True)
-    raise
+  return False
 
 
 def _read(path: epath.Path) -> Progress | None:

@@ -1,11 +1,15 @@
-"""Roll call: the processes of a job that flags number meet at process 0's address, before jax.distributed starts there.
+"""Connects the processes of a job: a roll call, then jax.distributed. For jobs of several processes only.
 
-JAX answers a port in use, an id given twice or a stranger at the address by aborting, with stacks of C++. Here each
-gets a sentence. A process says in one line of JSON who it is; process 0 greets it, and once all have come, or one has a
-problem, tells it so. Nothing secret is said, and what is heard only ends the job.
+JAX answers a port in use, an id given twice or a stranger at the address by aborting, with stacks of C++. So processes
+that flags number meet at process 0's address before jax.distributed starts there, and each such case gets a sentence. A
+process says in one line of JSON who it is; process 0 greets it, and once all have come, or one has a problem, tells it
+so. Nothing secret is said, and what is heard only ends the job.
 """
 
+from collections.abc import Mapping
 import contextlib
+import glob
+import importlib.util
 import json
 import os
 import queue
@@ -15,8 +19,10 @@ import time
 from typing import IO, Any
 
 from absl import logging
+import jax
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.xla_flags import add_xla_flags
 
 _PROTOCOL = 'spmd_tasks roll call 1'
 _LINE_LIMIT_S = 5.0
@@ -24,6 +30,9 @@ _RETRY_S = 0.2
 _PORT_LIMIT_S = 5.0  # a job that is started again may come before the last one has freed its port,
 _STRANGER_LIMIT_S = 10.0  # or be answered by it
 _PROBLEM_LIMIT_S = 10.0  # for the others to come and hear that this process does not
+
+explicit_coordinator: str | None = None  # the address that `connect` was given
+_has_called_roll = False
 
 
 def check_explicit(settings: Any) -> None:
@@ -50,8 +59,67 @@ def check_explicit(settings: Any) -> None:
     )
 
 
-def call_roll_of(settings: Any, problem: str | None = None) -> None:
-  """Calls the roll of a job with these DistributedSettings; raises as `call_roll`."""
+def connect(settings: Any, cluster: str, environ: Mapping[str, str]) -> None:
+  """Starts jax.distributed with DistributedSettings, and JAX's name of the launcher; 'deactivate': flags say it all.
+
+  Raises:
+    UserError: a package is missing, or the processes do not find each other (`call_roll`).
+    RuntimeError: JAX is already in use, or the processes of a launcher did not find each other in time.
+  """
+  global explicit_coordinator, _has_called_roll
+  connection = {'cluster_detection_method': cluster, 'coordinator_bind_address': settings.coordinator_bind_address}
+  if settings.is_explicit:
+    explicit_coordinator = settings.coordinator_address
+    connection |= {
+      'coordinator_address': settings.coordinator_address,
+      'num_processes': settings.num_processes,
+      'process_id': settings.process_id,
+      'coordinator_bind_address': settings.coordinator_bind_address or settings.coordinator_address,
+      'local_device_ids': settings.local_device_ids,
+    }
+  else:
+    if cluster == 'k8s' and importlib.util.find_spec('kubernetes') is None:
+      raise UserError(
+        'an indexed Kubernetes Job was detected, but not the `kubernetes` package, by which JAX finds the other pods: '
+        'install `jax[k8s]`, give all of coordinator_address, num_processes and process_id, or pass '
+        '--cluster none if these pods are independent jobs.'
+      )
+    connection['local_device_ids'] = settings.local_device_ids or _all_gpus_of_a_lone_task(environ)
+  add_xla_flags(f'--xla_cpu_collective_timeout_seconds={settings.collective_timeout_s}')  # gloo's waits, on CPUs
+  logging.info('waiting for the other processes for at most %d s: %s', settings.initialization_timeout_s, connection)
+  if settings.is_explicit:
+    _has_called_roll = True
+    _call_roll_of(settings)
+  jax.distributed.initialize(
+    heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
+    shutdown_timeout_seconds=settings.shutdown_timeout_s,
+    initialization_timeout=settings.initialization_timeout_s,
+    **connection,
+  )
+
+
+def report_absence(settings: Any, problem: str) -> None:
+  """Tells the processes that wait for this one that it does not come, and why; does nothing where a launcher knows."""
+  if settings.is_explicit and settings.num_processes != 1 and not _has_called_roll:
+    with contextlib.suppress(UserError):  # nobody waits
+      _call_roll_of(settings, problem)
+
+
+def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+  """All visible GPUs if this task is the only one of its node; JAX would use GPU 0 alone and leave the others idle.
+
+  Those are the GPUs in CUDA_VISIBLE_DEVICES; without that variable, all of the node, as nothing hides one. Returns None
+  if the number of tasks is unknown; JAX then gives each task the GPU of its local number.
+  """
+  # Slurm writes `1(x4)` for one task on each of four nodes, `2,1` for two and one.
+  tasks_per_node = environ.get('SLURM_STEP_TASKS_PER_NODE', environ.get('OMPI_COMM_WORLD_LOCAL_SIZE', ''))
+  is_alone = bool(tasks_per_node) and all(part.partition('(')[0] == '1' for part in tasks_per_node.split(','))
+  visible = environ.get('CUDA_VISIBLE_DEVICES')
+  gpus = glob.glob('/dev/nvidia[0-9]*') if visible is None else [gpu for gpu in visible.split(',') if gpu]
+  return tuple(range(len(gpus))) if is_alone and gpus else None
+
+
+def _call_roll_of(settings: Any, problem: str | None = None) -> None:
   address, limit_s = settings.coordinator_address, settings.initialization_timeout_s
   bind_address = settings.coordinator_bind_address or address
   call_roll(address, bind_address, settings.process_id, settings.num_processes, limit_s, problem)

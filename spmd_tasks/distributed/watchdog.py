@@ -30,7 +30,6 @@ import jax
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.emergency_exit import EmergencyExit, Position
 from spmd_tasks.distributed.initialization import finish
-from spmd_tasks.errors import UserError
 from spmd_tasks.files import is_remote
 
 if TYPE_CHECKING:
@@ -69,24 +68,14 @@ class StepWatchdog:
         including the wait for the slowest process.
       first_step_timeout_s: the limit until the second step begins, as the first step compiles.
       emergency: ends the process.
-      records: get this process's progress; None for a single process.
-      record_period_s: seconds between two writes.
-
-    Raises:
-      UserError: a limit is not positive.
+      records: get this process's progress every `record_period_s` seconds; None for a single process.
     """
-    if timeout_s <= 0 or first_step_timeout_s <= 0:
-      raise UserError(
-        f'timeout_s={timeout_s} and first_step_timeout_s={first_step_timeout_s} must be positive: they are limits in '
-        'seconds.'
-      )
     self._timeout_s = timeout_s
     self._first_step_timeout_s = first_step_timeout_s
     self._emergency = emergency
     self._records = records
     self._record_period_s = record_period_s
     self._first_step: int | None = None
-    self._mark = _Mark(position=Position(), limit_s=first_step_timeout_s)
     self._done = threading.Event()
     self._threads: list[threading.Thread] = []
 
@@ -134,10 +123,8 @@ class StepWatchdog:
       mark = self._mark
       waited_s = time.monotonic() - mark.begun
       if waited_s > mark.limit_s:
-        self._emergency.leave(
-          exit_codes.STUCK,
-          f'no progress for {waited_s:.1f} s in {mark.position} (limit {mark.limit_s:g} s)',
-        )
+        reason = f'no progress for {waited_s:.1f} s in {mark.position} (limit {mark.limit_s:g} s)'
+        self._emergency.leave(exit_codes.STUCK, reason)
       self._emergency.set_deadline(mark.limit_s + _NATIVE_MARGIN_S)
       if self._done.wait(min(1.0, mark.limit_s / 10)):
         return
@@ -166,11 +153,6 @@ def watch_steps(
   """Runs a StepWatchdog over a whole job; its processes record their progress in `directory`/ranks.
 
   On leaving the context, every process waits for the others, at most `timeout_s`: an early end would end them too.
-
-  Args:
-    directory: shared by the processes.
-    emergency: the way out, which gets the records.
-    timeout_s, first_step_timeout_s: the limits of StepWatchdog.
   """
   records = None
   if jax.process_count() > 1:

@@ -24,7 +24,8 @@ from spmd_tasks.decoding.generation import Completion, search
 from spmd_tasks.decoding.prompts import Prompt, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import EmergencyExit, is_primary
-from spmd_tasks.distributed.agreement import primary_decides, refuse_differences
+from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.comparison import refuse_differences
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path

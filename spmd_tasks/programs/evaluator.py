@@ -18,7 +18,6 @@ import numpy as np
 
 from spmd_tasks.activity import doing
 from spmd_tasks.distributed import is_primary
-from spmd_tasks.distributed.agreement import refuse_differences
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import make_directory, storage_errors, write_durably
@@ -35,6 +34,8 @@ BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`
 
 def refuse_other_data(topic: str, states: Mapping[str, State], limit_s: int) -> None:
   """Raises a UserError on a process whose inputs have other data than those of process 0, by their positions."""
+  from spmd_tasks.distributed.comparison import refuse_differences  # of several processes only
+
   data = {f'fingerprint of {name}.{path}': value for name in states for path, value in data_of(states[name]).items()}
   refuse_differences(topic, data, limit_s=limit_s)
 

@@ -24,7 +24,7 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.emergency_exit import Position
-from spmd_tasks.distributed.link_connections import connect_pairs
+from spmd_tasks.distributed.links import connect_pairs
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.inputs import Tokenizer

@@ -5,9 +5,9 @@ import types
 import jax
 import pytest
 
-from spmd_tasks.distributed import agreement
-from spmd_tasks.distributed.agreement import refuse_differences
-from spmd_tasks.distributed.environment import code_digests, process_environment, refuse_unusable_environment
+from spmd_tasks.distributed import comparison
+from spmd_tasks.distributed.comparison import code_digests, process_environment, refuse_differences
+from spmd_tasks.distributed.environment import refuse_unusable_environment
 from spmd_tasks.errors import UserError
 
 
@@ -31,7 +31,7 @@ class Service:
 def compare(monkeypatch):
   def compare(first, second, **options):
     job = types.SimpleNamespace(client=Service(), num_processes=2)
-    monkeypatch.setattr(agreement, 'coordination', lambda: job)
+    monkeypatch.setattr(comparison, 'coordination', lambda: job)
     for job.process_id, values in enumerate((first, second)):
       refuse_differences('settings', values, limit_s=1, **options)
 

@@ -115,7 +115,8 @@ def test_an_abort_shows_the_stacks():
 SERVICE = """
 import dataclasses, json, types
 from spmd_tasks.checkpoints.manifest import CheckpointSaveError
-from spmd_tasks.distributed.emergency_exit import Departure
+from spmd_tasks.distributed import departures
+from spmd_tasks.distributed.departures import Departure
 from spmd_tasks.distributed.rank_records import RankRecords
 from spmd_tasks.errors import UserError
 said = {}
@@ -144,7 +145,7 @@ def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failur
     MULTI_PROCESS
     + SERVICE
     + textwrap.dedent(f"""
-    emergency_exit._DEPARTURES_PERIOD_S = 3600
+    departures._PERIOD_S = 3600
     emergency.watch_departures()
     time.sleep(0.2)
     emergency.attach(RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).describe)

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from spmd_tasks.distributed.link_connections import admit, join, listen_for_processes
-from spmd_tasks.distributed.links import LinkError
+from spmd_tasks.distributed.links import LinkError, admit, join, listen_for_processes
 
 SECRET = bytes(range(32))
 

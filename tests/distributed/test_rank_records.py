@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.distributed import rank_records
-from spmd_tasks.distributed.emergency_exit import Departure, Position
+from spmd_tasks.distributed.departures import Departure
+from spmd_tasks.distributed.emergency_exit import Position
 from spmd_tasks.distributed.rank_records import RankRecords, open_rank_records
 from tests import binary
 

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, barrier, initialize
-from spmd_tasks.distributed.link_connections import connect_pairs
+from spmd_tasks.distributed.links import connect_pairs
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings

@@ -14,7 +14,7 @@ from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.distributed.link_connections import admit, join, listen_for_processes
+from spmd_tasks.distributed.links import admit, join, listen_for_processes
 from spmd_tasks.errors import JobError
 from spmd_tasks.serving import multi_process
 from spmd_tasks.serving.multi_process import Followers, LeadingEngine, PeerFailedError, follow, to_message
