@@ -262,7 +262,8 @@ def wanted_form(given: Any, *others: OutputForm) -> OutputForm | None:
   if response.get('type') == 'json_object':
     wanted.append(OutputForm(field='response_format', kind='json_schema', value=_ANY_OBJECT))
   elif response.get('type') == 'json_schema':
-    schema = (response.get('json_schema') or {}).get('schema')
+    named = response.get('json_schema')
+    schema = named.get('schema') if isinstance(named, dict) else None
     wanted.append(OutputForm(field='response_format.json_schema.schema', kind='json_schema', value=schema))
   elif response.get('type') != 'text':
     raise FormError("response_format must have the type 'text', 'json_object' or 'json_schema'.", 'response_format')

@@ -5,7 +5,7 @@
 
 A request's way, file by file: `middleware.py` checks the API key; `routes.py` reads the body; `bodies.py` (pydantic)
 and `requests.py` check it and make a GenerationRequest; `service.py` queues its sequences; `engine_thread.py` runs the
-scheduler and the engine (package decoding); `responses.py` formats and `streaming.py` sends the answer.
+scheduler and the engine (package decoding); `responses.py` formats the answer.
 
 Read `server.py` first: it puts these parts together and ends them in order. `publisher.py` replaces the weights of a
 running server, `metrics.py` counts for Prometheus, and `multi_process.py` serves a model that needs several processes.

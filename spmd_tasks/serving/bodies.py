@@ -6,11 +6,11 @@ The models check types and fixed ranges; requests.py checks what depends on the 
 the answer is either supported or refused. A field that is null counts as absent.
 """
 
+from collections.abc import Callable
 import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-  AfterValidator,
   BaseModel,
   BeforeValidator,
   ConfigDict,
@@ -91,10 +91,13 @@ def _split_stop(value: Any) -> list[str]:
   return many
 
 
-def _check_tokens(value: Any) -> list[int]:
-  if not _is_tokens(value):
-    raise PydanticCustomError('tokens', 'must be an array of tokens.')
-  return value
+def _split_texts(value: Any) -> list[str]:
+  """Makes a list of texts from one or several, each a string or an object with `text`."""
+  given = value if isinstance(value, list) else [value]
+  many: list[Any] = [each.get('text') if isinstance(each, dict) else each for each in given]
+  if not many or not all(isinstance(each, str) for each in many):
+    raise PydanticCustomError('texts', 'must be a string or an array of strings.')
+  return many
 
 
 def _check_biases(value: Any) -> dict[int, float]:
@@ -109,15 +112,31 @@ def _check_biases(value: Any) -> dict[int, float]:
   return {int(token): float(bias) for token, bias in value.items()}
 
 
-def _must_be(*values: Any) -> AfterValidator:
-  """Refuses a setting of OpenAI's API that this server does not support, unless its value changes nothing."""
+def _check(is_right: Callable[[Any], Any], sentence: Any, code: Any = 'wrong') -> PlainValidator:
+  """Refuses other values with a sentence that follows the field's name."""
 
   def check(value: Any) -> Any:
-    if value not in values:
-      raise PydanticCustomError('unsupported_parameter', 'is not supported by this server: leave it out.')
+    if not is_right(value):
+      raise PydanticCustomError(code, sentence)
     return value
 
-  return AfterValidator(check)
+  return PlainValidator(check)
+
+
+def _must_be(*values: Any) -> PlainValidator:
+  """Refuses a setting of OpenAI's API that this server does not support, unless its value changes nothing."""
+  return _check(values.__contains__, 'is not supported by this server: leave it out.', 'unsupported_parameter')
+
+
+def is_function(value: Any) -> bool:
+  """Whether a value is an object with a function that has a name, as tools, calls and choices of one are."""
+  function = value.get('function') if isinstance(value, dict) else None
+  return isinstance(function, dict) and isinstance(function.get('name'), str)
+
+
+_Tokens = Annotated[list[int], _check(_is_tokens, 'must be an array of tokens.')]
+_Texts = Annotated[list[str], PlainValidator(_split_texts)]
+_Inputs = Annotated[list[str | list[int]], PlainValidator(_split_prompts)]
 
 
 class StreamOptions(_Body):
@@ -138,35 +157,38 @@ class _UnusedFields(_Body):
   prompt_cache_key: Any = None
 
 
-class _GenerationBody(_UnusedFields):
-  """The fields of both generating routes; None stands for the default in the experiment's `task.decode`."""
+class SharedBody(_UnusedFields):
+  """The fields of all generating routes; None stands for the default in the experiment's `task.decode`."""
 
   model: str | None = None
-  n: Annotated[int, Field(ge=1, le=_INT32)] = 1
   temperature: Annotated[float, Field(ge=0, le=100)] | None = None
   top_p: Annotated[float, Field(ge=0, le=1)] | None = None
   min_p: Annotated[float, Field(ge=0, le=1)] | None = None
   top_k: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-  repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-  frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-  presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-  logit_bias: Annotated[dict[int, float], PlainValidator(_check_biases)] = {}
   seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-  stop: Annotated[list[str], PlainValidator(_split_stop)] = []
-  stop_token_ids: Annotated[list[int], PlainValidator(_check_tokens)] = []
-  ignore_eos: bool = False
   cache_salt: str = ''
   num_drafts: Annotated[int, Field(ge=0)] | None = None
   priority: Annotated[int, Field(ge=-_INT32, le=_INT32)] = 0
   stream: bool = False
-  stream_options: StreamOptions | None = None
   structured_outputs: dict[str, Any] | None = None
+
+
+class _GenerationBody(SharedBody):
+  n: Annotated[int, Field(ge=1, le=_INT32)] = 1
+  repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+  frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+  presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+  logit_bias: Annotated[dict[int, float], PlainValidator(_check_biases)] = {}
+  stop: Annotated[list[str], PlainValidator(_split_stop)] = []
+  stop_token_ids: _Tokens = []
+  ignore_eos: bool = False
+  stream_options: StreamOptions | None = None
 
 
 class CompletionBody(_GenerationBody):
   """POST /v1/completions."""
 
-  prompt: Annotated[list[str | list[int]], PlainValidator(_split_prompts)]
+  prompt: _Inputs
   max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
   logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
   echo: bool = False
@@ -182,15 +204,10 @@ def _split_content(value: Any) -> Any:
   return value
 
 
-def _check_part(value: Any) -> Any:
-  if not isinstance(value, dict) or value.get('type') != 'text':
-    raise PydanticCustomError('part', 'must be an object of type text.')
-  return value
-
-
 class _TextPart(BaseModel):
   model_config = ConfigDict(strict=True, extra='ignore')
 
+  type: Literal['text']
   text: str
 
 
@@ -198,9 +215,7 @@ class Message(_Body):
   """One turn of a conversation."""
 
   role: Literal['system', 'developer', 'user', 'assistant', 'tool']
-  content: Annotated[
-    list[Annotated[_TextPart, BeforeValidator(_check_part)]], FailFast(), BeforeValidator(_split_content)
-  ] = []
+  content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_split_content)] = []
   name: str | None = None
   refusal: Any = None
   reasoning_content: str | None = None
@@ -215,27 +230,6 @@ class Message(_Body):
     return ''.join(part.text for part in self.content)
 
 
-def _check_format(value: dict[str, Any]) -> dict[str, Any]:
-  schema = value.get('json_schema')
-  if value.get('type') not in ('text', 'json_object', 'json_schema'):
-    raise PydanticCustomError('format', "must have the type 'text', 'json_object' or 'json_schema'.")
-  if schema is not None and not isinstance(schema, dict):
-    raise PydanticCustomError('format', 'must have an object as json_schema.')
-  return value
-
-
-def _check_tool_choice(value: Any) -> Any:
-  function = value.get('function') if isinstance(value, dict) and value.get('type') == 'function' else None
-  if value not in ('none', 'auto', 'required') and not (
-    isinstance(function, dict) and isinstance(function.get('name'), str)
-  ):
-    raise PydanticCustomError(
-      'tool_choice',
-      "must be 'none', 'auto', 'required', or an object of type function with a function that has a name.",
-    )
-  return value
-
-
 class ChatBody(_GenerationBody):
   """POST /v1/chat/completions."""
 
@@ -244,36 +238,34 @@ class ChatBody(_GenerationBody):
   max_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
   logprobs: bool = False
   top_logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-  response_format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
+  response_format: dict[str, Any] | None = None
   tools: list[Any] = []
   functions: Annotated[Any, _must_be([])] = []
-  tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = None
+  tool_choice: Annotated[
+    Any,
+    _check(
+      lambda value: value in ('none', 'auto', 'required') or (is_function(value) and value.get('type') == 'function'),
+      "must be 'none', 'auto', 'required', or an object of type function with a function that has a name.",
+    ),
+  ] = None
   documents: list[dict[str, Any]] | None = None
   chat_template_kwargs: dict[str, Any] = {}
   modalities: Annotated[Any, _must_be(['text'])] = None
   parallel_tool_calls: bool | None = None
 
 
-def _check_items(value: Any) -> Any:
-  is_items = isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
-  if not is_items and not (isinstance(value, str) and value):
-    raise PydanticCustomError('items', 'must be a string or an array of objects.')
-  return value
+class ResponsesBody(SharedBody):
+  """POST /v1/responses; requests.py checks the rest of it as the body of a chat."""
 
-
-class ResponsesBody(_UnusedFields):
-  """POST /v1/responses; requests.py checks most of it again as the body of a chat."""
-
-  model: str | None = None
-  input: Annotated[Any, PlainValidator(_check_items)]
+  input: Annotated[
+    Any,
+    _check(
+      lambda value: value and (isinstance(value, str) or (type(value) is list and all(type(x) is dict for x in value))),
+      'must be a string or an array of objects.',
+    ),
+  ]
   instructions: str | None = None
   max_output_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
-  temperature: float | None = None
-  top_p: float | None = None
-  top_k: int | None = None
-  min_p: float | None = None
-  seed: int | None = None
-  stream: bool = False
   stream_options: Any = None
   text: dict[str, Any] = {}
   tools: list[Any] = []
@@ -283,10 +275,6 @@ class ResponsesBody(_UnusedFields):
   include: list[str] = []
   reasoning: dict[str, Any] = {}
   chat_template_kwargs: dict[str, Any] = {}
-  structured_outputs: dict[str, Any] | None = None
-  cache_salt: str = ''
-  num_drafts: int | None = None
-  priority: int = 0
   # Nothing is stored here, so that none of these has a meaning.
   previous_response_id: Annotated[Any, _must_be()] = None
   conversation: Annotated[Any, _must_be()] = None
@@ -294,19 +282,6 @@ class ResponsesBody(_UnusedFields):
   background: Annotated[Any, _must_be(False)] = False
   truncation: Annotated[Any, _must_be('disabled')] = 'disabled'
   max_tool_calls: Annotated[Any, _must_be()] = None
-
-
-def _split_texts(value: Any) -> list[str]:
-  """Makes a list of texts from one or several, each a string or an object with `text`."""
-  given = value if isinstance(value, list) else [value]
-  many: list[Any] = [each.get('text') if isinstance(each, dict) else each for each in given]
-  if not many or not all(isinstance(each, str) for each in many):
-    raise PydanticCustomError('texts', 'must be a string or an array of strings.')
-  return many
-
-
-_Inputs = Annotated[list[str | list[int]], PlainValidator(_split_prompts)]
-_Texts = Annotated[list[str], PlainValidator(_split_texts)]
 
 
 class PoolingBody(_Body):
@@ -365,7 +340,7 @@ class DetokenizeBody(_Body):
   """POST /detokenize."""
 
   model: str | None = None
-  tokens: Annotated[list[int], PlainValidator(_check_tokens)]
+  tokens: _Tokens
 
 
 class PublishBody(_Body):

@@ -2,7 +2,7 @@
 
     thread = EngineThread(scheduler, warm_up=engine.warm_up, post=post, max_queued=64)
     thread.start()
-    thread.submit(sequences)      # never waits; raises a QueueFullError instead
+    thread.submit(sequences)      # never waits; raises a RequestError instead
     thread.cancel(sequences)
     thread.stop()
 
@@ -20,18 +20,11 @@ from absl import logging
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import JobError
+from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.scoring import TextScoring
 
 # The engine ends after this many failures with no successful step in between.
 _MAX_FAILURES = 3
-
-
-class QueueFullError(Exception):
-  """The queue has no room for these sequences now."""
-
-
-class EngineEndedError(Exception):
-  """The engine was stopped or has failed for good."""
 
 
 class EngineThread:
@@ -82,17 +75,12 @@ class EngineThread:
     self._thread.start()
 
   def submit(self, sequences: list[GeneratedSequence]) -> None:
-    """Queues all of the sequences or none.
-
-    Raises:
-      QueueFullError: more than `max_queued` sequences would wait.
-      EngineEndedError: the engine takes no more sequences.
-    """
+    """Queues all of the sequences; raises a RequestError where too many wait, or the engine has ended."""
     with self._changed:
-      if self._is_stopping:
-        raise EngineEndedError
+      self._check_running()
       if self.num_queued + len(sequences) > self._max_queued:
-        raise QueueFullError
+        message = f'{self.num_queued} texts are waiting already: try again later.'
+        raise RequestError(message, status=429, code='queue_full', retry_after_s=1)
       self._submitted += sequences
       self._changed.notify()
 
@@ -106,18 +94,18 @@ class EngineThread:
     """Has the engine's thread call `action` when no slot is in use; until then no queued sequence gets a slot.
 
     Returns:
-      the future result of `action`. An exception of `action` ends the engine.
-
-    Raises:
-      EngineEndedError: the engine has ended.
+      the future result of `action`, a RequestError if the engine has ended. An exception of `action` ends the engine.
     """
     done: Future[Any] = Future()
     with self._changed:
-      if self._is_stopping:
-        raise EngineEndedError
+      self._check_running()
       self._actions.append((action, done))
       self._changed.notify()
     return done
+
+  def _check_running(self) -> None:
+    if self._is_stopping:
+      raise _going_down()
 
   @property
   def num_queued(self) -> int:
@@ -186,7 +174,7 @@ class EngineThread:
         self.scheduler.submit(self._submitted)
         self._submitted = []
         for _, done in self._actions:
-          done.set_exception(EngineEndedError())
+          done.set_exception(_going_down())
       self._post(self.scheduler.end_all('cut' if self.error is None else 'error'))
       self._on_change()
 
@@ -212,3 +200,7 @@ class EngineThread:
       is_stopping = self._is_stopping
     self.scheduler.end(cancelled, 'cancelled')
     return not is_stopping
+
+
+def _going_down() -> RequestError:
+  return RequestError('the server is going down.', status=503, code='not_ready', retry_after_s=5)

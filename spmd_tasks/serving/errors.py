@@ -1,19 +1,19 @@
 """RequestError: an error that a client is told, and the HTTP response that carries it.
 
-    raise RequestError('n must be at most 16, not 17.', param='n')
-
-`error_response` makes the HTTP response when a route raises one.
+raise RequestError('n must be at most 16, not 17.', param='n')
 """
 
+import dataclasses
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 
+@dataclasses.dataclass(eq=False)
 class RequestError(Exception):
   """A request that cannot be served.
 
-  Attributes:
+  Fields:
     message: one sentence: the value, the constraint, the remedy.
     status: the HTTP status.
     param: the field of the body that is wrong, such as `messages[0].role`.
@@ -21,21 +21,12 @@ class RequestError(Exception):
     retry_after_s: seconds after which the client may try again.
   """
 
-  def __init__(
-    self,
-    message: str,
-    *,
-    status: int = 400,
-    param: str | None = None,
-    code: str | None = None,
-    retry_after_s: int | None = None,
-  ):
-    super().__init__(message)
-    self.message = message
-    self.status = status
-    self.param = param
-    self.code = code
-    self.retry_after_s = retry_after_s
+  message: str
+  _: dataclasses.KW_ONLY
+  status: int = 400
+  param: str | None = None
+  code: str | None = None
+  retry_after_s: int | None = None
 
   @property
   def body(self) -> dict[str, Any]:

@@ -16,16 +16,13 @@ import time
 from typing import Any
 
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
-from spmd_tasks.serving.bodies import ResponsesBody, validate
+from spmd_tasks.serving.bodies import ResponsesBody, SharedBody, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel, chat_request
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.settings import ServerSettings
 
-_SAME = (
-  *('model', 'temperature', 'top_p', 'stream', 'parallel_tool_calls', 'seed', 'top_k', 'min_p', 'cache_salt'),
-  *('num_drafts', 'priority', 'chat_template_kwargs', 'structured_outputs'),
-)
+_SAME = {*SharedBody.model_fields, 'parallel_tool_calls', 'chat_template_kwargs'}  # as in a chat's body
 _LOGPROBS = 'message.output_text.logprobs'
 # Names of a chat's body in errors -> those of this one.
 _NAMES = {'messages': 'input', 'max_completion_tokens': 'max_output_tokens', 'response_format': 'text.format'}
@@ -45,7 +42,7 @@ def responses_request(fields: dict[str, Any], model: ServedModel, limits: Server
     RequestError: names the field that is wrong.
   """
   body = validate(ResponsesBody, fields)
-  chat = {name: getattr(body, name) for name in _SAME if name in body.model_fields_set}
+  chat = {name: getattr(body, name) for name in _SAME & body.model_fields_set}
   chat['messages'] = _messages(body)
   if body.max_output_tokens is not None:
     chat['max_completion_tokens'] = body.max_output_tokens
@@ -60,10 +57,9 @@ def responses_request(fields: dict[str, Any], model: ServedModel, limits: Server
   if effort := body.reasoning.get('effort'):
     chat['chat_template_kwargs'] = {**body.chat_template_kwargs, 'reasoning_effort': effort}
   form = body.text.get('format') or {'type': 'text'}
-  if form.get('type') == 'json_schema':
-    chat['response_format'] = {'type': 'json_schema', 'json_schema': {k: v for k, v in form.items() if k != 'type'}}
-  elif form.get('type') != 'text':
-    chat['response_format'] = form
+  chat['response_format'] = form
+  if isinstance(form, dict) and form.get('type') == 'json_schema':
+    chat['response_format'] = {'type': 'json_schema', 'json_schema': form}
   try:
     wanted = chat_request(chat, model, limits)
   except RequestError as error:
@@ -128,7 +124,7 @@ def _chat_tool(tool: Any, index: int) -> dict[str, Any]:
 
 
 class ResponsesBodies:
-  """The bodies and events of one response; what streaming.py wants of ResponseBodies."""
+  """The bodies and events of one response; what routes.py wants of ResponseBodies."""
 
   def __init__(self, model: ServedModel, wanted: ResponsesRequest):
     self._chat = ResponseBodies(model, wanted)

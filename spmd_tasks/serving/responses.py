@@ -4,7 +4,7 @@
     bodies.whole(answer.sequences, deltas)     # one body
     bodies.event(delta)                        # or one server-sent event per delta, as bytes
 
-streaming.py sends them.
+routes.py sends them.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,9 @@ import time
 from typing import Any
 
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence, TokenLogprob
-from spmd_tasks.serving.channels import ChannelParser
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
-from spmd_tasks.serving.tool_calls import ToolCallParser
+from spmd_tasks.serving.tool_calls import ChannelParser, ToolCallParser
 
 
 class ResponseBodies:

@@ -2,12 +2,13 @@
 
     app = make_app(service, publisher)    # an ASGI application, for uvicorn
 
-A request passes middleware.py, and then its route reads the body, has it checked (bodies.py, requests.py), and answers
-(responses.py, streaming.py). An invalid request gets a 4xx status and JSON that names the wrong field.
+A request passes middleware.py, and then its route reads the body, has it checked (bodies.py, requests.py), and sends
+the answer (responses.py) as one JSON body or as server-sent events. When the client disconnects, its slots are free. An
+invalid request gets a 4xx status and JSON that names the wrong field.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 import contextlib
 import functools
 import importlib.resources
@@ -19,9 +20,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.bodies import NoFieldsBody, PublishBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError, error_response
@@ -36,10 +39,9 @@ from spmd_tasks.serving.requests import (
   completion_request,
 )
 from spmd_tasks.serving.responses import ResponseBodies
-from spmd_tasks.serving.scoring import READERS, ScoreRequest
-from spmd_tasks.serving.service import Service
+from spmd_tasks.serving.scoring import ROUTES, ScoreRequest, score_request
+from spmd_tasks.serving.service import Answer, Service
 from spmd_tasks.serving.settings import ServerSettings
-from spmd_tasks.serving.streaming import StreamedAnswer, whole_answer
 from spmd_tasks.serving.tokenizing import detokenize, tokenize, tokenizer_info
 
 # Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
@@ -49,6 +51,10 @@ _FORM_FIELD = b'"structured_outputs"'
 # A body that is too large is read on, up to this multiple of the limit and for this long; see _discard.
 _DISCARD_FACTOR = 8
 _DISCARD_LIMIT_S = 2.0
+
+_QUICK_SEQUENCES = 16  # more have their answer, megabytes of vectors, encoded on another thread
+_CUT = RequestError('the server shut down before this answer was complete.', status=503, code='cut')
+_FAILED = RequestError('the model failed while it generated this answer.', status=500, code='engine_failed')
 
 _Read = Callable[[dict[str, Any], ServedModel, ServerSettings], GenerationRequest | ScoreRequest]
 
@@ -71,7 +77,7 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
     Route('/admin/sleep', routes.sleep, methods=['POST']),
     Route('/admin/wake', routes.wake, methods=['POST']),
   ]
-  readers: Mapping[str, _Read] = READERS
+  readers: dict[str, _Read] = {path: functools.partial(score_request, path) for path in ROUTES}
   if service.model.reading is None:
     chats = {'/v1/chat/completions': chat_request, '/v1/responses': responses_request}
     readers = {'/v1/completions': completion_request, **chats}
@@ -250,3 +256,91 @@ async def _client_left(request: Request, error: Exception) -> Response:
 async def _bug(request: Request, error: Exception) -> Response:
   logging.error('a request failed', exc_info=error)
   return error_response(RequestError('the server failed to handle this request.', status=500, code='internal_error'))
+
+
+# --- answers ---
+
+
+async def whole_answer(
+  service: Service, answer: Answer, bodies: ResponseBodies | ResponsesBodies | ScoreRequest, receive: Receive
+) -> Response:
+  """Returns one JSON body when all choices have ended; stops waiting if the client disconnects."""
+
+  async def collect() -> list[Delta]:
+    deltas: list[Delta] = []
+    while _num_ended(deltas) < len(answer.sequences):
+      deltas += await answer.next()
+    return deltas
+
+  async def listen() -> None:
+    while (await receive())['type'] != 'http.disconnect':
+      pass
+
+  collecting, listening = asyncio.create_task(collect()), asyncio.create_task(listen())
+  try:
+    await asyncio.wait((collecting, listening), return_when=asyncio.FIRST_COMPLETED)
+    if not collecting.done():
+      return Response(status_code=499)  # for the metrics: nobody reads it
+    error = _failure(collecting.result())
+    if error is not None:
+      return JSONResponse(error.body, error.status)
+    make = functools.partial(bodies.whole, answer.sequences, collecting.result())
+    if len(answer.sequences) <= _QUICK_SEQUENCES:
+      return JSONResponse(make())
+    return await asyncio.to_thread(lambda: JSONResponse(make()))
+  finally:
+    collecting.cancel()
+    listening.cancel()
+    service.end(answer)
+
+
+class StreamedAnswer(StreamingResponse):
+  """Server-sent events: chunks as steps produce them, then `[DONE]`; an event with an error if the answer is cut."""
+
+  def __init__(
+    self, service: Service, answer: Answer, bodies: ResponseBodies | ResponsesBodies, *, include_usage: bool
+  ):
+    self._service = service
+    self._answer = answer
+    self._bodies = bodies
+    self._include_usage = include_usage
+    headers = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}  # no proxy shall buffer events
+    super().__init__(self._events(), media_type='text/event-stream', headers=headers)
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+      await super().__call__(scope, receive, send)  # which is cancelled when the client disconnects
+    finally:
+      self._service.end(self._answer)
+
+  async def _events(self) -> AsyncIterator[bytes]:
+    yield b''.join(map(_event, self._bodies.opening()))
+    num_ended = 0
+    while num_ended < len(self._answer.sequences):
+      deltas = await self._answer.next()
+      num_ended += _num_ended(deltas)
+      error = _failure(deltas)
+      if error is not None:
+        yield _event(self._bodies.failed(error)) + b'data: [DONE]\n\n'
+        return
+      yield b''.join(map(self._bodies.event, deltas))
+    usage = _event(self._bodies.usage_chunk(self._answer.sequences)) if self._include_usage else b''
+    yield usage + b'data: [DONE]\n\n'
+
+
+def _event(body: dict[str, Any]) -> bytes:
+  name = f'event: {body["type"]}\n' if 'type' in body else ''  # of /v1/responses
+  return f'{name}data: {json.dumps(body)}\n\n'.encode()
+
+
+def _num_ended(deltas: list[Delta]) -> int:
+  """Counts the ends among these deltas; the sequences themselves may already be further."""
+  return sum(delta.finish_reason is not None for delta in deltas)
+
+
+def _failure(deltas: list[Delta]) -> RequestError | None:
+  for delta in deltas:
+    if delta.finish_reason == 'error' and delta.sequence.matcher is not None and delta.sequence.matcher.failure:
+      return RequestError(f'the form of the output cannot be used: {delta.sequence.matcher.failure}.')
+  reasons = {delta.finish_reason for delta in deltas}
+  return _FAILED if 'error' in reasons else _CUT if reasons & {'cut', 'cancelled'} else None

@@ -1,7 +1,7 @@
 """A model that scores or embeds texts behind HTTP: /v1/embeddings, /v1/score, /v1/rerank and /classify.
 
     scoring = TextScoring(scorer, variables)      # engine and scheduler in one, for run_server
-    wanted = score_request(rerank, fields, model, limits)
+    wanted = score_request('/v1/rerank', fields, model, limits)
     wanted.whole(sequences, deltas)               # the body of the answer
 
 Texts of all requests wait in one queue, and each batch takes the first one and as many of its length as fit. Requests
@@ -161,55 +161,130 @@ class ScoreRequest:
     return self.make(vectors, self.num_prompt_tokens)
 
 
-_Read = Callable[[dict[str, Any], ServedModel, ServerSettings], ScoreRequest]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+  """A body with the model that it asks; each text that it reads is refused by a RequestError that names its field."""
+
+  body: Any
+  model: ServedModel
+  limits: ServerSettings
+
+  @property
+  def reading(self) -> TextReading:
+    assert self.model.reading is not None
+    return self.model.reading
+
+  def inputs(self, prompt: str = '') -> tuple[tuple[int, ...], ...]:
+    """The texts of `input`, after the prompt that stands before texts."""
+    self.check_number('input', len(self.body.input))
+    return tuple(
+      self.fitting(f'input[{index}]', self.encode(prompt + item) if isinstance(item, str) else tuple(item))
+      for index, item in enumerate(self.body.input)
+    )
+
+  def pairs(
+    self, firsts: list[str], seconds: list[str], names: tuple[str, str]
+  ) -> tuple[tuple[tuple[int, ...], ...], Callable[[np.ndarray], list[float]]]:
+    """The texts that pairs are scored by, and what makes the scores of their vectors."""
+    labels, prompt = self.reading.labels, self.reading.prompt
+    if len(labels) > 1:
+      raise RequestError(f'this model has {len(labels)} labels, and a score needs one: ask /classify.')
+    self.check_number(names[1], len(seconds) if labels else len(firsts) + len(seconds))
+    if labels:
+      many = firsts * len(seconds) if len(firsts) == 1 else firsts
+      texts = tuple(
+        self.fitting(f'{names[1]}[{index}]', self.encode(*pair))
+        for index, pair in enumerate(zip(many, seconds, strict=True))
+      )
+      return texts, lambda vectors: self.activated(vectors)[:, 0].tolist()
+    texts = tuple(
+      self.fitting(f'{name}[{index}]', self.encode(prompt + text))
+      for name, each in zip(names, (firsts, seconds), strict=True)
+      for index, text in enumerate(each)
+    )
+
+    def cosines(vectors: np.ndarray) -> list[float]:
+      vectors = _normalized(vectors)
+      return np.sum(vectors[: len(firsts)] * vectors[len(firsts) :], axis=-1).tolist()
+
+    return texts, cosines
+
+  def check_number(self, name: str, number: int) -> None:
+    most = min(_MAX_TEXTS, self.limits.max_queued)  # even an empty queue has no room for more
+    if not 0 < number <= most:
+      raise RequestError(f'{name} must have 1 to {most} texts, not {number}: send several requests.', param=name)
+
+  def encode(self, *texts: str) -> tuple[int, ...]:
+    try:
+      return self.reading.encode(self.model.tokenizer, *texts)
+    except UserError as error:
+      raise RequestError(f'{error}') from error
+
+  def fitting(self, name: str, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of a text, cut where the request wants that."""
+    longest, most = self.model.max_len, self.body.truncate_prompt_tokens
+    if most is not None:
+      ids = self.reading.cut(self.model.tokenizer, ids, longest if most == -1 else min(most, longest))
+    if not ids or not all(0 <= token < self.model.vocab_size for token in ids):
+      raise RequestError(f'{name} must have tokens below {self.model.vocab_size}, at least one.', param=name)
+    if len(ids) > longest:
+      raise RequestError(
+        f'{name} has {len(ids)} tokens, more than {longest}: shorten it, or set truncate_prompt_tokens to -1.',
+        param=name,
+      )
+    return ids
+
+  def activated(self, vectors: np.ndarray) -> np.ndarray:
+    return vectors if self.body.use_activation is False else self.reading.activate(vectors)
+
+  def answer(self, kind: str, num_tokens: int, **fields: Any) -> dict[str, Any]:
+    head = {'id': f'{kind}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': self.model.name}
+    return head | fields | {'usage': {'prompt_tokens': num_tokens, 'total_tokens': num_tokens}}
 
 
-def embedding_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
-  """Reads the body of /v1/embeddings.
+def _normalized(vectors: np.ndarray) -> np.ndarray:
+  return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
-  Raises:
-    RequestError: names the field that is wrong; so do the others.
-  """
-  body, reading = _checked(EmbeddingBody, fields, model)
+
+def _embedding(asked: _Asked) -> ScoreRequest:
+  """/v1/embeddings."""
+  body, reading = asked.body, asked.reading
   if reading.labels:
     raise RequestError(f'this model gives scores ({", ".join(reading.labels)[:100]}) and no vectors: ask /v1/score.')
-  texts = _inputs(body.input, body, model, limits, prompt=reading.prompt)
 
   def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
     if body.dimensions is not None:
       if body.dimensions > vectors.shape[1]:
         raise RequestError(f'dimensions must be at most {vectors.shape[1]}, not {body.dimensions}.', param='dimensions')
       vectors = vectors[:, : body.dimensions]
-      if reading.normalize:
-        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+      vectors = _normalized(vectors) if reading.normalize else vectors
     found: Any = vectors.tolist()
     if body.encoding_format == 'base64':
       found = [base64.b64encode(vector.tobytes()).decode() for vector in vectors.astype('<f4')]
     data = [{'object': 'embedding', 'index': index, 'embedding': each} for index, each in enumerate(found)]
-    return {'object': 'list', 'data': data, 'model': model.name, 'usage': _usage(num_tokens)}
+    return asked.answer('embd', num_tokens, object='list', data=data)
 
-  return ScoreRequest(texts=texts, make=make)
+  return ScoreRequest(texts=asked.inputs(reading.prompt), make=make)
 
 
-def score_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
-  """Reads the body of /v1/score: pairs of texts, or one text and several others."""
-  body, _ = _checked(ScoreBody, fields, model)
-  firsts, seconds = body.text_1, body.text_2
+def _score(asked: _Asked) -> ScoreRequest:
+  """/v1/score: pairs of texts, or one text and several others."""
+  firsts, seconds = asked.body.text_1, asked.body.text_2
   if len(firsts) not in (1, len(seconds)):
     raise RequestError(f'text_1 has {len(firsts)} texts, but text_2 {len(seconds)}: give one, or as many.')
-  texts, score = _pairs(firsts, seconds, ('text_1', 'text_2'), body, model, limits)
+  texts, score = asked.pairs(firsts, seconds, ('text_1', 'text_2'))
 
   def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
     data = [{'index': index, 'object': 'score', 'score': each} for index, each in enumerate(score(vectors))]
-    return _head('score', model) | {'object': 'list', 'data': data, 'usage': _usage(num_tokens)}
+    return asked.answer('score', num_tokens, object='list', data=data)
 
   return ScoreRequest(texts=texts, make=make)
 
 
-def rerank_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
-  """Reads the body of /v1/rerank: a query, and documents that are put in the order of their scores."""
-  body, _ = _checked(RerankBody, fields, model)
-  texts, score = _pairs([body.query], body.documents, ('query', 'documents'), body, model, limits)
+def _rerank(asked: _Asked) -> ScoreRequest:
+  """/v1/rerank: a query, and documents that are put in the order of their scores."""
+  body = asked.body
+  texts, score = asked.pairs([body.query], body.documents, ('query', 'documents'))
 
   def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
     scores = score(vectors)
@@ -219,131 +294,42 @@ def rerank_request(fields: dict[str, Any], model: ServedModel, limits: ServerSet
       | ({'document': {'text': body.documents[index]}} if body.return_documents else {})
       for index in order
     ]
-    return _head('rerank', model) | {'results': results, 'usage': _usage(num_tokens)}
+    return asked.answer('rerank', num_tokens, results=results)
 
   return ScoreRequest(texts=texts, make=make)
 
 
-def classify_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
-  """Reads the body of /classify: texts that get a label, and the probability, or the score, of each."""
-  body, reading = _checked(ClassifyBody, fields, model)
-  if not reading.labels:
+def _classify(asked: _Asked) -> ScoreRequest:
+  """/classify: texts that get a label, and the probability, or the score, of each."""
+  labels = asked.reading.labels
+  if not labels:
     raise RequestError('this model gives vectors and has no labels: ask /v1/embeddings.')
-  texts = _inputs(body.input, body, model, limits)
 
   def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
+    found = enumerate(asked.activated(vectors))
     data = [
-      {
-        'index': index,
-        'label': reading.labels[int(np.argmax(values))],
-        'probs': values.tolist(),
-        'num_classes': len(reading.labels),
-      }
-      for index, values in enumerate(_activated(vectors, body, reading))
+      {'index': index, 'label': labels[int(np.argmax(each))], 'probs': each.tolist(), 'num_classes': len(labels)}
+      for index, each in found
     ]
-    return _head('classify', model) | {'object': 'list', 'data': data, 'usage': _usage(num_tokens)}
+    return asked.answer('classify', num_tokens, object='list', data=data)
 
-  return ScoreRequest(texts=texts, make=make)
+  return ScoreRequest(texts=asked.inputs(), make=make)
 
 
-def _checked(kind: Any, fields: dict[str, Any], model: ServedModel) -> tuple[Any, TextReading]:
+def score_request(path: str, fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
+  """Reads the body of a request to one of ROUTES.
+
+  Raises:
+    RequestError: names the field that is wrong.
+  """
   check_model_name(fields, model)
-  assert model.reading is not None
-  return validate(kind, fields), model.reading
+  kind, read = ROUTES[path]
+  return read(_Asked(body=validate(kind, fields), model=model, limits=limits))
 
 
-def _inputs(
-  given: list[str | list[int]], body: PoolingBody, model: ServedModel, limits: ServerSettings, prompt: str = ''
-) -> tuple[tuple[int, ...], ...]:
-  _check_number('input', len(given), limits)
-  return tuple(
-    _fitting(f'input[{index}]', _encode(model, prompt + item) if isinstance(item, str) else tuple(item), body, model)
-    for index, item in enumerate(given)
-  )
-
-
-def _pairs(
-  firsts: list[str],
-  seconds: list[str],
-  names: tuple[str, str],
-  body: PoolingBody,
-  model: ServedModel,
-  limits: ServerSettings,
-) -> tuple[tuple[tuple[int, ...], ...], Callable[[np.ndarray], list[float]]]:
-  """The texts that pairs are scored by, and what makes the scores of their vectors."""
-  reading = model.reading
-  assert reading is not None
-  if len(reading.labels) > 1:
-    raise RequestError(f'this model has {len(reading.labels)} labels, and a score needs one: ask /classify.')
-  _check_number(names[1], len(seconds) if reading.labels else len(firsts) + len(seconds), limits)
-  if reading.labels:
-    many = firsts * len(seconds) if len(firsts) == 1 else firsts
-    texts = tuple(
-      _fitting(f'{names[1]}[{index}]', _encode(model, *pair), body, model)
-      for index, pair in enumerate(zip(many, seconds, strict=True))
-    )
-    return texts, lambda vectors: _activated(vectors, body, reading)[:, 0].tolist()
-  texts = tuple(
-    _fitting(f'{name}[{index}]', _encode(model, reading.prompt + text), body, model)
-    for name, each in zip(names, (firsts, seconds), strict=True)
-    for index, text in enumerate(each)
-  )
-
-  def cosines(vectors: np.ndarray) -> list[float]:
-    vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-    return np.sum(vectors[: len(firsts)] * vectors[len(firsts) :], axis=-1).tolist()
-
-  return texts, cosines
-
-
-def _check_number(name: str, number: int, limits: ServerSettings) -> None:
-  most = min(_MAX_TEXTS, limits.max_queued)  # even an empty queue has no room for more
-  if not 0 < number <= most:
-    raise RequestError(f'{name} must have 1 to {most} texts, not {number}: send several requests.', param=name)
-
-
-def _encode(model: ServedModel, *texts: str) -> tuple[int, ...]:
-  assert model.reading is not None
-  try:
-    return model.reading.encode(model.tokenizer, *texts)
-  except UserError as error:
-    raise RequestError(f'{error}') from error
-
-
-def _fitting(name: str, ids: tuple[int, ...], body: PoolingBody, model: ServedModel) -> tuple[int, ...]:
-  """The tokens of a text, cut where the request wants that. Raises a RequestError if they cannot be read."""
-  assert model.reading is not None
-  most = body.truncate_prompt_tokens
-  if most is not None:
-    ids = model.reading.cut(model.tokenizer, ids, model.max_len if most == -1 else min(most, model.max_len))
-  if not ids or not all(0 <= token < model.vocab_size for token in ids):
-    raise RequestError(f'{name} must have tokens below {model.vocab_size}, at least one.', param=name)
-  if len(ids) > model.max_len:
-    raise RequestError(
-      f'{name} has {len(ids)} tokens, more than {model.max_len}: shorten it, or set truncate_prompt_tokens to -1.',
-      param=name,
-    )
-  return ids
-
-
-def _activated(vectors: np.ndarray, body: Any, reading: TextReading) -> np.ndarray:
-  return vectors if body.use_activation is False else reading.activate(vectors)
-
-
-def _usage(num_tokens: int) -> dict[str, int]:
-  return {'prompt_tokens': num_tokens, 'total_tokens': num_tokens}
-
-
-def _head(kind: str, model: ServedModel) -> dict[str, Any]:
-  return {'id': f'{kind}-{secrets.token_hex(12)}', 'created': int(time.time()), 'model': model.name}
-
-
-READERS: dict[str, _Read] = {
-  '/v1/embeddings': embedding_request,
-  '/v1/score': score_request,
-  '/score': score_request,
-  '/v1/rerank': rerank_request,
-  '/v2/rerank': rerank_request,
-  '/rerank': rerank_request,
-  '/classify': classify_request,
+ROUTES: dict[str, tuple[type[PoolingBody], Callable[[_Asked], ScoreRequest]]] = {
+  '/v1/embeddings': (EmbeddingBody, _embedding),
+  **dict.fromkeys(('/v1/score', '/score'), (ScoreBody, _score)),
+  **dict.fromkeys(('/v1/rerank', '/v2/rerank', '/rerank'), (RerankBody, _rerank)),
+  '/classify': (ClassifyBody, _classify),
 }

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from spmd_tasks.decoding.generated_sequence import Delta
-from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
+from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.metrics import ServerMetrics
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
@@ -129,15 +129,7 @@ class Service:
     num_slots: int,
     num_compilations: Callable[[], int] = lambda: 0,
   ):
-    """Serves nothing until the engine is warm.
-
-    Args:
-      model: the served model.
-      settings: the server's limits.
-      thread: the engine's thread.
-      num_slots: how many sequences the engine generates at once.
-      num_compilations: returns how many programs this process has compiled.
-    """
+    """Counts `num_compilations` of this process, and says that the engine has `num_slots`."""
     self.model = model
     self.settings = settings
     self.thread = thread
@@ -177,11 +169,7 @@ class Service:
     self._num_expected = self._num_compilations()
 
   def begin(self, wanted: GenerationRequest | ScoreRequest, key: ClientKey | None = None) -> Answer:
-    """Queues the sequences of a request, by a client whose own key it has, if it has one.
-
-    Raises:
-      RequestError: the server cannot take the request now.
-    """
+    """Queues the sequences of a request, or raises a RequestError; `key` is that of a client who has one."""
     if not self.is_ready:
       raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
     answer = Answer(wanted, self.model, None if key is None else key.name)
@@ -191,17 +179,9 @@ class Service:
       self._usages.setdefault(key.name, ClientUsage(key)).begin(len(answer.sequences))
     try:
       self.thread.submit(answer.sequences)
-    except QueueFullError:
+    except RequestError:
       self._end_usage(answer, 0)
-      raise RequestError(
-        f'{self.thread.num_queued} texts are waiting already: try again later.',
-        status=429,
-        code='queue_full',
-        retry_after_s=1,
-      ) from None
-    except EngineEndedError:
-      self._end_usage(answer, 0)
-      raise RequestError('the server is going down.', status=503, code='not_ready', retry_after_s=5) from None
+      raise
     self._end_usage(answer, wanted.num_prompt_tokens, is_over=False)
     return answer
 

@@ -3,9 +3,19 @@
     parser = ToolCallParser({'weather'})
     content, calls = parser.push('<tool_call>{"name": "weather", "arguments": {}}</tool_call>', is_last=True)
 
-Two forms are read, and only where they name a tool of the request: `<tool_call>{...}</tool_call>` (Hermes, Qwen), any
-number of them in a text, and one JSON object that is the whole text (Llama 3). The object has `name` and `arguments`
-(or `parameters`). Everything else is text.
+    parser = ChannelParser({'weather'})        # of texts in the harmony format (gpt-oss)
+    text = '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>7 °C'
+    parser.push(text, is_last=True)            # ('7 °C', []), and parser.take_reasoning() is 'Hm.'
+
+A parser splits one growing text, and holds back what may become a call or a marker. A call is read only where it names
+a tool of the request.
+
+ToolCallParser reads two forms: `<tool_call>{...}</tool_call>` (Hermes, Qwen), any number of them in a text, and one
+JSON object that is the whole text (Llama 3). The object has `name` and `arguments` (or `parameters`).
+
+ChannelParser reads messages: a header, `<|message|>` and a body, up to `<|end|>`, `<|call|>` or `<|return|>`. The
+header names a channel: `analysis` is reasoning, `final` and `commentary` are content. With `to=functions.NAME`, the
+body is a call's arguments. A text without a header, as a grammar makes it, is content.
 
 Why not transformers' ResponseParser? It raises where a call is malformed or cut by max_tokens, takes any name for a
 tool, and goes by a `response_template` that folders of models do not have yet.
@@ -19,11 +29,15 @@ import secrets
 from typing import Any
 
 from spmd_tasks.decoding.generated_sequence import begun_length
+from spmd_tasks.serving.bodies import is_function
 from spmd_tasks.serving.errors import RequestError
 
 _START, CALL_END = '<tool_call>', '</tool_call>'
 _BARE = re.compile(r'\s*\{\s*"(name|type)"\s*:')
 _CALL_KEYS = {'name', 'arguments', 'parameters', 'type', 'id'}
+_MESSAGE = '<|message|>'
+_ENDS = ('<|end|>', '<|call|>', '<|return|>', '<|start|>')
+_OPENINGS = ('<|channel|>', '<|start|>', _MESSAGE, 'to=')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,19 +54,14 @@ class ToolCall:
 
 
 class ToolCallParser:
-  """Splits one growing text into content and calls; what may become a call is held back.
+  """Splits a text into content and calls.
 
   Attributes:
     num_calls: calls so far.
   """
 
   def __init__(self, names: Collection[str], *, one_call: bool = False):
-    """Begins an empty text.
-
-    Args:
-      names: of the tools of a request.
-      one_call: whether the text was ended before its first CALL_END; a call may then lack it.
-    """
+    """Knows a request's tools by name; with `one_call` the text is ended before its first CALL_END, or has none."""
     self._names = names
     self._one_call = one_call
     self._held = ''
@@ -101,16 +110,103 @@ class ToolCallParser:
     return text
 
   def _call(self, text: str) -> ToolCall | None:
-    try:
-      value = json.loads(text)
-    except (ValueError, RecursionError):
-      return None
-    if not isinstance(value, dict) or not value.keys() <= _CALL_KEYS or value.get('name') not in self._names:
+    value = _object(text)
+    if value is None or not value.keys() <= _CALL_KEYS or value.get('name') not in self._names:
       return None
     arguments = value.get('arguments', value.get('parameters'))
     if not isinstance(arguments, dict):
       return None
     return ToolCall(name=value['name'], arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+class ChannelParser:
+  """Splits a text into content, calls and reasoning.
+
+  Attributes:
+    num_calls: calls so far.
+  """
+
+  def __init__(self, names: Collection[str]):
+    """Knows a request's tools by name."""
+    self._names = names
+    self._held = ''
+    self._kind: str | None = None  # of the message whose body is read: content, reasoning or call; None in a header
+    self._callee = ''
+    self._is_first = True
+    self._content_begun = False
+    self._separator = ''  # between two messages of content
+    self._reasoning = ''
+    self.num_calls = 0
+
+  def push(self, piece: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+    """Adds a piece; returns (content, calls) that are certain now."""
+    text, self._held = self._held + piece, ''
+    content, calls = '', list[ToolCall]()
+    while True:
+      if self._kind is None:
+        if self._is_first and not _may_be_header(text):
+          self._kind = 'content'
+          continue
+        header, marker, rest = text.partition(_MESSAGE)
+        if not marker:
+          self._held = '' if is_last else text
+          break
+        self._begin(header)
+        text = rest
+        continue
+      ends = [(place, end) for end in _ENDS if (place := text.find(end)) >= 0]
+      if ends:
+        place, end = min(ends)
+        body, text = text[:place], text[place + len(end) :]
+      elif self._kind == 'call' and not is_last:
+        self._held = text  # a call is given whole
+        break
+      else:
+        kept = 0 if is_last else begun_length(text, _ENDS)
+        body, text = text[: len(text) - kept], text[len(text) - kept :]
+      if self._kind == 'reasoning':
+        self._reasoning += body
+      elif self._kind == 'call' and (arguments := _object(body)) is not None:
+        calls.append(ToolCall(name=self._callee, arguments=json.dumps(arguments, ensure_ascii=False)))
+      elif body:
+        content, self._separator, self._content_begun = content + self._separator + body, '', True
+      if not ends:
+        self._held = text
+        break
+      self._kind = None
+    self.num_calls += len(calls)
+    return content, calls
+
+  def take_reasoning(self) -> str:
+    """Returns the reasoning since the last time."""
+    taken, self._reasoning = self._reasoning, ''
+    return taken
+
+  def _begin(self, header: str) -> None:
+    self._is_first = False
+    channel = re.search(r'<\|channel\|>\s*(\w+)', header)
+    callee = re.search(r'\bto=(?:functions\.)?([^\s<]+)', header)
+    self._callee = callee[1] if callee else ''
+    if self._callee in self._names:
+      self._kind = 'call'
+    elif self._callee or (channel and channel[1] == 'analysis'):
+      self._kind = 'reasoning'
+    else:
+      self._kind, self._separator = 'content', '\n' if self._content_begun else ''
+
+
+def _may_be_header(text: str) -> bool:
+  text = text.lstrip()
+  return any(text.startswith(opening) or opening.startswith(text) for opening in _OPENINGS)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+  """The object that a text is in JSON; None where it is none."""
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  return value if isinstance(value, dict) else None
 
 
 def _may_begin_bare_call(text: str) -> bool:
@@ -127,15 +223,12 @@ def calls_for_template(calls: Any, path: str) -> list[dict[str, Any]]:
   made = []
   for number, call in enumerate(calls):
     where = f'{path}.tool_calls[{number}]'
-    function = call.get('function') if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+    if not is_function(call):
       raise RequestError(f'{where} must be an object with a function that has a name.', param=where)
+    function = call['function']
     arguments = function.get('arguments') or {}
     if isinstance(arguments, str):
-      try:
-        arguments = json.loads(arguments)
-      except (ValueError, RecursionError):
-        arguments = None
+      arguments = _object(arguments)
     if not isinstance(arguments, dict):
       where += '.function.arguments'
       raise RequestError(f'{where} must be a JSON object, as text.', param=where)
@@ -169,8 +262,7 @@ def tool_names(tools: list[Any]) -> frozenset[str]:
     RequestError: one is not a function of OpenAI's format.
   """
   for number, tool in enumerate(tools):
-    function = tool.get('function') if isinstance(tool, dict) and tool.get('type', 'function') == 'function' else None
-    if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+    if not is_function(tool) or tool.get('type', 'function') != 'function':
       where = f'tools[{number}]'
       raise RequestError(f'{where} must be an object of type function, with a function that has a name.', param=where)
   return frozenset(tool['function']['name'] for tool in tools)

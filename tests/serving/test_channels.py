@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
-from spmd_tasks.serving.channels import ChannelParser
+from spmd_tasks.serving.tool_calls import ChannelParser
 from tests.serving.served import CHAT, events, serving
 
 ARGUMENTS = '{"city": "Zürich"}'

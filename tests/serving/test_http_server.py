@@ -93,7 +93,7 @@ BAD = [
   (COMPLETIONS, {'echo': True, 'max_tokens': -1}, 400, 'max_tokens'),
   (COMPLETIONS, {'stop_token_ids': [3, 4, 5, 6]}, 400, 'stop_token_ids'),
   (COMPLETIONS, {'stream_options': {'include_usage': True}}, 400, 'stream_options'),
-  (CHAT, {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400, 'messages[0].content[0]'),
+  (CHAT, {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400, 'messages[0].content[0].type'),
   (CHAT, {'top_logprobs': 1}, 400, 'top_logprobs'),
 ]
 
