@@ -5,7 +5,6 @@ experiment without such fields, and an override of the user wins.
 """
 
 from collections.abc import Mapping
-import dataclasses
 from typing import Any
 
 from spmd_tasks.experiment import Job
@@ -30,21 +29,8 @@ _CAPS = {
 _TINY = {'model_dims': 64, 'hidden_dims': 128, 'num_layers': 6, 'vocab_size': 512}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shrunk:
-  """The overrides that make the experiment small enough to verify.
-
-  Attributes:
-    overrides: `path=value`.
-    lines: what they change, for the report.
-  """
-
-  overrides: tuple[str, ...]
-  lines: tuple[str, ...]
-
-
-def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shrunk:
-  """Chooses the overrides.
+def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, Any]:
+  """Returns the new values of the fields that are too large, by their paths.
 
   Args:
     job: the built experiment.
@@ -81,11 +67,7 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shru
     new['vocab_size'] = max(job.tokenizer.vocab_size if job.tokenizer else 0, 64)
   if own.get('dtype', 'float32') != 'float32':
     new['dtype'] = 'float32'
-  changed = {name: value for name, value in new.items() if value != own[name]}
-  return Shrunk(
-    overrides=tuple(f'{path}={value}' for path, value in changed.items()),
-    lines=tuple(f'{path} {values[path]} -> {value}' for path, value in changed.items()),
-  )
+  return {name: value for name, value in new.items() if value != own[name]}
 
 
 def _reads_whole_records(job: Job) -> bool:

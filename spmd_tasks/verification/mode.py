@@ -21,7 +21,6 @@ from spmd_tasks.distributed.fake_devices import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification._cases import Bench, Case, Verdict
-from spmd_tasks.verification._decode_claim import decode_cases
 from spmd_tasks.verification._layout_claims import (
   mesh_cases,
   microbatch_cases,
@@ -29,15 +28,13 @@ from spmd_tasks.verification._layout_claims import (
   row_cases,
 )
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases
-from spmd_tasks.verification._sampler_claim import sampler_cases
 from spmd_tasks.verification._settings import Source, scaled_mesh
 from spmd_tasks.verification._shrink import shrink
+from spmd_tasks.verification._text_claims import decode_cases, sampler_cases
 
 DEFAULT_NUM_DEVICES = 8
 
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
-
-Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Job, Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,64 +93,42 @@ def summary(decided: Sequence[tuple[Case, Verdict]]) -> str:
 
 
 def run(command: Command) -> int:
-  """Runs --mode verify, which builds the experiment again and again, with overrides of its own."""
-  set_activity('preparing --mode verify')
-  compile_quickly()
-  flags = command.flags
-  num_devices = command.use_fake_devices(DEFAULT_NUM_DEVICES)
-  assert num_devices is not None
+  """Runs --mode verify, which builds the experiment again and again, with overrides of its own.
 
-  def resolve(before: Sequence[str], after: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
-    resolved = command.resolve(before, after)
-    return resolved.build(), to_json(resolved)['config']
-
-  return verify(
-    resolve,
-    command.identity(),
-    num_devices=num_devices,
-    claims=None if flags.claims is None else flags.claims.split(','),
-    num_cases=flags.cases or 0,
-  )
-
-
-def verify(
-  resolve: Resolve,
-  flags: Sequence[str],
-  *,
-  num_devices: int,
-  claims: Sequence[str] | None = None,
-  num_cases: int = 0,
-) -> int:
-  """Verifies an experiment; returns the exit code: OK, or FAILED if a claim is broken.
-
-  Args:
-    resolve: (overrides before the user's, overrides after the user's) -> (the built job, every field's value by path).
-    flags: that name the experiment and the user's own overrides, for commands that are printed.
-    num_devices: how many devices there are.
-    claims: the names of the claims to decide; None: all.
-    num_cases: how many random meshes more.
+  Returns:
+    the exit code: OK, or FAILED if a claim is broken.
 
   Raises:
     UserError: the experiment cannot be built, or a claim is unknown.
   """
-  if unknown := sorted(set(claims or ()) - set(CLAIMS)):
+  set_activity('preparing --mode verify')
+  compile_quickly()
+  num_devices = command.use_fake_devices(DEFAULT_NUM_DEVICES)
+  assert num_devices is not None
+  claims = list(CLAIMS) if command.flags.claims is None else command.flags.claims.split(',')
+  if unknown := sorted(set(claims) - set(CLAIMS)):
     raise UserError(f'--claims names {unknown[0]!r}, which is no claim: choose from {", ".join(CLAIMS)}.')
+
+  def resolve(before: Sequence[str], after: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
+    """Builds the job with overrides before and after the user's; returns every field's value by path too."""
+    resolved = command.resolve(before, after)
+    return resolved.build(), to_json(resolved)['config']
+
   started = time.monotonic()
   job, values = resolve((), ())
   mesh = dict(scaled_mesh(job.experiment, num_devices))
   shrunk = shrink(job, values, mesh)
-  changes = f'shrunk: {", ".join(shrunk.lines)}' if shrunk.lines else 'as it is, for nothing in it can be made smaller'
+  lines = [f'{path} {values[path]} -> {value}' for path, value in shrunk.items()]
+  changes = f'shrunk: {", ".join(lines)}' if lines else 'as it is, for nothing in it can be made smaller'
   _print(f'{job.name} on {num_devices} devices; {changes}')
+  smaller = [f'{path}={value}' for path, value in shrunk.items()]
   on_mesh = (f'ici_mesh_shape={",".join(map(str, mesh.values()))}', 'dcn_mesh_shape=None')
-  source = Source(
-    flags=tuple(flags),
-    resolve=lambda overrides: resolve(shrunk.overrides, (*on_mesh, *overrides)),
-  )
+  source = Source(flags=tuple(command.identity()), resolve=lambda overrides: resolve(smaller, (*on_mesh, *overrides)))
   decided: list[tuple[Case, Verdict]] = []
-  bench = Bench(source, num_devices=num_devices, seed=job.experiment.seed, num_drawn=num_cases)
+  num_drawn = command.flags.cases or 0
+  bench = Bench(source, num_devices=num_devices, seed=job.experiment.seed, num_drawn=num_drawn)
   with contextlib.closing(bench):
-    chosen = {name: CLAIMS[name] for name in CLAIMS if claims is None or name in claims}
-    cases = [case for claim in chosen.values() for case in claim.cases(bench)]
+    cases = [case for name, claim in CLAIMS.items() if name in claims for case in claim.cases(bench)]
     bench.prepare(setting for case in cases for setting in case.settings)
     for case in cases:
       verdict = _decide(case, bench)

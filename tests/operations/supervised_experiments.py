@@ -16,7 +16,7 @@ from tests.replay.faulty_devices import Fault, FaultyDevices
 class SlowText(SyntheticText):
   """SyntheticText that takes `slow_s` seconds for a batch."""
 
-  slow_s: float = 0.1
+  slow_s: float = 0.2
 
   def make_iterator(self, shard_index=0, shard_count=1):
     return _SlowIterator(super().make_iterator(shard_index, shard_count), self.slow_s)
@@ -70,13 +70,7 @@ class BrokenDevice(FaultyDevices):
 class Watched(Job):
   """Of two devices a host."""
 
-  ici_mesh_shape = (1, 6, 1)
+  ici_mesh_shape = (1, 4, 1)
 
   def hooks(self):
     return [BrokenDevice(every_steps=4)]
-
-
-class Stages(Job):
-  """The mesh cannot shrink: its only axis is of the model."""
-
-  ici_mesh_shape = (1, 1, 2)

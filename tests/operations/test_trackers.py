@@ -8,9 +8,9 @@ import pytest
 
 from spmd_tasks import exit_codes
 from tests.binary import metric_lines, run_in_process
+from tests.programs.small_jobs import SMALL
 
-JOB = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--set', 'tensorboard=false', '--set', 'eval_every_steps=10')
-JOB += ('--accept_config_changes', '--ici_mesh_shape=1,8,1')
+JOB = ('--exp', SMALL, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every_steps=10')
 
 
 def train(directory, tracker: str, *num_steps: int) -> None:

@@ -17,7 +17,7 @@ from spmd_tasks.decoding import DecodeSteps, generation, group_sampling, step_fu
 from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
 from spmd_tasks.verification._cases import Bench
-from spmd_tasks.verification._sampler_claim import sampler_cases
+from spmd_tasks.verification._text_claims import sampler_cases
 from tests.runtime.loss_curves import make_model, source_of
 from tests.tuning.reward_experiments import ExpertsPolicy, Policy
 

@@ -1,12 +1,14 @@
-"""The claim that decoding with a cache gives the log-probabilities of a full forward pass.
+"""The claims about generated text: its log-probabilities are those of a forward pass over the whole of it.
 
-Prompts are read in chunks, and texts grow greedily, token by token. Then one forward pass over the whole texts, on one
-device and without a cache, gives the log-probabilities of all tokens of the vocabulary at every position.
+`decode`: prompts are read in chunks, and texts grow greedily, token by token. Then one forward pass over the whole
+texts, on one device and without a cache, gives the log-probabilities of all tokens at every position.
+
+`sampler`: a rollout is sampled as in a job, at its temperature and with its cuts, and scored by the trainer.
 
 Shapes: N texts, S positions, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import dataclasses
 import functools
 from typing import Any
@@ -22,7 +24,7 @@ from spmd_tasks.experiment import Job
 from spmd_tasks.layers.moe import CapacityComputation, Dropless
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
-from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, reduced
+from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, not_applicable, reduced
 from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import Setting
 
@@ -32,13 +34,47 @@ _NUM_TEXTS = 3
 
 def decode_cases(bench: Bench) -> Iterator[Case]:
   """Yields a case on one device and one on the experiment's mesh."""
+  yield from _cases(bench, 'decode', _compare_decoding)
+
+
+def sampler_cases(bench: Bench) -> Iterator[Case]:
+  """Yields the same two cases of an experiment that samples rollouts."""
+  if getattr(bench.source.base.train_input, 'kind', '') == 'rollouts':
+    yield from _cases(bench, 'sampler', _compare_log_probs)
+  else:
+    yield not_applicable('sampler', 'rollouts', 'the experiment samples none')
+
+
+def _cases(bench: Bench, claim: str, decide: Callable[..., Verdict]) -> Iterator[Case]:
   for setting in dict.fromkeys((Setting(), Setting(mesh=bench.own_mesh))):
-    yield Case(
-      claim='decode',
-      subject=str(setting),
-      settings=(Setting(), setting),
-      decide=functools.partial(_compare_decoding, setting=setting),
-    )
+    own = functools.partial(decide, setting=setting)
+    yield Case(claim=claim, subject=str(setting), settings=(Setting(), setting), decide=own)
+
+
+def _judged(
+  bench: Bench,
+  leaf: str,
+  difference: float,
+  log_probs: Callable[[TrainState], np.ndarray],
+  state: TrainState,
+  epsilon: float,
+  seed: int,
+) -> Difference:
+  """Returns a difference from `log_probs(state)`, with what rounding of the weights lets expect.
+
+  Raises:
+    UserError: rounding alone makes the log-probabilities jump.
+  """
+  expected, rng = log_probs(state), np.random.default_rng((bench.seed, seed))
+
+  def spread(units: float) -> float:
+    samples = [moved(state, units * epsilon, rng) for _ in range(3)]
+    return max(distance(expected, log_probs(sample)) for sample in samples)
+
+  allowed = SPREADS * spread(1.0) + ROUNDINGS * epsilon * largest(expected)
+  if difference > allowed and spread(FURTHER) > difference / 4:
+    raise UserError('rounding alone makes the forward pass jump, as at a tie between experts.')
+  return Difference(step=bench.num_steps - 1, leaf=leaf, difference=difference, allowed=allowed)
 
 
 def _compare_decoding(bench: Bench, setting: Setting) -> Verdict:
@@ -122,22 +158,13 @@ class _FullForward:
     self, state: TrainState, texts: np.ndarray, decoded: np.ndarray, others: dict[str, np.ndarray]
   ) -> Difference:
     """Returns the largest difference of log-probabilities [N, S - 1, V] at a position, with what is allowed."""
-    expected = self._log_probabilities(state, texts, others)
-    epsilon = self._bench.runner(Setting()).epsilon
-    rng = np.random.default_rng((self._bench.seed, 41))
-
-    def spread(units: float) -> float:
-      samples = [moved(state, units * epsilon, rng) for _ in range(3)]
-      return max(distance(expected, self._log_probabilities(sample, texts, others)) for sample in samples)
-
-    allowed = SPREADS * spread(1.0) + ROUNDINGS * epsilon * largest(expected)
+    log_probs = functools.partial(self._log_probabilities, texts=texts, others=others)
+    expected = log_probs(state)
     sizes = np.max(np.abs(expected - decoded), axis=-1)
     text, position = np.unravel_index(np.argmax(np.nan_to_num(sizes, nan=np.inf)), sizes.shape)
     difference = distance(expected[text, position], decoded[text, position])
-    if difference > allowed and spread(FURTHER) > difference / 4:
-      raise UserError('rounding alone makes the forward pass jump, as at a tie between experts.')
     leaf = f'log-probabilities of text {text + 1} after {position + 1} tokens'
-    return Difference(step=self._bench.num_steps - 1, leaf=leaf, difference=difference, allowed=allowed)
+    return _judged(self._bench, leaf, difference, log_probs, state, self._bench.runner(Setting()).epsilon, 41)
 
   def _log_probabilities(self, state: TrainState, texts: np.ndarray, others: dict[str, np.ndarray]) -> np.ndarray:
     positions = np.array(np.broadcast_to(np.arange(texts.shape[1], dtype=np.int32), texts.shape))
@@ -169,3 +196,31 @@ def _without_drops(job: Job) -> Job:
     return part
 
   return dataclasses.replace(job, task=dataclasses.replace(job.task, model=change(job.task.model)))
+
+
+@functools.lru_cache(maxsize=2)
+def _sampler(runner: Any) -> Any:
+  from spmd_tasks.tuning.rollouts import SampledOutside
+
+  return SampledOutside(runner.job, runner.model)
+
+
+def _compare_log_probs(bench: Bench, setting: Setting) -> Verdict:
+  runner, state = bench.runner(setting), bench.trajectory(Setting()).state(bench.num_steps - 1)
+  sampler = _sampler(runner)
+  rollout = sampler.sample(runner.place(state).variables)
+
+  def log_probs(state: TrainState) -> np.ndarray:
+    return sampler.log_probs(runner.place(state).variables, rollout)
+
+  sizes = np.nan_to_num(np.abs(log_probs(state) - rollout.sampler_log_probs), nan=np.inf)
+  row, column = np.unravel_index(np.argmax(sizes), sizes.shape)
+  place = column - int(np.argmax(rollout.is_sampled[row])) + 1
+  mean = float(sizes[rollout.is_sampled].mean())
+  leaf = f'log-probability of token {place} of completion {row + 1} (the mean of all differs by {mean:.2g})'
+  settings: Any = runner.job.train_input
+  if settings.exact:
+    found = Difference(step=bench.num_steps - 1, leaf=leaf, difference=float(sizes.max()))
+  else:
+    found = _judged(bench, leaf, float(sizes.max()), log_probs, state, runner.epsilon, 42)
+  return held(found, 1) if found.difference <= found.allowed else broken(bench, 'sampler', setting, found)
