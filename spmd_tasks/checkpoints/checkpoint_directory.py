@@ -74,8 +74,7 @@ class CheckpointDirectory:
 
   def claimed_steps(self) -> dict[int, epath.Path]:
     """Every directory with the name of a complete checkpoint, whole or not, by ascending step."""
-    found = {step_of(path): path for path in self._list()}
-    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+    return dict(sorted((step, path) for path in self._list() if (step := step_of(path)) is not None))
 
   def complete_steps(self) -> list[int]:
     """The steps that have a manifest, ascending; nothing is verified."""
@@ -104,10 +103,8 @@ class CheckpointDirectory:
     """The approximate size of all checkpoints in bytes, from the newest manifest that can be read; 0 without one."""
     steps = self.claimed_steps()
     for path in reversed(steps.values()):
-      try:
+      with contextlib.suppress(DamagedCheckpointError, CheckpointError, OSError):
         return len(steps) * sum(entry.num_bytes for entry in read_manifest(path).files)
-      except (DamagedCheckpointError, CheckpointError, OSError):
-        continue
     return 0
 
   def open(self) -> None:
@@ -128,10 +125,8 @@ class CheckpointDirectory:
 
   def loss(self) -> str | None:
     """Returns a sentence if there is no checkpoint although there is a witness that one was saved here; else None."""
-    if self.claimed_steps() or not (evidence := self.witness()):
-      return None
-    if self.claimed_steps():  # a job that is running has saved its first one just now
-      return None
+    if self.claimed_steps() or not (evidence := self.witness()) or self.claimed_steps():
+      return None  # asked again, as a job that is running may have saved its first one just now
     what = 'holds no complete checkpoint' if self.path.exists() else 'does not exist'
     return (
       f'{self.path} {what}, but {evidence}. Mount its storage, or put the checkpoints back; or begin at step 0 in '

@@ -1,10 +1,5 @@
 """Checkpointer: saves and restores a tree of sharded arrays, asynchronously, with digests, on any mesh.
 
-    checkpointer = Checkpointer(job_log_dir / 'checkpoints', max_to_keep=3)
-    restored = checkpointer.restore(abstract_state)         # None in a fresh directory
-    checkpointer.save(step, state, input_state=iterator.get_state())
-    checkpointer.close()
-
 One checkpoint is one directory:
 
     checkpoint_00000100/
@@ -19,8 +14,8 @@ host (the state may then be donated); Orbax's write, the hashing and the rename 
 waits for them first. So at any time, every save but the last is on disk, and the next `save` or `wait` raises an error
 of a save.
 
-A restore verifies every byte (verifying.py; manifest.py states the cost). A damaged checkpoint is renamed to
-`checkpoint_00000100.damaged-<file>`, and the one before it is used; a step requested by number raises instead.
+A restore verifies every byte (verifying.py). A damaged checkpoint is renamed to `checkpoint_00000100.damaged-<file>`,
+and the one before it is used; a step requested by number raises instead.
 
 With several processes (one shared directory), every process calls every method, in the same order, from its main
 thread. Each process hashes the array files that it wrote. Process 0 alone writes manifests, deletes, renames and
@@ -142,8 +137,7 @@ class Checkpointer:
       path=path, num_hash_threads=num_hash_threads, witness=witness, before_publishing=before_publishing
     )
     self._max_to_keep = max_to_keep
-    self._keep_every_n_steps = keep_every_n_steps
-    self._keep_every_hours = keep_every_hours
+    self._kept_beside: dict[str, Any] = {'keep_every_n_steps': keep_every_n_steps, 'keep_every_hours': keep_every_hours}
     self._read_only = read_only
     self._base = base
     self._on_saved = on_saved
@@ -214,13 +208,12 @@ class Checkpointer:
     if self._pending is None:
       return
     step, sealed = self._pending
+    self._pending = None
     started = time.monotonic()
     try:
       sealed.result()
     except Exception as error:
-      self._pending = None
       raise self._save_error(step, error) from error
-    self._pending = None
     barrier(f'checkpoint_sealed_{step}', limit_s=self._arrays.write_limit_s)
     waited = time.monotonic() - started
     if waited > 1:
@@ -297,9 +290,7 @@ class Checkpointer:
         'the step, or train first.'
       )
     prefix = f'{subtree}/'
-    return tuple(
-      dataclasses.replace(leaf, name=leaf.name.removeprefix(prefix)) for leaf in leaves if leaf.name.startswith(prefix)
-    )
+    return tuple(leaf._replace(name=leaf.name.removeprefix(prefix)) for leaf in leaves if leaf.name.startswith(prefix))
 
   def _seal(self, step: int, leaves: tuple[LeafEntry, ...]) -> None:
     """Runs in the background: waits for Orbax, hashes what this process wrote, and completes the checkpoint."""
@@ -314,11 +305,7 @@ class Checkpointer:
     if self._on_saved is not None:
       self._on_saved(step)
     if self._max_to_keep is not None:
-      self._directory.delete_old(
-        max_to_keep=self._max_to_keep,
-        keep_every_n_steps=self._keep_every_n_steps,
-        keep_every_hours=self._keep_every_hours,
-      )
+      self._directory.delete_old(max_to_keep=self._max_to_keep, **self._kept_beside)
 
   def _restore(self, abstract: Any, step: int | None, *, subtree: str | None) -> Restored | None:
     self.wait()
@@ -333,7 +320,7 @@ class Checkpointer:
 
   def _choose(self, step: int | None, abstract: Any, *, prefix: str) -> int | None:
     """Returns the verified step that every process restores, and shares what process 0 found damaged."""
-    wanted = [dataclasses.replace(leaf, name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
+    wanted = [leaf._replace(name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
 
     def decide() -> tuple[int | None, list[Stamp]]:
       rejected = self._rejected if self._read_only else None

@@ -18,7 +18,7 @@ import errno
 import hashlib
 import importlib.metadata
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 import jax
@@ -57,8 +57,7 @@ class DamagedCheckpointError(Exception):
     self.reason = reason
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileEntry:
+class FileEntry(NamedTuple):
   """One file: its path below the checkpoint's directory, its size in bytes and its SHA-256 in hexadecimal.
 
   The SHA-256 is '' for a file that has a digest in itself (store_checkpoints.py).
@@ -69,8 +68,7 @@ class FileEntry:
   sha256: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeafEntry:
+class LeafEntry(NamedTuple):
   """One array of the state: its key path ('weights/ffn/kernel'), global shape and dtype name."""
 
   name: str
@@ -83,13 +81,12 @@ class LeafEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-  """The content of a checkpoint. `num_processes` processes wrote it; `versions` are those of packages."""
+  """The content of a checkpoint, which `num_processes` processes wrote."""
 
   step: int
   num_processes: int
   files: tuple[FileEntry, ...]
   leaves: tuple[LeafEntry, ...]
-  versions: dict[str, str]
 
   @property
   def state_name(self) -> str:
@@ -100,9 +97,7 @@ class Manifest:
 def leaf_entries(tree: Any) -> tuple[LeafEntry, ...]:
   """Lists the leaves of a tree of arrays or ShapeDtypeStructs, in the tree's order."""
   return tuple(
-    LeafEntry(
-      name=jax.tree_util.keystr(path, simple=True, separator='/'), shape=tuple(leaf.shape), dtype=str(leaf.dtype)
-    )
+    LeafEntry(jax.tree_util.keystr(path, simple=True, separator='/'), tuple(leaf.shape), str(leaf.dtype))
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
   )
 
@@ -115,8 +110,7 @@ def write_digests(directory: epath.Path, process_index: int, *, num_threads: int
   paths = [path for path in _files_below(directory) if f'ocdbt.process_{process_index}' in path.split('/')]
   entries = _hash_files(directory, paths, num_threads).values()
   (directory / _DIGESTS).mkdir(exist_ok=True)
-  text = json.dumps([[entry.path, entry.num_bytes, entry.sha256] for entry in entries])
-  write_durably(directory / _DIGESTS / f'process_{process_index}.json', text)
+  write_durably(directory / _DIGESTS / f'process_{process_index}.json', json.dumps([*entries]))
 
 
 def write_manifest(
@@ -129,9 +123,7 @@ def write_manifest(
   known: dict[str, FileEntry] = {}
   if (directory / _DIGESTS).exists():
     for path in (directory / _DIGESTS).iterdir():
-      known |= {
-        name: FileEntry(path=name, num_bytes=size, sha256=sha) for name, size, sha in json.loads(path.read_text())
-      }
+      known |= {entry[0]: FileEntry(*entry) for entry in json.loads(path.read_text())}
     (directory / _DIGESTS).rmtree()
   paths = sorted(_files_below(directory))
   hashed = _hash_files(directory, [path for path in paths if path not in known], num_threads)
@@ -150,8 +142,8 @@ def manifest_text(*, step: int, num_processes: int, leaves: Sequence[LeafEntry],
       'step': step,
       'num_processes': num_processes,
       'versions': _versions(),
-      'files': [[entry.path, entry.num_bytes, entry.sha256] for entry in files],
-      'leaves': [[leaf.name, list(leaf.shape), leaf.dtype] for leaf in leaves],
+      'files': [*files],
+      'leaves': [*leaves],
     }
   )
 
@@ -178,9 +170,8 @@ def read_manifest(directory: epath.Path) -> Manifest:
       return Manifest(
         step=body['step'],
         num_processes=body['num_processes'],
-        files=tuple(FileEntry(path=path, num_bytes=size, sha256=digest) for path, size, digest in body['files']),
-        leaves=tuple(LeafEntry(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in body['leaves']),
-        versions=dict(body.get('versions', {})),
+        files=tuple(FileEntry(*entry) for entry in body['files']),
+        leaves=tuple(LeafEntry(name, tuple(shape), dtype) for name, shape, dtype in body['leaves']),
       )
   except (ValueError, TypeError, KeyError, RecursionError):
     raise DamagedCheckpointError(MANIFEST_FILE, 'its own digest does not match') from None
@@ -196,8 +187,7 @@ def _hash_files(directory: epath.Path, paths: Sequence[str], num_threads: int) -
 
   def entry_of(path: str) -> FileEntry:
     sync_path(directory / path)
-    num_bytes, digest = hash_file(directory / path)
-    return FileEntry(path=path, num_bytes=num_bytes, sha256=digest)
+    return FileEntry(path, *hash_file(directory / path))
 
   with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
     return dict(zip(paths, pool.map(entry_of, paths)))
@@ -219,9 +209,8 @@ def _versions() -> dict[str, str]:
 
 
 def _describe(versions: Any) -> str:
-  if not isinstance(versions, dict) or not versions:
-    return 'unknown versions'
-  return ', '.join(f'{package} {version}' for package, version in versions.items())
+  known = versions if isinstance(versions, dict) else {}
+  return ', '.join(f'{package} {version}' for package, version in known.items()) or 'unknown versions'
 
 
 def _files_below(directory: epath.Path, prefix: str = '') -> Iterator[str]:

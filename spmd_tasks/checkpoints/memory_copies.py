@@ -206,10 +206,7 @@ def verify(path: Path) -> CopyHeader:
         raise DamagedCopyError('it is cut off')
       file.seek(0)
       digest = hashlib.sha256()
-      while left:
-        chunk = file.read(min(left, _CHUNK_BYTES))
-        if not chunk:
-          raise DamagedCopyError('it is cut off')
+      while chunk := file.read(min(left, _CHUNK_BYTES)):
         digest.update(chunk)
         left -= len(chunk)
       if file.read() != digest.digest():

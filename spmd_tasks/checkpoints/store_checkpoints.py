@@ -29,7 +29,7 @@ from etils import epath
 import jax
 import numpy as np
 
-from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file, step_of
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
   STATE,
@@ -61,10 +61,10 @@ class StoreDirectory(CheckpointDirectory):
     return self.final(step)
 
   def claimed_steps(self) -> dict[int, epath.Path]:
-    found = {step: path for path in self._list() if (step := step_of(path)) is not None}
+    found = super().claimed_steps()
     with ThreadPoolExecutor(self.num_hash_threads) as pool:
-      is_complete = dict(zip(found, pool.map(lambda path: exists(path / MANIFEST_FILE), found.values())))
-    return {step: found[step] for step in sorted(found) if is_complete[step]}
+      is_complete = pool.map(lambda path: exists(path / MANIFEST_FILE), found.values())
+      return {step: path for (step, path), each in zip(found.items(), is_complete) if each}
 
   def complete_steps(self) -> list[int]:
     return list(self.claimed_steps())
@@ -136,7 +136,7 @@ class StoreDirectory(CheckpointDirectory):
     return glob_below(self.path, '*')
 
   def _without_manifest(self, complete: Mapping[int, epath.Path]) -> list[epath.Path]:
-    return [path for path in self._list() if (step := step_of(path)) is not None and step not in complete]
+    return [path for step, path in super().claimed_steps().items() if step not in complete]
 
   def _delete(self, step: int) -> None:
     (self.final(step) / MANIFEST_FILE).unlink(missing_ok=True)

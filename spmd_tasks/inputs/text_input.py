@@ -88,7 +88,7 @@ class TextInput:
     resharded = []
     for index in range(shard_count):
       rows = base.shard_rows(self.batch_size, index, shard_count)
-      own = {'shard_index': index, 'shard_count': shard_count}
+      own: dict[str, Any] = {'shard_index': index, 'shard_count': shard_count}
       for name in ('lanes', 'num_too_long') if endless else ():
         if name in states[0]:
           own[name] = [lane for state in states for lane in state[name]][rows.start : rows.stop]
@@ -272,8 +272,9 @@ class BlockReader:
       JobError: the block could not be read, or not within `timeout_s`, or its file is not what it was.
     """
     if self._requests is None:
-      queues = self._requests, self._results = queue.SimpleQueue(), queue.SimpleQueue()
+      self._requests, self._results = queue.SimpleQueue(), queue.SimpleQueue()
       # A daemon: concurrent.futures would wait for a stuck thread when Python exits.
+      queues = (self._requests, self._results)
       threading.Thread(target=self._serve, args=queues, name='input-block-reader', daemon=True).start()
     self._requests.put(index)
     try:

@@ -12,7 +12,7 @@ import jax
 
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims
-from spmd_tasks.sharding.specs import gather_for_tokens, is_split_over_tokens
+from spmd_tasks.sharding.specs import gather_for_tokens, gathered_axes
 
 
 def multiply_gathered(
@@ -36,7 +36,7 @@ def multiply_gathered(
     split_dims: of the weight.
     token_split_dims: of the dims of x that count tokens; None gathers nothing.
   """
-  if not is_split_over_tokens(split_dims, token_split_dims):
+  if not gathered_axes(split_dims, token_split_dims):
     return product(x, weight.astype(dtype))
 
   def gather_and_multiply(x: jax.Array, weight: jax.Array) -> jax.Array:

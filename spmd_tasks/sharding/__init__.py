@@ -9,18 +9,25 @@ experiment map logical names to mesh axes. A dimension that its mesh axes do not
 step; the layers never see the padding. Inside a step, `constrain` lays out activations by the same rules.
 
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh; a mesh and its rules as one
-field of an experiment), weights.py (the declaration of a weight), padding.py (uneven shapes). Then axis_rules.py (rules
-for pipeline stages and contexts), expert_meshes.py (those with expert parallelism), granules.py (which devices are
-near), reductions.py (norms of sharded trees), weight_names.py (patterns of names) and quantized.py (fewer bits).
+field of an experiment), weights.py (the declaration of a weight), padding.py (uneven shapes). Then expert_meshes.py
+(expert parallelism), axis_rules.py (the axis of stages), granules.py (which devices are near), reductions.py (norms of
+sharded trees), weight_names.py (patterns of names) and quantized.py (fewer bits).
 """
 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.sharding._mesh_shapes import factorizations
-  from spmd_tasks.sharding.axis_rules import context_axis_rules, residual_axis_rules, stage_axis_rules
   from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
-  from spmd_tasks.sharding.mesh import DEFAULT_AXIS_RULES, MeshAxes, MeshLayout, MeshSpec
+  from spmd_tasks.sharding.mesh import (
+    DEFAULT_AXIS_RULES,
+    MeshAxes,
+    MeshLayout,
+    MeshSpec,
+    context_axis_rules,
+    residual_axis_rules,
+    stage_axis_rules,
+  )
   from spmd_tasks.sharding.padding import evenly_divided_spec
   from spmd_tasks.sharding.specs import (
     AxisRules,

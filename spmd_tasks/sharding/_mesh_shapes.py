@@ -14,7 +14,7 @@ def factorizations(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
   if num_axes == 1:
     yield (total,)
     return
-  for size in _divisors(total):
+  for size in (size for size in range(1, total + 1) if total % size == 0):
     for rest in factorizations(total // size, num_axes - 1):
       yield (size, *rest)
 
@@ -32,13 +32,3 @@ def nearest_shapes(wanted: Sequence[int], total: int, limit: int = 3) -> list[tu
     return round(sum(changes), 6), opened, changes[::-1]
 
   return sorted(factorizations(total, len(wanted)), key=distance)[:limit]
-
-
-def shape_text(shape: Sequence[int]) -> str:
-  """Formats a shape as its flag takes it: 1,8,4."""
-  return ','.join(map(str, shape))
-
-
-def _divisors(number: int) -> list[int]:
-  small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-  return small + [number // size for size in reversed(small) if size * size != number]

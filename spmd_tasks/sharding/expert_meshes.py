@@ -2,12 +2,8 @@
 
     mesh = DataExpertModelMesh(num_devices=64, num_expert_partitions=8, num_partitions=4)   # a field of an experiment
 
-* `DataModelMesh`: (replica, data, mdl). `data` splits the experts. With fewer experts than devices and no model
-  parallelism, `mdl` becomes a second data axis, along which experts are replicated (first form of T5X contrib/moe).
-* `DataExpertModelMesh`: (replica, data, expert, mdl). The experts have their own axis, so model parallelism works
-  beside them; experts are replicated along `data` (newer form of T5X contrib/moe).
-* `HiddenShardingMesh`: (replica, data, expert, mdl). With fewer experts than devices, `data` splits the hidden layer
-  of every expert (MegaBlocks' expert and hidden sharding).
+`DataModelMesh` and `DataExpertModelMesh` are the first and the newer form of T5X contrib/moe, `HiddenShardingMesh` is
+MegaBlocks' expert and hidden sharding.
 
 Layers read only the axis rules, so an experiment may also write its rules by hand (`MeshAxes`). T5X's `model` is `mdl`
 here.
@@ -16,9 +12,8 @@ here.
 import dataclasses
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding.axis_rules import stage_axis_rules
-from spmd_tasks.sharding.mesh import DEFAULT_AXIS_RULES, MeshAxes
-from spmd_tasks.sharding.specs import AxisRules, SplitDim
+from spmd_tasks.sharding.mesh import DEFAULT_AXIS_RULES, MeshAxes, stage_axis_rules
+from spmd_tasks.sharding.specs import AxisRules, SplitDim, axes_of, spec_entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +34,7 @@ class DataModelMesh:
   base_rules: AxisRules = DEFAULT_AXIS_RULES
 
   def axes(self) -> MeshAxes:
-    """Returns the mesh and its rules.
-
-    Raises:
-      UserError: sizes do not divide.
-    """
+    """Returns the mesh and its rules. Raises a UserError if sizes do not divide."""
     model_size = self.num_partitions
     two_data_axes = 0 < self.num_experts < self.num_devices and model_size == 1
     if two_data_axes:
@@ -67,7 +58,7 @@ class DataModelMesh:
 class DataExpertModelMesh:
   """Mesh (replica, data, expert, mdl): `expert` splits the experts, `data` replicates them, and both split the batch.
 
-  The logical name `expert` needs no rule, because it is the name of the mesh axis.
+  Model parallelism works beside them. The logical name `expert` needs no rule, because it is the name of the mesh axis.
 
   Fields:
     num_devices: of the whole mesh; `data` gets what the other two axes leave.
@@ -86,42 +77,26 @@ class DataExpertModelMesh:
   base_rules: AxisRules = DEFAULT_AXIS_RULES
 
   def axes(self) -> MeshAxes:
-    """Returns the mesh and its rules.
-
-    Raises:
-      UserError: sizes do not divide.
-    """
-    if self.num_replicas < 1 or self.num_devices % self.num_replicas:
-      raise UserError(f'num_replicas={self.num_replicas} must be at least 1 and divide num_devices={self.num_devices}.')
-    num_devices = self.num_devices // self.num_replicas
-    if self.num_stages < 1 or num_devices % self.num_stages:
-      raise UserError(
-        f'num_stages={self.num_stages} must be at least 1 and divide num_devices={self.num_devices} over num_replicas='
-        f'{self.num_replicas}.'
-      )
-    data_size = _data_size(num_devices // self.num_stages, self.num_partitions)
+    """Returns the mesh and its rules. Raises a UserError if sizes do not divide."""
+    num_devices = self.num_devices
+    for name in ('num_replicas', 'num_stages'):
+      if (size := getattr(self, name)) < 1 or num_devices % size:
+        raise UserError(f'{name}={size} must be at least 1 and divide what is left of the devices, {num_devices}.')
+      num_devices //= size
+    data_size = _data_size(num_devices, self.num_partitions)
     if self.num_expert_partitions < 1 or data_size % self.num_expert_partitions:
       nearest = next(size for size in range(min(data_size, self.num_expert_partitions), 0, -1) if data_size % size == 0)
       raise UserError(
         f'num_expert_partitions={self.num_expert_partitions} must be at least 1 and divide the devices of a stage over '
         f'num_partitions={self.num_partitions}, {data_size}: choose {nearest}.'
       )
-    rules = (*_without_names(self.base_rules, 'expert', 'expert_mlp'), ('expert_mlp', 'mdl'))
-    axes = MeshAxes(
-      mesh_axis_names=('replica', 'data', 'expert', 'mdl'),
-      ici_mesh_shape=(
-        self.num_replicas, data_size // self.num_expert_partitions, self.num_expert_partitions, self.num_partitions
-      ),
-      axis_rules=_with_batch_over(('expert', 'data'), rules),
-    )  # fmt: skip
-    if self.num_stages == 1:
-      return axes
-    (replica, *names), (num_replicas, *sizes) = axes.mesh_axis_names, axes.ici_mesh_shape
-    return MeshAxes(
-      mesh_axis_names=(replica, 'stage', *names),
-      ici_mesh_shape=(num_replicas, self.num_stages, *sizes),
-      axis_rules=stage_axis_rules(axes.axis_rules),
-    )
+    own = (*_without_names(self.base_rules, 'expert', 'expert_mlp'), ('expert_mlp', 'mdl'))
+    rules = _with_batch_over(('expert', 'data'), own)
+    names: tuple[str, ...] = ('data', 'expert', 'mdl')
+    sizes: tuple[int, ...] = (data_size // self.num_expert_partitions, self.num_expert_partitions, self.num_partitions)
+    if self.num_stages > 1:
+      names, sizes, rules = ('stage', *names), (self.num_stages, *sizes), stage_axis_rules(rules)
+    return MeshAxes(mesh_axis_names=('replica', *names), ici_mesh_shape=(self.num_replicas, *sizes), axis_rules=rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,11 +119,7 @@ class HiddenShardingMesh:
   base_rules: AxisRules = DEFAULT_AXIS_RULES
 
   def axes(self) -> MeshAxes:
-    """Returns the mesh and its rules.
-
-    Raises:
-      UserError: the experts, the devices or the hidden layer do not divide.
-    """
+    """Returns the mesh and its rules. Raises a UserError if experts, devices or the hidden layer do not divide."""
     num_devices = _data_size(self.num_devices, self.num_partitions)
     if self.num_experts < 1:
       raise UserError(f'num_experts={self.num_experts} must be at least 1.')
@@ -198,8 +169,4 @@ def _with_batch_over(data_axes: tuple[str, ...], rules: AxisRules) -> AxisRules:
 
 def _replaced(axes: SplitDim, old: str, new: tuple[str, ...]) -> SplitDim:
   """Replaces a mesh axis of a rule by other axes or none."""
-  if axes is None or isinstance(axes, int):
-    return None
-  names = (axes,) if isinstance(axes, str) else axes
-  names = tuple(each for axis in names for each in (new if axis == old else (axis,)))
-  return names[0] if len(names) == 1 else names or None
+  return spec_entry([each for axis in axes_of(axes) for each in (new if axis == old else (axis,))])

@@ -37,17 +37,13 @@ def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any])
   num_granules = math.prod(dcn)
   granules = _granules(num_granules, devices, dcn)
   if granules is not None:
-    arrays = np.stack([_arrange(ici, granule) for granule in granules])
+    is_tpu = devices[0].platform == 'tpu'  # where neighbours are to be near in the torus
+    arrays = np.stack([(arrange if is_tpu else mesh_utils.create_device_mesh)(ici, each) for each in granules])
   else:
     arrays = np.asarray(devices, dtype=object)
   ndim = len(ici)
   interleaved = [dim for pair in zip(range(ndim), range(ndim, 2 * ndim)) for dim in pair]
   return arrays.reshape(*dcn, *ici).transpose(interleaved).reshape([d * i for d, i in zip(dcn, ici)])
-
-
-def _arrange(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-  """Returns the devices of one granule as an array [*shape], on TPUs so that neighbours are near in the torus."""
-  return arrange(shape, devices) if devices[0].platform == 'tpu' else mesh_utils.create_device_mesh(shape, devices)
 
 
 def _granules(wanted: int, devices: Sequence[Any], dcn: Sequence[int]) -> list[list[Any]] | None:
@@ -58,7 +54,12 @@ def _granules(wanted: int, devices: Sequence[Any], dcn: Sequence[int]) -> list[l
     return [list(devices)]
   for groups in (slices, processes):
     if len(groups) == wanted:
-      return _of_equal_size(groups)
+      if len({len(group) for group in groups}) > 1:
+        raise UserError(
+          f'the slices or processes have {sorted({len(group) for group in groups})} devices, but a mesh needs as many '
+          'of each: take slices of one topology.'
+        )
+      return groups
   if platform == 'cpu' or max(len(slices), len(processes)) <= 1:
     return None
   groups = slices if len(slices) > 1 else processes
@@ -78,22 +79,8 @@ def _grouped(devices: Sequence[Any], attribute: str) -> list[list[Any]]:
   return [] if None in groups else [groups[key] for key in sorted(groups)]
 
 
-def _of_equal_size(groups: list[list[Any]]) -> list[list[Any]]:
-  sizes = sorted({len(group) for group in groups})
-  if len(sizes) > 1:
-    raise UserError(
-      f'the slices or processes have {sizes[0]} to {sizes[-1]} devices, but a mesh needs as many of each: take slices '
-      'of one topology.'
-    )
-  return groups
-
-
 def arrange(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-  """Returns the chips of one slice as an array [*shape]; `shape` multiplies to their number.
-
-  Raises:
-    UserError: they form no box of the torus.
-  """
+  """Returns the chips of one slice as an array [*shape]. Raises a UserError if they form no box of the torus."""
   torus = _torus(devices)
   try:
     return mesh_utils.create_device_mesh(shape, devices)
@@ -136,11 +123,7 @@ def _ways(size: int, dims: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _torus(devices: Sequence[Any]) -> np.ndarray:
-  """Returns the devices by their coordinates: [x, y, z, core on chip].
-
-  Raises:
-    UserError: they leave holes.
-  """
+  """Returns the devices by their coordinates: [x, y, z, core on chip]. Raises a UserError if they leave holes."""
   places = np.array([(*device.coords, device.core_on_chip) for device in devices])
   places -= places.min(axis=0)
   shape = places.max(axis=0) + 1

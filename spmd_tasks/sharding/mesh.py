@@ -3,15 +3,15 @@
 ICI is the fast network within a slice (or within one host), DCN the slow network between slices. An axis of ICI size i
 and DCN size d has i * d devices; its DCN part is the outer one, as in Pax and T5X. granules.py arranges the devices.
 
-Beside it the default axis rules, and mesh layouts: an experiment's mesh and rules in one field, which --set can change.
+Beside it axis rules (the default ones, and others for stages and contexts made of them), and mesh layouts: an
+experiment's mesh and rules in one field, which --set can change.
 
     class Mixture(MoeLanguageModel):
       mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=4)
 
     spmd-tasks --exp my.Mixture --set mesh.num_expert_partitions=2 ...
 
-A layout fills the experiment's fields `mesh_axis_names`, `ici_mesh_shape`, `dcn_mesh_shape` and `axis_rules`. Those for
-mixtures of experts are in expert_meshes.py.
+A layout fills the experiment's fields `mesh_axis_names`, `ici_mesh_shape`, `dcn_mesh_shape` and `axis_rules`.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding.specs import AxisRules
+from spmd_tasks.sharding.specs import AxisRules, axes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +75,14 @@ class MeshSpec:
       ici[ici.index(-1)] = max(1, num_devices // others)
     wanted = math.prod(ici) * math.prod(dcn)
     if wanted != num_devices:
-      from spmd_tasks.sharding._mesh_shapes import nearest_shapes, shape_text
+      from spmd_tasks.sharding._mesh_shapes import nearest_shapes
 
       dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
       num_slices = math.prod(dcn)
-      nearest = [shape_text(shape) for shape in nearest_shapes(ici, max(1, num_devices // num_slices), limit=2)]
+      nearest = nearest_shapes(ici, max(1, num_devices // num_slices), limit=2)
       remedy = (
         f'set --ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // num_slices}, such as '
-        f'{" or ".join(nearest)}'
+        f'{" or ".join(",".join(map(str, shape)) for shape in nearest)}'
       )
       if num_devices % num_slices:
         remedy = f'{num_slices} slices do not divide them, so set --dcn_mesh_shape to sizes whose product does'
@@ -148,6 +148,39 @@ DEFAULT_AXIS_RULES: AxisRules = (
   ('act_heads', 'mdl'),
   ('act_kv_heads', 'mdl'),
 )
+
+
+def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
+  """Returns the base rules with `layers` split over `axis`, and `batch` also split over it, as its outermost axis.
+
+  Each stage then holds a run of layers. The batch is split over the stages outside of the pipeline, so that stages
+  share the work of embeddings and logits. As the outermost axis of the batch, the stages hold runs of rows, which are
+  runs of microbatches. The name `layers` needs no rule if the axis itself is called so.
+  """
+  stages = () if axis == 'layers' else (('layers', axis),)
+  rules = [(name, (axis, *axes_of(axes)) if name == 'batch' else axes) for name, axes in base_rules]
+  return (*stages, *(rule for rule in rules if rule[0] != 'layers'))
+
+
+def residual_axis_rules(base_rules: AxisRules, axis: str = 'mdl') -> AxisRules:
+  """Returns the base rules with `act_embed`, the features of the residual stream, split over `axis` as well.
+
+  Between sublayers a device of a tensor-parallel group then holds its part of the activations instead of all of them:
+  what remat keeps and what a pipeline sends is divided by the axis. The sum behind a sublayer becomes a reduce-scatter,
+  and an all-gather before the next one. Megatron's sequence parallelism splits the tokens instead (Korthikanti et al.,
+  2022).
+  """
+  return tuple((name, axis if name == 'act_embed' else axes) for name, axes in base_rules)
+
+
+def context_axis_rules(base_rules: AxisRules, axis: str = 'context') -> AxisRules:
+  """Returns the base rules with `seq`, the tokens of a sequence, split over `axis` (context parallelism).
+
+  The devices of `axis` share their rows, so they would hold the same weights: the rule of `embed`, by which weights are
+  fully sharded, gets the axis too.
+  """
+  rules = [(name, (*axes_of(axes), axis) if name == 'embed' else axes) for name, axes in base_rules]
+  return (('seq', axis), *(rule for rule in rules if rule[0] != 'seq'))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmd_tasks.sharding.specs import num_parts, spec_axes
+from spmd_tasks.sharding.specs import num_parts, spec_axes, spec_entry
 
 
 def padded_shape(shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -49,14 +49,12 @@ def evenly_divided_spec(shape: Sequence[int], spec: PartitionSpec, axis_sizes: M
   A dim that its axes divide keeps them. The axes of an uneven dim move to the largest other dim that can be divided by
   them together with its own axes. If there is none, the array is replicated over them.
   """
-  kept = [
-    axes if dim % num_parts(axes, axis_sizes) == 0 else () for dim, axes in zip(shape, spec_axes(spec, len(shape)))
-  ]
-  for before, after in zip(spec_axes(spec, len(shape)), list(kept)):
-    if before == after:
-      continue
+  given = spec_axes(spec, len(shape))
+  is_even = [dim % num_parts(axes, axis_sizes) == 0 for dim, axes in zip(shape, given)]
+  kept = [axes if even else () for axes, even in zip(given, is_even)]
+  for before in [axes for axes, even in zip(given, is_even) if not even]:
     for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
       if shape[dim] % num_parts((*kept[dim], *before), axis_sizes) == 0:
         kept[dim] = (*kept[dim], *before)
         break
-  return PartitionSpec(*[None if not axes else axes[0] if len(axes) == 1 else axes for axes in kept])
+  return PartitionSpec(*map(spec_entry, kept))

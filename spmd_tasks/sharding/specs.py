@@ -10,8 +10,7 @@ entry is
   in this tensor applies; if the axes of every such rule are taken, the dimension stays unsharded;
 * None or -1: unsharded.
 
-`constrain` applies split dims to an activation inside a `sharding_scope`. axis_rules.py adds pipeline stages and other
-axes to rules.
+`constrain` applies split dims to an activation inside a `sharding_scope`.
 
 No dim of rows or tokens is ever split unevenly (`activation_spec`), so there are no rows that fill up a device's part,
 and nothing that could count them. XLA (jaxlib 0.10.2 and 0.11.2) does not keep such rows out of every sum: the gradient
@@ -60,13 +59,12 @@ def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> N
   for name, target in axis_rules:
     if name in mesh_axis_names:
       raise UserError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
-    unknown = [axis for axis in axes_of(target) if axis not in mesh_axis_names]
-    if unknown:
-      raise UserError(
-        f'axis rule ({name!r}, {target!r}) names {unknown[0]!r}, which is not one of the mesh axes '
-        f'{tuple(mesh_axis_names)}: correct the rule or add the axis to mesh_axis_names.'
-      )
     for axis in axes_of(target):
+      if axis not in mesh_axis_names:
+        raise UserError(
+          f'axis rule ({name!r}, {target!r}) names {axis!r}, which is not one of the mesh axes '
+          f'{tuple(mesh_axis_names)}: correct the rule or add the axis to mesh_axis_names.'
+        )
       if axes_of(target).count(axis) > 1:
         raise UserError(f'axis rule ({name!r}, {target!r}) names mesh axis {axis!r} twice: name it once.')
 
@@ -74,13 +72,9 @@ def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> N
 def split_dims_to_partition_spec(
   split_dims: SplitDims, mesh_axis_names: Sequence[str], axis_rules: AxisRules = ()
 ) -> PartitionSpec:
-  """Returns the PartitionSpec of a tensor, one entry per dimension.
+  """Returns the PartitionSpec of a tensor, one entry per dimension; of None, an unsharded tensor's.
 
-  Args:
-    split_dims: one entry per tensor dimension (see the module's docstring); None for an unsharded tensor.
-    mesh_axis_names: the axes of the mesh.
-    axis_rules: ordered (logical name, mesh axes) pairs. Those of an experiment have no mesh axis's name; a rule that
-      has one, as `without_axis` makes it, replaces the axis.
+  A rule of the experiment has no mesh axis's name; one that has, as `without_axis` makes it, replaces the axis.
 
   Raises:
     UserError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
@@ -209,6 +203,9 @@ class ShardingScope:
   axis_rules: AxisRules
   row_axes: frozenset[str] = frozenset()
 
+  def spec(self, split_dims: SplitDims) -> PartitionSpec:
+    return split_dims_to_partition_spec(split_dims, self.mesh.axis_names, self.axis_rules)
+
   def activation_spec(self, split_dims: SplitDims, shape: Sequence[int], *, is_even: bool = False) -> PartitionSpec:
     """Returns the PartitionSpec of an activation, whose rows and tokens it splits evenly.
 
@@ -220,8 +217,7 @@ class ShardingScope:
       shape: of the activation.
       is_even: whether features must be even too, as for a `shard_map`.
     """
-    spec = split_dims_to_partition_spec(split_dims, self.mesh.axis_names, self.axis_rules)
-    return even_spec(spec, shape, self.mesh.shape, None if is_even else self.row_axes)
+    return even_spec(self.spec(split_dims), shape, self.mesh.shape, None if is_even else self.row_axes)
 
   @property
   def device(self) -> Any:
@@ -251,7 +247,7 @@ def sharding_scope(
 
   The axes of rows are those of an enclosing scope, and those that `inputs_split_mapping` and the rules name.
   """
-  previous = getattr(_scopes, 'current', None)
+  previous = current_sharding_scope()
   outer = frozenset() if previous is None else previous.row_axes
   rows = outer | row_axes(mesh.axis_names, axis_rules, inputs_split_mapping)
   scope = _scopes.current = ShardingScope(mesh, axis_rules, rows)
@@ -268,9 +264,7 @@ def current_sharding_scope() -> ShardingScope | None:
 
 def current_device() -> Any:
   """Returns a device as the current step is compiled for: one of the scope's mesh, else JAX's first."""
-  scope = current_sharding_scope()
-  device = None if scope is None else scope.device
-  return jax.devices()[0] if device is None else device
+  return getattr(current_sharding_scope(), 'device', None) or jax.devices()[0]
 
 
 def current_platform() -> str:
@@ -292,37 +286,32 @@ def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, scope.activation_spec(split_dims, x.shape)))
 
 
-def is_split_over_tokens(split_dims: SplitDims, token_split_dims: SplitDims) -> bool:
-  """Returns whether `gather_for_tokens` has anything to gather: an axis of several devices splits weight and tokens."""
+def gathered_axes(split_dims: SplitDims, token_split_dims: SplitDims) -> set[str]:
+  """Returns the mesh axes over which `gather_for_tokens` gathers: those of both, if one of them has several devices."""
   scope = current_sharding_scope()
   if scope is None or split_dims is None or token_split_dims is None:
-    return False
-  of_weight, of_tokens = (_axes_in_use(each, scope) for each in (split_dims, token_split_dims))
-  return any(scope.mesh.shape[axis] > 1 for axis in of_weight & of_tokens)
+    return set()
+  of_weight, of_tokens = (
+    set(itertools.chain(*spec_axes(scope.spec(each), len(each)))) for each in (split_dims, token_split_dims)
+  )
+  both = of_weight & of_tokens
+  return both if any(scope.mesh.shape[axis] > 1 for axis in both) else set()
 
 
 def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims: SplitDims) -> jax.Array:
   """Gathers a weight over the mesh axes that split the tokens it is multiplied with (fully sharded data parallelism).
 
   Left alone, XLA may multiply by one device's part after another and add up the results, which is slow where parts are
-  small. Its gradient is reduced over the axes and scattered. The identity where `is_split_over_tokens` is false.
+  small. Its gradient is reduced over the axes and scattered. The identity where there are no `gathered_axes`.
 
   Args:
     weight: in the dtype of the computation, so that few bytes are gathered.
     split_dims: of the weight.
     token_split_dims: of the dims of the activations that count tokens, such as ('batch', 'seq').
   """
-  scope = current_sharding_scope()
-  if scope is None or not is_split_over_tokens(split_dims, token_split_dims):
+  scope, gathered = current_sharding_scope(), gathered_axes(split_dims, token_split_dims)
+  if scope is None or not gathered:
     return weight
-  of_tokens = _axes_in_use(token_split_dims, scope)
-  axes = spec_axes(split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules), weight.ndim)
-  kept = [spec_entry([axis for axis in each if axis not in of_tokens]) for each in axes]
+  axes = spec_axes(scope.spec(split_dims), weight.ndim)
+  kept = [spec_entry([axis for axis in each if axis not in gathered]) for each in axes]
   return jax.lax.with_sharding_constraint(weight, NamedSharding(scope.mesh, PartitionSpec(*kept)))
-
-
-def _axes_in_use(split_dims: SplitDims, scope: ShardingScope) -> set[str]:
-  """The mesh axes that the axis rules give to split dims."""
-  assert split_dims is not None
-  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
-  return {axis for axes in spec_axes(spec, len(split_dims)) for axis in axes}

@@ -89,13 +89,8 @@ class WeightSpec:
     """Draws the weight; has the signature that `nn.Module.param` expects of an initializer."""
     if self.init is None:
       raise UserError('this WeightSpec has no initializer: pass init, or read the existing weight.')
-    return WeightBox(
-      value=self.init(rng, self.shape, self.dtype),
-      split_dims=self.all_split_dims,
-      tags=self.tags,
-      stacked=0,
-      num_input_dims=self.num_input_dims,
-    )
+    value = self.init(rng, self.shape, self.dtype)
+    return WeightBox(value, self.all_split_dims, self.tags, num_input_dims=self.num_input_dims)
 
 
 class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
@@ -104,7 +99,7 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
   value: Any
   split_dims: tuple[SplitDim, ...] = struct.field(pytree_node=False)
   tags: tuple[str, ...] = struct.field(pytree_node=False)
-  stacked: int = struct.field(pytree_node=False)
+  stacked: int = struct.field(pytree_node=False, default=0)
   num_input_dims: int | None = struct.field(pytree_node=False, default=None)
 
   def unbox(self) -> Any:
@@ -114,14 +109,12 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
     return self.replace(value=val)
 
   def add_axis(self, index: int, params: dict[Any, Any]) -> 'WeightBox':
-    split_dims = list(self.split_dims)
-    split_dims.insert(index, params.get(STACK_DIM))
-    return self.replace(split_dims=tuple(split_dims), stacked=self.stacked + 1)
+    split_dims = (*self.split_dims[:index], params.get(STACK_DIM), *self.split_dims[index:])
+    return self.replace(split_dims=split_dims, stacked=self.stacked + 1)
 
   def remove_axis(self, index: int, params: dict[Any, Any]) -> 'WeightBox':
-    split_dims = list(self.split_dims)
-    del split_dims[index]
-    return self.replace(split_dims=tuple(split_dims), stacked=self.stacked - 1)
+    split_dims = (*self.split_dims[:index], *self.split_dims[index + 1 :])
+    return self.replace(split_dims=split_dims, stacked=self.stacked - 1)
 
 
 class Quantized(struct.PyTreeNode, meta.AxisMetadata):
@@ -160,21 +153,15 @@ def weight_specs(boxed_weights: Any, largest_dim: SplitDim = None) -> Any:
 
   def spec_of(leaf) -> WeightSpec:
     box = _as_box(leaf)
-    if box is None and len(leaf.shape) > 1 and largest_dim is not None:
-      at = leaf.shape.index(max(leaf.shape))
-      split_dims = tuple(largest_dim if dim == at else None for dim in range(len(leaf.shape)))
-      return dataclasses.replace(replicated_spec(leaf), split_dims=split_dims, tags=(SPLIT_BY_DEFAULT,))
-    if box is None:
-      return replicated_spec(leaf)
-    return WeightSpec(
-      shape=tuple(box.value.shape),
-      init=None,
-      split_dims=box.split_dims,
-      dtype=box.value.dtype,
-      tags=box.tags,
-      stacked=box.stacked,
-      num_input_dims=box.num_input_dims,
-    )
+    if box is not None:
+      declared = {name: getattr(box, name) for name in ('split_dims', 'tags', 'stacked', 'num_input_dims')}
+      return dataclasses.replace(replicated_spec(box.value), **declared)
+    spec = replicated_spec(leaf)
+    if len(spec.shape) < 2 or largest_dim is None:
+      return spec
+    split_dims: list[SplitDim] = [None] * len(spec.shape)
+    split_dims[spec.shape.index(max(spec.shape))] = largest_dim
+    return dataclasses.replace(spec, split_dims=tuple(split_dims), tags=(SPLIT_BY_DEFAULT,))
 
   return jax.tree.map(spec_of, boxed_weights, is_leaf=_is_box)
 
@@ -185,7 +172,7 @@ def _is_box(leaf: Any) -> bool:
 
 def _as_box(leaf: Any) -> WeightBox | None:
   if isinstance(leaf, meta.Partitioned):
-    return WeightBox(value=leaf.value, split_dims=tuple(leaf.names), tags=(), stacked=0)
+    return WeightBox(leaf.value, tuple(leaf.names), ())
   return leaf if isinstance(leaf, WeightBox) else None
 
 
