@@ -5,10 +5,7 @@ import pytest
 
 from spmd_tasks.inputs import ChatTemplate
 from tests.serving.served import serving
-from tests.serving.test_channels import ARGUMENTS, HM, LOOK, tokenizer  # noqa: F401
-from tests.serving.test_channels import CALL as CHANNEL_CALL
-from tests.serving.test_channels import ECHO as CHANNEL_ECHO
-from tests.serving.test_tool_calls import CALL, ZURICH
+from tests.serving.test_tool_calls import CALL, HARMONY_CALL, HARMONY_ECHO, HM, LOOK, ZURICH, tokenizer  # noqa: F401
 
 TOOLS = [{'type': 'function', 'name': 'weather', 'parameters': {}, 'strict': False}]
 # The text of each turn with its role and calls, up to the stop string.
@@ -90,18 +87,18 @@ def test_calls_and_the_items_of_a_conversation(client):
 
 def test_reasoning_is_an_item(tokenizer):  # noqa: F811
   tools = [{'type': 'function', 'name': 'weather', 'parameters': {}}]
-  template = ChatTemplate(template=CHANNEL_ECHO, writes_bos=True)
+  template = ChatTemplate(template=HARMONY_ECHO, writes_bos=True)
   with (
     serving(max_len=512, chat_template=template, tokenizer=tokenizer) as served,
     openai.OpenAI(base_url=f'{served.url}/v1', api_key='none', max_retries=0, timeout=20) as client,
   ):
-    asked = {'model': 'fake.Model', 'input': HM + LOOK + CHANNEL_CALL, 'tools': tools, 'max_output_tokens': 200}
+    asked = {'model': 'fake.Model', 'input': HM + LOOK + HARMONY_CALL, 'tools': tools, 'max_output_tokens': 200}
     answer = client.responses.create(**asked)
     streamed = list(client.responses.create(**asked, stream=True))[-1].response
   for each in (answer, streamed):
     assert [item.type for item in each.output] == ['reasoning', 'message', 'function_call']
     assert (each.output[0].content[0].text, each.output_text) == ('Hm <b>.', 'I look.')
-    assert each.output[2].arguments == ARGUMENTS
+    assert each.output[2].arguments == ZURICH[1]
 
 
 @pytest.mark.parametrize(

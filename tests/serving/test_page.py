@@ -13,7 +13,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from spmd_tasks.inputs import ChatTemplate
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import serving
-from tests.serving.test_channels import ECHO, FINAL, HM, tokenizer  # noqa: F401
+from tests.serving.test_tool_calls import FINAL, HARMONY_ECHO, HM, tokenizer  # noqa: F401
 
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
 # Nothing but the page: no updates, no lookups, no profile of an earlier run.
@@ -150,7 +150,7 @@ def test_a_model_with_a_chat_template_chats(browser):
 
 def test_reasoning_is_shown_and_not_sent_back(browser, tokenizer):  # noqa: F811
   """The fake repeats all messages of the conversation, and each answer's reasoning is shown beside it."""
-  template = ChatTemplate(template=ECHO, writes_bos=True)
+  template = ChatTemplate(template=HARMONY_ECHO, writes_bos=True)
   with serving(max_len=512, chat_template=template, tokenizer=tokenizer) as served:
     browser.get(served.url)
     page = Page(browser)

@@ -1,19 +1,42 @@
-"""Tool calls in and out, and outputs of a fixed form, over HTTP and a fake engine that repeats its prompt."""
+"""Tool calls in and out, harmony's messages, and outputs of a fixed form; the fake engine repeats its prompt."""
 
 import json
 import re
 
 import openai
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from spmd_tasks.inputs import ChatTemplate
-from spmd_tasks.serving.tool_calls import ToolCallParser
-from tests.serving.served import serving
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
+from spmd_tasks.serving.tool_calls import ChannelParser, ToolCallParser
+from tests.serving.served import CHAT, events, serving
 
 TOOLS = [{'type': 'function', 'function': {'name': name, 'parameters': {}}} for name in ('weather', 'time')]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 BARE = ' {"name": "time", "parameters": {}}'
 ZURICH = ('weather', '{"city": "Zürich"}')
+
+
+# The harmony format of gpt-oss.
+ARGUMENTS = ZURICH[1]
+HM = '<|channel|>analysis<|message|>Hm <b>.<|end|>'
+FINAL = '<|start|>assistant<|channel|>final<|message|>7 °C'
+LOOK = '<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>'
+HARMONY_CALL = f'<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}'
+EARLY = f' to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>'
+HARMONY_ECHO = '{% for m in messages %}{{ m.content }}{% endfor %}<|return|>{# <|channel|> tools #}'
+
+
+def check_parser(make, text, content, calls, reasoning=''):
+  for size in (1, 2, 7, 1000):
+    parser = make({'weather', 'time'})
+    thought, said, made = '', '', []
+    for piece in [text[start : start + size] for start in range(0, len(text), size)] + [None]:
+      found, new = parser.push(piece or '', is_last=piece is None)
+      said, made, thought = said + found, made + new, thought + parser.take_reasoning()
+    assert (thought, said, [(call.name, call.arguments) for call in made]) == (reasoning, content, calls), size
+    assert parser.num_calls == len(calls)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +54,30 @@ ZURICH = ('weather', '{"city": "Zürich"}')
   ],
 )
 def test_calls_are_found_however_the_text_is_cut(text, content, calls):
-  for size in (1, 2, 7, 1000):
-    parser = ToolCallParser({'weather', 'time'})
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    results = [parser.push(piece, is_last=False) for piece in pieces] + [parser.push('', is_last=True)]
-    assert ''.join(found for found, _ in results) == content
-    assert [(call.name, call.arguments) for _, found in results for call in found] == calls
-    assert parser.num_calls == len(calls)
+  check_parser(ToolCallParser, text, content, calls)
+
+
+@pytest.mark.parametrize(
+  'text, reasoning, content, calls',
+  [
+    (HM + FINAL, 'Hm <b>.', '7 °C', []),
+    (HM + HARMONY_CALL, 'Hm <b>.', '', [ZURICH]),
+    (HM + LOOK + HARMONY_CALL + '<|call|>', 'Hm <b>.', 'I look.', [ZURICH]),
+    (EARLY, '', '', [ZURICH]),  # the callee in the role
+    (LOOK.removeprefix('<|start|>assistant') + FINAL, '', 'I look.\n7 °C', []),
+    (HARMONY_CALL.replace(ARGUMENTS, '[7'), '', '[7', []),
+    ('{"a": "<|"}', '', '{"a": "<|"}', []),  # without a header
+    (HM + '<|start|>assis', 'Hm <b>.', '', []),
+  ],
+)
+def test_messages_in_channels_are_found_however_the_text_is_cut(text, reasoning, content, calls):
+  check_parser(ChannelParser, text, content, calls, reasoning)
+
+
+def test_content_is_not_held_back():
+  parser = ChannelParser(())
+  pieces = [HM, '<|start|>assistant<|channel|>final<|message|>', '7 ', '<', 'b']
+  assert [parser.push(piece, is_last=False)[0] for piece in pieces] == ['', '', '7 ', '', '<b']
 
 
 def test_a_plain_object_is_not_held_back():
@@ -185,3 +225,34 @@ def test_a_template_without_tools_refuses_them():
     answer = client.post('/v1/chat/completions', json={'messages': [{'role': 'user', 'content': 'x'}], 'tools': TOOLS})
   assert answer.status_code == 400
   assert answer.json()['error']['message'] == "this model's chat template has no tools: leave them out."
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  """Bytes, and the special tokens of gpt-oss."""
+  folder = tmp_path_factory.mktemp('tokenizer')
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  made = tokenizers.Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(alphabet)}, merges=[]))
+  made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  markers = ('channel', 'message', 'start', 'end', 'call', 'return', 'constrain')
+  made.add_special_tokens([f'<|{name}|>' for name in markers])
+  made.save(str(folder / 'tokenizer.json'))
+  (folder / 'tokenizer_config.json').write_text('{"eos_token": "<|return|>"}')
+  return FolderTokenizer(path=str(folder))
+
+
+def test_a_client_gets_no_markers(tokenizer):
+  """The fake engine repeats the prompt, up to the end of text."""
+  template = ChatTemplate(template=HARMONY_ECHO, writes_bos=True)
+  with serving(max_len=512, chat_template=template, tokenizer=tokenizer) as served, served.client() as client:
+    asked = {'messages': [{'role': 'user', 'content': HM + LOOK + HARMONY_CALL}], 'max_tokens': 200, 'tools': TOOLS}
+    (choice,) = client.post(CHAT, json=asked).json()['choices']
+    chunks = [event['choices'][0] for event in events(client.post(CHAT, json=asked | {'stream': True}))]
+  message = choice['message']
+  assert (message['reasoning_content'], message['content']) == ('Hm <b>.', 'I look.')
+  assert choice['finish_reason'] == 'tool_calls'
+  assert message['tool_calls'][0]['function'] == {'name': 'weather', 'arguments': ARGUMENTS}
+  for field in ('content', 'reasoning_content'):
+    assert ''.join(chunk['delta'].get(field) or '' for chunk in chunks) == message[field]
+  (call,) = [call for chunk in chunks for call in chunk['delta'].get('tool_calls', ())]
+  assert call['function'] == message['tool_calls'][0]['function']
