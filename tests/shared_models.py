@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from spmd_tasks import experiment
-from spmd_tasks.programs import decode, judged_texts, samples
+from spmd_tasks.programs import decode, judges, samples
 
 
 class Shared:
@@ -54,7 +54,7 @@ _decode_steps = Shared(decode.DecodeSteps, max_kept=3)
 def shared_models() -> Iterator[None]:
   with contextlib.ExitStack() as patches:
     patches.enter_context(mock.patch.object(experiment, 'partition_spmd_model', _models))
-    for module in (decode, judged_texts, samples):
+    for module in (decode, judges, samples):
       patches.enter_context(mock.patch.object(module, 'DecodeSteps', _decode_steps))
     yield
 

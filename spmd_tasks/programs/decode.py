@@ -10,7 +10,7 @@ A task that DecodesBatches, as that of a Pax experiment, decodes batches of its 
 from collections.abc import Callable, Iterable, Iterator
 import json
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 import zlib
 
 from etils import epath
@@ -75,9 +75,7 @@ def decode(
     emergency: ends this process after a failure that the other processes must learn of.
     input_path: a file of prompts (PromptFile), instead of the experiment's decode inputs; its name names the outputs.
     output_path: a file for the outputs, instead of one below `decode/`.
-    step: the checkpoint's step.
-    watch: decode with every new checkpoint, until that of `num_train_steps`.
-    poll_s: seconds between two looks for a new checkpoint.
+    step, watch, poll_s: as of `CheckpointReader.checkpoints`.
     load_draft: loads the model that `task.decode.draft_model` names.
 
   Raises:
@@ -95,7 +93,7 @@ def decode(
       if reader.guard.should_stop():
         raise PreemptedError
 
-    decoder: _AnyDecoder
+    decoder: Any  # with `compile` and `run`
     storage: WeightStorage | None = None
     if not isinstance(task, DecodesBatches):
       steps = DecodeSteps(model, draft=load_draft(model))
@@ -138,30 +136,14 @@ def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict
   return dict(job.decode_inputs)
 
 
-class _AnyDecoder(Protocol):
-  """Decodes named inputs with the weights of one checkpoint after another."""
-
-  def compile(self) -> None: ...
-
-  def run(self, name: str, weights: Any, step: int) -> None: ...
-
-
 class _PromptRequest(NamedTuple):
-  """One prompt to decode.
-
-  Fields:
-    prompt: as it was read.
-    request: its first sample.
-    num_outputs: how many samples or beams are wanted.
-    matcher: of the form of its outputs; None where that is open.
-    record: what the outputs depend on beside the weights, as JSON.
-  """
+  """One prompt to decode."""
 
   prompt: Prompt
-  request: Request
-  num_outputs: int
-  matcher: Matcher | None
-  record: dict[str, Any]
+  request: Request  # the first sample
+  num_outputs: int  # how many samples or beams are wanted
+  matcher: Matcher | None  # of the form of its outputs; None where that is open
+  record: dict[str, Any]  # what the outputs depend on beside the weights, as JSON
 
 
 class Decoder:

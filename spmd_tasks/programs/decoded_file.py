@@ -100,11 +100,8 @@ def request_record(prompt: Prompt, request: Request, num_outputs: int, settings:
   more['logit_bias'] = {str(token): value for token, value in request.logit_bias} or None
   record |= {name: value for name, value in more.items() if value is not None}
   if settings.num_beams > 1:
-    return (
-      record
-      | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty}
-      | ({} if settings.beam_rule == 'exact' else {'beam_rule': settings.beam_rule})
-    )
+    rule = {} if settings.beam_rule == 'exact' else {'beam_rule': settings.beam_rule}
+    return record | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty} | rule
   sampling = dataclasses.asdict(request.sampling)
   return record | {'seed': request.seed, 'score_prompt': request.score_prompt, **sampling}
 

@@ -35,9 +35,7 @@ def evaluate(
     job: the built experiment.
     job_log_dir: a training job's directory, running or not; only `eval/` below it is written.
     emergency: the way out of a failure that other processes must hear of.
-    step: the checkpoint's step; None takes the newest.
-    watch: go on with every new checkpoint until that of `num_train_steps`.
-    poll_s: seconds between two looks for a new checkpoint.
+    step, watch, poll_s: as of `CheckpointReader.checkpoints`.
     writes_examples: write the loss's per-example outputs to `eval/<name>/step_<N>.jsonl`, one line for each example.
 
   Raises:

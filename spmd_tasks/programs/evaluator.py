@@ -1,14 +1,10 @@
-"""Evaluator: evaluates whole eval sets, and records their metrics; --mode=eval and training jobs share it.
-
-for name, metrics in evaluator.evaluate(variables, step):
-evaluator.record(name, step, metrics)
-"""
+"""Evaluator: evaluates whole eval sets, and records their metrics; --mode=eval and training jobs share it."""
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
 import json
-from typing import Any
+from typing import Any, cast
 
 from absl import logging
 from clu import metrics as clu_metrics
@@ -56,13 +52,12 @@ class Evaluator:
     self._tensorboard = job.experiment.tensorboard
     self._input_timeout_s = job.experiment.input_timeout_s
     judges = {name: getattr(each, 'judge', None) for name, each in self._inputs.items()}
-    self._judges = {name: judge for name, judge in judges.items() if judge is not None}
-    self._texts = None
-    if readers := {name: judge for name, judge in self._judges.items() if judge.wants_texts}:
-      from spmd_tasks.programs.judged_texts import JudgedTexts  # with all of decoding
+    self._judges = None
+    if any(judges.values()):
+      from spmd_tasks.programs.judges import Judges  # with all of decoding
 
-      self._texts = JudgedTexts(job, model, readers)
-    keeps_examples = keeps_examples or any(judge.wants_scores for judge in self._judges.values())
+      self._judges = Judges(job, model, {name: judge for name, judge in judges.items() if judge is not None})
+      keeps_examples = keeps_examples or self._judges.want_scores
     self.examples: dict[str, dict[str, np.ndarray]] = {}
     self._histograms: dict[str, dict[str, np.ndarray]] = {}
     self._steps_by_shape = StepsByShape(functools.partial(model.eval_step, keeps_examples=keeps_examples))
@@ -82,8 +77,8 @@ class Evaluator:
     """Compiles the eval steps now instead of in the first evaluation."""
     for step in self._steps.values():
       step.compile()
-    if self._texts is not None:
-      self._texts.compile()
+    if self._judges is not None:
+      self._judges.compile()
 
   @property
   def names(self) -> list[str]:
@@ -128,11 +123,11 @@ class Evaluator:
 
   def is_recorded(self, name: str, step: int) -> bool:
     """Returns whether the set's metrics file has a line of `step`."""
-    path = self._directory(name) / METRICS_FILE
     from spmd_tasks.runtime.metric_files import read_jsonl
 
-    with storage_errors(path), contextlib.suppress(FileNotFoundError):
-      return step in read_jsonl(path.parent)
+    directory = self._directory(name)
+    with storage_errors(directory / METRICS_FILE), contextlib.suppress(FileNotFoundError):
+      return step in read_jsonl(directory)
     return False
 
   def close(self) -> None:
@@ -163,14 +158,6 @@ class Evaluator:
     """Returns the set's metrics; None if `should_stop` ended the evaluation."""
     iterator = self._iterators.pop(name, None) or self._make_iterator(name)
     finished: list[BatchMetrics] = []
-    outputs: list[StepOutputs] = []
-
-    def finish(launched: BatchMetrics) -> None:
-      metrics = jax.device_get(launched)
-      if (beside := metrics.pop('outputs', None)) is not None:
-        outputs.append(beside)
-      finished.append(metrics)
-
     in_flight: BatchMetrics | None = None
     place = functools.partial(self._place, name)
     with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
@@ -179,7 +166,7 @@ class Evaluator:
           return None
         launched = eval_step(variables, batch, np.int32(step))
         if in_flight is not None:  # read one batch late: the device always has the next one
-          finish(in_flight)
+          finished.append(jax.device_get(in_flight))
         in_flight = launched
         on_batch()
     if in_flight is None:
@@ -187,68 +174,34 @@ class Evaluator:
         f'eval set {name!r} has no batch, its source is empty: correct eval_inputs.{name}, or leave it out of '
         'eval_inputs().'
       )
-    finish(in_flight)
+    finished.append(jax.device_get(in_flight))
+    beside = [metrics.pop('outputs', None) for metrics in finished]
+    outputs: list[StepOutputs] = [each for each in beside if each is not None]
     means = _mean_over_batches(finished)
     if not np.isfinite(means['loss']):
-      logging.warning(
-        'eval set %r: the loss of step %d is %s: look for ids or labels outside [0, vocab_size) in eval_inputs.%s.',
-        name,
-        step,
-        means['loss'],
-        name,
-      )
+      look = f'look for ids or labels outside [0, vocab_size) in eval_inputs.{name}.'
+      logging.warning('eval set %r: the loss of step %d is %s: %s', name, step, means['loss'], look)
     metrics = finish_metrics(means) | {'num_batches': len(finished)}
     scalars, self._histograms[name] = split_summaries(outputs)
     metrics |= scalars
     parts = [each.examples() for each in outputs]
     self.examples[name] = {key: np.concatenate([part[key] for part in parts]) for key in (parts[0] if parts else ())}
+    if self._judges is None:
+      return metrics
     try:
-      judged = self._judge(name, variables, step, outputs, on_batch, should_stop)
+      judged = self._judges.metrics(name, variables, step, outputs, on_batch, should_stop)
     except PreemptedError:
       return None
     return metrics | {f'task_{key}' if key in metrics else key: value for key, value in judged.items()}
 
-  def _judge(
-    self,
-    name: str,
-    variables: Any,
-    step: int,
-    outputs: list[StepOutputs],
-    on_batch: Callable[[], None],
-    should_stop: Callable[[], bool],
-  ) -> dict[str, float]:
-    """Returns the metrics of a set's judge. Raises PreemptedError if `should_stop`."""
-
-    def on_step() -> None:
-      on_batch()
-      if should_stop():
-        raise PreemptedError
-
-    judge, texts, scores = self._judges.get(name), None, None
-    if judge is None:
-      return {}
-    if judge.wants_texts:
-      assert self._texts is not None
-      with doing(f'writing the texts of {name}'):
-        texts = self._texts.generate(name, variables, on_step)
-    if judge.wants_scores:
-      if not outputs or 'cross_entropy' not in outputs[0].per_example:
-        raise UserError(
-          f"eval set {name!r} judges scores, and the task's loss gives no 'cross_entropy' per example: add it to the "
-          'per_example of its LossOutput.'
-        )
-      scores = -np.concatenate([each.per_example['cross_entropy'] for each in outputs])
-    return judge.metrics(step, texts, scores)
-
   def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""
-    step = self._steps[name]
-    given: Any = self._inputs[name]
+    step, given = self._steps[name], cast(Any, self._inputs[name])
     if getattr(given, 'gives_whole_batches', False):
       batch = given.as_specified(dict(batch))
       step = self._steps_by_shape.of(batch)  # a smaller last batch has a step of its own
       return step, step.place(step.layout.own_rows(batch))
-    if getattr(self._inputs[name], 'shapes_may_vary', False):
+    if getattr(given, 'shapes_may_vary', False):
       step = self._steps_by_shape.of(batch)
     return step, step.place(batch)
 
@@ -266,10 +219,7 @@ def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
       )
       means[name] = total / count if count else np.zeros_like(total)
     else:
-      merged = first
-      for batch in batches[1:]:
-        merged = merged.merge(batch[name])
-      value = merged.compute()
+      value = functools.reduce(lambda merged, batch: merged.merge(batch[name]), batches[1:], first).compute()
       if isinstance(value, jax.Array | np.ndarray | np.generic | float | int) and np.ndim(value) <= 1:
         means[name] = np.asarray(value, np.float64)
   return means

@@ -9,8 +9,7 @@
     metrics |= goodput.metrics()                  # {'goodput': 0.93, 'badput/data_loading': 0.01, ...}
 
 Every moment has one cause, so the shares add up to 1. Names follow Google's ml-goodput-measurement. The record,
-`<job_log_dir>/goodput.json`, is one small file that process 0 replaces at logged steps. The next process reads from it
-when the last one was alive, and how much time the steps took that it makes again.
+`<job_log_dir>/goodput.json`, is one small file that process 0 replaces at logged steps, for the next process.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,23 +50,14 @@ woken: float | None = None  # when a process that had waited for it began its wo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Record:
-  """The record that a process leaves for the next one.
-
-  Attributes:
-    written: when, in seconds since the epoch.
-    has_ended: the job had made all its steps, so the time until somebody adds more is no loss.
-    seconds: by cause, and in steps that counted.
-    undecided: seconds in steps that were not finished, after the process's first.
-    step: the last step that counted.
-    marks: step -> seconds in steps that counted until then.
-  """
+  """The record that a process leaves for the next one. Times are in seconds since the epoch."""
 
   written: float
-  has_ended: bool
-  seconds: dict[str, float]
-  undecided: float
-  step: int
-  marks: dict[int, float]
+  has_ended: bool  # the job had made all its steps, so the time until somebody adds more is no loss
+  seconds: dict[str, float]  # by cause, and in steps that counted
+  undecided: float  # seconds in steps that were not finished, after the process's first
+  step: int  # the last one that counted
+  marks: dict[int, float]  # step -> seconds in steps that counted until then
 
   def productive_until(self, step: int) -> float:
     """The seconds in steps that counted until `step`: marked, or between those of the marks around it."""
@@ -80,11 +70,7 @@ class _Record:
 
 
 class Goodput:
-  """Adds up where the wall time of a job goes. See the module's docstring.
-
-  Attributes:
-    begun: when this process was started, in seconds since the epoch.
-  """
+  """Adds up where the wall time of a job goes; see the module's docstring. `begun`: when this process was started."""
 
   def __init__(self, directory: epath.Path | None, *, begun: float, now: Callable[[], float] = time.time):
     """Begins to count; nothing is read or written yet.
@@ -149,12 +135,9 @@ class Goodput:
       self.switch(outer)
 
   def step(self, step: int, *, is_skipped: bool, seconds_waited: float) -> None:
-    """Counts the time in steps since the last call as good, or as lost.
+    """Counts the time in steps since the last call as good, or as lost; `step` is the number of those that counted.
 
-    Args:
-      step: steps that counted, this one included.
-      is_skipped: this one did not count.
-      seconds_waited: how long there was nothing to do but to wait for a batch, in all.
+    `seconds_waited`: how long there was nothing to do but to wait for a batch, in all.
     """
     self.switch(self._cause)
     waited = max(0.0, min(self._undecided, seconds_waited - self._waited))

@@ -16,28 +16,17 @@
       def hooks(self):
         return [BestLoss()]
 
-A job has its hooks in one declared order (`job_hooks` in train.py), and each method below is called on all of them in
-that order before the next one is called on any. The methods, in the order of a job's life:
-
-    prepare            the whole config is known; nothing is written yet
-    open               the directory is the job's own; no state yet
-    restore            asked before the store: may give the state to go on from
-    start              there is a state; the train step may not be compiled yet
-    batches            asked before the input is read: may give the loop its batches
-    before_loop        everything is compiled, and SIGTERM is kept for `should_stop`
-    before_step        a batch is there, and the step on it is about to be launched
-    after_first_step   of this process, before `after_step` of the same step
-    after_step         every step that counts; `after_skipped_step` for one that was not finite and changed nothing
-    after_loop         whatever has ended the loop: the last step, SIGTERM, an early end, the end of the input
-    finish             only if the training is complete: after the last step or an early end
+A job has its hooks in one declared order (`job_hooks` in train.py). The methods of TrainHook stand in the order of a
+job's life; each is called on all hooks in their order before the next one is called on any.
 
 Several processes call the same hooks at the same steps. A hook that computes with the state, compiles or communicates
 does that on every process, after the same steps: it decides by the step, by metrics (all processes have the same) or by
 `distributed.primary_decides`. Only process 0 writes (`is_primary()`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,13 +56,10 @@ class PreemptedError(Exception):
 
 
 class NewestEvals(NamedTuple):
-  """The newest evals of all eval sets of a job.
+  """The newest evals of all eval sets of a job, after `step` (-1: there were none yet), and how long they took.
 
-  Attributes:
-    step: after which they were made; -1: there were none yet.
-    metrics: by eval set.
-    seconds: how long they took.
-    examples: by eval set, where a hook `wants_examples`: name -> one value per example, of the loss.
+  `metrics` and `examples` are by eval set; `examples` has one value of the loss's per example, by name, where a hook
+  `wants_examples`.
   """
 
   step: int = -1
@@ -90,9 +76,7 @@ class Logged(NamedTuple):
 
 
 class TrainHook:
-  """Base class of hooks: every method does nothing. See the module's docstring for when each is called.
-
-  What a method raises ends the job; a UserError does so in one sentence, with exit code 2.
+  """Base class of hooks: every method does nothing. What a method raises ends the job; a UserError in one sentence.
 
   Attributes:
     wants_examples: whether it reads the loss's per-example outputs, `outcome.outputs.examples()` of a step and
@@ -102,10 +86,10 @@ class TrainHook:
   wants_examples: bool = False
 
   def prepare(self, run: 'TrainRun') -> None:
-    """Checks what the hook needs, and raises a UserError if it is not there. Nothing may be written."""
+    """Checks what the hook needs, and raises a UserError if it is not there. Nothing may be written yet."""
 
   def open(self, run: 'TrainRun') -> None:
-    """Opens files, threads and connections; `run.stack` closes them at the job's end."""
+    """Opens files, threads and connections in the directory, now the job's own; `run.stack` closes them at its end."""
 
   def restore(self, run: 'TrainRun', newest_checkpoint: int) -> 'RestoredCopy | None':
     """Returns a state to go on from instead of the newest checkpoint (-1: there is none); the first answer counts."""
@@ -122,7 +106,10 @@ class TrainHook:
     return None
 
   def before_loop(self, run: 'TrainRun') -> None:
-    """Does what an earlier process of the job was ended in. Raises PreemptedError if `run.should_stop()` came first."""
+    """Does what an earlier process of the job was ended in; all is compiled, and SIGTERM is kept for `should_stop`.
+
+    Raises PreemptedError if `run.should_stop()` came first.
+    """
 
   def needs_state(self, step: int) -> bool:
     """Returns whether `after_step` reads `run.state` after this step. The next step is launched only then.
@@ -136,10 +123,10 @@ class TrainHook:
     """Looks at the placed batch of the next step, which what it raises prevents; `run.state` needs `needs_state`."""
 
   def after_first_step(self, run: 'TrainRun') -> None:
-    """Compiles now what is first needed at an interval: what cannot be compiled should fail at the start."""
+    """Compiles, after this process's first step, what is first needed at an interval: it should fail at the start."""
 
   def after_step(self, run: 'TrainRun', outcome: 'Outcome') -> None:
-    """Does what is due after a step: `outcome.step` updates are applied, `outcome.metrics` are on the devices.
+    """Does what is due after a step that counts: `outcome.step` updates are applied, its metrics are on the devices.
 
     Returns early if `run.should_stop()`: the loop then ends after this step.
     """
@@ -148,67 +135,42 @@ class TrainHook:
     """Hears that a step changed nothing, because its loss or a gradient was not finite."""
 
   def after_loop(self, run: 'TrainRun') -> None:
-    """Keeps what is to be kept: no step is in flight, and `run.state` is that of `run.step`."""
+    """Keeps what is to be kept, whatever has ended the loop; `run.state` is that of `run.step`."""
 
   def finish(self, run: 'TrainRun') -> None:
-    """Does what is due at the end of the training. Raises PreemptedError if `run.should_stop()` came first."""
+    """Does what is due at the end of a complete training. Raises PreemptedError if `run.should_stop()` came first."""
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class TrainRun:
-  """A running training job, as its hooks see it. Attributes are in the order of the job's life.
+  """A running training job, as its hooks see it. Fields are in the order of the job's life."""
 
-  Attributes:
-    job, job_log_dir: the built experiment, and the job's directory.
-    model: the partitioned model.
-    hooks: all hooks of the job, in their order.
-    goodput: counts where the time goes.
-    stack: closes at the job's end, newest first, what hooks have opened: `run.stack.enter_context(...)`.
-    end_reason: why the job ends before its last step; None: it does not.
+  job: 'Job'  # as it was built
+  job_log_dir: epath.Path
+  model: 'PartitionedModel'
+  hooks: tuple[TrainHook, ...]  # all of the job's, in their order
+  goodput: 'Goodput'  # counts where the time goes
+  guard: 'PreemptionGuard'
+  stack: contextlib.ExitStack  # closes at the job's end, newest first, what hooks have opened
+  end_reason: str | None = None  # why the job ends before its last step
 
-    watchdog: ends processes that make no progress (from `open` on).
-    base: waits for what each checkpoint says about weights that it leaves out; a hook may set it in `open`.
+  # From `open` on: what ends processes that make no progress. A hook may set there what each checkpoint says about
+  # weights that it leaves out, which is waited for.
+  watchdog: 'StepWatchdog' = dataclasses.field(init=False)
+  base: Callable[[], Mapping[str, str]] | None = None
 
-    checkpointer: saves and restores (from `restore` on).
+  # From `restore` on, and from `start` on: what shows steps, metrics and messages; the step after which this process
+  # goes on, and a phrase about where its state is from; what launches the steps, with the state and the counts.
+  checkpointer: 'Checkpointer' = dataclasses.field(init=False)
+  progress: 'Progress' = dataclasses.field(init=False)
+  first_step: int = -1
+  origin: str = ''
+  loop: 'TrainingLoop' = dataclasses.field(init=False)
 
-    progress: shows steps, metrics and messages (from `start` on).
-    first_step, origin: the step after which this process goes on, and a phrase about where its state is from.
-    loop: launches the steps; has the state, the input's position and counts.
-    batches: takes them from the input (from `before_loop` on).
-    evals: the newest ones.
-    logged: the metrics that were written last.
-    metrics: of hooks, scalars by name; they are written with those of the next logged step.
-  """
-
-  watchdog: 'StepWatchdog'
-  checkpointer: 'Checkpointer'
-  progress: 'Progress'
-  loop: 'TrainingLoop'
-  batches: 'Prefetcher'
-
-  def __init__(
-    self,
-    *,
-    job: 'Job',
-    job_log_dir: epath.Path,
-    model: 'PartitionedModel',
-    hooks: Sequence[TrainHook],
-    goodput: 'Goodput',
-    guard: 'PreemptionGuard',
-    stack: contextlib.ExitStack,
-  ):
-    self.job = job
-    self.job_log_dir = job_log_dir
-    self.model = model
-    self.hooks = tuple(hooks)
-    self.goodput = goodput
-    self.stack = stack
-    self.end_reason: str | None = None
-    self.base: Callable[[], Mapping[str, str]] | None = None
-    self.first_step, self.origin = -1, ''
-    self.evals = NewestEvals()
-    self.logged = Logged()
-    self.metrics: dict[str, float] = {}
-    self._guard = guard
+  batches: 'Prefetcher' = dataclasses.field(init=False)  # from `before_loop` on
+  evals: NewestEvals = dataclasses.field(default_factory=NewestEvals)
+  logged: Logged = dataclasses.field(default_factory=Logged)  # the metrics that were written last
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of hooks, written with the next logged step's
 
   @property
   def experiment(self) -> 'Experiment':
@@ -242,7 +204,7 @@ class TrainRun:
 
   def should_stop(self) -> bool:
     """Whether SIGTERM or Ctrl-C asks for an end. Every process asks at the same points, because calls are counted."""
-    return self._guard.should_stop()
+    return self.guard.should_stop()
 
   def end_early(self, reason: str) -> None:
     """Ends the job after this step, or after the next one if that is launched already.

@@ -98,11 +98,11 @@ class Evaluate(TrainHook):
     step, evaluator = run.first_step, self._evaluator
     if step == 0 or not (step >= run.experiment.num_train_steps or is_multiple(step, self._every_steps)):
       return False
-
-    def is_incomplete() -> bool:
-      return not all(evaluator.is_recorded(name, step) for name in evaluator.names)
-
-    return primary_decides(is_incomplete, 'missing_evals', limit_s=run.limit_s)
+    return primary_decides(
+      lambda: not all(evaluator.is_recorded(name, step) for name in evaluator.names),
+      'missing_evals',
+      limit_s=run.limit_s,
+    )
 
   def _evaluate(self, run: TrainRun) -> bool:
     """Evaluates all sets; returns False if SIGTERM came before the last one was finished."""

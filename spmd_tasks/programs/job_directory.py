@@ -21,7 +21,6 @@ import os
 import shutil
 import socket
 import time
-import types
 from typing import TYPE_CHECKING
 
 from absl import logging
@@ -66,18 +65,12 @@ class JobDirectory:
   """A claimed directory. Leaving it as a context releases the claim.
 
   A UserError before the first step of a new job refuses it: what the job has written by then is removed again.
-
-  Attributes:
-    path: the directory.
-    lock_file: open and locked, or a StoreClaim; None on a file system without locks.
-    earlier: what a new job found in the directory; None for a job that has been here before.
-    made: the directories that the claim has made, innermost first.
   """
 
   path: epath.Path
-  lock_file: 'io.FileIO | StoreClaim | None'
-  earlier: frozenset[epath.Path] | None = None
-  made: tuple[epath.Path, ...] = ()
+  lock_file: 'io.FileIO | StoreClaim | None'  # open and locked; None on a file system without locks
+  earlier: frozenset[epath.Path] | None = None  # what a new job found; None for a job that has been here before
+  made: tuple[epath.Path, ...] = ()  # the directories that the claim has made, innermost first
 
   def release(self) -> None:
     """Frees the directory for another job; the end of the process does the same."""
@@ -92,9 +85,7 @@ class JobDirectory:
   def __enter__(self) -> 'JobDirectory':
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
-  ) -> None:
+  def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     if isinstance(error, UserError) and self.earlier is not None and not (self.path / STARTUP_FILE).exists():
       self._remove_what_is_new(self.earlier)
     self.release()
@@ -124,7 +115,7 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   try:
     _check_kinds(path)
     _check_experiment(path, experiment_name)
-    earlier: frozenset[epath.Path] | None = frozenset(_own_paths(path))
+    earlier = frozenset(_own_paths(path))
     made: tuple[epath.Path, ...] = ()
     if not is_remote(path):
       made = tuple(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
@@ -133,8 +124,6 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
     try:
       # Again, now that nobody else can write: two first jobs may have passed the first check together.
       is_known = _check_experiment(path, experiment_name)
-      if is_known or lock_file is None:  # without a lock, what is new may be another job's
-        earlier = None
     except BaseException:
       if lock_file is not None:
         lock_file.close()
@@ -144,7 +133,8 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
       f'job_log_dir {os.fspath(path)!r} cannot be used: {error.strerror or error} ({error.filename or path}). Choose a '
       'directory that this user can create and write.'
     ) from error
-  return JobDirectory(path=path, lock_file=lock_file, earlier=earlier, made=made)
+  is_new = not is_known and lock_file is not None  # without a lock, what is new may be another job's
+  return JobDirectory(path=path, lock_file=lock_file, earlier=earlier if is_new else None, made=made)
 
 
 def write_config(job_log_dir: epath.Path, config_json: str) -> None:

@@ -121,13 +121,13 @@ class LogMetrics(TrainHook):
     """Returns all metrics of a step; waits for the step. A collective call."""
     metrics = finish_metrics(jax.device_get(outcome.metrics))
     del metrics['skipped']
-    metrics |= self._rates.since_last(outcome.step) | run.goodput.metrics()
-    metrics |= progress_of(run.job.train_input, run.loop.outcome_input_state) | run.metrics
-    return metrics | {
+    counts = {
       'num_skipped_steps': run.loop.num_skipped,
       'padding_waste': run.model.padding_waste,
       'num_compilations': self._compilations.num_programs - self._num_programs,
     }
+    progress = progress_of(run.job.train_input, run.loop.outcome_input_state)
+    return metrics | self._rates.since_last(outcome.step) | run.goodput.metrics() | progress | run.metrics | counts
 
 
 class ProfileOnRequest(TrainHook):
@@ -162,19 +162,12 @@ class ReportEnd(TrainHook):
 
 @dataclasses.dataclass(kw_only=True)
 class StepRates:
-  """Measures rates from one logged step to the next.
+  """Measures rates from one logged step to the next."""
 
-  Attributes:
-    counted: what is counted beside steps: 'tokens', or 'examples' of batches without tokens.
-    counted_per_step: how many of them a training batch has.
-    peak_steps_per_second: steps per second at the devices' peak FLOP/s; None where the peak is not known.
-    goodput: counts the time in the loop.
-  """
-
-  counted: str
-  counted_per_step: int
-  peak_steps_per_second: float | None
-  goodput: Goodput
+  counted: str  # beside steps: 'tokens', or 'examples' of batches without tokens
+  counted_per_step: int  # of a training batch
+  peak_steps_per_second: float | None  # at the devices' peak FLOP/s; None where the peak is not known
+  goodput: Goodput  # counts the time in the loop
   _last: tuple[int, float, float] = (-1, 0.0, 0.0)
 
   @classmethod
@@ -210,10 +203,8 @@ def count_batch(spec: InputSpec) -> tuple[str, int]:
 
   Positions that a text does not fill count as well.
   """
-  tokens = [
-    math.prod(each.shape) for each in spec.values() if len(each.shape) == 2 and np.issubdtype(each.dtype, np.integer)
-  ]
-  return ('tokens', max(tokens)) if tokens else ('examples', next(iter(spec.values())).shape[0])
+  texts = [each.shape for each in spec.values() if len(each.shape) == 2 and np.issubdtype(each.dtype, np.integer)]
+  return ('tokens', max(map(math.prod, texts))) if texts else ('examples', next(iter(spec.values())).shape[0])
 
 
 def _peak_steps_per_second(model: PartitionedModel) -> float | None:

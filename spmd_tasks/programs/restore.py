@@ -25,21 +25,12 @@ LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
 
 @doing('restoring or initializing the state')
 def restore_or_init(
-  model: PartitionedModel,
-  checkpointer: Checkpointer,
-  job: Job,
-  iterator: InputIterator,
+  model: PartitionedModel, checkpointer: Checkpointer, job: Job, iterator: InputIterator
 ) -> tuple[TrainState, int, str]:
-  """Returns the state that a training job starts from, and moves `iterator` to the position that belongs to it.
+  """Returns the padded state that a job starts from, its step, and a phrase that says where the state is from.
 
-  The job's own newest checkpoint comes first. Without one, the job starts at step 0 with the weights that the
-  experiment's `init_from` names, or with newly drawn weights.
-
-  Args:
-    model, checkpointer, job, iterator: of the job.
-
-  Returns:
-    (padded state, its step, a phrase that says where the state is from).
+  The job's own newest checkpoint comes first, with which `iterator` moves to its position. Without one, the job starts
+  at step 0 with the weights that the experiment's `init_from` names, or with newly drawn weights.
 
   Raises:
     CheckpointError: there are checkpoints, but none that can be used; or there were, and they are gone.
@@ -54,16 +45,11 @@ def restore_or_init(
 
 
 def saved_state(
-  model: PartitionedModel,
-  checkpointer: Checkpointer,
-  job: Job,
-  step: int | None = None,
+  model: PartitionedModel, checkpointer: Checkpointer, job: Job, step: int | None = None
 ) -> tuple[TrainState, int, Any] | None:
   """Returns the padded state of a checkpoint, its step and this process's position in the input.
 
-  Args:
-    model, checkpointer, job: as in `restore_or_init`.
-    step: of the checkpoint; None: the newest that is whole, and None is returned where there never was one.
+  `step` None takes the newest that is whole, and None is returned where there never was one.
   """
   origin = job.experiment.origin()
   part = saved_part(model, origin)

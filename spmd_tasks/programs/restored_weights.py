@@ -51,8 +51,7 @@ def restore_evaluation_variables(
   weights are always read from the folder.
 
   Args:
-    model: whose variables are restored.
-    checkpointer: of the training job.
+    model, checkpointer: of the training job.
     step: the checkpoint's step; None takes the newest.
     part: selects the variables; None takes the task's `evaluation_variables`. To generate text, pass its
       `decoding_variables`.
@@ -73,9 +72,8 @@ def restore_evaluation_variables(
     return origin.variables(model, storage), 0
   base = base_of(model, origin)
   canonical = model.canonical_state
-  if part is None:
-    part = model.task.evaluation_variables
-  wanted = part(canonical)
+  select = model.task.evaluation_variables if part is None else part
+  wanted = select(canonical)
   weights = wanted.pop('params')
   trained = without_frozen(weights, model.weight_specs) if model.has_frozen_weights else weights
   subtree = _subtree_of(trained, canonical)
@@ -83,7 +81,7 @@ def restore_evaluation_variables(
     restored = checkpointer.restore(canonical, step)
     if restored is None:
       raise CheckpointError('there is no checkpoint to restore weights from: correct the path, or train first.')
-    return model.from_canonical(part(restored.state), part), restored.step
+    return model.from_canonical(select(restored.state), select), restored.step
   is_whole = base is None and subtree == 'weights'
   restored = checkpointer.restore_weights(weights if is_whole else trained, step, subtree=subtree)
   variables = {'params': restored.state}
@@ -93,9 +91,8 @@ def restore_evaluation_variables(
   for name, abstract in wanted.items():
     variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
   if base is None:
-    return model.from_canonical(variables, part), restored.step
+    return model.from_canonical(variables, select), restored.step
   base.check(restored, checkpointer.path)
-  select = part
   variables = model.from_canonical(variables, lambda state: select(model.trained_part(state)))
   return variables | {'params': fill_in(variables['params'], base.frozen(model, storage))}, restored.step
 
@@ -111,24 +108,15 @@ def _subtree_of(weights: Any, state: TrainState) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointReader:
-  """Reads a training job's checkpoints for a mode that a signal may stop; `open_reader` makes it.
-
-  Attributes:
-    job, model: of the training job.
-    saved: its record of saved steps.
-    checkpointer: of that job, read-only.
-    watchdog: gets the beats of the mode's own steps.
-    guard: sees a signal from the first checkpoint on; before, SIGTERM loses nothing and need not wait for the compiler.
-    stack: closes what it is given when the mode ends.
-  """
+  """Reads a training job's checkpoints for a mode that a signal may stop; `open_reader` makes it."""
 
   job: Job
   model: PartitionedModel
   saved: SavedSteps
-  checkpointer: Checkpointer
-  watchdog: StepWatchdog
-  guard: PreemptionGuard
-  stack: contextlib.ExitStack
+  checkpointer: Checkpointer  # read-only
+  watchdog: StepWatchdog  # gets the beats of the mode's own steps
+  guard: PreemptionGuard  # sees a signal from the first checkpoint on; before, SIGTERM loses nothing
+  stack: contextlib.ExitStack  # closes what it is given when the mode ends
 
   def checkpoints(
     self,
@@ -184,15 +172,10 @@ def open_reader(
   job: Job, model: PartitionedModel, job_log_dir: epath.Path, activity: str, emergency: EmergencyExit
 ) -> Iterator[CheckpointReader]:
   """Opens a job's checkpoints; the records of an `activity` of several processes are in the directory of that name."""
+  experiment = job.experiment
+  limits = {'timeout_s': experiment.step_timeout_s, 'first_step_timeout_s': experiment.first_step_timeout_s}
   with contextlib.ExitStack() as stack, emergency.on_failure():
-    watchdog = stack.enter_context(
-      watch_steps(
-        job_log_dir / activity,
-        emergency,
-        timeout_s=job.experiment.step_timeout_s,
-        first_step_timeout_s=job.experiment.first_step_timeout_s,
-      )
-    )
+    watchdog = stack.enter_context(watch_steps(job_log_dir / activity, emergency, **limits))
     guard, saved = PreemptionGuard(), SavedSteps(job_log_dir)
     stack.callback(guard.stop)
     checkpointer = saved.open_checkpoints(read_only=True)

@@ -19,12 +19,7 @@ from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import (
-  Job,
-  check_vocabulary,
-  make_training_iterator,
-  partition_job,
-)
+from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.programs.evaluator import refuse_other_data
@@ -99,13 +94,7 @@ def train(
     keeps_examples = any(hook.wants_examples for hook in hooks)
     model, iterator = _check(job, goodput, keeps_examples=keeps_examples)
     run = TrainRun(
-      job=job,
-      job_log_dir=job_log_dir,
-      model=model,
-      hooks=hooks,
-      goodput=goodput,
-      guard=guard,
-      stack=stack,
+      job=job, job_log_dir=job_log_dir, model=model, hooks=hooks, goodput=goodput, guard=guard, stack=stack
     )
     for hook in hooks:
       hook.prepare(run)
@@ -125,7 +114,8 @@ def train(
     run.batches = _start_input(run, iterator)
     is_done = run.first_step >= experiment.num_train_steps
     if not is_done:
-      _compile(run)
+      with goodput.spend('compilation'):
+        model.train_step.compile()
     guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
     try:
       for hook in hooks:
@@ -173,7 +163,7 @@ def _check(job: Job, goodput: Goodput, *, keeps_examples: bool) -> tuple[Partiti
   if (num_microbatches := job.task.learner.num_microbatches) > 1:
     from spmd_tasks.learning.accumulation import check_num_microbatches
 
-    check_num_microbatches(_batch_size(model), num_microbatches)
+    check_num_microbatches(next(iter(model.input_layout.spec.values())).shape[0], num_microbatches)
   iterator = make_training_iterator(job)
   if jax.process_count() > 1:
     limit_s = math.ceil(job.experiment.first_step_timeout_s)
@@ -215,6 +205,11 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
       saved.record(run.checkpointer.latest_step() or 0)
   run.progress = Progress(experiment.num_train_steps, run.first_step, primary=is_primary())
   run.stack.callback(run.progress.close)
+
+  def before_step(batch: dict[str, jax.Array]) -> None:
+    for hook in run.hooks:
+      hook.before_step(run, batch)
+
   run.loop = TrainingLoop(
     train_step=run.model.train_step,
     state=state,
@@ -224,7 +219,7 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
     platform=next(iter(state.step.devices())).platform,
     on_activity=run.watchdog.beat,
     should_stop=lambda: run.end_reason is not None or run.should_stop(),
-    before_step=lambda batch: _before_step(run, batch),
+    before_step=before_step,
   )
 
 
@@ -257,37 +252,15 @@ def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:
   return batches
 
 
-def _before_step(run: TrainRun, batch: dict[str, jax.Array]) -> None:
-  for hook in run.hooks:
-    hook.before_step(run, batch)
-
-
-def _compile(run: TrainRun) -> None:
-  with run.goodput.spend('compilation'):
-    run.model.train_step.compile()
-
-
 def _run_steps(run: TrainRun) -> None:
-  """Runs steps to the last one, to an early end, SIGTERM, or the end of the input; afterwards none is in flight.
-
-  One step is in flight while the hooks look at the step before it, unless one of them needs the state after that (on
-  CPU devices each step is awaited).
-  """
+  """Runs steps to the last one, to an early end, SIGTERM, or the end of the input; afterwards none is in flight."""
   run.goodput.switch('steps')
   set_activity('running the first step')
   has_stepped = False
   for outcome in run.loop.run(run.batches):
-    if outcome.skipped:
-      for hook in run.hooks:
-        hook.after_skipped_step(run, outcome)
-      continue
-    if not has_stepped:
+    if not outcome.skipped and not has_stepped:
       has_stepped = True
       for hook in run.hooks:
         hook.after_first_step(run)
     for hook in run.hooks:
-      hook.after_step(run, outcome)
-
-
-def _batch_size(model: PartitionedModel) -> int:
-  return next(iter(model.input_layout.spec.values())).shape[0]
+      (hook.after_skipped_step if outcome.skipped else hook.after_step)(run, outcome)

@@ -9,10 +9,8 @@
 
 The host launches step t+1 before it reads whether step t was skipped, so the device always has work. `TrainState.step`
 counts applied updates only. The host's own count is exact whenever no step is in flight, and the loop makes sure of
-that after every step that `is_awaited`, at the end, and when the iteration is over.
-
-On CPU devices every step is awaited: the host computes the steps itself, so a queue of them gains nothing, and each
-launched step holds buffers for its outputs and temporaries.
+that after every step that `is_awaited`, at the end, and when the iteration is over. On CPU devices every step is
+awaited: the host computes the steps itself, so a queue of them gains nothing but buffers.
 """
 
 from collections.abc import Callable, Iterator
@@ -122,8 +120,7 @@ class TrainingLoop:
   def run(self, batches: Iterator[tuple[dict[str, jax.Array], Any]]) -> Iterator[Outcome]:
     """Yields the outcome of every step, in order, until `should_stop`, the last step or the end of the input.
 
-    Args:
-      batches: yields (placed batch, the input's position after it).
+    `batches` yields (placed batch, the input's position after it).
 
     Raises:
       TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite, or an update made weights that are
@@ -173,10 +170,13 @@ class TrainingLoop:
       self._skipped_in_a_row += 1
       yield Outcome(self.step, True, metrics, outputs)
       if self._skipped_in_a_row >= self._max_consecutive_skips:
+        advice = 'Lower the learning rate, clip gradients, or look at the data after that step'
+        if self.step == 0:
+          advice = 'No step was ever finite: look at the data'
         raise TrainingDivergedError(
           f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss '
           f'{float(metrics["loss"])}, gradient norm {float(metrics["grad_norm"])}). The weights are those of step '
-          f'{self.step}, still good. ' + self._advice()
+          f'{self.step}, still good. {advice}: NaNs, or an id, or a label with a weight, outside [0, vocab_size).'
         )
     elif not math.isfinite(float(metrics['weight_norm'])):
       # Finite gradients and still no finite update: an optimizer that divides by zero, or overflows.
@@ -189,11 +189,3 @@ class TrainingLoop:
       self.step += 1
       self._skipped_in_a_row = 0
       yield Outcome(self.step, False, metrics, outputs)
-
-  def _advice(self) -> str:
-    if self.step == 0:
-      return 'No step was ever finite: look for ids or labels outside [0, vocab_size) in the data, or for NaNs in it.'
-    return (
-      'Lower the learning rate, clip gradients, or look at the data after that step: an id, or a label with a weight, '
-      'outside [0, vocab_size) makes the loss nan.'
-    )

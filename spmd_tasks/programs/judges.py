@@ -1,0 +1,101 @@
+"""Judges: eval sets that judge the model's texts or scores beside the loss, as SeqIO tasks by metric_fns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from spmd_tasks.activity import doing
+from spmd_tasks.decoding import DecodeSteps, Request
+from spmd_tasks.decoding.generation import complete_all
+from spmd_tasks.decoding.prompts import PromptTokenizer
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Job
+from spmd_tasks.layers.losses import StepOutputs
+from spmd_tasks.programs.hooks import PreemptedError
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.task import Variables
+
+
+class Judge(Protocol):
+  """Judges a model by what it makes of the examples of an eval set; an input may have one as its attribute `judge`.
+
+  Attributes:
+    wants_texts, wants_scores: what it reads.
+  """
+
+  wants_texts: bool
+  wants_scores: bool
+
+  def prompts(self) -> Sequence[Any]:
+    """Returns a decoding Prompt for each example, in the order of the set's rows."""
+    ...
+
+  def metrics(self, step: int, texts: Sequence[Any] | None, scores: np.ndarray | None) -> dict[str, float]:
+    """Returns metrics by name.
+
+    Args:
+      step: the train step of the weights.
+      texts: the Completion of each prompt; None if it `wants_texts` not.
+      scores: float [rows], the log-probability of the loss tokens of each row, those of padding last; or None.
+    """
+    ...
+
+
+class Judges:
+  """Asks the judges of eval sets; where they want texts, generates them as `task.decode` says."""
+
+  def __init__(self, job: Job, model: PartitionedModel, judges: Mapping[str, Judge]):
+    """Reads the prompts; compiles nothing. Raises a UserError for one that does not fit the model."""
+    self._judges = judges
+    self.want_scores = any(judge.wants_scores for judge in judges.values())
+    self._requests: dict[str, list[Request]] = {}
+    if any(judge.wants_texts for judge in judges.values()):
+      self._steps = DecodeSteps(model)
+      self._tokenizer = PromptTokenizer.for_steps(self._steps, job.tokenizer, job.experiment.seed)
+    for name, judge in judges.items():
+      if judge.wants_texts:
+        prompts = enumerate(judge.prompts(), 1)
+        where = f'eval set {name}, example'
+        self._requests[name] = [self._tokenizer.request(prompt, f'{where} {i}')[0] for i, prompt in prompts]
+
+  def compile(self) -> None:
+    """Compiles what generates texts."""
+    if self._requests:
+      self._steps.compile()
+
+  def metrics(
+    self,
+    name: str,
+    variables: Variables,
+    step: int,
+    outputs: list[StepOutputs],
+    on_batch: Callable[[], None],
+    should_stop: Callable[[], bool],
+  ) -> dict[str, float]:
+    """Returns the metrics of a set's judge, {} without one; `variables` are padded, and left as they are.
+
+    Raises PreemptedError if `should_stop`, which is asked after each step of the generation.
+    """
+
+    def on_step() -> None:
+      on_batch()
+      if should_stop():
+        raise PreemptedError
+
+    judge, texts, scores = self._judges.get(name), None, None
+    if judge is None:
+      return {}
+    if judge.wants_texts:
+      with doing(f'writing the texts of {name}'):
+        stored = self._steps.storage.store(variables, free=False)
+        decode = self._tokenizer.decode
+        texts = complete_all(self._steps, stored, self._requests[name], decode=decode, on_step=on_step)
+    if judge.wants_scores:
+      if not outputs or 'cross_entropy' not in outputs[0].per_example:
+        raise UserError(
+          f"eval set {name!r} judges scores, and the task's loss gives no 'cross_entropy' per example: add it to the "
+          'per_example of its LossOutput.'
+        )
+      scores = -np.concatenate([each.per_example['cross_entropy'] for each in outputs])
+    return judge.metrics(step, texts, scores)
