@@ -57,7 +57,7 @@ class Experiment(FrozenFields, abc.ABC):
   Intervals are in train steps and None means never (a checkpoint is always written at the end). Times are in seconds.
 
   Raises (on construction):
-    UserError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
+    UserError: a field has a value that does not fit; the message names it.
   """
 
   # The fields that name the job whose checkpoint `init_from_step` a new job starts from.
@@ -164,24 +164,12 @@ class Experiment(FrozenFields, abc.ABC):
 
   def _check_counts(self) -> None:
     """Checks numbers of steps, intervals and other counts."""
-    for name in (
-      'num_train_steps',
-      'log_every_steps',
-      'checkpoint_max_to_keep',
-      'prefetch_batches',
-      'sample_max_tokens',
-    ):
-      if not _is_positive(getattr(self, name)):
-        raise UserError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
-    for name in (
-      'eval_every_steps',
-      'sample_every_steps',
-      'checkpoint_every_steps',
-      'checkpoint_keep_every_steps',
-      'peer_copy_every_steps',
-    ):
-      if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
-        raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
+    intervals = [field.name for field in dataclasses.fields(Experiment) if field.name.endswith('_every_steps')]
+    for name in ('num_train_steps', 'checkpoint_max_to_keep', 'prefetch_batches', 'sample_max_tokens', *intervals):
+      value, may_be_never = getattr(self, name), name in intervals and name != 'log_every_steps'
+      if not _is_positive(value) and not (may_be_never and value is None):
+        kind = 'number of steps, or None for never' if may_be_never else 'integer'
+        raise UserError(f'{name} = {value!r} must be a positive {kind}.')
     if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
       raise UserError(f'seed = {self.seed!r} must be an integer in [0, {2**32:,}).')
     steps = self.profile_steps
@@ -239,7 +227,6 @@ class Experiment(FrozenFields, abc.ABC):
 
   def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> 'PromptSource':
     """Returns the prompts of --decode_input; `tokenizer` is that of the job's inputs."""
-    del tokenizer
     from spmd_tasks.decoding import PromptFile
 
     return PromptFile(path=path)
@@ -273,13 +260,9 @@ def _is_positive(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-  """A built experiment, the root object that is handed to the programs.
+  """A built experiment, the root object that is handed to the programs."""
 
-  `name` is the experiment's, `experiment` its fields; `task`, `train_input`, `eval_inputs` and
-  `decode_inputs` (both by name) are built.
-  """
-
-  name: str
+  name: str  # of the experiment
   experiment: Experiment
   task: Task
   train_input: Input
@@ -339,20 +322,6 @@ def check_vocabulary(job: Job) -> None:
         f'{path}.tokenizer has {tokenizer.vocab_size} ids but the model only vocab_size={vocab_size}: set vocab_size '
         f'to {tokenizer.vocab_size} or more, or take the tokenizer of this vocabulary.'
       )
-
-
-def mesh_of_all_devices(experiment: Experiment, overrides: Sequence[str]) -> Mesh:
-  """Makes the experiment's mesh; if it is not for this number of devices, and no override set it, one long axis."""
-  spec, num_devices = experiment.mesh_spec(), jax.device_count()
-  try:
-    spec.sizes(num_devices)
-  except UserError:
-    if any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides):
-      raise
-    long = spec.axis_names.index('data') if 'data' in spec.axis_names else len(spec.axis_names) - 1
-    shape = tuple(num_devices if axis == long else 1 for axis in range(len(spec.axis_names)))
-    spec = dataclasses.replace(spec, ici_mesh_shape=shape, dcn_mesh_shape=None)
-  return spec.build()
 
 
 def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:

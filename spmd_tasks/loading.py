@@ -34,21 +34,19 @@ from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
+from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path, is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.bpe_tokenizer import FileTokenizer
 from spmd_tasks.layers import EncoderDecoderLm
-from spmd_tasks.programs.restored_weights import restore_evaluation_variables
+from spmd_tasks.programs.restored_weights import mesh_of_all_devices, restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.compilation import CompiledStep
+from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.wings import call, formats
-
-_Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a batch, by name
 
 
 @doing('loading the model')
@@ -137,8 +135,7 @@ class LoadedModel:
   """A model with a checkpoint's weights on a mesh; `load` makes it.
 
   Fields:
-    job: the built experiment: task, inputs, fields.
-    step: the checkpoint's step.
+    job, step: the built experiment, and the checkpoint's step.
     partitioned: the task on its mesh: shapes, shardings, the parameter table.
     padded_variables: the model's variables as they are stored on the mesh, with the weights as `params`, averaged ones
       if the task evaluates with them.
@@ -210,8 +207,8 @@ class LoadedModel:
         )
     if isinstance(self.model, EncoderDecoderLm) != (encoder_ids is not None):
       raise UserError('encoder_ids are for models with an encoder, which need them: leave them out, or give them.')
-    step = self._forward_step(tuple((name, array.shape) for name, array in given.items()))
     batch = {name: array.astype(np.int32) for name, array in given.items()}
+    step = self._forward_steps.of(batch)
     logits = step(self.padded_variables, step.place(batch))['logits']
     for name, array in given.items():
       if array.size and not 0 <= array.min() <= array.max() < logits.shape[-1]:
@@ -292,14 +289,8 @@ class LoadedModel:
     return score_texts(steps, variables, texts, num_rows=num_rows, adapter=number)
 
   @functools.cached_property
-  def _forward_steps(self) -> dict[_Shapes, CompiledStep]:
-    return {}
-
-  def _forward_step(self, shapes: _Shapes) -> CompiledStep:
-    if shapes not in self._forward_steps:
-      spec = {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes}
-      self._forward_steps[shapes] = self.partitioned.forward_step(spec)
-    return self._forward_steps[shapes]
+  def _forward_steps(self) -> StepsByShape:
+    return StepsByShape(self.partitioned.forward_step)
 
   @functools.cached_property
   @doing('preparing to generate text')

@@ -31,27 +31,16 @@ Reference = str | Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-  """A flag of the binary, `--name`, as argparse knows it; several modes may have one of the same name and type.
+  """A flag of the binary, `--name`, as argparse knows it; several modes may have one of the same name and type."""
 
-  Attributes:
-    name: without the dashes.
-    help: what --help says.
-    metavar: stands for the value.
-    type: makes the value of its text.
-    choices: the only values.
-    is_switch: the flag takes no value and is True if it is given.
-    repeats: the flag may be given several times, and its value is a list; `--NAME.KEY=VALUE` adds `KEY=VALUE` to it.
-    may_differ: whether the processes of a job may give it differently, such as an address.
-  """
-
-  name: str
+  name: str  # without the dashes
   help: str
   metavar: str | None = None
   type: Callable[[str], Any] = str
   choices: tuple[str, ...] | None = None
-  is_switch: bool = False
-  repeats: bool = False
-  may_differ: bool = False
+  is_switch: bool = False  # it takes no value and is True if it is given
+  repeats: bool = False  # its value is a list; `--NAME.KEY=VALUE` adds `KEY=VALUE` to it
+  may_differ: bool = False  # between the processes of a job, such as an address
 
 
 CHECKPOINT_STEP = Flag(name='checkpoint_step', type=int, metavar='N', help='a step; default: the newest')
@@ -62,115 +51,72 @@ ACCEPT_CONFIG_CHANGES = Flag(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mode:
-  """What `--mode NAME` runs.
-
-  Attributes:
-    name: of the mode.
-    help: what it does, in a few words.
-    run: `(Command) -> exit code`, see command.py.
-    flags: the flags that this mode reads, beside those that every mode reads. Another mode refuses them.
-    remedies: by flag of other modes: what to do instead of giving it to this mode.
-    check: `(argparse.Namespace) -> None`, raises a UserError for flags that do not go together; imports nothing heavy.
-    needs_directory: whether the mode cannot do without --job_log_dir.
-    answers_on_stdout: whether the mode's result is what it prints, so that it has failed where that cannot be written.
-    extra: the extra of spmd-tasks that installs `packages`.
-    packages: the packages that must be importable.
-  """
+  """What `--mode NAME` runs; `help` says in a few words what that does."""
 
   name: str
   help: str
-  run: Reference
-  flags: tuple[Flag, ...] = ()
-  remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  run: Reference  # `(Command) -> exit code`, see command.py
+  flags: tuple[Flag, ...] = ()  # that this mode reads, beside those that every mode reads; another mode refuses them
+  remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by other modes' flag: what to do instead
+  # `(argparse.Namespace) -> None`: raises a UserError for flags that do not go together; imports nothing heavy.
   check: Reference | None = None
-  needs_directory: bool = False
-  answers_on_stdout: bool = False
-  extra: str | None = None
-  packages: tuple[str, ...] = ()
+  needs_directory: bool = False  # whether the mode cannot do without --job_log_dir
+  answers_on_stdout: bool = False  # what it prints is its result: it has failed where that cannot be written
+  extra: str | None = None  # of spmd-tasks, which installs `packages`
+  packages: tuple[str, ...] = ()  # that must be importable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-  """A format of weights that other programs read or write.
+  """A format of weights that other programs read or write."""
 
-  Attributes:
-    name: of `init_from = NAME:PLACE` and of `--mode export --format NAME`.
-    help: what the format is, in a few words.
-    origin: `(place, step) -> Origin` (runtime/origin.py): what a new job with `init_from = NAME:PLACE` starts from; the
-      step is `init_from_step`.
-    export: `(OpenJob, target, *, step, mesh) -> exit code`: writes a checkpoint of a job to the path `target`.
-    recognize: `(directory) -> (experiment, overrides) or None`: the experiment as which `spmd_tasks.load` loads a
-      directory that is no job's.
-  """
-
-  name: str
+  name: str  # of `init_from = NAME:PLACE` and of `--mode export --format NAME`
   help: str
+  # `(place, init_from_step) -> Origin` (runtime/origin.py): what a new job with `init_from = NAME:PLACE` starts from.
   origin: Reference | None = None
+  # `(OpenJob, target, *, step, mesh) -> exit code`: writes a checkpoint of a job to the path `target`.
   export: Reference | None = None
+  # `(directory) -> (experiment, overrides) or None`: as what `spmd_tasks.load` loads a directory that is no job's.
   recognize: Reference | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentKind:
-  """A kind of experiments that are no subclasses of ours as they stand, such as those of another framework.
+  """A kind of experiments that are no subclasses of ours as they stand, such as those of another framework."""
 
-  Attributes:
-    name: of the kind, for messages: 'an experiment of NAME'.
-    base: `module:Class`, the subclass of Experiment below which all adapted experiments are.
-    before_import: `(module) -> None`, called with the name of an experiment's module before that is imported.
-    recognizes: `(object) -> bool`: whether it is the class of such an experiment.
-    adapt: `(class) -> subclass of base`; it may ask JAX for its devices.
-    build: `(experiment, parts) -> built parts` by name, in place of Fiddle: of `task`, `train_input`, `eval_inputs` and
-      `decode_inputs` as the methods of the experiment return them.
-    packages: installed packages whose own experiments a saved config may name.
-    short_names: (beginning of a name that a user may give, what it stands for) pairs.
-  """
-
-  name: str
-  base: str
-  recognizes: Reference
-  adapt: Reference
-  before_import: Reference | None = None
+  name: str  # for messages: 'an experiment of NAME'
+  base: str  # `module:Class`, the subclass of Experiment below which all adapted experiments are
+  recognizes: Reference  # `(object) -> bool`: whether it is the class of such an experiment
+  adapt: Reference  # `(class) -> subclass of base`; it may ask JAX for its devices
+  before_import: Reference | None = None  # `(module) -> None`, called before an experiment's module is imported
+  # `(experiment, parts) -> built parts` by name, in place of Fiddle: of `task`, `train_input`, `eval_inputs` and
+  # `decode_inputs` as the methods of the experiment return them.
   build: Reference | None = None
-  packages: tuple[str, ...] = ()
-  short_names: tuple[tuple[str, str], ...] = ()
+  packages: tuple[str, ...] = ()  # installed ones whose own experiments a saved config may name
+  short_names: tuple[tuple[str, str], ...] = ()  # (beginning of a name that a user may give, what it stands for)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wing:
-  """What a package adds to the core.
-
-  Attributes:
-    name: of the wing, for messages.
-    modes: of the binary.
-    kinds: of experiments.
-    formats: of weights.
-    flags: of every mode, for `expand`.
-    expand: `(argparse.Namespace) -> exit code or None`, called for every command: says flags of this wing by those of
-      the core, such as a setup's file by --exp and --set; an exit code ends the command.
-    unbuilt_configs: packages whose Fiddle configs are left as they are inside a config, for their owner builds them.
-    keeps_numbers: `(path) -> bool`: whether a field at this path of a config only decides how a job runs, so that a
-      job may go on with another value.
-    fields_of_process: the names of fields that each process of a job may have differently.
-    fields_of_modules: the names of fields that name modules to import, which a saved config alone must not decide.
-    prepare_job: `(Job, mode, directory) -> Job`: what a mode (its name) runs in place of a built job, the same job if
-      nothing is to be changed; raises a UserError for a job that the mode cannot run in the directory. Like
-      `train_hooks` it is called for every job.
-    train_hooks: `(Job) -> sequence of hooks` of the training loop (programs/train.py). It is called for every training
-      job, so it finds out quickly whether the job needs any, and imports what they need only then.
-  """
+  """What a package adds to the core: modes, kinds of experiments, formats of weights, and what follows."""
 
   name: str
   modes: tuple[Mode, ...] = ()
   kinds: tuple[ExperimentKind, ...] = ()
   formats: tuple[Format, ...] = ()
+  # `(argparse.Namespace) -> exit code or None`, called for every command: says `flags`, which every mode then has, by
+  # those of the core, such as a setup's file by --exp and --set; an exit code ends the command.
   flags: tuple[Flag, ...] = ()
   expand: Reference | None = None
-  unbuilt_configs: tuple[str, ...] = ()
-  keeps_numbers: Reference | None = None
-  fields_of_process: tuple[str, ...] = ()
-  fields_of_modules: tuple[str, ...] = ()
+  unbuilt_configs: tuple[str, ...] = ()  # packages whose Fiddle configs inside a config their owner builds
+  keeps_numbers: Reference | None = None  # `(path) -> bool`: whether a config's field only decides how a job runs
+  fields_of_process: tuple[str, ...] = ()  # names of fields that each process of a job may have differently
+  fields_of_modules: tuple[str, ...] = ()  # that name modules to import, which a saved config alone must not decide
+  # `(Job, mode, directory) -> Job`: what a mode (its name) runs in place of a built job, the same if nothing is to be
+  # changed; raises a UserError for a job that the mode cannot run in the directory. Called for every job.
   prepare_job: Reference | None = None
+  # `(Job) -> sequence of hooks` of the training loop (programs/train.py). Called for every training job, so it finds
+  # out quickly whether the job needs any, and imports what they need only then.
   train_hooks: Reference | None = None
 
 

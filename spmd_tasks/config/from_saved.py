@@ -30,13 +30,7 @@ from spmd_tasks.config.resolution import (
 )
 from spmd_tasks.config.saved_config import SavedConfig, checked_config
 from spmd_tasks.config.search_path import may_be_imported, own_directory, place_of
-from spmd_tasks.config.tree import (
-  DROP,
-  UNSET,
-  apply_changes,
-  is_node,
-  walk,
-)
+from spmd_tasks.config.tree import DROP, UNSET, apply_changes, is_node, walk
 from spmd_tasks.config.values import is_dtype, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS
@@ -72,9 +66,8 @@ def from_json(
 
   cls = adapted(cls, timeouts, prepare)
   config = fdl.Config(cls)
-  is_part = {path: path.split('.')[0] in PARTS for path in saved['config']}
-  of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
-  of_parts = {path: value for path, value in saved['config'].items() if is_part[path]}
+  of_parts = {path: value for path, value in saved['config'].items() if path.split('.')[0] in PARTS}
+  of_experiment = {path: value for path, value in saved['config'].items() if path not in of_parts}
   config = apply_changes(config, _refuse_modules(_changes_to(config, of_experiment), experiment_path))
   for name in MESH_FIELDS:
     if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
@@ -112,7 +105,7 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
     if field.value is not UNSET and json.dumps(now, sort_keys=True) == json.dumps(value, sort_keys=True):
       continue  # compared as text: 1, 1.0 and True are different values
     key = tuple(path.split('.'))
-    keys_now, keys = _keys_of(now), _keys_of(value)
+    keys_now, keys = (set(each.get('keys', ())) if isinstance(each, dict) else set() for each in (now, value))
     if keys and keys <= keys_now:
       changes |= {(*key, name): DROP for name in keys_now - keys}
       continue
@@ -175,11 +168,6 @@ def _refuse_modules(changes: dict[Path, Any], experiment_path: Sequence[str | os
   return changes
 
 
-def _keys_of(encoded: Any) -> set[str]:
-  """Returns the keys of an encoded dict of nodes; an empty set for any other value."""
-  return set(encoded.get('keys', ())) if isinstance(encoded, dict) else set()
-
-
 def get_saved(
   name: str,
   experiment_path: Sequence[str | os.PathLike[str]] = (),
@@ -193,15 +181,14 @@ def get_saved(
     why_not: why the directory that the config names is not one of them, for the message.
 
   Raises:
-    UserError: as `get`; or the name's module is neither registered nor below `experiment_path`.
+    UserError: as `registry.get`; or the name's module is neither registered nor below `experiment_path`.
   """
   directories = registry.add_to_search_path(experiment_path)
   if (cls := registry.known(name)) is not None:
     return cls
   module_name, _ = registry.split_name(name)
-  points = modules_of_others()
-  registered = {module.partition(':')[0] for modules in points.values() for module in modules}
-  if not is_own_module(module_name) and module_name not in points:
+  registered = registry.registered_modules()
+  if not is_own_module(module_name) and module_name not in modules_of_others():
     top = module_name.partition('.')[0]
     for module in sorted(registered):
       if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name

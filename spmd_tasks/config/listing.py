@@ -14,12 +14,6 @@ import sys
 from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
 
 
-def _is_register(decorator: ast.expr) -> bool:
-  return (isinstance(decorator, ast.Name) and decorator.id == 'register') or (
-    isinstance(decorator, ast.Attribute) and decorator.attr == 'register'
-  )
-
-
 def list_experiments() -> list[tuple[str, str]]:
   """(name, first line of the docstring) of every registered experiment, ours first; nothing is imported."""
   found: dict[str, str] = {}
@@ -41,7 +35,8 @@ def list_experiments() -> list[tuple[str, str]]:
 def _registered_in(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
   """(name, first line of the docstring) of every class with @register in a source file."""
   for node in ast.parse(path.read_text(encoding='utf-8'), filename=str(path)).body:
-    if isinstance(node, ast.ClassDef) and any(_is_register(decorator) for decorator in node.decorator_list):
+    names = [getattr(each, 'attr', getattr(each, 'id', '')) for each in getattr(node, 'decorator_list', ())]
+    if isinstance(node, ast.ClassDef) and 'register' in names:
       yield f'{prefix}.{node.name}', (ast.get_docstring(node) or '').partition('\n')[0]
 
 

@@ -48,7 +48,8 @@ def register(cls: T) -> T:
     UserError: there is no docstring, or another class has the name.
   """
   name = name_of(cls)
-  if not (vars(cls).get('__doc__') or '').strip() or _is_dataclass_signature(cls):
+  doc = vars(cls).get('__doc__') or ''
+  if not doc.strip() or doc.startswith(f'{cls.__name__}('):  # dataclasses fill a missing one with the signature
     raise UserError(f'experiment {name} has no docstring: describe it in one line, which --list shows.')
   other = _registry.get(name, cls)
   if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -57,11 +58,6 @@ def register(cls: T) -> T:
     )
   _registry[name] = cls
   return cls
-
-
-def _is_dataclass_signature(cls: type) -> bool:
-  # dataclasses fill a missing docstring with the signature.
-  return (cls.__doc__ or '').startswith(f'{cls.__name__}(')
 
 
 def known(name: str) -> type | None:
@@ -74,9 +70,6 @@ def get(name: str) -> type:
 
   It is a subclass of Experiment, or one that a wing recognizes and adapts.
 
-  Args:
-    name: of a registered experiment, or package.module.Class.
-
   Raises:
     UnknownExperimentError: there is no such module or class; the message has the nearest names.
     UserError: the class is not an experiment, its module fails when it is imported (the message has the module's own
@@ -85,11 +78,10 @@ def get(name: str) -> type:
   try:
     return _registry.get(name) or find_class(name, is_typed=True)
   except UnknownExperimentError:
-    pairs = [pair for kind in wings.kinds() for pair in kind.short_names if name.startswith(pair[0])]
-    if not pairs:
-      raise
-    short, whole = pairs[0]
-    return find_class(f'{whole}{name.removeprefix(short)}', is_typed=True)
+    for short, whole in (pair for kind in wings.kinds() for pair in kind.short_names):
+      if name.startswith(short):
+        return find_class(f'{whole}{name.removeprefix(short)}', is_typed=True)
+    raise
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -162,9 +154,13 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
 def is_registered(name: str) -> bool:
   """Whether a new process finds the experiment without being told where, as one of this or an installed package."""
   module = name.rpartition('.')[0]
-  points = modules_of_others()
-  modules = {each.partition(':')[0] for values in points.values() for each in values}
-  return is_own_module(module) or module in points or module in modules or module.startswith('spmd_tasks.')
+  known = is_own_module(module) or module in modules_of_others() or module in registered_modules()
+  return known or module.startswith('spmd_tasks.')
+
+
+def registered_modules() -> set[str]:
+  """The modules that other packages register."""
+  return {module.partition(':')[0] for modules in modules_of_others().values() for module in modules}
 
 
 def import_module(name: str, module_name: str) -> ModuleType:
@@ -237,16 +233,15 @@ def origin_of(cls: type) -> str | None:
 
 
 def symbol_of(value: Any) -> str:
-  """The name of a class or function as `package:QualName`.
-
-  The package is the nearest one around the object's module that exports the object by its own name. Without such a
-  package it is the module, up to its first private part: `jax:relu` for `jax._src.nn.functions.relu`.
-  """
+  """The name of a class or function as `package:QualName`, such as `jax:relu` for `jax._src.nn.functions.relu`."""
   return f'{public_module_of(value)}:{value.__qualname__}'
 
 
 def public_module_of(value: Any) -> str:
-  """The nearest package that exports a class or function, else its module up to the first private part."""
+  """The nearest package around a class or function that exports it by its own name, else its module.
+
+  Of the module all up to the first private part counts.
+  """
   module = value.__module__ or 'builtins'
   name = value.__qualname__.partition('.')[0]
   public = module.partition('._')[0]

@@ -44,16 +44,12 @@ TIMEOUTS = ('heartbeat_timeout_s', 'shutdown_timeout_s', 'first_step_timeout_s')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-  """An experiment with all overrides applied, before its parts are built.
-
-  `parts` contains the Fiddle configs (or built objects) `task`, `train_input`, `eval_inputs` and `decode_inputs` (the
-  last two are dicts by name). `overrides` contains the values that the user set, by path, as JSON.
-  """
+  """An experiment with all overrides applied, before its parts are built."""
 
   name: str
   experiment: Experiment
-  parts: dict[str, Any]
-  overrides: dict[str, Any]
+  parts: dict[str, Any]  # by PARTS: Fiddle configs or built objects; of the last two dicts by name
+  overrides: dict[str, Any]  # what the user set, by path, as JSON
 
   def build(self) -> Job:
     """Builds the parts, once and together: a config that is shared between them gives one shared object.
@@ -71,16 +67,14 @@ class ResolvedConfig:
           built = call(kind.build, self.experiment, self.parts)
     except UserError as error:
       raise _without_fiddle_context(error) from error
-    built['train_input'] = self._input('train_input', self.parts['train_input'], built['train_input'])
-    built['eval_inputs'] = {
-      name: self._input(f'eval_inputs.{name}', self.parts['eval_inputs'][name], each)
-      for name, each in built['eval_inputs'].items()
-    }
-    return Job(name=self.name, experiment=self.experiment, **built)
 
-  def _input(self, path: str, cfg: Any, built: Any) -> Any:
-    """Returns an Input of what the config of an input has built, which may be plain data."""
-    return _as_input(path, built, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
+    def as_input(path: str, cfg: Any, built: Any) -> Any:  # which may be plain data
+      return _as_input(path, built, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
+
+    built['train_input'] = as_input('train_input', self.parts['train_input'], built['train_input'])
+    evals, configs = built['eval_inputs'], self.parts['eval_inputs']
+    built['eval_inputs'] = {name: as_input(f'eval_inputs.{name}', configs[name], each) for name, each in evals.items()}
+    return Job(name=self.name, experiment=self.experiment, **built)
 
 
 def resolve(
@@ -103,7 +97,7 @@ def resolve(
   def timeouts() -> dict[str, Any]:
     split = [split_override(override) for override in overrides]
     own = fdl.Config(Experiment)
-    return {path[0]: parse_override(own, path, text) for path, text in split if _is_timeout(path)}
+    return {path[0]: parse_override(own, path, text) for path, text in split if len(path) == 1 and path[0] in TIMEOUTS}
 
   cls = adapted(cls, timeouts, prepare)
   return resolve_changed(cls, fdl.Config(cls), {}, overrides, {}, prepare)
@@ -147,10 +141,6 @@ def resolve_changed(
   return ResolvedConfig(
     name=registry.name_of(cls), experiment=experiment, parts=parts, overrides=dict(earlier_overrides) | given
   )
-
-
-def _is_timeout(path: Path) -> bool:
-  return len(path) == 1 and path[0] in TIMEOUTS
 
 
 def adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepare | None) -> type[Experiment]:

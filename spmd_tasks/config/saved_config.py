@@ -44,26 +44,7 @@ def read_saved_config(path: epath.PathLike) -> SavedConfig:
 
 
 def checked_config(saved: Any) -> dict[str, Any]:
-  """`saved`, if it has the form that `to_json` gives.
-
-  Raises:
-    UserError: it has another form; the message says where.
-  """
-  _check_form(saved)
-  environment = saved.get('environment')
-  return {**saved, 'environment': environment if isinstance(environment, Mapping) else {}}
-
-
-def format_config(saved: Mapping[str, Any]) -> str:
-  """`path = value` lines, sorted: the experiment's own fields, then its parts; a class stands above its fields."""
-  config = saved['config']
-  own = sorted(path for path in config if not _is_in_part(path))
-  parts = sorted((path for path in config if _is_in_part(path)), key=lambda path: path.split('.'))
-  lines = [f'experiment = {saved["experiment"]}'] + [f'{path} = {show(config[path])}' for path in own + parts]
-  return '\n'.join(lines) + '\n'
-
-
-def _check_form(saved: Any) -> None:
+  """`saved`, if it has the form that `to_json` gives. Raises a UserError that says where it has not."""
   if not isinstance(saved, Mapping) or not {'experiment', 'overrides', 'config'} <= set(saved):
     raise UserError("this is no saved config: it must be an object with 'experiment', 'overrides' and 'config'.")
   if not isinstance(saved['experiment'], str):
@@ -77,6 +58,17 @@ def _check_form(saved: Any) -> None:
           f'this is no saved config: {path} in its {part!r} is {_shown(value)}, which stands for no value: give the '
           'config.json of a job_log_dir as it was written, and change fields by --set.'
         )
+  environment = saved.get('environment')
+  return {**saved, 'environment': environment if isinstance(environment, Mapping) else {}}
+
+
+def format_config(saved: Mapping[str, Any]) -> str:
+  """`path = value` lines, sorted: the experiment's own fields, then its parts; a class stands above its fields."""
+  config, parts = saved['config'], ('task', 'train_input', 'eval_inputs', 'decode_inputs')
+  own = sorted(path for path in config if path.split('.')[0] not in parts)
+  others = sorted((path for path in config if path.split('.')[0] in parts), key=lambda path: path.split('.'))
+  lines = [f'experiment = {saved["experiment"]}'] + [f'{path} = {show(config[path])}' for path in own + others]
+  return '\n'.join(lines) + '\n'
 
 
 def _is_encoded(value: Any, depth: int) -> bool:
@@ -112,7 +104,3 @@ def _is_encoded(value: Any, depth: int) -> bool:
 def _shown(value: Any, limit: int = 80) -> str:
   text = repr(value)
   return text if len(text) <= limit else f'{text[:limit]}...'
-
-
-def _is_in_part(path: str) -> bool:
-  return path.split('.')[0] in ('task', 'train_input', 'eval_inputs', 'decode_inputs')

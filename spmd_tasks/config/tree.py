@@ -52,20 +52,14 @@ def without_foreign_configs(root: Any) -> Any:
 
   def wrap(value: Any, state: daglish.State) -> Any:
     if isinstance(value, fdl.Buildable) and type(value).__module__.partition('.')[0] in packages:
-      return fdl.Config(_Unbuilt(value))
+      return fdl.Config(_unbuilt(value))
     return state.map_children(value) if state.is_traversable(value) else value
 
   return daglish.MemoizedTraversal.run(wrap, root)
 
 
-class _Unbuilt:
-  """A function without arguments that returns a config."""
-
-  def __init__(self, config: fdl.Buildable):
-    self._config = config
-
-  def __call__(self) -> fdl.Buildable:
-    return self._config
+def _unbuilt(config: fdl.Buildable) -> Callable[[], fdl.Buildable]:
+  return lambda: config
 
 
 def is_node(value: Any) -> bool:
@@ -170,26 +164,22 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _fields_of_buildable(node: fdl.Buildable) -> dict[str, Field]:
-  target = fdl.get_callable(node)
+  target, arguments = fdl.get_callable(node), dict(node.__arguments__)
   hints = _type_hints(target)
-  arguments = dict(node.__arguments__)
-  positional = [key for key in arguments if not isinstance(key, str)]
-  if positional:
+  if not all(isinstance(key, str) for key in arguments):
     raise UserError(f'the config of {target.__qualname__} has positional arguments: pass them by name.')
-  factories: dict[str, Callable[[], Any]] = {}
-  if dataclasses.is_dataclass(target):
-    for field in dataclasses.fields(target):
-      if field.default_factory is not dataclasses.MISSING:
-        factories[field.name] = field.default_factory
+  declared = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
+  factories: dict[str, Any] = {field.name: field.default_factory for field in declared}
+  is_module = isinstance(target, type) and issubclass(target, nn.Module)
   fields = {}
   for name, parameter in inspect.signature(target).parameters.items():
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
       continue
     if name in arguments:
       value = arguments.pop(name)
-    elif isinstance(target, type) and issubclass(target, nn.Module) and name in _NOT_FIELDS_OF_MODULES:
+    elif is_module and name in _NOT_FIELDS_OF_MODULES:
       continue
-    elif name in factories:
+    elif factories.get(name, dataclasses.MISSING) is not dataclasses.MISSING:
       value = factories[name]()
     else:
       value = UNSET if parameter.default is parameter.empty else parameter.default

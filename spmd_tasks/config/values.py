@@ -72,17 +72,15 @@ def type_of_field(name: str, annotation: Any, present: Any) -> Any:
 
 def unwrap(kind: Any) -> Any:
   """Returns the type behind Annotated, NewType and aliases; Any for an annotation that says nothing."""
-  while True:
-    if typing.get_origin(kind) in (Annotated, typing.Final):
-      kind = typing.get_args(kind)[0]
-    elif isinstance(kind, typing.NewType):
-      kind = kind.__supertype__
-    elif type(kind).__name__ == 'TypeAliasType':
-      kind = kind.__value__
-    elif kind in _SAYS_NOTHING or isinstance(kind, (str, typing.TypeVar, typing.ForwardRef)):
-      return Any
-    else:
-      return NONE if kind is None else kind
+  if typing.get_origin(kind) in (Annotated, typing.Final):
+    return unwrap(typing.get_args(kind)[0])
+  if isinstance(kind, typing.NewType):
+    return unwrap(kind.__supertype__)
+  if type(kind).__name__ == 'TypeAliasType':
+    return unwrap(kind.__value__)
+  if kind in _SAYS_NOTHING or isinstance(kind, (str, typing.TypeVar, typing.ForwardRef)):
+    return Any
+  return NONE if kind is None else kind
 
 
 def is_dtype(value: Any) -> bool:

@@ -9,8 +9,8 @@ from etils import epath
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import mesh_of_all_devices
 from spmd_tasks.files import absolute_path, is_remote, storage_errors
+from spmd_tasks.programs.restored_weights import mesh_of_all_devices
 from spmd_tasks.wings import call, formats
 
 

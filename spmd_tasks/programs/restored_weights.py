@@ -5,7 +5,7 @@ with open_reader(job, model, job_log_dir, 'eval', emergency) as reader:
     ...
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 import jax
+from jax.sharding import Mesh
 
 from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer
@@ -22,7 +23,8 @@ from spmd_tasks.distributed import EmergencyExit
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
-from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step
@@ -95,6 +97,20 @@ def restore_evaluation_variables(
   base.check(restored, checkpointer.path)
   variables = model.from_canonical(variables, lambda state: select(model.trained_part(state)))
   return variables | {'params': fill_in(variables['params'], base.frozen(model, storage))}, restored.step
+
+
+def mesh_of_all_devices(experiment: Experiment, overrides: Sequence[str]) -> Mesh:
+  """Makes the experiment's mesh; if it is not for this number of devices, and no override set it, one long axis."""
+  spec, num_devices = experiment.mesh_spec(), jax.device_count()
+  try:
+    spec.sizes(num_devices)
+  except UserError:
+    if any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides):
+      raise
+    long = spec.axis_names.index('data') if 'data' in spec.axis_names else len(spec.axis_names) - 1
+    shape = tuple(num_devices if axis == long else 1 for axis in range(len(spec.axis_names)))
+    spec = dataclasses.replace(spec, ici_mesh_shape=shape, dcn_mesh_shape=None)
+  return spec.build()
 
 
 def _subtree_of(weights: Any, state: TrainState) -> str | None:

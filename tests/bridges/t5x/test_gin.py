@@ -13,7 +13,8 @@ from spmd_tasks.bridges.t5x._files import open_checkpoint
 from spmd_tasks.bridges.t5x._gin import read_setup
 from spmd_tasks.bridges.t5x._gin_start import EXPERIMENTS
 from spmd_tasks.bridges.t5x._gin_translation import translate
-from spmd_tasks.config import from_json, resolve, to_json
+from spmd_tasks.config import resolve, to_json
+from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.flags import all_modes, make_parser
 from spmd_tasks.wings import expand
 from tests import binary
