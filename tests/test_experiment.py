@@ -1,7 +1,6 @@
 """What a subclass of Experiment may say, what it means, and what is refused."""
 
 import dataclasses
-import functools
 import pickle
 import re
 from typing import ClassVar
@@ -28,29 +27,15 @@ class Base(Experiment):
   def train_input(self):
     return 'input'
 
-  @property
-  def num_weights(self):
-    return self.num_layers * 10
-
-  @functools.cached_property
-  def double(self):
-    return self.num_layers * 2
-
 
 class Middle(Base):
   num_layers = 4
-
-  def task(self):
-    return super().task() + ['middle']
 
 
 class Last(Middle):
   num_train_steps = 30
   dropout: float = 0.5
   dims = [1, 2]
-
-  def task(self):
-    return super().task() + [f'dropout {self.dropout}']
 
 
 def test_unannotated_attributes_are_new_defaults_down_a_chain_of_three():
@@ -70,12 +55,6 @@ def test_a_subclass_of_two_takes_the_fields_of_both_and_the_defaults_of_the_firs
 
   assert (Both().width, Both().num_train_steps) == (128, Last().num_train_steps)
   assert Both(width=1, num_train_steps=2).num_train_steps == 2
-
-
-def test_methods_call_super_and_see_the_fields():
-  assert Last(num_layers=7).task() == ['7 layers', 'middle', 'dropout 0.5']
-  assert Last().num_weights == 40
-  assert Last().double == 8
 
 
 def test_fields_are_keyword_only_and_frozen():

@@ -169,7 +169,7 @@ SYMBOLS = [
 ]
 
 
-PATHS = ('task', 'task.model.stack.block.ffn.activation', 'task.learner', 'model_dims', 'dtype')
+PATHS = ('task', 'task.model.stack.block.ffn.activation', 'dtype')
 
 
 @pytest.mark.parametrize('path', PATHS)

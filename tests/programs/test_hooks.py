@@ -137,14 +137,8 @@ def test_a_job_calls_the_hook_of_its_experiment_in_the_order_of_its_life(tmp_pat
 
 
 def job_with(hook, **settings):
-  settings = {
-    'peer_copy_every_steps': None,
-    'sample_every_steps': None,
-    'profile_steps': None,
-    'trackers': (),
-    **settings,
-  }
-  experiment = types.SimpleNamespace(hooks=lambda: [hook], **settings)
+  own = dict.fromkeys(('peer_copy_every_steps', 'sample_every_steps', 'profile_steps')) | {'trackers': ()}
+  experiment = types.SimpleNamespace(hooks=lambda: [hook], **own | settings)
   return types.SimpleNamespace(name='X', train_input=None, eval_inputs={}, experiment=experiment)
 
 

@@ -13,7 +13,6 @@ JOB = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--set', 'tensorboard=false
   [
     ('3', 'profiling 3 steps of process 0', True),
     ('', 'profiling 5 steps of process 0', True),
-    ('2 0', 'profiling 2 steps of process 0', True),
     ('many', "profile_now asks for 'many 0': write a number of steps", True),
     ('3 1', "profile_now asks for '3 1': write a number of steps and a process, if not 0, of 1", True),
     (b'\xff', 'profile_now cannot be read', False),

@@ -59,19 +59,8 @@ def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path
   """More steps, another mesh, other intervals, more patience."""
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
-  free = (
-    'checkpoint_every_steps=3',
-    'log_every_steps=1',
-    'eval_every_steps=None',
-    'prefetch_batches=1',
-    'step_timeout_s=99',
-    'task.learner.max_consecutive_skips=7',
-  )
-  overrides = [
-    flag
-    for override in (*free, 'step_timeout_s=99', 'task.learner.max_consecutive_skips=7')
-    for flag in ('--set', override)
-  ]
+  free = ('checkpoint_every_steps=3', 'eval_every_steps=None', 'prefetch_batches=1', 'step_timeout_s=99')
+  overrides = [flag for each in (*free, 'task.learner.max_consecutive_skips=7') for flag in ('--set', each)]
   assert train(directory, '--num_train_steps', 5, *overrides) == exit_codes.OK
   expected = binary.column(finished_job, 'loss')
   assert binary.column(directory, 'loss') == {step: expected[step] for step in range(1, 6)}

@@ -18,26 +18,9 @@ from tests import binary
 from tests.programs.small_jobs import SMALL
 
 NUM_STEPS = 20
-EVERY_STEP = {
-  'step',
-  'time',
-  'loss',
-  'cross_entropy',
-  'perplexity',
-  'z_loss',
-  'accuracy',
-  'loss_weight',
-  'grad_norm',
-  'weight_norm',
-  'learning_rate',
-  'num_skipped_steps',
-  'padding_waste',
-  'num_compilations',
-  'goodput',
-  *(f'badput/{cause}' for cause in CAUSES),
-  'wall_seconds',
-}
 EVAL_METRICS = {'step', 'time', 'loss', 'cross_entropy', 'perplexity', 'z_loss', 'accuracy'}
+EVERY_STEP = EVAL_METRICS | {'loss_weight', 'grad_norm', 'weight_norm', 'learning_rate', 'num_skipped_steps'}
+EVERY_STEP |= {'padding_waste', 'num_compilations', 'goodput', 'wall_seconds', *(f'badput/{each}' for each in CAUSES)}
 # Not of the first step, which compiles.
 RATES = {'steps_per_second', 'tokens_per_second', 'host_wait_fraction'}
 
