@@ -35,6 +35,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
   from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
+  from spmd_tasks.layers.nextn import NextnHead, NextnLanguageModel
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
   from spmd_tasks.layers.transformer import Aux, TransformerBlock, TransformerStack, remat_policy
@@ -54,6 +55,8 @@ __all__ = [
   'LayerNorm',
   'Linear',
   'LossOutput',
+  'NextnHead',
+  'NextnLanguageModel',
   'RmsNorm',
   'RunsModel',
   'ScoreEmbedding',

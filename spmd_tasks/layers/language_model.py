@@ -76,8 +76,16 @@ class LanguageModel(WithSublayers, kw_only=True):
   def _predict(self, batch: Mapping[str, jax.Array], train: bool) -> dict[str, Any]:
     context, encoder_aux = self._context(batch, train)
     x, segment_ids, segment_pos = self._embed(batch, '', train)
-    x, aux = run_stack(self.stack, x, segment_ids, segment_pos, train=train, **context)
-    aux = join_aux(encoder_aux, aux)
+    text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+    x, aux = run_stack(self.stack, x, **text, train=train)
+    return self._predict_of(x, join_aux(encoder_aux, aux), batch, text, train)
+
+  @nn.nowrap
+  def _predict_of(
+    self, x: jax.Array, aux: Mapping[str, jax.Array], batch: Mapping[str, Any], text: Mapping[str, Any], train: bool
+  ) -> dict[str, Any]:
+    """Returns the predictions of the stack's output x; `text` is what the stack was called with beside it."""
+    del text
     if 'logit_columns' in batch:
       x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
     x = self._dropout(self.final_norm(x), train)

@@ -240,7 +240,7 @@ class LanguageModelLoss(WithAuxLosses):
     Args:
       predictions: `logits` float [B, T, V], or in their place `label_scores`, the LabelScores [B, T] of logits and
         labels; optionally `aux` {name: scalar, [L], or [L, E] for one value per expert}, which `aux_loss_weights`
-        needs.
+        needs, and `nextn` and `nextn_loss_weight` of heads (layers/nextn.py).
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding); for 'sequences' also `segment_ids` int32 [B,
         T] in [0, T], the document of each token; without them a row is one document.
 
@@ -272,7 +272,7 @@ class LanguageModelLoss(WithAuxLosses):
     stack = jnp.stack([objective, *per_token.values(), jnp.ones_like(weights)])
     *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
     loss, *means = (_divide(total, weight) for total in totals)
-    loss_weight, is_sum = weight, False
+    loss_weight, is_sum, divisor = weight, False, None
     if self.normalization == 'all_tokens':
       loss_weight = jnp.float32(weights.size)
       loss = totals[0] / loss_weight
@@ -281,8 +281,15 @@ class LanguageModelLoss(WithAuxLosses):
       loss_weight = jnp.sum(shares)
       loss = _divide(jnp.sum(objective * shares), loss_weight)
     elif self.normalization != 'tokens':
-      is_sum, loss = True, totals[0] / (1.0 if self.normalization == 'sum' else self.normalization)
+      is_sum, divisor = True, 1.0 if self.normalization == 'sum' else self.normalization
+      loss = totals[0] / divisor
     metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
+    if heads := predictions.get('nextn'):
+      from spmd_tasks.layers.nextn import total_of_heads
+
+      total = total_of_heads(heads, batch, _shares_of_documents if self.normalization == 'sequences' else None)
+      metrics['nextn_loss'] = (_divide(total, loss_weight), loss_weight)
+      loss += predictions['nextn_loss_weight'] * (_divide(total, loss_weight) if divisor is None else total / divisor)
     metrics |= losses_by_source(objective, weights, batch)
     loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
     per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}

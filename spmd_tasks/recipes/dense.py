@@ -30,6 +30,7 @@ class DenseLanguageModel(TextTraining):
   remat_policy: str = 'none'
   num_logit_chunks: int = 1  # of LanguageModel, as is the next
   scatters_gradients: bool = False
+  num_nextn_predict_layers: int = 0  # heads that predict further tokens, as DeepSeek-V3 has one
 
   seq_len = 128
   learning_rate = 3e-3
@@ -62,7 +63,7 @@ class DenseLanguageModel(TextTraining):
 
   def language_model(self) -> fdl.Config[LanguageModel]:
     """The whole model."""
-    return fdl.Config(
+    model = fdl.Config(
       LanguageModel,
       embedding=self.embedding(),
       stack=self.stack(),
@@ -70,6 +71,11 @@ class DenseLanguageModel(TextTraining):
       num_logit_chunks=self.num_logit_chunks,
       scatters_gradients=self.scatters_gradients,
     )
+    if self.num_nextn_predict_layers:
+      from spmd_tasks.recipes.nextn import with_heads
+
+      model = with_heads(model, self.block(self.ffn()), self.num_nextn_predict_layers, self.remat_policy)
+    return model
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:
     """The training loss."""

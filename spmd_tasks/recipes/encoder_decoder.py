@@ -143,6 +143,10 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     return fdl.Config(TransformerStack, block=block, num_layers=num_layers, remat_policy=self.remat_policy)
 
   def language_model(self) -> fdl.Config[LanguageModel]:
+    if num := self.num_nextn_predict_layers:
+      raise UserError(
+        f'num_nextn_predict_layers={num}: recipes of T5 have no heads that predict further tokens: set 0.'
+      )
     shared = not self.has_bias_per_layer
     decoder = {
       'embedding': self.embedding(),

@@ -56,7 +56,7 @@ class MoeLanguageModel(DenseLanguageModel):
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:
     weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': self.router_z_weight}
-    num_mixtures = self.num_layers - self.num_dense_layers
+    num_mixtures = self.num_layers - self.num_dense_layers + self.num_nextn_predict_layers
     return fdl.copy_with(super().loss(), aux_loss_weights=weights, num_aux_layers=num_mixtures)
 
   def _gated(self, hidden_dim: int) -> fdl.Config[GatedFeedForward]:

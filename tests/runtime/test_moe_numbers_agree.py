@@ -25,6 +25,7 @@ EINSUM, GATHER = ('form=einsum',), ('form=gather',)
 BIASES = (f'{FFN}.experts.use_bias=True', f'{FFN}.router.use_bias=True')
 NEVER_DROP = ('capacity_factor=0',)
 THREE_ROWS = ('batch_size=3',)
+HEAD = ('num_nextn_predict_layers=1',)
 FAST = ('data 2 x expert 4',)
 
 TWO = 'task.learner.num_microbatches=2'
@@ -46,6 +47,7 @@ ONE_BY_ONE = [
   ('data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), ALL_TO_ALL, ()),
   ('experts along data 4 x mdl 2', AlongData, (1, 4, 2), (), ()),
   ('expert 8, remat', ExpertAxis, (1, 1, 8, 1), REMAT, ()),
+  ('a head, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), HEAD, HEAD),
   ('gather, never drop, expert 4', ExpertAxis, (1, 1, 4, 1), (*GATHER, *NEVER_DROP), ()),
   ('data 2 x expert 4, all-to-all in passes', ExpertAxis, (1, 2, 4, 1), PASSES, ()),
   ('3 rows, data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), (*ALL_TO_ALL, *THREE_ROWS), THREE_ROWS),

@@ -15,6 +15,7 @@ TWO_MICROBATCHES, FOUR_MICROBATCHES = (('task.learner.num_microbatches=2',), ('t
 REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
 CHUNKS = ('num_logit_chunks=4',)
 THREE_ROWS, SIX_ROWS = ('batch_size=3',), ('batch_size=6', 'task.learner.num_microbatches=2')
+HEADS = ('num_nextn_predict_layers=2',)
 SCATTERED = ('scatters_gradients=True',)
 FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
 CASES = [
@@ -29,6 +30,12 @@ CASES = [
   ),
   ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), {}),
   ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), {'overrides': TWO_MICROBATCHES}),
+  (
+    '2 heads, data 2 x mdl 4, 2 microbatches, full remat, logits in chunks',
+    AdamW,
+    (1, 2, 4),
+    {'overrides': HEADS + TWO_MICROBATCHES + REMAT + CHUNKS, 'reference': HEADS},
+  ),
 ]
 ONE_BY_ONE = [  # test_t5_numbers_agree.py has dropout in every run
   ('data 8, dropout', AdamW, (1, 8, 1), {'overrides': DROPOUT, 'reference': DROPOUT}),

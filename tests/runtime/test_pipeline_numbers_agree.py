@@ -21,6 +21,7 @@ PLAIN = {PipelinedAdamW: (AdamW, TEN), PipelinedAdafactor: (Adafactor, SIX), Pip
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
 FOUR = ('num_microbatches=4',)
+HEAD = ('num_nextn_predict_layers=1',)
 SIXTEEN, DOTS = ('num_microbatches=16',), ('remat_policy=dots_no_batch',)
 FAST = ('circular, stage 2 x data 2 x mdl 2',)
 
@@ -53,6 +54,7 @@ ONE_BY_ONE = [
   ('one forward, one backward, 2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), (*ONE_F_ONE_B, TWO), ()),
   ('Adafactor, circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR, ()),
   ('experts by gather, stage 2 x data 4', PipelinedExperts, (1, 2, 4, 1, 1), (*FOUR, *GATHER), GATHER),
+  ('a head, one forward, one backward', PipelinedAdamW, (1, 2, 2, 2), (*ONE_F_ONE_B, *HEAD), HEAD),
   ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
   ('experts by gather, stage 4 x data 2', PipelinedExperts, (1, 4, 2, 1, 1), (*FOUR, *ONE_F_ONE_B, *GATHER), GATHER),
 ]

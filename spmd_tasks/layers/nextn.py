@@ -1,0 +1,149 @@
+"""NextnHead: predicts the token behind the next one, of the model's activations and the next token (DeepSeek-V3).
+
+Heads in a row predict one token further each: head k gets the activations of head k - 1. In training they teach the
+model to look ahead; in generation they guess tokens that a step then checks (decoding/nextn_drafts.py).
+
+Shapes: B batch, T sequence, D model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, is_decoding, run_stack
+from spmd_tasks.layers.label_scores import predicted_label_scores
+from spmd_tasks.layers.language_model import LanguageModel, join_aux
+from spmd_tasks.layers.linear import Linear
+from spmd_tasks.sharding import SplitDims
+
+HIDDEN = 'hidden'  # in `new_cache`, what logits are computed from
+
+
+class NextnHead(WithSublayers, kw_only=True):
+  """final_norm(stack([embedding_norm(e); hidden_norm(h)] . projection)): a module of arXiv 2412.19437, section 2.2.
+
+  The order of the two halves is that of the published weights (`eh_proj`), whose first half is the embedding's. h is
+  what logits are computed from, after the final norm, as in vLLM and Megatron. The model's embedding makes e of tokens
+  and logits of the result.
+
+  Weights under `embedding_norm`, `hidden_norm`, `projection`, `stack` and `final_norm`.
+
+  Fields:
+    stack: as of a LanguageModel; DeepSeek-V3 has one block.
+    norm: template of the three norms.
+    split_dims, activation_split_dims: of the projection's kernel [2 D, D] and its output.
+  """
+
+  stack: nn.Module
+  norm: nn.Module
+  split_dims: SplitDims = ('mlp', 'embed')
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  @nn.compact
+  def __call__(
+    self, hidden: jax.Array, embedded: jax.Array, *, train: bool, **text: Any
+  ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    """Returns ([B, T, D], aux of the stack) for the activations h and the embeddings of the following tokens."""
+    norm = lambda name, x: self.norm.copy(name=name)(x)
+    halves = norm('embedding_norm', embedded), norm('hidden_norm', hidden.astype(embedded.dtype))
+    projection = Linear(
+      output_dims=embedded.shape[-1],
+      dtype=embedded.dtype,
+      split_dims=self.split_dims,
+      activation_split_dims=self.activation_split_dims,
+      name='projection',
+    )
+    x = projection(jnp.concatenate(halves, axis=-1))
+    x, aux = run_stack(self.stack, x, **text, train=train)
+    return norm('final_norm', x), aux
+
+
+class NextnLanguageModel(LanguageModel, kw_only=True):
+  """A LanguageModel with heads in a row, of which number k (from 0) predicts the token k + 2 places on.
+
+  Where the batch has labels, the predictions have `nextn`: of each head what the model has of the next token. In
+  generation, a batch with `returns_hidden` gets what the logits are computed from in `new_cache`, and one with `hidden`
+  [B, T, D] and the tokens that follow as `ids` the logits of head number `nextn`; see decoding/nextn_drafts.py.
+
+  Fields:
+    num_nextn_predict_layers: how many heads; Hugging Face's name. Their weights are under `nextn_0`, `nextn_1`, ...
+    nextn_head: template of the heads.
+    nextn_loss_weight: of the heads' mean cross-entropy in the loss, whose sums are divided as those of the next tokens
+      are. DeepSeek-V3 had 0.3, and 0.1 in the last part of its training.
+  """
+
+  num_nextn_predict_layers: int = 1
+  nextn_head: NextnHead
+  nextn_loss_weight: float = 0.3
+
+  @nn.nowrap
+  def _predict(self, batch: Mapping[str, Any], train: bool) -> dict[str, Any]:
+    if 'hidden' not in batch:
+      return super()._predict(batch, train)
+    context, _ = self._context(batch, train)
+    text = {'segment_ids': batch['segment_ids'], 'segment_pos': batch['segment_pos'], **context}
+    hidden, aux = self._head(batch['nextn'])(batch['hidden'], self.embedding(batch['ids']), **text, train=False)
+    self.put_variable(NEW_CACHE, HIDDEN, hidden)
+    if 'logit_columns' in batch:
+      hidden = jnp.take_along_axis(hidden, batch['logit_columns'][:, :, None], axis=1)
+    if 'logit_rows' in batch:
+      hidden = jnp.take(hidden, batch['logit_rows'], axis=0, mode='clip')
+    return {'logits': self.embedding.attend(hidden), 'aux': dict(aux)}
+
+  @nn.nowrap
+  def _predict_of(
+    self, x: jax.Array, aux: Mapping[str, jax.Array], batch: Mapping[str, Any], text: Mapping[str, Any], train: bool
+  ) -> dict[str, Any]:
+    if 'returns_hidden' in batch:
+      self.put_variable(NEW_CACHE, HIDDEN, self.final_norm(x))
+    if is_decoding(self) or not ('labels' in batch or self.is_initializing()):
+      return super()._predict_of(x, aux, batch, text, train)
+    heads: list[Any] = []
+    hidden, labels = self._dropout(self.final_norm(x), train), batch.get('labels')
+    for number in range(self.num_nextn_predict_layers):
+      embedded = self._dropout(self.embedding(shift(batch['ids'], number + 1)), train)
+      hidden, head_aux = self._head(number)(hidden, embedded, **text, train=train)
+      hidden, aux = self._dropout(hidden, train), join_aux(aux, head_aux)
+      if self.num_logit_chunks > 1 and labels is not None:
+        following = shift(labels, number + 1)
+        heads.append({'label_scores': self.embedding.label_scores(hidden, following, num_chunks=self.num_logit_chunks)})
+      else:
+        heads.append({'logits': self.embedding.attend(hidden)})
+    return {
+      **super()._predict_of(x, aux, batch, text, train),
+      'nextn': heads,
+      'nextn_loss_weight': self.nextn_loss_weight,
+    }
+
+  @nn.nowrap
+  def _head(self, number: int) -> nn.Module:
+    return self.nextn_head.copy(name=f'nextn_{number}')
+
+
+def total_of_heads(
+  heads: Sequence[Mapping[str, Any]], batch: Mapping[str, jax.Array], shares: Callable[..., jax.Array] | None
+) -> jax.Array:
+  """Returns the sum of the cross-entropy over the batch's tokens, its mean over heads.
+
+  A token that a head predicts counts as it does where it is the next one, one of another document does not; `shares` of
+  (weights, segment ids) gives them other weights.
+  """
+  labels, weights = batch['labels'], batch['weights'].astype(jnp.float32)
+  segment_ids, totals = batch.get('segment_ids', jnp.ones_like(labels)), []
+  for num, head in enumerate(heads, start=1):
+    is_same = (segment_ids == shift(segment_ids, num)) & (segment_ids > 0)
+    of_tokens = jnp.where(is_same, shift(weights, num), 0.0)
+    if shares is not None:
+      of_tokens = shares(of_tokens, batch.get('segment_ids'))
+    scores = predicted_label_scores(head, shift(labels, num))
+    cross_entropy = jnp.where(scores.is_known, scores.log_normalizer - scores.label_logit, jnp.nan)
+    totals.append(jnp.sum(jnp.where(of_tokens == 0, 0.0, cross_entropy * of_tokens)))
+  return jnp.mean(jnp.stack(totals))
+
+
+def shift(x: jax.Array, num: int) -> jax.Array:
+  """Returns x [B, T] with every row's entries `num` places on; zeros where there is none."""
+  return jnp.pad(x[:, num:], ((0, 0), (0, min(num, x.shape[1]))))
