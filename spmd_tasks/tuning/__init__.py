@@ -4,10 +4,11 @@
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
 `references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `scored_texts.py` and
-`score_loss.py` (reward models, classifiers, embeddings), `text_scorer.py` (their scores), `rollouts.py`,
-`environments.py` and `policy_loss.py` (rewards), `low_rank.py` and `adapted_weights.py` (adapters of a model),
-`base_digest.py` (a checkpoint of adapters belongs to one base), `adapter_stacks.py` (several adapters beside one
-model), then `text_pairs.py` (encoder-decoders). The names below are imported when first used.
+`score_loss.py` (reward models, classifiers, embeddings), `text_scorer.py` (their scores), `rollout_input.py`,
+`rollout_sampler.py`, `environments.py`, `rollout_rewards.py`, `rollouts.py` and `policy_loss.py` (rewards),
+`low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one
+base), `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders). The names below
+are imported when first used.
 """
 
 from collections.abc import Mapping
@@ -35,8 +36,8 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.preference_loss import PreferenceLoss
   from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
   from spmd_tasks.tuning.reward_tuning import RewardTuning
+  from spmd_tasks.tuning.rollout_input import RewardPrompts, RolloutInput
   from spmd_tasks.tuning.rollout_task import RolloutTask
-  from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
   from spmd_tasks.tuning.score_loss import ScoreLoss
   from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
   from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs

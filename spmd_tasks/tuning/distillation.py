@@ -33,7 +33,9 @@ from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
 from spmd_tasks.tuning.reward_models import frozen_model
 from spmd_tasks.tuning.reward_tuning import Method, RewardTuning
-from spmd_tasks.tuning.rollouts import MakeRollouts, PromptIterator, Rollout, RolloutInput
+from spmd_tasks.tuning.rollout_input import PromptIterator, Rollout, RolloutInput
+from spmd_tasks.tuning.rollout_sampler import place
+from spmd_tasks.tuning.rollouts import MakeRollouts
 
 _LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
 
@@ -214,7 +216,7 @@ class AskTeacher(TrainHook):
       parts = jax.lax.map(lambda part: answers_of(variables, part), split_microbatches(batch, number))
       return {name: jnp.swapaxes(each, 0, 1).reshape(added[name].shape) for name, each in parts.items()}
 
-    self.names, self._step = spec, self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
+    self.step = self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
 
   def load(self) -> None:
     """Reads the teacher's weights."""
@@ -222,7 +224,7 @@ class AskTeacher(TrainHook):
 
   def place(self, batch: Batch) -> dict[str, jax.Array]:
     """Places a batch on the mesh, without what the teacher adds."""
-    return self._step.place({name: batch[name] for name in self.names})
+    return self.step.place({name: batch[name] for name in self.step.layout.spec})
 
   def batches(self, run: TrainRun, iterator: Any) -> Any:
     self.load()
@@ -238,7 +240,7 @@ class AskTeacher(TrainHook):
 
   def answer(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The placed batch with the teacher's answers."""
-    return {**batch, **self._step(self._variables, batch)}
+    return {**batch, **self.step(self._variables, batch)}
 
 
 class MakeTaughtRollouts(MakeRollouts):
@@ -253,11 +255,8 @@ class MakeTaughtRollouts(MakeRollouts):
     self._teacher.load()
     return super().batches(run, iterator)
 
-  def rollout_spec(self) -> dict[str, Any]:
-    return self._teacher.names
-
   def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
-    return self._teacher.answer(self._place(run, self._teacher, rollout, rows))
+    return self._teacher.answer(place(self._teacher.step, rollout, rows))
 
 
 class _Taught:

@@ -5,8 +5,8 @@
 
 A function takes (prompt, completion, record): the prompt as the data have it, the generated text, and all fields of the
 prompt's record; it returns a number. One that raises, returns no finite number, takes longer than the limit, or whose
-process dies costs its own result, which is NaN, and never the run: its process is replaced. Steps of an environment
-(environments.py) are called in the same way.
+process dies twice costs its own result, which is NaN, and never the run: its process is replaced. Steps of an
+environment (environments.py) are called in the same way.
 
 Shapes: N calls, K functions.
 """
@@ -168,6 +168,7 @@ class RewardWorkers:
     """The results of calls, (number of the function, its arguments); None where there is none."""
     results: list[Any] = [None] * len(calls)
     waiting = deque(range(len(calls)))
+    died: set[int] = set()  # calls whose process has died once, perhaps for another reason
     running: dict[connection.Connection, _Running] = {}
     while (waiting or running) and not self._is_stopped:
       for link in [link for link in self._workers if link not in running]:
@@ -182,8 +183,12 @@ class RewardWorkers:
         try:
           results[number], problem = link.recv()
         except (EOFError, OSError):
-          problem = 'its process died'
           self._replace(link)
+          if number not in died:
+            died.add(number)
+            waiting.appendleft(number)
+            continue
+          problem = 'its process died'
         self._note(calls[number][0], problem)
       for link in [link for link, each in running.items() if each.deadline <= time.monotonic()]:
         self._note(calls[running.pop(link).number][0], f'it took longer than {self._timeout_s:g} s')

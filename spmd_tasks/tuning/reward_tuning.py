@@ -6,7 +6,6 @@ class Grpo(RewardTuning, PretrainedLanguageModel): ...       # see experiments/t
 from collections.abc import Mapping
 import dataclasses
 import types
-from typing import Any
 
 import fiddle as fdl
 
@@ -15,11 +14,18 @@ from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.recipes import TextTraining
 from spmd_tasks.tuning.policy_loss import PolicyLoss
+from spmd_tasks.tuning.rollout_input import RewardPrompts, RolloutInput
 from spmd_tasks.tuning.rollout_task import RolloutTask, num_choices
-from spmd_tasks.tuning.rollouts import RewardPrompts, RolloutInput
 from spmd_tasks.tuning.value_head import LanguageModelWithValues
 
 Files = str | tuple[str, ...]
+
+# Settings that RolloutInput has by the same names.
+_SAME = (
+  *('environment', 'max_turns', 'batch_size', 'seq_len', 'group_size', 'num_minibatches', 'num_iterations'),
+  *('staleness', 'max_tokens', 'temperature', 'top_k', 'top_p', 'overlong_margin', 'gamma', 'lam', 'exact'),
+  *('reward_timeout_s', 'seed'),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,38 +172,20 @@ class RewardTuning(TextTraining):
     fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
     if method.kl_in_reward and self.kl_weight and self.reference != 'start':
       raise UserError(f"reference = {self.reference!r} goes with kl_in_reward=False: set reference='start', or that.")
-    names: dict[str, Any] = {'baseline': method.baseline, 'scale': method.scale, 'drops_equal': method.drops_equal}
     return fdl.Config(
       RolloutInput,
+      **{name: getattr(self, name) for name in _SAME},
+      **{name: getattr(method, name) for name in ('baseline', 'scale', 'drops_equal')},
       source=fdl.Config(RewardPrompts, pattern=self.data),
       eval_source=fdl.Config(RewardPrompts, pattern=self.eval_data) if self.eval_data else None,
       tokenizer=self.tokenizer(),
       template=fdl.Config(ChatTemplate, **fields),
       rewards=({self.reward: 1.0} if self.reward else {}) if isinstance(self.reward, str) else dict(self.reward),
-      environment=self.environment,
-      max_turns=self.max_turns,
-      batch_size=self.batch_size,
-      seq_len=self.seq_len,
-      group_size=self.group_size,
-      num_minibatches=self.num_minibatches,
-      num_iterations=self.num_iterations,
-      staleness=self.staleness,
-      max_tokens=self.max_tokens,
-      temperature=self.temperature,
-      top_k=self.top_k,
-      top_p=self.top_p,
-      overlong_margin=self.overlong_margin,
-      gamma=self.gamma,
-      lam=self.lam,
       reward_kl_weight=self.kl_weight if method.kl_in_reward else 0.0,
-      exact=self.exact,
       num_choices=self._num_choices(),
       has_reference=self.kl_weight > 0 and self.reference == 'start',
       num_slots=self.num_rollout_slots,
       num_workers=self.num_reward_workers,
-      reward_timeout_s=self.reward_timeout_s,
-      seed=self.seed,
-      **names,
     )
 
   def eval_inputs(self) -> dict[str, fdl.Config]:

@@ -199,26 +199,31 @@ def _without_drops(job: Job) -> Job:
 
 
 @functools.lru_cache(maxsize=2)
-def _sampler(runner: Any) -> Any:
-  from spmd_tasks.tuning.rollouts import SampledOutside
+def _programs(runner: Any) -> Any:
+  """Settings of rollouts, what samples and what scores them, compiled once."""
+  from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer
 
-  return SampledOutside(runner.job, runner.model)
+  settings = dataclasses.replace(runner.job.train_input, environment=None, rewards={'no:rewards': 1.0})
+  sampler = RolloutSampler(settings, runner.model, seed=runner.job.experiment.seed)
+  return settings, sampler, RolloutScorer(settings, runner.model)
 
 
 def _compare_log_probs(bench: Bench, setting: Setting) -> Verdict:
   runner, state = bench.runner(setting), bench.trajectory(Setting()).state(bench.num_steps - 1)
-  sampler = _sampler(runner)
-  rollout = sampler.sample(runner.place(state).variables)
+  settings, sampler, scorer = _programs(runner)
+  prompts = settings.make_iterator().take(settings.num_rows // settings.group_size)
+  groups = sampler.complete(runner.place(state).variables, prompts, settings.group_size)
+  rollout = settings.rollout_of([each for group in groups for each in group], settings.num_rows)
 
   def log_probs(state: TrainState) -> np.ndarray:
-    return sampler.log_probs(runner.place(state).variables, rollout)
+    return scorer.score(runner.place(state).variables, rollout)[0]
 
-  sizes = np.nan_to_num(np.abs(log_probs(state) - rollout.sampler_log_probs), nan=np.inf)
+  sizes = np.nan_to_num(np.abs(log_probs(state) - rollout['sampler_log_probs']), nan=np.inf)
   row, column = np.unravel_index(np.argmax(sizes), sizes.shape)
-  place = column - int(np.argmax(rollout.is_sampled[row])) + 1
-  mean = float(sizes[rollout.is_sampled].mean())
+  is_sampled = rollout['weights'] > 0
+  place = column - int(np.argmax(is_sampled[row])) + 1
+  mean = float(sizes[is_sampled].mean())
   leaf = f'log-probability of token {place} of completion {row + 1} (the mean of all differs by {mean:.2g})'
-  settings: Any = runner.job.train_input
   if settings.exact:
     found = Difference(step=bench.num_steps - 1, leaf=leaf, difference=float(sizes.max()))
   else:

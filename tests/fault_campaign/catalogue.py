@@ -14,7 +14,7 @@ import random
 
 from tests.fault_campaign.scene import Scene
 
-FAMILIES = ('kills', 'damage', 'disks', 'directories', 'inputs', 'clients', 'decoding', 'processes', 'stores')
+FAMILIES = ('kills', 'damage', 'disks', 'directories', 'inputs', 'clients', 'decoding', 'processes', 'tuning', 'stores')
 
 _KINDS: dict[str, 'Kind'] = {}
 

@@ -14,13 +14,15 @@ import fiddle as fdl
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, Mixture, SyntheticText, TextFiles, TextInput
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
+from spmd_tasks.tuning import RewardTuning
 from tests.programs.small_jobs import Small
 
 NUM_STEPS = 20
 SAVE_INTERVAL = 5
 MAX_TO_KEEP = 2
 EVAL_INTERVAL = 10
-EVAL_SETS = ('valid',)
+EVALS = {'valid': 'eval/valid/metrics.jsonl'}  # the files of eval sets, by name
+REWARD_EVALS = {'rewards': 'eval_rewards/metrics.jsonl'}  # the same of jobs that learn from rewards
 
 
 class Plain(Small):
@@ -125,6 +127,27 @@ class Mixed(Read):
       read_timeout_s=self.read_timeout_s,
       **settings,
     )
+
+
+class Rewarded(RewardTuning, Plain):
+  """Learns from a reward whose function fails now and then: two updates of each rollout, held to a reference."""
+
+  data = eval_data = str(Path(__file__).with_name('prompts.jsonl'))
+  reward = 'tests.fault_campaign.reward_functions:raises'
+  group_size = 4
+  batch_size = 8
+  num_minibatches = 2
+  kl_weight = 0.1
+  seq_len = 16
+  max_tokens = 8
+  num_reward_workers = 1
+
+
+class RewardedAhead(Rewarded):
+  """One step off the policy."""
+
+  num_minibatches = 1
+  staleness = 1
 
 
 class Pair(Plain):

@@ -19,12 +19,13 @@ import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import Checkpointer
-from tests.fault_campaign.experiments import EVAL_INTERVAL, EVAL_SETS, NUM_STEPS, SAVE_INTERVAL
+from tests.fault_campaign.experiments import EVAL_INTERVAL, EVALS, NUM_STEPS, REWARD_EVALS, SAVE_INTERVAL
 
 _TIMED = re.compile(r'time|second|goodput|badput|compilations|slowest|wait')
 _MUST_BE_THERE = {'loss', 'grad_norm', 'weight_norm', 'learning_rate', 'num_skipped_steps'}
 _STEP_NAME = re.compile(r'checkpoint_(\d{8})')
 
+_EVALS = EVALS | REWARD_EVALS
 REFUSED = (exit_codes.USAGE, exit_codes.FAILED)  # before anything is started, and by a job that was running
 # What the binary ends with after a signal. SIGINT ends Python itself in its last moments; a shell says 130 to both.
 CODES_AFTER = {
@@ -139,7 +140,7 @@ def compare_with_reference(job_log_dir: Path, reference: Reference, *, may_lack:
     BrokenPromiseError: something is missing, or differs.
   """
   files = {job_log_dir / 'metrics.jsonl': reference.metrics}
-  files |= {job_log_dir / 'eval' / name / 'metrics.jsonl': evals for name, evals in reference.evals.items()}
+  files |= {job_log_dir / _EVALS[name]: evals for name, evals in reference.evals.items()}
   for path, wanted in files.items():
     lines, what = metric_lines(path), str(path.relative_to(job_log_dir))
     missing = sorted(set(wanted) - {line['step'] for line in lines})
@@ -152,7 +153,7 @@ def compare_with_reference(job_log_dir: Path, reference: Reference, *, may_lack:
 
 def compare_evals(job_log_dir: Path, reference: Reference) -> None:
   for name, evals in reference.evals.items():
-    compare_lines(metric_lines(job_log_dir / 'eval' / name / 'metrics.jsonl'), evals, f'eval {name}')
+    compare_lines(metric_lines(job_log_dir / _EVALS[name]), evals, f'eval {name}')
 
 
 def check_digests(job_log_dir: Path, reference: Reference) -> None:
@@ -201,10 +202,12 @@ def sentence_of(ended: Any, limit: int = 160) -> str:
 def read_reference(directory: Path, operations: list[tuple[str, str]], seconds: float) -> Reference:
   """Reads what an undisturbed run left; asserts that it is whole."""
   metrics = last_of_steps(metric_lines(directory / 'metrics.jsonl'))
-  evals = {name: last_of_steps(metric_lines(directory / 'eval' / name / 'metrics.jsonl')) for name in EVAL_SETS}
+  names = REWARD_EVALS if (directory / 'eval_rewards').exists() else EVALS
+  evals = {name: last_of_steps(metric_lines(directory / path)) for name, path in names.items()}
   assert sorted(metrics) == list(range(1, NUM_STEPS + 1)), sorted(metrics)
   assert all(set(line) > _MUST_BE_THERE for line in metrics.values()), metrics[1]
-  assert all(sorted(steps) == list(range(EVAL_INTERVAL, NUM_STEPS + 1, EVAL_INTERVAL)) for steps in evals.values())
+  due = {*range(EVAL_INTERVAL, NUM_STEPS + 1, EVAL_INTERVAL)}
+  assert all(steps.keys() - {0} == due for steps in evals.values()), evals
   steps = range(SAVE_INTERVAL, NUM_STEPS + 1, SAVE_INTERVAL)
   return Reference(
     directory=directory,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.tuning.advantages import advantages_of, generalized_advantages, overlong_penalties
-from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
+from spmd_tasks.tuning.rollout_rewards import with_advantages
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [2.0, -1.0, np.nan, 0.0], [np.nan] * 4])
 
@@ -66,17 +66,15 @@ def test_the_divergence_from_a_reference_is_taken_off_the_reward_of_its_token_or
   for row in range(4):
     is_sampled[row, 1 : 3 + row] = True
   old, reference, values = np.where(is_sampled, rng.normal(size=(3, rows, 6)), 0.0).astype(np.float32)
-  nothing = np.zeros(0)
-  rollout = Rollout(nothing, is_sampled, nothing, nothing, nothing, old, reference, values, nothing)
-  grid, kl, hook = np.array([[1.0, 2.0], [0.0, -1.0]]), old.astype(float) - reference, MakeRollouts()
-  given = {'reward_kl_weight': 0.3, 'scale': 'none', 'num_rows': rows, 'gamma': 1.0, 'lam': 1.0}
-  hook._input = SimpleNamespace(**given, baseline='none')
+  rollout = {'weights': is_sampled, 'old_log_probs': old, 'reference_log_probs': reference, 'old_values': values}
+  grid, kl = np.array([[1.0, 2.0], [0.0, -1.0]]), old.astype(float) - reference
+  settings = SimpleNamespace(reward_kl_weight=0.3, baseline='none', scale='none', gamma=1.0, lam=1.0)
   expected = [*(grid.reshape(-1) - 0.3 * kl[:4].sum(axis=1)), 0.0]
-  np.testing.assert_allclose(hook._with_advantages(rollout, grid).advantages, expected, rtol=1e-6)
-  hook._input = SimpleNamespace(**given, baseline='gae')
-  found = hook._with_advantages(rollout, grid)
+  np.testing.assert_allclose(with_advantages(settings, rollout, grid)['advantages'], expected, rtol=1e-6)
+  settings.baseline = 'gae'
+  found = with_advantages(settings, rollout, grid)
   for row in range(4):  # with both discounts 1 a return is what is to come
     (places,) = np.nonzero(is_sampled[row])
     to_come = [grid.reshape(-1)[row] - 0.3 * kl[row, places[i:]].sum() for i in range(len(places))]
-    np.testing.assert_allclose(found.returns[row, places], to_come, rtol=1e-6)
-  np.testing.assert_allclose(found.advantages, found.returns - np.where(is_sampled, values, 0.0), atol=1e-6)
+    np.testing.assert_allclose(found['returns'][row, places], to_come, rtol=1e-6)
+  np.testing.assert_allclose(found['advantages'], found['returns'] - np.where(is_sampled, values, 0.0), atol=1e-6)

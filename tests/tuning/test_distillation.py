@@ -52,8 +52,7 @@ def test_the_answers_are_those_of_the_teacher_on_any_mesh(folders):
   job = job_of(folders, 'teacher_top_k=3', 'task.learner.num_microbatches=2', 'ici_mesh_shape=1,4,1')
   model, hook, batch = asked(job, (1, 4, 1))  # 6 rows on 4 devices
   hook._variables = variables_from_folder(hook._model, str(folders[1]))
-  placed = hook._step.place({name: batch[name] for name in hook.names})
-  answer = hook.answer(placed)
+  answer = hook.answer(hook.place(batch))
   for name, each in model.input_layout.padded.items():
     assert (answer[name].shape, answer[name].sharding) == (each.shape, each.sharding)
   student = partition_job(job_of(folders), job.experiment.mesh_spec().build_abstract())

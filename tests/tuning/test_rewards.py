@@ -65,11 +65,9 @@ def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path, set
   assert train(tmp_path / 'whole', data, *flags, '--num_train_steps', '6') == exit_codes.OK
   for last in (3, 6):
     assert train(tmp_path / 'parts', data, *flags, '--num_train_steps', str(last)) == exit_codes.OK
-  whole, parts = numbers(tmp_path / 'whole'), numbers(tmp_path / 'parts')
-  assert sorted(whole) == sorted(parts) == list(range(1, 7))
-  for step, expected in whole.items():
-    made_before = ('sampler_mismatch_max', 'reward', 'completion_tokens') if step == 4 else ()  # the rollout
-    assert parts[step] == expected | dict.fromkeys(made_before), step
+  whole = numbers(tmp_path / 'whole')
+  assert sorted(whole) == list(range(1, 7))
+  assert numbers(tmp_path / 'parts') == whole
 
 
 @pytest.mark.slow

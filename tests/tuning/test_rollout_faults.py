@@ -3,9 +3,7 @@
 Group means over the wrong axis are no such fault: tests/tuning/test_advantages.py finds them.
 """
 
-import contextlib
 import functools
-from types import SimpleNamespace
 
 from flax import traverse_util
 import jax
@@ -13,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import DecodeSteps, generation, group_sampling, step_functions
+from spmd_tasks.decoding import DecodeSteps, group_sampling, step_functions
+from spmd_tasks.tuning import rollout_sampler
+from spmd_tasks.tuning.rollout_input import RolloutInput
+from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer, episodes_of
 from spmd_tasks.tuning.rollout_task import RolloutTask
-from spmd_tasks.tuning.rollouts import MakeRollouts, Rollout
 from spmd_tasks.verification._cases import Bench
 from spmd_tasks.verification._text_claims import sampler_cases
 from tests.runtime.loss_curves import make_model, source_of
@@ -25,32 +25,24 @@ NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
 
 
 class Sampler:
-  """A hook with compiled programs, outside of a job, and what it samples with the weights of a seed."""
+  """What samples and what scores, outside of a job, with the weights of a seed; `own` goes to RolloutSampler."""
 
-  def __init__(self, *overrides, experiment=Policy):
+  def __init__(self, *overrides, experiment=Policy, **own):
     given = (f'temperature={TEMPERATURE}', 'max_tokens=12', *overrides)
-    self.model, given = make_model(experiment, (1,), overrides=given)
-    job = SimpleNamespace(train_input=given, task=self.model.task)
-    watchdog = SimpleNamespace(allow=lambda *_: contextlib.nullcontext(), beat=lambda *_: None)
-    experiment = SimpleNamespace(seed=0, eval_every_steps=None)
-    loop, self.variables = SimpleNamespace(step=0), self.model.init(0).variables
-    self.run = SimpleNamespace(
-      job=job, model=self.model, experiment=experiment, watchdog=watchdog, limit_s=60, loop=loop, message=pytest.fail
-    )
-    self.hook = MakeRollouts()
-    self.hook.prepare(self.run)
-    self.prompts = given.make_iterator().take(NUM_PROMPTS)
+    self.model, self.settings = make_model(experiment, (1,), overrides=given)
+    self.sampler = RolloutSampler(self.settings, self.model, seed=0, report=pytest.fail, **own)
+    self.scorer = RolloutScorer(self.settings, self.model)
+    self.variables = self.model.init(0).variables
+    self.prompts = self.settings.make_iterator().take(NUM_PROMPTS)
 
   def complete(self, variables=None, **draws):
-    return self.hook._complete(self.run, variables or self.variables, self.prompts, GROUP, **draws)
+    return episodes_of(self.sampler.complete(variables or self.variables, self.prompts, GROUP, **draws))
 
-  def rollout(self, variables=None, **draws) -> Rollout:
-    made = self.complete(variables, **draws)
-    nothing = np.zeros(NUM_PROMPTS * GROUP)
-    return self.hook._as_rollout([each for group in made for each in group], nothing > 0)
+  def rollout(self, variables=None, **draws):
+    return self.settings.rollout_of(self.complete(variables, **draws), NUM_PROMPTS * GROUP)
 
-  def mismatch(self, rollout: Rollout) -> float:
-    return self.hook._largest_mismatch(self.run, self.variables, rollout)
+  def mismatch(self, rollout) -> float:
+    return float(np.abs(self.scorer.score(self.variables, rollout)[0] - rollout['sampler_log_probs']).max())
 
 
 sampler = functools.cache(Sampler)
@@ -59,7 +51,7 @@ sampler = functools.cache(Sampler)
 def before_the_temperature(monkeypatch):
   """The same draws, at the temperature of a request, which log-probabilities do not have."""
   given = sampler()
-  monkeypatch.setattr(given.hook, '_steps', DecodeSteps(given.model, given.hook._steps.settings))
+  monkeypatch.setattr(given.sampler, 'steps', DecodeSteps(given.model, given.sampler.steps.settings))
   return given.rollout(temperature=TEMPERATURE)
 
 
@@ -85,16 +77,15 @@ def in_batches(change):
   """A fault of the batch's arrays: new ones, of the batch, its columns, and the lengths of prompts and whole rows."""
 
   def plant(monkeypatch):
-    made = Rollout.batch
+    made = RolloutInput.rollout_of
 
-    def batch(rollout, rows, pad_id):
-      columns, whole = np.arange(rollout.tokens.shape[1] - 1)[None, :], made(rollout, rows, pad_id)
-      changed = change(
-        whole, columns, 1 + np.argmax(rollout.is_sampled[rows], axis=1)[:, None], rollout.lengths[rows, None]
-      )
+    def rollout_of(*given):
+      whole = made(*given)
+      columns, lengths = np.arange(whole['ids'].shape[1])[None, :], whole['segment_ids'].sum(axis=1, keepdims=True) + 1
+      changed = change(whole, columns, 1 + np.argmax(whole['weights'], axis=1)[:, None], lengths)
       return whole | {name: each.astype(whole[name].dtype) for name, each in changed.items()}
 
-    monkeypatch.setattr(Rollout, 'batch', batch)
+    monkeypatch.setattr(RolloutInput, 'rollout_of', rollout_of)
     return sampler().rollout()
 
   return plant
@@ -115,10 +106,10 @@ FAULTS = {
 def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1(monkeypatch):
   rollout = sampler().rollout()
   assert sampler().mismatch(rollout) < 1e-5
-  assert len({*map(tuple, rollout.tokens)}) > NUM_PROMPTS  # draws differ
-  monkeypatch.setattr(generation, 'can_sample', lambda *_: False)
+  assert len({*map(tuple, rollout['ids'])}) > NUM_PROMPTS  # draws differ
+  monkeypatch.setattr(rollout_sampler, 'can_sample', lambda *_: False)
   by_scheduler = sampler().rollout()
-  np.testing.assert_array_equal(by_scheduler.tokens, rollout.tokens)
+  np.testing.assert_array_equal(by_scheduler['ids'], rollout['ids'])
   assert sampler().mismatch(by_scheduler) < 1e-5
 
 
@@ -136,11 +127,10 @@ def test_routing_that_is_not_replayed_is_found(monkeypatch):
   rng, flat = np.random.default_rng(0), traverse_util.flatten_dict(given.variables['params'])
   moved = {path: x * (1 + 0.03 * rng.standard_normal(x.shape)) if 'router' in path else x for path, x in flat.items()}
   rollout = given.rollout({'params': traverse_util.unflatten_dict(moved)})
-  assert rollout.expert_ids.shape[-1] == 2 * 2  # layers, and choices of a token
+  assert rollout['expert_ids'].shape[-1] == 2 * 2  # layers, and choices of a token
   replayed = given.mismatch(rollout)
   monkeypatch.setattr(RolloutTask, 'constants', lambda *_: {})
-  spec, log_probs = given.hook._input.element_spec(), given.hook._log_probs
-  given.hook._score = given.model.batch_step('without_replay', spec, log_probs)
+  given.scorer = RolloutScorer(given.settings, given.model)
   assert given.mismatch(rollout) > 0.1 > 3 * replayed > 0
 
 

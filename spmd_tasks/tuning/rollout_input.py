@@ -1,0 +1,342 @@
+"""RolloutInput: prompts of which a training job samples completions itself, and the arrays of these completions.
+
+    RolloutInput(source=RewardPrompts(pattern='sums.jsonl'), rewards={'my_lab.rewards:is_correct': 1.0}, ...)
+
+P prompts are completed G times each (rollout_sampler.py), get rewards (rollout_rewards.py), and serve one update or
+several, with minibatches of the rows, several times (rollouts.py). The position of the input is that of its prompts,
+the rollout of which updates are still due, and with staleness the completions of the next one, whose rewards are
+computed again. Draws depend on the seed, the epoch and the record only: a job that goes on makes the same bits.
+
+Shapes: R = P * G rows of a rollout, B rows of an update, T tokens of a row (a prompt and its completion), n choices of
+experts of a token in all layers.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+import dataclasses
+import io
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import Batch, ChatTemplate, State, Tokenizer
+from spmd_tasks.inputs.base import BATCH_DTYPES, check_state, empty_batch, language_model_spec, shard_rows
+from spmd_tasks.inputs.tokenizers import encode_prompt
+from spmd_tasks.runtime import SamplingParams
+from spmd_tasks.tuning.advantages import BASELINES, SCALES
+from spmd_tasks.tuning.conversations import messages_of, tools_of
+from spmd_tasks.tuning.environments import Episode
+from spmd_tasks.tuning.record_files import OpenRecordFiles
+
+RewardPrompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
+# The batches of all rows of a rollout, by name: [R, T], or [R] and [R, T, n].
+Rollout = Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardPrompts:
+  """Prompts in JSON lines, Parquet or Arrow files (a glob pattern or several).
+
+  A record has `prompt`, a text or a list of messages, and whatever else the reward functions read.
+  """
+
+  pattern: str | tuple[str, ...]
+
+  def open(self) -> OpenRecordFiles:
+    return OpenRecordFiles(self.pattern, ['prompt'], None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutInput:
+  """What a rollout is made of; the batches are made by MakeRollouts.
+
+  Fields:
+    source: RewardPrompts.
+    eval_source: further ones, which are completed greedily at the experiment's `eval_every_steps`; None: none.
+    tokenizer, template: of the prompts.
+    rewards: `module:function` (reward_functions.py) or the folder of a reward model (reward_models.py) -> its weight in
+      a completion's reward.
+    environment: `module:Class` that answers completions (environments.py); its rewards are added. None: there is none.
+    max_turns: completions of one episode with it.
+    batch_size, seq_len: B and T.
+    group_size: G.
+    num_minibatches: R / B.
+    num_iterations: how often each row of a rollout is trained on.
+    staleness: 1: a rollout is sampled before the first update of the rollout before it, so that reward functions run
+      while the devices make the updates; 0: after the last one.
+    max_tokens: of a completion; with an environment, of all that follows the prompt.
+    temperature: completions are drawn from logits / temperature, and their log-probabilities are of these.
+    top_k, top_p: cut the draws as SamplingParams say, and not the log-probabilities.
+    baseline, scale: of advantages (advantages.py); with the baseline 'gae' those of tokens, from the values of a model
+      with a value head.
+    gamma, lam: of 'gae'.
+    reward_kl_weight: how much of log q - log r, of the models that sampled and of reference, is taken off the reward.
+    drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
+      (DAPO's dynamic sampling).
+    overlong_margin: the last tokens before max_tokens that cost up to 1 (overlong_penalties); 0: none do.
+    exact: whether the task is batch-invariant, so that old log-probabilities are the sampler's.
+    num_choices: n, the choices of experts of a token in all layers that are recorded and replayed; 0: none are.
+    has_reference: whether batches have the log-probabilities under the weights that training starts from.
+    num_slots: how many completions are generated at once.
+    num_workers, reward_timeout_s: processes for rewards, and the seconds that one call may take.
+    seed, shuffle: of the order of prompts, and of the draws.
+  """
+
+  source: RewardPrompts
+  eval_source: RewardPrompts | None = None
+  tokenizer: Tokenizer
+  template: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
+  rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  environment: str | None = None
+  max_turns: int = 8
+  batch_size: int
+  seq_len: int
+  group_size: int = 8
+  num_minibatches: int = 1
+  num_iterations: int = 1
+  staleness: int = 0
+  max_tokens: int = 256
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  baseline: str = 'group'
+  scale: str = 'group'
+  gamma: float = 1.0
+  lam: float = 1.0
+  reward_kl_weight: float = 0.0
+  drops_equal: bool = False
+  overlong_margin: int = 0
+  exact: bool = False
+  num_choices: int = 0
+  has_reference: bool = False
+  num_slots: int = 64
+  num_workers: int = 2
+  reward_timeout_s: float = 10.0
+  seed: int = 0
+  shuffle: bool = True
+
+  kind: ClassVar[str] = 'rollouts'
+  needs_reward: ClassVar[bool] = True
+
+  def __post_init__(self):
+    counts = ('group_size', 'num_minibatches', 'num_iterations', 'max_tokens', 'max_turns', 'num_slots', 'num_workers')
+    for name in counts:
+      if getattr(self, name) < 1:
+        raise UserError(f'{name} = {getattr(self, name)} must be at least 1.')
+    if self.num_rows % self.group_size:
+      raise UserError(
+        f'batch_size {self.batch_size} x num_minibatches {self.num_minibatches} must be a multiple of group_size '
+        f'{self.group_size}, the completions of one prompt.'
+      )
+    if self.staleness not in (0, 1):
+      raise UserError(f'staleness = {self.staleness} must be 0 or 1.')
+    if self.needs_reward and not self.all_rewards:
+      raise UserError('rewards are missing: --set reward=MODULE:FUNCTION, a function (prompt, completion, record).')
+    for name, known in (('baseline', BASELINES), ('scale', SCALES)):
+      if getattr(self, name) not in known:
+        raise UserError(f'{name} = {getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
+    if (self.baseline == 'gae' and self.scale == 'group') or not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+      raise UserError(
+        f"scale = {self.scale!r} must be 'batch' or 'none' for baseline = 'gae', and gamma = {self.gamma} and lam = "
+        f'{self.lam} from 0 to 1.'
+      )
+    if self.reward_kl_weight and not self.has_reference:
+      raise UserError(f'reward_kl_weight = {self.reward_kl_weight} needs has_reference = True.')
+    alone = self.scale == 'batch' or self.baseline == 'gae' or (self.baseline, self.scale) == ('none', 'none')
+    if self.group_size == 1 and not alone:
+      raise UserError("group_size = 1 has no group to compare with: set baseline='none' and scale='batch'.")
+    SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # raises
+    if self.num_choices and (self.environment or self.num_slots < self.num_rows):
+      raise UserError(
+        f'replays_routing needs a slot for each of the {self.num_rows} completions of a rollout, not {self.num_slots}, '
+        'and no environment: set num_rollout_slots.'
+      )
+    if not 0 < self.max_tokens < self.seq_len or not 0 <= self.overlong_margin <= self.max_tokens:
+      raise UserError(
+        f'max_tokens = {self.max_tokens} must be less than seq_len {self.seq_len}, which holds the prompt too, and at '
+        f'least overlong_margin {self.overlong_margin}.'
+      )
+
+  @property
+  def all_rewards(self) -> dict[str, float]:
+    """The weights of all rewards by name, the environment's first."""
+    return {**({self.environment: 1.0} if self.environment else {}), **self.rewards}
+
+  @property
+  def num_rows(self) -> int:
+    """R."""
+    return self.batch_size * self.num_minibatches
+
+  @property
+  def num_updates(self) -> int:
+    """How many updates one rollout serves."""
+    return self.num_minibatches * self.num_iterations
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return self.rollout_spec()
+
+  def rollout_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """What batches have of a rollout."""
+    has_values = self.baseline == 'gae'
+    has_old = self.exact or has_values or self.num_updates > 1 or self.reward_kl_weight > 0
+    names = ['sampler_log_probs', *['old_log_probs'] * has_old, *['reference_log_probs'] * self.has_reference]
+    names += ['old_values', 'returns', 'advantages'] * has_values
+    of_tokens = dict.fromkeys(names, np.float32)
+    return {
+      'advantages': jax.ShapeDtypeStruct((self.batch_size,), np.float32),
+      **self.text_spec(),
+      **language_model_spec(self.batch_size, self.seq_len, of_tokens),
+    }
+
+  def text_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the model reads of it."""
+    spec = language_model_spec(self.batch_size, self.seq_len)
+    if self.num_choices:
+      shape = (self.batch_size, self.seq_len, self.num_choices)
+      spec['expert_ids'] = jax.ShapeDtypeStruct(shape, np.int32)
+    return spec
+
+  def rollout_of(self, episodes: Sequence[Episode], num_rows: int) -> Rollout:
+    """The arrays of episodes, without what is computed later; those without a prompt, and further rows, are padding."""
+    rollout = empty_batch(
+      num_rows, self.seq_len, self.tokenizer.pad_id, {**BATCH_DTYPES, 'sampler_log_probs': np.float32}
+    )
+    if self.num_choices:
+      rollout['expert_ids'] = np.zeros((num_rows, self.seq_len, self.num_choices), np.int32)
+    for row, each in enumerate(episodes):
+      if not each.prompt_ids:
+        continue
+      text, start = [*each.prompt_ids, *each.ids], len(each.prompt_ids) - 1
+      end = len(text) - 1
+      rollout['ids'][row, :end], rollout['labels'][row, :end] = text[:-1], text[1:]
+      rollout['segment_ids'][row, :end], rollout['segment_pos'][row, :end] = 1, np.arange(end)
+      rollout['weights'][row, start:end] = each.is_sampled
+      rollout['sampler_log_probs'][row, start:end] = each.logprobs
+      if self.num_choices:
+        if each.expert_ids is None:
+          raise UserError('replays_routing: prompts that end at strings are not sampled by one program: unset it.')
+        rollout['expert_ids'][row, :end] = each.expert_ids[:end]
+    return rollout
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PromptIterator':
+    """Every process reads all prompts."""
+    shard_rows(self.batch_size, shard_index, shard_count)
+    return PromptIterator(self)
+
+  def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
+    return [states[0]] * shard_count
+
+  def prompt_of(self, record: Mapping[str, Any]) -> str:
+    """The text that a record's prompt is."""
+    if isinstance(record['prompt'], str):
+      return record['prompt']
+    return self.template.render(messages_of(record, 'prompt'), tools=tools_of(record, 'tools'))
+
+  def epochs(self, state: State) -> float:
+    return state['num_read'] / state['num_records']
+
+
+class PromptIterator:
+  """The order of prompts, and the rollout of which updates are still due: the position of a RolloutInput.
+
+  Attributes:
+    rollout: that rollout; None: the next update needs a new one.
+    metrics: of the newest rollout.
+    num_made: how many updates were made of it.
+    drawn: with staleness the completions of the next rollout, as text; None: there are none.
+  """
+
+  def __init__(self, settings: RolloutInput):
+    self._settings = settings
+    self._records = settings.source.open()
+    self._num_read = 0
+    self.rollout: Rollout | None = None
+    self.num_made, self.metrics = 0, dict[str, float]()
+    self.drawn: str | None = None
+    self._text: str | None = None  # of the rollout, once it was asked for
+
+  def __iter__(self) -> 'PromptIterator':
+    return self
+
+  def __next__(self) -> Batch:
+    """A batch with made-up completions and advantages in place of sampled ones, for --mode verify."""
+    settings = self._settings
+    rng = np.random.default_rng((settings.seed, self._num_read))
+    episodes = []
+    for *_, record in self.take(settings.batch_size):
+      prompt = encode_prompt(settings.tokenizer, settings.prompt_of(record))[: settings.seq_len - 1]
+      size = min(int(rng.integers(1, settings.max_tokens + 1)), settings.seq_len - len(prompt))
+      made_up = {'logprobs': [0.0] * size, 'is_sampled': [True] * size}
+      made_up['ids'] = (rng.geometric(0.1, size) % settings.tokenizer.vocab_size).tolist()
+      choices = rng.integers(0, 2, (settings.seq_len, settings.num_choices))
+      episodes.append(Episode(prompt_ids=prompt, expert_ids=choices, **made_up))
+    batch = settings.rollout_of(episodes, settings.batch_size)
+    missing = {name: each.shape for name, each in settings.rollout_spec().items() if name not in batch}
+    batch |= {name: np.zeros(shape, np.float32) for name, shape in missing.items()}
+    for name in [name for name in ('advantages', 'returns') if name in missing]:
+      batch[name] = rng.normal(size=missing[name]).astype(np.float32)
+    return batch
+
+  def take(self, number: int) -> list[RewardPrompt]:
+    """The next prompts."""
+    taken = []
+    for _ in range(number):
+      epoch, place = divmod(self._num_read, len(self._records))
+      self._num_read += 1
+      if self._settings.shuffle:
+        place = int(np.random.default_rng((self._settings.seed, epoch)).permutation(len(self._records))[place])
+      taken.append((epoch, place))
+    return self.prompts_at(taken)
+
+  def prompts_at(self, places: Sequence[tuple[int, int]]) -> list[RewardPrompt]:
+    """The prompts of epochs and numbers of records."""
+    return [(epoch, place, record_of(self._records, place)) for epoch, place in places]
+
+  def get_state(self) -> State:
+    state = self._identity() | {'num_read': self._num_read, 'num_made': self.num_made, 'drawn': self.drawn}
+    if self.rollout is None:
+      return state | {'rollout': None, 'metrics': {}}
+    metrics = {name: value for name, value in self.metrics.items() if 'second' not in name}
+    return state | {'rollout': self._rollout_text(), 'metrics': metrics}
+
+  def set_state(self, state: State) -> None:
+    check_state(state, self._identity())
+    self._num_read, self.num_made, self.drawn = state['num_read'], state['num_made'], state['drawn']
+    self.rollout, self._text, self.metrics = None, state['rollout'], state['metrics']
+    if self._text is not None:
+      with np.load(io.BytesIO(base64.b85decode(self._text))) as arrays:
+        self.rollout = dict(arrays)
+
+  def begin(self, rollout: Rollout, metrics: dict[str, float]) -> None:
+    """Goes on with the updates of a new rollout."""
+    self.rollout, self.metrics, self.num_made, self._text = rollout, metrics, 0, None
+
+  def _rollout_text(self) -> str:
+    if self._text is None:
+      buffer = io.BytesIO()
+      np.savez_compressed(buffer, **self.rollout)  # type: ignore[arg-type]
+      self._text = base64.b85encode(buffer.getvalue()).decode()
+    return self._text
+
+  def close(self) -> None:
+    pass
+
+  def _identity(self) -> State:
+    names = ('seed', 'shuffle', 'group_size', 'batch_size', 'seq_len', 'num_minibatches', 'num_iterations', 'staleness')
+    return {
+      'kind': self._settings.kind,
+      'source': self._records.fingerprint(),
+      'tokenizer': self._settings.tokenizer.fingerprint(),
+      'num_records': len(self._records),
+      **{name: getattr(self._settings, name) for name in names},
+    }
+
+
+def record_of(records: OpenRecordFiles, index: int) -> Mapping[str, Any]:
+  """The fields of a record; raises a UserError that names it if it has no prompt."""
+  ((record, _),) = records[index].documents
+  if not record.values.get('prompt'):
+    raise UserError(f"{records.block_name(index)}: there is no 'prompt', a text or a list of messages.")
+  return record.values

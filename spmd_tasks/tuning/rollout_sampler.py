@@ -1,0 +1,201 @@
+"""RolloutSampler and RolloutScorer: complete prompts with weights of the training mesh, and score what was sampled.
+
+    sampler = RolloutSampler(settings, model, seed=0)
+    rollout = settings.rollout_of(episodes_of(sampler.complete(variables, prompts, 8)), num_rows)
+    log_probs, _ = RolloutScorer(settings, model).score(variables, rollout)       # by the forward pass of training
+
+Shapes: R rows of a rollout, B rows of a batch, T tokens of a row.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_tasks.decoding import DecodeSteps, generate
+from spmd_tasks.decoding.generation import can_sample, complete_groups
+from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs.base import shard_rows
+from spmd_tasks.layers.base import layer_scope
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.compilation import CompiledStep
+from spmd_tasks.tuning.conversations import tools_of
+from spmd_tasks.tuning.environments import Episode, Turns
+from spmd_tasks.tuning.preference_loss import answer_log_probs
+from spmd_tasks.tuning.rollout_input import RewardPrompt, Rollout, RolloutInput
+
+# Of an environment: (record, texts of the model, state) -> (messages, reward, done, state), or None where it fails.
+Answer = Callable[[Sequence[tuple[Mapping[str, Any], Sequence[str], Any]]], Sequence[Any]]
+
+
+def episodes_of(groups: Iterable[Sequence[Episode]]) -> list[Episode]:
+  return [each for group in groups for each in group]
+
+
+class RolloutSampler:
+  """Samples completions, or with an environment the turns of episodes.
+
+  Attributes:
+    steps: the compiled programs.
+    stop: strings at which a text ends.
+  """
+
+  def __init__(
+    self,
+    settings: RolloutInput,
+    model: PartitionedModel,
+    *,
+    seed: int,
+    answer: Answer | None = None,
+    environment: Any = None,
+    allow: Callable[[str, float], contextlib.AbstractContextManager[None]] = lambda *_: contextlib.nullcontext(),
+    beat: Callable[[], None] = lambda: None,
+    report: Callable[[str], None] = print,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      settings: of the rollouts.
+      model: with the mesh; its task's DecodeSettings are adapted.
+      seed: the experiment's.
+      answer, environment: what answers completions, and its class; None: there is none.
+      allow: allows so many seconds for an activity longer than a step.
+      beat: called after each step of the scheduler.
+      report: shows a sentence.
+    """
+    given = model.task.decode
+    sizes = {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
+    sizes['prefill_rows'] = given.prefill_rows and min(given.prefill_rows, settings.num_rows)
+    own: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
+    if settings.exact:
+      own |= {'num_drafts': 0, 'draft_model': None, 'cache_dtype': None}
+    self.steps = DecodeSteps(model, dataclasses.replace(given, **sizes, **own), temperature=settings.temperature)
+    self.stop = tuple(getattr(environment, 'stop', ()))
+    self._settings = settings
+    self._tokenizer = PromptTokenizer.for_steps(self.steps, settings.tokenizer, seed)
+    self._answer, self._tools = answer, getattr(environment, 'tools', None)
+    self._allow, self._beat, self._report = allow, beat, report
+
+  def complete(self, variables: Any, prompts: Sequence[RewardPrompt], number: int, **draws: Any) -> list[list[Episode]]:
+    """The episodes of each prompt, `number` of them; one that its environment could not begin is empty.
+
+    Args:
+      variables: of the model, padded arrays on the mesh.
+      prompts: as PromptIterator gives them; their draws depend on epoch, record and the seed alone.
+      draws: fields of the requests, such as `temperature`.
+    """
+    groups = [[Episode() for _ in range(number)] for _ in prompts]
+    requests, begun = [], []
+    records = self._begin([record for *_, record in prompts])
+    for (epoch, index, _), record, group in zip(prompts, records, groups, strict=True):
+      try:
+        if record is not None:
+          requests.append(self._request(record, index, (epoch, index), **draws))
+          begun += [(epoch, index, record, each) for each in group]
+      except UserError as error:
+        if self._answer is None:
+          raise
+        self._report(f'the environment began with {record["prompt"]!r:.200}: {error}')
+    completions = [each for group in self._generate(variables, requests, number) for each in group]
+    if self._answer is None:
+      for (*_, episode), completion in zip(begun, completions, strict=True):
+        episode.add(completion)
+      return groups
+
+    def complete(turn: int, wanted: Any) -> list[Any]:
+      requests = []
+      for place, ids, max_tokens in wanted:
+        epoch, index, record, _ = begun[place]
+        given = {'prompt_ids': ids, 'max_tokens': max_tokens, **draws}
+        requests.append(self._request(record, index, (epoch, index, turn, place % number), **given))
+      return [completion for (completion,) in self._generate(variables, requests, 1)]
+
+    for *_, record, episode in begun:
+      if not isinstance(record['prompt'], str):
+        episode.messages, episode.tools = record['prompt'], tools_of(record, 'tools')
+    turns = Turns(
+      tokenizer=self._settings.tokenizer,
+      template=self._settings.template,
+      stop=self.stop,
+      max_tokens=self._settings.max_tokens,
+      max_turns=self._settings.max_turns,
+      report=self._report,
+      answer=self._answer,
+      complete=complete,
+    )
+    turns.play([record for *_, record, _ in begun], [episode for *_, episode in begun], completions)
+    return groups
+
+  def _begin(self, records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any] | None]:
+    """The records with the first messages of the environment as their prompts, and its tools; None where it fails."""
+    if self._answer is None:
+      return records
+    tools = {} if self._tools is None else {'tools': self._tools}
+    answers = self._answer([(record, (), None) for record in records])
+    return [
+      None if answer is None else {**record, **tools, 'prompt': answer[0]}
+      for record, answer in zip(records, answers, strict=True)
+    ]
+
+  def _request(self, record: Mapping[str, Any], index: int, place: tuple[int, ...], **given: Any) -> Any:
+    """The request of a record's prompt, drawn from the distribution of the steps, or as `given`, without penalties."""
+    settings, is_text = self._settings, isinstance(record['prompt'], str)
+    if 'prompt_ids' not in given:
+      text = settings.prompt_of(record)
+      has_bos = not is_text and settings.template.writes_bos
+      ids = tuple(settings.tokenizer.encode(text)) if has_bos else None
+      given |= {'prompt_ids': ids} if ids else {'prompt': text}
+    penalties: dict[str, Any] = {'repetition_penalty': 1.0, 'frequency_penalty': 0.0, 'presence_penalty': 0.0}
+    draws = {'temperature': 1.0, 'top_k': settings.top_k, 'top_p': settings.top_p, 'min_p': 0.0}
+    own = {'max_tokens': settings.max_tokens, 'stop': self.stop if is_text else (*settings.template.stop, *self.stop)}
+    own['seed'] = int(np.random.SeedSequence((settings.seed, *place)).generate_state(1)[0])
+    return self._tokenizer.request(Prompt(**penalties | draws | own | given), f'record {index}')[0]
+
+  def _generate(self, variables: Any, requests: Sequence[Any], number: int) -> list[list[Any]]:
+    """The Completions of each request, `number` of them."""
+    if not requests:
+      return []
+    texts: dict[str, Any] = {'decode': self._tokenizer.decode}
+    if can_sample(self.steps, requests, number):
+      if number > 1 or self._answer is not None:
+        texts |= {'num_prompts': self.steps.settings.num_slots // number, 'max_tokens': self._settings.max_tokens}
+      with self._allow('rollout', self._settings.max_tokens):  # one program makes all tokens: no beat comes from within
+        return complete_groups(self.steps, variables, requests, number, **texts)
+    samples = [request.as_sample(sample) for request in requests for sample in range(number)]
+    made: list[Any] = [None] * len(samples)
+    for place, completion in generate(self.steps, variables, samples, on_step=self._beat, keep_cache=False, **texts):
+      made[place] = completion
+    return [made[start : start + number] for start in range(0, len(made), number)]
+
+
+class RolloutScorer:
+  """Computes log-probabilities, and values if there are any, by the forward pass of training."""
+
+  def __init__(self, settings: RolloutInput, model: PartitionedModel):
+    """Compiles nothing yet."""
+    task = model.task
+
+    def score(variables: Any, batch: Any) -> Any:
+      predictions = task.predict(variables, batch)
+      with layer_scope(batch_invariant=settings.exact):
+        return answer_log_probs(predictions, batch, settings.temperature), predictions.get('values')
+
+    self._settings = settings
+    self._step = model.batch_step('score_rollouts', settings.text_spec(), score)
+
+  def score(self, variables: Any, rollout: Rollout) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the log-probabilities of sampled tokens, 0 elsewhere, and the values, float32 [R, T] each."""
+    batches = np.arange(self._settings.num_rows).reshape(self._settings.num_minibatches, -1)
+    made = [self._step(variables, place(self._step, rollout, rows)) for rows in batches]
+    log_probs, values = ([np.asarray(each) for each in parts if each is not None] for parts in zip(*made, strict=True))
+    return np.concatenate(log_probs), np.concatenate(values) if values else None
+
+
+def place(step: CompiledStep, rollout: Rollout, rows: np.ndarray) -> dict[str, jax.Array]:
+  """Puts some rows of what the step reads of a rollout on the mesh."""
+  own = shard_rows(len(rows), jax.process_index(), jax.process_count())
+  return step.place({name: rollout[name][rows[own.start : own.stop]] for name in step.layout.spec})
