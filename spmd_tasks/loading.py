@@ -134,11 +134,8 @@ def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
 class LoadedModel:
   """A model with a checkpoint's weights on a mesh; `load` makes it.
 
-  Fields:
-    job, step: the built experiment, and the checkpoint's step.
-    partitioned: the task on its mesh: shapes, shardings, the parameter table.
-    padded_variables: the model's variables as they are stored on the mesh, with the weights as `params`, averaged ones
-      if the task evaluates with them.
+  `padded_variables` are the model's variables as they are stored on the mesh, with the weights as `params`, averaged
+  ones if the task evaluates with them.
   """
 
   job: Job
@@ -254,11 +251,7 @@ class LoadedModel:
     return [texts[number] for number in range(len(prompts))]
 
   def complete(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
-    """Yields (number of the prompt, the text that follows it) in the order in which texts are finished.
-
-    Raises:
-      UserError: as `generate`.
-    """
+    """Yields (number of the prompt, the text that follows it) as texts are finished. Raises as `generate`."""
     steps, tokenizer, variables = self._decoder
     requests = [tokenizer.request(prompt, f'prompt {number}')[0] for number, prompt in enumerate(prompts, 1)]
     if steps.settings.num_beams > 1:

@@ -132,8 +132,7 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
 def decode(encoded: Any, present: Any = None) -> Any:
   """The value that `encode` encoded; `present` is the value at the same place now, whose kind of dict or dtype is kept.
 
-  Raises:
-    UserError: it is a function, class, enum of another class or an object.
+  Raises a UserError for a function, a class, an enum of another class or an object.
   """
   if isinstance(encoded, list):
     return tuple(decode(item) for item in encoded)

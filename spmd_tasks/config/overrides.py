@@ -10,11 +10,7 @@ Path = tuple[str, ...]
 
 
 def split_override(override: str) -> tuple[Path, str]:
-  """Splits `path=value` into the path's names and the text of the value.
-
-  Raises:
-    UserError: the override has another form.
-  """
+  """Splits `path=value` into the path's names and the text of the value. Raises a UserError for another form."""
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
     raise UserError(f'{override[:80]!r} is not an override: write path=value, for example num_train_steps=100.')
@@ -22,11 +18,7 @@ def split_override(override: str) -> tuple[Path, str]:
 
 
 def parse_override(root: Any, path: Path, text: str) -> Any:
-  """Returns the value that `text` denotes for the field of `root` at `path`.
-
-  Raises:
-    UserError: the path does not exist, or the text is not a value of the field's type.
-  """
+  """Returns the value that `text` denotes for the field of `root` at `path`, or raises a UserError with the remedy."""
   field = find_field(root, path)
   name = '.'.join(path)
   present = None if field.value is UNSET else field.value
@@ -46,11 +38,7 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
 
 
 def find_field(root: Any, path: Path) -> Field:
-  """Returns the field of `root` at `path`.
-
-  Raises:
-    UserError: the path does not exist; the message lists the nearest names.
-  """
+  """Returns the field of `root` at `path`. Raises a UserError with the nearest names if there is none."""
   node, field = root, None
   for depth, name in enumerate(path):
     fields = fields_of(node)

@@ -82,12 +82,9 @@ def resolve(
 ) -> ResolvedConfig:
   """Resolves an experiment, given by name or class, with `path=value` overrides; the later one of a path wins.
 
-  Args:
-    experiment: the name or class.
-    overrides: each `path=value`.
-    prepare: called with the experiment before its parts are made, which may ask JAX for the number of devices. Where a
-      wing adapts the experiment, which may ask as well, this is called before, with one that has nothing but its
-      timeouts, and with the experiment again.
+  `prepare` is called with the experiment before its parts are made, which may ask JAX for the number of devices. Where
+  a wing adapts the experiment, which may ask as well, it is called before with one that has nothing but its timeouts,
+  and with the experiment again.
 
   Raises:
     UserError: the experiment or a path is unknown, a value has another type, or fields contradict each other.

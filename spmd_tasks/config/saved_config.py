@@ -28,11 +28,7 @@ class SavedConfig(dict[str, Any]):
 
 
 def read_saved_config(path: epath.PathLike) -> SavedConfig:
-  """The saved config in a file, such as <job_log_dir>/config.json.
-
-  Raises:
-    UserError: there is no such file, or it holds no saved config.
-  """
+  """The saved config in a file, such as <job_log_dir>/config.json. Raises a UserError if it holds none."""
   try:
     saved = json.loads(read_text(absolute_path(path)))
   except (OSError, ValueError, RecursionError) as error:

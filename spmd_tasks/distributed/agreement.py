@@ -36,8 +36,7 @@ def barrier(name: str, *, limit_s: int) -> None:
 def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> Any:
   """Calls `decide` on process 0 and returns its value (JSON, of any length) on every process.
 
-  Raises:
-    PrimaryError: on every process of several, if `decide` raised on process 0; with one process, what `decide` raised.
+  Raises PrimaryError on every process of several, if `decide` raised on process 0; with one, what `decide` raised.
   """
   if jax.process_count() == 1:
     return decide()

@@ -32,33 +32,22 @@ _GPU_FILES = ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
-  """Settings by which the processes of one job find each other, and how long they wait for each other.
+  """Settings by which the processes of one job find each other, and how long they wait for each other."""
 
-  Attributes:
-    coordinator_address: `host:port` of process 0. Goes with `num_processes` and `process_id`: all three or none.
-    num_processes: number of processes of the job; 1 means a single process without jax.distributed.
-    process_id: this process, in [0, num_processes).
-    coordinator_bind_address: address that process 0 listens on. Default: the coordinator address, not every interface
-      (in a detected cluster JAX chooses every interface). Set this field if process 0 itself resolves the coordinator's
-      name to another address: a 127.0.1.1 entry in /etc/hosts, address translation.
-    cluster: 'auto', 'none', or one of CLUSTERS to require that launcher.
-    local_device_ids: GPUs of this process; None takes all GPUs, or follows the cluster's rule.
-    heartbeat_timeout_s: seconds without a heartbeat after which a process counts as dead and JAX ends all others.
-    shutdown_timeout_s: seconds that a process waits for the others to part before it ends them: see `finish`.
-    initialization_timeout_s: seconds to wait for all processes to appear.
-    collective_timeout_s: seconds after which a CPU collective that waits for another process raises. The limit must
-      exceed every normal wait, such as for a process that compiles or saves. Accelerators have limits of their own.
-  """
-
-  coordinator_address: str | None = None
-  num_processes: int | None = None
-  process_id: int | None = None
+  coordinator_address: str | None = None  # `host:port` of process 0; goes with the next two: all three or none
+  num_processes: int | None = None  # of the job; 1 means a single process without jax.distributed
+  process_id: int | None = None  # this process, in [0, num_processes)
+  # What process 0 listens on. Default: the coordinator address, not every interface (in a detected cluster JAX chooses
+  # every interface). Set it if process 0 itself resolves the coordinator's name to another address: a 127.0.1.1 entry
+  # in /etc/hosts, address translation.
   coordinator_bind_address: str | None = None
-  cluster: str = 'auto'
-  local_device_ids: tuple[int, ...] | None = None
-  heartbeat_timeout_s: int = 30
-  shutdown_timeout_s: int = 10
-  initialization_timeout_s: int = 300
+  cluster: str = 'auto'  # or 'none', or one of CLUSTERS to require that launcher
+  local_device_ids: tuple[int, ...] | None = None  # GPUs of this process; None: all, or the cluster's rule
+  heartbeat_timeout_s: int = 30  # without a heartbeat a process counts as dead, and JAX ends all others
+  shutdown_timeout_s: int = 10  # a process waits for the others to part before it ends them: see `finish`
+  initialization_timeout_s: int = 300  # for all processes to appear
+  # A CPU collective that waits longer for another process raises. It must exceed every normal wait, such as for a
+  # process that compiles or saves. Accelerators have limits of their own.
   collective_timeout_s: int = 600
 
   def __post_init__(self):

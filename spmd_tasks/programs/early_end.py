@@ -23,29 +23,18 @@ from spmd_tasks.runtime.metrics import Metrics, scalars
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepReport:
-  """What is known after a training step.
+  """What is known after a training step."""
 
-  Attributes:
-    step: updates applied.
-    metrics: of the step, on the devices; {} where a resumed job makes up for an eval before its first step.
-    evals: the metrics of each eval set, if the sets were evaluated after this step; otherwise {}.
-    eval_seconds: how long that took.
-  """
-
-  step: int
-  metrics: Mapping[str, jax.Array]
-  evals: Mapping[str, Metrics]
-  eval_seconds: float
+  step: int  # updates applied
+  metrics: Mapping[str, jax.Array]  # on the devices; {} where a resumed job makes up for an eval
+  evals: Mapping[str, Metrics]  # of each eval set, if the sets were evaluated after this step; otherwise {}
+  eval_seconds: float  # how long that took
 
 
 class EarlyEnd(TrainHook, abc.ABC):
-  """Ends a job for a reason that a subclass finds. It lives as long as the process, and may remember earlier steps.
+  """Ends a job for a reason that a subclass finds. It lives as long as the process, and may remember earlier steps."""
 
-  Attributes:
-    every_step: whether it is asked after every step, not only after evals; then no other step is launched before.
-  """
-
-  every_step: bool = False
+  every_step: bool = False  # asked after every step, not only after evals; then no other step is launched before
   _last_metrics: Mapping[str, jax.Array] = {}
 
   @abc.abstractmethod
@@ -95,19 +84,10 @@ class EarlyEnd(TrainHook, abc.ABC):
 
 @dataclasses.dataclass(kw_only=True)
 class EvalTarget(EarlyEnd):
-  """Ends a job as soon as a metric of an eval set has reached a value.
+  """Ends a job as soon as a metric of an eval set has reached a value, which is an upper or a lower limit."""
 
-  Attributes:
-    eval_set: a name of `eval_inputs()`.
-    metric: a metric of the set with one value, such as 'loss' or 'accuracy'.
-    at_most, at_least: the value, as an upper or as a lower limit.
-
-  Raises (on construction):
-    UserError: both limits are given, or none.
-  """
-
-  eval_set: str
-  metric: str = 'loss'
+  eval_set: str  # a name of `eval_inputs()`
+  metric: str = 'loss'  # one with a single value, such as 'loss' or 'accuracy'
   at_most: float | None = None
   at_least: float | None = None
 
@@ -119,11 +99,7 @@ class EvalTarget(EarlyEnd):
       )
 
   def reason(self, report: StepReport) -> str | None:
-    """Returns the metric and the limit that it has reached.
-
-    Raises:
-      UserError: there is no such eval set, or it has no such metric.
-    """
+    """Returns the metric and the limit that it has reached. Raises a UserError if there is no such metric."""
     if self.eval_set not in report.evals:
       raise UserError(f'EvalTarget.eval_set = {self.eval_set!r} is none of the eval sets {sorted(report.evals)}.')
     metrics = scalars(report.evals[self.eval_set])
@@ -133,8 +109,9 @@ class EvalTarget(EarlyEnd):
         f'{sorted(metrics)}.'
       )
     value = metrics[self.metric]
+    reached = f'{self.metric} of {self.eval_set} is {value:.6g}'
     if self.at_most is not None and value <= self.at_most:
-      return f'{self.metric} of {self.eval_set} is {value:.6g}, at most {self.at_most:g}'
+      return f'{reached}, at most {self.at_most:g}'
     if self.at_least is not None and value >= self.at_least:
-      return f'{self.metric} of {self.eval_set} is {value:.6g}, at least {self.at_least:g}'
+      return f'{reached}, at least {self.at_least:g}'
     return None

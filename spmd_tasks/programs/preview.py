@@ -5,6 +5,7 @@ no terminal, or NO_COLOR is set) it stands between « and ». Nothing is compile
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
 import os
 import sys
 from typing import Any, TextIO
@@ -15,7 +16,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs import Input, Tokenizer
+from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES, source_of_rows
 from spmd_tasks.inputs.tokenizers import decode_all
 from spmd_tasks.wings import prepare_job
@@ -33,18 +34,12 @@ def run(command: Any) -> int:
 
 
 def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | None = None) -> int:
-  """Prints examples of a job's training input; returns the exit code OK.
-
-  Args:
-    job: the built experiment.
-    num_examples: how many.
-    out: where to; None: the standard output.
+  """Prints examples of a job's training input to `out`, by default stdout; returns the exit code OK.
 
   Raises:
     UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
   """
-  out = sys.stdout if out is None else out
-  given = job.train_input
+  out, given = out or sys.stdout, job.train_input
   is_pairs = 'reference_log_probs' in given.element_spec()
   missing = sorted(set(BATCH_DTYPES) - set(given.element_spec()))
   if job.tokenizer is None or missing:
@@ -52,23 +47,16 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
     raise UserError(f'the training input {lacks}, so that its examples cannot be shown as text.')
   is_coloured = out.isatty() and 'NO_COLOR' not in os.environ
   shown = 0
-  for batch in _batches(given):
-    for title, pieces in examples_of(batch, job.tokenizer, ('rejected', 'chosen') if is_pairs else ()):
-      if shown == num_examples:
-        return exit_codes.OK
-      shown += 1
-      out.write(format_example(f'{shown}: {title}', pieces, is_coloured) + '\n')
+  with contextlib.closing(given.make_iterator()) as batches:
+    for batch in batches:
+      for title, pieces in examples_of(batch, job.tokenizer, ('rejected', 'chosen') if is_pairs else ()):
+        if shown == num_examples:
+          return exit_codes.OK
+        shown += 1
+        out.write(format_example(f'{shown}: {title}', pieces, is_coloured) + '\n')
   if not shown:
     raise UserError('the training input has no examples: correct its source.')
   return exit_codes.OK
-
-
-def _batches(given: Input) -> Iterator[Mapping[str, np.ndarray]]:
-  iterator = given.make_iterator()
-  try:
-    yield from iterator
-  finally:
-    iterator.close()
 
 
 def examples_of(

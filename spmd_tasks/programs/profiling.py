@@ -31,10 +31,8 @@ def take_request(run: TrainRun, request: epath.Path, step: int) -> 'Profile | No
     run.message(f'{request} cannot be read: {error}')
     return None
   if process != jax.process_index() or not words[0].isdecimal() or not int(words[0]):
-    run.message(
-      f'{request} asks for {" ".join(words)!r}: write a number of steps and a process, if not 0, of '
-      f'{jax.process_count()}.'
-    )
+    wanted = f'write a number of steps and a process, if not 0, of {jax.process_count()}'
+    run.message(f'{request} asks for {" ".join(words)!r}: {wanted}.')
     return None
   profile = Profile((step, step + int(words[0])))
   profile.prepare(run)

@@ -87,16 +87,11 @@ class StoreClaim:
 
 
 def claim_store(job_log_dir: epath.Path, prefix: str) -> StoreClaim:
-  """Claims a directory in a store.
-
-  Raises:
-    UserError: another running job holds it.
-  """
-  held = sorted(path for path in glob_below(job_log_dir, f'{prefix}.*'))
-  newest = held[-1] if held else None
-  if newest is not None and not _is_free(newest):
-    raise _in_use(job_log_dir, newest)
-  number = int(newest.name.rpartition('.')[2]) + 1 if newest is not None else 1
+  """Claims a directory in a store. Raises a UserError if another running job holds it."""
+  held = sorted(glob_below(job_log_dir, f'{prefix}.*'))
+  number = int(held[-1].name.rpartition('.')[2]) + 1 if held else 1
+  if held and not _is_free(held[-1]):
+    raise _in_use(job_log_dir, held[-1])
   claim = StoreClaim(job_log_dir, prefix, number)
   if not claim.take():
     raise _in_use(job_log_dir, claim._path(number))

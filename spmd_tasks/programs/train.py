@@ -81,9 +81,7 @@ def train(
 
   Raises:
     UserError: the job does not fit the devices, its input or its directory; nothing is written then.
-    StorageError: the disk is full, or fails otherwise.
-    TrainingDivergedError: too many steps in a row were not finite.
-    TrainingInputEndedError: the input has fewer batches than steps; the last step is saved.
+    StorageError, TrainingDivergedError, TrainingInputEndedError: it cannot go on; what was complete is saved.
   """
   experiment, guard = job.experiment, PreemptionGuard()
   hooks = job_hooks(job) if hooks is None else tuple(hooks)

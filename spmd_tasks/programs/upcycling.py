@@ -39,19 +39,13 @@ _is_ffn_bias = re.compile(r'(.*/)?(up|gate|down)/bias$').match
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightOrigin:
-  """The origin of a weight of the new model: the source's weight, and how it is repeated.
+  """The origin of a weight of the new model: the source's weight, and how it is repeated."""
 
-  Attributes:
-    name, shape: the source's weight and the shape that it must have.
-    layers: the layers (dim 0) that are taken: (first, stride); None takes all.
-    expert_dim, num_experts: the new dim along which the weight is repeated, and how often; None for a plain copy.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  layers: tuple[int, int] | None = None
-  expert_dim: int | None = None
-  num_experts: int = 1
+  name: str  # of the source's weight
+  shape: tuple[int, ...]  # that it must have
+  layers: tuple[int, int] | None = None  # of its dim 0, those that are taken: (first, stride); None: all
+  expert_dim: int | None = None  # the new dim along which it is repeated; None: a plain copy
+  num_experts: int = 1  # how often
 
   def take(self, weight: jax.Array) -> jax.Array:
     """Makes the new weight from the source's."""
@@ -75,11 +69,7 @@ class WeightOrigin:
 
 
 def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, WeightOrigin]:
-  """Finds the origin of every weight of `target`, except those of routers and low-rank adapters.
-
-  Args:
-    source: the weights of a checkpoint.
-    target: name -> shape of the new model's weights, as a checkpoint would have them.
+  """Finds the origin of every weight of `target` (name -> shape), except those of routers and low-rank adapters.
 
   Raises:
     UserError: the source lacks a weight, has it in another shape, or has a weight without use; all are named.
@@ -113,13 +103,7 @@ def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ..
 def initialize_from(
   model: PartitionedModel, checkpointer: Checkpointer, seed: int, step: int | None = None
 ) -> tuple[TrainState, int]:
-  """Makes a state at step 0 with another job's weights; optimizer state, averages and routers are new.
-
-  Args:
-    model: of the new job.
-    checkpointer: of the other job, read-only.
-    seed: of the weights that are drawn.
-    step: of the checkpoint; None takes the newest that is whole.
+  """Makes a state at step 0 with another job's weights; optimizer state, averages and routers are new, by `seed`.
 
   Returns:
     (padded state, the checkpoint's step). Each device reads, repeats and stores only its own part of every array.
