@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spmd_tasks.distributed import use_fake_devices
-from spmd_tasks.distributed.fake_devices import compile_quickly
+from spmd_tasks.distributed.initialization import compile_quickly
 from spmd_tasks.replay import CorruptionError
 from tests.replay.faulty_devices import Fault, FaultyDevices, run_of
 

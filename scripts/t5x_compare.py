@@ -31,7 +31,7 @@ import sys
 import tempfile
 from typing import Any
 
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed.initialization import use_fake_devices
 
 use_fake_devices(8)
 

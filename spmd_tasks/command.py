@@ -34,7 +34,7 @@ from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import process_start_time
 from spmd_tasks.programs.job_directory import PROGRAMS_DIRECTORY, has_trained
 from spmd_tasks.runtime.origin import Base
-from spmd_tasks.wings import prepare_job, wings
+from spmd_tasks.wings import prepare_job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,10 +163,10 @@ class Command:
       config = to_json(resolved) | {'environment': numeric_settings()}
       set_activity(f'preparing --mode {self.mode}')
       if jax.distributed.is_initialized():
-        from spmd_tasks.distributed.comparison import code_digests
+        from spmd_tasks.distributed.comparison import code_digests, fields_to_compare
 
         self._compare('code', code_digests(), must_have_all=False)
-        self._compare('config', self._fields_to_compare(config))
+        self._compare('config', fields_to_compare(config, is_saved=self.flags.exp is None))
       job = prepare_job(resolved.build(), self.mode, directory)
       if has_trained(directory) and not self.flags.accept_config_changes:
         from spmd_tasks.config.changes import refuse_changed_config
@@ -216,20 +216,3 @@ class Command:
     named = ('coordinator_address', 'num_processes', 'process_id', 'local_device_ids', 'coordinator_bind_address')
     flags = {name: getattr(self.flags, name) for name in (*named, 'cluster', 'initialization_timeout_s')}
     return DistributedSettings(**flags, **timeouts)
-
-  def _fields_to_compare(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that all processes of a job must have alike.
-
-    An input whose fields the experiment's own code chose, and no flag, may differ: each process can read files of its
-    own. So may the place of its copies in memory, and what a wing says of its own fields.
-    """
-    given = tuple(f'{name}.' for name in config['overrides'])
-    of_process = {'peer_copy_directory', *(name for wing in wings() for name in wing.fields_of_process)}
-
-    def may_differ(path: str) -> bool:
-      is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))
-      is_chosen = is_input and self.flags.exp is not None and not f'{path}.'.startswith(given)
-      return is_chosen or path.rpartition('.')[2] in of_process
-
-    common = {path: value for path, value in config['config'].items() if not may_differ(path)}
-    return {'experiment': config['experiment']} | common

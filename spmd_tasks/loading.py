@@ -39,8 +39,8 @@ from spmd_tasks.files import absolute_path, is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.bpe_tokenizer import FileTokenizer
 from spmd_tasks.layers import EncoderDecoderLm
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import mesh_of_all_devices, restore_evaluation_variables
-from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.task import Variables

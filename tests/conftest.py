@@ -2,7 +2,7 @@
 
 XLA's compilations are most of what the tests wait for. So XLA optimises little, and keeps its programs in one cache for
 all processes of a run and for later runs (tests/xla_settings.py). Fake devices have more threads than devices
-(spmd_tasks/distributed/fake_devices.py). Processes that tests start inherit all that, and are forked by one server
+(spmd_tasks/distributed/initialization.py). Processes that tests start inherit all that, and are forked by one server
 (tests/fork_server.py).
 
 Workers (-n) take whole files, so that a file's fixtures are built once, and single cases of the files in `_SPREAD`;

@@ -6,11 +6,10 @@
       with StepWatchdog(timeout_s=600, emergency=emergency) as watchdog, PreemptionGuard() as guard:
         ...
 
-Read initialization.py (launchers) and roll_call.py (how processes connect), environment.py and comparison.py (what all
-must have alike), agreement.py (barriers, decisions of process 0), preemption.py (SIGTERM, Ctrl-C), links.py
-(authenticated messages), then the parts of failure handling: watchdog.py (no progress), rank_records.py and
-departures.py (what processes tell each other), emergency_exit.py (how a process ends). fake_devices.py gives tests a
-mesh of CPU devices.
+Read initialization.py (launchers, fake devices) and roll_call.py (how processes connect), environment.py and
+comparison.py (what all must have alike), agreement.py (barriers, decisions of process 0), preemption.py (SIGTERM,
+Ctrl-C), links.py (authenticated messages), then the parts of failure handling: watchdog.py (no progress),
+rank_records.py and departures.py (what processes tell each other), emergency_exit.py (how a process ends).
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
@@ -19,7 +18,6 @@ from etils import epy
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.distributed.agreement import barrier, is_primary
   from spmd_tasks.distributed.emergency_exit import EmergencyExit
-  from spmd_tasks.distributed.fake_devices import use_fake_devices
-  from spmd_tasks.distributed.initialization import DistributedSettings, initialize
+  from spmd_tasks.distributed.initialization import DistributedSettings, initialize, use_fake_devices
 
 __all__ = ['DistributedSettings', 'EmergencyExit', 'barrier', 'initialize', 'is_primary', 'use_fake_devices']

@@ -16,6 +16,7 @@ import jax
 from spmd_tasks.distributed.environment import numeric_settings, setting
 from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.wings import wings
 
 # JAX's settings that decide how programs are compiled: one for all processes, but a job may go on with others.
 _COMPILATION = ('jax_use_shardy_partitioner', 'jax_optimization_level', 'jax_disable_most_optimizations')
@@ -64,6 +65,24 @@ def refuse_differences(topic: str, values: Mapping[str, Any], *, limit_s: int, m
 def _shown(values: Mapping[str, Any], name: str) -> str:
   text = json.dumps(values[name]) if name in values else 'nothing'
   return text if len(text) <= _MAX_SHOWN_CHARS else f'{text[:_MAX_SHOWN_CHARS]}... ({zlib.crc32(text.encode()):x})'
+
+
+def fields_to_compare(config: Mapping[str, Any], *, is_saved: bool) -> dict[str, Any]:
+  """Returns the fields of a config, as `to_json` gives it, that all processes of a job must have alike.
+
+  Unless the config `is_saved`, an input whose fields the experiment's own code chose, and no flag, may differ: each
+  process can read files of its own. So may the place of its copies in memory, and what a wing says of its own fields.
+  """
+  given = tuple(f'{name}.' for name in config['overrides'])
+  of_process = {'peer_copy_directory', *(name for wing in wings() for name in wing.fields_of_process)}
+
+  def may_differ(path: str) -> bool:
+    is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))
+    is_chosen = is_input and not is_saved and not f'{path}.'.startswith(given)
+    return is_chosen or path.rpartition('.')[2] in of_process
+
+  common = {path: value for path, value in config['config'].items() if not may_differ(path)}
+  return {'experiment': config['experiment']} | common
 
 
 def process_environment() -> dict[str, Any]:

@@ -18,8 +18,7 @@ from spmd_tasks.inputs.base import progress_of
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import Logged, TrainHook, TrainRun
-from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, SavedSteps
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
 from spmd_tasks.runtime.compilation import CompilationCounter

@@ -16,7 +16,7 @@ from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning.frozen_weights import fill_in
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import base_of, saved_part
 

@@ -27,8 +27,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.hooks import PreemptedError
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step
-from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, base_of
 from spmd_tasks.runtime.task import Variables

@@ -26,11 +26,10 @@ from spmd_tasks.programs.evaluator import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
-from spmd_tasks.programs.job_directory import claim, write_config
+from spmd_tasks.programs.job_directory import SavedSteps, claim, write_config
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, ProfileOnRequest, ReportEnd, ShowProgress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
-from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.memory_checks import check_state_fits

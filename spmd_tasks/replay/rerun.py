@@ -22,9 +22,9 @@ from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.programs import train
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.report_hooks import CountGoodput
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, saved_state
-from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.training_loop import Outcome, TrainingDivergedError
 from spmd_tasks.replay.fingerprints import Prints, tree_fingerprints
 from spmd_tasks.runtime.metrics import Metrics, finish_metrics

@@ -29,9 +29,9 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.loading import load_draft
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
-from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.serving.multi_process import follow, lead

@@ -27,7 +27,7 @@ from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.weight_numbers import flat_specs
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, add_adapters

@@ -17,7 +17,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.command import Command
 from spmd_tasks.config import to_json
-from spmd_tasks.distributed.fake_devices import compile_quickly
+from spmd_tasks.distributed.initialization import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification._cases import Bench, Case, Verdict

@@ -17,7 +17,7 @@ from tests import binary
 # within some steps.
 PROGRAM = """
 import jax, jax.numpy as jnp
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed.initialization import use_fake_devices
 
 use_fake_devices(8)
 mesh = jax.make_mesh((4, 2), ('stage', 'data'))

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from spmd_tasks.distributed import use_fake_devices
-from spmd_tasks.distributed.fake_devices import compile_quickly
+from spmd_tasks.distributed.initialization import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.verification import Bench, Setting, Source
 from tests.verification.random_experiments import draw_settings, make_job

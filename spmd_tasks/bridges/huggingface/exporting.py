@@ -45,8 +45,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import write_durably
 from spmd_tasks.layers import EncoderDecoderLm
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
-from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base

@@ -25,7 +25,7 @@ from spmd_tasks.command import OpenJob
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import TrainState
 
 

@@ -15,7 +15,7 @@ from spmd_tasks.bridges.pax import install_shims
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.job_directory import SavedSteps
 
 ONE_DEVICE = 'ici_mesh_shape=1,1,1'
 
