@@ -39,21 +39,13 @@ from spmd_tasks.wings import prepare_job
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenJob:
-  """A job that a mode may run: this process is connected to the others, and all have the same config.
-
-  Attributes:
-    job: the built experiment.
-    directory: the job's; of a model without a job, a temporary one for reports.
-    config: what config.json will hold.
-    emergency: ends this process and tells the others when it fails.
-    begun: when the process was started, in seconds since the epoch.
-  """
+  """A job that a mode may run: this process is connected to the others, and all have the same config."""
 
   job: Job
-  directory: epath.Path
-  config: Mapping[str, Any]
-  emergency: EmergencyExit
-  begun: float
+  directory: epath.Path  # the job's; of a model without a job, a temporary one for reports
+  config: Mapping[str, Any]  # what config.json will hold
+  emergency: EmergencyExit  # ends this process and tells the others when it fails
+  begun: float  # when the process was started, in seconds since the epoch
 
   def load_draft(self, model: Any) -> Any:
     """See loading.load_draft."""

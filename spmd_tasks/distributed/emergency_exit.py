@@ -89,15 +89,12 @@ class EmergencyExit:
 
     With None the caller tells the others of the end.
     """
-    if describe is None:
-      if self._departures is not None:
-        self._departures.is_over = True
-      self._departures = None
-      return
-    if self._departures is None:  # somebody else has initialized jax.distributed
+    if self._departures is None and describe is not None:  # somebody else has initialized jax.distributed
       self.watch_departures()
-    assert self._departures is not None
-    self._departures.describe = describe
+    if self._departures is not None:
+      self._departures.describe, self._departures.is_over = describe, describe is None
+    if describe is None:
+      self._departures = None
 
   def set_position_source(self, position: Callable[[], Position]):
     """Sets the function that gives this process's position for reports (the watchdog's)."""

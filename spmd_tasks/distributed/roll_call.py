@@ -89,7 +89,7 @@ def connect(settings: Any, cluster: str, environ: Mapping[str, str]) -> None:
   logging.info('waiting for the other processes for at most %d s: %s', settings.initialization_timeout_s, connection)
   if settings.is_explicit:
     _has_called_roll = True
-    _call_roll_of(settings)
+    call_roll(settings)
   jax.distributed.initialize(
     heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
     shutdown_timeout_seconds=settings.shutdown_timeout_s,
@@ -102,7 +102,7 @@ def report_absence(settings: Any, problem: str) -> None:
   """Tells the processes that wait for this one that it does not come, and why; does nothing where a launcher knows."""
   if settings.is_explicit and settings.num_processes != 1 and not _has_called_roll:
     with contextlib.suppress(UserError):  # nobody waits
-      _call_roll_of(settings, problem)
+      call_roll(settings, problem)
 
 
 def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -119,27 +119,20 @@ def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | No
   return tuple(range(len(gpus))) if is_alone and gpus else None
 
 
-def _call_roll_of(settings: Any, problem: str | None = None) -> None:
-  address, limit_s = settings.coordinator_address, settings.initialization_timeout_s
-  bind_address = settings.coordinator_bind_address or address
-  call_roll(address, bind_address, settings.process_id, settings.num_processes, limit_s, problem)
-
-
-def call_roll(
-  address: str, bind_address: str, process_id: int, num_processes: int, limit_s: float, problem: str | None = None
-) -> None:
+def call_roll(settings: Any, problem: str | None = None) -> None:
   """Returns once all processes have come; with a `problem` of this process, once the others know it.
 
   Raises:
     UserError: on every process: process 0 cannot listen, an id is given twice, the numbers of processes differ, a
       process has a problem or is late, something else answers at the address.
   """
+  address, limit_s = settings.coordinator_address, settings.initialization_timeout_s
   limit_s = limit_s if problem is None else min(limit_s, _PROBLEM_LIMIT_S)
-  hello = {'process': process_id, 'of': num_processes, 'problem': problem}
-  if process_id > 0:
+  hello = {'process': settings.process_id, 'of': settings.num_processes, 'problem': problem}
+  if settings.process_id > 0:
     return _answer(address, hello, limit_s)
   try:
-    listener = _listen(bind_address)
+    listener = _listen(settings.coordinator_bind_address or address)
   except UserError:
     with contextlib.suppress(OSError, ValueError):
       _ask(address, hello, _LINE_LIMIT_S)  # another process 0, which refuses it

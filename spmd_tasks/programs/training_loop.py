@@ -34,19 +34,12 @@ class TrainingDivergedError(JobError):
 
 
 class Outcome(NamedTuple):
-  """The outcome of one launched step.
+  """The outcome of one launched step."""
 
-  Attributes:
-    step: updates applied so far; this one counts, unless it was skipped.
-    skipped: the loss or a gradient was not finite, so that the step changed nothing.
-    metrics: of the step, on the devices.
-    outputs: what the loss gave beside them: per-example outputs where a hook `wants_examples`, and summaries; or None.
-  """
-
-  step: int
-  skipped: bool
+  step: int  # updates applied so far; this one counts, unless it was skipped
+  skipped: bool  # the loss or a gradient was not finite, so that the step changed nothing
   metrics: dict[str, jax.Array]
-  outputs: StepOutputs | None = None
+  outputs: StepOutputs | None = None  # per-example outputs, where a hook `wants_examples`, and summaries
 
 
 class _Launched(NamedTuple):
@@ -60,15 +53,6 @@ class TrainingLoop:
   """Runs `train_step` over placed batches until `num_train_steps` updates are applied.
 
   The iteration ends early, with no step in flight, if `should_stop` answers true or the input ends.
-
-  Attributes:
-    state: the live, padded TrainState, after the last launched step.
-    step: updates applied, up to the last outcome.
-    input_state: the input's position after the last launched batch.
-    outcome_input_state: the same after the batch of the last outcome.
-    num_skipped: steps skipped since the job's first start.
-    input_has_ended: there was no batch for the next step.
-    is_running: the outcomes are being iterated, so that a step may be in flight.
   """
 
   def __init__(
@@ -105,12 +89,13 @@ class TrainingLoop:
     self._should_stop = should_stop
     self._before_step = before_step
     self._skipped_in_a_row = int(state.learner.num_skipped_in_a_row)
-    self.state = state
-    self.step = int(state.step)
-    self.input_state: Any = None
-    self.outcome_input_state: Any = None
-    self.num_skipped = int(state.learner.num_skipped)
-    self.input_has_ended = self.is_running = False
+    self.state = state  # the live, padded one, after the last launched step
+    self.step = int(state.step)  # updates applied, up to the last outcome
+    self.input_state: Any = None  # the input's position after the last launched batch
+    self.outcome_input_state: Any = None  # the same after the batch of the last outcome
+    self.num_skipped = int(state.learner.num_skipped)  # since the job's first start
+    self.input_has_ended = False  # there was no batch for the next step
+    self.is_running = False  # the outcomes are being iterated, so that a step may be in flight
     self._in_flight: _Launched | None = None
 
   def is_idle(self) -> bool:

@@ -63,7 +63,6 @@ def test_bad_settings_are_refused_with_the_remedy(settings, message):
 @pytest.mark.parametrize(
   'environ, expected',
   [
-    ({}, None),
     (SLURM, 'slurm'),
     ({name: value for name, value in SLURM.items() if name != 'SLURM_STEP_NODELIST'}, None),  # Not under srun.
     (OPEN_MPI, 'ompi'),

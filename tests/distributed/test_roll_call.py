@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spmd_tasks.distributed import roll_call
+from spmd_tasks.distributed import DistributedSettings, roll_call
 from spmd_tasks.distributed.roll_call import call_roll
 from spmd_tasks.errors import UserError
 
@@ -32,7 +32,8 @@ def answers(address, calls, limit_s=1.0) -> list[str]:
   def call(process):
     try:
       index, number, problem = process
-      call_roll(address, address, index, number, limit_s, problem)
+      found = {'coordinator_address': address, 'initialization_timeout_s': limit_s}
+      call_roll(DistributedSettings(process_id=index, num_processes=number, **found), problem)
     except UserError as error:
       return str(error)
     return ''
