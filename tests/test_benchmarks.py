@@ -84,8 +84,8 @@ CHECKS = {
 
 
 # Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
-# (tests/multi_process/test_lost_process.py), packed rows (tests/inputs/test_packing.py).
-EXHAUSTIVE = set(SCRIPTS) - {'bench_serve.py'}
+# (tests/multi_process/test_lost_process.py), fewer steps by continuous batching (tests/decoding/test_scheduler.py).
+EXHAUSTIVE = set(SCRIPTS) - {'bench_input.py'}
 
 
 @pytest.mark.slow

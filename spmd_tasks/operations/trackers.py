@@ -7,13 +7,13 @@ MLFLOW_EXPERIMENT_NAME. A job that goes on continues the same run, whose id is i
 that fails ends no job: metrics.jsonl has everything.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import json
 import os
 import secrets
 import tempfile
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
@@ -27,18 +27,8 @@ _PROJECT = 'spmd_tasks'
 _MAX_PARAM_CHARS, _MAX_PARAMS = 500, 100  # MLflow's, of a value and of a call
 
 
-class Tracker(Protocol):
-  """A run of a service. Opened with the name of the job, its config by path, its directory and its id or None."""
-
-  id: str
-
-  def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-  def close(self, *, is_complete: bool) -> None: ...
-
-
 class WandbRun:
-  """A run of Weights & Biases."""
+  """A run of Weights & Biases, of this id or a new one; `config` is the job's by path."""
 
   def __init__(self, name: str, config: Mapping[str, Any], directory: str, id: str | None):
     import wandb
@@ -89,7 +79,7 @@ class MlflowRun:
     self._client.set_terminated(self.id, 'FINISHED' if is_complete else 'KILLED')
 
 
-TRACKERS: Mapping[str, Callable[..., Tracker]] = {'wandb': WandbRun, 'mlflow': MlflowRun}
+TRACKERS: Mapping[str, Any] = {'wandb': WandbRun, 'mlflow': MlflowRun}
 
 
 class Track(TrainHook):
@@ -106,7 +96,7 @@ class Track(TrainHook):
       require(name, name, wants=f'trackers = {run.experiment.trackers}')
 
   def start(self, run: TrainRun) -> None:
-    self._trackers: dict[str, Tracker] = {}
+    self._trackers: dict[str, Any] = {}
     if not is_primary():
       return
     self._eval_step = run.first_step

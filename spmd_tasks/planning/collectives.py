@@ -255,7 +255,9 @@ def _collective(
   if _between_slices(instruction):
     groups = _one_device_per_slice(slices)
   else:
-    groups = source_target_pairs(instruction.proto) if is_permute else replica_groups(instruction.proto, len(slices))
+    pairs = [(pair.source, pair.target) for pair in instruction.proto.source_target_pairs]
+    moved = [np.array(pair) for pair in pairs if pair[0] != pair[1]]  # without those that stay on their device
+    groups = moved if is_permute else replica_groups(instruction.proto, len(slices))
   one_group = max(groups, key=len, default=np.array([], dtype=np.int64))
   size = len(one_group)
   if size < 2 or max(int(group.max()) for group in groups) >= len(slices):
@@ -301,11 +303,6 @@ def _sent_bytes(kind: str, operand_bytes: int, size: int) -> float:
       return (size - 1) / size * operand_bytes
     case _:
       return operand_bytes
-
-
-def source_target_pairs(proto: Any) -> Groups:
-  """Returns the pairs (source, target) of a collective permute, without those that stay on their device."""
-  return [np.array([pair.source, pair.target]) for pair in proto.source_target_pairs if pair.source != pair.target]
 
 
 def replica_groups(proto: Any, num_devices: int) -> Groups:

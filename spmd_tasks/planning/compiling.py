@@ -46,14 +46,7 @@ class OutOfMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:
-  """One step, compiled or refused.
-
-  Attributes:
-    step: a name in STEPS.
-    program: jax.stages.Compiled; None where it was refused.
-    out_of_memory: why it was refused; None where it was compiled.
-    trace_seconds, compile_seconds: how long each took.
-  """
+  """One step of STEPS: its `program`, a jax.stages.Compiled, or why the compiler refused it; the other is None."""
 
   step: str
   program: Any

@@ -31,7 +31,7 @@ from spmd_tasks.errors import UserError
 
 HOST_MEMORY = 5  # a layout's memory space; 0 is the device's main memory (HBM), 1 a TPU's vector memory
 UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes where it has no estimate
-_WRAPPING = frozenset({'bitcast', 'optimization-barrier', 'opt-barrier', 'async-update'})
+VIEWS = frozenset({'bitcast', 'optimization-barrier', 'opt-barrier', 'async-update'})
 _MAX_DEPTH = 400
 
 
@@ -57,10 +57,7 @@ class Shape:
 
   def leaves(self) -> Iterator['Shape']:
     """Yields the arrays in the shape, from left to right."""
-    if self.dtype != 'tuple':
-      yield self
-    for element in self.elements:
-      yield from element.leaves()
+    return (shape for _, shape in self.paths())
 
   def paths(self, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], 'Shape']]:
     """Yields the arrays in the shape, each with the numbers that lead to it."""
@@ -224,7 +221,7 @@ def origin_of(instruction: Instruction, path: tuple[int, ...] = ()) -> tuple[Ins
       instruction, path = instruction.operands[path[0]], path[1:]
     elif instruction.opcode == 'get-tuple-element':
       instruction, path = instruction.operands[0], (instruction.proto.tuple_index, *path)
-    elif instruction.opcode in _WRAPPING and instruction.operands:
+    elif instruction.opcode in VIEWS and instruction.operands:
       instruction = instruction.operands[0]
     else:
       break

@@ -1,7 +1,6 @@
 """Says what holds a device's memory when a compiled step needs the most of it.
 
-    parts = memory_parts(compiled.memory_analysis(), read_program(compiled), model)
-    parts.total, parts.activations, parts.largest[0]['op_name']
+    memory_parts(compiled.memory_analysis(), read_program(compiled), model)['memory']['activations']
 
 Arguments live all the time: the state and the batch, as the compiler stores them, tiles padded. Whatever else lives is
 found from the schedule: which buffers hold a value that is still needed. The sum is compared with the compiler's own
@@ -24,11 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from spmd_tasks.planning.hlo import HOST_MEMORY, Computation, Instruction, Shape, origin_of
+from spmd_tasks.planning.hlo import HOST_MEMORY, VIEWS, Computation, Instruction, Shape, origin_of
 from spmd_tasks.planning.program import Program, loop_element_name, op_name_of
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.parameter_table import bytes_per_device
@@ -49,8 +48,7 @@ PARTS = (
   *('weights', 'optimizer', 'other_state', 'batch', 'other_arguments', 'gradients', 'activations', 'temporaries'),
   *('outputs', 'on_chip', 'program'),
 )
-_VIEWS = frozenset({'bitcast', 'optimization-barrier', 'opt-barrier', 'async-update'})
-_NOT_ALLOCATING = _VIEWS | {'parameter', 'tuple', 'get-tuple-element', 'constant', 'while', 'call', 'after-all', 'send'}
+_NOT_ALLOCATING = VIEWS | {'parameter', 'tuple', 'get-tuple-element', 'constant', 'while', 'call', 'after-all', 'send'}
 # Which element of a start's tuple is new memory; the others are its operands.
 _NEW_ELEMENT = {
   'copy-start': 0, 'recv': 0, 'all-gather-start': 1, 'collective-permute-start': 1, 'async-start': 1,
@@ -63,13 +61,9 @@ _MAX_STEPS = 8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
-  """Memory that an instruction allocates.
+  """Memory of the array at `path` of an instruction's result, which is needed from `begin` to `end` in the schedule.
 
-  Attributes:
-    computation, instruction, path: which array of which instruction's result.
-    shape: of the array.
-    begin, end: the first and the last position in the schedule where it holds a value that is needed.
-    last_user: the instruction that needs it last; None if it is a result of the program.
+  `last_user` is the instruction that needs it last; None if it is a result of the program.
   """
 
   computation: Computation
@@ -93,8 +87,7 @@ def memory_parts(analysis: Any, program: Program, model: PartitionedModel) -> di
     what plan.json has of one device's memory.
     memory: name in PARTS -> bytes; together they are near `peak_bytes`, the compiler's own figure.
     padding_bytes: how much of the state is padding: true shapes to even shards, and shards to tiles.
-    largest: the largest arrays, at most 20: `name` of the argument or of the instruction that makes it, `part`,
-      `op_name` (JAX's, with the layer), `dtype`, `shape` and `bytes` of one device, tiles padded.
+    largest: the 20 largest arrays, with the bytes of one device, tiles padded.
   """
   arguments = list(_arguments(program))
   live = [*arguments, *_live_at_peak(program, _weight_dims(model))]
@@ -138,7 +131,7 @@ def _live(shape: Shape, name: str, part: str, op_name: str) -> dict[str, Any]:
 
 
 def _live_at_peak(program: Program, weight_dims: set[tuple[int, ...]]) -> list[dict[str, Any]]:
-  buffers = buffers_of(program)
+  buffers = list(_Lifetimes(program).buffers())
   changes: dict[int, int] = {}
   for each in buffers:
     changes[each.begin] = changes.get(each.begin, 0) + each.shape.stored_bytes
@@ -219,12 +212,10 @@ def _padding(program: Program, arguments: Sequence[dict[str, Any]], model: Parti
     if argument['part'] in ('weights', 'optimizer', 'other_state')
     for leaf in parameter.shape.leaves()
   )
-  has_optimizer = any(each['part'] == 'optimizer' for each in arguments)
-  true, padded = (
-    (model.abstract_state, model.padded_state)
-    if has_optimizer
-    else (model.abstract_state.variables, model.padded_state.variables)
-  )
+  true: Any = model.abstract_state
+  padded: Any = model.padded_state
+  if not any(each['part'] == 'optimizer' for each in arguments):
+    true, padded = true.variables, padded.variables
   uneven = sum(
     bytes_per_device(stored) * (1 - math.prod(leaf.shape) / math.prod(stored.shape))
     for leaf, stored in zip(jax.tree.leaves(true), jax.tree.leaves(padded), strict=True)
@@ -233,18 +224,14 @@ def _padding(program: Program, arguments: Sequence[dict[str, Any]], model: Parti
   return tiles + round(uneven)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Use:
+class _Use(NamedTuple):
   time: int
   user: Instruction | None
 
 
-def buffers_of(program: Program) -> list[Buffer]:
-  """Returns the buffers that a program allocates on the device, arguments apart, with their lifetimes."""
-  return list(_Lifetimes(program).buffers())
-
-
 class _Lifetimes:
+  """Finds the buffers that a program allocates on the device, arguments apart, with their lifetimes."""
+
   def __init__(self, program: Program):
     self._program = program
     self._times: dict[Instruction, tuple[int, int]] = {}
@@ -301,7 +288,7 @@ class _Lifetimes:
       elif opcode == 'get-tuple-element':
         if path and path[0] == user.proto.tuple_index:
           yield self._last_use(computation, user, path[1:], depth)
-      elif opcode in _VIEWS or opcode == 'while':
+      elif opcode in VIEWS or opcode == 'while':
         yield _Use(end, user)
         yield self._last_use(computation, user, path, depth)
       elif opcode.endswith('-done'):

@@ -6,8 +6,6 @@ and plan.html into a directory.
 
 import json
 
-from etils import epath
-
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.command import Command
@@ -15,10 +13,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
-from spmd_tasks.planning.plan import Plan, mesh_devices
+from spmd_tasks.planning.plan import mesh_devices
 from spmd_tasks.planning.targets import Target
-
-PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
 
 
 def run(command: Command) -> int:
@@ -49,16 +45,11 @@ def run(command: Command) -> int:
   job = command.resolve(prepare=start_devices).build()
   assert target is not None
   made = make_plan(job, target, steps=(flags.plan_steps or 'train').split(','))
-  _write(made, absolute_path(flags.plan_out) if flags.plan_out else None)  # first: a reader may want only the beginning
+  if flags.plan_out:  # before it is printed: a reader may want only the beginning
+    directory = absolute_path(flags.plan_out)
+    with storage_errors(directory):
+      directory.mkdir(parents=True, exist_ok=True)
+      write_durably(directory / 'plan.json', json.dumps(made.report, indent=1) + '\n')
+      write_durably(directory / 'plan.html', plan_page(made.report))
   print(format_plan(made.report), flush=True)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
-
-
-def _write(made: Plan, directory: epath.Path | None) -> None:
-  if directory is None:
-    return
-  report = made.report
-  with storage_errors(directory):
-    directory.mkdir(parents=True, exist_ok=True)
-    write_durably(directory / PLAN_FILE, json.dumps(report, indent=1) + '\n')
-    write_durably(directory / PAGE_FILE, plan_page(report))

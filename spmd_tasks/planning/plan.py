@@ -1,10 +1,4 @@
-"""Plan: what a run will need and cost on a target, found by compiling it there.
-
-plan = make_plan(job, parse_target('v5p:4x4x2'))
-plan.fits
-json.dumps(plan.to_json())          # plan.json
-print(format_plan(plan.to_json()))
-"""
+"""Plan: what a run will need and cost on a target, found by compiling it there."""
 
 from collections.abc import Sequence
 import contextlib
@@ -40,12 +34,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """A job on a target.
-
-  Attributes:
-    target: the chips.
-    report: plan.json; docs/planning.md lists the keys.
-  """
+  """A job on a target; `report` is plan.json, whose keys docs/planning.md lists."""
 
   target: Target
   report: Json
@@ -163,12 +152,8 @@ def plan_step(
 ) -> Json:
   """Reads what the compiler says of one step; returns the step's part of plan.json. Bytes are one device's.
 
-  Args:
-    compilation: of the step.
-    model: whose step it is.
-    target: the chips.
-    num_slices: of the mesh, for fake devices, which do not know their slice.
-    num_tokens, model_flops: of the step on all devices together; None where they have no meaning.
+  `num_slices` is that of the mesh, for fake devices, which do not know their slice; the other numbers are of the step
+  on all devices together, None where they have no meaning.
   """
   seconds = {f'{name}_seconds': round(getattr(compilation, f'{name}_seconds'), 1) for name in ('trace', 'compile')}
   if compilation.out_of_memory is not None:

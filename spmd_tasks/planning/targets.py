@@ -76,8 +76,7 @@ class Target:
     """Returns the devices: compile-only ones, or fake CPU devices.
 
     Raises:
-      UserError: the compiler is not installed or knows no such slice, or JAX has already started with fewer fake
-        devices.
+      UserError: the compiler is not installed or knows no such slice, or JAX has started with fewer fake devices.
     """
     return list(_devices(self))
 
@@ -95,15 +94,14 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
   make = _tpu_devices if platform == 'tpu' else _gpu_devices
   try:
     devices = make(target.chip, target.slice_shape, target.num_slices)
-    error: Any = None if len(devices) == target.num_devices else f'it makes {len(devices)} devices of it'
-  except Exception as raised:  # whatever the library raises for a name that it does not know
-    devices, error = [], raised
-  if error is not None:
+    if len(devices) != target.num_devices:
+      raise ValueError(f'it makes {len(devices)} devices of it')
+  except Exception as error:  # whatever the library raises for a name that it does not know
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     raise UserError(
       f'target {target.name!r} is not a slice that its compiler knows ({first_line}): take another shape, such as '
       f'{target_of(target.chip, target.num_devices, target.num_slices) or _EXAMPLES}.'
-    )
+    ) from None
   return tuple(devices)
 
 
@@ -168,11 +166,8 @@ def _wrong_shape(chip: Chip, num_slices: int, shape: tuple[int, ...]) -> str | N
   if chip.platform == 'gpu':
     if len(shape) > 2 or (len(shape) == 2 and num_slices > 1):
       return f'is not a number of GPUs, such as {chip.name}:8 for one node, {chip.name}:8x4 for four nodes of 8'
-    return (
-      f'has {shape[0]} GPUs in a node, of which NVLink connects {chip.host_chips[0]}'
-      if shape[0] > chip.host_chips[0]
-      else None
-    )
+    most = chip.host_chips[0]
+    return f'has {shape[0]} GPUs in a node, of which NVLink connects {most}' if shape[0] > most else None
   if len(shape) != chip.torus_dims:
     return f'has {len(shape)} sizes but a slice of {chip.name} is a torus of {chip.torus_dims} dims'
   if not _is_slice(chip, shape):

@@ -54,17 +54,13 @@ def predict_time(
   Returns:
     what plan.json has of the time of a step; seconds are None where the chip's figures are not known (CPU).
     time_by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici', 'dcn' and 'host' that
-      nothing hides; they add up to `predicted_step_s`.
-    hidden_s: seconds of collectives during which other work runs.
-    predicted_step_low_s, predicted_step_high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing
-      overlapped, cycles plus 25%, and kernels at half of the assumed efficiency.
-    roofline: the least that the step needs of one device: `flops` of matrix products and kernels, rematerialisation
-      included; `hbm_bytes` read and written; `ici_bytes` and `dcn_bytes` sent; `host_bytes` moved to the memory of the
-      host or from there, whichever is more; how long each takes alone at the chip's published rates (`compute_s`,
-      `hbm_s`, `ici_s`, `dcn_s`, `host_s`, None where these are not known), and the longest of them, `seconds`.
-    top_operations: the ten that take longest: `name` and `computation` (where it is in the program), `op_name` (JAX's),
-      `seconds` of all its executions (of a transfer, only while the program waits for it), `share` of the step, `count`
-      of executions, `basis` ('cycles', 'roofline' or 'kernel', or what it waits for), and `flops`.
+      nothing hides; they add up to `predicted_step_s`. hidden_s: of collectives during which other work runs.
+    predicted_step_low_s, predicted_step_high_s: the roofline, or the compiler's cycles less 25%; nothing overlapped,
+      cycles plus 25%, and kernels at half of the assumed efficiency.
+    roofline: the least that the step needs of one device: `flops` of products and kernels, rematerialisation included,
+      bytes (`hbm_bytes`, ..., of the host in the direction that has more), how long each takes alone at the published
+      rates (`compute_s`, `hbm_s`, ..., None where these are not known), and the longest of them, `seconds`.
+    top_operations: the ten that take longest in all their executions, of transfers only what the program waits for.
     assumptions: what is assumed, a sentence each.
   """
   links = Links(mesh, chip)

@@ -8,14 +8,31 @@ an earlier checkpoint; `statistics.py` looks into one step, layer by layer; `row
 `fingerprints.py` makes two numbers of any array. `device_check.py` has the hook CheckDevices, and reads alone.
 """
 
+import argparse
+
 from etils import epy
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.replay.device_check import CheckDevices, CorruptionError
 
 __all__ = ['WING', 'CheckDevices', 'CorruptionError']
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+  first, last = getattr(flags, 'from'), flags.to
+  if (flags.step is None) == (first is None and last is None):
+    raise UserError(
+      '--mode replay makes one step again, --step N, or compares several, --from A --to B: give one of them.'
+    )
+  if flags.step is None and (first is None or last is None or not 1 <= first <= last):
+    raise UserError(f'--from {first} --to {last} must be steps with 1 <= from <= to.')
+  if flags.step is not None and flags.step < 1:
+    raise UserError(f'--step {flags.step} must be at least 1: step 1 is the first one.')
+  if flags.tolerance is not None and flags.tolerance < 0:
+    raise UserError(f'--tolerance {flags.tolerance} must be at least 0.')
 
 
 WING = Wing(
@@ -25,7 +42,7 @@ WING = Wing(
       name='replay',
       help='makes past steps of a job again, bit for bit, and looks into them',
       run='spmd_tasks.replay.mode:run',
-      check='spmd_tasks.replay.flags:check',
+      check=_check_flags,
       needs_directory=True,
       answers_on_stdout=True,
       flags=(

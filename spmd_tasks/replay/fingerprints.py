@@ -9,7 +9,6 @@ a chance of 2^-64. Sums of integers do not depend on their order, hence not on t
 """
 
 from collections.abc import Mapping
-import functools
 import hashlib
 from typing import Any
 
@@ -49,7 +48,7 @@ def _mix(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _all(leaves: list[jax.Array]) -> jax.Array:
   return jnp.stack([fingerprint(leaf) for leaf in leaves])
 

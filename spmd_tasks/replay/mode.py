@@ -38,7 +38,6 @@ from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.runtime.metrics import Metric, Metrics
 
 _KINDS = ('weights', 'gradients', 'activations', 'updates')  # of an attempt
-_print = functools.partial(print, flush=True)
 
 
 def run(command: Command) -> int:
@@ -218,7 +217,8 @@ def _verdict(found: dict[str, Any], step: int) -> str:
     lines = [f'step {step} departs from the record:']
     lines += [f'  {name}: replayed {own}, recorded {its}' for name, (own, its) in found['differences'].items()]
   else:
-    lines = [f'step {step}: every bit of the metrics is as recorded ({_first_metrics(found["metrics"])})']
+    some = ', '.join(f'{name} {found["metrics"][name]}' for name in ('loss', 'grad_norm') if name in found['metrics'])
+    lines = [f'step {step}: every bit of the metrics is as recorded ({some})']
   if 'digest' in found and found['different_leaves']:
     some = ', '.join(found['different_leaves'][:5])
     lines.append(
@@ -228,10 +228,6 @@ def _verdict(found: dict[str, Any], step: int) -> str:
   elif 'digest' in found:
     lines.append(f'step {step}: every bit of the state is that of its checkpoint, digest {found["digest"]}')
   return '\n'.join(lines)
-
-
-def _first_metrics(metrics: Metrics) -> str:
-  return ', '.join(f'{name} {metrics[name]}' for name in ('loss', 'grad_norm') if name in metrics)
 
 
 def _origin(watch: Watch) -> str:
@@ -250,7 +246,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 def _show(text: str) -> None:
   if is_primary():
-    _print(text)
+    print(text, flush=True)
 
 
 def _plain(value: Any) -> Any:

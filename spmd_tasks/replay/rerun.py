@@ -92,13 +92,7 @@ class Watch(TrainHook):
     self._position = run.loop.outcome_input_state
 
   def look(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
-    """Looks at the batch of one of the steps, and at `run.state` before step `first`.
-
-    Args:
-      run: the run.
-      batch: placed.
-      position: of this process's input before the batch; None at its beginning.
-    """
+    """Looks at the placed batch of a step, before which this process's input was at `position`; None: at its begin."""
 
   def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
     """Takes a step that was made; returns whether to go on."""

@@ -42,7 +42,8 @@ class GradientLearner:
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     del weights, weight_specs
-    return LearnerState(opt_state=(), ema_weights=None, num_skipped=_zero(), num_skipped_in_a_row=_zero())
+    zero = jnp.zeros((), jnp.int32)
+    return LearnerState(opt_state=(), ema_weights=None, num_skipped=zero, num_skipped_in_a_row=zero)
 
   def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, weights: Any, weight_specs: Any, **_: Any):
     del loss, step
@@ -54,10 +55,6 @@ class GradientLearner:
     return jax.tree.map(lambda x: WeightSpec(shape=(), init=None, split_dims=(), dtype=x.dtype), abstract_state)
 
 
-def _zero() -> jax.Array:
-  return jnp.zeros((), jnp.int32)
-
-
 def gradient_model(
   model: PartitionedModel,
   experiment: Experiment,
@@ -67,11 +64,7 @@ def gradient_model(
 ) -> PartitionedModel:
   """Returns a model whose train step gives the gradients of `model` in the place of new weights.
 
-  Args:
-    model, experiment: of the training step.
-    mesh: another mesh of the same shape; None: the same.
-    num_rows: of a batch; None: as many.
-    learner: fields of the learner to change, such as num_microbatches.
+  None stands for the same mesh, and for as many rows of a batch; `learner` has fields of the learner to change.
   """
   spec = model.input_layout.spec
   if num_rows is not None:

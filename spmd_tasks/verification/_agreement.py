@@ -1,15 +1,12 @@
 """Compares the steps of a setting with those of a reference, as far as rounding lets expect.
 
-Every step starts from the state that the reference had before this step, so differences do not grow from step to step
-and each is held against the rounding of one step. Besides, the setting trains by itself, its state staying on its mesh,
-and its curve of losses is compared with the reference's. The gradients are those of the train step itself: a learner
-that records them stands in front of the experiment's. What the learner makes of them is compared with what it makes of
-the same gradients on the reference's mesh, for Adam turns the last bits of a small gradient into a whole step.
+Every step starts from the state that the reference had before this step, so differences do not grow from step to step.
+Besides, the setting trains by itself, and its curve of losses is compared. What the learner makes of the gradients is
+compared with what it makes of the same gradients on the reference's mesh, for Adam turns the last bits of a small
+gradient into a whole step.
 
-How large may a difference be? Another mesh sums in another order. That costs units in the last place, and what becomes
-of them depends on the model: little in most gradients, everything in a gradient that is zero but for rounding, a jump
-where a router's two best experts have almost the same score. So the reference's step is taken again from weights that
-were moved by one unit in the last place. How far a leaf then moves is its *spread*, and a difference is allowed up to
+How large may a difference be (docs/verify.md says why)? The reference's step is taken again from weights that were
+moved by one unit in the last place. How far a leaf then moves is its *spread*, and a difference is allowed up to
 
     SPREADS x spread + ROUNDINGS x epsilon x the leaf's largest entry
 
@@ -148,14 +145,7 @@ class Trajectory:
   """The reference's steps: the state before each, what it made, and how far rounding moves that."""
 
   def __init__(self, runner: Runner, initial: TrainState, batches: Sequence[Batch], seed: int = 0):
-    """Makes a trajectory; steps are taken when they are asked for.
-
-    Args:
-      runner: the reference.
-      initial: the canonical state before the first step.
-      batches: one for each step.
-      seed: of the directions in which weights are moved.
-    """
+    """`initial` is the canonical state before the first step; `seed` is of the directions in which weights move."""
     self.runner, self.batches = runner, batches
     self._initial, self._seed = initial, seed
 
@@ -179,16 +169,10 @@ class Trajectory:
     return np.array([float(self.result(step).forward['loss']) for step in range(self.num_steps)])
 
   @functools.cache  # noqa: B019
-  def spread(self, step: int) -> dict[str, float]:
-    """Returns how far rounding moves each metric and gradient of a step."""
-    return self._spread(step, _NUM_SAMPLES, self.runner.epsilon)
-
-  @functools.cache  # noqa: B019
-  def spread_further(self, step: int) -> dict[str, float]:
-    """Returns how far they move if the weights are moved FURTHER times as far, in more directions."""
-    return self._spread(step, _NUM_FURTHER_SAMPLES, FURTHER * self.runner.epsilon)
-
-  def _spread(self, step: int, num_samples: int, epsilon: float) -> dict[str, float]:
+  def spread(self, step: int, further: bool = False) -> dict[str, float]:
+    """Returns how far rounding moves each metric and gradient of a step, or weights moved FURTHER times as far do."""
+    num_samples, units = (_NUM_FURTHER_SAMPLES, FURTHER) if further else (_NUM_SAMPLES, 1.0)
+    epsilon = units * self.runner.epsilon
     seeds = [(self._seed, step, sample, int(epsilon / FLOAT32)) for sample in range(num_samples)]
     states = [moved(self.state(step), epsilon, np.random.default_rng(seed)) for seed in seeds]
     samples = [self.runner.step(state, self.batches[step]).forward for state in states]
@@ -308,7 +292,7 @@ def compare_step(
   }
   wrong, every, noise = compare(reference, result.forward, spread, epsilon, step + 1)
   if wrong:
-    further = expected.spread_further(step)
+    further = expected.spread(step, further=True)
     linear = {name: FURTHER * (spread[name] + epsilon * largest(value)) for name, value in reference.items()}
     if all(
       each.leaf in result.forward and further[each.leaf] > max(_JUMP * linear[each.leaf], each.difference / 4)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Job
 from spmd_tasks.inputs import Input
 from spmd_tasks.tuning.preferences import without_references
 
@@ -45,31 +46,40 @@ def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]
   return batches
 
 
-@dataclasses.dataclass(frozen=True)
-class CutInput:
-  """Another input in batches of another number of rows, which are those of as many of its batches as it takes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+  """Gives the training batches another number of rows, those of as many batches as it takes; a change of a Setting.
 
   Attributes:
-    whole: the other input.
     num_rows: of a batch.
     num_columns: tokens of a row, the first ones; None keeps all.
     is_bare: whether segments are left out: without them no layer can tell padding.
   """
 
-  whole: Input
   num_rows: int
   num_columns: int | None = None
   is_bare: bool = False
 
+  def __call__(self, job: Job) -> Job:
+    return dataclasses.replace(job, train_input=_CutInput(job.train_input, self))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CutInput:
+  """Another input, cut."""
+
+  whole: Input
+  cut: Cut
+
   @property
   def batch_size(self) -> int:
-    return self.num_rows
+    return self.cut.num_rows
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     def cut(spec):
-      shape = (self.num_rows, *spec.shape[1:])
-      if self.num_columns and len(shape) > 1:
-        shape = (self.num_rows, min(shape[1], self.num_columns), *shape[2:])
+      shape = (self.cut.num_rows, *spec.shape[1:])
+      if self.cut.num_columns and len(shape) > 1:
+        shape = (shape[0], min(shape[1], self.cut.num_columns), *shape[2:])
       return jax.ShapeDtypeStruct(shape, spec.dtype)
 
     return {name: cut(spec) for name, spec in self.whole.element_spec().items() if self._is_kept(name)}
@@ -80,14 +90,15 @@ class CutInput:
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> Any:
     """Yields the batches, of a single process."""
     assert shard_count == 1
-    num_batches = -(-self.num_rows // self.whole.batch_size)
+    num_rows, num_columns = self.cut.num_rows, self.cut.num_columns
+    num_batches = -(-num_rows // self.whole.batch_size)
     with contextlib.closing(without_references(self.whole).make_iterator()) as iterator:
       while len(batches := list(itertools.islice(iterator, num_batches))) == num_batches:
-        rows = {name: np.concatenate([each[name] for each in batches])[: self.num_rows] for name in batches[0]}
-        yield {name: x[:, : self.num_columns] if x.ndim > 1 else x for name, x in rows.items() if self._is_kept(name)}
+        rows = {name: np.concatenate([each[name] for each in batches])[:num_rows] for name in batches[0]}
+        yield {name: x[:, :num_columns] if x.ndim > 1 else x for name, x in rows.items() if self._is_kept(name)}
 
   def _is_kept(self, name: str) -> bool:
-    return not (self.is_bare and name.startswith('segment_'))
+    return not (self.cut.is_bare and name.startswith('segment_'))
 
 
 def _ragged(batch: Mapping[str, Any], rng: np.random.Generator) -> Batch:

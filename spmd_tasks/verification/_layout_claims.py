@@ -20,7 +20,7 @@ from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES
 from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.sharding.specs import num_parts, row_axes
-from spmd_tasks.verification._batches import CutInput
+from spmd_tasks.verification._batches import Cut
 from spmd_tasks.verification._cases import Bench, Case, Verdict, agreement, not_applicable
 from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import Mesh, Setting, Source, build_job, draw_meshes
@@ -226,19 +226,6 @@ def _batch_size(job: Job) -> int:
 
 
 _MICROBATCHES = 'task.learner.num_microbatches'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
-  """Gives the training batches other rows; a change of a Setting. Fields: see CutInput."""
-
-  num_rows: int
-  num_columns: int | None = None
-  is_bare: bool = False
-
-  def __call__(self, job: Job) -> Job:
-    cut = CutInput(job.train_input, num_rows=self.num_rows, num_columns=self.num_columns, is_bare=self.is_bare)
-    return dataclasses.replace(job, train_input=cut)
 
 
 def row_cases(bench: Bench) -> Iterator[Case]:

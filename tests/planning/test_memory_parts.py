@@ -1,11 +1,19 @@
-"""What holds the memory at the peak adds up to the compiler's figure, and the state's parts are the model's own."""
+"""What holds the memory at the peak adds up to the compiler's figure, and the state's parts are the model's own.
+
+Also of a step that the TPU's compiler made with activations in the memory of the host.
+"""
 
 import math
 
 import jax
 import pytest
 
+from spmd_tasks.config import resolve
+from spmd_tasks.experiments.synthetic import Tiny
+from spmd_tasks.planning import make_plan, parse_target
+from spmd_tasks.planning.chips import CHIPS
 from spmd_tasks.planning.memory import memory_parts
+from spmd_tasks.planning.targets import has_compiler
 from tests.planning.compiled_steps import Mixture, Pipelined, compiled_step
 
 
@@ -26,3 +34,34 @@ def test_the_parts_add_up_to_what_the_compiler_says(experiment):
   assert parts['memory']['optimizer'] == shard_bytes(model.padded_state.learner)
   assert parts['memory']['batch'] == shard_bytes(model.input_layout.padded)
   assert all(a['bytes'] >= b['bytes'] for a, b in zip(parts['largest'], parts['largest'][1:]))
+
+
+class Offloaded(Tiny):
+  """Four layers of width 128 on rows of 256 tokens, the remat policy `attention_offloaded`, data 4."""
+
+  ici_mesh_shape = (1, 4, 1)
+  target = 'v5e:2x2'
+  num_layers = 4  # libtpu unrolls loops of two, and 0.0.50 then writes a layer twice
+  model_dims = 128
+  hidden_dims = 128
+  num_heads = 1
+  seq_len = 256
+  vocab_size = 256
+  dtype = 'bfloat16'
+  remat_policy = 'attention_offloaded'
+
+
+@pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
+def test_what_attention_keeps_lies_in_the_memory_of_the_host():
+  job = resolve(Offloaded, ('task.model.stack.block.attention.implementation=xla',)).build()
+  plan = make_plan(job, parse_target('v5e:2x2'), show_progress=False)
+  step = plan.report
+  num_tokens, width = 8 * 256 // 4, 128
+  kept = 4 * num_tokens * 4 * width * 2  # by layer: the input, queries, keys and values in bfloat16
+  assert step['roofline']['host_bytes'] == pytest.approx(kept, rel=0.02)
+  assert step['roofline']['host_s'] == step['roofline']['host_bytes'] / CHIPS['v5e'].host_bandwidth
+  assert step['memory']['activations'] < kept / 4  # of one layer, at most
+  # What lies on the device: the compiler's own peak is that of the host's arrays.
+  least = step['argument_bytes'] + step['temp_bytes'] + step['program_bytes']
+  assert least <= step['peak_bytes'] <= least + step['output_bytes']
+  assert any('memory of the host' in line for line in step['assumptions'])

@@ -1,4 +1,12 @@
-"""A plan says what the run then does: on CPUs its memory and FLOPs are those of the compiled training step."""
+"""A plan says what the run then does: on CPUs its memory and FLOPs are those of the compiled training step.
+
+Why a weight is replicated or padded; the ticks of a pipeline: every microbatch passes every stage once each way, and
+the rest is the bubble; and --mode plan as a user runs it.
+"""
+
+import collections
+import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +15,19 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_compiled
+from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_compiled, targets
 from spmd_tasks.planning.compiling import STEPS, read_refusal
 from spmd_tasks.planning.costs import program_flops
+from spmd_tasks.planning.plan import pipeline_report
 from spmd_tasks.planning.program import read_program
 from spmd_tasks.planning.targets import has_compiler
+from spmd_tasks.planning.weights import weight_rows
 from spmd_tasks.runtime.parameter_table import bytes_per_device
+from tests import binary
 
 XLA = 'task.model.stack.block.attention.implementation=xla'  # compiles faster than a kernel
 
@@ -29,8 +41,8 @@ def plan():
   return make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=STEPS, show_progress=False)
 
 
-def agrees_with_the_run(plan, job) -> None:
-  program = partition_job(job).train_step.compile()  # as programs/train.py does
+def test_plan_and_run_agree_on_memory_and_flops(plan):
+  program = partition_job(job_of('synthetic.Uneven')).train_step.compile()  # as programs/train.py does
   memory, step = program.memory_analysis(), plan.report
   assert (step['argument_bytes'], step['temp_bytes']) == (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
   assert step['output_bytes'] - step['alias_bytes'] == memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -40,18 +52,6 @@ def agrees_with_the_run(plan, job) -> None:
   assert plan.fits is None  # nobody says how much memory a CPU has
 
 
-def test_plan_and_run_agree_on_memory_and_flops(plan):
-  agrees_with_the_run(plan, job_of('synthetic.Uneven'))
-
-
-def test_the_parts_of_the_state_are_those_of_the_model(plan):
-  model = partition_job(job_of('synthetic.Uneven'))
-  memory = plan.report['memory']
-  assert memory['weights'] == bytes_per_device(model.padded_state.weights)
-  assert memory['optimizer'] == bytes_per_device(model.padded_state.learner)
-  assert sum(memory.values()) == pytest.approx(plan.peak_bytes, rel=0.05)
-
-
 def test_every_step_is_planned_on_request(plan):
   assert list(plan.to_json()['steps']) == list(STEPS)
   assert plan.report['steps']['eval']['peak_bytes'] < plan.report['steps']['train']['peak_bytes']
@@ -59,14 +59,10 @@ def test_every_step_is_planned_on_request(plan):
   assert 'memory per device, decode step:' in text
 
 
-@pytest.mark.parametrize(
-  'target, overrides, parts', [('v5p:2x2x1', (), ["target 'v5p:2x2x1' has 4 chips", 'needs 8', "--target 'v5p:2x2x2'"])]
-)
-def test_chips_that_are_not_the_meshs_are_refused(target, overrides, parts):
-  with pytest.raises(UserError) as raised:
-    make_plan(job_of('synthetic.Uneven', *overrides), parse_target(target), show_progress=False)
-  for part in parts:
-    assert part in str(raised.value)
+def test_chips_that_are_not_the_meshs_are_refused():
+  message = "target 'v5p:2x2x1' has 4 chips .* needs 8.*--target 'v5p:2x2x2'"
+  with pytest.raises(UserError, match=message):
+    make_plan(job_of('synthetic.Uneven'), parse_target('v5p:2x2x1'), show_progress=False)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +118,144 @@ def test_any_compiled_program_is_planned(target, mesh_shape):
   assert planned['argument_bytes'] == 2 * (1024 * 1024 + 1024 * 2048 // 8)
   if target.chip.peak_flops:
     assert planned['predicted_step_s'] >= planned['roofline']['flops'] / 1153.5e12
+
+
+# --- weights ---
+
+
+def rows_of(name: str, *overrides: str):
+  job = resolve(name, overrides).build()
+  model = partition_job(job, job.experiment.mesh_spec().build_abstract())
+  return model, {row['name']: row for row in weight_rows(model)}
+
+
+@pytest.fixture(scope='module')
+def uneven():
+  return rows_of('lm.UnevenTiny')
+
+
+def test_bytes_per_device_add_up(uneven):
+  model, rows = uneven
+  assert sum(row['bytes_per_device'] for row in rows.values()) == bytes_per_device(model.padded_state.weights)
+  sizes = [row['bytes_per_device'] for row in rows.values()]
+  assert sizes == sorted(sizes, reverse=True)
+
+
+def test_padding_is_explained(uneven):
+  _, rows = uneven
+  kernel = rows['stack/layers/ffn/up/kernel']
+  assert kernel['shape'] == [3, 30, 90]
+  assert 'dim 2 is padded from 90 to 92, the next multiple of 4 (mdl)' in kernel['why']
+  assert kernel['replicated_over'] == []
+
+
+def test_a_norm_is_replicated_because_the_rules_leave_it_whole(uneven):
+  _, rows = uneven
+  norm = rows['final_norm/scale']
+  assert norm['replicated_over'] == ['data', 'mdl']
+  assert norm['why'] == 'replicated over data and mdl; dim 0 (norm): left whole by the axis rules'
+
+
+def test_an_axis_that_another_dim_has_taken():
+  """Grouped-query attention with all of embed, heads and head dim over one axis: the first dim takes it."""
+  rules = resolve('synthetic.Uneven', ()).experiment.axis_rules
+  changed = tuple((name, 'mdl' if name == 'embed' else axes) for name, axes in rules)
+  _, rows = rows_of('synthetic.Uneven', f'axis_rules={changed!r}')
+  kernel = rows['stack/layers/ffn/up/kernel']
+  assert kernel['replicated_over'] == ['data']
+  assert 'dim 2 (mlp): a rule asks for mdl, but mdl already splits another dim' in kernel['why']
+
+
+# --- pipelines ---
+
+
+def report_of(name: str, *overrides: str):
+  job = resolve(name, overrides).build()
+  return pipeline_report(job, partition_job(job, job.experiment.mesh_spec().build_abstract()))
+
+
+@pytest.mark.parametrize(
+  'name, stages, num_forward',
+  [('pipeline.StdlibTiny', 4, 1), ('pipeline.CircularTiny', 2, 2), ('pipeline.OneForwardOneBackwardTiny', 4, 2)],
+)
+def test_every_microbatch_passes_every_stage(name, stages, num_forward):
+  """1F1B runs forward twice: for the loss, and again shortly before each backward pass. A circular one repeats."""
+  report = report_of(name)
+  assert (report['stages'], len(report['ticks'])) == (stages, stages)
+  for ticks in report['ticks']:
+    assert len(ticks) == report['num_ticks']
+    work = collections.Counter(half.partition('.')[0] for tick in ticks for half in (tick or '').split())
+    num_backward = report['repeats']
+    assert work == {
+      **{f'F{m}': num_forward for m in range(report['microbatches'])},
+      **{f'B{m}': num_backward for m in range(report['microbatches'])},
+    }
+
+
+@pytest.mark.parametrize('name', ['pipeline.StdlibTiny', 'pipeline.CircularTiny'])
+def test_the_bubble_is_the_fraction_of_empty_ticks(name):
+  report = report_of(name)
+  ticks = [tick for stage in report['ticks'] for tick in stage]
+  assert report['bubble'] == pytest.approx(ticks.count(None) / len(ticks))
+
+
+def test_a_model_without_stages_has_no_pipeline():
+  assert report_of('synthetic.Uneven') is None
+  assert report_of('pipeline.StdlibTiny', 'ici_mesh_shape=1,1,4,2') is None
+
+
+# --- the command ---
+
+KEYS = {
+  *('fits', 'hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes', 'predicted_step_s', 'predicted_mfu'),
+  *('collectives', 'weights', 'assumptions', 'experiment', 'target', 'mesh', 'memory', 'pipeline'),
+}
+
+
+def run_plan(*flags: object) -> int:
+  return binary.run_in_process('--exp', 'synthetic.Uneven', '--mode', 'plan', *flags)
+
+
+def test_the_command_prints_a_plan_and_writes_it(tmp_path, capsys):
+  code = run_plan('--target', 'cpu', '--plan_out', tmp_path / 'plan')
+  printed = capsys.readouterr().out
+  assert code == exit_codes.OK
+  assert printed.startswith('synthetic.Uneven on cpu:8: 8 devices, mesh data 2 x mdl 4')
+  written = json.loads((tmp_path / 'plan' / 'plan.json').read_text())
+  assert written.keys() >= KEYS
+  assert printed == format_plan(written) + '\n'
+  page = (tmp_path / 'plan' / 'plan.html').read_text()
+  assert 'synthetic.Uneven on cpu:8' in page
+
+
+@pytest.mark.parametrize(
+  'flags, parts',
+  [
+    ((), ['no target is named', '--target']),
+    (('--target', 'cpu', '--plan_steps', 'train,serve'), ["'serve', which is no step"]),
+  ],
+)
+def test_what_cannot_be_planned_is_one_sentence(flags, parts, capsys):
+  assert run_plan(*flags) == exit_codes.USAGE
+  message = capsys.readouterr().err
+  for part in parts:
+    assert part in message
+  assert message.count('\n') == 1
+
+
+def test_flags_of_plan_in_another_mode_are_refused(tmp_path, capsys):
+  flags = ('--exp', 'synthetic.Uneven', '--mode', 'train', '--job_log_dir', tmp_path / 'job', '--target', 'cpu')
+  assert binary.run_in_process(*flags) == exit_codes.USAGE
+  assert '--target is for --mode plan' in capsys.readouterr().err
+  assert not (tmp_path / 'job').exists()
+
+
+def test_what_does_not_fit_is_a_failure(monkeypatch, tmp_path, capsys):
+  """Devices whose memory does not hold the step of synthetic.Uneven with 64 rows at once."""
+  monkeypatch.setattr(targets, 'CPU', dataclasses.replace(targets.CPU, hbm_bytes=600_000))
+  code = run_plan('--target', 'cpu:8', '--plan_out', tmp_path, '--set', 'batch_size=64')
+  printed = capsys.readouterr().out
+  assert code == exit_codes.FAILED
+  assert 'DOES NOT FIT' in printed
+  written = json.loads((tmp_path / 'plan.json').read_text())
+  assert written['fits'] is False

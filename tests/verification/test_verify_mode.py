@@ -15,9 +15,9 @@ from tests.model_folders import write_llama
 
 TINY = [name for name, _ in list_experiments() if 'Tiny' in name or 'Uneven' in name]
 FEW = {
-  'lm.UnevenTiny': 'checkpoint',
+  'lm.UnevenTiny': 'eval',
   'synthetic.Tiny': 'mesh,microbatches',
-  'moe.UnevenExperts': 'eval',
+  'moe.UnevenExperts': 'checkpoint',
   'pipeline.MoeTiny': 'pipeline',
 }
 
@@ -47,7 +47,7 @@ def test_every_claim_about_a_users_own_experiment(capsys):
   assert summary['not_applicable'] >= 1  # a plain model has no layers to pipeline
 
 
-# The claims 'eval', 'mesh' and 'microbatches' are also verified of the user's own experiment above.
+# The claims 'checkpoint', 'mesh' and 'microbatches' are also verified of the user's own experiment above.
 EXHAUSTIVE = {'moe.UnevenExperts', 'synthetic.Tiny', 'pipeline.MoeTiny'}
 
 
