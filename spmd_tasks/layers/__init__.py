@@ -11,15 +11,11 @@
     model.apply({'params': weights}, {'ids': ids})['logits']  # float32 [B, T, V]
 
 A layer names the split dims of its weights and activations ('embed', 'mlp', 'batch', ...); the axis rules of the
-experiment map these names to mesh axes. A layer never sees the mesh or padding. Sublayers are fields: replace a field
-to replace a sublayer.
+experiment map these names to mesh axes. A layer never sees the mesh or padding. Sublayers are fields.
 
-Subpackages, imported by their own names: `layers.attention` (Attention, LatentAttention, positions, KV cache),
-`layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
-
-Read base.py (how a layer declares weights), gathered_weights.py and linear.py, then transformer.py, language_model.py
-(encoder_decoder.py adds an encoder) and losses.py. adapter.py is the seam for low-rank adapters (tuning/adapters.py),
-which layers with projections take as a field.
+Subpackages, imported by their own names: `layers.attention`, `layers.moe`, `layers.pipeline`. Read base.py (how a layer
+declares weights), linear.py, transformer.py, language_model.py and losses.py; adapter.py is the seam for low-rank
+adapters.
 """
 
 from etils import epy

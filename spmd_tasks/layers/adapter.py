@@ -29,8 +29,7 @@ class DeclaredKernel:
     module: the layer.
     value: [E?, I..., O...]: E counts experts, I is contracted with an input.
     prefix: of the names of weights beside it, for a kernel that is not called `kernel`.
-    num_input_dims: how many dims I has.
-    num_stacked_dims: how many dims count separate kernels, as E does.
+    num_input_dims, num_stacked_dims: how many dims I has, and how many count separate kernels, as E does.
     split_dims, tags: of the kernel.
     dtype: of the computation.
     token_split_dims: of the dims of inputs that count tokens, such as ('batch', 'seq'); None: not known.
@@ -60,7 +59,7 @@ class AdaptedKernel(abc.ABC):
 
 
 class WeightAdapter(abc.ABC):
-  """Settings of an adapter. Implementations are frozen dataclasses.
+  """Settings of an adapter, a frozen dataclass.
 
   Attributes:
     names: the projections that have it, where a layer has several.
@@ -78,6 +77,11 @@ class WeightAdapter(abc.ABC):
     """Returns this adapter for a batch of which row b chooses number numbers[b], int32 [B]; 0 chooses none."""
     del numbers
     return self
+
+
+def adapted(adapter: WeightAdapter | None, **declared: Any) -> AdaptedKernel | None:
+  """Returns the kernel that a DeclaredKernel of these attributes becomes by an adapter; None without one."""
+  return None if adapter is None else adapter.adapt(DeclaredKernel(**declared))
 
 
 def adapter_of(adapters: Sequence[WeightAdapter], name: str) -> WeightAdapter | None:

@@ -5,6 +5,7 @@ Shapes: L layers, E experts.
 
 from collections.abc import Mapping
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,19 @@ from spmd_tasks.errors import UserError
 
 
 def with_aux_losses(
-  weights: Mapping[str, float],
-  expected_layers: int | None,
+  settings: Any,
   loss: jax.Array,
   weight: jax.Array,
   metrics: Mapping[str, tuple[jax.Array, jax.Array]],
   aux: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
-  """Returns the loss with the aux losses, and the metrics with the mean of every entry of `aux` over its layers.
+  """Implements `WithAuxLosses.add_aux_losses`.
 
   Raises:
     UserError: `aux_loss_weights` and `aux` do not fit together, or an entry has the name of another metric.
   """
-  _check(weights, expected_layers, aux)
+  weights = settings.aux_loss_weights
+  _check(weights, settings.num_aux_layers, aux)
   if taken := sorted({'loss', *metrics}.intersection(aux)):
     raise UserError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them in the layer.")
   metrics = dict(metrics)

@@ -38,18 +38,14 @@ def declare_weight(
   tags: tuple[str, ...] = (),
   num_input_dims: int | None = None,
 ) -> jax.Array:
-  """Declares a float32 weight of a Linen module and returns its value.
+  """Declares a float32 weight of a Linen module, within `setup` or an `@nn.compact` method, and returns its value.
 
   Args:
-    module: the Linen module. It must be bound, as it is within `setup` and `@nn.compact` methods.
-    name: the weight's name under the module's name in the tree of weights.
-    shape: one entry per dim.
+    module: under its name the weight lies in the tree of weights.
+    name, shape: the weight's own.
     init: draws the initial value, init(rng, shape, dtype).
-    split_dims: one entry per dim, or None for a weight that is not sharded.
+    split_dims: one entry per dim, or None for a weight that is not sharded. A UserError if there are others.
     tags, num_input_dims: see WeightSpec.
-
-  Raises:
-    UserError: split_dims does not have one entry per dim.
   """
   if split_dims is not None:
     split_dims = (split_dims,) if isinstance(split_dims, str) else tuple(split_dims)
@@ -69,8 +65,7 @@ class FanInNormal:
 
   Fields:
     scale: variance of the output.
-    num_input_dims: `fan_in` is the product of this many dims: 2 for an attention output kernel [H, K, D], whose fan-in
-      is H*K.
+    num_input_dims: `fan_in` is the product of this many dims: 2 for an attention output kernel [H, K, D].
     num_stacked_dims: leading dims that count separate kernels and are not part of `fan_in`: 1 for experts' [E, D, F].
   """
 
@@ -88,20 +83,16 @@ class FanInNormal:
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-  """Returns cap * tanh(x / cap), which lies within +-cap and is close to x where x is small (Gemma 2, 2024).
-
-  With `cap=None` it returns x.
-  """
+  """Returns cap * tanh(x / cap), within +-cap and close to x where x is small (Gemma 2, 2024); x without a cap."""
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 class WithSublayers(nn.Module):
   """Base of Linen modules whose fields are templates of sublayers: each template gets its own weights.
 
-  Linen recognises one Python object in two fields and makes one module with shared weights of it. Configs do that by
-  accident: `norm = RmsNorm()` given to the block and to the model, or a Fiddle config referenced twice, which builds
-  one object. This base class copies every template, so that weights are shared only where a layer says so, as
-  TokenEmbedding(tied=True) does.
+  Linen makes one module with shared weights of one Python object in two fields. Configs do that by accident: a
+  `norm = RmsNorm()` given to the block and to the model, or a Fiddle config referenced twice. This base class copies
+  every template, so that weights are shared only where a layer says so, as TokenEmbedding(tied=True) does.
   """
 
   def __post_init__(self):
@@ -117,36 +108,23 @@ class WithSublayers(nn.Module):
 CONTEXT = {'position_bias': 'position biases of all layers', 'prefix_mask': 'prefixes', 'encoded': 'an encoder'}
 
 
-def run_layer(
-  role: str, layer: nn.Module, x: jax.Array, *, train: bool, **others: Any
-) -> tuple[jax.Array, Mapping[str, Any]]:
-  """Calls a sublayer, which may be a user's own, and returns (y, aux); one that returns y alone has no statistics.
+def run_layer(role: str, layer: nn.Module, x: jax.Array, **others: Any) -> tuple[jax.Array, Mapping[str, Any]]:
+  """Calls a sublayer, or a stack, which may be a user's own, and returns (y, aux); aux is {} for one that returns y.
 
-  It is called with x and those of `others` and `train` that it names. Raises a UserError, which says its `role`, if it
-  takes or returns something else.
+  It is called with x and those of `others` that it names. The aux of a sublayer is {name: Statistics}, of the role
+  'stack' {name: [L]}. Raises a UserError, which says its `role`, if it takes or returns something else.
   """
-  returned = layer(x, **named_arguments(role, layer, **others, train=train))
+  returned = layer(x, **named_arguments(role, layer, **others))
   y, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-  is_aux = isinstance(aux, Mapping) and all(isinstance(each, Statistics) for each in aux.values())
-  if not is_aux or getattr(y, 'shape', None) != x.shape:
+  if role == 'stack':
+    fits, kind = isinstance(aux, Mapping) and getattr(y, 'ndim', None) == x.ndim, '[L]'
+  else:
+    is_aux = isinstance(aux, Mapping) and all(isinstance(each, Statistics) for each in aux.values())
+    fits, kind = is_aux and getattr(y, 'shape', None) == x.shape, 'Statistics'
+  if not fits:
     raise UserError(
       f'the {role} {type(layer).__name__} returned {describe(returned)}: it must return an array of the shape of its '
-      f'input, {describe(x)}, alone or as (array, {{name: Statistics}}).'
-    )
-  return y, aux
-
-
-def run_stack(
-  layer: nn.Module, x: jax.Array, segment_ids: Any, segment_pos: Any, *, train: bool, **context: Any
-) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-  """Calls a stack of layers, which may be a user's own, and returns (y, {name: [L]}); one may return y alone."""
-  others = named_arguments('stack', layer, segment_ids=segment_ids, segment_pos=segment_pos, train=train, **context)
-  returned = layer(x, **others)
-  y, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-  if not isinstance(aux, Mapping) or getattr(y, 'ndim', None) != x.ndim:
-    raise UserError(
-      f'the stack {type(layer).__name__} returned {describe(returned)}: it must return an array like its input, '
-      f'{describe(x)}, alone or as (array, {{name: [L]}}).'
+      f'input, {describe(x)}, alone or as (array, {{name: {kind}}}).'
     )
   return y, aux
 
@@ -204,8 +182,7 @@ class BatchPart:
   A pipeline calls its blocks with one microbatch at a time.
 
   Attributes:
-    index: m, an int or a traced int32 scalar.
-    count: M; 1 for the whole batch.
+    index, count: m, an int or a traced int32 scalar, of M; 0 of 1 for the whole batch.
     is_work: a bool or a traced bool scalar, False in a bubble of a pipeline: nobody reads the results there, so that a
       layer may leave out work.
   """
@@ -223,15 +200,14 @@ class SmallMicrobatchError(UserError):
 class LayerScope:
   """What a layer may know of the call that it is part of, beside its inputs; the only dynamic scope of layers.
 
-  Who calls a whole model, or a block of it, says with `layer_scope` what is not the default; a user's own layers need
-  none of it. (The mesh and the axis rules are in another scope, `sharding_scope`.)
+  Who calls a model, or a block of it, says with `layer_scope` what is not the default; a user's own layers need none of
+  it. (The mesh and the axis rules are in another scope, `sharding_scope`.)
 
   Attributes:
-    part: for a layer whose result for a row depends on the row's place in the batch, or whose statistics are taken
-      over parts of the batch.
+    part: for layers whose results depend on a row's place in the batch, or whose statistics are over parts of it.
     longest_text: rows are parts of texts of up to this many tokens, as those of generation are; None: they are whole.
     scatters_gradients: whether gradients of weights are reduce-scattered by collectives that are written out
-      (gathered_weights.py), or summed as XLA chooses.
+      (scattered_gradients.py), or summed as XLA chooses.
     plain_products: products are computed without kernels and loops, which hide them from who counts FLOPs.
     encodes: the layers are an encoder's, which keep nothing for later calls when text is generated.
     layers: in generation, the layer's number in each loop over layers that it is in, from the outermost.
@@ -306,9 +282,8 @@ Ratios = Mapping[str, tuple[jax.Array, jax.Array]]
 class Statistics(struct.PyTreeNode, abc.ABC):
   """Sums over tokens that a layer reports, float32; the statistics of two sets of tokens are added leaf by leaf.
 
-  A balance loss is a product of two means over tokens, so the mean over parts of a batch would be another number.
-  A pipeline sees the batch in microbatches. Blocks therefore return sums, pipelines add them up, and the stack of
-  blocks turns the totals into numbers (`values`).
+  A balance loss is a product of two means over tokens, so the mean over a pipeline's microbatches would be another
+  number. Blocks therefore return sums, pipelines add them up, and the stack turns the totals into numbers (`values`).
 
   Attributes:
     num_tokens: scalar, how many tokens were summed. Its rank tells how many dims of layers were stacked in front.

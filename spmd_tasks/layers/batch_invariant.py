@@ -1,14 +1,12 @@
 """Batch invariance: the bits of a token's results depend neither on other tokens nor on how many there are, on CPUs.
 
-    with layer_scope(batch_invariant=True):
-      logits = model.apply(variables, batch)      # of a training batch, or of one token of each of a few texts
+  with layer_scope(batch_invariant=True):
+    logits = model.apply(variables, batch)      # of a training batch, or of one token of each of a few texts
 
 XLA's CPU compiler chooses the order of the sums of a product by its shape, and rounds a * b + c once or twice, as it
 fuses. Layers therefore compute in tiles of a fixed number of rows, in a loop that XLA cannot merge with its
-surroundings: each tile is computed by the same code, in which rows know nothing of one another. Layers call `by_row`
-(base.py) for it, attention attention/_batch_invariant.py. Backward passes are the usual ones.
-
-On a mesh each device computes its own rows; rows of a batch that its axes do not divide are computed by all.
+surroundings. Layers call `by_row` (base.py) for it, attention attention/_batch_invariant.py. Backward passes are the
+usual ones. On a mesh each device computes its own rows; rows that its axes do not divide are computed by all.
 
 Shapes: B batch.
 """
@@ -30,11 +28,8 @@ TILE = 32  # rows: from 16 on, products of large matrices cost at most twice wha
 def by_tiles(function: Callable[..., Any], rows: tuple[jax.Array, ...], shared: tuple[Any, ...], num_dims: int) -> Any:
   """Returns function(*rows, *shared), computed for a tile of rows at a time.
 
-  Args:
-    function: keeps the first `num_dims` dims, which count rows; reads no arrays but its arguments.
-    rows: arrays with the same first dims.
-    shared: what all rows read.
-    num_dims: how many dims count rows.
+  The function keeps the first `num_dims` dims, which count rows, and reads no arrays but its arguments. `shared` is
+  what all rows read.
   """
 
   def compute(*arrays):

@@ -1,10 +1,7 @@
 """Computes the LabelScores of logits [B, T, V] for a part of the tokens at a time, never all logits at once.
 
-    scores = label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=8)
-
-With a vocabulary of 128,256 the float32 logits of a row of 8,192 tokens are 4.2 GB, and their gradient is as large.
-Here each part is computed again in the backward pass (which
-costs a product with the softmax kernel, 2% of the step of an 8B model).
+With a vocabulary of 128,256 the float32 logits of a row of 8,192 tokens are 4.2 GB, and their gradient is as large. The
+backward pass computes each part again (a product with the softmax kernel, 2% of the step of an 8B model).
 
 Shapes: B batch, T sequence, D model, V vocab, N chunks.
 """
@@ -29,12 +26,8 @@ def label_scores_in_chunks(
   Args:
     logits_of: (weights, x [B, t, D]) -> float32 [B, t, V].
     weights: of the logits, a tree of arrays; their gradients are summed over the chunks in their own dtype.
-    x: [B, T, D].
-    labels: int32 [B, T].
-    num_chunks: N.
-
-  Raises:
-    UserError: N does not divide T.
+    x, labels: [B, T, D] and int32 [B, T].
+    num_chunks: N. A UserError if it does not divide T.
   """
   num_rows, length = labels.shape
   if num_chunks < 1 or length % num_chunks:

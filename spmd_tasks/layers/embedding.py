@@ -6,19 +6,21 @@ Shapes: B batch, T sequence, V vocab, D model.
 from collections.abc import Callable, Mapping
 import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of
+from spmd_tasks.layers.adapter import AdaptedKernel, WeightAdapter, adapted, adapter_of
 from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, soft_cap
-from spmd_tasks.layers.gathered_weights import multiply_gathered
-from spmd_tasks.layers.label_scores import LabelScores, predicted_label_scores
+from spmd_tasks.layers.linear import multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
+
+if TYPE_CHECKING:
+  from spmd_tasks.layers.label_scores import LabelScores
 
 
 class TokenEmbedding(nn.Module, kw_only=True):
@@ -75,23 +77,20 @@ class TokenEmbedding(nn.Module, kw_only=True):
     self.table = declare_weight(
       self, 'table', shape=shape, init=table_init, split_dims=self.table_split_dims, num_input_dims=0
     )
+    self.adapted: AdaptedKernel | None = None
     if not self.tied:
       split_dims = self.softmax_split_dims
       self.softmax_kernel = declare_weight(
         self, 'softmax_kernel', shape=shape[::-1], init=FanInNormal(), split_dims=split_dims, num_input_dims=0
       )
-    adapter = None if self.tied else adapter_of(self.adapters, 'softmax_kernel')
-    self.adapted: AdaptedKernel | None = None
-    if adapter is not None:
-      self.adapted = adapter.adapt(
-        DeclaredKernel(
-          module=self,
-          value=self.softmax_kernel,
-          prefix='softmax_kernel_',
-          split_dims=self.softmax_split_dims,
-          dtype=self.dtype,
-          token_split_dims=self.logits_split_dims and self.logits_split_dims[:2],
-        )
+      self.adapted = adapted(
+        adapter_of(self.adapters, 'softmax_kernel'),
+        module=self,
+        value=self.softmax_kernel,
+        prefix='softmax_kernel_',
+        split_dims=split_dims,
+        dtype=self.dtype,
+        token_split_dims=self.logits_split_dims and self.logits_split_dims[:2],
       )
     if self.logits_bias:
       zeros, split_dims = jax.nn.initializers.zeros, self.bias_split_dims
@@ -121,15 +120,15 @@ class TokenEmbedding(nn.Module, kw_only=True):
     weights, logits_of = self._logits(x)
     return logits_of(weights, x)
 
-  def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> LabelScores:
+  def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> 'LabelScores':
     """Returns `label_scores(attend(x), labels)` for x [B, T, D] and labels int32 [B, T], T / num_chunks at a time.
 
     With an adapter of the softmax kernel all logits are computed at once.
     """
+    from spmd_tasks.layers.chunked_logits import label_scores_in_chunks, predicted_label_scores
+
     if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
       return predicted_label_scores({'logits': self.attend(x)}, labels)
-    from spmd_tasks.layers.chunked_logits import label_scores_in_chunks
-
     weights, logits_of = self._logits(x)
     return label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=num_chunks)
 

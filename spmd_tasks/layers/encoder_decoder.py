@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.attention.relative_bias import RelativePositionBias
-from spmd_tasks.layers.base import layer_scope, run_stack
+from spmd_tasks.layers.base import layer_scope, run_layer
 from spmd_tasks.layers.language_model import LanguageModel
 
 
@@ -38,13 +38,13 @@ class EncoderDecoderLm(LanguageModel, kw_only=True):
     if 'encoder_ids' not in batch:
       return context, {}
     x, segment_ids, segment_pos = self._embed(batch, 'encoder_', train)
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {'segment_ids': segment_ids, 'segment_pos': segment_pos}
     if self.encoder_position_bias is not None:
       given['position_bias'] = self.encoder_position_bias()
     if self.masks_zeros:
       given['token_mask'] = batch['encoder_ids'] > 0
     with layer_scope(encodes=True):
-      x, aux = run_stack(self.encoder_stack, x, segment_ids, segment_pos, train=train, **given)
+      x, aux = run_layer('stack', self.encoder_stack, x, **given, train=train)
     # T5X shares no mask here, whatever it shares elsewhere.
     encoded = self._dropout(self.encoder_norm(x), train, broadcast_dims=())
     if self.masks_zeros:

@@ -1,7 +1,6 @@
 """Feed-forward sublayers of a transformer block: plain and gated.
 
-Both map x [B, T, D] -> ([B, T, D], {}), which is the signature of every feed-forward sublayer: a mixture of experts
-returns Statistics of its routing in the dict.
+Both map x [B, T, D] -> ([B, T, D], {}); a mixture of experts returns Statistics of its routing in the dict.
 
 Shapes: B batch, T sequence, D model, F ffn.
 """
@@ -47,16 +46,6 @@ def _clamped_swiglu(up: jax.Array, gate: jax.Array) -> jax.Array:
 GATED_ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {'clamped_swiglu': _clamped_swiglu}
 
 
-def activation_function(name: str) -> Callable[[jax.Array], jax.Array]:
-  """Returns the activation of that name.
-
-  Raises:
-    UserError: ACTIVATIONS has no such name.
-  """
-  check_activation(name, gated=False)
-  return ACTIVATIONS[name]
-
-
 def check_activation(name: str, *, gated: bool) -> None:
   """Raises a UserError if `hidden_layer` has no activation of that name, with or without a gate."""
   names = {*ACTIVATIONS, *GATED_ACTIVATIONS} if gated else {*ACTIVATIONS}
@@ -66,13 +55,10 @@ def check_activation(name: str, *, gated: bool) -> None:
 
 
 def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-  """Computes the hidden layer from pre-activations [..., F]: act(up), or with a gate act(gate) * up.
-
-  The activation is a name in ACTIVATIONS, or with a gate one in GATED_ACTIVATIONS, which have formulas of their own.
-  """
+  """Computes the hidden layer from pre-activations [..., F]: act(up), or with a gate act(gate) * up."""
+  check_activation(activation, gated=gate is not None)
   if gate is None:
-    return by_row(activation_function(activation), up, num_dims=up.ndim - 1)
-  check_activation(activation, gated=True)
+    return by_row(ACTIVATIONS[activation], up, num_dims=up.ndim - 1)
   plain_gated = lambda up, gate: ACTIVATIONS[activation](gate) * up
   return by_row(GATED_ACTIVATIONS.get(activation, plain_gated), up, gate, num_dims=up.ndim - 1)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import WithSublayers, layer_scope, run_stack
+from spmd_tasks.layers.base import WithSublayers, layer_scope, run_layer
 from spmd_tasks.layers.embedding import TokenEmbedding
 
 
@@ -32,8 +32,8 @@ class LanguageModel(WithSublayers, kw_only=True):
       memory at a time, and the model returns the `label_scores` that its loss needs in place of all logits. It must
       divide T. Worth it where B x T x V is large: float32 logits of 8,192 tokens and 128,256 words are 4.2 GB.
     scatters_gradients: whether the gradients of kernels that are split over the tokens' devices are reduce-scattered
-      layer by layer, by collectives that are written out, or summed as XLA chooses. Worth it on TPUs on a mesh with a
-      `replica` axis; see gathered_weights.py.
+      by collectives that are written out, or summed as XLA chooses. Worth it on TPUs on a mesh with a `replica` axis;
+      see scattered_gradients.py.
   """
 
   embedding: TokenEmbedding
@@ -61,13 +61,11 @@ class LanguageModel(WithSublayers, kw_only=True):
     Args:
       batch: `ids` int32 [B, T], and optionally `segment_ids` and `segment_pos` (both int32 [B, T]): the document of
         each token (0: padding) and the position in it. Without `segment_ids` a row is one document; without
-        `segment_pos` positions count from the start of the row. With `logit_columns` int32 [B, n] the logits are those
-        of these columns of T only, [B, n, V]. `labels` int32 [B, T] are needed for `num_logit_chunks` only. With
-        `prefix_mask` [B, T] the tokens where it is 1 see one another in both directions, within their document.
+        `segment_pos`, which `segment_ids` need, positions count from the start of the row. With `logit_columns` int32
+        [B, n] the logits are those of these columns of T only, [B, n, V]. `labels` int32 [B, T] are needed for
+        `num_logit_chunks` only. With `prefix_mask` [B, T] the tokens where it is 1 see one another in both directions,
+        within their document.
       train: whether dropout is on, which needs the rng `dropout`.
-
-    Raises:
-      UserError: the batch has `segment_ids` without `segment_pos`; or `num_logit_chunks` does not divide T.
     """
     with layer_scope(scatters_gradients=self.scatters_gradients):
       return self._predict(batch, train)
@@ -77,7 +75,7 @@ class LanguageModel(WithSublayers, kw_only=True):
     context, encoder_aux = self._context(batch, train)
     x, segment_ids, segment_pos = self._embed(batch, '', train)
     text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
-    x, aux = run_stack(self.stack, x, **text, train=train)
+    x, aux = run_layer('stack', self.stack, x, **text, train=train)
     return self._predict_of(x, join_aux(encoder_aux, aux), batch, text, train)
 
   @nn.nowrap

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, run_stack
+from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer
 from spmd_tasks.layers.transformer import Aux
 
 
@@ -19,9 +19,7 @@ class BlockGroup(WithSublayers, kw_only=True):
 
       TransformerStack(block=BlockGroup(blocks=(dense_block, moe_block)), num_layers=12)
 
-  has 24 layers, every second one a mixture of experts (GShard, GLaM, T5X's `moe_layer` every other).
-
-  Weights under `block_0`, `block_1`, ...
+  has 24 layers, every second one a mixture of experts (GShard, GLaM). Weights under `block_0`, `block_1`, ...
 
   Fields:
     blocks: templates: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
@@ -86,14 +84,11 @@ class StackSequence(WithSublayers, kw_only=True):
     train: bool = False,
     **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E]}), L counting the layers that report it, in order.
-
-    Raises:
-      UserError: stacks report vectors of different lengths under one name.
-    """
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E]}), L counting the layers that report it, in order."""
     parts: dict[str, list[jax.Array]] = {}
     for i, stack in enumerate(self.stacks):
-      x, aux = run_stack(stack.copy(name=f'stack_{i}'), x, segment_ids, segment_pos, train=train, **context)
+      given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+      x, aux = run_layer('stack', stack.copy(name=f'stack_{i}'), x, **given, train=train)
       for name, value in aux.items():
         parts.setdefault(name, []).append(value)
     for name, values in parts.items():

@@ -1,10 +1,11 @@
-"""Linear: contracts the last dims of an input with a kernel of any rank.
+"""Linear: contracts the last dims of an input with a kernel of any rank, which devices that share the tokens may split.
 
 Shapes: D model, F ffn, H heads, K head dim. `Linear(output_dims=F)` maps [..., D] -> [..., F];
 `Linear(output_dims=(H, K))` maps [..., D] -> [..., H, K];
 `Linear(output_dims=D, num_input_dims=2)` maps [..., H, K] -> [..., D].
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -12,11 +13,47 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter
+from spmd_tasks.layers.adapter import WeightAdapter, adapted
 from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, by_row, current_layer_scope, declare_weight
-from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.specs import gather_for_tokens, gathered_axes
 from spmd_tasks.sharding.weights import Initializer
+
+
+def multiply_gathered(
+  product: Callable[[jax.Array, jax.Array], jax.Array],
+  x: jax.Array,
+  weight: jax.Array,
+  dtype: Any,
+  split_dims: SplitDims,
+  token_split_dims: SplitDims,
+) -> jax.Array:
+  """Returns product(x, weight), the weight cast to `dtype` and gathered over the axes that split the tokens.
+
+  Nothing of the gathered weight is kept for the backward pass, which gathers it again (fully sharded data parallelism,
+  ZeRO stage 3: Rajbhandari et al., 2020). Its gradient is summed over the devices, each of which keeps its part. By
+  default XLA writes both; with `scatters_gradients` in the LayerScope we do (scattered_gradients.py).
+
+  Args:
+    product: multiplies x with the weight; the dims that count tokens come first in x and in the result.
+    x: the tokens, of `dtype`.
+    weight: in float32.
+    dtype: of the computation; few bytes are gathered.
+    split_dims: of the weight.
+    token_split_dims: of the dims of x that count tokens; None gathers nothing.
+  """
+  if not gathered_axes(split_dims, token_split_dims):
+    return product(x, weight.astype(dtype))
+
+  def gather_and_multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if current_layer_scope().scatters_gradients:
+      from spmd_tasks.layers.scattered_gradients import multiply_on_devices
+
+      return multiply_on_devices(product, x, weight.astype(dtype), split_dims, token_split_dims)
+    return product(x, gather_for_tokens(weight.astype(dtype), split_dims, token_split_dims))
+
+  # Layers are in a loop, where XLA cannot merge the two gathers; without prevent_cse there is no barrier to pay for.
+  return jax.checkpoint(gather_and_multiply, prevent_cse=False)(x, weight)
 
 
 class Linear(nn.Module, kw_only=True):
@@ -67,18 +104,17 @@ class Linear(nn.Module, kw_only=True):
     if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead
       token_split_dims = self.activation_split_dims[:num_token_dims]
     y = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, self.split_dims, token_split_dims)
-    if self.adapter is not None:
-      adapted = self.adapter.adapt(
-        DeclaredKernel(
-          module=self,
-          value=kernel,
-          num_input_dims=self.num_input_dims,
-          split_dims=self.split_dims,
-          dtype=self.dtype,
-          token_split_dims=self.activation_split_dims and self.activation_split_dims[:num_token_dims],
-        )
-      )
-      y = adapted.outputs(x, y)
+    adapted_kernel = adapted(
+      self.adapter,
+      module=self,
+      value=kernel,
+      num_input_dims=num_inputs,
+      split_dims=split_dims,
+      dtype=self.dtype,
+      token_split_dims=self.activation_split_dims and self.activation_split_dims[:num_token_dims],
+    )
+    if adapted_kernel is not None:
+      y = adapted_kernel.outputs(x, y)
     return self._with_bias(y, output_dims)
 
   @nn.nowrap

@@ -29,7 +29,7 @@ class LossOutput(struct.PyTreeNode):
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar.
     per_example: name -> [B, ...], one value per row.
     summaries: name -> an array of any shape, of which TensorBoard shows a histogram; a scalar is written like a metric.
-    updated_variables: after a training step, the new values of the model's variables beside its weights, by collection.
+    updated_variables: the new values, after a train step, of the model's variables beside its weights, by collection.
   """
 
   loss: jax.Array
@@ -150,12 +150,8 @@ def losses_by_source(
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
   """Returns the metrics `loss/<source>` of a mixture of inputs: (mean over the source's tokens, their weight).
 
-  Any loss can add them to its metrics. Without an entry that names sources there are none, and nothing is computed.
-
-  Args:
-    losses: float32 [B, T] or [B].
-    weights: of the same shape.
-    batch: of a mixture, it has an entry that says of which source each row is (row_sources.py).
+  Any loss can add them to its metrics. Losses and weights are float32 [B, T] or [B]; the batch of a mixture has an
+  entry that says of which source each row is (row_sources.py). Without it there are none, and nothing is computed.
   """
   names, ids = row_sources(batch)
   if not names:
@@ -196,7 +192,7 @@ class WithAuxLosses:
       return loss, metrics
     from spmd_tasks.layers.aux_losses import with_aux_losses
 
-    return with_aux_losses(self.aux_loss_weights, self.num_aux_layers, loss, weight, metrics, aux)
+    return with_aux_losses(self, loss, weight, metrics, aux)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,10 +222,11 @@ class LanguageModelLoss(WithAuxLosses):
   normalization: Literal['tokens', 'sum', 'all_tokens', 'sequences'] | float = 'tokens'
 
   def __post_init__(self):
-    if not 0.0 <= self.label_smoothing < 1.0:
-      raise UserError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1: 0 turns it off.')
-    if self.smoothing not in ('all', 'others'):
-      raise UserError(f"smoothing={self.smoothing!r} must be 'all' or 'others': choose one.")
+    if not 0.0 <= self.label_smoothing < 1.0 or self.smoothing not in ('all', 'others'):
+      raise UserError(
+        f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1, and smoothing={self.smoothing!r} '
+        "'all' or 'others': correct them."
+      )
     names, divisor = ('tokens', 'sum', 'all_tokens', 'sequences'), self.normalization
     if divisor not in names and not (isinstance(divisor, (int, float)) and divisor > 0):
       raise UserError(f'normalization={divisor!r} must be one of {names}, or a positive number that divides the sum.')
@@ -243,10 +240,6 @@ class LanguageModelLoss(WithAuxLosses):
         needs, and `nextn` and `nextn_loss_weight` of heads (layers/nextn.py).
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding); for 'sequences' also `segment_ids` int32 [B,
         T] in [0, T], the document of each token; without them a row is one document.
-
-    Raises:
-      UserError: `aux_loss_weights` names an entry that the model does not report, reports per expert, or reports for
-        another number of layers than `num_aux_layers`; or an entry has the name of another metric.
     """
     weights = batch['weights'].astype(jnp.float32)
     scores = predicted_label_scores(predictions, batch['labels'])

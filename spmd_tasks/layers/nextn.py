@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, is_decoding, run_stack
+from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, is_decoding, run_layer
 from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.language_model import LanguageModel, join_aux
 from spmd_tasks.layers.linear import Linear
@@ -57,7 +57,7 @@ class NextnHead(WithSublayers, kw_only=True):
       name='projection',
     )
     x = projection(jnp.concatenate(halves, axis=-1))
-    x, aux = run_stack(self.stack, x, **text, train=train)
+    x, aux = run_layer('stack', self.stack, x, **text, train=train)
     return norm('final_norm', x), aux
 
 

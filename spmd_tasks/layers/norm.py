@@ -63,8 +63,7 @@ class LayerNorm(nn.Module, kw_only=True):
 
   Weights: `scale` [D] and, with `use_bias`, `bias` [D].
 
-  Fields: `epsilon` avoids a division by zero; `use_bias` adds the bias; `dtype` of the output; `split_dims` of the
-    scale and the bias.
+  Fields: as in RmsNorm, and `use_bias`.
   """
 
   epsilon: float = 1e-6

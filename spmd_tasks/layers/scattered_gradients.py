@@ -2,8 +2,7 @@
 
 On TPUs XLA sums a gradient whole, by an all-reduce over all chips, and cuts it then: twice the bytes of a
 reduce-scatter. Here each device multiplies its tokens in a `shard_map`, where the gather is written out, and so is its
-transpose, the reduce-scatter. The TPU compiler keeps it over a part of the chips only, as on a mesh replica 2 x data 32
-of 64.
+transpose, the reduce-scatter, even over a part of the chips only, as on a mesh replica 2 x data 32 of 64.
 """
 
 from collections.abc import Callable

@@ -94,11 +94,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 
 
 def remat_policy(name: str) -> Callable[..., Any] | None:
-  """Returns the `jax.checkpoint` policy of that name, None for 'none'.
-
-  Raises:
-    UserError: there is no such name; the message lists them.
-  """
+  """Returns the `jax.checkpoint` policy of that name, None for 'none'; a UserError if there is no such name."""
   if name not in REMAT_POLICIES:
     raise UserError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
   return REMAT_POLICIES[name]
@@ -115,9 +111,8 @@ class TransformerBlock(WithSublayers, kw_only=True):
     attention, ffn: the sublayers.
     cross_attention: the sublayer that attends to an encoder's text, `Attention(cross=True)`; None: there is none.
     norm: template of all norms.
-    pre_norm: whether each sublayer's input is normalized.
-    post_norm: whether each sublayer's output is normalized, before it is added to the residual stream: beside its input
-      (Ding et al., 2021; Primer, Gemma 2), or alone (OLMo 2, with `pre_norm=False`).
+    pre_norm, post_norm: whether each sublayer's input is normalized, and its output, before it is added to the residual
+      stream: both (Ding et al., 2021; Primer, Gemma 2), or the output alone (OLMo 2).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     dropout_broadcast_dims: dims of the output that share one mask; T5X has (-2,), all tokens of a row.
     activation_split_dims: of the residual stream.

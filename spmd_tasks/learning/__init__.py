@@ -9,12 +9,7 @@
 
 A learning rate is a number, one of the schedules here, or any callable of the step, such as an optax schedule.
 Optimizer state is laid out over the mesh like the weights. A step whose loss or gradients are not finite changes no
-weights.
-
-Read learner.py, then optimizers.py and schedules.py (what users write). accumulation.py cuts a batch into
-microbatches, from_optax.py wraps any optax optimizer, skipping.py keeps state in skipped steps, adafactor.py treats
-stacked layers separately, expert_weights.py has the rules for mixtures of experts, trained_weights.py and
-frozen_weights.py those for weights that are not trained, and optimizer_specs.py lays out optimizer state.
+weights. Read learner.py, then optimizers.py and schedules.py; the other files say by their first lines what they add.
 """
 
 from etils import epy

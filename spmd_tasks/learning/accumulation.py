@@ -33,12 +33,9 @@ def check_num_microbatches(batch_size: int, num_microbatches: int) -> None:
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
   """Reshapes leaves [B, ...] to [M, B/M, ...]; microbatch m holds rows m, M + m, 2M + m, ...
 
-  Rows are strided over microbatches, not cut into M blocks, because shard p of P data shards has rows
-  [p B/P, (p+1) B/P). With strides, each shard gives B/(PM) of its own rows to every microbatch, so no row moves and
-  every shard has work in every microbatch. In blocks, microbatch 0 would lie entirely on the first P/M shards.
-
-  Raises:
-    UserError: leaves differ in their number of rows, or M does not divide it.
+  Shard p of P data shards has rows [p B/P, (p+1) B/P). With strides, each shard gives B/(PM) of its own rows to every
+  microbatch, so no row moves and every shard has work in every microbatch. In blocks, microbatch 0 would lie entirely
+  on the first P/M shards. Raises a UserError if leaves differ in their number of rows, or M does not divide it.
   """
   sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in jax.tree.leaves(batch)}
   if len(sizes) != 1 or -1 in sizes:
@@ -101,9 +98,8 @@ def accumulate_gradients(
     loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, or,
       where `loss_output.is_sum`, a sum, of which gradients are added in both modes. `loss_output` is like a LossOutput.
     weights: the gradient is taken with respect to these.
-    batch: tree of arrays [B, ...].
+    batch: tree of arrays [B, ...], whose B `num_microbatches`, M, must divide.
     rng: microbatch m gets `fold_in(rng, m)`. May be None.
-    num_microbatches: M.
     mode: 'mean': gradients are averaged by the microbatches' weights, which gives the full batch's gradient even if
       microbatches have different numbers of tokens. 'sum': gradients are added, as T5X does; learning rate and clipping
       threshold must then suit M.
@@ -111,13 +107,9 @@ def accumulate_gradients(
       mean loss, and are added in both modes; None for none.
 
   Returns:
-    (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss and metrics are those of the full
-    batch in both modes, and so is `per_example`. Summaries that are scalars are means over microbatches, others are
-    stacked. Updated variables are the mean over microbatches: running means of a batch's statistics become those of the
-    full batch. Of factors of weights, which bound something, they are the smallest.
-
-  Raises:
-    UserError: M does not divide B.
+    (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss, metrics and `per_example` are
+    those of the full batch in both modes. Summaries that are scalars are means over microbatches, others are stacked.
+    Updated variables are the mean over microbatches; of factors of weights, which bound something, the smallest.
   """
   grad_fn = jax.grad(loss_fn, has_aux=True)
   if is_sum is None or mode == 'sum':

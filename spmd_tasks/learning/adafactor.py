@@ -90,11 +90,9 @@ class Adafactor(OptimizerSettings):
 
   @classmethod
   def as_t5x(cls, *, scanned: bool = False, **settings: Any) -> 'Adafactor':
-    """Returns the settings that T5X's defaults mean, changed by `settings`.
+    """Returns the settings that T5X's defaults mean, changed by `settings`, of which `learning_rate` is needed.
 
-    Args:
-      scanned: whether T5X's layers are one weight, as in its `scalable_t5`.
-      settings: `learning_rate` and others.
+    `scanned`: whether T5X's layers are one weight, as in its `scalable_t5`.
     """
     defaults: dict[str, Any] = {
       'factor_rules': T5X_SCANNED_FACTOR_RULES if scanned else T5X_FACTOR_RULES,
@@ -249,8 +247,7 @@ def factored_dims(shape: Sequence[int], num_separate: int) -> tuple[int, int] | 
   """Returns the dims that `optax.scale_by_factored_rms` averages away: (dropped in v_col, dropped in v_row).
 
   These are the second largest and the largest dim of one layer's weight; `np.argsort` breaks ties, as in optax. The
-  `num_separate` leading dims count layers and experts and are never averaged. Returns None if the weight of one layer
-  has fewer than 2 dims.
+  `num_separate` leading dims count layers and experts. None if the weight of one layer has fewer than 2 dims.
   """
   layer_shape = tuple(shape[num_separate:])
   if len(layer_shape) < 2:

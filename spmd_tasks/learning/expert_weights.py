@@ -42,13 +42,10 @@ def check_expert_grad_scale(scale: ExpertGradScale) -> None:
 
 
 def scale_expert_grads(grads: Any, weight_specs: Any, scale: ExpertGradScale) -> Any:
-  """Multiplies the gradients of weights tagged `expert`; other gradients are returned unchanged.
+  """Multiplies the gradients of weights tagged `expert`, float32; other gradients are returned unchanged.
 
-  Args:
-    grads: congruent to the weights, float32.
-    weight_specs: tree of WeightSpec congruent to the weights.
-    scale: a number; or 't5x' for the number of parts into which the mesh of the `sharding_scope` splits the experts,
-      the weight's first dim after its `stacked` ones (T5X contrib/moe: `num_expert_partitions` of `MoeTrainer`).
+  The scale is a number; or 't5x' for the number of parts into which the mesh of the `sharding_scope` splits the
+  experts, the weight's first dim after its `stacked` ones (T5X contrib/moe: `num_expert_partitions` of `MoeTrainer`).
   """
   if scale == 1:
     return grads
@@ -68,15 +65,7 @@ def _num_partitions(spec: Any) -> int:
 
 
 def with_balance_bias_steps(steps: Any, grads: Any, weight_specs: Any, rate: float) -> Any:
-  """Fills in the steps of the balance biases.
-
-  Args:
-    steps: float32, subtracted from each weight; None for a balance bias.
-    grads: congruent to the weights; the gradient of a balance bias is its load violation, of which only the sign
-      counts.
-    weight_specs: tree of WeightSpec congruent to the weights.
-    rate: the size of a bias's step.
-  """
+  """Fills in the steps, float32, of the balance biases, None so far: `rate` times the sign of their load violation."""
   return jax.tree.map(
     lambda spec, grad, step: rate * jnp.sign(grad) if BALANCE_BIAS_TAG in spec.tags else step,
     weight_specs,

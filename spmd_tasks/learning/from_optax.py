@@ -1,19 +1,18 @@
 """FromOptax: trains with any optax optimizer.
 
-    FromOptax(factory=optax.lamb, learning_rate=LinearWarmupCosine(...), arguments={'weight_decay': 0.1})
+  FromOptax(factory=optax.lamb, learning_rate=LinearWarmupCosine(...), arguments={'weight_decay': 0.1})
 
 An optimizer that is built already, as `optax.lamb(1e-3)`, is one too, but keeps its learning rate to itself: it is not
 among the metrics. Any other transformation, or a chain of several, becomes a function of the learning rate:
 
-    def clipped_yogi(learning_rate, max_delta):
-      return optax.chain(optax.clip(max_delta), optax.scale_by_yogi(), optax.scale_by_learning_rate(learning_rate))
+  def clipped_yogi(learning_rate, max_delta):
+    return optax.chain(optax.clip(max_delta), optax.scale_by_yogi(), optax.scale_by_learning_rate(learning_rate))
 
-    FromOptax(factory=clipped_yogi, learning_rate=1e-3, arguments={'max_delta': 1.0})
+  FromOptax(factory=clipped_yogi, learning_rate=1e-3, arguments={'max_delta': 1.0})
 
 State of the optimizer is sharded, padded and checkpointed like the weights (`optimizer_specs.py`), and kept in a step
 that is not finite. The results are those of plain optax on the unsharded weights of single layers, each a matrix as
-its WeightSpec declares it: LAMB's trust ratios, Adafactor's moments and Muon's products are those of a layer, of an
-expert, of joined heads (`layerwise.py`).
+its WeightSpec declares it (`layerwise.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,9 +46,6 @@ class FromOptax:
     factory: function of `learning_rate` that returns an optax transformation whose updates include the learning rate.
     learning_rate: a number, or a schedule over the train state's step; None for a factory that does not take it.
     arguments: the factory's other keyword arguments.
-
-  Raises:
-    UserError: the factory is not a function, or has no parameter `learning_rate` or no parameter for an argument.
   """
 
   # The updates of optax include the learning rate: some optimizers apply momentum or decay after it.
@@ -109,12 +105,8 @@ class FromOptax:
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to the direction to go against, for Learner.
 
-    `update` takes the extra arguments `is_finite` (see SkippableTransformation), `learning_rate`, and `value`, the
-    loss.
-
-    Raises:
-      UserError: on the call of `init` or `update`: the state has PRNG keys, the optimizer needs other arguments, or it
-        can treat neither whole stacks nor single layers.
+    `init` and `update` raise a UserError if the state has PRNG keys, the optimizer needs other arguments than
+    `learning_rate` and `value`, the loss, or it can treat neither whole stacks nor single layers.
     """
 
     def of_layers(names: Sequence[str], arguments: Sequence[Any]) -> Any:

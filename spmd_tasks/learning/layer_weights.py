@@ -35,12 +35,7 @@ def as_layers(x: jax.Array, weight: WeightSpec) -> jax.Array:
 def are_matrices(weight_specs: Any, optimizer: str) -> Any:
   """Returns a tree of bools congruent to the weights: which are matrices of hidden layers.
 
-  Args:
-    weight_specs: tree of WeightSpec.
-    optimizer: its name, for messages.
-
-  Raises:
-    UserError: a weight has several dims and does not say which are inputs.
+  Raises a UserError, which names the optimizer, if a weight has several dims and does not say which are inputs.
   """
 
   def is_matrix(path: Any, spec: WeightSpec) -> bool:

@@ -40,15 +40,9 @@ def layerwise(
 ) -> tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]:
   """Returns (init, update) of whole weights, whose results are those of layers.
 
-  Args:
-    init: weights -> state.
-    update: (grads, state, weights, *arguments) -> (updates, state).
-    weight_specs: tree of WeightSpec congruent to the weights.
-    arguments: of `update`, or their shapes and dtypes.
-    name: of the optimizer, for messages.
-
-  Raises:
-    UserError: the transformation can neither run on whole weights nor on layers.
+  `init` is weights -> state, `update` (grads, state, weights, *arguments) -> (updates, state); the arguments may be
+  their shapes and dtypes. Raises a UserError, which names the optimizer, if it can neither run on whole weights nor on
+  layers.
   """
   specs: list[WeightSpec] = jax.tree.leaves(weight_specs)
   num = len(specs)

@@ -181,8 +181,7 @@ class Learner:
       loss: scalar; a step whose loss is not finite is skipped.
       step: int32 scalar, the train state's step, at which the learning rate is evaluated.
       state: as `init` or the previous step returned it.
-      weights: the weights of the gradients.
-      weight_specs: tree of WeightSpec congruent to the weights.
+      weights, weight_specs: the weights of the gradients, and a tree of WeightSpec congruent to them.
       factors: variables of the collection WEIGHT_FACTORS, by which new weights are multiplied; None for none.
 
     Returns:
@@ -255,12 +254,7 @@ class Learner:
     return fill_in(new_weights, all_weights), new_state, metrics
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
-    """Returns one WeightSpec per leaf of the state: moments and averages have the layout of their weight.
-
-    Args:
-      abstract_state: `jax.eval_shape` of `init`.
-      weight_specs: tree of WeightSpec congruent to the weights.
-    """
+    """Returns one WeightSpec per leaf of the abstract state: moments and averages have the layout of their weight."""
     weight_specs = without_frozen(weight_specs, weight_specs)
     optimized_specs = _optimized(weight_specs, weight_specs)
     return abstract_state.replace(

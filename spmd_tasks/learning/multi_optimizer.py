@@ -58,8 +58,7 @@ class MultiOptimizer:
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to steps; its state is a tuple, of each optimizer one.
 
-    Raises:
-      UserError: a pattern matches no weight that an earlier one has not taken.
+    Raises a UserError if a pattern matches no weight that an earlier one has not taken.
     """
 
     def owner(path: Any, spec: Any) -> int:

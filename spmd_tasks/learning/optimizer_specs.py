@@ -47,12 +47,7 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
 
 
 def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
-  """Returns a tree like `abstract_state` with one WeightSpec (shape, dtype, split dims) per leaf.
-
-  Args:
-    abstract_state: an optimizer state of arrays or `jax.ShapeDtypeStruct`s; any nesting of optax's.
-    weight_specs: tree of WeightSpec congruent to the weights.
-  """
+  """Returns a tree with one WeightSpec (shape, dtype, split dims) per leaf of an optimizer state, abstract or not."""
 
   def of_moment(*, is_row: bool) -> LeafRule:
     from spmd_tasks.learning.adafactor import moment_rule
@@ -65,11 +60,7 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
 def map_state(rule: LeafRule, state: Any, weights: Any, moment_rule: Callable[..., LeafRule] | None = None) -> Any:
   """Maps `rule(name, leaf, weight)` over a state; the weight is a leaf of `weights`, None for what belongs to none.
 
-  Args:
-    rule: of all leaves but factored moments.
-    state: an optimizer state, abstract or not.
-    weights: the tree of weights, or one like it.
-    moment_rule: (is_row=...) -> that of the factored moments v_row, or v_col; None: the same.
+  `moment_rule(is_row=...)` is that of Adafactor's factored moments v_row and v_col; None: the same.
   """
   weights_treedef: Any = jax.tree.structure(weights)
   weights_with_paths = jax.tree_util.tree_flatten_with_path(weights)[0]

@@ -25,8 +25,7 @@ class SkippableTransformation(optax.GradientTransformationExtraArgs):
 def keep_if_finite(is_finite: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
   """Returns `new` if `is_finite`, else `old`: two congruent trees.
 
-  A select instead of a `lax.cond`: it fuses into the update, which reads the old value anyway, and writes in place. For
-  a conditional, the host of a GPU would wait for the predicate.
+  A select instead of a `lax.cond`: it fuses into the update and writes in place, and no GPU's host waits for it.
   """
   return jax.tree.map(lambda n, o: jnp.where(is_finite, n, o), new, old)
 

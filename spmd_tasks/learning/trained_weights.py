@@ -14,15 +14,10 @@ from spmd_tasks.sharding.weight_names import matching_names
 
 
 def mark_frozen(weight_specs: Any, trained: tuple[str, ...], dtype: str | None = None) -> Any:
-  """Returns the specs with the tag `frozen` for all weights but those that the patterns name.
+  """Returns the specs with the tag `frozen` for all weights but those that the patterns name (`matching_names`).
 
-  Args:
-    weight_specs: tree of WeightSpec.
-    trained: patterns of names; see `matching_names`.
-    dtype: in which frozen kernels are held, as `stored_spec` says (sharding/quantized.py); None: as they are.
-
-  Raises:
-    UserError: a pattern names no weight.
+  `dtype` is that in which frozen kernels are held, as `stored_spec` says (sharding/quantized.py); None: as they are.
+  Raises a UserError if a pattern names no weight.
   """
 
   def name_of(path: Any) -> str:

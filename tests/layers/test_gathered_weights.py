@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.layers.gathered_weights import multiply_gathered
+from spmd_tasks.layers.linear import multiply_gathered
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 

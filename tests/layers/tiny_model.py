@@ -70,6 +70,13 @@ def packed_batch() -> dict[str, jax.Array]:
   return arrays | {'weights': jnp.asarray(segment_ids > 0, jnp.float32)}
 
 
+def assert_close(got, expected, rtol=1e-5, atol=2e-5):
+  """Tree by tree; `atol` is relative to the largest number of each array."""
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+    scale = max(1e-3, np.max(np.abs(b)))
+    np.testing.assert_allclose(a, b, rtol=rtol, atol=atol * scale, err_msg=jax.tree_util.keystr(path))
+
+
 def random_weights(model, batch=None, seed=0):
   """Weights of the model's shapes with every norm scale away from 1 and every bias away from 0, where mistakes hide.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Sgd
 from spmd_tasks.sharding import WeightSpec
 
 OTHERS = {
@@ -22,8 +22,6 @@ WITHOUT_BIAS = SPECS | {'router': {'kernel': SPECS['router']['kernel']}}
 OPTIMIZERS = {
   'adamw': AdamW(learning_rate=0.1, weight_decay=0.1),
   'adafactor': Adafactor(learning_rate=0.1, momentum=0.9, min_dim_size_to_factor=2, weight_decay=0.1),
-  'lion': Lion(learning_rate=0.1, weight_decay=0.1),
-  'momentum': Sgd(learning_rate=0.1, momentum=0.9),
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion
+from spmd_tasks.learning import Adafactor, AdamW, Learner
 from spmd_tasks.learning.trained_weights import mark_frozen
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weight_names import matching_names
@@ -20,7 +20,7 @@ def specs_of(weights):
 
 @pytest.mark.parametrize(
   'optimizer',
-  [AdamW(learning_rate=0.1, weight_decay=0.1), Adafactor(learning_rate=0.1), Lion(learning_rate=0.1)],
+  [AdamW(learning_rate=0.1, weight_decay=0.1), Adafactor(learning_rate=0.1)],
   ids=lambda each: type(each).__name__,
 )
 def test_what_is_trained_is_trained_as_if_it_were_alone(optimizer):

@@ -3,11 +3,6 @@
     attention = Attention(num_heads=32, num_kv_heads=8, head_dim=128, rotary=Rotary(max_wavelength=500_000.0))
     y = attention.apply(variables, x, segment_ids, segment_pos)  # [B, T, D] -> [B, T, D]
 
-`Attention` is multi-head, grouped-query or multi-query attention, optionally within a window; `LatentAttention` is
-DeepSeek's multi-head latent attention, with a small cache. Positions are rotary
-(`Rotary`, a field of `Attention`), learned or sinusoidal (`LearnedPositions`, `SinusoidalPositions`, fields of
-`LanguageModel`), or T5's biases of the logits (`RelativePositionBias`, a field of either).
-
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
 

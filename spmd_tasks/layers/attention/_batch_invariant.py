@@ -6,8 +6,10 @@ does not see has a weight of exactly 0.
 Shapes: B batch, T queries, S places, H query heads, G key/value heads, K head dim, V dim of a value.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,28 @@ def attend_to_one_another(heads: Heads, options: AttentionOptions) -> jax.Array:
   may_see = visible(columns, key_columns, heads.segment_ids, heads.key_segments, options)
   may_see = jnp.pad(may_see, ((0, 0), (0, 0), (0, keys.shape[2] - len(key_columns))))
   return attend_alike(heads.query, keys, values, may_see, options)
+
+
+def attend_to_cached(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  cached: Sequence[Any],
+  segment_ids: jax.Array | None,
+  segment_pos: jax.Array,
+  options: AttentionOptions,
+) -> jax.Array:
+  """Computes `attend_to_cache`; each position has a place of its own in the cache."""
+  rows, positions = jnp.arange(len(query))[:, None], segment_pos[:, :1] + jnp.arange(query.shape[1])[None, :]
+  is_text = jnp.ones_like(positions, bool) if segment_ids is None else segment_ids != 0
+  places = jnp.where(is_text, positions, cached[0].num_entries)
+  keys, values = (
+    places_of(held.entries(0, held.num_entries).at[rows, :, places].set(new, mode='drop'))
+    for held, new in zip(cached, (key, value), strict=True)
+  )
+  distance = positions[:, :, None] - jnp.arange(keys.shape[2])[None, None, :]
+  may_see = (distance >= 0) & (distance < (options.window or keys.shape[2]))
+  return attend_alike(query, keys, values, may_see, options)
 
 
 def attend_alike(

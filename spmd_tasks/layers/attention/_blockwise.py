@@ -20,12 +20,9 @@ def attend_blockwise(
   block: int = BLOCK,
   first_column: jax.Array | int = 0,
 ) -> jax.Array:
-  """Computes `attend` for `block` queries at a time.
+  """Computes `attend` for `block` queries, C, at a time.
 
-  Args:
-    heads, options: there may be fewer queries than keys.
-    block: C.
-    first_column: where the first query stands among the keys.
+  There may be fewer queries than keys; `first_column` is where the first query stands among them.
   """
   query, key, value, segment_ids, key_segments = heads
   num_rows, length, num_heads, _ = query.shape

@@ -1,13 +1,13 @@
 """Context parallelism: the tokens of a sequence are split over devices.
 
-    axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)  # splits `seq` over the mesh axis `context`
+  axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)  # splits `seq` over the mesh axis `context`
 
-Everything but attention works on tokens one by one, so only attention communicates. Two ways:
+Only attention communicates. Two ways:
 
-  all-gather  each device gathers all keys and values, and computes its queries against them (Llama 3, 2024, section
-              3.3.2). Keys and values are small where heads share them.
-  ring        keys and values go from device to device in a ring; each device adds up what its queries make of each part
-              (Liu et al., 2023, "Ring Attention"). No device ever holds all of them.
+all-gather  each device gathers all keys and values, and computes its queries against them (Llama 3, 2024, section
+            3.3.2). Keys and values are small where heads share them.
+ring        keys and values go from device to device in a ring; each device adds up what its queries make of each part
+            (Liu et al., 2023, "Ring Attention"). No device ever holds all of them.
 
 With a causal mask, late queries see more keys than early ones. So device i of P computes the i-th run of T / 2P queries
 and the (2P - 1 - i)-th: together they see as many keys as any other device's. `exchange` brings these queries to their
@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
-from spmd_tasks.layers.attention._layout import AttentionLayout, Axes
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
-from spmd_tasks.layers.attention._plain import AttentionOptions, Heads, visible
+from spmd_tasks.layers.attention._plain import AttentionLayout, AttentionOptions, Axes, Heads, visible
 from spmd_tasks.layers.base import soft_cap
 
 
@@ -143,10 +142,7 @@ def gather_tokens(tree: Any, axes: Axes) -> Any:
 
 
 def balanced_order(length: int, num_parts: int) -> np.ndarray:
-  """Returns int32 [T]: the place in the text of each token after `exchange`, device by device.
-
-  `length` must be a multiple of 2 * num_parts.
-  """
+  """Returns int32 [T], a multiple of 2 P: the place in the text of each token after `exchange`, device by device."""
   runs = np.arange(length, dtype=np.int32).reshape(2 * num_parts, -1)
   return np.concatenate([runs[run] for i in range(num_parts) for run in (i, 2 * num_parts - 1 - i)])
 

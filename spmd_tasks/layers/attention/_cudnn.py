@@ -20,9 +20,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._layout import AttentionLayout
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
-from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions, Heads
+from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionLayout, AttentionOptions, Heads
 
 _TOKENS_OF_A_SEGMENT = 256  # M = T / this: at the mean, cuDNN has room for documents of this length
 _LEAST_SEGMENTS, _MOST_SEGMENTS = 4, 32

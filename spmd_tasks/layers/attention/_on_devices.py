@@ -1,7 +1,7 @@
 """Runs a function of one device's queries, keys and values on every device of the mesh.
 
-Rows, heads and, for context parallelism, the tokens of a sequence are split as the queries are. Heads and tokens that
-the mesh does not divide are padded. A key/value head that serves heads of several devices is repeated.
+Rows, heads and, for context parallelism, tokens are split as the queries are, and padded where the mesh does not divide
+heads and tokens. A key/value head that serves heads of several devices is repeated.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, V dim of a value.
 """
@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from spmd_tasks.layers.attention._layout import AttentionLayout
-from spmd_tasks.layers.attention._plain import AttentionOptions, Heads
+from spmd_tasks.layers.attention._plain import AttentionLayout, AttentionOptions, Heads
 from spmd_tasks.sharding.specs import current_sharding_scope
 
 
@@ -36,8 +35,7 @@ def attend_on_devices(
     heads, options: see `attend`; a query and a key of one place have one segment.
     layout: of the queries.
     tile: t is a multiple of it.
-    table: (h, padded T) -> a tree of arrays with a method `manual_sharding_spec`, of which each device gets its tokens'
-      part.
+    table: (h, padded T) -> a tree of arrays with `manual_sharding_spec`, of which each device gets its tokens' part.
   """
   query, key, value, segment_ids, _ = heads
   num_rows, length, num_heads, _ = query.shape

@@ -1,4 +1,4 @@
-"""The plain computation of attention: masks, capped logits, sinks, and the weighted sum of values.
+"""What all implementations of attention take, and the plain one: masks, capped logits, sinks, weighted sums of values.
 
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G, K head dim, V dim of a value.
 """
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from spmd_tasks.layers.base import soft_cap
+from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import current_sharding_scope, even_spec, num_parts, spec_axes
 
 if TYPE_CHECKING:
   from spmd_tasks.layers.attention.relative_bias import PositionBias
@@ -27,8 +30,7 @@ class Heads(NamedTuple):
 
   Attributes:
     query, key, value: [B, T, H, K], [B, S, G, K] and [B, S, G, V].
-    segment_ids: int32 [B, T], the document of each query; None: one document per row.
-    key_segments: int32 [B, S], the documents of the keys; None as before.
+    segment_ids, key_segments: int32 [B, T] and [B, S], the documents; None: one document per row.
   """
 
   query: jax.Array
@@ -49,7 +51,7 @@ class AttentionOptions:
     logit_cap: bounds the logits softly, see `soft_cap`.
     sinks: [H], see `masked_softmax`.
     bias: relative position biases, added to the logits.
-    has_prefix: whether segment ids are `prefix_segments`.
+    has_prefix: whether segment ids are 2 * document, + 1 for a token of the document's prefix.
     even_padding: whether padding, segment 0, attends evenly to all tokens in place of other padding.
   """
 
@@ -67,9 +69,39 @@ class AttentionOptions:
     return self.softmax_scale or 1.0 / math.sqrt(head_dim)
 
 
-def prefix_segments(segment_ids: jax.Array, prefix_mask: jax.Array) -> jax.Array:
-  """Returns int32 [B, T] that hold both: documents, and which tokens belong to the prefix of their document."""
-  return 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionLayout:
+  """The mesh axes, of more than one device, that split B, T and H of queries, and into how many parts."""
+
+  rows: Axes = ()
+  tokens: Axes = ()
+  heads: Axes = ()
+  num_rows: int = 1
+  num_tokens: int = 1
+  num_heads: int = 1
+
+
+def attention_layout(split_dims: SplitDims, num_rows: int) -> AttentionLayout:
+  """Returns how the current mesh and axis rules split queries of these split dims; nothing outside of a scope."""
+  scope = current_sharding_scope()
+  if scope is None or split_dims is None:
+    return AttentionLayout()
+  sizes = scope.mesh.shape
+  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  first, *others = spec_axes(spec, 4)
+  (even,) = spec_axes(even_spec(PartitionSpec(first), (num_rows,), sizes), 1)
+  rows, tokens, heads, _ = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in (even, *others))
+  return AttentionLayout(
+    rows=rows,
+    tokens=tokens,
+    heads=heads,
+    num_rows=num_parts(rows, sizes),
+    num_tokens=num_parts(tokens, sizes),
+    num_heads=num_parts(heads, sizes),
+  )
 
 
 def attend_plainly(heads: Heads, options: AttentionOptions) -> jax.Array:
@@ -90,12 +122,8 @@ def visible(
   """Returns the mask [B or 1, T, S]: true where a query may see a key.
 
   Padding (segment 0) attends to padding only. Every query then has a key, so its softmax is finite, and no token of a
-  document reads padding.
-
-  Args:
-    query_columns, key_columns: int32 [T] and [S], the places in the row.
-    query_segments, key_segments: int32 [B, T] and [B, S], the documents; None: one document per row.
-    options: of which the settings of masks count.
+  document reads padding. Columns int32 [T] and [S] are the places in the row; segments int32 [B, T] and [B, S] the
+  documents, None for one per row.
   """
   distance = query_columns[:, None] - key_columns[None, :]
   in_order = (distance >= 0)[None]
@@ -189,15 +217,10 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def masked_softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-  """Returns the softmax over S, float32, of the logits where the mask is true, and 0 elsewhere.
+  """Returns the softmax over S, float32, of logits [B, G, H/G, T, S] where the mask is true, and 0 elsewhere.
 
-  A query that sees nothing has equal weights on all keys.
-
-  Args:
-    logits: float32 [B, G, H/G, T, S].
-    mask: bool, of a shape that broadcasts to that of the logits.
-    sinks: [H], one more logit per head, whose share of the softmax is dropped, so that a head may attend to nothing
-      (StreamingLLM: Xiao et al., 2024; gpt-oss: 2025). None: no such logit.
+  A query that sees nothing has equal weights on all keys. `sinks` [H] are one more logit per head, whose share of the
+  softmax is dropped, so that a head may attend to nothing (StreamingLLM: Xiao et al., 2024; gpt-oss: 2025).
   """
   masked = jnp.where(mask, logits, -1e30)
   if sinks is None:

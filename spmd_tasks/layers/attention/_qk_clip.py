@@ -4,9 +4,8 @@ Kimi Team, "Kimi K2: Open Agentic Intelligence" (2025), section 2.1, with Muon: 
 head over all pairs of tokens of the batch and gamma = min(1, bound / S), kernels of queries and keys are multiplied by
 sqrt(gamma) after the optimizer's step. Keys that several query heads share stay, and their queries take all of gamma.
 
-Attention leaves the factors in the collection WEIGHT_FACTORS, under the name of the weight with dots for slashes; the
-learner multiplies by them (learning/learner.py). The logits are computed for the maximum alone, a block of queries at a
-time, so that every implementation of attention will do; this costs the product of queries and keys once more.
+Attention leaves the factors in the collection WEIGHT_FACTORS, and the learner multiplies by them (learning/learner.py).
+The logits are computed once more for the maximum alone, so that every implementation of attention will do.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, C queries of a block, S keys.
 """
@@ -23,14 +22,12 @@ from spmd_tasks.sharding import SplitDims, WeightSpec
 from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 
 
-def largest_logits(
-  query: jax.Array, key: jax.Array, segment_ids: jax.Array | None, options: AttentionOptions
+def shrinkage(
+  query: jax.Array, key: jax.Array, segment_ids: jax.Array | None, options: AttentionOptions, bound: float
 ) -> jax.Array:
-  """Returns float32 [H], each head's largest logit before a cap, over all tokens but padding (segment 0).
+  """Returns gamma, float32 [H, 1] in (0, 1], from each head's largest logit over all tokens but padding (segment 0).
 
-  Args:
-    query, key, segment_ids: [B, T, H, K], [B, T, G, K] and int32 [B, T] or None.
-    options: of which `causal`, `window` and the scale count.
+  Takes [B, T, H, K], [B, T, G, K] and int32 [B, T] or None; of the options, `causal`, `window` and the scale count.
   """
   query, key = jax.lax.stop_gradient((query, key))
   num_rows, length, num_heads, head_dim = query.shape
@@ -48,22 +45,14 @@ def largest_logits(
       may_see &= (segments != 0)[:, :, None]
     return jnp.max(jnp.where(may_see[None, None], logits, -jnp.inf), axis=(2, 3, 4)).reshape(num_heads)
 
-  return jnp.max(jax.lax.map(of_block, jnp.arange(0, length, block)), axis=0)
-
-
-def shrinkage(logits: jax.Array, bound: float) -> jax.Array:
-  """Returns gamma, float32 [H] in (0, 1], for the largest logits [H]."""
-  return bound / jnp.maximum(logits, bound)
+  largest = jnp.max(jax.lax.map(of_block, jnp.arange(0, length, block)), axis=0)
+  return (bound / jnp.maximum(largest, bound))[:, None]
 
 
 def leave_factors(module: nn.Module, factors: Mapping[str, jax.Array], split_dims: SplitDims, *, train: bool) -> None:
   """Leaves factors [H, K or 1] of weights [..., H, K] for the learner; in evaluation and generation, does nothing.
 
-  Args:
-    module: the attention.
-    factors: by the weight's name below it.
-    split_dims: of the kernel of the queries, [D, H, K].
-    train: whether this is a train step.
+  `factors` are by the weight's name below the attention; `split_dims` are those of the queries' kernel [D, H, K].
   """
   if not train and not module.is_initializing():
     return

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
-from spmd_tasks.layers.attention._layout import AttentionLayout
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
-from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions, Heads
+from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionLayout, AttentionOptions, Heads
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
@@ -78,8 +77,7 @@ def _kernel(
 ) -> Any:
   """The kernel for the heads of a device: `(query [H, T, K], key [G, T, K], value [G, T, V], segments, sinks)`.
 
-  With T split into parts, the kernel is a tree of tables; the part of device i is for the queries that `exchange` gives
-  it.
+  With T split into parts, it is a tree of tables; the part of device i is for the queries that `exchange` gives it.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention  # Pallas takes a second to import
 

@@ -121,36 +121,26 @@ class Attention(WithSublayers, kw_only=True):
         'cross=True goes without rotary, window, position_bias and qk_clip, as the keys are those of another text: set '
         'them to None.'
       )
-    if self.logit_cap is not None and self.logit_cap <= 0:
+    for name in ('logit_cap', 'clip_qkv', 'qk_clip'):
+      if (bound := getattr(self, name)) is not None and not bound > 0:
+        raise UserError(f'{name}={bound} must be positive, or None for no bound.')
+    if self.qk_clip is not None and (self.qk_norm or self.adapters):
       raise UserError(
-        f'logit_cap={self.logit_cap} must be positive, or None to leave the attention logits as they are.'
-      )
-    if self.clip_qkv is not None and not self.clip_qkv > 0:
-      raise UserError(
-        f'clip_qkv={self.clip_qkv} must be positive, or None to leave queries, keys and values as they are.'
-      )
-    if self.qk_clip is not None and (not self.qk_clip > 0 or self.qk_norm or self.adapters):
-      raise UserError(
-        f'qk_clip={self.qk_clip} must be positive and scales whole kernels of queries and keys, so it goes without '
-        'qk_norm, which bounds the logits itself, and without adapters: unset one of them.'
+        'qk_clip scales whole kernels of queries and keys, so it goes without qk_norm, which bounds the logits itself, '
+        'and without adapters: unset one of them.'
       )
     super().__post_init__()
 
-  def _num_kv_heads(self) -> int:
+  def _dims(self, model_dim: int) -> tuple[int, int]:
+    """Returns G and K."""
     num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
     if num_kv_heads < 1 or self.num_heads % num_kv_heads:
-      raise UserError(
-        f'num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}: every key/value head serves the same '
-        'number of query heads, so set num_kv_heads to a divisor.'
-      )
-    return num_kv_heads
-
-  def _head_dim(self, model_dim: int) -> int:
-    if self.head_dim is None and (self.num_heads < 1 or model_dim % self.num_heads):
+      raise UserError(f'num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}: set a divisor.')
+    if self.head_dim is None and model_dim % self.num_heads:
       raise UserError(
         f'num_heads={self.num_heads} does not divide the model dim {model_dim}: set head_dim, or choose a divisor.'
       )
-    return model_dim // self.num_heads if self.head_dim is None else self.head_dim
+    return num_kv_heads, model_dim // self.num_heads if self.head_dim is None else self.head_dim
 
   @nn.compact
   def __call__(
@@ -174,16 +164,13 @@ class Attention(WithSublayers, kw_only=True):
       position_bias: relative position biases, where the layer has none of its own.
       prefix_mask: int32 or bool [B, T], which tokens belong to the prefix of their document and see one another in both
         directions; None: none.
-      encoded: float [B, S, D], which only `cross` reads, the encoder's result; None where `cache` has its keys and
-        values.
+      encoded: float [B, S, D], the encoder's result, for `cross`; None where `cache` has its keys and values.
       encoder_segment_ids: int32 [B, S]; a token attends to encoded tokens of its own document. None: to all.
       train: whether dropout is on, which needs the rng `dropout`, and whether `qk_clip` counts.
 
-    Raises:
-      UserError: numbers of heads and dims do not fit each other, positions are missing, or an attention that is not
-        causal generates text.
+    Raises a UserError if heads and dims do not fit, positions are missing, or what is not causal generates text.
     """
-    head_dim, num_kv_heads = self._head_dim(x.shape[-1]), self._num_kv_heads()
+    num_kv_heads, head_dim = self._dims(x.shape[-1])
     if self.rotary is not None and segment_pos is None:
       raise UserError('rotary attention needs segment_pos: pass it, or set rotary=None.')
 
@@ -203,9 +190,8 @@ class Attention(WithSublayers, kw_only=True):
       source = encoded if self.cross else x
       if source is None:
         raise UserError("cross=True needs the encoder's result: use the layer in a block of an EncoderDecoderLm.")
-      heads = (num_kv_heads, head_dim)
-      kv = (source, heads, self.kv_split_dims, self.kv_activation_split_dims, self.init_scale)
-      key, value = self._project('key', *kv), self._project('value', *kv)
+      kv = (num_kv_heads, head_dim), self.kv_split_dims, self.kv_activation_split_dims, self.init_scale
+      key, value = (self._project(name, source, *kv) for name in ('key', 'value'))
       if self.qk_norm:
         key = self._qk_norm('key_norm', self.kv_split_dims)(key)
     if self.clip_qkv is not None:
@@ -230,34 +216,33 @@ class Attention(WithSublayers, kw_only=True):
       new = {'key': key, 'value': value}
       cache.write_new_cache(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
       cached = cache.read_cache(self, len(x), 'key', 'value')
-    logits: Any = {
-      'window': self.window,
-      'softmax_scale': self.softmax_scale,
-      'logit_cap': self.logit_cap,
-      'sinks': self._sink_weights() if self.sinks else None,
-      'bias': position_bias if self.position_bias is None else self.position_bias(),
-    }
-    if self.qk_clip is not None and logits['bias'] is not None:
+    options = AttentionOptions(
+      causal=self.causal and not self.cross,
+      window=self.window,
+      softmax_scale=self.softmax_scale,
+      logit_cap=self.logit_cap,
+      sinks=self._sink_weights() if self.sinks else None,
+      bias=position_bias if self.position_bias is None else self.position_bias(),
+      even_padding=self.even_padding,
+    )
+    if self.qk_clip is not None and options.bias is not None:
       raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
     if self.qk_clip is not None and cached is None:
-      self._clip_logits(query, key, segment_ids, train=train)
+      self._clip_logits(query, key, segment_ids, options, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
-      assert segment_pos is not None
-      attended = cache.attend_to_cache(query, key, value, cached, segment_ids, segment_pos, **logits)
+      attended = cache.attend_to_cache(query, key, value, cached, segment_ids, segment_pos, options)
     else:
       attended = attend(
         query,
         key,
         value,
         segment_ids,
-        causal=self.causal and not self.cross,
-        even_padding=self.even_padding,
+        options,
         prefix_mask=prefix_mask,
         key_segments=encoder_segment_ids if self.cross else None,
         implementation=self.implementation,
         split_dims=self.query_activation_split_dims,
-        **logits,
       )
     return Linear(
       output_dims=x.shape[-1],
@@ -295,13 +280,12 @@ class Attention(WithSublayers, kw_only=True):
     zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]
     return declare_weight(self, 'sinks', shape=(self.num_heads,), init=zeros, split_dims=split_dims, tags=('no_decay',))
 
-  def _clip_logits(self, query: jax.Array, key: jax.Array, segment_ids: jax.Array | None, *, train: bool) -> None:
+  def _clip_logits(self, query, key, segment_ids, options: AttentionOptions, *, train: bool) -> None:
     """Leaves the factors by which the learner shrinks the kernels of heads whose largest logit passed `qk_clip`."""
-    from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
+    from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
 
-    options = AttentionOptions(causal=self.causal, window=self.window, softmax_scale=self.softmax_scale)
     assert self.qk_clip is not None
-    gamma = shrinkage(largest_logits(query, key, segment_ids, options), self.qk_clip)[:, None]
+    gamma = shrinkage(query, key, segment_ids, options, self.qk_clip)
     own_keys = key.shape[2] == self.num_heads
     of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
     names = ('kernel', 'bias') if self.use_bias else ('kernel',)

@@ -1,6 +1,6 @@
 """Attention of the tokens of a call to one another, or to those of an encoder, by one of several implementations.
 
-    attend(query, key, value, segment_ids, window=4096, implementation='splash')
+    attend(query, key, value, segment_ids, AttentionOptions(window=4096), implementation='splash')
 
   'xla'        the plain computation, with all scores [B, H, T, S] in memory; on every platform.
   'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
@@ -22,24 +22,19 @@ import dataclasses
 import functools
 import importlib.util
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
 from absl import logging
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._layout import attention_layout
-from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_plainly, prefix_segments
+from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_plainly, attention_layout
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_device
 
-if TYPE_CHECKING:
-  from spmd_tasks.layers.attention.relative_bias import PositionBias
-
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash', 'ring']
-IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash', 'ring')
 _LONG = 1024  # from this T on, the scores of all queries at once are worth avoiding
 
 
@@ -48,14 +43,8 @@ def attend(
   key: jax.Array,
   value: jax.Array,
   segment_ids: jax.Array | None,
+  options: AttentionOptions = AttentionOptions(),
   *,
-  causal: bool = True,
-  window: int | None = None,
-  softmax_scale: float | None = None,
-  logit_cap: float | None = None,
-  sinks: jax.Array | None = None,
-  bias: 'PositionBias | None' = None,
-  even_padding: bool = False,
   prefix_mask: jax.Array | None = None,
   key_segments: jax.Array | None = None,
   implementation: Implementation | None = None,
@@ -70,9 +59,8 @@ def attend(
   Args:
     query, key, value: [B, T, H, K], [B, T, G, K] and [B, T, G, V]; of an encoder's text [B, S, G, K] and [B, S, G, V].
     segment_ids: int32 [B, T], the document of each token; None: one document per row.
-    causal, window, softmax_scale, logit_cap, even_padding, prefix_mask, implementation: see `Attention`.
-    sinks: [H], see `masked_softmax`.
-    bias: relative position biases.
+    options: how queries and keys are compared.
+    prefix_mask, implementation: see `Attention`.
     key_segments: int32 [B, S], the documents of the keys; None: those of the queries.
     split_dims: of `query`; a kernel runs on each device's rows and heads.
 
@@ -81,9 +69,9 @@ def attend(
   """
   layout = attention_layout(split_dims, len(query))
   special = {
-    'relative position biases': bias is not None,
+    'relative position biases': options.bias is not None,
     'prefixes': prefix_mask is not None,
-    'evenly attending padding': even_padding,
+    'evenly attending padding': options.even_padding,
     'keys of an encoder': key_segments is not None or key.shape[1] != query.shape[1],
   }
   device = current_device()
@@ -94,8 +82,8 @@ def attend(
     length=query.shape[1],
     head_dim=query.shape[-1],
     value_dim=value.shape[-1],
-    has_cap=logit_cap is not None,
-    has_sinks=sinks is not None,
+    has_cap=options.logit_cap is not None,
+    has_sinks=options.sinks is not None,
     num_token_parts=layout.num_tokens,
     has_cudnn=_has_cudnn(),
     is_hopper=is_hopper,
@@ -104,17 +92,8 @@ def attend(
   name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
   if prefix_mask is not None:
     segment_ids = jnp.ones_like(prefix_mask) if segment_ids is None else segment_ids
-    segment_ids = prefix_segments(segment_ids, prefix_mask)
-  options = AttentionOptions(
-    causal=causal,
-    window=window,
-    softmax_scale=softmax_scale,
-    logit_cap=logit_cap,
-    sinks=sinks,
-    bias=bias,
-    has_prefix=prefix_mask is not None,
-    even_padding=even_padding,
-  )
+    segment_ids = 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
+    options = dataclasses.replace(options, has_prefix=True)
   heads = Heads(query, key, value, segment_ids, segment_ids if key_segments is None else key_segments)
   # An implementation is imported where it is used.
   if current_layer_scope().batch_invariant:
@@ -151,8 +130,7 @@ class AttentionCall:
   Attributes:
     platform: of the devices that the call is compiled for: 'cpu', 'gpu' or 'tpu'.
     dtype: of the queries.
-    length: T.
-    head_dim, value_dim: K and V.
+    length, head_dim, value_dim: T, K and V.
     has_cap, has_sinks: whether logits are capped, and whether heads have sinks.
     num_token_parts: into how many parts the mesh splits T.
     has_cudnn: whether JAX's plugin for CUDA is installed, which brings cuDNN.
@@ -203,17 +181,11 @@ class AttentionCall:
 
 
 def resolve_implementation(asked: str | None, call: AttentionCall) -> str:
-  """Returns the implementation to use: the one that is asked for, else the best one.
-
-  Raises:
-    UserError: the one that is asked for is unknown or cannot compute the call.
-  """
+  """Returns the one that is asked for, else the best; a UserError if it is unknown or cannot compute the call."""
   if asked is None:
     return _best_implementation(call)
-  if asked not in IMPLEMENTATIONS:
-    raise UserError(
-      f'implementation={asked!r} of attention is unknown: choose one of {", ".join(IMPLEMENTATIONS)}, or None.'
-    )
+  if asked not in (known := get_args(Implementation)):
+    raise UserError(f'implementation={asked!r} of attention is unknown: choose one of {", ".join(known)}, or None.')
   if obstacle := call.obstacle(asked):
     raise UserError(f'implementation={asked!r} of attention {obstacle}: choose another, or None for the best there is.')
   return asked

@@ -3,12 +3,11 @@
 A model generates text when its caller makes the collection `new_cache` mutable. Every attention then writes the keys
 and values of the call's own tokens to `new_cache`, and reads those of earlier calls from the collection `cache`:
 
-    outputs, new = model.apply({'params': weights}, prompts, mutable='new_cache')                   # prefill
-    outputs, new = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')     # step, or a chunk
+  outputs, new = model.apply({'params': weights}, prompts, mutable='new_cache')                   # prefill
+  outputs, new = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')     # step, or a chunk
 
 The caller writes `new` into `cache`: the token at position p of row b goes to entry [b, :, p mod S]. Done once outside
-the loop over layers, the write is an update in place; if each layer returned an updated cache, every step would copy
-it.
+the loop over layers, the write is an update in place; in each layer it would copy the cache in every step.
 
 A cache with S = the number of positions never wraps around. The cache of a layer with an attention window may have
 S = the window, and wraps around as a ring buffer. In both cases the batch's `segment_pos` alone determines which
@@ -16,27 +15,23 @@ position an entry holds, and entries of an earlier sequence are not read. Each r
 positions share one step.
 
 Cache arrays are [B, G, S, K], in stacks of layers [L, B, G, S, K], which every layer gets whole: it reads blocks of its
-own entries (`CachedArray`). Heads are before entries: with entries first, each step would transpose the whole cache for
-the matmuls over entries.
+own entries (`CachedArray`). With entries before heads, each step would transpose the whole cache for the matmuls.
 
 Shapes: B batch (or slots), T tokens of this call, S cache entries, H query heads, G key/value heads, K head dim.
 """
 
 from collections.abc import Mapping
-import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.base import CACHE, NEW_CACHE, current_layer_scope, soft_cap
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_platform
 from spmd_tasks.sharding.weights import WeightBox
-
-if TYPE_CHECKING:
-  from spmd_tasks.layers.attention.relative_bias import PositionBias
 
 # Platform -> how many entries of the cache are read at a time. A loop costs an accelerator more than a longer block.
 # What a CPU reads stays in its cache; of many queries each block is read once, and larger ones make larger products.
@@ -56,15 +51,10 @@ def write_new_cache(
   segment_ids: jax.Array | None = None,
   window: int | None = None,
 ) -> None:
-  """Writes arrays of this call's tokens to `new_cache` as [B, G, T, K], with split dims in that order.
+  """Writes arrays [B, T, G, K], by name, of this call's tokens to `new_cache` as [B, G, T, K].
 
-  If T exceeds the window, only each row's last [B, G, window, K] are written: no later token sees the others.
-
-  Args:
-    module: the attention whose collections are used.
-    arrays: name, such as 'key' or 'value', to [B, T, G, K], with `split_dims`.
-    split_dims: one entry per dim, or None.
-    segment_ids, window: as in `attend_to_cache`.
+  `split_dims` has one entry per dim of [B, T, G, K], or is None. If T exceeds the window, only each row's last
+  [B, G, window, K] are written: no later token sees the others.
   """
   rows, columns, heads, features = split_dims or (None,) * 4
   longest = current_layer_scope().longest_text
@@ -218,18 +208,13 @@ def attend_to_cache(
   cached: tuple[CachedArray, ...],
   segment_ids: jax.Array | None,
   segment_pos: jax.Array,
-  *,
-  window: int | None = None,
-  softmax_scale: float | None = None,
-  logit_cap: float | None = None,
-  sinks: jax.Array | None = None,
-  bias: 'PositionBias | None' = None,
+  options: AttentionOptions,
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 
   Reads the cache block by block, up to the longest row's tokens, so that the cost follows what is used and not S (with
   the running softmax of Milakov and Gimelshein, 2018). A block in which a row has no token changes no bit of the row's
-  result: it depends on no other row. Logits and softmax are float32, as are sums of values.
+  result: it depends on no other row. Logits, softmax and sums of values are float32.
 
   Args:
     query, key, value: [B, T, H, K] and [B, T, G, K], of this call.
@@ -237,42 +222,26 @@ def attend_to_cache(
     segment_ids: int32 [B, T], 0 for padding, which comes after the tokens. None: no padding.
     segment_pos: int32 [B, T], consecutive positions in the sequence; the cache holds the positions before the first.
       Positions of padding are ignored; 0 in the first column of a row that is padding alone keeps it cheap.
-    window: how many tokens each token sees, including itself; None: all before it.
-    softmax_scale: factor of the logits; None means 1 / sqrt(K).
-    logit_cap: bounds the logits softly, see `soft_cap`.
-    sinks: [H], see `masked_softmax`.
-    bias: relative position biases.
+    options: of a causal attention.
 
   Where rows are tokens of one text that follow each other (`LayerScope.cache_earlier`; T is 1), each also attends to
   the rows before it.
   """
-  num_rows, num_columns, _, head_dim = query.shape
-  num_groups = key.shape[2]
+  if current_layer_scope().batch_invariant:
+    from spmd_tasks.layers.attention._batch_invariant import attend_to_cached
+
+    return attend_to_cached(query, key, value, cached, segment_ids, segment_pos, options)
+  (num_rows, num_columns, _, head_dim), num_groups, window = query.shape, key.shape[2], options.window
   grouped = jnp.moveaxis(query.reshape(num_rows, num_columns, num_groups, -1, head_dim), 1, 3)  # [B, G, H/G, T, K]
   columns, start = jnp.arange(num_columns), segment_pos[:, :1]
   positions = start + columns[None, :]
 
-  if current_layer_scope().batch_invariant:
-    from spmd_tasks.layers.attention._batch_invariant import attend_alike, places_of
-    from spmd_tasks.layers.attention._plain import AttentionOptions
-
-    options = AttentionOptions(window=window, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks, bias=bias)
-    is_text = jnp.ones_like(positions, bool) if segment_ids is None else segment_ids != 0
-    places = jnp.where(is_text, positions, cached[0].num_entries)
-    keys, values = (
-      places_of(held.entries(0, held.num_entries).at[jnp.arange(num_rows)[:, None], :, places].set(new, mode='drop'))
-      for held, new in zip(cached, (key, value), strict=True)
-    )
-    distance = positions[:, :, None] - jnp.arange(keys.shape[2])[None, None, :]
-    may_see = (distance >= 0) & (distance < (window or keys.shape[2]))
-    return attend_alike(query, keys, values, may_see, options)
-
   def masked_logits(keys: jax.Array, held: jax.Array, may_see: jax.Array) -> jax.Array:
     """Returns [B, G, H/G, T, n] for keys [B, G, n, K] at positions `held` [B, n], seen where [B, T, n] says."""
     products = jnp.einsum('BGRTK,BGSK->BGRTS', grouped, keys, preferred_element_type=jnp.float32)
-    logits = soft_cap(products * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
-    if bias is not None:
-      logits += bias.between(positions, held).reshape(logits.shape)
+    logits = soft_cap(products * options.scale(head_dim), options.logit_cap)
+    if options.bias is not None:
+      logits += options.bias.between(positions, held).reshape(logits.shape)
     return jnp.where(may_see[:, None, None], logits, -1e30)
 
   def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
@@ -287,8 +256,8 @@ def attend_to_cache(
   own = masked_logits(jnp.swapaxes(key, 1, 2), positions, may_see)
   highest = jnp.max(own, axis=-1, keepdims=True)
   total = jnp.zeros_like(highest)
-  if sinks is not None:
-    sink = sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
+  if options.sinks is not None:
+    sink = options.sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
     highest = jnp.maximum(highest, sink)
     total = jnp.exp(sink - highest)
   weights = jnp.exp(own - highest)

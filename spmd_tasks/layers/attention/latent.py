@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of, kernels
+from spmd_tasks.layers.adapter import WeightAdapter, adapted, adapter_of, kernels
 from spmd_tasks.layers.attention._plain import AttentionOptions
-from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
+from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
 from spmd_tasks.layers.attention.rotary import Rotary
@@ -63,8 +63,7 @@ class LatentAttention(nn.Module, kw_only=True):
     heads_activation_split_dims: of queries, keys and values [B, T, H, ...].
     latent_split_dims: of latent vectors [B, T, C + R]; they are small, and the same on all devices that split heads.
     activation_split_dims: of the output.
-    adapters: adapters of the projections. That of `kv_up` joins the kernel in generation, which applies the
-      kernel in two parts.
+    adapters: of the projections; that of `kv_up` joins the kernel in generation, which applies it in two parts.
   """
 
   num_heads: int
@@ -105,11 +104,7 @@ class LatentAttention(nn.Module, kw_only=True):
     *,
     train: bool = False,
   ) -> jax.Array:
-    """Returns [B, T, D] for x [B, T, D]; segment_ids (or None) and segment_pos are int32 [B, T].
-
-    Raises:
-      UserError: positions are missing.
-    """
+    """Returns [B, T, D] for x [B, T, D]; segment_ids (or None) and segment_pos, which it needs, are int32 [B, T]."""
     if self.qk_clip is not None and (not self.qk_clip > 0 or self.adapters):
       raise UserError(f'qk_clip={self.qk_clip} must be positive and goes without adapters: unset one of them.')
     if segment_pos is None:
@@ -121,18 +116,21 @@ class LatentAttention(nn.Module, kw_only=True):
     latent, key_rope = jnp.split(self._down('kv_down', self.kv_rank + self.rope_head_dim, x), [self.kv_rank], axis=-1)
     latent = RmsNorm(epsilon=self.epsilon, dtype=self.dtype, name='kv_norm')(latent)
     key_rope = self.rotary(key_rope[:, :, None, :], segment_pos)
+    init, split_dims = FanInNormal(scale=self.init_scale), self.up_split_dims
     shape = (self.kv_rank, self.num_heads, self.nope_head_dim + self.value_head_dim)
-    kernel = declare_weight(
-      self,
-      'kv_up',
-      shape=shape,
-      init=FanInNormal(scale=self.init_scale),
-      split_dims=self.up_split_dims,
-      num_input_dims=1,
+    kernel = declare_weight(self, 'kv_up', shape=shape, init=init, split_dims=split_dims, num_input_dims=1)
+    adapted_kernel = adapted(
+      adapter_of(self.adapters, 'kv_up'),
+      module=self,
+      value=kernel,
+      prefix='kv_up_',
+      split_dims=split_dims,
+      dtype=self.dtype,
+      token_split_dims=self.latent_split_dims and self.latent_split_dims[:2],
     )
-    adapted = self._adapted_kv_up(kernel)
     kv_up = kernel.astype(self.dtype)
     scale = self.softmax_scale or (self.nope_head_dim + self.rope_head_dim) ** -0.5
+    options = AttentionOptions(softmax_scale=scale)
 
     cached = None
     joint = jnp.concatenate([latent[:, :, None, :], key_rope], axis=-1)  # [B, T, 1, C + R]
@@ -144,15 +142,14 @@ class LatentAttention(nn.Module, kw_only=True):
       if self.heads_activation_split_dims is not None:
         kv_up = gather_for_tokens(kv_up, self.up_split_dims, self.heads_activation_split_dims[:2])
       keys_and_values = jnp.einsum('BTC,CHM->BTHM', latent, kv_up)
-      if adapted is not None:
-        keys_and_values = adapted.outputs(latent, keys_and_values)
+      if adapted_kernel is not None:
+        keys_and_values = adapted_kernel.outputs(latent, keys_and_values)
       keys_and_values = constrain(keys_and_values, self.heads_activation_split_dims)
       key, value = jnp.split(keys_and_values, [self.nope_head_dim], axis=-1)
       key = jnp.concatenate([key, jnp.broadcast_to(key_rope, query_rope.shape)], axis=-1)
       query = jnp.concatenate([query, query_rope], axis=-1)
       if self.qk_clip is not None:
-        logits = largest_logits(query, key, segment_ids, AttentionOptions(softmax_scale=scale))
-        gamma = shrinkage(logits, self.qk_clip)[:, None]
+        gamma = shrinkage(query, key, segment_ids, options, self.qk_clip)
         sizes = (self.nope_head_dim, self.rope_head_dim, self.value_head_dim)
         powers = (jnp.sqrt(gamma), gamma, jnp.ones_like(gamma))
         nope, rope, kept = (jnp.broadcast_to(x, (self.num_heads, size)) for x, size in zip(powers, sizes))
@@ -161,17 +158,15 @@ class LatentAttention(nn.Module, kw_only=True):
           'kv_up': jnp.concatenate([nope, kept], axis=-1),
         }
         leave_factors(self, factors, self.up_split_dims, train=train)
-      attended = attend(
-        query, key, value, segment_ids, softmax_scale=scale, split_dims=self.heads_activation_split_dims
-      )
+      attended = attend(query, key, value, segment_ids, options, split_dims=self.heads_activation_split_dims)
     else:
-      if adapted is not None:
-        kv_up = adapted.kernel()
+      if adapted_kernel is not None:
+        kv_up = adapted_kernel.kernel()
       key_up, value_up = jnp.split(kv_up, [self.nope_head_dim], axis=-1)
       query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)
       query = jnp.concatenate([query, query_rope], axis=-1)
       # The rotated keys pass as values too: a slice of the cache would be a copy of it.
-      attended = attend_to_cache(query, joint, joint, cached * 2, segment_ids, segment_pos, softmax_scale=scale)
+      attended = attend_to_cache(query, joint, joint, cached * 2, segment_ids, segment_pos, options)
       attended = jnp.einsum('BTHC,CHV->BTHV', attended[..., : self.kv_rank], value_up)
     return Linear(
       output_dims=x.shape[-1],
@@ -184,21 +179,6 @@ class LatentAttention(nn.Module, kw_only=True):
       adapter=adapter_of(self.adapters, 'out'),
       name='out',
     )(attended)
-
-  def _adapted_kv_up(self, kernel: jax.Array) -> AdaptedKernel | None:
-    adapter = adapter_of(self.adapters, 'kv_up')
-    if adapter is None:
-      return None
-    return adapter.adapt(
-      DeclaredKernel(
-        module=self,
-        value=kernel,
-        prefix='kv_up_',
-        split_dims=self.up_split_dims,
-        dtype=self.dtype,
-        token_split_dims=self.latent_split_dims and self.latent_split_dims[:2],
-      )
-    )
 
   def _query(self, x: jax.Array) -> jax.Array:
     """Returns the queries of all heads, [B, T, H, N + R], not rotated."""

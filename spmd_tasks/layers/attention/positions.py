@@ -17,15 +17,10 @@ from spmd_tasks.sharding.weights import Initializer
 
 
 class LearnedPositions(nn.Module, kw_only=True):
-  """Adds a learned vector per position to x [B, T, D] (Gehring et al., 2017; GPT-2).
+  """Adds a learned vector per position to x [B, T, D] (Gehring et al., 2017; GPT-2). Weight: `table` [max_len, D].
 
-  Weight: `table` [max_len, D].
-
-  Fields:
-    max_len: how many positions are learned.
-    dtype: of the output.
-    table_init: initializer of the table.
-    split_dims, activation_split_dims: of the table and of the output.
+  Fields: `max_len` positions are learned, from `table_init`; `dtype` is of the output; `split_dims` and
+    `activation_split_dims` are of the table and of the output.
   """
 
   max_len: int
@@ -36,11 +31,7 @@ class LearnedPositions(nn.Module, kw_only=True):
 
   @nn.compact
   def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns x plus the vector of each position; a position outside the table gives NaNs.
-
-    Raises:
-      UserError: the sequence is longer than `max_len`.
-    """
+    """Returns x plus the vector of each position, NaNs outside the table; a UserError if T exceeds `max_len`."""
     if x.shape[1] > self.max_len:
       raise UserError(
         f'a sequence of length {x.shape[1]} exceeds the max_len={self.max_len} learned positions: raise max_len or '

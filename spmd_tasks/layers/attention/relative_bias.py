@@ -21,12 +21,7 @@ from spmd_tasks.sharding.weights import Initializer
 
 
 class PositionBias(struct.PyTreeNode):
-  """The biases of a RelativePositionBias, from which an attention takes those of its queries and keys.
-
-  Attributes:
-    table: float32 [H, N].
-    max_distance, bidirectional: see RelativePositionBias.
-  """
+  """The biases of a RelativePositionBias, `table` float32 [H, N], for an attention's queries and keys."""
 
   table: jax.Array
   max_distance: int = struct.field(pytree_node=False)
@@ -44,9 +39,9 @@ class PositionBias(struct.PyTreeNode):
 
 
 def distance_buckets(num_buckets: int, max_distance: int, *, bidirectional: bool) -> np.ndarray:
-  """Returns int32 [2 * max_distance + 1], the bucket of each distance from -max_distance to max_distance.
+  """Returns int32 [2 * max_distance + 1], the bucket of each distance (query's position - key's) from -max_distance on.
 
-  A distance is the query's position less the key's. Without `bidirectional` later keys have the bucket 0.
+  Without `bidirectional` later keys have the bucket 0.
   """
   distance = np.arange(-max_distance, max_distance + 1)
   per_side = num_buckets // 2 if bidirectional else num_buckets

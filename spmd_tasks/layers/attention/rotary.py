@@ -56,11 +56,7 @@ class Rotary:
   scaling: RotaryScaling | None = None
 
   def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns the rotated x [B, T, H, K] in x's dtype.
-
-    Raises:
-      UserError: d is odd or greater than K, or the scaling is for another d.
-    """
+    """Returns the rotated x [B, T, H, K]; a UserError if d is odd or above K, or the scaling is for another d."""
     head_dim = x.shape[-1]
     num_features = head_dim if self.num_features is None else self.num_features
     if num_features % 2 or not 0 < num_features <= head_dim:

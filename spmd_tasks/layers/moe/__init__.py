@@ -1,7 +1,5 @@
 """Mixture of experts: a feed-forward sublayer in which each token uses a few of many experts.
 
-    from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
-
     ffn = MixtureOfExperts(
       router=TopKRouter(num_experts=8, num_selected=2, normalize_gates=1.0),
       experts=Experts(num_experts=8, hidden_dim=384),
@@ -12,13 +10,9 @@ A router decides (`TopKRouter`, or `ExpertChoiceRouter`), `Experts` declares the
 them: `Dropless` computes every choice; `CapacityEinsum` and `CapacityGather` give each expert a fixed number of slots
 and drop the rest. The layer reports `RoutingSums`: balance losses and load statistics.
 
-Reading order, one idea per file:
-  _layer.py, _router.py, _balance.py             the layer, the decision, losses that balance the load
-  _experts.py, _permutation.py                   the networks, and sorting tokens by expert
-  _grouped_matmul.py, _megablox_backend.py       their matmuls, with one backend per platform
-  _dropless.py, _expert_parallel.py              dropless computation, and the meaning of each mesh axis
-  _dispatches.py                                 two ways to move tokens between devices
-  _capacity.py, _slots.py, _slot_resharding.py   computation with a capacity
+Reading order: _layer.py, _router.py, _balance.py; _experts.py with _permutation.py (sorting tokens by expert) and
+_grouped_matmul.py; _dropless.py with _expert_parallel.py (the meaning of each mesh axis) and _dispatches.py (two ways
+to move tokens between devices); _capacity.py with _slots.py.
 """
 
 from etils import epy

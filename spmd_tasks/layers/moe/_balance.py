@@ -3,16 +3,14 @@
 Shapes: B batch, T sequence, E experts, k choices per token; G groups of S tokens, C slots per expert and group;
 N shards of the batch.
 
-All losses and statistics are functions of sums over tokens (`RoutingSums`), so the sums of parts of a batch can be
-added first (layers/base.py): a pipeline adds those of its microbatches. Shards are shards of the whole batch then too.
-The sums leave padding out and count the router's choices before any are dropped. For a batch of padding only, all
-losses and statistics are 0.
+All losses and statistics are functions of sums over tokens (`RoutingSums`), so that a pipeline adds the sums of its
+microbatches first. The sums leave padding out and count the router's choices before any are dropped. For a batch of
+padding only, all losses and statistics are 0.
 
 The bias (Wang et al., 2024; DeepSeek-V3) is added to the scores for the choice of experts only. After every step it
-moves by a fixed rate: up for experts below the mean load, down for experts above. The loss has no gradient with respect
-to the bias. The model reports the load as that *gradient*, because a step has no other state beside the weights.
-The gradient is a sum over tokens, in whole numbers, so the sum over microbatches is exactly that of the whole batch.
-The learner moves weights tagged `balance_bias` by `-rate * sign(gradient)`, outside the optimizer, clipping and norms.
+moves by a fixed rate: up for experts below the mean load, down for experts above. The model reports the load as the
+bias's *gradient*, a sum over tokens in whole numbers, because a step has no other state beside the weights. The learner
+moves weights tagged `balance_bias` by `-rate * sign(gradient)`, outside the optimizer, clipping and norms.
 """
 
 from collections.abc import Mapping
@@ -34,9 +32,8 @@ class RoutingSums(Statistics):
 
   Attributes:
     num_tokens: scalar, over all shards.
-    shard_tokens: [N].
+    shard_tokens, entropy: [N].
     scores: [N, E].
-    entropy: [N].
     z: [N], squares of the log-normalizers.
     counts: [N, E], assignments per expert.
     chosen_scores: [N], over all assignments.
@@ -65,34 +62,19 @@ class RoutingSums(Statistics):
 def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: bool = False) -> RoutingSums:
   """Sums the routing decision of a batch, or of the current `BatchPart` of one, over its tokens.
 
-  Args:
-    routing: of the batch or of its part.
-    num_shards: N. The balance loss takes f and P over each N-th of the whole batch's tokens and is the mean over these
-      shards, of whole rows or smaller; 1 takes them over all tokens. T5X computes one loss per group and MegaBlocks one
-      per data-parallel process; here the numbers do not depend on the mesh.
-    divide_by_k: see `load_balance_loss`.
-
-  Raises:
-    UserError: num_shards does not divide the batch; the message calls it `load_balance_shards`, the layer's field.
+  The balance loss takes f and P over each of `num_shards` equal parts of the whole batch's tokens and is the mean over
+  these shards; 1 takes them over all tokens. T5X computes one loss per group and MegaBlocks one per data-parallel
+  process; here the numbers do not depend on the mesh. Raises a UserError if num_shards does not divide the batch.
   """
   routing = _cut_rows(routing, num_shards)
   tokens, assignments = _token_columns(routing), _assignment_columns(routing)
+  sums: dict[str, Any]
   if routing.slots is None:
-    sums = _sum_shards(tokens + assignments, num_shards)
+    sums = _sum_shards(tokens | assignments, num_shards)
   else:
-    sums = _sum_shards(tokens, num_shards) + _sum_shards(assignments, num_shards)
-  num_tokens, scores, entropy, z, counts, chosen_scores = sums
-  return RoutingSums(
-    num_tokens=jnp.sum(num_tokens),
-    shard_tokens=num_tokens,
-    scores=scores,
-    entropy=entropy,
-    z=z,
-    counts=counts,
-    chosen_scores=chosen_scores,
-    divide_by_k=divide_by_k,
-    is_balanced=routing.slots is not None,
-  )
+    sums = _sum_shards(tokens, num_shards) | _sum_shards(assignments, num_shards)
+  num_tokens, is_balanced = jnp.sum(sums['shard_tokens']), routing.slots is not None
+  return RoutingSums(num_tokens=num_tokens, **sums, divide_by_k=divide_by_k, is_balanced=is_balanced)
 
 
 def _cut_rows(routing: RouterOutput, num_shards: int) -> RouterOutput:
@@ -108,11 +90,11 @@ def _cut_rows(routing: RouterOutput, num_shards: int) -> RouterOutput:
   return routing.replace(**cut)
 
 
-def _token_columns(routing: RouterOutput) -> list[jax.Array]:
+def _token_columns(routing: RouterOutput) -> dict[str, jax.Array]:
   """Returns per row the number of real tokens [B], and sums over them of scores [B, E], entropy [B] and z [B]."""
   scores = routing.scores
   per_token = {
-    'num_tokens': jnp.ones(scores.shape[:2], jnp.float32),
+    'shard_tokens': jnp.ones(scores.shape[:2], jnp.float32),
     'entropy': jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(scores)), axis=-1),
     'z': jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)),
   }
@@ -120,25 +102,25 @@ def _token_columns(routing: RouterOutput) -> list[jax.Array]:
     mask = routing.token_mask
     per_token = {name: jnp.where(mask, x, 0.0) for name, x in per_token.items()}
     scores = jnp.where(mask[..., None], scores, 0.0)
-  rows = {name: jnp.sum(x, axis=1) for name, x in per_token.items()}
-  return [rows['num_tokens'], jnp.sum(scores, axis=1), rows['entropy'], rows['z']]
+  return {name: jnp.sum(x, axis=1) for name, x in (per_token | {'scores': scores}).items()}
 
 
-def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
+def _assignment_columns(routing: RouterOutput) -> dict[str, jax.Array]:
   """Returns per row or group the assignments per expert, [B or G, E], and the sum of the chosen scores, [B or G]."""
   num_experts = routing.scores.shape[-1]
   if routing.slots is not None:
     tokens_per_group = routing.scores[..., 0].size // routing.slots.token_ids.shape[0]
     filled = (routing.slots.token_ids < tokens_per_group).astype(jnp.float32)
-    # ExpertChoiceRouter's gates are the scores.
-    return [jnp.sum(filled, axis=2), jnp.sum(jax.lax.stop_gradient(routing.slots.gates), axis=(1, 2))]
+    chosen = jax.lax.stop_gradient(routing.slots.gates)  # ExpertChoiceRouter's gates are the scores
+    return {'counts': jnp.sum(filled, axis=2), 'chosen_scores': jnp.sum(chosen, axis=(1, 2))}
   assert routing.expert_ids is not None
   # Comparisons replace a scatter, which is slow on TPUs. The comparisons run choice by choice: a CPU would write [B, T,
   # k, E] to memory, which takes 14 times as long for 8 choices of 256 experts.
   experts = jnp.arange(num_experts)[None, None, :]
   choices = [routing.expert_ids[..., i, None] == experts for i in range(routing.expert_ids.shape[-1])]
   assigned = sum((chosen.astype(jnp.float32) for chosen in choices), start=jnp.zeros_like(routing.scores))  # [B, T, E]
-  return [jnp.sum(assigned, axis=1), jnp.sum(assigned * jax.lax.stop_gradient(routing.scores), axis=(1, 2))]
+  chosen = assigned * jax.lax.stop_gradient(routing.scores)
+  return {'counts': jnp.sum(assigned, axis=1), 'chosen_scores': jnp.sum(chosen, axis=(1, 2))}
 
 
 def whole_batch_tokens(routing: RouterOutput) -> list[int]:
@@ -147,26 +129,27 @@ def whole_batch_tokens(routing: RouterOutput) -> list[int]:
   return [n * current_layer_scope().part.count for n in counts]
 
 
-def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
+def _sum_shards(columns: dict[str, jax.Array], num_shards: int) -> dict[str, jax.Array]:
   """Sums columns [B, ...] to [N, ...] in one reduction, so that a sharded B needs one all-reduce for all columns.
 
   Part m of M of a batch is cut into pieces, lcm(M, N) of them in the whole batch, each of which lies in one shard.
   """
-  part, num_rows = current_layer_scope().part, columns[0].shape[0]
+  part, num_rows = current_layer_scope().part, len(next(iter(columns.values())))
   if num_shards < 1 or num_rows * part.count % num_shards:
     raise UserError(
       f'load_balance_shards={num_shards} must divide the tokens of the batch (where experts choose, its groups), which '
       f'is a microbatch where the learner takes microbatches: choose a divisor, such as one of {num_rows * part.count}.'
     )
   num_pieces = math.lcm(part.count, num_shards) // part.count
-  flat = [column.reshape(num_rows, -1) for column in columns]
+  flat = [column.reshape(num_rows, -1) for column in columns.values()]
   sums = jnp.sum(jnp.concatenate(flat, axis=1).reshape(num_pieces, num_rows // num_pieces, -1), axis=1)
   if part.count > 1 and num_shards > 1:
     shard_ids = (part.index * num_pieces + jnp.arange(num_pieces)) * num_shards // (part.count * num_pieces)
     is_in = shard_ids[None, :, None] == jnp.arange(num_shards)[:, None, None]
     sums = jnp.sum(jnp.where(is_in, sums[None], 0.0), axis=1)
   parts = jnp.split(sums, list(itertools.accumulate(column.shape[1] for column in flat[:-1])), axis=1)
-  return [part.reshape(num_shards, *column.shape[1:]) for part, column in zip(parts, columns, strict=True)]
+  of_names = zip(columns.items(), parts, strict=True)
+  return {name: part.reshape(num_shards, *column.shape[1:]) for (name, column), part in of_names}
 
 
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -178,10 +161,8 @@ def load_balance_loss(sums: RoutingSums) -> jax.Array:
   """Returns E * sum over experts of f * P, a float32 scalar: smallest for even load and even scores.
 
   f is the number of an expert's assignments per token, P the expert's mean score. The gradient flows through P only.
-  Perfectly even f and P give k (GShard: Lepikhin et al., 2020; Switch: Fedus et al., 2022), or 1 with `divide_by_k`.
-  With `divide_by_k`, the mean over L layers of n tokens each is MegaBlocks' formula (Gale et al., 2022): E / (L * n *
-  k) times the dot product of all layers' counts with all layers' mean scores. k is the mean number of assignments per
-  token, which may be fractional if experts choose.
+  Perfectly even f and P give k (GShard: Lepikhin et al., 2020; Switch: Fedus et al., 2022), or 1 with `divide_by_k`,
+  by the mean number k of assignments per token (MegaBlocks: Gale et al., 2022, for the mean over the layers).
   """
   num_tokens = sums.shard_tokens[:, None]
   num_assigned = jnp.sum(sums.counts, axis=1, keepdims=True) if sums.divide_by_k else num_tokens
@@ -197,13 +178,11 @@ def router_z_loss(sums: RoutingSums) -> jax.Array:
 def routing_statistics(sums: RoutingSums) -> dict[str, jax.Array]:
   """Returns the metrics of a routing decision, float32, without gradients.
 
-  Returns:
-    expert_load: [E], each expert's fraction of all assignments; the sum is 1.
-    max_expert_load: E times the greatest load; 1 is perfect balance, E is collapse.
-    router_entropy: mean over tokens of the entropy of their scores, in nats; log(E) for even scores.
-    router_confidence: mean over assignments of the chosen expert's score. T5X (flaxformer, MoeLayer) reports the mean
-      gate of the assignments that were not dropped; both are equal if nothing is dropped and gates are scores. The mean
-      of normalized gates would be 1/k for any router.
+  expert_load: [E], each expert's fraction of all assignments; the sum is 1.
+  max_expert_load: E times the greatest load; 1 is perfect balance, E is collapse.
+  router_entropy: mean over tokens of the entropy of their scores, in nats; log(E) for even scores.
+  router_confidence: mean over assignments of the chosen expert's score. T5X reports the mean gate of the assignments
+    that were not dropped, which is equal if nothing is dropped and gates are scores.
   """
   counts, entropy, chosen_scores = jax.lax.stop_gradient((sums.counts, sums.entropy, sums.chosen_scores))
   num_assigned = jnp.sum(counts)
@@ -216,48 +195,28 @@ def routing_statistics(sums: RoutingSums) -> dict[str, jax.Array]:
   }
 
 
-def load_violation(counts: jax.Array) -> jax.Array:
-  """Returns E times how many assignments each expert has above the mean: float32 [E], with sum 0.
-
-  The factor keeps whole numbers whole: an expert with exactly the mean load has 0, in whatever order parts of a batch
-  are added.
-
-  Args:
-    counts: float32 [E], assignments per expert.
-  """
-  return counts.size * counts - jnp.sum(counts)
-
-
 def attach_balance_gradient(y: jax.Array, bias: jax.Array, sums: RoutingSums) -> jax.Array:
   """Returns y; its differentiation gives the balance bias [E] the load violation as gradient. For training only.
 
-  The load is that of the real tokens, before any assignment is dropped; gradients of parts of a batch are to be added.
+  That is E times how many assignments each expert has above the mean, float32, with sum 0, of the real tokens, before
+  any assignment is dropped. The factor keeps whole numbers whole: an expert with exactly the mean load has 0, in
+  whatever order the gradients of parts of a batch are added.
   """
-  return attach_gradient(y, bias, load_violation(jnp.sum(sums.counts, axis=0)))
+  counts = jnp.sum(sums.counts, axis=0)
+  return attach_gradient(y, bias, counts.size * counts - jnp.sum(counts))
 
 
 @jax.custom_vjp
 def attach_gradient(x: Any, bias: jax.Array, gradient: jax.Array) -> Any:
-  """Returns x; its differentiation gives `bias` the cotangent `gradient`, whatever the cotangent of x.
+  """Returns x, an array or a tree; its differentiation gives `bias` the cotangent `gradient`, whatever that of x.
 
   The cotangent of x passes unchanged. The loss must depend on x; otherwise JAX never runs the backward rule.
-
-  Args:
-    x: an array or a tree of arrays.
-    bias: receives the gradient; its value is not read.
-    gradient: of bias's shape and dtype; its own gradient is 0.
   """
   del bias, gradient
   return x
 
 
-def _attach_forward(x, bias, gradient):
-  del bias
-  return x, gradient
-
-
-def _attach_backward(gradient, cotangent):
-  return cotangent, gradient, jnp.zeros_like(gradient)
-
-
-attach_gradient.defvjp(_attach_forward, _attach_backward)
+attach_gradient.defvjp(
+  lambda x, bias, gradient: (x, gradient),
+  lambda gradient, cotangent: (cotangent, gradient, jnp.zeros_like(gradient)),
+)

@@ -4,24 +4,30 @@ Shapes: B batch, T sequence, D model, F ffn; G groups of S tokens, k choices per
 and group.
 
 Two forms give the same numbers and differ in how tokens move into the slots and back: `CapacityEinsum` multiplies by
-one-hot masks (GShard: Lepikhin et al., 2020), `CapacityGather` gathers rows. `CapacityComputation` is their common
-base. Which token takes which slot is decided in _slots.py; _slot_resharding.py moves slots between devices.
+one-hot masks (GShard: Lepikhin et al., 2020), `CapacityGather` gathers rows. Which token takes which slot is decided in
+_slots.py.
+
+`SlotResharding` moves slots from the devices that hold their tokens to the devices that hold their experts, and back.
+Sharding constraints describe every move, and the partitioner derives the collectives: good ones (all-to-alls) where one
+mesh axis moves from one dim to another and divides both. For several axes at once, or an uneven dim, it gathers whole
+arrays on every device. Therefore G and E are padded, G is written as one dim per mesh axis, and each axis moves in one
+step.
 """
 
 import abc
 import dataclasses
-import functools
-from typing import Any, Literal
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
-from spmd_tasks.layers.moe._experts import ExpertWeights
-from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, take_rows
+from spmd_tasks.layers.moe._expert_parallel import Axes, expert_layout
+from spmd_tasks.layers.moe._experts import ExpertWeights, batched_ffn
+from spmd_tasks.layers.moe._permutation import gather_rows, sum_rows, take_rows
 from spmd_tasks.layers.moe._router import RouterOutput
-from spmd_tasks.layers.moe._slot_resharding import SlotResharding, slot_resharding
 from spmd_tasks.layers.moe._slots import (
   GroupSize,
   SlotAssignment,
@@ -31,6 +37,7 @@ from spmd_tasks.layers.moe._slots import (
   tokens_per_group,
 )
 from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.specs import current_sharding_scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +51,7 @@ class CapacityComputation(abc.ABC):
     capacity_counts_choices: whether the factor is relative to balanced top-k routing: C = factor * k * S / E
       (MegaBlocks). Without, as in T5X, factor 1 has slots for half of the choices of top-2 routing.
     capacity_rounding: of C, 'nearest' (T5X) or 'down' (MegaBlocks).
-    min_capacity: least number of slots of an expert in a group. With 0, a group whose C is rounded to 0 drops nothing
+    min_capacity: least number of slots of an expert in a group; with 0, a group whose C is rounded to 0 drops nothing
       (MegaBlocks).
     group_size: S: a divisor of B * T, a `DerivedGroupSize`, or None for one group per row. Small groups make the einsum
       form cheaper, and drops more likely.
@@ -81,7 +88,7 @@ class CapacityComputation(abc.ABC):
 
   @abc.abstractmethod
   def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    """Returns [G, S, D] for rows [G, E, C, D]: each token's rows summed by their gates, in the rows' dtype."""
+    """Returns [G, S, D] for rows [G, E, C, D], which are times their gates: each token's rows summed."""
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
@@ -89,13 +96,8 @@ class CapacityComputation(abc.ABC):
     """Returns ([B, T, D] in x's dtype, statistics) for x [B, T, D].
 
     If experts choose, the router has decided groups and slots too, and the fields that shape these are not read.
-
-    Statistics:
-      fraction_dropped: the fraction of the real tokens' choices that have no slot; 0 if experts choose.
-      expert_usage: the fraction of slots that hold a token.
-
-    Raises:
-      UserError: group_size does not fit.
+    The statistics are `fraction_dropped`, of the real tokens' choices, and `expert_usage`, of slots that hold a
+    token. Raises a UserError if group_size does not fit.
     """
     batch_size, length, _ = x.shape
     if routing.slots is None:
@@ -111,11 +113,12 @@ class CapacityComputation(abc.ABC):
         slots=_pad_slots(routing.slots, resharding, len(grouped), group_size), group_size=group_size
       )
     rows = resharding.apply_experts(self._dispatch(grouped, assignment), weights)
+    rows = (rows * assignment.slots.gates[..., None]).astype(rows.dtype)
     y = resharding.ungroup_tokens(self._combine(rows, assignment), batch_size, length)
     return constrain(y.astype(x.dtype), self.activation_split_dims), _statistics(routing, assignment)
 
   def _assign(
-    self, routing: RouterOutput, resharding: SlotResharding, group_size: int, *, train: bool
+    self, routing: RouterOutput, resharding: 'SlotResharding', group_size: int, *, train: bool
   ) -> SlotAssignment:
     """Assigns slots if tokens choose, with G and E padded."""
     assert routing.expert_ids is not None
@@ -155,20 +158,19 @@ class CapacityEinsum(CapacityComputation):
 
   Any partitioner understands this form and derives the all-to-alls if tokens and experts are split.
 
-  The mask [G, E, C, S], in x's dtype, has E * C elements per token: f * S at capacity factor f. The two products with
-  the mask cost as much as a dense plain network with F = f * S, so `group_size` should keep S small against F. Factor 0
-  (C = S) raises both figures to E * S. CapacityGather has no mask.
-
-  Fields: as in CapacityComputation.
+  The mask [G, E, C, S] has E * C elements per token: f * S at capacity factor f. The two products with it cost as much
+  as a dense plain network with F = f * S, so `group_size` should keep S small against F. CapacityGather has no mask.
   """
 
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    return jnp.einsum('gecs,gsd->gecd', _mask(assignment, x.dtype), x)
+    return jnp.einsum('gecs,gsd->gecd', self._mask(assignment, x), x)
 
   def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    # Weighting the rows instead of the mask lets one mask serve both directions.
-    weighed = rows * assignment.slots.gates[..., None]
-    return jnp.einsum('gecs,gecd->gsd', _mask(assignment, rows.dtype), weighed.astype(rows.dtype))
+    return jnp.einsum('gecs,gecd->gsd', self._mask(assignment, rows), rows)
+
+  def _mask(self, assignment: SlotAssignment, x: jax.Array) -> jax.Array:
+    """Returns [G, E, C, S]: 1 where the slot holds the token."""
+    return jax.nn.one_hot(assignment.slots.token_ids, assignment.group_size, dtype=x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,27 +179,27 @@ class CapacityGather(CapacityComputation):
 
   If tokens choose, both directions and their gradients are gathers. If experts choose, a token may have any number of
   slots, and the sums over them are scatter-adds.
-
-  Fields: as in CapacityComputation.
   """
 
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
     token_ids = assignment.slots.token_ids
-    if assignment.positions is None:
-      rows = jax.vmap(take_rows)(x, token_ids.reshape(x.shape[0], -1))
+    if assignment.permutation is None:
+      rows = jax.vmap(take_rows)(x, token_ids.reshape(len(x), -1))
     else:
-      rows = jax.vmap(gather_rows)(x, _permutation(assignment, assignment.positions))
+      rows = jax.vmap(gather_rows)(x, assignment.permutation)
     return rows.reshape(*token_ids.shape, x.shape[-1])
 
   def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    flat = rows.reshape(rows.shape[0], -1, rows.shape[-1])
-    if assignment.positions is None or assignment.gates is None:
-      slots = jax.tree.map(lambda x: x.reshape(x.shape[0], -1), assignment.slots)
-      return jax.vmap(functools.partial(_scatter_rows, group_size=assignment.group_size))(flat, slots)
-    return jax.vmap(combine_rows)(flat, assignment.gates, _permutation(assignment, assignment.positions))
+    num_groups, model_dim = len(rows), rows.shape[-1]
+    rows = rows.reshape(num_groups, -1, model_dim)
+    if assignment.permutation is not None:
+      return jax.vmap(sum_rows)(rows, assignment.permutation)
+    nothing, ids = jnp.zeros((assignment.group_size, model_dim)), assignment.slots.token_ids.reshape(num_groups, -1)
+    summed = jax.vmap(lambda rows, ids: nothing.at[ids].add(rows.astype(jnp.float32), mode='drop'))(rows, ids)
+    return summed.astype(rows.dtype)
 
 
-def _pad_slots(slots: Slots, resharding: SlotResharding, num_groups: int, group_size: int) -> Slots:
+def _pad_slots(slots: Slots, resharding: 'SlotResharding', num_groups: int, group_size: int) -> Slots:
   """Adds empty slots for the groups and experts of the padding."""
   missing_groups = num_groups - slots.token_ids.shape[0]
   missing_experts = resharding.padded_num_experts(slots.token_ids.shape[1]) - slots.token_ids.shape[1]
@@ -221,22 +223,124 @@ def _statistics(routing: RouterOutput, assignment: SlotAssignment) -> Ratios:
   }
 
 
-def _mask(assignment: SlotAssignment, dtype: Any) -> jax.Array:
-  """Returns [G, E, C, S]: 1 where the slot holds the token."""
-  return jax.nn.one_hot(assignment.slots.token_ids, assignment.group_size, dtype=dtype)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotResharding:
+  """The mesh axes that split tokens and experts, and their sizes. Without any axes, one device holds everything.
+
+  Attributes:
+    tokens: axes that split the tokens, and hence the groups.
+    expert, hidden: axes that split E and F.
+    axis_sizes: name and size of every axis above.
+  """
+
+  tokens: Axes = ()
+  expert: Axes = ()
+  hidden: Axes = ()
+  axis_sizes: tuple[tuple[str, int], ...] = ()
+
+  def _num_parts(self, axes: Axes) -> int:
+    sizes = dict(self.axis_sizes)
+    return math.prod(sizes[axis] for axis in axes)
+
+  def padded_num_experts(self, num_experts: int) -> int:
+    """Returns E rounded up so that every device has equally many experts."""
+    return _round_up(num_experts, self._num_parts(self.expert))
+
+  def group_tokens(self, x: jax.Array, group_size: int, fill_value: float = 0) -> jax.Array:
+    """Returns [G, S, N] for x [B, T, N], padding B with `fill_value` so that every device has equally many groups."""
+    batch_size, length, _ = x.shape
+    rows_per_group = math.lcm(group_size, length) // length
+    num_rows = _round_up(batch_size, rows_per_group * self._num_parts(self.tokens))
+    x = jnp.pad(x, ((0, num_rows - batch_size), (0, 0), (0, 0)), constant_values=fill_value)
+    return self._split_groups(x.reshape(-1, group_size, x.shape[-1]))
+
+  def ungroup_tokens(self, x: jax.Array, batch_size: int, length: int) -> jax.Array:
+    """Returns [B, T, N] for x [G, S, N], without the padding."""
+    return self._split_groups(x).reshape(-1, length, x.shape[-1])[:batch_size]
+
+  def _split_groups(self, x: jax.Array) -> jax.Array:
+    """Constrains `x` [G, ...] to the sharding of the tokens."""
+    return constrain(x, (self.tokens, *[None] * (x.ndim - 1)))
+
+  def apply_experts(self, rows: jax.Array, weights: ExpertWeights) -> jax.Array:
+    """Moves rows [G, E, C, D] to their experts, applies the networks, and moves the results [G, E, C, D] back.
+
+    G and E of the rows are padded, E of the weights is not.
+    """
+    num_groups, num_experts, capacity, model_dim = rows.shape
+    sizes = dict(self.axis_sizes)
+    # [E, the size of each axis that splits tokens, the groups of one device, C, D]
+    rows = self._split_groups(rows)
+    by_axis = [num_experts, *[sizes[axis] for axis in self.tokens], -1]
+    rows = rows.swapaxes(0, 1).reshape(*by_axis, capacity, model_dim)
+    steps = self._steps()
+    for split_dims in steps:
+      rows = constrain(rows, split_dims)
+    hidden_split_dims, padded = (*steps[-1][:-1], self.hidden), self._pad_weights(weights)
+    factors = self._dropout_factors(weights, num_groups, padded.up.shape)
+    if factors is not None:
+      factors = constrain(factors.reshape(*by_axis, 1, factors.shape[-1]), hidden_split_dims)
+    rows = batched_ffn(rows, padded, hidden_split_dims=hidden_split_dims, factors=factors)
+    for split_dims in reversed(steps):
+      rows = constrain(rows, split_dims)
+    return self._split_groups(rows.reshape(num_experts, num_groups, capacity, model_dim).swapaxes(0, 1))
+
+  def _steps(self) -> list[tuple[Axes | str | None, ...]]:
+    """Returns the rows' split dims after each step, from the sharding of the tokens to the sharding of the experts."""
+    held = list(self.tokens)
+
+    def layout(expert: Axes) -> tuple[Axes | str | None, ...]:
+      return (expert, *[axis if axis in held else None for axis in self.tokens], None, None, None)
+
+    steps = [layout(())]
+    for i, axis in enumerate(self.expert):
+      if axis in held:
+        held.remove(axis)
+      steps.append(layout(self.expert[: i + 1]))
+    for axis in self.hidden:
+      if axis in held:
+        held.remove(axis)
+        steps.append(layout(self.expert))
+    return steps
+
+  def _dropout_factors(self, weights: ExpertWeights, num_groups: int, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns [E, G, F], E and F as in `shape` [E, D, F]: the same numbers on any mesh; None for no dropout."""
+    if weights.dropout_key is None:
+      return None
+    num_experts, _, hidden_dim = weights.up.shape
+    kept = jax.random.bernoulli(weights.dropout_key, 1 - weights.dropout_rate, (num_groups, num_experts, hidden_dim))
+    padding = ((0, 0), (0, shape[0] - num_experts), (0, shape[2] - hidden_dim))
+    return jnp.pad(kept / (1 - weights.dropout_rate), padding).swapaxes(0, 1)
+
+  def _pad_weights(self, weights: ExpertWeights) -> ExpertWeights:
+    num_experts, _, hidden_dim = weights.up.shape
+    more_experts = self.padded_num_experts(num_experts) - num_experts
+    more_hidden = _round_up(hidden_dim, self._num_parts(self.hidden)) - hidden_dim
+    experts, hidden, whole = (0, more_experts), (0, more_hidden), (0, 0)
+    return weights.map(
+      up=lambda x: jnp.pad(x, (experts, whole, hidden)),
+      down=lambda x: jnp.pad(x, (experts, hidden, whole)),
+      up_bias=lambda x: jnp.pad(x, (experts, hidden)),
+      down_bias=lambda x: jnp.pad(x, (experts, whole)),
+    )
 
 
-def _permutation(assignment: SlotAssignment, positions: jax.Array) -> Permutation:
-  """Returns the permutation from tokens to slots per group, with empty rows and with assignments that have no row."""
-  token_ids = assignment.slots.token_ids
-  return Permutation(
-    token_ids=token_ids.reshape(token_ids.shape[0], -1),
-    positions=positions,
-    group_sizes=jnp.sum(token_ids < assignment.group_size, axis=-1, dtype=jnp.int32),
+def slot_resharding(
+  weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, ...]
+) -> SlotResharding:
+  """Returns the SlotResharding for the current sharding scope; arguments as those of `expert_layout`."""
+  scope = current_sharding_scope()
+  if scope is None:
+    return SlotResharding()
+  layout = expert_layout(scope, weights, activation_split_dims, tokens)
+  axes = dict.fromkeys((*layout.tokens, *layout.expert, *layout.hidden))
+  return SlotResharding(
+    tokens=layout.tokens,
+    expert=layout.expert,
+    hidden=layout.hidden,
+    axis_sizes=tuple((axis, scope.mesh.shape[axis]) for axis in axes),
   )
 
 
-def _scatter_rows(rows: jax.Array, slots: Slots, group_size: int) -> jax.Array:
-  """Returns [S, D] for one group's rows [E * C, D] and its slots, flattened to [E * C]."""
-  result = jnp.zeros((group_size, rows.shape[-1]), jnp.float32)
-  return result.at[slots.token_ids].add(rows * slots.gates[:, None], mode='drop').astype(rows.dtype)
+def _round_up(size: int, multiple: int) -> int:
+  return -(-size // multiple) * multiple

@@ -1,36 +1,40 @@
 """Ways to move tokens to experts on other devices: a ring, and an all-to-all in one pass or in several.
 
 Shapes: n tokens of this device, k choices per token, R = n * k rows, X devices of the exchange, E experts per device, P
-rows in a send buffer, D model.
-
-Each implements `Dispatch` (_expert_parallel.py) and runs on every platform.
+rows in a send buffer, D model. Each implements `Dispatch` (_expert_parallel.py) and runs on every platform.
 """
 
 from collections.abc import Callable
 import functools
 from typing import Any, NamedTuple
 
-from absl import logging
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import Ratios
-from spmd_tasks.layers.moe._expert_parallel import Dispatch, Exchange, apply_to_received, exclusive_cumsum
-from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
-from spmd_tasks.layers.moe._permutation import Permutation, gather_gates, gather_rows, sort_by_expert, sum_rows
+from spmd_tasks.layers.moe._expert_parallel import Dispatch, Exchange
+from spmd_tasks.layers.moe._experts import ExpertWeights, name_routing
+from spmd_tasks.layers.moe._permutation import (
+  Permutation,
+  gather_gates,
+  gather_rows,
+  move_rows,
+  sort_by_expert,
+  sum_rows,
+)
 
 # The name of the loops in a compiled program, by which a plan knows that balanced routing runs them not at all.
 FURTHER_PASSES_NAME = 'further_passes_of_experts'
 
 
 def ring(
-  x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
+  x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: ExpertWeights, exchange: Exchange
 ) -> tuple[jax.Array, Ratios]:
   """Rotates token shards through the devices, each of which adds the outputs of its experts; drops nothing.
 
   After each of X hops, tokens and sums go to the next device. An all-gather of the tokens and one reduce-scatter of the
-  sums would send as much data, but would hold X * n * k rows where one hop holds n * k. In the backward pass the tokens
-  rotate a second time and the experts' outputs are computed again, so the saved memory does not grow with X.
+  sums would hold X * n * k rows where one hop holds n * k. In the backward pass the tokens rotate a second time and the
+  experts' outputs are computed again, so the saved memory does not grow with X.
   """
   return _ring(exchange, x, expert_ids, gates, experts), {}
 
@@ -50,7 +54,7 @@ def _rotate(exchange: Exchange, step: Callable[[Any, Any], tuple[Any, Any]], mov
 
 
 def _apply_local_experts(
-  exchange: Exchange, x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts
+  exchange: Exchange, x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: ExpertWeights
 ) -> jax.Array:
   """Returns [n, D]: the contribution of this device's experts to the outputs of any device's tokens."""
   local_ids = expert_ids - jax.lax.axis_index(exchange.axes) * experts.num_experts
@@ -69,10 +73,6 @@ def _ring(exchange, x, expert_ids, gates, experts):
   return y
 
 
-def _ring_forward(exchange, x, expert_ids, gates, experts):
-  return _ring(exchange, x, expert_ids, gates, experts), (x, expert_ids, gates, experts)
-
-
 def _ring_backward(exchange, residuals, d_y):
   x, expert_ids, gates, experts = residuals
 
@@ -82,36 +82,31 @@ def _ring_backward(exchange, residuals, d_y):
       lambda x, gates, experts: _apply_local_experts(exchange, x, expert_ids, gates, experts), x, gates, experts
     )
     d_x_part, d_gates_part, d_experts = pull_back(d_y)
-    sums = jax.tree.map(lambda total, d: total + d.astype(jnp.float32), sums, d_experts.weights)
+    sums = jax.tree.map(lambda total, d: total + d.astype(jnp.float32), sums, d_experts)
     return (x, expert_ids, gates, d_y, d_x + d_x_part, d_gates + d_gates_part), sums
 
-  zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), experts.weights)
+  zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), experts)
   moving = (x, expert_ids, gates, d_y, jnp.zeros_like(x), jnp.zeros_like(gates))
   (_, _, _, _, d_x, d_gates), sums = _rotate(exchange, step, moving, zeros)
-  d_weights = jax.tree.map(lambda total, weight: total.astype(weight.dtype), sums, experts.weights)
-  return d_x, None, d_gates, experts.replace(weights=d_weights)
+  return d_x, None, d_gates, jax.tree.map(lambda total, weight: total.astype(weight.dtype), sums, experts)
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+_ring.defvjp(lambda exchange, *arguments: (_ring(exchange, *arguments), arguments), _ring_backward)
 
 
 def padded_all_to_all(
-  x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
+  x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: ExpertWeights, exchange: Exchange
 ) -> tuple[jax.Array, Ratios]:
   """Moves rows to their experts and back in buffers of one fixed size per pair of devices, without a scatter.
 
   By default the buffers have room for the worst case: nothing is dropped, but X * P rows move where only R are real.
-  With a `capacity_factor`, rows that do not fit are dropped and counted.
-
-  Statistics:
-    pair_capacity: P, the rows from one device to another.
-    fraction_dropped: only with a `capacity_factor`.
+  With a `capacity_factor`, rows that do not fit are dropped and counted. The statistics are `pair_capacity`, P, and
+  with a `capacity_factor` also `fraction_dropped`.
   """
   num_devices, num_rows = exchange.num_devices, expert_ids.size
   capacity = exchange.capacity(
     balanced=num_rows / num_devices, worst=x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
   )
-  _log_capacity(capacity, num_rows, num_devices)
   by_expert = sort_by_expert(expert_ids, num_devices * experts.num_experts)
   sizes = by_expert.group_sizes.reshape(num_devices, experts.num_experts)
   buffers = name_routing(_fill_buffers(by_expert, expert_ids // experts.num_experts, jnp.sum(sizes, axis=1), capacity))
@@ -125,7 +120,7 @@ def padded_all_to_all(
   received_ids = name_routing(received_ids.reshape(-1))
 
   rows, row_gates = send(gather_rows(x, buffers)), send(gather_gates(gates, buffers))
-  y = sum_rows(send(apply_to_received(experts, rows, received_ids, row_gates)), buffers)
+  y = sum_rows(send(_apply_to_received(experts, rows, received_ids, row_gates)), buffers)
   statistics = {'pair_capacity': (jnp.float32(capacity), jnp.float32(1))}
   if exchange.capacity_factor is not None:
     num_assigned = jnp.sum(sizes)
@@ -133,30 +128,28 @@ def padded_all_to_all(
   return y, statistics
 
 
-@functools.cache
-def _log_capacity(capacity: int, num_rows: int, num_devices: int) -> None:
-  """Logs the capacity once per program, because the cost of a step follows from it."""
-  logging.info(
-    'padded_all_to_all: room for %d rows from each of %d devices to each other; balanced routing needs %.1f of %d.',
-    capacity,
-    num_devices,
-    num_rows / num_devices,
-    num_rows,
-  )
+def _apply_to_received(experts: ExpertWeights, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
+  """Applies this device's experts to rows [R, D] in any order, and returns the results [R, D] in their places.
+
+  The id E marks a row without content, whose result is zeros; ids are int32 [R], gates float32 [R].
+  """
+  num_rows = rows.shape[0]
+  by_expert = sort_by_expert(expert_ids[:, None], experts.num_experts)
+  has_content = expert_ids < experts.num_experts
+  targets = jnp.where(has_content, by_expert.positions[:, 0], num_rows)
+  group_sizes, sources, targets = name_routing((by_expert.group_sizes, by_expert.token_ids, targets))
+  results = experts.apply_to_rows(move_rows(rows, sources, targets), group_sizes, move_rows(gates, sources, targets))
+  return move_rows(results, targets, sources)
 
 
 def _fill_buffers(by_expert: Permutation, devices: jax.Array, sizes: jax.Array, capacity: int) -> Permutation:
   """Returns the order of the rows in the X send buffers of P places each.
 
-  Args:
-    by_expert: the order by expert, and therefore by device.
-    devices: int32 [n, k], each assignment's device, X where it is not routed.
-    sizes: int32 [X], rows for each device.
-    capacity: P.
+  `by_expert` is the order by expert, and therefore by device; `devices` int32 [n, k] says each assignment's device, X
+  where it is not routed; `sizes` int32 [X] count the rows for each device.
   """
-  assert by_expert.assignments is not None
   num_devices, num_assignments = sizes.shape[0], devices.size
-  starts, place = exclusive_cumsum(sizes), jnp.arange(capacity, dtype=jnp.int32)
+  starts, place = jnp.cumsum(sizes, dtype=sizes.dtype) - sizes, jnp.arange(capacity, dtype=jnp.int32)
   # Each buffer is a slice of the rows; the padding keeps the last slices within bounds.
   rows = jnp.pad(by_expert.assignments, (0, capacity), constant_values=num_assignments)
   slices = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(rows, start, capacity))(starts)
@@ -173,17 +166,6 @@ def _fill_buffers(by_expert: Permutation, devices: jax.Array, sizes: jax.Array, 
   )
 
 
-def dispatch_in_passes(dispatch: Dispatch) -> Dispatch:
-  """Returns a dispatch that calls `dispatch`, an all-to-all with bounded buffers, until every assignment is done.
-
-  What does not fit goes in a second pass, a third and so on, as many as the fullest pair of devices needs; under
-  balanced routing one pass does everything. The numbers are those of one big pass. The first pass is differentiated
-  like any other layer. Further ones run in a loop whose length follows from the routing, and none of their arrays is
-  kept: the backward pass computes them again.
-  """
-  return functools.partial(_in_passes, dispatch)
-
-
 class _Passes(NamedTuple):
   """The assignments of tokens to passes.
 
@@ -198,18 +180,22 @@ class _Passes(NamedTuple):
   num_needed: jax.Array
 
 
-def _in_passes(
+def in_passes(
   dispatch: Dispatch,
   x: jax.Array,
   expert_ids: jax.Array,
   gates: jax.Array,
-  experts: LocalExperts,
+  experts: ExpertWeights,
   exchange: Exchange,
 ) -> tuple[jax.Array, Ratios]:
-  """Implements Dispatch.
+  """Calls `dispatch`, an all-to-all with bounded buffers, until every assignment is done.
 
-  Statistics: those of `dispatch`, and
-    num_passes: how many passes were needed.
+  What does not fit goes in a second pass, a third and so on, as many as the fullest pair of devices needs; under
+  balanced routing one pass does everything. The numbers are those of one big pass. The first pass is differentiated
+  like any other layer. Further ones run in a loop whose length follows from the routing, and none of their arrays is
+  kept: the backward pass computes them again.
+
+  Statistics: those of `dispatch`, and `num_passes`, how many were needed.
   """
   assert exchange.capacity_factor is not None
   num_devices, unrouted = exchange.num_devices, exchange.num_devices * experts.num_experts
@@ -237,7 +223,7 @@ def _run(dispatch, exchange, x, gates, experts, passes):
 def _one_pass(dispatch: Dispatch, exchange: Exchange, passes: _Passes, index: jax.Array | int) -> Callable[..., Any]:
   """Returns the function (x, gates, experts) -> (y, statistics) of one pass."""
 
-  def run(x: jax.Array, gates: jax.Array, experts: LocalExperts) -> tuple[jax.Array, Ratios]:
+  def run(x: jax.Array, gates: jax.Array, experts: ExpertWeights) -> tuple[jax.Array, Ratios]:
     is_now, unrouted = passes.pass_ids == index, exchange.num_devices * experts.num_experts
     expert_ids = jnp.where(is_now, passes.expert_ids, unrouted)
     return dispatch(x, expert_ids, jnp.where(is_now, gates, 0.0), experts, exchange)

@@ -2,9 +2,8 @@
 
 Shapes: B batch, T sequence, D model, F ffn, E experts, k choices per token.
 
-`Dropless` is the computation that a MixtureOfExperts takes. `apply_experts` does the work: inside `jax.shard_map` each
-device computes with the experts that it holds, and the chosen dispatch moves tokens between devices.
-_expert_parallel.py explains the meaning of each mesh axis.
+`apply_experts` does the work: inside `jax.shard_map` each device computes with the experts that it holds, and the
+chosen dispatch moves tokens between devices. _expert_parallel.py explains the meaning of each mesh axis.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios, current_layer_scope
-from spmd_tasks.layers.moe._dispatches import dispatch_in_passes, padded_all_to_all, ring
+from spmd_tasks.layers.moe._dispatches import in_passes, padded_all_to_all, ring
 from spmd_tasks.layers.moe._expert_parallel import (
   Axes,
   Dispatch,
@@ -26,16 +25,13 @@ from spmd_tasks.layers.moe._expert_parallel import (
   expert_layout,
   select_assignments,
 )
-from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts
+from spmd_tasks.layers.moe._experts import ExpertWeights
 from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.sharding import SplitDims, padding
 from spmd_tasks.sharding.specs import ShardingScope, current_sharding_scope, num_parts
 
 # The ways to move tokens to experts on other devices.
-DISPATCHES: dict[str, Dispatch] = {
-  'ring': ring,
-  'padded_all_to_all': padded_all_to_all,
-}
+DISPATCHES: dict[str, Dispatch] = {'ring': ring, 'padded_all_to_all': padded_all_to_all}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +44,7 @@ class Dropless:
       room for the worst case.
     overflow: what becomes of rows that do not fit: 'drop' them and count them in `fraction_dropped`, or do them in
       further 'passes', as many as the routing needs.
-    backend: of the grouped matmuls, see `grouped_matmul`: 'loop', 'megablox', 'tokamax' or 'ragged_dot'; None for the
-      best on this platform.
+    backend: of the grouped matmuls, see `grouped_matmul`; None for the best on this platform.
     activation_split_dims: of x and of the result.
   """
 
@@ -83,10 +78,7 @@ class Dropless:
   ) -> tuple[jax.Array, Ratios]:
     """Returns (y [B, T, D] in x's dtype, statistics) for x [B, T, D].
 
-    The statistics are `fraction_dropped`, and the capacity of an all-to-all.
-
-    Raises:
-      UserError: the router lets experts choose; or see `apply_experts`.
+    The statistics are `fraction_dropped`, and the capacity of an all-to-all. Raises a UserError if experts choose.
     """
     del train
     if routing.expert_ids is None or routing.gates is None:
@@ -94,34 +86,28 @@ class Dropless:
         'Dropless needs a router in which tokens choose, but with this router experts choose: use CapacityGather or '
         'CapacityEinsum.'
       )
-    experts = LocalExperts(weights=weights, backend=self.backend)
-    expert_ids, gates = _without_bubbles(routing.expert_ids, routing.gates, experts.num_experts)
+    expert_ids, gates, is_work = routing.expert_ids, routing.gates, current_layer_scope().part.is_work
+    if is_work is not True:  # nothing is routed in a bubble of a pipeline: groups without rows cost no work
+      expert_ids = jnp.where(is_work, expert_ids, weights.num_experts)
+      gates = jnp.where(is_work, gates, 0.0)
     dispatch = DISPATCHES[self.dispatch]
     y, statistics = apply_experts(
       x.astype(weights.up.dtype),
       expert_ids,
       gates,
-      experts,
+      weights.replace(backend=self.backend),
       activation_split_dims=self.activation_split_dims,
-      dispatch=dispatch_in_passes(dispatch) if self.overflow == 'passes' else dispatch,
+      dispatch=functools.partial(in_passes, dispatch) if self.overflow == 'passes' else dispatch,
       capacity_factor=self.capacity_factor,
     )
     return y.astype(x.dtype), {'fraction_dropped': (jnp.float32(0), jnp.float32(1)), **statistics}
-
-
-def _without_bubbles(expert_ids: jax.Array, gates: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-  """Routes no token in a bubble of a pipeline: groups without rows cost the experts no work."""
-  is_work = current_layer_scope().part.is_work
-  if is_work is True:
-    return expert_ids, gates
-  return jnp.where(is_work, expert_ids, num_experts), jnp.where(is_work, gates, 0.0)
 
 
 def apply_experts(
   x: jax.Array,
   expert_ids: jax.Array,
   gates: jax.Array,
-  experts: LocalExperts,
+  experts: ExpertWeights,
   *,
   activation_split_dims: SplitDims,
   dispatch: Dispatch,
@@ -130,9 +116,7 @@ def apply_experts(
   """Returns (y [B, T, D], statistics): the sum of the experts' outputs by their gates, and the dispatch's statistics.
 
   Inside a `sharding_scope` every device computes with its own experts. Outside, this device holds all experts and all
-  tokens. Gradients are gradients of the whole computation: a replicated array gets the sum over its devices.
-
-  D, E and F are padded here if the mesh does not divide them. Padding experts receive no token.
+  tokens. D, E and F are padded here if the mesh does not divide them. Padding experts receive no token.
 
   Args:
     x: [B, T, D].
@@ -144,16 +128,16 @@ def apply_experts(
     capacity_factor: see Exchange.
 
   Raises:
-    UserError: the layout is impossible (see `expert_layout`), the dispatch does not run on this platform, or an
-      enclosing `shard_map` has made an axis manual that splits tokens or experts.
+    UserError: the layout is impossible (see `expert_layout`), or an enclosing `shard_map` has made an axis manual that
+      splits tokens or experts.
   """
   scope = current_sharding_scope()
-  layout = None if scope is None else expert_layout(scope, experts.weights, activation_split_dims, x.shape)
+  layout = None if scope is None else expert_layout(scope, experts, activation_split_dims, x.shape)
   if scope is None or layout is None or not layout.all_axes:
     return experts.apply_to_tokens(x, expert_ids, gates), {}
   axis_sizes = scope.mesh.shape
   tokens_spec = PartitionSpec(layout.batch, layout.seq, None)
-  weight_specs = experts.weights.map(
+  weight_specs = experts.map(
     up=lambda _: PartitionSpec(layout.expert, layout.up_embed, layout.hidden),
     down=lambda _: PartitionSpec(layout.expert, layout.hidden, layout.down_embed),
     up_bias=lambda _: PartitionSpec(layout.expert, layout.hidden),
@@ -162,7 +146,6 @@ def apply_experts(
   exchange = Exchange(
     axes=layout.exchange,
     num_devices=num_parts(layout.exchange, axis_sizes),
-    platform=getattr(scope.device, 'platform', None),
     capacity_factor=capacity_factor,
     all_axes=layout.all_axes,
   )
@@ -171,8 +154,8 @@ def apply_experts(
     shape = padding.padded_shape(array.shape, spec, axis_sizes)
     return padding.pad(array, jax.ShapeDtypeStruct(shape, array.dtype))
 
-  weights = jax.tree.map(pad, experts.weights, weight_specs)
-  unrouted, num_experts = experts.num_experts, weights.up.shape[0]
+  weights = jax.tree.map(pad, experts, weight_specs)
+  unrouted, num_experts = experts.num_experts, weights.num_experts
   # After the padding of E, the padded number of experts is the id that means 'not routed'.
   expert_ids = jnp.where(expert_ids == unrouted, num_experts, expert_ids)
 
@@ -185,7 +168,7 @@ def apply_experts(
     expert_ids, gates = select_assignments(
       expert_ids, gates, num_experts=num_experts, layout=layout, axis_sizes=axis_sizes
     )
-    local_experts = experts.replace(weights=_weights_of_device(weights, layout, shape[-1]))
+    local_experts = _weights_of_device(weights, layout, shape[-1])
     if layout.exchange:
       y, statistics = dispatch(x, expert_ids, gates, local_experts, exchange)
     else:
@@ -253,16 +236,10 @@ def _sum_parts(axes: Axes, num_devices: int, y: jax.Array) -> jax.Array:
   return jax.lax.psum(y, axes)
 
 
-def _sum_parts_forward(axes, num_devices, y):
-  return _sum_parts(axes, num_devices, y), None
-
-
-def _sum_parts_backward(axes, num_devices, _, d_sum):
-  del axes
-  return (d_sum * num_devices,)
-
-
-_sum_parts.defvjp(_sum_parts_forward, _sum_parts_backward)
+_sum_parts.defvjp(
+  lambda axes, num_devices, y: (_sum_parts(axes, num_devices, y), None),
+  lambda axes, num_devices, _, d_sum: (d_sum * num_devices,),
+)
 
 
 def _mesh_and_free_axes(scope: ShardingScope, layout: ExpertLayout, x: jax.Array) -> tuple[Any, frozenset[str]]:

@@ -5,18 +5,17 @@ Shapes: B batch, T sequence, D model, F ffn, n tokens of this device, k choices 
 
 The axis rules alone decide. A mesh axis that splits
 
-    tokens and experts   is an exchange axis: tokens reach experts on other devices by a `Dispatch`;
-    experts only         is a sum axis: all its devices have the same tokens, each computes its own experts, and the
-                         results are summed;
-    tokens and F         is a gather axis: every device gathers the tokens of all and computes a part of F; the partial
-                         results are summed and scattered (MegaBlocks' hidden sharding, for fewer experts than devices);
-    F only               is a sum axis too: tensor parallelism;
-    tokens only          is data parallelism: experts are replicated (T5X's second data axis). If the axis also splits D
-                         of the weights, the weights are gathered for the computation (FSDP).
+  tokens and experts   is an exchange axis: tokens reach experts on other devices by a `Dispatch`;
+  experts only         is a sum axis: all its devices have the same tokens, each computes its own experts, and the
+                       results are summed;
+  tokens and F         is a gather axis: every device gathers the tokens of all and computes a part of F; the partial
+                       results are summed and scattered (MegaBlocks' hidden sharding, for fewer experts than devices);
+  F only               is a sum axis too: tensor parallelism;
+  tokens only          is data parallelism: experts are replicated (T5X's second data axis). If the axis also splits D
+                       of the weights, the weights are gathered for the computation (FSDP).
 
-`expert_layout` finds these classes. An `Exchange` describes the devices along the exchange axes. Device i of the
-exchange holds the experts with ids i * E to (i + 1) * E - 1; the id X * E means 'not routed'. A `Dispatch` is one
-strategy for moving tokens between these devices (_dispatches.py).
+Device i of the exchange holds the experts with ids i * E to (i + 1) * E - 1; the id X * E means 'not routed'. A
+`Dispatch` is one strategy for moving tokens between these devices (_dispatches.py).
 """
 
 from collections.abc import Mapping
@@ -30,8 +29,7 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
-from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts, name_routing
-from spmd_tasks.layers.moe._permutation import move_rows, sort_by_expert
+from spmd_tasks.layers.moe._experts import ExpertWeights
 from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import ShardingScope, num_parts, spec_axes
 
@@ -86,14 +84,8 @@ def expert_layout(
 ) -> ExpertLayout:
   """Returns the layout that the scope's mesh and axis rules give to experts and to activations [B, T, D].
 
-  Args:
-    scope: the mesh and the axis rules.
-    weights: of all experts.
-    activation_split_dims: of the activations.
-    tokens: their shape, (B, T, ...). An axis that does not divide B or T does not split it.
-
-  Raises:
-    UserError: `up` and `down` are split differently in E or F.
+  An axis that does not divide B or T of `tokens`, a shape, does not split it. Raises a UserError if `up` and `down` are
+  split differently in E or F.
   """
 
   def in_use(spec: PartitionSpec) -> list[Axes]:
@@ -129,15 +121,12 @@ def select_assignments(
   tokens; each of these devices keeps the assignments to its own experts.
 
   Args:
-    expert_ids: int32 [..., k] in [0, E]. The id E means 'not routed'.
-    gates: float32 [..., k].
+    expert_ids, gates: int32 [..., k] in [0, E], where E means 'not routed', and float32 [..., k].
     num_experts: E, a multiple of the number of parts that experts are split into.
-    layout: the mesh axes.
-    axis_sizes: of the mesh.
+    layout, axis_sizes: of the mesh.
 
   Returns:
-    (expert_ids, int32 [..., k]; gates, float32 [..., k]). The largest id, the number of experts in the exchange, means
-    'not routed', with gate 0.
+    Both, renumbered; the number of experts in the exchange means 'not routed', with gate 0.
   """
   if layout.exchange == layout.expert:
     return expert_ids, gates
@@ -163,7 +152,6 @@ class Exchange:
   Attributes:
     axes: the exchange axes, the slowest first.
     num_devices: X.
-    platform: 'cpu', 'gpu' or 'tpu'; None for an abstract mesh.
     capacity_factor: the rows in buffers of fixed size, as a multiple of the rows under balanced routing; None makes
       room for the worst case.
     all_axes: all mesh axes that split tokens, experts or F, the exchange axes included.
@@ -171,7 +159,6 @@ class Exchange:
 
   axes: Axes
   num_devices: int
-  platform: str | None
   capacity_factor: float | None
   all_axes: Axes
 
@@ -192,48 +179,16 @@ class Dispatch(Protocol):
   """Moves tokens to experts on other devices and the results back. Runs on every device, inside a `shard_map`."""
 
   def __call__(
-    self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
+    self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: ExpertWeights, exchange: Exchange
   ) -> tuple[jax.Array, Ratios]:
     """Returns (y [n, D], statistics): for each token of this device the sum of its experts' outputs by their gates.
 
-    The statistics are the same on all devices. A dispatch that can drop assignments reports
-    `fraction_dropped`.
+    The statistics are the same on all devices; `fraction_dropped` is one where a dispatch can drop assignments.
 
     Args:
       x: [n, D].
       expert_ids: int32 [n, k] in [0, X * E]. The id X * E means 'not routed'; the other ids of a token are distinct.
       gates: float32 [n, k], 0 for an assignment that is not routed.
-      experts: of this device.
-      exchange: the devices.
-
-    Raises:
-      UserError: the dispatch does not run on this platform.
+      experts, exchange: of this device, and the devices.
     """
     ...
-
-
-def apply_to_received(experts: LocalExperts, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
-  """Applies this device's experts to rows received from all devices; for the all-to-all dispatches.
-
-  Args:
-    experts: of this device.
-    rows: [R, D], in any order.
-    expert_ids: int32 [R]. The id E marks a row without content.
-    gates: float32 [R], factors of the results.
-
-  Returns:
-    [R, D], each result in the place of its row; zeros for rows without content.
-  """
-  num_rows = rows.shape[0]
-  by_expert = sort_by_expert(expert_ids[:, None], experts.num_experts)
-  group_sizes, sources = by_expert.group_sizes, by_expert.token_ids
-  has_content = expert_ids < experts.num_experts
-  targets = jnp.where(has_content, by_expert.positions[:, 0], num_rows)
-  group_sizes, sources, targets = name_routing((group_sizes, sources, targets))
-  results = experts.apply_to_rows(move_rows(rows, sources, targets), group_sizes, move_rows(gates, sources, targets))
-  return move_rows(results, targets, sources)
-
-
-def exclusive_cumsum(sizes: jax.Array, axis: int = 0) -> jax.Array:
-  """Returns the start of each part if parts of these sizes follow one another."""
-  return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes

@@ -1,10 +1,10 @@
-"""The experts: E feed-forward networks of one shape, their weights, and three ways to apply them.
+"""The experts: E feed-forward networks of one shape, their weights, and two ways to apply them.
 
 Shapes: E experts, D model, F ffn, R rows, n tokens, k choices per token.
 
 `Experts` declares the weights and returns them as `ExpertWeights`. `grouped_ffn` applies them to rows sorted by expert,
 with a different number of rows per expert (dropless). `batched_ffn` applies them to equally many rows per expert
-(capacity). `LocalExperts` holds the experts of one device and applies them to tokens that chose them.
+(capacity).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter, adapter_of
+from spmd_tasks.layers.adapter import WeightAdapter, adapted, adapter_of
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
 from spmd_tasks.layers.moe._grouped_matmul import clear_rows_from, grouped_matmul, resolve_backend
@@ -40,14 +40,13 @@ class ExpertWeights(struct.PyTreeNode):
   with its bias added if there are biases.
 
   Attributes:
-    up: [E, D, F].
-    down: [E, F, D].
+    up, down: [E, D, F] and [E, F, D].
     gate: [E, D, F], or None for a plain network.
-    up_bias, gate_bias: [E, F], or None.
-    down_bias: [E, D], or None.
+    up_bias, gate_bias, down_bias: [E, F], [E, F] and [E, D], or None.
     activation: see `hidden_layer`.
     up_split_dims, down_split_dims: of `up` and `gate`, and of `down`.
     dropout_rate, dropout_key: of the hidden layer; the key is None outside of training.
+    backend: of the grouped matmuls; see `grouped_matmul`.
   """
 
   up: jax.Array
@@ -61,6 +60,11 @@ class ExpertWeights(struct.PyTreeNode):
   down_bias: jax.Array | None = None
   dropout_rate: float = struct.field(pytree_node=False, default=0.0)
   dropout_key: jax.Array | None = None
+  backend: str | None = struct.field(pytree_node=False, default=None)
+
+  @property
+  def num_experts(self) -> int:
+    return self.up.shape[0]
 
   def inputs(self) -> list[tuple[jax.Array, jax.Array | None]]:
     """Returns the kernels into the hidden layer with their biases, in the order of `hidden_layer`'s arguments."""
@@ -78,6 +82,29 @@ class ExpertWeights(struct.PyTreeNode):
     functions = {'up': up, 'gate': up, 'down': down, 'up_bias': up_bias, 'gate_bias': up_bias, 'down_bias': down_bias}
     weights = {name: getattr(self, name) for name in functions}
     return self.replace(**{name: functions[name](x) for name, x in weights.items() if x is not None})
+
+  def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array) -> jax.Array:
+    """Returns [R, D] for rows [R, D] sorted by expert, times gates float32 [R]; group_sizes is int32 [E].
+
+    The results of rows after the last group are undefined.
+    """
+    return grouped_ffn(rows, group_sizes, self, gates=gates, backend=self.backend, clear_rest=False)
+
+  def apply_to_tokens(self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
+    """Returns [..., D]: for each token the sum of its experts' outputs by their gates.
+
+    Args:
+      x: [..., D], with the same leading dims as the other arguments.
+      expert_ids: int32 [..., k] in [0, E]. The id E means 'not routed'.
+      gates: float32 [..., k], 0 for an id of E.
+    """
+    shape = x.shape
+    x, expert_ids, gates = (array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
+    if self.num_experts < expert_ids.shape[1]:
+      expert_ids, gates = _one_choice_per_expert(expert_ids, gates, self.num_experts)
+    permutation = name_routing(without_unrouted(sort_by_expert(expert_ids, self.num_experts)))
+    rows, row_gates = gather_rows(x, permutation), gather_gates(gates, permutation)
+    return sum_rows(self.apply_to_rows(rows, permutation.group_sizes, row_gates), permutation).reshape(shape)
 
 
 class Experts(nn.Module, kw_only=True):
@@ -132,21 +159,19 @@ class Experts(nn.Module, kw_only=True):
         tags=('expert',),
         num_input_dims=1,
       )
-      if (adapter := adapter_of(self.adapters, name)) is not None:
-        # Every dispatch multiplies by whole kernels; so adapters join the kernels of a layer, for one layer at a time.
-        # Their gradient is that of the joined kernel, which is not kept.
-        adapted = adapter.adapt(
-          DeclaredKernel(
-            module=self,
-            value=weight,
-            prefix=f'{name}_',
-            num_stacked_dims=1,
-            split_dims=split_dims,
-            dtype=self.dtype,
-            tags=('expert',),
-          )
-        )
-        return adapted.kernel()
+      # Every dispatch multiplies by whole kernels, so adapters join them, for one layer at a time.
+      adapted_kernel = adapted(
+        adapter_of(self.adapters, name),
+        module=self,
+        value=weight,
+        prefix=f'{name}_',
+        num_stacked_dims=1,
+        split_dims=split_dims,
+        dtype=self.dtype,
+        tags=('expert',),
+      )
+      if adapted_kernel is not None:
+        return adapted_kernel.kernel()
       return weight.astype(self.dtype)
 
     def declare_bias(name: str, num_outputs: int, split_dims: SplitDims) -> jax.Array | None:
@@ -199,8 +224,7 @@ def grouped_ffn(
     weights: of all E experts, in the rows' dtype.
     gates: float32 [R], factors of the results; None for 1. They multiply the hidden layer, so that their gradient needs
       no results.
-    backend: of the grouped matmuls; see `grouped_matmul`.
-    clear_rest: False leaves the results and gradients of rows after the last group undefined, where that is faster.
+    backend, clear_rest: see `grouped_matmul`.
   """
   backend = resolve_backend(backend)
   num_rows, num_used = rows.shape[0], jnp.sum(group_sizes)
@@ -232,11 +256,7 @@ def batched_ffn(
 ) -> jax.Array:
   """Applies each expert's network to equally many rows: [E, ..., D] to [E, ..., D], in the rows' dtype.
 
-  Args:
-    rows: [E, ..., D], in the dtype of the computation.
-    weights: of all E experts.
-    hidden_split_dims: of the hidden layer [E, ..., F].
-    factors: of the hidden layer, broadcast to it; None for 1.
+  `hidden_split_dims` are of the hidden layer [E, ..., F], and so are `factors`, broadcast to it; None for 1.
   """
 
   def project(rows: jax.Array, kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
@@ -248,45 +268,6 @@ def batched_ffn(
   if factors is not None:
     hidden = hidden * factors.astype(hidden.dtype)
   return project(hidden, weights.down, weights.down_bias)
-
-
-class LocalExperts(struct.PyTreeNode):
-  """The experts that one device holds. Here E counts these experts only.
-
-  Attributes:
-    weights: of E experts.
-    backend: see `grouped_matmul`.
-  """
-
-  weights: ExpertWeights
-  backend: str | None = struct.field(pytree_node=False)
-
-  @property
-  def num_experts(self) -> int:
-    return self.weights.up.shape[0]
-
-  def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns [R, D] for rows [R, D] sorted by expert, times gates float32 [R]; group_sizes is int32 [E].
-
-    The results of rows after the last group are undefined.
-    """
-    return grouped_ffn(rows, group_sizes, self.weights, gates=gates, backend=self.backend, clear_rest=False)
-
-  def apply_to_tokens(self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns [..., D]: for each token the sum of its experts' outputs by their gates.
-
-    Args:
-      x: [..., D], with the same leading dims as the other arguments.
-      expert_ids: int32 [..., k] in [0, E]. The id E means 'not routed'.
-      gates: float32 [..., k], 0 for an id of E.
-    """
-    shape = x.shape
-    x, expert_ids, gates = (array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
-    if self.num_experts < expert_ids.shape[1]:
-      expert_ids, gates = _one_choice_per_expert(expert_ids, gates, self.num_experts)
-    permutation = name_routing(without_unrouted(sort_by_expert(expert_ids, self.num_experts)))
-    rows, row_gates = gather_rows(x, permutation), gather_gates(gates, permutation)
-    return sum_rows(self.apply_to_rows(rows, permutation.group_sizes, row_gates), permutation).reshape(shape)
 
 
 def _one_choice_per_expert(expert_ids: jax.Array, gates: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -11,11 +11,10 @@ The backends share one signature, `backend(rows, weights, group_sizes)`:
                 FLOPs are counted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import functools
 import importlib.util
 import sys
-import types
 from typing import Any
 
 from absl import flags, logging
@@ -73,10 +72,6 @@ def _multiply(rows, weights, group_sizes):
   return _for_each_block(rows.shape[0], group_sizes, body, result)
 
 
-def _multiply_forward(rows, weights, group_sizes):
-  return _multiply(rows, weights, group_sizes), (rows, weights, group_sizes)
-
-
 def _multiply_backward(saved, d_result):
   rows, weights, group_sizes = saved
 
@@ -91,7 +86,7 @@ def _multiply_backward(saved, d_result):
   return d_rows, d_weights.astype(weights.dtype), None
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(lambda *arguments: (_multiply(*arguments), arguments), _multiply_backward)
 
 
 def _for_each_block(num_rows: int, group_sizes: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
@@ -148,14 +143,12 @@ def _varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   return tuple(jax.lax.pcast(x, names, to='varying') if names else x for x, names in zip(arrays, missing))
 
 
-GROUPED_MATMUL_BACKENDS: Mapping[str, GroupedMatmul] = types.MappingProxyType(
-  {
-    'loop': multiply_by_loop,
-    'megablox': multiply_by_megablox,
-    'tokamax': multiply_by_tokamax,
-    'ragged_dot': multiply_by_ragged_dot,
-  }
-)
+GROUPED_MATMUL_BACKENDS: dict[str, GroupedMatmul] = {
+  'loop': multiply_by_loop,
+  'megablox': multiply_by_megablox,
+  'tokamax': multiply_by_tokamax,
+  'ragged_dot': multiply_by_ragged_dot,
+}
 
 
 def grouped_matmul(
@@ -171,14 +164,10 @@ def grouped_matmul(
   Rows after the last group give zeros and take no gradient, whatever they hold.
 
   Args:
-    rows: [R, K], sorted by group.
-    weights: [E, K, N].
+    rows, weights: [R, K], sorted by group, and [E, K, N].
     group_sizes: int32 [E], rows per group, with a sum of at most R.
-    backend: a name in GROUPED_MATMUL_BACKENDS; None for the best on this platform.
+    backend: a name in GROUPED_MATMUL_BACKENDS; None for the best on this platform. A UserError if it is unknown.
     clear_rest: False leaves the results and gradients of rows after the last group undefined, where that is faster.
-
-  Raises:
-    UserError: the backend is unknown.
   """
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
   # Neither the loop nor megablox reads or writes rows after the last group; megablox starts without zeros there.
@@ -202,11 +191,7 @@ clear_rows_from.defvjp(
 
 
 def resolve_backend(backend: str | None) -> str:
-  """Returns the backend to use: `backend`, or the best on this platform; where FLOPs are counted, 'ragged_dot'.
-
-  Raises:
-    UserError: the backend is unknown.
-  """
+  """Returns the backend to use: `backend`, or the best on this platform; where FLOPs are counted, 'ragged_dot'."""
   if current_layer_scope().plain_products:
     return 'ragged_dot'
   if backend is None:

@@ -1,14 +1,6 @@
 """MixtureOfExperts: a feed-forward sublayer in which a router picks a few of many experts for each token.
 
 Shapes: B batch, T sequence, D model, E experts, k choices per token.
-
-    MixtureOfExperts(
-      router=TopKRouter(num_experts=8, num_selected=2, normalize_gates=1.0),
-      experts=Experts(num_experts=8, hidden_dim=384),
-      computation=Dropless(),
-    )
-
-A transformer block takes this layer as its `ffn`.
 """
 
 import dataclasses
@@ -36,8 +28,7 @@ class ExpertComputation(Protocol):
   ) -> tuple[jax.Array, Ratios]:
     """Returns (y, ratios): y [B, T, D] in x's dtype is the sum of the chosen experts' outputs by their gates.
 
-    The ratios are pairs of float32 scalars: numerator and denominator, which are added over the microbatches of a
-    pipeline. `fraction_dropped` is the fraction of the real tokens' choices that were not computed.
+    The ratios are those of RoutingSums. `fraction_dropped` is that of the real tokens' choices that were not computed.
     """
     ...
 
@@ -45,15 +36,13 @@ class ExpertComputation(Protocol):
 class MixtureOfExperts(WithSublayers, kw_only=True):
   """Routes tokens to experts and adds shared parts. Weights under `router`, `experts`, `shared_expert`, and `bias`.
 
-  Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the other
-  requests in its batch.
+  Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the others.
 
   Fields:
     router: router(x, token_mask, train=...) -> RouterOutput.
     experts: declares the experts' weights.
     computation: computes the experts' outputs.
-    shared_expert: a feed-forward sublayer that every token passes through, whose output is added (DeepSeekMoE), or
-      None.
+    shared_expert: a feed-forward sublayer of all tokens, whose output is added (DeepSeekMoE), or None.
     averages_shared_expert: whether the output is the mean over the shared expert and the k chosen ones instead:
       (shared + k * (routed + bias)) / (k + 1), as MegaBlocks' `shared_expert_weighted_sum`. Needs a router with k.
     use_bias: whether a weight `bias` [D] is added to the experts' sum, once, whatever the gates (MegaBlocks).
@@ -62,9 +51,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       (T5X with `ignore_padding_tokens`). 'routed': they are tokens of zeros, which take slots and are counted (T5X
       without); decoding ignores them.
     load_balance_shards: the number of equal parts of the batch's tokens over which the balance loss is computed, see
-      `routing_sums`; 1 computes it over all tokens on all devices, and 'groups' over each of the groups of the capacity
-      (T5X). Outside of training, where batches may have other sizes, the largest smaller number that divides the tokens
-      takes the place of a number.
+      `routing_sums`; 1: over all tokens on all devices; 'groups': over each of the groups of the capacity (T5X).
+      Outside of training the largest smaller number that divides the tokens takes the place of a number.
     load_balance_divide_by_k: see `load_balance_loss` (Praxis divides).
     row_capacity: how many choices of a row's tokens each expert computes, the first ones, in decoding too
       (transformers' Switch); None leaves it to `computation`.
@@ -89,10 +77,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       raise UserError(f"padding={self.padding!r} must be 'ignored', 'counted' or 'routed'.")
     if self.averages_shared_expert and (self.shared_expert is None or not hasattr(self.router, 'num_selected')):
       raise UserError('averages_shared_expert=True needs a shared_expert and a router whose tokens choose k experts.')
-    if self.row_capacity is not None and (self.row_capacity < 1 or not hasattr(self.router, 'num_selected')):
-      raise UserError(
-        f'row_capacity={self.row_capacity} must be at least 1, with a router whose tokens choose experts.'
-      )
+    if (row := self.row_capacity) is not None and (row < 1 or not hasattr(self.router, 'num_selected')):
+      raise UserError(f'row_capacity={row} must be at least 1, with a router whose tokens choose experts.')
     if self.experts.dropout_rate and isinstance(self.computation, Dropless):
       raise UserError(
         f'experts.dropout_rate={self.experts.dropout_rate} needs slots: take CapacityGather or CapacityEinsum.'
@@ -110,11 +96,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, dict[str, RoutingSums]]:
     """Returns ([B, T, D], {'routing': sums}). Tokens of segment 0 are padding, see `padding`.
 
-    The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`.
-
-    Raises:
-      UserError: a model with a router that looks ahead is decoding; or load_balance_shards does not divide the
-        training batch.
+    The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`. Raises a
+    UserError if a router that looks ahead decodes, or load_balance_shards does not divide the training batch.
     """
     decoding = is_decoding(self)
     token_mask = None if segment_ids is None else segment_ids != 0
@@ -175,10 +158,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
 
 
 class ExtraFfnBlock(TransformerBlock, kw_only=True):
-  """A TransformerBlock with one more feed-forward sublayer behind `ffn`, as ST-MoE has (Zoph et al., 2022).
-
-  Weights also under `extra_ffn`, with its norms as `ffn` has them.
-  """
+  """A TransformerBlock with one more feed-forward sublayer behind `ffn`, `extra_ffn` (ST-MoE: Zoph et al., 2022)."""
 
   extra_ffn: nn.Module
 

@@ -1,8 +1,7 @@
 """The backend 'megablox': grouped matmuls by JAX's Pallas kernel for TPUs (MegaBlocks: Gale et al., 2022).
 
-The kernel walks over tiles of rows and stops at the end of the last group: what the rest of the rows holds is neither
-read nor written. It needs no zeros there, which for an expert-parallel buffer saves more traffic than the products
-themselves have. It compiles for TPUs on any machine; elsewhere it is interpreted, slowly, for tests.
+The kernel stops at the end of the last group: the rest of the rows is neither read nor written, and needs no zeros. It
+compiles for TPUs on any machine; elsewhere it is interpreted, slowly, for tests.
 
 Shapes: R rows, E groups (experts), K in, N out.
 """
@@ -21,11 +20,7 @@ _LARGEST_TILE = 1024  # of K and N: tiles of this size, twice each, and the sum 
 
 
 def multiply_by_megablox(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-  """Computes `grouped_matmul`; rows after the last group, and their gradients, are undefined.
-
-  Raises:
-    UserError: the program is compiled for GPUs.
-  """
+  """Computes `grouped_matmul`; rows after the last group, and their gradients, are undefined. Refuses GPUs."""
   platform = current_platform()
   if platform not in ('tpu', 'cpu'):
     raise UserError(
@@ -62,10 +57,6 @@ def _gmm(how: tuple[int, bool], rows: jax.Array, weights: jax.Array, group_sizes
   )
 
 
-def _multiply_forward(how, rows, weights, group_sizes):
-  return _multiply(how, rows, weights, group_sizes), (rows, weights, group_sizes)
-
-
 def _multiply_backward(how, saved, d_result):
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
@@ -83,7 +74,7 @@ def _multiply_backward(how, saved, d_result):
   return d_rows, d_weights, None
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(lambda how, *arguments: (_multiply(how, *arguments), arguments), _multiply_backward)
 
 
 def _tile_of(size: int) -> int:

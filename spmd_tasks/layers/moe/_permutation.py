@@ -12,8 +12,7 @@ the second into a scatter-add, which is slower on CPU and has no fixed order of 
     row_gates = gather_gates(gates, permutation)           # [R]
     y = sum_rows(network(rows, row_gates), permutation)    # [n, D]
 
-The gates go into the network, so that the backward pass needs none of its results. `combine_rows` weighs the results
-instead and keeps them for the gradient of the gates.
+The gates go into the network, so that the backward pass needs none of its results.
 """
 
 from flax import struct
@@ -33,25 +32,19 @@ class Permutation(struct.PyTreeNode):
     token_ids: int32 [R], each row's token; n for a row without a token, which buffers of fixed sizes have.
     positions: int32 [n, k], each assignment's row (the inverse); R for an assignment without a row.
     group_sizes: int32 [E], the number of rows per expert. Rows after their sum belong to no expert.
-    assignments: int32 [R], each row's assignment, numbered token * k + choice; n * k for a row without one. None where
-      no gates are gathered.
+    assignments: int32 [R], each row's assignment, numbered token * k + choice; n * k for a row without one.
     is_full: whether every row has a token.
   """
 
   token_ids: jax.Array
   positions: jax.Array
   group_sizes: jax.Array
-  assignments: jax.Array | None = None
+  assignments: jax.Array
   is_full: bool = struct.field(pytree_node=False, default=False)
 
 
 def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> Permutation:
-  """Sorts all assignments by expert, then by token, then by choice.
-
-  Args:
-    expert_ids: int32 [n, k], each in [0, E]. The id E means 'not routed' and sorts last.
-    num_experts: E.
-  """
+  """Sorts assignments int32 [n, k] by expert, token and choice; the id E means 'not routed' and sorts last."""
   num_rows, num_choices = expert_ids.size, expert_ids.shape[-1]
   flat_ids, iota = expert_ids.reshape(-1), jnp.arange(num_rows, dtype=jnp.int32)
   if num_rows * (num_experts + 1) <= INT32_MAX:
@@ -90,8 +83,9 @@ def take_rows(x: jax.Array, ids: jax.Array, *, in_bounds: bool = False) -> jax.A
   return x.at[ids].get(mode='promise_in_bounds') if in_bounds else x.at[ids].get(mode='fill', fill_value=0)
 
 
-def sum_rows_per_token(rows: jax.Array, positions: jax.Array) -> jax.Array:
+def _sum_per_token(rows: jax.Array, positions: jax.Array) -> jax.Array:
   """Returns [n, D]: the sum of each token's rows [R, D], accumulated in float32."""
+  # One gather per choice: a single gather of [n, k, D] would be written to memory before the sum.
   total = sum(take_rows(rows, positions[:, choice]).astype(jnp.float32) for choice in range(positions.shape[1]))
   return jnp.asarray(total, rows.dtype)
 
@@ -105,15 +99,10 @@ def gather_rows(x: jax.Array, permutation: Permutation) -> jax.Array:
   return take_rows(x, permutation.token_ids, in_bounds=permutation.is_full)
 
 
-def _gather_rows_forward(x, permutation):
-  return gather_rows(x, permutation), permutation.positions
-
-
-def _gather_rows_backward(positions, d_rows):
-  return sum_rows_per_token(d_rows, positions), None
-
-
-gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+gather_rows.defvjp(
+  lambda x, permutation: (gather_rows(x, permutation), permutation.positions),
+  lambda positions, d_rows: (_sum_per_token(d_rows, positions), None),
+)
 
 
 @jax.custom_vjp
@@ -122,18 +111,13 @@ def sum_rows(rows: jax.Array, permutation: Permutation) -> jax.Array:
 
   Rows that no assignment has a position for may hold any value, NaN included, and their gradient has no meaning.
   """
-  return sum_rows_per_token(rows, permutation.positions)
+  return _sum_per_token(rows, permutation.positions)
 
 
-def _sum_rows_forward(rows, permutation):
-  return sum_rows(rows, permutation), permutation
-
-
-def _sum_rows_backward(permutation, d_result):
-  return take_rows(d_result, permutation.token_ids, in_bounds=permutation.is_full), None
-
-
-sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)
+sum_rows.defvjp(
+  lambda rows, permutation: (sum_rows(rows, permutation), permutation),
+  lambda permutation, d_y: (take_rows(d_y, permutation.token_ids, in_bounds=permutation.is_full), None),
+)
 
 
 @jax.custom_vjp
@@ -142,82 +126,29 @@ def gather_gates(gates: jax.Array, permutation: Permutation) -> jax.Array:
 
   Rows that no assignment has a position for give the gates no gradient, whatever theirs is.
   """
-  assert permutation.assignments is not None
   return take_rows(gates.reshape(-1), permutation.assignments, in_bounds=permutation.is_full)
 
 
-def _gather_gates_forward(gates, permutation):
-  return gather_gates(gates, permutation), permutation.positions
-
-
-def _gather_gates_backward(positions, d_row_gates):
-  return take_rows(d_row_gates, positions), None
-
-
-gather_gates.defvjp(_gather_gates_forward, _gather_gates_backward)
+gather_gates.defvjp(
+  lambda gates, permutation: (gather_gates(gates, permutation), permutation.positions),
+  lambda positions, d_row_gates: (take_rows(d_row_gates, positions), None),
+)
 
 
 @jax.custom_vjp
 def move_rows(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-  """Moves rows from one order to another.
+  """Moves rows [M, ...] to [N, ...], zeros for a place without a row.
 
   Args:
     rows: [M, ...].
     sources: int32 [N], the row for each place, M for none.
     targets: int32 [M], the place of each row, N for none: the inverse of `sources`, which moves the gradient back.
-
-  Returns:
-    [N, ...], zeros for a place without a row.
   """
   del targets
   return take_rows(rows, sources)
 
 
-def _move_rows_forward(rows, sources, targets):
-  return move_rows(rows, sources, targets), (sources, targets)
-
-
-def _move_rows_backward(residuals, d_moved):
-  sources, targets = residuals
-  return move_rows(d_moved, targets, sources), None, None
-
-
-move_rows.defvjp(_move_rows_forward, _move_rows_backward)
-
-
-@jax.custom_vjp
-def combine_rows(rows: jax.Array, gates: jax.Array, permutation: Permutation) -> jax.Array:
-  """Returns [n, D], in the rows' dtype: each token's rows times their gates, summed in float32.
-
-  A gate of 0 marks an assignment that is not routed: its row may hold any value, NaN included, and takes no gradient.
-  The gradient of a gate is <d result, row>, and the gradient of a row is gate * d result; both are gathers.
-
-  Args:
-    rows: [R, D], in the order of `permutation`.
-    gates: float32 [n, k].
-    permutation: of the assignments.
-  """
-  result = jnp.zeros((), jnp.float32)
-  # One gather per choice: a single gather of [n, k, D] would be written to memory before the sum.
-  for choice in range(gates.shape[1]):
-    gate = gates[:, choice, None]
-    result += jnp.where(gate == 0, 0.0, gate * take_rows(rows, permutation.positions[:, choice]))
-  return result.astype(rows.dtype)
-
-
-def _combine_rows_forward(rows, gates, permutation):
-  return combine_rows(rows, gates, permutation), (rows, gates, permutation)
-
-
-def _combine_rows_backward(residuals, d_result):
-  rows, gates, permutation = residuals
-  d_row_results = take_rows(d_result, permutation.token_ids)
-  d_row_gates = jnp.einsum('rd,rd->r', rows, d_row_results, preferred_element_type=jnp.float32)
-  d_gates = jnp.where(gates == 0, 0.0, take_rows(d_row_gates, permutation.positions))
-  row_gates = jnp.zeros_like(d_row_gates)
-  row_gates = row_gates.at[permutation.positions.reshape(-1)].set(gates.reshape(-1), mode='drop')
-  d_rows = row_gates[:, None] * d_row_results
-  return d_rows.astype(d_result.dtype), d_gates, None
-
-
-combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
+move_rows.defvjp(
+  lambda rows, sources, targets: (move_rows(rows, sources, targets), (sources, targets)),
+  lambda places, d_moved: (move_rows(d_moved, *places[::-1]), None, None),
+)

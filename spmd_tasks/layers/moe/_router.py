@@ -45,13 +45,13 @@ class RouterOutput(struct.PyTreeNode):
 
   Attributes:
     logits: float32 [B, T, E], of the jittered input if there is jitter, without the balance bias.
-    scores: float32 [B, T, E], non-negative, with sum 1 over E: softmax(logits), or sigmoid(logits) over their sum. Only
-      losses, statistics and slot priorities read the scores.
+    scores: float32 [B, T, E], softmax(logits), or sigmoid(logits) over their sum. Only losses, statistics and slot
+      priorities read the scores.
     token_mask: bool [B, T], False for padding; None if every token is real.
     expert_ids: int32 [B, T, k], first choice first. The id E means 'not routed' (padding). None if experts choose.
     gates: float32 [B, T, k], the weights of the experts' outputs; 0 for padding. None if experts choose.
     slots: the tokens that experts chose; None if tokens choose.
-    balance_bias: float32 [E], the bias that took part in the choice (see `attach_balance_gradient`); None without one.
+    balance_bias: float32 [E], which took part in the choice (see `attach_balance_gradient`); None without one.
   """
 
   logits: jax.Array
@@ -82,11 +82,9 @@ class Router(nn.Module, kw_only=True):
   Fields:
     num_experts: E.
     use_bias: whether the logits have a bias (initially zero, tagged `no_decay`; gpt-oss).
-    jitter_eps: in training the input is multiplied by U(1 - eps, 1 + eps) (Switch: Fedus et al., 2022); needs the rng
-      `dropout`.
+    jitter_eps: in training the input is multiplied by U(1 - eps, 1 + eps), by the rng `dropout` (Switch: Fedus et al.).
     init_scale: variance scale of the kernel.
-    split_dims: of the kernel.
-    activation_split_dims: of the logits.
+    split_dims, activation_split_dims: of the kernel and of the logits.
   """
 
   num_experts: int
@@ -109,14 +107,8 @@ class Router(nn.Module, kw_only=True):
     if train and self.jitter_eps:
       low, high = 1.0 - self.jitter_eps, 1.0 + self.jitter_eps
       x = x * jax.random.uniform(self.make_rng('dropout'), x.shape, jnp.float32, low, high)
-    kernel = declare_weight(
-      self,
-      'kernel',
-      shape=(x.shape[-1], self.num_experts),
-      init=FanInNormal(scale=self.init_scale),
-      split_dims=self.split_dims,
-      num_input_dims=1,
-    )
+    shape, init = (x.shape[-1], self.num_experts), FanInNormal(scale=self.init_scale)
+    kernel = declare_weight(self, 'kernel', shape=shape, init=init, split_dims=self.split_dims, num_input_dims=1)
     multiply = functools.partial(jnp.einsum, 'btd,de->bte', precision='highest')
     logits = by_row(multiply, x, num_dims=2, shared=(kernel,))
     if self.use_bias:
@@ -137,11 +129,10 @@ class TopKRouter(Router, kw_only=True):
   Fields:
     num_selected: k.
     score_function: 'softmax' over the experts (Shazeer et al., 2017), or 'sigmoid' of each logit (DeepSeek-V3).
-    normalize_gates: p of the p-norm that divides a token's k gates; 1.0 makes their sum 1 (Mixtral). None does not
-      normalize.
+    normalize_gates: p of the p-norm that divides a token's k gates; 1.0 makes their sum 1 (Mixtral). None does not.
     gate_scale: factor of the gates after normalization (DeepSeek's routed scaling factor).
-    balance_bias: whether to add a bias per expert to the scores for the choice only, not for the gates (balancing
-      without an auxiliary loss: Wang et al., 2024).
+    balance_bias: whether a bias per expert joins the scores for the choice only, not for the gates (balancing without
+      an auxiliary loss: Wang et al., 2024).
     num_groups: into how many groups of consecutive ids the experts fall; 1 for no groups.
     num_selected_groups: a token chooses among the experts of this many groups, the best by `group_score` (DeepSeek-V2:
       2024); None for all.
@@ -160,19 +151,11 @@ class TopKRouter(Router, kw_only=True):
 
   def __post_init__(self):
     if not 1 <= self.num_selected <= self.num_experts:
-      raise UserError(
-        f'num_selected={self.num_selected} must be at least 1 and at most num_experts={self.num_experts}.'
-      )
+      raise UserError(f'num_selected={self.num_selected} must be from 1 to num_experts={self.num_experts}.')
     if self.score_function not in LOG_AFFINITIES:
       raise UserError(f'score_function {self.score_function!r} is unknown: choose one of {sorted(LOG_AFFINITIES)}.')
     if self.normalize_gates is not None and not self.normalize_gates > 0:
-      raise UserError(
-        f'normalize_gates={self.normalize_gates} must be the p > 0 of a p-norm, or None to leave the gates as they are.'
-      )
-    self._check_groups()
-    super().__post_init__()
-
-  def _check_groups(self) -> None:
+      raise UserError(f'normalize_gates={self.normalize_gates} must be the p > 0 of a p-norm, or None for no norm.')
     if self.group_score not in ('max', 'top2_sum'):
       raise UserError(f"group_score={self.group_score!r} must be 'max' or 'top2_sum'.")
     groups, experts = self.num_groups, self.num_experts
@@ -187,6 +170,7 @@ class TopKRouter(Router, kw_only=True):
         f'num_selected_groups={selected} must be from 1 to num_groups={groups}, and these groups of '
         f'{experts // groups} experts must have the num_selected={self.num_selected} that a token chooses.'
       )
+    super().__post_init__()
 
   @nn.compact
   def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
@@ -212,8 +196,7 @@ class TopKRouter(Router, kw_only=True):
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
     gates, expert_ids = by_row(self._gates, log_affinities, chosen_ids, num_dims=2), chosen_ids
     if token_mask is not None:
-      unrouted = self.num_experts
-      expert_ids = jnp.where(token_mask[..., None], expert_ids, unrouted)
+      expert_ids = jnp.where(token_mask[..., None], expert_ids, self.num_experts)
       gates = jnp.where(token_mask[..., None], gates, 0.0)
     return RouterOutput(
       logits=logits,
@@ -248,13 +231,11 @@ class ExpertChoiceRouter(Router, kw_only=True):
   """Lets every expert take the C tokens with the highest scores in each group (Zhou et al., 2022).
 
   All experts have the same load, and no assignment is dropped; a token may be taken by any number of experts, or by
-  none. Whether an expert takes a token depends on the scores of later tokens. In a causal language model the router
-  therefore looks ahead: its training loss is too low, and generation token by token cannot repeat its choices.
+  none. In a causal language model the router looks ahead: whether an expert takes a token depends on later tokens, so
+  that the training loss is too low, and generation token by token cannot repeat its choices.
 
   Scores are the softmax over the experts, and the gates are the scores of the chosen tokens. The earliest token wins a
-  tie. If a group has fewer than C real tokens, the remaining slots stay empty.
-
-  Router's fields and weight.
+  tie. If a group has fewer than C real tokens, the remaining slots stay empty. Router's fields and weight.
 
   Fields:
     capacity_factor: C = round(capacity_factor * S / E), at most S: the mean number of experts per token.
@@ -277,11 +258,7 @@ class ExpertChoiceRouter(Router, kw_only=True):
 
   @nn.compact
   def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
-    """Routes x [B, T, D]; token_mask is bool [B, T], or None if every token is real.
-
-    Raises:
-      UserError: group_size does not fit.
-    """
+    """Routes x [B, T, D]; token_mask is bool [B, T], or None. Raises a UserError if group_size does not fit."""
     group_size = tokens_per_group(x.shape[0], x.shape[1], self.group_size)
     factor = self.capacity_factor if train or self.eval_capacity_factor is None else self.eval_capacity_factor
     capacity = expert_capacity(group_size, self.num_experts, factor=factor, min_capacity=self.min_capacity)
@@ -307,14 +284,8 @@ class ExpertChoiceRouter(Router, kw_only=True):
 def top_k_ids(x: jax.Array, k: int, split_dims: SplitDims) -> jax.Array:
   """Returns int32 [..., k]: the indices of the k greatest entries of x's last dim, greatest first, first index on ties.
 
-  Every device searches its own rows. For `jax.lax.top_k` of sharded rows, the compiler gathers all rows on every device
-  instead (jax 0.10). No gradient passes: take the values with `jnp.take_along_axis`.
-
-  Args:
-    x: [..., N].
-    k: at most N.
-    split_dims: of x, one entry per dim, which decides the sharding of the rows inside a `sharding_scope`. Every device
-      has whole rows, whatever the last entry. None leaves the sharding to the compiler.
+  Every device searches its own rows, as split_dims say inside a `sharding_scope`, one entry per dim of x; for
+  `jax.lax.top_k` of sharded rows, the compiler gathers all rows on every device (jax 0.10). No gradient passes.
   """
   x = jax.lax.stop_gradient(x)
   scope = current_sharding_scope()

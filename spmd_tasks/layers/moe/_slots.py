@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import SmallMicrobatchError, current_layer_scope
-from spmd_tasks.layers.moe._permutation import sort_by_expert, take_rows
+from spmd_tasks.layers.moe._permutation import Permutation, gather_gates, sort_by_expert
 from spmd_tasks.layers.transformer import ROUTING_NAME
 
 
@@ -39,15 +39,13 @@ class SlotAssignment(struct.PyTreeNode):
 
   Attributes:
     slots: the token in each slot.
-    positions: int32 [G, S, k], the slot c + C * e of each of a token's choices; E * C for a choice without a slot. None
-      if experts chose their tokens.
-    gates: float32 [G, S, k], by choice; 0 for a choice without a slot. None if experts chose their tokens.
+    permutation: for each group, from its tokens' choices to its slots, of which slot c of expert e is row c + C * e;
+      None if experts chose their tokens.
     group_size: S.
   """
 
   slots: Slots
-  positions: jax.Array | None = None
-  gates: jax.Array | None = None
+  permutation: Permutation | None = None
   group_size: int = struct.field(pytree_node=False, kw_only=True)
 
 
@@ -83,11 +81,10 @@ GroupSize = int | DerivedGroupSize | None  # in tokens; None for one group per r
 
 
 def tokens_per_group(batch_size: int, length: int, group_size: GroupSize) -> int:
-  """Returns S for tokens [batch_size, length], given `group_size`.
+  """Returns S for tokens [batch_size, length].
 
-  Raises:
-    UserError: group_size does not divide B * T.
-    SmallMicrobatchError: group_size fits the batch, but not a microbatch of the pipeline.
+  Raises a UserError if group_size does not divide B * T, and a SmallMicrobatchError if it fits the batch, but not a
+  microbatch of the pipeline.
   """
   num_tokens, num_parts = batch_size * length, current_layer_scope().part.count
   if group_size is None:
@@ -119,8 +116,7 @@ def expert_capacity(
 ) -> int:
   """Returns C = max(min_capacity, factor * num_choices * S / E, rounded), at most S: the slots for all tokens.
 
-  C = 0 would compute nothing, and gives C = S instead, which drops nothing: that is factor 0, or a rounded 0 with
-  `min_capacity` 0.
+  C = 0, of factor 0 or of a rounded 0 with `min_capacity` 0, gives C = S instead, which drops nothing.
   """
   capacity = factor * num_choices * group_size / num_experts
   capacity = max(min_capacity if factor else 0, int(capacity) if rounding == 'down' else round(capacity))
@@ -143,44 +139,38 @@ def assign_slots(
     gates: float32 [G, S, k].
     priorities: float32 [G, S]. Among choices of the same rank, tokens of higher priority come first; equal priorities
       keep the order of tokens. None means the order of tokens.
-    num_experts: E.
-    capacity: C.
+    num_experts, capacity: E and C.
     is_by_token: whether all choices of a token come before those of the next token instead (without priorities).
   """
   group_size, num_choices = expert_ids.shape[1:]
   if is_by_token:
     in_order = expert_ids.reshape(expert_ids.shape[0], -1, 1)  # a choice of S * k tokens with one choice each
+  else:
+    in_order = expert_ids
+  if priorities is None:
     slot_ids, positions = jax.vmap(lambda ids: _fill_in_order(ids, num_experts, capacity))(in_order)
     positions = positions.reshape(expert_ids.shape)
-  elif priorities is None:
-    slot_ids, positions = jax.vmap(lambda ids: _fill_in_order(ids, num_experts, capacity))(expert_ids)
   else:
     fill = lambda ids, priorities: _fill_by_priority(ids, priorities, num_experts, capacity)
     slot_ids, positions = jax.vmap(fill)(expert_ids, priorities)
   slot_ids, positions = (checkpoint_name(ids, ROUTING_NAME) for ids in (slot_ids, positions))
-  kept_gates = jnp.where(positions < num_experts * capacity, gates, 0.0)
-  return SlotAssignment(
-    group_size=group_size,
-    slots=Slots(
-      token_ids=slot_ids // num_choices,
-      gates=jax.vmap(take_rows)(kept_gates.reshape(kept_gates.shape[0], -1), slot_ids),
-    ),
+  token_ids, by_row = slot_ids // num_choices, (len(slot_ids), -1)
+  permutation = Permutation(
+    token_ids=token_ids.reshape(by_row),
     positions=positions,
-    gates=kept_gates,
+    group_sizes=jnp.sum(token_ids < group_size, axis=-1, dtype=jnp.int32),
+    assignments=slot_ids.reshape(by_row),
   )
+  gates = jax.vmap(gather_gates)(gates, permutation).reshape(token_ids.shape)
+  return SlotAssignment(group_size=group_size, slots=Slots(token_ids=token_ids, gates=gates), permutation=permutation)
 
 
 def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
   """Fills the slots of one group in the order of tokens.
 
-  Args:
-    expert_ids: int32 [S, k]. Assignments are numbered token by token: choice c of token s is assignment s * k + c.
-    num_experts: E.
-    capacity: C.
-
-  Returns:
-    (int32 [E, C], the assignment in each slot, S * k for an empty slot; int32 [S, k], the slot of each assignment, E *
-    C for an assignment without a slot).
+  Of expert_ids int32 [S, k], assignments are numbered token by token: choice c of token s is assignment s * k + c.
+  Returns int32 [E, C], the assignment in each slot, S * k for an empty slot; and int32 [S, k], the slot of each
+  assignment, E * C for one without a slot.
   """
   group_size, num_choices = expert_ids.shape
   by_choice = expert_ids.T.reshape(-1, 1)  # First choices come first; the sort keeps this order within each expert.

@@ -2,11 +2,11 @@
 
 Shapes: B batch rows, P stages, M microbatches, K = M / P microbatches of each stage, T sequence, D model.
 
-Microbatch m has rows [m B / M, (m + 1) B / M) of the batch. So it does not depend on the mesh which rows have a dropout
-mask or a group of an expert's capacity in common. Stage p stores microbatches p K to (p + 1) K - 1, which are rows
-[p B / P, (p + 1) B / P). No row moves between stages if the stage axis is the outermost of those that split the batch,
-as `stage_axis_rules` has it. Within a stage the other axes first split its rows, then the rows of each microbatch: an
-all-to-all, or nothing if K is 1.
+Microbatch m has rows [m B / M, (m + 1) B / M) of the batch, whatever the mesh, so that the rows that share a dropout
+mask or a group of an expert's capacity do not depend on it. Stage p stores microbatches p K to (p + 1) K - 1. No row
+moves between stages if the stage axis is the outermost of those that split the batch, as `stage_axis_rules` has it.
+Within a stage the other axes first split its rows, then the rows of each microbatch: an all-to-all, or nothing if K is
+1.
 
 Moving goes one neighbour per tick. Stage p stores the K microbatches from p K on in K slots. In every tick one slot,
 the same on all stages, moves one stage down: stage 0 takes its own entry as input, and the last stage has room for a
@@ -37,12 +37,7 @@ class Microbatch(NamedTuple):
 def split_rows(tree: Any, num_microbatches: int, scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> Any:
   """Reshapes leaves [B, ...] to [M, B / M, ...]; the stages split M, the batch's other axes the rows of a microbatch.
 
-  Args:
-    tree: arrays of B rows.
-    num_microbatches: M.
-    scope: the mesh and the axis rules.
-    axis: the stage axis.
-    batch_split_dim: of B.
+  `axis` is the mesh axis of the stages, `batch_split_dim` the split dim of B.
   """
   axes = _data_axes(scope, axis, batch_split_dim)
   tree = _constrain(tree, scope, (axis, *axes))
@@ -79,8 +74,7 @@ def check_microbatches_divide(batch_size: int, num_microbatches: int) -> None:
   """Raises a UserError if the microbatches do not divide the batch."""
   if batch_size % num_microbatches:
     raise UserError(
-      f'num_microbatches={num_microbatches} of a pipeline must divide the batch of {batch_size} rows: change one of '
-      'them.'
+      f'num_microbatches={num_microbatches} of a pipeline must divide the batch of {batch_size} rows: change one.'
     )
 
 
@@ -99,17 +93,8 @@ def tree_where(condition: jax.Array, if_true: Any, if_false: Any) -> Any:
   return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
-def send_up(tree: Any, axis: str) -> Any:
-  """Sends the tree to the stage above: returns the tree of stage p - 1; stage 0 gets the last stage's."""
-  return _rotate(tree, axis, 1)
-
-
-def send_down(tree: Any, axis: str) -> Any:
-  """Sends the tree to the stage below: returns the tree of stage p + 1; the last stage gets stage 0's."""
-  return _rotate(tree, axis, -1)
-
-
-def _rotate(tree: Any, axis: str, by: int) -> Any:
+def send(tree: Any, axis: str, by: int) -> Any:
+  """Sends the tree one stage up (1) or down (-1): returns the tree of stage p - `by`, around the ring of stages."""
   num_stages = jax.lax.axis_size(axis)
   neighbours = [(p, (p + by) % num_stages) for p in range(num_stages)]
   return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, neighbours), tree)
@@ -118,7 +103,7 @@ def _rotate(tree: Any, axis: str, by: int) -> Any:
 def read_slot(slots: Any, turn: jax.Array, axis: str) -> tuple[Any, Any]:
   """Reads slot `turn` mod K: returns (this stage's own entry, the entry that arrives from the stage above)."""
   leaving = tree_read(slots, turn % _num_slots(slots))
-  return leaving, send_down(leaving, axis)
+  return leaving, send(leaving, axis, -1)
 
 
 def write_slot(slots: Any, turn: jax.Array, arriving: Any, result: Any, axis: str) -> Any:
@@ -128,10 +113,7 @@ def write_slot(slots: Any, turn: jax.Array, arriving: Any, result: Any, axis: st
 
 
 def slots_in_order(slots: Any, num_extra_turns: int) -> Any:
-  """Orders the slots by microbatch, if the result of microbatch m was written `num_extra_turns` turns after turn m.
-
-  Results are on the right stage already: those of stage p have moved down P - 1 - p times.
-  """
+  """Orders the slots by microbatch, if the result of microbatch m was written `num_extra_turns` turns after turn m."""
   return jax.tree.map(lambda x: jnp.roll(x, -num_extra_turns, axis=0), slots)
 
 

@@ -29,11 +29,7 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-  """A forward pass of M microbatches through P stages, V times; a stage processes a microbatch as soon as it arrives.
-
-  Raises:
-    UserError: M is not a positive multiple of P.
-  """
+  """A forward pass of M microbatches, a positive multiple of P, through P stages, V times, each when it arrives."""
 
   num_stages: int
   num_microbatches: int

@@ -1,11 +1,9 @@
 """PipelinedStack: a TransformerStack whose layers are split over the stages of a pipeline.
 
-    PipelinedStack(block=..., num_layers=12, num_microbatches=8, schedule='circular', num_repeats=2)
+The axis rules decide which mesh axis holds the stages: the axis of `layers`.
 
-replaces the `stack` of a model. The axis rules decide which mesh axis holds the stages: the axis of `layers`.
-
-    mesh_axis_names = ('replica', 'stage', 'data', 'mdl')
-    axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)  # `layers` and `batch` over `stage`
+  mesh_axis_names = ('replica', 'stage', 'data', 'mdl')
+  axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)  # `layers` and `batch` over `stage`
 
 On a mesh without such an axis, the layers run in sequence, with the same weights.
 
@@ -24,14 +22,8 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, run_layer, values_per_layer
-from spmd_tasks.layers.pipeline.loop import run_loop
-from spmd_tasks.layers.pipeline.microbatches import (
-  Microbatch,
-  check_microbatches_divide,
-  merge_rows,
-  split_rows,
-)
-from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_one_backward
+from spmd_tasks.layers.pipeline.loop import run_loop, run_one_forward_one_backward
+from spmd_tasks.layers.pipeline.microbatches import Microbatch, check_microbatches_divide, merge_rows, split_rows
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
 from spmd_tasks.layers.transformer import remat_policy, scan_layers
@@ -103,9 +95,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}).
 
-    Raises:
-      UserError: M does not divide B, or P does not divide M.
-      SmallMicrobatchError: a layer needs more rows at once than a microbatch has. All three in training only.
+    In training, raises a UserError if M does not divide B or P does not divide M, and a SmallMicrobatchError if a layer
+    needs more rows at once than a microbatch has.
     """
     scope = current_sharding_scope()
     axis = None if scope is None else stage_axis(scope.mesh.axis_names, scope.axis_rules)
@@ -177,9 +168,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
     weights = unbox_weights(self.variables['params']['layers'])  # kernels in int8 stay so until a layer reads them
     weights = jax.tree.map(lambda w: _pad_layers(w, layers_dim, schedule.num_stages), weights)
     rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
-    # check_vma tracks which arrays are equal on all stages. Every array with a gradient belongs to one stage, so
-    # nothing needs the tracking; and layers that contain a shard_map, as experts do, require it off in the enclosing
-    # one.
+    # check_vma tracks which arrays are equal on all stages. Every array with a gradient belongs to one stage, and
+    # layers that contain a shard_map, as experts do, require it off in the enclosing one.
     x, aux = jax.shard_map(
       run_stage,
       mesh=scope.mesh,
@@ -205,8 +195,7 @@ def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:
 def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
   """Returns what `scan_layers` returns, for init alone: all layers draw their weights side by side, from the same x.
 
-  The numbers are the same. XLA does not split a loop over devices, so each stage of a pipeline would draw the weights
-  of all stages.
+  The numbers are the same. XLA does not split a loop over devices: each stage would draw the weights of all stages.
   """
 
   def layer(block, x, given):

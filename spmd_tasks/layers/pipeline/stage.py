@@ -41,9 +41,8 @@ class Stage:
     train: whether dropout is on.
     axis: the mesh axis of the stages.
     axis_rules: without the stage axis, for the block's activations.
-    num_microbatches: M.
+    num_microbatches, num_repeats: M and V.
     layers_per_repeat: L / V, without identity layers.
-    num_repeats: V.
   """
 
   block: nn.Module
@@ -61,8 +60,7 @@ class Stage:
     """Returns (the microbatch with the stage's output as x, the block's aux with a dim [N] in front).
 
     Args:
-      weights: of this stage.
-      microbatch: the stage's input.
+      weights, microbatch: of this stage, and its input.
       index: the number of the microbatch. Dropout masks depend on it and on the layer only.
       repeat: in [0, V).
       is_work: False in a bubble, which contributes no gradient, whatever the cotangents and the block's derivatives.
@@ -71,8 +69,7 @@ class Stage:
 
   @functools.cached_property
   def _traced_once(self) -> Callable[..., tuple[Microbatch, Any]]:
-    """`_run`, which JAX traces once for arguments of the same shapes: a schedule calls it two to four times."""
-    return jax.jit(self._run, inline=True)
+    return jax.jit(self._run, inline=True)  # traced once for the two to four calls of a schedule
 
   def _run(
     self, weights: StageWeights, microbatch: Microbatch, index: jax.Array, repeat: jax.Array, is_work: jax.Array
@@ -117,9 +114,8 @@ class Stage:
 def split_by_gradient(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
   """Splits off the leaves that can have gradients: quantized weights are integers, which have none.
 
-  Returns:
-    (these leaves, a function that returns the tree with new ones in their places, and the other leaves as they are; or,
-    with `others=None`, None in the others' places).
+  Returns (these leaves, a function that returns the tree with new ones in their places, and the other leaves as they
+  are; or None in the others' places, with `others=None`).
   """
   leaves, structure = jax.tree.flatten(tree)
   is_floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
@@ -136,8 +132,8 @@ def gate_gradient(tree: Any, is_open: jax.Array) -> Any:
   """Returns the tree unchanged; its cotangent is 0 if `is_open` is false.
 
   A cotangent of 0 at the output of a block is not enough: an infinite derivative turns zeros into NaNs (an identity
-  layer has weights of zero), and the gradient of a balance bias does not depend on the cotangent. A `where` in the
-  forward pass would have the same effect, but its results would be kept for every tick.
+  layer has weights of zero), and the gradient of a balance bias does not depend on it. The results of a `where` in the
+  forward pass would be kept for every tick.
   """
   floating, join = split_by_gradient(tree)
   return join(_gate(floating, is_open))
@@ -149,15 +145,10 @@ def _gate(tree: Any, is_open: jax.Array) -> Any:
   return tree
 
 
-def _gate_forward(tree: Any, is_open: jax.Array) -> tuple[Any, jax.Array]:
-  return tree, is_open
-
-
-def _gate_backward(is_open: jax.Array, cotangents: Any) -> tuple[Any, None]:
-  return jax.tree.map(lambda c: jnp.where(is_open, c, 0), cotangents), None
-
-
-_gate.defvjp(_gate_forward, _gate_backward)
+_gate.defvjp(
+  lambda tree, is_open: (tree, is_open),
+  lambda is_open, cotangents: (jax.tree.map(lambda c: jnp.where(is_open, c, 0), cotangents), None),
+)
 
 
 def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:

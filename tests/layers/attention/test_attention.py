@@ -4,6 +4,7 @@ import pytest
 
 from spmd_tasks.layers import RmsNorm
 from spmd_tasks.layers.attention import Attention, LinearScaling, Rotary
+from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.sharding.weights import unbox_weights
 import tests.layers.transformer_reference as reference
@@ -23,14 +24,10 @@ def _weights(layer, x, rng):
 @pytest.mark.parametrize(
   'fields',
   [
-    {'num_heads': 3},
-    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4},
+    {'num_heads': 3, 'softmax_scale': 0.7},
     {'num_heads': 3, 'num_kv_heads': 1, 'qk_norm': True, 'use_bias': True},
     {'num_heads': 3, 'causal': False, 'rotary': None},
-    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 2},
-    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 3, 'logit_cap': 0.5},
-    {'num_heads': 3, 'causal': False, 'logit_cap': 0.5, 'softmax_scale': 0.7},
-    {'num_heads': 3, 'softmax_scale': 0.7},
+    {**GROUPED, 'window': 3, 'logit_cap': 0.5},
     {**GROUPED, 'qk_norm': RmsNorm(epsilon=0.1), 'use_bias': True, 'out_bias': False},
     {**GROUPED, 'qk_norm': RmsNorm(epsilon=0.1, num_dims=2), 'clip_qkv': 0.8},
     {**GROUPED, 'sinks': True, 'window': 3, 'out_bias': True},
@@ -38,14 +35,10 @@ def _weights(layer, x, rng):
     {'num_heads': 3, 'rotary': Rotary(max_wavelength=50.0, num_features=4, scaling=LinearScaling(factor=4.0))},
   ],
   ids=[
-    'multi-head',
-    'grouped',
+    'multi-head, scaled',
     'multi-query',
     'bidirectional',
-    'window',
-    'capped, scaled',
-    'capped bidirectional',
-    'scale',
+    'grouped, window, capped',
     'norm per head',
     'norm over heads, clipped',
     'sinks in a window',
@@ -89,7 +82,7 @@ def test_gradients_are_those_of_jax(rng, num_kv_heads, window):
   cotangent, *operands = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
   def ours(query, key, value):
-    return attend(query, key, value, SEGMENT_IDS, window=window, implementation='xla')
+    return attend(query, key, value, SEGMENT_IDS, AttentionOptions(window=window), implementation='xla')
 
   def theirs(query, key, value):
     size = None if window is None else (window - 1, 0)

@@ -13,6 +13,7 @@ import pytest
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import AttentionCall, implementations
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
+from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import attend, resolve_implementation
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning.targets import has_compiler
@@ -107,7 +108,8 @@ def values_and_gradients(case: Case, arrays, segments, **options):
   def compute(query, key, value, sinks):
     def total(arrays):
       *qkv, sinks = arrays
-      out = attend(*qkv, segments, causal=case.causal, window=case.window, logit_cap=case.cap, sinks=sinks, **options)
+      compared = AttentionOptions(causal=case.causal, window=case.window, logit_cap=case.cap, sinks=sinks)
+      out = attend(*qkv, segments, compared, **options)
       return jnp.sum(out.astype(jnp.float32) * weight), out
 
     (_, out), gradients = jax.value_and_grad(total, has_aux=True)((query, key, value, sinks))
@@ -260,39 +262,33 @@ def test_what_is_asked_for_and_cannot_be_had_is_an_error(asked, changes, message
     resolve_implementation(asked, dataclasses.replace(CALL, **changes))
 
 
+def compiled_gradients(case: Case, target: str, axes: dict[str, int], rules, implementation=None) -> str:
+  """The program for the gradients of a call, compiled for devices that this machine does not have."""
+  mesh = MeshSpec(axis_names=tuple(axes), ici_mesh_shape=tuple(axes.values())).build(parse_target(target).devices())
+  arrays, segments = arguments(case, np.random.default_rng(0))
+  options = AttentionOptions(window=case.window)
+
+  def loss(query, key, value, segments):
+    with sharding_scope(mesh, rules):
+      return attend(query, key, value, segments, options, split_dims=HEADS, implementation=implementation).sum()
+
+  replicated = NamedSharding(mesh, PartitionSpec())
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in (*arrays[:3], segments)]
+  return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile().as_text()
+
+
 def test_splash_compiles_for_a_tpu():
   pytest.importorskip('libtpu', reason="the TPU compiler is not installed: pip install '.[plan-tpu]'")
-  mesh = MeshSpec(axis_names=('context', 'mdl'), ici_mesh_shape=(2, 2)).build(parse_target('v5p:2x2x1').devices())
   case = Case(heads=3, kv_heads=3, head_dim=20, value_dim=20, length=300, window=100, dtype='bfloat16')
-  arrays, segments = arguments(case, np.random.default_rng(0))
-
-  def loss(query, key, value, segments):
-    with sharding_scope(mesh, (('batch', None), ('seq', 'context'), ('act_heads', 'mdl'))):
-      return attend(query, key, value, segments, window=case.window, split_dims=HEADS).sum()
-
-  replicated = NamedSharding(mesh, PartitionSpec())
-  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in (*arrays[:3], segments)]
-  compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
-  assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3  # forward, and two of the backward pass
-
-
-def gradients_in_bfloat16(case: Case, mesh):
-  """Lowers the gradients of a call on `mesh`."""
-  arrays, segments = arguments(case, np.random.default_rng(0))
-
-  def loss(query, key, value, segments):
-    with sharding_scope(mesh, (('batch', 'data'), ('seq', None), ('act_heads', 'mdl'))):
-      return attend(query, key, value, segments, window=case.window, split_dims=HEADS, implementation='cudnn').sum()
-
-  replicated = NamedSharding(mesh, PartitionSpec())
-  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in (*arrays[:3], segments)]
-  return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*shapes)
+  rules = (('batch', None), ('seq', 'context'), ('act_heads', 'mdl'))
+  text = compiled_gradients(case, 'v5p:2x2x1', {'context': 2, 'mdl': 2}, rules)
+  assert text.count('custom_call_target="tpu_custom_call"') == 3  # forward, and two of the backward pass
 
 
 @pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")
 def test_cudnn_compiles_for_a_gpu():
-  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 4)).build(parse_target('h200:8').devices())
   case = Case(heads=3, kv_heads=3, head_dim=256, value_dim=256, length=301, window=100, dtype='bfloat16')
-  text = gradients_in_bfloat16(case, mesh).lower().compile().as_text()
+  rules = (('batch', 'data'), ('seq', None), ('act_heads', 'mdl'))
+  text = compiled_gradients(case, 'h200:8', {'data': 2, 'mdl': 4}, rules, 'cudnn')
   assert text.count('custom_call_target="__cudnn$fmhaSoftmax') == 2  # by the offsets of documents
   assert text.count('custom_call_target="__cudnn$fmhaScaleBias') == 2  # where they do not fit

@@ -74,24 +74,33 @@ _ROOMY = CapacityGather(capacity_factor=10.0)
 _BIASES = RelativePositionBias(num_heads=4, num_buckets=8, max_distance=10)
 MODELS = {
   'multi-head': _model(_stack(_block())),
-  'grouped, qk_norm, bias, unrolled': _model(
-    _stack(_block(num_kv_heads=2, qk_norm=True, use_bias=True), scan=False, remat_policy='full')
+  'grouped, qk_norm, bias, partial rotation, unrolled': _model(
+    _stack(
+      _block(
+        num_kv_heads=2,
+        qk_norm=True,
+        use_bias=True,
+        rotary=Rotary(num_features=4, scaling=YarnScaling(factor=4.0, original_length=4)),
+      ),
+      scan=False,
+      remat_policy='full',
+    )
   ),
-  'capped logits, scaled dims, normed outputs, sinusoidal positions': _model(
-    _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, softmax_scale=0.7)), SinusoidalPositions()
-  ),
-  'sinks, norm over heads, partial rotation, norms behind sublayers': _model(
+  'capped logits, scale, sinks, norm over heads, norms behind sublayers, sinusoidal positions': _model(
     _stack(
       _block(
         num_kv_heads=2,
         sinks=True,
         qk_norm=RmsNorm(epsilon=1e-5, num_dims=2),
         clip_qkv=1.5,
-        rotary=Rotary(num_features=4, scaling=YarnScaling(factor=4.0, original_length=4)),
+        rotary=None,
         pre_norm=False,
         post_norm=True,
+        logit_cap=0.5,
+        softmax_scale=0.7,
       )
-    )
+    ),
+    SinusoidalPositions(),
   ),
   'dense and dropless': _model(_stack(BlockGroup(blocks=(_block(), _block(_experts(Dropless())))))),
   'latent attention': _model(

@@ -56,10 +56,6 @@ def latent_attention(x, weights, *, scale, epsilon=1e-6, amplitude=1.0):
     ({}, {'scale': (N + R) ** -0.5}),
     ({'query_rank': Q, 'epsilon': 0.1, 'use_bias': True}, {'scale': (N + R) ** -0.5, 'epsilon': 0.1}),
     (
-      {'query_rank': Q, 'softmax_scale': 0.7, 'rotary': Rotary(scaling=YarnScaling(factor=1.0, original_length=64))},
-      {'scale': 0.7},
-    ),
-    (
       {
         'rotary': Rotary(scaling=YarnScaling(factor=1.0, original_length=64, attention_factor=1.3)),
         'softmax_scale': 0.5,
@@ -67,7 +63,7 @@ def latent_attention(x, weights, *, scale, epsilon=1e-6, amplitude=1.0):
       {'scale': 0.5, 'amplitude': 1.3},
     ),
   ],
-  ids=['direct queries', 'latent queries, biases', 'scale', 'amplitude'],
+  ids=['direct queries', 'latent queries, biases', 'scale, amplitude'],
 )
 def test_is_attention_to_keys_and_values_of_every_head(rng, fields, settings):
   layer, x = make_layer(**fields), rng.normal(size=(B, T, D)).astype(np.float32)

@@ -3,12 +3,14 @@
 Shapes: B batch, T sequence, D model, F ffn, E experts, k choices per token.
 """
 
+import contextlib
+
 from capacity_reference import quotients
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.moe import Dropless, ExpertWeights, RouterOutput
+from spmd_tasks.layers.moe import ExpertWeights, RouterOutput
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope
 
@@ -91,17 +93,19 @@ def expert_weights(inputs):
   )
 
 
-def routing_of(expert_ids, gates):
+def routing_of(expert_ids, gates, num_experts=1):
   """What a router gives to a computation; the rest is not read by one."""
-  nothing = jnp.zeros((*expert_ids.shape[:2], 1))
+  nothing = jnp.zeros((*expert_ids.shape[:2], num_experts))
   return RouterOutput(logits=nothing, scores=nothing, token_mask=None, expert_ids=expert_ids, gates=gates)
 
 
-def compute(computation, inputs, expert_ids):
-  """(y, statistics). Gates are 0 for choices that are not routed, as in a RouterOutput."""
+def compute(computation, inputs, expert_ids, **fields):
+  """(y, statistics). Gates are 0 for choices that are not routed, as in a RouterOutput; `fields` are of the weights."""
   inputs = jax.tree.map(jnp.asarray, inputs)
-  gates = jnp.where(expert_ids == inputs['up'].shape[0], 0.0, inputs['gates'])
-  y, ratios = computation(inputs['x'], routing_of(expert_ids, gates), expert_weights(inputs), train=True)
+  num_experts = len(inputs['up'])
+  gates = jnp.where(expert_ids == num_experts, 0.0, inputs['gates'])
+  routing, weights = routing_of(expert_ids, gates, num_experts), expert_weights(inputs).replace(**fields)
+  y, ratios = computation(inputs['x'], routing, weights, train=True)
   return y, quotients(ratios)
 
 
@@ -114,15 +118,12 @@ def mesh_and_rules(axis_sizes, rules):
   return spec.build(jax.devices()[:num_devices]), axis_rules
 
 
-def value_and_gradients(computation: Dropless, mesh=None, rules=()):
+def value_and_gradients(computation, mesh=None, rules=(), **fields):
   """A compiled function of (inputs, expert_ids, d_y): (y, gradients of sum(y * d_y), statistics)."""
 
   def loss(inputs, expert_ids, d_y):
-    if mesh is None:
-      y, statistics = compute(computation, inputs, expert_ids)
-    else:
-      with sharding_scope(mesh, rules):
-        y, statistics = compute(computation, inputs, expert_ids)
+    with contextlib.nullcontext() if mesh is None else sharding_scope(mesh, rules):
+      y, statistics = compute(computation, inputs, expert_ids, **fields)
     return jnp.sum(y.astype(jnp.float32) * d_y), (y, statistics)
 
   @jax.jit

@@ -3,80 +3,25 @@
 import collections
 import re
 
-from capacity_reference import quotients
+from dropless_reference import (
+  DOWN_SPLIT_DIMS,
+  UP_SPLIT_DIMS,
+  draw_expert_ids,
+  draw_inputs,
+  mesh_and_rules,
+  value_and_gradients,
+)
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.moe import (
-  CapacityEinsum,
-  CapacityGather,
-  Dropless,
-  Experts,
-  ExpertWeights,
-  MixtureOfExperts,
-  RouterOutput,
-  TopKRouter,
-)
+from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.sharding import padding, split_dims_to_partition_spec
-from spmd_tasks.sharding.specs import sharding_scope
 
 FORMS = [CapacityEinsum, CapacityGather]
-
-
-def draw_weights(rng, *, num_experts, model_dim, hidden_dim):
-  draw = lambda *shape: rng.normal(size=shape, scale=shape[1] ** -0.5)
-  up, gate = (draw(num_experts, model_dim, hidden_dim) for _ in range(2))
-  return up, draw(num_experts, hidden_dim, model_dim), gate
-
-
-def expert_weights(up, down, gate):
-  return ExpertWeights(
-    up=jnp.asarray(up, 'float32'),
-    down=jnp.asarray(down, 'float32'),
-    gate=jnp.asarray(gate, 'float32'),
-    activation='silu',
-    up_split_dims=Experts.up_split_dims,
-    down_split_dims=Experts.down_split_dims,
-  )
-
-
-def draw_routing(rng, shape, num_experts, num_choices=2):
-  """(scores [B, T, E], expert_ids and gates [B, T, k]), experts of a token distinct, and expert 0 crowded."""
-  scores = rng.random((*shape, num_experts)) + np.where(np.arange(num_experts) == 0, 0.3, 0.0)
-  scores /= scores.sum(axis=-1, keepdims=True)
-  expert_ids = np.argsort(-scores, axis=-1)[..., :num_choices].astype(np.int32)
-  gates = np.take_along_axis(scores, expert_ids, axis=-1)
-  is_padding = rng.random(shape) < 0.3
-  expert_ids[is_padding], gates[is_padding] = num_experts, 0.0
-  return scores, expert_ids, gates
-
-
-def router_output(scores, expert_ids, gates):
-  scores = jnp.asarray(scores, jnp.float32)
-  return RouterOutput(
-    logits=jnp.log(scores),
-    scores=scores,
-    token_mask=None,
-    expert_ids=jnp.asarray(expert_ids, jnp.int32),
-    gates=jnp.asarray(gates, jnp.float32),
-  )
-
-
-def value_and_gradients(computation, x, routing, weights, cotangent):
-  """(y, (d x, d gates, d weights), statistics), of sum(y * cotangent), with dropout in the experts."""
-  dropout = {'dropout_rate': 0.25, 'dropout_key': jax.random.key(3)}
-
-  def loss(x, gates, weights):
-    y, ratios = computation(x, routing.replace(gates=gates), weights.replace(**dropout), train=True)
-    return jnp.sum(y * cotangent), (y, quotients(ratios))
-
-  gradients, (y, statistics) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, routing.gates, weights)
-  return y, gradients, statistics
-
 
 # Name -> (axis names and sizes, rules, all-to-alls and all-gathers in the step, forward and backward).
 MESHES = {
@@ -92,23 +37,16 @@ MESHES = {
   'experts over two axes': ({'a': 4, 'b': 2}, {'batch': ('b', 'a'), 'expert': ('a', 'b')}, 8, 0),
   'experts beside the batch': ({'data': 2, 'mdl': 4}, {'batch': 'data', 'expert': 'mdl'}, 0, 2),
 }  # fmt: skip
-UNSHARDED = dict.fromkeys(('batch', 'seq', 'act_embed', 'expert', 'expert_embed', 'expert_mlp'))
-
-
-def mesh_and_rules(axes, rules):
-  mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
-  return mesh, tuple((UNSHARDED | rules).items())
-
-
-NUM_ROWS, LENGTH, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 8, 6, 6, 4, 7
-
-
-# By default the meshes have the two forms in turns.
+# By default the first meshes have the two forms in turns.
 TURNS = [
-  pytest.param(MESHES[name], form, id=f'{name}-{form.__name__}', marks=[pytest.mark.exhaustive] * ((i + j) % 2))
+  pytest.param(
+    MESHES[name], form, id=f'{name}-{form.__name__}', marks=[pytest.mark.exhaustive] * (i > 3 or (i + j) % 2)
+  )
   for i, name in enumerate(MESHES)
   for j, form in enumerate(FORMS)
 ]
+TOKENS = ('batch', 'seq', None)
+SPLIT_DIMS = {'x': TOKENS, 'gates': TOKENS, 'up': UP_SPLIT_DIMS, 'gate': UP_SPLIT_DIMS, 'down': DOWN_SPLIT_DIMS}
 
 
 @pytest.mark.parametrize('case, form', TURNS)
@@ -116,57 +54,40 @@ def test_eight_devices_compute_what_one_does(case, form, rng):
   """6 experts and 7 hidden units, which no mesh here divides. Tokens move by all-to-alls, and weights not at all."""
   axes, rules, num_all_to_alls, num_all_gathers = case
   mesh, rules = mesh_and_rules(axes, rules)
-  x, cotangent = rng.normal(size=(2, NUM_ROWS, LENGTH, MODEL_DIM))
-  scores, expert_ids, gates = draw_routing(rng, x.shape[:2], NUM_EXPERTS)
-  weights = draw_weights(rng, num_experts=NUM_EXPERTS, model_dim=MODEL_DIM, hidden_dim=HIDDEN_DIM)
+  dims = {'B': 8, 'T': 6, 'E': 6}
+  inputs, d_y = draw_inputs(rng, **dims, F=7)
+  expert_ids = draw_expert_ids(rng, 'mixed', **dims)
   computation = form(capacity_factor=1.0, min_capacity=1, group_size=3)
-
-  def step(x, cotangent, scores, expert_ids, gates, up, down, gate):
-    routing = router_output(scores, expert_ids, gates)
-    y, (d_x, d_gates, d_weights), statistics = value_and_gradients(
-      computation, x, routing, expert_weights(up, down, gate), cotangent
-    )
-    return (y, d_x, d_gates, d_weights.up, d_weights.down, d_weights.gate), statistics
-
-  inputs = [
-    jnp.asarray(a, jnp.int32 if a is expert_ids else jnp.float32)
-    for a in (x, cotangent, scores, expert_ids, gates, *weights)
-  ]
-  expected, expected_statistics = jax.jit(step)(*inputs)
+  dropout = {'dropout_rate': 0.25, 'dropout_key': jax.random.key(3)}
+  arguments = ({name: jnp.asarray(x) for name, x in inputs.items()}, jnp.asarray(expert_ids), jnp.float32(d_y))
+  y, gradients, expected_statistics = value_and_gradients(computation, **dropout)(*arguments)
 
   # jit's own inputs and outputs have to be even.
-  tokens_spec, up_spec, down_spec = (
-    split_dims_to_partition_spec(split_dims, mesh.axis_names, rules)
-    for split_dims in (('batch', 'seq', None), Experts.up_split_dims, Experts.down_split_dims)
-  )
-  even = lambda array, spec: jax.ShapeDtypeStruct(padding.padded_shape(array.shape, spec, mesh.shape), array.dtype)
-  input_specs = [*[tokens_spec] * 5, up_spec, down_spec, up_spec]
-  output_specs = (*[tokens_spec] * 3, up_spec, down_spec, up_spec)
+  tokens = split_dims_to_partition_spec(TOKENS, mesh.axis_names, rules)
+  specs = {name: split_dims_to_partition_spec(dims, mesh.axis_names, rules) for name, dims in SPLIT_DIMS.items()}
 
-  def padded_step(*padded):
-    with sharding_scope(mesh, rules):
-      outputs, statistics = step(*padding.unpad(padded, tuple(inputs)))
-    return padding.pad(outputs, tuple(map(even, outputs, output_specs))), statistics
+  def even(x, spec):
+    shape = padding.padded_shape(x.shape, spec, mesh.shape)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-  padded = [padding.pad(a, even(a, spec)) for a, spec in zip(inputs, input_specs, strict=True)]
-  compiled = (
-    jax.jit(
-      padded_step,
-      in_shardings=tuple(NamedSharding(mesh, spec) for spec in input_specs),
-      out_shardings=(tuple(NamedSharding(mesh, spec) for spec in output_specs), NamedSharding(mesh, PartitionSpec())),
-    )
-    .lower(*padded)
-    .compile()
-  )
-  outputs, statistics = compiled(*jax.device_put(padded, [NamedSharding(mesh, spec) for spec in input_specs]))
-  for actual, array in zip(padding.unpad(outputs, expected), expected, strict=True):
+  padded = jax.tree.map(even, arguments, (specs, tokens, tokens))
+  padded_outputs = jax.tree.map(even, (y, gradients), (tokens, specs))
+  run = value_and_gradients(computation, mesh, rules, **dropout)
+
+  def step(*arguments_of_mesh):
+    y, gradients, statistics = run(*padding.unpad(arguments_of_mesh, arguments))
+    return padding.pad((y, gradients), padded_outputs), statistics
+
+  shardings = jax.tree.map(lambda x: x.sharding, (padded, padded_outputs))
+  compiled = jax.jit(step, in_shardings=shardings[0], out_shardings=(shardings[1], None)).lower(*padded).compile()
+  outputs, statistics = compiled(*jax.device_put(padding.pad(arguments, padded), shardings[0]))
+  for actual, array in zip(jax.tree.leaves(padding.unpad(outputs, (y, gradients))), jax.tree.leaves((y, gradients))):
     np.testing.assert_allclose(actual, array, rtol=1e-5, atol=1e-5)
   for name, value in expected_statistics.items():
     np.testing.assert_allclose(statistics[name], value, rtol=1e-6)
-  collectives = collections.Counter(
-    re.findall(r' (all-to-all|all-gather|collective-permute)(?:-start)?\(', compiled.as_text())
-  )
-  assert collectives == collections.Counter({'all-to-all': num_all_to_alls, 'all-gather': num_all_gathers})
+  collectives = re.findall(r' (all-to-all|all-gather|collective-permute)(?:-start)?\(', compiled.as_text())
+  expected = collections.Counter({'all-to-all': num_all_to_alls, 'all-gather': num_all_gathers})
+  assert collections.Counter(collectives) == expected
 
 
 @pytest.mark.parametrize('form', FORMS)

@@ -75,10 +75,10 @@ def drop_overflow(expert_ids, num_experts, capacity, num_devices=4):
   return kept
 
 
-EXHAUSTIVE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((None, 12), (1.5, 5), (100.0, 12))]
+EXHAUSTIVE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((None, 12), (0.1, 1), (100.0, 12))]
 
 
-@pytest.mark.parametrize('capacity_factor, capacity', [(1.0, 3), (0.1, 1), *EXHAUSTIVE])
+@pytest.mark.parametrize('capacity_factor, capacity', [(1.0, 3), *EXHAUSTIVE])
 def test_what_has_no_room_is_dropped_and_counted(capacity_factor, capacity, rng):
   """Each of 4 devices has 2 x 3 tokens with 2 choices: 12 rows, 3 for each device if balanced."""
   inputs, d_y = draw_inputs(rng, E=8)
@@ -96,10 +96,9 @@ def test_what_has_no_room_is_dropped_and_counted(capacity_factor, capacity, rng)
     assert result[2]['pair_capacity'] == capacity
 
 
-@pytest.mark.parametrize('capacity_factor, most', [(0.4, 12), (4.0, 1)])
-def test_what_has_no_room_goes_in_a_further_pass(capacity_factor, most, rng):
+def test_what_has_no_room_goes_in_a_further_pass(rng):
   inputs, d_y = draw_inputs(rng, E=8)
-  computation = Dropless(dispatch='padded_all_to_all', capacity_factor=capacity_factor, overflow='passes')
+  computation = Dropless(dispatch='padded_all_to_all', capacity_factor=0.4, overflow='passes')
   run = value_and_gradients(computation, *mesh_and_rules(*SCOPE))
   num_passes = {}
   for routing in ('mixed', 'one expert', 'no expert'):
@@ -109,8 +108,7 @@ def test_what_has_no_room_goes_in_a_further_pass(capacity_factor, most, rng):
     assert result[2]['fraction_dropped'] == 0
     num_passes[routing] = int(result[2].get('num_passes', 1))
   # Of 'one expert', each device sends its 6 tokens to the first one.
-  assert num_passes['no expert'] == 1
-  assert num_passes['one expert'] == {12: 6, 1: 1}[most]
+  assert (num_passes['no expert'], num_passes['one expert']) == (1, 6)
 
 
 # Of a gradient's program, float32 only. Tokens travel there and back, forward and backward; gates there, and their

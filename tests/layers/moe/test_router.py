@@ -214,8 +214,8 @@ def test_same_on_8_devices_as_on_one(settings, rng):
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'num_experts': 0, 'num_selected': 0}, 'num_selected=0 must be at least 1 and at most num_experts=0'),
-    ({'num_selected': E + 1}, f'num_selected={E + 1} must be at least 1 and at most num_experts={E}'),
+    ({'num_experts': 0, 'num_selected': 0}, 'num_selected=0 must be from 1 to num_experts=0'),
+    ({'num_selected': E + 1}, f'num_selected={E + 1} must be from 1 to num_experts={E}'),
     ({'num_selected': 1, 'score_function': 'relu'}, r"'relu' is unknown: choose one of \['sigmoid', 'softmax'\]"),
   ],
 )

@@ -29,6 +29,7 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from tests.layers.tiny_model import assert_close
 
 B, T, D = 16, 9, 12
 STAGES = {'data': 2, 'stage': 4}
@@ -180,12 +181,6 @@ CASES = {
     {'num_microbatches': 8, 'schedule': 'one_forward_one_backward', 'remat_policy': 'full'},
   ),
 }
-
-
-def assert_close(got, expected):
-  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-    scale = max(1e-3, np.max(np.abs(b)))
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize('name', CASES)
