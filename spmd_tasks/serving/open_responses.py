@@ -36,11 +36,7 @@ class ResponsesRequest(GenerationRequest):
 
 
 def responses_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ResponsesRequest:
-  """Reads the body of /v1/responses.
-
-  Raises:
-    RequestError: names the field that is wrong.
-  """
+  """Reads the body of /v1/responses; a RequestError names the field that is wrong."""
   body = validate(ResponsesBody, fields)
   chat = {name: getattr(body, name) for name in _SAME & body.model_fields_set}
   chat['messages'] = _messages(body)

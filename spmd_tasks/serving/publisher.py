@@ -43,8 +43,8 @@ class Publisher:
     Args:
       service: the service whose model is replaced.
       engine: gets the new weights, on its own thread.
-      restore: returns the (weights, step) of a checkpoint; None names the newest. It runs on a thread of its own, so
-        that reading files does not delay the streams. If `restore` is None, nothing can be published.
+      restore: returns the (weights, step) of a checkpoint, None naming the newest, on a thread of its own, so that
+        reading files does not delay the streams. If `restore` is None, nothing can be published.
       pauses: run `restore` on the engine's thread instead, between sequences. A CheckpointChoiceError then means that
         nothing has changed; any other error ends the engine.
     """
@@ -63,13 +63,13 @@ class Publisher:
     Raises:
       RequestError: there is no such checkpoint, or nothing can be published now.
     """
-    restore = self._permission()
+    self._check_key()
     async with self._lock:
       if not self._service.thread.is_ready:
         raise RequestError('the server is not ready.', status=503, code='not_ready', retry_after_s=5)
       try:
         with self._service.uncounted_compilations():
-          restored = await (self._pause(restore, step) if self._pauses else self._go_on(restore, step))
+          restored = await (self._pause(step) if self._pauses else self._go_on(step))
       except (ValueError, RuntimeError) as error:
         logging.warning('nothing is published: %s', error)
         raise RequestError(f'step cannot be published: {error}', status=409, param='step') from error
@@ -79,7 +79,7 @@ class Publisher:
 
   async def unpublish(self) -> None:
     """Refuses new requests, waits until the running ones have ended, and frees the weights."""
-    self._permission()
+    self._check_key()
     async with self._lock:
       await self._when_idle(self._use, None)
 
@@ -99,7 +99,7 @@ class Publisher:
       self._is_asleep, self._service.is_published = False, True
 
   def _may_sleep(self, is_possible: bool, why_not: str) -> Any:
-    """The engine, if it can sleep now. Raises a RequestError otherwise."""
+    """The engine, if it can sleep now."""
     self._check_key()
     if not hasattr(self._engine, 'sleep'):
       raise RequestError('this server cannot sleep: unpublish the weights instead.', status=409)
@@ -113,35 +113,30 @@ class Publisher:
       await asyncio.sleep(_POLL_S)
     await self._between_sequences(action, *arguments)
 
-  def _permission(self) -> _Restore:
-    self._check_key(self._restore is None)
-    assert self._restore is not None
-    return self._restore
-
-  def _check_key(self, is_refused: bool = False) -> None:
-    if self._service.settings.api_key is None or is_refused:
+  def _check_key(self) -> None:
+    if self._service.settings.api_key is None or self._restore is None:
       raise RequestError(
         'only a server with an API key can publish other weights: start it with one.', status=403, code='no_admin'
       )
 
-  async def _go_on(self, restore: _Restore, step: int | None) -> int:
+  async def _go_on(self, step: int | None) -> int:
     # Not asyncio's own executor: the end of the event loop would wait for its threads.
-    loop = asyncio.get_running_loop()
-    weights, restored = await loop.run_in_executor(self._reader, self._read, restore, step)
+    weights, restored = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, step)
     await self._between_sequences(self._use, weights)
     return restored
 
-  def _read(self, restore: _Restore, step: int | None) -> tuple[Any, int]:
+  def _read(self, step: int | None) -> tuple[Any, int]:
+    assert self._restore is not None
     self.is_reading = True
     try:
-      return restore(step)
+      return self._restore(step)
     finally:
       self.is_reading = False
 
-  async def _pause(self, restore: _Restore, step: int | None) -> int:
+  async def _pause(self, step: int | None) -> int:
     def restore_and_use() -> int | CheckpointChoiceError:
       try:
-        weights, restored = restore(step)
+        weights, restored = self._read(step)
       except CheckpointChoiceError as error:
         return error
       self._use(weights)

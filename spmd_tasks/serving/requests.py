@@ -4,7 +4,7 @@
     len(wanted.requests)   # 2: one per choice
 
 bodies.py has checked types and fixed ranges; here each request is checked against the served model and the server's
-limits, and gets its tokens and defaults.
+limits, and gets its tokens and defaults. A RequestError names the field that is wrong.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
-from spmd_tasks.serving.bodies import ChatBody, CompletionBody, Message, validate
+from spmd_tasks.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.tool_calls import CALL_END, call_schema, calls_for_template, tool_names
@@ -71,14 +71,14 @@ class ServedModel:
     """Returns the one of `names` that a request means, which leaves the name out or gives one that is served."""
     return self.name if name in (None, self.alias) else str(name)
 
-  def encode(self, text: str) -> tuple[int, ...]:
+  def encode(self, text: str, *, with_bos: bool = True) -> tuple[int, ...]:
     """Turns a prompt into tokens, after the token for the beginning of text if there is one.
 
     Raises:
       RequestError: the tokenizer refuses the text, as one of ids refuses words.
     """
     try:
-      return encode_prompt(self.tokenizer, text)
+      return encode_prompt(self.tokenizer, text) if with_bos else tuple(self.tokenizer.encode(text))
     except UserError as error:
       raise RequestError(f'{error}') from error
 
@@ -144,11 +144,7 @@ class GenerationRequest:
 
 
 def completion_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
-  """Reads the body of /v1/completions.
-
-  Raises:
-    RequestError: names the field that is wrong.
-  """
+  """Reads the body of /v1/completions."""
   check_model_name(fields, model)
   body = validate(CompletionBody, fields)
   if len(body.prompt) > limits.max_choices:
@@ -173,11 +169,7 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
 
 
 def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
-  """Reads the body of /v1/chat/completions.
-
-  Raises:
-    RequestError: names the field that is wrong.
-  """
+  """Reads the body of /v1/chat/completions."""
   check_model_name(fields, model)
   body = validate(ChatBody, fields)
   tools = None if body.tool_choice == 'none' else body.tools or None
@@ -385,3 +377,49 @@ def _stop_ids(body: CompletionBody | ChatBody, model: ServedModel) -> tuple[int,
 
 def _end_ids(model: ServedModel) -> tuple[int, ...]:
   return model.settings.end_ids(model.tokenizer.eos_id)
+
+
+# --- the tokenizer, as vLLM's server has it: evaluation harnesses then need none of their own ---
+
+
+def tokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
+  """Answers /tokenize: `{"prompt": "def ", "add_special_tokens": false}` with tokens, count and max_model_len.
+
+  A special token is named by its text, or as `token_id:2` where the tokenizer has no text for it. A prompt that is such
+  a name alone is that token.
+  """
+  check_model_name(fields, model)
+  body = validate(TokenizeBody, fields)
+  named = {_token_name(token): token for token in _special_ids(model.tokenizer).values()}
+  if body.prompt in named:
+    ids = (named[body.prompt],)
+  else:
+    ids = model.encode(body.prompt, with_bos=body.add_special_tokens)
+  return {'tokens': list(ids), 'count': len(ids), 'max_model_len': model.max_len}
+
+
+def detokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
+  """Answers /detokenize: `{"tokens": [...]}` with `{"prompt": "def "}`."""
+  check_model_name(fields, model)
+  body = validate(DetokenizeBody, fields)
+  if not all(0 <= token < model.vocab_size for token in body.tokens):
+    raise RequestError(f'tokens has a token outside the vocabulary of {model.vocab_size}.', param='tokens')
+  return {'prompt': model.decode_all(body.tokens)}
+
+
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+  """Answers /tokenizer_info: the names of special tokens, and the chat template; null for a token that is not there."""
+  texts = model.tokenizer.special_tokens if isinstance(model.tokenizer, FolderTokenizer) else {}
+  ids = _special_ids(model.tokenizer)
+  special = ('bos_token', 'eos_token', 'pad_token')
+  names = {name: texts.get(name) or (_token_name(ids[name]) if name in ids else None) for name in special}
+  return names | {'chat_template': model.chat_template.template, 'max_model_len': model.max_len}
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+  ids = {'bos_token': tokenizer.bos_id, 'eos_token': tokenizer.eos_id, 'pad_token': tokenizer.pad_id}
+  return {name: token for name, token in ids.items() if token is not None}
+
+
+def _token_name(token: int) -> str:
+  return f'token_id:{token}'

@@ -37,12 +37,14 @@ from spmd_tasks.serving.requests import (
   chat_request,
   check_model_name,
   completion_request,
+  detokenize,
+  tokenize,
+  tokenizer_info,
 )
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.scoring import ROUTES, ScoreRequest, score_request
 from spmd_tasks.serving.service import Answer, Service
 from spmd_tasks.serving.settings import ServerSettings
-from spmd_tasks.serving.tokenizing import detokenize, tokenize, tokenizer_info
 
 # Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
 # those with a grammar, and chats, whose templates are programs.

@@ -1,6 +1,7 @@
 """ServerSettings: the server's address, and the limits on its clients; ClientKey: those on one of them."""
 
 import dataclasses
+import re
 
 from spmd_tasks.errors import UserError
 
@@ -28,19 +29,14 @@ class ClientKey:
   @classmethod
   def from_line(cls, line: str) -> 'ClientKey':
     """Reads `KEY NAME max_sequences=8 tokens_per_minute=20000`; limits may be left out."""
-    key, name, *limits = [*line.split(), ''][: max(2, len(line.split()))]
-    try:
-      values = {field: int(number) for field, number in (limit.split('=') for limit in limits)}
-      if not name or '=' in name:
-        raise ValueError
-      return cls(key=key, name=name, **values)
-    except (TypeError, ValueError) as error:
-      if isinstance(error, UserError):
-        raise
+    match = re.fullmatch(r'(\S+)\s+([^\s=]+)((?:\s+(?:max_sequences|tokens_per_minute)=\d+)*)', line.strip())
+    if match is None:
       raise UserError(
         'a line of a client in the file of keys must be KEY NAME, and then max_sequences=N and tokens_per_minute=N '
         'where they have a limit.'
-      ) from error
+      )
+    limits = dict(limit.split('=') for limit in match[3].split())
+    return cls(key=match[1], name=match[2], **{name: int(number) for name, number in limits.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
