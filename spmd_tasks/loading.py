@@ -289,5 +289,5 @@ class LoadedModel:
   @doing('preparing to generate text')
   def _decoder(self) -> tuple[DecodeSteps, PromptTokenizer, Variables]:
     steps = DecodeSteps(self.partitioned, draft=load_draft(self.job, self.partitioned))
-    tokenizer = PromptTokenizer.for_steps(steps, self.tokenizer, self.job.experiment.seed)
+    tokenizer = PromptTokenizer(steps=steps, tokenizer=self.tokenizer, seed=self.job.experiment.seed)
     return steps, tokenizer, steps.storage.store(self.padded_variables, free=False)

@@ -30,12 +30,16 @@ from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps, own_batch
 from spmd_tasks.decoding.drafts import DraftRows
-from spmd_tasks.decoding.free_memory import free_bytes, local_bytes
 from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
-from spmd_tasks.decoding.layer_kernels import find_kernels, with_layer_kernels
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
-from spmd_tasks.decoding.weight_storage import WeightStorage
+from spmd_tasks.decoding.weight_storage import (
+  WeightStorage,
+  find_kernels,
+  free_bytes,
+  local_bytes,
+  with_layer_kernels,
+)
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapters_of_model import adapter_choices
 from spmd_tasks.layers.base import LAYER_KERNELS, layer_scope
@@ -359,12 +363,8 @@ class DecodeSteps:
 
   def score(self, variables: Variables, batch: ScoreBatch) -> Scores:
     """See step_functions.score. Each shape of batch is compiled once, on first use."""
-
-    def score(padded_variables, batch):
-      return step_functions.score(self._forward, self._true(padded_variables), batch)
-
-    name, held = ('score', *batch.ids.shape, batch.columns.shape[1]), (self._variables,)
-    return self._compile(name, score, batch, held=held, out=self._replicated)(self.arrange(variables), batch)
+    name = ('score', *batch.ids.shape, batch.columns.shape[1])
+    return self._compile_stateless(name, step_functions.score, batch)(self.arrange(variables), batch)
 
   def search(self, variables: Variables, batch: PrefillBatch) -> beam.Beams:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
@@ -373,13 +373,13 @@ class DecodeSteps:
   def sample(self, variables: Variables, groups: Groups, num_samples: int, max_new_tokens: int) -> Samples:
     """See group_sampling.sample_groups. Each shape is compiled once, on first use; uses no slots."""
 
-    def sample(padded_variables, groups):
+    def sample(forward, variables, groups):
       cache = self._empty_cache(groups.ids.shape[0] * num_samples)
       given = {'num_samples': num_samples, 'max_new_tokens': max_new_tokens}
-      return sample_groups(self._forward, self._true(padded_variables), cache, groups, **given)
+      return sample_groups(forward, variables, cache, groups, **given)
 
-    name, held = ('sample', *groups.ids.shape, num_samples, max_new_tokens), (self._variables,)
-    return self._compile(name, sample, groups, held=held, out=self._replicated)(self.arrange(variables), groups)
+    name = ('sample', *groups.ids.shape, num_samples, max_new_tokens)
+    return self._compile_stateless(name, sample, groups)(self.arrange(variables), groups)
 
   def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
     """Compiles the step and a prefill per bucket.
@@ -485,10 +485,10 @@ class DecodeSteps:
   def _search(self, batch: PrefillBatch) -> Any:
     num_beams = self.settings.num_beams
 
-    def search(padded_variables, *arrays):
+    def search(forward, variables, *arrays):
       return beam.beam_search(
-        self._forward,
-        self._true(padded_variables),
+        forward,
+        variables,
         self._empty_cache((self.settings.prefill_rows or 1) * num_beams),
         *arrays,
         num_beams=num_beams,
@@ -497,8 +497,15 @@ class DecodeSteps:
         rule=self.settings.beam_rule,
       )
 
-    held, name = (self._variables,), ('search', batch.ids.shape[1])
-    return self._compile(name, search, *_search_arguments(batch), held=held, out=self._replicated)
+    return self._compile_stateless(('search', batch.ids.shape[1]), search, *_search_arguments(batch))
+
+  def _compile_stateless(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Compiles a function of the model's forward function, variables and host arguments."""
+
+    def of_padded(padded_variables, *given):
+      return function(self._forward, self._true(padded_variables), *given)
+
+    return self._compile(name, of_padded, *arguments, held=(self._variables,), out=self._replicated)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Compiles a function of variables, state and host arguments that returns (state, outputs)."""

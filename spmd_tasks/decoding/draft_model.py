@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.decoding.drafts import DraftRows
-from spmd_tasks.decoding.free_memory import local_bytes
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.step_functions import DecodeState, Forward, step
+from spmd_tasks.decoding.weight_storage import local_bytes
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.task import Variables

@@ -83,7 +83,11 @@ class IncrementalText:
 
   def push_all(self, tokens: Sequence[int]) -> None:
     """Adds the last tokens, for callers that read `text` after `finish` only."""
-    self._tokens.extend(tokens)
+    if self._stops:
+      for token in tokens:
+        self.push(token)
+    else:
+      self._tokens.extend(tokens)
 
   @property
   def num_chars(self) -> int:

@@ -11,6 +11,7 @@ itself, and sends every Delta on.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 
@@ -157,17 +158,11 @@ def complete_groups(
   made = []
   for row, length in enumerate(samples.lengths[: len(requests) * num_samples].tolist()):
     request = requests[row // num_samples].as_sample(row % num_samples)
-    ids = samples.tokens[:length, row].tolist()
-    is_stopped = bool(ids) and ids[-1] in request.stop_ids
-    text = IncrementalText(decode, before=request.ids)
-    text.push_all(ids[:-1] if is_stopped else ids)
-    text.finish()
-    completion = Completion(
-      request=request,
-      ids=ids,
+    completion = _finished(
+      request,
+      samples.tokens[:length, row].tolist(),
+      decode,
       logprobs=samples.logprobs[:length, row].tolist(),
-      text=text.text,
-      finish_reason='stop' if is_stopped else 'length',
       expert_ids=None if samples.expert_ids is None else samples.expert_ids[row, : len(request.ids) + length].tolist(),
     )
     made.append(completion)
@@ -212,20 +207,17 @@ def search(
         if length == 0:
           continue
         ids = beams.tokens[row, beam, :length].tolist()
-        is_stopped = ids[-1] in request.stop_ids
-        text = IncrementalText(decode, request.stop, before=request.ids)
-        for token in ids[:-1] if is_stopped else ids:
-          text.push(token)
-        text.finish()
-        completions.append(
-          Completion(
-            request=request,
-            ids=ids,
-            text=text.text,
-            finish_reason='stop' if is_stopped else 'length',
-            score=float(beams.scores[row, beam]),
-            logprob=float(beams.logprobs[row, beam]),
-          )
-        )
+        score, logprob = float(beams.scores[row, beam]), float(beams.logprobs[row, beam])
+        completions.append(_finished(request, ids, decode, score=score, logprob=logprob))
       yield start + row, completions
     on_step()
+
+
+def _finished(request: Request, ids: list[int], decode: Callable[[Sequence[int]], str], **fields: Any) -> Completion:
+  """The completion of a request by tokens that are all known."""
+  is_stopped = bool(ids) and ids[-1] in request.stop_ids
+  text = IncrementalText(decode, request.stop, before=request.ids)
+  text.push_all(ids[:-1] if is_stopped else ids)
+  text.finish()
+  reason: FinishReason = 'stop' if is_stopped else 'length'
+  return Completion(request=request, ids=ids, text=text.text, finish_reason=reason, **fields)

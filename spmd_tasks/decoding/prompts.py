@@ -27,7 +27,6 @@ from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.batches import import_tensorflow
 from spmd_tasks.inputs.records import parse_json
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
-from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.store_files import local_folder
 
 _Count = Annotated[int, Ge(0), Lt(2**31)]
@@ -209,32 +208,15 @@ def _prompt_adapter() -> Any:
 class PromptTokenizer:
   """Turns prompts into requests that fit the compiled steps.
 
-  Attributes:
+  Fields:
+    steps: the steps.
     tokenizer: None where the experiment has none: prompts and generated sequences are then tokens only.
-    settings, max_len, encoder_len, vocab_size, adapter_names: of the steps.
     seed: of prompts without a seed.
   """
 
+  steps: DecodeSteps
   tokenizer: Tokenizer | None
-  settings: DecodeSettings
-  max_len: int
-  vocab_size: int
   seed: int
-  encoder_len: int | None = None
-  adapter_names: tuple[str, ...] = ()
-
-  @classmethod
-  def for_steps(cls, steps: DecodeSteps, tokenizer: Tokenizer | None, seed: int) -> 'PromptTokenizer':
-    """A PromptTokenizer with the sizes of compiled steps."""
-    return cls(
-      tokenizer=tokenizer,
-      settings=steps.settings,
-      max_len=steps.max_len,
-      encoder_len=steps.encoder_len,
-      vocab_size=steps.vocab_size,
-      seed=seed,
-      adapter_names=steps.adapter_names,
-    )
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of tokens; empty without a tokenizer."""
@@ -248,38 +230,38 @@ class PromptTokenizer:
     """
     ids: tuple[int, ...] = self._ids(prompt, where)
     encoder_ids: tuple[int, ...] = ()
-    if prompt.decoder_ids and self.encoder_len is None:
+    if prompt.decoder_ids and self.steps.encoder_len is None:
       raise UserError(
         f'{where}: decoder_ids are for encoder-decoders, which this model is not: append them to prompt_ids.'
       )
-    if self.encoder_len is not None:
-      encoder_ids, ids = ids, (self.settings.start_id, *prompt.decoder_ids)
-      if len(encoder_ids) > self.encoder_len:
+    if self.steps.encoder_len is not None:
+      encoder_ids, ids = ids, (self.steps.settings.start_id, *prompt.decoder_ids)
+      if len(encoder_ids) > self.steps.encoder_len:
         raise UserError(
-          f'{where}: the prompt has {len(encoder_ids)} tokens and encoder_len is {self.encoder_len}: shorten it, or '
-          'raise task.decode.encoder_len.'
+          f'{where}: the prompt has {len(encoder_ids)} tokens and encoder_len is {self.steps.encoder_len}: shorten it, '
+          'or raise task.decode.encoder_len.'
         )
-      if max(ids) >= self.vocab_size:
-        raise UserError(f'{where}: token {max(ids)} is outside the vocabulary of {self.vocab_size}.')
+      if max(ids) >= self.steps.vocab_size:
+        raise UserError(f'{where}: token {max(ids)} is outside the vocabulary of {self.steps.vocab_size}.')
     max_tokens = self._max_tokens(prompt, len(ids), where)
-    end = self.settings.end_ids(None if self.tokenizer is None else self.tokenizer.eos_id)
+    end = self.steps.settings.end_ids(None if self.tokenizer is None else self.tokenizer.eos_id)
     stop_ids = tuple(dict.fromkeys((*end, *prompt.stop_ids)))
-    if len(stop_ids) > self.settings.max_stop_ids:
+    if len(stop_ids) > self.steps.settings.max_stop_ids:
       raise UserError(
         f'{where}: {len(stop_ids)} stop tokens, the end of text included, are more than max_stop_ids='
-        f'{self.settings.max_stop_ids}: name fewer, or raise task.decode.max_stop_ids.'
+        f'{self.steps.settings.max_stop_ids}: name fewer, or raise task.decode.max_stop_ids.'
       )
     try:
-      sampling = self.settings.sampling_for(prompt)
+      sampling = self.steps.settings.sampling_for(prompt)
     except UserError as error:
       raise UserError(f'{where}: {error}') from error
     biases = tuple((prompt.logit_bias or {}).items())
-    beyond = [token for token, _ in biases if token >= self.vocab_size]
+    beyond = [token for token, _ in biases if token >= self.steps.vocab_size]
     if beyond:
-      raise UserError(f'{where}: logit_bias has token {beyond[0]}, outside the vocabulary of {self.vocab_size}.')
+      raise UserError(f'{where}: logit_bias has token {beyond[0]}, outside the vocabulary of {self.steps.vocab_size}.')
     if len(biases) > MAX_BIASES or not all(-100 <= bias <= 100 for _, bias in biases):
       raise UserError(f'{where}: logit_bias must have at most {MAX_BIASES} tokens, and numbers from -100 to 100.')
-    num_beams = self.settings.num_beams
+    num_beams = self.steps.settings.num_beams
     num_outputs = prompt.n or num_beams
     if num_beams > 1:
       if num_outputs > num_beams:
@@ -310,10 +292,10 @@ class PromptTokenizer:
     Raises:
       UserError: there is none; the message begins with `where`.
     """
-    if name not in self.adapter_names:
-      known = f'there are {", ".join(self.adapter_names)}' if self.adapter_names else 'this job has none'
+    if name not in self.steps.adapter_names:
+      known = f'there are {", ".join(self.steps.adapter_names)}' if self.steps.adapter_names else 'this job has none'
       raise UserError(f"{where}: there is no adapter {name!r}; {known}: set the experiment's `adapters`.")
-    return 1 + self.adapter_names.index(name)
+    return 1 + self.steps.adapter_names.index(name)
 
   def matcher(self, prompt: Prompt, where: str) -> Matcher | None:
     """Returns the matcher of the form that a prompt gives for its continuations; None where it gives none.
@@ -325,7 +307,7 @@ class PromptTokenizer:
       form = wanted_form(prompt)
       if form is None:
         return None
-      if self.settings.num_beams > 1:
+      if self.steps.settings.num_beams > 1:
         raise UserError(f'beam search has no {form.field}: set task.decode.num_beams to 1.')
       if self.tokenizer is None:
         raise UserError(f"{form.field} is about text, but the experiment's inputs have no tokenizer.")
@@ -336,21 +318,21 @@ class PromptTokenizer:
   @functools.cached_property
   def _grammars(self) -> Grammars:
     assert self.tokenizer is not None
-    end_ids = self.settings.end_ids(self.tokenizer.eos_id)
-    return Grammars(self.tokenizer, vocab_size=self.vocab_size, end_ids=end_ids)
+    end_ids = self.steps.settings.end_ids(self.tokenizer.eos_id)
+    return Grammars(self.tokenizer, vocab_size=self.steps.vocab_size, end_ids=end_ids)
 
   def _ids(self, prompt: Prompt, where: str) -> tuple[int, ...]:
     if prompt.prompt_ids is not None:
-      beyond = [token for token in prompt.prompt_ids if token >= self.vocab_size]
+      beyond = [token for token in prompt.prompt_ids if token >= self.steps.vocab_size]
       if beyond:
-        raise UserError(f'{where}: token {beyond[0]} is outside the vocabulary of {self.vocab_size}.')
+        raise UserError(f'{where}: token {beyond[0]} is outside the vocabulary of {self.steps.vocab_size}.')
       return prompt.prompt_ids
     if self.tokenizer is None:
       raise UserError(
         f"{where}: the prompt is text, but the experiment's inputs have no tokenizer: give 'prompt_ids' instead."
       )
     assert prompt.prompt is not None
-    if self.encoder_len is not None:
+    if self.steps.encoder_len is not None:
       return (*self.tokenizer.encode(prompt.prompt), self.tokenizer.eos_id)
     ids = encode_prompt(self.tokenizer, prompt.prompt)
     if not ids:
@@ -358,18 +340,18 @@ class PromptTokenizer:
     return ids
 
   def _max_tokens(self, prompt: Prompt, num_ids: int, where: str) -> int:
-    room = self.max_len - num_ids
+    room = self.steps.max_len - num_ids
     # The last token is not read again, but a prompt must leave room for one.
     if room < (0 if prompt.max_tokens == 0 else 1):
       raise UserError(
-        f'{where}: the prompt has {num_ids} tokens and max_len is {self.max_len}: shorten it, or raise '
+        f'{where}: the prompt has {num_ids} tokens and max_len is {self.steps.max_len}: shorten it, or raise '
         'task.decode.max_len.'
       )
     if prompt.max_tokens is None:
-      return min(room, self.settings.max_tokens or room)
+      return min(room, self.steps.settings.max_tokens or room)
     if prompt.max_tokens > room:
       raise UserError(
-        f'{where}: {num_ids} tokens of prompt and max_tokens={prompt.max_tokens} exceed max_len {self.max_len}: lower '
-        'max_tokens, or raise task.decode.max_len.'
+        f'{where}: {num_ids} tokens of prompt and max_tokens={prompt.max_tokens} exceed max_len {self.steps.max_len}: '
+        'lower max_tokens, or raise task.decode.max_len.'
       )
     return prompt.max_tokens

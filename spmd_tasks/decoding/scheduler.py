@@ -51,6 +51,7 @@ class Scheduler:
     num_generated_tokens: of all sequences; like the two above without padding.
     num_drafted_tokens, num_accepted_tokens: tokens that steps were given as drafts, and those that were right.
     num_preemptions: how often a sequence had to begin again because no block was left.
+    num_blocks: of the KV cache.
   """
 
   def __init__(self, engine: Engine, *, prefill_budget: int | None = None):
@@ -74,15 +75,10 @@ class Scheduler:
     self._starts: dict[int, int] = {}  # slots whose prompt is being read, oldest first: where the next chunk starts
     self._in_flight: deque[tuple[Launched, list[_Row]]] = deque()
     self._outbox: list[Delta] = []
-    self.num_steps = 0
-    self.num_slot_steps = 0
-    self.num_prefills = 0
-    self.num_chunks = 0
-    self.num_prompt_tokens = 0
-    self.num_reused_tokens = 0
-    self.num_generated_tokens = 0
+    self.num_steps = self.num_slot_steps = self.num_prefills = self.num_chunks = self.num_preemptions = 0
+    self.num_prompt_tokens = self.num_reused_tokens = self.num_generated_tokens = 0
     self.num_drafted_tokens = self.num_accepted_tokens = 0
-    self.num_preemptions = 0
+    self.num_blocks = self._pool.num_blocks
 
   @property
   def num_queued(self) -> int:
@@ -93,11 +89,6 @@ class Scheduler:
   def num_active(self) -> int:
     """Sequences that have begun: those in slots, and those that must begin again."""
     return len(self._slots) - len(self._free) + len(self._preempted)
-
-  @property
-  def num_blocks(self) -> int:
-    """Blocks of the KV cache."""
-    return self._pool.num_blocks
 
   @property
   def num_used_blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""WeightStorage: holds the weights of decoding and serving in fewer bits than training does.
+"""How weights are held while a model decodes: in fewer bits (WeightStorage), apart from their stacks, beside a cache.
 
     storage = WeightStorage(model, 'int8')
     stored = storage.store(variables)         # on the mesh; frees the originals
@@ -7,18 +7,35 @@
 
 `stored_spec` of sharding/quantized.py says which weights are held how. In 'int8', 'nf4' and 'nf4_double' a layer
 computes with the numbers that they stand for where it reads the kernel: one layer at a time, also in a scanned stack.
+
+    with find_kernels(found):                    # the model's forward is traced within
+      ...
+    variables = with_layer_kernels(variables, found)
+
+A loop over layers slices each layer's part out of a stack. To a CPU that is a copy, which takes as long as a product
+with a few tokens. So the kernels of `Linear` move from `params` to a collection of their own, which the loop leaves
+whole, and `Linear` has a branch for each layer. The bits are the same. The arrays are views of the stacks where a
+layer begins at an address that JAX takes as it is, and copies elsewhere. While views live, the stacks keep their memory
+and cannot be donated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
+import contextlib
 import functools
+import math
 import operator
+import os
 from typing import Any
 
 from flax import traverse_util
+import flax.linen as nn
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers import Linear
+from spmd_tasks.layers.base import LAYER_KERNELS, current_layer_scope
 from spmd_tasks.runtime import PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import WeightSpec
@@ -26,6 +43,8 @@ from spmd_tasks.sharding.padding import pad, padded_shape, unpad
 from spmd_tasks.sharding.quantized import quantize, stored_spec
 from spmd_tasks.sharding.specs import spec_axes
 from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, is_quantized
+
+_LEAST = 1 << 16  # numbers of a layer's kernel: copies of smaller ones stay in the CPU's cache
 
 
 class WeightStorage:
@@ -145,3 +164,67 @@ def _converter(
 
   shardings = jax.tree.unflatten(structure, [leaf.sharding for leaf in planned])
   return jax.jit(convert, out_shardings=shardings)
+
+
+# --- kernels of a loop over layers as one array per layer, which a CPU multiplies with where they are ---
+
+
+@contextlib.contextmanager
+def find_kernels(found: set[tuple[str, ...]]) -> Iterator[None]:
+  """Context in which a model is traced: adds the paths below `params` of kernels that can be one array per layer."""
+
+  def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    module = context.module
+    if type(module) is Linear and module.adapter is None and len(current_layer_scope().layers) == 1:
+      kernel = module.variables.get('params', {}).get('kernel')
+      if kernel is not None and not is_quantized(kernel) and math.prod(kernel.shape) >= _LEAST:
+        found.add((*module.path, 'kernel'))
+    return call(*args, **kwargs)
+
+  with nn.intercept_methods(note):
+    yield
+
+
+def with_layer_kernels(variables: Variables, found: Set[tuple[str, ...]]) -> Variables:
+  """Moves kernels, arrays or abstract values on one device of the host, out of their stacks; once, if called again."""
+  if not found or LAYER_KERNELS in variables:
+    return variables
+  params = traverse_util.flatten_dict(variables['params'], is_leaf=lambda _, leaf: is_quantized(leaf))
+  kernels = {path: _split(params.pop(path)) for path in sorted(found)}
+  moved = {'params': params, LAYER_KERNELS: kernels}
+  return variables | {name: traverse_util.unflatten_dict(each) for name, each in moved.items()}
+
+
+def _split(stack: Any) -> tuple[Any, ...]:
+  """Returns the arrays of a stack [L, ...]."""
+  sharding = NamedSharding(stack.sharding.mesh, PartitionSpec())
+  if not isinstance(stack, jax.Array):
+    return (jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding),) * stack.shape[0]
+  # Of the device's part, since an array keeps its numpy view as long as it lives.
+  return tuple(jax.device_put(each, sharding) for each in np.asarray(stack.addressable_data(0)))
+
+
+# --- how much memory of each device the KV cache may take ---
+
+
+def local_bytes(leaf: Any) -> int:
+  """Returns the bytes that an abstract array with a sharding takes on each device."""
+  return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def free_bytes(mesh: Mesh | AbstractMesh, weights: Any, fraction: float) -> float:
+  """Returns how many bytes are left of this fraction of a device's memory beside the weights.
+
+  Also beside what is in use now, in a job of one process; several must come to the same number. Infinity where the mesh
+  has no device of this process, as that of a plan for other machines. CPU devices share the host's memory.
+  """
+  devices: Any = [] if isinstance(mesh, AbstractMesh) else mesh.devices.flat
+  local = [device for device in jax.local_devices() if device in devices]
+  if not local:
+    return math.inf
+  stats = [device.memory_stats() or {} for device in local]
+  host = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // len(local)
+  used = sum(local_bytes(leaf) for leaf in jax.tree.leaves(weights))
+  if jax.process_count() == 1:
+    used = max(used, *(each.get('bytes_in_use', 0) for each in stats))
+  return fraction * min(each.get('bytes_limit', host) for each in stats) - used

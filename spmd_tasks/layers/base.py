@@ -262,7 +262,7 @@ def by_row(function: Callable[..., Any], *rows: jax.Array, num_dims: int, shared
 
 
 CACHE = 'cache'  # the collection of what earlier calls of a text's layers left
-LAYER_KERNELS = 'layer_kernels'  # the collection of kernels that are not stacked, as tuples (decoding/layer_kernels.py)
+LAYER_KERNELS = 'layer_kernels'  # the collection of kernels that are in tuples, not stacked: decoding/weight_storage.py
 REPLAYED = 'replayed'  # the collection of earlier choices of experts, which routers take in place of new ones
 NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)
 

@@ -163,7 +163,7 @@ class Decoder:
     self._output_path = output_path
     self._on_step = on_step
     self._tensorboard = job.experiment.tensorboard
-    self._tokenizer = PromptTokenizer.for_steps(steps, job.tokenizer, job.experiment.seed)
+    self._tokenizer = PromptTokenizer(steps=steps, tokenizer=job.tokenizer, seed=job.experiment.seed)
     self._wanted: dict[str, list[_PromptRequest]] = {}
     for name, source in sources.items():
       self._wanted[name] = []

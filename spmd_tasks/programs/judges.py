@@ -52,7 +52,7 @@ class Judges:
     self._requests: dict[str, list[Request]] = {}
     if any(judge.wants_texts for judge in judges.values()):
       self._steps = DecodeSteps(model)
-      self._tokenizer = PromptTokenizer.for_steps(self._steps, job.tokenizer, job.experiment.seed)
+      self._tokenizer = PromptTokenizer(steps=self._steps, tokenizer=job.tokenizer, seed=job.experiment.seed)
     for name, judge in judges.items():
       if judge.wants_texts:
         prompts = enumerate(judge.prompts(), 1)

@@ -79,7 +79,7 @@ class Sample(TrainHook):
       num_top_logprobs=0,
     )
     self._steps = DecodeSteps(run.model, settings)
-    self._tokenizer = PromptTokenizer.for_steps(self._steps, job.tokenizer, experiment.seed)
+    self._tokenizer = PromptTokenizer(steps=self._steps, tokenizer=job.tokenizer, seed=experiment.seed)
     self._requests: list[Request] = []
     for number, text in enumerate(self._prompts, 1):
       request, _ = self._tokenizer.request(_prompt(experiment, job.tokenizer, text), f'sample_prompts, text {number}')

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate, layer_kernels
+from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate, weight_storage
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.generation import Completion, can_sample, complete_groups, search
@@ -178,7 +178,7 @@ def test_greedy_batched_is_alone_is_the_full_forward_pass(name):
 def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   run, requests = make_run('one device'), make_requests()[:4]
   expected = run.generate(requests)
-  monkeypatch.setattr(layer_kernels, '_LEAST', 1)
+  monkeypatch.setattr(weight_storage, '_LEAST', 1)
   steps = DecodeSteps(run.model, SETTINGS)
   kernel = run.variables['params']['stack']['layers']['ffn']['up']['kernel']
   *_, last = steps.arrange(run.variables)[LAYER_KERNELS]['stack']['layers']['ffn']['up']['kernel']
@@ -192,7 +192,7 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
 
 def test_quantized_kernels_stay_in_their_stacks(monkeypatch):
   run = make_run('one device')
-  monkeypatch.setattr(layer_kernels, '_LEAST', 1)
+  monkeypatch.setattr(weight_storage, '_LEAST', 1)
   steps = DecodeSteps(run.model, dataclasses.replace(SETTINGS, weights_dtype='int8'))
   stored = steps.storage.store(run.variables, free=False)
   assert steps.arrange(stored) is stored

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,16 @@ from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.runtime import DecodeSettings
 
 SETTINGS = DecodeSettings(max_tokens=8, temperature=0.5, top_k=7)
-TOKENIZER = PromptTokenizer(tokenizer=ByteTokenizer(), settings=SETTINGS, max_len=24, vocab_size=300, seed=11)
+BEAMS = DecodeSettings(num_beams=3)
+
+
+def make_tokenizer(tokenizer=ByteTokenizer(), settings=SETTINGS, adapter_names=()) -> PromptTokenizer:
+  sizes = {'max_len': 24, 'vocab_size': 300, 'encoder_len': None}
+  steps = SimpleNamespace(settings=settings, adapter_names=adapter_names, **sizes)
+  return PromptTokenizer(steps=steps, tokenizer=tokenizer, seed=11)
+
+
+TOKENIZER = make_tokenizer()
 
 
 def parse(fields) -> Prompt:
@@ -76,7 +86,7 @@ def test_what_a_prompt_leaves_out_comes_from_the_settings():
 
 def test_ids_beyond_the_vocabulary_of_the_tokenizer_have_no_text():
   assert TOKENIZER.decode([100, 299, 101]) == 'ab'
-  assert dataclasses.replace(TOKENIZER, tokenizer=None).decode([100]) == ''
+  assert make_tokenizer(tokenizer=None).decode([100]) == ''
 
 
 @pytest.mark.parametrize(
@@ -87,20 +97,16 @@ def test_ids_beyond_the_vocabulary_of_the_tokenizer_have_no_text():
     ({'prompt_ids': (3,) * 24}, {}, 'the prompt has 24 tokens and max_len is 24'),
     ({'prompt': 'x', 'max_tokens': 23}, {}, '2 tokens of prompt and max_tokens=23 exceed max_len 24'),
     ({'prompt': 'x', 'logit_bias': {7: 101}}, {}, 'logit_bias must have at most 300 tokens, and numbers from -100'),
-    ({'prompt': 'x', 'logit_bias': {7: 1}}, {'settings': DecodeSettings(num_beams=3)}, 'beam search has no penalties'),
-    ({'prompt': 'x', 'n': 4}, {'settings': DecodeSettings(num_beams=3)}, 'n=4 is more than task.decode.num_beams=3'),
-    (
-      {'prompt': 'x', 'adapter': 'law'},
-      {'settings': DecodeSettings(num_beams=3), 'adapter_names': ('law',)},
-      'beam search has no adapters',
-    ),
+    ({'prompt': 'x', 'logit_bias': {7: 1}}, {'settings': BEAMS}, 'beam search has no penalties'),
+    ({'prompt': 'x', 'n': 4}, {'settings': BEAMS}, 'n=4 is more than task.decode.num_beams=3'),
+    ({'prompt': 'x', 'adapter': 'a'}, {'settings': BEAMS, 'adapter_names': ('a',)}, 'beam search has no adapters'),
   ],
 )
 def test_a_prompt_that_does_not_fit_is_named_in_a_sentence(prompt, changes, message):
   with pytest.raises(ValueError, match=f'^here: {message}'):
-    dataclasses.replace(TOKENIZER, **changes).request(Prompt(**prompt), 'here')
+    make_tokenizer(**changes).request(Prompt(**prompt), 'here')
 
 
 def test_scoring_which_searches_no_beams_finds_an_adapter_whatever_num_beams_is():
-  tokenizer = dataclasses.replace(TOKENIZER, settings=DecodeSettings(num_beams=3), adapter_names=('law', 'art'))
+  tokenizer = make_tokenizer(settings=BEAMS, adapter_names=('law', 'art'))
   assert tokenizer.adapter_number('art', 'score') == 2
