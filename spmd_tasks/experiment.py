@@ -34,8 +34,8 @@ from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, InputIterator, Tokenizer
 from spmd_tasks.inputs.tokenizers import tokenizer_of
 from spmd_tasks.runtime import Origin, PartitionedModel, Task, partition_spmd_model
-from spmd_tasks.runtime.memory_checks import check_batch_fits
 from spmd_tasks.runtime.origin import origin_named
+from spmd_tasks.runtime.parameter_table import check_batch_fits
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims
 from spmd_tasks.sharding.specs import check_axis_rules
 

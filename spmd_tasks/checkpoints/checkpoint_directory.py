@@ -1,13 +1,12 @@
-"""CheckpointDirectory: names, verifies, renames and deletes the checkpoints below one directory.
+"""CheckpointDirectory: names, renames and deletes the checkpoints below one directory.
 
     checkpoint_00000100                       complete: renamed to this name with its manifest already in it
     checkpoint_00000200.partial               being written, or left by a kill: removed by the next job
     checkpoint_00000100.deleting              being deleted, or left by a kill: removed by the next job
     checkpoint_00000100.damaged-<file>        set aside by a restore; never read or deleted again
 
-Other names, such as a user's copy `checkpoint_00000100.partial-backup`, are left alone.
-
-This file does not use Orbax and does not communicate: process 0 calls the methods that rename or delete.
+Other names, such as a user's copy `checkpoint_00000100.partial-backup`, are left alone. Nothing here communicates:
+process 0 calls the methods that rename or delete.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,7 +99,7 @@ class CheckpointDirectory:
       return step, 0
 
   def num_bytes(self) -> int:
-    """The approximate size of all checkpoints in bytes, from the newest manifest that can be read; 0 without one."""
+    """About the bytes of all checkpoints, from the newest manifest that can be read; 0 without one."""
     steps = self.claimed_steps()
     for path in reversed(steps.values()):
       with contextlib.suppress(DamagedCheckpointError, CheckpointError, OSError):
@@ -108,11 +107,9 @@ class CheckpointDirectory:
     return 0
 
   def open(self) -> None:
-    """Creates the directory and removes checkpoints half-written or half-deleted by a killed job.
+    """Creates the directory and removes checkpoints half-written or half-deleted by a killed job. Raises OSError.
 
-    Raises:
-      CheckpointError: there is a `loss`; nothing is created or removed then.
-      OSError: the directory cannot be created or written.
+    Raises a CheckpointError before that if there is a `loss`.
     """
     if not self.damaged():  # else they are named where one is chosen (verifying.py)
       self.refuse_loss()
@@ -138,11 +135,9 @@ class CheckpointDirectory:
     write_digests(self.partial(step), process_index, num_threads=self.num_hash_threads)
 
   def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
-    """Writes the manifest of a partial checkpoint and gives it its final name.
+    """Writes the manifest of a partial checkpoint and gives it its final name. Raises OSError.
 
-    Raises:
-      CheckpointSaveError: a process has written nothing here, so that its part of the checkpoint would be missing.
-      OSError: a file cannot be read or written.
+    Raises a CheckpointSaveError if a process has written nothing here, so that its part would be missing.
     """
     partial = self.partial(step)
     for index in range(num_processes):

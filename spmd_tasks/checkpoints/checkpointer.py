@@ -10,9 +10,8 @@ One checkpoint is one directory:
 
 A checkpoint is written as `checkpoint_00000100.partial` and renamed when it is complete, so a kill at any time leaves
 the earlier checkpoints and a `.partial`, which the next job removes. `save` returns when the arrays are copied to the
-host (the state may then be donated); Orbax's write, the hashing and the rename run in the background. The next `save`
-waits for them first. So at any time, every save but the last is on disk, and the next `save` or `wait` raises an error
-of a save.
+host; Orbax's write, the hashing and the rename run in the background. The next `save` or `wait` waits for them first,
+and raises their error.
 
 A restore verifies every byte (verifying.py). A damaged checkpoint is renamed to `checkpoint_00000100.damaged-<file>`,
 and the one before it is used; a step requested by number raises instead.
@@ -20,12 +19,11 @@ and the one before it is used; a step requested by number raises instead.
 With several processes (one shared directory), every process calls every method, in the same order, from its main
 thread. Each process hashes the array files that it wrote. Process 0 alone writes manifests, deletes, renames and
 decides which step is restored. An error is raised on the process that has it; the job's failure handling ends the
-others. Processes wait for each other, and for Orbax's write, for at most `timeout_secs` plus 10 s per GB. The job
-limits the whole time of a save or restore (the watchdog's `allow`).
+others. Processes wait for each other, and for Orbax's write, for at most `timeout_secs` plus 10 s per GB.
 
 The caller owns the directory (programs/job_directory.py). A second reader (eval, decode) passes `read_only=True`. If
-the owner deletes a checkpoint while the reader reads it, the reader takes the newest one that is left. A reader does
-not read a checkpoint again that it has found damaged, nor report it as `latest_step`.
+the owner deletes a checkpoint while the reader reads it, the reader takes the newest one that is left. It reads a
+damaged checkpoint once, and does not report it as `latest_step`.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,14 +60,10 @@ _BASE_FILE = 'base.json'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-  """A restored checkpoint.
+  """A restored checkpoint: `state` is the tree that was asked for, of jax.Arrays with its shardings.
 
-  Attributes:
-    step: the step it was saved at.
-    state: the tree that was asked for, of jax.Arrays with its shardings.
-    input_state: what this process passed to `save`; None if it passed None, or if the number of processes has changed.
-    input_states: what every process passed to `save`, in the order of the processes that saved.
-    base: what `base` of the Checkpointer that saved it returned; None if it was None.
+  `input_states` are what the processes that saved it passed to `save`, in their order; `input_state` is this process's
+  own, None if the number of processes has changed. `base` is what the function `base` returned when it was saved.
   """
 
   step: int
@@ -80,7 +74,7 @@ class Restored:
 
 
 class Checkpointer:
-  """Saves and restores the checkpoints below one directory. See the module's docstring."""
+  """Saves and restores the checkpoints below one directory."""
 
   def __init__(
     self,
@@ -102,18 +96,15 @@ class Checkpointer:
     Args:
       directory: a directory for checkpoints only.
       max_to_keep: number of newest checkpoints to keep; None keeps all.
-      keep_every_n_steps: also keeps every checkpoint whose step is a multiple of this number, without limit.
+      keep_every_n_steps: also keeps every checkpoint whose step is a multiple of this number.
       keep_every_hours: also keeps the oldest checkpoint, and the next one that was saved so many hours after the last
-        of those, without limit.
-      read_only: changes nothing: saves nothing, removes nothing, and skips damaged checkpoints without renaming them.
+        of those.
+      read_only: saves, renames and removes nothing.
       on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
-      witness: asked on process 0 where there is no checkpoint; says by what it is known that one was saved, or None.
-      before_publishing: called on process 0, in the background, before a checkpoint becomes one; raises if it must not.
+      witness, before_publishing, num_hash_threads: see CheckpointDirectory; called on process 0.
       base: returns JSON that the checkpoint keeps: what its state is to be completed with. Every process calls it at
         each save; it may wait, with all of them, for longer than the barriers of the save.
-      num_hash_threads: number of files hashed at a time.
-      timeout_secs: seconds that processes wait for each other around one save or restore of a small state; the limit
-        grows with the state (see the module's docstring).
+      timeout_secs: seconds that processes wait for each other around one save or restore of a small state.
 
     Raises:
       CheckpointError: the directory cannot be created or written; or it is empty, and there is a witness of a save.
@@ -162,7 +153,6 @@ class Checkpointer:
 
   @property
   def path(self) -> epath.Path:
-    """The directory of the checkpoints."""
     return self._directory.path
 
   def prepare(self) -> None:
@@ -172,10 +162,7 @@ class Checkpointer:
   def save(self, step: int, state: Any, input_state: Mapping[str, Any] | None = None) -> None:
     """Starts to save `state` as checkpoint `step`; returns when the arrays may be donated.
 
-    Args:
-      step: greater than every step in the directory.
-      state: a tree of jax.Arrays (no typed keys: save their key data).
-      input_state: JSON, this process's own.
+    `step` is greater than every step in the directory; `input_state` is JSON, this process's own.
 
     Raises:
       CheckpointError: the save before this one failed, or this one could not be started.
@@ -247,10 +234,7 @@ class Checkpointer:
 
     Args:
       abstract_state: a tree of ShapeDtypeStructs with shardings (none: this process's first device).
-      step: the step to restore; None restores the newest checkpoint that is not damaged.
-
-    Returns:
-      The checkpoint, or None if `step` is None and the directory has never held one.
+      step: None restores the newest checkpoint that is not damaged; then None is returned if there has never been one.
 
     Raises:
       CheckpointError: the state differs from the checkpoint in any leaf's name, shape or dtype; the step that was asked
@@ -261,10 +245,7 @@ class Checkpointer:
   def restore_weights(self, abstract_weights: Any, step: int | None = None, *, subtree: str = 'weights') -> Restored:
     """Restores one subtree of the state, reading no other arrays; `Restored.state` is that subtree.
 
-    Args:
-      abstract_weights: a tree of ShapeDtypeStructs, as in `restore`.
-      step: as in `restore`.
-      subtree: its key path in the saved state: 'weights', or 'learner/ema_weights' for the averaged ones.
+    `subtree` is its key path in the saved state: 'weights', or 'learner/ema_weights' for the averaged ones.
 
     Raises:
       CheckpointError: as `restore`; also if the directory has no checkpoint.

@@ -98,12 +98,7 @@ class MemoryCopies:
   """The copies of one job on this host. Methods raise OSError where the RAM disk cannot be used."""
 
   def __init__(self, directory: str, job_path: str, process_index: int):
-    """Makes the directory of this process.
-
-    Args:
-      directory: a RAM disk, such as /dev/shm.
-      job_path: the job's directory, which names its copies.
-      process_index: this process.
+    """Makes the directory of this process in a RAM disk; `job_path` is the job's directory, which names its copies.
 
     Raises:
       UserError: the directory cannot be made, or belongs to another user.
@@ -133,8 +128,10 @@ class MemoryCopies:
     head = json.dumps(dataclasses.asdict(header)).encode()
     with _create_private(partial) as file:
       file.write(_MAGIC + _LENGTH.pack(len(head)) + head)
-      for block in _local_blocks(state):
-        file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+      for leaf in jax.tree.leaves(state):
+        shards = {_block(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+        for block in _blocks_of(leaf):
+          file.write(np.ascontiguousarray(shards[block]).reshape(-1).view(np.uint8).data)
     return partial
 
   def finish(self, partial: Path) -> Path:
@@ -193,11 +190,7 @@ class MemoryCopies:
 
 
 def verify(path: Path) -> CopyHeader:
-  """Reads a whole copy and compares its digest.
-
-  Raises:
-    DamagedCopyError: it is not what was written.
-  """
+  """Reads a whole copy and compares its digest. Raises a DamagedCopyError if it is not what was written."""
   try:
     with open(path, 'rb') as file:
       header, start = _read_header(file)
@@ -217,11 +210,9 @@ def verify(path: Path) -> CopyHeader:
 
 
 def read_state(path: Path, abstract_state: Any) -> Any:
-  """Reads the live state from a verified copy of this process's part; a collective call where several have parts.
+  """Reads the live state from a verified copy of this process's part, of the layout of `abstract_state`.
 
-  Args:
-    path: the copy.
-    abstract_state: ShapeDtypeStructs with shardings, of the same layout.
+  A collective call where several processes have parts.
   """
   leaves, structure = jax.tree.flatten(abstract_state)
   with open(path, 'rb') as file:
@@ -249,14 +240,6 @@ def block_table(abstract_state: Any) -> list[list[Any]]:
     for number, leaf in enumerate(jax.tree.leaves(abstract_state))
     for start, shape in _blocks_of(leaf)
   ]
-
-
-def _local_blocks(state: Any) -> Iterator[jax.Array]:
-  """Yields every block on this process's devices, once, in the order of `block_table`."""
-  for leaf in jax.tree.leaves(state):
-    shards = {_block(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
-    for block in _blocks_of(leaf):
-      yield shards[block].data
 
 
 def _blocks_of(leaf: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -1,7 +1,7 @@
 """OrbaxArrays: writes and reads the arrays of a checkpoint with Orbax (OCDBT), each under its key path.
 
 Writing is asynchronous. Each of several processes writes and reads its own shards; all call the same methods in the
-same order. Names come from key paths alone, so the Python classes of the tree may change.
+same order.
 
 Orbax looks for the parts of a checkpoint by a glob pattern that has the directory's own path in it, and TensorStore
 takes UTF-8 without backslashes: a directory with other characters in its path is named to them by its descriptor, on
@@ -26,7 +26,7 @@ from spmd_tasks.files import is_remote
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp  # takes a second to import: when something is written or read, or by `prepare`
 
-_SLOWEST_BYTES_PER_S = 100_000_000
+SLOWEST_BYTES_PER_S = 100_000_000
 _MERGED_FILE = 'manifest.ocdbt'
 _SPECIAL = re.compile(r'[][*?\\\ud800-\udfff]')
 
@@ -53,7 +53,7 @@ class OrbaxArrays:
 
   def limit_s(self, num_bytes: int) -> int:
     """Seconds that processes wait for each other around a write or read of `num_bytes`."""
-    return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
+    return self._timeout_secs + num_bytes // SLOWEST_BYTES_PER_S
 
   def write(self, path: epath.Path, state: Any) -> None:
     """Starts to write; returns when the arrays may be donated."""
@@ -80,10 +80,7 @@ class OrbaxArrays:
       )
 
   def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
-    """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
-
-    `subtree` is the key path of `abstract` in the written tree; None reads the whole tree.
-    """
+    """Reads the arrays of `abstract`, the whole tree or that at the key path `subtree`, onto its shardings."""
     import orbax.checkpoint as ocp
 
     names = subtree.split('/') if subtree else []
@@ -93,14 +90,9 @@ class OrbaxArrays:
     # The handler itself: a Checkpointer ends with a device collective that a process with an error never enters.
     reader = ocp.PyTreeCheckpointHandler()
     with _plain(path) as plain:
-      arrays = reader.restore(
-        plain,
-        args=ocp.args.PyTreeRestore(
-          item=nested,
-          restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
-          partial_restore=subtree is not None,
-        ),
-      )
+      wanted = ocp.checkpoint_utils.construct_restore_args(nested)
+      args = ocp.args.PyTreeRestore(item=nested, restore_args=wanted, partial_restore=subtree is not None)
+      arrays = reader.restore(plain, args=args)
     reader.close()
     for name in names:
       arrays = arrays[name]

@@ -25,7 +25,7 @@ from pathlib import Path
 import secrets
 import socket
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 from etils import epath
@@ -63,8 +63,7 @@ class RestoredCopy:
   origin: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
   """A copy that a process can read; the fields are those of CopyHeader."""
 
   attempt: str
@@ -83,12 +82,7 @@ class Choice:
 
 
 def choose(held: Sequence[Sequence[Held]], newest_checkpoint: int | None) -> Choice | str:
-  """Chooses the newest copies of which every part is held by a process; or returns why there are none.
-
-  Args:
-    held: by process, what it can read.
-    newest_checkpoint: the newest complete checkpoint in the store.
-  """
+  """Chooses the newest copies of which every part is `held` by a process; or returns why there are none."""
   num_processes = len(held)
   parts: dict[tuple[int, str], dict[int, int]] = {}
   known: dict[tuple[int, str], int] = {}
@@ -117,13 +111,13 @@ def choose(held: Sequence[Sequence[Held]], newest_checkpoint: int | None) -> Cho
 
 
 class PeerCopies:
-  """Makes and restores the copies of one job. See the module's docstring."""
+  """Makes and restores the copies of one job."""
 
   def __init__(self, directory: str, job_log_dir: epath.Path, abstract_state: Any, *, limit_s: int):
     """Connects each process with the next one.
 
     Args:
-      directory: a RAM disk of each host, such as /dev/shm.
+      directory: a RAM disk of each host.
       job_log_dir: shared by the processes; gets a file with the job's random name.
       abstract_state: the live state, as ShapeDtypeStructs with shardings.
       limit_s: how many seconds the processes wait for each other.
@@ -173,20 +167,17 @@ class PeerCopies:
       self._files.remove()
 
   def restore(self, newest_checkpoint: int | None) -> RestoredCopy | None:
-    """Restores the newest copies of this job that are whole, unless the store has a newer checkpoint.
-
-    Args:
-      newest_checkpoint: the newest complete checkpoint of the store, the same on every process.
-
-    Returns:
-      The state of this process, or None: use the store.
-    """
+    """Restores the newest copies of this job that are whole; None: use the store, which may have a newer checkpoint."""
     reason = f'they were damaged {_MAX_ROUNDS} times'
     for _ in range(_MAX_ROUNDS):
       headers = self._files.headers()
       # Of several files of one part, the first is this process's own.
-      found = {_held(header): path for path, header in reversed(headers.items()) if self._fits(header)}
-      rows = gather([len(headers), *map(dataclasses.astuple, found)], 'peer_copies_held', limit_s=self._limit_s)
+      found = {
+        Held(header.attempt, header.step, header.owner, header.newest_checkpoint): path
+        for path, header in reversed(headers.items())
+        if (header.job, header.num_processes, header.layout) == (self._job, self._num, self._layout)
+      }
+      rows = gather([len(headers), *found], 'peer_copies_held', limit_s=self._limit_s)
       choice = choose([[Held(*copy) for copy in copies] for _, *copies in rows], newest_checkpoint)
       if isinstance(choice, str):
         has_others = any(count for count, *_ in rows) and not any(copies for _, *copies in rows)
@@ -208,13 +199,9 @@ class PeerCopies:
     return None
 
   def copy(self, step: int, state: Any, input_state: Any, newest_checkpoint: int | None) -> None:
-    """Begins a copy of `state`, which may be donated afterwards.
+    """Begins a copy of the live state, which may be donated afterwards; `input_state` is JSON, this process's own.
 
-    Args:
-      step: of the state.
-      state: the live state.
-      input_state: this process's position in its input, JSON.
-      newest_checkpoint: the newest complete checkpoint of the store; process 0's counts.
+    `newest_checkpoint` is the newest complete checkpoint of the store; process 0's counts.
     """
     if not self._is_on:
       return
@@ -298,11 +285,8 @@ class PeerCopies:
 
   def _receive_file(self, link: Link) -> str | None:
     """Keeps a file that `_send_file` sends; returns its name, or None if the other end has none or has closed."""
-    message = link.receive()
-    if not message:
-      return None
-    request = json.loads(message)
-    if request['name'] is None:
+    request = json.loads(link.receive() or b'{}')
+    if request.get('name') is None:
       return None
 
     def chunks() -> Iterator[bytes]:
@@ -316,9 +300,6 @@ class PeerCopies:
 
     self._files.receive(request['name'], chunks())
     return request['name']
-
-  def _fits(self, header: CopyHeader) -> bool:
-    return (header.job, header.num_processes, header.layout) == (self._job, self._num, self._layout)
 
   def _check_room(self, directory: str) -> None:
     needed = self._num_bytes * self._num_files
@@ -368,10 +349,6 @@ def _send_file(link: Link, path: Path | None) -> None:
     with open(path, 'rb') as file:
       while chunk := file.read(_CHUNK_BYTES):
         link.send(chunk)
-
-
-def _held(header: CopyHeader) -> Held:
-  return Held(header.attempt, header.step, header.owner, header.newest_checkpoint)
 
 
 def _describe(holders: Sequence[int]) -> str:

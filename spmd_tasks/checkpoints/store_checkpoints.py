@@ -40,13 +40,13 @@ from spmd_tasks.checkpoints.manifest import (
   manifest_text,
   read_manifest,
 )
+from spmd_tasks.checkpoints.orbax_arrays import SLOWEST_BYTES_PER_S
 from spmd_tasks.files import glob_below
 from spmd_tasks.growing_objects import flush
 from spmd_tasks.stores import create, exists, kvstore_spec, modified_s, read, sizes_below, write
 
 _DAMAGED = 'manifest.damaged-*'
 _IN_FLIGHT_BYTES = 8_000_000_000  # of a restore, in the host's memory
-_SLOWEST_BYTES_PER_S = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class StoreDirectory(CheckpointDirectory):
 
 
 class StoreArrays:
-  """Writes and reads trees of jax.Arrays as `OrbaxArrays` does, each under its key path as a Zarr 3 array.
+  """Has the methods of `OrbaxArrays`: writes and reads each array under its key path as a Zarr 3 array.
 
   Of the devices that hold the same shard one writes it, by turns, so that all processes of a data-parallel job write.
   """
@@ -156,15 +156,12 @@ class StoreArrays:
     self._started: list[Future[list[Any]]] = []
 
   def prepare(self) -> None:
-    """Imports TensorStore."""
     import tensorstore  # noqa: F401
 
   def limit_s(self, num_bytes: int) -> int:
-    """Seconds that processes wait for each other around a write or read of `num_bytes`."""
-    return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
+    return self._timeout_secs + num_bytes // SLOWEST_BYTES_PER_S
 
   def write(self, path: epath.Path, state: Any) -> None:
-    """Starts to write; returns when the arrays may be donated."""
     leaves = leaves_by_name(state)
     self.write_limit_s = self.limit_s(sum(leaf.nbytes for leaf in leaves.values()))
     shards = {name: _own_shards(leaf, turn) for turn, (name, leaf) in enumerate(leaves.items())}
@@ -178,16 +175,12 @@ class StoreArrays:
       self._started.append(self._thread.submit(_start_writing, _array_spec(path, name, leaf), context, hosts))
 
   def wait_until_written(self) -> None:
-    """Returns when the arrays of this process are written; raises the error of a failed write."""
     for started in self._started:
       for commit in started.result():
         commit.result()
 
   def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
-    """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
-
-    Also reads what Orbax has written on a disk, if it was copied into a store.
-    """
+    """Reads as OrbaxArrays does; also what Orbax has written on a disk, if it was copied into a store."""
     import tensorstore as ts
 
     is_ours = path.name != STATE
@@ -206,7 +199,6 @@ class StoreArrays:
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
   def close(self) -> None:
-    """Ends the thread; call it when every write has been waited for."""
     self._thread.shutdown()
 
 

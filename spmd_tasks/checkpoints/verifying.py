@@ -112,12 +112,8 @@ def leaf_mismatches(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> 
       lines.append(f'{name}: the experiment has {leaf}, the checkpoint has no such leaf')
     elif (leaf.shape, leaf.dtype) != (saved_by_name[name].shape, saved_by_name[name].dtype):
       lines.append(f'{name}: the experiment has {leaf}, the checkpoint has {saved_by_name[name]}')
-  lines += [
-    f'{name}: the experiment has no such leaf, the checkpoint has {leaf}'
-    for name, leaf in saved_by_name.items()
-    if name not in wanted_by_name
-  ]
-  return lines
+  extra = [leaf for leaf in saved if leaf.name not in wanted_by_name]
+  return lines + [f'{leaf.name}: the experiment has no such leaf, the checkpoint has {leaf}' for leaf in extra]
 
 
 def describe_mismatches(lines: Sequence[str]) -> str:
@@ -156,11 +152,9 @@ def verify_files(directory: epath.Path, manifest: Manifest, *, num_threads: int)
       if error.errno not in NO_FILE:
         raise
       return 'missing'
-    return (
-      None
-      if digest == entry.sha256
-      else f'its content has changed (SHA-256 {digest[:12]}..., was {entry.sha256[:12]}...)'
-    )
+    if digest != entry.sha256:
+      return f'its content has changed (SHA-256 {digest[:12]}..., was {entry.sha256[:12]}...)'
+    return None
 
   with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
     for entry, problem in zip(manifest.files, pool.map(problem_of, manifest.files)):

@@ -9,9 +9,7 @@ reads of every source only the rows that it needs, whatever the number of hosts.
 2. Which rows these are. Rows that are behind the others in a source get it first; ties fall by random numbers of (seed,
    batch). So all rows read a source at nearly the same pace, and few of its batches have to be kept.
 
-Everything is computed in integers and fractions from the seed and the batches before, so there is no rounding.
-
-Shapes: B rows of the global batch, S sources.
+All is computed in integers and fractions, so there is no rounding. Shapes: B rows of the global batch, S sources.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,6 @@ class RowChoice:
   """The number of rows that each row of the batch has read of each source, and from it the next batch's sources.
 
   Attributes:
-    batch_size: B.
     schedule: (first batch, weights [S]) pairs; the first pair begins at batch 0.
     seed: of the random numbers that break ties.
     num_batches: how many batches have been chosen.
@@ -108,13 +105,8 @@ def share_out(weights: Sequence[Fraction], *, given: Sequence[int], batch_size: 
   """Returns how many rows of the next batch each source gives; all together B.
 
   After `num_batches` batches, this one included, a source of weight w should have given w * B * num_batches rows. What
-  it has given, `given` included, differs from that by at most 1 - 1/(2S - 2).
-
-  Args:
-    weights: [S], positive, their sum is 1.
-    given: [S], rows given in the batches before.
-    batch_size: B.
-    num_batches: how many batches the weights have held, this one included.
+  it has given, `given` in the batches before included, differs from that by at most 1 - 1/(2S - 2). The weights [S] are
+  positive, and their sum is 1.
   """
   slack = 1 - Fraction(1, 2 * len(weights) - 2) if len(weights) > 1 else Fraction(0)
   targets = [weight * batch_size * num_batches for weight in weights]
@@ -142,12 +134,9 @@ def deal(counts: Sequence[int], behind: np.ndarray, order: np.ndarray) -> np.nda
   """
   num_rows = order.size
   dealt = np.full(num_rows, -1)
-  left = sorted(range(len(counts)), key=lambda source: (counts[source], source))  # the rare ones first
-  while left:
-    source = left.pop(0)
-    rows = np.flatnonzero(dealt < 0)
-    if not counts[source]:
-      continue
+  rare_first = sorted((source for source, count in enumerate(counts) if count), key=lambda source: counts[source])
+  for number, source in enumerate(rare_first, 1):
+    left, rows = rare_first[number:], np.flatnonzero(dealt < 0)
     # A row takes this source before another row does if it wants it more than what else it could get.
     wish = behind[source, rows]
     if left:

@@ -36,13 +36,9 @@ _END = object()
 
 
 def as_input(name: str, given: Any, *, repeats: bool, again: Callable[[], Any] | None = None) -> Any:
-  """Returns an Input as it is, and other data as Batches.
+  """Returns an Input as it is, and other data (see the module's docstring) as Batches.
 
-  Args:
-    name: the config path, for messages.
-    given: an Input, or data as the module's docstring lists them.
-    repeats: whether the data are read again and again, for training.
-    again: makes the data once more, where `given` is an iterator, which can be read only once.
+  `again` makes the data once more, where `given` is an iterator, which can be read only once.
   """
   if base.is_input(given):
     return given
@@ -55,15 +51,19 @@ def as_input(name: str, given: Any, *, repeats: bool, again: Callable[[], Any] |
 
 
 class Batches:
-  """The Input of plain data. See the module's docstring."""
+  """The Input of plain data. See the module's docstring.
+
+  Attributes:
+    name: the config path, for messages.
+    repeats: whether the data are read again and again, for training.
+    gives_whole_batches: whether one iterator gives the rows of all processes.
+  """
 
   def __init__(self, name: str, source: Any, *, repeats: bool, kind: str):
-    self._name, self._source, self._kind = name, source, kind
-    self.repeats = repeats
-    is_function = callable(source) and not hasattr(source, '__iter__') and not _is_sequence(source)
-    self._is_function = is_function
-    names = inspect.signature(source).parameters if is_function else {}
-    self._is_sharded = {'shard_index', 'shard_count'} <= set(names)
+    self.name, self._source, self._kind, self.repeats = name, source, kind, repeats
+    self._is_function = callable(source) and not hasattr(source, '__iter__') and not _is_sequence(source)
+    names = inspect.signature(source).parameters if self._is_function else {}
+    self.gives_whole_batches = not {'shard_index', 'shard_count'} <= {*names}
     self._spec: dict[str, jax.ShapeDtypeStruct] | None = None
     self._first_state: Any = None  # of data with a position of their own
 
@@ -71,32 +71,18 @@ class Batches:
     return f'Batches({self._kind})'
 
   @property
-  def name(self) -> str:
-    """The config path."""
-    return self._name
-
-  @property
-  def gives_whole_batches(self) -> bool:
-    """Whether one iterator gives the rows of all processes."""
-    return not self._is_sharded
-
-  @property
   def batch_size(self) -> int:
     return max(spec.shape[0] for spec in self.element_spec().values() if spec.shape)
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """Reads the first batch, once, and returns its shapes and dtypes.
-
-    Raises:
-      UserError: there is no batch, or it is no dict of arrays of as many rows.
-    """
+    """Reads the first batch, once, and returns its shapes and dtypes. Raises a UserError for what is no batch."""
     if self._spec is None:
-      index, count = (jax.process_index(), jax.process_count()) if self._is_sharded else (0, 1)
+      index, count = (0, 1) if self.gives_whole_batches else (jax.process_index(), jax.process_count())
       stream = self.stream(index, count, 0)
-      with naming_own_code(f'reading {self._name}'):
+      with naming_own_code(f'reading {self.name}'):
         first = next(stream, _END)
       if first is _END:
-        raise UserError(f'{self._name} has no batch: give data that can be iterated, and that have a first batch.')
+        raise UserError(f'{self.name} has no batch: give data that can be iterated, and that have a first batch.')
       batch = self.checked(first)
       if hasattr(stream, 'close'):
         stream.close()
@@ -116,9 +102,9 @@ class Batches:
     return BatchesIterator(self, shard_index, shard_count)
 
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
-    if self._is_sharded and len(states) != shard_count:
+    if not self.gives_whole_batches and len(states) != shard_count:
       raise UserError(
-        f'{self._name} gives each process rows of its own, and was saved by {len(states)} processes: go on with as '
+        f'{self.name} gives each process rows of its own, and was saved by {len(states)} processes: go on with as '
         'many, or give a function without shard_index and shard_count, whose batches are whole.'
       )
     return [states[index % len(states)] for index in range(shard_count)]
@@ -126,9 +112,9 @@ class Batches:
   def stream(self, shard_index: int, shard_count: int, num_skipped: int) -> Iterator[Any]:
     """Returns an iterator behind the first `num_skipped` batches of a pass; Grain's have their own position."""
     source = self._source
-    with naming_own_code(f'opening {self._name}'):
+    with naming_own_code(f'opening {self.name}'):
       if self._is_function:
-        source = source(shard_index=shard_index, shard_count=shard_count) if self._is_sharded else source()
+        source = source() if self.gives_whole_batches else source(shard_index=shard_index, shard_count=shard_count)
       if hasattr(source, 'to_iter_dataset'):  # a Grain dataset of random access, which reads ahead in threads
         source = source.to_iter_dataset()
       if type(source).__module__.startswith('tensorflow.'):
@@ -150,15 +136,15 @@ class Batches:
   def checked(self, batch: Any) -> base.Batch:
     """Returns a batch as numpy arrays. Raises a UserError if it is no dict of arrays of as many rows."""
     if not isinstance(batch, Mapping) or not batch:
-      raise UserError(f'a batch of {self._name} is a {type(batch).__name__}: it must be a dict of arrays by name.')
+      raise UserError(f'a batch of {self.name} is a {type(batch).__name__}: it must be a dict of arrays by name.')
     arrays = {str(name): np.asarray(rows) for name, rows in batch.items()}
     for name, rows in arrays.items():
       if rows.dtype.kind not in 'biufcV':
-        raise UserError(f'{name!r} in a batch of {self._name} is of dtype {rows.dtype}: give numbers.')
+        raise UserError(f'{name!r} in a batch of {self.name} is of dtype {rows.dtype}: give numbers.')
     counts = {name: len(rows) for name, rows in arrays.items() if rows.ndim}
     if len({*counts.values()}) != 1:
       raise UserError(
-        f'the arrays in a batch of {self._name} have {counts} rows: the first dim of each must count the rows.'
+        f'the arrays in a batch of {self.name} have {counts} rows: the first dim of each must count the rows.'
       )
     return arrays
 
@@ -201,13 +187,8 @@ class BatchesIterator:
       num_rows = next(len(rows) for rows in batch.values() if rows.ndim)
       if self._batches.repeats and num_rows < self._num_rows:
         if not self._has_warned:
-          logging.warning(
-            'Training leaves out batch %d of %s, which has %d rows where the first has %d, and others like it.',
-            self._num_read,
-            self._batches.name,
-            num_rows,
-            self._num_rows,
-          )
+          place = self._num_read, self._batches.name, num_rows, self._num_rows
+          logging.warning('Training leaves out batch %d of %s, which has %d rows where the first has %d.', *place)
         self._has_warned = True
         continue
       self._before, self._digest = before, _digest(batch)

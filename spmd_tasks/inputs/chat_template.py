@@ -69,25 +69,22 @@ class ChatTemplate:
     cls, turn: str = '{role}: {content}\n', *, reply: str = 'assistant: ', stop: Sequence[str] = _TRANSCRIPT_STOP
   ) -> 'ChatTemplate':
     """A template that writes every message as `turn`, with {role} and then {content} in it, and then `reply`."""
-    if not 0 <= turn.find('{role}') < turn.find('{content}'):
+    before, role, rest = turn.partition('{role}')
+    between, content, after = rest.partition('{content}')
+    if not role or not content:
       raise UserError(f'turn={turn!r} must contain {{role}}, and {{content}} after it.')
-    before, _, rest = turn.partition('{role}')
-    between, _, after = rest.partition('{content}')
-    pieces = (_literal(before), "message['role']", _literal(between), "message['content']", _literal(after))
+    before, between, after, reply = (json.dumps(text, ensure_ascii=False) for text in (before, between, after, reply))
+    pieces = (before, "message['role']", between, "message['content']", after)
+    written = ''.join(f'{{{{ {piece} }}}}' for piece in pieces)
     template = (
-      '{% for message in messages %}'
-      + ''.join(f'{{{{ {piece} }}}}' for piece in pieces)
-      + f'{{% endfor %}}{{% if add_generation_prompt %}}{{{{ {_literal(reply)} }}}}{{% endif %}}'
+      f'{{% for message in messages %}}{written}{{% endfor %}}'
+      f'{{% if add_generation_prompt %}}{{{{ {reply} }}}}{{% endif %}}'
     )
     return cls(template=template, stop=tuple(stop))
 
   @classmethod
   def from_file(cls, path: str, *, stop: Sequence[str] = ()) -> 'ChatTemplate':
-    """Reads a Jinja file, such as chat_template.jinja; `stop` are strings at which the answer ends.
-
-    Raises:
-      UserError: the file cannot be read.
-    """
+    """Reads a Jinja file, such as chat_template.jinja. Raises a UserError if it cannot be read."""
     if str(path).endswith('.json'):
       raise UserError(f'chat template {path} must be a Jinja file: take the folder of a model by from_folder.')
     try:
@@ -173,20 +170,18 @@ class ChatTemplate:
       now: the time that the template's `strftime_now` formats; None: the clock's.
 
     Returns:
-      For each the text, and the (start, end) characters that `{% generation %}` blocks wrote, in order.
+      For each the text, and the (start, end) characters that `{% generation %}` blocks wrote.
 
     Raises:
       UserError: as `render`; or a block is in a macro or a variable, so that its place in the text is not known.
     """
-    made = []
-    for text, spans in self._render(conversations, tools, None, variables or {}, now):
-      if spans is None:
-        raise UserError(
-          'the chat template has a {% generation %} block in a macro, a {% set %} or a filter, where its place in the '
-          'text is not known: move the block out to where the text is written.'
-        )
-      made.append((text, spans))
-    return made
+    made = self._render(conversations, tools, None, variables or {}, now)
+    if any(spans is None for _, spans in made):
+      raise UserError(
+        'the chat template has a {% generation %} block in a macro, a {% set %} or a filter, where its place in the '
+        'text is not known: move the block out to where the text is written.'
+      )
+    return [(text, spans or []) for text, spans in made]
 
   def has_marks(self, tools: Sequence[Any] | None) -> bool:
     """Whether the template, or the one for requests with tools, has `{% generation %}` blocks."""
@@ -210,13 +205,10 @@ class ChatTemplate:
       'tools': None if tools is None else list(tools),
       'documents': None if documents is None else list(documents),
     }
-    jobs: list[Job] = [
-      (
-        given | {'messages': [_with_reasoning(each) for each in messages], 'add_generation_prompt': add_prompt},
-        now,
-      )
-      for messages, add_prompt in conversations
-    ]
+    jobs: list[Job] = []
+    for messages, add_prompt in conversations:
+      own = {'messages': [_with_reasoning(each) for each in messages], 'add_generation_prompt': add_prompt}
+      jobs.append((given | own, now))
     return _render_all(self._source(tools), jobs)
 
 
@@ -241,10 +233,6 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
   names = ('reasoning_content', 'thinking', 'reasoning')
   reasoning = next((message[name] for name in names if message.get(name) is not None), None)
   return message if reasoning is None else {'thinking': reasoning, **message, 'reasoning_content': reasoning}
-
-
-def _literal(text: str) -> str:
-  return json.dumps(text, ensure_ascii=False)
 
 
 def _named_templates(config: Mapping[str, Any]) -> dict[str, str]:

@@ -8,9 +8,9 @@
 
 A row of a source's batch is one example, also if it packs several documents. Row r of the mixture's batches takes the
 rows r of the source's batches, one after another. So each row of a source is used once and in its order, a host reads
-of every source the rows that are its own, as without a mixture, and the batches are the same ones for any number of
-hosts. Which source a row is from follows from the seed, the weights and the batches before (_row_choice.py): after any
-number of batches with the same weights, every source has given the rows that its weight says, to less than one row.
+of every source the rows that are its own, and the batches are the same ones for any number of hosts. After any number
+of batches with the same weights, every source has given the rows that its weight says, to less than one row
+(_row_choice.py).
 
 All hosts compute the choice for all rows, so they agree without a word when a source has ended, which ends the mixture,
 and the saved positions of a source fit together when the number of hosts changes.
@@ -222,10 +222,7 @@ def sources_of(given: base.Input) -> Iterator[base.Input]:
 def map_sources(function: Callable[[str, base.Input], base.Input], given: base.Input, name: str = '') -> base.Input:
   """Returns a mixture with function(name, source) in place of each source; of another input, function(name, input).
 
-  Args:
-    function: gets the name of a source and the source, and returns one like it.
-    given: any input; sources of a mixture may be mixtures too.
-    name: of the input; a source's is this, a dot and its name in the mixture.
+  The name of a mixture's source is the mixture's own, a dot and that of the source in it.
   """
   if not isinstance(given, Mixture):
     return function(name, given)
@@ -234,13 +231,9 @@ def map_sources(function: Callable[[str, base.Input], base.Input], given: base.I
 
 
 class _SourceReader:
-  """The batches of one source, by number; forgets those behind the oldest one in use.
+  """The batches of one source, by number, counted in `num_read`; forgets those behind the oldest one in use.
 
   Its state is the position before that batch, so that a restore reads the few batches behind it again.
-
-  Attributes:
-    name: of the source, for messages.
-    num_read: how many batches have been read, from the source's beginning.
   """
 
   def __init__(self, name: str, source: base.Input, shard_index: int, shard_count: int):

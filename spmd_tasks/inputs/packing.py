@@ -129,12 +129,12 @@ class Lane:
   """A position in every `num_lanes`-th block, from which rows are cut.
 
   Args:
-    lane: which blocks: `lane`, `lane + num_lanes`, ...
+    lane, num_lanes: which blocks: `lane`, `lane + num_lanes`, ...
     read_block: returns a block's tokens, or None behind the last one.
     num_blocks: of the source, once. A lane that finds no token in as many blocks in a row asks `goes_on`.
     goes_on: whether other blocks may come, which may have tokens. If not, the lane's rows are padding from then on.
     packing: False puts one document, or one piece of T tokens of it, in each row.
-    keeps_whole: a block is not divided between rows: one that does not fit in what is left of a row begins the next.
+    keeps_whole: as in BlockEncoder; a block that does not fit in what is left of a row begins the next.
   """
 
   def __init__(

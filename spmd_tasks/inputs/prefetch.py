@@ -49,10 +49,8 @@ class Prefetcher(Generic[T]):
   ):
     if depth < 1:
       raise UserError(f'depth {depth} must be at least 1.')
-    self._input = iterator
-    self._transform = transform
-    self._timeout_s = timeout_s
-    self._is_idle = is_idle
+    self._input, self._transform = iterator, transform
+    self._timeout_s, self._is_idle = timeout_s, is_idle
     self._queue: queue.Queue[tuple[Any, base.State | None, BaseException | None]] = queue.Queue(depth)
     self._stop = threading.Event()
     self._ended: BaseException | None = None
@@ -75,22 +73,15 @@ class Prefetcher(Generic[T]):
 
   def _put(self, item: tuple[Any, base.State | None, BaseException | None]) -> None:
     while not self._stop.is_set():
-      try:
+      with contextlib.suppress(queue.Full):
         self._queue.put(item, timeout=0.1)
         return
-      except queue.Full:
-        continue
 
   def __iter__(self) -> Iterator[tuple[T, base.State]]:
     return self
 
   def __next__(self) -> tuple[T, base.State]:
-    """The next (transformed batch, state).
-
-    Raises:
-      JobError: no batch came within timeout_s.
-      StopIteration, or whatever the input raised.
-    """
+    """The next (transformed batch, state). Raises a JobError after timeout_s, or whatever the input raised."""
     if self._closed:
       raise UserError('this Prefetcher has been closed.')
     if self._ended is not None:
@@ -133,11 +124,9 @@ class Prefetcher(Generic[T]):
       return
     self._closed = True
     self._stop.set()
-    while True:  # let a thread that waits for room in the queue see the stop
-      try:
+    with contextlib.suppress(queue.Empty):  # let a thread that waits for room in the queue see the stop
+      while True:
         self._queue.get_nowait()
-      except queue.Empty:
-        break
     self._thread.join(_JOIN_TIMEOUT_S)
     self._input.close()
 

@@ -81,8 +81,8 @@ class SpanCorruption:
   """Batches of an encoder-decoder that learns to fill in spans of text.
 
   Attributes:
-    text: an input of text, whose rows are corrupted, such as a TextInput or a Mixture; documents that are packed in a
-      row count as one text. Its rows are `span_corruption_lengths(inputs_length)[0]` tokens long, or shorter.
+    text: an input whose rows are corrupted, such as a TextInput or a Mixture; documents that are packed in a row count
+      as one text. Its rows are `span_corruption_lengths(inputs_length)[0]` tokens long, or shorter.
     inputs_length, targets_length: S and T; None: as long as the targets can be.
     noise_density: the fraction of tokens that are cut out.
     mean_span_length: of the spans, in tokens.
@@ -141,20 +141,13 @@ class SpanCorruption:
     return [{**states[0], 'text': text} for text in texts]
 
   def epochs(self, state: base.State) -> float | None:
-    """Returns how often the text has been read at a position."""
     return base.epochs_of(self.text, state['text'])
 
   def progress(self, state: base.State) -> dict[str, float]:
-    """Returns what the text says of a position."""
     return base.progress_of(self.text, state['text'])
 
   def corrupt(self, batch: base.Batch, first_row: int) -> base.Batch:
-    """Makes a batch of rows of text.
-
-    Args:
-      batch: of `text`.
-      first_row: the number in the data of its first row, which decides its mask, as the next one's does.
-    """
+    """Makes a batch of rows of `text`; `first_row` is the number of its first row in the data, for the mask."""
     tokenizer = self.tokenizer
     if tokenizer is None and self.first_sentinel is None:
       raise UserError('first_sentinel must be set, because the text has no tokenizer whose last id it could be.')

@@ -54,8 +54,7 @@ class SyntheticIterator:
   """The rows `rows` of each batch of a SyntheticText."""
 
   def __init__(self, settings: SyntheticText, rows: range):
-    self._settings = settings
-    self._rows = rows
+    self._settings, self._rows = settings, rows
     self._rule = np.random.default_rng(settings.seed).permutation(settings.vocab_size).astype(np.int32)
     self._next_batch = 0
 

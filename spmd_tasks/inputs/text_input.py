@@ -7,8 +7,8 @@ A training input (`num_epochs=None`) has one lane per row of the global batch (p
 its rows. A finite input is one stream, dealt to the rows in turn. Every host reads the whole stream and keeps its own
 rows, so all hosts agree on the number of batches; only the last is padded.
 
-In both cases the config and the position alone determine the global batch. The number of hosts may change between
-save and restore, and the batches stay exactly the same. A restore reads one block per lane again.
+In both cases the config and the position alone determine the global batch, so the number of hosts may change between
+save and restore. A restore reads one block per lane again.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -96,11 +96,8 @@ class TextInput:
     return resharded
 
   def epochs(self, state: base.State) -> float | None:
-    """Returns how often the source has been read at a position, as a mean over the lanes of its shard.
-
-    None for positions that were saved without the number of blocks.
-    """
-    if 'num_blocks' not in state:
+    """Returns how often the source has been read at a position, as a mean over the lanes of its shard."""
+    if 'num_blocks' not in state:  # of an older position
       return None
     num_lanes = self.batch_size if self.num_epochs is None else 1
     blocks_per_lane = sum(num_read for num_read, _, _ in state['lanes']) / len(state['lanes'])
@@ -234,13 +231,11 @@ class TextIterator:
     truncated, skipped = self.num_too_long
     if truncated + skipped >= max(1, 10 * self._num_reported):
       self._num_reported = truncated + skipped
+      counts = self._num_batches, truncated, skipped, self._settings.seq_len
       logging.warning(
         '%d batches were read so far; %d documents in them were truncated and %d left out, because they have more than '
         'seq_len = %d tokens.',
-        self._num_batches,
-        truncated,
-        skipped,
-        self._settings.seq_len,
+        *counts,
       )
 
   def close(self) -> None:
@@ -251,10 +246,7 @@ class TextIterator:
 
 
 class BlockReader:
-  """Random access to the token blocks of an opened source.
-
-  Reading happens in a thread of its own, so that a file system that hangs becomes an error after `timeout_s` seconds.
-  """
+  """Random access to the token blocks of an opened source, read in a thread, which may hang for `timeout_s` seconds."""
 
   def __init__(self, source: OpenSource, encoder: BlockEncoder, timeout_s: float):
     self._source, self._encoder, self._timeout_s = source, encoder, timeout_s
@@ -265,11 +257,11 @@ class BlockReader:
     return len(self._source)
 
   def __getitem__(self, index: int) -> TokenBlock:
-    """Reads and tokenizes block `index`.
+    """Reads and tokenizes a block.
 
     Raises:
-      UserError: the block's content is damaged.
-      JobError: the block could not be read, or not within `timeout_s`, or its file is not what it was.
+      UserError: its content is damaged.
+      JobError: it could not be read, or not within `timeout_s`, or its file is not what it was.
     """
     if self._requests is None:
       self._requests, self._results = queue.SimpleQueue(), queue.SimpleQueue()

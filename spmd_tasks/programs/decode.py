@@ -4,7 +4,7 @@ Outputs go to `<job_log_dir>/decode/<name>/step_<N>.jsonl`, one line per prompt;
 that is started again continues after the last whole line. It gives the same outputs, because an output depends only on
 the weights, the prompt and the seed.
 
-A task that DecodesBatches, as that of a Pax experiment, decodes batches of its own in its own way.
+A task with `make_decoder`, as that of a Pax experiment, decodes batches of its own in its own way.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +36,6 @@ from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import open_reader
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.metrics import make_writer
-from spmd_tasks.runtime.optional_methods import DecodesBatches
 
 
 def run(command: Any) -> int:
@@ -83,7 +82,7 @@ def decode(
     UserError: there are no prompts, they do not fit the model, or a file holds the outputs of other prompts.
   """
   task: Any = job.task
-  sources = _sources(job, input_path, decodes_batches=isinstance(task, DecodesBatches))
+  sources = _sources(job, input_path, decodes_batches=hasattr(task, 'make_decoder'))
   model = partition_job(job)
   with open_reader(job, model, job_log_dir, 'decode', emergency) as reader:
     restored = -1
@@ -95,7 +94,7 @@ def decode(
 
     decoder: Any  # with `compile` and `run`
     storage: WeightStorage | None = None
-    if not isinstance(task, DecodesBatches):
+    if not hasattr(task, 'make_decoder'):
       steps = DecodeSteps(model, draft=load_draft(model))
       decoder, storage = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage
     else:

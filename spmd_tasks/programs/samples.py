@@ -36,7 +36,6 @@ from spmd_tasks.programs.interval_hooks import is_multiple
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.metrics import TensorBoardWriter, can_write_events
-from spmd_tasks.runtime.optional_methods import DecodesBatches
 from spmd_tasks.store_files import read_growing, replace_growing
 
 SAMPLES_DIRECTORY = 'samples'
@@ -68,7 +67,7 @@ class Sample(TrainHook):
     """Raises a UserError if the model cannot generate text, there is no tokenizer, or a prompt does not fit."""
     job, experiment = run.job, run.experiment
     self._every_steps, self._prompts = experiment.sample_every_steps, experiment.sample_prompts
-    if isinstance(job.task, DecodesBatches) or job.tokenizer is None:
+    if hasattr(job.task, 'make_decoder') or job.tokenizer is None:
       lacks = 'a tokenizer in its inputs' if job.tokenizer is None else 'a model that continues prompts'
       raise UserError(f'sample_every_steps = {self._every_steps} needs {lacks}: set it to None.')
     num_prompts, decode = len(self._prompts), job.task.decode

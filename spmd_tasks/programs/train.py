@@ -32,8 +32,8 @@ from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, ProfileOn
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.runtime.memory_checks import check_state_fits
 from spmd_tasks.runtime.origin import base_of
+from spmd_tasks.runtime.parameter_table import check_state_fits
 
 
 def job_hooks(job: Job) -> tuple[TrainHook, ...]:

@@ -1,13 +1,4 @@
-"""Compiles steps once, and counts what XLA compiles.
-
-Usage:
-
-    with CompilationCounter() as compilations:
-      train_step.compile()                      # a CompiledStep; its first call would compile it too
-      warm = compilations.num_programs
-      ...
-      print(compilations.num_programs - warm, 'programs compiled after the first step')
-"""
+"""Compiles steps once (CompiledStep), and counts what XLA compiles (CompilationCounter)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +15,6 @@ from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
 # JAX (0.10 and 0.11) reports this event each time that a program is missing from its caches in memory. Reading the
 # program back from a persistent compilation cache counts too, since the step waits for that as well.
 _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
-
 
 # The pass of XLA for CPUs that cuts what a loop over elements computes into parts, for several threads of one device.
 _DISABLED_PASSES, _PARALLEL_LOOPS = 'xla_disable_hlo_passes', 'cpu-parallel-task-assigner'
@@ -61,26 +51,22 @@ class CompiledStep:
   """
 
   def __init__(self, jitted: Any, abstract_arguments: tuple[Any, ...], layout: InputLayout):
-    self._jitted = jitted
+    self._jitted, self._abstract_arguments = jitted, abstract_arguments
     self._name = jitted.__name__.replace('_', ' ')
-    self._abstract_arguments = abstract_arguments
     self._compiled: Any = None
     self._lowered: Any = None
     self._compiling: Future[None] | None = None
-    self.layout = layout
-    self.place = layout.place
-    self.trace_seconds = 0.0
-    self.compile_seconds = 0.0
+    self.layout, self.place = layout, layout.place
+    self.trace_seconds = self.compile_seconds = 0.0
 
   def lower(self) -> Any:
     """Returns the lowered program (jax.stages.Lowered), for inspection and planning."""
     return self._jitted.lower(*self._abstract_arguments)
 
   def start_compiling(self) -> None:
-    """Lowers the program, and starts to compile it in a thread; `compile` waits for it.
+    """Lowers the program, and starts to compile it in a thread, for which `compile` waits; once.
 
-    Meanwhile another program can be lowered and compiled. To lower in the thread too would save nothing: Python runs
-    one thread at a time. Nothing happens the second time.
+    To lower in the thread too would save nothing: Python runs one thread at a time.
     """
     if self._compiled is not None or self._compiling is not None:
       return
@@ -91,19 +77,14 @@ class CompiledStep:
 
   def compile(self) -> Any:
     """Returns the compiled program (jax.stages.Compiled), made by the first call."""
-    if self._compiled is None:
-      if self._compiling is None:
-        self._compile()
-      else:
-        self._compiling.result()
+    if self._compiling is not None:
+      self._compiling.result()
+    elif self._compiled is None:
+      self._compile()
     return self._compiled
 
   def trace(self) -> None:
-    """Lowers the program now, for what fails in it; does nothing the second time.
-
-    Raises:
-      UserError: the experiment's own code fails.
-    """
+    """Lowers the program now, once. Raises a UserError if the experiment's own code fails."""
     if self._lowered is not None or self._compiled is not None:
       return
     start = time.perf_counter()

@@ -53,9 +53,9 @@ class InputLayout:
     Raises:
       UserError: the batch does not have the names, shapes or dtypes of the spec.
     """
-    if not isinstance(batch, Mapping) or batch.keys() != self.spec.keys():
-      if not isinstance(batch, Mapping):
-        raise UserError(f'the batch is a {type(batch).__name__}: it must be a dict of arrays by name.')
+    if not isinstance(batch, Mapping):
+      raise UserError(f'the batch is a {type(batch).__name__}: it must be a dict of arrays by name.')
+    if batch.keys() != self.spec.keys():
       raise UserError(f'the batch holds {sorted(batch)} but the step was compiled for {sorted(self.spec)}.')
     return {name: self._place_one(name, np.asarray(rows)) for name, rows in batch.items()}
 
@@ -67,8 +67,8 @@ class InputLayout:
 
   def _place_one(self, name: str, rows: np.ndarray) -> jax.Array:
     true, padded = self.spec[name], self.padded[name]
-    own = range(true.shape[0])[_rows_of(jax.process_index(), true.shape[0])] if true.shape else ()
-    local = (len(own), *true.shape[1:]) if true.shape else ()
+    num_rows = len(range(true.shape[0])[_rows_of(jax.process_index(), true.shape[0])]) if true.shape else 0
+    local = (num_rows, *true.shape[1:]) if true.shape else ()
     if rows.dtype != true.dtype and np.can_cast(rows.dtype, true.dtype, 'same_kind'):  # numpy's own int64 and float64
       cast = rows.astype(true.dtype)
       if np.issubdtype(rows.dtype, np.integer) and not np.array_equal(cast, rows):
@@ -82,7 +82,7 @@ class InputLayout:
         f'{true.dtype}{list(local)}: element_spec() and the iterator must agree.'
       )
     if padded.shape != true.shape:
-      num_zero_rows = padded.shape[0] // jax.process_count() - len(own)
+      num_zero_rows = padded.shape[0] // jax.process_count() - num_rows
       rows = np.concatenate([rows, np.zeros((num_zero_rows, *rows.shape[1:]), rows.dtype)])
     return jax.make_array_from_process_local_data(padded.sharding, rows, padded.shape)
 

@@ -1,8 +1,4 @@
-"""Writes metrics: a JSONL file at full precision, and TensorBoard events.
-
-    writer = make_writer(directory, tensorboard=True, primary=True)
-    writer.write(10, {'loss': 2.345, 'expert_load': [0.12, 0.88]})
-    read_jsonl(directory)[10]['loss']                  # metric_files.py
+"""Writes metrics: a JSONL file at full precision, which metric_files.py reads, and TensorBoard events.
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
 "loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job appends to the file. Steps that it executes again
@@ -15,13 +11,12 @@ by its import, prints lines that cannot be turned off, and takes GPU memory from
 """
 
 from collections.abc import Mapping, Sequence
-import functools
 import json
 import math
 import os
 import socket
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from absl import logging
 from etils import epath
@@ -64,19 +59,6 @@ def split_summaries(outputs: Sequence[Any]) -> tuple[dict[str, Metric], dict[str
 def scalars(metrics: Metrics) -> dict[str, float]:
   """Returns the metrics that are one number."""
   return {name: value for name, value in metrics.items() if not isinstance(value, list)}
-
-
-def vectors(metrics: Metrics) -> dict[str, list[float]]:
-  """Returns the metrics that have one number per expert."""
-  return {name: value for name, value in metrics.items() if isinstance(value, list)}
-
-
-class MetricsWriter(Protocol):
-  """Writes metrics by step; `close` returns when everything is on disk."""
-
-  def write(self, step: int, metrics: Metrics) -> None: ...
-
-  def close(self) -> None: ...
 
 
 class JsonlWriter:
@@ -132,54 +114,49 @@ class TensorBoardWriter:
     self._records: Any = None
 
   def write(self, step: int, metrics: Metrics) -> None:
-    from tensorboard.compat.proto import summary_pb2
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
-    numbers, summary = scalars(metrics), summary_pb2.Summary()
-    for name, vector in vectors(metrics).items():
+    numbers = scalars(metrics)
+    vectors = {name: value for name, value in metrics.items() if isinstance(value, list)}
+    for name, vector in vectors.items():
       numbers |= {f'{name}/{i:03d}': value for i, value in enumerate(vector)}
-      if all(map(math.isfinite, vector)):  # a histogram has no place for the others
-        summary.MergeFrom(histogram_pb(name, vector))
-    summary.value.extend(summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items())
-    self._write(step, summary)
+    # A histogram has no place for what is not finite.
+    parts = [histogram_pb(name, vector) for name, vector in vectors.items() if all(map(math.isfinite, vector))]
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+    self._write(step, [*parts, Summary(value=values)])
 
   def write_histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
     """Writes the distributions of the finite values of arrays by their tags."""
-    from tensorboard.compat.proto import summary_pb2
     from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
-    summary = summary_pb2.Summary()
-    for tag, array in values.items():
-      summary.MergeFrom(histogram_pb(tag, array[np.isfinite(array)]))
-    self._write(step, summary)
+    self._write(step, [histogram_pb(tag, array[np.isfinite(array)]) for tag, array in values.items()])
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     """Writes texts in Markdown by their tags."""
-    from tensorboard.compat.proto import summary_pb2
     from tensorboard.plugins.text.summary_v2 import text_pb
 
-    summary = summary_pb2.Summary()
-    for tag, text in texts.items():
-      summary.MergeFrom(text_pb(tag, text))
-    self._write(step, summary)
+    self._write(step, [text_pb(tag, text) for tag, text in texts.items()])
 
-  def _write(self, step: int, summary: Any) -> None:
-    from tensorboard.compat.proto import event_pb2
+  def _write(self, step: int, parts: Sequence[Any]) -> None:
+    from tensorboard.compat.proto import event_pb2, summary_pb2
 
     if self._records is None:
       from tensorboard.summary.writer.record_writer import RecordWriter
 
-      name = f'events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
-      with storage_errors(self._directory / name):
+      path = self._directory / f'events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
+      with storage_errors(path):
         make_directory(self._directory)
-        path = self._directory / name
-        file: Any = path.open('wb') if not is_remote(path) else None
-        if file is None:
+        if is_remote(path):
           from spmd_tasks.store_files import GrowingFile
 
-          file = GrowingFile(path)
-        self._records = RecordWriter(file)
+          self._records = RecordWriter(GrowingFile(path))
+        else:
+          self._records = RecordWriter(path.open('wb'))
       self._write_event(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
+    summary = summary_pb2.Summary()
+    for part in parts:
+      summary.MergeFrom(part)
     self._write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
   def _write_event(self, event: Any) -> None:
@@ -196,7 +173,7 @@ class TensorBoardWriter:
 class MultiWriter:
   """Writes to several writers, in order."""
 
-  def __init__(self, writers: Sequence[MetricsWriter]):
+  def __init__(self, writers: Sequence[JsonlWriter | TensorBoardWriter]):
     self._writers = writers
 
   def write(self, step: int, metrics: Metrics) -> None:
@@ -214,17 +191,12 @@ class MultiWriter:
       writer.close()
 
 
-@functools.cache
-def _say_no_events(reason: str) -> None:
-  logging.warning('No event files for TensorBoard beside metrics.jsonl: %s', reason)
-
-
 def can_write_events() -> bool:
   """Whether TensorBoard is installed, which writes event files; if not, a log line says so, once."""
   try:
     require('tensorboard', 'tensorboard', wants='writing them')
   except UserError as error:
-    _say_no_events(str(error))
+    logging.log_first_n(logging.WARNING, 'No event files for TensorBoard beside metrics.jsonl: %s', 1, error)
     return False
   return True
 
@@ -233,7 +205,7 @@ def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> M
   """Makes the writers of one metrics directory; only the primary process (index 0) writes."""
   if not primary:
     return MultiWriter([])
-  writers: list[MetricsWriter] = [JsonlWriter(directory)]
+  writers: list[JsonlWriter | TensorBoardWriter] = [JsonlWriter(directory)]
   if tensorboard and can_write_events():
     writers.append(TensorBoardWriter(directory))
   return MultiWriter(writers)

@@ -1,8 +1,4 @@
-"""Origin: where the weights of a new job are from, if no checkpoint of ours holds them.
-
-    class FromMyFormat(MyExperiment):
-      def origin(self):
-        return MyFormat('models/one')       # a subclass of Origin
+"""Origin: where the weights of a new job are from, if no checkpoint of ours holds them; see `Experiment.origin`.
 
 A new job asks `start` for its first state. A Base can do more: its weights are evaluated, decoded and served as long as
 the job has no checkpoint, and checkpoints of a job that trains only some of them leave out the others.
@@ -25,14 +21,11 @@ class Origin(abc.ABC):
 
   @abc.abstractmethod
   def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
-    """Returns the state of a new job.
+    """Returns the first state of a job: (padded state, its step, a phrase that says where it is from).
 
     Args:
       model: of the job.
       seed: of the experiment, for what is drawn.
-
-    Returns:
-      (padded state, its step, a phrase that says where it is from).
 
     Raises:
       UserError: the weights cannot be read, or are those of another model.
@@ -40,11 +33,7 @@ class Origin(abc.ABC):
 
 
 class Base(Origin):
-  """An Origin that stays where it is, with all weights of the model: a folder.
-
-  Attributes:
-    path: of the folder.
-  """
+  """An Origin that stays where it is, with all weights of the model: the folder `path`."""
 
   path: str
 
@@ -52,9 +41,7 @@ class Base(Origin):
   def variables(self, model: PartitionedModel, storage: Any = None) -> Variables:
     """Returns the padded variables, for eval, decode and serve of a job that has no checkpoint.
 
-    Args:
-      model: of the job.
-      storage: a WeightStorage, which converts each weight as soon as it is read.
+    A WeightStorage converts each weight as soon as it is read.
     """
 
   @abc.abstractmethod
@@ -67,12 +54,7 @@ class Base(Origin):
 
   @abc.abstractmethod
   def check(self, restored: Restored, checkpoints: epath.Path) -> None:
-    """Raises a CheckpointError if the frozen weights of a restored checkpoint are not those of this folder.
-
-    Args:
-      restored: from `checkpoints`, a directory in that of the job.
-      checkpoints: for the message.
-    """
+    """Raises a CheckpointError, which names `checkpoints`, if the frozen weights of `restored` are not the folder's."""
 
 
 def base_of(model: PartitionedModel, origin: Origin | None) -> Base | None:

@@ -1,22 +1,20 @@
-"""Formats the parameter table: every weight's shape, split dims, layout and padding.
-
-Usage:
-
-    print(format_parameter_table(model))
+"""Formats the parameter table (every weight's shape, layout and padding), and refuses what memory cannot hold.
 
 The text depends on the model, the axis rules and the mesh only: it names no path, device or version. A training job
 writes the table to parameters.txt, and each registered experiment has it as a golden file.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.sharding.specs import SplitDim, spec_axes
 
@@ -70,6 +68,33 @@ def bytes_per_device(padded_tree: Any) -> int:
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
     for leaf in jax.tree.leaves(padded_tree)
   )
+
+
+def check_batch_fits(spec: Mapping[str, Any]) -> None:
+  """Raises a UserError if a process's part of a batch of these shapes and dtypes is larger than its memory."""
+  num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in spec.values()) // jax.process_count()
+  _check_fits('a batch', num_bytes, _host_memory(), 'batch_size or seq_len')
+
+
+def check_state_fits(model: PartitionedModel) -> None:
+  """Raises a UserError if the training state alone is larger than the memory of this process's devices."""
+  local = jax.local_devices()
+  limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in local]
+  available = sum(limits) if all(limits) else _host_memory()
+  needed = len(local) * bytes_per_device(model.padded_state)
+  _check_fits('the training state', needed, available, 'the number of layers, the dims or vocab_size')
+
+
+def _check_fits(what: str, num_bytes: int, available: int, setting: str) -> None:
+  if num_bytes > available:
+    raise UserError(
+      f'{what} has {num_bytes / 1e9:,.0f} GB, and this process {available / 1e9:,.0f} GB of memory for it: lower '
+      f'{setting}, or take more devices or processes.'
+    )
+
+
+def _host_memory() -> int:
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def format_parameter_table(model: PartitionedModel) -> str:

@@ -1,12 +1,5 @@
 """Partitions a task over a mesh: the task's pure steps become compiled, sharded steps.
 
-Usage:
-
-    model = partition_spmd_model(task, mesh, input_spec, axis_rules=..., inputs_split_mapping=...)
-    state = model.init(seed=0)
-    train_step = model.train_step
-    state, metrics = train_step(state, train_step.place(host_batch))
-
 A weight has three shapes. Take the feed-forward kernel of a circular pipeline, 8 layers in 2 repeats, on stage 2 x
 data 4:
 
