@@ -37,7 +37,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path, is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
-from spmd_tasks.inputs.bpe_tokenizer import FileTokenizer
+from spmd_tasks.inputs.tokenizer_files import FileTokenizer
 from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import mesh_of_all_devices, restore_evaluation_variables

@@ -114,7 +114,6 @@ _TOGETHER = {
     'planning/test_predicted_time.py',
   ),
   'decode steps': ('decoding/test_decode_steps.py', 'decoding/test_drafts.py'),
-  'one curve': ('runtime/test_context_numbers_agree.py', 'runtime/test_numbers_agree.py'),
 }
 
 

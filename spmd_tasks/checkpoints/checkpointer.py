@@ -164,8 +164,7 @@ class Checkpointer:
 
     `step` is greater than every step in the directory; `input_state` is JSON, this process's own.
 
-    Raises:
-      CheckpointError: the save before this one failed, or this one could not be started.
+    Raises a CheckpointError: the save before this one failed, or this one could not be started.
     """
     self.wait()
     if self._read_only:
@@ -247,8 +246,7 @@ class Checkpointer:
 
     `subtree` is its key path in the saved state: 'weights', or 'learner/ema_weights' for the averaged ones.
 
-    Raises:
-      CheckpointError: as `restore`; also if the directory has no checkpoint.
+    Raises a CheckpointError: as `restore`; also if the directory has no checkpoint.
     """
     restored = self._restore(abstract_weights, step, subtree=subtree)
     if restored is None:
@@ -260,8 +258,7 @@ class Checkpointer:
   def saved_leaves(self, step: int | None = None, *, subtree: str = 'weights') -> tuple[LeafEntry, ...]:
     """The names (below `subtree`), shapes and dtypes of one checkpoint; nothing is verified.
 
-    Raises:
-      CheckpointError: there is no such checkpoint, or none that can be read.
+    Raises a CheckpointError: there is no such checkpoint, or none that can be read.
     """
     leaves = self._directory.saved_leaves(step)
     if leaves is None:

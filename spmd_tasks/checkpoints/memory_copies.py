@@ -100,8 +100,7 @@ class MemoryCopies:
   def __init__(self, directory: str, job_path: str, process_index: int):
     """Makes the directory of this process in a RAM disk; `job_path` is the job's directory, which names its copies.
 
-    Raises:
-      UserError: the directory cannot be made, or belongs to another user.
+    Raises a UserError: the directory cannot be made, or belongs to another user.
     """
     job = f'{Path(job_path).name[:40]}_{hashlib.sha256(job_path.encode()).hexdigest()[:16]}'
     root = Path(directory) / f'spmd_tasks_{os.getuid()}'

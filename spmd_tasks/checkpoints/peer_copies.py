@@ -122,8 +122,7 @@ class PeerCopies:
       abstract_state: the live state, as ShapeDtypeStructs with shardings.
       limit_s: how many seconds the processes wait for each other.
 
-    Raises:
-      UserError: the RAM disk cannot be used, or is too small; on every process.
+    Raises a UserError: the RAM disk cannot be used, or is too small; on every process.
     """
     self._own, self._num = jax.process_index(), jax.process_count()
     self._num_files = 2 if self._num == 1 else 4  # two generations: its own part, and that of its neighbour

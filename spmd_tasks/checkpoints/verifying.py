@@ -43,8 +43,7 @@ def choose(
     rejected: given by a reader beside the job that owns the directory. Nothing is renamed; damaged checkpoints are
       added to this set and not read again; after a deletion during the reading, the directory is listed again.
 
-  Raises:
-    CheckpointError: see `Checkpointer.restore`; also if there is a `loss`.
+  Raises a CheckpointError: see `Checkpointer.restore`; also if there is a `loss`.
   """
   steps = directory.claimed_steps()
   if step is not None and step not in steps:

@@ -7,6 +7,7 @@ than the memory that a template may take. Nor can that be told the date, or does
 """
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -17,6 +18,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from typing import Any, NoReturn
 
 _LIMIT_S, _MEMORY_MIB = 5, 512  # of CPU time, for one text
@@ -43,19 +45,13 @@ class _LimitError(Exception):
   """A template makes too large a text."""
 
 
+@dataclasses.dataclass
 class _Rendering:
-  """What is known while a template is rendered.
+  """What is known while a template is rendered."""
 
-  Attributes:
-    now: the time for `strftime_now`; None: the clock's.
-    num_chars: characters written so far.
-    marks: where each `{% generation %}` block begins, and its text.
-  """
-
-  def __init__(self, now: datetime.datetime | None = None):
-    self.now = now
-    self.num_chars = 0
-    self.marks: list[tuple[int, str]] = []
+  now: datetime.datetime | None = None  # for `strftime_now`; None: the clock's
+  num_chars: int = 0  # written so far
+  marks: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # where a `{% generation %}` begins, its text
 
 
 _rendering = _Rendering()
@@ -116,7 +112,7 @@ def _compile(source: str) -> jinja2.Template:
   environment.globals['raise_exception'] = _refuse
   environment.globals['strftime_now'] = lambda format: (_rendering.now or datetime.datetime.now()).strftime(format)
   environment.globals['namespace'] = _Namespace
-  environment.globals['dict'] = _MakeDict()
+  environment.globals['dict'] = lambda *args, **named: dict(*args, **named)  # not the class, whose attributes lead on
   return environment.from_string(source)
 
 
@@ -151,13 +147,6 @@ class _Namespace(jinja2.utils.Namespace):
     super().__setitem__(name, value)
 
 
-class _MakeDict:
-  """The function `dict`, which is no class whose attributes lead elsewhere."""
-
-  def __call__(self, *args, **kwargs):
-    return dict(*args, **kwargs)
-
-
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
   """Replaces Jinja's own filter, which escapes the characters of HTML."""
   return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -174,13 +163,8 @@ def _check_name(name: Any) -> None:
 
 def _line_of(error: BaseException) -> int | None:
   """The line of the template in which an error was raised: Jinja puts the template's lines into tracebacks."""
-  line = None
-  traceback = error.__traceback__
-  while traceback is not None:
-    if traceback.tb_frame.f_code.co_filename == '<template>':
-      line = traceback.tb_lineno
-    traceback = traceback.tb_next
-  return line
+  places = traceback.walk_tb(error.__traceback__)
+  return next((line for frame, line in [*places][::-1] if frame.f_code.co_filename == '<template>'), None)
 
 
 def main() -> None:

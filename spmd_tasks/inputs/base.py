@@ -76,8 +76,7 @@ class Input(Protocol):
   def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
     """Converts the states that another number of shards saved at one step into the states of `shard_count` shards.
 
-    Raises:
-      UserError: the conversion would not be exact.
+    Raises a UserError: the conversion would not be exact.
     """
     ...
 
@@ -90,11 +89,7 @@ def is_input(given: Any) -> bool:
 def language_model_spec(
   batch_size: int, seq_len: int, dtypes: Mapping[str, Any] = BATCH_DTYPES
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """The element spec of a language model's batch: [B, T] each.
-
-  Raises:
-    UserError: a size is not positive.
-  """
+  """The element spec of a language model's batch: [B, T] each. Raises a UserError: a size is not positive."""
   if batch_size < 1 or seq_len < 1:
     raise UserError(f'batch_size {batch_size} and seq_len {seq_len} must be at least 1.')
   return {name: jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for name, dtype in dtypes.items()}
@@ -109,8 +104,7 @@ def empty_batch(num_rows: int, seq_len: int, pad_id: int = 0, dtypes: Mapping[st
 def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
   """The rows of the global batch that a shard reads.
 
-  Raises:
-    UserError: the batch does not divide by the shards, or there is no such shard.
+  Raises a UserError: the batch does not divide by the shards, or there is no such shard.
   """
   if shard_count < 1 or not 0 <= shard_index < shard_count:
     raise UserError(f'shard_index {shard_index} is not in [0, shard_count) with shard_count {shard_count}.')
@@ -152,8 +146,7 @@ def data_of(state: State) -> dict[str, Any]:
 def check_state(state: State, expected: Mapping[str, Any]) -> None:
   """Checks that a saved state was taken from an input with the same fields.
 
-  Raises:
-    UserError: a field differs or is missing; the message names it and both sides.
+  Raises a UserError: a field differs or is missing; the message names it and both sides.
   """
   afresh = 'or start the input afresh from its beginning.'
   for name, value in expected.items():

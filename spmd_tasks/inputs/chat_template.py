@@ -20,7 +20,7 @@ from etils import epath
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs._template_process import Job, Spans, TemplateError, render_in_process
-from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
+from spmd_tasks.inputs.tokenizer_files import FolderTokenizer, read_json_object
 
 _TRANSCRIPT = """\
 {% for message in messages %}
@@ -49,8 +49,7 @@ class ChatTemplate:
     writes_bos: whether the template itself writes the beginning of text, where the model has one. If not, the server
       puts the tokenizer's bos before the text, unless it is there.
 
-  Raises:
-    UserError: the template is not valid Jinja; the message has its line.
+  Raises a UserError: the template is not valid Jinja; the message has its line.
   """
 
   template: str = _TRANSCRIPT
@@ -99,8 +98,7 @@ class ChatTemplate:
     Templates are in chat_template.jinja and additional_chat_templates/NAME.jinja, or else in tokenizer_config.json
     under `chat_template`: a text, or a list of texts with names.
 
-    Raises:
-      UserError: a file cannot be read, or has templates with names but none named default.
+    Raises a UserError: a file cannot be read, or has templates with names but none named default.
     """
     folder = epath.Path(path).expanduser()
     tokenizer = FolderTokenizer(path=str(folder))
@@ -148,8 +146,7 @@ class ChatTemplate:
       add_generation_prompt: whether the text ends where the answer begins.
       **variables: further variables of the template, such as enable_thinking.
 
-    Raises:
-      UserError: the template refuses the messages, fails, or takes too much time or memory.
+    Raises a UserError: the template refuses the messages, fails, or takes too much time or memory.
     """
     ((text, _),) = self._render([(messages, add_generation_prompt)], tools, documents, variables, None)
     return text
@@ -172,8 +169,7 @@ class ChatTemplate:
     Returns:
       For each the text, and the (start, end) characters that `{% generation %}` blocks wrote.
 
-    Raises:
-      UserError: as `render`; or a block is in a macro or a variable, so that its place in the text is not known.
+    Raises a UserError: as `render`; or a block is in a macro or a variable, so that its place in the text is not known.
     """
     made = self._render(conversations, tools, None, variables or {}, now)
     if any(spans is None for _, spans in made):

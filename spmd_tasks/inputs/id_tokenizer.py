@@ -1,4 +1,4 @@
-"""IdTokenizer: ids written as numbers, for a model whose tokenizer is elsewhere."""
+"""IdTokenizer, for a model whose tokenizer is elsewhere."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -10,10 +10,7 @@ from spmd_tasks.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdTokenizer:
-  """Ids written as numbers, for a model whose tokenizer is elsewhere: '5 17 3' is the ids 5, 17 and 3.
-
-  Generated ids begin with a space each, so that texts can be joined.
-  """
+  """Ids written as numbers: '5 17 3'. Generated ids begin with a space each, so that texts can be joined."""
 
   vocab_size: int
   eos_id: int

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.inputs.records import expand_globs, not_empty, refuse_changed_size
 from spmd_tasks.inputs.text import Block, file_fingerprint
-from spmd_tasks.inputs.text_files import expand_globs, refuse_changed_size
 
 _MAGIC, _HEADER = b'MMIDIDX\x00\x00', struct.Struct('<9sQBQQ')
 _DTYPES = {1: '<u1', 2: '<i1', 3: '<i2', 4: '<i4', 5: '<i8', 8: '<u2'}
@@ -47,9 +47,7 @@ class MegatronTokens:
     if len(paths) != 2:
       raise UserError(f'{self.prefix} matches {len(paths)} files: name one prefix; a Mixture has several.')
     source = OpenMegatronTokens(paths[0], paths[1], self.part, self.block_tokens)
-    if len(source) == 0:
-      raise UserError(f'{self.prefix} has no tokens in part {self.part}: name other files, or a larger part.')
-    return source
+    return not_empty(source, f'{self.prefix} has no tokens in part {self.part}: name other files, or a larger part.')
 
 
 class OpenMegatronTokens:

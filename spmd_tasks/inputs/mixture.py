@@ -85,8 +85,7 @@ class Mixture:
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """The spec of all sources, and the entry that says of which source each row is.
 
-    Raises:
-      UserError: the sources' specs differ; the message names two of them.
+    Raises a UserError: the sources' specs differ; the message names two of them.
     """
     ids = jax.ShapeDtypeStruct((self.batch_size,), np.int32)
     return {**_common_spec(self.sources), source_ids_name(self.sources): ids}
@@ -349,8 +348,7 @@ def _check_tokenizers(sources: Mapping[str, Any]) -> None:
 def _common_spec(sources: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
   """The element spec of all sources, without the ids of the sources' own sources where they are mixtures.
 
-  Raises:
-    UserError: two sources differ in it or in their batch size; the message names both and the first difference.
+  Raises a UserError: two sources differ in it or in their batch size; the message names both and the first difference.
   """
   specs = {}
   for name, source in sources.items():

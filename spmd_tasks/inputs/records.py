@@ -1,20 +1,100 @@
-"""Sources of documents in record files: JSON lines, Parquet and ArrayRecord. text.py defines sources and blocks."""
+"""Sources in files that a user names: text, JSON lines, Parquet and ArrayRecord. text.py defines sources and blocks."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from concurrent import futures
 import dataclasses
+import glob
 import itertools
 import json
-from typing import Any
+import os
+from typing import Any, TypeVar
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, ListedFile, OpenFiles, cut_files, file_fingerprint
-from spmd_tasks.inputs.text_files import common_root, expand_globs, refuse_changed_size
+from spmd_tasks.files import is_remote
+from spmd_tasks.inputs.text import (
+  DEFAULT_BLOCK_BYTES,
+  Block,
+  ListedFile,
+  OpenFiles,
+  OpenTextFiles,
+  changed_file,
+  cut_files,
+  file_fingerprint,
+  in_split,
+)
 from spmd_tasks.wings import require
+
+OpenSourceT = TypeVar('OpenSourceT', bound=Sized)
 
 _MAX_LINE_BYTES, _PART_BYTES = 1 << 30, 1 << 20
 _NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
+
+
+def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
+  """The files that glob patterns match, sorted. Raises a UserError: a pattern matches nothing."""
+  patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+  if not patterns:
+    raise UserError(f'no {kind} files are named: give a path or a glob pattern.')
+  files = set()
+  for pattern in patterns:
+    pattern = os.path.expanduser(pattern)
+    if is_remote(pattern):
+      from spmd_tasks.stores import local_copies
+
+      found = local_copies(pattern)
+    else:
+      # A file whose own name has the characters of a pattern is meant itself.
+      found = [path for path in (glob.glob(pattern, recursive=True) or [pattern]) if os.path.isfile(path)]
+    if not found:
+      raise UserError(
+        f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
+      )
+    files.update(found)
+  return sorted(files)
+
+
+def common_root(paths: Sequence[str]) -> str:
+  """The directory that all files lie in."""
+  return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+
+
+def not_empty(source: OpenSourceT, why: str) -> OpenSourceT:
+  """Returns an opened source. Raises a UserError, `why`, if it has no block."""
+  if len(source) == 0:
+    raise UserError(why)
+  return source
+
+
+def refuse_changed_size(path: str, size: int) -> None:
+  """Raises a JobError if a file does not have the `size` that it had when its source was opened."""
+  if (now := os.path.getsize(path)) != size:
+    raise changed_file(path, size, f'has {now} bytes')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextFiles:
+  """UTF-8 text files, one document each: a glob pattern (`**` for any directories), or several.
+
+  `split` 'train' and 'valid' divide the files by a hash of their path below the common directory: about
+  `valid_fraction` of them are 'valid'.
+  """
+
+  pattern: str | tuple[str, ...]
+  split: str = 'all'
+  valid_fraction: float = 0.05
+  block_bytes: int = DEFAULT_BLOCK_BYTES
+
+  def open(self) -> OpenTextFiles:
+    paths = expand_globs(self.pattern, 'text')
+    root = common_root(paths)
+    chosen = [p for p in paths if in_split(os.path.relpath(p, root), self.split, self.valid_fraction)]
+    source = OpenTextFiles(chosen, self.block_bytes, file_fingerprint(root, chosen, 'text', self.block_bytes))
+    why = (
+      f'the {len(paths)} files of {self.pattern!r} have no text in split {self.split!r} (valid_fraction '
+      f'{self.valid_fraction}): name more files, or set valid_fraction nearer to 0.5, or split to "all".'
+    )
+    return not_empty(source, why)
 
 
 def text_field(record: Any, field: str, where: str) -> str:
@@ -53,11 +133,8 @@ class JsonLines:
   block_bytes: int = DEFAULT_BLOCK_BYTES
 
   def open(self) -> 'OpenJsonLines':
-    paths = expand_globs(self.pattern, 'JSON lines')
-    source = OpenJsonLines(paths, self.field, self.block_bytes)
-    if len(source) == 0:
-      raise UserError(f'the files of {self.pattern!r} are empty.')
-    return source
+    source = OpenJsonLines(expand_globs(self.pattern, 'JSON lines'), self.field, self.block_bytes)
+    return not_empty(source, f'the files of {self.pattern!r} are empty.')
 
 
 class OpenJsonLines(OpenFiles):
@@ -102,9 +179,7 @@ class Parquet:
   def open(self) -> 'OpenParquet':
     require('parquet', 'pyarrow', wants=f'the input {self.pattern!r}')
     source = OpenParquet(expand_globs(self.pattern, 'Parquet'), self.field, self.block_rows)
-    if len(source) == 0:
-      raise UserError(f'the files of {self.pattern!r} have no rows.')
-    return source
+    return not_empty(source, f'the files of {self.pattern!r} have no rows.')
 
 
 class OpenParquet(OpenFiles):
@@ -175,9 +250,7 @@ class ArrayRecord:
 
   def open(self) -> 'OpenArrayRecord':
     source = OpenArrayRecord(expand_globs(self.pattern, 'ArrayRecord'), self.field)
-    if len(source) == 0:
-      raise UserError(f'the files of {self.pattern!r} have no records.')
-    return source
+    return not_empty(source, f'the files of {self.pattern!r} have no records.')
 
 
 class OpenArrayRecord(OpenFiles):

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_bytes
-from spmd_tasks.inputs.bpe_tokenizer import digest_of
+from spmd_tasks.inputs.tokenizer_files import digest_of
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 from spmd_tasks.wings import require
 

@@ -14,9 +14,8 @@ import tarfile
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.records import parse_json, text_field
+from spmd_tasks.inputs.records import common_root, expand_globs, not_empty, parse_json, text_field
 from spmd_tasks.inputs.text import Block, ListedFile, OpenFiles, file_fingerprint
-from spmd_tasks.inputs.text_files import common_root, expand_globs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,7 @@ class TarShards:
     if self.block_samples < 1:
       raise UserError(f'block_samples {self.block_samples} must be at least 1.')
     source = OpenTarShards(expand_globs(self.pattern, 'tar'), self.field, self.key, self.block_samples)
-    if len(source) == 0:
-      raise UserError(f'the samples of {self.pattern!r} have no file .{self.field}: correct `field`.')
-    return source
+    return not_empty(source, f'the samples of {self.pattern!r} have no file .{self.field}: correct `field`.')
 
 
 class OpenTarShards(OpenFiles):

@@ -123,8 +123,7 @@ def changed_file(path: str, size: int, now: str) -> JobError:
 def in_split(name: str, split: str, valid_fraction: float) -> bool:
   """Whether a file belongs to `split` ('all', 'train' or 'valid'), by a hash of its name: equal on every machine.
 
-  Raises:
-    UserError: `split` is unknown, or valid_fraction is not in (0, 1).
+  Raises a UserError: `split` is unknown, or valid_fraction is not in (0, 1).
   """
   if split not in ('all', 'train', 'valid') or not 0 < valid_fraction < 1:
     raise UserError(

@@ -135,8 +135,7 @@ class DecodeSettings(SamplingParams):
   def sampling_for(self, given: object) -> SamplingParams:
     """The sampling parameters of a request: its own attributes of these names, and the defaults where they are None.
 
-    Raises:
-      UserError: a value is impossible.
+    Raises a UserError: a value is impossible.
     """
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(SamplingParams)}
     return SamplingParams(**{name: getattr(self, name) if own is None else own for name, own in values.items()})

@@ -63,12 +63,9 @@ def model_flops_per_train_step(
 ) -> int:
   """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
 
-  The backward pass has two products for each product of the forward pass, one per operand's gradient. Products that
-  remat computes again are not counted. Attention counts in full, masked or not. An embedding lookup counts nothing. In
-  a mixture of experts, only the experts that a token chose count.
-
-  Frozen weights of `weight_specs` have no gradient, and the products for those are left out.
-  Where the loss runs the model itself, that forward pass alone counts.
+  Attention counts in full, masked or not, an embedding lookup nothing, and of a mixture of experts only those that a
+  token chose. The products for gradients of frozen weights of `weight_specs` are left out. Where the loss runs the
+  model itself, that forward pass alone counts.
   """
 
   def forward(variables, batch, rng):
@@ -86,21 +83,14 @@ def model_flops_per_train_step(
     flops = 3 * count_matmul_flops(forward, *arguments)
     if isinstance(loss := getattr(task, 'loss', None), RunsModel):  # which has no backward pass
       flops -= 2 * count_matmul_flops(functools.partial(loss.with_model, task), abstract_variables, dict(batch_spec))
-    if weight_specs is not None and are_frozen(weight_specs):
-      weights = jax.tree.map(_numbers, abstract_variables['params'], is_leaf=is_quantized)
+    if weight_specs is not None and are_frozen(weight_specs):  # quantized kernels count as if held in float32
+      numbers = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_quantized(leaf) else leaf
+      weights = jax.tree.map(numbers, abstract_variables['params'], is_leaf=is_quantized)
       weight_specs = jax.tree.map(numbers_spec, weight_specs, is_leaf=is_quantized)
       arguments = (abstract_variables | {'params': weights}, *arguments[1:])
-      of_all, of_trained = (
-        count_matmul_flops(backward, trained, *arguments)
-        for trained in (weights, without_frozen(weights, weight_specs))
-      )
-      flops -= of_all - of_trained
+      trained = without_frozen(weights, weight_specs)
+      flops -= count_matmul_flops(backward, weights, *arguments) - count_matmul_flops(backward, trained, *arguments)
     return flops
-
-
-def _numbers(leaf: Any) -> Any:
-  """Returns what stands for a quantized kernel, as if it were held in float32."""
-  return jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_quantized(leaf) else leaf
 
 
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:

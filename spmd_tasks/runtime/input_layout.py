@@ -1,9 +1,4 @@
-"""Places batches on the mesh: rows of the hosts become global arrays, which a step then splits by rank.
-
-layout = make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules)
-placed = layout.place(rows_of_this_process)      # global arrays, sharded on batch over all devices
-batch = layout.true_rows(placed)                 # inside a step: without the padding rows
-"""
+"""Places batches on the mesh: rows of the hosts become global arrays, which a step then splits by rank."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -50,8 +45,7 @@ class InputLayout:
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Makes global arrays, sharded on batch over the whole mesh, from this process's rows of the batch.
 
-    Raises:
-      UserError: the batch does not have the names, shapes or dtypes of the spec.
+    Raises a UserError if it does not have the names, shapes or dtypes of the spec.
     """
     if not isinstance(batch, Mapping):
       raise UserError(f'the batch is a {type(batch).__name__}: it must be a dict of arrays by name.')
@@ -61,9 +55,8 @@ class InputLayout:
 
   def own_rows(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns this process's rows of a whole batch."""
-    return {
-      name: rows[_rows_of(jax.process_index(), rows.shape[0])] if rows.ndim else rows for name, rows in batch.items()
-    }
+    own = lambda rows: rows[_rows_of(jax.process_index(), len(rows))] if rows.ndim else rows
+    return {name: own(rows) for name, rows in batch.items()}
 
   def _place_one(self, name: str, rows: np.ndarray) -> jax.Array:
     true, padded = self.spec[name], self.padded[name]
@@ -114,8 +107,7 @@ def make_input_layout(
 ) -> InputLayout:
   """Makes the layout of batches of `input_spec` (global shapes, batch dim first).
 
-  Raises:
-    UserError: `inputs_split_mapping` has no entry for the rank of an input, or does not fit the mesh.
+  Raises a UserError: `inputs_split_mapping` has no entry for the rank of an input, or does not fit the mesh.
   """
 
   def padded(true):

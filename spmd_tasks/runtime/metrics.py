@@ -2,12 +2,10 @@
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
 "loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job appends to the file. Steps that it executes again
-appear again, and the last line of a step counts. A line that is no such record (a disk's fault, an editor's) stops
-nobody: readers skip it, and the next writer moves it to `metrics.jsonl.bad_lines`. In a store the file is kept in parts
-(growing_objects.py).
+appear again, and the last line of a step counts. A line that is no such record stops nobody: readers skip it, and the
+next writer moves it to `metrics.jsonl.bad_lines`. In a store the file is kept in parts (growing_objects.py).
 
-Event files are written with TensorBoard's own record writer. clu's writer needs TensorFlow, which slows the first steps
-by its import, prints lines that cannot be turned off, and takes GPU memory from JAX.
+Event files are written with TensorBoard's own record writer: clu's needs TensorFlow, which takes GPU memory from JAX.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,8 +68,7 @@ class JsonlWriter:
   def __init__(self, directory: epath.Path):
     """Creates the file, or makes an existing one whole.
 
-    Raises:
-      StorageError: the file cannot be written; as `write` and `close`.
+    Raises a StorageError: the file cannot be written; as `write` and `close`.
     """
     self._path = directory / METRICS_FILE
     if not is_remote(directory):

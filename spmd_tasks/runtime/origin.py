@@ -27,8 +27,7 @@ class Origin(abc.ABC):
       model: of the job.
       seed: of the experiment, for what is drawn.
 
-    Raises:
-      UserError: the weights cannot be read, or are those of another model.
+    Raises a UserError: the weights cannot be read, or are those of another model.
     """
 
 

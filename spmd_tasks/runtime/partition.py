@@ -13,8 +13,7 @@ Every compiled step does the same three things:
     2. run the pure step under the mesh's axis rules, which turn split dims into sharding constraints,
     3. pad the new state again, with zeros.
 
-A model on an abstract mesh has all shapes and PartitionSpecs, but can run nothing. After Praxis' `partition_spmd_model`
-and T5X's partitioners.
+After Praxis' `partition_spmd_model` and T5X's partitioners.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,14 +46,13 @@ def whole_state(state: TrainState) -> TrainState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionedModel:
-  """A task on a mesh: shapes, shardings and compiled steps. `partition_spmd_model` makes it.
+  """A task on a mesh: shapes, shardings and compiled steps. `partition_spmd_model` makes it of its arguments.
 
   The trees below have the structure of TrainState (`weight_specs`: that of its weights), so that one `jax.tree.map`
   walks several of them together.
 
   Attributes:
-    task, mesh, axis_rules, inputs_split_mapping: the arguments of `partition_spmd_model`.
-    weight_specs: a WeightSpec per weight: shape, dtype, initializer, split dims, tags.
+    weight_specs: a WeightSpec per weight.
     abstract_state: true shapes and dtypes, which the model, the loss and the optimizer compute with.
     state_specs: a PartitionSpec per leaf.
     padded_state: padded shapes with NamedShardings: how the live state is stored on the mesh.
@@ -83,16 +81,13 @@ class PartitionedModel:
 
   @functools.cached_property
   def num_trained_params(self) -> int:
-    """Counts the parameters that are not frozen."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.trained_part(self.abstract_state).weights))
 
   @functools.cached_property
   def padding_waste(self) -> float:
     """Returns the fraction of the stored weights that is padding."""
-    true, padded = (
-      sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.weights))
-      for state in (self.abstract_state, self.padded_state)
-    )
+    states = self.abstract_state, self.padded_state
+    true, padded = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.weights)) for state in states)
     return 1 - true / padded
 
   @functools.cached_property
@@ -111,11 +106,8 @@ class PartitionedModel:
   def init_with(self, seed: int, adopt: Callable[[Any, Any], Any], given: Any, *, donate: bool = False) -> TrainState:
     """Draws a TrainState as `init` does, with the true weights `adopt(drawn weights, given)`.
 
-    Args:
-      seed: the seed of the drawn weights.
-      adopt: returns the new weights, in true shapes. Drawn weights that `adopt` does not use are not computed.
-      given: a tree of arrays on the mesh, such as another job's weights.
-      donate: whether the new state may use the memory of `given`, which must be arrays like its weights.
+    Drawn weights that `adopt` does not use are not computed. `given` is a tree of arrays on the mesh, such as another
+    job's weights, whose memory the new state may use with `donate`.
     """
     return self._jit_init(adopt, donate_argnums=(1,) if donate else ())(self.task.make_key(seed), given)
 
@@ -186,12 +178,12 @@ class PartitionedModel:
     *arguments: jax.ShapeDtypeStruct,
     output_spec: InputSpec | None = None,
   ) -> CompiledStep:
-    """Compiles a function of true variables and batches to `(padded variables, placed batch, *arguments) -> outputs`.
+    """Compiles `function(variables, batch, *arguments) -> outputs` to one of padded variables and a placed batch.
 
     Args:
       name: of the compiled program, in profiles.
       input_spec: global shapes and dtypes of the batches.
-      function: `(variables, batch, *arguments) -> outputs`, any tree of arrays; the outputs are replicated.
+      function: of true variables and a batch; its outputs, any tree of arrays, are replicated.
       arguments: shapes and dtypes of further arguments, the same host arrays on every process.
       output_spec: of a dict of arrays that the function returns, which are then placed like a batch's.
     """
@@ -215,25 +207,14 @@ class PartitionedModel:
     return CompiledStep(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
 
   def to_canonical(self, state: TrainState, part: Part = whole_state) -> Any:
-    """Converts the live state to the layout of checkpoints, `canonical_state`: no padding, layers in one dim.
-
-    Args:
-      state: padded.
-      part: selects what is converted, such as `trained_part`.
-    """
+    """Converts a part of the padded state to the layout of checkpoints, `canonical_state`."""
     return self._conversion(part)(part(state))
 
   def from_canonical(self, state: Any, part: Part = whole_state) -> Any:
-    """Converts a restored state to the live layout: the inverse of `to_canonical`.
-
-    Args:
-      state: arrays in the layout `part(canonical_state)`.
-      part: selects a subtree of the state, as in `part=lambda state: state.weights`.
-    """
+    """Converts a restored part of the state, such as `part=lambda state: state.weights`, to the live layout."""
     true, padded = part(self.abstract_state), part(self.padded_state)
-    return _compile_conversion(
-      lambda tree: padding.pad(_reshape(tree, true), padded), part(self.canonical_state), padded
-    )(state)
+    convert = lambda tree: padding.pad(_reshape(tree, true), padded)
+    return _compile_conversion(convert, part(self.canonical_state), padded)(state)
 
   def compile_conversions(self, part: Part = whole_state) -> None:
     """Compiles `to_canonical` now, so that the first checkpoint does not have to."""
@@ -242,9 +223,8 @@ class PartitionedModel:
   def _conversion(self, part: Part) -> Callable[[Any], Any]:
     if part not in self._conversions:
       true, canonical = part(self.abstract_state), part(self.canonical_state)
-      self._conversions[part] = _compile_conversion(
-        lambda tree: _reshape(padding.unpad(tree, true), canonical), part(self.padded_state), canonical
-      )
+      convert = lambda tree: _reshape(padding.unpad(tree, true), canonical)
+      self._conversions[part] = _compile_conversion(convert, part(self.padded_state), canonical)
     return self._conversions[part]
 
   @functools.cached_property
@@ -276,7 +256,7 @@ def partition_spmd_model(
 
   Args:
     task: model, loss and learner.
-    mesh: the device mesh; an AbstractMesh gives a model for inspection and planning, which cannot run.
+    mesh: an AbstractMesh gives a model for inspection and planning, which cannot run.
     input_spec: name -> global shape and dtype of the training batch, batch dim first.
     axis_rules: ordered (logical name, mesh axes) pairs that resolve split dims.
     inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...) inside a step; None keeps inputs
@@ -284,8 +264,7 @@ def partition_spmd_model(
     default_split_dim: of the largest dim of each weight with two dims or more that is declared without split dims, as
       by Linen's own layers; None, or a name that the axis rules do not have: they lie whole on every device.
 
-  Raises:
-    UserError: split dims, axis rules or the input mapping do not fit the mesh.
+  Raises a UserError: split dims, axis rules or the input mapping do not fit the mesh.
   """
   axis_rules = tuple((name, target) for name, target in axis_rules)
   check_axis_rules(axis_rules, mesh.axis_names)
@@ -393,10 +372,7 @@ def _reshape(tree: Any, shapes: Any) -> Any:
 
 def _compile_conversion(convert: Callable[[Any], Any], source: Any, target: Any) -> Callable[[Any], Any]:
   """Compiles `convert` from the layout `source` to the layout `target`; returns the identity if both are the same."""
-
-  def agrees(a, b):
-    return a.shape == b.shape and a.sharding.is_equivalent_to(b.sharding, len(a.shape))
-
+  agrees = lambda a, b: a.shape == b.shape and a.sharding.is_equivalent_to(b.sharding, len(a.shape))
   if jax.tree.all(jax.tree.map(agrees, source, target)):
     return lambda tree: tree
   return jax.jit(convert, out_shardings=_shardings(target)).lower(source).compile()

@@ -2,11 +2,6 @@
 
 The steps are plain mathematics on whole arrays of true shapes. There is no mesh, no sharding and no padding here;
 `partition.py` wraps them into compiled steps.
-
-task = Task(model=LanguageModel(...), loss=LanguageModelLoss(), learner=Learner(optimizer=AdamW(learning_rate=0.01)))
-variables = task.init_variables(rng, batch)                          # {'params': ..., 'batch_stats': ...}, boxed
-state = task.init_state(variables, weight_specs, rng)
-state, metrics = task.train_step(weight_specs, state, batch)
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +31,7 @@ Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights
 
 
 class TrainState(struct.PyTreeNode):
-  """Everything that a training step changes. A pytree, donated to every training step.
+  """Everything that a training step changes. A pytree; shapes, specs and shardings come in trees of this class too.
 
   Attributes:
     step: int32 scalar, the number of updates applied so far (a skipped step does not count).
@@ -44,8 +39,6 @@ class TrainState(struct.PyTreeNode):
     weights: the model's parameters, a tree of arrays.
     learner: optimizer state, averaged weights and the counts of skipped steps.
     non_trainable: the model's other variables by collection, such as `batch_stats`; they have no gradient.
-
-  Shapes, PartitionSpecs and shardings come in trees of this class too, hence the loose types.
   """
 
   step: Any
@@ -122,8 +115,7 @@ class Task:
   def mark_weights(self, weight_specs: Any) -> Any:
     """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
 
-    Raises:
-      UserError: a pattern of `trained` names no weight, or the loss refuses weights that are trained.
+    Raises a UserError if a pattern of `trained` names no weight, or the loss refuses weights that are trained.
     """
     if self.trained is not None:
       from spmd_tasks.learning.trained_weights import mark_frozen
@@ -185,8 +177,7 @@ class Task:
       (logits float32 [B, T, V], keys and values of the tokens: leaves [..., B, G, T, K], in boxes of their split dims
       at least where `cache` is None).
 
-    Raises:
-      UserError: the model cannot generate text.
+    Raises a UserError: the model cannot generate text.
     """
     if cache is not None:
       variables = variables | {'cache': cache}
@@ -213,7 +204,7 @@ class Task:
     return state.variables | {'params': average if self.trained is None else fill_in(average, state.weights)}
 
   def decoding_variables(self, state: TrainState) -> Variables:
-    """Returns the variables of a TrainState that text is generated with: those of evaluation."""
+    """Returns the variables of a TrainState that text is generated with."""
     return self.evaluation_variables(state)
 
   def make_key(self, seed: int) -> jax.Array:
@@ -222,15 +213,10 @@ class Task:
 
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
     """Returns the state at step 0. `rng` is the job's base key, from which every step derives its own."""
-    weights = variables['params']
     self.learner.check_variables(variables)
-    return TrainState(
-      step=jnp.zeros((), jnp.int32),
-      rng=jax.random.key_data(rng),
-      weights=weights,
-      learner=self.learner.init(weights, weight_specs),
-      non_trainable={name: tree for name, tree in variables.items() if name != 'params'},
-    )
+    weights, others = variables['params'], {name: tree for name, tree in variables.items() if name != 'params'}
+    learner = self.learner.init(weights, weight_specs)
+    return TrainState(jnp.zeros((), jnp.int32), jax.random.key_data(rng), weights, learner, others)
 
   def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
     """Returns one WeightSpec per leaf of the learner's state: the learner says how they are split."""
@@ -281,11 +267,8 @@ class Task:
       learner_metrics['skipped'] == 0, state.non_trainable | dict(output.updated_variables), state.non_trainable
     )
     metrics = {name: mean for name, (mean, _) in output.metrics.items()}
-    metrics |= {
-      name.replace('loss', 'loss_weight', 1): weight
-      for name, (_, weight) in output.metrics.items()
-      if name.startswith('loss/')
-    }
+    by_source = {name: weight for name, (_, weight) in output.metrics.items() if name.startswith('loss/')}
+    metrics |= {name.replace('loss', 'loss_weight', 1): weight for name, weight in by_source.items()}
     metrics |= {'loss': output.loss, 'loss_weight': output.weight} | learner_metrics
     metrics |= StepOutputs.of(output, batch, keeps_examples=keeps_examples)
     return state.replace(step=step, weights=weights, learner=learner_state, non_trainable=non_trainable), metrics
@@ -295,8 +278,8 @@ class Task:
   ) -> dict[str, Any]:
     """Evaluates one batch. Returns averages over its loss weights, to be merged over the batches of the set.
 
-    A metric with one value per expert has a vector as its total and a scalar as its count. `step`, int32, is the train
-    step of the variables: for evals that draw random numbers, which this one does not. `outputs` as in `train_step`.
+    A metric with one value per expert has a vector as its total and a scalar as its count. `step`, int32, is that of
+    the variables, for evals that draw random numbers. `outputs` as in `train_step`.
     """
     del step
     output = self.compute_loss(variables, batch, train=False)

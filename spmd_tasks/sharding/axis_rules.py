@@ -9,8 +9,7 @@ from spmd_tasks.sharding.specs import AxisRules, axes_of, spec_axes, spec_entry,
 def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | None:
   """Returns the mesh axis of the pipeline's stages, which is the one that splits `layers`; None if there is none.
 
-  Raises:
-    UserError: several axes split `layers`.
+  Raises a UserError: several axes split `layers`.
   """
   if 'layers' not in {*mesh_axis_names, *(name for name, _ in axis_rules)}:  # as in a Pax experiment
     return None

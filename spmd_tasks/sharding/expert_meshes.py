@@ -17,21 +17,29 @@ from spmd_tasks.sharding.specs import AxisRules, SplitDim, axes_of, spec_entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataModelMesh:
-  """Mesh (replica, data, mdl): `data` splits the experts; surplus devices make `mdl` a second data axis.
+class _ExpertMesh:
+  """What the forms have in common.
 
   Fields:
     num_devices: of the whole mesh.
-    num_experts: of the model.
-    num_partitions: model parallelism. With 1 and fewer experts than devices, `mdl` has size num_devices / num_experts
-      and splits the batch.
+    num_partitions: model parallelism, the size of `mdl`.
     base_rules: the axis rules of everything but experts.
   """
 
   num_devices: int
-  num_experts: int
   num_partitions: int = 1
   base_rules: AxisRules = DEFAULT_AXIS_RULES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataModelMesh(_ExpertMesh):
+  """Mesh (replica, data, mdl): `data` splits the experts of the model, `num_experts`.
+
+  With num_partitions=1 and fewer experts than devices, `mdl` has size num_devices / num_experts and is a second data
+  axis, along which experts are replicated.
+  """
+
+  num_experts: int
 
   def axes(self) -> MeshAxes:
     """Returns the mesh and its rules. Raises a UserError if sizes do not divide."""
@@ -55,26 +63,20 @@ class DataModelMesh:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataExpertModelMesh:
+class DataExpertModelMesh(_ExpertMesh):
   """Mesh (replica, data, expert, mdl): `expert` splits the experts, `data` replicates them, and both split the batch.
 
   Model parallelism works beside them. The logical name `expert` needs no rule, because it is the name of the mesh axis.
 
-  Fields:
-    num_devices: of the whole mesh; `data` gets what the other two axes leave.
-    num_expert_partitions: over how many devices the experts are split.
-    num_partitions: the size of `mdl`.
+  Fields, beside those of the other forms:
+    num_expert_partitions: over how many devices the experts are split; `data` gets what the other axes leave.
     num_stages: stages of a pipeline; more than one adds the axis `stage` after `replica`.
     num_replicas: the size of `replica`, over which weights are not split, so that they are gathered from fewer devices.
-    base_rules: the axis rules of everything but experts.
   """
 
-  num_devices: int
   num_expert_partitions: int
-  num_partitions: int = 1
   num_stages: int = 1
   num_replicas: int = 1
-  base_rules: AxisRules = DEFAULT_AXIS_RULES
 
   def axes(self) -> MeshAxes:
     """Returns the mesh and its rules. Raises a UserError if sizes do not divide."""
@@ -100,23 +102,15 @@ class DataExpertModelMesh:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HiddenShardingMesh:
+class HiddenShardingMesh(_ExpertMesh):
   """Mesh (replica, data, expert, mdl): `expert` splits the experts, `data` their hidden layers, and both the batch.
 
-  `expert` has min(devices, num_experts) devices and `data` the remaining factor, each without those of `mdl`.
-
-  Fields:
-    num_devices: of the whole mesh.
-    num_experts, hidden_dim: of the model.
-    num_partitions: model parallelism, which splits the hidden layers further.
-    base_rules: the axis rules of everything but experts.
+  `expert` has min(devices, num_experts) devices and `data` the remaining factor, each without those of `mdl`, which
+  splits the hidden layers further. `num_experts` and `hidden_dim` are those of the model.
   """
 
-  num_devices: int
   num_experts: int
   hidden_dim: int
-  num_partitions: int = 1
-  base_rules: AxisRules = DEFAULT_AXIS_RULES
 
   def axes(self) -> MeshAxes:
     """Returns the mesh and its rules. Raises a UserError if experts, devices or the hidden layer do not divide."""

@@ -7,8 +7,8 @@ the processes. A DCN shape that is not theirs is refused, because an axis across
 
 A TPU slice is a torus of chips with coordinates (x, y, z). jax's mesh_utils gives each mesh axis whole dims of the
 torus where the sizes allow that, and so rings with the bandwidth of all their links. Where they do not, dims of the
-torus are split among axes here. (mesh_utils can split too, but of a dim that an inner axis has begun it takes every
-n-th chip although another dim is free, and sizes such as 10 or 28 fail: their prime factors lose the small ones.)
+torus are split among axes here: mesh_utils would take every n-th chip of a dim that an inner axis has begun, and fails
+for sizes such as 10 or 28.
 """
 
 import collections
@@ -25,14 +25,10 @@ from spmd_tasks.errors import UserError
 def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
   """Returns the devices as an array [ici * dcn ...], with granules (slices, hosts or processes) along the DCN part.
 
-  On CPUs and on a single machine there are no granules; equal runs of devices stand for them.
+  On CPUs and on a single machine there are no granules; equal runs of devices stand for them. `ici` and `dcn` are one
+  size per mesh axis, and multiply to the number of devices.
 
-  Args:
-    ici, dcn: one size per mesh axis; together they multiply to the devices.
-    devices: of any platform; of a TPU's they are asked for `coords`, `core_on_chip` and `device_kind`.
-
-  Raises:
-    UserError: there are several granules, and their number is not the DCN size.
+  Raises a UserError: there are several granules, and their number is not the DCN size.
   """
   num_granules = math.prod(dcn)
   granules = _granules(num_granules, devices, dcn)

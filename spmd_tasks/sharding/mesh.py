@@ -59,11 +59,7 @@ class MeshSpec:
         raise UserError(f'{field} {shape} must hold positive sizes (one ICI size may be -1: the remaining devices).')
 
   def sizes(self, num_devices: int) -> dict[str, int]:
-    """Returns axis name -> size (ICI x DCN) on `num_devices` devices.
-
-    Raises:
-      UserError: the product of the sizes is not the number of devices.
-    """
+    """Returns axis name -> size (ICI x DCN). Raises a UserError if their product is not the number of devices."""
     ici, dcn = self._shapes(num_devices)
     return {name: i * d for name, i, d in zip(self.axis_names, ici, dcn)}
 
@@ -115,11 +111,7 @@ class MeshSpec:
     return device_array(ici, dcn, devices)
 
   def build_abstract(self) -> AbstractMesh:
-    """Returns the mesh without devices, for partitioning on a machine that lacks them.
-
-    Raises:
-      UserError: an ICI size is -1, which only real devices can fill.
-    """
+    """Returns the mesh without devices, for partitioning on a machine that lacks them. Refuses an ICI size of -1."""
     if -1 in self.ici_mesh_shape:
       raise UserError(f'ici_mesh_shape {self.ici_mesh_shape} of a mesh without devices needs every size: replace -1.')
     sizes = self.sizes(math.prod(self.ici_mesh_shape) * math.prod(self.dcn_mesh_shape or (1,)))
@@ -185,13 +177,7 @@ def context_axis_rules(base_rules: AxisRules, axis: str = 'context') -> AxisRule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-  """A mesh that is written out: axis names, outermost first, their sizes, and the axis rules.
-
-  Fields:
-    mesh_axis_names: the axes.
-    ici_mesh_shape, dcn_mesh_shape: their sizes inside a slice and across slices; None: one slice.
-    axis_rules: ordered (logical name, mesh axes) pairs.
-  """
+  """A mesh that is written out: axis names, outermost first, their sizes as in MeshSpec, and the axis rules."""
 
   mesh_axis_names: tuple[str, ...]
   ici_mesh_shape: tuple[int, ...]
@@ -206,9 +192,5 @@ class MeshLayout(Protocol):
   """The settings of a mesh; a frozen dataclass, so that --set reaches its fields."""
 
   def axes(self) -> MeshAxes:
-    """Returns the mesh and its rules.
-
-    Raises:
-      UserError: the sizes do not fit together.
-    """
+    """Returns the mesh and its rules. Raises a UserError if the sizes do not fit together."""
     ...

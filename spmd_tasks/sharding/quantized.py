@@ -11,9 +11,8 @@ Linen unboxes one layer at a time, also in a scanned stack. Three forms:
   a contracted dim: 4.5 bits a parameter (QLoRA, Dettmers et al., 2023, arXiv 2305.14314);
 * `nf4_double`: the same with scales in 8 bits and a float32 per output channel (double quantisation): about 4.13 bits.
 
-Google's `qwix` has NF4 too, and is not used: its array needs contracted dims that are multiples of the block, flattens
-the kernel to find the codes, which gathers it over the mesh, and leaves the packing of its `uint4` to XLA. Here two
-codes share a byte everywhere, rows are of any length, and every part is split and padded like the kernel.
+Google's `qwix` has NF4 too, and is not used: its array needs contracted dims that are multiples of the block, and
+gathers the kernel over the mesh. Here rows are of any length, and every part is split and padded like the kernel.
 """
 
 from collections.abc import Sequence
@@ -105,15 +104,11 @@ def stored_spec(name: str, spec: WeightSpec, dtype: str) -> WeightSpec | Quantiz
   return quantized_spec(spec, dtype)
 
 
-def contracted_dims(spec: WeightSpec) -> Sequence[int]:
-  """Returns the dims of a kernel that its product contracts: [..., D] -> ... has one; ... -> [D] all but the last."""
-  first = spec.num_separate_dims
-  return range(first, len(spec.shape) - 1) if spec.all_split_dims[-1] == 'embed' else (first,)
-
-
 def quantized_spec(spec: WeightSpec, dtype: str) -> Quantized:
   """Returns the WeightSpecs of a kernel that is held in one of QUANTIZED_DTYPES."""
-  dims = contracted_dims(spec)
+  first = spec.num_separate_dims
+  # Those that its product contracts: [..., D] -> ... has one; ... -> [D] all but the last.
+  dims = range(first, len(spec.shape) - 1) if spec.all_split_dims[-1] == 'embed' else (first,)
 
   def per_channel(spec: WeightSpec) -> WeightSpec:
     split_dims = spec.split_dims

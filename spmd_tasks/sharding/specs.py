@@ -76,8 +76,7 @@ def split_dims_to_partition_spec(
 
   A rule of the experiment has no mesh axis's name; one that has, as `without_axis` makes it, replaces the axis.
 
-  Raises:
-    UserError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
+  Raises a UserError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
   """
   if split_dims is None:
     return PartitionSpec()
@@ -127,11 +126,7 @@ def even_spec(
 ) -> PartitionSpec:
   """Returns a spec whose dims keep, of their axes, those that split them evenly into the most parts.
 
-  Args:
-    spec: of some array; an entry per dim, or for the first dims.
-    shape: of the array.
-    axis_sizes: of the mesh.
-    axes: dims that none of these splits may be uneven; None: no dim may.
+  Dims that none of `axes` splits may be uneven; None: no dim may.
   """
 
   def kept(size: int, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -167,10 +162,9 @@ def infer_partition_spec_based_on_rank(
 ) -> PartitionSpec | None:
   """Returns an input's PartitionSpec by its rank: key `map_1d` for rank 1, `map_2d` for rank 2, ...
 
-  Returns None ("leave as is") if there is no mapping, or if the key maps to None. A scalar is replicated.
+  None ("leave as is") if there is no mapping, or if the key maps to None. A scalar is replicated.
 
-  Raises:
-    UserError: the mapping has no key for the rank, or an entry with another length than the rank.
+  Raises a UserError: the mapping has no key for the rank, or an entry with another length than the rank.
   """
   if inputs_split_mapping is None:
     return None
@@ -192,12 +186,7 @@ def infer_partition_spec_based_on_rank(
 
 @dataclasses.dataclass(frozen=True)
 class ShardingScope:
-  """The mesh and axis rules by which `constrain` resolves split dims of activations.
-
-  Attributes:
-    mesh, axis_rules: see `split_dims_to_partition_spec`.
-    row_axes: the mesh axes that split rows or tokens, see `row_axes`.
-  """
+  """The mesh and axis rules by which `constrain` resolves split dims of activations, and the mesh's `row_axes`."""
 
   mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
@@ -302,12 +291,8 @@ def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims
   """Gathers a weight over the mesh axes that split the tokens it is multiplied with (fully sharded data parallelism).
 
   Left alone, XLA may multiply by one device's part after another and add up the results, which is slow where parts are
-  small. Its gradient is reduced over the axes and scattered. The identity where there are no `gathered_axes`.
-
-  Args:
-    weight: in the dtype of the computation, so that few bytes are gathered.
-    split_dims: of the weight.
-    token_split_dims: of the dims of the activations that count tokens, such as ('batch', 'seq').
+  small. Its gradient is reduced over the axes and scattered. `token_split_dims` are of the dims of the activations that
+  count tokens, such as ('batch', 'seq').
   """
   scope, gathered = current_sharding_scope(), gathered_axes(split_dims, token_split_dims)
   if scope is None or not gathered:

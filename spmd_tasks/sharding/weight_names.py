@@ -1,7 +1,8 @@
 """matching_names: finds weights by patterns of their names, and says which names are near where none is found."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 import difflib
+import functools
 import re
 
 from spmd_tasks.errors import UserError
@@ -12,14 +13,10 @@ _NUM_NEAR = 3
 def matching_names(patterns: Sequence[str], names: Collection[str], *, setting: str) -> list[str]:
   """Returns the names in which a pattern is found, in their order.
 
-  Args:
-    patterns: regular expressions that are searched in a name: 'attention/(query|value)' is found in
-      'stack/layers/attention/query/kernel'.
-    names: of weights.
-    setting: where the patterns are from, for errors.
+  Patterns are regular expressions that are searched in a name: 'attention/(query|value)' is found in
+  'stack/layers/attention/query/kernel'. `setting` says where they are from, for errors.
 
-  Raises:
-    UserError: a pattern is no regular expression, or is found in no name.
+  Raises a UserError: a pattern is no regular expression, or is found in no name.
   """
   if isinstance(patterns, str):
     raise UserError(f'{setting} is {patterns!r}; it must be a tuple of patterns: ({patterns!r},).')
@@ -33,18 +30,15 @@ def matching_names(patterns: Sequence[str], names: Collection[str], *, setting: 
       raise UserError(f'{setting} has {pattern!r}, which is no regular expression: {error}.') from error
     matched = [name for name in names if compiled.search(name)]
     if not matched:
-      near = ', '.join(near_names(pattern, names)) or 'there are none'
-      raise UserError(f'{setting} has {pattern!r}, which is in no name of a weight: near are {near}.')
+      near = sorted(names, key=functools.partial(_likeness, pattern), reverse=True)[:_NUM_NEAR]
+      near_text = ', '.join(near) or 'there are none'
+      raise UserError(f'{setting} has {pattern!r}, which is in no name of a weight: near are {near_text}.')
     found.update(matched)
   return [name for name in names if name in found]
 
 
-def near_names(pattern: str, names: Iterable[str]) -> list[str]:
-  """Returns the names whose ends are most like a pattern, the most alike first."""
-
-  def likeness(name: str) -> float:
-    parts = name.split('/')
-    ends = ['/'.join(parts[i:]) for i in range(len(parts))] + parts
-    return max(difflib.SequenceMatcher(None, pattern, end).ratio() for end in ends)
-
-  return sorted(names, key=likeness, reverse=True)[:_NUM_NEAR]
+def _likeness(pattern: str, name: str) -> float:
+  """How much an end of a name is like a pattern, from 0 to 1."""
+  parts = name.split('/')
+  ends = ['/'.join(parts[i:]) for i in range(len(parts))] + parts
+  return max(difflib.SequenceMatcher(None, pattern, end).ratio() for end in ends)

@@ -1,6 +1,4 @@
-"""WeightSpec: the declaration of a weight: shape, initializer, split dims, dtype, tags.
-
-Usage, inside a Linen module:
+"""WeightSpec: the declaration of a weight, inside a Linen module:
 
     kernel = self.param('kernel', WeightSpec(shape=(D, F), init=..., split_dims=('embed', 'mlp')))
 

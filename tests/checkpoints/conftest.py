@@ -23,6 +23,3 @@ def three_steps(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture
 def directory(three_steps, tmp_path) -> pathlib.Path:
   return pathlib.Path(shutil.copytree(three_steps, tmp_path / 'checkpoints'))
-
-
-# Restoring.

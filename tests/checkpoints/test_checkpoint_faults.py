@@ -75,9 +75,6 @@ def test_every_file_of_a_checkpoint_is_covered(directory, rng):
   assert_restores(checkpointer.restore(abstract_state(), step=3), 3)
 
 
-# Which steps are kept.
-
-
 def test_what_an_interrupted_job_left_is_removed_by_the_next_but_not_by_a_reader(directory):
   for name in ('checkpoint_00000004.partial', 'checkpoint_00000000.deleting', 'checkpoint_00000005.damaged-x.partial'):
     (directory / name / 'state').mkdir(parents=True)
@@ -102,9 +99,6 @@ def test_names_that_are_not_exactly_ours_are_neither_removed_nor_taken_for_check
   checkpointer.close()
   ours = {f'checkpoint_{step:08d}' for step in (1, 2, 3)} | {'checkpoint_00000004.deleting-2'}
   assert set(names(directory)) == set(before) - ours | {'checkpoint_00000004'}
-
-
-# Errors of a save.
 
 
 def test_a_process_that_wrote_elsewhere_is_found_before_the_manifest(directory):
@@ -152,10 +146,7 @@ def test_a_full_disk_while_the_manifest_is_written_surfaces_at_the_next_call(dir
   checkpointer = Checkpointer(directory)
   monkeypatch.setattr(manifest, 'write_durably', no_space)
   checkpointer.save(4, device_state(4))
-  calls: dict[str, Callable[[], Any]] = {
-    'save': lambda: checkpointer.save(5, device_state(5)),
-    'close': checkpointer.close,
-  }
+  call = checkpointer.close if next_call == 'close' else lambda: checkpointer.save(5, device_state(5))
   with pytest.raises(CheckpointError, match=r'step 4 could not be saved .*No space left on device'):
-    calls[next_call]()
+    call()
   assert names(directory) == [f'checkpoint_{step:08d}' for step in (1, 2, 3)]

@@ -1,8 +1,6 @@
 """Checkpoints in one process: bit-exact on any mesh, mismatches refused, the newest kept."""
 
-from collections.abc import Callable
 import os
-from typing import Any
 
 from checkpoint_states import abstract_state, assert_restores, device_state, host_state, names, sharding
 from etils import epath
@@ -70,67 +68,49 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
 @pytest.mark.parametrize('subtree', ['weights', 'weights/ffn', 'learner/0/mu'])
 def test_weights_alone(directory, subtree):
   def pick(tree):
-    return {'weights': tree['weights'], 'weights/ffn': tree['weights']['ffn'], 'learner/0/mu': tree['learner'][0].mu}[
-      subtree
-    ]
+    parts = {'weights': tree['weights'], 'weights/ffn': tree['weights']['ffn'], 'learner/0/mu': tree['learner'][0].mu}
+    return parts[subtree]
 
   restored = Checkpointer(directory, read_only=True).restore_weights(pick(abstract_state()), subtree=subtree)
   assert restored.step == 3
-  jax.tree.map(
-    lambda leaf, wanted: np.testing.assert_array_equal(np.asarray(leaf), wanted), restored.state, pick(host_state(3))
-  )
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored.state), pick(host_state(3)))
 
 
-# Mismatches.
-
-
-def change(tree: Any, edit: Callable[[Any], None]) -> Any:
-  copy = jax.tree.map(lambda leaf: leaf, tree)
-  edit(copy)
-  return copy
+def leaf(shape, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype)
 
 
 MISMATCHES = {
-  'shape': (
-    lambda tree: tree['weights'].update(emb=jax.ShapeDtypeStruct((17, 8), jnp.float32)),
-    r'weights/emb: the experiment has float32\[17,8\], the checkpoint has float32\[16,8\]',
-  ),
+  'shape': (lambda weights: weights.update(emb=leaf((17, 8))), r'float32\[17,8\], the checkpoint has float32\[16,8\]'),
   'dtype': (
-    lambda tree: tree['weights'].update(emb=jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)),
-    r'weights/emb: the experiment has bfloat16\[16,8\], the checkpoint has float32\[16,8\]',
+    lambda weights: weights.update(emb=leaf((16, 8), jnp.bfloat16)),
+    r'bfloat16\[16,8\], the checkpoint has float32\[16,8\]',
   ),
-  'missing': (
-    lambda tree: tree['weights'].update(new=jax.ShapeDtypeStruct((3,), jnp.float32)),
-    r'weights/new: the experiment has float32\[3\], the checkpoint has no such leaf',
-  ),
-  'extra': (
-    lambda tree: tree['weights'].pop('emb'),
-    r'weights/emb: the experiment has no such leaf, the checkpoint has float32\[16,8\]',
-  ),
+  'missing': (lambda weights: weights.update(new=leaf((3,))), r'float32\[3\], the checkpoint has no such leaf'),
+  'extra': (lambda weights: weights.pop('emb'), r'no such leaf, the checkpoint has float32\[16,8\]'),
 }
 
 
 @pytest.mark.parametrize('kind', MISMATCHES)
 def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothing(directory, kind):
   edit, message = MISMATCHES[kind]
-  abstract = change(abstract_state(), edit)
+  abstract = abstract_state()
+  edit(abstract['weights'])
+  message = f'(?s)weights/(emb|new): the experiment has {message}.*Restore it with the experiment'
   checkpointer = Checkpointer(directory)
-  with pytest.raises(CheckpointError, match=f'(?s){message}.*Restore it with the experiment'):
+  with pytest.raises(CheckpointError, match=message):
     checkpointer.restore(abstract)
-  with pytest.raises(CheckpointError, match=f'(?s){message}.*Restore it with the experiment'):
+  with pytest.raises(CheckpointError, match=message):
     checkpointer.restore_weights(abstract['weights'])
   assert checkpointer.all_steps() == [1, 2, 3]
 
 
-# Damage.
-
-
 @pytest.mark.parametrize(
-  'max_to_keep, keep_every_n_steps, kept', [(None, None, [1, 2, 3, 4, 5, 6]), (2, None, [5, 6]), (2, 3, [3, 5, 6])]
+  'max_to_keep, keep_every_n_steps, kept', [(None, None, [1, 2, 3, 4]), (1, None, [4]), (1, 2, [2, 4])]
 )
 def test_kept_steps(tmp_path, max_to_keep, keep_every_n_steps, kept):
   checkpointer = Checkpointer(tmp_path, max_to_keep=max_to_keep, keep_every_n_steps=keep_every_n_steps)
-  for step in range(1, 7):
+  for step in range(1, 5):
     checkpointer.save(step, {'x': jnp.full(3, step)})
   checkpointer.close()
   assert names(tmp_path) == [f'checkpoint_{step:08d}' for step in kept]

@@ -1,7 +1,7 @@
 """Checkpoints in object stores: bit-exact, published by one object, whole or refused."""
 
+from concurrent.futures import ThreadPoolExecutor
 import json
-import threading
 
 from checkpoint_states import abstract_state, assert_restores, device_state, host_state
 from etils import epath
@@ -110,11 +110,8 @@ def test_of_several_callers_one_creates_an_object(store):
     if create(store / 'object', json.dumps(number).encode()):
       won.append(number)
 
-  threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
+  with ThreadPoolExecutor(8) as pool:
+    list(pool.map(race, range(8)))
   assert won == [json.loads((store / 'object').read_text())]
   assert create(store / 'object', json.dumps(won[0]).encode()), 'its own, after an answer was lost'
 

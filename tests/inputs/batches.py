@@ -26,6 +26,19 @@ def assert_same(batches, others):
       np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
 
 
+def documents(source):
+  """The documents of all blocks of an opened source, their pieces joined."""
+  found, piece = [], []
+  for index in range(len(source)):
+    for text, is_end in source[index].documents:
+      piece.append(text)
+      if is_end:
+        found.append(np.concatenate(piece).tolist() if isinstance(text, np.ndarray) else ''.join(piece))
+        piece = []
+  assert not piece
+  return found
+
+
 def join(shards):
   """Returns the global batches of the batches of all shards."""
   return [{name: np.concatenate([batch[name] for batch in step]) for name in step[0]} for step in zip(*shards)]

@@ -15,6 +15,7 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ByteTokenizer, IdTokenizer, MegatronTokens, TarShards, TextInput, as_input
+from tests.inputs.batches import assert_same, documents, take
 
 MEGATRON = Path(__file__).parents[1] / 'data' / 'megatron'
 EOD, NUM_DOCUMENTS = 1, 60
@@ -24,47 +25,25 @@ def tokens(document: int) -> list[int]:
   return [(31 * document + 7 * i) % 1000 + 2 for i in range(document * 7 % 40 + 1)] + [EOD]
 
 
-def documents(source) -> list:
-  """The documents of all blocks, their pieces joined."""
-  opened, found, piece = source.open(), [], []
-  for index in range(len(opened)):
-    for text, is_end in opened[index].documents:
-      piece.append(text)
-      if is_end:
-        found.append(np.concatenate(piece).tolist() if isinstance(text, np.ndarray) else ''.join(piece))
-        piece = []
-  assert not piece
-  return found
-
-
 def assert_resumes(settings, num_batches: int) -> None:
-  """A position after each batch gives the rest of the batches, for one shard and for two."""
-  iterator = settings.make_iterator()
-  batches, states = [], []
-  for _ in range(num_batches):
-    batches.append(next(iterator))
-    states.append(json.loads(json.dumps(iterator.get_state())))
-  iterator.close()
-  for at in (0, num_batches // 2):
+  """A position after a batch gives the rest of the batches, for one shard and for two."""
+  batches, _ = take(settings, num_batches)
+  for at in (1, num_batches // 2 + 1):
     for shards in (1, 2):
-      resumed = settings.reshard_states([states[at]], shards)
+      resumed = settings.reshard_states([take(settings, at)[1]], shards)
       for index in range(shards):
-        other = settings.make_iterator(index, shards)
-        other.set_state(resumed[index])
-        for expected in batches[at + 1 :]:
-          for name, rows in next(other).items():
-            np.testing.assert_array_equal(rows, np.split(expected[name], shards)[index])
-        other.close()
+        rest, _ = take(settings, num_batches - at, resumed[index], (index, shards))
+        assert_same(rest, [{key: np.split(rows, shards)[index] for key, rows in each.items()} for each in batches[at:]])
 
 
 @pytest.mark.parametrize('dtype', ['uint16', 'int32'])
 @pytest.mark.parametrize('block_tokens', [7, 16384])
 def test_documents_that_megatron_wrote(dtype, block_tokens):
   source = MegatronTokens(prefix=str(MEGATRON / dtype), block_tokens=block_tokens)
-  assert documents(source) == [tokens(document) for document in range(NUM_DOCUMENTS)]
+  assert documents(source.open()) == [tokens(document) for document in range(NUM_DOCUMENTS)]
   parts = [dataclasses.replace(source, part=part) for part in ((0.0, 0.9), (0.9, 1.0))]
-  assert [document for part in parts for document in documents(part)] == documents(source)
-  assert len(documents(parts[1])) == 6
+  assert [document for part in parts for document in documents(part.open())] == documents(source.open())
+  assert len(documents(parts[1].open())) == 6
   with pytest.raises(UserError, match='matches 4 files: name one prefix'):
     MegatronTokens(prefix=str(MEGATRON / '*')).open()
 
@@ -118,7 +97,7 @@ def shards(tmp_path) -> Path:
 @pytest.mark.filterwarnings('default')  # webdataset leaves files open
 @pytest.mark.parametrize('field, key', [('txt', None), ('json', 'text')])
 def test_samples_of_tar_shards_as_webdataset_reads_them(shards, field, key):
-  texts = documents(TarShards(pattern=f'{shards}/*.tar', field=field, key=key, block_samples=7))
+  texts = documents(TarShards(pattern=f'{shards}/*.tar', field=field, key=key, block_samples=7).open())
   assert texts == [f'{shard}/{sample} ä {"word " * (sample % 5)}' for shard in range(3) for sample in range(30)]
   webdataset = pytest.importorskip('webdataset')
   paths = sorted(map(str, shards.glob('*.tar')))

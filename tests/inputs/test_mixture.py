@@ -36,32 +36,24 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def write_chats(tmp_path):
-  """Writes `count` conversations, some longer than a row; returns their file."""
+def write_records(tmp_path):
+  """Writes `count` conversations or pairs of answers, some longer than a row; returns their file."""
 
-  def write_chats(count):
-    chats = [[('user', f'{i}?'), ('assistant', str(i) * (i % 6 + 1))] for i in range(count)]
-    lines = [{'messages': [{'role': role, 'content': content} for role, content in chat]} for chat in chats]
-    (tmp_path / f'chats{count}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    return str(tmp_path / f'chats{count}.jsonl')
+  def write_records(kind, count):
+    if kind == 'pairs':
+      lines = [{'prompt': f'{i}', 'chosen': 'c' * (i % 5 + 1), 'rejected': 'r' * (i % 3 + 1)} for i in range(count)]
+    else:
+      chats = [[('user', f'{i}?'), ('assistant', str(i) * (i % 6 + 1))] for i in range(count)]
+      lines = [{'messages': [{'role': role, 'content': content} for role, content in chat]} for chat in chats]
+    path = tmp_path / f'{kind}{count}.jsonl'
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return str(path)
 
-  return write_chats
-
-
-@pytest.fixture
-def write_pairs(tmp_path):
-  """Writes `count` pairs of answers, some longer than a row; returns their file."""
-
-  def write_pairs(count):
-    lines = [{'prompt': f'{i}', 'chosen': 'c' * (i % 5 + 1), 'rejected': 'r' * (i % 3 + 1)} for i in range(count)]
-    (tmp_path / f'pairs{count}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    return str(tmp_path / f'pairs{count}.jsonl')
-
-  return write_pairs
+  return write_records
 
 
 @pytest.fixture
-def mixtures(write, write_chats, write_pairs):
+def mixtures(write, write_records):
   """Mixtures of every kind of source."""
   web, code, chat = write('w', 300), write('c', 120, 'parquet'), write('i', 25)
   examples = {'tokenizer': ByteTokenizer(), 'batch_size': B, 'seq_len': T, 'too_long': 'skip'}
@@ -92,16 +84,16 @@ def mixtures(write, write_chats, write_pairs):
     ),
     'conversations': Mixture(
       sources={
-        'chats': ConversationInput(source=Conversations(pattern=write_chats(80)), seed=1, **examples),
-        'few': ConversationInput(source=Conversations(pattern=write_chats(7)), packing=False, **examples),
+        'chats': ConversationInput(source=Conversations(pattern=write_records('chats', 80)), seed=1, **examples),
+        'few': ConversationInput(source=Conversations(pattern=write_records('chats', 7)), packing=False, **examples),
         'code': text(code),
       },
       weights={'chats': 0.5, 'few': 0.2, 'code': 0.3},
     ),
     'pairs': Mixture(
       sources={
-        'most': PreferenceInput(source=Preferences(pattern=write_pairs(60)), **pairs),
-        'few': PreferenceInput(source=Preferences(pattern=write_pairs(9)), **pairs),
+        'most': PreferenceInput(source=Preferences(pattern=write_records('pairs', 60)), **pairs),
+        'few': PreferenceInput(source=Preferences(pattern=write_records('pairs', 9)), **pairs),
       },
       weights={'most': 0.7, 'few': 0.3},
       weight_changes=((9, {'most': 0.4, 'few': 0.6}),),
@@ -110,14 +102,6 @@ def mixtures(write, write_chats, write_pairs):
 
 
 KINDS = ('endless', 'changing', 'ending', 'nested', 'conversations', 'pairs')
-
-
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('shard_count', [12])
-def test_the_examples_do_not_depend_on_the_number_of_hosts(mixtures, kind, shard_count):
-  iterators = shards(mixtures[kind], shard_count)
-  assert read(iterators, 25) == undisturbed(mixtures[kind], 25)
-  close(iterators)
 
 
 def run_with_kills(settings: Mixture, seed: int, count: int, counts=(1, 2, 3, 4, 6, 12)) -> list[tuple[int, ...]]:

@@ -44,7 +44,7 @@ def raise_here():
   raise OSError('disk on fire')
 
 
-@pytest.mark.parametrize('depth', [1, 3, 20])
+@pytest.mark.parametrize('depth', [1, 20])
 def test_batches_in_order_transformed_in_the_thread_and_ended(depth):
   threads = set()
 
@@ -60,7 +60,7 @@ def test_batches_in_order_transformed_in_the_thread_and_ended(depth):
   assert threads == {'input-prefetch'}
 
 
-@pytest.mark.parametrize('consumed', [1, 2, 6, 7])
+@pytest.mark.parametrize('consumed', [1, 6, 7])
 def test_the_state_is_that_of_the_consumed_batch_however_far_it_has_read_ahead(consumed):
   expected = list(SETTINGS.make_iterator())
   with Prefetcher(SETTINGS.make_iterator(), depth=5) as prefetcher:

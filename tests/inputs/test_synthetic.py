@@ -1,33 +1,21 @@
 """SyntheticText is a function of seed, batch and row; it resumes on any number of shards."""
 
 import dataclasses
-import itertools
-import json
 
 import numpy as np
 import pytest
 
 from spmd_tasks.inputs import SyntheticPairs, SyntheticText
+from tests.inputs.batches import assert_same, join, take
 
 SETTINGS = SyntheticText(batch_size=6, seq_len=10, vocab_size=32, seed=3, noise=0.2)
-
-
-def take(iterator, count):
-  return list(itertools.islice(iterator, count))
-
-
-def assert_same(batches, others):
-  assert len(batches) == len(others)
-  for batch, other in zip(batches, others):
-    for name in batch:
-      np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
 
 
 @pytest.mark.parametrize('encoder_len', [8, None])
 def test_pairs_are_a_text_and_its_beginning(encoder_len):
   """By the encoder's row, or in one row, whose first text is the prefix."""
   pairs = SyntheticPairs(batch_size=6, seq_len=13, vocab_size=32, encoder_len=encoder_len)
-  whole = take(pairs.make_iterator(), 2)
+  whole, _ = take(pairs, 2)
   for batch in whole:
     for i, labels in enumerate(batch['labels']):
       tokens = labels[labels > 0].tolist()
@@ -39,31 +27,21 @@ def test_pairs_are_a_text_and_its_beginning(encoder_len):
       assert min(text) >= 2
       assert labels[batch['weights'][i] > 0].tolist() == learnt
       assert batch['ids'][i, : len(tokens)].tolist() == [0, *tokens[:-1]]
-  shards = [take(pairs.make_iterator(i, 2), 2) for i in range(2)]
-  assert_same(whole, [{k: np.concatenate([shard[b][k] for shard in shards]) for k in whole[b]} for b in range(2)])
-  resumed = pairs.make_iterator()
-  resumed.set_state({**pairs.make_iterator().get_state(), 'next_batch': 1})
-  assert_same(take(resumed, 1), whole[1:])
+  assert_same(whole, join([take(pairs, 2, shard=(i, 2))[0] for i in range(2)]))
+  assert_same(take(pairs, 1, take(pairs, 1)[1])[0], whole[1:])
 
 
 @pytest.mark.parametrize('shard_count', [2, 3, 6])
 def test_shards_together_are_the_global_batch(shard_count):
-  whole = take(SETTINGS.make_iterator(), 3)
-  shards = [take(SETTINGS.make_iterator(i, shard_count), 3) for i in range(shard_count)]
-  joined = [{k: np.concatenate([shard[b][k] for shard in shards]) for k in whole[b]} for b in range(3)]
-  assert_same(whole, joined)
+  assert_same(take(SETTINGS, 3)[0], join([take(SETTINGS, 3, shard=(i, shard_count))[0] for i in range(shard_count)]))
 
 
 @pytest.mark.parametrize('old_count, new_count', [(1, 1), (1, 3), (2, 1), (3, 2)])
 def test_resumes_exactly_on_any_number_of_shards(old_count, new_count):
-  old = [SETTINGS.make_iterator(i, old_count) for i in range(old_count)]
-  for iterator in old:
-    take(iterator, 4)
-  states = SETTINGS.reshard_states([json.loads(json.dumps(it.get_state())) for it in old], new_count)
-  for index, state in enumerate(states):
-    resumed = SETTINGS.make_iterator(index, new_count)
-    resumed.set_state(state)
-    assert_same(take(resumed, 2), take(SETTINGS.make_iterator(index, new_count), 6)[4:])
+  old = [take(SETTINGS, 4, shard=(i, old_count))[1] for i in range(old_count)]
+  for index, state in enumerate(SETTINGS.reshard_states(old, new_count)):
+    shard = (index, new_count)
+    assert_same(take(SETTINGS, 2, state, shard)[0], take(SETTINGS, 6, shard=shard)[0][4:])
 
 
 @pytest.mark.parametrize('change', [{'seed': 4}, {'seq_len': 11}, {'batch_size': 12}, {'noise': 0.3}])

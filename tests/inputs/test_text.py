@@ -6,6 +6,7 @@ import pytest
 
 from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import StdlibText, TextFiles
+from tests.inputs.batches import documents
 
 CONTENT = {
   'a.txt': 'one line\n' * 40,
@@ -23,19 +24,6 @@ def directory(tmp_path):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding='utf-8')
   return tmp_path
-
-
-def documents(source):
-  """The documents of a source, put together again from their blocks."""
-  whole, pending = [], ''
-  for i in range(len(source)):
-    for text, is_end in source[i].documents:
-      pending += text
-      if is_end:
-        whole.append(pending)
-        pending = ''
-  assert pending == ''
-  return whole
 
 
 @pytest.mark.parametrize('block_bytes', [16, 17, 64, 1 << 16])
@@ -87,17 +75,12 @@ def test_stdlib_is_real_source_of_this_python():
 
 
 @pytest.mark.parametrize(
-  'settings, message',
-  [
-    ({'pattern': 'nothing/*.txt'}, r"no text file matches 'nothing/\*\.txt'"),
-    ({'pattern': '{}/sub/empty.txt'}, 'have no text'),
-  ],
+  'pattern, message',
+  [('nothing/*.txt', r"no text file matches 'nothing/\*\.txt'"), ('{}/sub/empty.txt', 'have no text')],
 )
-def test_bad_settings_are_refused(directory, settings, message):
-  if isinstance(settings['pattern'], str):
-    settings = {**settings, 'pattern': settings['pattern'].format(directory)}
+def test_bad_settings_are_refused(directory, pattern, message):
   with pytest.raises(ValueError, match=message):
-    TextFiles(**settings).open()
+    TextFiles(pattern=pattern.format(directory)).open()
 
 
 def test_a_file_that_is_not_utf8_is_named_with_the_byte(directory):

@@ -8,7 +8,7 @@ import pytest
 from spmd_tasks import files
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.growing_objects import _writer
-from spmd_tasks.inputs.text_files import TextFiles
+from spmd_tasks.inputs import TextFiles
 from spmd_tasks.programs import store_claim
 from spmd_tasks.programs.job_directory import claim
 from spmd_tasks.runtime.metric_files import read_jsonl

@@ -1,11 +1,17 @@
-"""Every program that XLA compiles is counted once, and a call that finds its program is not."""
+"""Every program that XLA compiles is counted once; training steps are compiled with the options of their devices."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+import os
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
-from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.compilation import CompilationCounter, compiler_options
+
+VECTOR_MEMORY = 'xla_tpu_scoped_vmem_limit_kib'
 
 
 def test_a_new_shape_counts_one_and_a_cached_call_none():
@@ -23,15 +29,46 @@ def test_a_new_shape_counts_one_and_a_cached_call_none():
 
 
 def test_compilations_of_other_threads_count():
-  with CompilationCounter() as compilations:
-    threads = [
-      threading.Thread(
-        target=lambda size=size: jax.jit(lambda x: x + 7)(np.ones((size,), np.float32)).block_until_ready()
-      )
-      for size in (2, 3, 5)
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
+  with CompilationCounter() as compilations, ThreadPoolExecutor(3) as pool:
+    list(pool.map(lambda size: jax.jit(lambda x: x + 7)(np.ones((size,), np.float32)).block_until_ready(), (2, 3, 5)))
   assert compilations.num_programs == 3
+
+
+def devices(platform: str, kind: str, number: int = 1) -> Any:
+  return [SimpleNamespace(platform=platform, device_kind=kind, process_index=i // 8) for i in range(number)]
+
+
+def test_options_are_of_the_kind_of_chip(monkeypatch):
+  monkeypatch.delenv('LIBTPU_INIT_ARGS', raising=False)
+  assert compiler_options([]) is None
+  of_v5p = compiler_options(devices('tpu', 'TPU v5'))
+  assert of_v5p is not None
+  assert VECTOR_MEMORY not in of_v5p
+  assert set(of_v5p.values()) == {'true'}
+  of_v6e = compiler_options(devices('tpu', 'TPU v6 lite'))
+  assert of_v6e is not None
+  assert of_v6e.items() > of_v5p.items()
+  assert of_v6e[VECTOR_MEMORY] == '98304'
+
+
+def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
+  monkeypatch.setenv('LIBTPU_INIT_ARGS', f'--{VECTOR_MEMORY}=65536 --xla_enable_async_all_gather=false')
+  options = compiler_options(devices('tpu', 'TPU v6 lite'))
+  assert options
+  assert not {VECTOR_MEMORY, 'xla_enable_async_all_gather'} & set(options)
+
+
+@pytest.mark.parametrize(
+  'num_cores, num_devices, flags, disabled',
+  [
+    (8, 8, '', 'cpu-parallel-task-assigner'),
+    (9, 8, '', None),
+    (9, 16, '', None),  # of two processes
+    (2, 8, '--xla_disable_hlo_passes=', None),
+  ],
+)
+def test_a_cpu_device_with_one_core_computes_on_one_thread(num_cores, num_devices, flags, disabled, monkeypatch):
+  monkeypatch.setattr(os, 'cpu_count', lambda: num_cores)
+  monkeypatch.setenv('XLA_FLAGS', flags)
+  options = compiler_options(devices('cpu', 'cpu', num_devices))
+  assert options == (None if disabled is None else {'xla_disable_hlo_passes': disabled})

@@ -1,58 +1,208 @@
 """One truth for numbers: the same experiment on any mesh, padded or not, accumulated or not, gives one loss curve.
 
-12 steps in float32 of a model none of whose dims divides an axis of 4 (width 30, 3 heads, 90 hidden, vocabulary 257).
-Cases pair a mesh with a setting that is independent of it; `--all` has more pairs.
+12 steps in float32 of models none of whose dims divides an axis of 4 (width 30, 3 heads, 90 or 45 hidden, vocabulary
+257 or 67; 6 experts; 10 or 6 layers in a pipeline): dense ones, with long sequences over a context axis, mixtures of
+experts in any dispatch and form, pipelines in any schedule, encoder-decoders and prefix models (relative biases,
+cross-attention, dropout, losses that are sums), the blocks of published families. Rows pair a mesh with settings that
+are independent of it; `--all` has more pairs, and scripts/number_campaign draws any.
 """
 
+import dataclasses
+
 import jax
+import numpy as np
 import pytest
 
+from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, generate
+from spmd_tasks.decoding.generation import search
+from spmd_tasks.decoding.scoring import score_texts
+from spmd_tasks.experiments import t5
+from spmd_tasks.recipes import MoeEncoderDecoderLanguageModel
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules, stage_axis_rules
+from tests.runtime.family_experiments import Families
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
+from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, TwoDataAxes
+from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
 from tests.runtime.uneven_experiments import Adafactor, AdamW, Muon
 
-DROPOUT = ('task.model.stack.block.dropout_rate=0.1',)
-TWO_MICROBATCHES, FOUR_MICROBATCHES = (('task.learner.num_microbatches=2',), ('task.learner.num_microbatches=4',))
+
+class Context(AdamW):
+  """synthetic.Uneven with its sequences over an axis, too."""
+
+  mesh_axis_names = ('replica', 'data', 'context', 'mdl')
+  ici_mesh_shape = (1, 1, 2, 4)
+  axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
+
+
+class ContextExperts(AlongData):
+  """Experts along `data`, sequences along `context`."""
+
+  mesh = None
+  mesh_axis_names = ('replica', 'data', 'context', 'mdl')
+  ici_mesh_shape = (1, 2, 2, 2)
+  axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
+
+
+class PipelinedContext(PipelinedAdamW):
+  """Stages, and sequences along `context`."""
+
+  mesh_axis_names = ('replica', 'stage', 'data', 'context', 'mdl')
+  ici_mesh_shape = (1, 2, 1, 4, 1)
+  axis_rules = context_axis_rules(stage_axis_rules(DEFAULT_AXIS_RULES))
+
+
+class Uneven(t5.V10Tiny, t5.UMT5Tiny):
+  """Dropout in all places of T5, tied logits, label smoothing, a loss that is a sum, and biases of each layer."""
+
+  model_dims = 30
+  dropout_rate = 0.1
+  learning_rate = 3e-3
+
+
+class Prefix(t5.PrefixTiny):
+  """One stack."""
+
+  model_dims = 30
+
+
+class Mixture(Uneven, MoeEncoderDecoderLanguageModel):
+  """And ST-MoE's sublayers, with dropout in them and in the experts; 4 experts, split over `data`."""
+
+  num_experts = 4
+  num_groups_multiple_of = 4
+  max_group_size = 64
+  num_selected_experts = 2
+  has_extra_ffn = True
+  expert_dropout_rate = 0.1
+
+
+TEN, SIX = ('num_layers=10', 'batch_size=16'), ('num_layers=6', 'batch_size=16')
+# What a row is compared with, on one device: its own experiment, or another one with overrides.
+BASES = {
+  Context: (AdamW, ()),
+  ContextExperts: (AlongData, ()),
+  PipelinedContext: (AdamW, TEN),
+  ExpertAxis: (AlongData, ()),
+  HiddenSharded: (TwoDataAxes, ()),
+  PipelinedAdamW: (AdamW, TEN),
+  PipelinedAdafactor: (Adafactor, SIX),
+  PipelinedExperts: (AlongData, SIX),
+}
+
+BLOCK = 'task.model.stack.block'
+TWO = 'task.learner.num_microbatches=2'
+TWO_MICROBATCHES, FOUR_MICROBATCHES = (TWO,), ('task.learner.num_microbatches=4',)
 REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
-CHUNKS = ('num_logit_chunks=4',)
-THREE_ROWS, SIX_ROWS = ('batch_size=3',), ('batch_size=6', 'task.learner.num_microbatches=2')
-HEADS = ('num_nextn_predict_layers=2',)
-SCATTERED = ('scatters_gradients=True',)
-FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
+BOTH_UNROLLED = (*UNROLLED, 'task.model.encoder_stack.scan=False')
+CHUNKS, SCATTERED = ('num_logit_chunks=4',), ('scatters_gradients=True',)
+HEAD = ('num_nextn_predict_layers=1',)
+DROPOUT = (f'{BLOCK}.dropout_rate=0.1',)
+THREE_ROWS, SIX_ROWS = ('batch_size=3',), ('batch_size=6', TWO)
+# Of sequences.
+RING, BLOCKWISE = (f'{BLOCK}.attention.implementation=ring',), (f'{BLOCK}.attention.implementation=blockwise',)
+WINDOW, FEW = (f'{BLOCK}.attention.window=5',), ('batch_size=3', 'seq_len=15')
+# Of experts. The biases are gpt-oss's, which begin at zero; a token that is dropped gets no bias either.
+FFN = f'{BLOCK}.ffn'
+ALL_TO_ALL = (f'{FFN}.computation.dispatch=padded_all_to_all',)
+PASSES = (*ALL_TO_ALL, f'{FFN}.computation.capacity_factor=0.7', f'{FFN}.computation.overflow=passes')
+# A balance loss is a product of two means: over microbatches apart it is another loss. A router's z-loss is a mean over
+# real tokens, which the learner weighs by those that are learnt.
+MICROBATCHES = ('load_balance_weight=0', 'router_z_weight=0')
+BIAS = (f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
+EINSUM, GATHER, NEVER_DROP = ('form=einsum',), ('form=gather',), ('capacity_factor=0',)
+BIASES = (f'{FFN}.experts.use_bias=True', f'{FFN}.router.use_bias=True')
+# Of pipelines. What is taken over parts of a batch, whose rows have different lengths: the balance loss over shards;
+# biases, which follow the load by its sign; tokens dropped from groups of two rows.
+CIRCULAR, ONE_F_ONE_B = ('schedule=circular', 'num_repeats=2'), ('schedule=one_forward_one_backward',)
+SIXTEEN, DOTS = ('num_microbatches=16',), ('remat_policy=dots_no_batch',)
+SHARDS, GROUPS = (f'{FFN}.load_balance_shards=4',), (f'{FFN}.computation.group_size=32',)
+BY_GATHER, BY_EINSUM, DROPLESS = (*GATHER, *GROUPS, *BIAS, *SHARDS), (*EINSUM, *GROUPS, *SHARDS), (*BIAS, *SHARDS)
+FOUR_BY_GATHER = ('num_microbatches=4', *BY_GATHER)
+
+# name, experiment, mesh, overrides, overrides of the reference on one device
+FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4', 'data 2 x expert 4', 'circular, stage 2 x data 2', 'prefix')
 CASES = [
-  ('data 2 x mdl 4', AdamW, (1, 2, 4), {}),
-  ('mdl 8, 2 microbatches', AdamW, (1, 1, 8), {'overrides': TWO_MICROBATCHES}),
-  ('replica 2 x data 2 x mdl 2, full remat, unrolled', AdamW, (2, 2, 2), {'overrides': REMAT + UNROLLED}),
-  (
-    'two slices of data 2 x mdl 2, 4 microbatches, logits in chunks',
-    AdamW,
-    (1, 2, 2),
-    {'dcn': (1, 2, 1), 'overrides': FOUR_MICROBATCHES + CHUNKS},
-  ),
-  ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), {}),
-  ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), {'overrides': TWO_MICROBATCHES}),
-  (
-    '2 heads, data 2 x mdl 4, 2 microbatches, full remat, logits in chunks',
-    AdamW,
-    (1, 2, 4),
-    {'overrides': HEADS + TWO_MICROBATCHES + REMAT + CHUNKS, 'reference': HEADS},
-  ),
+  ('data 2 x mdl 4', AdamW, (1, 2, 4), (), ()),
+  ('replica 2 x data 2 x mdl 2, full remat, unrolled', AdamW, (2, 2, 2), REMAT + UNROLLED, ()),
+  ('two slices of data 2 x mdl 2, 4 microbatches, logits in chunks', AdamW, (1, 2, 2), FOUR_MICROBATCHES + CHUNKS, ()),
+  ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), (), ()),
+  ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), TWO_MICROBATCHES, ()),
+  ('context 4 x mdl 2, ring, logits in chunks', Context, (1, 1, 4, 2), (*RING, *CHUNKS), ()),
+  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
+  ('circular, stage 2 x data 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR, ()),
+  ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, *REMAT), ()),
+  ('prefix', Prefix, (1, 1, 8), (), ()),
+  ('encoder, experts and a dense sublayer, dropout, remat, data 4 x mdl 2', Mixture, (1, 4, 2), REMAT, ()),
 ]
-ONE_BY_ONE = [  # test_t5_numbers_agree.py has dropout in every run
-  ('data 8, dropout', AdamW, (1, 8, 1), {'overrides': DROPOUT, 'reference': DROPOUT}),
-  ('4 microbatches on one device', AdamW, (1, 1, 1), {'overrides': FOUR_MICROBATCHES}),
-  ('gradients scattered', AdamW, (2, 2, 2), {'overrides': SCATTERED + REMAT}),
-  ('gradients scattered, logits in chunks', AdamW, (2, 4, 1), {'overrides': SCATTERED + CHUNKS}),
-  ('Adafactor, mdl 8', Adafactor, (1, 1, 8), {}),
-  ('3 rows, replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), {'overrides': THREE_ROWS, 'reference': THREE_ROWS}),
-  ('microbatches of 3 rows, data 4 x mdl 2', AdamW, (1, 4, 2), {'overrides': SIX_ROWS, 'reference': ('batch_size=6',)}),
+# Experts in a pipeline are compared in tests/layers/pipeline too, the plain schedule in tests/tuning/test_rewards.py.
+ONE_BY_ONE = [
+  ('mdl 8, 2 microbatches', AdamW, (1, 1, 8), TWO_MICROBATCHES, ()),
+  ('data 8, dropout', AdamW, (1, 8, 1), DROPOUT, DROPOUT),
+  ('4 microbatches on one device', AdamW, (1, 1, 1), FOUR_MICROBATCHES, ()),
+  ('gradients scattered', AdamW, (2, 2, 2), SCATTERED + REMAT, ()),
+  ('gradients scattered, logits in chunks', AdamW, (2, 4, 1), SCATTERED + CHUNKS, ()),
+  ('Adafactor, mdl 8', Adafactor, (1, 1, 8), (), ()),
+  ('3 rows, replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), THREE_ROWS, THREE_ROWS),
+  ('microbatches of 3 rows, data 4 x mdl 2', AdamW, (1, 4, 2), SIX_ROWS, SIX_ROWS[:1]),
+  ('data 2 x context 2 x mdl 2, window', Context, (1, 2, 2, 2), (*BLOCKWISE, *WINDOW, *REMAT), WINDOW),
+  ('context 2 x mdl 4, ring, window, remat', Context, (1, 1, 2, 4), (*RING, *WINDOW, *REMAT), WINDOW),
+  ('experts, data 2 x context 2 x mdl 2', ContextExperts, (1, 2, 2, 2), (), ()),
+  ('3 rows of 15 tokens, data 2 x context 2 x mdl 2', Context, (1, 2, 2, 2), FEW, FEW),
+  ('3 rows of 15 tokens, ring, data 2 x context 4', Context, (1, 2, 4, 1), (*RING, *FEW), FEW),
+  ('stage 2 x context 4', PipelinedContext, (1, 2, 1, 4, 1), (), ()),
+  ('two data axes, einsum, never drop', TwoDataAxes, (1, 4, 2), (*EINSUM, *NEVER_DROP), ()),
+  (
+    'expert 2 x mdl 4, 2 microbatches, bias balancing',
+    ExpertAxis,
+    (1, 1, 2, 4),
+    (*MICROBATCHES, *BIAS, TWO),
+    (*MICROBATCHES, *BIAS),
+  ),
+  ('hidden sharding', HiddenSharded, (1, 2, 4, 1), (), ()),
+  ('einsum with biases, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (*EINSUM, *BIASES), (*EINSUM, *BIASES)),
+  ('gather with biases, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (*GATHER, *BIASES), (*EINSUM, *BIASES)),
+  ('data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), ALL_TO_ALL, ()),
+  ('experts along data 4 x mdl 2', AlongData, (1, 4, 2), (), ()),
+  ('expert 8, remat', ExpertAxis, (1, 1, 8, 1), REMAT, ()),
+  ('a head, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), HEAD, HEAD),
+  ('gather, never drop, expert 4', ExpertAxis, (1, 1, 4, 1), (*GATHER, *NEVER_DROP), ()),
+  ('data 2 x expert 4, all-to-all in passes', ExpertAxis, (1, 2, 4, 1), PASSES, ()),
+  ('3 rows, data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), (*ALL_TO_ALL, *THREE_ROWS), THREE_ROWS),
+  ('3 rows, two data axes, gather', TwoDataAxes, (1, 4, 2), (*GATHER, *THREE_ROWS), (*EINSUM, *THREE_ROWS)),
+  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), (), ()),
+  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), (*ONE_F_ONE_B, *DROPLESS), DROPLESS),
+  ('experts by einsum, circular', PipelinedExperts, (1, 2, 2, 2, 1), (*CIRCULAR, *BY_EINSUM), BY_EINSUM),
+  ('stage 2 x mdl 4, remat', PipelinedAdamW, (1, 2, 1, 4), ('remat_policy=full', 'num_microbatches=2'), ()),
+  ('circular, 16 microbatches, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, *SIXTEEN, *DOTS), ()),
+  ('one forward, one backward, 2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), (*ONE_F_ONE_B, TWO), ()),
+  ('Adafactor, circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR, ()),
+  ('experts by gather, stage 2 x data 4', PipelinedExperts, (1, 2, 4, 1, 1), FOUR_BY_GATHER, BY_GATHER),
+  ('a head, one forward, one backward', PipelinedAdamW, (1, 2, 2, 2), (*ONE_F_ONE_B, *HEAD), HEAD),
+  ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
+  (
+    'experts by gather, stage 4',
+    PipelinedExperts,
+    (1, 4, 2, 1, 1),
+    (*ONE_F_ONE_B, *FOUR_BY_GATHER),
+    BY_GATHER,
+  ),
+  ('encoder, unrolled, replica 2 x data 2 x mdl 2', Uneven, (2, 2, 2), BOTH_UNROLLED, ()),
+  # A minute each, most of it XLA's; every run has the tests of the families' layers, one by one.
+  ('families, data 2 x mdl 4', Families, (1, 1, 2, 4), (), ()),
+  ('families, stage 2 x data 2 x mdl 2', Families, (1, 2, 2, 2), (), ()),
+  ('families, data 4 x mdl 2', Families, (1, 1, 4, 2), (), ()),
+  ('families, mdl 8', Families, (1, 1, 1, 8), (), ()),
 ]
 
 
-@pytest.mark.parametrize('name, experiment, shape, settings', table(CASES, ONE_BY_ONE, fast=FAST))
-def test_one_loss_curve_and_one_state(name, experiment, shape, settings):
-  other = runner(experiment, shape, dcn=settings.get('dcn'), overrides=settings.get('overrides', ()))
-
-  assert_same_run(other, reference(experiment, settings.get('reference', ())))
+@pytest.mark.parametrize('name, experiment, shape, overrides, same', table(CASES, ONE_BY_ONE, fast=FAST))
+def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
+  base, sizes = BASES.get(experiment, (experiment, ()))
+  metrics = None
+  if experiment is ExpertAxis and TWO in overrides:  # what layers report of a microbatch is weighed by its tokens
+    metrics = ('loss', 'loss_weight', 'cross_entropy', 'accuracy')
+  dcn = (1, 2, 1) if name.startswith('two slices') else None
+  assert_same_run(runner(experiment, shape, dcn=dcn, overrides=overrides), reference(base, (*sizes, *same)), metrics)
 
 
 @pytest.mark.parametrize('experiment, shape', [(AdamW, (1, 2, 4)), (Adafactor, (1, 2, 4))])
@@ -71,3 +221,38 @@ def test_factored_moments_are_sharded_like_the_weight():
   rows, columns = (getattr(factored, name)['stack']['layers']['ffn']['up']['kernel'] for name in ('v_row', 'v_col'))
   assert rows == jax.P(None, 'data')  # the mean over F, the larger dim
   assert columns == jax.P(None, 'mdl')
+
+
+BEAMS = {'num_beams': 3, 'beam_rule': 't5x', 'length_penalty': 0.6, 'min_bucket': 9, 'prefill_chunk': 9}
+
+
+@pytest.mark.slow
+def test_text_is_generated_and_scored_as_on_one_device():
+  """Each request of its own length; beams and greedy texts, and the scores of both."""
+  settings = DecodeSettings(max_len=9, num_slots=2, prefill_rows=2, min_bucket=4, prefill_chunk=4, eos_ids=(1,))
+  rng = np.random.default_rng(3)
+  requests = [
+    Request(ids=ids, encoder_ids=tuple(rng.integers(2, 67, length).tolist()), max_tokens=4, stop_ids=(1,))
+    for length, ids in ((9, (0,)), (20, (0, 5, 6, 7, 8)), (1, (0,)), (7, (0, 9)))
+  ]
+  found = []
+  for shape in ((1, 1, 1), (1, 4, 2)):
+    model, _ = make_model(Uneven, shape)
+    variables, steps = model.init(0).variables, DecodeSteps(model, settings)
+    greedy = dict(generate(steps, variables, requests, decode=lambda tokens: ''))
+    beams = DecodeSteps(model, dataclasses.replace(settings, **BEAMS))
+    searched = dict(search(beams, variables, requests, decode=lambda tokens: ''))
+    texts = [(request.encoder_ids, tuple(greedy[i].ids)) for i, request in enumerate(requests) if len(request.ids) == 1]
+    scores = dict(score_texts(steps, variables, texts, num_rows=2))
+    found.append((greedy, searched, [scores[i] for i in range(len(texts))]))
+
+  (greedy, searched, scores), others = found[0], found[1]
+  assert [greedy[i].ids for i in range(4)] == [others[0][i].ids for i in range(4)]
+  assert [[beam.ids for beam in searched[i]] for i in range(4)] == [
+    [beam.ids for beam in others[1][i]] for i in range(4)
+  ]
+  for number, score in zip((0, 2), scores, strict=True):
+    assert score.is_greedy
+    np.testing.assert_allclose(score.logprobs, greedy[number].logprobs, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose([s.logprob for s in scores], [s.logprob for s in others[2]], rtol=1e-5)
+  assert jax.device_count() == 8

@@ -19,15 +19,8 @@ def spec(ici, dcn=None, names=AXES):
 
 def expected_id(position, ici, dcn):
   """The device at a mesh position when slice s holds ids [s * n, (s + 1) * n): slow part outer, row-major in both."""
-  slow = [index // fast_size for index, fast_size in zip(position, ici)]
-  fast = [index % fast_size for index, fast_size in zip(position, ici)]
-  slice_index = 0
-  for index, size in zip(slow, dcn):
-    slice_index = slice_index * size + index
-  within = 0
-  for index, size in zip(fast, ici):
-    within = within * size + index
-  return slice_index * int(np.prod(ici)) + within
+  slow, fast = np.divmod(position, ici)
+  return np.ravel_multi_index(slow, dcn) * np.prod(ici) + np.ravel_multi_index(fast, ici)
 
 
 LAYOUTS = [
@@ -91,15 +84,11 @@ def test_on_cpus_and_on_one_machine_runs_of_devices_stand_for_slices(granules, p
 
 
 @pytest.mark.parametrize(
-  'ici, dcn, num_devices, expected',
-  [
-    ((1, -1, 2), None, 8, {'replica': 1, 'data': 4, 'mdl': 2}),
-    ((1, -1, 2), (2, 1, 1), 8, {'replica': 2, 'data': 2, 'mdl': 2}),
-    ((1, 1, -1), None, 1, {'replica': 1, 'data': 1, 'mdl': 1}),
-  ],
+  'ici, dcn, num_devices, sizes',
+  [((1, -1, 2), None, 8, (1, 4, 2)), ((1, -1, 2), (2, 1, 1), 8, (2, 2, 2)), ((1, 1, -1), None, 1, (1, 1, 1))],
 )
-def test_one_size_may_be_the_devices_left_over(ici, dcn, num_devices, expected):
-  assert spec(ici, dcn).sizes(num_devices) == expected
+def test_one_size_may_be_the_devices_left_over(ici, dcn, num_devices, sizes):
+  assert spec(ici, dcn).sizes(num_devices) == dict(zip(AXES, sizes))
 
 
 @pytest.mark.parametrize(

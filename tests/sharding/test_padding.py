@@ -40,7 +40,7 @@ def random_tensor(rng):
     dim = rng.integers(-1, ndim)
     if dim >= 0:
       axes_of_dim[dim].append(str(axis))
-  return shape, P(*[None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in axes_of_dim])
+  return shape, P(*[tuple(axes) for axes in axes_of_dim])
 
 
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, np.bool_])

@@ -7,7 +7,7 @@ from absl import logging
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.folder_tokenizer import read_json_object
+from spmd_tasks.inputs.tokenizer_files import read_json_object
 
 # Fields that change what is generated and have no counterpart here, and the values with which they change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

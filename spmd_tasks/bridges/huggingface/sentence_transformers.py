@@ -15,7 +15,7 @@ from spmd_tasks.bridges.huggingface._folder import Folder, read_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import write_durably
 from spmd_tasks.inputs import FolderTokenizer
-from spmd_tasks.inputs.folder_tokenizer import read_json_object
+from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.tuning.text_scorer import TextReading
 

@@ -141,7 +141,7 @@ def pipelined_case(name):
   return plain, weights, (values, (jax.tree.map(merge, weight_grads), x_grads))
 
 
-# One forward, one backward with experts has a case in tests/runtime/test_pipeline_numbers_agree.py.
+# One forward, one backward with experts has a case in tests/runtime/test_numbers_agree.py.
 EXHAUSTIVE = {'one forward, one backward, uneven layers, dropless'}
 
 

@@ -1,0 +1,263 @@
+"""Tokenizers of the `tokenizers` library: a vocabulary file (Hugging Face's tokenizer.json), or a model's folder."""
+
+import abc
+from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import read_bytes, read_text
+from spmd_tasks.store_files import local_folder
+from spmd_tasks.wings import require
+
+_CONFIG = 'tokenizer_config.json'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileTokenizer(abc.ABC):
+  """A tokenizer of the `tokenizers` library, which is read from the file or folder `path` on first use."""
+
+  path: str
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  @functools.cached_property
+  @abc.abstractmethod
+  def _tokenizer(self) -> Any:
+    """The `tokenizers.Tokenizer`."""
+
+  def encode(self, text: str) -> list[int]:
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_array(self, text: str) -> np.ndarray:
+    return np.array(self.encode(text), np.int32)
+
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    encoding = self._tokenizer.encode(text, add_special_tokens=False)
+    return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of `ids`; special tokens and ids outside the vocabulary give nothing.
+
+    Some decoders drop a space before the first token, so decode a continuation together with tokens before it.
+    """
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def to_json(self) -> str:
+    """The tokenizer as the text of a tokenizer.json."""
+    return self._tokenizer.to_str()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BpeTokenizer(FileTokenizer):
+  """A vocabulary file of the `tokenizers` library (Hugging Face's tokenizer.json).
+
+  The special tokens are looked up by name on the first use of the file; a UserError names a missing one.
+  `bos_token=None` and `pad_token=None` mean that the vocabulary has none (pad is then id 0, in positions of weight 0).
+  """
+
+  eos_token: str = '<eos>'
+  bos_token: str | None = '<bos>'
+  pad_token: str | None = '<pad>'
+
+  @functools.cached_property
+  def _tokenizer(self) -> Any:
+    return load_tokenizer_file(self.path)
+
+  def _special_id(self, token: str) -> int:
+    found = self._tokenizer.token_to_id(token)
+    if found is None:
+      raise UserError(
+        f'{self.path} has no token {token!r}: name the special tokens that it does have in eos_token, bos_token and '
+        'pad_token (None for no bos or no pad).'
+      )
+    return found
+
+  @functools.cached_property
+  def eos_id(self) -> int:
+    return self._special_id(self.eos_token)
+
+  @functools.cached_property
+  def bos_id(self) -> int | None:
+    return None if self.bos_token is None else self._special_id(self.bos_token)
+
+  @functools.cached_property
+  def pad_id(self) -> int:
+    return 0 if self.pad_token is None else self._special_id(self.pad_token)
+
+  @functools.cached_property
+  def vocab_size(self) -> int:
+    return self._tokenizer.get_vocab_size()
+
+  def fingerprint(self) -> str:
+    return 'bpe ' + digest_of(self.path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderTokenizer(FileTokenizer):
+  """Reads `tokenizer.json` of a model's folder, and the names of its special tokens beside it.
+
+  What stands before a text (bos, or several tokens) is what the file's post-processor puts there; the `bos_token_id` of
+  config.json is not read, because models have one that use none. The end of text is the `eos_token` of
+  tokenizer_config.json or special_tokens_map.json, or else the first `eos_token_id` of generation_config.json or
+  config.json. Files are read on first use; nothing in them is run.
+  """
+
+  @functools.cached_property
+  def _tokenizer(self) -> Any:
+    path = self._file('tokenizer.json')
+    if not os.path.exists(path) and os.path.isdir(local_folder(self.path)):
+      raise UserError(
+        f"{self.path} has no tokenizer.json: write one by transformers' "
+        'AutoTokenizer.from_pretrained(...).save_pretrained(...).'
+      )
+    tokenizer = load_tokenizer_file(path)
+    tokenizer.no_padding()  # a file may have been saved with the settings of its training
+    tokenizer.no_truncation()
+    return tokenizer
+
+  @functools.cached_property
+  def special_tokens(self) -> dict[str, str]:
+    """The texts of special tokens by name, `bos_token`, `eos_token`, ...; those that the folder names."""
+    found = read_json_object(self._file('special_tokens_map.json')) | read_json_object(self._file(_CONFIG))
+    texts = {name: _token_text(value) for name, value in found.items() if name.endswith('_token')}
+    return {name: text for name, text in texts.items() if text is not None}
+
+  @functools.cached_property
+  def eos_id(self) -> int:
+    if (named := self._special_id('eos_token')) is not None:
+      return named
+    for file in ('generation_config.json', 'config.json'):
+      ids = np.atleast_1d(read_json_object(self._file(file)).get('eos_token_id') or []).tolist()
+      if ids and isinstance(ids[0], int):
+        return ids[0]
+    raise UserError(f'{self.path} names no end of text: set eos_token in its {_CONFIG}.')
+
+  @functools.cached_property
+  def pad_id(self) -> int:
+    return self._special_id('pad_token') or 0
+
+  @functools.cached_property
+  def prefix_ids(self) -> tuple[int, ...]:
+    """The tokens that the post-processor puts before a text."""
+    encoding = self._tokenizer.encode('a', add_special_tokens=True)
+    num_added = encoding.special_tokens_mask.index(0) if 0 in encoding.special_tokens_mask else 0
+    return tuple(encoding.ids[:num_added])
+
+  @property
+  def bos_id(self) -> int | None:
+    """The last token that is put before a text."""
+    return self.prefix_ids[-1] if self.prefix_ids else None
+
+  @functools.cached_property
+  def vocab_size(self) -> int:
+    """The largest id and one: ids need not be dense."""
+    return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+  def encode_prompt(self, text: str) -> tuple[int, ...]:
+    """Encodes as transformers' `tokenizer(text)`, without a second bos where `text` itself begins with one."""
+    ids = tuple(self.encode(text))
+    if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
+      return ids
+    return (*self.prefix_ids, *ids)
+
+  def encode_whole(self, text: str, pair: str | None = None) -> tuple[int, ...]:
+    """Encodes as transformers' `tokenizer(text, pair)`, with all that the post-processor puts around and between."""
+    return tuple(self._tokenizer.encode(text, pair, add_special_tokens=True).ids)
+
+  def decode_all(self, ids: Sequence[int]) -> str:
+    """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+  def fingerprint(self) -> str:
+    return 'folder ' + digest_of(self._file('tokenizer.json'))
+
+  def _file(self, name: str) -> str:
+    return os.path.join(local_folder(self.path), name)
+
+  def _special_id(self, name: str) -> int | None:
+    text = self.special_tokens.get(name)
+    found = None if text is None else self._tokenizer.token_to_id(text)
+    if text is not None and found is None:
+      raise UserError(f'{self.path}: its {name} {text!r} is no token of its tokenizer.json.')
+    return found
+
+
+def load_tokenizer_file(path: str) -> Any:
+  """The `tokenizers.Tokenizer` of a tokenizer.json.
+
+  Raises a UserError: there is no such file, or it is of another kind.
+  """
+  require('huggingface', 'tokenizers', wants=path)
+  import tokenizers
+
+  if not os.path.exists(path):
+    raise UserError(f'there is no tokenizer file {path}: train one with train_bpe, or correct the path.')
+  try:
+    return tokenizers.Tokenizer.from_buffer(read_bytes(path))
+  except Exception as e:  # the library raises a bare Exception
+    raise UserError(f'{path} is not a tokenizer.json of the tokenizers library: {e}') from e
+
+
+def digest_of(path: str) -> str:
+  """A digest of a file's bytes."""
+  return hashlib.blake2b(read_bytes(path), digest_size=16).hexdigest()
+
+
+def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: int = 2) -> BpeTokenizer:
+  """Trains a byte-level BPE vocabulary on `texts`, saves it at `path` and returns it.
+
+  All 256 bytes are in the alphabet, so that any text is encoded and decoded exactly. `<pad>`, `<bos>` and `<eos>` are
+  ids 0, 1 and 2. The result may have fewer than `vocab_size` entries when the texts have too few pairs to merge.
+
+  Raises a UserError: vocab_size has no room for the bytes and the special tokens.
+  """
+  require('huggingface', 'tokenizers', wants='train_bpe')
+  import tokenizers
+
+  special = ['<pad>', '<bos>', '<eos>']
+  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  if vocab_size < len(alphabet) + len(special):
+    raise UserError(f'vocab_size {vocab_size} must be at least {len(alphabet)} bytes + {len(special)} special tokens.')
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    min_frequency=min_frequency,
+    special_tokens=special,
+    initial_alphabet=alphabet,
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  tokenizer.save(path)
+  return BpeTokenizer(path=path)
+
+
+def read_json_object(path: str) -> dict[str, Any]:
+  """The object in a JSON file of a folder; empty where there is no such file.
+
+  Raises a UserError: the file is not a JSON object.
+  """
+  try:
+    value = json.loads(read_text(path))
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f'{path} cannot be read as JSON: {error}.') from error
+  if not isinstance(value, dict):
+    raise UserError(f'{path} must hold a JSON object, not {type(value).__name__}.')
+  return value
+
+
+def _token_text(value: Any) -> str | None:
+  """The text of a special token: a string, or an object with the key `content`."""
+  text = value.get('content') if isinstance(value, dict) else value
+  return text if isinstance(text, str) else None
