@@ -41,7 +41,7 @@ from spmd_tasks.decoding.weight_storage import (
   with_layer_kernels,
 )
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapters_of_model import adapter_choices
+from spmd_tasks.layers.adapters_of_model import adapter_choices, map_adapters
 from spmd_tasks.layers.base import LAYER_KERNELS, layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
@@ -554,7 +554,7 @@ class DecodeSteps:
       batch = {name: each for name, each in batch.items() if name != 'adapters'}
     if self._has_prefix and cache is None:
       batch = {**batch, 'prefix_mask': batch['segment_ids']}
-    logits, new = self._model.task.decode_forward(variables, cache, batch)
+    logits, new = _read_tokens(self._model.task, variables, cache, batch)
     return logits if self._temperature == 1 else logits / self._temperature, unbox_weights(new)
 
   def _abstract_cache(self, num_rows: int, blocks: tuple[int, int] | None = None) -> tuple[Any, Any, int]:
@@ -571,7 +571,7 @@ class DecodeSteps:
       batch |= {f'encoder_{name}': text for name in ('ids', 'segment_ids', 'segment_pos')}
 
     def prefill(variables, batch):
-      return model.task.decode_forward(variables, None, batch)
+      return _read_tokens(model.task, variables, None, batch)
 
     def as_pool(path, leaf):
       if blocks is None or not step_functions.has_blocks(path):
@@ -601,6 +601,27 @@ class DecodeSteps:
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)
+
+
+def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
+  """Reads a batch's tokens after those in the KV cache, as `Forward` of step_functions.py says; returns boxes.
+
+  Raises a UserError: the model cannot generate text.
+  """
+  if cache is not None:
+    variables = variables | {'cache': cache}
+  model, numbers = task.model, batch.get('adapters')
+  if numbers is not None:
+    model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
+  given, named = task.arguments(batch, train=False)
+  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier')}):
+    outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
+  if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
+    raise UserError(
+      f'{type(task.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
+      "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
+    )
+  return outputs['logits'], updated['new_cache']
 
 
 def _search_arguments(batch: PrefillBatch) -> tuple[Any, ...]:

@@ -40,11 +40,9 @@ class InputIterator(Protocol):
 
     Every shard of a finite input yields the same number of batches, the last one filled up with rows of weight 0.
     """
-    ...
 
   def get_state(self) -> State:
     """The position after the last batch returned: plain JSON data."""
-    ...
 
   def set_state(self, state: State) -> None:
     """Continues after the batch at which `state` was taken, bit for bit.
@@ -53,11 +51,9 @@ class InputIterator(Protocol):
       UserError: the state does not belong to this input; the message names both sides and the remedy. If only reading
         shows that the data has changed, the following `next` raises the error.
     """
-    ...
 
   def close(self) -> None:
     """Closes open files. Idempotent."""
-    ...
 
 
 @runtime_checkable
@@ -69,7 +65,6 @@ class Input(Protocol):
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Global shapes and dtypes of a batch."""
-    ...
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> InputIterator: ...
 
@@ -78,7 +73,6 @@ class Input(Protocol):
 
     Raises a UserError: the conversion would not be exact.
     """
-    ...
 
 
 def is_input(given: Any) -> bool:

@@ -71,11 +71,9 @@ class BlockEncoder(Protocol):
 
   def encode(self, block: Block) -> TokenBlock:
     """The tokens of a block. Raises a UserError if its content cannot be used."""
-    ...
 
   def identity(self) -> dict[str, Any]:
     """Plain data that differ where the same block would give other tokens."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,11 +47,9 @@ class OpenSource(Protocol):
   def __getitem__(self, index: int) -> Block: ...
   def block_name(self, index: int) -> str:
     """The place of block `index`, for messages; reads nothing."""
-    ...
 
   def fingerprint(self) -> str:
     """A digest that changes when the blocks change."""
-    ...
 
 
 @runtime_checkable

@@ -28,19 +28,15 @@ class Tokenizer(Protocol):
 
   def encode(self, text: str) -> list[int]:
     """The ids of `text`, without bos and eos."""
-    ...
 
   def encode_array(self, text: str) -> np.ndarray:
     """Returns the ids of `encode` as an array, int32 [num_tokens]."""
-    ...
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of `ids`; pad, bos and eos give nothing."""
-    ...
 
   def fingerprint(self) -> str:
     """A digest that changes whenever the encoding of any text changes."""
-    ...
 
 
 def tokenizer_of(source: object) -> Tokenizer | None:

@@ -18,7 +18,7 @@ import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
-from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of
+from spmd_tasks.layers.base import named_arguments, signature_of
 from spmd_tasks.layers.losses import StepOutputs, as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
@@ -109,7 +109,7 @@ class Task:
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
     with _naming(self.model, 'model', batch):
-      given, named = self._arguments(batch, train=False)
+      given, named = self.arguments(batch, train=False)
       return dict(self.model.init({'params': rng}, *given, **named))
 
   def mark_weights(self, weight_specs: Any) -> Any:
@@ -127,14 +127,14 @@ class Task:
 
   def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
     """Returns the model's predictions, without dropout; `apply` are further arguments of Linen's `Module.apply`."""
-    given, named = self._arguments(batch, train=False)
+    given, named = self.arguments(batch, train=False)
     return self.model.apply(variables | self.constants(variables, batch), *given, **named, **apply)
 
   def constants(self, variables: Variables, batch: Batch) -> Variables:
     """Returns collections that a model reads and that are no state, made of the batch; of this class none."""
     return {}
 
-  def _arguments(self, batch: Mapping[str, Any], *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+  def arguments(self, batch: Mapping[str, Any], *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what the model is called with: the batch, or the entries that its arguments name, and `train`."""
     first, *others = signature_of(self.model).parameters.values()
     if first.name not in batch:
@@ -163,38 +163,12 @@ class Task:
     if isinstance(self.loss, RunsModel):
       batch = self.loss.with_model(self, variables, batch)
     rngs = {} if rng is None else {'dropout': rng}
-    given, named = self._arguments(batch, train=train)
+    given, named = self.arguments(batch, train=train)
     names, read = [name for name in variables if name != 'params'], variables | self.constants(variables, batch)
     if not train or not names:
       return self._loss(self.model.apply(read, *given, **named, rngs=rngs), batch)
     predictions, updated = self.model.apply(read, *given, **named, rngs=rngs, mutable=names)
     return self._loss(predictions, batch).replace(updated_variables=updated)
-
-  def decode_forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    """Reads a batch's tokens after those in the KV cache, as `Forward` of decoding/step_functions.py says.
-
-    Returns:
-      (logits float32 [B, T, V], keys and values of the tokens: leaves [..., B, G, T, K], in boxes of their split dims
-      at least where `cache` is None).
-
-    Raises a UserError: the model cannot generate text.
-    """
-    if cache is not None:
-      variables = variables | {'cache': cache}
-    model, numbers = self.model, batch.get('adapters')
-    if numbers is not None:
-      from spmd_tasks.layers.adapters_of_model import map_adapters
-
-      model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
-    given, named = self._arguments(batch, train=False)
-    with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier')}):
-      outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
-    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
-      raise UserError(
-        f'{type(self.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
-        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
-      )
-    return outputs['logits'], updated['new_cache']
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""

@@ -193,4 +193,3 @@ class MeshLayout(Protocol):
 
   def axes(self) -> MeshAxes:
     """Returns the mesh and its rules. Raises a UserError if the sizes do not fit together."""
-    ...

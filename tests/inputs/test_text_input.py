@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, JsonLines, TextInput, train_bpe
+from spmd_tasks.inputs import ByteTokenizer, JsonLines, TextInput, base, train_bpe
 from tests.inputs.batches import assert_same, take
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
@@ -29,6 +29,13 @@ def training(jsonl) -> TextInput:
 @pytest.fixture
 def evaluation(training) -> TextInput:
   return dataclasses.replace(training, num_epochs=1, shuffle=False)
+
+
+def test_batches_of_each_host_match_the_element_spec(training):
+  assert isinstance(training, base.Input)
+  [batch], _ = take(training, 1, shard=(1, 2))
+  spec = {name: ((2, 16), np.dtype(each.dtype)) for name, each in training.element_spec().items()}
+  assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == spec
 
 
 @pytest.mark.parametrize('kind', ['training', 'evaluation'])
