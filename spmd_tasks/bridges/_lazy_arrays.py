@@ -127,15 +127,12 @@ class LazyArray:
     return LazyArray((*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), self.dtype, read)
 
 
-def take(array: LazyArray, indices: Any, axis: int) -> LazyArray:
-  """Reorders a dim or, with one number, removes it, as numpy.take does."""
+def take(array: LazyArray, indices: np.ndarray, axis: int) -> LazyArray:
+  """Reorders a dim, as numpy.take does."""
   axis %= array.ndim
-  if np.ndim(indices) == 0:
-    one = array.cut(axis, int(indices), int(indices) + 1)
-    return one.reshape((*array.shape[:axis], *array.shape[axis + 1 :]))
 
   def read(index: Index) -> np.ndarray:
-    wanted = np.asarray(indices)[index[axis]]
+    wanted = indices[index[axis]]
     if not len(wanted):
       return np.zeros([_length(part) for part in index], array.dtype)
     low, high = int(wanted.min()), int(wanted.max())
@@ -146,17 +143,14 @@ def take(array: LazyArray, indices: Any, axis: int) -> LazyArray:
 
 def stack(arrays: Sequence[Any], axis: int) -> LazyArray:
   """Stacks arrays along a new dim, as numpy.stack does."""
-  ndim = arrays[0].ndim + 1
-  axis %= ndim
-  if len({tuple(array.shape) for array in arrays}) > 1:
-    raise ValueError(f'arrays of different shapes cannot be stacked: {[list(array.shape) for array in arrays]}')
-  shape = arrays[0].shape
-  return concatenate([_lazy(array).reshape((*shape[:axis], 1, *shape[axis:])) for array in arrays], axis)
+  axis %= arrays[0].ndim + 1
+  widened = [lazy_array(array).reshape((*array.shape[:axis], 1, *array.shape[axis:])) for array in arrays]
+  return concatenate(widened, axis)
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> LazyArray:
   """Joins arrays along a dim, as numpy.concatenate does."""
-  parts = [_lazy(array) for array in arrays]
+  parts = [lazy_array(array) for array in arrays]
   axis %= parts[0].ndim
   sizes = [part.shape[axis] for part in parts]
   if len({(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}) > 1:
@@ -187,12 +181,10 @@ def split(array: LazyArray, points: Sequence[int], axis: int) -> list[LazyArray]
 
 
 def lazy_array(array: Any) -> LazyArray:
-  """Returns an array that is there as a LazyArray."""
+  """Returns an array that is there as a LazyArray; a LazyArray as it is."""
+  if isinstance(array, LazyArray):
+    return array
   return LazyArray(array.shape, array.dtype, lambda index: np.asarray(array[index]))
-
-
-def _lazy(array: Any) -> LazyArray:
-  return array if isinstance(array, LazyArray) else lazy_array(array)
 
 
 def _length(part: slice) -> int:

@@ -5,7 +5,7 @@ counted from the last one, so that an operation also converts a stack of weights
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,27 @@ Arrays = tuple[Any, ...]  # numpy arrays, jax.Arrays, LazyArrays or tracers
 Shape = tuple[int, ...]
 
 
-class Operation(Protocol):
-  """Maps several arrays to several arrays. Operations with one array in and out apply to each array by itself."""
+class Operation:
+  """Maps several arrays to several arrays: each by itself (`apply`), or all together (`__call__`)."""
 
-  def __call__(self, arrays: Arrays) -> Arrays: ...
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(self.apply(array) for array in arrays)
+
+  def apply(self, array: Any) -> Any:
+    raise NotImplementedError
 
   def inverse(self) -> 'Operation':
     """Returns the operation that undoes this one."""
-    ...
+    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class Transpose:
+class Transpose(Operation):
   """Permutes the last `len(order)` dims: dim i of the result is dim `order[i]` of the input, counted among these."""
 
   order: tuple[int, ...]
 
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return tuple(self._transpose(array) for array in arrays)
-
-  def _transpose(self, array: Any) -> Any:
+  def apply(self, array: Any) -> Any:
     first = array.ndim - len(self.order)
     return array.transpose((*range(first), *(first + i for i in self.order)))
 
@@ -46,16 +47,13 @@ class Transpose:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshape:
+class Reshape(Operation):
   """Replaces the last dims `before` by `after`, in row-major order."""
 
   before: Shape
   after: Shape
 
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return tuple(self._reshape(array) for array in arrays)
-
-  def _reshape(self, array: Any) -> Any:
+  def apply(self, array: Any) -> Any:
     first = array.ndim - len(self.before)
     if array.shape[max(first, 0) :] != self.before:
       raise ValueError(f'an array {list(array.shape)} does not end in the dims {list(self.before)}')
@@ -66,35 +64,25 @@ class Reshape:
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitHeads:
+class SplitHeads(Operation):
   """Splits the last dim [H * K] into [H, K], for any H."""
 
   head_dim: int
 
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return tuple(self._split(array) for array in arrays)
-
-  def _split(self, array: Any) -> Any:
-    if array.shape[-1] % self.head_dim:
-      raise ValueError(f'the last dim of an array {list(array.shape)} does not consist of heads of {self.head_dim}')
-    return array.reshape((*array.shape[:-1], array.shape[-1] // self.head_dim, self.head_dim))
+  def apply(self, array: Any) -> Any:
+    return array.reshape((*array.shape[:-1], -1, self.head_dim))
 
   def inverse(self) -> 'MergeHeads':
     return MergeHeads(self.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class MergeHeads:
+class MergeHeads(Operation):
   """The inverse of SplitHeads."""
 
   head_dim: int
 
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return tuple(self._merge(array) for array in arrays)
-
-  def _merge(self, array: Any) -> Any:
-    if array.ndim < 2 or array.shape[-1] != self.head_dim:
-      raise ValueError(f'an array {list(array.shape)} does not end in heads of {self.head_dim}')
+  def apply(self, array: Any) -> Any:
     return array.reshape((*array.shape[:-2], array.shape[-2] * self.head_dim))
 
   def inverse(self) -> SplitHeads:
@@ -102,78 +90,49 @@ class MergeHeads:
 
 
 @dataclasses.dataclass(frozen=True)
-class Take:
+class Take(Operation):
   """Reorders dim `dim` (negative): entry i of the result is entry `indices[i]` of the input, a permutation."""
 
   dim: int
   indices: tuple[int, ...]
 
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return tuple(_numpy_of(arrays).take(array, np.array(self.indices), axis=self.dim) for array in arrays)
+  def apply(self, array: Any) -> Any:
+    return _numpy_of(array).take(array, np.array(self.indices), axis=self.dim)
 
   def inverse(self) -> 'Take':
     return Take(self.dim, tuple(np.argsort(self.indices).tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
-  """Makes one array of several equal ones, with a new dim `dim` (negative, counted in the result); `num` of them."""
-
-  dim: int
-  num: int
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return (_numpy_of(arrays).stack(arrays, axis=self.dim),)
-
-  def inverse(self) -> 'Unstack':
-    return Unstack(self.dim, self.num)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unstack:
-  """The inverse of Stack."""
-
-  dim: int
-  num: int
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    (array,) = arrays
-    return tuple(_numpy_of(arrays).take(array, i, axis=self.dim) for i in range(self.num))
-
-  def inverse(self) -> Stack:
-    return Stack(self.dim, self.num)
-
-
-@dataclasses.dataclass(frozen=True)
-class Concatenate:
-  """Joins arrays along dim `dim` (negative), where they have these sizes."""
-
-  dim: int
-  sizes: tuple[int, ...]
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return (_numpy_of(arrays).concatenate(arrays, axis=self.dim),)
-
-  def inverse(self) -> 'Split':
-    return Split(self.dim, self.sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-  """The inverse of Concatenate."""
+class Split(Operation):
+  """Splits one array along dim `dim` (negative) into arrays that have these sizes there."""
 
   dim: int
   sizes: tuple[int, ...]
 
   def __call__(self, arrays: Arrays) -> Arrays:
     (array,) = arrays
-    return tuple(_numpy_of(arrays).split(array, np.cumsum(self.sizes)[:-1].tolist(), axis=self.dim))
+    return tuple(_numpy_of(array).split(array, np.cumsum(self.sizes)[:-1].tolist(), axis=self.dim))
 
-  def inverse(self) -> Concatenate:
+  def inverse(self) -> 'Concatenate':
     return Concatenate(self.dim, self.sizes)
 
 
-def _numpy_of(arrays: Arrays) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Concatenate(Operation):
+  """The inverse of Split."""
+
+  dim: int
+  sizes: tuple[int, ...]
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return (_numpy_of(*arrays).concatenate(arrays, axis=self.dim),)
+
+  def inverse(self) -> Split:
+    return Split(self.dim, self.sizes)
+
+
+def _numpy_of(*arrays: Any) -> Any:
   if any(isinstance(array, LazyArray) for array in arrays):
     return _lazy_arrays
   return jnp if any(isinstance(array, jax.Array) for array in arrays) else np

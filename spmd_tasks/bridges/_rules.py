@@ -3,7 +3,7 @@
     table = RuleTable(
       rules=(
         Rule('lm.head.w', 'embedding/table', Transpose((1, 0))),
-        Rule(['a.q', 'a.k', 'a.v'], 'qkv', Stack(-4, 3)),
+        Rule('a.qkv', ['q', 'k', 'v'], Split(-2, (32, 8, 8)), Transpose((1, 0))),
         *(Rule(f'layers.{i}.norm', ('stack/norm', i)) for i in range(num_layers)),
       ),
       source='the checkpoint',
@@ -39,12 +39,7 @@ from spmd_tasks.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-  """A weight, or one place in its leading dims.
-
-  Attributes:
-    name: of the weight.
-    index: the place; () for the whole weight.
-  """
+  """A weight, or the place `index` in its leading dims."""
 
   name: str
   index: tuple[int, ...] = ()
@@ -126,12 +121,7 @@ class RuleTable:
       )
 
   def convert(self, source: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns each weight of the target, in the dtype that it has there.
-
-    Args:
-      source: name -> array.
-      target: name -> array or jax.ShapeDtypeStruct.
-    """
+    """Returns each weight of the target, in the dtype of its array or jax.ShapeDtypeStruct there."""
     lazy = {name: _lazy_arrays.lazy_array(np.asarray(array)) for name, array in source.items()}
     return {name: np.asarray(array) for name, array in self.convert_lazily(lazy, target).items()}
 
@@ -188,8 +178,7 @@ def _text(shapes: tuple[Shape, ...]) -> str:
 def _stack_lazily(parts: Mapping[tuple[int, ...], Any]) -> LazyArray:
   """Stacks the parts by index, dim by dim, so that a part of any dim is read without the rest."""
   if () in parts:
-    (array,) = parts.values()
-    return array if isinstance(array, LazyArray) else _lazy_arrays.lazy_array(array)
+    return _lazy_arrays.lazy_array(parts[()])
   places = sorted({index[0] for index in parts})
   return _lazy_arrays.stack(
     [_stack_lazily({index[1:]: part for index, part in parts.items() if index[0] == i}) for i in places], 0

@@ -9,6 +9,7 @@ None. A key that no entry of the family reads is an error, unless it cannot chan
 
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
+import operator
 from typing import Any, Protocol
 
 from spmd_tasks.bridges.huggingface._decoder import Decoder
@@ -76,6 +77,11 @@ class Config:
   def has(self, key: str) -> bool:
     return self.values.get(key) is not None
 
+  def expect(self, key: str, value: Any) -> None:
+    """Raises a UserError if a key is there and is not `value`, which other keys say."""
+    if self.read(key, type(value), value) != value:
+      raise self.error(key, f'follows from other keys and must be {value!r}')
+
   def finish(self, inert: Collection[str]) -> None:
     """Raises a UserError that names the keys that were not read, except those in `inert`."""
     for key, value in _NEUTRAL.items():
@@ -109,7 +115,7 @@ class Key:
   """A key that is a field of the Decoder, or several that are equal.
 
   Attributes:
-    key, field, kind: its name, the field or fields, and the type of its values.
+    key, field, kind: its name, the field or fields, and the type of its values. `latent.kv_rank` is a field of a part.
     default: the family's, or a function of the fields that are known.
     aliases: other names of the key.
     names: where the values have other names here, of all that are known; of two that mean the same, the first is
@@ -148,7 +154,10 @@ class Key:
     return dict.fromkeys(self._fields, value)
 
   def write(self, decoder: Decoder) -> Values:
-    value = getattr(decoder, self._fields[0])
+    part = self._fields[0].rpartition('.')[0].partition('.')[0]
+    if part and getattr(decoder, part) is None:
+      raise UserError(f'the model has no {part}.')
+    value = operator.attrgetter(self._fields[0])(decoder)
     if self.names is None:
       return {self.key: value}
     same = [name for name, each in self.names.items() if each == value]

@@ -10,7 +10,7 @@ says what a Decoder is as layers of ours.
 Shapes: L layers, D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, Literal
 
@@ -112,7 +112,7 @@ class Decoder:
     window: of the layers in `windowed`.
     windowed: for each layer, whether it has the window; () for no layer.
     mixture: of the layers in `mixed`.
-    mixed: for each layer, whether it has experts; () for no layer.
+    mixed: for each layer, whether it has experts; () for all layers, if there is a mixture.
     num_encoder_layers, encoder_mixed: the same of the encoder; 0 for a model without one.
     num_buckets, max_distance, bias_per_layer: of T5's relative position biases, which an encoder-decoder has.
     num_labels: of a head that scores texts in place of the logits, as of a reward model; 0: there is neither; None for
@@ -165,7 +165,7 @@ class Decoder:
       object.__setattr__(self, 'tied', True)
     numbers = {'windowed': self.num_layers, 'mixed': self.num_layers, 'encoder_mixed': self.num_encoder_layers}
     for name, num_layers in numbers.items():
-      flags = tuple(getattr(self, name)) or (False,) * num_layers
+      flags = tuple(getattr(self, name)) or (name == 'mixed' and self.mixture is not None,) * num_layers
       if len(flags) != num_layers:
         raise UserError(f'{len(flags)} kinds of layers are given for {num_layers} layers.')
       object.__setattr__(self, name, flags)
@@ -189,6 +189,22 @@ class Decoder:
   def kind(self, layer: int) -> tuple[bool, bool]:
     """Returns what distinguishes a layer from others: whether it has the window, and experts."""
     return self.windowed[layer], self.mixed[layer]
+
+
+_PARTS = {'latent': Latent, 'mixture': Mixture, 'routing': Routing}
+
+
+def decoder_of(fields: Mapping[str, Any]) -> Decoder:
+  """Makes a Decoder of its fields; `latent.kv_rank` and `mixture.routing.num_experts` are fields of its parts."""
+  return Decoder(**_nested(fields))
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+  made: dict[str, Any] = {name: value for name, value in fields.items() if '.' not in name}
+  for part in dict.fromkeys(name.partition('.')[0] for name in fields if '.' in name):
+    of_part = {name.removeprefix(f'{part}.'): value for name, value in fields.items() if name.startswith(f'{part}.')}
+    made[part] = _PARTS[part](**_nested(of_part))
+  return made
 
 
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:

@@ -26,19 +26,21 @@ from spmd_tasks.bridges.huggingface._config_keys import (
   activation,
   attention_bias,
 )
-from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.bridges.huggingface._decoder import Decoder, decoder_of
 from spmd_tasks.bridges.huggingface._describe import Place
 from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._rope import Rope
 from spmd_tasks.bridges.huggingface._special_keys import (
-  LatentKeys,
-  MixtureKeys,
+  SIGMOID_ROUTING,
   OriginalLength,
   QueryScale,
-  SharedMixtureKeys,
   SwitchKeys,
   T5FeedForward,
   T5Logits,
+  experts,
+  latent_keys,
+  num_experts_key,
+  shared_experts,
 )
 from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules, t5_rules
 from spmd_tasks.errors import UserError
@@ -54,7 +56,7 @@ class Family:
   Attributes:
     architecture: the class in `transformers`.
     keys: the settings that vary.
-    fixed: fields of the Decoder that are the same for all models of the family.
+    fixed: fields of the Decoder, or of its parts, that are the same for all models of the family.
     names, rules: of the tensors.
     ignored: patterns of names in files that are no weights.
     inert: keys of config.json that change nothing that is computed.
@@ -101,7 +103,7 @@ class Family:
     num_labels = self.architectures.get(architecture)
     if num_labels:
       num_labels = len(config.values.get('id2label') or (0, 1))
-    return Decoder(**values, **self.fixed, num_labels=num_labels)
+    return decoder_of({**values, **self.fixed, 'num_labels': num_labels})
 
   def write(self, decoder: Decoder) -> Values:
     """Returns the keys of config.json that say what the Decoder is.
@@ -175,7 +177,7 @@ def _latent_sizes(vocab_size: int, hidden_size: int, intermediate_size: int, num
   """The keys that DeepSeek's versions share, whose heads have no single size."""
   return (
     *(entry for entry in _sizes(vocab_size, hidden_size, intermediate_size, num_layers, num_heads) if _is_kept(entry)),
-    LatentKeys(),
+    *latent_keys(),
     activation(),
     Rope(),
     attention_bias(),
@@ -268,7 +270,7 @@ FAMILIES: dict[str, Family] = {
       activation(),
       Rope(1e6),
       AllWindowed(),
-      MixtureKeys('num_local_experts', ('num_experts',), 8, 2, ('intermediate_size', 14_336), None),
+      *experts(num_experts_key('num_local_experts', 8, 'num_experts'), 2, ('intermediate_size', 14_336), None),
     ),
     names=TensorNames(
       router='block_sparse_moe.gate',
@@ -305,7 +307,7 @@ FAMILIES: dict[str, Family] = {
       attention_bias(),
       Only('decoder_sparse_step', 1),
       Only('mlp_only_layers', []),
-      MixtureKeys('num_experts', ('num_local_experts',), 128, 8, ('moe_intermediate_size', 768)),
+      *experts(num_experts_key('num_experts', 128, 'num_local_experts'), 8, ('moe_intermediate_size', 768)),
     ),
     fixed={'qk_norm': 'head'},
   ),
@@ -322,7 +324,7 @@ FAMILIES: dict[str, Family] = {
       Rope(),
       attention_bias(),
       Key('clip_qkv', 'clip_qkv', float, None, nullable=True),
-      MixtureKeys('num_experts', (), 64, 8, ('intermediate_size', 2048)),
+      *experts(num_experts_key('num_experts', 64), 8, ('intermediate_size', 2048)),
     ),
     fixed={'qk_norm': 'flat'},
   ),
@@ -383,8 +385,9 @@ FAMILIES: dict[str, Family] = {
       Rope(partial=0.5),
       Key('attention_bias', 'qkv_bias', bool, False),
       Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'head', False: None}),
-      SharedMixtureKeys(128, 8, 1, 1408, 1, 1.0, (1, 1), True),
+      *shared_experts(128, 8, 1, 1408, 1, 1.0, (1, 1), is_sigmoid=True),
     ),
+    fixed=SIGMOID_ROUTING,
     inert=('num_nextn_predict_layers',),
   ),
   'gpt_oss': Family(
@@ -407,9 +410,9 @@ FAMILIES: dict[str, Family] = {
       ),
       LayerTypes(lambda layer, config: layer % 2 == 0, default_window=128),
       attention_bias(True),
-      MixtureKeys('num_local_experts', ('num_experts',), 128, 4, ('intermediate_size', 2880), None, use_bias=True),
+      *experts(num_experts_key('num_local_experts', 128, 'num_experts'), 4, ('intermediate_size', 2880), None),
     ),
-    fixed={'sinks': True, 'activation': 'clamped_swiglu'},
+    fixed={'sinks': True, 'activation': 'clamped_swiglu', 'mixture.routing.use_bias': True},
     names=TensorNames(router='mlp.router'),
     inert=('experts_per_token', 'initial_context_length'),
   ),
@@ -417,7 +420,7 @@ FAMILIES: dict[str, Family] = {
     architecture='DeepseekV2ForCausalLM',
     keys=(
       *_latent_sizes(102_400, 4096, 11_008, 32, 32),
-      SharedMixtureKeys(64, None, 2, 1407, 0, 1.0, (None, None), False),
+      *shared_experts(64, None, 2, 1407, 0, 1.0, (None, None), is_sigmoid=False),
     ),
     names=TensorNames(interleaved=True),
     inert=('ep_size',),
@@ -427,8 +430,9 @@ FAMILIES: dict[str, Family] = {
     keys=(
       *_latent_sizes(129_280, 7168, 18_432, 61, 128),
       Only('rope_interleave', True),
-      SharedMixtureKeys(256, 8, 1, 2048, 3, 2.5, (8, 4), True),
+      *shared_experts(256, 8, 1, 2048, 3, 2.5, (8, 4), is_sigmoid=True),
     ),
+    fixed=SIGMOID_ROUTING,
     names=TensorNames(interleaved=True),
     inert=('ep_size', 'num_nextn_predict_layers'),
   ),
@@ -478,8 +482,9 @@ FAMILIES: dict[str, Family] = {
     'SwitchTransformers',
     *(32_128, 768, 2048, 12, 12),
     *(activation('dense_act_fn', 'relu'), Only('is_gated_act', False), Only('feed_forward_proj', None, ('relu',))),
-    *(Only('router_bias', False), Only('router_dtype', 'float32'), SwitchKeys(), T5Logits()),
-    gated=False,
+    *(Only('router_bias', False), Only('router_dtype', 'float32'), num_experts_key('num_experts', 8)),
+    *(SwitchKeys(), T5Logits()),
+    **{'gated': False, 'mixture.routing.num_selected': 1, 'mixture.routing.normalize_gates': None},
   ),
 }
 

@@ -89,9 +89,7 @@ class Rope:
     }
     own_length = config.read('original_max_position_embeddings', int, None)  # Phi-3's, which comes first
     lengths = (own_length, config.read('max_position_embeddings', int, self.max_length))
-    head_dim = known.get('head_dim') or known['embed_dim'] // known['num_heads']
-    if 'latent' in known:
-      head_dim = known['latent'].rope_head_dim
+    head_dim = known.get('latent.rope_head_dim') or known['head_dim']
     if self.local_theta is None:
       if not given and not old and not config.has('rope_theta'):
         given = self.default

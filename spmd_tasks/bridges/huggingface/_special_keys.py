@@ -2,174 +2,150 @@
 
 import dataclasses
 
-from spmd_tasks.bridges.huggingface._config_keys import ACTIVATIONS, Config, Values
-from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, Routing
+from spmd_tasks.bridges.huggingface._config_keys import ACTIVATIONS, Config, Entry, Key, Only, Values
+from spmd_tasks.bridges.huggingface._decoder import Decoder
 from spmd_tasks.errors import UserError
 
 _UNBOUNDED = 2**31 - 1  # the `expert_capacity` that drops nothing
 
 
-@dataclasses.dataclass(frozen=True)
-class MixtureKeys:
-  """Experts in every layer, all of one size: Mixtral, Qwen-MoE, OLMoE.
+_GATES = {True: 1.0, False: None}  # whether gates are divided by their sum -> `normalize_gates`
 
-  Attributes:
-    num_experts: the key; `aliases` are other names for it.
-    default_experts, default_selected: what the family has.
+
+def experts(
+  num_experts: Key, num_selected: int, hidden_dim: tuple[str, int], normalized_key: str | None = 'norm_topk_prob'
+) -> tuple[Entry, ...]:
+  """The keys of experts in every layer, all of one size: Mixtral, Qwen-MoE, OLMoE.
+
+  Args:
+    num_experts: the key of E.
+    num_selected: the family's default.
     hidden_dim: the key of F of an expert, and the family's default.
-    normalized_key: whether gates are divided by their sum; None: always.
-    use_bias: whether the router and the experts have biases.
+    normalized_key: says whether gates are divided by their sum; None: they are always.
   """
-
-  num_experts: str
-  aliases: tuple[str, ...]
-  default_experts: int
-  default_selected: int
-  hidden_dim: tuple[str, int]
-  normalized_key: str | None = 'norm_topk_prob'
-  use_bias: bool = False
-
-  def read(self, config: Config, known: Values) -> Values:
-    num_experts = self.default_experts
-    for key in (self.num_experts, *self.aliases):
-      num_experts = config.read(key, int, num_experts)
-    is_normalized = self.normalized_key is None or config.read(self.normalized_key, bool, False)
-    routing = Routing(
-      num_experts=num_experts,
-      num_selected=config.read('num_experts_per_tok', int, self.default_selected),
-      normalize_gates=1.0 if is_normalized else None,
-      use_bias=self.use_bias,
-    )
-    mixture = Mixture(routing=routing, hidden_dim=config.read(self.hidden_dim[0], int, self.hidden_dim[1]))
-    return {'mixture': mixture, 'mixed': (True,) * known['num_layers']}
-
-  def write(self, decoder: Decoder) -> Values:
-    mixture = decoder.mixture
-    if mixture is None or not all(decoder.mixed):
-      raise UserError('not every layer has experts.')
-    normalized = (
-      {} if self.normalized_key is None else {self.normalized_key: mixture.routing.normalize_gates is not None}
-    )
-    return {
-      self.num_experts: mixture.routing.num_experts,
-      'num_experts_per_tok': mixture.routing.num_selected,
-      self.hidden_dim[0]: mixture.hidden_dim,
-      **normalized,
-    }
+  normalized = normalized_key and Key(normalized_key, 'mixture.routing.normalize_gates', bool, False, names=_GATES)
+  return (
+    num_experts,
+    Key('num_experts_per_tok', 'mixture.routing.num_selected', int, num_selected),
+    Key(hidden_dim[0], 'mixture.hidden_dim', int, hidden_dim[1]),
+    *([normalized] if normalized else []),
+  )
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedMixtureKeys:
-  """Experts beside shared ones, after some dense layers: DeepSeek and GLM-4-MoE.
+def num_experts_key(key: str, default: int, *aliases: str) -> Key:
+  return Key(key, 'mixture.routing.num_experts', int, default, aliases=aliases)
 
-  Attributes:
+
+# What DeepSeek-V3 and GLM-4-MoE never vary: scores are sigmoids with a bias.
+SIGMOID_ROUTING = {
+  'mixture.routing.score_function': 'sigmoid',
+  'mixture.routing.balance_bias': True,
+  'mixture.routing.group_score': 'top2_sum',
+}
+
+
+def shared_experts(
+  num_experts: int,
+  num_selected: int | None,
+  num_shared: int,
+  hidden_dim: int,
+  num_dense: int,
+  gate_scale: float,
+  groups: tuple[int | None, int | None],
+  *,
+  is_sigmoid: bool,
+) -> tuple[Entry, ...]:
+  """The keys of experts beside shared ones, after some dense layers: DeepSeek and GLM-4-MoE.
+
+  Args:
     num_experts, num_selected, num_shared, hidden_dim, num_dense: the family's defaults.
     gate_scale, groups: its defaults of `routed_scaling_factor`, and of `n_group` and `topk_group`.
-    is_sigmoid: whether scores are sigmoids with a bias (DeepSeek-V3), or a softmax (DeepSeek-V2).
+    is_sigmoid: whether scores are sigmoids (DeepSeek-V3), or a softmax (DeepSeek-V2), where transformers ignores
+      `norm_topk_prob`.
   """
+  normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, True, names=_GATES)
+  return (
+    num_experts_key('n_routed_experts', num_experts, 'num_local_experts'),
+    Key('num_experts_per_tok', 'mixture.routing.num_selected', int, num_selected),
+    Key('moe_intermediate_size', 'mixture.hidden_dim', int, hidden_dim),
+    Key('routed_scaling_factor', 'mixture.routing.gate_scale', float, gate_scale),
+    Only('scoring_func', 'sigmoid' if is_sigmoid else 'softmax'),
+    Only('moe_layer_freq', 1),
+    normalized if is_sigmoid else Only('norm_topk_prob', False),
+    ExpertGroups(*groups, ('noaux_tc',) if is_sigmoid else ('greedy', 'group_limited_greedy')),
+    SharedAndDense(num_shared, num_dense),
+  )
 
-  num_experts: int
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroups:
+  """`n_group`, `topk_group` and `topk_method`, by the family's defaults and the methods that it has."""
+
+  num_groups: int | None
   num_selected: int | None
-  num_shared: int
-  hidden_dim: int
-  num_dense: int
-  gate_scale: float
-  groups: tuple[int | None, int | None]
-  is_sigmoid: bool
+  methods: tuple[str, ...]
 
   def read(self, config: Config, known: Values) -> Values:
-    num_experts = config.read('n_routed_experts', int, config.read('num_local_experts', int, self.num_experts))
-    num_selected = config.read('num_experts_per_tok', int, self.num_selected)
-    if num_selected is None:
-      raise UserError(f'{config.path} has no num_experts_per_tok, which its family needs.')
-    num_groups = config.read('n_group', int, self.groups[0]) or 1
-    num_selected_groups = config.read('topk_group', int, self.groups[1])
-    score = 'sigmoid' if self.is_sigmoid else 'softmax'
-    methods = ('noaux_tc',) if self.is_sigmoid else ('greedy', 'group_limited_greedy')
-    method = config.read('topk_method', str, methods[0])
-    if method not in methods or config.read('scoring_func', str, score) != score:
-      raise config.error('topk_method', f'must be {" or ".join(methods)}, with scoring_func {score!r}')
+    num_groups = config.read('n_group', int, self.num_groups) or 1
+    num_selected = config.read('topk_group', int, self.num_selected)
+    method = config.read('topk_method', str, self.methods[0])
+    if method not in self.methods:
+      raise config.error('topk_method', f'must be {" or ".join(self.methods)}')
     if num_groups == 1 or method == 'greedy':
-      num_groups, num_selected_groups = 1, None
-    if config.read('moe_layer_freq', int, 1) != 1:
-      raise config.error('moe_layer_freq', 'must be 1')
-    normalized = config.read('norm_topk_prob', bool, self.is_sigmoid)
-    if normalized and not self.is_sigmoid:
-      raise config.error('norm_topk_prob', 'must be False, as transformers ignores it')
-    hidden_dim = config.read('moe_intermediate_size', int, self.hidden_dim)
-    routing = Routing(
-      num_experts=num_experts,
-      num_selected=num_selected,
-      normalize_gates=1.0 if normalized else None,
-      score_function=score,
-      gate_scale=config.read('routed_scaling_factor', float, self.gate_scale),
-      balance_bias=self.is_sigmoid,
-      num_groups=num_groups,
-      num_selected_groups=num_selected_groups,
-      group_score='top2_sum' if self.is_sigmoid else 'max',
-    )
-    mixture = Mixture(
-      routing=routing,
-      hidden_dim=hidden_dim,
-      shared_dim=hidden_dim * config.read('n_shared_experts', int, self.num_shared),
-    )
+      num_groups, num_selected = 1, None
+    return {'mixture.routing.num_groups': num_groups, 'mixture.routing.num_selected_groups': num_selected}
+
+  def write(self, decoder: Decoder) -> Values:
+    assert decoder.mixture is not None  # other keys are of it, too
+    routing = decoder.mixture.routing
+    method = self.methods[0 if routing.num_selected_groups is None else -1]
+    return {'n_group': routing.num_groups, 'topk_group': routing.num_selected_groups or 1, 'topk_method': method}
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedAndDense:
+  """`n_shared_experts` of the size of the others, and `first_k_dense_replace`, by the family's defaults."""
+
+  num_shared: int
+  num_dense: int
+
+  def read(self, config: Config, known: Values) -> Values:
     num_dense = config.read('first_k_dense_replace', int, self.num_dense)
-    return {'mixture': mixture, 'mixed': tuple(layer >= num_dense for layer in range(known['num_layers']))}
+    return {
+      'mixture.shared_dim': known['mixture.hidden_dim'] * config.read('n_shared_experts', int, self.num_shared),
+      'mixed': tuple(layer >= num_dense for layer in range(known['num_layers'])),
+    }
 
   def write(self, decoder: Decoder) -> Values:
     mixture = decoder.mixture
     if mixture is None or mixture.shared_dim is None or mixture.shared_dim % mixture.hidden_dim:
       raise UserError('there are no experts beside shared ones whose size is a multiple of theirs.')
-    num_dense = decoder.mixed.index(True)
-    grouped = mixture.routing.num_selected_groups is not None
-    method = {} if self.is_sigmoid else {'topk_method': 'group_limited_greedy' if grouped else 'greedy'}
-    return {
-      'n_routed_experts': mixture.routing.num_experts,
-      'num_experts_per_tok': mixture.routing.num_selected,
-      'moe_intermediate_size': mixture.hidden_dim,
-      'n_shared_experts': mixture.shared_dim // mixture.hidden_dim,
-      'first_k_dense_replace': num_dense,
-      'routed_scaling_factor': mixture.routing.gate_scale,
-      'norm_topk_prob': mixture.routing.normalize_gates is not None,
-      'n_group': mixture.routing.num_groups,
-      'topk_group': mixture.routing.num_selected_groups or 1,
-      **method,
-    }
+    num_shared = mixture.shared_dim // mixture.hidden_dim
+    return {'n_shared_experts': num_shared, 'first_k_dense_replace': decoder.mixed.index(True)}
 
 
-@dataclasses.dataclass(frozen=True)
-class LatentKeys:
-  """The sizes of DeepSeek's latent attention, by the family's defaults."""
+def latent_keys() -> tuple[Entry, ...]:
+  """The sizes of DeepSeek's latent attention."""
+  return (
+    Key('q_lora_rank', 'latent.query_rank', int, 1536, nullable=True),
+    Key('kv_lora_rank', 'latent.kv_rank', int, 512),
+    Key('qk_nope_head_dim', 'latent.nope_head_dim', int, 128),
+    Key('qk_rope_head_dim', 'latent.rope_head_dim', int, 64),
+    Key('v_head_dim', 'latent.value_head_dim', int, 128),
+    LatentHeads(),
+  )
+
+
+class LatentHeads:
+  """`head_dim` and `qk_head_dim`, which repeat what others say."""
 
   def read(self, config: Config, known: Values) -> Values:
-    has_rank = config.values.get('q_lora_rank', 1536) is not None
-    latent = Latent(
-      query_rank=config.read('q_lora_rank', int, 1536) if has_rank else config.read('q_lora_rank', int, None),
-      kv_rank=config.read('kv_lora_rank', int, 512),
-      nope_head_dim=config.read('qk_nope_head_dim', int, 128),
-      rope_head_dim=config.read('qk_rope_head_dim', int, 64),
-      value_head_dim=config.read('v_head_dim', int, 128),
-    )
-    for key, value in (
-      ('head_dim', latent.rope_head_dim),
-      ('qk_head_dim', latent.nope_head_dim + latent.rope_head_dim),
-    ):
-      if config.read(key, int, value) != value:
-        raise config.error(key, f'follows from other keys and must be {value}')
-    return {'latent': latent}
+    config.expect('head_dim', known['latent.rope_head_dim'])
+    config.expect('qk_head_dim', known['latent.nope_head_dim'] + known['latent.rope_head_dim'])
+    return {}
 
   def write(self, decoder: Decoder) -> Values:
-    latent = decoder.latent
-    if latent is None:
-      raise UserError('the attention has no latent vectors.')
-    return {
-      'q_lora_rank': latent.query_rank,
-      'kv_lora_rank': latent.kv_rank,
-      'qk_nope_head_dim': latent.nope_head_dim,
-      'qk_rope_head_dim': latent.rope_head_dim,
-      'v_head_dim': latent.value_head_dim,
-      'head_dim': latent.rope_head_dim,
-    }
+    return {'head_dim': decoder.latent.rope_head_dim} if decoder.latent else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,13 +251,11 @@ class SwitchKeys:
     for side, num_layers, mixed in self._SIDES:
       layers, num_sparse = known[num_layers], config.read(f'num_sparse_{side}_layers', int, 3)
       step = layers // num_sparse if num_sparse > 0 else layers
-      if config.read(f'{side}_sparse_step', int, step) != step:
-        raise config.error(f'{side}_sparse_step', f'follows from other keys and must be {step}')
+      config.expect(f'{side}_sparse_step', step)
       values[mixed] = tuple(step == 1 or (step > 0 and layer % step == 1) for layer in range(layers))
-    routing = Routing(num_experts=config.read('num_experts', int, 8), num_selected=1, normalize_gates=None)
     capacity = config.read('expert_capacity', int, 64)
     row_capacity = None if capacity >= _UNBOUNDED else capacity
-    return values | {'mixture': Mixture(routing=routing, hidden_dim=known['hidden_dim'], row_capacity=row_capacity)}
+    return values | {'mixture.hidden_dim': known['hidden_dim'], 'mixture.row_capacity': row_capacity}
 
   def write(self, decoder: Decoder) -> Values:
     mixture = decoder.mixture
@@ -290,6 +264,5 @@ class SwitchKeys:
     return {
       'num_sparse_encoder_layers': sum(decoder.encoder_mixed),
       'num_sparse_decoder_layers': sum(decoder.mixed),
-      'num_experts': mixture.routing.num_experts,
       'expert_capacity': _UNBOUNDED if mixture.row_capacity is None else mixture.row_capacity,
     }

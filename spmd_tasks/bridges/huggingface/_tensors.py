@@ -9,7 +9,7 @@ Shapes: D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E exper
 from collections.abc import Iterator, Sequence
 import dataclasses
 
-from spmd_tasks.bridges._operations import Operation, SplitHeads, Take, Transpose, Unstack
+from spmd_tasks.bridges._operations import Operation, SplitHeads, Take, Transpose
 from spmd_tasks.bridges._operations import Split as SplitDim
 from spmd_tasks.bridges._rules import Rule
 from spmd_tasks.bridges.huggingface._decoder import Decoder
@@ -207,7 +207,7 @@ def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) ->
       yield layer.rule(f'{theirs}.bias', f'{mine}/bias')
     for weight, ours in (('weight', 'kernel'), ('bias', 'bias')):
       qkv = [f'attention/{name}/{ours}' for name in ('query', 'key', 'value')]
-      yield layer.rule(f'attn.c_attn.{weight}', qkv, SplitHeads(decoder.embed_dim), Unstack(-2, 3), heads)
+      yield layer.rule(f'attn.c_attn.{weight}', qkv, SplitDim(-1, (decoder.embed_dim,) * 3), heads)
       yield layer.rule(f'mlp.c_fc.{weight}', f'ffn/up/{ours}')
       yield layer.rule(f'mlp.c_proj.{weight}', f'ffn/down/{ours}')
     # [H * K, D] -> [H, K, D]

@@ -27,7 +27,8 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray, place_on_mesh
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.checkpoints.verifying import describe_mismatches
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import is_remote, read_text
+from spmd_tasks.files import absolute_path, is_remote, read_text
+from spmd_tasks.stores import kvstore_spec
 
 _STATE, _METADATA = 'state', 'metadata/metadata'
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
@@ -108,10 +109,9 @@ class PaxCheckpoint:
   def _open(self, name: str) -> Any:
     import tensorstore as ts  # here and below: a start without a checkpoint of Paxml does not need it
 
-    base = _key_value_store(self.path / _STATE)
-    store = base | {'path': f'{base["path"]}{name}/'}
+    store = kvstore_spec(self.path / _STATE / name)
     if self.is_ocdbt:
-      store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
+      store = {'driver': 'ocdbt', 'base': kvstore_spec(self.path / _STATE), 'path': f'{name}/'}
     return ts.open({'driver': 'zarr', 'kvstore': store}, open=True, read=True)
 
   def _list(self) -> Iterator[str]:
@@ -120,7 +120,7 @@ class PaxCheckpoint:
     if not self.is_ocdbt:
       yield from (path.name for path in (self.path / _STATE).iterdir() if (path / '.zarray').exists())
       return
-    store = ts.KvStore.open({'driver': 'ocdbt', 'base': _key_value_store(self.path / _STATE)})
+    store = ts.KvStore.open({'driver': 'ocdbt', 'base': kvstore_spec(self.path / _STATE)})
     for key in store.result().list().result():
       name, _, file = key.decode().rpartition('/')
       if file == '.zarray':
@@ -162,7 +162,7 @@ def _ocdbt_name(path: Sequence[Any]) -> str:
 
 def pax_checkpoints(directory: epath.PathLike) -> dict[int, PaxCheckpoint]:
   """Returns Paxml's complete checkpoints in `<job>/checkpoints` by ascending step; {} if there is none."""
-  directory = epath.Path(directory)
+  directory = absolute_path(directory)
   paths = list(directory.iterdir()) if directory.is_dir() else []
   found = [PaxCheckpoint(path) for path in paths if is_complete(path)]
   return {checkpoint.step: checkpoint for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.step)}
@@ -187,7 +187,7 @@ def open_pax_checkpoint(directory: epath.PathLike, step: int | None = None) -> P
   Raises:
     UserError: there is none.
   """
-  directory = epath.Path(directory)
+  directory = absolute_path(directory)
   if step is None and is_complete(directory):
     return PaxCheckpoint(directory)
   found = pax_checkpoints(directory)
@@ -205,14 +205,6 @@ def is_complete(path: epath.Path) -> bool:
     and (path / _METADATA).exists()
     and (not is_remote(path) or (path / _COMMITTED).exists())
   )
-
-
-def _key_value_store(path: epath.Path) -> dict[str, Any]:
-  """Returns the TensorStore spec of the files below a local directory or `gs://bucket/...`."""
-  if not is_remote(path):
-    return {'driver': 'file', 'path': f'{path.absolute()}/'}
-  bucket, _, rest = str(path).removeprefix('gs://').partition('/')
-  return {'driver': 'gcs', 'bucket': bucket, 'path': f'{rest}/'}
 
 
 def read_pax_checkpoint(path: epath.PathLike, abstract_state: Any) -> Any:

@@ -6,8 +6,8 @@
 
 Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
 goes on from a checkpoint of T5X), `exporting.py` (T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs),
-`_seqio_prompts.py` (as prompts), `_seqio_metrics.py` (their metric_fns), `_gin.py` (reads gin files), `_gin_files.py`
-and `_gin_flaxformer.py` (what those of T5X and Flaxformer say), `_gin_translation.py` (what they mean here),
+`_seqio_prompts.py` (as prompts, and their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` and
+`_gin_flaxformer.py` (what those of T5X and Flaxformer say), `_gin_translation.py` (what they mean here),
 `experiments.py` (which experiment they become) and `_gin_start.py`.
 """
 
@@ -21,8 +21,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput
   from spmd_tasks.bridges.t5x._seqio_prompts import SeqIoPrompts
-  from spmd_tasks.bridges.t5x.axis_rules import t5x_axis_rules
-  from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment
+  from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment, t5x_axis_rules
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
 
 __all__ = [

@@ -20,7 +20,8 @@ import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path, is_remote, storage_errors, write_durably
+from spmd_tasks.files import absolute_path, storage_errors, write_durably
+from spmd_tasks.stores import kvstore_spec
 
 VERSION = 3
 _STEP = re.compile(r'checkpoint_(\d+)')
@@ -50,12 +51,6 @@ class T5xCheckpoint:
     return {name.removeprefix('target/'): a for name, a in self.arrays.items() if name.startswith('target/')}
 
 
-def steps_of(directory: epath.Path) -> dict[int, epath.Path]:
-  """Returns the complete checkpoints of a MODEL_DIR by ascending step."""
-  found = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
-  return dict(sorted(found.items()))
-
-
 def open_checkpoint(place: epath.PathLike, step: int | None = None) -> T5xCheckpoint:
   """Opens a checkpoint: a file, a directory `checkpoint_<step>`, or of a MODEL_DIR the newest or that of a step.
 
@@ -66,18 +61,15 @@ def open_checkpoint(place: epath.PathLike, step: int | None = None) -> T5xCheckp
   if not path.exists():
     raise UserError(f'{path} does not exist: name a checkpoint of T5X, or the MODEL_DIR with them.')
   if path.is_dir() and not (path / 'checkpoint').exists() and not (path / 'state').is_dir():
-    found = steps_of(path)
+    found = {int(match[1]): each for each in path.iterdir() if (match := _STEP.fullmatch(each.name))}
     if not found or (step is not None and step not in found):
       wanted = '' if step is None else f' of step {step}'
-      raise UserError(
-        f'{path} holds no checkpoint of T5X{wanted}: '
-        + (f'its steps are {[*found]}, choose one.' if found else 'name a directory with checkpoint_<step> in it.')
-      )
+      remedy = f'its steps are {sorted(found)}, choose one' if found else 'name a directory with some checkpoint_<step>'
+      raise UserError(f'{path} holds no checkpoint of T5X{wanted}: {remedy}.')
     path, step = found[max(found) if step is None else step], None
   root = path / 'state' if path.is_dir() and (path / 'state').is_dir() else path
   read = _ocdbt if (root / 'manifest.ocdbt').exists() else _msgpack
-  arrays = dict(read(root))
-  checkpoint = T5xCheckpoint(path=path, arrays=arrays)
+  checkpoint = T5xCheckpoint(path=path, arrays=dict(read(root)))
   if step is not None and checkpoint.step != step:
     raise UserError(f'{path} is of step {checkpoint.step}, not of {step}: leave the step out, or name the MODEL_DIR.')
   return checkpoint
@@ -86,7 +78,7 @@ def open_checkpoint(place: epath.PathLike, step: int | None = None) -> T5xCheckp
 def _ocdbt(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
   import tensorstore as ts
 
-  store = {'driver': 'ocdbt', 'base': _store(root)}
+  store = {'driver': 'ocdbt', 'base': kvstore_spec(root)}
   for key in ts.KvStore.open(store).result().list().result():
     name, _, file = key.decode().rpartition('/')
     if file == '.zarray':
@@ -117,25 +109,15 @@ def _msgpack(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
 def _open_zarr(root: epath.Path, name: str, spec: Mapping[str, Any] | None) -> LazyArray:
   import tensorstore as ts
 
-  base = _store(root)
-  given: dict[str, Any] = {'driver': 'zarr', 'kvstore': base | {'path': f'{base["path"]}{name}/'}}
+  given: dict[str, Any] = {'driver': 'zarr', 'kvstore': kvstore_spec(root / name)}
   if (root / name / '.zarray').exists():
     return _lazy(ts.open(given, open=True, read=True).result())
   if spec is None or not (root / name).is_dir():
     raise UserError(f'{root / name} has no .zarray, which says what the array is: copy the checkpoint again, with it.')
   dtype = np.dtype(spec['dtype']).newbyteorder('<').str
   rest = {'dtype': dtype, 'fill_value': None, 'filters': None, 'order': 'C', 'zarr_format': 2}
-  return _lazy(
-    ts.open(given | {'metadata': rest | spec['metadata']}, open=True, read=True, assume_metadata=True).result()
-  )
-
-
-def _store(path: epath.Path) -> dict[str, Any]:
-  """Returns the TensorStore spec of the files below a directory, local or `gs://bucket/...`."""
-  if not is_remote(path):
-    return {'driver': 'file', 'path': f'{path.absolute()}/'}
-  bucket, _, rest = str(path).removeprefix('gs://').partition('/')
-  return {'driver': 'gcs', 'bucket': bucket, 'path': f'{rest}/'}
+  given['metadata'] = rest | spec['metadata']
+  return _lazy(ts.open(given, open=True, read=True, assume_metadata=True).result())
 
 
 def _lazy(store: Any) -> LazyArray:
@@ -156,7 +138,6 @@ def write_checkpoint(
 
   Raises:
     UserError: there is a checkpoint of that step.
-    StorageError: a file cannot be written.
   """
   import tensorstore as ts
 
@@ -170,7 +151,6 @@ def write_checkpoint(
       if partial.exists():
         partial.rmtree()
       partial.mkdir(parents=True)
-    base = _store(partial)
     for name in sorted(arrays):
       values = np.asarray(arrays[name])
       if name in inline:
@@ -184,12 +164,11 @@ def write_checkpoint(
       }
       flat[name] = ts.Spec(spec).to_json()
       if is_writer:
-        place = base | {'path': f'{base["path"]}{name.replace("/", ".")}/'}
+        place = kvstore_spec(partial / name.replace('/', '.'))
         ts.open(spec | {'kvstore': place}, create=True).result().write(values).result()
     if is_writer:
-      tree = traverse_util.unflatten_dict(flat, sep='/')
-      contents = {'version': VERSION, 'optimizer': tree}
-      write_durably(partial / 'checkpoint', serialization.msgpack_serialize(contents, in_place=True))  # in this order
+      contents = {'version': VERSION, 'optimizer': traverse_util.unflatten_dict(flat, sep='/')}  # in this order
+      write_durably(partial / 'checkpoint', serialization.msgpack_serialize(contents, in_place=True))
       partial.rename(path)
   return path
 

@@ -2,7 +2,7 @@
 
     setup = read_setup(['made_up_sums.gin'], ["MODEL_DIR = 'runs/sums'"])
     setup.node('__main__.train').get('total_steps')      # macros resolved; @references are Nodes
-    setup.unread()                                       # bindings of nodes that were visited, which nobody asked for
+    setup.node('__main__.train').rest()                  # its bindings that nobody has asked for
 
 The library gin-config parses; names are resolved by the imports of the files (gin's dynamic registration), so T5X need
 not be installed. T5X's and Flaxformer's files that are not found are made of `_gin_files.py` and `_gin_flaxformer.py`.
@@ -11,7 +11,6 @@ not be installed. T5X's and Flaxformer's files that are not found are made of `_
 from collections.abc import Iterator, Sequence
 import dataclasses
 import importlib.util
-import os
 from pathlib import Path
 import tokenize
 from typing import Any
@@ -57,8 +56,7 @@ class Node:
   def get(self, argument: str, default: Any = MISSING) -> Any:
     """Returns the value of an argument, with macros and references resolved.
 
-    Raises:
-      UserError: the argument is bound to nothing (or to gin.REQUIRED), and has no default.
+    Raises a UserError if the argument is bound to nothing (or to gin.REQUIRED), and has no default.
     """
     for scope in dict.fromkeys((self.scope, '')):
       for (bound_scope, selector, bound), value in self.setup.bindings.items():
@@ -136,13 +134,8 @@ def _show(value: Any) -> str:
 def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Sequence[str] = ()) -> Setup:
   """Reads gin files and further bindings, each `name = value`; what comes later wins.
 
-  Args:
-    files: paths, or names of T5X's such as 't5x/configs/runs/pretrain.gin'.
-    bindings: as T5X's flags --gin.NAME=VALUE have them.
-    search: directories in which files and includes are looked for, after the current one.
-
-  Raises:
-    UserError: a file is not found, or is not gin's syntax.
+  Files are paths, or names of T5X's such as 't5x/configs/runs/pretrain.gin'; they and their includes are looked for in
+  the current directory, then in those of `search`. Raises a UserError if one is not found, or is not gin's syntax.
   """
   require('t5x', 'gin', wants='a gin setup')
   setup = Setup()
@@ -196,7 +189,7 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
       elif kind == 'IncludeStatement':
         _read_file(statement.filename, setup, search, name)
       elif kind == 'BindingStatement':
-        if statement.arg_name in (None, ''):
+        if not statement.arg_name:
           setup.macros[statement.selector] = statement.value
         elif statement.selector == 'macro' or statement.selector.endswith('/macro'):
           setup.macros[statement.scope] = statement.value
@@ -204,9 +197,8 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
           key = (statement.scope, _full_name(statement.selector, setup), statement.arg_name)
           setup.bindings[key] = statement.value
   except (SyntaxError, tokenize.TokenError) as error:
+    line = f' line {number}' if (number := getattr(error, 'lineno', None)) else ''
     message = ' '.join(str(error.args[0]).split())
-    number = getattr(error, 'lineno', None)
-    line = f' line {number}' if number else ''
     raise UserError(f'{name}{line} is not in the syntax of gin: {message}.') from error
 
 
@@ -214,12 +206,6 @@ def _full_name(selector: str, setup: Setup) -> str:
   """Returns a selector with the module in place of the name under which a file imports it."""
   parts = selector.split('.')
   for end in range(len(parts), 0, -1):
-    module = setup.imports.get('.'.join(parts[:end]))
-    if module is not None:
+    if (module := setup.imports.get('.'.join(parts[:end]))) is not None:
       return '.'.join([module, *parts[end:]])
   return selector
-
-
-def directories_of(files: Sequence[str]) -> list[str]:
-  """Returns the directories of those files that are paths."""
-  return list(dict.fromkeys(str(Path(name).parent) for name in files if os.path.exists(name)))

@@ -42,12 +42,6 @@ SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     'xl': (2560, 32, 36, 12, 64, 6720),
     'xxl': (4672, 64, 36, 12, 64, 12352),
   },
-  'decoder_only': {
-    'base': (768, 12, 12, 64, 2048),
-    'large': (1024, 16, 24, 64, 2816),
-    'xl': (2048, 32, 24, 64, 5120),
-    'xxl': (4096, 64, 24, 64, 10240),
-  },
 }
 _C4 = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -61,7 +55,13 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     'tied': False,
   },
   'byt5': {'vocabulary': None, 'vocab_size': 384, 'activations': ('gelu', 'linear'), 'tied': False},
-  'decoder_only': {'vocabulary': _C4, 'vocab_size': 32128, 'activations': ('gelu', 'linear'), 'tied': True},
+  'decoder_only': {
+    'sizes': 't5_1_1',  # of its decoders
+    'vocabulary': _C4,
+    'vocab_size': 32128,
+    'activations': ('gelu', 'linear'),
+    'tied': True,
+  },
 }
 
 
@@ -106,7 +106,10 @@ def shipped_file(name: str) -> str | None:
   known = FAMILIES.get(family)
   if known is None or size not in SIZES[known.get('sizes', family)]:
     return None
-  if example not in (('decoder_only',) if family == 'decoder_only' else ('t5', 'scalable_t5')):
+  is_decoder = family == 'decoder_only'
+  if example not in (('decoder_only',) if is_decoder else ('t5', 'scalable_t5')):
+    return None
+  if is_decoder and size in ('tiny', 'small'):  # there are none
     return None
   if size == 'tiny' and family != 't5_1_1':  # T5X's own tiny files all include that of T5 1.1
     family, known = 't5_1_1', FAMILIES['t5_1_1']
@@ -118,10 +121,10 @@ def _model(example: str, family: str, known: Mapping[str, Any], sizes: tuple[int
   is_decoder = family == 'decoder_only'
   config, module = ('TransformerConfig', 'DecoderWrapper') if is_decoder else ('T5Config', 'Transformer')
   model = 'DecoderOnlyModel' if is_decoder else 'EncoderDecoderModel'
-  names = tuple(each for each in _MODELS if each != 'num_encoder_layers') if is_decoder else _MODELS
-  fields: dict[str, Any] = dict(
-    zip(('emb_dim', 'num_heads', 'num_layers', 'head_dim', 'mlp_dim') if is_decoder else names, sizes)
-  )
+  fields: dict[str, Any] = dict(zip(_MODELS, sizes, strict=True))
+  if is_decoder:
+    fields['num_layers'] = fields.pop('num_decoder_layers')
+    del fields['num_encoder_layers']
   fields |= {'vocab_size': known['vocab_size'], 'mlp_activations': known['activations']}
   fields |= {'dtype': 'bfloat16', 'dropout_rate': Raw('%DROPOUT_RATE'), 'logits_via_embedding': known['tied']}
   if example == 'scalable_t5':

@@ -100,23 +100,16 @@ models.{model}.z_loss = %Z_LOSS
 models.{model}.label_smoothing = %LABEL_SMOOTHING
 models.{model}.loss_normalizing_factor = %LOSS_NORMALIZING_FACTOR
 """
-_MODULES = (
-  *(
-    'flax.linen',
-    'seqio',
-    't5x.adafactor',
-    'flaxformer.architectures.t5.t5_architecture',
-    'flaxformer.components.dense',
-  ),
-  *('flaxformer.components.embedding', 'flaxformer.components.relative_position_biases'),
-  'flaxformer.components.attention.dense_attention',
-)
+_COMPONENTS = ('dense', 'embedding', 'relative_position_biases', 'attention.dense_attention')
+_MODULES = ('flax.linen', 'seqio', 't5x.adafactor', 'flaxformer.architectures.t5.t5_architecture')
+_MODULES += tuple(f'flaxformer.components.{each}' for each in _COMPONENTS)
 _MOE_MODULES = tuple(f'flaxformer.architectures.moe.{each}' for each in ('moe_architecture', 'moe_layers', 'routing'))
+_CAPACITY: dict[str, Any] = {'TRAIN_EXPERT_CAPACITY_FACTOR': 1.25, 'EVAL_EXPERT_CAPACITY_FACTOR': 2.0}
 # Of a family of mixtures: experts and the distance between sparse layers, by size, and its other macros.
 _MIXTURES: Mapping[str, tuple[Mapping[str, tuple[int, int]], Mapping[str, Any]]] = {
   'tokens_choose': (
     {'tiny': (8, 2), 'small': (32, 4), **dict.fromkeys(('base', 'large', 'xl', 'xxl'), (64, 4))},
-    {'TRAIN_EXPERT_CAPACITY_FACTOR': 1.25, 'EVAL_EXPERT_CAPACITY_FACTOR': 2.0, 'NUM_SELECTED_EXPERTS': 2},
+    _CAPACITY | {'NUM_SELECTED_EXPERTS': 2},
   ),
   'experts_choose': (
     {'tiny': (8, 2), 'small': (32, 2), **dict.fromkeys(('base', 'large', 'xl', 'xxl'), (64, 2))},
@@ -124,24 +117,14 @@ _MIXTURES: Mapping[str, tuple[Mapping[str, tuple[int, int]], Mapping[str, Any]]]
   ),
   'st_moe': (
     {'base': (16, 4), 'xl': (16, 4), '32b': (64, 4)},
-    {
-      'TRAIN_EXPERT_CAPACITY_FACTOR': 1.25,
-      'EVAL_EXPERT_CAPACITY_FACTOR': 2.0,
-      'NUM_SELECTED_EXPERTS': 2,
-      'ROUTER_Z_LOSS_FACTOR': 0.0001,
-      **{f'moe_architecture.Sparse{side}Layer.extra_mlp': Raw('@dense.MlpBlock()') for side in ('Encoder', 'Decoder')},
-    },
+    _CAPACITY
+    | {'NUM_SELECTED_EXPERTS': 2, 'ROUTER_Z_LOSS_FACTOR': 0.0001}
+    | {f'moe_architecture.Sparse{side}Layer.extra_mlp': Raw('@dense.MlpBlock()') for side in ('Encoder', 'Decoder')},
   ),
-  'switch': (
-    {**dict.fromkeys(('base', 'large', 'xxl'), (128, 2)), 'c': (2048, 1)},
-    {'TRAIN_EXPERT_CAPACITY_FACTOR': 1.25, 'EVAL_EXPERT_CAPACITY_FACTOR': 2.0},
-  ),
+  'switch': ({**dict.fromkeys(('base', 'large', 'xxl'), (128, 2)), 'c': (2048, 1)}, _CAPACITY),
 }
-_MIXTURE_DIMS = {
-  'tiny': (32, 6, 2, 2, 64, 64),
-  'c': (2080, 30, 15, 15, 64, 6144),
-  '32b': (5120, 64, 24, 24, 128, 20480),
-}
+_MIXTURE_DIMS = {'tiny': (32, 6, 2, 2, 64, 64), 'c': (2080, 30, 15, 15, 64, 6144)}
+_MIXTURE_DIMS['32b'] = (5120, 64, 24, 24, 128, 20480)
 _RELU = {'dense.MlpBlock.activations': ('relu',), 'expert/dense.MlpBlock.activations': ('relu',)}
 _EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
   'st_moe_xl': {'GROUP_SIZE': 1024, 'TRAIN_EXPERT_CAPACITY_FACTOR': 2.0, 'EVAL_EXPERT_CAPACITY_FACTOR': 4.0},
@@ -159,8 +142,8 @@ def flaxformer_file(path: str) -> str | None:
   if parts[:3] != ['flaxformer', 't5x', 'configs'] or len(parts) != 6:
     return None
   kind, folder, name = parts[3:]
-  if folder == 'architectures' and (kind, name) in _ARCHITECTURES:
-    return _architecture(**_ARCHITECTURES[kind, name])
+  if folder == 'architectures' and name in ('t5_flaxformer', 't5_1_1_flaxformer', 'moe'):
+    return _architecture(is_tied=name == 't5_flaxformer', is_sparse=name == 'moe')
   family, _, size = name.rpartition('_')
   if folder != 'models' or kind not in ('t5', 'moe'):
     return None
@@ -207,14 +190,8 @@ def flaxformer_file(path: str) -> str | None:
   return head + model + gin_text((), macros, {})
 
 
-_ARCHITECTURES: Mapping[tuple[str, str], Mapping[str, Any]] = {
-  ('t5', 't5_1_1_flaxformer'): {'activations': ('gelu', 'linear'), 'is_tied': False},
-  ('t5', 't5_flaxformer'): {'activations': ('relu',), 'is_tied': True},
-  ('moe', 'moe'): {'activations': ('gelu', 'linear'), 'is_tied': False, 'is_sparse': True},
-}
-
-
-def _architecture(*, activations: tuple[str, ...], is_tied: bool, is_sparse: bool = False) -> str:
+def _architecture(*, is_tied: bool = False, is_sparse: bool = False) -> str:
+  activations = ('relu',) if is_tied else ('gelu', 'linear')
   modules = _MODULES + (_MOE_MODULES if is_sparse else ())
   text = gin_text(modules, {}, {}) + _MACROS.format(activations=activations)
   stacks = {side: f'moe_architecture.Sparse{side}' if is_sparse else f't5_architecture.{side}' for side in _SIDES}

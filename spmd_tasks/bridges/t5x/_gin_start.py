@@ -6,7 +6,7 @@ import re
 import sys
 
 from spmd_tasks import exit_codes
-from spmd_tasks.bridges.t5x._gin import directories_of, read_setup
+from spmd_tasks.bridges.t5x._gin import read_setup
 from spmd_tasks.bridges.t5x._gin_translation import Translation, source_file, translate
 from spmd_tasks.errors import UserError
 
@@ -39,7 +39,8 @@ def start(flags: argparse.Namespace) -> int | None:
     )
   flags.exp = f'{EXPERIMENTS}.{made.experiment}'
   flags.overrides = [f'{name}={value}' for name, value in made.fields.items()] + flags.overrides
-  flags.experiment_path = flags.experiment_path + [*directories_of(files), '.']
+  directories = dict.fromkeys(str(Path(name).parent) for name in files if Path(name).exists())
+  flags.experiment_path = flags.experiment_path + [*directories, '.']
   return None
 
 
@@ -55,10 +56,10 @@ def _continue_model_dir(made: Translation, files: list[str], flags: argparse.Nam
   """Lets a training run go on from the checkpoints of its MODEL_DIR, or write into a MODEL_DIR that has none of T5X."""
   if made.mode != 'train' or made.model_dir is None:
     return
-  beside = Path(files[0]).parent if Path(files[0]).name == 'config.gin' else None
-  places = [each for each in (Path(made.model_dir), beside) if each is not None]
+  places = [Path(made.model_dir), *([Path(files[0]).parent] if Path(files[0]).name == 'config.gin' else [])]
   for place in places:
-    steps = [int(found.group(1)) for path in place.glob('checkpoint_*') if (found := _CHECKPOINT.fullmatch(path.name))]
+    found = (re.fullmatch(r'checkpoint_(\d+)', path.name) for path in place.glob('checkpoint_*'))
+    steps = [int(each[1]) for each in found if each]
     if steps:
       if not flags.job_log_dir and not flags.translate and flags.mode:
         raise UserError(
@@ -70,9 +71,6 @@ def _continue_model_dir(made: Translation, files: list[str], flags: argparse.Nam
         made.fields['num_train_steps'] = made.relative_steps + max(steps)
       return
   flags.job_log_dir = flags.job_log_dir or str(made.model_dir)
-
-
-_CHECKPOINT = re.compile(r'checkpoint_(\d+)')
 
 
 def _write(made: Translation, target: str, files: list[str]) -> int:

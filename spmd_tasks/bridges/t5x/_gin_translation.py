@@ -16,8 +16,8 @@ import pprint
 import re
 from typing import Any
 
-from spmd_tasks.bridges.t5x._gin import Node, Setup
-from spmd_tasks.bridges.t5x.axis_rules import t5x_axis_rules
+from spmd_tasks.bridges.t5x._gin import MISSING, Node, Setup
+from spmd_tasks.bridges.t5x.experiments import t5x_axis_rules
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES
@@ -32,9 +32,9 @@ _NORMALIZATION = {
 }
 _FLAXFORMER = 'flaxformer.architectures.t5.t5_architecture.EncoderDecoder'
 _REMAT = {None: 'none', 'none': 'none', 'minimal': 'dots_no_batch', 'full': 'full'}
-# T5X's name, ours and T5X's default.
+# T5X's name, ours and T5X's default, if there is one.
 _SIZES = {
-  'vocab_size': ('vocab_size', None),
+  'vocab_size': ('vocab_size', MISSING),
   'emb_dim': ('model_dims', 512),
   'num_heads': ('num_heads', 8),
   'head_dim': ('head_dim', 64),
@@ -45,52 +45,40 @@ _SIZES = {
 _ADAFACTOR = {
   'beta1': 'momentum',
   'decay_rate': 'decay_exponent',
-  'step_offset': 'step_offset',
-  'clipping_threshold': 'clipping_threshold',
   'weight_decay_rate': 'weight_decay',
-  'min_dim_size_to_factor': 'min_dim_size_to_factor',
   'epsilon1': 'epsilon',
   'epsilon2': 'min_parameter_scale',
-  'multiply_by_parameter_scale': 'multiply_by_parameter_scale',
   'weight_decay_rate_lr_exponent': 'weight_decay_exponent',
-  'max_parameter_scale': 'max_parameter_scale',
 }
+_SAME = 'step_offset clipping_threshold min_dim_size_to_factor multiply_by_parameter_scale max_parameter_scale'
+_ADAFACTOR |= {name: name for name in _SAME.split()}
 _RATE = {'base_learning_rate': 'base', 'min_learning_rate': 'minimum'}
-_RATE |= {name: name for name in ('factors', 'warmup_steps', 'decay_factor', 'steps_per_decay', 'steps_per_cycle')}
-_RATE['step_offset'] = 'step_offset'
+_SAME = 'factors warmup_steps decay_factor steps_per_decay steps_per_cycle step_offset'
+_RATE |= {name: name for name in _SAME.split()}
 # Bindings that say where something is computed or written, which no number depends on: by the last part of a selector.
 _IGNORED = {
-  'train': (
-    'summarize_config_fn',
-    'use_hardware_rng',
-    'gc_period',
-    'use_orbax',
-    'concurrent_metrics',
-    'stats_period',
-    'use_jax_array',
-  ),
-  'evaluate': ('output_dir', 'inference_evaluator_cls', 'summarize_config_fn'),
-  'infer': ('output_dir', 'mode', 'checkpoint_period', 'shard_id', 'num_shards'),
-  'DatasetConfig': ('use_memory_cache', 'num_workers', 'num_prefetch_threads'),
-  'PjitPartitioner': ('backend', 'params_on_devices', 'use_cpu_pjit'),
-  'SaveCheckpointConfig': ('save_dataset', 'keep_dataset_checkpoints', 'dtype', 'checkpointer_cls'),
-  'RestoreCheckpointConfig': ('mode', 'dtype', 'strict', 'restore_dataset', 'checkpointer_cls'),
-  'T5Config': ('param_scan_axis', 'float32_attention_logits'),
-  'MoePjitPartitioner': ('num_expert_partitions', 'num_experts', 'state_filter_fn', 'backend'),
-  'MoeTrainer': ('expert_grad_scale',),
-  'predict_batch_with_aux': ('return_all_decodes',),
-  'DecoderParams': ('return_all_decodes',),
-  'create_task_from_tfexample_file': ('features', 'targets_key', 'task_id'),
+  'train': 'summarize_config_fn use_hardware_rng gc_period use_orbax concurrent_metrics stats_period use_jax_array',
+  'evaluate': 'output_dir inference_evaluator_cls summarize_config_fn',
+  'infer': 'output_dir mode checkpoint_period shard_id num_shards',
+  'DatasetConfig': 'use_memory_cache num_workers num_prefetch_threads',
+  'PjitPartitioner': 'backend params_on_devices use_cpu_pjit',
+  'SaveCheckpointConfig': 'save_dataset keep_dataset_checkpoints dtype checkpointer_cls',
+  'RestoreCheckpointConfig': 'mode dtype strict restore_dataset checkpointer_cls',
+  'T5Config': 'param_scan_axis float32_attention_logits',
+  'MoePjitPartitioner': 'num_expert_partitions num_experts state_filter_fn backend',
+  'MoeTrainer': 'expert_grad_scale',
+  'predict_batch_with_aux': 'return_all_decodes',
+  'DecoderParams': 'return_all_decodes',
+  'create_task_from_tfexample_file': 'features targets_key task_id',
 }
 _DROPOUTS = ('dropout_factory', 'input_dropout_factory', 'output_dropout_factory')
 # Of Flaxformer's layers, which module is built of what: initializers, names, types and layouts, and what is read by
 # `_flaxformer` of another module.
 _OF_FLAXFORMER = (
-  *('kernel_init', 'bias_init', 'embedding_init', 'dtype', 'attend_dtype', 'cast_input_dtype', 'one_hot', 'name'),
-  *('layer_norm_factory', 'activation_partitioning_dims', 'scanned', 'input_axis_name', 'output_axis_name', 'router'),
-  *('intermediate_axis_name', 'data_sharding_constraints', 'num_model_partitions', 'broadcast_dropout', 'num_heads'),
-  *('encoder_decoder_attention', 'router_weights', 'broadcast_dims', 'position_bias_factory', 'split_params'),
-  *('precision', 'dropout_rate', 'attention_fn'),
+  'kernel_init bias_init embedding_init dtype attend_dtype cast_input_dtype one_hot name layer_norm_factory '
+  'activation_partitioning_dims scanned input_axis_name output_axis_name router intermediate_axis_name '
+  'data_sharding_constraints num_model_partitions broadcast_dropout num_heads encoder_decoder_attention '
+  'router_weights broadcast_dims position_bias_factory split_params precision dropout_rate attention_fn'
 )
 
 
@@ -141,10 +129,9 @@ def translate(setup: Setup) -> Translation:
 
 def _model(model: Node, made: Translation) -> None:
   """Translates the model, its loss and its optimizer."""
-  is_decoder = model.name == 'DecoderOnlyModel'
-  if model.name not in ('EncoderDecoderModel', 'DecoderOnlyModel', 'MoeEncoderDecoderModel'):
-    models = 'EncoderDecoderModel, DecoderOnlyModel and MoeEncoderDecoderModel'
-    made.lacks(f'model = @{model}', f'only {models} of T5X are known')
+  models = ('EncoderDecoderModel', 'DecoderOnlyModel', 'MoeEncoderDecoderModel')
+  if model.name not in models:
+    made.lacks(f'model = @{model}', f'only {", ".join(models)} of T5X are known')
     return
   module = model.get('module')
   known = _NETWORK.fullmatch(module.selector)
@@ -153,22 +140,21 @@ def _model(model: Node, made: Translation) -> None:
   elif known is None:
     made.lacks(f'{model}.module = @{module}', 'only the networks of t5x.examples and EncoderDecoder of Flaxformer are')
   else:
-    _network(module.get('config'), known.group(1), is_decoder, made)
+    _network(module.get('config'), known[1], model.name == 'DecoderOnlyModel', made)
     _report_rest(module, made)
   normalization = model.get('loss_normalizing_factor', None)
   if isinstance(normalization, str) and normalization not in _NORMALIZATION:
-    made.lacks(
-      f'{model}.loss_normalizing_factor = {normalization!r}', f'known are {", ".join(map(str, _NORMALIZATION))}'
-    )
+    known_ones = ', '.join(map(str, _NORMALIZATION))
+    made.lacks(f'{model}.loss_normalizing_factor = {normalization!r}', f'known are {known_ones}')
   made.fields |= {
     'z_loss': model.get('z_loss', 0.0) or 0.0,
     'label_smoothing': model.get('label_smoothing', 0.0),
     'normalization': _NORMALIZATION.get(normalization, normalization),
   }
-  for name in ('vocabulary', 'input_vocabulary', 'output_vocabulary', 'feature_converter_cls'):
-    value = model.get(name, None)
-    if name == 'feature_converter_cls' and value is not None:
-      made.lacks(f'{model}.{name} = @{value}', 'the converter is that of the model')
+  for name in ('vocabulary', 'input_vocabulary', 'output_vocabulary'):  # the data's are read
+    model.get(name, None)
+  if (converter := model.get('feature_converter_cls', None)) is not None:
+    made.lacks(f'{model}.feature_converter_cls = @{converter}', 'the converter is that of the model')
   _decoding(model, made)
   optimizer = model.get('optimizer_def')
   if optimizer.selector != 't5x.adafactor.Adafactor':
@@ -201,13 +187,12 @@ def _decoding(model: Node, made: Translation) -> None:
 
 def _network(config: Node, example: str, is_decoder: bool, made: Translation) -> None:
   for theirs, (ours, default) in _SIZES.items():
-    made.fields[ours] = config.get(theirs) if default is None else config.get(theirs, default)
-  layers = ('num_layers',) if is_decoder else ('num_decoder_layers', 'num_encoder_layers')
-  made.fields |= dict(zip(('num_layers', 'num_encoder_layers'), [config.get(name, 6) for name in layers]))
-  made.fields.setdefault('num_encoder_layers', 0)
+    made.fields[ours] = config.get(theirs, default)
+  made.fields['num_layers'] = config.get('num_layers' if is_decoder else 'num_decoder_layers', 6)
+  made.fields['num_encoder_layers'] = 0 if is_decoder else config.get('num_encoder_layers', 6)
   dtype = config.get('dtype', 'float32')
   made.fields['dtype'] = dtype.name if isinstance(dtype, Node) else str(dtype)
-  made.fields |= _activation(tuple(config.get('mlp_activations', ('relu',))), config, made)
+  made.fields |= _activation(config, made, 'mlp_activations')
   is_scalable = example == 'scalable_t5'
   made.fields |= {'has_bias_per_layer': is_scalable, 'scanned': is_scalable and config.get('scan_layers', True)}
   remat = config.get('remat_policy', None)
@@ -236,7 +221,6 @@ def _flaxformer(module: Node, model: Node, made: Translation) -> None:
     rates |= {dropout.get('rate') for dropout in dropouts if dropout}
     if len(rates) > 1:
       made.lacks(f'@{layers[side]}', f'one dropout rate is known, and it has {sorted(rates)}')
-    activations = tuple(mlp.get('activations', ('relu',)))
     found[side] = {
       'num_heads': attention.get('num_heads'),
       'head_dim': attention.get('head_dim'),
@@ -245,7 +229,7 @@ def _flaxformer(module: Node, model: Node, made: Translation) -> None:
       'has_bias_per_layer': own is not None,
       'num_buckets': bias.get('num_buckets') if bias else None,
       'max_distance': bias.get('max_distance') if bias else None,
-      **_activation(activations, mlp, made),
+      **_activation(mlp, made),
     }
     made.fields['num_layers' if side == 'decoder' else 'num_encoder_layers'] = stacks[side].get('num_layers')
     _refuse_biases(made, attention, mlp)
@@ -285,7 +269,7 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
     dense = [expert, extra] if extra else [expert]
     for node in dense:
       own = {'hidden_dims': node.get('intermediate_dim', 2048)}
-      own |= _activation(tuple(node.get('activations', ('relu',))), node, made)
+      own |= _activation(node, made)
       if node is extra:
         own['dropout_rate'] = node.get('intermediate_dropout_rate', 0.1)
       if differ := [name for name, value in own.items() if ffn[name] != value]:
@@ -307,9 +291,10 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
       'has_extra_ffn': extra is not None,
       'ignores_padding': router.get('ignore_padding_tokens'),
     }
-    choice = {'prioritizes_batch' if side == 'encoder' else '': router.get('batch_prioritized_routing', False)}
-    made.fields |= {name: value for name, value in choice.items() if name}
-    if side == 'decoder' and choice['']:
+    prioritizes = router.get('batch_prioritized_routing', False)
+    if side == 'encoder':
+      made.fields['prioritizes_batch'] = prioritizes
+    elif prioritizes:
       made.lacks(f'{router}.batch_prioritized_routing', 'a decoder would look ahead')
     if by_experts:
       made.fields['experts_choose'] = True
@@ -335,8 +320,9 @@ def _refuse_biases(made: Translation, *nodes: Node) -> None:
         made.lacks(f'{node}.{name}', 'attention and feed-forward layers of T5 have none')
 
 
-def _activation(activations: tuple[str, ...], node: Node, made: Translation) -> dict[str, Any]:
-  if len(activations) > 2 or activations[1:] not in ((), ('linear',)):
+def _activation(node: Node, made: Translation, name: str = 'activations') -> dict[str, Any]:
+  activations = tuple(node.get(name, ('relu',)))
+  if activations[1:] not in ((), ('linear',)):
     made.lacks(f'{node}: activations = {activations}', 'one activation, or one and then linear, is known')
   if activations[0] not in ACTIVATIONS:
     made.lacks(f'{node}: activations = {activations}', f'{activations[0]!r} is none of {sorted(ACTIVATIONS)}')
@@ -350,9 +336,7 @@ def _adafactor(optimizer: Node, made: Translation, *, is_flat: bool) -> None:
     value = optimizer.get(theirs, _ADAFACTOR)  # the table itself: no binding
     if isinstance(value, Node):
       made.lacks(f'{optimizer}.{theirs} = @{value}', 'a map by name of the weight; set it in a subclass')
-    elif value is not _ADAFACTOR and not (
-      value is None and theirs in ('weight_decay_rate', 'weight_decay_rate_lr_exponent')
-    ):
+    elif value is not _ADAFACTOR and not (value is None and theirs.startswith('weight_decay')):
       settings[ours] = value
   if optimizer.get('factored', True) is False:
     settings['min_dim_size_to_factor'] = 2**31 - 1
@@ -360,9 +344,8 @@ def _adafactor(optimizer: Node, made: Translation, *, is_flat: bool) -> None:
   if isinstance(rules, Node) and rules.name not in ('standard_logical_factor_rules', 'logical_factor_rules'):
     made.lacks(f'{optimizer}.logical_factor_rules = @{rules}', "only T5X's and those of its contrib/moe are known")
   elif rules is None and optimizer.get('factored', True) and not is_flat:
-    made.lacks(
-      f'{optimizer}.logical_factor_rules', "without T5X's rules the largest dims are factored; set `optimizer`"
-    )
+    why = "without T5X's rules the largest dims are factored; set `optimizer`"
+    made.lacks(f'{optimizer}.logical_factor_rules', why)
   made.fields |= {'adafactor': settings, 'clip_global_norm': optimizer.get('global_norm_clip_threshold', None)}
   optimizer.get('learning_rate', None)  # which the schedule sets
   _report_rest(optimizer, made)
@@ -374,13 +357,11 @@ def _training(root: Node, made: Translation) -> None:
   data = _dataset(root.get('train_dataset_cfg'), made)
   steps, every = root.get('eval_steps', None), root.get('eval_period', None)
   made.fields |= {'train_data': data, **_sizes_of(data)}
-  evaluation = root.get('train_eval_dataset_cfg', None)
-  if evaluation is not None:
+  if (evaluation := root.get('train_eval_dataset_cfg', None)) is not None:
     data = _dataset(evaluation, made)
     made.fields['eval_data'] = data | {'num_epochs': steps * data['batch_size'], 'max_batches': steps}
     made.fields['eval_every_steps'] = every or None
-  inference = root.get('infer_eval_dataset_cfg', None)
-  if inference is not None:
+  if (inference := root.get('infer_eval_dataset_cfg', None)) is not None:
     made.fields['infer_data'] = _dataset(inference, made) | {'num_epochs': 1, 'packing': False}
     made.fields['eval_every_steps'] = every or None
     evaluator = root.get('inference_evaluator_cls', None)
@@ -407,10 +388,9 @@ def _training(root: Node, made: Translation) -> None:
     _report_rest(save, made)
   made.fields |= _start(restore, made) if restore is not None else {}
   made.fields['num_train_steps'] = root.get('total_steps')
-  relative = root.get('relative_steps', None)
-  if relative:
-    made.relative_steps = relative
-    made.fields['num_train_steps'] = relative + (made.fields.get('init_from_step') or 0)
+  made.relative_steps = root.get('relative_steps', None)
+  if made.relative_steps:
+    made.fields['num_train_steps'] = made.relative_steps + (made.fields.get('init_from_step') or 0)
   seed = root.get('random_seed', None)
   if seed is None:
     made.notes.append('random_seed = None: T5X draws a seed by the clock; here it is 0')
@@ -432,13 +412,11 @@ def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict
     made.lacks(f'{config}.mixture_or_task_name = @{task}', 'name a task; prompts in files are read by --decode_input')
     source = {'task': task.name}
   if module:
-    modules = made.fields.setdefault('task_modules', ())
-    made.fields['task_modules'] = tuple(dict.fromkeys((*modules, module)))
+    made.fields['task_modules'] = tuple(dict.fromkeys((*made.fields.get('task_modules', ()), module)))
   lengths = config.get('task_feature_lengths')
+  architecture = 'encoder_decoder'
   if not made.fields.get('num_encoder_layers', 1):
     architecture = 'prefix_lm' if lengths is None or 'inputs' in lengths else 'decoder_only'
-  else:
-    architecture = 'encoder_decoder'
   seed = config.get('seed', None)
   if seed is None and config.get('shuffle', False):
     made.notes.append(f'{config}.seed = None: T5X shuffles by the clock; here the seed is 0, so that a job can resume')
@@ -465,13 +443,13 @@ def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict
 def _vocabulary(model: Node, made: Translation) -> dict[str, Any]:
   """Returns the vocabulary of a model's targets, as fields of a TfExampleInput."""
   vocabulary = model.get('output_vocabulary', None) or model.get('vocabulary')
+  extra = {'extra_ids': vocabulary.get('extra_ids', 0)}
   if vocabulary.name == 'ByteVocabulary':
-    return {'extra_ids': vocabulary.get('extra_ids', 0)}
+    return extra
   if vocabulary.name != 'SentencePieceVocabulary':
     made.lacks(f'{model}.output_vocabulary = @{vocabulary}', 'bytes and SentencePiece are known')
     return {}
-  names = {'sentencepiece_model_file': None, 'extra_ids': 0}
-  return {name: vocabulary.get(name, default) for name, default in names.items()}
+  return {'sentencepiece_model_file': vocabulary.get('sentencepiece_model_file', None), **extra}
 
 
 def _sizes_of(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -495,11 +473,8 @@ def _start(restore: Node, made: Translation) -> dict[str, Any]:
       made.lacks(f'{function}.require_all_rules_match', 'leave out the pairs that match no weight')
   checkpointer = restore.get('checkpointer_cls', None)
   if isinstance(checkpointer, Node) and checkpointer.name == 'UpcycleCheckpointer':
-    made.lacks(
-      f'{restore}.checkpointer_cls = @{checkpointer}',
-      'begin a dense job from this checkpoint, and give the '
-      'mixture --set init_from=JOB_LOG_DIR of that job, which makes experts of its dense layers',
-    )
+    why = 'begin a dense job from this checkpoint, and give the mixture --set init_from=JOB_LOG_DIR of that job, which '
+    made.lacks(f'{restore}.checkpointer_cls = @{checkpointer}', f'{why}makes experts of its dense layers')
   from_scratch = restore.get('fallback_to_scratch', False)
   if pairs or from_scratch:
     states = [pair for pair in pairs if re.match(r'(target\|)?state|\.\*param_states|state', pair[0])]
@@ -513,13 +488,10 @@ def _start(restore: Node, made: Translation) -> dict[str, Any]:
   if not isinstance(path, str):
     made.lacks(f'{restore}.path = {path!r}', 'one checkpoint is read')
     return {}
-  directory = Path(path)
-  step = re.fullmatch(r'checkpoint_(\d+)', directory.name)
-  if step is None:
+  step = re.fullmatch(r'checkpoint_(\d+)', Path(path).name)
+  if step is None or not int(step[1]):  # a field that has no 0: the checkpoint itself is named
     return {'init_from': f't5x:{path}'}
-  if not int(step.group(1)):  # a field that has no 0: the checkpoint itself is named
-    return {'init_from': f't5x:{path}'}
-  return {'init_from': f't5x:{directory.parent}', 'init_from_step': int(step.group(1))}
+  return {'init_from': f't5x:{Path(path).parent}', 'init_from_step': int(step[1])}
 
 
 def _partitioner(partitioner: Node | None, made: Translation) -> None:
@@ -541,9 +513,9 @@ def _partitioner(partitioner: Node | None, made: Translation) -> None:
   _report_rest(partitioner, made)
 
 
-def _report_rest(node: Node, made: Translation, also_ignored: tuple[str, ...] = ()) -> None:
+def _report_rest(node: Node, made: Translation, also_ignored: str = '') -> None:
   """Lists the bindings of a node that nobody read, and that are not known to leave the numbers as they are."""
-  ignored = (*_IGNORED.get(node.name, ()), *also_ignored)
+  ignored = f'{_IGNORED.get(node.name, "")} {also_ignored}'.split()
   for text in node.rest():
     if text.partition(' = ')[0].rpartition('.')[2] not in ignored:
       made.lacks(text, 'has no counterpart that is known')

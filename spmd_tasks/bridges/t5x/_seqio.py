@@ -55,11 +55,8 @@ def contract_batch(features: Mapping[str, np.ndarray]) -> base.Batch:
 
   Features that are not packed have no segments: as in T5X's masks, padding is where the token is 0.
   """
-  batch = {
-    name: np.asarray(features[theirs]).astype(dtype)
-    for theirs, (name, dtype) in _FEATURES.items()
-    if theirs in features
-  }
+  given = [(features[theirs], name, dtype) for theirs, (name, dtype) in _FEATURES.items() if theirs in features]
+  batch = {name: np.asarray(rows).astype(dtype) for rows, name, dtype in given}
   for prefix, tokens in (('', 'labels'), ('encoder_', 'encoder_ids')):
     if tokens in batch and f'{prefix}segment_ids' not in batch:
       is_token = batch[tokens] > 0
@@ -102,10 +99,8 @@ def tokenizer_of_vocabulary(vocabulary: Any) -> Tokenizer:
     return SentencePieceTokenizer(path=vocabulary.sentencepiece_model_file, extra_ids=extra_ids)
   if kind == 'PassThroughVocabulary':
     return IdTokenizer(vocab_size=vocabulary.vocab_size, eos_id=vocabulary.eos_id or 1)
-  raise UserError(
-    f'a SeqIO vocabulary of type {kind} has no tokenizer here: ByteVocabulary, SentencePieceVocabulary and '
-    'PassThroughVocabulary have one.'
-  )
+  known = 'ByteVocabulary, SentencePieceVocabulary and PassThroughVocabulary'
+  raise UserError(f'a SeqIO vocabulary of type {kind} has no tokenizer here: {known} have one.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,13 +230,10 @@ class SeqIoInput:
   def features(self, shard: int = 0) -> Any:
     """Returns the tf.data.Dataset of converted rows, one by one, of a shard; its order is always the same."""
     lengths = self.feature_lengths
-    dataset = self._converter()(self._examples(lengths, shard), task_feature_lengths=lengths)
     options = import_tensorflow().data.Options()
     options.deterministic = True
-    dataset = dataset.with_options(options)
-    if self.max_batches is not None and (self.num_epochs or 1) > 1:
-      dataset = dataset.repeat()
-    return dataset
+    dataset = self._converter()(self._examples(lengths, shard), task_feature_lengths=lengths).with_options(options)
+    return dataset.repeat() if self.max_batches is not None and (self.num_epochs or 1) > 1 else dataset
 
   @functools.cached_property
   def judge(self) -> Any:
@@ -249,14 +241,10 @@ class SeqIoInput:
     is_whole = self.num_epochs == 1 and self.max_batches is None and not self.skip_batches and not self.packing
     if not (is_whole and self.task_metrics and getattr(self._task, 'metric_objs', None)):
       return None
-    from spmd_tasks.bridges.t5x._seqio_metrics import TaskJudge
+    from spmd_tasks.bridges.t5x._seqio_prompts import TaskJudge
 
-    lengths = self.feature_lengths
-    return TaskJudge(make_evaluator=self._make_evaluator, task=self._task, max_tokens=lengths['targets'])
-
-  def _make_evaluator(self) -> Any:
-    """Makes SeqIO's Evaluator of the task, with the examples of this input in its order."""
-    return import_seqio().Evaluator(
+    make_evaluator = functools.partial(
+      import_seqio().Evaluator,  # with the examples of this input in its order
       self.task,
       self._converter(),
       eval_split=self.split,
@@ -266,6 +254,7 @@ class SeqIoInput:
       shuffle=self.shuffle,
       async_compute_metrics=False,
     )
+    return TaskJudge(make_evaluator=make_evaluator, task=self._task, max_tokens=self.feature_lengths['targets'])
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SeqIoIterator':
     return SeqIoIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
@@ -276,18 +265,9 @@ class SeqIoInput:
 
   def identity(self) -> dict[str, Any]:
     """Returns the settings that decide the batches, as JSON."""
-    names: tuple[str, ...] = (
-      'task',
-      'split',
-      'batch_size',
-      'architecture',
-      'packing',
-      'loss_on_targets_only',
-      'shuffle',
-      'seed',
-    )
-    names += ('num_epochs', 'skip_batches', 'num_shards', 'use_cached', 'trim_output_features')
-    return {'kind': 'seqio', **{name: getattr(self, name) for name in names}, 'lengths': self.feature_lengths}
+    names = 'task split batch_size architecture packing loss_on_targets_only shuffle seed num_epochs skip_batches '
+    names += 'num_shards use_cached trim_output_features'
+    return {'kind': 'seqio', **{name: getattr(self, name) for name in names.split()}, 'lengths': self.feature_lengths}
 
 
 class SeqIoIterator:
@@ -295,8 +275,7 @@ class SeqIoIterator:
 
   def __init__(self, settings: SeqIoInput, rows: range):
     self._settings = settings
-    size = settings.batch_size // settings.num_shards
-    self._rows_of_shard = size
+    self._rows_of_shard = size = settings.batch_size // settings.num_shards
     self._shards = range(rows.start // size, (rows.stop - 1) // size + 1)
     self._rows = slice(rows.start - self._shards.start * size, rows.stop - self._shards.start * size)
     self._streams: dict[int, Iterator[Mapping[str, np.ndarray]]] | None = None
@@ -331,11 +310,10 @@ class SeqIoIterator:
         features = next(stream)
       except StopIteration:
         raise
-      except Exception as error:  # TensorFlow's, which may quote the stack of a preprocessor
-        raise JobError(
-          f'reading batch {self._num_batches} of SeqIO task {self._settings.task} failed: {type(error).__name__}: '
-          f'{str(error).partition(chr(10) + "Traceback")[0]}'
-        ) from error
+      except Exception as error:
+        said = str(error).partition('\nTraceback')[0]  # TensorFlow may quote the stack of a preprocessor
+        which = f'batch {self._num_batches} of SeqIO task {self._settings.task}'
+        raise JobError(f'reading {which} failed: {type(error).__name__}: {said}') from error
       part = contract_batch(features)
       digest = 0
       for name in sorted(part):
@@ -354,14 +332,13 @@ class SeqIoIterator:
     self._num_batches, self._digests = int(state['num_batches']), {}
     if not self._num_batches:
       return
-    if self._num_batches > 100:
-      logging.info('SeqIO task %s is read from its beginning, to batch %d.', self._settings.task, self._num_batches)
+    logging.info('SeqIO task %s is read from its beginning, to batch %d.', self._settings.task, self._num_batches)
     self._open(self._settings.skip_batches + self._num_batches - 1)
     try:
       self._read()
     except StopIteration:
       self._digests = {}
-    if any(state['digests'].get(shard) != digest for shard, digest in self._digests.items()) or not self._digests:
+    if not self._digests or not self._digests.items() <= state['digests'].items():
       self.close()
       raise UserError(
         f'batch {self._num_batches - 1} of SeqIO task {self._settings.task} is not what it was when the job was '

@@ -18,8 +18,6 @@ import math
 import re
 from typing import Any
 
-import jax
-
 from spmd_tasks.bridges._operations import Operation, Reshape, Transpose
 from spmd_tasks.bridges._rules import Rule, RuleTable
 from spmd_tasks.errors import UserError
@@ -37,7 +35,7 @@ _WHOLE = {
   'final_norm/scale': 'decoder/decoder_norm/scale',
 }
 _STACKED = re.compile(r'(encoder_)?stack/layers/(?:block_(\d+)/)?(.*)')
-# Within a layer of the encoder; then what the decoder has instead.
+# Within a layer of the encoder; the decoder's own attention is `self_attention`.
 _IN_LAYER = {
   r'attention/position_bias/table': r'relpos_bias/rel_embedding',
   r'attention_norm/scale': r'pre_attention_layer_norm/scale',
@@ -46,20 +44,13 @@ _IN_LAYER = {
   r'cross_attention/(query|key|value|out)/kernel': r'encoder_decoder_attention/\1/kernel',
   r'ffn_norm/scale': r'pre_mlp_layer_norm/scale',
   r'extra_ffn_norm/scale': r'pre_extra_mlp_layer_norm/scale',
-  r'ffn/gate/kernel': r'mlp/wi_0/kernel',
-  r'ffn/up/kernel': r'mlp/wi/kernel',
-  r'ffn/down/kernel': r'mlp/wo/kernel',
-  r'extra_ffn/gate/kernel': r'extra_mlp/wi_0/kernel',
-  r'extra_ffn/up/kernel': r'extra_mlp/wi/kernel',
-  r'extra_ffn/down/kernel': r'extra_mlp/wo/kernel',
+  r'(extra_|)ffn/gate/kernel': r'\1mlp/wi_0/kernel',
+  r'(extra_|)ffn/up/kernel': r'\1mlp/wi/kernel',
+  r'(extra_|)ffn/down/kernel': r'\1mlp/wo/kernel',
   r'ffn/router/kernel': r'mlp/router/router_weights/w/kernel',
   r'ffn/experts/gate': r'mlp/expert/wi_0/kernel',
   r'ffn/experts/up': r'mlp/expert/wi/kernel',
   r'ffn/experts/down': r'mlp/expert/wo/kernel',
-}
-_IN_DECODER = {
-  r'^pre_attention_layer_norm': 'pre_self_attention_layer_norm',
-  r'^attention/': 'self_attention/',
 }
 
 
@@ -84,9 +75,9 @@ class _Piece:
   by_rule: bool
 
   def rule(self, moment: str | None = None) -> Rule:
-    """Returns the rule of the whole weight (None), or of its moment `v_row` or `v_col`, by our name of that."""
+    """Returns the rule of the weight (None), or of one of its moments, by our name of that."""
     theirs, dropped, ours = moment, '', self.ours
-    if moment is not None:
+    if moment in ('v_row', 'v_col'):
       separate = self.labels.count('L') + self.labels.count('E')
       matrix = (*self.ours[:separate], *self._joined())
       smaller, larger = factored_dims(matrix, separate) or (0, 0)
@@ -150,11 +141,7 @@ class Layout:
       ours: the weights.
       present: the names of our weights that have it.
     """
-    factors = moment in ('v_row', 'v_col')
-    rules = [piece.rule(moment if factors else None) for piece in self._pieces(ours) if piece.slot[0] in present]
-    if factors:
-      return self._table(rules)
-    return self._table([Rule(f'{rule.source[0].name}/{moment}', [*rule.target], *rule.operations) for rule in rules])
+    return self._table([piece.rule(moment) for piece in self._pieces(ours) if piece.slot[0] in present])
 
   def experts(self, ours: Shapes) -> list[str]:
     """Returns T5X's names of the weights of experts."""
@@ -190,9 +177,7 @@ def _in_layer(name: str, side: str, *, gated: bool) -> str:
       theirs = match.expand(replacement)
       if gated:
         theirs = theirs.replace('/wi/', '/wi_1/')
-      for old, new in _IN_DECODER.items() if side == 'decoder' else ():
-        theirs = re.sub(old, new, theirs)
-      return theirs
+      return re.sub('^(pre_|)attention', r'\1self_attention', theirs) if side == 'decoder' else theirs
   raise UserError(f'T5X has no weight like {name} in a layer of its {side}: the model is none of its families.')
 
 
@@ -214,8 +199,3 @@ def _piece(theirs: str, slot: tuple[Any, ...], shape: tuple[int, ...], *, scanne
     at = min(1, len(labels))
     labels, sizes = f'{labels[:at]}L{labels[at:]}', (*sizes[:at], shape[0], *sizes[at:])
   return _Piece(theirs=theirs, slot=slot, labels=labels, sizes=sizes, ours=shape, by_rule=scanned or 'E' in labels)
-
-
-def abstract(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shapes and dtypes of arrays."""
-  return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}

@@ -23,6 +23,7 @@ from spmd_tasks.layers.moe import ExpertChoiceRouter
 from spmd_tasks.learning import Adafactor, ProductOfFactors
 from spmd_tasks.recipes import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
 from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.sharding import AxisRules
 
 
 class T5xExperiment(EncoderDecoderLanguageModel):
@@ -70,13 +71,8 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     found = super().origin()
     if not (self.assignment_map or self.from_scratch) or not isinstance(found, T5xOrigin):
       return found
-    return dataclasses.replace(
-      found,
-      assignment_map=self.assignment_map,
-      from_scratch=self.from_scratch,
-      with_optimizer=False,
-      with_step=True,
-    )
+    parts = {'assignment_map': self.assignment_map, 'from_scratch': self.from_scratch}
+    return dataclasses.replace(found, **parts, with_optimizer=False, with_step=True)
 
   def train_input(self) -> fdl.Config:
     if 'paths' in self.train_data:
@@ -140,3 +136,19 @@ class T5xMoeExperiment(T5xExperiment, MoeEncoderDecoderLanguageModel):
     task = super().task()
     task.learner.expert_grad_scale = self.expert_grad_scale
     return task
+
+
+def t5x_axis_rules(
+  base_rules: AxisRules, *, activation_partitioning_dims: int = 1, parameter_partitioning_dims: int = 1
+) -> AxisRules:
+  """Returns the base rules with weights and the residual stream split as by T5X's `standard_logical_axis_rules`.
+
+  Two dims of parameters split the features of weights over `data`; two of activations split the residual stream over
+  `mdl`, and the scales of norms. T5X's contrib/moe has `activation_partitioning_dims=2` by default.
+  """
+  if {activation_partitioning_dims, parameter_partitioning_dims} - {1, 2}:
+    raise UserError(f'{activation_partitioning_dims=} and {parameter_partitioning_dims=} must be 1 or 2.')
+  residual = 'mdl' if activation_partitioning_dims == 2 else None
+  embed = 'data' if parameter_partitioning_dims == 2 else None
+  changed = {'embed': embed, 'norm': residual or embed, 'expert_embed': None, 'act_embed': residual}
+  return tuple((name, changed.get(name, axes)) for name, axes in base_rules)

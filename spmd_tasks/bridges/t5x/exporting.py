@@ -30,13 +30,7 @@ from spmd_tasks.runtime import TrainState
 
 
 def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh) -> int:
-  """Exports one checkpoint; returns exit code OK.
-
-  Args:
-    opened: the job; nothing in its directory changes.
-    target: a MODEL_DIR, new or not.
-    step: the checkpoint's step; None takes the newest.
-    mesh: any.
+  """Exports the checkpoint of a step (None: the newest) into a MODEL_DIR, new or not; returns exit code OK.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
@@ -78,15 +72,12 @@ def write_state(target: epath.PathLike, state: TrainState, layout: Layout, *, is
   Of an optimizer that is not Adafactor, nothing is written.
   """
   weights = traverse_util.flatten_dict(state.weights, sep='/')
-  step = int(state.step)
-  arrays: dict[str, Any] = {'state/step': np.asarray(step, np.int32)}
-  table = layout.weights(weights)
-  arrays |= {f'target/{name}': array for name, array in _theirs(table, weights).items()}
-  inline = {'state/step'}
+  step, inline = int(state.step), {'state/step'}
+  target_arrays = _theirs(layout.weights(weights), weights)
+  arrays = {'state/step': np.asarray(step, np.int32), **{f'target/{n}': each for n, each in target_arrays.items()}}
   moments = moments_of(state.learner.opt_state, weights)
   if moments['v'] or moments['v_row']:
-    names = [name.removeprefix('target/') for name in arrays if name.startswith('target/')]
-    empty = {f'{name}/{moment}': np.zeros(1, np.float32) for name in names for moment in MOMENTS}
+    empty = {f'{name}/{moment}': np.zeros(1, np.float32) for name in target_arrays for moment in MOMENTS}
     stored: dict[str, Any] = {}
     for moment in MOMENTS:
       ours = {name: leaf for name, (_, leaf) in moments[moment].items()}
@@ -94,17 +85,13 @@ def write_state(target: epath.PathLike, state: TrainState, layout: Layout, *, is
     # T5X's partitioner lays out no factored moments, but those of experts; what it does not lay out is in the msgpack.
     of_experts = tuple(f'{name}/' for name in layout.experts(weights))
     factors = {n for n in stored if n.endswith(('/v_row', '/v_col')) and not n.startswith(of_experts)}
-    inline |= {f'state/param_states/{name}' for name in {*factors, *(empty.keys() - stored.keys())}}
+    inline |= {f'state/param_states/{name}' for name in factors | (empty.keys() - stored.keys())}
     arrays |= {f'state/param_states/{name}': array for name, array in {**empty, **stored}.items()}
   return write_checkpoint(target, step, arrays, inline, is_writer=is_writer)
 
 
 def _theirs(table: Any, ours: Mapping[str, Any]) -> dict[str, Any]:
-  lazy = {name: device_array(leaf) for name, leaf in ours.items()}
   back = table.inverse()
-
-  shapes = {
-    slot.name: jax.ShapeDtypeStruct((), ours[rule.source[0].name].dtype) for rule in back.rules for slot in rule.target
-  }
-
-  return back.convert_lazily(lazy, shapes)
+  dtypes = {slot.name: ours[rule.source[0].name].dtype for rule in back.rules for slot in rule.target}
+  lazy = {name: device_array(leaf) for name, leaf in ours.items()}
+  return back.convert_lazily(lazy, {name: jax.ShapeDtypeStruct((), dtype) for name, dtype in dtypes.items()})

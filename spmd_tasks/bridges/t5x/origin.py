@@ -59,11 +59,7 @@ class T5xOrigin(Base):
   from_scratch: bool = False
 
   def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
-    """Returns the state of a new job.
-
-    Raises:
-      UserError: the checkpoint cannot be read, or its weights or moments are not those of the job.
-    """
+    """Returns the state of a new job. Raises a UserError if the weights or moments are not those of the job."""
     checkpoint = open_checkpoint(self.path, self.step)
     layout, lazy = self._lazy_weights(model, checkpoint)
     moments = self._lazy_moments(model, checkpoint, layout, lazy) if self.with_optimizer else None
@@ -74,7 +70,11 @@ class T5xOrigin(Base):
       return state, 0, phrase
     opt_state = _overwritten(model, lambda s: s.learner.opt_state, moments or {}, state)
     count = np.asarray(checkpoint.step, np.int32)  # not of JAX: the step and the optimizer's must not share a buffer
-    opt_state = _with_count(opt_state, lambda old: jax.device_put(count, old.sharding))
+    opt_state = jax.tree.map(
+      lambda node: node._replace(count=jax.device_put(count, node.count.sharding)) if _is_factored(node) else node,
+      opt_state,
+      is_leaf=_is_factored,
+    )
     step = jax.device_put(count, state.step.sharding)
     state = state.replace(step=step, learner=state.learner.replace(opt_state=opt_state))
     with_moments = ', with its optimizer state' if moments is not None else ''
@@ -117,14 +117,11 @@ class T5xOrigin(Base):
     if self.assignment_map or self.from_scratch:
       rules, given = self._assigned(table.rules, given)
       table = dataclasses.replace(table, rules=rules)
-      names = {slot.name for rule in rules for slot in rule.target}
-      wanted = {name: leaf for name, leaf in wanted.items() if name in names}
+      wanted = {slot.name: wanted[slot.name] for rule in rules for slot in rule.target}
     table.check(given, wanted)
     return layout, table.convert_lazily(given, wanted)
 
-  def _assigned(
-    self, rules: Sequence[Rule], given: Mapping[str, LazyArray]
-  ) -> tuple[tuple[Rule, ...], dict[str, LazyArray]]:
+  def _assigned(self, rules: Sequence[Rule], given: Mapping[str, LazyArray]) -> tuple[tuple[Rule, ...], dict[str, Any]]:
     """Returns the rules of the weights that are taken, and what the checkpoint has for them."""
     found, unused, dropped = {}, {pattern for pattern, _ in self.assignment_map}, set()
     for rule in rules:
@@ -155,18 +152,12 @@ class T5xOrigin(Base):
     if not stored:
       return None
     if self.assignment_map or self.from_scratch:
-      raise UserError(
-        'assignment_map and from_scratch change weights, not moments: set with_optimizer=False with them.'
-      )
+      raise UserError('assignment_map and from_scratch are of weights, not of moments: set with_optimizer=False too.')
     shapes = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
     ours = moments_of(model.canonical_state.learner.opt_state, shapes)
-    remedy = (
-      f"Adafactor.as_t5x(scanned={layout.scanned}, ...) is T5X's; T5xOrigin(with_optimizer=False) takes weights alone."
-    )
+    remedy = f"Adafactor.as_t5x(scanned={layout.scanned}, ...) is T5X's; with_optimizer=False takes weights alone."
     if not ours['v'] and not ours['v_row']:
-      raise UserError(
-        f'{checkpoint.path} has the state of an Adafactor, which the optimizer of the job is not: {remedy}'
-      )
+      raise UserError(f'{checkpoint.path} has the state of an Adafactor, and the job has another optimizer: {remedy}')
     if not ours['m'] and any(a.shape != (1,) for name, a in stored.items() if name.endswith('/m')):
       raise UserError(f'{checkpoint.path} has momentum, which the Adafactor of the job has not: set momentum. {remedy}')
     found: dict[str, LazyArray] = {}
@@ -224,10 +215,5 @@ def _by_place(tree: Any) -> dict[str, Any]:
   }
 
 
-def _with_count(opt_state: Any, new: Callable[[jax.Array], jax.Array]) -> Any:
-  def is_factored(node: Any) -> bool:
-    return isinstance(node, optax.FactoredState)
-
-  return jax.tree.map(
-    lambda node: node._replace(count=new(node.count)) if is_factored(node) else node, opt_state, is_leaf=is_factored
-  )
+def _is_factored(node: Any) -> bool:
+  return isinstance(node, optax.FactoredState)

@@ -300,7 +300,7 @@ def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
 @pytest.mark.parametrize(
   'binding, words',
   [
-    ('train_script.train.model = @my_lab.Model()', 'EncoderDecoderModel, DecoderOnlyModel and Moe'),
+    ('train_script.train.model = @my_lab.Model()', 'EncoderDecoderModel, DecoderOnlyModel, Moe'),
     ('OPTIMIZER = @optimizers.adamw()', 'only t5x.adafactor.Adafactor is translated'),
     ('network.T5Config.sparse_layers = 2', 'has no counterpart'),
     ("network.T5Config.mlp_activations = ('elu', 'linear')", "'elu' is none of"),
