@@ -57,8 +57,7 @@ class Config:
   def read(self, key: str, kind: Any, default: Any) -> Any:
     """Returns a value of the type `kind` (one or a tuple of them), or the default where the key is absent or null.
 
-    Raises:
-      UserError: the value is of another type.
+    Raises a UserError if the value is of another type.
     """
     self._unread.discard(key)
     value = self.values.get(key)
@@ -87,8 +86,7 @@ class Config:
     for key, value in _NEUTRAL.items():
       if key in self._unread and self.values[key] != value:
         raise self.error(key, f'must be {value!r}, as nothing else is understood here')
-    unknown = sorted(self._unread - _NEUTRAL.keys() - set(inert))
-    if unknown:
+    if unknown := sorted(self._unread - _NEUTRAL.keys() - set(inert)):
       values = ', '.join(f'{key} = {self.values[key]!r:.60}' for key in unknown)
       raise UserError(
         f'{self.path} has settings that are not known for this family, so that the outputs could be others: {values}.'

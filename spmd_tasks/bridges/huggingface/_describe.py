@@ -38,8 +38,7 @@ class Place:
 def layer_places(stack: Any, prefix: str = 'stack/') -> list[Place]:
   """Returns the places of a stack's layers, in the order of execution.
 
-  Raises:
-    UserError: the stack is of another kind than those that are made here.
+  Raises a UserError if the stack is of another kind than those that are made here.
   """
   if isinstance(stack, StackSequence):
     return [place for i, each in enumerate(stack.stacks) for place in layer_places(each, f'{prefix}stack_{i}/')]
@@ -65,8 +64,7 @@ def model_places(model: Any) -> list[Place]:
 def describe_model(model: Any) -> Decoder:
   """Returns the Decoder whose model computes what this one does.
 
-  Raises:
-    UserError: no Decoder says what the model is; the settings in question are named.
+  Raises a UserError if no Decoder says what the model is; the settings in question are named.
   """
   if not isinstance(model, LanguageModel):
     raise UserError(f'a {type(model).__name__} is no LanguageModel, so that no family of Hugging Face has it.')

@@ -100,16 +100,13 @@ class Family:
     check_quantization(config)
     config.finish(self.inert)
     (architecture,) = config.values.get('architectures') or [self.architecture]
-    num_labels = self.architectures.get(architecture)
-    if num_labels:
-      num_labels = len(config.values.get('id2label') or (0, 1))
+    num_labels = self.architectures.get(architecture) and len(config.values.get('id2label') or (0, 1))
     return decoder_of({**values, **self.fixed, 'num_labels': num_labels})
 
   def write(self, decoder: Decoder) -> Values:
     """Returns the keys of config.json that say what the Decoder is.
 
-    Raises:
-      UserError: no config.json of this family does.
+    Raises a UserError if no config.json of this family does.
     """
     written: Values = {'architectures': [self.architecture_of(decoder)]}
     if decoder.num_labels:
@@ -118,10 +115,9 @@ class Family:
     for entry in self.keys:
       written |= entry.write(decoder)
     again = self.read(Config(written, 'the written config.json'))
-    for field in dataclasses.fields(decoder):
-      wanted, made = getattr(decoder, field.name), getattr(again, field.name)
-      if wanted != made and not (field.name == 'tied' and self.tied_by_files):
-        raise UserError(f'{self.architecture} has {field.name} = {made!r} and not {wanted!r}.')
+    for name, wanted in vars(decoder).items():
+      if wanted != (made := getattr(again, name)) and not (name == 'tied' and self.tied_by_files):
+        raise UserError(f'{self.architecture} has {name} = {made!r} and not {wanted!r}.')
     return written
 
   def rules(self, decoder: Decoder, places: Sequence[Place]) -> tuple[Rule, ...]:
@@ -173,40 +169,20 @@ def _sizes(
   )
 
 
-def _latent_sizes(vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Any:
+def _latent_sizes(*sizes: int) -> Iterator[Entry]:
   """The keys that DeepSeek's versions share, whose heads have no single size."""
-  return (
-    *(entry for entry in _sizes(vocab_size, hidden_size, intermediate_size, num_layers, num_heads) if _is_kept(entry)),
-    *latent_keys(),
-    activation(),
-    Rope(),
-    attention_bias(),
-    Only('mlp_bias', False),
-  )
-
-
-def _is_kept(entry: Any) -> bool:
-  return entry.key != 'head_dim'
+  yield from (entry for entry in _sizes(*sizes) if getattr(entry, 'key', '') != 'head_dim')
+  yield from (*latent_keys(), activation(), Rope(), attention_bias(), Only('mlp_bias', False))
 
 
 def _gemma_is_windowed(layer: int, config: Config) -> bool:
-  pattern = 6
-  for key in ('sliding_window_pattern', '_sliding_window_pattern'):
-    pattern = config.read(key, int, pattern)
-  return (layer + 1) % pattern != 0
+  own = config.read('sliding_window_pattern', int, 6)
+  return (layer + 1) % config.read('_sliding_window_pattern', int, own) != 0
 
 
-def _t5(
-  name: str,
-  vocab_size: int,
-  embed_dim: int,
-  hidden_dim: int,
-  num_layers: int,
-  num_heads: int,
-  *keys: Entry,
-  **fixed: Any,
-) -> Family:
-  """A family of T5's, by its defaults, the keys of its own, and what it never varies."""
+def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed: Any) -> Family:
+  """A family of T5's, by its defaults (V, D, F, layers, heads), the keys of its own, and what it never varies."""
+  vocab_size, embed_dim, hidden_dim, num_layers, num_heads = sizes
   mlp = 'mlp' if name.startswith('Switch') else 'DenseReluDense'
   return Family(
     architecture=f'{name}ForConditionalGeneration',
@@ -244,6 +220,8 @@ def _t5(
   )
 
 
+_GEMMA = {'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True}
+_GPT_OSS_YARN = {'rope_type': 'yarn', 'factor': 32.0, 'truncate': False, 'original_max_position_embeddings': 4096}
 _QWEN_WINDOW = LayerTypes(
   lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
 )
@@ -342,7 +320,7 @@ FAMILIES: dict[str, Family] = {
       Key('attn_logit_softcapping', 'attention_cap', float, 50.0, nullable=True),
       Only('use_bidirectional_attention', None, (False,)),
     ),
-    fixed={'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True},
+    fixed=_GEMMA,
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
   ),
   'gemma3_text': Family(
@@ -358,7 +336,7 @@ FAMILIES: dict[str, Family] = {
       Key('attn_logit_softcapping', 'attention_cap', float, None, nullable=True),
       Only('use_bidirectional_attention', None, (False,)),
     ),
-    fixed={'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True, 'qk_norm': 'head'},
+    fixed=_GEMMA | {'qk_norm': 'head'},
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
   ),
   'glm4': Family(
@@ -397,17 +375,7 @@ FAMILIES: dict[str, Family] = {
       Only('hidden_act', 'silu'),
       Only('swiglu_alpha', 1.702),
       Only('swiglu_limit', 7.0),
-      Rope(
-        150_000.0,
-        default={
-          'rope_type': 'yarn',
-          'factor': 32.0,
-          'beta_fast': 32.0,
-          'beta_slow': 1.0,
-          'truncate': False,
-          'original_max_position_embeddings': 4096,
-        },
-      ),
+      Rope(150_000.0, default=_GPT_OSS_YARN),
       LayerTypes(lambda layer, config: layer % 2 == 0, default_window=128),
       attention_bias(True),
       *experts(num_experts_key('num_local_experts', 128, 'num_experts'), 4, ('intermediate_size', 2880), None),
@@ -468,19 +436,19 @@ FAMILIES: dict[str, Family] = {
     rule_maker=gpt2_rules,
     ignored=(r'.*\.attn\.(bias|masked_bias)',),
     inert=(
-      *('summary_type', 'summary_use_proj', 'summary_activation', 'summary_proj_to_labels', 'summary_first_dropout'),
+      *(f'summary_{name}' for name in ('type', 'use_proj', 'activation', 'proj_to_labels', 'first_dropout')),
       *('n_ctx', 'gradient_checkpointing'),
     ),
     base='transformer.',
   ),
-  't5': _t5('T5', 32_128, 512, 2048, 6, 8, T5FeedForward('relu'), T5Logits(has_key=True)),
-  'mt5': _t5('MT5', 250_112, 512, 1024, 8, 6, T5FeedForward('gated-gelu'), T5Logits(scaled=False)),
+  't5': _t5('T5', (32_128, 512, 2048, 6, 8), T5FeedForward('relu'), T5Logits(has_key=True)),
+  'mt5': _t5('MT5', (250_112, 512, 1024, 8, 6), T5FeedForward('gated-gelu'), T5Logits(scaled=False)),
   'umt5': _t5(
-    'UMT5', 250_112, 512, 1024, 8, 6, T5FeedForward('gated-gelu'), T5Logits(scaled=True), bias_per_layer=True
+    'UMT5', (250_112, 512, 1024, 8, 6), T5FeedForward('gated-gelu'), T5Logits(scaled=True), bias_per_layer=True
   ),
   'switch_transformers': _t5(
     'SwitchTransformers',
-    *(32_128, 768, 2048, 12, 12),
+    (32_128, 768, 2048, 12, 12),
     *(activation('dense_act_fn', 'relu'), Only('is_gated_act', False), Only('feed_forward_proj', None, ('relu',))),
     *(Only('router_bias', False), Only('router_dtype', 'float32'), num_experts_key('num_experts', 8)),
     *(SwitchKeys(), T5Logits()),

@@ -36,16 +36,12 @@ from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
 from spmd_tasks.sharding.weights import is_quantized
 
 CONFIG_FILE = 'config.json'
-# Gemma 3 of text and images: its text model is the family _TEXT_TYPE under other names, old or new.
+# Gemma 3 of text and images: its text model is the family _TEXT_TYPE under other names, old (language_model.model.)
+# or new (model.language_model.).
 _WRAPPER, _WRAPPER_ARCHITECTURE, _TEXT_TYPE = 'gemma3', 'Gemma3ForConditionalGeneration', 'gemma3_text'
-_WRAPPER_KEYS = {
-  *('text_config', 'vision_config', 'mm_tokens_per_image', 'boi_token_index', 'eoi_token_index', 'image_token_index')
-}
-_TEXT_PREFIXES = {
-  'language_model.lm_head.': 'lm_head.',
-  'language_model.model.': 'model.',
-  'model.language_model.': 'model.',
-}
+_WRAPPER_KEYS = {'text_config', 'vision_config', 'mm_tokens_per_image', 'boi_token_index', 'eoi_token_index'}
+_WRAPPER_KEYS.add('image_token_index')
+_TEXT_PREFIX = re.compile(r'^language_model\.(?=lm_head\.|model\.)|(?<=^model\.)language_model\.')
 _IMAGE_PART = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
 Store = Callable[[str, jax.Array], Any]  # makes of a weight, given its name, the form in which it is held
 
@@ -66,8 +62,7 @@ def read_config(file: Path, remedy: str) -> dict[str, Any]:
 def open_folder(path: os.PathLike | str) -> 'Folder':
   """Reads the config.json of a folder. Code that the folder may have is not run.
 
-  Raises:
-    UserError: there is none, its family is unknown here, or it has a setting that is.
+  Raises a UserError if there is none, its family is unknown here, or it has a setting that is.
   """
   path = Path(path).expanduser()
   file = path / CONFIG_FILE
@@ -89,9 +84,9 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
     )
   try:
     decoder = family.read(Config(values, str(file)))
-  except UserError:
-    raise
   except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    if isinstance(error, UserError):
+      raise
     raise UserError(f'{file} has a setting that its family cannot have ({error}): download it again.') from error
   folder = Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
   if family.tied_by_files and (names := tensor_names(path)):
@@ -105,8 +100,7 @@ def _text_part(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
   if not isinstance(text, dict) or text.get('model_type') != _TEXT_TYPE:
     raise UserError(f'{file} has no text_config of type {_TEXT_TYPE!r}: download it again.')
   shared = {key: values[key] for key in values if key in INERT or key == 'tie_word_embeddings'}
-  unknown = sorted(values.keys() - shared.keys() - _WRAPPER_KEYS)
-  if unknown:
+  if unknown := sorted(values.keys() - shared.keys() - _WRAPPER_KEYS):
     raise UserError(f'{file} has settings that are not known for this family: {", ".join(unknown)}.')
   given = {key: value for key, value in shared.items() if value is not None and key != 'model_type'}
   return text | given | {'architectures': [FAMILIES[_TEXT_TYPE].architecture]}
@@ -139,8 +133,7 @@ class Folder:
   @property
   def dtype(self) -> str:
     """The dtype that the config names for the weights; float32 where it names none."""
-    name = self.config.get('dtype') or self.config.get('torch_dtype') or 'float32'
-    return dtype_of(name).name
+    return dtype_of(self.config.get('dtype') or self.config.get('torch_dtype') or 'float32').name
 
   def build_model(self, *, dtype: str | None = None) -> LanguageModel:
     """Returns the model, unbound; it computes in `dtype`, or in the folder's where that is None."""
@@ -149,12 +142,13 @@ class Folder:
   @functools.cached_property
   def tensors(self) -> dict[str, LazyArray]:
     """Every tensor of the model, by the name in the files. Raises a UserError as `read_tensors`."""
-    return {name: tensor for name, tensor in self._all_tensors[0].items() if not self._is_aside(name)}
+    return {name: tensor for name, tensor in self._all_tensors[0].items() if name not in self.tensors_aside}
 
   @functools.cached_property
   def tensors_aside(self) -> dict[str, LazyArray]:
     """The tensors of heads that predict further tokens, which the model does not have."""
-    return {name: tensor for name, tensor in self._all_tensors[0].items() if self._is_aside(name)}
+    is_aside = self.family.is_aside
+    return {name: tensor for name, tensor in self._all_tensors[0].items() if is_aside(name, self.decoder)}
 
   def stored_dtype(self, name: str) -> str:
     """Returns the dtype in which a tensor is stored, or the folder's for one that is quantized or absent."""
@@ -165,7 +159,7 @@ class Folder:
   def _all_tensors(self) -> tuple[dict[str, LazyArray], set[str]]:
     found = read_tensors(self.path)
     if self.is_text_part:
-      found = {_text_name(name): tensor for name, tensor in found.items() if not _IMAGE_PART.match(name)}
+      found = {_TEXT_PREFIX.sub('', name, 1): each for name, each in found.items() if not _IMAGE_PART.match(name)}
     self._join_copies(found)
     if self.has_new_head:
       found[SCORE_HEAD] = lazy_array(np.zeros((self.decoder.num_labels or 0, self.decoder.embed_dim), np.float32))
@@ -186,9 +180,6 @@ class Folder:
           f'{self.path} has another table of embeddings as {name} than as {table}, but the model has one: tie them '
           "(model.set_input_embeddings(model.shared) of transformers' model), and save it again."
         )
-
-  def _is_aside(self, name: str) -> bool:
-    return self.family.is_aside(name, self.decoder)
 
   def lazy_weights(self, model: Any, abstract_weights: Any) -> dict[str, LazyArray]:
     """Returns our weights by name, in the layout of checkpoints; nothing is read.
@@ -244,27 +235,15 @@ class Folder:
     true, padded = _flat(model.abstract_state.weights), padded_numbers(model)
     weights: dict[str, Any] = dict.fromkeys(padded)
     for name in canonical if names is None else names:
-      leaf = padded[name]
-      weights[name] = store(name, place_on_mesh(lazy[name].reshape(true[name].shape), leaf))
+      weights[name] = store(name, place_on_mesh(lazy[name].reshape(true[name].shape), padded[name]))
     return traverse_util.unflatten_dict(weights, sep='/')
 
   def _check_model(self, model: Any) -> None:
-    decoder = describe_model(model)
-    differences = [
-      f'{field.name} = {getattr(decoder, field.name)!r} and not {getattr(self.decoder, field.name)!r}'
-      for field in dataclasses.fields(decoder)
-      if getattr(decoder, field.name) != getattr(self.decoder, field.name)
-    ]
-    if differences:
+    ours, theirs = vars(describe_model(model)), vars(self.decoder)
+    if differences := [f'{n} = {each!r} and not {theirs[n]!r}' for n, each in ours.items() if each != theirs[n]]:
       raise UserError(
         f'the model differs from that of {self.path}, whose weights it cannot take: it has {"; ".join(differences)}.'
       )
-
-
-def _text_name(name: str) -> str:
-  """Returns the name of a tensor as the text model alone has it."""
-  old = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), '')
-  return _TEXT_PREFIXES.get(old, '') + name.removeprefix(old)
 
 
 def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, LazyArray]:

@@ -40,26 +40,21 @@ _CONFIG_FILE = 'adapter_config.json'
 _MAX_NUMBER = 1_000_000
 # Keys of the config that are read, and those that change nothing that is computed from the saved tensors. Any other key
 # must be null, false or empty.
-_READ = (
+_KNOWN = {
   *('peft_type', 'r', 'rank_pattern', 'lora_alpha', 'alpha_pattern', 'lora_dropout', 'use_rslora', 'use_dora', 'bias'),
-  'target_parameters',
-)
-_INERT = (
+  *('target_parameters', 'runtime_config', 'qalora_group_size', 'base_model_class', 'fan_in_fan_out'),
   *('auto_mapping', 'base_model_name_or_path', 'revision', 'task_type', 'inference_mode', 'peft_version'),
   *('target_modules', 'exclude_modules', 'layers_to_transform', 'layers_pattern'),
   *('init_lora_weights', 'megatron_config', 'megatron_core', 'loftq_config', 'eva_config', 'corda_config'),
-  *('runtime_config', 'qalora_group_size', 'base_model_class', 'fan_in_fan_out'),
-)
+}
 TENSORS_FILE, BASE_FILE = 'adapter_model.safetensors', 'base.json'
-_PREFIX = 'base_model.model.'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(?:(lora_A|lora_B)\.weight|(lora_magnitude_vector)(?:\.weight)?)')
 
 
 def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
   """Reads the config of a folder of `peft`, and the headers of its tensors.
 
-  Raises:
-    UserError: there is none, it is no LoRA, or it has a setting that is not known here.
+  Raises a UserError if there is none, it is no LoRA, or it has a setting that is not known here.
   """
   path = Path(path).expanduser()
   config = _read_config(path / _CONFIG_FILE)
@@ -69,20 +64,14 @@ def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-  """Returns the content of an adapter_config.json.
-
-  Raises:
-    UserError: there is none, it is no LoRA, it has a setting that is not known here, a number that is none, or a
-      pattern that is none or could take for ever to match.
-  """
+  """Returns the content of an adapter_config.json, whose numbers are numbers and whose patterns match quickly."""
   config = read_config(file, 'give a folder that save_pretrained of `peft` has written')
   if config.get('peft_type') != 'LORA' or config.get('bias', 'none') != 'none':
     raise UserError(
       f"{file} has peft_type {config.get('peft_type')!r} and bias {config.get('bias')!r}: only 'LORA' without trained "
       'biases is read.'
     )
-  unknown = sorted(key for key, value in config.items() if value and key not in (*_READ, *_INERT))
-  if unknown:
+  if unknown := sorted(key for key, value in config.items() if value and key not in _KNOWN):
     raise UserError(f'{file} has {unknown[0]} = {config[unknown[0]]!r}, which is not known here.')
   numbers = {key: config.get(key) or 0 for key in ('r', 'lora_alpha', 'lora_dropout')}
   for name in ('rank_pattern', 'alpha_pattern'):
@@ -128,20 +117,19 @@ class AdapterFolder:
     by_prefix: dict[str, dict[str, LazyArray]] = {}
     for name, tensor in read_file(self.path / TENSORS_FILE).items():
       match = _TENSOR.fullmatch(name)
-      if tensor.dtype.kind not in 'fV':  # V: bfloat16 and the like
-        raise UserError(f'{self.path / TENSORS_FILE} has {name} in {tensor.dtype}: a weight is of a floating type.')
-      if match is None:
-        raise UserError(f'{self.path / TENSORS_FILE} has {name}, which is no adapter of a Linear or of experts.')
+      if match is None or tensor.dtype.kind not in 'fV':  # V: bfloat16 and the like
+        what = f'{name} in {tensor.dtype}'
+        raise UserError(
+          f'{self.path / TENSORS_FILE} has {what}: an adapter of a Linear or of experts has floats there.'
+        )
       by_prefix.setdefault(match[1], {})[match[2] or match[3]] = tensor
     targets = self.config.get('target_parameters') or ()
     found = {name: by_prefix[prefix] for prefix, name in names_of_parameters([*by_prefix], targets)}
     wanted = {'lora_A', 'lora_B', *(('lora_magnitude_vector',) if self.config.get('use_dora') else ())}
     for name, parts in found.items():
       if parts.keys() != wanted or parts['lora_A'].shape[0] != parts['lora_B'].shape[1]:
-        shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
-        raise UserError(
-          f'{self.path / TENSORS_FILE} has {name} with {shapes}: {sorted(wanted)} of one rank belong there.'
-        )
+        has = f'{name} with { ({part: list(tensor.shape) for part, tensor in parts.items()}) }'
+        raise UserError(f'{self.path / TENSORS_FILE} has {has}: {sorted(wanted)} of one rank belong there.')
     return found
 
   def _found(self, base: Folder) -> Iterator[tuple[PeftModule, dict[str, LazyArray]]]:
@@ -155,8 +143,7 @@ class AdapterFolder:
   def adapters(self, base: Folder) -> dict[str, LowRankAdapter]:
     """Returns the settings of the adapters by the names of our weights.
 
-    Raises:
-      UserError: the base has no such Linear; or layers that are scanned together have different settings.
+    Raises a UserError if the base has no such Linear; or layers that are scanned together have different settings.
     """
     found: dict[str, LowRankAdapter] = {}
     for module, parts in self._found(base):
@@ -186,9 +173,7 @@ class AdapterFolder:
     return any(slot.name in names for module in others for slot in module.slots)
 
   def read_weights(self, model: PartitionedModel, base: Folder) -> Any:
-    """Reads the adapters onto the mesh: a tree like the weights, with None for all others.
-
-    A layer for which the folder has none gets zeros, which change nothing.
+    """Reads the adapters of a model onto its mesh: a tree like the weights, with None for all others.
 
     Args:
       model: of a task whose model has the adapters of `adapters(base)`.
@@ -202,11 +187,10 @@ class AdapterFolder:
       different = sorted(name for name in {*own, *wanted} if own.get(name) != wanted.get(name))
       raise UserError(f'{self.path} and the model differ in the adapter of {different[0]}: let the folder decide.')
     canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
-    made = self.read_arrays({name: leaf.shape for name, leaf in canonical.items()}, base)
     true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
     padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
     weights: dict[str, Any] = dict.fromkeys(padded)
-    for name, array in made.items():
+    for name, array in self.read_arrays({name: leaf.shape for name, leaf in canonical.items()}, base).items():
       weights[name] = place_on_mesh(lazy_array(array).reshape(true[name].shape), padded[name])
     return traverse_util.unflatten_dict(weights, sep='/')
 
@@ -232,9 +216,9 @@ class AdapterFolder:
       num_out, num_in = arrays['lora_B'].shape[0], arrays['lora_A'].shape[1]
       a, b = module.per_expert(arrays['lora_A'], arrays['lora_B'])
       first = 0 if module.num_experts is None else 1
-      num_input_dims = made[names[module.slots[0].name].a][module.slots[0].index].ndim - first - 1
+      a_of_slot = made[names[module.slots[0].name].a][module.slots[0].index]
       try:
-        places = module.places(num_out, num_in, num_input_dims)
+        places = module.places(num_out, num_in, a_of_slot.ndim - first - 1)
         for slot, (row_of, column_of) in zip(module.slots, places, strict=True):
           each, place = names[slot.name], slot.index
           _set(made[each.a], place, np.moveaxis(a[..., column_of], first, -1))
@@ -242,20 +226,13 @@ class AdapterFolder:
           if each.magnitude in made:
             _set(made[each.magnitude], place, arrays['lora_magnitude_vector'].reshape(-1)[row_of])
       except ValueError as error:
-        raise UserError(
-          f'{self.path} has {module.name} with {list(b.shape)} . {list(a.shape)}: it is of another model.'
-        ) from error
+        shapes = f'{list(b.shape)} . {list(a.shape)}'
+        raise UserError(f'{self.path} has {module.name} with {shapes}: it is of another model.') from error
     return made
 
 
 def export_adapter(
-  target: Path,
-  model: Any,
-  weights: Mapping[str, LazyArray],
-  *,
-  base: Folder,
-  digest: str,
-  is_writer: bool = True,
+  target: Path, model: Any, weights: Mapping[str, LazyArray], *, base: Folder, digest: str, is_writer: bool = True
 ) -> int:
   """Writes the adapters of a model as a folder that `peft` loads; returns how many Linears have one.
 
@@ -276,19 +253,16 @@ def export_adapter(
   modules = [module for module in peft_modules(base) if not module.is_old]
   held = {slot.name for module in modules for slot in module.slots}
   if unknown := sorted(adapters.keys() - held):
-    raise UserError(
-      f'{unknown[0]} is part of no Linear and of no parameter of experts in {base.path}: use --format hf, which merges '
-      'the adapters.'
-    )
+    where = f'no Linear and of no parameter of experts in {base.path}'
+    raise UserError(f'{unknown[0]} is part of {where}: use --format hf, which merges the adapters.')
   adapted = [module for module in modules if any(slot.name in adapters for slot in module.slots)]
   read = {kernel: _Trained.read(weights, kernel, adapter) for kernel, adapter in adapters.items()}
   tensors: dict[str, LazyArray] = {}
   settings: dict[str, LowRankAdapter] = {}
   for module in adapted:
-    adapter, parts = _joined(module, read, base)
-    prefix = f'{_PREFIX}{saved_prefix(module, adapted)}'
+    settings[module.name], parts = _joined(module, read, base)
+    prefix = f'base_model.model.{saved_prefix(module, adapted)}'
     tensors |= {f'{prefix}.{part}': lazy_array(array) for part, array in parts.items()}
-    settings[module.name] = adapter
   config = _config(settings, modules) | {'base_model_name_or_path': str(base.path)}
   if is_writer:
     with new_folder(target) as folder:
@@ -332,13 +306,11 @@ def _joined(
   num_input_dims = some[0].a[index].ndim - first - 1
   num_in = some[0].a[index].size // some[0].a[index].shape[-1] // (module.num_experts or 1)
   num_out = _num_out(module, some[0].b[index], base)
-  is_shared = all(
-    each.adapter == adapter and np.array_equal(each.a.reshape(some[0].a.shape), some[0].a) for each in some
-  )
+  first_a = some[0].a
+  is_shared = all(each.adapter == adapter and np.array_equal(each.a.reshape(first_a.shape), first_a) for each in some)
   all_a, all_b, made_magnitude = [], [], np.empty(num_out, np.float32)
-  for slot, trained, (row_of, column_of) in zip(
-    module.slots, present, module.places(num_out, num_in, num_input_dims), strict=True
-  ):
+  places = module.places(num_out, num_in, num_input_dims)
+  for slot, trained, (row_of, column_of) in zip(module.slots, present, places, strict=True):
     if trained is None:
       continue
     a, b = np.moveaxis(trained.a[slot.index], -1, first), np.moveaxis(trained.b[slot.index], first, -1)
@@ -390,6 +362,7 @@ def _config(settings: Mapping[str, LowRankAdapter], modules: Sequence[PeftModule
   ends = {name.rpartition('.')[2] for name in targets}
   left_out = {name.rpartition('.')[2] for name in linears if name not in settings}
   is_whole = len(expert_targets) == len([name for name in parameters if _parameter(name) in map(_parameter, settings)])
+  named = map(_parameter, expert_targets) if is_whole else expert_targets
   return {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
@@ -402,11 +375,7 @@ def _config(settings: Mapping[str, LowRankAdapter], modules: Sequence[PeftModule
     'bias': 'none',
     'inference_mode': True,
     'target_modules': sorted(targets if ends & left_out else ends),
-    **(
-      {'target_parameters': sorted({*(map(_parameter, expert_targets) if is_whole else expert_targets)})}
-      if expert_targets
-      else {}
-    ),
+    **({'target_parameters': sorted({*named})} if expert_targets else {}),
     **({'fan_in_fan_out': True} if any(module.is_transposed for module in modules) else {}),
     'rank_pattern': {re.escape(name): each.rank for name, each in settings.items() if each.rank != rank},
     'alpha_pattern': {re.escape(name): each.alpha for name, each in settings.items() if each.alpha != alpha},

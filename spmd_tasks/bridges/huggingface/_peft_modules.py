@@ -86,15 +86,9 @@ def peft_modules(folder: Folder) -> list[PeftModule]:
     name = rule.source[0].name
     if len(rule.source) != 1 or not name.endswith('.weight') or not all(slot.name in adaptable for slot in rule.target):
       continue
-    found.append(
-      PeftModule(
-        name=name.removesuffix('.weight'),
-        slots=rule.target,
-        operations=rule.operations,
-        is_transposed=folder.family.rule_maker is gpt2_rules,
-        is_old='/experts/' in rule.target[0].name,
-      )
-    )
+    is_old, is_transposed = '/experts/' in rule.target[0].name, folder.family.rule_maker is gpt2_rules
+    settings = {'slots': rule.target, 'operations': rule.operations, 'is_transposed': is_transposed, 'is_old': is_old}
+    found.append(PeftModule(name=name.removesuffix('.weight'), **settings))
   mixture = folder.decoder.mixture
   for i, place in enumerate(places):
     if mixture is None or folder.decoder.num_encoder_layers or not folder.decoder.mixed[i]:
@@ -102,13 +96,10 @@ def peft_modules(folder: Folder) -> list[PeftModule]:
     for name, kernels in ((_GATE_UP, ('gate', 'up')), (_DOWN, ('down',))):
       slots = tuple(Slot(f'{place.prefix}ffn/experts/{kernel}', place.index) for kernel in kernels)
       if all(slot.name in adaptable for slot in slots):
+        parameter = f'{folder.family.names.layer.format(i)}mlp.experts.{name}'
+        routing = mixture.routing
         found.append(
-          PeftModule(
-            name=f'{folder.family.names.layer.format(i)}mlp.experts.{name}',
-            slots=slots,
-            num_experts=mixture.routing.num_experts,
-            takes_turns=mixture.routing.use_bias,
-          )
+          PeftModule(name=parameter, slots=slots, num_experts=routing.num_experts, takes_turns=routing.use_bias)
         )
   return found
 
@@ -128,9 +119,7 @@ def saved_prefix(module: PeftModule, others: Sequence[PeftModule]) -> str:
 def names_of_parameters(prefixes: Sequence[str], targets: Sequence[str]) -> Iterator[tuple[str, str]]:
   """Yields (prefix of tensors, name of the module), where parameters of experts get the parameter's name.
 
-  Args:
-    prefixes: all that tensors of a folder begin with.
-    targets: `target_parameters` of the folder's config.
+  `prefixes` are all that tensors of a folder begin with, `targets` the `target_parameters` of its config.
   """
   for prefix in prefixes:
     experts = prefix.removesuffix('.base_layer')
@@ -138,12 +127,9 @@ def names_of_parameters(prefixes: Sequence[str], targets: Sequence[str]) -> Iter
       yield prefix, prefix
       continue
     is_alone = f'{experts}.base_layer' not in prefixes
-    is_inner = prefix != experts or (is_alone and not _is_target(experts, _DOWN, targets))
+    is_down = any(f'.{experts}.{_DOWN}'.endswith(f'.{target}') for target in targets)
+    is_inner = prefix != experts or (is_alone and not is_down)
     yield prefix, f'{experts}.{_GATE_UP if is_inner else _DOWN}'
-
-
-def _is_target(experts: str, parameter: str, targets: Sequence[str]) -> bool:
-  return any(f'.{experts}.{parameter}'.endswith(f'.{target}') for target in targets)
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,45 +20,29 @@ from spmd_tasks.layers.attention import (
   YarnScaling,
 )
 
-_NUMBER = (int, float)
-# rope_type -> our class, and its keys: name in files -> (our field, types, what its absence implies). _LENGTH is the
-# greatest length (max_position_embeddings), and _FACTOR that divided by the original one.
-_REQUIRED, _LENGTH, _FACTOR = object(), object(), object()
-_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, tuple[str, Any, Any]]]] = {
-  'linear': (LinearScaling, {'factor': ('factor', _NUMBER, _REQUIRED)}),
-  'llama3': (
-    Llama3Scaling,
-    {
-      'original_max_position_embeddings': ('original_length', (int,), _LENGTH),
-      'factor': ('factor', _NUMBER, _REQUIRED),
-      'low_freq_factor': ('low_frequency_factor', _NUMBER, _REQUIRED),
-      'high_freq_factor': ('high_frequency_factor', _NUMBER, _REQUIRED),
-    },
-  ),
-  'yarn': (
-    YarnScaling,
-    {
-      'original_max_position_embeddings': ('original_length', (int,), _LENGTH),
-      'factor': ('factor', _NUMBER, _FACTOR),
-      'beta_fast': ('beta_fast', _NUMBER, 32.0),
-      'beta_slow': ('beta_slow', _NUMBER, 1.0),
-      'truncate': ('truncate', (bool,), True),
-      'mscale': ('mscale', _NUMBER, None),
-      'mscale_all_dim': ('mscale_all_dim', _NUMBER, None),
-      'attention_factor': ('attention_factor', _NUMBER, None),
-    },
-  ),
-  'longrope': (
-    LongRopeScaling,
-    {
-      'original_max_position_embeddings': ('original_length', (int,), _LENGTH),
-      'factor': ('factor', _NUMBER, _FACTOR),
-      'short_factor': ('short_factors', (list,), _REQUIRED),
-      'long_factor': ('long_factors', (list,), _REQUIRED),
-      'attention_factor': ('attention_factor', _NUMBER, None),
-    },
-  ),
+_SCALINGS: dict[str, type[RotaryScaling]] = {
+  'linear': LinearScaling,
+  'llama3': Llama3Scaling,
+  'yarn': YarnScaling,
+  'longrope': LongRopeScaling,
 }
+_ORIGINAL = 'original_max_position_embeddings'
+# Fields of these that have another name in files.
+_KEYS = {
+  'original_length': _ORIGINAL,
+  'low_frequency_factor': 'low_freq_factor',
+  'high_frequency_factor': 'high_freq_factor',
+  'short_factors': 'short_factor',
+  'long_factors': 'long_factor',
+}
+_REQUIRED = ('low_freq_factor', 'high_freq_factor')  # by transformers, although they have defaults here
+_NUMBER = (int, float)
+_TYPES: dict[str, Any] = {_ORIGINAL: (int,), 'truncate': (bool,), 'short_factor': (list,), 'long_factor': (list,)}
+
+
+def _fields(cls: type[RotaryScaling]) -> dict[str, dataclasses.Field[Any]]:
+  """Returns the fields of a scaling that files have, by their keys."""
+  return {_KEYS.get(field.name, field.name): field for field in dataclasses.fields(cls) if field.name != 'is_long'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +66,8 @@ class Rope:
   def read(self, config: Config, known: Values) -> Values:
     given = config.read('rope_parameters', dict, {})
     old = config.read('rope_scaling', dict, {})
-    theta = config.read('rope_theta', float, self.theta)
     implied = {
-      'rope_theta': theta,
+      'rope_theta': config.read('rope_theta', float, self.theta),
       'partial_rotary_factor': config.read('partial_rotary_factor', float, self.partial or 1.0),
     }
     own_length = config.read('original_max_position_embeddings', int, None)  # Phi-3's, which comes first
@@ -135,38 +118,41 @@ def read_rotary(given: Mapping[str, Any], head_dim: int, lengths: tuple[int | No
   kind = values.pop('rope_type', None) or values.get('type') or 'default'
   values.pop('type', None)
   theta, partial = values.pop('rope_theta'), values.pop('partial_rotary_factor')
+  where = f'{config.path} has rotary positions'
   if not 0 < theta < float('inf'):
-    raise UserError(
-      f'{config.path} has rotary positions with rope_theta = {theta!r}, which must be positive and finite.'
-    )
-  num_features = int(head_dim * partial)
-  scaling = None
-  if kind != 'default':
-    if kind not in _SCALINGS:
-      raise UserError(f'{config.path} has rotary positions of type {kind!r}: known here are {", ".join(_SCALINGS)}.')
-    cls, keys = _SCALINGS[kind]
-    if lengths[0] is not None and 'original_max_position_embeddings' in keys:
-      values['original_max_position_embeddings'] = lengths[0]
-    fields: dict[str, Any] = {}
-    for key, (field, kinds, absent) in keys.items():
-      value = values.pop(key, None)
-      if value is None and absent is _REQUIRED:
-        raise UserError(f'{config.path} has rotary positions of type {kind!r} without {key}.')
-      if value is None:
-        value = {_LENGTH: lengths[1], _FACTOR: lengths[1] / fields.get('original_length', 1)}.get(absent, absent)
-      elif type(value) not in kinds:
-        raise UserError(f'{config.path} has rotary positions with {key} = {value!r}, which is of another type.')
-      if kinds is _NUMBER and value is not None:
-        value = float(value)
-      fields[field] = tuple(map(float, value)) if isinstance(value, list) else value
-    scaling = cls(**fields)
-  else:
-    values.pop('original_max_position_embeddings', None)  # which says nothing without a scaling
+    raise UserError(f'{where} with rope_theta = {theta!r}, which must be positive and finite.')
+  if kind not in ('default', *_SCALINGS):
+    raise UserError(f'{where} of type {kind!r}: known here are {", ".join(_SCALINGS)}.')
+  scaling = None if kind == 'default' else _read_scaling(kind, values, lengths, where)
+  if kind == 'default':
+    values.pop(_ORIGINAL, None)  # which says nothing without a scaling
   if values:
-    raise UserError(f'{config.path} has rotary positions of type {kind!r} with {values}, which are not known here.')
-  return Rotary(
-    max_wavelength=float(theta), num_features=None if num_features == head_dim else num_features, scaling=scaling
-  )
+    raise UserError(f'{where} of type {kind!r} with {values}, which are not known here.')
+  num_features = None if int(head_dim * partial) == head_dim else int(head_dim * partial)
+  return Rotary(max_wavelength=float(theta), num_features=num_features, scaling=scaling)
+
+
+def _read_scaling(kind: str, values: dict[str, Any], lengths: tuple[int | None, int], where: str) -> RotaryScaling:
+  """Takes the settings of a scaling out of the values."""
+  fields, (own_length, max_length) = _fields(_SCALINGS[kind]), lengths
+  if own_length is not None and _ORIGINAL in fields:
+    values[_ORIGINAL] = own_length
+  implied: dict[str, Any] = {_ORIGINAL: max_length, **dict.fromkeys(_REQUIRED, dataclasses.MISSING)}
+  if kind in ('yarn', 'longrope'):
+    implied['factor'] = max_length / (values.get(_ORIGINAL) or max_length)
+  found: dict[str, Any] = {}
+  for key, field in fields.items():
+    value, types = values.pop(key, None), _TYPES.get(key, _NUMBER)
+    if value is None:
+      value = implied.get(key, field.default)
+    elif type(value) not in types:
+      raise UserError(f'{where} with {key} = {value!r}, which is of another type.')
+    elif types is _NUMBER:
+      value = float(value)
+    if value is dataclasses.MISSING:
+      raise UserError(f'{where} of type {kind!r} without {key}.')
+    found[field.name] = tuple(map(float, value)) if isinstance(value, list) else value
+  return _SCALINGS[kind](**found)
 
 
 def write_rotary(rotary: Rotary | None, decoder: Decoder) -> dict[str, Any]:
@@ -176,13 +162,11 @@ def write_rotary(rotary: Rotary | None, decoder: Decoder) -> dict[str, Any]:
   written: dict[str, Any] = {'rope_type': 'default', 'rope_theta': rotary.max_wavelength}
   if rotary.num_features is not None:
     written['partial_rotary_factor'] = rotary.num_features / decoder.head_dim
-  for kind, (cls, keys) in _SCALINGS.items():
-    if type(rotary.scaling) is cls:
-      values = {key: getattr(rotary.scaling, field) for key, (field, _, _) in keys.items()}
-      written |= {'rope_type': kind}
-      written |= {
-        key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value is not None
-      }
-  if rotary.scaling is not None and written['rope_type'] == 'default':
-    raise UserError(f'{type(rotary.scaling).__name__} has no name in transformers.')
+  if rotary.scaling is not None:
+    kind = next((kind for kind, cls in _SCALINGS.items() if type(rotary.scaling) is cls), None)
+    if kind is None:
+      raise UserError(f'{type(rotary.scaling).__name__} has no name in transformers.')
+    values = {key: getattr(rotary.scaling, field.name) for key, field in _fields(_SCALINGS[kind]).items()}
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    written |= {'rope_type': kind, **{key: value for key, value in values.items() if value is not None}}
   return written

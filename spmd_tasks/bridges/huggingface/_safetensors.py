@@ -29,16 +29,11 @@ from spmd_tasks.files import open_bytes, read_text, sync_path
 from spmd_tasks.wings import require
 
 _DTYPES = {
-  'F64': np.dtype('float64'),
-  'F32': np.dtype('float32'),
-  'F16': np.dtype('float16'),
+  **{f'F{bits}': np.dtype(f'float{bits}') for bits in (64, 32, 16)},
   'BF16': np.dtype(ml_dtypes.bfloat16),
   'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
   'F8_E5M2': np.dtype(ml_dtypes.float8_e5m2),
-  'I64': np.dtype('int64'),
-  'I32': np.dtype('int32'),
-  'I16': np.dtype('int16'),
-  'I8': np.dtype('int8'),
+  **{f'I{bits}': np.dtype(f'int{bits}') for bits in (64, 32, 16, 8)},
   'U8': np.dtype('uint8'),
   'BOOL': np.dtype('bool'),
 }
@@ -48,11 +43,7 @@ SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
 
 
 def dtype_of(name: str) -> np.dtype:
-  """Returns the dtype of a name in a config.json, such as bfloat16.
-
-  Raises:
-    UserError: weights cannot have it.
-  """
+  """Returns the dtype of a name in a config.json, such as bfloat16. Raises a UserError if weights cannot have it."""
   for dtype in _NAMES:
     if dtype.name == name and (dtype.kind == 'f' or name == 'bfloat16'):
       return dtype
@@ -62,8 +53,7 @@ def dtype_of(name: str) -> np.dtype:
 def read_tensors(folder: Path) -> dict[str, LazyArray]:
   """Returns every tensor of a folder. Headers are read and checked against the sizes of the files, and no data.
 
-  Raises:
-    UserError: there is no safetensors file, or one is truncated, damaged or not as its index says.
+  Raises a UserError if there is no safetensors file, or one is truncated, damaged or not as its index says.
   """
   if os.path.lexists(folder / INDEX_FILE):
     return _read_sharded(folder)
@@ -156,17 +146,21 @@ def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) ->
   return read
 
 
+def check_free(target: Path) -> None:
+  """Raises a UserError if there is something at a path."""
+  if target.exists():
+    raise UserError(f'{target} exists: name a folder that does not, or move it away.')
+
+
 @contextlib.contextmanager
 def new_folder(target: Path, is_writer: bool = True) -> Iterator[Path]:
   """Yields the folder to write into; it appears as `target` when it is complete.
 
-  Raises:
-    UserError: there is something at the target.
+  Raises a UserError if there is something at the target.
   """
   partial = target.parent / f'.{target.name}.partial'
   if is_writer:
-    if target.exists():
-      raise UserError(f'{target} exists: name a folder that does not, or move it away.')
+    check_free(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
   yield partial
@@ -176,11 +170,7 @@ def new_folder(target: Path, is_writer: bool = True) -> Iterator[Path]:
 
 
 def write_tensors(
-  folder: Path,
-  tensors: Mapping[str, LazyArray],
-  *,
-  is_writer: bool = True,
-  max_shard_bytes: int = MAX_SHARD_BYTES,
+  folder: Path, tensors: Mapping[str, LazyArray], *, is_writer: bool = True, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Iterator[str]:
   """Writes the tensors into one file, or into shards with an index; yields the name of each that is written.
 

@@ -35,7 +35,7 @@ from spmd_tasks.bridges.huggingface._describe import describe_model, model_place
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, open_folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
-from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, dtype_of, new_folder, write_tensors
+from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, check_free, dtype_of, new_folder, write_tensors
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.bridges.huggingface.sentence_transformers import write_pooling
 from spmd_tasks.command import OpenJob
@@ -64,22 +64,17 @@ _COPIED = (
 def export_model(
   opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh, only_adapters: bool = False
 ) -> int:
-  """Writes a folder of Hugging Face's format; returns exit code OK. Every process reads its shards, process 0 writes.
+  """Writes the checkpoint of a step (None: the newest) as a folder of Hugging Face's format; returns exit code OK.
 
-  Args:
-    opened: the job; nothing in its directory changes.
-    target: a folder that does not exist yet.
-    step: the checkpoint's step; None takes the newest.
-    mesh: any.
-    only_adapters: writes a folder of `peft`.
+  Every process reads its shards, process 0 writes. With `only_adapters`, the folder is one of `peft`.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the format cannot express the model, or the target has something already.
   """
   job, job_log_dir, emergency = opened.job, opened.directory, opened.emergency
-  if target.exists():
-    raise UserError(f'{target} exists: name a folder that does not, or move it away.')
+  local = Path(os.fspath(target))
+  check_free(local)
   model = partition_job(job, mesh)
   start = job.experiment.origin()
   folder = start.path if isinstance(start, FolderOrigin) else None
@@ -110,7 +105,6 @@ def export_model(
       assert folder is not None
       assert origin is not None
       digest = describe_base(folder)['sha256']
-      local = Path(os.fspath(target))
       num = export_adapter(local, job.task.model, weights, base=origin, digest=digest, is_writer=is_primary())
       if is_primary():
         print(f'exported step {restored} to {target}: adapters of {num} modules', flush=True)
@@ -122,7 +116,7 @@ def export_model(
       watchdog.beat(restored, 'export')
 
     architecture = export_folder(
-      Path(os.fspath(target)),
+      local,
       job.task.model,
       weights,
       origin=origin,
@@ -199,8 +193,8 @@ def export_folder(
   Raises:
     UserError: no family has this model, or there is something at the target.
   """
-  if target.exists() and is_writer:  # before anything is read
-    raise UserError(f'{target} exists: name a folder that does not, or move it away.')
+  if is_writer:  # before anything is read
+    check_free(target)
   decoder = describe_model(model)
   try:
     family, keys = _family_of(decoder, origin)
@@ -243,22 +237,13 @@ def _family_of(decoder: Decoder, origin: Folder | None) -> tuple[Family, Values]
 
 
 def _tensors(
-  model: Any,
-  weights: Mapping[str, LazyArray],
-  decoder: Decoder,
-  family: Family,
-  origin: Folder | None,
-  dtype: str | None,
+  model: Any, weights: Mapping[str, Any], decoder: Decoder, family: Family, origin: Folder | None, dtype: str | None
 ) -> dict[str, LazyArray]:
   table = RuleTable(rules=family.rules(decoder, model_places(model)), source='the folder', target='the model').inverse()
   names = [slot.name for rule in table.rules for slot in rule.target]
-  if dtype is not None:
-    dtypes = dict.fromkeys(names, dtype_of(dtype))
-  elif origin is not None:
-    dtypes = {name: dtype_of(origin.stored_dtype(name)) for name in names}
-  else:
-    dtypes = dict.fromkeys(names, np.dtype('float32'))
-  made = table.convert_lazily(weights, {name: jax.ShapeDtypeStruct((), dtypes[name]) for name in names})
+  stored = (lambda name: 'float32') if origin is None else origin.stored_dtype
+  wanted = {name: jax.ShapeDtypeStruct((), dtype_of(dtype or stored(name))) for name in names}
+  made = table.convert_lazily(weights, wanted)
   table.check(weights, made)  # of the weights, each is used exactly once
   if family.writes_copies and not decoder.scale_logits:
     made |= dict.fromkeys(family.table_copies, made[family.names.table])
@@ -266,25 +251,14 @@ def _tensors(
 
 
 def _config(
-  family: Family,
-  keys: Values,
-  origin: Folder | None,
-  settings: Mapping[str, Any],
-  tensors: Mapping[str, LazyArray],
+  family: Family, keys: Values, origin: Folder | None, settings: Mapping[str, Any], tensors: Mapping[str, LazyArray]
 ) -> Values:
   if origin is None:  # without these keys, transformers would take tokens of the family's own vocabulary
     settings = {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None, **settings}
-  kept = {} if origin is None else {key: value for key, value in origin.config.items() if key in INERT}
-  for key in ('auto_map', 'torch_dtype'):
-    kept.pop(key, None)
+  kept_keys = INERT - {'auto_map', 'torch_dtype'}
+  kept = {} if origin is None else {key: value for key, value in origin.config.items() if key in kept_keys}
   if len(kept.get('id2label') or ()) == len(keys.get('id2label', ())):  # the names of labels do not change
     keys = {key: value for key, value in keys.items() if key not in ('id2label', 'label2id')}
   model_type = next(name for name, each in FAMILIES.items() if each is family)
   largest = max(tensors.values(), key=lambda tensor: np.prod(tensor.shape))
-  return {
-    **settings,
-    **kept,
-    **keys,
-    'model_type': model_type,
-    'dtype': largest.dtype.name,
-  }
+  return {**settings, **kept, **keys, 'model_type': model_type, 'dtype': largest.dtype.name}

@@ -99,23 +99,21 @@ def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:
 
 
 def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: str | None = None) -> TrainState:
-  """Returns a padded training state at step 0 with the weights of a folder, and with those of an adapter's folder.
+  """Returns a padded training state at step 0 with the weights of a folder, and of an adapter's; else those are drawn.
 
-  Without an adapter's folder, adapters are drawn.
-
-  Raises:
-    UserError: the folder cannot be read, or its model is not that of the task.
+  Raises a UserError if the folder cannot be read, or its model is not that of the task.
   """
   weights = _read(model, folder)
   lacks_magnitudes, is_given = _lacks_magnitudes(model, folder, adapter), adapter is not None
   if adapter is not None:
     weights = fill_in(weights, _read_adapter(model, folder, adapter))
 
-  def adopt(drawn: Any, given: Any) -> Any:
-    def true(leaf: Any, shape: Any) -> Any:
-      return None if leaf is None else padding.unpad(leaf, shape)
+  def true(leaf: Any, shape: Any) -> Any:
+    return None if leaf is None else padding.unpad(leaf, shape)
 
-    adopted = fill_in(jax.tree.map(true, given, model.abstract_state.weights, is_leaf=_is_none), drawn)
+  def adopt(drawn: Any, given: Any) -> Any:
+    unpadded = jax.tree.map(true, given, model.abstract_state.weights, is_leaf=lambda leaf: leaf is None)
+    adopted = fill_in(unpadded, drawn)
     return with_magnitudes(model, adopted, only_missing=is_given) if lacks_magnitudes else adopted
 
   return model.init_with(seed, adopt, weights, donate=True)
@@ -137,7 +135,11 @@ def variables_from_folder(
     weights = fill_in(weights, _read_adapter(model, folder, adapter))
   flat = traverse_util.flatten_dict(weights, sep='/')
   padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
-  flat = {name: _zeros(padded[name]) if leaf is None else leaf for name, leaf in flat.items()}
+  flat |= {
+    name: jnp.zeros(padded[name].shape, padded[name].dtype, device=padded[name].sharding)
+    for name, leaf in flat.items()
+    if leaf is None
+  }
   weights = traverse_util.unflatten_dict(flat, sep='/')
   return {'params': with_magnitudes(model, weights, only_missing=True) if lacks_magnitudes else weights}
 
@@ -147,14 +149,6 @@ def _lacks_magnitudes(model: PartitionedModel, folder: str, adapter: str | None)
   if not any(each.use_dora for each in adapters_of(model.task.model).values()):
     return False
   return adapter is None or open_adapter(adapter).lacks_layers(open_folder(folder))
-
-
-def _is_none(leaf: Any) -> bool:
-  return leaf is None
-
-
-def _zeros(padded: jax.ShapeDtypeStruct) -> jax.Array:
-  return jax.jit(lambda: jnp.zeros(padded.shape, padded.dtype), out_shardings=padded.sharding)()
 
 
 def _read_adapter(model: PartitionedModel, folder: str, adapter: str) -> Any:

@@ -88,8 +88,7 @@ class PaxCheckpoint:
   def arrays(self) -> dict[str, StoredArray]:
     """Every array by its name. Reads metadata only.
 
-    Raises:
-      UserError: Paxml wrote the checkpoint in a form that cannot be read here.
+    Raises a UserError if Paxml wrote the checkpoint in a form that cannot be read here.
     """
     names = sorted(self._list())
     if not names:
@@ -184,8 +183,7 @@ def checkpoint_format(directory: epath.PathLike) -> Literal['pax', 'spmd_tasks']
 def open_pax_checkpoint(directory: epath.PathLike, step: int | None = None) -> PaxCheckpoint:
   """Returns the checkpoint of a step (None: the newest) in `<job>/checkpoints`, or the one that `directory` itself is.
 
-  Raises:
-    UserError: there is none.
+  Raises a UserError if there is none.
   """
   directory = absolute_path(directory)
   if step is None and is_complete(directory):
@@ -231,8 +229,7 @@ def read_pax_checkpoint(path: epath.PathLike, abstract_state: Any) -> Any:
 def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any]) -> dict[str, Any]:
   """Reads arrays by name, cut to the shapes of `wanted`: jax.ShapeDtypeStructs as `read_pax_checkpoint` takes them.
 
-  Raises:
-    UserError: an array has another shape or dtype.
+  Raises a UserError if an array has another shape or dtype.
   """
   if problems := [line for name, leaf in wanted.items() if (line := _mismatch(name, stored[name], leaf))]:
     raise UserError(f'the checkpoint does not fit the experiment:\n{describe_mismatches(problems)}')

@@ -138,8 +138,7 @@ class PaxExperiment(Experiment):
 def as_experiment(pax_class: type) -> type[PaxExperiment]:
   """Makes the class of ours for a Pax experiment's class. It has the same name, module and docstring.
 
-  Raises:
-    UserError: the experiment uses what is not supported; the message names it.
+  Raises a UserError if the experiment uses what is not supported; the message names it.
   """
   experiment: Any = pax_class()
   task = experiment.task()
@@ -165,8 +164,7 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
 def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str, Any]:
   """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.
 
-  Raises:
-    UserError: an override of `task` changed what a field of the experiment decides.
+  Raises a UserError if an override of `task` changed what a field of the experiment decides.
   """
   before = vars(experiment).get('_fields_of_task') or _fields_of(experiment.task())
   now = _fields_of(parts['task'])

@@ -70,8 +70,7 @@ class PaxInput:
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PaxInputIterator':
     """Makes the input of one process: Pax' infeed host `shard_index` of `shard_count`.
 
-    Raises:
-      UserError: the dataset is no training dataset, but stands for one, so that there is a model to evaluate.
+    Raises a UserError if the dataset is no training dataset, but stands for one, so that there is a model to evaluate.
     """
     if self.is_training and not self.config.is_training:
       raise UserError(
@@ -138,8 +137,7 @@ class PaxInputIterator:
   def set_state(self, state: State) -> None:
     """Continues after the batch at which `state` was taken.
 
-    Raises:
-      UserError: the state is of another kind of input, or another number of processes saved it.
+    Raises a UserError if the state is of another kind of input, or another number of processes saved it.
     """
     if state.get('shard_count') != self._shard_count or 'num_batches' not in state:
       raise UserError(

@@ -33,8 +33,7 @@ _SHAMPOO_ARGUMENTS = ('cholesky', 'qr_based_root', 'eigh', 'compression_rank', '
 def refuse_unsupported(experiment: Any, task: Any) -> None:
   """Checks a Pax experiment and the config of its task.
 
-  Raises:
-    UserError: it uses something that is not supported; the message lists all of it.
+  Raises a UserError if it uses something that is not supported; the message lists all of it.
   """
   reasons = list(_reasons(experiment, task))
   if reasons:

@@ -112,8 +112,7 @@ class PaxTask:
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares.
 
-    Raises:
-      UserError: the learner trains no variable.
+    Raises a UserError if the learner trains no variable.
     """
     with praxis_context():
       _, init_key = jax.random.split(jax.random.key_data(rng))
@@ -275,8 +274,7 @@ class PaxTask:
   def make_decoder(self, *arguments: Any, **named: Any) -> Any:
     """Makes the PaxDecoder of a job, by which programs.decode decodes batches instead of prompts.
 
-    Raises:
-      UserError: the model has no `decode`.
+    Raises a UserError if the model has no `decode`.
     """
     if type(self.model).decode is base_model.BaseModel.decode:
       raise UserError(

@@ -50,8 +50,7 @@ def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence
 def partition_of(split_dims: Sequence[Any], mesh_axis_names: Sequence[str], what: str) -> PartitionSpec:
   """Returns the PartitionSpec of Pax' split dims; `what` is what they are in an error.
 
-  Raises:
-    UserError: they name an axis that the mesh does not have.
+  Raises a UserError if they name an axis that the mesh does not have.
   """
   for entry in split_dims:
     for axis in entry if isinstance(entry, list | tuple) else (entry,):

@@ -54,8 +54,7 @@ class T5xCheckpoint:
 def open_checkpoint(place: epath.PathLike, step: int | None = None) -> T5xCheckpoint:
   """Opens a checkpoint: a file, a directory `checkpoint_<step>`, or of a MODEL_DIR the newest or that of a step.
 
-  Raises:
-    UserError: there is none, or it is of another format.
+  Raises a UserError if there is none, or it is of another format.
   """
   path = absolute_path(place)
   if not path.exists():

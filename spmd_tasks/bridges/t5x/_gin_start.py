@@ -16,8 +16,7 @@ EXPERIMENTS = 'spmd_tasks.bridges.t5x.experiments'
 def start(flags: argparse.Namespace) -> int | None:
   """Changes the flags of a command that names a gin setup; returns an exit code where --translate is all.
 
-  Raises:
-    UserError: the setup cannot be read, or has something that changes numbers and has no counterpart here.
+  Raises a UserError if the setup cannot be read, or has something that changes numbers and has no counterpart here.
   """
   files = ([flags.exp] if (flags.exp or '').endswith('.gin') else []) + flags.gin_file
   if not files:

@@ -101,8 +101,7 @@ class Translation:
 def translate(setup: Setup) -> Translation:
   """Translates a setup.
 
-  Raises:
-    UserError: it is no run of T5X that trains, evaluates or infers, or it lacks a value that T5X requires.
+  Raises a UserError if it is no run of T5X that trains, evaluates or infers, or it lacks a value that T5X requires.
   """
   root = next((node for name in _RUNS if (node := setup.node(f'__main__.{name}'))), None)
   root = root or next((node for name in _RUNS if (node := setup.node(f't5x.{name}.{name}'))), None)
