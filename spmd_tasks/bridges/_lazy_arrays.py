@@ -96,23 +96,27 @@ class LazyArray:
 
     def read(index: Index) -> np.ndarray:
       source: list[slice] = []
-      block: list[int] = []  # the shape of what is read, in the new dims
-      inner: list[slice] = []  # the wanted part of that
+      chosen: list[np.ndarray] = []  # of each group, the entries of the block that are wanted
+      sizes: list[int] = []  # of the groups in the block
+      rest = index
       for before, after in groups:
-        wanted = index[len(block) : len(block) + len(after)]
-        if len(before) <= 1:
-          covered = _covering_run(after, wanted)
-          source += [slice(*_flat_range(after, covered))] if before else []
-        elif len(after) <= 1:
-          rows = _covering_rows(before, wanted[0] if after else slice(0, 1))
-          source += rows
-          covered = (slice(*_flat_range(before, rows)),) if after else ()
-        else:  # no run of dims of one side is one dim of the other: read all of them
-          source += [slice(0, size) for size in before]
-          covered = tuple(slice(0, size) for size in after)
-        block += [_length(part) for part in covered]
-        inner += [slice(part.start - c.start, part.stop - c.start) for part, c in zip(wanted, covered)]
-      return self.read(tuple(source)).reshape(block)[tuple(inner)]
+        wanted, rest = rest[: len(after)], rest[len(after) :]
+        flat = np.zeros(1, np.int64)
+        for size, part in zip(after, wanted):
+          flat = (flat[:, None] * size + np.arange(part.start, part.stop)).reshape(-1)
+        entries = 0 * flat
+        for i, size in enumerate(before):
+          place = flat // math.prod(before[i + 1 :]) % size
+          covered = slice(int(place.min()), int(place.max()) + 1)
+          entries = entries * _length(covered) + place - covered.start
+          source.append(covered)
+        chosen.append(entries)
+        sizes.append(math.prod(map(_length, source[len(source) - len(before) :])))
+      block = self.read(tuple(source)).reshape(sizes)
+      for axis, entries in enumerate(chosen):
+        if len(entries) < sizes[axis]:
+          block = block.take(entries, axis)
+      return block.reshape([_length(part) for part in index])
 
     return LazyArray(shape, self.dtype, read)
 
@@ -207,38 +211,6 @@ def _same_sized_groups(before: Shape, after: Shape) -> Iterator[tuple[Shape, Sha
       else:
         right, j = right * after[j], j + 1
     yield before[first_i:i], after[first_j:j]
-
-
-def _covering_run(shape: Shape, index: Index) -> Index:
-  """Returns the smallest index that has the given one and is one run of the flat array."""
-  covered: list[slice] = []
-  is_whole = False  # after the first dim of which more than one entry is wanted
-  for size, part in zip(shape, index):
-    covered.append(slice(0, size) if is_whole else part)
-    is_whole = is_whole or _length(part) != 1
-  return tuple(covered)
-
-
-def _flat_range(shape: Shape, run: Index) -> tuple[int, int]:
-  """Returns start and stop of an index that is one run of the flat array."""
-  start = last = 0
-  for size, part in zip(shape, run):
-    start, last = start * size + part.start, last * size + part.stop - 1
-  return start, last + 1
-
-
-def _covering_rows(shape: Shape, flat: slice) -> Index:
-  """Returns the smallest index that is one run of the flat array and has a range of it."""
-  index: list[slice] = []
-  start, stop = flat.start, flat.stop
-  for dim in range(len(shape)):
-    inner = math.prod(shape[dim + 1 :])
-    low, high = start // inner, -(-stop // inner)
-    index.append(slice(low, high))
-    if high - low > 1:
-      return (*index, *(slice(0, size) for size in shape[dim + 1 :]))
-    start, stop = start - low * inner, stop - low * inner
-  return tuple(index)
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:

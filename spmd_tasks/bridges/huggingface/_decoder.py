@@ -186,10 +186,6 @@ class Decoder:
     if not any(self.windowed) or self.local_rotary == self.rotary:
       object.__setattr__(self, 'local_rotary', None)
 
-  def kind(self, layer: int) -> tuple[bool, bool]:
-    """Returns what distinguishes a layer from others: whether it has the window, and experts."""
-    return self.windowed[layer], self.mixed[layer]
-
 
 _PARTS = {'latent': Latent, 'mixture': Mixture, 'routing': Routing}
 
@@ -210,7 +206,7 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
   """Returns the unbound model, which computes in `dtype`."""
   norm = _norm(decoder, dtype)
-  kinds = [decoder.kind(layer) for layer in range(decoder.num_layers)]
+  kinds = list(zip(decoder.windowed, decoder.mixed, strict=True))  # what distinguishes a layer from others
   scores = {} if decoder.num_labels is None else {'num_labels': decoder.num_labels}
   embedding_class: Any = ScoreEmbedding if scores else TokenEmbedding
   parts: dict[str, Any] = {
@@ -239,14 +235,8 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
 
 
 def _position_bias(decoder: Decoder, *, encodes: bool = False) -> RelativePositionBias:
-  assert decoder.num_buckets is not None
-  assert decoder.max_distance is not None
-  return RelativePositionBias(
-    num_heads=decoder.num_heads,
-    num_buckets=decoder.num_buckets,
-    max_distance=decoder.max_distance,
-    bidirectional=encodes,
-  )
+  buckets: Any = {'num_buckets': decoder.num_buckets, 'max_distance': decoder.max_distance}
+  return RelativePositionBias(num_heads=decoder.num_heads, bidirectional=encodes, **buckets)
 
 
 def _norm(decoder: Decoder, dtype: str, num_dims: int = 1) -> Any:
@@ -262,15 +252,12 @@ def _block(
   given: dict[str, Any] = {'causal': not encodes}
   if decoder.bias_per_layer:
     given['position_bias'] = _position_bias(decoder, encodes=encodes)
-  attention = (
-    _attention(decoder, windowed, dtype, **given) if decoder.latent is None else _latent_attention(decoder, dtype)
-  )
+  latent = _latent_attention(decoder, dtype) if decoder.latent else None
   is_crossed = decoder.num_encoder_layers and not encodes
-  ffn = _experts(decoder, dtype) if mixed else _feed_forward(decoder, decoder.hidden_dim, dtype)
   return TransformerBlock(
-    attention=attention,
+    attention=latent or _attention(decoder, windowed, dtype, **given),
     cross_attention=_attention(decoder, False, dtype, cross=True) if is_crossed else None,
-    ffn=ffn,
+    ffn=_experts(decoder, dtype) if mixed else _feed_forward(decoder, decoder.hidden_dim, dtype),
     norm=norm,
     pre_norm=decoder.pre_norm,
     post_norm=decoder.post_norm,
@@ -297,20 +284,12 @@ def _attention(decoder: Decoder, windowed: bool, dtype: str, **given: Any) -> At
 
 
 def _latent_attention(decoder: Decoder, dtype: str) -> LatentAttention:
-  latent, rotary = decoder.latent, decoder.rotary
-  assert latent is not None
-  assert rotary is not None
+  rotary: Any = decoder.rotary
   scale = None
   if isinstance(rotary.scaling, YarnScaling) and rotary.scaling.mscale_all_dim:
     scale = decoder.head_dim**-0.5 * yarn_magnitude(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
-  return LatentAttention(
-    num_heads=decoder.num_heads,
-    **vars(latent),
-    rotary=rotary,
-    softmax_scale=scale,
-    use_bias=decoder.qkv_bias,
-    dtype=dtype,
-  )
+  settings = {'rotary': rotary, 'softmax_scale': scale, 'use_bias': decoder.qkv_bias, 'dtype': dtype}
+  return LatentAttention(num_heads=decoder.num_heads, **vars(decoder.latent), **settings)
 
 
 def _feed_forward(decoder: Decoder, hidden_dim: int, dtype: str) -> FeedForward:

@@ -72,9 +72,7 @@ def describe_model(model: Any) -> Decoder:
     decoder = _guess(model, [place.block for place in model_places(model)])
   except (AttributeError, TypeError) as error:
     raise UserError(f'the model has parts that no family of Hugging Face has ({error}).') from error
-  built = build_model(decoder)
-  differences = _differences(_settings(built), _settings(model))
-  if differences:
+  if differences := _differences(_settings(build_model(decoder)), _settings(model)):
     raise UserError(f'no family of Hugging Face has these settings of the model: {"; ".join(differences[:5])}.')
   return decoder
 
@@ -84,7 +82,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
   mixed = tuple(isinstance(block.ffn, MixtureOfExperts) for block in blocks)
   dense = next((block.ffn for block, is_mixed in zip(blocks, mixed) if not is_mixed), None)
   experts = next((block.ffn for block, is_mixed in zip(blocks, mixed) if is_mixed), None)
-  mixture: Mixture | None = None
+  mixture = None
   num_encoder_layers = len(blocks) - len(layer_places(model.stack))
   attentions = [block.attention for block in blocks[num_encoder_layers:]]
   hidden: Any = dense
@@ -149,19 +147,13 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     'local_rotary': None if local is None else _canonical_rotary(local.rotary),
     'qkv_bias': first.use_bias,
     'out_bias': first.use_bias if first.out_bias is None else first.out_bias,
-    'qk_norm': _qk_norm_kind(first.qk_norm),
+    'qk_norm': ('flat' if getattr(first.qk_norm, 'num_dims', 1) == 2 else 'head') if first.qk_norm else None,
     'clip_qkv': first.clip_qkv,
     'softmax_scale': first.softmax_scale,
     'sinks': first.sinks,
     'window': None if local is None else local.window,
     'windowed': tuple(each.window is not None for each in attentions),
   }
-
-
-def _qk_norm_kind(norm: Any) -> str | None:
-  if not norm:
-    return None
-  return 'flat' if isinstance(norm, RmsNorm) and norm.num_dims == 2 else 'head'
 
 
 def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
@@ -211,8 +203,5 @@ def _collect(value: Any, path: str, embed_dim: int, found: dict[str, Any]) -> No
 
 
 def _differences(expressible: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
-  return [
-    f'{path} = {actual.get(path)!r}, not {expressible.get(path)!r}'
-    for path in dict.fromkeys([*expressible, *actual])
-    if actual.get(path) != expressible.get(path)
-  ]
+  pairs = {path: (actual.get(path), expressible.get(path)) for path in dict.fromkeys([*expressible, *actual])}
+  return [f'{path} = {here!r}, not {there!r}' for path, (here, there) in pairs.items() if here != there]

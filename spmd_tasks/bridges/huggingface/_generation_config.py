@@ -11,25 +11,12 @@ from spmd_tasks.inputs.tokenizer_files import read_json_object
 
 # Fields that change what is generated and have no counterpart here, and the values with which they change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-  'num_beams': (1,),
-  'typical_p': (1, 1.0),
-  'epsilon_cutoff': (0,),
-  'eta_cutoff': (0,),
-  'top_h': (),
-  'penalty_alpha': (0,),
-  'diversity_penalty': (0,),
-  'encoder_repetition_penalty': (1,),
-  'no_repeat_ngram_size': (0,),
-  'bad_words_ids': ([],),
+  **dict.fromkeys(('num_beams', 'typical_p', 'encoder_repetition_penalty', 'guidance_scale'), (1,)),
+  **dict.fromkeys(('epsilon_cutoff', 'eta_cutoff', 'penalty_alpha', 'diversity_penalty'), (0,)),
+  **dict.fromkeys(('no_repeat_ngram_size', 'min_length', 'min_new_tokens'), (0,)),
+  **dict.fromkeys(('bad_words_ids', 'suppress_tokens', 'begin_suppress_tokens'), ([],)),
   'sequence_bias': ({},),
-  'guidance_scale': (1,),
-  'suppress_tokens': ([],),
-  'begin_suppress_tokens': ([],),
-  'forced_bos_token_id': (),
-  'forced_eos_token_id': (),
-  'min_length': (0,),
-  'min_new_tokens': (0,),
-  'watermarking_config': (),
+  **dict.fromkeys(('top_h', 'forced_bos_token_id', 'forced_eos_token_id', 'watermarking_config'), ()),
 }
 _TOP_K = 50  # transformers' default, where sampling is on
 _MIN_STOP_IDS = 8  # room for a request's own stop tokens beside the model's
@@ -47,11 +34,8 @@ def generation_defaults(folder: str) -> dict[str, Any]:
   path = os.path.join(os.path.expanduser(folder), 'generation_config.json')
   config = {name: value for name, value in read_json_object(path).items() if value is not None}
   model = read_json_object(os.path.join(os.path.dirname(path), 'config.json'))
-  ends = config.get('eos_token_id')
-  if ends is None:
-    ends = model.get('eos_token_id')
-  lost = {name: value for name, value in config.items() if value not in _UNSUPPORTED.get(name, (value,))}
-  if lost:
+  ends = config.get('eos_token_id', model.get('eos_token_id'))
+  if lost := {name: value for name, value in config.items() if value not in _UNSUPPORTED.get(name, (value,))}:
     logging.warning('%s: these settings have no counterpart here and are left out: %s', path, lost)
 
   given = [name for name in ('repetition_penalty', 'top_p', 'min_p') if name in config]

@@ -86,11 +86,9 @@ class _Layer:
 
 
 def _attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
-  heads = SplitHeads(decoder.head_dim)
-  rotated: tuple[Operation, ...] = ()
-  if names.interleaved:
-    assert decoder.rotary is not None
-    rotated = (pairs_to_halves(decoder.rotary.num_features or decoder.head_dim, decoder.head_dim),)
+  heads, rotary = SplitHeads(decoder.head_dim), decoder.rotary
+  num_rotating = (rotary and rotary.num_features) or decoder.head_dim
+  rotated = (pairs_to_halves(num_rotating, decoder.head_dim),) if names.interleaved else ()
   projections = [('query', names.query, rotated), ('key', names.key, rotated), ('value', names.value, ())]
   if names.qkv is not None:
     sizes = tuple(n * decoder.head_dim for n in (decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads))
@@ -141,10 +139,7 @@ def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> It
 def pairs_to_halves(num_features: int, size: int, before: int = 0) -> Take:
   """Returns the reordering of a last dim, of which some features rotate in pairs of neighbours, for our Rotary.
 
-  Args:
-    num_features: how many rotate.
-    size: how many there are, from the first that rotates.
-    before: how many come before that.
+  `num_features` rotate of `size` that there are from the first one on, after `before` others.
   """
   order = [*range(0, num_features, 2), *range(1, num_features, 2), *range(num_features, size)]
   return Take(-1, (*range(before), *(before + i for i in order)))
@@ -197,9 +192,8 @@ def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) ->
   yield Rule('transformer.wpe.weight', 'positions/table')
   if not decoder.tied:
     yield Rule(names.head, 'embedding/softmax_kernel', _TRANSPOSE)
-  norms = [('transformer.ln_f', 'final_norm')]
-  for weight, ours in (('weight', 'scale'), ('bias', 'bias')):
-    yield from (Rule(f'{theirs}.{weight}', f'{mine}/{ours}') for theirs, mine in norms)
+  yield Rule('transformer.ln_f.weight', 'final_norm/scale')
+  yield Rule('transformer.ln_f.bias', 'final_norm/bias')
   for i, place in enumerate(places):
     layer = _Layer(names.layer.format(i), place)
     for theirs, mine in (('ln_1', 'attention_norm'), ('ln_2', 'ffn_norm')):

@@ -42,9 +42,8 @@ class PretrainedLanguageModel(TextTraining):
   def origin(self) -> Origin | None:
     """Returns the folder that `init_from` names, else `model`, with the adapters beside it."""
     named = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
-    if not isinstance(named, FolderOrigin):
-      return named
-    return dataclasses.replace(named, sources=lambda: self.adapter_sources)
+    is_folder = isinstance(named, FolderOrigin)
+    return dataclasses.replace(named, sources=lambda: self.adapter_sources) if is_folder else named
 
   @functools.cached_property
   def folder(self) -> Folder:
@@ -75,9 +74,7 @@ class PretrainedLanguageModel(TextTraining):
   @functools.cached_property
   def adapter_sources(self) -> Mapping[str, AdapterSource]:
     """The adapters that `adapters` names, numbered from 1 on for requests."""
-    if not self.adapters:
-      return {}
-    return open_sources(self.adapters, self.folder)
+    return open_sources(self.adapters, self.folder) if self.adapters else {}
 
   def task(self) -> fdl.Config[Task]:
     return fdl.copy_with(super().task(), decode=self.decode())
@@ -92,15 +89,9 @@ class PretrainedLanguageModel(TextTraining):
     text = super()._packed_text(split, **settings)
     if not self.folder.decoder.num_encoder_layers:
       return text
-    tokens, targets = span_corruption_lengths(self.encoder_len)
-    text.seq_len = tokens
-    return fdl.Config(
-      SpanCorruption,
-      text=text,
-      inputs_length=self.encoder_len,
-      targets_length=max(targets, self.seq_len),
-      seed=self.seed,
-    )
+    text.seq_len, targets = span_corruption_lengths(self.encoder_len)
+    lengths = {'inputs_length': self.encoder_len, 'targets_length': max(targets, self.seq_len)}
+    return fdl.Config(SpanCorruption, text=text, seed=self.seed, **lengths)
 
   def chat_template(self) -> ChatTemplate:
     """The folder's; without one, a plain transcript."""
@@ -136,11 +127,10 @@ def _config_of(value: Any) -> Any:
     return tuple(map(_config_of, value))
   if not dataclasses.is_dataclass(value):
     return value
-  fields = [field for field in dataclasses.fields(value) if field.init and field.name not in ('parent', 'name')]
-  given = {field.name: getattr(value, field.name) for field in fields}
-  changed = {
-    field.name: _config_of(given[field.name])
-    for field in fields
-    if isinstance(given[field.name], nn.Module) or given[field.name] != field.default
-  }
+  changed = {}
+  for field in dataclasses.fields(value):
+    given = getattr(value, field.name)
+    is_changed = isinstance(given, nn.Module) or given != field.default
+    if field.init and field.name not in ('parent', 'name') and is_changed:
+      changed[field.name] = _config_of(given)
   return fdl.Config(type(value), **changed)

@@ -29,8 +29,7 @@ _KINDS = ('Transformer', 'Pooling', 'Normalize')
 def label_names(config: Mapping[str, Any], num_labels: int) -> tuple[str, ...]:
   """The names of labels in a config.json, or LABEL_0 and so on."""
   named = config.get('id2label') or {}
-  if len(named) != num_labels:
-    named = {}
+  named = named if len(named) == num_labels else {}
   return tuple(str(named.get(str(i), f'LABEL_{i}')) for i in range(num_labels))
 
 
@@ -102,12 +101,9 @@ def write_pooling(target: Path, reading: TextReading, num_features: int, max_len
   }
   (target / _POOLING).mkdir(exist_ok=True)
   (target / '2_Normalize').mkdir(exist_ok=True)
-  for name, value in (
-    (MODULES, modules),
-    (f'{_POOLING}/config.json', pooling),
-    (_SETTINGS, settings),
-    ('sentence_bert_config.json', {'max_seq_length': max_len, 'do_lower_case': False}),
-  ):
+  written = {MODULES: modules, f'{_POOLING}/config.json': pooling, _SETTINGS: settings}
+  written['sentence_bert_config.json'] = {'max_seq_length': max_len, 'do_lower_case': False}
+  for name, value in written.items():
     write_durably(target / name, json.dumps(value, indent=2) + '\n')
   if not reading.ends or not (target / 'tokenizer.json').exists():
     return
@@ -117,10 +113,6 @@ def write_pooling(target: Path, reading: TextReading, num_features: int, max_len
   made = Tokenizer.from_file(str(target / 'tokenizer.json'))
   ends = {str(made.id_to_token(i)): i for i in (*encode_prompt(tokenizer, ''), tokenizer.eos_id)}
   *before, end = ends
-  template = processors.TemplateProcessing(
-    single=' '.join([*before, '$A', end]),
-    pair=' '.join([*before, '$A', '$B', end]),
-    special_tokens=list(ends.items()),
-  )
-  made.post_processor = template
+  single, pair = (' '.join([*before, *texts, end]) for texts in (('$A',), ('$A', '$B')))
+  made.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(ends.items()))
   made.save(str(target / 'tokenizer.json'))

@@ -67,11 +67,7 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class PaxCheckpoint:
-  """One complete checkpoint of Paxml, `checkpoint_<step>`.
-
-  Attributes:
-    path: its directory.
-  """
+  """One complete checkpoint of Paxml; `path` is its directory, `checkpoint_<step>`."""
 
   path: epath.Path
 
@@ -90,15 +86,14 @@ class PaxCheckpoint:
 
     Raises a UserError if Paxml wrote the checkpoint in a form that cannot be read here.
     """
-    names = sorted(self._list())
-    if not names:
+    opening = {name: self._open(name) for name in sorted(self._list())}  # all at once
+    if not opening:
       what = 'one msgpack file, as of a pmap job' if (self.path / _STATE / 'checkpoint').exists() else 'no array'
       raise UserError(f'{self.path / _STATE} holds {what}: only checkpoints of partitioned (pjit) jobs can be read.')
-    shapes = self._true_shapes()
-    stores = [self._open(name) for name in names]
+    shapes, stores = self._true_shapes(), {name: future.result() for name, future in opening.items()}
     return {
       name: StoredArray(store=store, true_shape=shapes.get(name) if store.rank else ())
-      for name, store in zip(names, (future.result() for future in stores), strict=True)
+      for name, store in stores.items()
     }
 
   def name_of(self, path: Sequence[Any]) -> str:
@@ -140,18 +135,12 @@ class PaxCheckpoint:
 
 
 def _pax_name(path: Sequence[Any]) -> str:
-  """Returns Paxml's name of a leaf: fields and keys joined by dots, `_i` for item i of a list or a tuple.
-
-  Args:
-    path: of jax.tree_util.tree_flatten_with_path.
-  """
-  name = ''
-  for key in path:
-    if isinstance(key, jax.tree_util.SequenceKey):
-      name += f'_{key.idx}'
-    else:
-      name += ('.' if name else '') + jax.tree_util.keystr((key,), simple=True)
-  return name
+  """Returns Paxml's name of the leaf with a key path: keys joined by dots, `_i` for item i of a list or a tuple."""
+  keys = (
+    f'_{key.idx}' if isinstance(key, jax.tree_util.SequenceKey) else '.' + jax.tree_util.keystr((key,), simple=True)
+    for key in path
+  )
+  return ''.join(keys).removeprefix('.')
 
 
 def _ocdbt_name(path: Sequence[Any]) -> str:
@@ -174,10 +163,10 @@ def checkpoint_format(directory: epath.PathLike) -> Literal['pax', 'spmd_tasks']
   """
   directory = epath.Path(directory)
   own = CheckpointDirectory(path=directory).complete_steps() if directory.is_dir() else []
-  newest = {'pax': max(pax_checkpoints(directory), default=-1), 'spmd_tasks': max(own, default=-1)}
-  if max(newest.values()) < 0:
-    return None
-  return 'pax' if newest['pax'] > newest['spmd_tasks'] else 'spmd_tasks'
+  newest, own_newest = max(pax_checkpoints(directory), default=-1), max(own, default=-1)
+  if newest > own_newest:
+    return 'pax'
+  return 'spmd_tasks' if own_newest >= 0 else None
 
 
 def open_pax_checkpoint(directory: epath.PathLike, step: int | None = None) -> PaxCheckpoint:
@@ -221,46 +210,31 @@ def read_pax_checkpoint(path: epath.PathLike, abstract_state: Any) -> Any:
   checkpoint = open_pax_checkpoint(path)
   paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
   wanted = {checkpoint.name_of(key_path): leaf for key_path, leaf in paths}
-  _check(checkpoint, wanted)
-  values = read_arrays(checkpoint.arrays, wanted)
+  parts = {name.split('.')[0] for name in wanted}
+  stored = {name: array for name, array in checkpoint.arrays.items() if name.split('.')[0] in parts}
+  values = read_arrays(stored, wanted, str(checkpoint.path))
   return jax.tree_util.tree_unflatten(structure, [values[name] for name in wanted])
 
 
-def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any], source: str) -> dict[str, Any]:
   """Reads arrays by name, cut to the shapes of `wanted`: jax.ShapeDtypeStructs as `read_pax_checkpoint` takes them.
 
   Raises a UserError if an array has another shape or dtype.
   """
-  if problems := [line for name, leaf in wanted.items() if (line := _mismatch(name, stored[name], leaf))]:
-    raise UserError(f'the checkpoint does not fit the experiment:\n{describe_mismatches(problems)}')
-  return {name: _read(stored[name], leaf) for name, leaf in wanted.items()}
-
-
-def _check(checkpoint: PaxCheckpoint, wanted: Mapping[str, Any]) -> None:
-  stored = checkpoint.arrays
-  parts = {name.split('.')[0] for name in wanted}
   problems = []
   for name, leaf in wanted.items():
     if (array := stored.get(name)) is None:
       problems.append(f'{name} {_describe_array(leaf)} is not in the checkpoint')
-    elif line := _mismatch(name, array, leaf):
-      problems.append(line)
-  problems += [
-    f'{name} {_describe_array(array)} of the checkpoint has no place in the model'
-    for name, array in stored.items()
-    if name not in wanted and name.split('.')[0] in parts
-  ]
+    elif not (array.fits(leaf.shape) and _is_convertible(array.dtype, leaf.dtype)):
+      problems.append(f'{name} must be {_describe_array(leaf)}, but the checkpoint has {_describe_array(array)}')
+  for name in stored.keys() - wanted.keys():
+    problems.append(f'{name} {_describe_array(stored[name])} of the checkpoint has no place in the model')
   if problems:
     raise UserError(
-      f'{checkpoint.path} does not fit the experiment:\n{describe_mismatches(problems)}\nUse the experiment that wrote '
-      'it, with its sizes, layers and learner.'
+      f'{source} does not fit the experiment:\n{describe_mismatches(problems)}\nUse the experiment that wrote it, with '
+      'its sizes, layers and learner.'
     )
-
-
-def _mismatch(name: str, array: StoredArray, leaf: Any) -> str | None:
-  if array.fits(leaf.shape) and _is_convertible(array.dtype, leaf.dtype):
-    return None
-  return f'{name} must be {_describe_array(leaf)}, but the checkpoint has {_describe_array(array)}'
+  return {name: _read(stored[name], leaf) for name, leaf in wanted.items()}
 
 
 def _describe_array(array: Any) -> str:

@@ -83,12 +83,7 @@ class PaxDecoder:
       step.compile()
 
   def run(self, name: str, variables: Variables, step: int) -> None:
-    """Decodes a dataset, unless its outputs are there already.
-
-    Args:
-      name: of the dataset.
-      variables: of the model, padded, on the mesh.
-      step: their train step.
+    """Decodes a dataset with variables (padded, on the mesh) of a train step, unless its outputs are there already.
 
     Raises:
       UserError: the dataset has no batch, or a batch has texts, which several processes cannot pass on.
@@ -111,20 +106,18 @@ class PaxDecoder:
       output = jax.device_get(decode_step(variables, placed, np.int32(step), np.int32(batch)))
       if is_primary():
         decoded.add(dataset, output, texts)
-    if is_primary():
-      if not decoded.num_batches:
-        raise UserError(f'decode dataset {name!r} has no batch, its source is empty: correct decode_datasets().')
-      metrics = decoded.metrics()
-      writer = make_writer(
-        self._job_log_dir / 'summaries' / f'decode_test_{dataset.name}', tensorboard=self._tensorboard, primary=True
-      )
-      writer.write(step, metrics)
-      writer.close()
-      _write_outputs(directory, stem, decoded.outputs)
-      shown = ''.join(f'  {key} {value:.6g}' for key, value in metrics.items() if not key.endswith('-weight'))
-      self._report(
-        f'step {step}  decode {name}: {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}'
-      )
+    if not is_primary():
+      return
+    if not decoded.num_batches:
+      raise UserError(f'decode dataset {name!r} has no batch, its source is empty: correct decode_datasets().')
+    metrics = decoded.metrics()
+    summaries = self._job_log_dir / 'summaries' / f'decode_test_{dataset.name}'
+    writer = make_writer(summaries, tensorboard=self._tensorboard, primary=True)
+    writer.write(step, metrics)
+    writer.close()
+    _write_outputs(directory, stem, decoded.outputs)
+    shown = ''.join(f'  {key} {value:.6g}' for key, value in metrics.items() if not key.endswith('-weight'))
+    self._report(f'step {step}  decode {name}: {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}')
 
   def _batches(self, dataset: Any) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
     """Yields (arrays, texts) of the batches that Paxml decodes. The dataset is not read ahead: it may keep a state."""

@@ -66,13 +66,9 @@ class PaxExperiment(Experiment):
     return cls()
 
   def _changed_settings(self) -> dict[str, Any]:
-    cls, changed = self._pax_class, {}
-    for name in self._pax_settings:
-      default = getattr(cls, name)
-      value = _thawed(getattr(self, name), default)
-      if value != default:
-        changed[name] = value
-    return changed
+    defaults = {name: getattr(self._pax_class, name) for name in self._pax_settings}
+    values = {name: _thawed(getattr(self, name), default) for name, default in defaults.items()}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
   def task(self) -> Any:
     """Returns Pax' config of the task, with this experiment's mesh, steps and seed."""
@@ -100,14 +96,11 @@ class PaxExperiment(Experiment):
     experiment = self.pax_experiment()
     datasets = experiment.train_datasets()
     if len(datasets) > 1:
-      raise UserError(
-        f'{self._pax_class.__name__} has {len(datasets)} training datasets; at most one can be used: mix several in '
-        'one input.'
-      )
-    others = [*experiment.eval_datasets(), *self.decode_inputs().values()]
-    if not datasets and not others:
-      raise UserError(f'{self._pax_class.__name__} has no datasets: return some from its datasets().')
-    return (datasets or others)[0]
+      has = f'{self._pax_class.__name__} has {len(datasets)} training datasets'
+      raise UserError(f'{has}; at most one can be used: mix several in one input.')
+    if found := [*datasets, *experiment.eval_datasets(), *self.decode_inputs().values()]:
+      return found[0]
+    raise UserError(f'{self._pax_class.__name__} has no datasets: return some from its datasets().')
 
   def eval_inputs(self) -> Mapping[str, Any]:
     """Returns Pax' configs of the datasets that are not for training, by name."""
@@ -146,18 +139,16 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
   settings = _plain_attributes(pax_class)
   # An int may become a float. Other types are read off the value.
   annotations = {name: int | float if type(value) is int else Any for name, value in settings.items()}
-  namespace = (
-    settings
-    | _fields_of(task)
-    | {
-      '__module__': pax_class.__module__,
-      '__qualname__': pax_class.__qualname__,
-      '__doc__': pax_class.__doc__ or f'{pax_class.__name__}, an experiment of Pax.',
-      '__annotations__': annotations,
-      '_pax_class': pax_class,
-      '_pax_settings': tuple(settings),
-    }
-  )
+  namespace = {
+    **settings,
+    **_fields_of(task),
+    '__module__': pax_class.__module__,
+    '__qualname__': pax_class.__qualname__,
+    '__doc__': pax_class.__doc__ or f'{pax_class.__name__}, an experiment of Pax.',
+    '__annotations__': annotations,
+    '_pax_class': pax_class,
+    '_pax_settings': tuple(settings),
+  }
   return type(pax_class.__name__, (PaxExperiment,), namespace)
 
 
@@ -193,9 +184,8 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
 class PaxEarlyEnd(EarlyEnd):
   """Asks a task's `early_stopping_fn` as Paxml does, after every training step, and ends a job where it answers True.
 
-  The arguments are made by Paxml's own `tuning_lib`: metrics by the names of its summaries, the running mode, the step,
-  whether this is the last eval, and the directory of the checkpoints. There are no metrics of an eval on the next
-  training batch (`eval_train/`), which is not made here.
+  The arguments are made by Paxml's own `tuning_lib`. There are no metrics of an eval on the next training batch
+  (`eval_train/`), which is not made here.
   """
 
   def __init__(self, *, input_names: Mapping[str, str]):
@@ -226,10 +216,9 @@ class PaxEarlyEnd(EarlyEnd):
         steps_per_sec=num_batches / report.eval_seconds,
         input_names=[self._input_names.get(name, name) for name in report.evals],
       )
+    has = {'has_train_metrics': True, 'has_eval_metrics': evals is not None, 'has_decode_metrics': False}
     is_last = tuning_lib.is_last_checkpoint(
-      trainer_lib.RunningMode.detect(
-        has_train_metrics=True, has_eval_metrics=evals is not None, has_decode_metrics=False
-      ),
+      trainer_lib.RunningMode.detect(**has),
       report.step,
       self._num_train_steps,
       self._eval_every_steps or 0,
@@ -302,16 +291,11 @@ def _hours(duration: str | None) -> float | None:
 
 
 def _split_mapping(mapping: Any, axis_names: Sequence[str]) -> Any:
-  if mapping is None:
-    return None
-  return FrozenDict(
-    {
-      name: None
-      if dims is None
-      else tuple(partition_of(dims, axis_names, f'the split dims of task.train.inputs_split_mapping.{name}'))
-      for name, dims in mapping.items()
-    }
-  )
+  def split_dims(name: str, dims: Any) -> Any:
+    where = f'the split dims of task.train.inputs_split_mapping.{name}'
+    return None if dims is None else tuple(partition_of(dims, axis_names, where))
+
+  return None if mapping is None else FrozenDict({name: split_dims(name, dims) for name, dims in mapping.items()})
 
 
 def _plain_attributes(cls: type) -> dict[str, Any]:
@@ -345,10 +329,9 @@ def _on_this_host(dataset: Any, own: Any) -> Any:
 
   A config that was saved has the host of the process that saved it, where the experiment asks JAX for its number.
   """
-  if own is None:
-    return dataset
-  dataset = dataset.clone()
-  dataset.num_infeed_hosts, dataset.infeed_host_index = own.num_infeed_hosts, own.infeed_host_index
+  if own is not None:
+    dataset = dataset.clone()
+    dataset.num_infeed_hosts, dataset.infeed_host_index = own.num_infeed_hosts, own.infeed_host_index
   return dataset
 
 

@@ -48,16 +48,14 @@ class PaxInput:
     try:
       first = flatten_batch(next_batch(self.make(0, jax.process_count())))
     except StopIteration as error:
-      raise UserError(
-        f'input {self.config.name!r} ends before its first batch: let {self.config.cls.__name__}.get_next return one.'
-      ) from error
+      remedy = f'let {self.config.cls.__name__}.get_next return one'
+      raise UserError(f'input {self.config.name!r} ends before its first batch: {remedy}.') from error
+    spec = {}
     for name, rows in first.items():
       if rows.ndim == 0:
         raise UserError(f'input {self.config.name!r} gives {name!r} without a batch dim: give it a row per example.')
-    return {
-      name: jax.ShapeDtypeStruct((rows.shape[0] * jax.process_count(), *rows.shape[1:]), rows.dtype)
-      for name, rows in first.items()
-    }
+      spec[name] = jax.ShapeDtypeStruct((rows.shape[0] * jax.process_count(), *rows.shape[1:]), rows.dtype)
+    return spec
 
   @property
   def shapes_may_vary(self) -> bool:
@@ -144,25 +142,21 @@ class PaxInputIterator:
         f'the saved position {state} is not one of a Pax input with {self._shard_count} process(es): run with the '
         'processes and the input that saved it, or start a new job.'
       )
-    self._input = self._make()
+    self._input, self._count = self._make(), state['num_batches']
+    name = type(self._input).__name__
     if 'own_state' in state:
-      logging.info('The input %s continues by its own state.', type(self._input).__name__)
+      logging.info('The input %s continues by its own state.', name)
       self._input.set_state(base64.b64decode(state['own_state']))
-    else:
-      logging.info(
-        'The input %s has no state of its own: %d batches are read and dropped.',
-        type(self._input).__name__,
-        state['num_batches'],
-      )
-      for number in range(state['num_batches']):
-        try:
-          next_batch(self._input)
-        except StopIteration as error:
-          raise UserError(
-            f'the input {type(self._input).__name__} ends after {number} batches, but the checkpoint has read '
-            f'{state["num_batches"]}: give it the data that it had, or start a new job from the weights (init_from).'
-          ) from error
-    self._count = state['num_batches']
+      return
+    logging.info('The input %s has no state of its own: %d batches are read and dropped.', name, self._count)
+    for number in range(self._count):
+      try:
+        next_batch(self._input)
+      except StopIteration as error:
+        raise UserError(
+          f'the input {name} ends after {number} batches, but the checkpoint has read {self._count}: give it the data '
+          'that it had, or start a new job from the weights (init_from).'
+        ) from error
 
   def close(self) -> None:
     """Forgets the input."""

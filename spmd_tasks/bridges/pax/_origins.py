@@ -141,7 +141,7 @@ class LoadingRules(Origin):
     variables, opt_state = _by_name(canonical.variables), _by_name(canonical.learner.opt_state)
     new: dict[str, jax.Array] = {}
     new_opt_state: dict[str, jax.Array] = {}
-    step: int | None = None
+    step = None
     for directory, rules in rules_by_place.items():
       source = _open(directory, rules.step)
       origins = _origins(variables.keys() - new.keys(), rules, safe=rules.safe_load)
@@ -187,10 +187,7 @@ def _origins(names: Iterable[str], rules: Any, *, safe: bool) -> dict[str, str]:
 
 
 def _read(
-  source: _Source,
-  origins: Mapping[str, str],
-  find: Callable[[str], StoredArray | None],
-  targets: Mapping[str, jax.ShapeDtypeStruct],
+  source: _Source, origins: Mapping[str, str], find: Callable[[str], StoredArray | None], targets: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
   stored = {name: array for name, origin in origins.items() if (array := find(origin)) is not None}
   if missing := sorted(origin for name, origin in origins.items() if name not in stored):
@@ -198,7 +195,7 @@ def _read(
       f'init_from_checkpoint_rules asks for {missing[0]!r} and {len(missing) - 1} others that {source.path} does not '
       f'hold; it holds, for one, {min(source.variables, default=None)!r}. Correct the rules.'
     )
-  return read_arrays(stored, {name: targets[name] for name in stored})
+  return read_arrays(stored, {name: targets[name] for name in stored}, str(source.path))
 
 
 def _overwritten(model: PartitionedModel, state: TrainState, part: Callable[[TrainState], Any], new: Any) -> Any:
@@ -214,9 +211,7 @@ def _open(directory: str, step: int | None) -> _Source:
     step = choose(own, step, own.saved_leaves(step) or (), prefix='', rejected=set())  # and verify it
     assert step is not None
     arrays = PaxCheckpoint(own.final(step)).arrays
-    named = {
-      _own_name(name): dataclasses.replace(array, true_shape=tuple(array.store.shape)) for name, array in arrays.items()
-    }
+    named = {_own_name(n): dataclasses.replace(each, true_shape=tuple(each.store.shape)) for n, each in arrays.items()}
   else:
     checkpoint = open_pax_checkpoint(path, step)
     path, step = checkpoint.path, checkpoint.step

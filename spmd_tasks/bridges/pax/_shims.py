@@ -43,6 +43,7 @@ _DEFERRING = {
 _ONLY_CLASSES = ('seqio', 'seqio.metrics', 'tensorflow.python.trackable.data_structures')
 _DATA_PACKAGES = ('seqio', 't5', 'tensorflow_datasets')  # with all their submodules
 _LINGVO = ('base_input_generator', 'generic_input', 'layers', 'ops', 'py_utils')  # need native parts and TensorFlow
+_DEPRECATIONS: set[str] = set()  # that were logged
 
 
 def install_shims() -> None:
@@ -60,8 +61,7 @@ class _ShimFinder(importlib.abc.MetaPathFinder):
     if fullname in _PACKAGES:
       _add_names_to_jax()
       _find_lambdas_quickly()
-      if _FirstDeprecation not in map(type, absl_logging.get_absl_logger().filters):
-        absl_logging.get_absl_logger().addFilter(_FirstDeprecation())
+      absl_logging.get_absl_logger().addFilter(_is_news)
     names = _DEFERRING.get(fullname) or _DEFERRING.get(fullname.partition('.')[0])
     if names:
       spec = PathFinder.find_spec(fullname, path)
@@ -71,19 +71,13 @@ class _ShimFinder(importlib.abc.MetaPathFinder):
     return find_stand_in(fullname) if any(package in sys.modules for package in _PACKAGES) else None
 
 
-class _FirstDeprecation(logging.Filter):
+def _is_news(record: logging.LogRecord) -> bool:
   """Lets a deprecation of Praxis' settings be logged once; Praxis does at each of a dozen instantiations."""
-
-  def __init__(self):
-    super().__init__()
-    self._logged: set[str] = set()
-
-  def filter(self, record: logging.LogRecord) -> bool:
-    if not (text := str(record.msg)).startswith('DEPRECATION WARNING: p.'):
-      return True
-    is_first = text not in self._logged
-    self._logged.add(text)
-    return is_first
+  text = str(record.msg)
+  is_news = text not in _DEPRECATIONS
+  if text.startswith('DEPRECATION WARNING: p.'):
+    _DEPRECATIONS.add(text)
+  return is_news
 
 
 def _add_names_to_jax() -> None:
@@ -91,14 +85,12 @@ def _add_names_to_jax() -> None:
   if importlib.util.find_spec('jax.lib.xla_client') is None and 'jax.lib.xla_client' not in sys.modules:
     from jaxlib import xla_client
 
-    sys.modules['jax.lib.xla_client'] = xla_client
-    jax.lib.xla_client = xla_client  # type: ignore[attr-defined]
-  if not hasattr(jax, 'tree_map'):
-    jax.tree_map = _tree_map  # type: ignore[attr-defined]
-  # praxis.py_utils, for updates of variables by name, and paxml.sgf, for private gradients.
-  for name in ('tree_flatten', 'tree_unflatten'):
+    sys.modules['jax.lib.xla_client'] = jax.lib.xla_client = xla_client  # type: ignore[attr-defined]
+  # The last two: praxis.py_utils, for updates of variables by name, and paxml.sgf, for private gradients.
+  earlier = {'tree_map': _tree_map, 'tree_flatten': jax.tree.flatten, 'tree_unflatten': jax.tree.unflatten}
+  for name, function in earlier.items():
     if not hasattr(jax, name):
-      setattr(jax, name, getattr(jax.tree_util, name))
+      setattr(jax, name, function)
   # praxis.decoder_utils, for beam search, gives jnp.reshape its shape by an earlier name.
   if 'newshape' not in inspect.signature(jax.numpy.reshape).parameters:
     jax.numpy.reshape = _with_newshape(jax.numpy.reshape)
@@ -118,13 +110,13 @@ def _with_newshape(reshape: Callable[..., Any]) -> Callable[..., Any]:
 def _tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
   """jax.tree_map of earlier versions: a None in the first tree may meet anything in the others, and stays None."""
 
-  def is_none_or_leaf(x: Any) -> bool:
-    return x is None or (is_leaf is not None and is_leaf(x))
+  def is_given(x: Any) -> bool:
+    return is_leaf is not None and is_leaf(x)
 
   def apply(x: Any, *others: Any) -> Any:
-    return None if x is None and not (is_leaf is not None and is_leaf(x)) else f(x, *others)
+    return None if x is None and not is_given(x) else f(x, *others)
 
-  return jax.tree.map(apply, tree, *rest, is_leaf=is_none_or_leaf)
+  return jax.tree.map(apply, tree, *rest, is_leaf=lambda x: x is None or is_given(x))
 
 
 def _find_lambdas_quickly() -> None:
@@ -230,10 +222,8 @@ def _named(path: str) -> Any:
 def find_stand_in(fullname: str) -> ModuleSpec | None:
   """Returns the spec of a stand-in for a module that cannot be imported; None for every other module."""
   top = fullname.partition('.')[0]
-  if top in _DATA_PACKAGES:
-    is_needed = PathFinder.find_spec(top) is None
-  else:
-    is_needed = fullname.removeprefix('lingvo.core.') in _LINGVO
+  is_missing = top in _DATA_PACKAGES and PathFinder.find_spec(top) is None
+  is_needed = is_missing or fullname.removeprefix('lingvo.core.') in _LINGVO
   return ModuleSpec(fullname, _StandInLoader(), is_package=True) if is_needed else None
 
 
@@ -302,8 +292,8 @@ def _refuse(cls: type) -> NoReturn:
   """Raises a UserError that names a class and the package that it needs."""
   base = cls.__mro__[cls.__mro__.index(_Instance) - 1]
   raise UserError(
-    f'{cls.__module__}.{cls.__qualname__} needs {base.__module__}, which is not installed beside spmd_tasks: give the '
-    'experiment inputs that do without it, by datasets() of a subclass.'
+    f'{cls.__module__}.{cls.__qualname__} needs {base.__module__}, which is not installed: give the experiment inputs '
+    'that do without it, by datasets() of a subclass.'
   )
 
 

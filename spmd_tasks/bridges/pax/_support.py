@@ -16,18 +16,14 @@ from spmd_tasks.errors import UserError
 _REPLACED_PARTS = {
   'partitioner': 'meshes, padding and compiled steps are ours',
   'executor': 'the training loop is ours',
-  'train_programs': "the training step is Paxml's, but the loop around it is ours",
-  'eval_programs': "the eval step is Paxml's, but the loop around it is ours",
-  'decode_programs': "the decode step is Paxml's, but the loop around it is ours",
+  **{f'{kind}_programs': "the step is Paxml's, but the loop around it is ours" for kind in ('train', 'eval', 'decode')},
 }
-# Fields of task.train: value that means "off", and the reason.
+# Fields of task.train that must be off, and the reason.
 _TRAIN_FIELDS = {
   'external_checkpoint_path': 'name the job in init_from instead',
   'external_checkpoint_handler': 'checkpoints are read by our own reader',
   'restore_transformations': 'checkpoints are read by our own reader',
 }
-# Of those that praxis.optimizers.DistributedShampoo passes on: what optax-shampoo 0.0.6, the newest, does not take.
-_SHAMPOO_ARGUMENTS = ('cholesky', 'qr_based_root', 'eigh', 'compression_rank', 'average_grad', 'reuse_preconditioner')
 
 
 def refuse_unsupported(experiment: Any, task: Any) -> None:
@@ -46,10 +42,7 @@ def _reasons(experiment: Any, task: Any) -> Iterator[str]:
     if isinstance(cls, type) and issubclass(cls, tasks_lib.SingleTask):
       yield f'task() returns a {cls.__name__} that is built: return its pax_fiddle.Config'
     else:
-      yield (
-        f'task() returns a {cls.__name__}, which is no tasks_lib.SingleTask, whose train, eval and decode steps are '
-        'the ones that run here: derive it from SingleTask'
-      )
+      yield f'task() returns a {cls.__name__}, which is no tasks_lib.SingleTask, whose steps run here: derive it'
     return
   if not isinstance(task.model, pax_fiddle.Config):
     yield f'task.model is {task.model!r}: give it the config of a base_model.BaseModel'
@@ -82,24 +75,19 @@ def _learner_reasons(task: Any) -> Iterator[str]:
 
 def _shampoo_reasons(learner: Any) -> Iterator[str]:
   known = inspect.signature(optimizers.distributed_shampoo_optimizer).parameters
-  missing = [name for name in _SHAMPOO_ARGUMENTS if name not in known]
+  if 'average_grad' in known:
+    return
   for config, path in _configs(learner, optimizers.DistributedShampoo):
-    if missing:
-      yield (
-        f'task.train.learner{path} is {config.cls.__name__}, to which Praxis gives arguments that the installed '
-        f'optax-shampoo does not take ({", ".join(missing)}): take another optimizer'
-      )
+    yield (
+      f'task.train.learner{path} is {config.cls.__name__}, to which Praxis gives arguments, such as average_grad, that '
+      'the installed optax-shampoo does not take: take another optimizer'
+    )
 
 
 def check_trained_variables(learner: learners.Learner, weight_hparams: Any) -> None:
-  """Checks which variables the optimizers of a learner have.
+  """Checks which of the model's variables (WeightHParams by collection) the optimizers of a built learner have.
 
-  Args:
-    learner: built.
-    weight_hparams: the model's variables, a tree of WeightHParams by collection.
-
-  Raises:
-    UserError: regular expressions of the learner leave nothing to train, or contradict one another.
+  Raises a UserError if regular expressions of the learner leave nothing to train, or contradict one another.
   """
   inclusion, exclusion = learner.bprop_variable_inclusion, learner.bprop_variable_exclusion
   if inclusion and exclusion:

@@ -5,7 +5,6 @@
 
 Loss, learner, optimizer state, random numbers and the order of all operations are those of `paxml.trainer_lib`, so a
 run follows the real Paxml. Ours are the mesh, the padding of uneven weights, checkpoints, inputs and the loop.
-
 The random numbers are drawn as `paxml.main` draws them: the generator is `rbg`; the key of `task.train.random_seed` is
 split into a key for the initial variables and the root of the train, eval and decode keys.
 """
@@ -36,7 +35,6 @@ from spmd_tasks.learning import LearnerState
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.input_layout import InputSpec
 from spmd_tasks.runtime.task import Batch, Variables
-from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sums_of_squares
 from spmd_tasks.sharding.weights import replicated_spec
 
@@ -46,15 +44,10 @@ _LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'l
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaxLearner:
-  """The fields of a learner that our programs read; the update itself is Paxml's.
+  """The fields of a learner that our programs read; the update itself is Paxml's."""
 
-  Attributes:
-    num_microbatches: Paxml does not accumulate gradients in its step.
-    max_consecutive_skips: no step counts as skipped: Paxml counts a step whose gradients are not finite as well.
-  """
-
-  num_microbatches: int = 1
-  max_consecutive_skips: int = 1
+  num_microbatches: int = 1  # Paxml does not accumulate gradients in its step
+  max_consecutive_skips: int = 1  # no step is: Paxml counts one whose gradients are not finite as well
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,9 +58,6 @@ class PaxTask:
     task: the SingleTask, with its model and its learner.
     input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
     eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
-
-  Raises (on construction):
-    UserError: `eval_with_ema` without averaged weights.
   """
 
   task: tasks_lib.SingleTask
@@ -90,11 +80,7 @@ class PaxTask:
 
   @property
   def decode(self) -> Any:
-    """Settings of our decoding engine, which cannot read these models.
-
-    Raises:
-      UserError: always.
-    """
+    """Settings of our decoding engine, which cannot read these models: raises a UserError."""
     raise UserError('only models of ours continue prompts: decode the datasets of a Pax experiment by --mode decode.')
 
   @functools.cached_property
@@ -146,40 +132,27 @@ class PaxTask:
 
   def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
     """Returns one WeightSpec per leaf of the learner's state, split as Paxml splits them."""
-    partition = self._partition_specs()
     specs = jax.tree.map(replicated_spec, abstract_learner)
-    if partition is None:
-      return specs
-    # By path: what the optimizer leaves out is a MaskedNode in the state, and None here where it is one of optax.
-    by_path = dict(jax.tree_util.tree_leaves_with_path(partition.opt_states))
-
-    def split(path: Any, leaf: jax.ShapeDtypeStruct) -> WeightSpec:
-      return spec_of_partition(leaf, by_path[path])
-
-    return specs.replace(opt_state=jax.tree_util.tree_map_with_path(split, abstract_learner.opt_state))
-
-  def _partition_specs(self) -> Any:
-    """Returns Paxml's PartitionSpecs of its TrainState; None where its optimizer knows none, as those for pmap do."""
     try:
-      return self.task.create_train_state_partition_specs(self.weight_hparams)
+      partition = self.task.create_train_state_partition_specs(self.weight_hparams)
     except ValueError as error:
       if 'init_partition_spec' not in str(error):
         raise
-      logging.warning(
-        'The optimizer %s has no split dims for its state, which is therefore on every device as a whole.',
-        type(self.task.learners[0].optimizer).__name__,
-      )
-      return None
+      name = type(self.task.learners[0].optimizer).__name__  # one for pmap
+      logging.warning('The optimizer %s has no split dims for its state, which every device has as a whole.', name)
+      return specs
+    # By path: what the optimizer leaves out is a MaskedNode in the state, and None here where it is one of optax.
+    by_path = dict(jax.tree_util.tree_leaves_with_path(partition.opt_states))
+    opt_state = jax.tree_util.tree_map_with_path(
+      lambda path, leaf: spec_of_partition(leaf, by_path[path]), abstract_learner.opt_state
+    )
+    return specs.replace(opt_state=opt_state)
 
   def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Applies Paxml's `train_step_single_learner`.
-
-    Returns:
-      The new state, and metrics: `loss`, `loss_weight`, `skipped` (always 0), the model's weighted scalars, and what
-      Paxml summarises as scalars.
-    """
+    """Applies Paxml's `train_step_single_learner`; returns the new state and its metrics (`_train_metrics`)."""
     with praxis_context():
-      train_key, _, _ = jax.random.split(self._root_of_steps(state), 3)
+      root, _ = jax.random.split(state.rng)
+      train_key, _, _ = jax.random.split(root, 3)
       new_state, output = trainer_lib.train_step_single_learner(
         self.task,
         pax_state(state),
@@ -207,9 +180,6 @@ class PaxTask:
     """Evaluates one batch by Paxml's `eval_step_single_learner`; returns averages of its weighted scalars.
 
     What a model draws at random in evaluation, such as BERT's masks, depends on the train step, as Paxml's does.
-
-    Raises:
-      UserError: the model returns a clu metric that is no weighted mean.
     """
     with praxis_context():
       root, _ = jax.random.split(jax.random.PRNGKey(self.task.train.random_seed))
@@ -246,7 +216,7 @@ class PaxTask:
       number: int32, of the batch in its dataset, from 1.
 
     Returns:
-      A `trainer_lib.StepFnOutput` with weighted scalars, per-example outputs, summaries and clu metrics.
+      A `trainer_lib.StepFnOutput` without a loss.
     """
     settings = self.task.decode
     with praxis_context():
@@ -277,10 +247,8 @@ class PaxTask:
     Raises a UserError if the model has no `decode`.
     """
     if type(self.model).decode is base_model.BaseModel.decode:
-      raise UserError(
-        f'{type(self.model).__name__} has no method decode(), which computes what decode jobs write: define it, or '
-        'evaluate instead (--mode eval).'
-      )
+      name = type(self.model).__name__
+      raise UserError(f'{name} has no decode(), which makes what decode jobs write: define it, or use --mode eval.')
     from spmd_tasks.bridges.pax._decode import PaxDecoder
 
     return PaxDecoder(*arguments, **named)
@@ -297,10 +265,6 @@ class PaxTask:
     averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars  # those of batch normalization too
     return state.variables | {name: averaged[name] for name in state.variables if averaged.get(name) is not None}
 
-  def _root_of_steps(self, state: TrainState) -> jax.Array:
-    root, _ = jax.random.split(state.rng)
-    return root
-
 
 def pax_state(state: TrainState) -> train_states.TrainState:
   """Returns a TrainState of Paxml with the leaves of ours."""
@@ -313,6 +277,9 @@ def pax_state(state: TrainState) -> train_states.TrainState:
 
 def _train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]:
   """Returns the metrics of a train step, float32, scalars or vectors.
+
+  They are `loss`, `loss_weight`, `skipped` (always 0), `weight_norm`, the model's weighted scalars and clu metrics, and
+  what Paxml summarises as scalars.
 
   Args:
     task: the SingleTask.

@@ -21,6 +21,7 @@ from spmd_tasks.sharding.weights import WeightBox
 
 PRNG_IMPL = 'rbg'  # Paxml's generator of random keys
 _STAYS_FLOAT32 = base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
+_UNDECAYED = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
 
 
 def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence[str] | None) -> dict[str, Any]:
@@ -37,12 +38,10 @@ def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence
     if mesh_axis_names is not None and hparams.tensor_split_dims_mapping is not None:
       name = jax.tree_util.keystr(path, simple=True, separator='.')
       split_dims = partition_of(hparams.full_split_dims_mapping, mesh_axis_names, f'the split dims of {name}')
-    return WeightBox(
-      value=value,
-      split_dims=filled_split_dims(split_dims, value.ndim),
-      tags=_tags(hparams),
-      stacked=0,  # checkpoints keep Pax' own layout of repeats and stages
-    )
+    tags = tuple(hparams.collections or ())
+    tags += ('no_decay',) if _UNDECAYED in tags else ()
+    # Not stacked: checkpoints keep Pax' own layout of repeats and stages.
+    return WeightBox(value=value, split_dims=filled_split_dims(split_dims, value.ndim), tags=tags, stacked=0)
 
   return dict(jax.tree_util.tree_map_with_path(box, weight_hparams, variables))
 
@@ -54,9 +53,8 @@ def partition_of(split_dims: Sequence[Any], mesh_axis_names: Sequence[str], what
   """
   for entry in split_dims:
     for axis in entry if isinstance(entry, list | tuple) else (entry,):
-      if (isinstance(axis, str) and axis not in mesh_axis_names) or (
-        isinstance(axis, int) and axis >= len(mesh_axis_names)
-      ):
+      known = mesh_axis_names if isinstance(axis, str) else range(-1, len(mesh_axis_names))
+      if axis is not None and axis not in known:
         raise UserError(
           f'{what}, {tuple(split_dims)}, have the mesh axis {axis!r}, but task.model.mesh_axis_names are '
           f'{list(mesh_axis_names)}: correct one of the two.'
@@ -75,13 +73,6 @@ def remove_split_dims(model: Any) -> None:
       config.ici_mesh_shape = config.dcn_mesh_shape = config.mesh_axis_names = None
 
 
-def _tags(hparams: base_layer.WeightHParams) -> tuple[str, ...]:
-  """Returns the names of the collections, and our tag for those without weight decay."""
-  collections = tuple(hparams.collections or ())
-  is_undecayed = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION in collections
-  return (*collections, 'no_decay') if is_undecayed else collections
-
-
 def spec_of_partition(leaf: jax.ShapeDtypeStruct, partition: PartitionSpec) -> WeightSpec:
   """Returns the WeightSpec of a leaf whose PartitionSpec is known."""
   return WeightSpec(shape=leaf.shape, init=None, split_dims=filled_split_dims(partition, leaf.ndim), dtype=leaf.dtype)
@@ -97,13 +88,8 @@ def filled_split_dims(entries: Iterable[Any], ndim: int) -> tuple[SplitDim, ...]
 def praxis_context(*, do_eval: bool | None = None) -> Iterator[None]:
   """Enters the context in which a Praxis layer is initialized or applied, or a function of Paxml is called.
 
-  `maybe_shard` finds the mesh of the step in it.
-
-  Args:
-    do_eval: the layers' mode; None where the function sets it by itself, as those of `paxml.trainer_lib` do.
-
-  Raises:
-    UserError: a layer splits an activation along an axis that the model's mesh does not have.
+  `maybe_shard` finds the mesh of the step in it; a layer that splits an activation along an axis that the model's mesh
+  does not have raises a UserError. `do_eval` is the layers' mode; functions of `paxml.trainer_lib` set it themselves.
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(jax.default_prng_impl(PRNG_IMPL))
@@ -134,10 +120,7 @@ def _refuse_unknown_axis(error: AssertionError) -> None:
 def cast_variables(variables: Any, weight_hparams: Any, dtype: Any) -> dict[str, Any]:
   """Returns variables as Paxml hands them to a model that computes in `dtype`: float32 ones cast to it.
 
-  Args:
-    variables: a tree of arrays by collection.
-    weight_hparams: their WeightHParams, of these collections at least; some declare that they stay float32.
-    dtype: the model's `fprop_dtype`.
+  Both trees are by collection; some WeightHParams declare that they stay float32.
   """
 
   def cast(hparams: base_layer.WeightHParams, x: jax.Array) -> jax.Array:
