@@ -6,9 +6,11 @@ reference.step             # the loss, and the tensors of the folder after one s
 reference.greedy_tokens    # of two prompts
 """
 
+from collections.abc import Callable
 import copy
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -38,6 +40,23 @@ def quiet_transformers():
   return transformers
 
 
+def random_model(kind: str, settings: dict[str, Any], scale: Callable[[str, Any], float]):
+  """A model of transformers with random weights of such scales, those of norms around 1; `kind` is the Auto class."""
+  import torch
+  from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+  torch.manual_seed(0)
+  settings = copy.deepcopy(settings)  # which the config changes
+  config = CONFIG_MAPPING[settings.pop('model_type')](**settings)
+  config._experts_implementation = 'eager'
+  model = getattr(quiet_transformers(), kind).from_config(config, dtype=torch.float32).eval()
+  with torch.no_grad():
+    biases = [item for item in model.named_buffers() if 'e_score_correction_bias' in item[0]]
+    for key, value in [*model.named_parameters(), *biases]:
+      value.copy_(torch.randn_like(value) * scale(key, value) + float('norm' in key))
+  return model
+
+
 class Reference:
   """A model by its name in CONFIGS.
 
@@ -48,21 +67,10 @@ class Reference:
   """
 
   def __init__(self, name: str, directory: Path):
-    import torch
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     self.name = name
     self.path = directory / name
-    torch.manual_seed(0)
-    settings = copy.deepcopy(CONFIGS[name]) | {'bos_token_id': None, 'eos_token_id': EOS}  # which the config changes
-    config = CONFIG_MAPPING[settings['model_type']](**{k: v for k, v in settings.items() if k != 'model_type'})
-    config._experts_implementation = 'eager'
-    self.model = quiet_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-      biases = [item for item in self.model.named_buffers() if 'e_score_correction_bias' in item[0]]
-      for key, value in [*self.model.named_parameters(), *biases]:
-        scale, mean = (0.1 if value.ndim == 1 else 0.08), float('norm' in key)
-        value.copy_(torch.randn_like(value) * scale + mean)
+    settings = CONFIGS[name] | {'bos_token_id': None, 'eos_token_id': EOS}
+    self.model = random_model('AutoModelForCausalLM', settings, lambda key, value: 0.1 if value.ndim == 1 else 0.08)
     self.model.save_pretrained(self.path, max_shard_size='40KB')
 
   @functools.cached_property

@@ -16,18 +16,24 @@ from spmd_tasks.bridges.huggingface._describe import model_places
 from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.sharding.weights import unbox_weights
-from tests.bridges.huggingface.reference_models import quiet_transformers, tensors_of
+from tests.bridges.huggingface.reference_models import quiet_transformers, random_model, tensors_of
 
 pytestmark = pytest.mark.slow
 
 B, S, T, V = 3, 29, 17, 67
 LENGTHS = (29, 5, 18)  # of the encoder's texts
-_SIZES = {'vocab_size': V, 'd_model': 30, 'd_kv': 8, 'd_ff': 44, 'num_layers': 3, 'num_decoder_layers': 2}
-_SIZES |= {'num_heads': 3, 'relative_attention_num_buckets': 8, 'relative_attention_max_distance': 11}
-_SIZES |= {'decoder_start_token_id': 0}
+_SIZES = {
+  'vocab_size': V,
+  'd_model': 30,
+  'd_kv': 8,
+  'd_ff': 44,
+  'num_layers': 3,
+  'num_decoder_layers': 2,
+  'num_heads': 3,
+}
+_SIZES |= {'relative_attention_num_buckets': 8, 'relative_attention_max_distance': 11, 'decoder_start_token_id': 0}
 _EXPERTS = {'model_type': 'switch_transformers', 'num_experts': 5, 'expert_capacity': 4, 'num_layers': 4}
-_EXPERTS |= {'num_decoder_layers': 3}
-_EXPERTS |= {'num_sparse_encoder_layers': 2, 'num_sparse_decoder_layers': 1}
+_EXPERTS |= {'num_decoder_layers': 3, 'num_sparse_encoder_layers': 2, 'num_sparse_decoder_layers': 1}
 # Name -> (config, whether the head is a tensor of its own)
 CASES = {
   't5': ({'layer_norm_epsilon': 1e-3}, False),
@@ -50,21 +56,16 @@ class Reference:
 
   def __init__(self, name: str, path: Path):
     import torch
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    def scale(key, value):
+      return 0.1 if 'layer_norm' in key else 0.4 if key.startswith('shared') or 'bias' in key else 0.15
 
     config, is_untied = CASES[name]
-    config = {'model_type': name, **_SIZES, **config}
-    model_type = config.pop('model_type')
-    torch.manual_seed(0)
     self.path = path
-    transformers = quiet_transformers()
-    self.model = transformers.AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[model_type](**config)).eval()
+    self.model = random_model('AutoModelForSeq2SeqLM', {'model_type': name, **_SIZES, **config}, scale)
     if is_untied:
-      self.model.lm_head.weight = torch.nn.Parameter(torch.empty(V, config['d_model']))
+      self.model.lm_head.weight = torch.nn.Parameter(torch.randn(V, _SIZES['d_model']) * 0.4)
     with torch.no_grad():
-      for key, value in self.model.named_parameters():
-        is_norm, wide = 'layer_norm' in key, key.startswith(('shared', 'lm_head')) or 'bias' in key
-        value.copy_(torch.randn_like(value) * (0.1 if is_norm else 0.4 if wide else 0.15) + is_norm)
       for stack in (self.model.encoder, self.model.decoder):  # with an untied head, Switch has three tables
         stack.embed_tokens.weight.copy_(self.model.shared.weight)
     self.model.save_pretrained(path)

@@ -57,6 +57,16 @@ def write_folder(path, name, rng, dtype='float32'):
   return model, weights
 
 
+def rewrite(path, rename, **others):
+  """Makes one file of a folder's shards, with names of its own and other tensors."""
+  tensors = others
+  for file in path.glob('*.safetensors'):
+    tensors |= {rename(name): value for name, value in load_file(file).items()}
+    file.unlink()
+  (path / 'model.safetensors.index.json').unlink()
+  save_file(tensors, path / 'model.safetensors')
+
+
 @pytest.mark.parametrize('name', CONFIGS)
 def test_weights_go_into_a_folder_and_come_back_bit_by_bit(name, tmp_path, rng):
   model, weights = write_folder(tmp_path / 'model', name, rng)
@@ -114,12 +124,8 @@ WRAPPER = {
 @pytest.mark.parametrize('prefix', ['language_model.model.', 'model.language_model.'])
 def test_the_text_part_of_a_model_of_text_and_images(prefix, tmp_path, rng):
   model, weights = write_folder(tmp_path / 'model', 'gemma3_text', rng)
-  tensors = {'vision_tower.x.weight': np.zeros(3, np.float32), 'model.multi_modal_projector.y': np.zeros(3, np.float32)}
-  for file in (tmp_path / 'model').glob('*.safetensors'):
-    tensors |= {name.replace('model.', prefix, 1): value for name, value in load_file(file).items()}
-    file.unlink()
-  (tmp_path / 'model' / 'model.safetensors.index.json').unlink()
-  save_file(tensors, tmp_path / 'model' / 'model.safetensors')
+  of_images = dict.fromkeys(('vision_tower.x.weight', 'model.multi_modal_projector.y'), np.zeros(3, np.float32))
+  rewrite(tmp_path / 'model', lambda name: name.replace('model.', prefix, 1), **of_images)
   config = json.loads((tmp_path / 'model' / 'config.json').read_text())
   text = {key: value for key, value in config.items() if key != 'architectures'} | {'dtype': None, 'eos_token_id': 1}
   (tmp_path / 'model' / 'config.json').write_text(json.dumps(WRAPPER | {'text_config': text}))
@@ -158,35 +164,28 @@ def test_a_config_that_is_not_understood_is_refused(case, tmp_path):
   assert '\n' not in str(refused.value)
 
 
-def _without(path, name):
-  tensors = load_file(path / 'model.safetensors')
-  del tensors[name]
-  save_file(tensors, path / 'model.safetensors')
-
-
 def _with(path, name, value):
-  save_file(load_file(path / 'model.safetensors') | {name: value}, path / 'model.safetensors')
+  tensors = load_file(path / 'model.safetensors') | {name: value}
+  save_file({key: each for key, each in tensors.items() if each is not None}, path / 'model.safetensors')
 
 
-def _truncate(path, size):
+def _truncate(path):
   data = (path / 'model.safetensors').read_bytes()
-  (path / 'model.safetensors').write_bytes(data[:size])
+  (path / 'model.safetensors').write_bytes(data[:-5])
 
 
-def _lie(path, *, twice=False, **changes):
+def _lie(path, **changes):
   data = (path / 'model.safetensors').read_bytes()
   end = 8 + int.from_bytes(data[:8], 'little')
   header = json.loads(data[8:end])
   header[NORM] |= changes
   text = json.dumps(header)
-  if twice:
-    text = f'{text[:-1]}, {json.dumps(NORM)}: {json.dumps(header[NORM])}}}'
   (path / 'model.safetensors').write_bytes(len(text).to_bytes(8, 'little') + text.encode() + data[end:])
 
 
-def _replace(path, make):
-  path.unlink()
-  make(path)
+def _fifo(path):
+  (path / 'model.safetensors').unlink()
+  os.mkfifo(path / 'model.safetensors')
 
 
 def _pickle(path):
@@ -195,23 +194,19 @@ def _pickle(path):
 
 def _index(path, file):
   names = load_file(path / 'model.safetensors')
-  index = {'metadata': {}, 'weight_map': dict.fromkeys(names, file)}
-  (path / 'model.safetensors.index.json').write_text(json.dumps(index))
+  (path / INDEX).write_text(json.dumps({'metadata': {}, 'weight_map': dict.fromkeys(names, file)}))
 
 
-NORM = 'model.norm.weight'
+NORM, INDEX = 'model.norm.weight', 'model.safetensors.index.json'
 DAMAGES = {
-  'a missing tensor': (lambda path: _without(path, NORM), f'has no {NORM}'),
+  'a missing tensor': (lambda path: _with(path, NORM, None), f'has no {NORM}'),
   'a wrong shape': (lambda path: _with(path, NORM, np.zeros(7, np.float32)), 'gives [7], but the model has [30]'),
   'whole numbers': (lambda path: _with(path, NORM, np.zeros(30, np.int32)), f'{NORM} in int32'),
-  'a truncated file': (lambda path: _truncate(path, -5), 'is no whole safetensors file'),
+  'a truncated file': (_truncate, 'is no whole safetensors file'),
   'overlapping offsets': (lambda path: _lie(path, data_offsets=[8, 128]), 'is no whole safetensors file'),
   'fractional offsets': (lambda path: _lie(path, data_offsets=[0.0, 120.0]), 'is no whole safetensors file'),
-  'a FIFO': (lambda path: _replace(path / 'model.safetensors', os.mkfifo), 'Not a regular file'),
-  'a device as index': (
-    lambda path: os.symlink('/dev/zero', path / 'model.safetensors.index.json'),
-    'Not a regular file',
-  ),
+  'a FIFO': (_fifo, 'Not a regular file'),
+  'a device as index': (lambda path: os.symlink('/dev/zero', path / INDEX), 'Not a regular file'),
   'a pickle': (_pickle, 'as pickle (pytorch_model.bin)'),
   'an index of elsewhere': (lambda path: _index(path, '../model.safetensors'), "'../model.safetensors'"),
 }
@@ -221,12 +216,7 @@ DAMAGES = {
 def whole_folder(tmp_path_factory):
   path = tmp_path_factory.mktemp('folders') / 'llama'
   model, _ = write_folder(path, 'llama3', np.random.default_rng(0))
-  tensors = {}
-  for file in path.glob('*.safetensors'):
-    tensors |= load_file(file)
-    file.unlink()
-  (path / 'model.safetensors.index.json').unlink()
-  save_file(tensors, path / 'model.safetensors')
+  rewrite(path, lambda name: name)
   return path, model
 
 

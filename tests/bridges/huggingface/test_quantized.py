@@ -11,16 +11,9 @@ from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.errors import UserError
 from tests.bridges.huggingface.tiny_configs import CONFIGS
+from tests.bridges.test_lazy_arrays import assert_parts_are_equal
 
 NUM_EXPERTS, ROWS, NUM_BLOCKS = 2, 5, 3
-
-
-def assert_parts_are_equal(lazy, whole, rng):
-  assert lazy.shape == whole.shape
-  np.testing.assert_array_equal(np.asarray(lazy), whole)
-  for _ in range(20):
-    index = tuple(slice(*sorted(rng.choice(size + 1, 2, replace=False).tolist())) for size in whole.shape)
-    np.testing.assert_array_equal(lazy.read(index), whole[index])
 
 
 def mxfp4(rng):

@@ -1,7 +1,5 @@
 """Folders of ForSequenceClassification and of models without a head: the same scores as transformers', in and out."""
 
-import copy
-
 from flax import traverse_util
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.errors import UserError
-from tests.bridges.huggingface.reference_models import quiet_transformers, random_ids
+from tests.bridges.huggingface.reference_models import quiet_transformers, random_ids, random_model
 from tests.bridges.huggingface.test_folders import abstract_weights
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
@@ -21,18 +19,11 @@ CASES = [('qwen3', 1), ('gpt2', 3), ('gemma3_text', 2), ('llama3', 0), ('gpt2', 
 
 def written(name, num_labels, path):
   """A model of transformers and its outputs for random tokens; its folder is written."""
-  import torch
-  from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-  transformers = quiet_transformers()
-  settings = {'model_type': name} | copy.deepcopy(CONFIGS[name]) | {'eos_token_id': 258, 'pad_token_id': 0}
-  config = CONFIG_MAPPING[settings.pop('model_type')](**settings, **({'num_labels': num_labels} if num_labels else {}))
-  kind = transformers.AutoModelForSequenceClassification if num_labels else transformers.AutoModel
-  torch.manual_seed(0)
-  model = kind.from_config(config, dtype=torch.float32).eval()
-  with torch.no_grad():
-    for key, value in model.named_parameters():
-      value.copy_(torch.randn_like(value) * 0.1 + float('norm' in key))
+  settings = (
+    CONFIGS[name] | {'eos_token_id': 258, 'pad_token_id': 0} | ({'num_labels': num_labels} if num_labels else {})
+  )
+  kind = 'AutoModelForSequenceClassification' if num_labels else 'AutoModel'
+  model = random_model(kind, settings, lambda key, value: 0.1)
   model.save_pretrained(path)
   return model, outputs_of(model)
 

@@ -2,30 +2,15 @@
 
 from typing import Any
 
-_SIZES: dict[str, Any] = {
-  'vocab_size': 259,
-  'hidden_size': 30,
-  'intermediate_size': 44,
-  'num_hidden_layers': 3,
-  'num_attention_heads': 3,
-  'num_key_value_heads': 3,
-  'head_dim': 8,
-  'max_position_embeddings': 256,
-}
+_SIZES: dict[str, Any] = {'vocab_size': 259, 'hidden_size': 30, 'intermediate_size': 44, 'num_hidden_layers': 3}
+_SIZES |= {'num_attention_heads': 3, 'num_key_value_heads': 3, 'head_dim': 8, 'max_position_embeddings': 256}
 _PLAIN = {key: value for key, value in _SIZES.items() if key != 'head_dim'}  # head_dim is 10
 _EXPERTS = {'num_experts_per_tok': 3, 'intermediate_size': 20}
 _YARN = {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
 _LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 
-_LATENT = {
-  'kv_lora_rank': 18,
-  'qk_nope_head_dim': 6,
-  'qk_rope_head_dim': 4,
-  'v_head_dim': 10,
-  'n_routed_experts': 12,
-  'num_experts_per_tok': 3,
-  'moe_intermediate_size': 20,
-}
+_LATENT = {'kv_lora_rank': 18, 'qk_nope_head_dim': 6, 'qk_rope_head_dim': 4, 'v_head_dim': 10}
+_LATENT |= {'n_routed_experts': 12, 'num_experts_per_tok': 3, 'moe_intermediate_size': 20}
 
 # Name -> config; several of one family have names of their own and a `model_type`.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -37,9 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
   'mixtral': _SIZES | _EXPERTS | {'num_local_experts': 12, 'sliding_window': None},
   'qwen2': _PLAIN
   | {'num_hidden_layers': 4, 'use_sliding_window': True, 'sliding_window': 5, 'max_window_layers': 0}
-  | {
-    'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
-  },
+  | {'rope_parameters': _YARN},
   'qwen3': _SIZES | {'tie_word_embeddings': True, 'rms_norm_eps': 1e-2},
   'qwen3_moe': _SIZES | _EXPERTS | {'num_experts': 12, 'moe_intermediate_size': 20, 'norm_topk_prob': True},
   'olmo2': _PLAIN | {'num_key_value_heads': 1},

@@ -42,10 +42,9 @@ def scalars(directory: Path) -> dict[str, float]:
   from tensorboard.util import tensor_util
 
   events = EventAccumulator(str(directory)).Reload()
-  tags = events.Tags()
-  return {tag: events.Scalars(tag)[-1].value for tag in tags['scalars']} | {
-    tag: float(tensor_util.make_ndarray(events.Tensors(tag)[-1].tensor_proto)) for tag in tags['tensors']
-  }
+  found = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()['scalars']}
+  tensors = {tag: events.Tensors(tag)[-1].tensor_proto for tag in events.Tags()['tensors']}
+  return found | {tag: float(tensor_util.make_ndarray(each)) for tag, each in tensors.items()}
 
 
 def test_a_decode_job_writes_what_paxmls_decode_program_writes(job, run_pax, tmp_path):

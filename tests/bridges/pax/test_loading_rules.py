@@ -49,10 +49,9 @@ def test_what_the_rules_name_is_taken(run_pax, real, tmp_path):  # noqa: F811
   for ignored in (f'{layer}.bias.b', 'softmax.logits_ffn.bias.b', 'final_ln.bias'):
     assert not ours(ignored).any()
 
-  finished = train(run_pax, 'Everything', tmp_path / 'all', real, 4)
-  assert finished.returncode == 0, finished.stderr
-  finished = train(run_pax, 'Everything', tmp_path / 'again', tmp_path / 'all', 5)
-  assert finished.returncode == 0, finished.stderr
+  for job, other, num_steps in (('all', real, 4), ('again', tmp_path / 'all', 5)):
+    finished = train(run_pax, 'Everything', tmp_path / job, other, num_steps)
+    assert finished.returncode == 0, finished.stderr
   state = saved(tmp_path / 'again', 5)
   assert state['step'] == 5
   name = f'lm.{softmax}'

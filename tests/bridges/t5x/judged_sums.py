@@ -37,22 +37,18 @@ def log_likelihood(targets, scores):
 
 
 METRICS = [exact_match, accuracy, lengths_and_scores, log_likelihood]
-VOCABULARY = seqio.ByteVocabulary()
+TASK = {
+  'source': seqio.FunctionDataSource(dataset_fn=sums, splits=('train', 'validation')),
+  'preprocessors': [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+  'output_features': {key: seqio.Feature(seqio.ByteVocabulary()) for key in ('inputs', 'targets')},
+}
 seqio.TaskRegistry.add(
   'judged_sums',
-  source=seqio.FunctionDataSource(dataset_fn=sums, splits=('train', 'validation')),
-  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+  **TASK,
   postprocess_fn=lambda text, **unused: int(text) if text.isdecimal() else -1,
-  output_features={key: seqio.Feature(VOCABULARY) for key in ('inputs', 'targets')},
   metric_fns=[lambda targets, predictions: {'sums_right': np.mean(np.equal(targets, predictions))}],
 )
-seqio.TaskRegistry.add(
-  'judged_texts',
-  source=seqio.FunctionDataSource(dataset_fn=sums, splits=('train', 'validation')),
-  preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
-  output_features={key: seqio.Feature(VOCABULARY) for key in ('inputs', 'targets')},
-  metric_fns=METRICS,
-)
+seqio.TaskRegistry.add('judged_texts', **TASK, metric_fns=METRICS)
 seqio.MixtureRegistry.add('judged', ['judged_texts', 'judged_sums'], default_rate=1)
 
 _DATA = {'task': 'judged', 'lengths': LENGTHS, 'batch_size': 8, 'split': 'validation'}

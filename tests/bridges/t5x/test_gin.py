@@ -25,6 +25,10 @@ NEEDED = ["MODEL_DIR = 'x'", "MIXTURE_OR_TASK_NAME = 'sums'", 'TRAIN_STEPS = 5',
 NEEDED += ["TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}"]
 
 
+def translated(files, *bindings, search=()):
+  return translate(read_setup(files, [*NEEDED, *bindings], search))
+
+
 def flags_of(*argv):
   return make_parser(all_modes()).parse_args(list(argv))
 
@@ -43,18 +47,13 @@ def test_a_setup_of_t5x_is_an_experiment_of_ours(tmp_path, monkeypatch):
   resolved = resolve(flags.exp, [*flags.overrides, 'num_train_steps=7'])
   experiment, parts = resolved.experiment, resolved.parts
   assert type(experiment) is T5xExperiment
-  assert (experiment.model_dims, experiment.num_heads, experiment.head_dim, experiment.hidden_dims) == (8, 4, 3, 16)
-  assert (experiment.num_encoder_layers, experiment.num_layers, experiment.vocab_size) == (2, 2, 384)
-  assert (experiment.num_train_steps, experiment.eval_every_steps, experiment.checkpoint_every_steps) == (7, 10, 10)
-  assert (experiment.normalization, experiment.z_loss, experiment.dtype) == ('sum', 0.0001, 'float32')
+  wanted = {'model_dims': 8, 'num_heads': 4, 'head_dim': 3, 'hidden_dims': 16, 'num_encoder_layers': 2, 'num_layers': 2}
+  wanted |= {'vocab_size': 384, 'num_train_steps': 7, 'eval_every_steps': 10, 'checkpoint_every_steps': 10}
+  wanted |= {'normalization': 'sum', 'z_loss': 0.0001, 'dtype': 'float32'}
+  assert {name: getattr(experiment, name) for name in wanted} == wanted
   job = resolved.build()
-  assert job.train_input == SeqIoInput(
-    task='made_up_sums',
-    modules=('made_up_sums_task',),
-    lengths={'inputs': 32, 'targets': 16},
-    batch_size=8,
-    shuffle=False,
-  )
+  data = {'task': 'made_up_sums', 'modules': ('made_up_sums_task',), 'lengths': {'inputs': 32, 'targets': 16}}
+  assert job.train_input == SeqIoInput(**data, batch_size=8, shuffle=False)
   assert job.eval_inputs['made_up_sums'].max_batches == 1
   assert parts['task'].loss.normalization == 'sum'
   optimizer = job.task.learner.optimizer
@@ -86,12 +85,10 @@ def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
   assert {'init_from=t5x:model_dir', 'init_from_step=20', 'skips_trained_batches=True'} < set(flags.overrides)
   flags = expanded('--gin.MODEL_DIR="model_dir"', '--job_log_dir', 'new', '--gin.TRAIN_STEPS_RELATIVE=5')
   assert 'num_train_steps=25' in flags.overrides
-  experiment = T5xExperiment(train_data={'task': 'a', 'lengths': {}}, init_from_step=10, init_from='t5x:a')
-  assert experiment.train_input().skip_batches == 0
-  experiment = T5xExperiment(
-    train_data={'task': 'a', 'lengths': {}}, init_from_step=10, init_from='t5x:a', skips_trained_batches=True
-  )
-  assert experiment.train_input().skip_batches == 10
+  for skips, number in ((False, 0), (True, 10)):
+    settings = {'train_data': {'task': 'a', 'lengths': {}}, 'init_from_step': 10, 'init_from': 't5x:a'}
+    experiment = T5xExperiment(**settings, skips_trained_batches=skips)
+    assert experiment.train_input().skip_batches == number
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_models_that_t5x_ships_are_known(name, fields):
   example, _, model = name.partition('/')
   kind = 't5' if 't5' in model else 'moe'
   path = f'flaxformer/t5x/configs/{kind}/models/{model}' if example == 'flaxformer' else f't5x/examples/{name}'
-  made = translate(read_setup([f'{path}.gin', *RUN], NEEDED))
+  made = translated([f'{path}.gin', *RUN])
   assert not made.missing
   assert fields.items() <= made.fields.items()
   assert made.fields['dropout_rate'] == 0.1
@@ -142,7 +139,7 @@ CHECKPOINT = "INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_1000'"
 
 def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path):
   (tmp_path / 'sparse.gin').write_text(SPARSE)
-  made = translate(read_setup(['sparse.gin'], [*NEEDED, CHECKPOINT], [str(tmp_path)]))
+  made = translated(['sparse.gin'], CHECKPOINT, search=[str(tmp_path)])
   assert not made.missing
   assert any('num_groups_multiple_of' in note for note in made.notes)
   assert made.experiment == 'T5xMoeExperiment'
@@ -177,7 +174,7 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
   ],
 )
 def test_texts_are_decoded_as_the_setup_says(lines, wanted):
-  made = translate(read_setup(['t5x/examples/t5/t5_1_1/tiny.gin', *RUN], [*NEEDED, *lines.splitlines()]))
+  made = translated(['t5x/examples/t5/t5_1_1/tiny.gin', *RUN], *lines.splitlines())
   if isinstance(wanted, str):
     assert [wanted in each for each in made.missing] == [True]
     return
@@ -191,14 +188,14 @@ def test_texts_are_decoded_as_the_setup_says(lines, wanted):
 )
 def test_a_submesh_is_a_number_of_model_partitions(number, submesh, mdl, tmp_path):
   """The cases of T5X's test_compute_num_model_partitions."""
-  lines = f'\nNUM_MODEL_PARTITIONS = {number}\nMODEL_PARALLEL_SUBMESH = {submesh}'
-  (tmp_path / 'sparse.gin').write_text(SPARSE + lines)
-  setup = read_setup(['sparse.gin'], [*NEEDED, CHECKPOINT], [str(tmp_path)])
+  (tmp_path / 'sparse.gin').write_text(SPARSE)
+  bound = (f'NUM_MODEL_PARTITIONS = {number}', f'MODEL_PARALLEL_SUBMESH = {submesh}', CHECKPOINT)
   if mdl is None:
     with pytest.raises(ValueError, match='are inconsistent: bind one of them'):
-      translate(setup)
+      translated(['sparse.gin'], *bound, search=[str(tmp_path)])
   else:
-    assert translate(setup).fields['ici_mesh_shape'] == (1, -1, mdl)
+    made = translated(['sparse.gin'], *bound, search=[str(tmp_path)])
+    assert made.fields['ici_mesh_shape'] == (1, -1, mdl)
 
 
 @pytest.mark.parametrize(
@@ -213,30 +210,28 @@ def test_a_submesh_is_a_number_of_model_partitions(number, submesh, mdl, tmp_pat
 )
 def test_mixtures_that_ours_are_not_are_listed(line, words, tmp_path):
   (tmp_path / 'sparse.gin').write_text(SPARSE + line)
-  made = translate(read_setup(['sparse.gin'], [*NEEDED, CHECKPOINT], [str(tmp_path)]))
+  made = translated(['sparse.gin'], CHECKPOINT, search=[str(tmp_path)])
   assert made.missing
   assert all(words in each for each in made.missing)
 
 
 def test_a_decoder_only_model_reads_inputs_as_a_prefix():
-  made = translate(read_setup(['t5x/examples/decoder_only/models/base.gin', *RUN], NEEDED))
-  assert made.fields['train_data']['architecture'] == 'prefix_lm'
-  lengths = "TASK_FEATURE_LENGTHS = {'targets': 4}"
-  made = translate(read_setup(['t5x/examples/decoder_only/models/base.gin', *RUN], [*NEEDED, lengths]))
-  assert made.fields['train_data']['architecture'] == 'decoder_only'
+  files, bound = ['t5x/examples/decoder_only/models/base.gin', *RUN], "TASK_FEATURE_LENGTHS = {'targets': 4}"
+  assert translated(files).fields['train_data']['architecture'] == 'prefix_lm'
+  assert translated(files, bound).fields['train_data']['architecture'] == 'decoder_only'
 
 
 def test_fine_tuning_starts_from_a_checkpoint():
   files = ['t5x/examples/t5/t5_1_1/small.gin', 't5x/configs/runs/finetune.gin']
-  bound = ["INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_1000'", 'TRAIN_STEPS_RELATIVE = 50', 'RANDOM_SEED = 3']
+  bound = [CHECKPOINT, 'TRAIN_STEPS_RELATIVE = 50', 'RANDOM_SEED = 3']
   bound += ['partitioning.PjitPartitioner.num_partitions = 2', 'trainer.Trainer.num_microbatches = 4']
-  made = translate(read_setup(files, [*NEEDED, *bound]))
+  made = translated(files, *bound)
   assert not made.missing
   wanted = {'init_from': 't5x:/models/small', 'init_from_step': 1000, 'num_train_steps': 1050}
   wanted |= {'ici_mesh_shape': (1, -1, 2), 'num_microbatches': 4, 'seed': 3}
   assert made.fields | wanted == made.fields
   assert made.fields['rate'] == {'factors': 'constant', 'base': 0.001, 'warmup_steps': 1000}
-  first = translate(read_setup(files, [*NEEDED, "INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_0'"]))
+  first = translated(files, "INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_0'")
   assert first.fields['init_from'] == 't5x:/models/small/checkpoint_0'
   assert 'init_from_step' not in first.fields
 
@@ -249,20 +244,13 @@ def test_an_assignment_map_is_that_of_the_origin(through_function):
     restore = 'utils.RestoreCheckpointConfig.state_transformation_fns = [@state_utils.apply_assignment_map]\n'
     restore += f'state_utils.apply_assignment_map.assignment_map = {pairs}'
   files = ['t5x/examples/t5/t5_1_1/small.gin', 't5x/configs/runs/finetune.gin']
-  bound = [CHECKPOINT, restore, 'utils.RestoreCheckpointConfig.fallback_to_scratch = True']
-  made = translate(read_setup(files, [*NEEDED, *bound]))
+  made = translated(files, CHECKPOINT, restore, 'utils.RestoreCheckpointConfig.fallback_to_scratch = True')
   assert not made.missing
-  origin = T5xExperiment(**made.fields).origin()
-  assert origin == T5xOrigin(
-    path='/models/small',
-    step=1000,
-    with_optimizer=False,
-    with_step=True,
-    assignment_map=(('(.*)decoder/logits_dense(.*)', None),),
-    from_scratch=True,
-  )
+  kept = {'assignment_map': (('(.*)decoder/logits_dense(.*)', None),), 'from_scratch': True}
+  wanted = T5xOrigin(path='/models/small', step=1000, with_optimizer=False, with_step=True, **kept)
+  assert T5xExperiment(**made.fields).origin() == wanted
   files = ['flaxformer/t5x/configs/moe/models/switch_base.gin', 't5x/contrib/moe/configs/runs/sparse_upcycle.gin']
-  (words,) = translate(read_setup(files, [*NEEDED, CHECKPOINT])).missing
+  (words,) = translated(files, CHECKPOINT).missing
   assert 'UpcycleCheckpointer: begin a dense job' in words
 
 
@@ -271,7 +259,7 @@ def test_texts_in_files_are_decoded(tmp_path):
   bound = [f"TF_EXAMPLE_FILE_PATHS = ['{tmp_path}/*.tfrecord']", "TF_EXAMPLE_FILE_TYPE = 'tfrecord'"]
   bound += ["FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}", "CHECKPOINT_PATH = '/m/checkpoint_10'"]
   bound += ["INFER_OUTPUT_DIR = 'x'", 'infer_script.create_task_from_tfexample_file.inputs_key = "text"']
-  made = translate(read_setup(files, [*NEEDED, *bound]))
+  made = translated(files, *bound)
   assert not made.missing
   import tensorflow as tf
 
@@ -290,8 +278,7 @@ def test_texts_in_files_are_decoded(tmp_path):
 )
 def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
   files = ['t5x/examples/t5/t5_1_1/small.gin', f't5x/configs/runs/{run}.gin']
-  bound = [*NEEDED, "CHECKPOINT_PATH = '/models/small/checkpoint_1000'", f"{output} = 'x'"]
-  made = translate(read_setup(files, bound))
+  made = translated(files, "CHECKPOINT_PATH = '/models/small/checkpoint_1000'", f"{output} = 'x'")
   assert not made.missing
   assert made.fields | {'init_from': 't5x:/models/small', 'init_from_step': 1000} == made.fields
   assert (made.fields[field]['num_epochs'], made.fields[field]['packing']) == (1, False)
@@ -307,9 +294,8 @@ def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
   ],
 )
 def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
-  made = translate(read_setup(['t5x/examples/t5/t5_1_1/small.gin', *RUN], [*NEEDED, binding]))
-  assert len(made.missing) == 1
-  assert words in made.missing[0]
+  (missing,) = translated(['t5x/examples/t5/t5_1_1/small.gin', *RUN], binding).missing
+  assert words in missing
 
 
 def test_such_a_setup_does_not_start(capsys):

@@ -75,18 +75,16 @@ def test_batches_are_those_of_seqio(seqio, architecture, packing):
   iterator = settings.make_iterator()
   for features in of_seqio(seqio, settings, 5):
     batch = next(iterator)
-    tokens = features['decoder_target_tokens']
-    assert (batch['labels'] == tokens).all()
-    assert (batch['ids'] == features['decoder_input_tokens']).all()
-    assert (batch['weights'] == features['decoder_loss_weights']).all()
-    segments = features['decoder_segment_ids'] if packing else tokens > 0
-    assert (batch['segment_ids'] == segments).all()
+    wanted = {'labels': features['decoder_target_tokens'], 'ids': features['decoder_input_tokens']}
+    wanted |= {'weights': features['decoder_loss_weights']}
+    wanted['segment_ids'] = features['decoder_segment_ids'] if packing else wanted['labels'] > 0
     if architecture == 'prefix_lm':
-      assert (batch['prefix_mask'] == features['decoder_causal_attention']).all()
+      wanted['prefix_mask'] = features['decoder_causal_attention']
     if architecture == 'encoder_decoder':
-      assert (batch['encoder_ids'] == features['encoder_input_tokens']).all()
-      segments = features['encoder_segment_ids'] if packing else features['encoder_input_tokens'] > 0
-      assert (batch['encoder_segment_ids'] == segments).all()
+      wanted['encoder_ids'] = tokens = features['encoder_input_tokens']
+      wanted['encoder_segment_ids'] = features['encoder_segment_ids'] if packing else tokens > 0
+    for name, rows in wanted.items():
+      np.testing.assert_array_equal(batch[name], rows, name)
     assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
       name: (each.shape, each.dtype) for name, each in settings.element_spec().items()
     }

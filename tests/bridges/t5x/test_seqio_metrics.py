@@ -31,10 +31,8 @@ def reference_outputs(job, model, variables, dataset):
   num_rows, width = batch['ids'].shape
   lengths = batch['prefix_mask'].sum(-1) if 'prefix_mask' in batch else np.ones(num_rows, int)
   ids = np.where(np.arange(width) < lengths[:, None], batch['ids'], 0).astype(np.int32)
-  everywhere = {
-    'segment_ids': np.ones_like(ids),
-    'segment_pos': np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
-  }
+  positions = np.tile(np.arange(width, dtype=np.int32), (num_rows, 1))
+  everywhere = {'segment_ids': np.ones_like(ids), 'segment_pos': positions}
   tokens, totals, has_ended = [[] for _ in ids], np.zeros(num_rows), np.zeros(num_rows, bool)
   for position in range(width):
     following = log_probs(batch | everywhere | {'ids': ids})[:, position]
@@ -59,9 +57,7 @@ def test_metrics_are_those_of_seqio_on_the_outputs_of_the_model(name, converter,
   from tests.bridges.t5x.judged_sums import LENGTHS
 
   job = resolve(f'tests.bridges.t5x.judged_sums.{name}').build()
-  model = partition_job(
-    job, jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ('replica', 'data', 'mdl'))
-  )
+  model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1]))
   variables = model.init(3).variables
   found = dict(Evaluator(job, model, tmp_path).evaluate(variables, 0))
   converter = getattr(seqio, converter)(pack=False)
@@ -103,11 +99,11 @@ def test_texts_are_prompts_of_each_architecture(tmp_path):
   import tensorflow as tf
 
   (tmp_path / 'a.txt').write_text('90+6\n\n91+0\n')
-  feature = {'inputs': tf.train.Feature(bytes_list=tf.train.BytesList(value=[b'90+6']))}
-  tokens = {'inputs': tf.train.Feature(int64_list=tf.train.Int64List(value=[60, 1]))}
+  text = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b'90+6']))
+  tokens = tf.train.Feature(int64_list=tf.train.Int64List(value=[60, 1]))
   with tf.io.TFRecordWriter(str(tmp_path / 'b.tfrecord-00000-of-00001')) as writer:
-    for each in (feature, tokens):
-      writer.write(tf.train.Example(features=tf.train.Features(feature=each)).SerializeToString())
+    for each in (text, tokens):
+      writer.write(tf.train.Example(features=tf.train.Features(feature={'inputs': each})).SerializeToString())
   for name, ids in (('Sums', None), ('PrefixSums', (0, 60, 51, 46, 57, 1))):
     resolved = resolve(f'tests.bridges.t5x.judged_sums.{name}')
     tokenizer = resolved.build().tokenizer

@@ -28,8 +28,8 @@ def ffn(*, gated=True, d=D, f=F):
   return {f'ffn/{part}/kernel': (d, f) for part in (('gate', 'up') if gated else ('up',))} | {'ffn/down/kernel': (f, d)}
 
 
-EXPERTS = {'ffn/experts/gate': (E, D, F), 'ffn/experts/up': (E, D, F), 'ffn/experts/down': (E, F, D)}
-MIXTURE = {'ffn/router/kernel': (D, E), **EXPERTS}
+MIXTURE = {'ffn/experts/gate': (E, D, F), 'ffn/experts/up': (E, D, F), 'ffn/experts/down': (E, F, D)}
+MIXTURE |= {'ffn/router/kernel': (D, E)}
 NORMS = {'attention_norm/scale': (D,), 'ffn_norm/scale': (D,)}
 ENCODER = attention('attention') | NORMS
 DECODER = ENCODER | attention('cross_attention') | {'cross_attention_norm/scale': (D,)}
@@ -47,14 +47,10 @@ def stacked(prefix, shapes, num=L):
 
 
 # The case `moe` of T5X: every second layer is a mixture. `scalable_t5`: a bias per layer.
-MOE = {
-  **WHOLE,
-  **SHARED_BIASES,
-  **{n.replace('layers/', 'layers/block_0/'): s for n, s in stacked('encoder_stack', ENCODER | ffn(), 1).items()},
-  **{n.replace('layers/', 'layers/block_1/'): s for n, s in stacked('encoder_stack', ENCODER | MIXTURE, 1).items()},
-  **{n.replace('layers/', 'layers/block_0/'): s for n, s in stacked('stack', DECODER | ffn(), 1).items()},
-  **{n.replace('layers/', 'layers/block_1/'): s for n, s in stacked('stack', DECODER | MIXTURE, 1).items()},
-}
+MOE = WHOLE | SHARED_BIASES
+for side, layer in (('encoder_stack', ENCODER), ('stack', DECODER)):
+  for i, sublayer in enumerate((ffn(), MIXTURE)):
+    MOE |= {f'{side}/layers/block_{i}/{name}': (1, *shape) for name, shape in (layer | sublayer).items()}
 BIAS = {'attention/position_bias/table': (H, N)}
 SCANNED = {
   **WHOLE,
@@ -162,7 +158,7 @@ def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
   found, weights = origin._lazy_weights(model, checkpoint)
   flat = traverse_util.flatten_dict(state.weights, sep='/')
   for name, array in flat.items():
-    np.testing.assert_array_equal(np.asarray(weights[name]), array, err_msg=name)
+    np.testing.assert_array_equal(weights[name], array, err_msg=name)
   moments = origin._lazy_moments(model, checkpoint, found, weights)
   wanted = [each for of in moments_of(state.learner.opt_state, flat).values() for each in of.values()]
   assert len(moments) == len(wanted) > len(flat)

@@ -7,24 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from paxml import base_experiment, base_metrics, learners, tasks_lib
-from praxis import base_input, base_model, layers, optimizers, pax_fiddle, py_utils, schedules
+from praxis import base_model, layers, optimizers, pax_fiddle, py_utils, schedules
 from praxis.layers import flax_adapter
+
+from pax_lab import dense_lm
 
 NestedMap = py_utils.NestedMap
 
 
-class Images(base_input.BaseInput):
+class Images(dense_lm.NumberedInput):
   """Small images in four classes, by the place of a bright spot."""
 
   seed: int = 0
 
-  def __post_init__(self):
-    super().__post_init__()
-    self._number = 0
-
-  def get_next(self):
-    rng = np.random.default_rng([self.seed, self._number])
-    self._number += 1
+  def make_batch(self, number):
+    rng = np.random.default_rng([self.seed, number])
     labels = rng.integers(0, 4, self.batch_size)
     images = rng.normal(0, 0.3, (self.batch_size, 8, 8, 3)).astype(np.float32)
     for image, label in zip(images, labels, strict=True):
@@ -35,9 +32,6 @@ class Images(base_input.BaseInput):
       weight=(np.arange(self.batch_size) > 0).astype(np.float32),
       meta=NestedMap(label=labels.astype(np.int32)),
     )
-
-  def reset(self):
-    self._number = 0
 
 
 class Classifier(base_experiment.BaseExperiment):

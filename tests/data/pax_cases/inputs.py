@@ -3,47 +3,29 @@
 import json
 
 import jax
-import numpy as np
 from paxml.tasks.lm.params import lm_cloud
-from praxis import base_input, pax_fiddle, py_utils
+from praxis import pax_fiddle
 
 from pax_cases import transformers
 from pax_lab import dense_lm
 
 
-class Sharded(base_input.BaseInput):
+class Sharded(dense_lm.NumberedInput):
   """Each host makes its own rows of a global batch that does not depend on the number of hosts; it has a state."""
 
   seq_len: int = 16
   vocab_size: int = 40
 
-  def __post_init__(self):
-    super().__post_init__()
-    self._number = 0
-
-  def get_next(self):
+  def make_batch(self, number):
     hosts, host = max(self.num_infeed_hosts, 1), self.infeed_host_index
-    tokens = dense_lm.toy_tokens(7, self._number, self.batch_size * hosts, self.seq_len, self.vocab_size)
-    tokens = tokens[host * self.batch_size : (host + 1) * self.batch_size]
-    self._number += 1
-    ones = np.ones((self.batch_size, self.seq_len), np.float32)
-    return py_utils.NestedMap(
-      ids=tokens[:, :-1],
-      labels=tokens[:, 1:],
-      paddings=1 - ones,
-      weights=ones,
-      segment_ids=ones.astype(np.int32),
-      segment_pos=np.tile(np.arange(self.seq_len, dtype=np.int32), (self.batch_size, 1)),
-    )
+    tokens = dense_lm.toy_tokens(7, number, self.batch_size * hosts, self.seq_len, self.vocab_size)
+    return dense_lm.rows_of(tokens[host * self.batch_size : (host + 1) * self.batch_size])
 
   def _get_state_internal(self):
     return json.dumps(self._number).encode()
 
   def _set_state_internal(self, state):
     self._number = json.loads(state)
-
-  def reset(self):
-    self._number = 0
 
 
 class Hosts(transformers.Dropout):
@@ -82,20 +64,11 @@ class FewRows(transformers.SmallLm):
 
   def datasets(self):
     common = dict(seq_len=self.SEQ_LEN, vocab_size=self.VOCAB_SIZE, is_training=False, batch_size=3)
+    two, to_end = dict(seed=2, eval_loop_num_batches=2), dict(seed=3, eval_loop_num_batches=None, num_batches=3)
     return [
       super().datasets()[0],
-      pax_fiddle.Config(
-        dense_lm.ToyLmInput, name='two', seed=2, reset_for_eval=True, eval_loop_num_batches=2, **common
-      ),
-      pax_fiddle.Config(
-        dense_lm.ToyLmInput,
-        name='all',
-        seed=3,
-        reset_for_eval=True,
-        eval_loop_num_batches=None,
-        num_batches=3,
-        **common,
-      ),
+      pax_fiddle.Config(dense_lm.ToyLmInput, name='two', reset_for_eval=True, **two, **common),
+      pax_fiddle.Config(dense_lm.ToyLmInput, name='all', reset_for_eval=True, **to_end, **common),
     ]
 
 
@@ -104,7 +77,7 @@ class Remainder(dense_lm.ToyLmInput):
 
   def get_next(self):
     batch = super().get_next()
-    return batch.Transform(lambda rows: rows[: len(rows) // 2]) if self._next_batch == self.num_batches else batch
+    return batch.Transform(lambda rows: rows[: len(rows) // 2]) if self._number == self.num_batches else batch
 
 
 class LastRows(transformers.SmallLm):

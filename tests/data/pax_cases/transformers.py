@@ -1,7 +1,6 @@
 """Attention, positions, dropout, dtypes and the other settings of a dense language model, on a mesh 1 x 2 x 2."""
 
 import jax.numpy as jnp
-from praxis import layers, pax_fiddle
 
 from pax_lab import dense_lm
 
@@ -72,20 +71,3 @@ class VariationalNoise(SmallLm):
     task.vn.vn_scale = 0.05
     task.vn.vn_regex = '.*ff_layer.*'
     task.vn.vn_start_step = 2
-
-
-class Bert(SmallLm):
-  """Masked tokens, bidirectional: random masks by Praxis' own augmenter."""
-
-  def change(self, task, lm):
-    lm.model_type = layers.LanguageModelType.BIDIRECTIONAL
-    task.model = pax_fiddle.Config(
-      layers.BertModel,
-      name='bert',
-      lm_tpl=lm,
-      mask_token_id=3,
-      force_mask_generation=True,
-      mesh_axis_names=self.MESH_AXIS_NAMES,
-      ici_mesh_shape=self.ICI_MESH_SHAPE,
-      dcn_mesh_shape=self.DCN_MESH_SHAPE,
-    )
