@@ -104,7 +104,7 @@ def read_file(path: Path) -> dict[str, LazyArray]:
     with open_bytes(path) as file:
       safetensors.safe_open(path, 'np')  # checks shapes, dtypes and offsets against each other and the file
       (length,) = struct.unpack('<Q', file.read(8))
-      entries = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+      entries = json.loads(file.read(length))
   except (OSError, ValueError, safetensors.SafetensorError) as error:
     raise UserError(f'{path} is no whole safetensors file ({error}): download it again.') from error
   entries.pop('__metadata__', None)
@@ -115,14 +115,6 @@ def read_file(path: Path) -> dict[str, LazyArray]:
     shape, dtype = tuple(entry['shape']), _DTYPES[entry['dtype']]
     tensors[name] = LazyArray(shape, dtype, _reader(path, 8 + length + entry['data_offsets'][0], shape, dtype))
   return tensors
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """The library takes the last of several entries of one name."""
-  if len(entries := dict(pairs)) < len(pairs):
-    names = [name for name, _ in pairs]
-    raise ValueError(f'it has {next(name for name in names if names.count(name) > 1)!r} twice')
-  return entries
 
 
 def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Index], np.ndarray]:

@@ -4,12 +4,14 @@
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
 
 `install_shims()` makes Praxis and Paxml importable on today's JAX (`_shims.py`); naming one of the classes and
-functions below that need them does so too, and so does an experiment whose module imports them (`_recognition.py`).
+functions below that need them does so too, and so does every `--exp my_package...`, where Praxis is installed.
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
 `_input.py` and `_decode.py` (decode jobs); `_checkpoints.py` and `_origins.py` (what a new job takes from others).
 """
 
+import importlib.util
+import sys
 from typing import Any
 
 from etils import epy
@@ -53,6 +55,18 @@ def __getattr__(name: str) -> Any:
   return _lazy(name)
 
 
+def prepare_import(module: str) -> None:
+  """Lets the module of an experiment import Praxis, if it does; till then nothing is changed."""
+  if importlib.util.find_spec('praxis') is not None:
+    _lazy('install_shims')()
+
+
+def is_pax_experiment(value: object) -> bool:
+  """Tells whether a value is the class of a Pax experiment; imports nothing of Pax."""
+  base = sys.modules.get('paxml.base_experiment')  # without it no class can be one of its
+  return base is not None and isinstance(value, type) and issubclass(value, base.BaseExperiment)
+
+
 # Settings of Praxis' layers and inputs that decide where something is computed; of the task, those of Paxml's loop.
 _PLACES = ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index')
 _NUMBERS_OF_TRAIN = ('task.train.learner', 'task.train.apply_mutable_list')
@@ -86,8 +100,8 @@ WING = Wing(
     ExperimentKind(
       name='Pax',
       base='spmd_tasks.bridges.pax._experiment:PaxExperiment',
-      before_import='spmd_tasks.bridges.pax._recognition:prepare_import',
-      recognizes='spmd_tasks.bridges.pax._recognition:is_pax_experiment',
+      before_import=prepare_import,
+      recognizes=is_pax_experiment,
       adapt='spmd_tasks.bridges.pax._experiment:as_experiment',
       build='spmd_tasks.bridges.pax._experiment:build_parts',
       packages=('paxml', 'praxis'),

@@ -10,7 +10,7 @@
 By rules, a variable, named by its path with slashes, takes the first rule of the first checkpoint whose pattern
 matches at its start. A source that begins with `ema/` is the average of that weight. What no rule names keeps its new
 value, and so does the optimizer's state unless a rule loads it. The checkpoints are Paxml's, or ours of a Pax
-experiment. Both know the shapes of their arrays, so `task_p` and `input_specs_provider_p` are not looked at.
+experiment, whose arrays have shapes: `task_p` and `input_specs_provider_p` are not looked at.
 """
 
 from collections.abc import Callable, Iterable, Mapping

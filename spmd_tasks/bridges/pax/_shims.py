@@ -62,13 +62,14 @@ class _ShimFinder(importlib.abc.MetaPathFinder):
       _add_names_to_jax()
       _find_lambdas_quickly()
       absl_logging.get_absl_logger().addFilter(_is_news)
-    names = _DEFERRING.get(fullname) or _DEFERRING.get(fullname.partition('.')[0])
-    if names:
+    if fullname.partition('.')[0] not in _PACKAGES and not any(package in sys.modules for package in _PACKAGES):
+      return None
+    if names := _DEFERRING.get(fullname) or _DEFERRING.get(fullname.partition('.')[0]):
       spec = PathFinder.find_spec(fullname, path)
       if spec is not None and type(spec.loader) is SourceFileLoader:
         spec.loader = _DeferringLoader(fullname, spec.loader.path, names)
       return spec
-    return find_stand_in(fullname) if any(package in sys.modules for package in _PACKAGES) else None
+    return find_stand_in(fullname)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -235,10 +235,7 @@ def _flaxformer(module: Node, model: Node, made: Translation) -> None:
     if stacks[side].get('position_embedder_factory', None) is not None or bias is None:
       made.lacks(f'@{stacks[side]}', 'positions are relative biases, shared or of each layer')
     visited += [attention, mlp, *[each for each in (*dropouts, bias) if each]]
-  if found['encoder'] != found['decoder']:
-    differ = [name for name, value in found['encoder'].items() if found['decoder'][name] != value]
-    made.lacks(f'@{module}', f'encoder and decoder have one value of each field, and differ in {", ".join(differ)}')
-  made.fields |= found['decoder']
+  made.fields |= _same(found, f'@{module}', made)
   logits = stacks['decoder'].get('output_logits_factory', None)
   made.fields['ties_embedding'] = logits is None
   if any(stack.get('num_sparse_layers', 0) for stack in stacks.values()):
@@ -300,16 +297,21 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
     else:
       found[side] |= {'num_selected_experts': router.get('num_selected_experts'), 'jitter_eps': jitter}
     visited += [layer, mixture, router, *dense, layer.get('attention' if side == 'encoder' else 'self_attention')]
-  differ = [n for n, value in found['encoder'].items() if found['decoder'][n] != value]
-  if differ:
-    made.lacks('sparse layers', f'those of both stacks have one value of each field, and differ in {", ".join(differ)}')
   made.notes.append(
     f"groups of tokens: as many as a multiple of the {found['decoder']['num_experts']} experts, T5X's where it has no "
     f'more devices than {partitions} times its model partitions; else set num_groups_multiple_of'
   )
   weights = {'load_balance_weight': 'aux_loss_factor', 'router_z_weight': 'router_z_loss_factor'}
-  made.fields |= found['decoder'] | {ours: model.get(theirs, 0.0) for ours, theirs in weights.items()}
+  made.fields |= _same(found, 'sparse layers', made)
+  made.fields |= {ours: model.get(theirs, 0.0) for ours, theirs in weights.items()}
   return visited
+
+
+def _same(found: Mapping[str, Mapping[str, Any]], what: str, made: Translation) -> Mapping[str, Any]:
+  """Returns the fields of both stacks, which have one value of each."""
+  if differ := [name for name, value in found['encoder'].items() if found['decoder'][name] != value]:
+    made.lacks(what, f'encoder and decoder have one value of each field, and differ in {", ".join(differ)}')
+  return found['decoder']
 
 
 def _refuse_biases(made: Translation, *nodes: Node) -> None:

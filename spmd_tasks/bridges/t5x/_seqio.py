@@ -25,7 +25,7 @@ from spmd_tasks.inputs import IdTokenizer, SentencePieceTokenizer, T5ByteTokeniz
 from spmd_tasks.inputs.batches import import_tensorflow
 from spmd_tasks.wings import require
 
-ARCHITECTURES = ('encoder_decoder', 'prefix_lm', 'decoder_only')
+ARCHITECTURES = {'encoder_decoder': 'EncDec', 'prefix_lm': 'PrefixLM', 'decoder_only': 'LM'}  # SeqIO's converters
 
 # SeqIO's name of a feature, ours, and our dtype.
 _FEATURES = {
@@ -117,7 +117,6 @@ class SeqIoInput:
     architecture: `encoder_decoder`, `prefix_lm` (inputs and targets are one row, and inputs see each other) or
       `decoder_only` (targets alone).
     packing: whether a row holds several examples.
-    loss_on_targets_only: of a prefix language model: whether inputs have no loss.
     shuffle: whether SeqIO shuffles, by `seed`, which also seeds its preprocessors. Shuffling is anew in each epoch.
     num_epochs: how often the data are read; None: without end.
     max_batches: how many batches at most. With several epochs their rows are repeated until there are as many.
@@ -137,7 +136,6 @@ class SeqIoInput:
   split: str = 'train'
   architecture: str = 'encoder_decoder'
   packing: bool = True
-  loss_on_targets_only: bool = True
   shuffle: bool = True
   seed: int = 0
   num_epochs: int | None = None
@@ -179,12 +177,9 @@ class SeqIoInput:
     """Returns the length of each feature in a row, by SeqIO's name of it."""
     names = ('targets',) if self.architecture == 'decoder_only' else ('inputs', 'targets')
     if self.lengths is not None:
-      missing = [name for name in names if name not in self.lengths]
-      if missing or len(self.lengths) != len(names):
-        raise UserError(
-          f'lengths = {dict(self.lengths)} must give those of {" and ".join(names)}, the features of the architecture '
-          f'{self.architecture}.'
-        )
+      if {*names} != {*self.lengths}:
+        wanted = f'those of {" and ".join(names)}, the features of the architecture {self.architecture}'
+        raise UserError(f'lengths = {dict(self.lengths)} must give {wanted}.')
       return {name: int(self.lengths[name]) for name in names}
     longest = dict.fromkeys(names, 1)
     for example in self._examples(None).as_numpy_iterator():
@@ -198,8 +193,8 @@ class SeqIoInput:
     if self.architecture == 'prefix_lm':
       spec['prefix_mask'] = spec['ids']
     if self.architecture == 'encoder_decoder':
-      for name in ('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'):
-        spec[name] = jax.ShapeDtypeStruct((self.batch_size, lengths['inputs']), np.int32)
+      of_encoder = jax.ShapeDtypeStruct((self.batch_size, lengths['inputs']), np.int32)
+      spec |= dict.fromkeys(('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'), of_encoder)
     return spec
 
   def _examples(self, lengths: Mapping[str, int] | None, shard: int = 0) -> Any:
@@ -220,12 +215,7 @@ class SeqIoInput:
     )
 
   def _converter(self) -> Any:
-    seqio = import_seqio()
-    if self.architecture == 'encoder_decoder':
-      return seqio.EncDecFeatureConverter(pack=self.packing)
-    if self.architecture == 'prefix_lm':
-      return seqio.PrefixLMFeatureConverter(pack=self.packing, loss_on_targets_only=self.loss_on_targets_only)
-    return seqio.LMFeatureConverter(pack=self.packing)
+    return getattr(import_seqio(), f'{ARCHITECTURES[self.architecture]}FeatureConverter')(pack=self.packing)
 
   def features(self, shard: int = 0) -> Any:
     """Returns the tf.data.Dataset of converted rows, one by one, of a shard; its order is always the same."""
@@ -265,7 +255,7 @@ class SeqIoInput:
 
   def identity(self) -> dict[str, Any]:
     """Returns the settings that decide the batches, as JSON."""
-    names = 'task split batch_size architecture packing loss_on_targets_only shuffle seed num_epochs skip_batches '
+    names = 'task split batch_size architecture packing shuffle seed num_epochs skip_batches '
     names += 'num_shards use_cached trim_output_features'
     return {'kind': 'seqio', **{name: getattr(self, name) for name in names.split()}, 'lengths': self.feature_lengths}
 

@@ -8,12 +8,10 @@ The tokens are those that SeqIO's feature converters make for the architecture.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import numpy as np
 
-from spmd_tasks.bridges.t5x._seqio import SeqIoInput
 from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.decoding.prompts import Prompt, PromptSource
 from spmd_tasks.errors import JobError, UserError
@@ -43,13 +41,10 @@ def prompt_of(features: Mapping[str, Any], number: int, max_tokens: int) -> Prom
 class SeqIoPrompts:
   """The inputs of the examples of a SeqIO task, each in a row of its own.
 
-  Attributes:
-    examples: of which split, and in which order; without packing, and with an end (`num_epochs=1`).
-    max_prompts: how many, from the first one on; None: all.
+  `examples`, a SeqIoInput, say of which split, and in which order; they have no packing, and an end (`num_epochs=1`).
   """
 
-  examples: SeqIoInput
-  max_prompts: int | None = None
+  examples: Any
 
   def __post_init__(self):
     if self.examples.packing or self.examples.num_epochs is None:
@@ -58,8 +53,7 @@ class SeqIoPrompts:
   def read(self) -> list[Prompt]:
     """Returns the prompts, with their text; `id` is the number of the example, from 0 on."""
     given, prompts = self.examples, []
-    rows = itertools.islice(given.features().as_numpy_iterator(), self.max_prompts)
-    for number, features in enumerate(rows):
+    for number, features in enumerate(given.features().as_numpy_iterator()):
       prompt = prompt_of(features, number, given.feature_lengths['targets'])
       text = given.inputs_vocabulary.decode([token for token in prompt.prompt_ids or () if token])
       prompts.append(dataclasses.replace(prompt, prompt=text if isinstance(text, str) else None))
