@@ -31,7 +31,14 @@ def campaign(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number', [*numbers_of(CHEAP, 1), *numbers_of(('store/kill',), 1)])
+@pytest.mark.parametrize(
+  'number',
+  [
+    *numbers_of(CHEAP, 1),
+    # By default a job in a bucket is killed in tests/operations/test_supervise.py.
+    *(pytest.param(each, marks=pytest.mark.exhaustive) for each in numbers_of(('store/kill',), 1)),
+  ],
+)
 def test_the_promise_is_held(campaign, number):
   line = campaign.run_fault(number)
   assert line['verdict'] in ('GOOD', 'SKIPPED'), json.dumps(line)

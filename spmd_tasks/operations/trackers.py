@@ -76,6 +76,9 @@ class MlflowRun:
       self._client.log_metric(self.id, name, value, step=step, synchronous=False)
 
   def close(self, *, is_complete: bool) -> None:
+    import mlflow
+
+    mlflow.flush_async_logging()
     self._client.set_terminated(self.id, 'FINISHED' if is_complete else 'KILLED')
 
 

@@ -3,28 +3,47 @@
 from collections.abc import Iterator
 import json
 import struct
+import warnings
 
 import pytest
 
 from spmd_tasks import exit_codes
 from tests.binary import metric_lines, run_in_process
+from tests.programs.conftest import compiled_once  # noqa: F401
 from tests.programs.small_jobs import SMALL
 
 JOB = ('--exp', SMALL, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every_steps=10')
+BOTH = "trackers=('wandb', 'mlflow')"
 
 
-def train(directory, tracker: str, *num_steps: int) -> None:
+def train(directory, trackers: str, *num_steps: int) -> None:
   for steps in num_steps:
-    flags = ('--job_log_dir', directory, '--set', f'trackers=({tracker!r},)', '--num_train_steps', steps)
+    flags = ('--job_log_dir', directory, '--set', trackers, '--num_train_steps', steps)
     assert run_in_process(*JOB, *flags) == exit_codes.OK
 
 
-def expected(directory) -> dict[int, float]:
-  return {line['step']: line['loss'] for line in metric_lines(directory)}
+@pytest.fixture(scope='module')
+def tracked(tmp_path_factory):
+  """The directory of a job of 10 steps, which then went on to 14, with both services."""
+  for name in ('wandb', 'mlflow'):
+    pytest.importorskip(name)
+  directory = tmp_path_factory.mktemp('tracked')
+  with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    warnings.simplefilter('default')  # MLflow's own
+    for name, value in (
+      *(('WANDB_MODE', 'offline'), ('WANDB_SILENT', 'true'), ('MLFLOW_ALLOW_FILE_STORE', 'true')),
+      ('MLFLOW_TRACKING_URI', (directory / 'mlruns').as_uri()),
+    ):
+      patch.setenv(name, value)
+    train(directory / 'job', BOTH, 10, 14)
+  return directory
 
 
-def expected_of_eval(directory) -> dict[int, float]:
-  return {line['step']: line['loss'] for line in metric_lines(directory / 'eval' / 'valid')}
+def losses_of(directory) -> tuple[dict[int, float], dict[int, float]]:
+  """By step, of training and of the eval."""
+  return tuple(
+    {line['step']: line['loss'] for line in metric_lines(path)} for path in (directory, directory / 'eval' / 'valid')
+  )
 
 
 def test_a_tracker_that_is_not_known_is_refused(tmp_path, capsys):
@@ -48,15 +67,11 @@ def records(data: bytes) -> Iterator[bytes]:
       record = b''
 
 
-def test_offline_runs_of_wandb(tmp_path, monkeypatch):
-  pytest.importorskip('wandb')
+def test_offline_runs_of_wandb(tracked):
   from wandb.proto.wandb_internal_pb2 import Record
 
-  monkeypatch.setenv('WANDB_MODE', 'offline')
-  monkeypatch.setenv('WANDB_SILENT', 'true')
-  train(tmp_path / 'job', 'wandb', 10, 14)
   losses, eval_losses, ids, config = {}, {}, [], {}
-  files = sorted((tmp_path / 'job' / 'wandb').glob('offline-run-*/*.wandb'))
+  files = sorted((tracked / 'job' / 'wandb').glob('offline-run-*/*.wandb'))
   for file in files:
     for record in map(Record.FromString, records(file.read_bytes())):
       if record.WhichOneof('record_type') == 'run':
@@ -66,35 +81,29 @@ def test_offline_runs_of_wandb(tmp_path, monkeypatch):
         row = {item.key or '/'.join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         losses |= {record.history.step.num: row['loss']} if 'loss' in row else {}
         eval_losses |= {record.history.step.num: row['eval/valid/loss']} if 'eval/valid/loss' in row else {}
-  assert len(files) == 2
-  assert len(set(ids)) == 1
+  assert (len(files), len(set(ids))) == (2, 1)
   assert config['batch_size'] == 8
-  assert losses == expected(tmp_path / 'job')
-  assert eval_losses == expected_of_eval(tmp_path / 'job')
+  assert (losses, eval_losses) == losses_of(tracked / 'job')
 
 
 @pytest.mark.filterwarnings('default')  # its own
-def test_runs_of_mlflow_in_files(tmp_path, monkeypatch):
-  mlflow = pytest.importorskip('mlflow')
+def test_runs_of_mlflow_in_files(tracked, monkeypatch):
+  import mlflow
+
   monkeypatch.setenv('MLFLOW_ALLOW_FILE_STORE', 'true')
-  monkeypatch.setenv('MLFLOW_TRACKING_URI', (tmp_path / 'mlruns').as_uri())
-  train(tmp_path / 'job', 'mlflow', 10, 14)
-  client = mlflow.MlflowClient()
+  client = mlflow.MlflowClient((tracked / 'mlruns').as_uri())
   (run,) = client.search_runs([client.get_experiment_by_name('spmd_tasks').experiment_id])
   assert run.info.status == 'FINISHED'
   assert run.data.params['batch_size'] == '8'
-  for name, values in (('loss', expected), ('eval/valid/loss', expected_of_eval)):
-    assert {each.step: each.value for each in client.get_metric_history(run.info.run_id, name)} == values(
-      tmp_path / 'job'
-    )
+  histories = (client.get_metric_history(run.info.run_id, name) for name in ('loss', 'eval/valid/loss'))
+  assert tuple({each.step: each.value for each in history} for history in histories) == losses_of(tracked / 'job')
 
 
 @pytest.mark.filterwarnings('default')
-@pytest.mark.parametrize('tracker', ['wandb', 'mlflow'])
-def test_a_service_that_fails_ends_no_job(tmp_path, monkeypatch, capsys, tracker):
-  pytest.importorskip(tracker)
+def test_services_that_fail_end_no_job(tracked, tmp_path, monkeypatch, capsys):
   monkeypatch.setenv('WANDB_MODE', 'offline')
   monkeypatch.setenv('WANDB_PROJECT', 'a/b')
   monkeypatch.setenv('MLFLOW_TRACKING_URI', 'nonsense://')
-  train(tmp_path / 'job', tracker, 2)
-  assert f'{tracker} gets no metrics from here on' in capsys.readouterr().err
+  train(tmp_path / 'job', BOTH, 2)
+  printed = capsys.readouterr().err
+  assert all(f'{tracker} gets no metrics from here on' in printed for tracker in ('wandb', 'mlflow'))
