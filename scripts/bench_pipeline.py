@@ -25,7 +25,6 @@ import time
 from typing import Any
 
 from alternation import alternate, paired_ratio, print_result
-from executed_flops import executed_matmul_flops
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,6 +34,8 @@ from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers import GatedFeedForward, RmsNorm, TransformerBlock, TransformerStack
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
+from spmd_tasks.planning.costs import program_flops
+from spmd_tasks.planning.program import read_program
 from spmd_tasks.sharding import MeshSpec, stage_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights
@@ -85,8 +86,10 @@ class Program:
     return self.compiled(*self._args)
 
   @property
-  def flops(self) -> int:
-    return executed_matmul_flops(self.compiled.as_text())
+  def flops(self) -> float:
+    program = read_program(self.compiled)
+    assert not program.unknown_loops, program.unknown_loops
+    return program_flops(program)
 
   @property
   def temp_bytes(self) -> int:
