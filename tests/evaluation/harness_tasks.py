@@ -14,51 +14,43 @@ WORDS = [
   *('the', 'cat', 'sat', 'on', 'the', 'mat', 'and', 'the', 'hat', 'a', 'dog', 'ate', 'that'),
   *('def', 'f(x):', 'return', 'x', 'été', '漢字', '🙂'),
 ]
-TASKS = ('choice', 'ending', 'whole', 'write')
 
-_CHOICE = """
-task: choice
+_HEAD = """
+task: NAME
 dataset_path: json
 dataset_kwargs: {data_files: {test: FILE}}
 test_split: test
 fewshot_split: test
+"""
+_TASKS = {
+  'choice': """
 output_type: multiple_choice
 doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-_ENDING = """
-task: ending
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
+""",
+  'ending': """
 output_type: loglikelihood
 doc_to_text: "{{context}}"
 doc_to_target: "{{ending}}"
 metric_list: [{metric: perplexity}, {metric: acc}]
-"""
-_WHOLE = """
-task: whole
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
+""",
+  'whole': """
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
 metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
-"""
-_WRITE = """
-task: write
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
+""",
+  'write': """
 output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{choices[0]}}"
 generation_kwargs: {until: ["zz", "\\n\\n"], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: exact_match}]
-"""
+""",
+}
+TASKS = tuple(_TASKS)
 
 
 def write_tasks(directory: Path) -> Path:
@@ -78,10 +70,10 @@ def write_tasks(directory: Path) -> Path:
     'whole': [{'text': text(i, 3 + 25 * i)} for i in range(4)],
     'write': questions,
   }
-  for name, template in zip(TASKS, (_CHOICE, _ENDING, _WHOLE, _WRITE), strict=True):
+  for name, task in _TASKS.items():
     data = directory / f'{name}.jsonl'
     data.write_text(''.join(json.dumps(record) + '\n' for record in records[name]))
-    (directory / f'{name}.yaml').write_text(template.replace('FILE', str(data)))
+    (directory / f'{name}.yaml').write_text(_HEAD.replace('NAME', name).replace('FILE', str(data)) + task)
   return directory
 
 

@@ -117,17 +117,18 @@ def wait_for(condition, limit_s=10.0):
 
 
 @contextlib.contextmanager
-def client_of_binary(*arguments):
-  """An openai client of the real binary, which serves on 2 devices at a free port."""
-  two_devices = ('--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2')
-  process = binary.start_binary(*arguments, '--mode', 'serve', '--port', 0, *two_devices)
+def client_of_binary(*arguments, num_devices=2, api_key='none'):
+  """An openai client of the real binary, which serves at a free port; it has the process and the lines of its start."""
+  devices = ('--num_fake_devices', num_devices, '--ici_mesh_shape', f'1,1,{num_devices}')
+  process = binary.start_binary(*arguments, '--mode', 'serve', '--port', 0, *devices)
   try:
     lines = []
     while not lines or 'Serving' not in lines[-1]:
       lines.append(process.stdout.readline())
       assert lines[-1], (lines, process.communicate(timeout=60))
     url = re.search(r'http://\S+', lines[-1])[0]
-    with openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=f'{url}/v1', api_key=api_key, max_retries=0, timeout=120) as client:
+      client.process, client.url, client.lines = process, url, ''.join(lines)
       yield client
   finally:
     process.kill()

@@ -1,4 +1,4 @@
-"""The HTTP server over a fake engine: answers, streams, errors that name the field, limits, the API key."""
+"""The HTTP server over a fake engine: answers, streams, logprobs, tokens, wrong fields, limits, the API key."""
 
 import base64
 import json
@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import FolderTokenizer
 from spmd_tasks.serving import service
 from spmd_tasks.serving.mode import server_settings
+from tests.model_folders import write_tokenizer
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 from tests.serving.served import ASK, CHAT, COMPLETIONS, HELLO, events, metric, serving, wait_for
 
@@ -81,6 +83,84 @@ def test_models_health_readiness_metrics_and_the_page(client):
   assert 'spmd_tasks_http_requests_total{route="/v1/completions",status="200"} ' in text
 
 
+@pytest.mark.parametrize('max_tokens', [0, 2])
+def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tokens):
+  prompt = 'a prompt of three chunks'
+  wanted = HELLO | {'prompt': TOKENIZER.encode(prompt), 'logprobs': 2, 'echo': True, 'max_tokens': max_tokens}
+  choice = client.post(COMPLETIONS, json=wanted).json()['choices'][0]
+  text = prompt + prompt[:max_tokens]
+  assert choice['text'] == text
+  logprobs = choice['logprobs']
+  assert logprobs['tokens'] == list(text)
+  assert logprobs['text_offset'] == list(range(len(text)))
+  assert logprobs['token_logprobs'][0] is logprobs['top_logprobs'][0] is None
+  assert logprobs['token_logprobs'][1:] == pytest.approx([-token / 100 for token in TOKENIZER.encode(text)[1:]])
+  assert [next(iter(top)) for top in logprobs['top_logprobs'][1:]] == list(text[1:])
+  with client.stream('POST', COMPLETIONS, json=wanted | {'stream': True}) as response:
+    choices = [chunk['choices'][0] for chunk in events(response)]
+  assert ''.join(each['text'] for each in choices) == choice['text']
+  streamed = [each['logprobs'] for each in choices if each['logprobs']]
+  assert {name: [entry for each in streamed for entry in each[name]] for name in logprobs} == logprobs
+
+
+def test_what_was_read_before_is_counted_and_not_read_again(client):
+  asked = HELLO | {'prompt': 'a system prompt that many requests share', 'n': 2}
+  before = metric(client, 'reused_prompt_tokens_total')
+  cached = [client.post(COMPLETIONS, json=asked).json()['usage']['prompt_tokens_details'] for _ in range(2)]
+  assert cached == [{'cached_tokens': 0}, {'cached_tokens': 40}]
+  assert metric(client, 'reused_prompt_tokens_total') == before + 3 * 40
+  salted = [client.post(COMPLETIONS, json=asked | {'cache_salt': 'one'}).json() for _ in range(2)]
+  assert [each['usage']['prompt_tokens_details']['cached_tokens'] for each in salted] == [0, 40]
+  assert salted[0]['choices'] == salted[1]['choices']
+
+
+def test_logprobs_of_chats_in_both_forms(client):
+  wanted = ASK | {'logprobs': True, 'top_logprobs': 1}
+  content = client.post(CHAT, json=wanted).json()['choices'][0]['logprobs']['content']
+  assert [entry['token'] for entry in content] == ['token_id:1', *'use']  # bos is no text
+  assert content[1]['bytes'] == [ord('u')]
+  assert [len(entry['top_logprobs']) for entry in content] == [1] * 4
+  with client.stream('POST', CHAT, json=wanted | {'stream': True}) as response:
+    chunks = events(response)
+  streamed = [entry for c in chunks if c['choices'][0]['logprobs'] for entry in c['choices'][0]['logprobs']['content']]
+  assert streamed == content
+
+
+# --- the tokenizer ---
+
+
+def test_a_text_there_and_back(client):
+  text = 'héllo'
+  answer = client.post('/tokenize', json={'prompt': text, 'add_special_tokens': False, 'model': 'fake.Model'}).json()
+  assert answer == {'tokens': TOKENIZER.encode(text), 'count': 6, 'max_model_len': 128}
+  assert client.post('/detokenize', json={'tokens': answer['tokens']}).json() == {'prompt': text}
+  with_bos = client.post('/tokenize', json={'prompt': text}).json()['tokens']
+  assert with_bos == [TOKENIZER.bos_id, *TOKENIZER.encode(text)]
+  long = client.post('/tokenize', json={'prompt': 'x' * 20_000, 'add_special_tokens': False}).json()
+  assert long['count'] == 20_000
+
+
+def test_special_tokens_have_names(client):
+  info = client.get('/tokenizer_info').json()
+  assert (info['bos_token'], info['eos_token']) == ('token_id:1', 'token_id:2')
+  assert 'assistant' in info['chat_template']
+  assert client.post('/tokenize', json={'prompt': info['eos_token']}).json()['tokens'] == [2]
+  assert client.post('/tokenize', json={'prompt': '', 'add_special_tokens': False}).json()['tokens'] == []
+
+
+def test_those_of_a_folder_are_its_texts(tmp_path):
+  tokenizer = FolderTokenizer(path=str(write_tokenizer(tmp_path)))
+  with serving(tokenizer=tokenizer) as served, served.client() as client:
+    info = client.get('/tokenizer_info').json()
+    assert (info['bos_token'], info['eos_token'], info['pad_token']) == ('<s>', '</s>', '<pad>')
+    for name in ('bos_token', 'eos_token'):
+      asked = {'prompt': info[name], 'add_special_tokens': False}
+      assert client.post('/tokenize', json=asked).json()['tokens'] == tokenizer.encode(info[name])
+    assert client.post('/detokenize', json={'tokens': [1, *tokenizer.encode('the cat')]}).json()['prompt'] == (
+      '<s>the cat'
+    )
+
+
 # --- what a client can get wrong ---
 
 BAD = [
@@ -95,12 +175,15 @@ BAD = [
   (COMPLETIONS, {'stream_options': {'include_usage': True}}, 400, 'stream_options'),
   (CHAT, {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400, 'messages[0].content[0].type'),
   (CHAT, {'top_logprobs': 1}, 400, 'top_logprobs'),
+  ('/tokenize', {'prompt': None}, 400, 'prompt'),
+  ('/detokenize', {'tokens': 'x'}, 400, 'tokens'),
+  ('/detokenize', {'tokens': [259]}, 400, 'tokens'),
 ]
 
 
 @pytest.mark.parametrize('path, change, status, param', BAD, ids=lambda value: str(value)[:40])
 def test_what_is_wrong_is_named(client, path, change, status, param):
-  body = (HELLO if path == COMPLETIONS else ASK) | change
+  body = {COMPLETIONS: HELLO, CHAT: ASK}.get(path, {}) | change
   response = client.post(path, content=json.dumps(body), headers={'content-type': 'application/json'})
   error = response.json()['error']
   assert (response.status_code, error['param']) == (status, param), error

@@ -11,10 +11,10 @@ import re
 import signal
 
 import httpx
-import openai
 import pytest
 
 from tests import binary
+from tests.serving.served import client_of_binary
 
 MODEL = 'lm.UnevenTiny'
 SHAPE = ('--exp', MODEL, '--num_train_steps', 3)
@@ -34,61 +34,34 @@ def job(tmp_path_factory):
   return job
 
 
-class Server:
-  """A running server; `running` starts another one after a test has ended it, so that tests run in any order."""
-
-  def __init__(self, job):
-    self._job = job
-    self._stack = contextlib.ExitStack()
-    self.process = None
-
-  def running(self):
-    if self.process is None or self.process.poll() is not None:
-      self.close()
-      self._start()
-    return self
-
-  def _start(self):
-    key = self._job.parent / 'key'
-    key.write_text('secret\n')
-    self.process = process = binary.start_binary(  # no --exp: the directory's config.json says which model it is
-      '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--mode', 'serve', '--job_log_dir', self._job,
-      '--port', 0, '--api_key_file', key, '--drain_s', 20, '--set', 'task.decode.num_slots=2',
-      '--set', 'task.decode.prefill_chunk=16',
-    )  # fmt: skip
-    self._stack.callback(process.communicate)
-    self._stack.callback(process.kill)
-    lines = [process.stdout.readline() for _ in range(3)]
-    found = re.fullmatch(
+@contextlib.contextmanager
+def serving(job):
+  (job.parent / 'key').write_text('secret\n')
+  flags = ('--job_log_dir', job, '--api_key_file', job.parent / 'key', '--drain_s', 20)  # config.json names the model
+  sizes = ('--set', 'task.decode.num_slots=2', '--set', 'task.decode.prefill_chunk=16')
+  with client_of_binary(*flags, *sizes, api_key='secret') as client:
+    assert re.fullmatch(
       r'Restoring the newest checkpoint of \S+/job\.\n'
       r'Restored step 3 in [\d.]+ s\. Compiling\.\n'
       r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n',
-      ''.join(lines),
+      client.lines,
     )
-    assert found, (lines, process.communicate(timeout=60) if process.poll() is not None else None)
-    self.url = found[1]
-    self.client = self._stack.enter_context(
-      openai.OpenAI(base_url=f'{self.url}/v1', api_key='secret', max_retries=0, timeout=60)
-    )
-
-  def close(self):
-    self._stack.close()
+    yield client
 
 
 @pytest.fixture(scope='module')
-def shared_server(job):
-  with contextlib.closing(Server(job)) as server:
-    yield server
+def servers(job):
+  """The stack of the running server, and its client: a test may end one, and tests run in any order."""
+  with contextlib.ExitStack() as stack:
+    yield stack, []
 
 
 @pytest.fixture
-def server(shared_server):
-  return shared_server.running()
-
-
-@pytest.fixture
-def client(server):
-  return server.client
+def client(servers, job):
+  stack, clients = servers
+  if not clients or clients[-1].process.poll() is not None:
+    clients.append(stack.enter_context(serving(job)))
+  return clients[-1]
 
 
 def metric(url, name):
@@ -112,7 +85,7 @@ def test_a_request_has_its_tokens_alone_and_in_company(client):
   assert [choice.logprobs.tokens for choice in together] == [choice.logprobs.tokens for choice in alone]
 
 
-def test_nothing_is_compiled_after_the_warm_up(client, server, rng):
+def test_nothing_is_compiled_after_the_warm_up(client, rng):
   """80 requests: long prompts that begin alike, samples, scores, and streams that are left."""
 
   def draw():
@@ -138,15 +111,15 @@ def test_nothing_is_compiled_after_the_warm_up(client, server, rng):
     answer.close()
     return True
 
-  before = metric(server.url, 'reused_prompt_tokens_total')
+  before = metric(client.url, 'reused_prompt_tokens_total')
   with ThreadPoolExecutor(8) as pool:
     assert all(pool.map(ask, [draw() for _ in range(80)]))
-  assert metric(server.url, 'reused_prompt_tokens_total') > before
-  assert metric(server.url, 'late_compilations') == 0
+  assert metric(client.url, 'reused_prompt_tokens_total') > before
+  assert metric(client.url, 'late_compilations') == 0
 
 
-def test_a_checkpoint_can_be_published_while_requests_run(client, server):
-  url, headers = server.url, {'authorization': 'Bearer secret'}
+def test_a_checkpoint_can_be_published_while_requests_run(client):
+  url, headers = client.url, {'authorization': 'Bearer secret'}
   wanted = {'temperature': 1.0, 'seed': 9, 'max_tokens': 50}
   before = complete(client, **wanted).choices[0].text
   with ThreadPoolExecutor(8) as pool:
@@ -160,19 +133,19 @@ def test_a_checkpoint_can_be_published_while_requests_run(client, server):
   assert metric(url, 'late_compilations') == 0
 
 
-def test_sigterm_lets_running_requests_end(server):
+def test_sigterm_lets_running_requests_end(client):
   headers = {'authorization': 'Bearer secret'}
   body = {'model': MODEL, 'prompt': 'a', 'max_tokens': 55, 'n': 8, 'stream': True, 'ignore_eos': True}
-  with httpx.stream('POST', f'{server.url}/v1/completions', json=body, headers=headers, timeout=60) as response:
+  with httpx.stream('POST', f'{client.url}/v1/completions', json=body, headers=headers, timeout=60) as response:
     lines = response.iter_lines()
     first = next(lines)
-    server.process.send_signal(signal.SIGTERM)
+    client.process.send_signal(signal.SIGTERM)
     rest = [line for line in [first, *lines] if line]
-  stdout, stderr = server.process.communicate(timeout=30)
+  stdout, stderr = client.process.communicate(timeout=30)
   assert rest[-1] == 'data: [DONE]'
   chunks = [json.loads(line.removeprefix('data: ')) for line in rest[:-1]]
   reasons = [choice['finish_reason'] for chunk in chunks for choice in chunk['choices'] if choice['finish_reason']]
   assert reasons == ['length'] * 8
-  assert server.process.returncode == 0, stderr
+  assert client.process.returncode == 0, stderr
   assert 'Stopping: ' in stdout
   assert stdout.endswith('Server stopped; requests cut off: 0.\n')

@@ -1,9 +1,6 @@
 """A job, and a model's folder, in an object store are served: the real binary answers as `load` generates."""
 
-import json
-import re
 import secrets
-import urllib.request
 
 import jax
 from jax.sharding import Mesh
@@ -14,6 +11,7 @@ from spmd_tasks import load
 from spmd_tasks.stores import upload
 from tests import binary
 from tests.model_folders import write_llama
+from tests.serving.served import client_of_binary
 from tests.serving.test_serve_binary import SHAPE
 
 pytestmark = pytest.mark.slow
@@ -38,24 +36,9 @@ def test_is_served_as_it_is_loaded(make, scheme, gcs_emulator, s3_emulator, tmp_
   url = f'{scheme}://bucket/{secrets.token_hex(4)}'
   flags = make(url, tmp_path)
   settings = [flag for setting in DECODE for flag in ('--set', setting)]
-  shape = ('--num_fake_devices', 1, '--ici_mesh_shape', '1,1,1')
-  server = binary.start_binary(*flags, *shape, '--mode', 'serve', '--port', 0, *settings)
-  try:
-    lines = ['']
-    while 'Serving' not in lines[-1]:
-      lines.append(server.stdout.readline())
-      assert lines[-1], (lines, server.communicate(timeout=60))
-    place = f'{re.search(r"http://[^ ]+", lines[-1])[0].strip()}/v1'
-    with urllib.request.urlopen(f'{place}/models') as models:
-      body = {'model': json.load(models)['data'][0]['id'], 'prompt': 'the cat', 'max_tokens': 6, 'temperature': 0}
-    request = urllib.request.Request(
-      f'{place}/completions', json.dumps(body).encode(), {'Content-Type': 'application/json'}
-    )
-    with urllib.request.urlopen(request) as answer:
-      text = json.load(answer)['choices'][0]['text']
-  finally:
-    server.kill()
-    server.communicate()
+  with client_of_binary(*flags, *settings, num_devices=1) as client:
+    (card,) = client.models.list()
+    text = client.completions.create(model=card.id, prompt='the cat', max_tokens=6, temperature=0).choices[0].text
   assert text
   one_device = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ('replica', 'data', 'mdl'))
   assert load(url, mesh=one_device, overrides=DECODE).generate(['the cat'], max_tokens=6) == [text]
