@@ -110,17 +110,9 @@ def test_explicit_flags_win_over_the_environment_and_bind_one_address_only(calls
   settings = DistributedSettings(coordinator_address='127.0.0.1:1234', num_processes=2, process_id=1)
   assert initialize(settings, SLURM) is True
   assert calls == [
-    {
-      'coordinator_address': '127.0.0.1:1234',
-      'coordinator_bind_address': '127.0.0.1:1234',
-      'num_processes': 2,
-      'process_id': 1,
-      'cluster_detection_method': 'deactivate',
-      'local_device_ids': None,
-      'heartbeat_timeout_seconds': 30,
-      'shutdown_timeout_seconds': 10,
-      'initialization_timeout': 300,
-    }
+    dict.fromkeys(('coordinator_address', 'coordinator_bind_address'), '127.0.0.1:1234')
+    | {'num_processes': 2, 'process_id': 1, 'cluster_detection_method': 'deactivate', 'local_device_ids': None}
+    | {'heartbeat_timeout_seconds': 30, 'shutdown_timeout_seconds': 10, 'initialization_timeout': 300}
   ]
   assert os.environ['XLA_FLAGS'].split() == [
     '--xla_cpu_enable_fast_math=false',

@@ -5,12 +5,9 @@ import types
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.programs.early_end import EvalTarget
-from spmd_tasks.programs.hooks import TrainHook
-from spmd_tasks.programs.interval_hooks import SaveCheckpoints
+from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.train import job_hooks
 from tests import binary
-from tests.programs.fake_run import fake_run, outcome_at
 from tests.programs.small_jobs import Small
 
 
@@ -25,43 +22,17 @@ class Needs(TrainHook):
 
 
 def test_the_state_is_there_only_where_a_hook_has_asked_for_it(tmp_path):
-  run = fake_run(tmp_path, [Needs(2), Needs(4)])
-  run.loop.is_running = True
-  for step in range(1, 6):
-    outcome_at(run, step)
-    assert run.is_awaited(step) == (step in (2, 4))
-    if step in (2, 4):
-      assert run.state == 'state 0'
+  job = types.SimpleNamespace(experiment=types.SimpleNamespace(num_train_steps=20))
+  given = dict.fromkeys(('model', 'goodput', 'guard', 'stack')) | {'hooks': (Needs(2), Needs(4))}
+  run = TrainRun(job=job, job_log_dir=tmp_path, **given)
+  for step in (1, 2, 3, 4, 5, 20):
+    run.loop = types.SimpleNamespace(step=step, state='a state', is_running=True)
+    assert run.is_awaited(step) == (step in (2, 4, 20))
+    if run.is_awaited(step):
+      assert run.state == 'a state'
     else:
       with pytest.raises(RuntimeError, match='needs_state'):
         run.state  # noqa: B018
-  outcome_at(run, 20)  # the last one
-  assert run.state == 'state 0'
-
-
-def test_a_job_that_was_ended_in_its_evals_is_asked_before_its_first_step(tmp_path):
-  target = EvalTarget(eval_set='valid', at_most=2.0)
-  run = fake_run(tmp_path, [target], step=8)
-  target.before_loop(run)
-  assert run.end_reason is None
-  outcome_at(run, 8, valid={'loss': 1.0})
-  target.before_loop(run)
-  assert run.end_reason == 'loss of valid is 1, at most 2'
-
-
-@pytest.mark.parametrize('last, saved', [(6, [2, 4, 6]), (7, [2, 4, 6, 7])])
-def test_checkpoints_are_saved_at_the_interval_and_once_at_the_end(tmp_path, monkeypatch, last, saved):
-  monkeypatch.setattr('spmd_tasks.programs.interval_hooks.num_bytes', lambda state: 10)
-  hook, steps = SaveCheckpoints(), []
-  run = fake_run(tmp_path, [hook], checkpoint_every_steps=2)
-  hook._every_steps, hook._part = 2, lambda state: state
-  run.model = types.SimpleNamespace(to_canonical=lambda state, part: state, canonical_state='shapes')
-  run.checkpointer = types.SimpleNamespace(save=lambda step, *args: steps.append(step), wait=lambda: None)
-  hook.start(run)
-  for step in range(1, last + 1):
-    hook.after_step(run, outcome_at(run, step))
-  hook.after_loop(run)
-  assert steps == saved
 
 
 class Recorder(TrainHook):

@@ -2,6 +2,7 @@
 
 import shutil
 
+import fiddle as fdl
 import jax
 import numpy as np
 import pytest
@@ -9,12 +10,58 @@ import pytest
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.programs.upcycling import initialize_from
+from spmd_tasks.recipes import SyntheticLanguageModel
+from spmd_tasks.sharding import DataExpertModelMesh
 from tests import binary
+from tests.programs.small_jobs import Small
 from tests.programs.test_resume import flip_a_byte
 
-JOBS = 'tests.programs.upcycled_jobs.'
-DENSE, UPCYCLED = f'{JOBS}Dense', f'{JOBS}Upcycled'
+DENSE, UPCYCLED = f'{__name__}.Dense', f'{__name__}.Upcycled'
+AXES = DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=2).axes()
+
+
+class Dense(Small):
+  """Two layers, without dropout; padded nearly everywhere on data 2 x mdl 4."""
+
+  num_layers = 2
+  num_train_steps = 4
+
+  def task(self):
+    task = super().task()
+    task.learner.optimizer.learning_rate = 0.03
+    task.model.stack.block.dropout_rate = 0.0
+    return task
+
+  def train_input(self):
+    return SyntheticLanguageModel.train_input(self)
+
+  def eval_inputs(self):
+    return {}
+
+
+class Upcycled(Dense):
+  """Every layer a mixture of equal experts, whose gates sum to 1: the dense model, until it is trained."""
+
+  mesh_axis_names = AXES.mesh_axis_names
+  ici_mesh_shape = AXES.ici_mesh_shape  # data 2 x expert 2 x mdl 2
+  axis_rules = AXES.axis_rules
+  num_train_steps = 2
+  num_experts: int = 4
+  num_selected_experts: int = 2
+  has_shared_expert: bool = False
+
+  def ffn(self):
+    return fdl.Config(
+      MixtureOfExperts,
+      router=fdl.Config(
+        TopKRouter, num_experts=self.num_experts, num_selected=self.num_selected_experts, normalize_gates=1.0
+      ),
+      experts=fdl.Config(Experts, num_experts=self.num_experts, hidden_dim=self.hidden_dims),
+      computation=fdl.Config(Dropless),
+      shared_expert=super().ffn() if self.has_shared_expert else None,
+    )
 
 
 def train(experiment, directory, *flags):
