@@ -6,9 +6,8 @@
 
 Read in this order:
   registry.py      names to experiment classes; listing.py: --list
-  resolution.py    overrides and defaults to one resolved config
+  resolution.py    overrides and defaults to one resolved config; refusals.py: what is said about a wrong one
   from_saved.py    the same of a saved config, with search_path.py: which modules it may have imported
-  overrides.py     one `path=value`; refusals.py: what is said about a wrong one
   values.py        the type of a field, and the value of a text (pydantic)
   tree.py          configs, dataclasses and Linen modules as one tree of fields
   encoding.py, saved_config.py    values as JSON, the file's form

@@ -16,11 +16,11 @@ import numpy as np
 
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import encode_field, show, symbol_of
-from spmd_tasks.config.overrides import Path
 from spmd_tasks.config.refusals import describe_type
 from spmd_tasks.config.resolution import (
   PARTS,
   TIMEOUTS,
+  Path,
   Prepare,
   ResolvedConfig,
   adapted,

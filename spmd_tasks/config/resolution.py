@@ -19,23 +19,26 @@ import fiddle as fdl
 from spmd_tasks import inputs
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import encode, encode_field, show
-from spmd_tasks.config.overrides import Path, parse_override, split_override
 from spmd_tasks.config.tree import (
   DROP,
   UNSET,
+  Field,
   apply_changes,
   check_buildable,
   check_numbers,
   copy_config,
   fields_of,
+  is_node,
   walk,
   without_foreign_configs,
 )
+from spmd_tasks.config.values import is_of_type, parse_value, type_of_field
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.inputs.base import is_input
 from spmd_tasks.wings import call, kind_of, load
 
+Path = tuple[str, ...]
 Prepare = Callable[[Experiment], None]
 PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 # The timeouts of an experiment, which no experiment of another framework decides.
@@ -225,3 +228,46 @@ def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
       'those overrides out or start a new run.'
     )
   return {path: value for path, value in changes.items() if path not in missing}
+
+
+def split_override(override: str) -> tuple[Path, str]:
+  """Splits `path=value` into the path's names and the text of the value. Raises a UserError for another form."""
+  path, equals, text = override.partition('=')
+  if not equals or not all(path.strip().split('.')):
+    raise UserError(f'{override[:80]!r} is not an override: write path=value, for example num_train_steps=100.')
+  return tuple(path.strip().split('.')), text.strip()
+
+
+def parse_override(root: Any, path: Path, text: str) -> Any:
+  """Returns the value that `text` denotes for the field of `root` at `path`, or raises a UserError with the remedy."""
+  field = find_field(root, path)
+  name = '.'.join(path)
+  present = None if field.value is UNSET else field.value
+  kind = type_of_field(path[-1], field.annotation, None if is_node(present) else present)
+  if is_node(present):
+    if text == 'None' and kind is not Any and is_of_type(None, kind):
+      return None
+    from spmd_tasks.config.refusals import refuse_node
+
+    refuse_node(present, name, text)
+  try:
+    return parse_value(text, kind)
+  except ValueError:
+    from spmd_tasks.config.refusals import refuse_value
+
+    refuse_value(field, kind, name, text)
+
+
+def find_field(root: Any, path: Path) -> Field:
+  """Returns the field of `root` at `path`. Raises a UserError with the nearest names if there is none."""
+  node, field = root, None
+  for depth, name in enumerate(path):
+    fields = fields_of(node)
+    if name not in fields:
+      from spmd_tasks.config.refusals import refuse_path
+
+      refuse_path(root, node, path, depth)
+    field = fields[name]
+    node = field.value
+  assert field is not None
+  return field
