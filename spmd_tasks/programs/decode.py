@@ -7,7 +7,9 @@ the weights, the prompt and the seed.
 A task with `make_decoder`, as that of a Pax experiment, decodes batches of its own in its own way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
 import json
 import time
 from typing import Any, NamedTuple
@@ -40,18 +42,11 @@ from spmd_tasks.runtime.metrics import make_writer
 
 def run(command: Any) -> int:
   """Runs the modes decode and decode_once of a Command (command.py)."""
-  flags = command.flags
+  flags, is_watching = command.flags, command.mode == 'decode'
+  files = {'input_path': flags.decode_input, 'output_path': flags.decode_output, 'step': flags.checkpoint_step}
   with command.open_job() as opened:
-    return decode(
-      opened.job,
-      opened.directory,
-      emergency=opened.emergency,
-      input_path=flags.decode_input,
-      output_path=flags.decode_output,
-      step=flags.checkpoint_step,
-      watch=command.mode == 'decode',
-      load_draft=opened.load_draft,
-    )
+    own = {'emergency': opened.emergency, 'load_draft': opened.load_draft}
+    return decode(opened.job, opened.directory, watch=is_watching, **files, **own)
 
 
 def decode(
@@ -179,32 +174,26 @@ class Decoder:
 
   def compile(self) -> None:
     """Compiles the programs that these prompts need; does nothing the second time."""
-    self._steps.compile(
-      score_prompts=any(each.request.score_prompt for wanted in self._wanted.values() for each in wanted),
-      constrain=any(each.matcher is not None for wanted in self._wanted.values() for each in wanted),
-    )
+    every = [each for wanted in self._wanted.values() for each in wanted]
+    self._constrains = any(each.matcher is not None for each in every)
+    self._steps.compile(score_prompts=any(each.request.score_prompt for each in every), constrain=self._constrains)
 
   def run(self, name: str, weights: Any, step: int) -> None:
     """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`."""
-    directory = self._directory / name
+    directory, wanted = self._directory / name, self._wanted[name]
     path = directory / f'step_{step}.jsonl' if self._output_path is None else absolute_path(self._output_path)
-    wanted = self._wanted[name]
     file = DecodedFile(path, [each.record for each in wanted])
     set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
-    progress = Progress(len(wanted), first, primary=is_primary())
-    progress.message(f'step {step}  decode {name}: {len(wanted)} prompts to {path}')
-    began = time.perf_counter()
-    lengths: list[int] = []
-    num_drafted = num_accepted = 0
-    try:
+    with contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
+      title = f'step {step}  decode {name}:'
+      progress.message(f'{title} {len(wanted)} prompts to {path}')
+      began, made = time.perf_counter(), collections.Counter[str]()
       for number, completions in _in_order(self._complete(weights, wanted[first:])):
-        index = first + number
-        lengths += [len(completion.ids) for completion in completions]
-        num_drafted += sum(completion.num_drafted for completion in completions)
-        num_accepted += sum(completion.num_accepted for completion in completions)
+        index, each = first + number, wanted[first + number]
+        for text in completions:
+          made.update(outputs=1, tokens=len(text.ids), drafted=text.num_drafted, accepted=text.num_accepted)
         if is_primary():
-          each = wanted[index]
           outputs = outputs_record(completions, has_text=self._tokenizer.tokenizer is not None)
           ids = {} if each.prompt.id is None else {'id': each.prompt.id}
           file.append({'index': index, 'step': step, 'request': each.record} | ids | outputs)
@@ -212,22 +201,19 @@ class Decoder:
       if is_primary() and not path.exists():
         file.finish()
       if first == len(wanted):
-        progress.message(f'step {step}  decode {name}: all {first} prompts are done already, in {path}')
+        progress.message(f'{title} all {first} prompts are done already, in {path}')
         return
-      metrics = _metrics(len(wanted) - first, lengths, time.perf_counter() - began)
-      if num_drafted:
-        metrics |= {'drafted_tokens': float(num_drafted), 'accepted_draft_share': num_accepted / num_drafted}
+      metrics = _metrics(len(wanted) - first, made, time.perf_counter() - began)
       writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
       writer.write(step, metrics)
       writer.close()
       again = f' ({first} were done already)' if first else ''
-      drafts = f', {num_accepted / num_drafted:.0%} of drafts right' if num_drafted else ''
+      share = metrics.get('accepted_draft_share')
+      drafts = '' if share is None else f', {share:.0%} of drafts right'
       progress.message(
-        f'step {step}  decode {name}: {len(wanted) - first} prompts, {sum(lengths)} tokens, '
+        f'{title} {len(wanted) - first} prompts, {metrics["num_tokens"]:.0f} tokens, '
         f'{metrics["tokens_per_second"]:.0f} tokens/s{again}{drafts}, in {path}'
       )
-    finally:
-      progress.close()
 
   def _complete(self, weights: Any, wanted: list[_PromptRequest]) -> Iterator[tuple[int, list[Completion]]]:
     """Yields (number of the prompt, its outputs), in the order in which prompts finish."""
@@ -240,7 +226,7 @@ class Decoder:
     owners = [(number, sample) for number, each in enumerate(wanted) for sample in range(each.num_outputs)]
     samples = (wanted[number].request.as_sample(sample) for number, sample in owners)
     matchers = None
-    if any(each.matcher is not None for wanted in self._wanted.values() for each in wanted):
+    if self._constrains:
       matchers = [each.matcher and each.matcher.copy() for each in wanted for _ in range(each.num_outputs)]
     unfinished: dict[int, dict[int, Completion]] = {}
     made = generate(self._steps, weights, samples, decode=decode, matchers=matchers, on_step=self._on_step)
@@ -253,15 +239,19 @@ class Decoder:
         del unfinished[number]
 
 
-def _metrics(num_prompts: int, lengths: list[int], seconds: float) -> dict[str, float]:
-  """The metrics of a finished set of prompts, from the lengths of its outputs."""
-  return {
+def _metrics(num_prompts: int, made: Mapping[str, int], seconds: float) -> dict[str, float]:
+  """The metrics of a finished set of prompts, from the counts of what was made of them."""
+  metrics = {
     'num_prompts': float(num_prompts),
-    'num_tokens': float(sum(lengths)),
-    'mean_length': sum(lengths) / len(lengths),
-    'tokens_per_second': sum(lengths) / seconds,
+    'num_tokens': float(made['tokens']),
+    'mean_length': made['tokens'] / made['outputs'],
+    'tokens_per_second': made['tokens'] / seconds,
     'seconds': seconds,
   }
+  if made['drafted']:
+    share = made['accepted'] / made['drafted']
+    metrics |= {'drafted_tokens': float(made['drafted']), 'accepted_draft_share': share}
+  return metrics
 
 
 def _in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
