@@ -17,6 +17,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.programs.decoded_file import DecodedFile
 from tests import binary
 from tests.programs.small_jobs import SMALL
+from tests.programs.small_runs import only_checkpoints
 
 SETTINGS = (
   'task.decode.max_len=24',
@@ -39,13 +40,6 @@ def write_prompts(directory: Path, prompts=PROMPTS, name='prompts') -> Path:
   return path
 
 
-def checkpoints_of(finished_job: Path, directory: Path, steps=(20,)) -> Path:
-  for step in steps:
-    name = f'checkpoint_{step:08d}'
-    shutil.copytree(finished_job / 'checkpoints' / name, directory / 'checkpoints' / name)
-  return directory
-
-
 def flags_of(directory: Path, *flags: object, mode='decode_once', settings=SETTINGS) -> list[object]:
   overrides = [part for setting in settings for part in ('--set', setting)]
   return ['--exp', SMALL, '--mode', mode, '--job_log_dir', directory, *overrides, *flags]
@@ -58,14 +52,14 @@ def lines_of(path: Path) -> list[dict]:
 @pytest.fixture(scope='module')
 def decoded(finished_job, tmp_path_factory):
   """The directory of a job that has decoded PROMPTS, and its lines."""
-  directory = checkpoints_of(finished_job, tmp_path_factory.mktemp('decoded') / 'job')
+  directory = only_checkpoints(finished_job, tmp_path_factory.mktemp('decoded') / 'job')
   prompts = write_prompts(directory)
   assert binary.run_in_process(*flags_of(directory, '--decode_input', prompts)) == 0
   return directory, lines_of(directory / 'decode' / 'prompts' / 'step_20.jsonl')
 
 
 def test_continuations_have_the_forms_that_their_prompts_give(decoded, finished_job, tmp_path):
-  directory = checkpoints_of(finished_job, tmp_path / 'job')
+  directory = only_checkpoints(finished_job, tmp_path / 'job')
   enum = {'type': 'json_schema', 'json_schema': {'schema': {'enum': ['ab', 7]}}}
   prompts = [
     {'prompt': 'x', 'structured_outputs': {'regex': '[0-9]{3}'}, 'temperature': 1.0, 'n': 3},
@@ -109,7 +103,7 @@ def test_it_goes_on_behind_the_last_whole_line(decoded, finished_job, tmp_path, 
   """As after a kill in the middle of a write."""
   directory, lines = decoded
   whole = (directory / 'decode' / 'prompts' / 'step_20.jsonl').read_bytes().splitlines(keepends=True)
-  job = checkpoints_of(finished_job, tmp_path / 'job')
+  job = only_checkpoints(finished_job, tmp_path / 'job')
   path = job / 'decode' / 'prompts' / 'step_20.jsonl'
   path.parent.mkdir(parents=True)
   partial = path.with_name('step_20.jsonl.partial')
@@ -128,7 +122,7 @@ def _ids(line):
 
 
 def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path):
-  job = checkpoints_of(finished_job, tmp_path / 'job', steps=(18, 20))
+  job = only_checkpoints(finished_job, tmp_path / 'job', steps=(18, 20))
   shutil.move(job / 'checkpoints' / 'checkpoint_00000020', tmp_path)
 
   def go_on():
@@ -149,7 +143,7 @@ def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path)
 def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_environment):
   prompts = [{'prompt': f'{i}', 'temperature': 1.0, 'seed': i, 'max_tokens': 12} for i in range(60)]
   flags = ('--decode_input', write_prompts(tmp_path, prompts))
-  job = checkpoints_of(finished_job, tmp_path / 'job')
+  job = only_checkpoints(finished_job, tmp_path / 'job')
   partial = job / 'decode' / 'prompts' / 'step_20.jsonl.partial'
   decoding = binary.start_binary(*flags_of(job, *flags, '--num_fake_devices', 8), env=cache_environment)
   try:
@@ -170,7 +164,7 @@ def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_en
   assert [line['index'] for line in lines] == list(range(60))
   (metrics,) = binary.metric_lines(final.parent)
   assert metrics['num_prompts'] == 60 - num_kept
-  whole = checkpoints_of(finished_job, tmp_path / 'whole')
+  whole = only_checkpoints(finished_job, tmp_path / 'whole')
   assert binary.run_in_process(*flags_of(whole, *flags)) == 0
   assert [_ids(line) for line in lines] == [_ids(line) for line in lines_of(whole / final.relative_to(job))]
 

@@ -18,8 +18,8 @@ from spmd_tasks.config import resolve
 from spmd_tasks.distributed import EmergencyExit
 from spmd_tasks.programs.eval import evaluate
 from tests import binary
-from tests.programs.checkpoint_arrays import saved_arrays
 from tests.programs.small_jobs import SMALL
+from tests.programs.small_runs import only_checkpoints, saved_arrays
 
 LAST_STEP = 20
 EMA = 'task.eval_with_ema=true'
@@ -53,14 +53,6 @@ def reference_metrics(weights, name: str) -> dict[str, float]:
 
 def eval_lines(directory: Path, name: str) -> list[dict]:
   return binary.metric_lines(directory / 'eval' / name)
-
-
-def only_checkpoints(finished_job: Path, directory: Path, steps=(LAST_STEP,)) -> Path:
-  """A job_log_dir with some of the finished job's checkpoints and no metrics yet."""
-  for step in steps:
-    name = f'checkpoint_{step:08d}'
-    shutil.copytree(finished_job / 'checkpoints' / name, directory / 'checkpoints' / name)
-  return directory
 
 
 def run_eval(directory: Path, *flags: object) -> int:

@@ -10,8 +10,8 @@ import pytest
 
 from spmd_tasks import exit_codes
 from tests import binary
-from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL
+from tests.programs.small_runs import assert_same_arrays, saved_arrays
 
 LAST_STEP = 20
 INTERVAL = 2

@@ -10,12 +10,9 @@ import pytest
 from spmd_tasks import exit_codes
 from tests import binary
 from tests.programs.small_jobs import SMALL
+from tests.programs.small_runs import train
 
 RECORD = 'newest_checkpoint.json'
-
-
-def train(directory, *flags) -> int:
-  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *flags)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from spmd_tasks import exit_codes
 from tests import binary
-from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
-from tests.programs.small_jobs import SMALL
+from tests.programs import small_runs
+from tests.programs.small_runs import assert_same_arrays, saved_arrays
 
 # Position in the input -> loss weight. Steps 4 and 12 are due for a checkpoint when the first try of each is skipped;
 # position 7 and 8 are two in a row; 1e38 is finite, but not its sum.
@@ -23,8 +23,7 @@ NUM_STEPS = 20
 
 def train(directory, spikes, *flags) -> int:
   text = '{' + ', '.join(f'"{position}": "{weight}"' for position, weight in spikes.items()) + '}'
-  overrides = ('--set', f'train_input.spikes={text}')
-  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *overrides, *flags)
+  return small_runs.train(directory, '--set', f'train_input.spikes={text}', *flags)
 
 
 @pytest.fixture(scope='module')

@@ -4,11 +4,7 @@ import json
 
 from spmd_tasks import exit_codes
 from tests import binary
-from tests.programs.small_jobs import SMALL
-
-
-def train(directory, *flags) -> int:
-  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *flags)
+from tests.programs.small_runs import train
 
 
 def test_a_run_starts_again_from_its_saved_config(compiled_once, tmp_path):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests import binary
-from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
-from tests.programs.small_jobs import SMALL
+from tests.programs.small_runs import assert_same_arrays, saved_arrays, train
 
 LAST_STEP = 20
 
@@ -25,10 +24,6 @@ def begun_job(finished_job: Path, directory: Path, step: int) -> Path:
       shutil.rmtree(path)
   (directory / 'metrics.jsonl').unlink()
   return directory
-
-
-def resume(directory: Path, *flags: object) -> int:
-  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *flags)
 
 
 def assert_same_run(resumed: Path, finished: Path, *, first_step: int) -> None:
@@ -57,14 +52,14 @@ def empty(checkpoint: Path) -> None:
 
 def test_goes_on_from_the_newest_checkpoint(finished_job, tmp_path):
   directory = begun_job(finished_job, tmp_path / 'job', 14)
-  assert resume(directory) == 0
+  assert train(directory) == 0
   assert_same_run(directory, finished_job, first_step=15)
 
 
 def test_a_finished_job_does_nothing(finished_job, tmp_path, capsys):
   directory = begun_job(finished_job, tmp_path / 'job', LAST_STEP)
   before = binary.checkpoint_names(directory)
-  assert resume(directory) == 0
+  assert train(directory) == 0
   assert 'step 20 of 20 is already saved' in capsys.readouterr().err
   assert binary.metric_lines(directory) == []
   assert binary.checkpoint_names(directory) == before
@@ -74,7 +69,7 @@ def test_a_finished_job_does_nothing(finished_job, tmp_path, capsys):
 def test_a_damaged_newest_checkpoint_is_set_aside(finished_job, tmp_path, damage):
   directory = begun_job(finished_job, tmp_path / 'job', 16)
   damage(directory / 'checkpoints' / 'checkpoint_00000016')
-  assert resume(directory) == 0
+  assert train(directory) == 0
   assert_same_run(directory, finished_job, first_step=15)
   aside = [name for name in binary.checkpoint_names(directory) if 'damaged' in name]
   assert len(aside) == 1
@@ -83,7 +78,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(finished_job, tmp_path, damage
 
 def test_another_mesh_goes_on_with_the_same_numbers(finished_job, tmp_path):
   directory = begun_job(finished_job, tmp_path / 'job', 10)
-  assert resume(directory, '--ici_mesh_shape', '1,8,1') == 0
+  assert train(directory, '--ici_mesh_shape', '1,8,1') == 0
   expected = binary.column(finished_job, 'loss')
   losses = binary.column(directory, 'loss')
   assert list(losses) == list(range(11, LAST_STEP + 1))

@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import binary
-from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL
+from tests.programs.small_runs import assert_same_arrays, saved_arrays
 
 FLAGS = (
   '--set', 'sample_every_steps=3', '--set', 'sample_prompts="é\\n", "ab"', '--set', 'sample_max_tokens=3',

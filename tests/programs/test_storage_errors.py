@@ -7,12 +7,7 @@ import pytest
 
 from spmd_tasks import exit_codes, files
 from tests import binary
-from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
-from tests.programs.small_jobs import SMALL
-
-
-def train(directory) -> int:
-  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_train_steps', 4)
+from tests.programs.small_runs import assert_same_arrays, saved_arrays, train
 
 
 @pytest.mark.parametrize(
@@ -38,7 +33,7 @@ def test_the_sentence_names_the_file_and_the_reason_and_recovery_is_exact(
 
   with monkeypatch.context() as patch:
     patch.setattr(files, '_open', fail)
-    assert train(directory) == exit_codes.FAILED
+    assert train(directory, '--num_train_steps', 4) == exit_codes.FAILED
   shown = capfd.readouterr().err
   sentence = shown.splitlines()[-1]
   assert sentence.startswith('spmd-tasks: ')
@@ -47,7 +42,7 @@ def test_the_sentence_names_the_file_and_the_reason_and_recovery_is_exact(
   assert 'start the same command again' in sentence
   assert 'Traceback' not in shown
 
-  assert train(directory) == exit_codes.OK
+  assert train(directory, '--num_train_steps', 4) == exit_codes.OK
   expected = binary.column(finished_job, 'loss')
   losses = {line['step']: line['loss'] for line in binary.metric_lines(directory)}
   assert losses == {step: expected[step] for step in range(1, 5)}

@@ -15,8 +15,8 @@ from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.store_files import local_folder, read_growing, replace_growing
 from spmd_tasks.stores import upload, write
 from tests import binary
-from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL
+from tests.programs.small_runs import assert_same_arrays, saved_arrays
 from tests.programs.test_decode import flags_of
 
 

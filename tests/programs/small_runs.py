@@ -1,6 +1,7 @@
-"""What a checkpoint holds, as numpy arrays, read past the mesh."""
+"""Runs jobs of Small in this process, and reads what their checkpoints hold."""
 
 from pathlib import Path
+import shutil
 from typing import Any
 
 import jax
@@ -9,7 +10,21 @@ import numpy as np
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
+from tests import binary
 from tests.programs.small_jobs import SMALL
+
+
+def train(directory: Path, *flags: object, exp: str = SMALL) -> int:
+  """The exit code of a training job."""
+  return binary.run_in_process('--exp', exp, '--mode', 'train', '--job_log_dir', directory, *flags)
+
+
+def only_checkpoints(finished_job: Path, directory: Path, steps=(20,)) -> Path:
+  """Makes a job_log_dir with some of the finished job's checkpoints and nothing else."""
+  for step in steps:
+    name = f'checkpoint_{step:08d}'
+    shutil.copytree(finished_job / 'checkpoints' / name, directory / 'checkpoints' / name)
+  return directory
 
 
 def saved_arrays(job_log_dir: Path, step: int) -> Any:
