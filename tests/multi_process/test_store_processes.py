@@ -40,7 +40,7 @@ def test_a_job_of_four_processes_is_killed_and_resumed_bit_for_bit(store, tmp_pa
       job.send(rank, signal.SIGKILL)
     job.wait(deadline_s=DEADLINE_S)
   before = read_jsonl(store)
-  assert 7 <= max(before) < 12
+  assert 5 <= max(before) < 12  # those of the last second are lost
   with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
     ranks = job.wait(deadline_s=START_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 4, '\n'.join(rank.log for rank in ranks)
