@@ -50,13 +50,11 @@ class CheckpointDirectory:
 
   Attributes:
     path: the directory.
-    num_hash_threads: so many files are hashed at a time.
     witness: asked where there is no checkpoint; says by what it is known that there was one, or None.
     before_publishing: called before a checkpoint becomes one; raises if it must not.
   """
 
   path: epath.Path
-  num_hash_threads: int = 8
   witness: Callable[[], str | None] = lambda: None
   before_publishing: Callable[[], None] = lambda: None
 
@@ -132,7 +130,7 @@ class CheckpointDirectory:
 
   def write_digests(self, step: int, process_index: int) -> None:
     """Hashes the array files that a process wrote into a partial checkpoint, for `complete`. Raises OSError."""
-    write_digests(self.partial(step), process_index, num_threads=self.num_hash_threads)
+    write_digests(self.partial(step), process_index)
 
   def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
     """Writes the manifest of a partial checkpoint and gives it its final name. Raises OSError.
@@ -146,7 +144,7 @@ class CheckpointDirectory:
           f'process {index} of {num_processes} has written no {input_file(index, num_processes)} into {partial}: that '
           'directory is perhaps not shared by all processes; choose one on storage that every machine mounts'
         )
-    write_manifest(partial, step=step, num_processes=num_processes, leaves=leaves, num_threads=self.num_hash_threads)
+    write_manifest(partial, step=step, num_processes=num_processes, leaves=leaves)
     self.before_publishing()
     partial.rename(self.final(step))
     sync_path(self.path)

@@ -88,7 +88,6 @@ class Checkpointer:
     witness: Callable[[], str | None] = lambda: None,
     before_publishing: Callable[[], None] = lambda: None,
     base: Callable[[], Mapping[str, Any]] | None = None,
-    num_hash_threads: int = 8,
     timeout_secs: int = 1200,
   ):
     """Creates the directory and removes the incomplete checkpoint of an interrupted job.
@@ -101,7 +100,7 @@ class Checkpointer:
         of those.
       read_only: saves, renames and removes nothing.
       on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
-      witness, before_publishing, num_hash_threads: see CheckpointDirectory; called on process 0.
+      witness, before_publishing: see CheckpointDirectory; called on process 0.
       base: returns JSON that the checkpoint keeps: what its state is to be completed with. Every process calls it at
         each save; it may wait, with all of them, for longer than the barriers of the save.
       timeout_secs: seconds that processes wait for each other around one save or restore of a small state.
@@ -124,9 +123,7 @@ class Checkpointer:
       kind, self._arrays = StoreDirectory, StoreArrays(timeout_secs)
     else:
       self._arrays = OrbaxArrays(timeout_secs)
-    self._directory = kind(
-      path=path, num_hash_threads=num_hash_threads, witness=witness, before_publishing=before_publishing
-    )
+    self._directory = kind(path=path, witness=witness, before_publishing=before_publishing)
     self._max_to_keep = max_to_keep
     self._kept_beside: dict[str, Any] = {'keep_every_n_steps': keep_every_n_steps, 'keep_every_hours': keep_every_hours}
     self._read_only = read_only

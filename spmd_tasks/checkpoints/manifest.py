@@ -28,6 +28,7 @@ STATE = 'state'  # below a checkpoint: the directory of the arrays; longer where
 FORMAT = 1
 _PACKAGES = ('spmd_tasks', 'jax', 'orbax-checkpoint')
 _CHUNK_BYTES = 1 << 22
+NUM_HASH_THREADS = 8  # so many files are hashed at a time
 # Nothing is there, or a directory or a FIFO is.
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 _DIGESTS = 'digests'  # below a checkpoint that is being written
@@ -99,17 +100,15 @@ def leaf_entries(tree: Any) -> tuple[LeafEntry, ...]:
   )
 
 
-def write_digests(directory: epath.Path, process_index: int, *, num_threads: int) -> None:
+def write_digests(directory: epath.Path, process_index: int) -> None:
   """Hashes one process's array files, below Orbax's `ocdbt.process_<index>`, for `write_manifest`. Raises OSError."""
   paths = [path for path in _files_below(directory) if f'ocdbt.process_{process_index}' in path.split('/')]
-  entries = _hash_files(directory, paths, num_threads).values()
+  entries = _hash_files(directory, paths).values()
   (directory / _DIGESTS).mkdir(exist_ok=True)
   write_durably(directory / _DIGESTS / f'process_{process_index}.json', json.dumps([*entries]))
 
 
-def write_manifest(
-  directory: epath.Path, *, step: int, num_processes: int, leaves: Sequence[LeafEntry], num_threads: int
-) -> None:
+def write_manifest(directory: epath.Path, *, step: int, num_processes: int, leaves: Sequence[LeafEntry]) -> None:
   """Completes the digests of all files below `directory`, then writes the manifest atomically. Raises OSError.
 
   Takes the digests of the processes that have called `write_digests`, flushes and hashes all other files itself.
@@ -120,7 +119,7 @@ def write_manifest(
       known |= {entry[0]: FileEntry(*entry) for entry in json.loads(path.read_text())}
     (directory / _DIGESTS).rmtree()
   paths = sorted(_files_below(directory))
-  hashed = _hash_files(directory, [path for path in paths if path not in known], num_threads)
+  hashed = _hash_files(directory, [path for path in paths if path not in known])
   files = [(known | hashed)[path] for path in paths]
   for subdirectory in sorted({(directory / path).parent for path in paths}):
     sync_path(subdirectory)
@@ -176,14 +175,14 @@ def read_manifest(directory: epath.Path) -> Manifest:
   )
 
 
-def _hash_files(directory: epath.Path, paths: Sequence[str], num_threads: int) -> dict[str, FileEntry]:
-  """Flushes and hashes files, `num_threads` at a time."""
+def _hash_files(directory: epath.Path, paths: Sequence[str]) -> dict[str, FileEntry]:
+  """Flushes and hashes files."""
 
   def entry_of(path: str) -> FileEntry:
     sync_path(directory / path)
     return FileEntry(path, *hash_file(directory / path))
 
-  with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
+  with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix='checkpoint_hash') as pool:
     return dict(zip(paths, pool.map(entry_of, paths)))
 
 

@@ -32,6 +32,7 @@ import numpy as np
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
+  NUM_HASH_THREADS,
   STATE,
   CheckpointError,
   CheckpointSaveError,
@@ -62,7 +63,7 @@ class StoreDirectory(CheckpointDirectory):
 
   def claimed_steps(self) -> dict[int, epath.Path]:
     found = super().claimed_steps()
-    with ThreadPoolExecutor(self.num_hash_threads) as pool:
+    with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
       is_complete = pool.map(lambda path: exists(path / MANIFEST_FILE), found.values())
       return {step: path for (step, path), each in zip(found.items(), is_complete) if each}
 

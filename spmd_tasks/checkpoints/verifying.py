@@ -11,6 +11,7 @@ from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Sta
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
   NO_FILE,
+  NUM_HASH_THREADS,
   CheckpointError,
   DamagedCheckpointError,
   FileEntry,
@@ -53,7 +54,7 @@ def choose(
     if step is None and rejected and stamp in rejected:
       continue
     try:
-      _verify(directory, path, wanted, prefix)
+      _verify(path, wanted, prefix)
       return candidate
     except (DamagedCheckpointError, OSError) as problem:
       if rejected is not None and not directory.holds(candidate):
@@ -83,7 +84,7 @@ def choose(
   return None
 
 
-def _verify(directory: CheckpointDirectory, path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
+def _verify(path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
   """Compares the leaf table before reading any array; then reads and digests every file."""
   started = time.monotonic()
   manifest = read_manifest(path)
@@ -96,7 +97,7 @@ def _verify(directory: CheckpointDirectory, path: epath.Path, wanted: Sequence[L
       f'checkpoint {path} does not fit the experiment:\n{describe_mismatches(lines)}\nRestore it with the experiment '
       'and settings that saved it (config.json beside it), or train in a new job_log_dir.'
     )
-  verify_files(path, manifest, num_threads=directory.num_hash_threads)
+  verify_files(path, manifest)
   num_bytes = sum(entry.num_bytes for entry in manifest.files)
   logging.info('Verified %s: %.3f GB in %.1f s.', path, num_bytes / 1e9, time.monotonic() - started)
 
@@ -123,7 +124,7 @@ def describe_mismatches(lines: Sequence[str]) -> str:
   return '\n'.join(shown)
 
 
-def verify_files(directory: epath.Path, manifest: Manifest, *, num_threads: int) -> None:
+def verify_files(directory: epath.Path, manifest: Manifest) -> None:
   """Compares the size and digest of every file that the manifest lists; ignores other files.
 
   Raises:
@@ -155,7 +156,7 @@ def verify_files(directory: epath.Path, manifest: Manifest, *, num_threads: int)
       return f'its content has changed (SHA-256 {digest[:12]}..., was {entry.sha256[:12]}...)'
     return None
 
-  with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
+  with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix='checkpoint_hash') as pool:
     for entry, problem in zip(manifest.files, pool.map(problem_of, manifest.files)):
       if problem:
         pool.shutdown(wait=False, cancel_futures=True)

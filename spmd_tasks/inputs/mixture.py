@@ -301,14 +301,9 @@ def _check_names(sources: Mapping[str, Any]) -> None:
 
 def _check_weights(what: str, weights: Any, sources: Mapping[str, Any]) -> None:
   """Raises a UserError unless `weights` has one usable number for every source and no other name."""
-  if not isinstance(weights, Mapping):
-    raise UserError(f'{what} = {weights!r} must be a dict of the sources {sorted(sources)} and their weights.')
-  unknown, missing = sorted(set(weights) - set(sources), key=str), sorted(set(sources) - set(weights))
-  if unknown or missing:
-    found = [f'names {unknown}'] * bool(unknown) + [f'lacks {missing}'] * bool(missing)
+  if not isinstance(weights, Mapping) or {*weights} != {*sources}:
     raise UserError(
-      f'{what} {" and ".join(found)}, but the sources are {sorted(sources)}: give each of them a weight, 0 to leave it '
-      'out for now.'
+      f'{what} = {weights!r} must be a dict with a weight for each of the sources {sorted(sources)}: 0 leaves one out.'
     )
   for name, weight in weights.items():
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)

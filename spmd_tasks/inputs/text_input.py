@@ -220,15 +220,9 @@ class TextIterator:
     self._positions = np.concatenate([positions, too_long], axis=1)
     self._num_batches = int(state['num_batches'])
 
-  @property
-  def num_too_long(self) -> tuple[int, int]:
-    """Counts the documents that did not fit in a row: (truncated, left out)."""
-    truncated, skipped = self._positions[:, 3:].sum(axis=0).tolist()
-    return truncated, skipped
-
   def _report_too_long(self) -> None:
     """Logs how many documents were too long: the first time, and whenever there are ten times as many."""
-    truncated, skipped = self.num_too_long
+    truncated, skipped = self._positions[:, 3:].sum(axis=0).tolist()
     if truncated + skipped >= max(1, 10 * self._num_reported):
       self._num_reported = truncated + skipped
       counts = self._num_batches, truncated, skipped, self._settings.seq_len

@@ -19,8 +19,8 @@ def factorizations(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
       yield (size, *rest)
 
 
-def nearest_shapes(wanted: Sequence[int], total: int, limit: int = 3) -> list[tuple[int, ...]]:
-  """Returns up to `limit` shapes of `total` devices, nearest to the wanted one first.
+def nearest_shapes(wanted: Sequence[int], total: int) -> list[tuple[int, ...]]:
+  """Returns up to two shapes of `total` devices, nearest to the wanted one first.
 
   The distance is the sum of |log2(size / wanted size)|. Among equals comes first what opens no axis of size 1, and then
   what keeps the inner axes, which have the most traffic.
@@ -31,4 +31,4 @@ def nearest_shapes(wanted: Sequence[int], total: int, limit: int = 3) -> list[tu
     opened = sum(want == 1 < size for size, want in zip(shape, wanted))
     return round(sum(changes), 6), opened, changes[::-1]
 
-  return sorted(factorizations(total, len(wanted)), key=distance)[:limit]
+  return sorted(factorizations(total, len(wanted)), key=distance)[:2]

@@ -75,7 +75,7 @@ class MeshSpec:
 
       dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
       num_slices = math.prod(dcn)
-      nearest = nearest_shapes(ici, max(1, num_devices // num_slices), limit=2)
+      nearest = nearest_shapes(ici, max(1, num_devices // num_slices))
       remedy = (
         f'set --ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // num_slices}, such as '
         f'{" or ".join(",".join(map(str, shape)) for shape in nearest)}'

@@ -105,7 +105,7 @@ def test_a_process_that_wrote_elsewhere_is_found_before_the_manifest(directory):
   own_input = directory / 'checkpoint_00000004.partial' / 'input' / 'process_0_of_2.json'
   own_input.parent.mkdir(parents=True)
   own_input.write_text('{}')
-  steps = CheckpointDirectory(path=epath.Path(directory), num_hash_threads=1)
+  steps = CheckpointDirectory(path=epath.Path(directory))
   with pytest.raises(CheckpointSaveError, match=r'process 1 of 2 has written no .* perhaps not shared'):
     steps.complete(4, (), num_processes=2)
   assert not (directory / 'checkpoint_00000004.partial' / manifest.MANIFEST_FILE).exists()

@@ -26,12 +26,12 @@ def directory(tmp_path) -> epath.Path:
   for name, data in FILES.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_bytes(data)
-  write_manifest(epath.Path(tmp_path), step=7, num_processes=2, leaves=LEAVES, num_threads=2)
+  write_manifest(epath.Path(tmp_path), step=7, num_processes=2, leaves=LEAVES)
   return epath.Path(tmp_path)
 
 
 def verify(directory: epath.Path) -> None:
-  verify_files(directory, read_manifest(directory), num_threads=2)
+  verify_files(directory, read_manifest(directory))
 
 
 def test_an_untouched_checkpoint_is_whole_and_its_manifest_reads_back(directory):
@@ -50,9 +50,9 @@ def test_each_process_hashes_the_array_files_that_it_wrote(tmp_path, monkeypatch
   hashed = []
   hash_file = manifest_file.hash_file
   monkeypatch.setattr(manifest_file, 'hash_file', lambda path: hashed.append(str(path)) or hash_file(path))
-  manifest_file.write_digests(directory, 1, num_threads=1)
+  manifest_file.write_digests(directory, 1)
   assert hashed == [str(tmp_path / files[1])]
-  write_manifest(directory, step=7, num_processes=2, leaves=LEAVES, num_threads=1)
+  write_manifest(directory, step=7, num_processes=2, leaves=LEAVES)
   assert sorted(hashed) == sorted(str(tmp_path / name) for name in files), 'every file once, by one process'
   assert {entry.path for entry in read_manifest(directory).files} == set(files)
   verify(directory)

@@ -157,19 +157,6 @@ def source_counts(settings, count=None) -> np.ndarray:
   return np.array([[(row == source).sum() for source in range(len(names))] for row in ids])
 
 
-def test_proportions_are_exact_to_less_than_one_row(mixtures):
-  totals = source_counts(mixtures['endless'], 50).cumsum(axis=0)
-  wanted = np.array([0.61, 0.3, 0.09]) * B * np.arange(1, 51)[:, None]
-  assert np.abs(totals - wanted).max() < 1
-
-
-def test_weights_change_at_the_given_steps(mixtures):
-  counts = source_counts(mixtures['changing'], 30)
-  for steps, weights in ((slice(0, 7), (0.5, 0.5, 0)), (slice(7, 19), (0.2, 0, 0.8)), (slice(19, 30), (3, 2, 1))):
-    share = np.array(weights) / sum(weights)
-    assert np.abs(counts[steps].sum(axis=0) - share * counts[steps].sum()).max() < 1
-
-
 def test_stop_ends_it_before_the_first_batch_that_a_source_cannot_fill(write):
   settings = Mixture(
     sources={'long': synthetic(), 'short': synthetic(num_batches=3, seed=1)}, weights={'long': 3, 'short': 1}

@@ -16,9 +16,9 @@ EVEN = {'a': 1, 'b': 1}
   [
     ({'sources': {}, 'weights': {}}, r'sources = \{\} of the mixture must be a dict of at least one'),
     ({'sources': {'a/b': synthetic()}, 'weights': {'a/b': 1}}, "source name 'a/b'.*use letters"),
-    ({'weights': {'a': 1, 'c': 1}}, r"weights names \['c'\] and lacks \['b'\]"),
+    ({'weights': {'a': 1, 'c': 1}}, r"weights = \{'a': 1, 'c': 1\} must be a dict .* sources \['a', 'b'\]"),
     ({'weights': {'a': 1, 'b': -1}}, "weight -1 of source 'b' in weights must be a finite number of at least 0"),
-    ({'weight_changes': ((5, {'a': 1}),)}, r"the weights after 5 batches lacks \['b'\]"),
+    ({'weight_changes': ((5, {'a': 1}),)}, r"the weights after 5 batches = \{'a': 1\} must be a dict"),
   ],
 )
 def test_wrong_settings_get_one_sentence(settings, message):

@@ -54,18 +54,12 @@ KINDS = ['jsonl', 'jsonl_blocks', 'parquet', 'array_record', 'array_record_json'
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_every_document_once_and_in_order(sources, kind):
+def test_every_document_once_and_in_order_in_workers_too_and_by_random_access(sources, kind):
   assert isinstance(sources[kind], TextSource)
   source = sources[kind].open()
   assert isinstance(source, OpenSource)
-  found = [document for i in range(len(source)) for document in source[i].documents]
-  assert found == [(text, True) for text in TEXTS]
-
-
-@pytest.mark.parametrize('kind', KINDS)
-def test_random_access_and_workers_read_the_same(sources, kind):
-  source = sources[kind].open()
   blocks = [source[i] for i in range(len(source))]
+  assert [document for block in blocks for document in block.documents] == [(text, True) for text in TEXTS]
   copy = pickle.loads(pickle.dumps(source))
   for i in reversed(range(len(source))):
     assert copy[i] == blocks[i]

@@ -119,9 +119,7 @@ def test_a_bad_line_is_skipped_by_readers_and_set_aside_by_the_next_writer(direc
   path = directory / 'metrics.jsonl'
   lines = path.read_bytes().splitlines(keepends=True)
   bad = BAD_LINES[kind]
-  path.write_bytes(
-    b''.join({'first': [bad, *lines], 'middle': [lines[0], bad, lines[1]], 'last': [*lines, bad]}[place])
-  )
+  path.write_bytes(b''.join([lines[0], bad, lines[1]] if place == 'middle' else [*lines, bad]))
   assert list(read_jsonl(directory)) == [1, 2]
   assert [record['loss'] for record in read_jsonl(directory).values()] == [1 / 3, 2 / 3]
   for _ in range(2):
