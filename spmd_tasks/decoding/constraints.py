@@ -49,13 +49,7 @@ class Grammars:
   """Compiles grammars for one tokenizer."""
 
   def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]):
-    """Reads nothing yet.
-
-    Args:
-      tokenizer: of the model.
-      vocab_size: V, at least the tokenizer's.
-      end_ids: tokens that may end a text that the grammar accepts.
-    """
+    """Reads nothing yet; V is at least the tokenizer's, and `end_ids` may end a text that the grammar accepts."""
     self._tokenizer = tokenizer
     self._vocab_size = vocab_size
     self._end_ids = tuple(end_ids)
@@ -136,14 +130,7 @@ class Matcher:
   """
 
   def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], all_ends: Sequence[int]):
-    """Wraps a matcher of llguidance.
-
-    Args:
-      matcher: llguidance's.
-      vocab_size: V.
-      end_ids: the tokens that may end the text where the grammar accepts it.
-      all_ends: these, and others that are ends for llguidance and never allowed.
-    """
+    """Wraps a matcher of llguidance, for which also others of `all_ends` are ends, than those that are allowed."""
     self._matcher = matcher
     self._vocab_size = vocab_size
     self._end_ids = tuple(end_ids)
@@ -213,15 +200,7 @@ class OutputForm:
   value: Any
 
   def compile(self, grammars: Grammars, end_ids: Sequence[int] | None = None) -> Matcher:
-    """Makes the matcher of one text.
-
-    Args:
-      grammars: of the tokenizer.
-      end_ids: tokens that end the text; None takes the model's.
-
-    Raises:
-      FormError: the form is none, or cannot be had.
-    """
+    """Makes the matcher of one text, as Grammars.compile; raises a FormError where the form cannot be had."""
     field, value = self.field, self.value
     if self.kind in ('regex', 'grammar'):
       text = value if isinstance(value, str) and value else None

@@ -44,14 +44,7 @@ class ModelEngine:
   """
 
   def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False, constrain: bool = False):
-    """Compiles nothing yet.
-
-    Args:
-      steps: of the model.
-      weights: the model's variables.
-      score_prompts: whether `warm_up` also compiles the prefills that score prompts.
-      constrain: whether sequences may have token masks.
-    """
+    """Compiles nothing yet; the last two say whether prompts may be scored and sequences may have token masks."""
     self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, steps.prefill_chunk
     self.block_tokens, self.num_blocks, self.num_parts = steps.block_tokens, steps.num_blocks, steps.num_parts
     self.can_reuse, self.num_drafts, self.has_draft_model = steps.can_reuse, steps.num_drafts, steps.draft is not None

@@ -150,14 +150,9 @@ def make_prefill_batch(
 
   Args:
     chunks: at most P, either all the first ones of their prompts or none of them. Their `blocks` are ignored.
-    settings: give N and K.
-    tables: as in the batch.
-    max_len: S.
-    num_rows: P.
-    num_columns: T, at least the length of the longest chunk.
-    reads_cache: whether the batch has `before` for first chunks, too.
-    score_prompts: whether the batch has targets.
-    encoder_len: E; None where the model has no encoder.
+    settings, tables: give N and K; as in the batch.
+    max_len, num_rows, num_columns, encoder_len: S, P, T and E.
+    reads_cache, score_prompts: whether the batch has `before` for first chunks, too, and targets.
   """
   requests = [chunk.request for chunk in chunks]
 

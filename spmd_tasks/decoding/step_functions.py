@@ -328,14 +328,16 @@ def emit(
 
 def _score(logits: jax.Array, targets: jax.Array, num_top_logprobs: int) -> dict[str, jax.Array]:
   """The prompt_* fields of Outputs, from logits [P, T, V]."""
+  logprobs, of_targets = _target_logprobs(logits, targets)
+  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
+  return {'prompt_logprobs': of_targets, 'prompt_top_ids': top_ids, 'prompt_top_logprobs': top_logprobs}
+
+
+def _target_logprobs(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Log-probabilities float32 [P, T, V], and those of targets [P, T], 0 where a target is -1."""
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   of_targets = jnp.take_along_axis(logprobs, jnp.maximum(targets, 0)[:, :, None], axis=-1)[..., 0]
-  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
-  return {
-    'prompt_logprobs': jnp.where(targets >= 0, of_targets, 0.0),
-    'prompt_top_ids': top_ids,
-    'prompt_top_logprobs': top_logprobs,
-  }
+  return logprobs, jnp.where(targets >= 0, of_targets, 0.0)
 
 
 class ScoreBatch(struct.PyTreeNode):
@@ -384,13 +386,9 @@ def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
     **encoder_entries(batch.encoder_ids, batch.encoder_lengths),
   }
   logits, _ = forward(variables, None, model_batch)
-  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-  is_target = batch.targets >= 0
-  of_targets = jnp.take_along_axis(logprobs, jnp.maximum(batch.targets, 0)[:, :, None], axis=-1)[..., 0]
-  return Scores(
-    logprobs=jnp.where(is_target, of_targets, 0.0),
-    are_likeliest=(jnp.argmax(logprobs, axis=-1) == batch.targets) | ~is_target,
-  )
+  logprobs, of_targets = _target_logprobs(logits, batch.targets)
+  are_likeliest = (jnp.argmax(logprobs, axis=-1) == batch.targets) | (batch.targets < 0)
+  return Scores(logprobs=of_targets, are_likeliest=are_likeliest)
 
 
 def encoder_entries(ids: jax.Array | None, lengths: jax.Array | None) -> dict[str, jax.Array]:

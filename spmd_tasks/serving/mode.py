@@ -4,7 +4,7 @@ With several processes, each holds its part of the weights; process 0 answers HT
 (multi_process.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import contextlib
 import dataclasses
 import functools
@@ -243,18 +243,11 @@ def _read_api_keys(path: str) -> dict[str, Any]:
   return {'api_key': first.strip(), 'client_keys': clients}
 
 
-@contextlib.contextmanager
-def _listen_on_primary(settings: ServerSettings, limit_s: int) -> Iterator[socket.socket | None]:
-  """Yields the server's socket on process 0 and None elsewhere; an address that cannot be used raises everywhere."""
-  with contextlib.ExitStack() as stack:
-    sock: socket.socket | None = None
-
-    def listen_here() -> None:
-      nonlocal sock
-      sock = stack.enter_context(listen(settings))
-
-    try:
-      primary_decides(listen_here, 'serve_listen', limit_s=limit_s)
-    except PrimaryError as error:
-      raise UserError(str(error)) from error
-    yield sock
+def _listen_on_primary(settings: ServerSettings, limit_s: int) -> contextlib.AbstractContextManager[Any]:
+  """The server's socket on process 0 and None elsewhere; an address that cannot be used raises everywhere."""
+  opened: list[socket.socket] = []
+  try:
+    primary_decides(lambda: opened.append(listen(settings)), 'serve_listen', limit_s=limit_s)
+  except PrimaryError as error:
+    raise UserError(str(error)) from error
+  return opened[0] if opened else contextlib.nullcontext()

@@ -29,12 +29,11 @@ class ResponseBodies:
     self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self._created = int(time.time())
     self._parsers: dict[int, ToolCallParser | ChannelParser] = {}
-    if wanted.has_channels:
-      self._parsers = {index: ChannelParser(wanted.tool_names or ()) for index in range(len(wanted.requests))}
-    elif wanted.tool_names is not None:
-      self._parsers = {
-        index: ToolCallParser(wanted.tool_names, one_call=wanted.one_call) for index in range(len(wanted.requests))
-      }
+    for index in range(len(wanted.requests)):
+      if wanted.has_channels:
+        self._parsers[index] = ChannelParser(wanted.tool_names or ())
+      elif wanted.tool_names is not None:
+        self._parsers[index] = ToolCallParser(wanted.tool_names, one_call=wanted.one_call)
     self._head = f'data: {_encode(self._body([], is_chunk=True))}'.removesuffix(']}')
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:

@@ -71,14 +71,13 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
     Route('/metrics', routes.metrics),
     Route('/v1/models', routes.models),
     Route('/v1/models/{name:path}', routes.model),
-    Route('/tokenize', routes.tokenize, methods=['POST']),
-    Route('/detokenize', routes.detokenize, methods=['POST']),
+    Route('/tokenize', functools.partial(routes.compute, tokenize), methods=['POST']),
+    Route('/detokenize', functools.partial(routes.compute, detokenize), methods=['POST']),
     Route('/tokenizer_info', routes.tokenizer_info),
     Route('/admin/publish', routes.publish, methods=['POST']),
-    Route('/admin/unpublish', routes.unpublish, methods=['POST']),
-    Route('/admin/sleep', routes.sleep, methods=['POST']),
-    Route('/admin/wake', routes.wake, methods=['POST']),
   ]
+  for name, action in (('unpublish', publisher.unpublish), ('sleep', publisher.sleep), ('wake', publisher.wake)):
+    table.append(Route(f'/admin/{name}', functools.partial(routes.administer, action), methods=['POST']))
   readers: dict[str, _Read] = {path: functools.partial(score_request, path) for path in ROUTES}
   if service.model.reading is None:
     chats = {'/v1/chat/completions': chat_request, '/v1/responses': responses_request}
@@ -130,34 +129,22 @@ class _Routes:
     check_model_name({'model': request.path_params['name']}, self._service.model)
     return JSONResponse(self._card(self._service.model.resolve(request.path_params['name'])))
 
-  async def tokenize(self, request: Request) -> Response:
+  async def compute(self, function: Callable[..., dict[str, Any]], request: Request) -> Response:
     data = await self._read_body(request)
-    return JSONResponse(await self._run(lambda: tokenize(parse_json(data), self._service.model), len(data)))
 
-  async def detokenize(self, request: Request) -> Response:
-    data = await self._read_body(request)
-    return JSONResponse(await self._run(lambda: detokenize(parse_json(data), self._service.model), len(data)))
+    def answer() -> dict[str, Any]:
+      return function(parse_json(data), self._service.model)
+
+    return JSONResponse(answer() if len(data) <= _QUICK_BYTES else await asyncio.to_thread(answer))
 
   async def tokenizer_info(self, request: Request) -> Response:
     return JSONResponse(tokenizer_info(self._service.model))
-
-  async def _run(self, function: Callable[[], dict[str, Any]], num_bytes: int) -> dict[str, Any]:
-    return function() if num_bytes <= _QUICK_BYTES else await asyncio.to_thread(function)
 
   async def publish(self, request: Request) -> Response:
     body = validate(PublishBody, parse_json(await self._read_body(request)))
     return JSONResponse({'model': self._service.model.name, 'step': await self._publisher.publish(body.step)})
 
-  async def unpublish(self, request: Request) -> Response:
-    return await self._administer(request, self._publisher.unpublish)
-
-  async def sleep(self, request: Request) -> Response:
-    return await self._administer(request, self._publisher.sleep)
-
-  async def wake(self, request: Request) -> Response:
-    return await self._administer(request, self._publisher.wake)
-
-  async def _administer(self, request: Request, action: Callable[[], Awaitable[None]]) -> Response:
+  async def administer(self, action: Callable[[], Awaitable[None]], request: Request) -> Response:
     validate(NoFieldsBody, parse_json(await self._read_body(request)))
     await action()
     service = self._service
