@@ -4,6 +4,7 @@
     .venv/bin/python scripts/bench_decode.py             # a Llama of 60M parameters, about 6 minutes
     .venv/bin/python scripts/bench_decode.py --quick     # a small one, 1 to 2 minutes
     .venv/bin/python scripts/bench_decode.py --jobs runs/large runs/small    # drafts only, of models trained before
+    .venv/bin/python scripts/bench_decode.py --jobs runs/heads               # by the model's own heads
 
 Both sides load the same folder of random weights. All times are CPU times, on one pinned core, measured in turn. The
 last line is one JSON object; null stands for what cannot be measured here.
@@ -283,25 +284,28 @@ def measure_drafts(ours):
   return {'drafts_over_plain': paired_ratio(times, 'plain', 'drafts', clock='cpu')}
 
 
-def measure_draft_model(target, draft):
-  """Returns what drafts of two trained jobs give, by n-grams and by the smaller one, on 8 texts of the eval input.
+def measure_draft_jobs(target, draft=None):
+  """Returns what drafts of a trained job give on 8 texts of the eval input.
 
-  Keys name who guesses 4 tokens, the temperature, and the texts at once: the share of drafts that were right, tokens
-  per text and step, and CPU seconds without drafts over those with.
+  Keys name who guesses (the model's heads if it has any, else n-grams; a draft model) and how many tokens, the
+  temperature, and the texts at once: the share of drafts that were right, tokens per text and step, tokens per CPU
+  second with and without, and CPU seconds without drafts over those with.
   """
   result = {}
-  overrides = ['task.decode.num_drafts=4', f'task.decode.draft_model={draft}']
-  lm = load(target, overrides=overrides)
+  lm = load(target, overrides=[] if draft is None else ['task.decode.num_drafts=4', f'task.decode.draft_model={draft}'])
   rows = next(lm.job.eval_inputs['valid'].make_iterator())['ids'][:8, :TEXT].tolist()
-  draft_model = load_draft(lm.job, lm.partitioned)
+  draft_model, has_heads = load_draft(lm.job, lm.partitioned), hasattr(lm.job.task.model, 'nextn_head')
   for num in (1, 8):
     settings = DecodeSettings(max_len=2 * TEXT, num_slots=num, eos_ids=())
-    drafting = dataclasses.replace(settings, num_drafts=4)
     kinds = {
-      'plain': DecodeSteps(lm.partitioned, settings),
-      'ngrams': DecodeSteps(lm.partitioned, drafting),
-      'model': DecodeSteps(lm.partitioned, drafting, draft=draft_model),
+      f'{"heads" if has_heads else "ngrams"}_{k}': DecodeSteps(
+        lm.partitioned, dataclasses.replace(settings, num_drafts=k)
+      )
+      for k in ((1, 2) if has_heads else (4,))
     }
+    if draft_model is not None:
+      kinds['model_4'] = DecodeSteps(lm.partitioned, dataclasses.replace(settings, num_drafts=4), draft=draft_model)
+    plain = DecodeSteps(lm.partitioned, settings)
     for temperature in (0.0, 1.0):
       sampling = SamplingParams(temperature=temperature)
       requests = [Request(ids=tuple(ids), max_tokens=TEXT, seed=i, sampling=sampling) for i, ids in enumerate(rows)]
@@ -309,17 +313,19 @@ def measure_draft_model(target, draft):
       def run(steps, requests=requests):
         return dict(generate(steps, lm.padded_variables, requests, decode=no_text))
 
-      texts = {name: run(steps) for name, steps in kinds.items()}
-      for name in ('ngrams', 'model'):
-        if [texts[name][i].ids for i in range(8)] != [texts['plain'][i].ids for i in range(8)]:
+      expected = run(plain)
+      for name, steps in kinds.items():
+        texts = run(steps)
+        if [texts[i].ids for i in range(8)] != [expected[i].ids for i in range(8)]:
           print(f'{name} at {temperature}, {num} at once: other tokens; one row alone has other bits')
-        done = texts[name].values()
-        accepted, drafted = (sum(getattr(each, f'num_{n}') for each in done) for n in ('accepted', 'drafted'))
-        programs = {'plain': functools.partial(run, kinds['plain']), name: functools.partial(run, kinds[name])}
+        accepted, drafted = (sum(getattr(each, f'num_{n}') for each in texts.values()) for n in ('accepted', 'drafted'))
+        programs = {'plain': functools.partial(run, plain), name: functools.partial(run, steps)}
+        times = alternate(programs, 3, num_warmup=0)
         result[key := f'{name}_{temperature:g}_{num}'] = {
           'right': accepted / max(drafted, 1),
           'tokens_a_step': 8 * (TEXT - 1) / (8 * (TEXT - 1) - accepted),
-          'plain_over': compare(programs, 3)[0],
+          'tokens_a_cpu_second': {each: 8 * TEXT / median(took.cpu) for each, took in times.items()},
+          'plain_over': paired_ratio(times, 'plain', name, clock='cpu'),
         }
         print(key, result[key], flush=True)
   return result
@@ -338,12 +344,14 @@ def measure_second_generate(ours):
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--quick', action='store_true', help='a small model and few rounds')
-  parser.add_argument('--jobs', nargs=2, metavar=('TARGET', 'DRAFT'), help='measure only drafts, of two trained jobs')
+  parser.add_argument(
+    '--jobs', nargs='+', metavar='JOB', help='measure only drafts, of a trained job and maybe a smaller one'
+  )
   args = parser.parse_args()
   jax.config.update('jax_platforms', 'cpu')
   os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
   if args.jobs:
-    print_result(drafts=measure_draft_model(*args.jobs), load=os.getloadavg()[0])
+    print_result(drafts=measure_draft_jobs(*args.jobs), load=os.getloadavg()[0])
     return
   with tempfile.TemporaryDirectory() as directory:
     folder = str(Path(directory) / 'made')

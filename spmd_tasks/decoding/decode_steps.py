@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks.activity import doing
-from spmd_tasks.decoding import beam, step_functions
+from spmd_tasks.decoding import beam, nextn_drafts, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps, own_batch
 from spmd_tasks.decoding.drafts import DraftRows
@@ -75,7 +75,8 @@ class DecodeSteps:
     block_tokens, num_blocks, table_len: b positions of a block of the KV cache, how many blocks there are, and how many
       a text of max_len has, M.
     num_drafts: k, how many drafts of a slot a step may check.
-    draft: the steps of the model that guesses them; None where n-grams do.
+    draft: the steps of the model that guesses them; None where n-grams or the model's own heads do.
+    heads: the number of the head that guesses each draft; () where they do not.
     num_parts: D, into how many parts the mesh splits slots and blocks; a slot's blocks are of its own part.
     vocab_size: V.
     adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
@@ -99,7 +100,8 @@ class DecodeSteps:
       settings: None takes the task's.
       temperature: the model's logits are divided by it, so that log-probabilities are after it; a request's own one,
         which they are before, comes on top.
-      draft: guesses the drafts, where the settings have any; None: n-grams do (drafts.py).
+      draft: guesses the drafts, where the settings have any; None: the model's own heads do (nextn_drafts.py), or, of a
+        model without, n-grams (drafts.py).
 
     Raises:
       UserError: the model cannot generate text, or its training input has no length to take as max_len.
@@ -128,6 +130,9 @@ class DecodeSteps:
     # Beam search reads whole prompts.
     longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
     self.buckets = self.settings.buckets(longest)
+    num_heads = getattr(model.task.model, 'num_nextn_predict_layers', 0) if draft is None else 0
+    num_guessed = self.settings.num_drafts if num_heads and self.settings.num_beams == 1 else 0
+    self.heads = tuple(min(number, num_heads - 1) for number in range(num_guessed))
     self._compiled: dict[Any, Any] = {}
     self.kept_state: DecodeState | None = None
 
@@ -165,6 +170,7 @@ class DecodeSteps:
       num_slots=self.settings.num_slots,
       vocab_size=self.vocab_size,
       num_stop_ids=self.settings.max_stop_ids,
+      num_drafts=len(self.heads),
     )
     self.abstract_state = jax.eval_shape(lambda: empty(abstract_cache))
     shardings = jax.tree.map(lambda _: self._replicated, self.abstract_state)
@@ -305,8 +311,8 @@ class DecodeSteps:
 
     `masks` are the token masks of some slots, and without any another program runs. `blocks` are those of the slots to
     keep, if they have any; None where each slot has its own. `drafts`, of some slots and up to k of each, go without
-    masks, and with other programs; where a draft model guesses them, they say only how many, or none of a slot that may
-    have some later.
+    masks, and with other programs; where a model guesses them, they say only how many, or none of a slot that may have
+    some later.
     """
     variables = self.arrange(variables)
     (busy,) = np.nonzero(keep)
@@ -320,7 +326,7 @@ class DecodeSteps:
       held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
       where = divmod(slot if is_whole else row, tables.shape[1])
       tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
-    if not any((drafts or {}).values()):
+    if not any((drafts or {}).values()) and (masks or not (drafts and self.heads)):
       if masks and drafts and self.draft is not None:  # it does not guess, but is to know the tokens
         self.draft.guess(state, keep, slots, tables, None, 0)
       return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
@@ -448,6 +454,7 @@ class DecodeSteps:
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
         by_slot=self.num_parts == 1,
+        heads=self.heads,
       )
       return padding.pad(state, self.padded_state), outputs
 
@@ -468,6 +475,7 @@ class DecodeSteps:
         None if num_rows == num_slots and not draft_rows else slots,
         given if draft_rows else None,
         num_top_logprobs=self.settings.num_top_logprobs,
+        heads=self.heads if masked or draft_rows else (),
       )
       return padding.pad(state, self.padded_state), outputs
 
@@ -571,7 +579,12 @@ class DecodeSteps:
       batch |= {f'encoder_{name}': text for name in ('ids', 'segment_ids', 'segment_pos')}
 
     def prefill(variables, batch):
-      return _read_tokens(model.task, variables, None, batch)
+      forward, returned = functools.partial(_read_tokens, model.task), {'returns_hidden': True} if self.heads else {}
+      logits, new = forward(variables, None, batch | returned)
+      if self.heads:
+        given = {'following': batch['ids'], 'lengths': (first := batch['ids'][:, 0]), 'draw': lambda logits: first}
+        _, new = nextn_drafts.guess(forward, variables, None, batch, new, self.heads, **given)
+      return logits, new
 
     def as_pool(path, leaf):
       if blocks is None or not step_functions.has_blocks(path):

@@ -47,7 +47,8 @@ class ModelEngine:
     """Compiles nothing yet; the last two say whether prompts may be scored and sequences may have token masks."""
     self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, steps.prefill_chunk
     self.block_tokens, self.num_blocks, self.num_parts = steps.block_tokens, steps.num_blocks, steps.num_parts
-    self.can_reuse, self.num_drafts, self.has_draft_model = steps.can_reuse, steps.num_drafts, steps.draft is not None
+    self.can_reuse, self.num_drafts = steps.can_reuse, steps.num_drafts
+    self.has_draft_model = steps.draft is not None or bool(steps.heads)
     self._steps = steps
     self._score_prompts = score_prompts
     self._constrain = constrain

@@ -106,6 +106,7 @@ class PrefillBatch(struct.PyTreeNode):
       is scored.
     slots: int32 [P], all different; unused rows have ids from N on, which the scatter into the state drops.
     tables: int32 [1, P, M], the blocks of each row, padded with ids behind the pool.
+    followers: int32 [P], the prompt's token behind the chunk; 0 where it ends.
     max_tokens: int32 [P], how many tokens may be generated; 0 where another chunk of the prompt follows, and where the
       prompt is only scored.
     seeds, samples: uint32 [P], see sampling.request_keys.
@@ -123,6 +124,7 @@ class PrefillBatch(struct.PyTreeNode):
   targets: jax.Array | None
   slots: jax.Array
   tables: jax.Array
+  followers: jax.Array
   max_tokens: jax.Array
   seeds: jax.Array
   samples: jax.Array
@@ -177,6 +179,7 @@ def make_prefill_batch(
     targets=rows(np.int32, targets, -1, num_columns) if score_prompts else None,
     slots=slot_rows([chunk.slot for chunk in chunks], settings.num_slots, num_rows),
     tables=tables,
+    followers=rows(np.int32, [(*c.request.ids, 0)[c.stop] for c in chunks], 0),
     max_tokens=rows(np.int32, max_tokens, 1 if settings.num_beams > 1 else 0),
     seeds=rows(np.uint32, [request.seed for request in requests], 0),
     samples=rows(np.uint32, [request.sample for request in requests], 0),

@@ -17,19 +17,21 @@ Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions (in a 
 (in a cache: head dim), G key/value heads, n top logprobs, W words of V bits; `...` counts layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.decoding import nextn_drafts
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, mask_logits, position_keys, request_keys, sample
 from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.label_scores import predicted_label_scores
+from spmd_tasks.layers.nextn import shift
 from spmd_tasks.runtime import SamplingParams
 
 
@@ -68,6 +70,7 @@ class DecodeState(struct.PyTreeNode):
     stop_ids: int32 [N, K].
     sampling: arrays [N].
     adapters: int32 [N], the number of each slot's low-rank adapter; 0 is none.
+    drafts: int32 [N, k], what the model's own heads guess of the next tokens; None where they do not.
   """
 
   cache: Any
@@ -81,6 +84,7 @@ class DecodeState(struct.PyTreeNode):
   stop_ids: jax.Array
   sampling: SamplingArrays
   adapters: jax.Array
+  drafts: jax.Array | None = None
 
 
 class Outputs(struct.PyTreeNode):
@@ -108,7 +112,7 @@ class Outputs(struct.PyTreeNode):
   prompt_top_logprobs: jax.Array | None = None
 
 
-def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) -> DecodeState:
+def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int, num_drafts: int = 0) -> DecodeState:
   """The state in which no slot is active; `cache` gives the shapes of the cache (arrays or abstract values)."""
 
   def full(value, dtype, *shape):
@@ -126,6 +130,7 @@ def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) 
     stop_ids=full(-1, jnp.int32, num_stop_ids),
     sampling=SamplingArrays.from_params([SamplingParams()] * num_slots, num_slots),
     adapters=full(0, jnp.int32),
+    drafts=full(0, jnp.int32, num_drafts) if num_drafts else None,
   )
 
 
@@ -137,16 +142,18 @@ def prefill(
   *,
   num_top_logprobs: int = 0,
   by_slot: bool = True,
+  heads: Sequence[int] = (),
 ) -> tuple[DecodeState, Outputs]:
   """Reads chunks of prompts into their slots and samples the first token of each prompt that ends; outputs are [P].
 
   A first chunk replaces what its slot held before. A later chunk needs the tokens before it in its slot. With `by_slot`
-  the model reads them there; without, from a copy of the slots, where the mesh splits slots.
+  the model reads them there; without, from a copy of the slots, where the mesh splits slots. `heads` are those of the
+  model that guess the next tokens.
   """
   num_rows, num_columns = batch.ids.shape
   columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
   is_prompt = columns < batch.lengths[:, None]
-  model_batch = {
+  model_batch: dict[str, Any] = {
     'ids': batch.ids,
     'segment_ids': is_prompt.astype(jnp.int32),
     # Padding may lie beyond the last position.
@@ -162,6 +169,7 @@ def prefill(
   if batch.before is None:
     cache = None
   scores = {}
+  model_batch |= {'returns_hidden': True} if heads else {}
   if batch.targets is None:
     logits, new = forward(variables, cache, model_batch | {'logit_columns': last})
   else:
@@ -189,8 +197,15 @@ def prefill(
     stop_ids=batch.stop_ids,
     sampling=batch.sampling,
     adapters=batch.adapters,
+    drafts=jnp.zeros((num_rows, len(heads)), jnp.int32) if heads else None,
   )
   placed, outputs = emit(logits, placed, batch.masks, num_top_logprobs)
+  if heads:
+    follower = jnp.where(batch.max_tokens > 0, outputs.tokens, batch.followers)
+    following = shift(batch.ids, 1).at[jnp.arange(num_rows), last[:, 0]].set(follower)
+    placed, new = _guess(
+      placed, forward, variables, cache, model_batch, new, heads, following=following, lengths=batch.lengths
+    )
   inserted = _put_rows(state.replace(cache=None), placed, batch.slots)
   written = write_tokens(state.cache, new, batch.starts, batch.lengths, slots=batch.slots, tables=batch.tables)
   return inserted.replace(cache=written), outputs.replace(**scores)
@@ -212,6 +227,7 @@ def step(
   drafts: DraftRows | None = None,
   *,
   num_top_logprobs: int = 0,
+  heads: Sequence[int] = (),
 ) -> tuple[DecodeState, Outputs]:
   """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead.
 
@@ -220,7 +236,7 @@ def step(
   blocks, see `write_tokens`.
 
   With `drafts` of slots `slots` the model computes R rows, whose blocks `tables` has; outputs are [k + 1, N], of up to
-  k + 1 tokens of each slot.
+  k + 1 tokens of each slot. `heads` of the model have guessed them, if there are any, and guess the next ones.
   """
   kept = state.replace(active=state.active & keep)
   rows = kept.replace(cache=None)
@@ -232,6 +248,11 @@ def step(
     assert slots is not None
     given = (tokens, positions, active, adapters, slots)
     tokens, positions, active, adapters, row_slots = (jnp.take(x, drafts.owners, mode='clip') for x in given)
+    if heads:
+      assert rows.drafts is not None
+      guessed = jnp.take(rows.drafts, drafts.owners, axis=0, mode='clip')
+      guessed = jnp.take_along_axis(guessed, jnp.maximum(drafts.columns - 1, 0)[:, None], axis=1)[:, 0]
+      drafts = drafts.replace(tokens=guessed)
     tokens, positions = jnp.where(drafts.columns == 0, tokens, drafts.tokens), positions + drafts.columns
     active &= drafts.owners < len(rows.tokens)
   batch = {
@@ -242,6 +263,7 @@ def step(
     **({} if row_slots is None else {'slots': row_slots}),
     **({} if tables is None else {'tables': tables}),
     **({} if drafts is None else {'earlier': drafts.earlier}),
+    **({'returns_hidden': True} if heads else {}),
   }
   logits, new = forward(variables, state.cache, batch)
   if drafts is None:
@@ -250,6 +272,13 @@ def step(
     rows, outputs = _emit_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
     num_read = jnp.sum(outputs.is_valid, axis=0)  # as many as were drawn: each after one that belongs to the text
     active &= drafts.columns < jnp.take(num_read, drafts.owners, mode='clip')
+  if heads:
+    following, lengths = outputs.tokens[:, None], jnp.ones_like(rows.tokens)
+    if drafts is not None:
+      following, lengths = outputs.tokens.T, num_read
+    batch |= {'segment_ids': active[:, None].astype(jnp.int32)}
+    call = forward, variables, state.cache, batch, new, heads
+    rows, new = _guess(rows, *call, following=following, lengths=lengths, rows=drafts)
   cache = write_tokens(state.cache, new, positions, active.astype(jnp.int32), slots=row_slots, tables=tables)
   if slots is not None:
     rows = _put_rows(kept.replace(cache=None), rows, slots)
@@ -261,6 +290,19 @@ def step(
 
     outputs = jax.tree.map(put, outputs)
   return rows.replace(cache=cache), outputs
+
+
+def _guess(state: DecodeState, *call: Any, **given: Any) -> tuple[DecodeState, Any]:
+  """Puts the guesses of the model's heads into the state of some rows; further arguments are nextn_drafts.guess's."""
+  drawn = state
+
+  def draw(logits: jax.Array) -> jax.Array:
+    nonlocal drawn
+    drawn, outputs = emit(logits, drawn, None, 0)
+    return outputs.tokens
+
+  drafts, new = nextn_drafts.guess(*call, **given, draw=draw)
+  return state.replace(drafts=drafts), new
 
 
 def _emit_drafted(
@@ -377,7 +419,7 @@ def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
   """Computes the log-probabilities of given tokens. Uses no slots, and logits of the asked columns only."""
   columns = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)[None, :]
   is_text = columns < batch.lengths[:, None]
-  model_batch = {
+  model_batch: dict[str, Any] = {
     'ids': batch.ids,
     'segment_ids': is_text.astype(jnp.int32),
     'segment_pos': jnp.where(is_text, columns, 0),

@@ -17,7 +17,7 @@ from spmd_tasks.layers.base import NEW_CACHE, WithSublayers, is_decoding, run_la
 from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.language_model import LanguageModel, join_aux
 from spmd_tasks.layers.linear import Linear
-from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding import SplitDims, constrain
 
 HIDDEN = 'hidden'  # in `new_cache`, what logits are computed from
 
@@ -48,6 +48,8 @@ class NextnHead(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
     """Returns ([B, T, D], aux of the stack) for the activations h and the embeddings of the following tokens."""
     norm = lambda name, x: self.norm.copy(name=name)(x)
+    # Or the compiler would split the model's own sums as the projection is split: other bits with heads than without.
+    hidden = constrain(hidden, self.activation_split_dims)
     halves = norm('embedding_norm', embedded), norm('hidden_norm', hidden.astype(embedded.dtype))
     projection = Linear(
       output_dims=embedded.shape[-1],

@@ -17,9 +17,20 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.scheduler import Scheduler
-from tests.decoding.test_decode_steps import CHUNK, MAX_LEN, SETTINGS, make_run
+from spmd_tasks.experiments.synthetic import Uneven
+from tests.decoding.test_decode_steps import CHUNK, MAX_LEN, MESHES, SETTINGS, make_run
 
 NUM_DRAFTS = 3
+
+
+class TwoHeads(Uneven):
+  """With heads that predict further tokens, as they are drawn at first."""
+
+  num_nextn_predict_layers = 2
+
+
+MESHES['2 heads'] = TwoHeads, (1, 1, 1)
+MESHES['2 heads on data 2 x mdl 4'] = TwoHeads, (1, 2, 4)
 
 
 @functools.cache
@@ -100,12 +111,13 @@ slow = pytest.mark.slow
     ('one device', None),
     pytest.param('one device', 0.2, marks=slow),
     pytest.param('windows', None, marks=slow),
+    pytest.param('2 heads', None, marks=slow),
     pytest.param('data 2 x mdl 4', None, marks=slow),
     pytest.param('data 2 x mdl 4', 0.2, marks=slow),
   ],
 )
 def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
-  """By n-grams, or by a draft model with `noise` in its weights, in a pool in which some texts must begin again."""
+  """By n-grams, heads, or a draft model with `noise` in its weights, in a pool in which some texts must begin again."""
   run = make_run(name)
   num_drafts = 2 if name == 'windows' else NUM_DRAFTS  # its shortest window has 3 tokens
   slots = {'num_slots': 4} if 'data' in name else {}  # 3 slots are not split, 12 rows are: other sums
@@ -148,6 +160,30 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
     )
   assert tokens == [token for token, *_ in texts[0]][: len(tokens)]
   assert len(tokens) == 1 + 2 + 3 + 3
+
+
+def test_heads_guess_what_they_predict_of_the_whole_text():
+  """So as many guesses are right as a full forward pass finds, in chunks, shared beginnings and after wrong ones."""
+  run = make_run('2 heads')
+  steps = steps_of('2 heads', num_drafts=1, max_cache_tokens=3 * MAX_LEN)
+  ids, allowed = tuple(np.random.default_rng(5).integers(1, 257, 7).tolist()), (11, 12)
+  bias = {'logit_bias': tuple((token, 30.0) for token in allowed)}
+  requests = [Request(ids=(*ids[:length], 11 + n), max_tokens=8, **bias) for n, length in enumerate((7, 6, 2, 7, 3, 4))]
+  texts, scheduler = _run(run, steps, requests)
+  assert scheduler.num_reused_tokens > 0
+  drafted = expected = 0
+  for request, text in zip(requests, texts, strict=True):
+    tokens = [*request.ids, *(token for token, *_ in text)]
+    row = np.zeros((1, MAX_LEN), np.int32)
+    row[0, : len(tokens)] = tokens
+    predicted = run.apply({'params': run.true_weights}, {'ids': row, 'labels': row})['nextn'][0]['logits'][0]
+    newest = len(request.ids)
+    while newest + 2 < len(tokens):  # a step may guess one token, but not the last one
+      guess = allowed[np.argmax(predicted[newest - 1, list(allowed)])]
+      drafted, expected = drafted + 1, expected + (guess == tokens[newest + 1])
+      newest += 1 + (guess == tokens[newest + 1])
+  assert (scheduler.num_drafted_tokens, scheduler.num_accepted_tokens) == (drafted, expected)
+  assert 4 < expected < drafted - 4
 
 
 @pytest.mark.parametrize('dtype, error', [('int8', 0.02), ('float8_e4m3fn', 0.1)])
