@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention.relative_bias import RelativePositionBias
+from spmd_tasks.layers.attention.positions import RelativePositionBias
 from spmd_tasks.layers.base import layer_scope, run_layer
 from spmd_tasks.layers.language_model import LanguageModel
 

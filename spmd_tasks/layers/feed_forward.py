@@ -5,7 +5,7 @@ Both map x [B, T, D] -> ([B, T, D], {}); a mixture of experts returns Statistics
 Shapes: B batch, T sequence, D model, F ffn.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
-from spmd_tasks.layers.base import FanInNormal, Statistics, by_row
-from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.adapter import WeightAdapter, kernels
+from spmd_tasks.layers.base import Statistics, by_row
+from spmd_tasks.layers.linear import project
 from spmd_tasks.sharding import SplitDims
 
 # The `checkpoint_name` of the pre-activations of hidden layers, for remat policies.
@@ -95,23 +95,12 @@ class FeedForward(nn.Module, kw_only=True):
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   adapters: tuple[WeightAdapter, ...] = ()
 
-  @staticmethod
-  def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see adapter.py."""
-    del layer
-    return kernels('up', 'down')
+  adaptable = staticmethod(lambda layer: kernels('up', 'down'))  # the projections that can have adapters
 
   def _up(self, name: str, x: jax.Array) -> jax.Array:
-    pre_activation = Linear(
-      output_dims=self.hidden_dim,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=FanInNormal(scale=self.init_scale),
-      split_dims=self.up_split_dims,
-      activation_split_dims=self.hidden_split_dims,
-      adapter=adapter_of(self.adapters, name),
-      name=name,
-    )(x)
+    pre_activation = project(
+      self, name, x, self.hidden_dim, self.up_split_dims, self.hidden_split_dims, scale=self.init_scale
+    )
     return checkpoint_name(pre_activation, PRE_ACTIVATIONS_NAME)
 
   def _hidden(self, x: jax.Array) -> jax.Array:
@@ -125,16 +114,8 @@ class FeedForward(nn.Module, kw_only=True):
     """Returns ([B, T, D], {}). `segment_ids` are unused here; mixtures of experts need them."""
     del segment_ids
     dropout = nn.Dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, deterministic=not train)
-    y = Linear(
-      output_dims=x.shape[-1],
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=FanInNormal(scale=self.down_init_scale),
-      split_dims=self.down_split_dims,
-      activation_split_dims=self.activation_split_dims,
-      adapter=adapter_of(self.adapters, 'down'),
-      name='down',
-    )(dropout(self._hidden(x)))
+    hidden, model_dim, scale = dropout(self._hidden(x)), x.shape[-1], self.down_init_scale
+    y = project(self, 'down', hidden, model_dim, self.down_split_dims, self.activation_split_dims, scale=scale)
     return y, {}
 
 
@@ -144,11 +125,7 @@ class GatedFeedForward(FeedForward, kw_only=True):
   GEGLU with activation 'gelu', SwiGLU with 'silu'. Has FeedForward's fields and weights, and the weight `gate` [D, F].
   """
 
-  @staticmethod
-  def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see adapter.py."""
-    del layer
-    return kernels('gate', 'up', 'down')
+  adaptable = staticmethod(lambda layer: kernels('gate', 'up', 'down'))
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     gate = self._up('gate', x)

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapter import WeightAdapter, adapted
+from spmd_tasks.layers.adapter import WeightAdapter, adapted, adapter_of
 from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, by_row, current_layer_scope, declare_weight
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import gather_for_tokens, gathered_axes
@@ -126,3 +126,32 @@ class Linear(nn.Module, kw_only=True):
       # The reshape makes the ranks equal: implicit rank promotion raises in this project.
       y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return constrain(y, self.activation_split_dims)
+
+
+def project(
+  layer: Any,
+  name: str,
+  x: jax.Array,
+  output_dims: int | tuple[int, ...],
+  split_dims: SplitDims,
+  activation_split_dims: SplitDims,
+  *,
+  scale: float,
+  use_bias: bool | None = None,
+  num_input_dims: int = 1,
+) -> jax.Array:
+  """Applies a Linear of this name below a layer with the fields `dtype`, `use_bias` and `adapters`.
+
+  `scale` is FanInNormal's; `use_bias` None is the layer's.
+  """
+  return Linear(
+    output_dims=output_dims,
+    num_input_dims=num_input_dims,
+    use_bias=layer.use_bias if use_bias is None else use_bias,
+    dtype=layer.dtype,
+    kernel_init=FanInNormal(scale=scale, num_input_dims=num_input_dims),
+    split_dims=split_dims,
+    activation_split_dims=activation_split_dims,
+    adapter=adapter_of(layer.adapters, name),
+    name=name,
+  )(x)

@@ -12,12 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
-from spmd_tasks.sharding.specs import (
-  current_sharding_scope,
-  gather_for_tokens,
-  num_parts,
-  spec_axes,
-)
+from spmd_tasks.sharding.specs import current_sharding_scope, gather_for_tokens, num_parts, spec_axes
 
 
 def multiply_on_devices(

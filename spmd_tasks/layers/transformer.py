@@ -41,7 +41,7 @@ from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import STACK_DIM, refuse_plain_weights
 
 if TYPE_CHECKING:
-  from spmd_tasks.layers.attention.relative_bias import PositionBias
+  from spmd_tasks.layers.attention.positions import PositionBias
 
 Aux = Mapping[str, Statistics]
 

@@ -109,13 +109,8 @@ class Adafactor(OptimizerSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    for name in (
-      'decay_exponent',
-      'min_dim_size_to_factor',
-      'min_parameter_scale',
-      'max_parameter_scale',
-      'clipping_threshold',
-    ):
+    scales = ('min_parameter_scale', 'max_parameter_scale', 'clipping_threshold')
+    for name in ('decay_exponent', 'min_dim_size_to_factor', *scales):
       value = getattr(self, name)
       if value is not None and not value > 0:
         raise UserError(f'Adafactor.{name} is {value}; it must be larger than 0.')

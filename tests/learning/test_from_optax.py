@@ -31,8 +31,8 @@ class TinyModel(nn.Module):
     return {'logits': jnp.einsum('BTD,DHV->BTV', x, kernel)}
 
 
-def clipped_adamw(learning_rate, max_delta):
-  return optax.chain(optax.clip(max_delta), optax.adamw(learning_rate, weight_decay=0.1))
+def clipped_adamw(learning_rate, max_delta, mask):
+  return optax.chain(optax.clip(max_delta), optax.adamw(learning_rate, weight_decay=0.1, mask=mask))
 
 
 def only_matrices(weights):
@@ -40,16 +40,15 @@ def only_matrices(weights):
 
 
 OPTIMIZERS = {
-  'adamw with a mask': FromOptax(
-    factory=optax.adamw, learning_rate=RATE, arguments={'weight_decay': 0.1, 'mask': only_matrices}
-  ),
   # Its momentum and its weight decay come after the learning rate, so no direction could be scaled by it.
   'adafactor': FromOptax(
     factory=optax.adafactor,
     learning_rate=RATE,
     arguments={'min_dim_size_to_factor': 2, 'momentum': 0.9, 'weight_decay_rate': 0.01},
   ),
-  'chain': FromOptax(factory=clipped_adamw, learning_rate=0.1, arguments={'max_delta': 0.01}),
+  'chain with a mask': FromOptax(
+    factory=clipped_adamw, learning_rate=0.1, arguments={'max_delta': 0.01, 'mask': only_matrices}
+  ),
 }
 
 

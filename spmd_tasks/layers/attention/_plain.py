@@ -17,7 +17,7 @@ from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import current_sharding_scope, even_spec, num_parts, spec_axes
 
 if TYPE_CHECKING:
-  from spmd_tasks.layers.attention.relative_bias import PositionBias
+  from spmd_tasks.layers.attention.positions import PositionBias
 
 BLOCK = 256  # how many queries are compared at a time where their scores are not to be in memory for all
 

@@ -3,7 +3,6 @@
 Shapes: B batch, T sequence, S sequence of the encoder, D model, H query heads, G key/value heads, K head dim.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -12,17 +11,17 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
+from spmd_tasks.layers.adapter import WeightAdapter, kernels
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
-from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight, is_decoding
-from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.base import WithSublayers, declare_weight, is_decoding
+from spmd_tasks.layers.linear import project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims
 
 if TYPE_CHECKING:
-  from spmd_tasks.layers.attention.relative_bias import PositionBias
+  from spmd_tasks.layers.attention.positions import PositionBias
 
 ATTENTION_INPUTS_NAME = 'attention_inputs'  # the `checkpoint_name` of queries, keys and values, as they are compared
 
@@ -104,11 +103,7 @@ class Attention(WithSublayers, kw_only=True):
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   adapters: tuple[WeightAdapter, ...] = ()
 
-  @staticmethod
-  def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see layers/adapter.py."""
-    del layer
-    return kernels('query', 'key', 'value', 'out')
+  adaptable = staticmethod(lambda layer: kernels('query', 'key', 'value', 'out'))  # those that can have adapters
 
   def __post_init__(self):
     if self.window is not None and (self.window < 1 or not self.causal):
@@ -176,7 +171,7 @@ class Attention(WithSublayers, kw_only=True):
 
     query_scale = self.init_scale if self.query_init_scale is None else self.query_init_scale
     heads = (self.num_heads, head_dim)
-    query = self._project('query', x, heads, self.query_split_dims, self.query_activation_split_dims, query_scale)
+    query = project(self, 'query', x, heads, self.query_split_dims, self.query_activation_split_dims, scale=query_scale)
     if self.qk_norm:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
     cache: Any = None
@@ -190,8 +185,8 @@ class Attention(WithSublayers, kw_only=True):
       source = encoded if self.cross else x
       if source is None:
         raise UserError("cross=True needs the encoder's result: use the layer in a block of an EncoderDecoderLm.")
-      kv = (num_kv_heads, head_dim), self.kv_split_dims, self.kv_activation_split_dims, self.init_scale
-      key, value = (self._project(name, source, *kv) for name in ('key', 'value'))
+      kv = (num_kv_heads, head_dim), self.kv_split_dims, self.kv_activation_split_dims
+      key, value = (project(self, name, source, *kv, scale=self.init_scale) for name in ('key', 'value'))
       if self.qk_norm:
         key = self._qk_norm('key_norm', self.kv_split_dims)(key)
     if self.clip_qkv is not None:
@@ -244,37 +239,17 @@ class Attention(WithSublayers, kw_only=True):
         implementation=self.implementation,
         split_dims=self.query_activation_split_dims,
       )
-    return Linear(
-      output_dims=x.shape[-1],
+    return project(
+      self,
+      'out',
+      attended,
+      x.shape[-1],
+      self.out_split_dims,
+      self.activation_split_dims,
+      scale=self.out_init_scale,
+      use_bias=self.out_bias,
       num_input_dims=2,
-      use_bias=self.use_bias if self.out_bias is None else self.out_bias,
-      dtype=self.dtype,
-      kernel_init=FanInNormal(scale=self.out_init_scale, num_input_dims=2),
-      split_dims=self.out_split_dims,
-      activation_split_dims=self.activation_split_dims,
-      adapter=adapter_of(self.adapters, 'out'),
-      name='out',
-    )(attended)
-
-  def _project(
-    self,
-    name: str,
-    x: jax.Array,
-    heads: tuple[int, int],
-    split_dims: SplitDims,
-    activation_split_dims: SplitDims,
-    scale: float,
-  ) -> jax.Array:
-    return Linear(
-      output_dims=heads,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=FanInNormal(scale=scale),
-      split_dims=split_dims,
-      activation_split_dims=activation_split_dims,
-      adapter=adapter_of(self.adapters, name),
-      name=name,
-    )(x)
+    )
 
   def _sink_weights(self) -> jax.Array:
     zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]

@@ -167,9 +167,9 @@ def read_cache(module: nn.Module, num_rows: int, *names: str) -> tuple[CachedArr
   kinds = [kind for kind in ('', RING) if module.has_variable(CACHE, f'cached_{kind}{names[0]}')]
   if not kinds:
     return None
-  scope, found = current_layer_scope(), []
+  scope = current_layer_scope()
 
-  def read(name: str) -> CachedArray | None:
+  def read(name: str) -> Any:
     array: Any = module.get_variable(CACHE, name)
     if array is None:
       return None
@@ -180,11 +180,7 @@ def read_cache(module: nn.Module, num_rows: int, *names: str) -> tuple[CachedArr
     scale = None if name.endswith(_SCALE) else read(name + _SCALE)
     return CachedArray(array, scope.layers[: array.ndim - 4], tables, num_rows, scale)
 
-  for name in names:
-    array = read(f'cached_{kinds[0]}{name}')
-    assert array is not None
-    found.append(array)
-  return tuple(found)
+  return tuple(read(f'cached_{kinds[0]}{name}') for name in names)
 
 
 def write_encoded(

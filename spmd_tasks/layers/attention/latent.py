@@ -31,7 +31,7 @@ from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, is_decoding
-from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.linear import project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import gather_for_tokens
@@ -168,17 +168,8 @@ class LatentAttention(nn.Module, kw_only=True):
       # The rotated keys pass as values too: a slice of the cache would be a copy of it.
       attended = attend_to_cache(query, joint, joint, cached * 2, segment_ids, segment_pos, options)
       attended = jnp.einsum('BTHC,CHV->BTHV', attended[..., : self.kv_rank], value_up)
-    return Linear(
-      output_dims=x.shape[-1],
-      num_input_dims=2,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=FanInNormal(scale=self.out_init_scale, num_input_dims=2),
-      split_dims=self.out_split_dims,
-      activation_split_dims=self.activation_split_dims,
-      adapter=adapter_of(self.adapters, 'out'),
-      name='out',
-    )(attended)
+    layout, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
+    return project(self, 'out', attended, x.shape[-1], *layout, scale=scale, num_input_dims=2)
 
   def _query(self, x: jax.Array) -> jax.Array:
     """Returns the queries of all heads, [B, T, H, N + R], not rotated."""
@@ -187,24 +178,9 @@ class LatentAttention(nn.Module, kw_only=True):
       x = self._down('query_down', self.query_rank, x)
       x = RmsNorm(epsilon=self.epsilon, dtype=self.dtype, name='query_norm')(x)
       name, split_dims = 'query_up', self.up_split_dims
-    return Linear(
-      output_dims=(self.num_heads, self.nope_head_dim + self.rope_head_dim),
-      dtype=self.dtype,
-      kernel_init=FanInNormal(scale=self.init_scale),
-      split_dims=split_dims,
-      activation_split_dims=self.heads_activation_split_dims,
-      adapter=adapter_of(self.adapters, name),
-      name=name,
-    )(x)
+    heads, layout = (self.num_heads, self.nope_head_dim + self.rope_head_dim), self.heads_activation_split_dims
+    return project(self, name, x, heads, split_dims, layout, scale=self.init_scale, use_bias=False)
 
   def _down(self, name: str, rank: int, x: jax.Array) -> jax.Array:
-    return Linear(
-      output_dims=rank,
-      use_bias=self.use_bias,
-      dtype=self.dtype,
-      kernel_init=FanInNormal(scale=self.init_scale),
-      split_dims=self.down_split_dims,
-      activation_split_dims=self.latent_split_dims,
-      adapter=adapter_of(self.adapters, name),
-      name=name,
-    )(x)
+    layout = self.down_split_dims, self.latent_split_dims
+    return project(self, name, x, rank, *layout, scale=self.init_scale)

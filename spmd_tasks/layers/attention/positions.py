@@ -1,14 +1,20 @@
-"""Positions that are added to embeddings: a vector per position, learned or sinusoidal. Rotary ones: rotary.py.
+"""Positions that are added: learned or sinusoidal vectors to embeddings, biases to attention logits. Rotary: rotary.py.
 
-Shapes: B batch, T sequence, D model. `positions` is int32 [B, T] and counts from 0 within each
-packed document (the batch's `segment_pos`).
+A bias is one per head and bucket of distances (T5): near distances have a bucket each, far ones share buckets that grow
+with the logarithm of the distance.
+
+Shapes: B batch, T sequence, D model; H query heads, N buckets, T queries, S keys; `...` rows, or none. `positions` is
+int32 [B, T] and counts from 0 within each packed document (the batch's `segment_pos`).
 """
 
+import math
 from typing import Any
 
+from flax import struct
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import declare_weight
@@ -66,3 +72,75 @@ class SinusoidalPositions(nn.Module, kw_only=True):
     vectors = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     vectors = jnp.pad(vectors, ((0, 0), (0, 0), (0, x.shape[-1] % 2)))
     return constrain(x.astype(self.dtype) + vectors.astype(self.dtype), self.activation_split_dims)
+
+
+class PositionBias(struct.PyTreeNode):
+  """The biases of a RelativePositionBias, `table` float32 [H, N], for an attention's queries and keys."""
+
+  table: jax.Array
+  max_distance: int = struct.field(pytree_node=False)
+  bidirectional: bool = struct.field(pytree_node=False)
+
+  def between(self, query_pos: jax.Array, key_pos: jax.Array) -> jax.Array:
+    """Returns float32 [..., H, T, S] for positions int32 [..., T] and [..., S] of queries and keys."""
+    num_buckets = self.table.shape[1]
+    buckets = jnp.asarray(distance_buckets(num_buckets, self.max_distance, bidirectional=self.bidirectional))
+    distance = query_pos[..., :, None] - key_pos[..., None, :]
+    bucket = jnp.take(buckets, jnp.clip(distance, -self.max_distance, self.max_distance) + self.max_distance)
+    # A product with a one-hot array: the gradient of a lookup would be a scatter, which is slow on accelerators.
+    is_bucket = (bucket[..., None] == jnp.arange(num_buckets).reshape((1,) * bucket.ndim + (-1,))).astype(jnp.float32)
+    return jnp.einsum('HN,...TSN->...HTS', self.table, is_bucket, precision='highest')
+
+
+def distance_buckets(num_buckets: int, max_distance: int, *, bidirectional: bool) -> np.ndarray:
+  """Returns int32 [2 * max_distance + 1], the bucket of each distance (query's position - key's) from -max_distance on.
+
+  Without `bidirectional` later keys have the bucket 0.
+  """
+  distance = np.arange(-max_distance, max_distance + 1)
+  per_side = num_buckets // 2 if bidirectional else num_buckets
+  first = np.where(distance < 0, per_side, 0) if bidirectional else np.zeros_like(distance)
+  distance = np.abs(distance) if bidirectional else np.maximum(distance, 0)
+  num_exact = per_side // 2
+  # float32, as T5 computes it: a distance on the border of two buckets falls on the same side.
+  logs = np.log(distance.astype(np.float32) / np.float32(num_exact) + np.finfo(np.float32).eps)
+  far = num_exact + (logs / math.log(max_distance / num_exact) * (per_side - num_exact)).astype(np.int32)
+  return (first + np.where(distance < num_exact, distance, np.minimum(far, per_side - 1))).astype(np.int32)
+
+
+class RelativePositionBias(nn.Module, kw_only=True):
+  """T5's relative position biases (Raffel et al., 2020); called without arguments, it returns a PositionBias.
+
+  As a field of a model it serves all layers; as a field of `Attention` each layer has its own. Weight: `table` [H, N].
+
+  Fields:
+    num_heads: H, of the attentions.
+    num_buckets: N.
+    max_distance: distances from here on share the last bucket.
+    bidirectional: whether later keys have buckets of their own, as in encoders; otherwise they have the bucket of 0.
+    table_init: initializer of the table; None: uniform with variance 2 / (H + N), as in T5X.
+    split_dims: of the table.
+  """
+
+  num_heads: int
+  num_buckets: int = 32
+  max_distance: int = 128
+  bidirectional: bool = False
+  table_init: Initializer | None = None
+  split_dims: SplitDims = ('heads', None)
+
+  def __post_init__(self):
+    per_side = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+    if per_side < 2 or self.max_distance <= per_side // 2:
+      raise UserError(
+        f'num_buckets={self.num_buckets} and max_distance={self.max_distance} do not fit: a side has {per_side} '
+        f'buckets, of which it needs 2, and half of them, {per_side // 2}, must be less than max_distance.'
+      )
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(self) -> PositionBias:
+    init: Any = self.table_init or jax.nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
+    shape = (self.num_heads, self.num_buckets)
+    table = declare_weight(self, 'table', shape=shape, init=init, split_dims=self.split_dims, num_input_dims=0)
+    return PositionBias(table=table, max_distance=self.max_distance, bidirectional=self.bidirectional)

@@ -124,19 +124,16 @@ class CapacityComputation(abc.ABC):
     assert routing.expert_ids is not None
     assert routing.gates is not None
     num_experts = routing.scores.shape[-1]
-    factor = self.capacity_factor
-    if not train and self.eval_capacity_factor is not None:
-      factor = self.eval_capacity_factor
-    num_padded = resharding.padded_num_experts(num_experts)
-    unrouted, padded_unrouted = num_experts, num_padded
-    expert_ids = jnp.where(routing.expert_ids == unrouted, padded_unrouted, routing.expert_ids)
+    factor = self.capacity_factor if train or self.eval_capacity_factor is None else self.eval_capacity_factor
+    num_padded = resharding.padded_num_experts(num_experts)  # which is then the id that means 'not routed'
+    expert_ids = jnp.where(routing.expert_ids == num_experts, num_padded, routing.expert_ids)
     priorities = None
     if self.priority == 'score':
       first_choices = jnp.minimum(routing.expert_ids[..., :1], num_experts - 1)
       scores = jnp.take_along_axis(jax.lax.stop_gradient(routing.scores), first_choices, axis=-1)
       priorities = resharding.group_tokens(scores, group_size)[..., 0]
     return assign_slots(
-      resharding.group_tokens(expert_ids, group_size, fill_value=padded_unrouted),
+      resharding.group_tokens(expert_ids, group_size, fill_value=num_padded),
       resharding.group_tokens(routing.gates, group_size),
       priorities,
       num_experts=num_padded,

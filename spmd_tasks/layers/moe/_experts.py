@@ -150,14 +150,9 @@ class Experts(nn.Module, kw_only=True):
     check_activation(self.activation, gated=self.gated)
 
     def declare(name: str, num_inputs: int, num_outputs: int, scale: float, split_dims: SplitDims) -> jax.Array:
+      shape, init = (self.num_experts, num_inputs, num_outputs), FanInNormal(scale=scale, num_stacked_dims=1)
       weight = declare_weight(
-        self,
-        name,
-        shape=(self.num_experts, num_inputs, num_outputs),
-        init=FanInNormal(scale=scale, num_stacked_dims=1),
-        split_dims=split_dims,
-        tags=('expert',),
-        num_input_dims=1,
+        self, name, shape=shape, init=init, split_dims=split_dims, tags=('expert',), num_input_dims=1
       )
       # Every dispatch multiplies by whole kernels, so adapters join them, for one layer at a time.
       adapted_kernel = adapted(
@@ -177,14 +172,8 @@ class Experts(nn.Module, kw_only=True):
     def declare_bias(name: str, num_outputs: int, split_dims: SplitDims) -> jax.Array | None:
       if not self.use_bias:
         return None
-      bias = declare_weight(
-        self,
-        name,
-        shape=(self.num_experts, num_outputs),
-        init=jax.nn.initializers.zeros,
-        split_dims=split_dims,
-        tags=('expert', 'no_decay'),
-      )
+      shape, zeros, tags = (self.num_experts, num_outputs), jax.nn.initializers.zeros, ('expert', 'no_decay')
+      bias = declare_weight(self, name, shape=shape, init=zeros, split_dims=split_dims, tags=tags)
       return bias.astype(self.dtype)
 
     gate = declare('gate', model_dim, self.hidden_dim, self.init_scale, self.up_split_dims) if self.gated else None

@@ -69,8 +69,6 @@ def _stack(block, **fields):
   return TransformerStack(block=block, num_layers=2, **fields)
 
 
-# A capacity of 10 tokens per token drops none, so that the text at once has the numbers to be compared with.
-_ROOMY = CapacityGather(capacity_factor=10.0)
 _BIASES = RelativePositionBias(num_heads=4, num_buckets=8, max_distance=10)
 MODELS = {
   'multi-head': _model(_stack(_block())),
@@ -165,8 +163,8 @@ def _generate(model, weights, ids):
   return logits
 
 
-# A chunk of multi-head attention is compared below, and experts are in tests/decoding/test_decode_steps.py.
-REPEATED = ('multi-head', 'dense and dropless')
+# A chunk of multi-head attention is compared below; experts and pipelines are in tests/decoding/test_decode_steps.py.
+REPEATED = ('multi-head', 'dense and dropless', 'circular pipeline')
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def test_a_chunk_goes_on_where_the_cache_ends(rng):
 
 
 def test_what_looks_ahead_is_an_error():
-  looking_ahead = [_block(causal=False), _block(_experts(_ROOMY, ExpertChoiceRouter(num_experts=5)))]
+  looking_ahead = [_block(causal=False), _block(_experts(CapacityGather(), ExpertChoiceRouter(num_experts=5)))]
   for block, message in zip(looking_ahead, ('causal=False', 'cannot generate'), strict=True):
     model = _model(_stack(block))
     batch = {'ids': np.ones((2, 4), np.int32)}

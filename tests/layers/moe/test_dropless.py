@@ -1,6 +1,10 @@
-"""Dropless on one device: a loop over assignments in float64, its options, and what it refuses."""
+"""Dropless on one device and on every kind of mesh: a loop over assignments in float64, whatever the layout.
+
+Each case is one compiled program, run with three routings.
+"""
 
 import dataclasses
+import functools
 import re
 
 from dropless_reference import (
@@ -15,6 +19,7 @@ from dropless_reference import (
 )
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -23,12 +28,60 @@ from spmd_tasks.layers.base import BatchPart, layer_scope
 from spmd_tasks.layers.moe import Dropless
 from spmd_tasks.sharding.specs import sharding_scope
 
+# Mesh, axis rules, dims.
+LAYOUTS = {
+  'expert 4': ({'expert': 4}, {'batch': 'expert'}, {}),
+  'data 4 (experts too) x mdl 2': ({'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'}, {}),
+  'data 2 (FSDP) x expert 2 x mdl 2, biases': (
+    {'data': 2, 'expert': 2, 'mdl': 2},
+    {'batch': ('data', 'expert'), 'expert_embed': 'data', 'expert_mlp': 'mdl'},
+    {'bias': True},
+  ),
+  'hidden sharding, 4 experts on 8 devices, biases': (
+    {'expert': 4, 'hidden': 2},
+    {'batch': ('expert', 'hidden'), 'expert_mlp': 'hidden'},
+    {'bias': True},
+  ),
+  'experts over two axes, one without tokens': (
+    {'a': 2, 'b': 2, 'c': 2},
+    {'batch': ('b', 'c'), 'expert': ('a', 'b'), 'expert_embed': 'c'},
+    {'E': 8},
+  ),
+  'the sequence is split too': ({'data': 2, 'seq': 4}, {'batch': 'data', 'expert': ('data', 'seq')}, {'E': 8}),
+  '6 experts on 4 devices, and nothing divides': (
+    {'data': 2, 'expert': 4},
+    {'batch': ('data', 'expert'), 'expert_embed': 'data'},
+    {'E': 6, 'B': 5, 'D': 5, 'F': 7},
+  ),
+  'uneven in all of batch, sequence and hidden layer, biases': (
+    {'a': 2, 'b': 2, 'mdl': 2},
+    {'batch': 'a', 'seq': 'b', 'expert': 'a', 'expert_mlp': ('b', 'mdl')},
+    {'E': 3, 'B': 3, 'T': 5, 'F': 5, 'bias': True},
+  ),
+}
+# These have no tokens to exchange: one program for all dispatches.
+ONE_DEVICE = [{}, {'gated': False}, {'E': 1, 'k': 1}, {'E': 16, 'k': 4, 'D': 5, 'F': 3}, {'B': 1, 'T': 1}]
+LAYOUTS_WITHOUT_EXCHANGE = {str(dims): ({}, {}, dims) for dims in ONE_DEVICE} | {
+  'experts on an axis without tokens': (
+    {'data': 4, 'mdl': 2},
+    {'batch': 'data', 'expert': 'mdl', 'expert_embed': 'data'},
+    {'E': 5},
+  )
+}
+# By default each layout has one of the two dispatches, in turns; test_dispatch.py has the first.
+CASES = [
+  pytest.param(name, dispatch, marks=[pytest.mark.exhaustive] * (j == 0 or (i + j) % 2))
+  for i, dispatch in enumerate(('ring', 'padded_all_to_all'))
+  for j, name in enumerate(LAYOUTS)
+]
+CASES += [(name, 'ring') for name in LAYOUTS_WITHOUT_EXCHANGE]
 
-@pytest.mark.parametrize(
-  'dims', [{}, {'gated': False}, {'E': 1, 'k': 1}, {'E': 16, 'k': 4, 'D': 5, 'F': 3}, {'B': 1, 'T': 1}], ids=str
-)
-def test_is_the_loop_over_assignments(dims, rng):
-  run = value_and_gradients(Dropless())
+
+@pytest.mark.parametrize('name, dispatch', CASES)
+def test_is_the_loop_over_assignments(name, dispatch, rng):
+  axis_sizes, rules, dims = (LAYOUTS | LAYOUTS_WITHOUT_EXCHANGE)[name]
+  layout = mesh_and_rules(axis_sizes, rules) if axis_sizes else ()
+  run = value_and_gradients(Dropless(dispatch=dispatch), *layout)
   inputs, d_y = draw_inputs(rng, **dims)
   id_dims = {dim: size for dim, size in dims.items() if dim in 'BTEk'}
   for routing in ('mixed', 'one expert', 'no expert'):
@@ -36,6 +89,66 @@ def test_is_the_loop_over_assignments(dims, rng):
     result = run(inputs, expert_ids, d_y)
     assert_is_reference(result, inputs, expert_ids, d_y)
     assert result[2]['fraction_dropped'] == 0
+
+
+@pytest.mark.parametrize('dispatch, model_dim', [('ring', 7), ('padded_all_to_all', 8)])
+def test_fsdp_keeps_no_gathered_weights(dispatch, model_dim, rng):
+  """What a layer keeps for its backward pass is one device's part of the weights, here half of an expert's."""
+  mesh, rules = mesh_and_rules({'data': 2, 'expert': 4}, {'batch': ('expert', 'data'), 'expert_embed': 'data'})
+  inputs, _ = draw_inputs(rng, D=model_dim, F=30)
+  expert_ids = draw_expert_ids(rng, 'mixed')
+
+  def layer(inputs):
+    with sharding_scope(mesh, rules):
+      return compute(Dropless(dispatch=dispatch), inputs, expert_ids)[0]
+
+  kept = jax.tree.leaves(jax.eval_shape(lambda inputs: jax.vjp(layer, inputs)[1], inputs))
+  weights = [array.shape for array in kept if array.ndim == 3 and 30 in array.shape]
+  assert sorted(weights) == [(4, 8, 30), (4, 8, 30), (4, 30, 8)]  # of all 8 devices together
+
+
+def under_stages(form, mesh, computation):
+  """`compute` for inputs with a leading dim of 2 stages, as pipelining calls a layer."""
+
+  def one_stage(inputs, expert_ids):
+    return compute(computation, inputs, expert_ids)[0]
+
+  if form == 'vmap':
+    return jax.vmap(one_stage, spmd_axis_name='stage')
+
+  def stage_on_device(inputs, expert_ids):
+    return one_stage(*jax.tree.map(lambda array: array[0], (inputs, expert_ids)))[None]
+
+  return functools.partial(
+    jax.shard_map(
+      stage_on_device,
+      mesh=mesh,
+      in_specs=(P('stage'), P('stage')),
+      out_specs=P('stage'),
+      axis_names={'stage'},
+      check_vma=form == 'checked shard_map',
+    )
+  )
+
+
+@pytest.mark.parametrize('form, dispatch', [('vmap', 'padded_all_to_all'), ('shard_map', 'ring')])
+def test_under_pipeline_stages(form, dispatch, rng):
+  mesh, rules = mesh_and_rules(
+    {'stage': 2, 'data': 2, 'mdl': 2}, {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'}
+  )
+  computation = Dropless(dispatch=dispatch)
+  stages = [(*draw_inputs(rng), draw_expert_ids(rng, 'mixed')) for _ in range(2)]
+  inputs, d_y, expert_ids = jax.tree.map(lambda *arrays: np.stack(arrays), *stages)
+
+  def loss(inputs):
+    with sharding_scope(mesh, rules):
+      y = under_stages(form, mesh, computation)(inputs, expert_ids)
+    return jnp.sum(y * d_y.astype(np.float32)), y
+
+  gradients, y = jax.jit(jax.grad(loss, has_aux=True))(inputs)
+  for i, (stage_inputs, stage_d_y, stage_ids) in enumerate(stages):
+    stage_result = (y[i], jax.tree.map(lambda array, i=i: array[i], gradients), None)
+    assert_is_reference(stage_result, stage_inputs, stage_ids, stage_d_y)
 
 
 def test_in_a_bubble_of_a_pipeline_no_expert_has_work(rng):
