@@ -41,7 +41,7 @@ from spmd_tasks.decoding.weight_storage import (
   with_layer_kernels,
 )
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapters_of_model import adapter_choices, map_adapters
+from spmd_tasks.layers.adapter import adapter_choices, map_adapters
 from spmd_tasks.layers.base import LAYER_KERNELS, layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables

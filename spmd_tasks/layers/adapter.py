@@ -8,7 +8,7 @@ changes x . kernel, or `kernel`, where every product needs a whole kernel.
 """
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -79,16 +79,34 @@ class WeightAdapter(abc.ABC):
     return self
 
 
-def adapted(adapter: WeightAdapter | None, **declared: Any) -> AdaptedKernel | None:
-  """Returns the kernel that a DeclaredKernel of these attributes becomes by an adapter; None without one."""
-  return None if adapter is None else adapter.adapt(DeclaredKernel(**declared))
+def map_adapters(model: nn.Module, change: Callable[[WeightAdapter], WeightAdapter | None]) -> nn.Module:
+  """Returns an unbound module like `model` with every adapter changed, or left out where `change` returns None."""
+
+  def mapped(value: Any) -> Any:
+    if isinstance(value, WeightAdapter):
+      return change(value)
+    if type(value) in (tuple, list):
+      items = [mapped(item) for item in value]
+      if all(new is old for new, old in zip(items, value)):
+        return value
+      return type(value)(new for new, old in zip(items, value) if new is not None or old is None)
+    if not isinstance(value, nn.Module):
+      return value
+    fields = [field.name for field in dataclasses.fields(value) if field.init and field.name not in ('parent', 'name')]
+    new = {name: mapped(getattr(value, name)) for name in fields}
+    new = {name: each for name, each in new.items() if each is not getattr(value, name)}
+    return value.clone(**new) if new else value
+
+  return mapped(model)
 
 
-def adapter_of(adapters: Sequence[WeightAdapter], name: str) -> WeightAdapter | None:
-  """Returns the adapter of a projection, None if it has none."""
-  return next((adapter for adapter in adapters if name in adapter.names), None)
+def adapter_choices(model: nn.Module) -> tuple[str, ...]:
+  """Returns the names of the adapters that rows of a batch can choose from, in the order of their numbers from 1 on."""
+  found: dict[tuple[str, ...], None] = {}
 
+  def look(adapter: WeightAdapter) -> WeightAdapter:
+    found[adapter.choices] = None
+    return adapter
 
-def kernels(*names: str) -> Mapping[str, str]:
-  """Returns what `adaptable` of a layer of Linears says: projection -> the name of its weight."""
-  return {name: f'{name}/kernel' for name in names}
+  map_adapters(model, look)
+  return next((choices for choices in found if choices), ())

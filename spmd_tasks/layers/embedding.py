@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import AdaptedKernel, WeightAdapter, adapted, adapter_of
 from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, soft_cap
-from spmd_tasks.layers.linear import multiply_gathered
+from spmd_tasks.layers.linear import adapted, adapter_of, multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
 
 if TYPE_CHECKING:
+  from spmd_tasks.layers.adapter import AdaptedKernel
   from spmd_tasks.layers.label_scores import LabelScores
 
 
@@ -61,7 +61,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
   lookup_split_dims: SplitDims = ('vocab', 'act_embed')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   logits_split_dims: SplitDims = ('batch', 'seq', 'act_vocab')
-  adapters: tuple[WeightAdapter, ...] = ()
+  adapters: tuple[Any, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:

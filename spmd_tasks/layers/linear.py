@@ -5,19 +5,21 @@ Shapes: D model, F ffn, H heads, K head dim. `Linear(output_dims=F)` maps [..., 
 `Linear(output_dims=D, num_input_dims=2)` maps [..., H, K] -> [..., D].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapter import WeightAdapter, adapted, adapter_of
 from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, by_row, current_layer_scope, declare_weight
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import gather_for_tokens, gathered_axes
 from spmd_tasks.sharding.weights import Initializer
+
+if TYPE_CHECKING:
+  from spmd_tasks.layers.adapter import AdaptedKernel
 
 
 def multiply_gathered(
@@ -72,7 +74,7 @@ class Linear(nn.Module, kw_only=True):
     kernel_init: initializer of the kernel; None means FanInNormal.
     split_dims: of the kernel, one entry per dim. The bias takes the last ones.
     activation_split_dims: of the output; None leaves its layout to the compiler.
-    adapter: changes what the kernel computes, as a low-rank adapter does (adapter.py); None for none.
+    adapter: a WeightAdapter, which changes what the kernel computes (adapter.py); None for none.
   """
 
   output_dims: int | tuple[int, ...]
@@ -82,7 +84,7 @@ class Linear(nn.Module, kw_only=True):
   kernel_init: Initializer | None = None
   split_dims: SplitDims = ('embed', 'mlp')
   activation_split_dims: SplitDims = None
-  adapter: WeightAdapter | None = None
+  adapter: Any = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -155,3 +157,22 @@ def project(
     adapter=adapter_of(layer.adapters, name),
     name=name,
   )(x)
+
+
+def adapted(adapter: Any, **declared: Any) -> 'AdaptedKernel | None':
+  """Returns the kernel that a DeclaredKernel of these attributes becomes by a WeightAdapter; None without one."""
+  if adapter is None:
+    return None
+  from spmd_tasks.layers.adapter import DeclaredKernel
+
+  return adapter.adapt(DeclaredKernel(**declared))
+
+
+def adapter_of(adapters: Sequence[Any], name: str) -> Any:
+  """Returns the WeightAdapter of a projection, None if it has none."""
+  return next((adapter for adapter in adapters if name in adapter.names), None)
+
+
+def kernels(*names: str) -> Mapping[str, str]:
+  """Returns what `adaptable` of a layer of Linears says: projection -> the name of its weight."""
+  return {name: f'{name}/kernel' for name in names}

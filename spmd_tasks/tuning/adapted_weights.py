@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import flax.linen as nn
 
 from spmd_tasks.layers import WeightAdapter
-from spmd_tasks.layers.adapter import adapter_of
-from spmd_tasks.layers.adapters_of_model import map_adapters
+from spmd_tasks.layers.adapter import map_adapters
+from spmd_tasks.layers.linear import adapter_of
 from spmd_tasks.sharding.weight_names import matching_names
 
 if TYPE_CHECKING:

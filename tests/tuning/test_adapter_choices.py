@@ -7,7 +7,7 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import Linear
-from spmd_tasks.layers.adapters_of_model import adapter_choices
+from spmd_tasks.layers.adapter import adapter_choices
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.tuning import LowRankAdapter
 from spmd_tasks.tuning.adapter_choices import AdapterChoices

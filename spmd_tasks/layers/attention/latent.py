@@ -24,14 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapter import WeightAdapter, adapted, adapter_of, kernels
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, is_decoding
-from spmd_tasks.layers.linear import project
+from spmd_tasks.layers.linear import adapted, adapter_of, kernels, project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import gather_for_tokens
@@ -87,7 +86,7 @@ class LatentAttention(nn.Module, kw_only=True):
   heads_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
   latent_split_dims: SplitDims = ('batch', 'seq', None)
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
-  adapters: tuple[WeightAdapter, ...] = ()
+  adapters: tuple[Any, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:

@@ -68,7 +68,6 @@ def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: boo
   """
   routing = _cut_rows(routing, num_shards)
   tokens, assignments = _token_columns(routing), _assignment_columns(routing)
-  sums: dict[str, Any]
   if routing.slots is None:
     sums = _sum_shards(tokens | assignments, num_shards)
   else:
@@ -129,7 +128,7 @@ def whole_batch_tokens(routing: RouterOutput) -> list[int]:
   return [n * current_layer_scope().part.count for n in counts]
 
 
-def _sum_shards(columns: dict[str, jax.Array], num_shards: int) -> dict[str, jax.Array]:
+def _sum_shards(columns: dict[str, jax.Array], num_shards: int) -> dict[str, Any]:
   """Sums columns [B, ...] to [N, ...] in one reduction, so that a sharded B needs one all-reduce for all columns.
 
   Part m of M of a batch is cut into pieces, lcm(M, N) of them in the whole batch, each of which lies in one shard.

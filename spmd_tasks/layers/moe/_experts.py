@@ -16,9 +16,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapter import WeightAdapter, adapted, adapter_of
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
+from spmd_tasks.layers.linear import adapted, adapter_of
 from spmd_tasks.layers.moe._grouped_matmul import clear_rows_from, grouped_matmul, resolve_backend
 from spmd_tasks.layers.moe._permutation import (
   gather_gates,
@@ -137,7 +137,7 @@ class Experts(nn.Module, kw_only=True):
   down_init_scale: float = 1.0
   up_split_dims: SplitDims = ('expert', 'expert_embed', 'expert_mlp')
   down_split_dims: SplitDims = ('expert', 'expert_mlp', 'expert_embed')
-  adapters: tuple[WeightAdapter, ...] = ()
+  adapters: tuple[Any, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
