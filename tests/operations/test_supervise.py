@@ -28,6 +28,14 @@ from tests.operations.supervised_experiments import Job
 AXES = ('replica', 'data', 'mdl')
 
 
+def job_directory(place: str, tmp_path, request) -> epath.Path:
+  """A directory on the disk or in an emulated store."""
+  if place == 'disk':
+    return epath.Path(tmp_path / 'job')
+  request.getfixturevalue('gcs_emulator' if place == 'gs' else 's3_emulator')
+  return absolute_path(f'{place}://bucket/{tmp_path.name}_{time.time_ns()}')
+
+
 @pytest.fixture(autouse=True)
 def held_ports(monkeypatch):
   """Those that supervisors hold which do not leave are closed."""
@@ -83,21 +91,16 @@ def test_hosts_of_the_next_round(ready, previous, sizes, limits, expected):
   assert rounds.choose_hosts(order, list(previous), sizes, limits) == list(expected)
 
 
-def test_of_several_proposals_one_succeeds(tmp_path):
+@pytest.mark.parametrize('place', ['disk', 'gs', 's3'])
+def test_of_several_proposals_one_succeeds(place, tmp_path, request):
+  directory = job_directory(place, tmp_path, request)
+  directory.mkdir(parents=True, exist_ok=True)
   for hosts in ('ab', 'cd'):
-    rounds.propose_round(tmp_path, 3, list(hosts), 'a:1')
-  assert rounds.read_round(tmp_path, 3)['hosts'] == ['a', 'b']
-  assert rounds.newest_round(tmp_path) == 3
-  assert rounds.read_round(tmp_path, 4) is None
-  assert [path.name for path in tmp_path.iterdir()] == ['round_000003.json']
-
-
-def test_a_round_in_a_store_is_a_conditional_write(store):
-  directory = epath.Path(store) / 'supervisors'
-  for hosts in ('ab', 'cd'):
-    rounds.propose_round(directory, 1, list(hosts), 'a:1')
-  assert rounds.read_round(directory, 1)['hosts'] == ['a', 'b']
-  assert rounds.newest_round(directory) == 1
+    rounds.propose_round(directory, 3, list(hosts), 'a:1')
+  assert rounds.read_round(directory, 3)['hosts'] == ['a', 'b']
+  assert rounds.newest_round(directory) == 3
+  assert rounds.read_round(directory, 4) is None
+  assert place != 'disk' or [path.name for path in directory.iterdir()] == ['round_000003.json']
 
 
 def test_a_later_round_takes_the_store_from_a_host_that_is_gone(store, monkeypatch):
@@ -117,11 +120,6 @@ def test_a_later_round_takes_the_store_from_a_host_that_is_gone(store, monkeypat
 def test_numbers_of_hosts_that_are_refused(text):
   with pytest.raises(UserError, match='must be MIN:MAX'):
     supervisor._limits(text)
-
-
-def test_the_flags_of_the_supervisor_are_not_those_of_its_process():
-  words = ['-m', 'x', '--supervise', '2:4', '--seed', '1', '--supervisor_address=h', '--mode', 'train']
-  assert supervisor._without_own_flags(words) == ['-m', 'x', '--seed', '1', '--mode', 'train']
 
 
 def test_the_port_of_a_round_is_held_until_its_process_listens(tmp_path, monkeypatch):
@@ -267,10 +265,7 @@ def test_a_mesh_that_cannot_shrink_is_refused(tmp_path, monkeypatch):
 )
 def test_a_job_goes_on_without_the_host_of_process_0_and_with_a_new_one(place, tmp_path, request):
   """From the checkpoint of its directory; the lost host has the directory's claim and writes the metrics."""
-  job = epath.Path(tmp_path / 'job')
-  if place != 'disk':
-    request.getfixturevalue('gcs_emulator' if place == 'gs' else 's3_emulator')
-    job = absolute_path(f'{place}://bucket/{tmp_path.name}_{time.time_ns()}')
+  job = job_directory(place, tmp_path, request)
   with Hosts(tmp_path, '--num_train_steps', '10000', hosts='1:3', job=job) as hosts:
     for _ in range(3):
       hosts.start()
