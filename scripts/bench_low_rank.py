@@ -54,9 +54,8 @@ BYTES_OF_FROZEN = {'int8': 1, 'nf4': 4.5 / 8, 'nf4_double': 4.13 / 8}
 
 def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: str, sizes: tuple[str, ...]) -> Any:
   job = resolve(experiment, [f'model={folder}', *sizes, *overrides]).build()
-  made = make_plan(job, parse_target(target), show_progress=False)
+  step = make_plan(job, parse_target(target), show_progress=False)
   model = partition_job(job, job.experiment.mesh_spec().build_abstract())
-  step, num_devices = made.report, made.target.num_devices
   trained = model.num_trained_params
   frozen = model.total_num_params - trained
   base_dtype = next((each.partition('=')[2] for each in overrides if each.startswith('base_dtype=')), '')
@@ -65,7 +64,7 @@ def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: s
     'frozen_parameters': frozen,
     'peak_bytes': step['peak_bytes'],
     'parts': {name: size for name, size in step['memory'].items() if size},
-    'state_bytes_by_arithmetic': (12 * trained + BYTES_OF_FROZEN.get(base_dtype, 2) * frozen) / num_devices,
+    'state_bytes_by_arithmetic': (12 * trained + BYTES_OF_FROZEN.get(base_dtype, 2) * frozen) / step['num_devices'],
     'model_flops': step['model_flops'],
     'predicted_seconds': step['predicted_step_s'],
     'fits': step['fits'],

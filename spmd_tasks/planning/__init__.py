@@ -1,8 +1,8 @@
 """Plans: what a run will need and cost on accelerators that are not there, by compiling it for them.
 
     target = parse_target('v5p:4x4x2')
-    plan = make_plan(job, target)              # compiles the very step that training runs
-    print(format_plan(plan.to_json()))         # memory, weights, collectives, time
+    plan = make_plan(job, target)              # plan.json: compiles the very step that training runs
+    print(format_plan(plan))                   # memory, weights, collectives, time
     plan_compiled(compiled, target)            # of any program that was compiled for target.devices()
 
 `--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA GPUs.

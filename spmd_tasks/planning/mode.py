@@ -49,7 +49,7 @@ def run(command: Command) -> int:
     directory = absolute_path(flags.plan_out)
     with storage_errors(directory):
       directory.mkdir(parents=True, exist_ok=True)
-      write_durably(directory / 'plan.json', json.dumps(made.report, indent=1) + '\n')
-      write_durably(directory / 'plan.html', plan_page(made.report))
-  print(format_plan(made.report), flush=True)
-  return exit_codes.FAILED if made.fits is False else exit_codes.OK
+      write_durably(directory / 'plan.json', json.dumps(made, indent=1) + '\n')
+      write_durably(directory / 'plan.html', plan_page(made))
+  print(format_plan(made), flush=True)
+  return exit_codes.FAILED if made['fits'] is False else exit_codes.OK

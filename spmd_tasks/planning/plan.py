@@ -32,29 +32,7 @@ _JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes as it starts: docs.jax.d
 Json = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """A job on a target; `report` is plan.json, whose keys docs/planning.md lists."""
-
-  target: Target
-  report: Json
-
-  @property
-  def fits(self) -> bool | None:
-    """Whether every step fits; None where the device's memory is not known."""
-    return self.report['fits']
-
-  @property
-  def peak_bytes(self) -> int:
-    """The memory that one device needs for the largest step."""
-    return max(step['peak_bytes'] for step in self.report['steps'].values())
-
-  def to_json(self) -> Json:
-    """The plan as plan.json has it."""
-    return self.report
-
-
-def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), show_progress: bool = True) -> Plan:
+def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), show_progress: bool = True) -> Json:
   """Partitions a job over a target and compiles its steps there.
 
   Args:
@@ -62,6 +40,9 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
     target: the chips; their number must be that of the mesh.
     steps: names in STEPS, without repetition.
     show_progress: whether to write a line on stderr while the compiler works.
+
+  Returns:
+    plan.json, whose keys docs/planning.md lists.
 
   Raises:
     UserError: the mesh needs another number of chips, or a split or a step is impossible.
@@ -84,7 +65,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
     trained = {'num_tokens': num_tokens, 'model_flops': model_flops} if step == 'train' else {}
     planned[step] = plan_step(compilation, model, target, num_slices=math.prod(dcn_shape or (1,)), **trained)
   fits = [step['fits'] for step in planned.values()]
-  report = {
+  return {
     'experiment': job.name,
     'target': target.name,
     'num_devices': target.num_devices,
@@ -106,7 +87,6 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
     'notes': _notes(target, max(step['peak_bytes'] for step in planned.values())),
     'versions': _versions(target),
   }
-  return Plan(target=target, report=report)
 
 
 def plan_compiled(

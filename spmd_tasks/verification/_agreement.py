@@ -149,11 +149,6 @@ class Trajectory:
     self.runner, self.batches = runner, batches
     self._initial, self._seed = initial, seed
 
-  @property
-  def num_steps(self) -> int:
-    """The number of steps."""
-    return len(self.batches)
-
   def state(self, step: int) -> TrainState:
     """Returns the canonical state before step `step` (from 0)."""
     return self.result(step - 1).state if step else self._initial
@@ -166,7 +161,7 @@ class Trajectory:
   @functools.cached_property
   def losses(self) -> np.ndarray:
     """The loss of each step."""
-    return np.array([float(self.result(step).forward['loss']) for step in range(self.num_steps)])
+    return np.array([float(self.result(step).forward['loss']) for step in range(len(self.batches))])
 
   @functools.cache  # noqa: B019
   def spread(self, step: int, further: bool = False) -> dict[str, float]:
@@ -258,7 +253,7 @@ def agree(
   """
   closest: Difference | None = None
   notes, num_compared = collections.defaultdict[str, dict](dict), 0
-  for step in range(expected.num_steps) if steps is None else steps:
+  for step in range(len(expected.batches)) if steps is None else steps:
     if not np.isfinite(expected.result(step).forward['loss']):
       notes['steps'][f'{step + 1} (the loss is not finite)'] = None
       break

@@ -29,21 +29,14 @@ def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]
   Raises:
     UserError: the input ends before.
   """
-  iterator: Any = without_references(train_input).make_iterator()
-  batches: list[Batch] = []
+  with contextlib.closing(without_references(train_input).make_iterator()) as iterator:
+    read = [{name: np.array(values) for name, values in x.items()} for x in itertools.islice(iterator, num_batches)]
+  if len(read) < num_batches:
+    raise UserError(
+      f'the training input ends after {len(read)} batches, but {num_batches} steps are compared: let it repeat itself.'
+    )
   rng = np.random.default_rng(seed)
-  try:
-    for index in range(num_batches):
-      try:
-        batch = {name: np.array(values) for name, values in next(iterator).items()}
-      except StopIteration:
-        raise UserError(
-          f'the training input ends after {index} batches, but {num_batches} steps are compared: let it repeat itself.'
-        ) from None
-      batches.append(_ragged(batch, rng) if index else batch)
-  finally:
-    iterator.close()
-  return batches
+  return [*read[:1], *(_ragged(batch, rng) for batch in read[1:])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

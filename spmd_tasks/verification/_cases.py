@@ -27,15 +27,7 @@ class Bench:
   """An experiment on this process's devices, in any setting."""
 
   def __init__(self, source: Source, *, num_devices: int, num_steps: int = 4, seed: int = 0, num_drawn: int = 0):
-    """Makes a bench; nothing is compiled yet.
-
-    Args:
-      source: the experiment.
-      num_devices: how many devices may be used.
-      num_steps: how many steps are compared.
-      seed: of everything that is drawn.
-      num_drawn: how many meshes the claims about meshes and rows draw beside their own.
-    """
+    """Nothing is compiled yet; claims about meshes and rows draw `num_drawn` meshes beside their own."""
     self.source, self.num_devices = source, num_devices
     self.num_steps, self.seed, self.num_drawn = num_steps, seed, num_drawn
     # Programs are compiled on two threads and run on one: two programs at once could wait for each other's devices.
@@ -151,14 +143,9 @@ def agreement(
   metrics: Sequence[str] | None = None,
   remark: str | None = None,
 ) -> Case:
-  """Returns the case that the steps of a setting are those of a reference.
+  """Returns the case that the steps of a setting are those of a reference, on the setting's mesh by default.
 
-  Args:
-    claim: the name of the claim.
-    setting, reference: the two settings.
-    subject: None: the setting's mesh.
-    metrics: the names of those that must agree; None: all.
-    remark: what was changed for both sides, so that the documentation promises the same numbers.
+  `metrics` names those that must agree (None: all); `remark` says what was changed for both sides.
   """
 
   def decide(bench: Bench) -> Verdict:
