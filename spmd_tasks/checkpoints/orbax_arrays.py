@@ -48,8 +48,14 @@ class OrbaxArrays:
 
   def prepare(self) -> None:
     """Imports Orbax and makes the writer, so that the first write does not have to."""
+    import orbax.checkpoint as ocp
+
     if self._writer is None:
-      self._writer = _make_writer(self.write_limit_s)
+      # Replicas share the writing of an array by slicing it, and each slice is compiled. Not worth it for a small one.
+      handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
+      registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+      tree_handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+      self._writer = ocp.AsyncCheckpointer(tree_handler, timeout_secs=self.write_limit_s)
 
   def limit_s(self, num_bytes: int) -> int:
     """Seconds that processes wait for each other around a write or read of `num_bytes`."""
@@ -148,15 +154,6 @@ def _quiet_failed_writes() -> None:
       show(unraisable)
 
   sys.unraisablehook = show_others
-
-
-def _make_writer(limit_s: int) -> 'ocp.AsyncCheckpointer':
-  import orbax.checkpoint as ocp
-
-  # Replicas share the writing of an array by slicing it, and each slice is compiled. Not worth it for a small one.
-  handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
-  registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-  return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry), timeout_secs=limit_s)
 
 
 def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:

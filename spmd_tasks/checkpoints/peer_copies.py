@@ -4,11 +4,10 @@
       restored = copies.restore(newest_checkpoint)          # None: read the store
       copies.copy(step, state, input_state, newest_checkpoint)
 
-Every process writes its part of the state to its RAM disk, and sends it to the next process, which keeps it on its own.
-So the loss of one process, or of one host, leaves every part somewhere. All processes agree on the newest step of which
-every part is whole; a process that has lost its own part gets it from the one that holds it. Parts count together only
-if one start of one job made all of them, for the same mesh. Where something is missing, damaged or does not fit, the
-checkpoints in the store are used, and one line says why.
+Every process writes its part of the state to its RAM disk, and sends it to the next process, which keeps it too. So the
+loss of one process, or of one host, leaves every part somewhere. All processes agree on the newest step of which every
+part is whole, made by one start of one job for the same mesh; a process that has lost its own part gets it from the one
+that holds it. Else the checkpoints in the store are used, and one line says why.
 
 A copy counts when all processes have it twice: the next copy asks that first, and only then deletes the one before. The
 training waits while its own part is written to the RAM disk; digest and sending run in the background.

@@ -6,12 +6,10 @@
       manifest.json            written last, by a conditional write: from then on there is a checkpoint
       manifest.damaged-<file>.json   instead: set aside by a restore; never read or deleted again
 
-A directory without a manifest is no checkpoint, and the next job deletes it. Nothing can be renamed: a checkpoint is
-deleted by deleting its manifest first. Each job writes arrays below a name of its own, so that what a job still writes
-that has lost its directory to another one (programs/job_directory.py) changes no checkpoint.
-
-The manifest has the size of every object. Those of arrays have no SHA-256, as a second reading of them would halve the
-speed of saves and restores: a shard is verified by its CRC while it is read, and a shard that is missing is an error.
+A directory without a manifest is no checkpoint, and the next job deletes it. A checkpoint is deleted by deleting its
+manifest first. Each job writes arrays below a name of its own, so that what a job still writes that has lost its
+directory to another one (programs/job_directory.py) changes no checkpoint. Arrays have no SHA-256 in the manifest: a
+shard is verified by its CRC while it is read, and a shard that is missing is an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,15 +1,15 @@
 """Chooses the source of every row of a mixture's batches: the same on every host, without a word between them.
 
 Row r of every batch reads its own part of each source: row r of the source's batches, one after another. So a host
-reads of every source only the rows that it needs, whatever the number of hosts. The choice has two parts.
+reads of every source only the rows that it needs. The choice has two parts, both in integers and fractions:
 
-1. How many rows of a batch each source gives. After any number of batches, each source has given the rows that its
-   weight says, to less than one row: Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32,
-   1980), by earliest deadlines. This count begins anew when the weights change.
+1. How many rows of a batch each source gives. After any number of batches since the weights have changed, each source
+   has given the rows that its weight says, to less than one row: Tijdeman's solution of the chairman assignment problem
+   (Discrete Mathematics 32, 1980), by earliest deadlines.
 2. Which rows these are. Rows that are behind the others in a source get it first; ties fall by random numbers of (seed,
    batch). So all rows read a source at nearly the same pace, and few of its batches have to be kept.
 
-All is computed in integers and fractions, so there is no rounding. Shapes: B rows of the global batch, S sources.
+Shapes: B rows of the global batch, S sources.
 """
 
 from collections.abc import Mapping, Sequence

@@ -237,7 +237,8 @@ class BatchesIterator:
     if self._before is not None:
       stream: Any = self._batches.stream(*self._shard, 0)
       try:
-        _seek(stream, self._before)
+        own = self._before
+        stream.set_state(base64.b64decode(own['base64']) if 'base64' in own else own['json'])
         yield stream
         logging.warning('%s does not go on exactly from its own state.', self._batches.name)  # a buffer of a shuffle
       except ValueError as error:  # a DataLoader compares texts of its source, which may hold addresses
@@ -311,10 +312,6 @@ def _position_of(stream: Any) -> Any:
     return {'json': json.loads(json.dumps(state, default=int))}  # numpy's integers are those of Python
   except (TypeError, ValueError, RuntimeError):  # bytes or tensors, as of torch's loaders: batches are read again
     return None
-
-
-def _seek(stream: Any, position: Mapping[str, Any]) -> None:
-  stream.set_state(base64.b64decode(position['base64']) if 'base64' in position else position['json'])
 
 
 def _digest(batch: base.Batch) -> int:

@@ -6,14 +6,10 @@
       weight_changes=((10_000, {'code': 0.5, 'web': 0.5}),),   # for the batches behind the first 10,000
     )
 
-A row of a source's batch is one example, also if it packs several documents. Row r of the mixture's batches takes the
-rows r of the source's batches, one after another. So each row of a source is used once and in its order, a host reads
-of every source the rows that are its own, and the batches are the same ones for any number of hosts. After any number
-of batches with the same weights, every source has given the rows that its weight says, to less than one row
-(_row_choice.py).
-
-All hosts compute the choice for all rows, so they agree without a word when a source has ended, which ends the mixture,
-and the saved positions of a source fit together when the number of hosts changes.
+Row r of the mixture's batches takes the rows r of a source's batches, one after another. So each row of a source is
+used once and in its order, a host reads of every source the rows that are its own, and the batches are the same ones
+for any number of hosts. All hosts compute the choice for all rows (_row_choice.py), so they agree without a word when a
+source has ended, which ends the mixture, and the saved positions fit together when the number of hosts changes.
 
 A batch has one more entry, int32 [B], which says of which source each row is. Its name, `source_ids_name(names)`, holds
 the names of the sources in the order of their numbers. The loss of language models finds it and reports
@@ -53,9 +49,6 @@ class Mixture:
     weights: name -> the source's part of the rows, in proportion to their sum; 0 leaves it out for now.
     weight_changes: (number of batches, weights) pairs: behind that many batches other weights hold.
     seed: of the numbers that decide which rows of a batch are from which source.
-
-  Raises (on construction):
-    UserError: the names of weights are not those of the sources, or a value cannot be used.
   """
 
   sources: Mapping[str, base.Input]
@@ -109,10 +102,7 @@ class Mixture:
     return resharded
 
   def progress(self, state: base.State) -> dict[str, float]:
-    """Metrics of a position: `rows/<source>`, the rows that it has given, and `epochs/<source>` where that is known.
-
-    Epochs are those of the rows that this host reads, up to a batch or two of the source behind the position.
-    """
+    """Metrics of a position: `rows/<source>`, the rows that it has given, and `epochs/<source>` where that is known."""
     choice, metrics = state['choice'], {}
     for name, least, beyond in zip(state['names'], choice['rows_read'], choice['rows_read_beyond'], strict=True):
       metrics[f'rows/{name}'] = float(least * len(beyond) + sum(beyond))
@@ -219,10 +209,7 @@ def sources_of(given: base.Input) -> Iterator[base.Input]:
 
 
 def map_sources(function: Callable[[str, base.Input], base.Input], given: base.Input, name: str = '') -> base.Input:
-  """Returns a mixture with function(name, source) in place of each source; of another input, function(name, input).
-
-  The name of a mixture's source is the mixture's own, a dot and that of the source in it.
-  """
+  """Returns a mixture with function(name.key, source) for each source; of another input, function(name, input)."""
   if not isinstance(given, Mixture):
     return function(name, given)
   sources = {key: map_sources(function, source, f'{name}.{key}') for key, source in given.sources.items()}

@@ -2,9 +2,8 @@
 
 Rows are cut from *lanes*. A lane reads the blocks `lane, lane + num_lanes, lane + 2 * num_lanes, ...` of the (shuffled,
 repeated) source, and each row continues where the lane's last row ended. Row r of every batch comes from lane r. So
-every batch mixes B places of the text, and the global batch depends neither on the number of hosts nor on the number of
-worker processes. A lane's position is the number of blocks that it has finished and the number of tokens used of the
-current block, with a digest of that block, so that a restore notices changed text.
+every batch mixes B places of the text, whatever the number of hosts. A lane's position has a digest of its current
+block, so that a restore notices changed text.
 
 Grain's ConcatThenSplitIterDataset is not used: it packs one stream per worker, so the data would depend on their
 number, and a batch would hold neighbouring text.

@@ -23,9 +23,8 @@ _LOOK_PERIOD_S = 0.005
 class Prefetcher(Generic[T]):
   """Iterates over (transform(batch), state), where `state` is the input's position after exactly this batch.
 
-  A checkpoint written after the step on this batch therefore resumes with the next batch, however far the thread has
-  read ahead. `next` raises an error of the input or of `transform` after it has delivered the batches before the error;
-  StopIteration likewise. The Prefetcher owns the iterator from now on.
+  `next` raises an error of the input or of `transform`, or StopIteration, after it has delivered the batches before.
+  The Prefetcher owns the iterator from now on.
 
   Args:
     iterator: an input iterator, already at the position from which to continue.

@@ -4,9 +4,9 @@
     text = TextInput(source=..., tokenizer=SentencePieceTokenizer(...), batch_size=128, seq_len=tokens_length)
     SpanCorruption(text=text, inputs_length=512)
 
-Random spans of a row of text are cut out. The encoder reads the row with a sentinel in place of each span, the decoder
-learns the spans, each behind its sentinel: `Thank you <extra_id_0> me to` and `<extra_id_0> for inviting`. The masks
-depend on `seed` and on the number of the row in the data alone.
+The encoder reads a row with a sentinel in place of each random span, the decoder learns the spans, each behind its
+sentinel: `Thank you <extra_id_0> me to` and `<extra_id_0> for inviting`. The masks depend on `seed` and on the number
+of the row in the data alone.
 
 Legend: B global batch size, N tokens of a row of text, S length of the inputs, T length of the targets.
 """

@@ -1,9 +1,8 @@
 """Sources of documents with random access, such as the source code of the Python standard library.
 
-A TextSource is a frozen dataclass; its `open()` lists the files and reads none of them. An opened source is
-a sequence of *blocks*. A block holds neighbouring documents, or a piece of one long document, of about `block_bytes`.
-Shuffling permutes blocks and restoring a position reads one block again, so blocks are small. They are cut by byte
-position, so that no file has to be scanned before the first batch.
+A TextSource is a frozen dataclass; its `open()` lists the files and reads none of them. An opened source is a sequence
+of *blocks*: neighbouring documents, or a piece of one long document. Shuffling permutes blocks and restoring a position
+reads one block again, so blocks are small. They are cut by byte position, so that no file is scanned before the start.
 """
 
 from collections.abc import Sequence
@@ -79,8 +78,7 @@ def cut_files(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, in
 class ListedFile:
   """A file of which as many bytes are read as it had when its source was opened: a context manager.
 
-  Every method raises a JobError that names the file if it has become shorter: its blocks would hold other text. Bytes
-  that were appended since then are not read.
+  Every method raises a JobError that names the file if it has become shorter: its blocks would hold other text.
   """
 
   def __init__(self, path: str, size: int):

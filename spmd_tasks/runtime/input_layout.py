@@ -25,9 +25,8 @@ InputSpec = Mapping[str, jax.ShapeDtypeStruct]
 class InputLayout:
   """The layout of batches of one element spec on the mesh.
 
-  Process i of n reads rows [i R, (i+1) R) of the global batch, R = B/n rounded up, and stores them on its own devices.
-  Zero rows follow them, so that all devices divide the batch dim. A step selects the true rows again, in the order of
-  the global batch.
+  Process i of n stores rows [i R, (i+1) R) of the global batch, R = B/n rounded up, on its own devices. Zero rows
+  follow, so that all devices divide the batch dim; a step selects the true rows again, in their order.
 
   Attributes:
     spec: true global shapes, B rows.

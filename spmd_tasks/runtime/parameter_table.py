@@ -118,7 +118,9 @@ def format_parameter_table(model: PartitionedModel) -> str:
     f'total: {model.total_num_params:,} parameters{trained}, padding waste {model.padding_waste:.2%}',
     f'bytes per device: weights {weights:,}, optimizer state {learner:,}, together {weights + learner:,}',
   ]
-  return '\n'.join([*_align([header, *lines]), *totals]) + '\n'
+  widths = [max(map(len, column)) for column in zip(header, *lines)]
+  table = ['  '.join(map(str.ljust, line, widths)).rstrip() for line in (header, *lines)]
+  return '\n'.join([*table, *totals]) + '\n'
 
 
 def _shape_text(shape: Sequence[int]) -> str:
@@ -134,9 +136,3 @@ def _dims_text(dims: Iterable[SplitDim]) -> str:
     return '-' if dim is None or isinstance(dim, int) or not dim else '+'.join(map(str, dim))
 
   return f'({", ".join(map(entry, dims))})'
-
-
-def _align(lines: Sequence[Sequence[str]]) -> list[str]:
-  """Aligns cells to the left, each column as wide as its widest cell, without trailing spaces."""
-  widths = [max(map(len, column)) for column in zip(*lines)]
-  return ['  '.join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]

@@ -7,11 +7,8 @@ data 4:
     padded      [2, 4, 32, 90]    stored on the mesh: `jit` needs even shards, so 30 is rounded up to a multiple of 4
     canonical   [8, 30, 90]       stored in checkpoints: true sizes, all layers in one dim, for any mesh and pipeline
 
-Every compiled step does the same three things:
-
-    1. slice the padding off its arguments, so that the model sees true shapes,
-    2. run the pure step under the mesh's axis rules, which turn split dims into sharding constraints,
-    3. pad the new state again, with zeros.
+Every compiled step slices the padding off its arguments, runs the pure step under the mesh's axis rules, which turn
+split dims into sharding constraints, and pads the new state again, with zeros.
 
 After Praxis' `partition_spmd_model` and T5X's partitioners.
 """

@@ -1,8 +1,6 @@
 """Finds the mesh shapes near one that cannot be built: every way to split devices over axes, nearest first.
 
-    nearest_shapes((1, 8, 4), 64)  # [(1, 16, 4), (1, 8, 8), (2, 8, 4)]
-
-Plain arithmetic on numbers of devices; it knows nothing of networks.
+nearest_shapes((1, 8, 4), 64)  # [(1, 16, 4), (1, 8, 8)]
 """
 
 from collections.abc import Iterator, Sequence

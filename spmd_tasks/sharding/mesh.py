@@ -3,15 +3,8 @@
 ICI is the fast network within a slice (or within one host), DCN the slow network between slices. An axis of ICI size i
 and DCN size d has i * d devices; its DCN part is the outer one, as in Pax and T5X. granules.py arranges the devices.
 
-Beside it axis rules (the default ones, and others for stages and contexts made of them), and mesh layouts: an
-experiment's mesh and rules in one field, which --set can change.
-
-    class Mixture(MoeLanguageModel):
-      mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=4)
-
-    spmd-tasks --exp my.Mixture --set mesh.num_expert_partitions=2 ...
-
-A layout fills the experiment's fields `mesh_axis_names`, `ici_mesh_shape`, `dcn_mesh_shape` and `axis_rules`.
+Beside it axis rules (the default ones, and others for stages and contexts made of them), and mesh layouts: one field of
+an experiment, which --set can change, for `mesh_axis_names`, `ici_mesh_shape`, `dcn_mesh_shape` and `axis_rules`.
 """
 
 from collections.abc import Sequence
@@ -92,7 +85,13 @@ class MeshSpec:
     """Builds the jax Mesh over `devices` (default: all) with automatic (GSPMD) axes."""
     devices = list(jax.devices() if devices is None else devices)
     try:
-      array = self._device_array(devices)
+      ici, dcn = self._shapes(len(devices))
+      if self.dcn_mesh_shape is None and devices[0].platform == 'cpu':  # none is nearer to another
+        array = np.asarray(devices, dtype=object).reshape(ici)
+      else:
+        from spmd_tasks.sharding.granules import device_array
+
+        array = device_array(ici, dcn, devices)
     except UserError as error:
       is_fake = jax.config.jax_num_cpu_devices > 0  # type: ignore[attr-defined]  # by --num_fake_devices
       if is_fake or devices[0].platform != 'cpu' or not glob.glob('/dev/nvidia[0-9]*'):
@@ -101,14 +100,6 @@ class MeshSpec:
         f"{error} JAX has found no GPU though this machine has one: pip install 'jax[cuda13]'."
       ) from error
     return Mesh(array, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
-
-  def _device_array(self, devices: list[jax.Device]) -> np.ndarray:
-    ici, dcn = self._shapes(len(devices))
-    if self.dcn_mesh_shape is None and devices[0].platform == 'cpu':  # none is nearer to another
-      return np.asarray(devices, dtype=object).reshape(ici)
-    from spmd_tasks.sharding.granules import device_array
-
-    return device_array(ici, dcn, devices)
 
   def build_abstract(self) -> AbstractMesh:
     """Returns the mesh without devices, for partitioning on a machine that lacks them. Refuses an ICI size of -1."""

@@ -12,10 +12,9 @@ entry is
 
 `constrain` applies split dims to an activation inside a `sharding_scope`.
 
-No dim of rows or tokens is ever split unevenly (`activation_spec`), so there are no rows that fill up a device's part,
-and nothing that could count them. XLA (jaxlib 0.10.2 and 0.11.2) does not keep such rows out of every sum: the gradient
-of a look-up (a scatter-add of updates that are split unevenly, beside another mesh axis) adds them to row 0 of a table.
-Features may be uneven: what fills up a feature has a place of its own, of which no sum over rows knows.
+No dim of rows or tokens is ever split unevenly (`activation_spec`): XLA (jaxlib 0.10.2 and 0.11.2) does not keep rows
+that fill up a device's part out of every sum, and the gradient of a look-up adds them to row 0 of a table. Features may
+be uneven: what fills them up has a place of its own, of which no sum over rows knows.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,18 +1,77 @@
-"""A mixture reads the same examples in the same order on any number of hosts, killed and resumed anywhere."""
+"""A mixture reads the same examples in the same order on any number of hosts, killed and resumed anywhere.
+
+Wrong settings get one sentence, and so does a position that another mixture saved.
+"""
 
 import collections
+import dataclasses
 import itertools
 import json
 import random
+import zlib
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, JsonLines, Mixture, Parquet, source_ids_name
+from spmd_tasks.inputs import (
+  ByteTokenizer,
+  ChatTemplate,
+  InputIterator,
+  JsonLines,
+  Mixture,
+  Parquet,
+  SyntheticText,
+  TextInput,
+  source_ids_name,
+)
 from spmd_tasks.tuning import ConversationInput, Conversations, PreferenceInput, Preferences
-from tests.inputs.mixed import B, T, close, read, shards, synthetic, text, undisturbed
+
+B, T = 12, 16
+
+
+def text(source, **settings) -> TextInput:
+  return TextInput(source=source, tokenizer=ByteTokenizer(), batch_size=B, seq_len=T, **settings)
+
+
+def synthetic(**settings) -> SyntheticText:
+  return SyntheticText(batch_size=B, seq_len=T, **settings)
+
+
+def shards(settings: Mixture, count: int) -> list[InputIterator]:
+  return [settings.make_iterator(i, count) for i in range(count)]
+
+
+def identities(batches) -> list[tuple[int, ...]]:
+  """A hash of every row of a step, from the batches of its shards: everything that the rows hold."""
+  whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+  return [tuple(zlib.crc32(b''.join(whole[name][row].tobytes() for name in sorted(whole))) for row in range(B))]
+
+
+def read(iterators, count=None) -> list[tuple[int, ...]]:
+  """The identities of the next `count` steps; fewer where the mixture ends, on all shards at once."""
+  steps = []
+  while count is None or len(steps) < count:
+    batches = [next(iterator, None) for iterator in iterators]
+    assert len({batch is None for batch in batches}) == 1
+    if batches[0] is None:
+      break
+    steps += identities(batches)
+  return steps
+
+
+def close(iterators):
+  for iterator in iterators:
+    iterator.close()
+
+
+def undisturbed(settings: Mixture, count=40) -> list[tuple[int, ...]]:
+  iterators = shards(settings, 1)
+  steps = read(iterators, count)
+  close(iterators)
+  return steps
+
 
 TEMPLATE = (
   '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}'
@@ -183,3 +242,67 @@ def test_progress_counts_rows_and_epochs_per_source(mixtures):
   # Every lane has read blocks of its own, and those of all lanes are the source again and again.
   assert progress['epochs/web'] == sum(lane[0] for lane in counted['lanes']) / counted['num_blocks']
   assert progress['epochs/web'] > 0.2
+
+
+SOURCES = {'a': synthetic(), 'b': synthetic(seed=1)}
+EVEN = {'a': 1, 'b': 1}
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'sources': {}, 'weights': {}}, r'sources = \{\} of the mixture must be a dict of at least one'),
+    ({'sources': {'a/b': synthetic()}, 'weights': {'a/b': 1}}, "source name 'a/b'.*use letters"),
+    ({'weights': {'a': 1, 'c': 1}}, r"weights = \{'a': 1, 'c': 1\} must be a dict .* sources \['a', 'b'\]"),
+    ({'weights': {'a': 1, 'b': -1}}, "weight -1 of source 'b' in weights must be a finite number of at least 0"),
+    ({'weight_changes': ((5, {'a': 1}),)}, r"the weights after 5 batches = \{'a': 1\} must be a dict"),
+  ],
+)
+def test_wrong_settings_get_one_sentence(settings, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    Mixture(**{'sources': SOURCES, 'weights': EVEN, **settings})
+  assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'other, message',
+  [
+    (
+      dataclasses.replace(synthetic(), batch_size=6),
+      r"differ in 'ids', int32\[12, 16\] and int32\[6, 16\]",
+    ),
+    (dataclasses.replace(synthetic(), seq_len=8), r"differ in 'ids', int32\[12, 16\] and int32\[12, 8\]"),
+  ],
+)
+def test_ragged_specs_get_one_sentence(other, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    Mixture(sources={'a': synthetic(), 'b': other}, weights=EVEN).element_spec()
+  assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'seed': 1}, 'seed = 0, but this input has seed = 1'),
+    ({'weights': {'a': 1, 'b': 2}}, 'has weights = '),
+    ({'weight_changes': ((4, {'a': 1, 'b': 2}),)}, 'has weights = '),
+    ({'sources': {'a': synthetic(), 'c': synthetic()}, 'weights': {'a': 1, 'c': 1}}, 'has names = '),
+    ({'sources': {'a': synthetic(), 'b': synthetic(seed=2)}}, "source 'b' of the mixture: .*seed = 1"),
+  ],
+)
+def test_a_position_of_another_mixture_is_refused(change, message):
+  settings = Mixture(sources=SOURCES, weights=EVEN)
+  [iterator] = shards(settings, 1)
+  read([iterator], 5)
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(settings, **change).make_iterator().set_state(iterator.get_state())
+
+
+def test_weights_of_the_future_may_change():
+  settings = Mixture(sources=SOURCES, weights=EVEN)
+  changed = dataclasses.replace(settings, weight_changes=((5, {'a': 0, 'b': 1}),))
+  [iterator] = shards(settings, 1)
+  first = read([iterator], 5)
+  [resumed] = shards(changed, 1)
+  resumed.set_state(iterator.get_state())
+  assert first + read([resumed], 5) == undisturbed(changed, 10)
