@@ -10,9 +10,6 @@ In Python, the model can be given to the harness itself:
 
 The package lm-eval is optional: the extra `evaluation`. A server is evaluated by the harness's
 `local-completions` and `local-chat-completions` instead (docs/evaluation.md).
-
-  harness_model.py   HarnessModel, the harness's model interface over spmd_tasks.load
-  __main__.py        the command
 """
 
 from etils import epy

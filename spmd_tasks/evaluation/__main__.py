@@ -1,5 +1,6 @@
 """python -m spmd_tasks.evaluation: the command `lm-eval`, which then knows the model `spmd_tasks`."""
 
+import importlib
 import sys
 
 from spmd_tasks.errors import user_error_code
@@ -12,9 +13,7 @@ def main() -> None:
     require('evaluation', 'lm_eval', wants='spmd_tasks.evaluation')
     from lm_eval.__main__ import cli_evaluate
 
-    from spmd_tasks.evaluation import harness_model  # registers the model
-
-    del harness_model
+    importlib.import_module('spmd_tasks.evaluation.harness_model')  # registers the model
     cli_evaluate()
   except Exception as error:
     code = user_error_code(error)

@@ -39,6 +39,8 @@ class HarnessModel(TemplateLM):
 
   Attributes:
     loaded: the LoadedModel.
+    max_length: the most tokens that the model reads of a text.
+    max_gen_toks, batch_size: how many tokens are generated where a task does not say, and texts scored at once.
   """
 
   def __init__(
@@ -81,8 +83,8 @@ class HarnessModel(TemplateLM):
     super().__init__()
     if num_fake_devices is not None:
       use_fake_devices(num_fake_devices)
-    self._rows = _AUTO_ROWS if str(batch_size).startswith('auto') else int(batch_size)
-    if self._rows < 1:
+    self.batch_size = _AUTO_ROWS if str(batch_size).startswith('auto') else int(batch_size)
+    if self.batch_size < 1:
       raise UserError(f"batch_size={batch_size} must be at least 1, or 'auto'.")
     changes = {'task.decode.max_len': max_length} | overrides
     self.loaded = load(
@@ -97,25 +99,12 @@ class HarnessModel(TemplateLM):
     self._tokenizer: Tokenizer = self.loaded.tokenizer
     if self.loaded.job.task.decode.num_beams > 1:
       raise UserError('the harness generates greedily or samples, without beams: give task.decode.num_beams=1.')
-    self._max_gen_toks = max_gen_toks
+    self.max_length, self.max_gen_toks = self.loaded.max_len, max_gen_toks
     self._add_bos = add_bos_token
     self._prefix_id = prefix_token_id
     self._template: ChatTemplate = self.loaded.job.experiment.chat_template()
 
   # --- what the harness asks about the model ---
-
-  @property
-  def max_length(self) -> int:
-    """The most tokens that the model reads of a text."""
-    return self.loaded.max_len
-
-  @property
-  def max_gen_toks(self) -> int:
-    return self._max_gen_toks
-
-  @property
-  def batch_size(self) -> int:
-    return self._rows
 
   @property
   def eot_token_id(self) -> int:
@@ -143,12 +132,8 @@ class HarnessModel(TemplateLM):
   def get_model_info(self) -> dict[str, Any]:
     """Returns the entries about the model in the harness's results."""
     mesh = {name: int(size) for name, size in self.loaded.mesh.shape.items()}
-    return {
-      'model_num_parameters': self.loaded.num_parameters,
-      'model_step': self.loaded.step,
-      'model_mesh': mesh,
-      'max_length': self.max_length,
-    }
+    model = {'num_parameters': self.loaded.num_parameters, 'step': self.loaded.step, 'mesh': mesh}
+    return {f'model_{name}': value for name, value in model.items()} | {'max_length': self.max_length}
 
   # --- text to tokens ---
 
@@ -203,7 +188,7 @@ class HarnessModel(TemplateLM):
       )
     answers: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
     with tqdm(total=len(texts), desc='log-likelihoods', disable=disable_tqdm) as progress:
-      for number, score in self.loaded.score(texts, num_rows=self._rows):
+      for number, score in self.loaded.score(texts, num_rows=self.batch_size):
         answers[number] = (score.logprob, score.is_greedy)
         if requests[number][0] is not None:
           self.cache_hook.add_partial('loglikelihood', requests[number][0], answers[number])
@@ -215,13 +200,8 @@ class HarnessModel(TemplateLM):
     windows: list[_TokenRequest] = []
     owners: list[int] = []
     for number, request in enumerate(requests):
-      pairs = get_rolling_token_windows(
-        token_list=self.tok_encode(request.args[0]),
-        prefix_token=self.prefix_token_id,
-        max_seq_len=self.max_length,
-        context_len=1,
-      )
-      for pair in pairs:
+      ids = self.tok_encode(request.args[0])
+      for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
         windows.append((None, *make_disjoint_window(pair)))
         owners.append(number)
     totals = [0.0] * len(requests)
@@ -249,7 +229,7 @@ class HarnessModel(TemplateLM):
 
   def _prompt(self, context: str, settings: Mapping[str, Any], *, sample: int) -> Prompt:
     """The prompt of a request, by the settings that the harness calls generation_kwargs."""
-    wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self._max_gen_toks))
+    wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
     max_tokens, stop = wanted.pop('max_gen_toks'), wanted.pop('until')
     temperature = wanted.pop('temperature', None)
     if not wanted.pop('do_sample', False):

@@ -11,14 +11,12 @@ import pytest
 
 from spmd_tasks import UserError, load
 from spmd_tasks.decoding import DecodeSteps
-from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
-from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.sharding import MeshSpec
 from tests import binary
 from tests.evaluation.harness_tasks import TASKS, answers, evaluate, import_harness, metrics, write_tasks
 from tests.model_folders import write_llama
-from tests.serving.served import serving
+from tests.serving.served import model_of, serving
 
 MAX_LENGTH = 62  # the harness's models of servers with 64 have as much
 SMALL = {'task.decode.num_slots': 4, 'task.decode.min_bucket': 32, 'task.decode.prefill_chunk': 32}
@@ -141,12 +139,7 @@ def server_of(folder):
   lm = load(folder, mesh=(1, 2, 4), overrides=[*(f'{name}={value}' for name, value in SMALL.items()),
                                                'task.decode.max_len=64'])  # fmt: skip
   steps = DecodeSteps(lm.partitioned, dataclasses.replace(lm.job.task.decode, num_top_logprobs=5))
-  template = lm.job.experiment.chat_template()
-  model = ServedModel(
-    name='tiny', created=1, step=0, tokenizer=lm.tokenizer, chat_template=template, settings=steps.settings,
-    max_len=steps.max_len, vocab_size=steps.vocab_size,
-    grammars=Grammars(lm.tokenizer, vocab_size=steps.vocab_size, end_ids=()),
-  )  # fmt: skip
+  model = model_of(steps, lm.tokenizer, name='tiny', chat_template=lm.job.experiment.chat_template())
   engine = ModelEngine(steps, lm.padded_variables, score_prompts=True)
   with serving(engine, model=model) as served:
     yield served.url

@@ -34,6 +34,14 @@ MODEL = ServedModel(
   grammars=Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, end_ids=(TOKENIZER.eos_id,)),
 )
 
+
+def model_of(steps, tokenizer, **fields) -> ServedModel:
+  """A model of compiled steps."""
+  grammars = Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=())
+  sizes = {'max_len': steps.max_len, 'vocab_size': steps.vocab_size, 'adapters': steps.adapter_names}
+  return dataclasses.replace(MODEL, tokenizer=tokenizer, settings=steps.settings, grammars=grammars, **sizes | fields)
+
+
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 HELLO = {'model': 'fake.Model', 'prompt': [TOKENIZER.encode('hello')], 'max_tokens': 7}
 ASK = {'model': 'fake.Model', 'messages': [{'role': 'user', 'content': 'hi'}], 'max_tokens': 4}

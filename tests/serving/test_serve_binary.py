@@ -1,7 +1,7 @@
 """The real binary, a model trained for three steps, the real `openai` client.
 
-The model is trained on one device and served on two, where its heads, hidden dims and vocabulary are padded. Prompts
-are read in chunks of 16 tokens.
+The model is trained on eight devices and served on two, where its heads, hidden dims and vocabulary are padded
+otherwise. Prompts are read in chunks of 16 tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.slow
 def job(tmp_path_factory):
   """A trained model's directory."""
   job = tmp_path_factory.mktemp('served') / 'job'
-  trained = binary.run_binary(*SHAPE, '--ici_mesh_shape', '1,1,1', '--mode', 'train', '--job_log_dir', job)
-  assert trained.returncode == 0, trained.stderr
+  assert binary.run_in_process(*SHAPE, '--ici_mesh_shape', '1,2,4', '--mode', 'train', '--job_log_dir', job) == 0
   return job
 
 

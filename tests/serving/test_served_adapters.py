@@ -18,18 +18,15 @@ from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps, Request, generate
-from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.inputs.tokenizers import decode_generated
-from spmd_tasks.serving.requests import ServedModel
 from tests import binary
 from tests.adapter_folders import ATTENTION, FEED_FORWARD, write_adapter, write_merged
 from tests.model_folders import write_llama
-from tests.serving.served import serving
+from tests.serving.served import model_of, serving
 
 JOB = 'tests.tuning.low_rank_jobs.Small'
 SIZES = ('max_len=64', 'num_slots=4', 'prefill_chunk=16', 'min_bucket=16', 'num_top_logprobs=2')
@@ -148,18 +145,7 @@ def test_a_job_that_serves_its_average_alone_serves_it_here_too(on_eight, adapte
 def test_clients_choose_by_name_over_http(on_eight, expected):
   """All names at once, whole and streamed, with prefixes that one name must not take from another."""
   engine = ModelEngine(on_eight.steps, on_eight.variables)
-  served = ServedModel(
-    name='hf.Model',
-    adapters=on_eight.steps.adapter_names,
-    created=1,
-    step=0,
-    tokenizer=on_eight.job.tokenizer,
-    chat_template=ChatTemplate(),
-    settings=on_eight.steps.settings,
-    max_len=on_eight.steps.max_len,
-    vocab_size=on_eight.steps.vocab_size,
-    grammars=Grammars(on_eight.job.tokenizer, vocab_size=on_eight.steps.vocab_size, end_ids=()),
-  )
+  served = model_of(on_eight.steps, on_eight.job.tokenizer, name='hf.Model')
   with (
     serving(engine, model=served) as running,
     openai.OpenAI(base_url=f'{running.url}/v1', api_key='none', max_retries=0, timeout=60) as client,

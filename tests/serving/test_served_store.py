@@ -20,8 +20,7 @@ DECODE = ('task.decode.max_len=64', 'task.decode.num_slots=2', 'task.decode.temp
 
 def a_job(url: str, tmp_path) -> tuple[object, ...]:
   """Trains one, and returns the flags by which it is served."""
-  trained = binary.run_binary(*SHAPE, '--ici_mesh_shape', '1,1,1', '--mode', 'train', '--job_log_dir', url)
-  assert trained.returncode == 0, trained.stderr
+  assert binary.run_in_process(*SHAPE, '--ici_mesh_shape', '1,2,4', '--mode', 'train', '--job_log_dir', url) == 0
   return ('--job_log_dir', url)
 
 
