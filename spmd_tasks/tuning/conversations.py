@@ -20,6 +20,7 @@ import hashlib
 import json
 from typing import Any, ClassVar
 
+import fiddle as fdl
 import numpy as np
 
 from spmd_tasks.errors import UserError
@@ -153,12 +154,10 @@ class Renderer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConversationEncoder:
-  """The BlockEncoder of conversations: one record is one document."""
+class RecordEncoder:
+  """A BlockEncoder of records that stay whole; each is a document, or several."""
 
   renderer: Renderer
-  messages_field: str
-  tools_field: str
   seq_len: int
   too_long: str
   keeps_whole: ClassVar[bool] = True
@@ -171,27 +170,53 @@ class ConversationEncoder:
   def encode(self, block: Block) -> TokenBlock:
     ((record, _),) = block.documents
     assert isinstance(record, Record)
+    return self.encode_record(record)
+
+  def encode_record(self, record: Record) -> TokenBlock:
+    raise NotImplementedError
+
+  def fits(self, what: str, num_tokens: int, remark: str = '') -> bool:
+    """Whether a record has at most T tokens; raises a UserError if not, and `too_long` says so."""
+    if num_tokens > self.seq_len and self.too_long == 'error':
+      raise UserError(
+        f'{what} has {num_tokens} tokens{remark}, but a row only seq_len = {self.seq_len}: raise seq_len, or set '
+        "too_long to 'truncate' or 'skip'."
+      )
+    return num_tokens <= self.seq_len
+
+  def left_out(self) -> TokenBlock:
+    """The block of a record that is skipped."""
+    return empty_block(self.dtypes, num_skipped=1)
+
+  def identity(self) -> dict[str, Any]:
+    return self.renderer.identity() | {'too_long': self.too_long}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversationEncoder(RecordEncoder):
+  """The BlockEncoder of conversations."""
+
+  messages_field: str
+  tools_field: str
+
+  def encode_record(self, record: Record) -> TokenBlock:
     messages = messages_of(record.values, self.messages_field)
     _refuse_empty_turns(messages, self.messages_field)
     ids, mask = self.renderer.turns(messages, tools_of(record.values, self.tools_field))
     if not mask[1:].any():
       raise UserError("no token of the conversation is the assistant's, so that nothing can be learnt: remove it.")
-    num_truncated = 0
-    if ids.size - 1 > self.seq_len:
-      if self.too_long == 'error':
-        raise UserError(
-          f'the conversation has {ids.size - 1} tokens, but a row only seq_len = {self.seq_len}: raise seq_len, or set '
-          "too_long to 'truncate' or 'skip'."
-        )
+    is_cut = not self.fits('the conversation', ids.size - 1)
+    if is_cut:
       ids, mask = ids[: self.seq_len + 1], mask[: self.seq_len + 1]
       if self.too_long == 'skip' or not mask[1:].any():
-        return empty_block(self.dtypes, num_skipped=1)
-      num_truncated = 1
+        return self.left_out()
     weights = mask[1:].astype(np.float32)
-    return TokenBlock(ids[:-1], ids[1:], (ids.size - 1,), {'weights': weights}, num_truncated=num_truncated)
+    return TokenBlock(ids[:-1], ids[1:], (ids.size - 1,), {'weights': weights}, num_truncated=int(is_cut))
 
-  def identity(self) -> dict[str, Any]:
-    return self.renderer.identity() | {'too_long': self.too_long}
+
+def config_of(template: ChatTemplate) -> fdl.Config:
+  """The config that builds a template."""
+  return fdl.Config(ChatTemplate, **{each.name: getattr(template, each.name) for each in dataclasses.fields(template)})
 
 
 def empty_block(dtypes: Mapping[str, Any], num_skipped: int) -> TokenBlock:

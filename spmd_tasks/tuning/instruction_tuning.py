@@ -20,17 +20,14 @@ from spmd_tasks.bridges.huggingface.sentence_transformers import label_names, re
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
 from spmd_tasks.store_files import local_folder
-from spmd_tasks.tuning.conversations import ConversationInput, Conversations
-from spmd_tasks.tuning.preference_loss import PreferenceLoss
+from spmd_tasks.tuning.conversations import ConversationInput, Conversations, config_of
+from spmd_tasks.tuning.preference_loss import PreferenceLoss, reference_from
 from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
 from spmd_tasks.tuning.score_loss import ScoreLoss
 from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
 from spmd_tasks.tuning.text_scorer import TextReading
 
 Files = str | tuple[str, ...]
-
-# The recipe's `reference` -> the `reference_from` of PreferenceLoss.
-_REFERENCES = {'start': 'batch', 'base': 'base'}
 
 
 class InstructionTuning(PretrainedLanguageModel):
@@ -104,15 +101,12 @@ class InstructionTuning(PretrainedLanguageModel):
     assert not isinstance(given, Mapping)
     return given
 
-  def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
-    template = self.chat_template()
-    fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
-    input_class: Any = self._input_class()
+  def _examples(self, source: fdl.Config, *, made_by: Any = ConversationInput, **settings: Any) -> fdl.Config:
     return fdl.Config(
-      input_class,
+      made_by,
       source=source,
       tokenizer=self.tokenizer(),
-      template=fdl.Config(ChatTemplate, **fields),
+      template=config_of(self.chat_template()),
       template_variables=dict(self.template_variables),
       too_long=self.too_long,
       packing=self.packing,
@@ -120,9 +114,6 @@ class InstructionTuning(PretrainedLanguageModel):
       seq_len=self.seq_len,
       **settings,
     )
-
-  def _input_class(self) -> type[ConversationInput]:
-    return ConversationInput
 
 
 class PreferenceTuning(InstructionTuning):
@@ -149,8 +140,7 @@ class PreferenceTuning(InstructionTuning):
 
   def loss(self) -> fdl.Config:
     """The loss on pairs."""
-    if self.reference not in _REFERENCES:
-      raise UserError(f'reference = {self.reference!r} must be one of {", ".join(map(repr, _REFERENCES))}.')
+    compared = reference_from(self.reference)
     adapter = getattr(self, 'adapter', '')  # a field of LowRankTuning
     if self.reference == 'base' and adapter:
       raise UserError(
@@ -165,12 +155,8 @@ class PreferenceTuning(InstructionTuning):
       label_smoothing=self.label_smoothing,
       good_weight=self.good_weight,
       bad_weight=self.bad_weight,
-      reference_from=_REFERENCES[self.reference],
+      reference_from=compared,
     )
-
-  def source(self, split: str) -> fdl.Config:
-    """The pairs of a split, 'train' or 'valid'."""
-    return self._source(self._files(split))
 
   def _source(self, files: Files) -> fdl.Config:
     source: Any = JudgedAnswers if self.preference_loss == 'kto' else Preferences
@@ -178,10 +164,7 @@ class PreferenceTuning(InstructionTuning):
 
   def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
     free = {'reference_free': True} if self.preference_loss == 'orpo' else {}
-    return super()._examples(source, **settings, **free)
-
-  def _input_class(self) -> type[ConversationInput]:
-    return PreferenceInput
+    return super()._examples(source, made_by=PreferenceInput, **settings, **free)
 
 
 # The source of a recipe's `score_loss`.
@@ -249,10 +232,7 @@ class ScoreTuning(InstructionTuning):
     return fdl.Config(_SCORED[self.score_loss], pattern=files, **classes)
 
   def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
-    return super()._examples(source, **settings, pooling=self.pooling)
-
-  def _input_class(self) -> type[ConversationInput]:
-    return ScoredInput
+    return super()._examples(source, made_by=ScoredInput, **settings, pooling=self.pooling)
 
 
 class FolderScorer(ScoreTuning):

@@ -29,15 +29,14 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
-from spmd_tasks.layers.losses import WithAuxLosses
-from spmd_tasks.tuning.preference_loss import answer_log_probs, base_log_probs, refuse_trained_base
+from spmd_tasks.tuning.preference_loss import ReferenceLoss, answer_log_probs
 
 _RATIOS = ('token', 'sequence', 'sequence_sum')
 _AGGREGATIONS = ('sequences', 'tokens', 'max_tokens')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyLoss(WithAuxLosses):
+class PolicyLoss(ReferenceLoss):
   """The clipped policy gradient of completions; the module's docstring has the formulas.
 
   Fields:
@@ -48,12 +47,11 @@ class PolicyLoss(WithAuxLosses):
     clip_low, clip_high: how far a ratio may move in the direction of its advantage.
     kl_weight: of the KL divergence from a reference model, estimated by exp(d) - d - 1 with d = log r - log p
       (Schulman, 2020); 0: there is none.
-    reference_from: where log r is from: the 'batch', or the 'base' of the model, the model without its adapters.
     temperature: completions were drawn from logits / temperature, and all log-probabilities are of these.
     value_weight, value_clip: of the loss of the values; 0: there are none.
     sampler_cap: each token's loss is multiplied by q / s, at most this number, which corrects for what the sampler
       computes differently (truncated importance sampling: Yao et al., 2025); None: it is not.
-    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+    reference_from, aux_loss_weights, num_aux_layers: as in ReferenceLoss.
   """
 
   ratio: str = 'token'
@@ -62,14 +60,14 @@ class PolicyLoss(WithAuxLosses):
   clip_low: float = 0.2
   clip_high: float = 0.2
   kl_weight: float = 0.0
-  reference_from: str = 'batch'
   temperature: float = 1.0
   value_weight: float = 0.0
   value_clip: float = 0.2
   sampler_cap: float | None = None
 
   def __post_init__(self):
-    for name, known in (('ratio', _RATIOS), ('aggregation', _AGGREGATIONS), ('reference_from', ('batch', 'base'))):
+    super().__post_init__()
+    for name, known in (('ratio', _RATIOS), ('aggregation', _AGGREGATIONS)):
       if getattr(self, name) not in known:
         raise UserError(f'{name}={getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')
     if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or min(self.kl_weight, self.value_weight, self.value_clip) < 0:
@@ -84,18 +82,9 @@ class PolicyLoss(WithAuxLosses):
     if (self.aggregation == 'max_tokens') != (self.max_tokens is not None):
       raise UserError(f"max_tokens={self.max_tokens} goes with aggregation='max_tokens', not {self.aggregation!r}.")
 
-  def with_model(
-    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
-  ) -> Mapping[str, jax.Array]:
-    """Returns the batch with the log-probabilities of the model without its adapters, if the reference is that."""
-    if not self.kl_weight or self.reference_from != 'base':
-      return batch
-    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch, self.temperature)}
-
-  def check_weights(self, weight_specs: Any) -> None:
-    """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
-    if self.kl_weight and self.reference_from == 'base':
-      refuse_trained_base(weight_specs)
+  @property
+  def compares_with_base(self) -> bool:
+    return super().compares_with_base and self.kl_weight > 0
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput, whose weight is the number of completions, or of tokens for aggregation='tokens'.

@@ -25,7 +25,7 @@ from spmd_tasks.learning.frozen_weights import FROZEN_TAG
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of, without_adapters
 
 _KINDS = ('sigmoid', 'ipo', 'orpo', 'kto')
-_REFERENCES = ('batch', 'base')
+_REFERENCES = {'start': 'batch', 'base': 'base'}
 
 
 class PairLogProbs(NamedTuple):
@@ -106,20 +106,56 @@ def base_log_probs(
   return answer_log_probs(predictions, batch, temperature)
 
 
-def refuse_trained_base(weight_specs: Any) -> None:
-  """Raises a UserError if a weight is trained that is no adapter's, so that there is no base to compare with."""
-  specs = traverse_util.flatten_dict(weight_specs, sep='/')
-  trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
-  if trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values()):
-    found = f'{trained[0]} is trained' if trained else 'there are no adapters'
-    raise UserError(
-      f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
-      "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
-    )
+def reference_from(reference: str) -> str:
+  """A loss's `reference_from` for a recipe's `reference`, 'start' or 'base'; raises a UserError for another one."""
+  if reference not in _REFERENCES:
+    raise UserError(f'reference = {reference!r} must be one of {", ".join(map(repr, _REFERENCES))}.')
+  return _REFERENCES[reference]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceLoss(WithAuxLosses):
+class ReferenceLoss(WithAuxLosses):
+  """A loss that compares the model with a reference.
+
+  Fields:
+    reference_from: where the log-probabilities of the reference are from: the 'batch', or the 'base' of the model,
+      which is the model without its adapters: every step runs it too.
+    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+  """
+
+  reference_from: str = 'batch'
+
+  def __post_init__(self):
+    if self.reference_from not in _REFERENCES.values():
+      raise UserError(f"reference_from={self.reference_from!r} must be one of 'batch', 'base'.")
+
+  @property
+  def compares_with_base(self) -> bool:
+    return self.reference_from == 'base'
+
+  def with_model(
+    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
+  ) -> Mapping[str, jax.Array]:
+    """Returns the batch with the log-probabilities of the model without its adapters, if the reference is that."""
+    if not self.compares_with_base:
+      return batch
+    temperature = getattr(self, 'temperature', 1.0)
+    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch, temperature)}
+
+  def check_weights(self, weight_specs: Any) -> None:
+    """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
+    specs = traverse_util.flatten_dict(weight_specs, sep='/')
+    trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
+    if self.compares_with_base and (trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values())):
+      found = f'{trained[0]} is trained' if trained else 'there are no adapters'
+      raise UserError(
+        f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
+        "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceLoss(ReferenceLoss):
   """Mean over pairs of a function of how much more than the reference the model prefers the chosen answer.
 
   With h = (log p(chosen) - log r(chosen)) - (log p(rejected) - log r(rejected)), p the model and r the reference:
@@ -143,9 +179,7 @@ class PreferenceLoss(WithAuxLosses):
       TRL's IPO is this one. Not of orpo, which always does so, and kto.
     label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell, 2023); 'sigmoid' only.
     good_weight, bad_weight: w of kto.
-    reference_from: where the log-probabilities of r are from: the 'batch', or the 'base' of the model, which is the
-      model without its adapters: every step runs it too.
-    aux_loss_weights, num_aux_layers: as in LanguageModelLoss.
+    reference_from, aux_loss_weights, num_aux_layers: as in ReferenceLoss.
   """
 
   kind: str = 'sigmoid'
@@ -154,13 +188,11 @@ class PreferenceLoss(WithAuxLosses):
   label_smoothing: float = 0.0
   good_weight: float = 1.0
   bad_weight: float = 1.0
-  reference_from: str = 'batch'
 
   def __post_init__(self):
+    super().__post_init__()
     if self.kind not in _KINDS:
       raise UserError(f'kind={self.kind!r} must be one of {", ".join(map(repr, _KINDS))}.')
-    if self.reference_from not in _REFERENCES:
-      raise UserError(f'reference_from={self.reference_from!r} must be one of {", ".join(map(repr, _REFERENCES))}.')
     if not self.beta > 0:
       raise UserError(f'beta={self.beta} must be positive: 0.1 is usual.')
     if not 0.0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind != 'sigmoid'):
@@ -171,19 +203,6 @@ class PreferenceLoss(WithAuxLosses):
       raise UserError("kind='orpo' has no reference, but reference_from is 'base': leave it out.")
     if self.length_normalized and self.kind in ('orpo', 'kto'):
       raise UserError(f"length_normalized=True is of kind 'sigmoid' and 'ipo', not of {self.kind!r}: leave it out.")
-
-  def with_model(
-    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
-  ) -> Mapping[str, jax.Array]:
-    """Returns the batch with the log-probabilities that the model without its adapters gives to its answers."""
-    if self.reference_from != 'base':
-      return batch
-    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch)}
-
-  def check_weights(self, weight_specs: Any) -> None:
-    """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
-    if self.reference_from == 'base':
-      refuse_trained_base(weight_specs)
 
   def with_whole_batch(
     self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array], num_microbatches: int

@@ -32,7 +32,7 @@ from spmd_tasks.inputs.mixture import map_sources
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.tuning._assistant_turns import render_added
-from spmd_tasks.tuning.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
+from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, messages_of, tools_of
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
 _ANSWERS = ('chosen', 'rejected')
@@ -135,29 +135,21 @@ class NumberedPairs(PreferenceInput):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceEncoder:
+class PreferenceEncoder(RecordEncoder):
   """The BlockEncoder of pairs: one record is two documents, in the order chosen, rejected."""
 
-  renderer: Renderer
-  seq_len: int
-  too_long: str
-  reference: str | None
-  reference_free: bool
+  reference: str | None = None
+  reference_free: bool = True
   is_judged: bool = False
   numbered: bool = False
-  keeps_whole: ClassVar[bool] = True
 
   @property
-  def dtypes(self) -> Mapping[str, Any]:
+  def dtypes(self) -> Mapping[str, Any]:  # type: ignore[override]
     return {
       **BATCH_DTYPES,
       **({'record_index': np.int32} if self.numbered else {'reference_log_probs': np.float32}),
       **({'judgement': np.float32} if self.is_judged else {}),
     }
-
-  @property
-  def pad_id(self) -> int:
-    return self.renderer.tokenizer.pad_id
 
   @functools.cached_property
   def _references(self) -> np.ndarray:
@@ -165,26 +157,19 @@ class PreferenceEncoder:
     assert self.reference is not None
     return read_references(self.reference)
 
-  def encode(self, block: Block) -> TokenBlock:
-    ((record, _),) = block.documents
-    assert isinstance(record, Record)
+  def encode_record(self, record: Record) -> TokenBlock:
     pair = [self.encode_answer(record.values, name) for name in _ANSWERS]
     if self._are_same(pair):
       raise UserError(
         "'chosen' and 'rejected' are the same, so that there is nothing to prefer: remove the pair, or correct it."
       )
-    num_truncated, num_tokens = 0, sum(ids.size - 1 for ids, _ in pair)
-    if num_tokens > self.seq_len:
-      if self.too_long == 'error':
-        raise UserError(
-          f'the pair has {num_tokens} tokens, its prompt counted twice, but a row only seq_len = {self.seq_len}: raise '
-          "seq_len, or set too_long to 'truncate' or 'skip'."
-        )
+    num_tokens = sum(ids.size - 1 for ids, _ in pair)
+    is_cut = not self.fits('the pair', num_tokens, ', its prompt counted twice')
+    if is_cut:
       pair = [(ids[: self.seq_len // 2 + 1], mask[: self.seq_len // 2 + 1]) for ids, mask in pair]
       has_two_answers = all(mask[1:].any() for _, mask in pair) and not self._are_same(pair)
       if self.too_long == 'skip' or not has_two_answers:
-        return empty_block(self.dtypes, num_skipped=1)
-      num_truncated = 1
+        return self.left_out()
     ids = np.concatenate([ids[:-1] for ids, _ in pair])
     labels = np.concatenate([ids[1:] for ids, _ in pair])
     weights = np.concatenate([mask[1:] for _, mask in pair]).astype(np.float32)
@@ -200,7 +185,7 @@ class PreferenceEncoder:
     if self.is_judged:
       own['judgement'] = np.zeros(ids.size, np.float32)
       own['judgement'][first[0]] = 1 if record.values['label'] else -1
-    return TokenBlock(ids, labels, ends, {'weights': weights, **own}, num_truncated=num_truncated)
+    return TokenBlock(ids, labels, ends, {'weights': weights, **own}, num_truncated=int(is_cut))
 
   def _are_same(self, pair: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
     """Whether there is nothing to prefer."""
@@ -253,7 +238,7 @@ class PreferenceEncoder:
     return renderer.encode(text, spans, ends=True)
 
   def identity(self) -> dict[str, Any]:
-    return self.renderer.identity() | {'too_long': self.too_long, 'reference_free': self.reference_free}
+    return super().identity() | {'reference_free': self.reference_free}
 
 
 def _is_messages(value: Any) -> bool:

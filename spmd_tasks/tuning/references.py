@@ -53,14 +53,11 @@ def name_references(job: Job, job_log_dir: epath.Path | None) -> Job:
         f"{name} has {own}, but the loss computes those of the base in every step (reference='base'): leave one of the "
         'two out.'
       )
-    if each.reference_free:
-      return each
-    if each.reference is not None:
+    if each.reference_free or each.reference is not None:
       return each
     if reads_base or job_log_dir is None:
       return each.without_reference()
-    own = str(job_log_dir / _DIRECTORY / f'{name}.npy')
-    return dataclasses.replace(each, reference=own)
+    return dataclasses.replace(each, reference=str(job_log_dir / _DIRECTORY / f'{name}.npy'))
 
   reads_base = getattr(getattr(job.task, 'loss', None), 'reference_from', None) == 'base'
   return dataclasses.replace(

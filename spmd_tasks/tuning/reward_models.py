@@ -65,9 +65,7 @@ class RewardModel:
     template = ChatTemplate.from_folder(str(self._path)) or ChatTemplate()
     tokenizer = FolderTokenizer(path=str(self._path))
     renderer = Renderer(tokenizer=tokenizer, template=template, variables={}, date='2026-01-01')
-    self._encoder = PreferenceEncoder(
-      renderer=renderer, seq_len=seq_len, too_long='error', reference=None, reference_free=True
-    )
+    self._encoder = PreferenceEncoder(renderer=renderer, seq_len=seq_len, too_long='error')
     self._spec = language_model_spec(batch_size, seq_len)
     self._model = frozen_model(run, folder, self._spec)
     self._variables: Any = None

@@ -10,10 +10,11 @@ import types
 import fiddle as fdl
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.recipes import TextTraining
+from spmd_tasks.tuning.conversations import config_of
 from spmd_tasks.tuning.policy_loss import PolicyLoss
+from spmd_tasks.tuning.preference_loss import reference_from
 from spmd_tasks.tuning.rollout_input import RewardPrompts, RolloutInput
 from spmd_tasks.tuning.rollout_task import RolloutTask, num_choices
 from spmd_tasks.tuning.value_head import LanguageModelWithValues
@@ -94,7 +95,7 @@ class RewardTuning(TextTraining):
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
-  overlong_margin: int = 0
+  overlong_margin: int = 0  # the last tokens before max_tokens cost up to 1 (overlong_penalties)
   num_rollout_slots: int = 64  # completions that are generated at once
   # How strongly the model is held to a reference: 'start', the weights that training starts from, or 'base', the frozen
   # model under low-rank adapters.
@@ -105,8 +106,8 @@ class RewardTuning(TextTraining):
   exact: bool = False
   # Whether the trainer computes tokens by the experts that the sampler took, with gates of its own.
   replays_routing: bool = False
-  num_reward_workers: int = 2
-  reward_timeout_s: float = 10.0
+  num_reward_workers: int = 2  # processes that call reward functions
+  reward_timeout_s: float = 10.0  # of one call
 
   seq_len: int = 1024
   learning_rate: float = 1e-6
@@ -140,8 +141,6 @@ class RewardTuning(TextTraining):
 
   def loss(self) -> fdl.Config:
     """The clipped policy gradient."""
-    if self.reference not in ('start', 'base'):
-      raise UserError(f"reference = {self.reference!r} must be 'start' or 'base'.")
     method = self.chosen
     return fdl.Config(
       PolicyLoss,
@@ -153,7 +152,7 @@ class RewardTuning(TextTraining):
       kl_weight=0.0 if method.kl_in_reward else self.kl_weight,
       value_weight=self.value_weight if method.baseline == 'gae' else 0.0,
       value_clip=self.value_clip,
-      reference_from='base' if self.reference == 'base' else 'batch',
+      reference_from=reference_from(self.reference),
       temperature=self.temperature,
       sampler_cap=2.0 if self.staleness and self.sampler_cap is None else self.sampler_cap,
     )
@@ -168,8 +167,7 @@ class RewardTuning(TextTraining):
 
   def train_input(self) -> fdl.Config:
     self.check_data()
-    method, template = self.chosen, self.chat_template()
-    fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
+    method = self.chosen
     if method.kl_in_reward and self.kl_weight and self.reference != 'start':
       raise UserError(f"reference = {self.reference!r} goes with kl_in_reward=False: set reference='start', or that.")
     return fdl.Config(
@@ -179,7 +177,7 @@ class RewardTuning(TextTraining):
       source=fdl.Config(RewardPrompts, pattern=self.data),
       eval_source=fdl.Config(RewardPrompts, pattern=self.eval_data) if self.eval_data else None,
       tokenizer=self.tokenizer(),
-      template=fdl.Config(ChatTemplate, **fields),
+      template=config_of(self.chat_template()),
       rewards=({self.reward: 1.0} if self.reward else {}) if isinstance(self.reward, str) else dict(self.reward),
       reward_kl_weight=self.kl_weight if method.kl_in_reward else 0.0,
       num_choices=self._num_choices(),

@@ -52,36 +52,24 @@ class RewardPrompts:
 class RolloutInput:
   """What a rollout is made of; the batches are made by MakeRollouts.
 
-  Fields:
+  Fields not named here are as in RewardTuning:
     source: RewardPrompts.
     eval_source: further ones, which are completed greedily at the experiment's `eval_every_steps`; None: none.
     tokenizer, template: of the prompts.
     rewards: `module:function` (reward_functions.py) or the folder of a reward model (reward_models.py) -> its weight in
-      a completion's reward.
-    environment: `module:Class` that answers completions (environments.py); its rewards are added. None: there is none.
-    max_turns: completions of one episode with it.
-    batch_size, seq_len: B and T.
-    group_size: G.
-    num_minibatches: R / B.
-    num_iterations: how often each row of a rollout is trained on.
+      a completion's reward; those of an environment are added.
+    batch_size, seq_len, group_size, num_minibatches: B, T, G, R / B.
     staleness: 1: a rollout is sampled before the first update of the rollout before it, so that reward functions run
       while the devices make the updates; 0: after the last one.
-    max_tokens: of a completion; with an environment, of all that follows the prompt.
-    temperature: completions are drawn from logits / temperature, and their log-probabilities are of these.
-    top_k, top_p: cut the draws as SamplingParams say, and not the log-probabilities.
     baseline, scale: of advantages (advantages.py); with the baseline 'gae' those of tokens, from the values of a model
       with a value head.
-    gamma, lam: of 'gae'.
     reward_kl_weight: how much of log q - log r, of the models that sampled and of reference, is taken off the reward.
     drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
       (DAPO's dynamic sampling).
-    overlong_margin: the last tokens before max_tokens that cost up to 1 (overlong_penalties); 0: none do.
-    exact: whether the task is batch-invariant, so that old log-probabilities are the sampler's.
-    num_choices: n, the choices of experts of a token in all layers that are recorded and replayed; 0: none are.
+    num_choices: n, the choices of experts that are recorded and replayed; 0: none are.
     has_reference: whether batches have the log-probabilities under the weights that training starts from.
-    num_slots: how many completions are generated at once.
-    num_workers, reward_timeout_s: processes for rewards, and the seconds that one call may take.
-    seed, shuffle: of the order of prompts, and of the draws.
+    num_slots, num_workers: completions that are generated at once, and processes for rewards.
+    shuffle: the prompts, by `seed`, of which draws depend too.
   """
 
   source: RewardPrompts

@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Block
 from spmd_tasks.inputs.base import BATCH_DTYPES
 from spmd_tasks.inputs.packing import TokenBlock
-from spmd_tasks.tuning.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
+from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, messages_of, tools_of
 from spmd_tasks.tuning.preferences import PreferenceEncoder
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
@@ -99,37 +98,22 @@ class ScoredInput(ConversationInput):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoredEncoder:
+class ScoredEncoder(RecordEncoder):
   """The BlockEncoder of scored texts: one record is one document or two."""
 
-  renderer: Renderer
   texts: tuple[str, ...]
   target: str
   num_classes: int
-  seq_len: int
-  too_long: str
   pooling: str
-  keeps_whole: ClassVar[bool] = True
   dtypes: ClassVar[Mapping[str, Any]] = {**BATCH_DTYPES, 'targets': np.float32}
 
-  @property
-  def pad_id(self) -> int:
-    return self.renderer.tokenizer.pad_id
-
-  def encode(self, block: Block) -> TokenBlock:
-    ((record, _),) = block.documents
-    assert isinstance(record, Record)
+  def encode_record(self, record: Record) -> TokenBlock:
     parts = [self._ids(record.values, name) for name in self.texts]
-    num_tokens, num_truncated = sum(each.size for each in parts), 0
-    if num_tokens > self.seq_len:
-      if self.too_long == 'error':
-        raise UserError(
-          f'the record has {num_tokens} tokens, but a row only seq_len = {self.seq_len}: raise seq_len, or set '
-          "too_long to 'truncate' or 'skip'."
-        )
-      if self.too_long == 'skip':
-        return empty_block(self.dtypes, num_skipped=1)
-      parts, num_truncated = [each[: self.seq_len // len(parts)] for each in parts], 1
+    is_cut = not self.fits('the record', sum(each.size for each in parts))
+    if is_cut and self.too_long == 'skip':
+      return self.left_out()
+    if is_cut:
+      parts = [each[: self.seq_len // len(parts)] for each in parts]
     sizes = [each.size for each in parts]
     ends = np.cumsum(sizes)
     weights, targets = np.zeros((2, ends[-1]), np.float32)
@@ -138,15 +122,12 @@ class ScoredEncoder:
       weights = np.repeat(1 / np.array(sizes), sizes).astype(np.float32)
     targets[ends[0] - 1] = self._target(record.values)
     ids = np.concatenate(parts)
-    return TokenBlock(
-      ids, ids, tuple(ends.tolist()), {'weights': weights, 'targets': targets}, num_truncated=num_truncated
-    )
+    arrays = {'weights': weights, 'targets': targets}
+    return TokenBlock(ids, ids, tuple(ends.tolist()), arrays, num_truncated=int(is_cut))
 
   def _ids(self, record: Mapping[str, Any], name: str) -> np.ndarray:
     """The tokens of a text: bos, the text, eos; or of messages, as the chat template writes them."""
-    pairs = PreferenceEncoder(
-      renderer=self.renderer, seq_len=self.seq_len, too_long=self.too_long, reference=None, reference_free=True
-    )
+    pairs = PreferenceEncoder(renderer=self.renderer, seq_len=self.seq_len, too_long=self.too_long)
     if name in RewardPairs.texts:
       return pairs.encode_answer(record, name)[0]
     if name == 'text' and record.get('messages') is not None:
@@ -168,4 +149,4 @@ class ScoredEncoder:
     return float(value)
 
   def identity(self) -> dict[str, Any]:
-    return self.renderer.identity() | {'too_long': self.too_long, 'pooling': self.pooling}
+    return super().identity() | {'pooling': self.pooling}
