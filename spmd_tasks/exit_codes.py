@@ -14,13 +14,4 @@ PEER_FAILED = 44  # this process was well, another one reported its failure
 CORRUPTED = 45  # a device computed other bits than another one; the log names it. Take it out, then start again
 INTERRUPTED = 130  # Ctrl-C, as shells say it: the state was saved, or there was none to save
 
-NAMES = {
-  OK: 'ok',
-  FAILED: 'failed',
-  USAGE: 'usage',
-  PREEMPTED: 'preempted',
-  STUCK: 'stuck',
-  PEER_FAILED: 'peer failed',
-  CORRUPTED: 'corrupted',
-  INTERRUPTED: 'interrupted',
-}
+NAMES = {code: name.lower().replace('_', ' ') for name, code in dict(globals()).items() if isinstance(code, int)}

@@ -6,31 +6,24 @@ import re
 
 from etils import epath
 
-_FREE = 'free space there'
-_MOVE = 'move away what is in its place'
 # What is wrong with the storage, and what to do about it.
 _REMEDIES = {
-  errno.ENOSPC: _FREE,
-  errno.EDQUOT: f'{_FREE}, or have the quota raised',
+  errno.ENOSPC: 'free space there',
+  errno.EDQUOT: 'free space there, or have the quota raised',
   errno.EFBIG: 'raise the limit of file sizes (ulimit -f)',
   errno.EROFS: 'make the file system writable',
-  errno.EACCES: 'give this user the right to read and write there',
-  errno.EPERM: 'give this user the right to read and write there',
   errno.EIO: 'check the storage (dmesg, the file server)',
   errno.EREMOTEIO: 'check the network, the credentials and the store',
-  errno.ESTALE: 'mount the storage again',
-  errno.ENODEV: 'mount the storage again',
-  errno.ENOTCONN: 'mount the storage again',
   errno.EMFILE: 'raise the limit of open files (ulimit -n)',
   errno.ENFILE: 'raise the limit of open files',
   errno.ENAMETOOLONG: 'choose a shorter path',
   errno.ELOOP: 'correct the symbolic link',
-  errno.EISDIR: _MOVE,
-  errno.ENOTDIR: _MOVE,
-  errno.EEXIST: _MOVE,
-  errno.ENXIO: _MOVE,
-  errno.EINVAL: _MOVE,
   errno.ENOENT: 'bring the directory back',
+  **dict.fromkeys((errno.EACCES, errno.EPERM), 'give this user the right to read and write there'),
+  **dict.fromkeys((errno.ESTALE, errno.ENODEV, errno.ENOTCONN), 'mount the storage again'),
+  **dict.fromkeys(
+    (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENXIO, errno.EINVAL), 'move away what is in its place'
+  ),
 }
 _NATIVE_ERROR = re.compile(r"os_error_code='(\d+)'")
 

@@ -22,8 +22,4 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.config.registry import register
   from spmd_tasks.config.resolution import resolve, to_json
 
-__all__ = [
-  'register',
-  'resolve',
-  'to_json',
-]
+__all__ = ['register', 'resolve', 'to_json']

@@ -20,9 +20,4 @@ from etils import epy
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.programs import decode, eval, preview, train
 
-__all__ = [
-  'decode',
-  'eval',
-  'preview',
-  'train',
-]
+__all__ = ['decode', 'eval', 'preview', 'train']

@@ -154,18 +154,16 @@ class TrainRun:
   stack: contextlib.ExitStack  # closes at the job's end, newest first, what hooks have opened
   end_reason: str | None = None  # why the job ends before its last step
 
-  # From `open` on: what ends processes that make no progress. A hook may set there what each checkpoint says about
-  # weights that it leaves out, which is waited for.
-  watchdog: 'StepWatchdog' = dataclasses.field(init=False)
+  watchdog: 'StepWatchdog' = dataclasses.field(init=False)  # from `open` on: ends processes that make no progress
+  # Waits for what each checkpoint says about weights that it leaves out; a hook may set it in `open`.
   base: Callable[[], Mapping[str, str]] | None = None
 
-  # From `restore` on, and from `start` on: what shows steps, metrics and messages; the step after which this process
-  # goes on, and a phrase about where its state is from; what launches the steps, with the state and the counts.
-  checkpointer: 'Checkpointer' = dataclasses.field(init=False)
-  progress: 'Progress' = dataclasses.field(init=False)
-  first_step: int = -1
-  origin: str = ''
-  loop: 'TrainingLoop' = dataclasses.field(init=False)
+  checkpointer: 'Checkpointer' = dataclasses.field(init=False)  # from `restore` on
+
+  progress: 'Progress' = dataclasses.field(init=False)  # from `start` on: shows steps, metrics and messages
+  first_step: int = -1  # after which this process goes on
+  origin: str = ''  # a phrase about where its state is from
+  loop: 'TrainingLoop' = dataclasses.field(init=False)  # launches the steps; has the state, the counts
 
   batches: 'Prefetcher' = dataclasses.field(init=False)  # from `before_loop` on
   evals: NewestEvals = dataclasses.field(default_factory=NewestEvals)

@@ -42,20 +42,11 @@ GOODPUT_FILE = 'goodput.json'
 PARAMETERS_FILE = 'parameters.txt'
 STARTUP_FILE = 'startup.json'
 # What a job reads or writes, by kind; a path below may be missing.
-_FILES = (
-  CONFIG_FILE,
-  LOCK_FILE,
-  NEWEST_CHECKPOINT_FILE,
-  GOODPUT_FILE,
-  PARAMETERS_FILE,
-  STARTUP_FILE,
-  METRICS_FILE,
-  f'eval/*/{METRICS_FILE}',
-  'samples/samples.txt',
-)
+_FILES = [CONFIG_FILE, LOCK_FILE, NEWEST_CHECKPOINT_FILE, GOODPUT_FILE, PARAMETERS_FILE, STARTUP_FILE, METRICS_FILE]
+_FILES += [f'eval/*/{METRICS_FILE}', 'samples/samples.txt']
 PROGRAMS_DIRECTORY = 'compiled'
 DEVICE_FAULTS_DIRECTORY = 'device_faults'
-_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY, DEVICE_FAULTS_DIRECTORY)
+_DIRECTORIES = ['checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY, DEVICE_FAULTS_DIRECTORY]
 # The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _LEASE_S = 120.0  # more than that of NFS
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
