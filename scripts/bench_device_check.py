@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.distributed import use_fake_devices
-from spmd_tasks.distributed.initialization import compile_quickly
 from spmd_tasks.replay import CorruptionError
+from spmd_tasks.verification.mode import compile_quickly
 from tests.replay.faulty_devices import Fault, FaultyDevices, run_of
 
 SMALL = (

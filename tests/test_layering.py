@@ -33,7 +33,7 @@ ROWS = (
   ('stores',),
   ('wings',),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
-  ('exit_codes',),
+  ('exit_codes', 'own_code'),
 )
 WINGS = ROWS[0]
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}

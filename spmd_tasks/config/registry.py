@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from spmd_tasks import wings
-from spmd_tasks.errors import UserError, place_of_error
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
 
 _EXPERIMENTS = 'spmd_tasks.experiments'
@@ -171,6 +171,8 @@ def import_module(name: str, module_name: str) -> ModuleType:
         wings.call(kind.before_import, module_name)
     return importlib.import_module(module_name)
   except Exception as error:
+    from spmd_tasks.own_code import place_of_error
+
     remedy = 'install what is missing, or correct' if isinstance(error, ModuleNotFoundError) else 'correct'
     raise UserError(
       f'experiment {name} cannot be loaded: importing {module_name} fails with {type(error).__name__}: {error} '

@@ -8,9 +8,11 @@ import os
 import re
 import socket
 import time
+import traceback
 from typing import Any
 
 from spmd_tasks import exit_codes
+from spmd_tasks.errors import user_error_code
 
 _SERVICE_LIMIT_S = 1.5  # for each call of the coordination service, which hangs where process 0 is stopped
 _PREFIX, _PERIOD_S = 'spmd_tasks/left/', 1.0
@@ -119,3 +121,21 @@ class Departures:
 
     self._within(_SERVICE_LIMIT_S, look)
     return found
+
+
+def leave_after(error: BaseException, leave: Callable[..., Any], departures: Departures | None) -> None:
+  """Leaves with the exit code and the report of an error; returns for an exit of all processes."""
+  if isinstance(error, SystemExit):
+    if error.code not in (None, exit_codes.OK, exit_codes.PREEMPTED, exit_codes.INTERRUPTED):
+      code = error.code if isinstance(error.code, int) else exit_codes.FAILED
+      leave(code, f'exit with {error.code!r}')
+    return
+  if isinstance(error, KeyboardInterrupt):
+    leave(exit_codes.INTERRUPTED, 'interrupted', has_stacks=False)
+  if departures is not None and departures.explain(error):
+    reason = f'another process has left ({type(error).__name__} here)'
+    leave(exit_codes.PEER_FAILED, reason, details=str(error), has_stacks=False, is_own=False)
+  if (user_code := user_error_code(error)) is not None:
+    leave(user_code, str(error), has_stacks=False)
+  reason = ''.join(traceback.format_exception_only(error)).strip()
+  leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)

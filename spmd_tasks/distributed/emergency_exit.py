@@ -31,7 +31,6 @@ import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.initialization import coordination
-from spmd_tasks.errors import user_error_code
 
 if TYPE_CHECKING:
   from spmd_tasks.distributed.departures import Departures  # of several processes only
@@ -125,25 +124,10 @@ class EmergencyExit:
       yield
     except BaseException as error:
       if jax.distributed.is_initialized():
-        self._leave_after(error)
-      raise
+        from spmd_tasks.distributed.departures import leave_after
 
-  def _leave_after(self, error: BaseException) -> None:
-    """Leaves with the exit code and the report of an error; returns for an exit of all processes."""
-    if isinstance(error, SystemExit):
-      if error.code not in (None, exit_codes.OK, exit_codes.PREEMPTED, exit_codes.INTERRUPTED):
-        code = error.code if isinstance(error.code, int) else exit_codes.FAILED
-        self.leave(code, f'exit with {error.code!r}')
-      return
-    if isinstance(error, KeyboardInterrupt):
-      self.leave(exit_codes.INTERRUPTED, 'interrupted', has_stacks=False)
-    if self._departures is not None and self._departures.explain(error):
-      reason = f'another process has left ({type(error).__name__} here)'
-      self.leave(exit_codes.PEER_FAILED, reason, details=str(error), has_stacks=False, is_own=False)
-    if (user_code := user_error_code(error)) is not None:
-      self.leave(user_code, str(error), has_stacks=False)
-    reason = ''.join(traceback.format_exception_only(error)).strip()
-    self.leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)
+        leave_after(error, self.leave, self._departures)
+      raise
 
   def leave(
     self, code: int, reason: str, *, details: str = '', has_stacks: bool = True, is_own: bool = True

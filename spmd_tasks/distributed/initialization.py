@@ -152,19 +152,6 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
   jax.config.update('jax_num_cpu_devices', num_devices)
 
 
-def compile_quickly() -> None:
-  """Makes XLA compile CPU programs several times faster, for slower programs; call it before JAX's first use.
-
-  Only LLVM does less: how a program is partitioned over devices stays. Flags of the user stay too.
-  """
-  add_xla_flags(
-    '--xla_backend_optimization_level=0',
-    '--xla_llvm_disable_expensive_passes=true',
-    '--xla_cpu_parallel_codegen_split_count=1',
-    '--xla_cpu_collective_call_terminate_timeout_seconds=300',
-  )
-
-
 def finish():
   """Waits until every process has called this function, and parts them; the last call of a job that ends well.
 

@@ -4,15 +4,19 @@ Metrics go to the files that the training job's own evals write. A step that is 
 recorded again: the file keeps one line of it, from whichever job was first. evaluator.py does the work.
 """
 
+from collections.abc import Mapping
 import functools
+import json
 import math
 
 from etils import epath
+import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
+from spmd_tasks.files import make_directory, storage_errors, write_durably
 from spmd_tasks.programs.evaluator import Evaluator
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
@@ -63,7 +67,7 @@ def evaluate(
           if not is_recorded:
             evaluator.record(name, restored, metrics)
           if writes_examples:
-            evaluator.write_examples(name, restored)
+            _write_examples(job_log_dir / 'eval' / name / f'step_{restored}.jsonl', evaluator.examples[name])
           note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
           progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
           num_finished += 1
@@ -73,3 +77,13 @@ def evaluate(
     except PreemptedError:
       progress.message(f'{reader.guard.cause}: the same command evaluates again.')
       return reader.guard.exit_code
+
+
+def _write_examples(path: epath.Path, columns: Mapping[str, np.ndarray]) -> None:
+  """Writes one line for each example, on process 0."""
+  rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+  lines = [json.dumps({'index': index, **dict(zip(columns, row))}) + '\n' for index, row in enumerate(rows)]
+  if is_primary():
+    with storage_errors(path):
+      make_directory(path.parent)
+      write_durably(path, ''.join(lines))

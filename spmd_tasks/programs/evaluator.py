@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
-import json
 from typing import Any, cast
 
 from absl import logging
@@ -16,7 +15,7 @@ from spmd_tasks.activity import doing
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.files import make_directory, storage_errors, write_durably
+from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Prefetcher, State
 from spmd_tasks.inputs.base import data_of
 from spmd_tasks.layers.losses import StepOutputs
@@ -110,16 +109,6 @@ class Evaluator:
     """Appends a set's metrics of train step `step` to its file; the last line of a step counts."""
     self._writer(name).write(step, metrics)
     self._writer(name).write_histograms(step, self._histograms.pop(name, {}))
-
-  def write_examples(self, name: str, step: int) -> None:
-    """Writes `examples` of a set to `<job_log_dir>/eval/<name>/step_<N>.jsonl`, on process 0."""
-    path, columns = self._directory(name) / f'step_{step}.jsonl', self.examples.get(name, {})
-    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-    lines = [json.dumps({'index': index, **dict(zip(columns, row))}) + '\n' for index, row in enumerate(rows)]
-    if is_primary():
-      with storage_errors(path):
-        make_directory(path.parent)
-        write_durably(path, ''.join(lines))
 
   def is_recorded(self, name: str, step: int) -> bool:
     """Returns whether the set's metrics file has a line of `step`."""

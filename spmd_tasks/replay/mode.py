@@ -17,7 +17,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.command import Command, OpenJob
 from spmd_tasks.distributed import is_primary
-from spmd_tasks.distributed.agreement import gather
+from spmd_tasks.distributed.collectives import gather
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.programs.hooks import TrainHook, TrainRun

@@ -17,7 +17,6 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.command import Command
 from spmd_tasks.config import to_json
-from spmd_tasks.distributed.initialization import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification._cases import Bench, Case, Verdict
@@ -31,6 +30,7 @@ from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, pr
 from spmd_tasks.verification._settings import Source, scaled_mesh
 from spmd_tasks.verification._shrink import shrink
 from spmd_tasks.verification._text_claims import decode_cases, sampler_cases
+from spmd_tasks.xla_flags import add_xla_flags
 
 DEFAULT_NUM_DEVICES = 8
 
@@ -56,6 +56,19 @@ CLAIMS: Mapping[str, Claim] = {
   'bfloat16': Claim(sentence='bfloat16 is as near float32 as its roundings let expect', cases=precision_cases),
   'checkpoint': Claim(sentence='saved, restored on another mesh and trained on: the same', cases=checkpoint_cases),
 }
+
+
+def compile_quickly() -> None:
+  """Makes XLA compile CPU programs several times faster, for slower programs; call it before JAX's first use.
+
+  Only LLVM does less: how a program is partitioned over devices stays. Flags of the user stay too.
+  """
+  add_xla_flags(
+    '--xla_backend_optimization_level=0',
+    '--xla_llvm_disable_expensive_passes=true',
+    '--xla_cpu_parallel_codegen_split_count=1',
+    '--xla_cpu_collective_call_terminate_timeout_seconds=300',
+  )
 
 
 def format_case(case: Case, verdict: Verdict) -> str:

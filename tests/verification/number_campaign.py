@@ -25,9 +25,9 @@ from typing import Any
 import jax
 
 from spmd_tasks.distributed import use_fake_devices
-from spmd_tasks.distributed.initialization import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.verification import Bench, Setting, Source
+from spmd_tasks.verification.mode import compile_quickly
 from tests.verification.random_experiments import draw_settings, make_job
 from tests.verification.random_layouts import MAX_DEVICES, Settings, draw_layout, mesh_of
 

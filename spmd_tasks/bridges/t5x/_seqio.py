@@ -20,9 +20,10 @@ from absl import logging
 import jax
 import numpy as np
 
-from spmd_tasks.errors import JobError, UserError, place_of_error
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer, base
 from spmd_tasks.inputs.batches import import_tensorflow
+from spmd_tasks.own_code import place_of_error
 from spmd_tasks.wings import require
 
 ARCHITECTURES = {'encoder_decoder': 'EncDec', 'prefix_lm': 'PrefixLM', 'decoder_only': 'LM'}  # SeqIO's converters

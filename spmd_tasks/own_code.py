@@ -1,0 +1,49 @@
+"""Tells errors of an experiment's own code from those of libraries and of this package; imported for an error alone."""
+
+import ast
+from collections.abc import Iterable
+import os
+from pathlib import Path
+import traceback
+
+_PACKAGE = Path(__file__).parent
+_LIBRARIES = (_PACKAGE, Path(ast.__file__).parent)
+_REGISTERED = (_PACKAGE / '_experiments', _PACKAGE.parent / 'experiments')  # where experiments.py finds them
+
+
+def describe(error: Exception, what: str, *, keys: Iterable[str], is_own: bool) -> str | None:
+  """Returns the sentence for an error in what is computed; None if it is not of own code, or its traceback is wanted.
+
+  Args: as of errors.naming_own_code; `is_own` says that errors which come from a library alone are own ones, too.
+  """
+  frames = _own_frames(error)
+  if os.environ.get('JAX_TRACEBACK_FILTERING') == 'off' or not (frames or is_own):
+    return None
+  message = ' '.join(str(error).partition('\n\n')[0].split())
+  message = message if len(message) <= 400 else f'{message[:400]}...'
+  is_key = isinstance(error, KeyError) or "'dict' object" in message
+  listed = f'; the batch is a dict of {sorted(keys)}' if is_key and keys else ''
+  place = f' ({place_of_error(error)})' if frames else ''
+  return (
+    f'{what} fails with {type(error).__name__}: {message}{listed}{place}: correct that code; '
+    'JAX_TRACEBACK_FILTERING=off shows the whole traceback.'
+  )
+
+
+def place_of_error(error: BaseException) -> str:
+  """Returns file:line of the innermost frame in an experiment's own code, not in a library or in this package."""
+  if isinstance(error, SyntaxError) and error.filename:
+    return f'{error.filename}:{error.lineno}'
+  last = (_own_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
+  return f'{last.filename}:{last.lineno}'
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+  return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own_code(Path(frame.filename))]
+
+
+def _is_own_code(path: Path) -> bool:
+  if any(map(path.is_relative_to, _REGISTERED)):
+    return True
+  is_installed = not {'site-packages', 'dist-packages'}.isdisjoint(path.parts)  # the latter on Debian
+  return path.is_file() and not is_installed and not any(map(path.is_relative_to, _LIBRARIES))
