@@ -1,20 +1,8 @@
 """Defines TrainHook, what a training job does beside its steps (checkpoints, evals, logs), and TrainRun, what it sees.
 
-    class BestLoss(TrainHook):
-      '''Notes the smallest eval loss.'''
-
-      best = float('inf')
-
-      def after_step(self, run, outcome):
-        if run.evals.step == outcome.step:                   # there was an eval after this step
-          self.best = min(self.best, run.evals.metrics['valid']['loss'])
-
-      def finish(self, run):
-        run.message(f'the best eval loss was {self.best:.4f}')
-
-    class MyExperiment(Base):
+    class Watched(MyExperiment):
       def hooks(self):
-        return [BestLoss()]
+        return [BestLoss()]              # docs/hooks.md has this one
 
 A job has its hooks in one declared order (`job_hooks` in train.py). The methods of TrainHook stand in the order of a
 job's life; each is called on all hooks in their order before the next one is called on any.
