@@ -65,7 +65,8 @@ def why_not(spec: MeshSpec, rules: AxisRules, batch_sizes: dict[str, int], hosts
   if hosts == max_hosts:
     return None
   if shrink_mesh(spec, rules, hosts, max_hosts) is None:
-    axes = ', '.join(f'{name} {size}' for name, size in _sizes(spec).items())
+    dcn = spec.dcn_mesh_shape or (1,) * len(spec.ici_mesh_shape)
+    axes = ', '.join(f'{name} {i * d}' for name, i, d in zip(spec.axis_names, spec.ici_mesh_shape, dcn))
     return (
       f'the mesh of {max_hosts} hosts ({axes}) does not shrink to {hosts}: no axis over which the batch is split '
       f'({", ".join(batch_axes(rules)) or "none"}) has a size of which {hosts}/{max_hosts} is a whole number'
@@ -100,8 +101,3 @@ def more_microbatches(batch_size: int, num_microbatches: int, hosts: int, max_ho
   """The smallest number of microbatches with which a device holds no more rows than on `max_hosts` hosts."""
   wanted = math.ceil(num_microbatches * max_hosts / hosts)
   return next(count for count in range(min(wanted, batch_size), batch_size + 1) if batch_size % count == 0)
-
-
-def _sizes(spec: MeshSpec) -> dict[str, int]:
-  dcn = spec.dcn_mesh_shape or (1,) * len(spec.ici_mesh_shape)
-  return {name: ici * slow for name, ici, slow in zip(spec.axis_names, spec.ici_mesh_shape, dcn)}

@@ -1,16 +1,11 @@
 """Compiles the steps of a job for a target: the very programs that training, evaluation and decoding run.
 
-    compilation = compile_step(job, model, 'train', target)
-    compilation.program                # jax.stages.Compiled, None where it needs more memory than the chip has
-    compilation.out_of_memory          # by how much
-
 A program that does not fit is an answer, not an error: the compiler's refusal becomes an `OutOfMemory`. What the
 compiler writes on stderr is shown only if it fails.
 """
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import functools
 import os
 import re
@@ -44,20 +39,9 @@ class OutOfMemory(NamedTuple):
   is_temporaries: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Compilation:
-  """One step of STEPS: its `program`, a jax.stages.Compiled, or why the compiler refused it; the other is None."""
-
-  step: str
-  program: Any
-  out_of_memory: OutOfMemory | None
-  trace_seconds: float
-  compile_seconds: float
-
-
 def compile_step(
   job: Job, model: PartitionedModel, step: str, target: Target, *, show_progress: bool = True
-) -> Compilation:
+) -> tuple[Any, dict[str, float]]:
   """Lowers and compiles one step of a job.
 
   Args:
@@ -67,6 +51,9 @@ def compile_step(
       every slot.
     target: names the devices in the lines on stderr.
     show_progress: whether to write a line on stderr before and after it.
+
+  Returns:
+    (a jax.stages.Compiled or the compiler's OutOfMemory, trace_seconds and compile_seconds).
 
   Raises:
     UserError: the task has no such step, or its split is impossible.
@@ -80,23 +67,17 @@ def compile_step(
     with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
       lowered = _lower(job, model, step)
     traced = time.perf_counter()
-    program = refused = None
     try:
-      program = lowered.compile()
+      made = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-      refused = read_refusal(str(error))
-      if refused is None:
+      made = read_refusal(str(error))
+      if made is None:
         raise
   compiled = time.perf_counter()
   if show_progress:
-    note('needs more memory than there is' if refused else 'done', f'{compiled - start:.0f} s')
-  return Compilation(
-    step=step,
-    program=program,
-    out_of_memory=refused,
-    trace_seconds=traced - start,
-    compile_seconds=compiled - traced,
-  )
+    is_refused = isinstance(made, OutOfMemory)
+    note('needs more memory than there is' if is_refused else 'done', f'{compiled - start:.0f} s')
+  return made, {'trace_seconds': round(traced - start, 1), 'compile_seconds': round(compiled - traced, 1)}
 
 
 def _lower(job: Job, model: PartitionedModel, step: str) -> Any:

@@ -14,7 +14,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
-from spmd_tasks.planning.compiling import STEPS, Compilation, compile_step
+from spmd_tasks.planning.compiling import STEPS, OutOfMemory, compile_step
 from spmd_tasks.planning.memory import compiler_bytes, memory_parts
 from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.planning.targets import Target, target_of
@@ -61,9 +61,15 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
   planned = {}
   dcn_shape = job.experiment.dcn_mesh_shape
   for step in steps:
-    compilation = compile_step(job, model, step, target, show_progress=show_progress)
-    trained = {'num_tokens': num_tokens, 'model_flops': model_flops} if step == 'train' else {}
-    planned[step] = plan_step(compilation, model, target, num_slices=math.prod(dcn_shape or (1,)), **trained)
+    compiled, seconds = compile_step(job, model, step, target, show_progress=show_progress)
+    if isinstance(compiled, OutOfMemory):
+      planned[step] = _refused(compiled, step, model) | seconds
+      continue
+    program = read_program(compiled)
+    parts = memory_parts(compiled.memory_analysis(), program, model)
+    figures = (num_tokens, model_flops) if step == 'train' else (None, None)
+    num_slices = math.prod(dcn_shape or (1,))  # of the mesh, as fake devices do not know their slice
+    planned[step] = _read_compiled(compiled, program, target, mesh, parts, *figures, num_slices) | seconds
   fits = [step['fits'] for step in planned.values()]
   return {
     'experiment': job.name,
@@ -121,30 +127,6 @@ def plan_compiled(
   return _read_compiled(compiled, read_program(compiled), target, mesh, parts, num_tokens, model_flops)
 
 
-def plan_step(
-  compilation: Compilation,
-  model: PartitionedModel,
-  target: Target,
-  *,
-  num_slices: int = 1,
-  num_tokens: int | None = None,
-  model_flops: float | None = None,
-) -> Json:
-  """Reads what the compiler says of one step; returns the step's part of plan.json. Bytes are one device's.
-
-  `num_slices` is that of the mesh, for fake devices, which do not know their slice; the other numbers are of the step
-  on all devices together, None where they have no meaning.
-  """
-  seconds = {f'{name}_seconds': round(getattr(compilation, f'{name}_seconds'), 1) for name in ('trace', 'compile')}
-  if compilation.out_of_memory is not None:
-    return _refused(compilation, model) | seconds
-  assert isinstance(model.mesh, Mesh)
-  program = read_program(compilation.program)
-  parts = memory_parts(compilation.program.memory_analysis(), program, model)
-  figures = (num_tokens, model_flops, num_slices)
-  return _read_compiled(compilation.program, program, target, model.mesh, parts, *figures) | seconds
-
-
 def _read_compiled(
   compiled: Any,
   program: Program,
@@ -176,12 +158,11 @@ def _read_compiled(
   }
 
 
-def _refused(compilation: Compilation, model: PartitionedModel) -> Json:
+def _refused(refused: OutOfMemory, step: str, model: PartitionedModel) -> Json:
   """The plan of a refused step: its state by shapes and shardings, and the rest of what the compiler needs."""
-  state, refused = model.padded_state, compilation.out_of_memory
-  assert refused is not None
+  state = model.padded_state
   held = {'weights': bytes_per_device(state.weights)}
-  if compilation.step == 'train':
+  if step == 'train':
     held |= {
       'optimizer': bytes_per_device(state.learner),
       'other_state': bytes_per_device((state.step, state.rng, state.non_trainable)),

@@ -150,7 +150,6 @@ class Schedule:
           'computation': computation.name,
           'op_name': op_name_of(computation, instruction) if op_name is None else op_name,
           'seconds': cost.seconds * count,
-          'share': 0.0,
           'count': count,
           'basis': cost.basis,
           'flops': cost.flops * count,

@@ -55,13 +55,13 @@ class Watch(TrainHook):
     self._part = saved_part(run.model, run.experiment.origin())
 
   def restore(self, run: TrainRun, newest_checkpoint: int) -> RestoredCopy | None:
-    with _open(self._reference) as reference:
+    with _checkpoints(self._reference) as reference:
       wanted = [step for step in _steps(reference) if self._first <= step <= self._last]
       for step in wanted:
         restored = reference.restore(self._part(run.model.canonical_state), step)
         self._saved[step] = tree_fingerprints(restored.state)
         del restored
-    with _open(self._directory) as own:
+    with _checkpoints(self._directory) as own:
       earlier = [step for step in _steps(own) if step < self._first]
       if not earlier:
         return None  # the run begins as the job did
@@ -124,13 +124,8 @@ def rerun(opened: OpenJob, watch: Watch) -> str | None:
   return None
 
 
-@contextlib.contextmanager
-def _open(directory: epath.Path) -> Any:
-  checkpointer = SavedSteps(directory).open_checkpoints(read_only=True)
-  try:
-    yield checkpointer
-  finally:
-    checkpointer.close()
+def _checkpoints(directory: epath.Path) -> Any:
+  return contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True))
 
 
 def _steps(checkpointer: Any) -> list[int]:

@@ -195,7 +195,10 @@ def broken(
 ) -> Verdict:
   """Returns the verdict of a broken case, with the command that shows it on the smallest mesh."""
   smallest = smallest or setting
-  command = reproduce(bench, claim, smallest)
+  sizes = dict(smallest.mesh)
+  shape = ','.join(str(sizes.get(name, 1)) for name in bench.source.base.experiment.mesh_axis_names)
+  command = f'spmd-tasks {shlex.join(bench.source.flags)} --mode verify --claims {claim}'
+  command += f' --ici_mesh_shape {shape} --num_fake_devices {smallest.num_devices}'
   return Verdict(
     status='BROKEN',
     detail=str(first) + (f'; smallest mesh {smallest}' if smallest != setting else ''),
@@ -212,11 +215,3 @@ def broken(
       'command': command,
     },
   )
-
-
-def reproduce(bench: Bench, claim: str, setting: Setting) -> str:
-  """Returns the command that checks one claim in one setting."""
-  command = f'spmd-tasks {shlex.join(bench.source.flags)} --mode verify --claims {claim}'
-  sizes = dict(setting.mesh)
-  shape = ','.join(str(sizes.get(name, 1)) for name in bench.source.base.experiment.mesh_axis_names)
-  return f'{command} --ici_mesh_shape {shape} --num_fake_devices {setting.num_devices}'

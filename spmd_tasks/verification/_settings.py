@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from typing import Any
@@ -135,10 +136,7 @@ def draw_meshes(axis_names: Sequence[str], sizes: Sequence[int], rng: np.random.
   Meshes that split several axes come with the same chance as those of one long axis.
   """
   decks: dict[int, list[Mesh]] = {}
-  turn = 0
-  while True:
-    size = sizes[turn % len(sizes)]
-    turn += 1
+  for size in itertools.cycle(sizes):
     if not decks.get(size):
       meshes = all_meshes(axis_names, size)
       by_width: dict[int, list[Mesh]] = {}
@@ -146,7 +144,7 @@ def draw_meshes(axis_names: Sequence[str], sizes: Sequence[int], rng: np.random.
         width = sum(part > 1 for _, part in meshes[index])
         by_width.setdefault(width, []).append(meshes[index])
       groups = [by_width[width] for width in rng.permutation(sorted(by_width))]
-      decks[size] = [group[i] for i in range(max(map(len, groups))) for group in groups if i < len(group)]
+      decks[size] = [mesh for each in itertools.zip_longest(*groups) for mesh in each if mesh is not None]
     yield decks[size].pop(0)
 
 

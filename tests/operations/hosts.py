@@ -31,17 +31,10 @@ class Hosts:
     self, directory: Path, *flags: str, hosts: str = '1:4', experiment: str = 'Job', job: epath.Path | None = None
   ):
     self.directory, self.job = directory, job or epath.Path(directory / 'job')
-    command = [
-      '-m',
-      'spmd_tasks.main',
-      '--exp',
-      f'tests.operations.supervised_experiments.{experiment}',
-      '--mode',
-      'train',
-    ]
-    self.experiment = command[3]
-    command += ['--job_log_dir', str(self.job), '--num_fake_devices', '1', '--supervisor_address', '127.0.0.1']
-    self._command = [sys.executable, *command, '--supervise', hosts, *flags]
+    self.experiment = f'tests.operations.supervised_experiments.{experiment}'
+    own = f'--mode train --num_fake_devices 1 --supervisor_address 127.0.0.1 --supervise {hosts}'.split()
+    named = ['--exp', self.experiment, '--job_log_dir', str(self.job)]
+    self._command = [sys.executable, '-m', 'spmd_tasks.main', *named, *own, *flags]
     self.supervisors: list[subprocess.Popen] = []
 
   def __enter__(self) -> 'Hosts':
@@ -138,15 +131,9 @@ def stop_and_compare(hosts: Hosts, *flags: str) -> float:
   hosts.wait_until(lambda: not hosts.alive(), 120)
   lines = metric_lines(hosts.job)
   reference = epath.Path(hosts.directory / 'reference')
-  settings = ['train_input.slow_s=0', 'checkpoint_every_steps=None']
   command = ['--exp', hosts.experiment, '--mode', 'train', '--job_log_dir', reference]
-  command += [
-    '--num_train_steps',
-    max(line['step'] for line in lines),
-    *(word for each in settings for word in ('--set', each)),
-    *flags,
-  ]
-  done = run_binary(*command, limit_s=600)
+  command += ['--set', 'train_input.slow_s=0', '--set', 'checkpoint_every_steps=None']
+  done = run_binary(*command, '--num_train_steps', max(line['step'] for line in lines), *flags, limit_s=600)
   assert done.returncode == 0, done.stderr
   expected = {line['step']: line for line in metric_lines(reference)}
   assert {line['step'] for line in lines} == set(expected), 'a step is missing'

@@ -14,7 +14,7 @@ import pytest
 
 from spmd_tasks import exit_codes, operations
 from spmd_tasks.config import resolve
-from spmd_tasks.distributed import roll_call
+from spmd_tasks.distributed import DistributedSettings, roll_call
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.operations import fitting, rounds, supervisor
@@ -125,12 +125,13 @@ def test_numbers_of_hosts_that_are_refused(text):
 def test_the_port_of_a_round_is_held_until_its_process_listens(tmp_path, monkeypatch):
   neighbours = Neighbours(tmp_path, '127.0.0.1')
   neighbours.ready_for(1)
-  address = neighbours.own.coordinator
+  own = {'process_id': 0, 'num_processes': 1, 'initialization_timeout_s': 1}
+  settings = DistributedSettings(coordinator_address=neighbours.own.coordinator, **own)
   monkeypatch.setattr(roll_call, '_PORT_LIMIT_S', 0.0)
   with pytest.raises(UserError, match='in use'):  # another job's process 0
-    roll_call.call_roll(address, address, process_id=0, num_processes=1, limit_s=1)
+    roll_call.call_roll(settings)
   monkeypatch.setenv('SPMD_TASKS_ROUND', '1')
-  roll_call.call_roll(address, address, process_id=0, num_processes=1, limit_s=1)
+  roll_call.call_roll(settings)
 
 
 class Neighbour(Neighbours):
