@@ -28,12 +28,7 @@ class LazyArray:
   """An array whose values are read on demand; `np.asarray` reads all of it."""
 
   def __init__(self, shape: Sequence[int], dtype: npt.DTypeLike, read: Callable[[Index], np.ndarray]):
-    """Makes an array.
-
-    Args:
-      shape, dtype: of the array.
-      read: returns the part at an index, in any dtype.
-    """
+    """Makes an array; `read` returns the part at an index, in any dtype."""
     self.shape: Shape = tuple(shape)
     self.dtype = np.dtype(dtype)
     self._read = read

@@ -101,10 +101,7 @@ class RuleTable:
     return RuleTable(rules=tuple(rule.inverse() for rule in self.rules), source=self.target, target=self.source)
 
   def check(self, source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Checks that the rules convert all of `source` into all of `target`.
-
-    Args:
-      source, target: name -> array or jax.ShapeDtypeStruct.
+    """Checks that the rules convert all of `source` into all of `target`, arrays or jax.ShapeDtypeStructs by name.
 
     Raises:
       UserError: a weight is left over, missing, used twice, or has another shape than its rule gives; all are named.

@@ -169,6 +169,11 @@ def _sizes(
   )
 
 
+def _llama(*sizes: int, rope: Rope = Rope(), **settings: Any) -> tuple[Entry, ...]:
+  """The keys of Llama and its relatives."""
+  return (*_sizes(*sizes, **settings), activation(), rope)
+
+
 def _latent_sizes(*sizes: int) -> Iterator[Entry]:
   """The keys that DeepSeek's versions share, whose heads have no single size."""
   yield from (entry for entry in _sizes(*sizes) if getattr(entry, 'key', '') != 'head_dim')
@@ -229,24 +234,16 @@ _QWEN_WINDOW = LayerTypes(
 FAMILIES: dict[str, Family] = {
   'llama': Family(
     architecture='LlamaForCausalLM',
-    keys=(
-      *_sizes(32_000, 4096, 11_008, 32, 32),
-      activation(),
-      Rope(),
-      attention_bias(),
-      Key('mlp_bias', 'mlp_bias', bool, False),
-    ),
+    keys=(*_llama(32_000, 4096, 11_008, 32, 32), attention_bias(), Key('mlp_bias', 'mlp_bias', bool, False)),
   ),
   'mistral': Family(
     architecture='MistralForCausalLM',
-    keys=(*_sizes(32_000, 4096, 14_336, 32, 32, 8), activation(), Rope(), AllWindowed(4096)),
+    keys=(*_llama(32_000, 4096, 14_336, 32, 32, 8), AllWindowed(4096)),
   ),
   'mixtral': Family(
     architecture='MixtralForCausalLM',
     keys=(
-      *_sizes(32_000, 4096, 14_336, 32, 32, 8, eps=1e-5),
-      activation(),
-      Rope(1e6),
+      *_llama(32_000, 4096, 14_336, 32, 32, 8, eps=1e-5, rope=Rope(1e6)),
       AllWindowed(),
       *experts(num_experts_key('num_local_experts', 8, 'num_experts'), 2, ('intermediate_size', 14_336), None),
     ),
@@ -260,26 +257,18 @@ FAMILIES: dict[str, Family] = {
   ),
   'qwen2': Family(
     architecture='Qwen2ForCausalLM',
-    keys=(*_sizes(151_936, 4096, 22_016, 32, 32, 32), activation(), Rope(), _QWEN_WINDOW),
+    keys=(*_llama(151_936, 4096, 22_016, 32, 32, 32), _QWEN_WINDOW),
     fixed={'qkv_bias': True},
   ),
   'qwen3': Family(
     architecture='Qwen3ForCausalLM',
-    keys=(
-      *_sizes(151_936, 4096, 22_016, 32, 32, 32, 128),
-      activation(),
-      Rope(),
-      _QWEN_WINDOW,
-      attention_bias(),
-    ),
+    keys=(*_llama(151_936, 4096, 22_016, 32, 32, 32, 128), _QWEN_WINDOW, attention_bias()),
     fixed={'qk_norm': 'head'},
   ),
   'qwen3_moe': Family(
     architecture='Qwen3MoeForCausalLM',
     keys=(
-      *_sizes(151_936, 2048, 6144, 24, 32, 4),
-      activation(),
-      Rope(),
+      *_llama(151_936, 2048, 6144, 24, 32, 4),
       Only('use_sliding_window', False),
       Only('sliding_window', None),
       attention_bias(),
@@ -291,15 +280,13 @@ FAMILIES: dict[str, Family] = {
   ),
   'olmo2': Family(
     architecture='Olmo2ForCausalLM',
-    keys=(*_sizes(50_304, 4096, 11_008, 32, 32, eps=1e-5), activation(), Rope(), attention_bias()),
+    keys=(*_llama(50_304, 4096, 11_008, 32, 32, eps=1e-5), attention_bias()),
     fixed={'qk_norm': 'flat', 'pre_norm': False, 'post_norm': True},
   ),
   'olmoe': Family(
     architecture='OlmoeForCausalLM',
     keys=(
-      *_sizes(50_304, 2048, 2048, 16, 16, eps=1e-5),
-      activation(),
-      Rope(),
+      *_llama(50_304, 2048, 2048, 16, 16, eps=1e-5),
       attention_bias(),
       Key('clip_qkv', 'clip_qkv', float, None, nullable=True),
       *experts(num_experts_key('num_experts', 64), 8, ('intermediate_size', 2048)),
@@ -342,9 +329,7 @@ FAMILIES: dict[str, Family] = {
   'glm4': Family(
     architecture='Glm4ForCausalLM',
     keys=(
-      *_sizes(151_552, 4096, 13_696, 40, 32, 2, 128, eps=1.5625e-7),
-      activation(),
-      Rope(partial=0.5),
+      *_llama(151_552, 4096, 13_696, 40, 32, 2, 128, eps=1.5625e-7, rope=Rope(partial=0.5)),
       Key('attention_bias', 'qkv_bias', bool, True),
     ),
     fixed={'post_norm': True},
@@ -358,9 +343,7 @@ FAMILIES: dict[str, Family] = {
   'glm4_moe': Family(
     architecture='Glm4MoeForCausalLM',
     keys=(
-      *_sizes(151_552, 4096, 10_944, 46, 96, 8, eps=1e-5),
-      activation(),
-      Rope(partial=0.5),
+      *_llama(151_552, 4096, 10_944, 46, 96, 8, eps=1e-5, rope=Rope(partial=0.5)),
       Key('attention_bias', 'qkv_bias', bool, False),
       Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'head', False: None}),
       *shared_experts(128, 8, 1, 1408, 1, 1.0, (1, 1), is_sigmoid=True),
@@ -407,9 +390,7 @@ FAMILIES: dict[str, Family] = {
   'phi3': Family(
     architecture='Phi3ForCausalLM',
     keys=(
-      *_sizes(32_064, 3072, 8192, 32, 32, eps=1e-5),
-      activation(),
-      Rope(max_length=4096, partial=1.0),
+      *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0)),
       OriginalLength(4096),
       AllWindowed(),
     ),

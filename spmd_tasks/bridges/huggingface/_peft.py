@@ -173,14 +173,9 @@ class AdapterFolder:
     return any(slot.name in names for module in others for slot in module.slots)
 
   def read_weights(self, model: PartitionedModel, base: Folder) -> Any:
-    """Reads the adapters of a model onto its mesh: a tree like the weights, with None for all others.
+    """Reads the adapters onto the mesh of a model that has them: a tree like the weights, with None for all others.
 
-    Args:
-      model: of a task whose model has the adapters of `adapters(base)`.
-      base: the folder of the model.
-
-    Raises:
-      UserError: the model has other adapters, or a shape does not fit.
+    Raises a UserError if the model has other adapters than `adapters(base)`, or a shape does not fit.
     """
     wanted = {name: dataclasses.replace(adapter, names=()) for name, adapter in adapters_of(model.task.model).items()}
     if (own := self.adapters(base)) != wanted:
@@ -197,12 +192,8 @@ class AdapterFolder:
   def read_arrays(self, shapes: Mapping[str, tuple[int, ...]], base: Folder) -> dict[str, np.ndarray]:
     """Reads the adapters into arrays in the layout of checkpoints, float32, by the names of our weights.
 
-    Args:
-      shapes: of the weights of the adapters, and of any others. A layer for which the folder has none gets zeros.
-      base: the folder of the model.
-
-    Raises:
-      UserError: a shape does not fit.
+    `shapes` has those of the adapters' weights, and of any others; a UserError is raised if one does not fit. A layer
+    for which the folder has no adapter gets zeros, which change nothing.
     """
     names = {name: AdapterNames(kernel=name) for name in self.adapters(base)}
     made = {
@@ -237,11 +228,10 @@ def export_adapter(
   """Writes the adapters of a model as a folder that `peft` loads; returns how many Linears have one.
 
   Args:
-    target: of the folder; nothing is there yet.
+    target: nothing is there yet.
     model: a LanguageModel with adapters.
     weights: its weights by name, as checkpoints have them; those of the base are not read.
-    base: the folder of the model without adapters.
-    digest: of that, which base.json beside the config keeps.
+    base, digest: the folder of the model without adapters, and its digest, which base.json beside the config keeps.
     is_writer: whether this process writes; reading the weights may need all processes.
 
   Raises:

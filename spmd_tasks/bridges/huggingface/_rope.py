@@ -105,14 +105,8 @@ class Rope:
 def read_rotary(given: Mapping[str, Any], head_dim: int, lengths: tuple[int | None, int], config: Config) -> Rotary:
   """Returns the rotary positions that a dict of `rope_parameters` says.
 
-  Args:
-    given: the dict.
-    head_dim: K, or of the part of a head that may rotate.
-    lengths: the original length, if the config says it outside of the dict, and the greatest one.
-    config: for messages.
-
-  Raises:
-    UserError: its type is not known, or it has a setting that is not.
+  `head_dim` is K, or the part of a head that may rotate; `lengths` are the original one, if the config says it outside
+  of the dict, and the greatest one. Raises a UserError if the type or a setting is not known.
   """
   values = dict(given)
   kind = values.pop('rope_type', None) or values.get('type') or 'default'

@@ -166,11 +166,8 @@ def write_tensors(
 ) -> Iterator[str]:
   """Writes the tensors into one file, or into shards with an index; yields the name of each that is written.
 
-  Args:
-    folder: exists.
-    tensors: each is read once, whole, one after the other.
-    is_writer: whether this process writes. The others read too, where reading is a computation of all processes.
-    max_shard_bytes: a shard is closed before it would be larger.
+  Each is read once, whole, one after the other. Processes that do not write read too, where reading is a computation of
+  all of them. A shard is closed before it would be larger than `max_shard_bytes`.
   """
   shards = _shards(tensors, max_shard_bytes)
   weight_map: dict[str, str] = {}

@@ -17,11 +17,8 @@ def experts(
 ) -> tuple[Entry, ...]:
   """The keys of experts in every layer, all of one size: Mixtral, Qwen-MoE, OLMoE.
 
-  Args:
-    num_experts: the key of E.
-    num_selected: the family's default.
-    hidden_dim: the key of F of an expert, and the family's default.
-    normalized_key: says whether gates are divided by their sum; None: they are always.
+  `num_experts` is the key of E, `hidden_dim` that of F with the family's default, `normalized_key` the one that says
+  whether gates are divided by their sum; None: they are always.
   """
   normalized = normalized_key and Key(normalized_key, 'mixture.routing.normalize_gates', bool, False, names=_GATES)
   return (
@@ -57,11 +54,8 @@ def shared_experts(
 ) -> tuple[Entry, ...]:
   """The keys of experts beside shared ones, after some dense layers: DeepSeek and GLM-4-MoE.
 
-  Args:
-    num_experts, num_selected, num_shared, hidden_dim, num_dense: the family's defaults.
-    gate_scale, groups: its defaults of `routed_scaling_factor`, and of `n_group` and `topk_group`.
-    is_sigmoid: whether scores are sigmoids (DeepSeek-V3), or a softmax (DeepSeek-V2), where transformers ignores
-      `norm_topk_prob`.
+  The numbers are the family's defaults, `groups` those of `n_group` and `topk_group`. Scores are sigmoids, or a softmax
+  (DeepSeek-V2), where transformers ignores `norm_topk_prob`.
   """
   normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, True, names=_GATES)
   return (

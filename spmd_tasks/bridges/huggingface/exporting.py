@@ -177,17 +177,15 @@ def export_folder(
   """Writes a folder; returns its architecture.
 
   Args:
-    target: of the folder; nothing is there yet.
-    model: a LanguageModel.
-    weights: its weights by name, as checkpoints have them.
+    target: nothing is there yet.
+    model, weights: a LanguageModel, and its weights by name, as checkpoints have them.
     origin: the folder that the model began from: its family, the settings that do not change the model, its tokenizer,
       generation config and chat template are taken over.
     tokenizer_file: a tokenizer.json, where there is no origin.
     settings: keys of config.json that do not change the model, such as `eos_token_id`.
     finish: writes further files, beside the tokenizer's.
     dtype: of the tensors; None: of those of the origin, or float32.
-    max_shard_bytes: of one safetensors file.
-    is_writer: whether this process writes; reading the weights may need all processes.
+    max_shard_bytes, is_writer: as `write_tensors` takes them.
     on_tensor: called after each tensor with the numbers of written and of all tensors.
 
   Raises:

@@ -77,15 +77,9 @@ def read_text_reading(folder: Folder) -> TextReading:
 
 
 def write_pooling(target: Path, reading: TextReading, num_features: int, max_len: int) -> None:
-  """Writes the files beside a model and its tokenizer.
+  """Writes the files beside a model whose vectors have `num_features` and whose texts at most `max_len` tokens.
 
   Where texts are written as in training, tokenizer.json gets a post-processor that writes them so.
-
-  Args:
-    target: the folder, which has tokenizer.json.
-    reading: of the model.
-    num_features: of a vector.
-    max_len: of the longest text.
   """
   parts = [(kind, path) for kind, path in zip(_KINDS, ('', _POOLING, '2_Normalize'), strict=True)]
   modules = [

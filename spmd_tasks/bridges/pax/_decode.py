@@ -15,6 +15,7 @@ processes and writes the outputs of all processes, as in Paxml.
 
 import collections
 from collections.abc import Callable, Iterator, Mapping
+import dataclasses
 import itertools
 import pathlib
 import tempfile
@@ -43,39 +44,26 @@ from spmd_tasks.runtime.task import Variables
 _LOOK_LIMIT_S = 300
 
 
+@dataclasses.dataclass(eq=False)
 class PaxDecoder:
-  """Decodes each dataset with any number of checkpoints."""
+  """Decodes each dataset with any number of checkpoints of a partitioned PaxTask.
 
-  def __init__(
-    self,
-    model: PartitionedModel,
-    inputs: Mapping[str, PaxInput],
-    job_log_dir: epath.Path,
-    *,
-    tensorboard: bool,
-    on_batch: Callable[[], None],
-    report: Callable[[str], None],
-  ):
-    """Makes a decoder; nothing is compiled or written yet.
+  `on_batch` is called before every batch, and may raise to end the decoding; `report` shows a line to the user.
+  """
 
-    Args:
-      model: a partitioned PaxTask.
-      inputs: the datasets by name.
-      job_log_dir: gets the outputs and metrics.
-      tensorboard: write event files too.
-      on_batch: called before every batch; may raise to end the decoding.
-      report: shows a line to the user.
-    """
-    self._task = cast(Any, model.task).task
-    self._inputs = inputs
-    self._job_log_dir = job_log_dir
-    self._tensorboard = tensorboard
-    self._on_batch = on_batch
-    self._report = report
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+  model: PartitionedModel
+  inputs: Mapping[str, PaxInput]
+  job_log_dir: epath.Path
+  _: dataclasses.KW_ONLY
+  tensorboard: bool
+  on_batch: Callable[[], None]
+  report: Callable[[str], None]
+
+  def __post_init__(self):
+    model, number = self.model, jax.ShapeDtypeStruct((), jnp.int32)
     decode_step = cast(Any, model.task).decode_step
     self._steps_by_shape = StepsByShape(lambda spec: model.batch_step('decode_step', spec, decode_step, number, number))
-    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in inputs.items()}
+    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in self.inputs.items()}
 
   def compile(self) -> None:
     """Compiles the decode steps; does nothing the second time."""
@@ -89,19 +77,19 @@ class PaxDecoder:
       UserError: the dataset has no batch, or a batch has texts, which several processes cannot pass on.
       StorageError: the outputs cannot be written.
     """
-    dataset = self._inputs[name].make(jax.process_index(), jax.process_count())
-    directory = self._job_log_dir / 'decoder_out' / dataset.name
+    dataset = self.inputs[name].make(jax.process_index(), jax.process_count())
+    directory = self.job_log_dir / 'decoder_out' / dataset.name
     stem = f'decoder_out_{step}_shard_0'
     done = directory / f'{stem}.jsonl'
     with storage_errors(done):
       if primary_decides(done.exists, 'is_decoded', limit_s=_LOOK_LIMIT_S):
-        self._report(f'step {step}  decode {name}: done already, in {done}')
+        self.report(f'step {step}  decode {name}: done already, in {done}')
         return
-    self._report(f'step {step}  decode {name}: to {done}')
-    decoded = _DecodedDataset(self._task)
+    self.report(f'step {step}  decode {name}: to {done}')
+    decoded = _DecodedDataset(cast(Any, self.model.task).task)
     for batch, (arrays, texts) in enumerate(self._batches(dataset), start=1):
-      self._on_batch()
-      decode_step = self._steps_by_shape.of(arrays) if self._inputs[name].shapes_may_vary else self._steps[name]
+      self.on_batch()
+      decode_step = self._steps_by_shape.of(arrays) if self.inputs[name].shapes_may_vary else self._steps[name]
       placed = decode_step.place(arrays)
       output = jax.device_get(decode_step(variables, placed, np.int32(step), np.int32(batch)))
       if is_primary():
@@ -111,13 +99,13 @@ class PaxDecoder:
     if not decoded.num_batches:
       raise UserError(f'decode dataset {name!r} has no batch, its source is empty: correct decode_datasets().')
     metrics = decoded.metrics()
-    summaries = self._job_log_dir / 'summaries' / f'decode_test_{dataset.name}'
-    writer = make_writer(summaries, tensorboard=self._tensorboard, primary=True)
+    summaries = self.job_log_dir / 'summaries' / f'decode_test_{dataset.name}'
+    writer = make_writer(summaries, tensorboard=self.tensorboard, primary=True)
     writer.write(step, metrics)
     writer.close()
     _write_outputs(directory, stem, decoded.outputs)
     shown = ''.join(f'  {key} {value:.6g}' for key, value in metrics.items() if not key.endswith('-weight'))
-    self._report(f'step {step}  decode {name}: {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}')
+    self.report(f'step {step}  decode {name}: {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}')
 
   def _batches(self, dataset: Any) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
     """Yields (arrays, texts) of the batches that Paxml decodes. The dataset is not read ahead: it may keep a state."""
@@ -137,12 +125,7 @@ class PaxDecoder:
 
 
 class _DecodedDataset:
-  """Gathers what one dataset's batches give, as Paxml's decode program does.
-
-  Attributes:
-    outputs: the (key, value) pairs of process_decode_out.
-    num_batches: how many batches were added.
-  """
+  """Gathers what one dataset's batches give, as Paxml's decode program does."""
 
   def __init__(self, task: Any):
     self._task = task
@@ -152,7 +135,7 @@ class _DecodedDataset:
     self._clu_metrics: dict[str, Any] = {}
     self._process_clu_metrics: dict[str, Any] = {}
     self._summaries: dict[str, list[Any]] = collections.defaultdict(list)
-    self.outputs: list[tuple[str, Any]] = []
+    self.outputs: list[tuple[str, Any]] = []  # (key, value) pairs of process_decode_out
     self.num_batches = 0
 
   def add(self, dataset: Any, output: Any, texts: Mapping[str, Any]) -> None:

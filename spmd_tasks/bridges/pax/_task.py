@@ -207,16 +207,9 @@ class PaxTask:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, predictions)
 
   def decode_step(self, variables: Variables, batch: Batch, step: jax.Array, number: jax.Array) -> Any:
-    """Decodes one batch by Paxml's `decode_step`.
+    """Decodes a batch by Paxml's `decode_step`; returns a `trainer_lib.StepFnOutput` without a loss.
 
-    Args:
-      variables: of the model.
-      batch: of a decode dataset.
-      step: int32, the train step of the variables.
-      number: int32, of the batch in its dataset, from 1.
-
-    Returns:
-      A `trainer_lib.StepFnOutput` without a loss.
+    `step` (int32) is the train step of the variables, `number` (int32) that of the batch in its dataset, from 1.
     """
     settings = self.task.decode
     with praxis_context():
@@ -282,8 +275,7 @@ def _train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]
   what Paxml summarises as scalars.
 
   Args:
-    task: the SingleTask.
-    output: the `trainer_lib.StepFnOutput` of its step.
+    task, output: the SingleTask, and the `trainer_lib.StepFnOutput` of its step.
     squares: the sums of the squares of the new weights, a tree.
   """
   summaries = _scalar_summaries(output.summary_tensors)

@@ -27,10 +27,7 @@ _UNDECAYED = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
 def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence[str] | None) -> dict[str, Any]:
   """Puts each variable in a WeightBox with the split dims and collections of its WeightHParams.
 
-  Args:
-    variables: a tree of arrays by collection, abstract or not.
-    weight_hparams: a congruent tree of WeightHParams.
-    mesh_axis_names: of the model; indices in split dims count along it. None: nothing is split.
+  Both are trees by collection. Indices in split dims count along `mesh_axis_names`; None: nothing is split.
   """
 
   def box(path: Any, hparams: base_layer.WeightHParams, value: Any) -> WeightBox:

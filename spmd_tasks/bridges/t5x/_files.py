@@ -31,12 +31,7 @@ _MOST_BYTES = 64 * 2**20  # of a chunk
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class T5xCheckpoint:
-  """One checkpoint of T5X.
-
-  Attributes:
-    path: the file, or the directory.
-    arrays: by name; nothing has been read of those that have files of their own.
-  """
+  """One checkpoint of T5X, a file or a directory; nothing has been read of arrays that have files of their own."""
 
   path: epath.Path
   arrays: Mapping[str, LazyArray]
@@ -129,14 +124,10 @@ def write_checkpoint(
   """Writes `<model_dir>/checkpoint_<step>` as T5X's Checkpointer does (version 3); returns its path.
 
   Args:
-    model_dir: a directory, new or not.
-    step: that of the state.
+    model_dir, step: the directory, new or not; a checkpoint of that step in it is a UserError.
     arrays: by name; LazyArrays that are sharded are read by every process, one after the other.
     inline: the names of those that are part of the msgpack file.
     is_writer: whether this process writes.
-
-  Raises:
-    UserError: there is a checkpoint of that step.
   """
   import tensorstore as ts
 

@@ -36,17 +36,11 @@ class _Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-  """A configurable of a setup, in a scope: what a reference `@scope/package.Name()` stands for.
-
-  Attributes:
-    setup: that it is of.
-    scope: '' or a name.
-    selector: `package.module.Name`.
-  """
+  """A configurable of a setup, in a scope: what a reference `@scope/package.Name()` stands for."""
 
   setup: 'Setup' = dataclasses.field(repr=False, compare=False)
-  scope: str
-  selector: str
+  scope: str  # may be ''
+  selector: str  # package.module.Name
 
   @property
   def name(self) -> str:
@@ -83,14 +77,9 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """All bindings of a setup.
+  """All bindings of a setup, by (scope, selector, argument); `read` are those that were asked for.
 
-  Attributes:
-    bindings: values by (scope, selector, argument).
-    macros: values by name.
-    imports: modules by the names under which the files import them.
-    files: that were read.
-    read: keys of bindings that were asked for.
+  `imports` has modules by the names under which the files import them.
   """
 
   bindings: dict[tuple[str, str, str], Any] = dataclasses.field(default_factory=dict)

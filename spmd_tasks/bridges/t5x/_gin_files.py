@@ -1,4 +1,4 @@
-"""What the gin files that T5X ships say: defaults of its runs and sizes of its models, for setups that include them.
+"""What the gin files that T5X ships say of numbers: defaults of its runs, sizes of its models, for setups with them.
 
     shipped_file('t5x/configs/runs/pretrain.gin')     # gin's own syntax, made of the tables below; None: not known here
 
@@ -182,14 +182,10 @@ def _training(run: str) -> tuple[dict[str, Any], dict[str, Any]]:
   tuning = run == 'finetune'
   required = ('MODEL_DIR', 'MIXTURE_OR_TASK_NAME', 'TASK_FEATURE_LENGTHS', 'TRAIN_STEPS')
   macros: dict[str, Any] = dict.fromkeys((*required, *['INITIAL_CHECKPOINT_PATH'] * tuning), Raw(REQUIRED))
-  macros |= {'USE_CACHED_TASKS': True, 'BATCH_SIZE': 128, 'MIXTURE_OR_TASK_MODULE': None, 'USE_HARDWARE_RNG': False}
+  macros |= {'USE_CACHED_TASKS': True, 'BATCH_SIZE': 128, 'MIXTURE_OR_TASK_MODULE': None}
   macros |= {'RANDOM_SEED': None, 'TRAIN_STEPS_RELATIVE': None}
-  if tuning:
-    macros |= {'DROPOUT_RATE': 0.1, 'EVAL_STEPS': 20, 'EVAL_PERIOD': 1000, 'EVALUATOR_USE_MEMORY_CACHE': True}
-    macros |= {'EVALUATOR_NUM_EXAMPLES': None, 'JSON_WRITE_N_RESULTS': None}
-  else:
-    macros |= {'SHUFFLE_TRAIN_EXAMPLES': True}
-  names = ('model', 'model_dir', 'random_seed', 'use_hardware_rng')
+  macros |= {'DROPOUT_RATE': 0.1, 'EVAL_STEPS': 20, 'EVAL_PERIOD': 1000} if tuning else {'SHUFFLE_TRAIN_EXAMPLES': True}
+  names = ('model', 'model_dir', 'random_seed')
   train: dict[str, Any] = {name: Raw(f'%{name.upper()}') for name in names}
   train |= {'total_steps': Raw('%TRAIN_STEPS'), 'relative_steps': Raw('%TRAIN_STEPS_RELATIVE')}
   train |= {f'{name}_dataset_cfg': Raw(f'@{name}/utils.DatasetConfig()') for name in ('train', 'train_eval')}
@@ -207,20 +203,15 @@ def _training(run: str) -> tuple[dict[str, Any], dict[str, Any]]:
   if tuning:
     infer = _dataset(split='validation', batch_size=size, seed=42, use_cached=cached)
     datasets['infer_eval'] = infer | {'task_feature_lengths': None}
-  restore = {'path': Raw('%INITIAL_CHECKPOINT_PATH'), 'mode': 'specific', 'dtype': 'float32'}
   rates = ('constant', 0.001, 1000) if tuning else ('constant * rsqrt_decay', 1.0, 10000)
-  save = {'period': 5000 if tuning else 1000, 'dtype': 'float32', 'keep': None, 'save_dataset': False}
   return macros, {
     'train_script.train': train,
     **{f'{name}/utils.DatasetConfig': fields for name, fields in datasets.items()},
     'partitioning.PjitPartitioner': {'num_partitions': 1, 'model_parallel_submesh': None},
     'utils.CheckpointConfig': {f: Raw(f'@utils.{f.title()}CheckpointConfig()') for f in ('restore', 'save')},
-    'utils.RestoreCheckpointConfig': restore if tuning else {'path': []},
-    'utils.SaveCheckpointConfig': save,
-    'trainer.Trainer': {
-      'num_microbatches': None,
-      'learning_rate_fn': Raw('@utils.create_learning_rate_scheduler()'),
-    },
+    'utils.RestoreCheckpointConfig': {'path': Raw('%INITIAL_CHECKPOINT_PATH') if tuning else []},
+    'utils.SaveCheckpointConfig': {'period': 5000 if tuning else 1000, 'keep': None},
+    'trainer.Trainer': {'learning_rate_fn': Raw('@utils.create_learning_rate_scheduler()')},
     'utils.create_learning_rate_scheduler': dict(zip(('factors', 'base_learning_rate', 'warmup_steps'), rates)),
   }
 
@@ -228,29 +219,23 @@ def _training(run: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def _once(run: str) -> tuple[dict[str, Any], dict[str, Any]]:
   """The macros and the blocks of eval.gin, infer.gin and infer_from_tfexample_file.gin."""
   of_file = run == 'infer_from_tfexample_file'
-  output = 'EVAL_OUTPUT_DIR' if run == 'eval' else 'INFER_OUTPUT_DIR'
   named = ('TF_EXAMPLE_FILE_PATHS', 'TF_EXAMPLE_FILE_TYPE', 'FEATURE_LENGTHS') if of_file else ('MIXTURE_OR_TASK_NAME',)
-  macros: dict[str, Any] = dict.fromkeys((*named, 'CHECKPOINT_PATH', output), Raw(REQUIRED))
+  macros: dict[str, Any] = dict.fromkeys((*named, 'CHECKPOINT_PATH'), Raw(REQUIRED))
   if not of_file:
     macros |= {'TASK_FEATURE_LENGTHS': None if run == 'eval' else Raw(REQUIRED), 'MIXTURE_OR_TASK_MODULE': None}
-  function: dict[str, Any] = {'model': Raw('%MODEL'), 'output_dir': Raw(f'%{output}')}
+  function: dict[str, Any] = {'model': Raw('%MODEL')}
   function |= {'dataset_cfg': Raw('@utils.DatasetConfig()'), 'partitioner': Raw('@partitioning.PjitPartitioner()')}
   function |= {'restore_checkpoint_cfg': Raw('@utils.RestoreCheckpointConfig()')}
   seed = 42 if run == 'eval' else 0
   dataset = _dataset(split='infer' if of_file else 'test', batch_size=32, seed=seed, use_cached=False)
   blocks: dict[str, Any] = {'partitioning.PjitPartitioner': {'num_partitions': 1}}
-  blocks['utils.RestoreCheckpointConfig'] = {'path': Raw('%CHECKPOINT_PATH'), 'mode': 'specific'}
-  if run != 'eval':
-    function |= {'mode': 'predict', 'checkpoint_period': 100, 'shard_id': 0, 'num_shards': 1}
-    blocks['utils.RestoreCheckpointConfig'] |= {'dtype': 'bfloat16'}
+  blocks['utils.RestoreCheckpointConfig'] = {'path': Raw('%CHECKPOINT_PATH')}
   if of_file:
     del dataset['module']
     dataset |= {'mixture_or_task_name': Raw('@infer_script.create_task_from_tfexample_file()')}
     dataset |= {'task_feature_lengths': Raw('%FEATURE_LENGTHS')}
     source = {'paths': Raw('%TF_EXAMPLE_FILE_PATHS'), 'file_type': Raw('%TF_EXAMPLE_FILE_TYPE')}
     blocks['infer_script.create_task_from_tfexample_file'] = source | {'inputs_key': 'inputs', 'targets_key': None}
-  else:
-    blocks['seqio.Evaluator'] = {'num_examples': None, 'use_memory_cache': True} if run == 'eval' else {}
   script = 'eval_script.evaluate' if run == 'eval' else 'infer_script.infer'
   return macros, {script: function, 'utils.DatasetConfig': dataset, **blocks}
 
