@@ -131,3 +131,9 @@ def load_reference(folder: Path, dtype: str):
   model.set_experts_implementation('eager')
   amiss = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
   return model.eval(), amiss
+
+
+def assert_close(ours, theirs, tolerance, what=''):
+  """Asserts that the greatest difference is small beside the greatest value."""
+  assert ours.shape == theirs.shape
+  assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max(), what

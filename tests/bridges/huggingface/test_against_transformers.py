@@ -30,6 +30,7 @@ from tests.bridges.huggingface.reference_models import (
   B,
   Reference,
   T,
+  assert_close,
   load_reference,
   logits_of,
   random_ids,
@@ -97,12 +98,6 @@ def compiled_programs_are_given_up_sooner():
   if Path('/proc/self/maps').read_bytes().count(b'\n') > 20_000:
     jax.clear_caches()
     gc.collect()
-
-
-def assert_close(ours, theirs, tolerance, what=''):
-  """Asserts that the greatest difference is small beside the greatest value."""
-  assert ours.shape == theirs.shape
-  assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max(), what
 
 
 def mesh_of(sizes):

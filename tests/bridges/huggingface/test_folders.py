@@ -30,8 +30,8 @@ def decoder_of(config):
 
 def abstract_weights(model):
   def init():
-    ids = np.zeros((1, 4), np.int32)
-    return unbox_weights(model.init({'params': jax.random.key(0)}, {'ids': ids}))['params']
+    batch = dict.fromkeys(('ids', 'encoder_ids'), np.zeros((1, 4), np.int32))
+    return unbox_weights(model.init({'params': jax.random.key(0)}, batch))['params']
 
   return jax.eval_shape(init)
 

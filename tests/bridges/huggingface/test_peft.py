@@ -33,6 +33,7 @@ from tests.bridges.huggingface.reference_models import (
   B,
   Reference,
   T,
+  assert_close,
   load_reference,
   logits_of,
   quiet_transformers,
@@ -161,11 +162,6 @@ def partitioned(theirs, sizes, *overrides):
   return partition_job(job, job.experiment.mesh_spec().build(devices)), job
 
 
-def near(ours, theirs, tolerance, what=''):
-  assert ours.shape == theirs.shape
-  assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max(), what
-
-
 @pytest.fixture(autouse=True)
 def exact_products():
   with jax.default_matmul_precision('highest'):
@@ -214,7 +210,7 @@ def assert_same_gradients(model, state, job, theirs, directory):
     if own.shape != gradient.shape:
       own = sum_of_ranks(own, gradient, num_experts if '.experts.' in key else 1)
     assert np.abs(gradient).max() > 0, key
-    near(own, gradient, 1e-4 if theirs.base.name != 'gemma3_text' else 1e-3, key)
+    assert_close(own, gradient, 1e-4 if theirs.base.name != 'gemma3_text' else 1e-3, key)
 
 
 @pytest.mark.parametrize('sizes', MESHES)
@@ -228,7 +224,7 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   state = state_from_folder(model, str(theirs.base.path), 0, str(theirs.adapter))
   step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   ids = random_ids().astype(np.int32)
-  near(np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), theirs.first_logits, 1e-4)
+  assert_close(np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), theirs.first_logits, 1e-4)
 
   assert_same_gradients(model, state, job, theirs, tmp_path / 'gradients')
   batch = batch_of(job)
@@ -244,15 +240,15 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   ours, tuned = tensors_of(target), tensors_of(theirs.tuned)
   assert ours.keys() == tuned.keys()
   for key, value in tuned.items():
-    near(ours[key], value, 5e-3, key)  # Adam divides by the root of gradients that are almost 0
+    assert_close(ours[key], value, 5e-3, key)  # Adam divides by the root of gradients that are almost 0
   loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), target).eval()
-  near(logits_of(loaded), np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), 1e-4)
+  assert_close(logits_of(loaded), np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), 1e-4)
 
   merged = weights_on_mesh(model, merge_adapters(model, state.weights))
   export_folder(tmp_path / 'merged', model.task.model, merged, origin=base)
   alone, amiss = load_reference(tmp_path / 'merged', 'float32')
   assert not amiss
-  near(logits_of(alone), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
+  assert_close(logits_of(alone), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
 
 
 # `peft` looks for these keys among modules, and then uses them for parameters all the same.
@@ -275,7 +271,7 @@ def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
   state = state_from_folder(model, str(theirs.base.path), 0, str(theirs.adapter))
   step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   ids = step.place({'ids': random_ids().astype(np.int32)})
-  near(np.asarray(step(state.variables, ids)['logits']), theirs.first_logits, 1e-4)
+  assert_close(np.asarray(step(state.variables, ids)['logits']), theirs.first_logits, 1e-4)
   assert_same_gradients(model, state, job, theirs, tmp_path / 'gradients')
 
   export_adapter(tmp_path / 'first', model.task.model, weights_on_mesh(model, state.weights), base=base, digest='')
@@ -290,11 +286,11 @@ def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
   export_adapter(tmp_path / 'ours', model.task.model, weights_on_mesh(model, state.weights), base=base, digest=digest)
   expected = np.asarray(step(state.variables, ids)['logits'])
   loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), tmp_path / 'ours').eval()
-  near(logits_of(loaded), expected, 1e-4)
+  assert_close(logits_of(loaded), expected, 1e-4)
   again, _ = partitioned(theirs, sizes, f'adapter={tmp_path / "ours"}')
   state = state_from_folder(again, str(theirs.base.path), 0, str(tmp_path / 'ours'))
   step = again.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
-  near(np.asarray(step(state.variables, ids)['logits']), expected, 1e-5)
+  assert_close(np.asarray(step(state.variables, ids)['logits']), expected, 1e-5)
 
 
 def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
