@@ -103,10 +103,7 @@ def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: 
 
   Raises a UserError if the folder cannot be read, or its model is not that of the task.
   """
-  weights = _read(model, folder)
-  lacks_magnitudes, is_given = _lacks_magnitudes(model, folder, adapter), adapter is not None
-  if adapter is not None:
-    weights = fill_in(weights, _read_adapter(model, folder, adapter))
+  weights, lacks_magnitudes = _read_both(model, folder, adapter)
 
   def true(leaf: Any, shape: Any) -> Any:
     return None if leaf is None else padding.unpad(leaf, shape)
@@ -114,7 +111,7 @@ def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: 
   def adopt(drawn: Any, given: Any) -> Any:
     unpadded = jax.tree.map(true, given, model.abstract_state.weights, is_leaf=lambda leaf: leaf is None)
     adopted = fill_in(unpadded, drawn)
-    return with_magnitudes(model, adopted, only_missing=is_given) if lacks_magnitudes else adopted
+    return with_magnitudes(model, adopted, only_missing=adapter is not None) if lacks_magnitudes else adopted
 
   return model.init_with(seed, adopt, weights, donate=True)
 
@@ -129,10 +126,7 @@ def variables_from_folder(
   """
   if others := sorted(model.abstract_state.non_trainable):
     raise UserError(f'the model has variables beside its weights, {others}, which no folder has.')
-  lacks_magnitudes = _lacks_magnitudes(model, folder, adapter)  # of numbers, not of what is stored of them
-  weights = _read(model, folder, None if lacks_magnitudes else storage)
-  if adapter is not None:
-    weights = fill_in(weights, _read_adapter(model, folder, adapter))
+  weights, lacks_magnitudes = _read_both(model, folder, adapter, storage)
   flat = traverse_util.flatten_dict(weights, sep='/')
   padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
   flat |= {
@@ -144,17 +138,21 @@ def variables_from_folder(
   return {'params': with_magnitudes(model, weights, only_missing=True) if lacks_magnitudes else weights}
 
 
-def _lacks_magnitudes(model: PartitionedModel, folder: str, adapter: str | None) -> bool:
-  """Whether some layers' DoRA magnitudes are in no folder; they are then the lengths of the base's columns."""
-  if not any(each.use_dora for each in adapters_of(model.task.model).values()):
-    return False
-  return adapter is None or open_adapter(adapter).lacks_layers(open_folder(folder))
+def _read_both(
+  model: PartitionedModel, folder: str, adapter: str | None, storage: WeightStorage | None = None
+) -> tuple[Any, bool]:
+  """Returns the weights of a folder and of an adapter's, and whether DoRA's magnitudes of some layers are in neither.
 
-
-def _read_adapter(model: PartitionedModel, folder: str, adapter: str) -> Any:
-  opened = open_adapter(adapter)
-  check_base_of_folder(opened, folder)
-  return opened.read_weights(model, open_folder(folder))
+  They are then the lengths of the base's columns: of numbers, and not of what a storage holds of them.
+  """
+  opened = None if adapter is None else open_adapter(adapter)
+  has_dora = any(each.use_dora for each in adapters_of(model.task.model).values())
+  lacks_magnitudes = has_dora and (opened is None or opened.lacks_layers(open_folder(folder)))
+  weights = _read(model, folder, None if lacks_magnitudes else storage)
+  if opened is not None:
+    check_base_of_folder(opened, folder)
+    weights = fill_in(weights, opened.read_weights(model, open_folder(folder)))
+  return weights, lacks_magnitudes
 
 
 def _read(

@@ -30,8 +30,7 @@ import numpy as np
 from paxml import base_metrics, io_utils, metric_utils, summary_utils
 from praxis import base_hyperparams, base_layer, pax_fiddle
 
-from spmd_tasks.bridges.pax._batches import flatten_batch, take_strings
-from spmd_tasks.bridges.pax._input import PaxInput, next_batch
+from spmd_tasks.bridges.pax._input import PaxInput, flatten_batch, next_batch, take_strings
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from paxml import base_metrics, summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, base_model, py_utils
 
-from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
+from spmd_tasks.bridges.pax._input import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._support import check_trained_variables
 from spmd_tasks.bridges.pax._variables import (
   PRNG_IMPL,
