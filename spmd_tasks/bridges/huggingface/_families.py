@@ -169,12 +169,12 @@ def _sizes(
   )
 
 
-def _llama(*sizes: int, rope: Rope = Rope(), **settings: Any) -> tuple[Entry, ...]:
+def _llama(*sizes: Any, rope: Rope = Rope(), **settings: Any) -> tuple[Entry, ...]:
   """The keys of Llama and its relatives."""
   return (*_sizes(*sizes, **settings), activation(), rope)
 
 
-def _latent_sizes(*sizes: int) -> Iterator[Entry]:
+def _latent_sizes(*sizes: Any) -> Iterator[Entry]:
   """The keys that DeepSeek's versions share, whose heads have no single size."""
   yield from (entry for entry in _sizes(*sizes) if getattr(entry, 'key', '') != 'head_dim')
   yield from (*latent_keys(), activation(), Rope(), attention_bias(), Only('mlp_bias', False))

@@ -217,8 +217,8 @@ class AdapterFolder:
           if each.magnitude in made:
             _set(made[each.magnitude], place, arrays['lora_magnitude_vector'].reshape(-1)[row_of])
       except ValueError as error:
-        shapes = f'{list(b.shape)} . {list(a.shape)}'
-        raise UserError(f'{self.path} has {module.name} with {shapes}: it is of another model.') from error
+        given = f'{list(b.shape)} . {list(a.shape)}'
+        raise UserError(f'{self.path} has {module.name} with {given}: it is of another model.') from error
     return made
 
 

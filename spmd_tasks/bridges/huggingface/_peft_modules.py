@@ -86,8 +86,8 @@ def peft_modules(folder: Folder) -> list[PeftModule]:
     name = rule.source[0].name
     if len(rule.source) != 1 or not name.endswith('.weight') or not all(slot.name in adaptable for slot in rule.target):
       continue
-    is_old, is_transposed = '/experts/' in rule.target[0].name, folder.family.rule_maker is gpt2_rules
-    settings = {'slots': rule.target, 'operations': rule.operations, 'is_transposed': is_transposed, 'is_old': is_old}
+    settings: dict[str, Any] = {'slots': rule.target, 'operations': rule.operations}
+    settings |= {'is_transposed': folder.family.rule_maker is gpt2_rules, 'is_old': '/experts/' in rule.target[0].name}
     found.append(PeftModule(name=name.removesuffix('.weight'), **settings))
   mixture = folder.decoder.mixture
   for i, place in enumerate(places):

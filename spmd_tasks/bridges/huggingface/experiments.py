@@ -42,8 +42,9 @@ class PretrainedLanguageModel(TextTraining):
   def origin(self) -> Origin | None:
     """Returns the folder that `init_from` names, else `model`, with the adapters beside it."""
     named = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
-    is_folder = isinstance(named, FolderOrigin)
-    return dataclasses.replace(named, sources=lambda: self.adapter_sources) if is_folder else named
+    if not isinstance(named, FolderOrigin):
+      return named
+    return dataclasses.replace(named, sources=lambda: self.adapter_sources)
 
   @functools.cached_property
   def folder(self) -> Folder:

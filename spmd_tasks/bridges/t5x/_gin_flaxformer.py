@@ -101,7 +101,7 @@ models.{model}.label_smoothing = %LABEL_SMOOTHING
 models.{model}.loss_normalizing_factor = %LOSS_NORMALIZING_FACTOR
 """
 _COMPONENTS = ('dense', 'embedding', 'relative_position_biases', 'attention.dense_attention')
-_MODULES = ('flax.linen', 'seqio', 't5x.adafactor', 'flaxformer.architectures.t5.t5_architecture')
+_MODULES: tuple[str, ...] = ('flax.linen', 'seqio', 't5x.adafactor', 'flaxformer.architectures.t5.t5_architecture')
 _MODULES += tuple(f'flaxformer.components.{each}' for each in _COMPONENTS)
 _MOE_MODULES = tuple(f'flaxformer.architectures.moe.{each}' for each in ('moe_architecture', 'moe_layers', 'routing'))
 _CAPACITY: dict[str, Any] = {'TRAIN_EXPERT_CAPACITY_FACTOR': 1.25, 'EVAL_EXPERT_CAPACITY_FACTOR': 2.0}

@@ -71,7 +71,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     found = super().origin()
     if not (self.assignment_map or self.from_scratch) or not isinstance(found, T5xOrigin):
       return found
-    parts = {'assignment_map': self.assignment_map, 'from_scratch': self.from_scratch}
+    parts: dict[str, Any] = {'assignment_map': self.assignment_map, 'from_scratch': self.from_scratch}
     return dataclasses.replace(found, **parts, with_optimizer=False, with_step=True)
 
   def train_input(self) -> fdl.Config:
