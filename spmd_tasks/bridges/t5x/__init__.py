@@ -6,9 +6,9 @@
 
 Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
 goes on from a checkpoint of T5X), `exporting.py` (T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs),
-`_seqio_prompts.py` (as prompts, and their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` and
-`_gin_flaxformer.py` (what those of T5X and Flaxformer say), `_gin_translation.py` (what they mean here),
-`experiments.py` (which experiment they become) and `_gin_start.py`.
+`_seqio_prompts.py` (as prompts, and their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` (what those of T5X
+and Flaxformer say), `_gin_translation.py` (what they mean here), `experiments.py` (which experiment they become) and
+`_gin_start.py`.
 """
 
 from typing import Any

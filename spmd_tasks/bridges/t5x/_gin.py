@@ -5,7 +5,7 @@
     setup.node('__main__.train').rest()                  # its bindings that nobody has asked for
 
 The library gin-config parses; names are resolved by the imports of the files (gin's dynamic registration), so T5X need
-not be installed. T5X's and Flaxformer's files that are not found are made of `_gin_files.py` and `_gin_flaxformer.py`.
+not be installed. T5X's and Flaxformer's files that are not found are made of `_gin_files.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,7 @@ from pathlib import Path
 import tokenize
 from typing import Any
 
-from spmd_tasks.bridges.t5x._gin_files import REQUIRED, shipped_file
-from spmd_tasks.bridges.t5x._gin_flaxformer import flaxformer_file
+from spmd_tasks.bridges.t5x._gin_files import REQUIRED, flaxformer_file, shipped_file
 from spmd_tasks.errors import UserError
 from spmd_tasks.wings import require
 
