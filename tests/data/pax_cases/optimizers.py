@@ -10,13 +10,13 @@ from pax_cases import transformers
 
 
 class Learned(transformers.SmallLm):
-  """The base of these cases: `optimizer` replaces Adam."""
+  """The base of these cases: the `OPTIMIZER` is Adam with a constant rate, clipped, or another one."""
 
   LEARNING_RATE = 1e-2
+  OPTIMIZER = dict(cls=opt.Adam, beta1=0.9, beta2=0.99, clip_gradient_norm_to_value=1.0)
 
   def optimizer(self, **settings):
-    """Returns the config of Adam with a constant rate, clipped."""
-    return self.configured(opt.Adam, **(dict(beta1=0.9, beta2=0.99, clip_gradient_norm_to_value=1.0) | settings))
+    return self.configured(**(self.OPTIMIZER | settings))
 
   def configured(self, cls, **settings):
     constant = pax_fiddle.Config(schedules.Constant, value=1.0)
@@ -29,49 +29,31 @@ class Learned(transformers.SmallLm):
 class ShardedAdafactor(Learned):
   """As the largest models of Pax use it: factored, no momentum, decay by power, weight decay."""
 
-  def optimizer(self):
-    return self.configured(
-      opt.ShardedAdafactor,
-      decay_method='pow',
-      decay_pow=0.8,
-      weight_decay=1e-3,
-      min_dim_size_to_factor=4,
-      multiply_by_parameter_scale=True,
-      per_var_learning_summary=True,
-    )
+  OPTIMIZER = dict(cls=opt.ShardedAdafactor, decay_method='pow', decay_pow=0.8, weight_decay=1e-3)
+  OPTIMIZER |= dict(min_dim_size_to_factor=4, multiply_by_parameter_scale=True, per_var_learning_summary=True)
 
 
 class AdafactorInt8(Learned):
   """Momentum in int8, and weight decay by name."""
 
-  def optimizer(self):
-    return self.configured(
-      opt.ShardedAdafactor,
-      decay_method='adam',
-      decay_adam=0.99,
-      beta1=0.9,
-      quantized_dtype='int8',
-      weight_decay={'.*ff_layer.*': 1e-2, '.*': 0.0},
-      layerwise_adaptation=True,
-    )
+  OPTIMIZER = dict(cls=opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, beta1=0.9, quantized_dtype='int8')
+  OPTIMIZER |= dict(weight_decay={'.*ff_layer.*': 1e-2, '.*': 0.0}, layerwise_adaptation=True)
 
 
 class Sgd(Learned):
   """Momentum with Nesterov, an L2 regularizer, each gradient clipped by its own norm."""
 
-  def optimizer(self):
-    return self.configured(
-      opt.ShardedSgd, momentum=0.9, nesterov=True, l2_regularizer_weight=1e-2, clip_gradient_single_norm_to_value=0.3
-    )
+  OPTIMIZER = dict(cls=opt.ShardedSgd, momentum=0.9, nesterov=True)
+  OPTIMIZER |= dict(l2_regularizer_weight=1e-2, clip_gradient_single_norm_to_value=0.3)
 
 
 class Decoupled(Learned):
   """Decoupled weight decay, cosine with a linear ramp-up."""
 
+  SCHEDULE = dict(warmup_steps=2, decay_start=3, decay_end=8, min_ratio=0.1, max=1.0)
+
   def optimizer(self):
-    schedule = pax_fiddle.Config(
-      schedules.LinearRampupCosineDecay, warmup_steps=2, decay_start=3, decay_end=8, min_ratio=0.1, max=1.0
-    )
+    schedule = pax_fiddle.Config(schedules.LinearRampupCosineDecay, **self.SCHEDULE)
     return super().optimizer(decoupled_weight_decay=0.1, lr_schedule=schedule)
 
 
@@ -134,14 +116,9 @@ class Scheduled(Learned):
   """Piecewise: cycles of polynomial ramps, then exponential decay."""
 
   def optimizer(self):
-    schedule = pax_fiddle.Config(
-      schedules.PiecewiseSchedule,
-      boundaries=[3],
-      schedules=[
-        pax_fiddle.Config(schedules.Polynomial, start=(0, 0.1), limit=(3, 1.0), power=2),
-        pax_fiddle.Config(schedules.Exponential, start=(0, 1.0), limit=(5, 0.1)),
-      ],
-    )
+    ramp = pax_fiddle.Config(schedules.Polynomial, start=(0, 0.1), limit=(3, 1.0), power=2)
+    decay = pax_fiddle.Config(schedules.Exponential, start=(0, 1.0), limit=(5, 0.1))
+    schedule = pax_fiddle.Config(schedules.PiecewiseSchedule, boundaries=[3], schedules=[ramp, decay])
     return super().optimizer(lr_schedule=schedule)
 
 
