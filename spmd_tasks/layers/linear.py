@@ -38,10 +38,8 @@ def multiply_gathered(
 
   Args:
     product: multiplies x with the weight; the dims that count tokens come first in x and in the result.
-    x: the tokens, of `dtype`.
-    weight: in float32.
-    dtype: of the computation; few bytes are gathered.
-    split_dims: of the weight.
+    x, dtype: the tokens, of the dtype of the computation.
+    weight, split_dims: in float32, and its split dims.
     token_split_dims: of the dims of x that count tokens; None gathers nothing.
   """
   if not gathered_axes(split_dims, token_split_dims):

@@ -71,8 +71,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'none': None,
   # Keeps the results of all matmuls, including attention's [B, H, T, T] logits where no kernel avoids them.
   'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing_and_attention),
-  # Keeps the results of matmuls with weights, and of an attention kernel. Plain attention is recomputed, which is cheap
-  # for the memory that it frees.
+  # Keeps the results of matmuls with weights, and of an attention kernel. Plain attention is recomputed.
   'dots_no_batch': checkpoint_policies.save_from_both_policies(
     checkpoint_policies.dots_with_no_batch_dims_saveable, _routing_and_attention
   ),
@@ -85,8 +84,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
   # Keeps the input of each layer only.
   'full': _routing,
-  # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation. Decisions are small
-  # and stay on the device. On CPU, which has one memory, it is 'attention'.
+  # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation.
   'attention_offloaded': _offloaded(LAYER_INPUT_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
   # Keeps the input of each layer only, in the memory of the host.
   'full_offloaded': _offloaded(LAYER_INPUT_NAME),
@@ -179,9 +177,8 @@ class TransformerStack(WithSublayers, kw_only=True):
   """`num_layers` blocks of one shape, each with its own weights; every weight is stacked, [L, ...], under `layers`.
 
   With `scan=True` one compiled block runs L times, so that trace and compile time do not grow with depth. With
-  `scan=False` the loop is unrolled in the compiled program: XLA can schedule each layer separately, and compilation
-  takes longer. Both are one `nn.scan` with different unroll factors, so the tree of weights and its shapes are the
-  same, and checkpoints move between the two.
+  `scan=False` the loop is unrolled: XLA can schedule each layer separately. Both are one `nn.scan`, so the tree of
+  weights and its shapes are the same, and checkpoints move between the two.
 
   Fields:
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
@@ -234,8 +231,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:
-    # prevent_cse adds a barrier that stops XLA from merging the recomputation with the forward pass. Inside a loop XLA
-    # cannot merge them, and the barrier only costs time.
+    # prevent_cse adds a barrier against merging recomputation and forward pass, which XLA cannot do inside a loop.
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
 
   def run(block, x, given):

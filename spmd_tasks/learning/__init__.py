@@ -22,8 +22,8 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.learning.multi_optimizer import MultiOptimizer
   from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW
-  from spmd_tasks.learning.product_of_factors import ProductOfFactors
-  from spmd_tasks.learning.schedules import Constant, LearningRate, LinearWarmupCosine, LinearWarmupRsqrt, Schedule
+  from spmd_tasks.learning.other_schedules import Constant, LinearWarmupRsqrt, ProductOfFactors
+  from spmd_tasks.learning.schedules import LearningRate, LinearWarmupCosine, Schedule
 
 __all__ = [
   'Adafactor',

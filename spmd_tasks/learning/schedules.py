@@ -39,25 +39,12 @@ def check_non_negative(name: str, value: float) -> None:
     raise UserError(f'{name} is {value}; it must be 0 or more and finite.')
 
 
-def _after_warmup(peak: float, warmup_steps: int, after: optax.Schedule, step: jax.typing.ArrayLike) -> jax.Array:
+def after_warmup(peak: float, warmup_steps: int, after: optax.Schedule, step: jax.typing.ArrayLike) -> jax.Array:
   """Evaluates a linear warmup followed by the schedule `after`, whose step 0 is the end of the warmup."""
   schedule = after
   if warmup_steps > 0:
     schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_steps), after], [warmup_steps])
   return jnp.asarray(schedule(jnp.asarray(step)), jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constant:
-  """The same value at every step."""
-
-  value: float
-
-  def __post_init__(self):
-    check_non_negative('value', self.value)
-
-  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-    return jnp.asarray(self.value, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,30 +79,4 @@ class LinearWarmupCosine:
     after = optax.cosine_decay_schedule(self.peak, self.total_steps - start, alpha=self.final_fraction)
     if start > self.warmup_steps:
       after = optax.join_schedules([optax.constant_schedule(self.peak), after], [start - self.warmup_steps])
-    return _after_warmup(self.peak, self.warmup_steps, after, step)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearWarmupRsqrt:
-  """Linear warmup, then `peak * sqrt(warmup_steps / step)`, the schedule of the first Transformers.
-
-  T5 uses `peak = 1 / sqrt(warmup_steps)`, and a constant rate in place of the warmup. Optax has no such schedule.
-  """
-
-  peak: float
-  warmup_steps: int
-
-  def __post_init__(self):
-    check_non_negative('peak', self.peak)
-    if self.warmup_steps < 1:
-      raise UserError(
-        f'warmup_steps is {self.warmup_steps}; it must be 1 or more, because the decay is relative to it.'
-      )
-
-  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-    def after(num_since_warmup: jax.typing.ArrayLike) -> jax.Array:
-      # join_schedules evaluates both parts at every step; during the warmup this count is negative.
-      steps = self.warmup_steps + jnp.maximum(num_since_warmup, 0)
-      return self.peak * jnp.sqrt(self.warmup_steps / steps)
-
-    return _after_warmup(self.peak, self.warmup_steps, after, step)
+    return after_warmup(self.peak, self.warmup_steps, after, step)

@@ -4,23 +4,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.learning import ProductOfFactors, schedules
+from spmd_tasks.learning import Constant, LinearWarmupCosine, LinearWarmupRsqrt, ProductOfFactors
 
-COSINE = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.1)
-HELD = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, decay_start=8, total_steps=16, final_fraction=0.1)
-RSQRT = schedules.LinearWarmupRsqrt(peak=2.0, warmup_steps=4)
+COSINE = LinearWarmupCosine(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.1)
+HELD = LinearWarmupCosine(peak=2.0, warmup_steps=4, decay_start=8, total_steps=16, final_fraction=0.1)
+RSQRT = LinearWarmupRsqrt(peak=2.0, warmup_steps=4)
 FACTORS = ProductOfFactors(base=2.0, warmup_steps=4)
 FLAT_FIRST = ProductOfFactors(factors='constant * rsqrt_decay', base=2.0, warmup_steps=4, step_offset=3)
 OTHERS = ProductOfFactors(
   factors='rsqrt_normalized_decay * decay_every * cosine_decay', warmup_steps=4, steps_per_decay=4, steps_per_cycle=10
 )
-NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8)
+NO_WARMUP = LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8)
 
 
 @pytest.mark.parametrize(
   'schedule, step, expected',
   [
-    (schedules.Constant(value=0.5), 10**6, 0.5),
+    (Constant(value=0.5), 10**6, 0.5),
     (COSINE, 1, 0.5),
     (COSINE, 4, 2.0),
     (COSINE, 8, 2.0 * (0.1 + 0.9 * 0.5)),
@@ -52,12 +52,12 @@ def test_value_at_step(schedule, step, expected):
 @pytest.mark.parametrize(
   'build, message',
   [
-    (lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, total_steps=5), 'total_steps 5 must be larger'),
+    (lambda: LinearWarmupCosine(peak=1.0, warmup_steps=5, total_steps=5), 'total_steps 5 must be larger'),
     (
-      lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, decay_start=4, total_steps=9),
+      lambda: LinearWarmupCosine(peak=1.0, warmup_steps=5, decay_start=4, total_steps=9),
       'decay_start is 4; it must lie between warmup_steps 5 and total_steps 9',
     ),
-    (lambda: schedules.LinearWarmupRsqrt(peak=1.0, warmup_steps=0), 'must be 1 or more'),
+    (lambda: LinearWarmupRsqrt(peak=1.0, warmup_steps=0), 'must be 1 or more'),
   ],
 )
 def test_impossible_settings_are_refused(build, message):

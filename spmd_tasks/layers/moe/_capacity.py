@@ -15,6 +15,7 @@ step.
 """
 
 import abc
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Literal
@@ -37,7 +38,7 @@ from spmd_tasks.layers.moe._slots import (
   tokens_per_group,
 )
 from spmd_tasks.sharding import SplitDims, constrain
-from spmd_tasks.sharding.specs import current_sharding_scope
+from spmd_tasks.sharding.specs import current_sharding_scope, num_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,11 @@ class CapacityComputation(abc.ABC):
       group_size = tokens_per_group(batch_size, length, self.group_size)
     else:
       group_size = batch_size * length // routing.slots.token_ids.shape[0]
-    resharding = slot_resharding(weights, self.activation_split_dims, (batch_size, length))
+    resharding, scope = SlotResharding(), current_sharding_scope()
+    if scope is not None:
+      layout = expert_layout(scope, weights, self.activation_split_dims, (batch_size, length))
+      axes = {'tokens': layout.tokens, 'expert': layout.expert, 'hidden': layout.hidden}
+      resharding = SlotResharding(**axes, sizes=scope.mesh.shape)
     grouped = resharding.group_tokens(x.astype(weights.up.dtype), group_size)
     if routing.slots is None:
       assignment = self._assign(routing, resharding, group_size, train=train)
@@ -227,27 +232,23 @@ class SlotResharding:
   Attributes:
     tokens: axes that split the tokens, and hence the groups.
     expert, hidden: axes that split E and F.
-    axis_sizes: name and size of every axis above.
+    sizes: of the mesh's axes.
   """
 
   tokens: Axes = ()
   expert: Axes = ()
   hidden: Axes = ()
-  axis_sizes: tuple[tuple[str, int], ...] = ()
-
-  def _num_parts(self, axes: Axes) -> int:
-    sizes = dict(self.axis_sizes)
-    return math.prod(sizes[axis] for axis in axes)
+  sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def padded_num_experts(self, num_experts: int) -> int:
     """Returns E rounded up so that every device has equally many experts."""
-    return _round_up(num_experts, self._num_parts(self.expert))
+    return _round_up(num_experts, num_parts(self.expert, self.sizes))
 
   def group_tokens(self, x: jax.Array, group_size: int, fill_value: float = 0) -> jax.Array:
     """Returns [G, S, N] for x [B, T, N], padding B with `fill_value` so that every device has equally many groups."""
     batch_size, length, _ = x.shape
     rows_per_group = math.lcm(group_size, length) // length
-    num_rows = _round_up(batch_size, rows_per_group * self._num_parts(self.tokens))
+    num_rows = _round_up(batch_size, rows_per_group * num_parts(self.tokens, self.sizes))
     x = jnp.pad(x, ((0, num_rows - batch_size), (0, 0), (0, 0)), constant_values=fill_value)
     return self._split_groups(x.reshape(-1, group_size, x.shape[-1]))
 
@@ -265,10 +266,9 @@ class SlotResharding:
     G and E of the rows are padded, E of the weights is not.
     """
     num_groups, num_experts, capacity, model_dim = rows.shape
-    sizes = dict(self.axis_sizes)
     # [E, the size of each axis that splits tokens, the groups of one device, C, D]
     rows = self._split_groups(rows)
-    by_axis = [num_experts, *[sizes[axis] for axis in self.tokens], -1]
+    by_axis = [num_experts, *[self.sizes[axis] for axis in self.tokens], -1]
     rows = rows.swapaxes(0, 1).reshape(*by_axis, capacity, model_dim)
     steps = self._steps()
     for split_dims in steps:
@@ -312,7 +312,7 @@ class SlotResharding:
   def _pad_weights(self, weights: ExpertWeights) -> ExpertWeights:
     num_experts, _, hidden_dim = weights.up.shape
     more_experts = self.padded_num_experts(num_experts) - num_experts
-    more_hidden = _round_up(hidden_dim, self._num_parts(self.hidden)) - hidden_dim
+    more_hidden = _round_up(hidden_dim, num_parts(self.hidden, self.sizes)) - hidden_dim
     experts, hidden, whole = (0, more_experts), (0, more_hidden), (0, 0)
     return weights.map(
       up=lambda x: jnp.pad(x, (experts, whole, hidden)),
@@ -320,23 +320,6 @@ class SlotResharding:
       up_bias=lambda x: jnp.pad(x, (experts, hidden)),
       down_bias=lambda x: jnp.pad(x, (experts, whole)),
     )
-
-
-def slot_resharding(
-  weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, ...]
-) -> SlotResharding:
-  """Returns the SlotResharding for the current sharding scope; arguments as those of `expert_layout`."""
-  scope = current_sharding_scope()
-  if scope is None:
-    return SlotResharding()
-  layout = expert_layout(scope, weights, activation_split_dims, tokens)
-  axes = dict.fromkeys((*layout.tokens, *layout.expert, *layout.hidden))
-  return SlotResharding(
-    tokens=layout.tokens,
-    expert=layout.expert,
-    hidden=layout.hidden,
-    axis_sizes=tuple((axis, scope.mesh.shape[axis]) for axis in axes),
-  )
 
 
 def _round_up(size: int, multiple: int) -> int:

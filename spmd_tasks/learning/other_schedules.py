@@ -1,4 +1,4 @@
-"""ProductOfFactors: the learning rate schedules of T5X."""
+"""Learning rate schedules beside that of schedules.py: Constant, LinearWarmupRsqrt, and ProductOfFactors of T5X."""
 
 import dataclasses
 import math
@@ -7,7 +7,46 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning.schedules import check_non_negative
+from spmd_tasks.learning.schedules import after_warmup, check_non_negative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant:
+  """The same value at every step."""
+
+  value: float
+
+  def __post_init__(self):
+    check_non_negative('value', self.value)
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    return jnp.asarray(self.value, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearWarmupRsqrt:
+  """Linear warmup, then `peak * sqrt(warmup_steps / step)`, the schedule of the first Transformers.
+
+  T5 uses `peak = 1 / sqrt(warmup_steps)`, and a constant rate in place of the warmup. Optax has no such schedule.
+  """
+
+  peak: float
+  warmup_steps: int
+
+  def __post_init__(self):
+    check_non_negative('peak', self.peak)
+    if self.warmup_steps < 1:
+      raise UserError(
+        f'warmup_steps is {self.warmup_steps}; it must be 1 or more, because the decay is relative to it.'
+      )
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    def after(num_since_warmup: jax.typing.ArrayLike) -> jax.Array:
+      # join_schedules evaluates both parts at every step; during the warmup this count is negative.
+      steps = self.warmup_steps + jnp.maximum(num_since_warmup, 0)
+      return self.peak * jnp.sqrt(self.warmup_steps / steps)
+
+    return after_warmup(self.peak, self.warmup_steps, after, step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
