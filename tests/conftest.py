@@ -106,7 +106,13 @@ _TOGETHER = {
     'tuning/test_assistant_turns.py',
     'tuning/test_preference_loss.py',
   ),
-  'seqio': ('bridges/t5x/test_gin.py', 'bridges/t5x/test_seqio.py', 'bridges/t5x/test_seqio_metrics.py'),
+  'seqio': (
+    'bridges/t5x/test_gin.py',
+    'bridges/t5x/test_seqio.py',
+    'bridges/t5x/test_seqio_metrics.py',
+    'inputs/test_batches.py',
+    'inputs/test_tokenizers.py',
+  ),
   'a finished job': ('tests/programs/', 'tests/replay/'),
   'steps for plans': (
     'planning/test_collectives.py',

@@ -225,27 +225,35 @@ class Checkpointer:
     """Whether there is no checkpoint, and nothing says that one was ever saved."""
     return not self.all_steps() and self._directory.loss() is None
 
-  def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
-    """Restores a whole state, bit-exactly, onto the shardings of `abstract_state`.
+  def restore(self, abstract_state: Any, step: int | None = None, *, subtree: str | None = None) -> Restored | None:
+    """Restores a state, bit-exactly, onto the shardings of `abstract_state`.
 
     Args:
       abstract_state: a tree of ShapeDtypeStructs with shardings (none: this process's first device).
       step: None restores the newest checkpoint that is not damaged; then None is returned if there has never been one.
+      subtree: the key path of `abstract_state` in the saved state, of which nothing else is read; None: the whole.
 
     Raises:
       CheckpointError: the state differs from the checkpoint in any leaf's name, shape or dtype; the step that was asked
         for is missing or damaged; there are checkpoints, and none that is whole; or there is none any more.
     """
-    return self._restore(abstract_state, step, subtree=None)
+    self.wait()
+    while True:
+      chosen = self._choose(step, abstract_state, prefix=f'{subtree}/' if subtree else '')
+      if chosen is None:
+        return None
+      restored = self._read(chosen, abstract_state, subtree)
+      limit_s = self._arrays.limit_s(num_bytes(abstract_state))
+      if all_agree(restored is not None, 'checkpoint_read', limit_s=limit_s):
+        return restored
+      logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
 
   def restore_weights(self, abstract_weights: Any, step: int | None = None, *, subtree: str = 'weights') -> Restored:
-    """Restores one subtree of the state, reading no other arrays; `Restored.state` is that subtree.
-
-    `subtree` is its key path in the saved state: 'weights', or 'learner/ema_weights' for the averaged ones.
+    """Restores one subtree: 'weights', or 'learner/ema_weights' for the averaged ones.
 
     Raises a CheckpointError: as `restore`; also if the directory has no checkpoint.
     """
-    restored = self._restore(abstract_weights, step, subtree=subtree)
+    restored = self.restore(abstract_weights, step, subtree=subtree)
     if restored is None:
       raise CheckpointError(
         f'{self._directory.path} has no checkpoint to restore weights from: correct the path, or train first.'
@@ -281,17 +289,6 @@ class Checkpointer:
       self._on_saved(step)
     if self._max_to_keep is not None:
       self._directory.delete_old(max_to_keep=self._max_to_keep, **self._kept_beside)
-
-  def _restore(self, abstract: Any, step: int | None, *, subtree: str | None) -> Restored | None:
-    self.wait()
-    while True:
-      chosen = self._choose(step, abstract, prefix=f'{subtree}/' if subtree else '')
-      if chosen is None:
-        return None
-      restored = self._read(chosen, abstract, subtree)
-      if all_agree(restored is not None, 'checkpoint_read', limit_s=self._arrays.limit_s(num_bytes(abstract))):
-        return restored
-      logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
 
   def _choose(self, step: int | None, abstract: Any, *, prefix: str) -> int | None:
     """Returns the verified step that every process restores, and shares what process 0 found damaged."""

@@ -1,6 +1,6 @@
 """Renders chat templates in a process of their own, whose time and memory are limited.
 
-    texts = render_in_process(source, [(variables, None)])     # [(text, spans)]; a TemplateError if there is none
+    texts = render_in_process(source, [(variables, None)])     # [(text, spans)]; a UserError if there is none
 
 The process runs _template_sandbox.py. It starts with the first template and renders the next ones too; one that has
 reached a limit is replaced. Threads that render at the same time have a process each.
@@ -35,26 +35,15 @@ Spans = list[tuple[int, int]]
 Job = tuple[Mapping[str, Any], datetime.datetime | None]
 
 
-class TemplateError(Exception):
-  """A template cannot be rendered; `kind` and `line` are those of _template_sandbox.answer."""
-
-  def __init__(self, kind: str, line: int | None, sentence: str):
-    super().__init__(sentence)
-    self.kind = kind
-    self.line = line
-
-
 def render_in_process(source: str, jobs: Sequence[Job] = ()) -> list[tuple[str, Spans | None]]:
   """Renders a template once for each job, as _template_sandbox.answer does; without jobs it is compiled only.
 
-  Raises:
-    TemplateError: a text cannot be had.
-    UserError: no process can be started.
+  Raises a UserError: a text cannot be had, or no process can be started.
   """
   try:
     request = pickle.dumps((source, [(dict(variables), now) for variables, now in jobs]))
   except Exception as error:  # of objects that cannot be sent, or that are nested too deeply
-    raise TemplateError('failed', None, f'{error}') from error
+    raise _refusal('failed', None, f'{error}') from error
   idle = _idle.setdefault(os.getpid(), [])  # a forked process does not share those of its parent
   try:
     while not (process := idle.pop()).is_alive:
@@ -73,7 +62,20 @@ def render_in_process(source: str, jobs: Sequence[Job] = ()) -> list[tuple[str, 
     process.end()
   else:
     idle.append(process)
-  raise TemplateError(**reply)
+  raise _refusal(**reply)
+
+
+def _refusal(kind: str, line: int | None, sentence: str) -> UserError:
+  """The error of a template that cannot be rendered; the arguments are what _template_sandbox.answer says."""
+  where, said = '' if line is None else f' in line {line}', sentence.rstrip('.')
+  return UserError(
+    {
+      'syntax': f'the chat template is not valid Jinja{where}: {said}.',
+      'refused': f'the chat template refuses the messages: {sentence}',
+      'failed': f'the chat template fails{where} for these messages: {said}.',
+      'limit': f'the chat template is stopped{where}: {said}: use a simpler template, or shorter messages.',
+    }[kind]
+  )
 
 
 class _Process:

@@ -19,7 +19,7 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs._template_process import Job, Spans, TemplateError, render_in_process
+from spmd_tasks.inputs._template_process import Job, Spans, render_in_process
 from spmd_tasks.inputs.tokenizer_files import FolderTokenizer, read_json_object
 
 _TRANSCRIPT = """\
@@ -61,7 +61,7 @@ class ChatTemplate:
 
   def __post_init__(self):
     for source in {self.template, self.tool_template or self.template} - {_TRANSCRIPT}:
-      _render_all(source)
+      render_in_process(source)
 
   @classmethod
   def from_turns(
@@ -205,23 +205,7 @@ class ChatTemplate:
     for messages, add_prompt in conversations:
       own = {'messages': [_with_reasoning(each) for each in messages], 'add_generation_prompt': add_prompt}
       jobs.append((given | own, now))
-    return _render_all(self._source(tools), jobs)
-
-
-def _render_all(source: str, jobs: Sequence[Job] = ()) -> list[tuple[str, Spans | None]]:
-  """Renders a template once for each job; without jobs it is compiled only."""
-  try:
-    return render_in_process(source, jobs)
-  except TemplateError as error:
-    where, sentence = '' if error.line is None else f' in line {error.line}', str(error).rstrip('.')
-    raise UserError(
-      {
-        'syntax': f'the chat template is not valid Jinja{where}: {sentence}.',
-        'refused': f'the chat template refuses the messages: {error}',
-        'failed': f'the chat template fails{where} for these messages: {sentence}.',
-        'limit': f'the chat template is stopped{where}: {sentence}: use a simpler template, or shorter messages.',
-      }[error.kind]
-    ) from error
+    return render_in_process(self._source(tools), jobs)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
