@@ -37,11 +37,10 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
   from spmd_tasks.tuning.reward_tuning import RewardTuning
   from spmd_tasks.tuning.rollout_input import RewardPrompts, RolloutInput
-  from spmd_tasks.tuning.rollout_task import RolloutTask
+  from spmd_tasks.tuning.rollout_task import LanguageModelWithValues, RolloutTask
   from spmd_tasks.tuning.score_loss import ScoreLoss
   from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
   from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs
-  from spmd_tasks.tuning.value_head import LanguageModelWithValues
 
 __all__ = [
   'WING',

@@ -121,18 +121,13 @@ def _source_of_job(directory: epath.Path, folder: 'Folder') -> AdapterSource:
       f'the job in {directory} cannot be read: {error} A folder of peft needs no experiment: --mode export '
       '--format peft.'
     ) from error
-  found: dict[str, LowRankAdapter] = {}
-  for name, (layer, projection) in adaptable_weights(task.model).items():
-    for each in _built(layer.adapters):
-      if isinstance(each, LowRankAdapter) and projection in each.names:
-        found[name] = dataclasses.replace(each, names=())
+  built = {name: fdl.build(each) for name, each in adapters_of(task.model).items()}
+  found = {
+    name: dataclasses.replace(each, names=()) for name, each in built.items() if isinstance(each, LowRankAdapter)
+  }
   if not found:
     raise UserError(f'the job in {directory} has no low-rank adapters: serve it alone (--job_log_dir {directory}).')
   return AdapterSource(path=str(directory), is_job=True, adapters=found, is_averaged=task.eval_with_ema)
-
-
-def _built(adapters: Any) -> list[LowRankAdapter]:
-  return [fdl.build(each) if isinstance(each, fdl.Buildable) else each for each in adapters]
 
 
 def stacked_adapters(model: PartitionedModel, folder: str, sources: Mapping[str, AdapterSource]) -> Any:
@@ -155,29 +150,18 @@ def stacked_adapters(model: PartitionedModel, folder: str, sources: Mapping[str,
     made |= {part: np.zeros(canonical[part].shape, np.float32) for part in (names.a, names.b)}
   for number, (choice, source) in enumerate(sources.items(), 1):
     shapes: dict[str, tuple[int, ...]] = {}
-    for kernel, adapter in source.adapters.items():
-      shapes |= _shapes_alone(made, places[kernel], adapter, _num_layer_dims(specs[kernel]))
+    for kernel, adapter in source.adapters.items():  # without the dim that counts adapters, behind that of layers
+      names, dim = places[kernel], int(specs[kernel].stacked > 0)
+      (*a, _), b = (made[part].shape[:dim] + made[part].shape[dim + 1 :] for part in (names.a, names.b))
+      shapes |= {names.a: (*a, adapter.rank), names.b: (*b[:dim], adapter.rank, *b[dim + 1 :])}
     arrays = _read(source, shapes, folder, model.mesh)
     if amiss := sorted(name for name, array in arrays.items() if not np.isfinite(array).all()):
       raise UserError(f'the adapter {choice!r} in {source.path} has numbers in {amiss[0]} that are not finite.')
     for kernel, adapter in source.adapters.items():
-      names, own = places[kernel], (slice(None),) * _num_layer_dims(specs[kernel]) + (number,)
+      names, own = places[kernel], (slice(None),) * int(specs[kernel].stacked > 0) + (number,)
       made[names.a][(*own, ..., slice(adapter.rank))] = arrays[names.a]
       made[names.b][(*own, slice(adapter.rank))] = arrays[names.b] * adapter.scale
   return _place(model, made)
-
-
-def _num_layer_dims(spec: Any) -> int:
-  """Returns the number of dims of a weight in a checkpoint that count layers."""
-  return int(spec.stacked > 0)
-
-
-def _shapes_alone(
-  stacked: Mapping[str, np.ndarray], names: AdapterNames, adapter: LowRankAdapter, dim: int
-) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes of one adapter's own weights in a checkpoint, of stacks that count adapters in the dim `dim`."""
-  a, b = (stacked[part].shape for part in (names.a, names.b))
-  return {names.a: (*a[:dim], *a[dim + 1 : -1], adapter.rank), names.b: (*b[:dim], adapter.rank, *b[dim + 2 :])}
 
 
 def _read(source: AdapterSource, shapes: _Shapes, folder: str, mesh: Any) -> dict[str, np.ndarray]:

@@ -16,8 +16,7 @@ from spmd_tasks.tuning.conversations import config_of
 from spmd_tasks.tuning.policy_loss import PolicyLoss
 from spmd_tasks.tuning.preference_loss import reference_from
 from spmd_tasks.tuning.rollout_input import RewardPrompts, RolloutInput
-from spmd_tasks.tuning.rollout_task import RolloutTask, num_choices
-from spmd_tasks.tuning.value_head import LanguageModelWithValues
+from spmd_tasks.tuning.rollout_task import LanguageModelWithValues, RolloutTask, num_choices
 
 Files = str | tuple[str, ...]
 

@@ -1,7 +1,10 @@
-"""RolloutTask: a task that computes of rollouts what their sampler computed: the same bits, or by the same experts.
+"""RolloutTask, which computes of rollouts what their sampler computed (the same bits, or by the same experts), and
+LanguageModelWithValues, a model with the value head of PPO.
 
 layers/batch_invariant.py says how bits agree, and docs/rewards.md what it costs. The choices of a mixture's experts are
 flat: int32 [..., n], those of all layers one after another.
+
+Shapes: B batch, T sequence, D model.
 """
 
 from collections.abc import Mapping
@@ -11,9 +14,11 @@ from typing import Any
 
 from flax import traverse_util
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers import LossOutput
+from spmd_tasks.layers import LanguageModel, LossOutput, declare_weight
+from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.layers.base import REPLAYED, layer_scope
 from spmd_tasks.runtime import Task
 
@@ -62,3 +67,24 @@ def num_choices(part: Any) -> int:
   fields = [getattr(part, field.name) for field in dataclasses.fields(part) if field.name not in ('parent', 'name')]
   own = getattr(part, 'num_selected', 0)
   return (own + sum(map(num_choices, fields))) * getattr(part, 'num_layers', 1)
+
+
+class _ValueHead(nn.Module):
+  """The weight `kernel` [D], zeros at the start. Like an adapter it is in no model's folder, read or exported."""
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    zeros, tags = jax.nn.initializers.zeros, (ADAPTER_TAG,)
+    kernel = declare_weight(self, 'kernel', shape=x.shape[-1:], init=zeros, split_dims=('embed',), tags=tags)
+    return jnp.einsum('BTD,D->BT', x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+class LanguageModelWithValues(LanguageModel, kw_only=True):
+  """A LanguageModel whose predictions also have `values`, float32 [B, T]: the reward that is expected after each token.
+
+  Its weights are those of the LanguageModel, and `value_head/kernel`.
+  """
+
+  @nn.nowrap
+  def _beside_logits(self, x: jax.Array) -> dict[str, jax.Array]:
+    return {'values': _ValueHead(name='value_head')(x)}

@@ -5,11 +5,12 @@ experiment without such fields, and an override of the user wins.
 """
 
 from collections.abc import Mapping
+import math
 from typing import Any
 
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.mixture import sources_of
-from spmd_tasks.tuning import ConversationInput
+from spmd_tasks.tuning import ConversationInput, RolloutInput
 
 # Sizes up to which a field stays. A larger one becomes the cap, or a little less where it was odd.
 _CAPS = {
@@ -56,7 +57,7 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> dict
     uneven = own['num_layers'] % groups != 0
     new['num_layers'] = max(groups, 4 if groups in (1, 2, 4) else groups) + (at('num_repeats') if uneven else 0)
   if 'batch_size' in own:
-    parts = max(at('num_microbatches'), _learner_microbatches(values))
+    parts = math.lcm(max(at('num_microbatches'), _learner_microbatches(values)), own.get('group_size', 1))
     new['batch_size'] = max(at('batch_size') // parts, 1) * parts
   if 'num_heads' in own and ('num_heads' in new or 'model_dims' in new):
     heads = at('num_heads')
@@ -71,8 +72,8 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> dict
 
 
 def _reads_whole_records(job: Job) -> bool:
-  """Whether rows hold whole conversations or pairs, which would not fit in shorter ones."""
-  return any(isinstance(each, ConversationInput) for each in sources_of(job.train_input))
+  """Whether rows hold whole conversations, pairs or completed prompts, which would not fit in shorter ones."""
+  return any(isinstance(each, ConversationInput | RolloutInput) for each in sources_of(job.train_input))
 
 
 def _learner_microbatches(values: Mapping[str, Any]) -> int:

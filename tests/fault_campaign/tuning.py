@@ -40,7 +40,8 @@ def function_fails(scene: Scene) -> str:
   failure = scene.rng.choice(('gives_nan', 'hangs', 'dies'))
   scene.where = failure
   check(any(line['reward_failures'] for line in scene.reference.metrics.values()), 'no call failed')
-  ended = scene.run('--set', f'reward={reward_functions.__name__}:{failure}', '--set', 'reward_timeout_s=3')
+  flags = ('--set', f'reward={reward_functions.__name__}:{failure}', '--set', 'reward_timeout_s=3')
+  ended = scene.run(*scene.command(), *flags)
   check(ended.returncode == exit_codes.OK, f'exit code {ended.returncode}: {judge.sentence_of(ended)}')
   scene.check_as_undisturbed()
   return 'the run went on, bit for bit'

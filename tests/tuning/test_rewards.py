@@ -56,7 +56,7 @@ def test_a_job_learns_its_reward_with_a_sampler_that_agrees_with_the_trainer(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('setting', ['method=grpo', 'method=ppo', 'staleness=1'])
+@pytest.mark.parametrize('setting', ['method=ppo', 'staleness=1'])
 def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path, setting):
   """Two minibatches twice are four updates of a rollout; the job is ended after the third."""
   data = write_prompts(tmp_path)

@@ -31,6 +31,7 @@ def shrunk(name: str, *overrides: str) -> dict[str, str]:
     ('lm.Dense1B', {'num_layers': '4', 'num_heads': '4', 'num_kv_heads': '2', 'vocab_size': '259', 'dtype': 'float32'}),
     ('moe.FineGrained16B', {'num_experts': '8', 'num_selected_experts': '2', 'shared_hidden_dims': '32'}),
     ('pipeline.OneForwardOneBackwardTiny', {'num_layers': '5', 'batch_size': '8', 'model_dims': '32'}),
+    ('tests.tuning.reward_experiments.Policy', {'batch_size': '8', 'seq_len': None}),  # prompts and completions fit
   ],
 )
 def test_sizes_shrink_and_settings_stay(name, changes):
