@@ -9,7 +9,14 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.decoding.step_functions import Forward, encoder_entries, is_encoded, take_slots, write_tokens
+from spmd_tasks.decoding.step_functions import (
+  Forward,
+  encoder_entries,
+  is_encoded,
+  take_slots,
+  text_entries,
+  write_tokens,
+)
 
 
 class Beams(struct.PyTreeNode):
@@ -82,15 +89,9 @@ def beam_search(
     num_beams, max_new_tokens: W and M.
     length_penalty: 0 compares log-probabilities, which prefers short texts; 1 compares roughly their means per token.
   """
-  num_prompts, num_columns = ids.shape
-  columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
-  batch = {
-    'ids': ids,
-    'segment_ids': (columns < lengths[:, None]).astype(jnp.int32),
-    'segment_pos': jnp.broadcast_to(columns, ids.shape),
-    'logit_columns': lengths[:, None] - 1,
-    **encoder_entries(encoder_ids, encoder_lengths),
-  }
+  num_prompts = len(ids)
+  batch = text_entries(ids, lengths) | {'logit_columns': lengths[:, None] - 1}
+  batch |= encoder_entries(encoder_ids, encoder_lengths)
   logits, prompts = forward(variables, None, batch)
   beam_shape = (num_prompts, num_beams)
   tokens = jnp.zeros((*beam_shape, max_new_tokens), jnp.int32)

@@ -11,6 +11,7 @@ Shapes: P prompts, n samples, R = P n rows, T tokens of the longest prompt, M ge
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 from flax import struct, traverse_util
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.requests import Request, filled_rows
 from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
 from spmd_tasks.decoding.step_functions import (
   DecodeState,
@@ -26,6 +27,7 @@ from spmd_tasks.decoding.step_functions import (
   emit,
   step,
   take_slots,
+  text_entries,
   write_tokens,
 )
 
@@ -72,21 +74,13 @@ def make_groups(requests: Sequence[Request], num_prompts: int, *, max_len: int, 
   while num_columns < longest:
     num_columns *= 4
 
-  def rows(values: Sequence[Sequence[int]], fill: int, size: int) -> Any:
-    array = np.full((num_prompts, size), fill, np.int32)
-    for row, value in enumerate(values):
-      array[row, : len(value)] = value
-    return array
-
-  def numbers(dtype: Any, values: Sequence[int], fill: int) -> Any:
-    return np.array([*values, *[fill] * (num_prompts - len(values))], dtype)
-
+  rows = functools.partial(filled_rows, num_prompts)
   return Groups(
-    ids=rows([request.ids for request in requests], 0, min(num_columns, max_len)),
-    lengths=numbers(np.int32, [len(request.ids) for request in requests], 1),
-    max_tokens=numbers(np.int32, [request.max_tokens for request in requests], 0),
-    seeds=numbers(np.uint32, [request.seed for request in requests], 0),
-    stop_ids=rows([request.stop_ids for request in requests], -1, num_stop_ids),
+    ids=rows(np.int32, [request.ids for request in requests], 0, min(num_columns, max_len)),
+    lengths=rows(np.int32, [len(request.ids) for request in requests], 1),
+    max_tokens=rows(np.int32, [request.max_tokens for request in requests], 0),
+    seeds=rows(np.uint32, [request.seed for request in requests], 0),
+    stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, num_stop_ids),
     sampling=SamplingArrays.from_params([request.sampling for request in requests], num_prompts),
   )
 
@@ -102,18 +96,11 @@ def sample_groups(
     groups: the prompts; none has penalties or biases.
     num_samples, max_new_tokens: n and M.
   """
-  num_prompts, num_columns = groups.ids.shape
+  num_prompts = len(groups.ids)
   num_rows = num_prompts * num_samples
-  columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
-  is_prompt = columns < groups.lengths[:, None]
   none = jnp.zeros(num_prompts, jnp.int32)
-  batch = {
-    'ids': groups.ids,
-    'segment_ids': is_prompt.astype(jnp.int32),
-    'segment_pos': jnp.where(is_prompt, columns, 0),
-    'logit_columns': groups.lengths[:, None] - 1,
-    'adapters': none,
-  }
+  batch = text_entries(groups.ids, groups.lengths)
+  batch |= {'logit_columns': groups.lengths[:, None] - 1, 'adapters': none}
   logits, prompts = forward(variables, None, batch)
   row = jnp.repeat(jnp.arange(num_prompts), num_samples)
   lengths, max_tokens, seeds, stop_ids, sampling, adapters = jax.tree.map(

@@ -9,6 +9,7 @@ Shapes: N slots, P rows of a prefill, T tokens of a chunk, S positions, K stop i
 
 from collections.abc import Iterable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 from flax import struct
@@ -158,15 +159,7 @@ def make_prefill_batch(
   """
   requests = [chunk.request for chunk in chunks]
 
-  def rows(dtype: Any, values: Iterable[Any], fill: Any, *shape: int) -> Any:
-    array = np.full((num_rows, *shape), fill, dtype)
-    for row, value in enumerate(values):
-      if shape:
-        array[row, : len(value)] = value
-      else:
-        array[row] = value
-    return array
-
+  rows = functools.partial(filled_rows, num_rows)
   is_first = chunks[0].start == 0 and not reads_cache
   before = None if is_first else rows(np.int32, [c.request.ids[: c.start] for c in chunks], -1, max_len)
   targets = [c.request.ids[c.start + 1 : c.stop + 1] for c in chunks]
@@ -191,6 +184,14 @@ def make_prefill_batch(
     encoder_ids=encoder_len and rows(np.int32, [request.encoder_ids for request in requests], 0, encoder_len),
     encoder_lengths=encoder_len and rows(np.int32, [len(request.encoder_ids) for request in requests], 0),
   )
+
+
+def filled_rows(num_rows: int, dtype: Any, values: Iterable[Any], fill: Any, *size: int) -> Any:
+  """A host array of `num_rows` numbers, or rows of a size, that begin with these values; the rest is `fill`."""
+  array = np.full((num_rows, *size), fill, dtype)
+  for row, value in enumerate(values):
+    array[(row, slice(len(value))) if size else row] = value
+  return array
 
 
 def slot_rows(slots: Sequence[int], num_slots: int, num_rows: int) -> Any:

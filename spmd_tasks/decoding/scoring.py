@@ -15,12 +15,14 @@ Shapes: B rows, T tokens, C scored tokens.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import functools
 import itertools
 
 import jax
 import numpy as np
 
 from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.requests import filled_rows
 from spmd_tasks.decoding.step_functions import ScoreBatch, Scores
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.task import Variables
@@ -122,25 +124,22 @@ def _make_batch(
   steps: DecodeSteps, texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int, *, adapter: int
 ) -> ScoreBatch:
   """The arrays of at most `num_rows` texts; further rows score nothing."""
-  ids = np.zeros((num_rows, num_tokens), np.int32)
-  lengths = np.ones(num_rows, np.int32)
-  columns = np.zeros((num_rows, num_columns), np.int32)
-  targets = np.full((num_rows, num_columns), -1, np.int32)
-  encoded = {}
+  rows = functools.partial(filled_rows, num_rows, np.int32)
+  contexts, encoded = [context for context, _ in texts], {}
   if steps.encoder_len is not None:
-    encoder_ids, encoder_lengths = np.zeros((num_rows, steps.encoder_len), np.int32), np.zeros(num_rows, np.int32)
-    encoded = {'encoder_ids': encoder_ids, 'encoder_lengths': encoder_lengths}
-  for row, (context, continuation) in enumerate(texts):
-    if encoded:
-      encoder_ids[row, : len(context)], encoder_lengths[row] = context, len(context)
-      context = (steps.settings.start_id,)
-    read = [*context, *continuation[:-1]]
-    ids[row, : len(read)] = read
-    lengths[row] = len(read)
-    columns[row, : len(continuation)] = np.arange(len(context) - 1, len(read))
-    targets[row, : len(continuation)] = continuation
-  adapters = np.full(num_rows, adapter, np.int32)
-  return ScoreBatch(ids=ids, lengths=lengths, columns=columns, targets=targets, adapters=adapters, **encoded)
+    lengths = rows([len(context) for context in contexts], 0)
+    encoded = {'encoder_ids': rows(contexts, 0, steps.encoder_len), 'encoder_lengths': lengths}
+    contexts = [(steps.settings.start_id,)] * len(texts)
+  read = [[*context, *continuation[:-1]] for context, (_, continuation) in zip(contexts, texts, strict=True)]
+  columns = [np.arange(len(context) - 1, len(ids)) for context, ids in zip(contexts, read, strict=True)]
+  return ScoreBatch(
+    ids=rows(read, 0, num_tokens),
+    lengths=rows([len(ids) for ids in read], 1),
+    columns=rows(columns, 0, num_columns),
+    targets=rows([continuation for _, continuation in texts], -1, num_columns),
+    adapters=rows((), adapter),
+    **encoded,
+  )
 
 
 def _read(texts: Sequence[Text], numbers: Sequence[int], scores: Scores) -> Iterator[tuple[int, TextScore]]:

@@ -150,20 +150,11 @@ def prefill(
   the model reads them there; without, from a copy of the slots, where the mesh splits slots. `heads` are those of the
   model that guess the next tokens.
   """
-  num_rows, num_columns = batch.ids.shape
-  columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
-  is_prompt = columns < batch.lengths[:, None]
-  model_batch: dict[str, Any] = {
-    'ids': batch.ids,
-    'segment_ids': is_prompt.astype(jnp.int32),
-    # Padding may lie beyond the last position.
-    'segment_pos': jnp.where(is_prompt, batch.starts[:, None] + columns, 0),
-    'adapters': batch.adapters,
-    **encoder_entries(batch.encoder_ids, batch.encoder_lengths),
-  }
-  if batch.before is not None:  # the slot holds the encoder's text
-    model_batch = {name: each for name, each in model_batch.items() if not name.startswith('encoder_')}
-    model_batch |= {'slots': batch.slots, 'tables': batch.tables} if by_slot else {}
+  model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths, batch.starts) | {'adapters': batch.adapters}
+  if batch.before is None:
+    model_batch |= encoder_entries(batch.encoder_ids, batch.encoder_lengths)
+  elif by_slot:  # which holds the encoder's text
+    model_batch |= {'slots': batch.slots, 'tables': batch.tables}
   last = jnp.maximum(batch.lengths - 1, 0)[:, None]
   cache = state.cache if by_slot else take_slots(state.cache, batch.slots, batch.tables)
   if batch.before is None:
@@ -178,8 +169,9 @@ def prefill(
     logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
   logits = logits[:, 0]
 
-  rows, beyond_vocabulary = jnp.arange(num_rows)[:, None], logits.shape[-1]  # the scatter drops ids from V on
-  ids = jnp.where(is_prompt, batch.ids, beyond_vocabulary)
+  num_rows, beyond_vocabulary = logits.shape  # the scatter drops ids from V on
+  rows = jnp.arange(num_rows)[:, None]
+  ids = jnp.where(model_batch['segment_ids'] > 0, batch.ids, beyond_vocabulary)
   seen = jnp.zeros(logits.shape, jnp.bool_).at[rows, ids].set(True, mode='drop')
   if batch.before is not None:
     before = jnp.where(batch.before >= 0, batch.before, beyond_vocabulary)
@@ -417,29 +409,29 @@ class Scores(struct.PyTreeNode):
 
 def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
   """Computes the log-probabilities of given tokens. Uses no slots, and logits of the asked columns only."""
-  columns = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)[None, :]
-  is_text = columns < batch.lengths[:, None]
-  model_batch: dict[str, Any] = {
-    'ids': batch.ids,
-    'segment_ids': is_text.astype(jnp.int32),
-    'segment_pos': jnp.where(is_text, columns, 0),
-    'logit_columns': batch.columns,
-    'adapters': batch.adapters,
-    **encoder_entries(batch.encoder_ids, batch.encoder_lengths),
-  }
+  model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths)
+  model_batch |= {'logit_columns': batch.columns, 'adapters': batch.adapters}
+  model_batch |= encoder_entries(batch.encoder_ids, batch.encoder_lengths)
   logits, _ = forward(variables, None, model_batch)
   logprobs, of_targets = _target_logprobs(logits, batch.targets)
   are_likeliest = (jnp.argmax(logprobs, axis=-1) == batch.targets) | (batch.targets < 0)
   return Scores(logprobs=of_targets, are_likeliest=are_likeliest)
 
 
+def text_entries(ids: jax.Array, lengths: jax.Array, starts: jax.Array | None = None) -> dict[str, jax.Array]:
+  """Returns the entries of a model's batch for texts int32 [P, T] of these lengths, from their `starts` or 0 on."""
+  columns = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+  is_text = columns < lengths[:, None]
+  positions = columns if starts is None else starts[:, None] + columns
+  # Padding may lie beyond the last position.
+  return {'ids': ids, 'segment_ids': is_text.astype(jnp.int32), 'segment_pos': jnp.where(is_text, positions, 0)}
+
+
 def encoder_entries(ids: jax.Array | None, lengths: jax.Array | None) -> dict[str, jax.Array]:
   """Returns the entries of a model's batch for the encoder, of texts int32 [P, E] of these lengths; {} for None."""
   if ids is None or lengths is None:
     return {}
-  columns = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
-  is_text = (columns < lengths[:, None]).astype(jnp.int32)
-  return {'encoder_ids': ids, 'encoder_segment_ids': is_text, 'encoder_segment_pos': columns}
+  return {f'encoder_{name}': entry for name, entry in text_entries(ids, lengths).items()}
 
 
 def is_encoded(path: Any) -> bool:
