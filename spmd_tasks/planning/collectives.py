@@ -108,10 +108,7 @@ def collectives(
 ) -> list[Collective]:
   """Lists the collectives that a step runs, in the program's order; those of one device alone are left out.
 
-  Args:
-    program: a compiled step.
-    mesh: the mesh that it was compiled for.
-    slice_of: device -> the index of its slice (node).
+  `program` is a step that was compiled for `mesh`; `slice_of` gives the index of a device's slice (node).
 
   Raises:
     UserError: a collective's groups of devices are written in a way that is not known here.

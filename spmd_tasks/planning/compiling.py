@@ -45,12 +45,11 @@ def compile_step(
   """Lowers and compiles one step of a job.
 
   Args:
-    job: the built experiment.
-    model: its task, partitioned over the target's devices.
+    job, model: the built experiment, and its task partitioned over the target's devices.
     step: a name in STEPS. `prefill` reads the longest chunk that a prompt begins with; `decode` generates one token for
       every slot.
-    target: names the devices in the lines on stderr.
-    show_progress: whether to write a line on stderr before and after it.
+    target: is named in the lines on stderr.
+    show_progress: whether to write such a line before and after it.
 
   Returns:
     (a jax.stages.Compiled or the compiler's OutOfMemory, trace_seconds and compile_seconds).

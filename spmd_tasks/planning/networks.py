@@ -130,13 +130,9 @@ def _coordinates(mesh: Mesh) -> np.ndarray | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCopy:
-  """A copy to the host or from there.
+  """A copy to the host (`is_write`) or from there: bytes of one device and one execution, `count` executions a step.
 
-  Attributes:
-    start, end: the instructions that start it and wait for it; no end: one does both.
-    count: executions per step.
-    num_bytes: of one device and one execution.
-    is_write: whether it goes to the host.
+  `start` and `end` are the instructions that start it and wait for it; no end: one does both.
   """
 
   start: Instruction

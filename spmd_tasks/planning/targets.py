@@ -3,16 +3,9 @@
     target = parse_target('2x v5p:8x8x4')       # two slices of 256 chips
     mesh = experiment.mesh_spec().build(target.devices())
 
-| text | devices | compiler |
-|---|---|---|
-| `v5p:4x4x2`, `v4:`, `v5e:8x4`, `v6e:16x16` | a TPU slice: the shape of its torus | libtpu |
-| `tpu7x:4x4x4` | the same with two devices a chip, its cores | libtpu |
-| `2x v5p:8x8x4` | that many slices | libtpu |
-| `h200:8`, `h100:8x4` | one node of 8 GPUs, 4 nodes of 8 | XLA's for CUDA |
-| `cpu`, `cpu:2048` | fake devices; without a number as many as the mesh needs | XLA's for CPUs |
-
-Both compilers are talkative, ask the network for a machine that is not there, or look for a device: environment
-variables keep them from it. They are set when the first such device is made, and in no other mode of the binary.
+docs/planning.md has the table of targets. The compilers of TPUs and GPUs are talkative, ask the network for a machine
+that is not there, or look for a device: environment variables keep them from it. They are set when the first such
+device is made, and in no other mode of the binary.
 """
 
 from collections.abc import Sequence
@@ -120,7 +113,7 @@ def parse_target(text: str, *, num_cpu_devices: int | None = None) -> Target:
   """Reads a target.
 
   Args:
-    text: see the module's docstring.
+    text: such as 'v5p:4x4x2'.
     num_cpu_devices: how many devices `cpu` alone means.
 
   Raises:

@@ -44,12 +44,10 @@ def predict_time(
   """Predicts the time of one execution of a program.
 
   Args:
-    program: a compiled step.
-    collectives: those of `collectives(program, mesh)`.
+    program, collectives: a compiled step, and `collectives(program, mesh)`.
     chip: the published figures of the devices.
-    mesh: the mesh; on TPUs its devices' coordinates say which links a collective has.
-    model_flops: of the step on all devices together, as `runtime.model_flops_per_train_step` counts them.
-    num_tokens: of the step on all devices together.
+    mesh: on TPUs its devices' coordinates say which links a collective has.
+    model_flops, num_tokens: of the step on all devices together.
 
   Returns:
     what plan.json has of the time of a step; seconds are None where the chip's figures are not known (CPU).
@@ -96,14 +94,9 @@ def predict_time(
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-  """A collective, or a copy to the host or from there.
+  """A collective, or a copy to the host or from there, which occupies its queue's link for so many `seconds`.
 
-  Attributes:
-    start, end: where the program starts it and waits for it; no end: one instruction does both.
-    op_name: JAX's name.
-    basis: of the operation that waits for it.
-    queue: transfers of one queue share a link.
-    seconds: how long one execution occupies it.
+  The program starts it at `start` and waits for it at `end`; where there is none, `start` does both.
   """
 
   start: Instruction

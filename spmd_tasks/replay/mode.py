@@ -165,11 +165,8 @@ def differences(
 ) -> dict[str, tuple[Metric | None, Metric | None]]:
   """Returns the metrics of a step that differ from the recorded ones: name -> (replayed, recorded).
 
-  Args:
-    own: metrics of the step itself; others of the record (rates, goodput) are of the run, and not compared.
-    recorded: the step's line of metrics.jsonl.
-    metric: compare this one alone.
-    tolerance: relative difference that counts as none.
+  Others of the record (rates, goodput) are of the run, and not compared. With `metric` this one is compared alone;
+  `tolerance` is a relative difference that counts as none.
 
   Raises:
     UserError: the step has no such metric.

@@ -107,8 +107,7 @@ def compare(
   """Compares all leaves of a step.
 
   Args:
-    reference, other: leaves by name; a leaf that only one side has differs by infinity.
-    spreads: by name, see `spread`.
+    reference, other, spreads: by name; a leaf that only one side has differs by infinity.
     epsilon: the rounding unit of the computation.
     step: counted from 1.
     scales: name -> the size that roundings are relative to; of other leaves it is the largest entry.
@@ -245,8 +244,7 @@ def agree(
   """Compares a setting with a reference, step by step, up to the first difference.
 
   Args:
-    runner: the setting.
-    expected: the reference.
+    runner, expected: the setting and the reference.
     metrics: the names of those that must agree; None: all.
     steps: which steps (from 0) to take from the reference's state; None: all.
     train: also compare the curve of losses of training without a stop.

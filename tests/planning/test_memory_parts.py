@@ -51,6 +51,7 @@ class Offloaded(Tiny):
   remat_policy = 'attention_offloaded'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
 def test_what_attention_keeps_lies_in_the_memory_of_the_host():
   job = resolve(Offloaded, ('task.model.stack.block.attention.implementation=xla',)).build()

@@ -103,6 +103,7 @@ def test_the_first_step_that_departs_is_found(dense, tmp_path, capsys):
   assert replay(dense, tmp_path / 'out.json', '--from', 3, '--to', 8, *settings)[0] == exit_codes.OK
 
 
+@pytest.mark.slow
 def test_experts_on_a_pipeline_and_the_rows_of_a_mixture(experts, tmp_path):
   """From the beginning, over two checkpoints; and the rows of one step are those that its texts say."""
   code, report = replay(experts, tmp_path / 'out.json', '--from', 1, '--to', 9)

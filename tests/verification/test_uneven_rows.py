@@ -51,6 +51,7 @@ def split_unevenly(scope, split_dims, shape, *, is_even=False):
   return even_spec(spec, shape, scope.mesh.shape) if is_even else spec  # a `shard_map` takes no other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'experiment, subject',
   [
