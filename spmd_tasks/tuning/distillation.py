@@ -8,7 +8,7 @@ it; before each step one program adds what it says of the batch's tokens: all it
 Shapes: B batch, T sequence, V vocab, K tokens that the teacher names, M microbatches.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ from spmd_tasks.tuning.reward_models import frozen_model
 from spmd_tasks.tuning.reward_tuning import Method, RewardTuning
 from spmd_tasks.tuning.rollout_input import PromptIterator, Rollout, RolloutInput
 from spmd_tasks.tuning.rollout_sampler import place
-from spmd_tasks.tuning.rollouts import MakeRollouts
+from spmd_tasks.tuning.rollouts import MadeBatches, MakeRollouts
 
 _LOG_PROBS, _IDS = 'teacher_log_probs', 'teacher_ids'
 
@@ -236,7 +236,12 @@ class AskTeacher(TrainHook):
       is_idle=run.loop.is_idle,
     )
     run.stack.callback(read.close)
-    return _Taught(self, read)
+
+    def make() -> tuple[dict[str, jax.Array], State]:
+      batch, state = next(read)
+      return self.answer(batch), state
+
+    return MadeBatches(make, lambda: read.seconds_waited)
 
   def answer(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The placed batch with the teacher's answers."""
@@ -257,24 +262,6 @@ class MakeTaughtRollouts(MakeRollouts):
 
   def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
     return self._teacher.answer(place(self._teacher.step, rollout, rows))
-
-
-class _Taught:
-  """The loop's batches."""
-
-  def __init__(self, hook: AskTeacher, read: Prefetcher):
-    self._hook, self._read = hook, read
-
-  @property
-  def seconds_waited(self) -> float:
-    return self._read.seconds_waited
-
-  def __iter__(self) -> Iterator[tuple[dict[str, jax.Array], State]]:
-    return self
-
-  def __next__(self) -> tuple[dict[str, jax.Array], State]:
-    batch, state = next(self._read)
-    return self._hook.answer(batch), state
 
 
 class DistillationTuning(InstructionTuning):

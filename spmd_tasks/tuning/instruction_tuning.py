@@ -147,16 +147,9 @@ class PreferenceTuning(InstructionTuning):
         f"reference = 'base' is {self.model} without the adapter {adapter} that training starts from: merge that "
         "into a folder first (--mode export --format hf), or leave reference = 'start'."
       )
-    return fdl.Config(
-      PreferenceLoss,
-      kind=self.preference_loss,
-      beta=self.beta,
-      length_normalized=self.length_normalized,
-      label_smoothing=self.label_smoothing,
-      good_weight=self.good_weight,
-      bad_weight=self.bad_weight,
-      reference_from=compared,
-    )
+    names = ('beta', 'length_normalized', 'label_smoothing', 'good_weight', 'bad_weight')
+    settings = {name: getattr(self, name) for name in names}
+    return fdl.Config(PreferenceLoss, kind=self.preference_loss, reference_from=compared, **settings)
 
   def _source(self, files: Files) -> fdl.Config:
     source: Any = JudgedAnswers if self.preference_loss == 'kto' else Preferences

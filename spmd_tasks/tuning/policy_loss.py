@@ -10,14 +10,7 @@ Shapes: B rows, each a prompt and one sampled completion, T tokens. All results 
     V        value of a token, U the one when it was sampled; with values the loss has, of each token, also
              value_weight max((V - return)^2, (clip(V, U - value_clip, U + value_clip) - return)^2) / 2
 
-| method | ratio | aggregation | source |
-|---|---|---|---|
-| GRPO | token | sequences | Shao et al., DeepSeekMath, 2024 |
-| Dr. GRPO | token | max_tokens | Liu et al., Understanding R1-Zero-like training, 2025 |
-| DAPO | token | tokens | Yu et al., 2025 |
-| GSPO | sequence | sequences | Zheng et al., 2025 |
-| PPO | token | tokens | Schulman et al., 2017; values and defaults as in TRL |
-| RLOO | sequence_sum | sequences | Ahmadian et al., Back to basics, 2024 |
+The methods of reward_tuning.py choose among these; that of PPO has values, its formulas and defaults as in TRL.
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ the loss needs of it, and no second model is held while training. With LoRA the 
 base does. A resumed job reads the files that it wrote at its start. Sources of a mixture have a file each.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import dataclasses
 import functools
 import hashlib
@@ -116,7 +116,8 @@ def compute_references(
   lines = []
   for each in _own(job, job_log_dir):
     path = epath.Path(each.reference or '')
-    identity = _identity(each)
+    # The settings that decide a pair's tokens.
+    identity = {'source': each.source.open().fingerprint(), 'seq_len': each.seq_len, **each.block_encoder().identity()}
     if step > 0:
       _check(path, identity)
       continue
@@ -164,9 +165,9 @@ def _compute(
   variables = state.variables
   iterator = pairs.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
   with Prefetcher(iterator, step.place, timeout_s=timeout_s) as batches:
-    for log_probs, records in _one_behind(step(variables, batch) for batch, _ in batches):
+    for batch, _ in batches:
+      log_probs, records = map(np.asarray, step(variables, batch))
       on_batch()
-      log_probs, records = np.asarray(log_probs), np.asarray(records)
       is_pair = records > 0
       values[records[is_pair] - 1] = log_probs[is_pair]
       is_known[records[is_pair] - 1] = True
@@ -176,23 +177,6 @@ def _compute(
       'for weights that are not finite in the model.'
     )
   return values
-
-
-def _one_behind(launched: Iterator) -> Iterator:
-  """Yields each item after the next one was made, so that the device always has work."""
-  last = next(launched, None)
-  for item in launched:
-    yield last
-    last = item
-  if last is not None:
-    yield last
-
-
-def _identity(pairs: PreferenceInput) -> dict[str, object]:
-  """Returns the settings that decide a pair's tokens."""
-  return {
-    'source': pairs.source.open().fingerprint(), 'seq_len': pairs.seq_len, **pairs.block_encoder().identity()
-  }  # fmt: skip
 
 
 def _digest(buffer: io.BytesIO) -> str:

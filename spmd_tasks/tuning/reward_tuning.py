@@ -44,13 +44,13 @@ class Method:
 
 METHODS: Mapping[str, Method] = types.MappingProxyType(
   {
-    'grpo': Method(),
-    'dr_grpo': Method(scale='none', aggregation='max_tokens'),
-    'dapo': Method(aggregation='tokens', clip_high=0.28, drops_equal=True),
-    'gspo': Method(ratio='sequence', clip_low=3e-4, clip_high=4e-4),
-    'rloo': Method(baseline='leave_one_out', scale='none', ratio='sequence_sum'),
-    'ppo': Method(baseline='gae', scale='batch', aggregation='tokens', kl_in_reward=True),
-    'reinforce++': Method(scale='batch', aggregation='tokens'),
+    'grpo': Method(),  # Shao et al., DeepSeekMath, 2024
+    'dr_grpo': Method(scale='none', aggregation='max_tokens'),  # Liu et al., Understanding R1-Zero-like training, 2025
+    'dapo': Method(aggregation='tokens', clip_high=0.28, drops_equal=True),  # Yu et al., 2025
+    'gspo': Method(ratio='sequence', clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025
+    'rloo': Method(baseline='leave_one_out', scale='none', ratio='sequence_sum'),  # Ahmadian et al., 2024
+    'ppo': Method(baseline='gae', scale='batch', aggregation='tokens', kl_in_reward=True),  # Schulman et al., 2017
+    'reinforce++': Method(scale='batch', aggregation='tokens'),  # Hu et al., 2025
   }
 )
 

@@ -6,7 +6,7 @@ Shapes: P prompts, G completions of each, K rewards, R = P * G rows of a rollout
 """
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import dataclasses
 import json
 import time
@@ -105,7 +105,7 @@ class MakeRollouts(TrainHook):
       run.stack.callback(self._writer.close)
 
   def batches(self, run: TrainRun, iterator: Any) -> Any:
-    return _Batches(self, run, iterator)
+    return MadeBatches(lambda: (self.next_batch(run, iterator), iterator.get_state()))
 
   def before_loop(self, run: TrainRun) -> None:
     if self._eval_records is None:
@@ -270,16 +270,22 @@ class MakeRollouts(TrainHook):
     run.message(f'step {run.step}  eval rewards: reward {metrics["reward"]:.4f} over {len(prompts)} prompts')
 
 
-class _Batches:
-  """The loop's batches, each made when it is asked for."""
+class MadeBatches:
+  """The loop's batches, each with the position after it, made when it is asked for.
 
-  seconds_waited = 0.0  # sampling is work of the devices
+  Attributes:
+    seconds_waited: for the input; sampling is work of the devices.
+  """
 
-  def __init__(self, hook: MakeRollouts, run: TrainRun, iterator: PromptIterator):
-    self._hook, self._run, self._iterator = hook, run, iterator
+  def __init__(self, make: Callable[[], tuple[Any, State]], seconds_waited: Callable[[], float] = lambda: 0.0):
+    self._make, self._seconds_waited = make, seconds_waited
+
+  @property
+  def seconds_waited(self) -> float:
+    return self._seconds_waited()
 
   def __iter__(self) -> Iterator[tuple[Any, State]]:
     return self
 
   def __next__(self) -> tuple[Any, State]:
-    return self._hook.next_batch(self._run, self._iterator), self._iterator.get_state()
+    return self._make()
