@@ -46,9 +46,3 @@ def test_each_wing_may_change_a_job_or_refuse_it(monkeypatch):
   added = [Wing(name=name, prepare_job=lambda job, mode, place, name=name: f'{job} {name} {mode}') for name in 'ab']
   monkeypatch.setattr(wings, 'wings', lambda: (GOOD, *added))
   assert wings.prepare_job('job', 'train', '/') == 'job a train b train'
-
-
-def test_what_is_missing_is_answered_with_the_command_that_installs_it():
-  wings.require('serve', 'json', wants='--mode serve')
-  with pytest.raises(wings.UserError, match=r"--mode serve needs no_such, .*: pip install 'spmd-tasks\[serve\]'\."):
-    wings.require('serve', 'json', 'no_such', wants='--mode serve')

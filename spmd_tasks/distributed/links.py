@@ -183,8 +183,7 @@ def connect_pairs(
     This process's links to those that it connected to, and to those that connected to it, by their indices.
 
   Raises:
-    UserError: a process cannot listen; raised on every process.
-    JobError: a process did not connect.
+    UserError, JobError: a process cannot listen, raised on every process; or one did not connect.
   """
   own = jax.process_index()
   guests = [joins for joins, admits in pairs if admits == own]

@@ -92,7 +92,9 @@ class LogMetrics(TrainHook):
     self._is_own_loss = loss is not None and is_own(loss)
     self._writer = make_writer(run.job_log_dir, tensorboard=run.experiment.tensorboard, primary=is_primary())
     run.stack.callback(self._writer.close)
-    self._rates = StepRates.of(run.model, run.goodput)
+    counted, number = count_batch(run.model.input_layout.spec)
+    peak = _peak_steps_per_second(run.model)
+    self._rates = StepRates(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
 
   def before_loop(self, run: TrainRun) -> None:
     self._compilations = run.stack.enter_context(CompilationCounter())
@@ -169,13 +171,6 @@ class StepRates:
   goodput: Goodput  # counts the time in the loop
   _last: tuple[int, float, float] = (-1, 0.0, 0.0)
 
-  @classmethod
-  def of(cls, model: PartitionedModel, goodput: Goodput) -> 'StepRates':
-    """Makes the rates of a model's training."""
-    counted, number = count_batch(model.input_layout.spec)
-    peak = _peak_steps_per_second(model)
-    return cls(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=goodput)
-
   def start(self, step: int) -> None:
     """Starts to measure after `step`, the first one, so that compilation is left out."""
     self._last = step, *self.goodput.loop_seconds()
@@ -208,16 +203,14 @@ def count_batch(spec: InputSpec) -> tuple[str, int]:
 
 def _peak_steps_per_second(model: PartitionedModel) -> float | None:
   """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
-  if jax.devices()[0].platform == 'cpu':
+  device, spec = jax.devices()[0], model.input_layout.spec
+  if device.platform == 'cpu':
     return None
   from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
 
-  peak = peak_flops_per_device(jax.devices()[0].device_kind)
-  if peak is None:
+  if (peak := peak_flops_per_device(device.device_kind)) is None:
     return None
-  flops = model_flops_per_train_step(
-    model.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
-  )
+  flops = model_flops_per_train_step(model.task, spec, model.abstract_state.variables, model.weight_specs)
   return peak * model.mesh.size / flops
 
 
