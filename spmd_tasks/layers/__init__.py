@@ -1,13 +1,6 @@
 """Layers of language models, decoder-only and encoder-decoder, as Flax Linen modules.
 
-    model = LanguageModel(
-      embedding=TokenEmbedding(vocab_size=32_000, embed_dim=512),
-      stack=TransformerStack(
-        block=TransformerBlock(attention=Attention(num_heads=8), ffn=GatedFeedForward(hidden_dim=2048), norm=RmsNorm()),
-        num_layers=12,
-      ),
-      final_norm=RmsNorm(),
-    )
+    model = LanguageModel(embedding=TokenEmbedding(vocab_size=32_000, embed_dim=512), stack=..., final_norm=RmsNorm())
     model.apply({'params': weights}, {'ids': ids})['logits']  # float32 [B, T, V]
 
 A layer names the split dims of its weights and activations ('embed', 'mlp', 'batch', ...); the axis rules of the
@@ -28,11 +21,12 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
   from spmd_tasks.layers.label_scores import LabelScores, label_scores
   from spmd_tasks.layers.language_model import LanguageModel
+  from spmd_tasks.layers.layer_norm import LayerNorm
   from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
   from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
   from spmd_tasks.layers.nextn import NextnHead, NextnLanguageModel
-  from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+  from spmd_tasks.layers.norm import RmsNorm
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
   from spmd_tasks.layers.transformer import Aux, TransformerBlock, TransformerStack, remat_policy
 

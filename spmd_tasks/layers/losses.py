@@ -201,11 +201,10 @@ class LanguageModelLoss(WithAuxLosses):
 
   With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016); with
   `smoothing='others'` 1 - s on the label and s / (V - 1) on every other, and the entropy of the target is subtracted,
-  so that the lowest loss is 0 (Tensor2Tensor, T5X). The z-loss
-  keeps the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value
-  include neither, so exp(cross_entropy) is the perplexity. A label outside [0, V) makes the loss NaN, except where its
-  weight is 0, as that of a label -100 for "ignore" must be. For a mixture of inputs, the metric `loss/<source>` is the
-  loss on the tokens of one source, without aux losses.
+  so that the lowest loss is 0 (Tensor2Tensor, T5X). The z-loss keeps the softmax's normalizer near 1 (Chowdhery et al.,
+  2022). The metric `cross_entropy` and its per-example value include neither, so exp(cross_entropy) is the perplexity.
+  A label outside [0, V) makes the loss NaN, except where its weight is 0, as that of a label -100 for "ignore" must be.
+  For a mixture of inputs, the metric `loss/<source>` is the loss on the tokens of one source, without aux losses.
 
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.

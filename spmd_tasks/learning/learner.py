@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any, Literal, Protocol
 
-from flax import struct, traverse_util
+from flax import struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,7 +19,6 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
-from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, replicated_spec
 
@@ -74,21 +73,6 @@ def _optimized(tree: Any, weight_specs: Any) -> Any:
 
 def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
-def _multiplied(weights: Any, weight_specs: Any, factors: Any) -> Any:
-  """Multiplies weights [..., H, K] by factors [stacked..., H, K] under their names, with dots for the last slashes."""
-  flat = {name.replace('.', '/'): x for name, x in traverse_util.flatten_dict(factors, sep='/').items()}
-
-  def multiplied(path: Any, spec: WeightSpec, weight: jax.Array) -> jax.Array:
-    factor = flat.get(jax.tree_util.keystr(path, simple=True, separator='/'))
-    if factor is None:
-      return weight
-    stacked, of_heads = factor.shape[: spec.stacked], factor.shape[spec.stacked :]
-    factor = factor.reshape(*stacked, *(1,) * (weight.ndim - factor.ndim), *of_heads)
-    return (weight * factor).astype(weight.dtype)
-
-  return jax.tree_util.tree_map_with_path(multiplied, weight_specs, weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,7 +213,9 @@ class Learner:
       steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
     new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
     if factors is not None:
-      new_weights = _multiplied(new_weights, weight_specs, factors)
+      from spmd_tasks.learning.muon import multiplied
+
+      new_weights = multiplied(new_weights, weight_specs, factors)
     new_weights = keep_if_finite(is_finite, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:

@@ -17,6 +17,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -169,6 +170,21 @@ class MuonClip(Muon):
   """Muon, for a model whose attention has `qk_clip`, which bounds its logits (Kimi K2, 2025)."""
 
   needs_weight_factors: ClassVar[bool] = True
+
+
+def multiplied(weights: Any, weight_specs: Any, factors: Any) -> Any:
+  """Multiplies weights [..., H, K] by factors [stacked..., H, K] under their names, with dots for the last slashes."""
+  flat = {name.replace('.', '/'): x for name, x in traverse_util.flatten_dict(factors, sep='/').items()}
+
+  def multiplied_one(path: Any, spec: WeightSpec, weight: jax.Array) -> jax.Array:
+    factor = flat.get(jax.tree_util.keystr(path, simple=True, separator='/'))
+    if factor is None:
+      return weight
+    stacked, of_heads = factor.shape[: spec.stacked], factor.shape[spec.stacked :]
+    factor = factor.reshape(*stacked, *(1,) * (weight.ndim - factor.ndim), *of_heads)
+    return (weight * factor).astype(weight.dtype)
+
+  return jax.tree_util.tree_map_with_path(multiplied_one, weight_specs, weights)
 
 
 class MuonState(NamedTuple):

@@ -62,3 +62,15 @@ def leave_factors(module: nn.Module, factors: Mapping[str, jax.Array], split_dim
     variable: Any = module.variable(WEIGHT_FACTORS, name.replace('/', '.'), spec, None)
     if not module.is_initializing():
       variable.value = factor
+
+
+def clip_logits(
+  attention: Any, query: jax.Array, key: jax.Array, segment_ids: Any, options: AttentionOptions, *, train: bool
+) -> None:
+  """Leaves the factors of an `Attention`'s kernels, which shrink heads whose largest logit passed its `qk_clip`."""
+  gamma = shrinkage(query, key, segment_ids, options, attention.qk_clip)
+  own_keys = key.shape[2] == attention.num_heads
+  of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
+  names = ('kernel', 'bias') if attention.use_bias else ('kernel',)
+  factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
+  leave_factors(attention, factors, attention.query_split_dims, train=train)

@@ -222,7 +222,9 @@ class Attention(WithSublayers, kw_only=True):
     if self.qk_clip is not None and options.bias is not None:
       raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
     if self.qk_clip is not None and cached is None:
-      self._clip_logits(query, key, segment_ids, options, train=train)
+      from spmd_tasks.layers.attention._qk_clip import clip_logits
+
+      clip_logits(self, query, key, segment_ids, options, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       attended = cache.attend_to_cache(query, key, value, cached, segment_ids, segment_pos, options)
@@ -253,18 +255,6 @@ class Attention(WithSublayers, kw_only=True):
   def _sink_weights(self) -> jax.Array:
     zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]
     return declare_weight(self, 'sinks', shape=(self.num_heads,), init=zeros, split_dims=split_dims, tags=('no_decay',))
-
-  def _clip_logits(self, query, key, segment_ids, options: AttentionOptions, *, train: bool) -> None:
-    """Leaves the factors by which the learner shrinks the kernels of heads whose largest logit passed `qk_clip`."""
-    from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
-
-    assert self.qk_clip is not None
-    gamma = shrinkage(query, key, segment_ids, options, self.qk_clip)
-    own_keys = key.shape[2] == self.num_heads
-    of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
-    names = ('kernel', 'bias') if self.use_bias else ('kernel',)
-    factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
-    leave_factors(self, factors, self.query_split_dims, train=train)
 
   def _qk_norm(self, name: str, split_dims: SplitDims) -> RmsNorm:
     if not isinstance(self.qk_norm, RmsNorm):

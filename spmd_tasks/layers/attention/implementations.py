@@ -2,18 +2,14 @@
 
     attend(query, key, value, segment_ids, AttentionOptions(window=4096), implementation='splash')
 
-  'xla'        the plain computation, with all scores [B, H, T, S] in memory; on every platform.
-  'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
-  'cudnn'      cuDNN's kernel (_cudnn.py); NVIDIA GPUs, 16-bit dtypes.
-  'splash'     JAX's Pallas kernel for TPUs (_splash.py).
-  'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
+'xla'        the plain computation, with all scores [B, H, T, S] in memory; on every platform.
+'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
+'cudnn'      cuDNN's kernel (_cudnn.py); NVIDIA GPUs, 16-bit dtypes.
+'splash'     JAX's Pallas kernel for TPUs (_splash.py).
+'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
 
-Where the mesh splits the tokens of a sequence, all but 'ring' gather keys and values. Relative position biases,
-prefixes, evenly attending padding and an encoder's keys are for the plain computations only, 'xla' and 'blockwise', on
-whole sequences.
-
-None takes the best that the mesh's devices and the call allow, and logs it once with the reason. One that is asked for
-by name and cannot be had is an error.
+Where the mesh splits the tokens of a sequence, all but 'ring' gather keys and values. None takes the best that the
+mesh's devices and the call allow, and logs it once with the reason. One that is asked for must be possible.
 
 Shapes: B batch, T sequence (S as seen by queries), H query heads, G key/value heads, K head dim, V dim of a value.
 """
