@@ -104,16 +104,13 @@ def _verify(path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
 
 def leaf_mismatches(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[str]:
   """Compares two leaf tables: returns one line for each leaf that differs, with both sides; [] if they agree."""
-  saved_by_name = {leaf.name: leaf for leaf in saved}
-  wanted_by_name = {leaf.name: leaf for leaf in wanted}
-  lines = []
-  for name, leaf in wanted_by_name.items():
-    if name not in saved_by_name:
-      lines.append(f'{name}: the experiment has {leaf}, the checkpoint has no such leaf')
-    elif (leaf.shape, leaf.dtype) != (saved_by_name[name].shape, saved_by_name[name].dtype):
-      lines.append(f'{name}: the experiment has {leaf}, the checkpoint has {saved_by_name[name]}')
-  extra = [leaf for leaf in saved if leaf.name not in wanted_by_name]
-  return lines + [f'{leaf.name}: the experiment has no such leaf, the checkpoint has {leaf}' for leaf in extra]
+  ours, theirs = ({leaf.name: leaf for leaf in leaves} for leaves in (wanted, saved))
+  none = 'no such leaf'
+  return [
+    f'{name}: the experiment has {ours.get(name, none)}, the checkpoint has {theirs.get(name, none)}'
+    for name in ours | theirs
+    if ours.get(name) != theirs.get(name)
+  ]
 
 
 def describe_mismatches(lines: Sequence[str]) -> str:
