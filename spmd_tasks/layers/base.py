@@ -1,12 +1,6 @@
 """Tools of every layer: declares weights, copies templates of sublayers, sums statistics, and the scope of a call.
 
-    class Scale(nn.Module):
-      @nn.compact
-      def __call__(self, x):  # x [..., D]
-        scale = declare_weight(self, 'scale', shape=x.shape[-1:], init=nn.initializers.ones, split_dims=('embed',))
-        return x * scale.reshape((1,) * (x.ndim - 1) + (-1,))
-
-Shapes: L layers.
+`Linear` (linear.py) is a short example of a layer. Shapes: L layers.
 """
 
 import abc
@@ -75,9 +69,7 @@ class FanInNormal:
 
   def __call__(self, rng: jax.Array, shape: tuple[int, ...], dtype: Any = 'float32') -> jax.Array:
     fan_in = math.prod(shape[self.num_stacked_dims :][: self.num_input_dims])
-    # A standard normal cut at +-2 has this standard deviation; the division restores the variance `scale / fan_in`.
-    # jax.nn.initializers.variance_scaling rounds the quotient in `dtype` and differs by up to 2 units in the last
-    # place.
+    # A standard normal cut at +-2 has this standard deviation. jax.nn.initializers.variance_scaling rounds in `dtype`.
     stddev = math.sqrt(self.scale / max(1, fan_in)) / 0.87962566103423978
     return jax.nn.initializers.truncated_normal(stddev)(rng, shape, dtype)
 

@@ -1,11 +1,9 @@
 """Learning rate schedules: frozen dataclasses that return a float32 scalar for a step, computed by optax's schedules.
 
     AdamW(learning_rate=LinearWarmupCosine(peak=3e-4, warmup_steps=100, total_steps=10_000))
-    AdamW(learning_rate=optax.exponential_decay(1e-3, transition_steps=1000, decay_rate=0.9))
 
-A learning rate is a number, a schedule, or any function of the step, such as an optax schedule.
-
-Step 0 is the first update. A warmup rises linearly from 0 at step 0 to `peak` at `step == warmup_steps`.
+A learning rate is a number, a schedule, or any function of the step, such as an optax schedule. Step 0 is the first
+update. A warmup rises linearly from 0 at step 0 to `peak` at `step == warmup_steps`.
 """
 
 from collections.abc import Callable

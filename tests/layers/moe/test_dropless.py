@@ -25,7 +25,8 @@ import pytest
 
 from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.base import BatchPart, layer_scope
-from spmd_tasks.layers.moe import Dropless
+from spmd_tasks.layers.moe import Dropless, _permutation
+from spmd_tasks.layers.moe._permutation import sort_by_expert
 from spmd_tasks.sharding.specs import sharding_scope
 
 # Mesh, axis rules, dims.
@@ -208,3 +209,28 @@ def test_a_router_by_which_experts_choose(rng):
   routing = dataclasses.replace(routing_of(draw_expert_ids(rng, 'mixed'), None), expert_ids=None)
   with pytest.raises(ValueError, match='with this router experts choose: use CapacityGather or CapacityEinsum'):
     Dropless()(inputs['x'], routing, expert_weights(inputs), train=True)
+
+
+EXPERT_IDS = {
+  'mixed': [[2, 0], [1, 2], [0, 1], [2, 1], [0, 2]],
+  'one choice': [[1], [0], [2], [1]],
+  'one expert takes all': [[1, 1], [1, 1]],
+  'an expert without rows': [[0, 2], [2, 0]],
+  'some not routed': [[3, 3], [1, 3], [0, 2]],
+  'none routed': [[3, 3], [3, 3]],
+}
+
+
+@pytest.mark.parametrize('expert_ids', EXPERT_IDS.values(), ids=EXPERT_IDS)
+@pytest.mark.parametrize('int32_max', [2**31 - 1, 3], ids=['one key', 'pairs'])
+def test_rows_are_ordered_by_expert_then_token_then_choice(expert_ids, int32_max, monkeypatch):
+  monkeypatch.setattr(_permutation, 'INT32_MAX', int32_max)
+  assignments = sorted(
+    (expert, token, choice) for token, experts in enumerate(expert_ids) for choice, expert in enumerate(experts)
+  )
+  permutation = jax.jit(lambda ids: sort_by_expert(ids, 3))(jnp.asarray(expert_ids, jnp.int32))
+  assert permutation.token_ids.tolist() == [token for _, token, _ in assignments]
+  for row, (_, token, choice) in enumerate(assignments):
+    assert permutation.positions[token, choice] == row
+  assert permutation.group_sizes.tolist() == [sum(e == expert for e, _, _ in assignments) for expert in range(3)]
+  assert {leaf.dtype for leaf in jax.tree.leaves(permutation)} == {jnp.dtype('int32')}
