@@ -35,6 +35,7 @@ def campaign(tmp_path_factory):
   'number',
   [
     *numbers_of(CHEAP, 1),
+    *numbers_of(('rewards/kill',), 1),
     # By default a job in a bucket is killed in tests/operations/test_supervise.py.
     *(pytest.param(each, marks=pytest.mark.exhaustive) for each in numbers_of(('store/kill',), 1)),
   ],

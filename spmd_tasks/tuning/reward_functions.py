@@ -23,7 +23,7 @@ from multiprocessing import connection
 import numbers
 import signal
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -101,13 +101,6 @@ def _work(functions: Sequence[str], environment: str | None, link: connection.Co
       link.send((None, f'{type(error).__name__}: {error}'))
 
 
-class _Running(NamedTuple):
-  """A call that a worker is at: its number, and when it is given up."""
-
-  number: int
-  deadline: float
-
-
 class RewardWorkers:
   """The processes that call reward functions, and steps of an environment.
 
@@ -169,17 +162,18 @@ class RewardWorkers:
     results: list[Any] = [None] * len(calls)
     waiting = deque(range(len(calls)))
     died: set[int] = set()  # calls whose process has died once, perhaps for another reason
-    running: dict[connection.Connection, _Running] = {}
+    running: dict[connection.Connection, tuple[int, float]] = {}  # the call of a process, and when it is given up
     while (waiting or running) and not self._is_stopped:
       for link in [link for link in self._workers if link not in running]:
         if waiting:
           number = waiting.popleft()
-          self._send(link, calls[number])
-          running[link] = _Running(number, time.monotonic() + self._timeout_s)
-      soonest = min(each.deadline for each in running.values())
+          with contextlib.suppress(OSError):  # its process died: reading says so
+            link.send(calls[number])
+          running[link] = (number, time.monotonic() + self._timeout_s)
+      soonest = min(deadline for _, deadline in running.values())
       ready = set(connection.wait(list(running), max(0.0, soonest - time.monotonic())))
       for link in [link for link in running if link in ready]:
-        number = running.pop(link).number
+        number, _ = running.pop(link)
         try:
           results[number], problem = link.recv()
         except (EOFError, OSError):
@@ -190,8 +184,8 @@ class RewardWorkers:
             continue
           problem = 'its process died'
         self._note(calls[number][0], problem)
-      for link in [link for link, each in running.items() if each.deadline <= time.monotonic()]:
-        self._note(calls[running.pop(link).number][0], f'it took longer than {self._timeout_s:g} s')
+      for link in [link for link, (_, deadline) in running.items() if deadline <= time.monotonic()]:
+        self._note(calls[running.pop(link)[0]][0], f'it took longer than {self._timeout_s:g} s')
         self._replace(link)
     return results
 
@@ -199,10 +193,6 @@ class RewardWorkers:
     if problem is not None:
       self.num_failed += 1
       self.last_problem = f'{self._names[index]}: {problem}'
-
-  def _send(self, link: connection.Connection, call: Any) -> None:
-    with contextlib.suppress(OSError):  # its process died: reading says so
-      link.send(call)
 
   def _start(self) -> None:
     ours, theirs = self._context.Pipe()

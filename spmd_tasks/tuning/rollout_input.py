@@ -256,10 +256,10 @@ class PromptIterator:
     for *_, record in self.take(settings.batch_size):
       prompt = encode_prompt(settings.tokenizer, settings.prompt_of(record))[: settings.seq_len - 1]
       size = min(int(rng.integers(1, settings.max_tokens + 1)), settings.seq_len - len(prompt))
-      made_up = {'logprobs': [0.0] * size, 'is_sampled': [True] * size}
-      made_up['ids'] = (rng.geometric(0.1, size) % settings.tokenizer.vocab_size).tolist()
-      choices = rng.integers(0, 2, (settings.seq_len, settings.num_choices))
-      episodes.append(Episode(prompt_ids=prompt, expert_ids=choices, **made_up))
+      episode = Episode(prompt_ids=prompt, logprobs=[0.0] * size, is_sampled=[True] * size)
+      episode.ids = (rng.geometric(0.1, size) % settings.tokenizer.vocab_size).tolist()
+      episode.expert_ids = rng.integers(0, 2, (settings.seq_len, settings.num_choices))
+      episodes.append(episode)
     batch = settings.rollout_of(episodes, settings.batch_size)
     missing = {name: each.shape for name, each in settings.rollout_spec().items() if name not in batch}
     batch |= {name: np.zeros(shape, np.float32) for name, shape in missing.items()}

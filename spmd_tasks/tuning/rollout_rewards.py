@@ -135,7 +135,7 @@ def with_advantages(settings: RolloutInput, rollout: Rollout, grid: np.ndarray) 
   rewards, rows = -kl, np.flatnonzero(is_token.any(axis=1))
   last = is_token.shape[1] - 1 - np.argmax(is_token[rows, ::-1], axis=1)
   rewards[rows, last] += grid.reshape(-1)[rows]
-  discounts = {'gamma': settings.gamma, 'lam': settings.lam, 'whitens': settings.scale == 'batch'}
+  discounts: dict[str, Any] = {'gamma': settings.gamma, 'lam': settings.lam, 'whitens': settings.scale == 'batch'}
   made = generalized_advantages(rewards, rollout['old_values'], is_token, **discounts)
   return rollout | {name: each.astype(np.float32) for name, each in zip(('advantages', 'returns'), made, strict=True)}
 

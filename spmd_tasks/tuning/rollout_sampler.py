@@ -68,12 +68,12 @@ class RolloutSampler:
       report: shows a sentence.
     """
     given = model.task.decode
-    sizes = {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
-    sizes['prefill_rows'] = given.prefill_rows and min(given.prefill_rows, settings.num_rows)
     own: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
+    own |= {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
+    own['prefill_rows'] = given.prefill_rows and min(given.prefill_rows, settings.num_rows)
     if settings.exact:
       own |= {'num_drafts': 0, 'draft_model': None, 'cache_dtype': None}
-    self.steps = DecodeSteps(model, dataclasses.replace(given, **sizes, **own), temperature=settings.temperature)
+    self.steps = DecodeSteps(model, dataclasses.replace(given, **own), temperature=settings.temperature)
     self.stop = tuple(getattr(environment, 'stop', ()))
     self._settings = settings
     self._tokenizer = PromptTokenizer(steps=self.steps, tokenizer=settings.tokenizer, seed=seed)
@@ -90,8 +90,8 @@ class RolloutSampler:
     """
     groups = [[Episode() for _ in range(number)] for _ in prompts]
     requests, begun = [], []
-    records = self._begin([record for *_, record in prompts])
-    for (epoch, index, _), record, group in zip(prompts, records, groups, strict=True):
+    begins: Sequence[Any] = self._begin([record for *_, record in prompts])
+    for (epoch, index, _), record, group in zip(prompts, begins, groups, strict=True):
       try:
         if record is not None:
           requests.append(self._request(record, index, (epoch, index), **draws))

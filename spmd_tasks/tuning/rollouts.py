@@ -145,6 +145,7 @@ class MakeRollouts(TrainHook):
         self._drawn = self._draw(run, iterator, run.loop.step + 1 + settings.num_updates)
         iterator.drawn = self._drawn.to_text()
     rollout = iterator.rollout
+    assert rollout is not None
     iteration, minibatch = divmod(iterator.num_made, settings.num_minibatches)
     rows = np.arange(settings.num_rows)
     if settings.num_minibatches > 1:
