@@ -295,7 +295,7 @@ def measure_draft_jobs(target, draft=None, *, quick=False):
   lm = load(target, overrides=[] if draft is None else ['task.decode.num_drafts=4', f'task.decode.draft_model={draft}'])
   rows = next(lm.job.eval_inputs['valid'].make_iterator())['ids'][:8, :TEXT].tolist()
   draft_model, has_heads = load_draft(lm.job, lm.partitioned), hasattr(lm.job.task.model, 'nextn_head')
-  for num in (8,) if quick else (1, 8):
+  for num in (8,) if quick else (8, 1):
     settings = DecodeSettings(max_len=2 * TEXT, num_slots=num, eos_ids=())
     kinds = {
       f'{"heads" if has_heads else "ngrams"}_{k}': DecodeSteps(

@@ -112,6 +112,7 @@ slow = pytest.mark.slow
     pytest.param('one device', 0.2, marks=slow),
     pytest.param('windows', None, marks=slow),
     pytest.param('2 heads', None, marks=slow),
+    pytest.param('2 heads on data 2 x mdl 4', None, marks=(slow, pytest.mark.exhaustive)),
     pytest.param('data 2 x mdl 4', None, marks=slow),
     pytest.param('data 2 x mdl 4', 0.2, marks=slow),
   ],
@@ -125,7 +126,7 @@ def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
   with_drafts, scheduler = _run(run, steps_of(name, noise, num_drafts=num_drafts, **slots), requests)
   without, plain_scheduler = _run(run, steps_of(name, **slots) if slots else run.steps, requests)
   assert with_drafts == without
-  assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > 20
+  assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > (10 if 'heads' in name else 20)
   assert scheduler.num_steps < plain_scheduler.num_steps
   assert plain_scheduler.num_drafted_tokens == 0
 
