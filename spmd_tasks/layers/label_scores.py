@@ -1,10 +1,6 @@
 """LabelScores: what a language-model loss needs to know of its logits [B, T, V], a few numbers per token.
 
-    scores = label_scores(logits, labels)
-
-chunked_logits.py computes them without ever holding all logits.
-
-Shapes: B batch, T sequence, V vocab.
+chunked_logits.py computes them without ever holding all logits. Shapes: B batch, T sequence, V vocab.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,7 @@
 """Frozen weights: makes trees without the weights that are not trained, which have the tag `frozen`.
 
-    trained = without_frozen(weights, specs)                             # None in the place of each frozen weight
-    weights = fill_in(trained, weights)
-
-A frozen weight has no gradient, optimizer state, average or decay: neither is there memory for them, nor is the
-gradient computed. None is a subtree without leaves, so that a tree without frozen weights passes through any code that
-maps over weights.
+A frozen weight has no gradient, optimizer state, average or decay. None, in its place in a tree, is a subtree without
+leaves, which any code that maps over weights passes by.
 """
 
 from typing import Any
@@ -27,7 +23,7 @@ def without_frozen(tree: Any, weight_specs: Any) -> Any:
 
 
 def without_tag(tree: Any, weight_specs: Any, tag: str) -> Any:
-  """Replaces every weight with a tag by None, which is a subtree without leaves."""
+  """Replaces every weight with a tag by None."""
   return jax.tree.map(lambda spec, leaf: None if tag in spec.tags else leaf, weight_specs, tree)
 
 

@@ -1,7 +1,5 @@
 """Learner: computes new weights and new state from gradients and state (optax underneath).
 
-    new_weights, new_state, metrics = learner.update(grads, loss, step, state, weights, weight_specs)
-
 The arithmetic is float32 whatever the dtype of the weights. A step whose loss or gradients are not finite changes
 nothing but the counts of skipped steps. Frozen weights (frozen_weights.py) take no part in any of it.
 """

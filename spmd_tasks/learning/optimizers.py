@@ -1,9 +1,7 @@
 """Settings of optimizers, and AdamW. Others have files of their own; `from_optax.py` wraps those of optax.
 
-Each class has a `learning_rate` (a number or a schedule) and `transformation(weight_specs)`, which returns an optax
-transformation from gradients to a direction. The learner multiplies the direction by minus the learning rate. Weight
-decay is decoupled and part of the direction, `weights -= learning_rate * (direction + weight_decay * weights)`; weights
-with one of `decay_exempt_tags` do not decay.
+Weight decay is decoupled and part of the direction, `weights -= learning_rate * (direction + weight_decay * weights)`;
+weights with one of `decay_exempt_tags` do not decay.
 """
 
 import abc
@@ -67,8 +65,7 @@ class AdamW(OptimizerSettings):
   """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
 
   Attributes:
-    beta1: decay of the first moment.
-    beta2: decay of the second moment.
+    beta1, beta2: decays of the first and of the second moment.
     epsilon: added to the root of the second moment.
     momentum_dtype: of the stored first moment.
   """

@@ -1,8 +1,5 @@
 """Skippable optax transformations: a step that is not finite leaves their state unchanged.
 
-    transformation = chain(scale_by_adam(...), optax.add_decayed_weights(0.1))
-    directions, state = transformation.update(grads, state, weights, is_finite=is_finite)
-
 `skippable` makes any optax transformation skippable by a choice between its new state and its old one. `scale_by_adam`
 makes the choice before it computes the direction, which is then a function of the stored moments only: otherwise two
 computations read the old moments, and XLA copies these before it overwrites them.

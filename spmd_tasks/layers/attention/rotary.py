@@ -42,8 +42,8 @@ class Rotary:
   """Rotates pairs of a head's features by angles proportional to the position (Su et al., 2021). Has no weights.
 
   Of d features that rotate, feature i is paired with feature i + d/2, as in GPT-NeoX, Llama on Hugging Face and Pax;
-  the original paper pairs 2i with 2i + 1. The two conventions differ by a fixed permutation of the head dim of queries
-  and keys. Pair i turns by `position * max_wavelength ** (-2i / d)` radians; angles and rotation are float32.
+  the original paper pairs 2i with 2i + 1. Pair i turns by `position * max_wavelength ** (-2i / d)` radians; angles and
+  rotation are float32.
 
   Fields:
     max_wavelength: sets the slowest rotation ("rope theta" elsewhere).
