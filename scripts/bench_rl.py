@@ -18,9 +18,11 @@ so that all takes less than 8 minutes. The last line is one JSON object:
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
   samples_per_second: of each round, by side.
 
-On 2026-11-26, on 2 cores with nothing else to do, --quick gave samples_over_trl 1.35 (goal 3), rollout_over_decode 1.44
-(goal 0.9) and mismatch_max 9.5e-7, in 64 s. Most of our step is the update, whose products with weights alone take
-0.21 s of CPU by XLA; a bare torch update of the same batch takes 0.36, and TRL's whole step 1.1.
+On 2026-11-26, on 2 cores with nothing else to do and one device of the mesh, --quick gave samples_over_trl 1.35 (goal
+3), rollout_over_decode 1.44 (goal 0.9) and mismatch_max 9.5e-7, in 64 s. A step took 0.67 s of CPU, TRL's 1.1: the
+update 0.43 s, whose products with weights alone take 0.21 by XLA (a bare torch update of the batch takes 0.36); the
+rollout 0.23 s, of which 0.04 draw random numbers and about 0.08 copy blocks of the cache; all else 0.01 s. A device for
+each CPU, which the script has since then, takes 0.7 s of CPU and 0.76 of the time, alternately on busy cores.
 """
 
 import argparse
