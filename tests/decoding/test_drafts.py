@@ -124,13 +124,14 @@ def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
   slots = {'num_slots': 4} if 'data' in name else {}  # 3 slots are not split, 12 rows are: other sums
   requests = make_requests()
   with_drafts, scheduler = _run(run, steps_of(name, noise, num_drafts=num_drafts, **slots), requests)
-  without, plain_scheduler = _run(run, steps_of(name, **slots) if slots else run.steps, requests)
+  without, plain_scheduler = _run(run, steps_of(name, **slots), requests)
   assert with_drafts == without
   assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > (10 if 'heads' in name else 20)
   assert scheduler.num_steps < plain_scheduler.num_steps
   assert plain_scheduler.num_drafted_tokens == 0
 
 
+@slow
 def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
   """So it reads what it should, in chunks, after shared beginnings, drawn tokens and steps with token masks."""
   run = make_run('one device')
@@ -143,7 +144,7 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
   texts, scheduler = _run(run, steps, requests)
   assert scheduler.num_reused_tokens > 0
   assert scheduler.num_accepted_tokens == scheduler.num_drafted_tokens > 25
-  assert texts == _run(run, run.steps, requests)[0]
+  assert texts == _run(run, steps_of('one device'), requests)[0]
   # A slot that may have drafts beside one that is constrained has none, but its model reads on.
   engine = ModelEngine(steps, run.variables, constrain=True)
   assert steps.draft is not None
@@ -163,6 +164,7 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
   assert len(tokens) == 1 + 2 + 3 + 3
 
 
+@slow
 def test_heads_guess_what_they_predict_of_the_whole_text():
   """So as many guesses are right as a full forward pass finds, in chunks, shared beginnings and after wrong ones."""
   run = make_run('2 heads')
@@ -192,7 +194,7 @@ def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_dr
   run = make_run('one device')
   plain = steps_of('one device', cache_dtype=dtype)
   leaves = jax.tree.leaves(plain.abstract_state.cache)
-  full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.steps.abstract_state.cache))
+  full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(steps_of('one device').abstract_state.cache))
   head_dim = max(leaf.shape[-1] for leaf in leaves)
   kept = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   assert kept / full == (head_dim + 4) / (4 * head_dim)  # a byte for each number, and a scale
