@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.feed_forward import activation_function
+from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, ExpertWeights, RouterOutput
 from spmd_tasks.layers.moe._experts import grouped_ffn
 from spmd_tasks.layers.moe._grouped_matmul import best_grouped_matmul_backend
@@ -84,7 +84,7 @@ class Program:
 
 def dense(dims: Dims) -> Program:
   def ffn(_: None, x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    return activation_function(ACTIVATION)(x @ up[0]) @ down[0]
+    return ACTIVATIONS[ACTIVATION](x @ up[0]) @ down[0]
 
   D, F = dims.model_dim, dims.hidden_dim
   return Program(ffn, None, dims.draw(0, dims.num_tokens, D), dims.draw(1, 1, D, F), dims.draw(2, 1, F, D))

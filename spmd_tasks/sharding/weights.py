@@ -111,7 +111,7 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
     return self.replace(split_dims=split_dims, stacked=self.stacked + 1)
 
   def remove_axis(self, index: int, params: dict[Any, Any]) -> 'WeightBox':
-    split_dims = (*self.split_dims[:index], *self.split_dims[index + 1 :])
+    split_dims = (*self.split_dims[:index], *self.split_dims[index:][1:])  # from the end, too
     return self.replace(split_dims=split_dims, stacked=self.stacked - 1)
 
 

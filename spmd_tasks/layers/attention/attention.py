@@ -127,13 +127,13 @@ class Attention(WithSublayers, kw_only=True):
 
   def _dims(self, model_dim: int) -> tuple[int, int]:
     """Returns G and K."""
-    num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-    if num_kv_heads < 1 or self.num_heads % num_kv_heads:
-      raise UserError(f'num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}: set a divisor.')
-    if self.head_dim is None and model_dim % self.num_heads:
+    if self.num_heads < 1 or (self.head_dim is None and model_dim % self.num_heads):
       raise UserError(
         f'num_heads={self.num_heads} does not divide the model dim {model_dim}: set head_dim, or choose a divisor.'
       )
+    num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+    if num_kv_heads < 1 or self.num_heads % num_kv_heads:
+      raise UserError(f'num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}: set a divisor.')
     return num_kv_heads, model_dim // self.num_heads if self.head_dim is None else self.head_dim
 
   @nn.compact

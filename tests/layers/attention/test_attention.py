@@ -98,6 +98,7 @@ def test_gradients_are_those_of_jax(rng, num_kv_heads, window):
   'fields, message',
   [
     ({'num_heads': 6, 'num_kv_heads': 4}, 'num_kv_heads=4 does not divide num_heads=6'),
+    ({'num_heads': 0, 'num_kv_heads': 2}, 'num_heads=0 does not divide the model dim 30'),
     ({'num_heads': 4}, 'num_heads=4 does not divide the model dim 30: set head_dim'),
     ({'num_heads': 3, 'rotary': Rotary()}, 'needs segment_pos'),
     ({'num_heads': 3, 'window': 2, 'causal': False}, 'window=2 with causal=False'),
