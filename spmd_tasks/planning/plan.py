@@ -67,9 +67,9 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
       continue
     program = read_program(compiled)
     parts = memory_parts(compiled.memory_analysis(), program, model)
-    figures = (num_tokens, model_flops) if step == 'train' else (None, None)
+    tokens, flops = (num_tokens, model_flops) if step == 'train' else (None, None)
     num_slices = math.prod(dcn_shape or (1,))  # of the mesh, as fake devices do not know their slice
-    planned[step] = _read_compiled(compiled, program, target, mesh, parts, *figures, num_slices) | seconds
+    planned[step] = _read_compiled(compiled, program, target, mesh, parts, tokens, flops, num_slices) | seconds
   fits = [step['fits'] for step in planned.values()]
   return {
     'experiment': job.name,

@@ -391,8 +391,9 @@ def tokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
   check_model_name(fields, model)
   body = validate(TokenizeBody, fields)
   named = {_token_name(token): token for token in _special_ids(model.tokenizer).values()}
+  ids: Sequence[int]
   if body.prompt in named:
-    ids = (named[body.prompt],)
+    ids = [named[body.prompt]]
   else:
     ids = model.encode(body.prompt, with_bos=body.add_special_tokens)
   return {'tokens': list(ids), 'count': len(ids), 'max_model_len': model.max_len}
