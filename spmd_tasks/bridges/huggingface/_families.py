@@ -373,6 +373,7 @@ FAMILIES: dict[str, Family] = {
       *_latent_sizes(102_400, 4096, 11_008, 32, 32),
       *shared_experts(64, None, 2, 1407, 0, 1.0, (None, None), is_sigmoid=False),
     ),
+    fixed={'mixture.routing.normalize_gates': None},
     names=TensorNames(interleaved=True),
     inert=('ep_size',),
   ),
