@@ -191,12 +191,13 @@ class Checkpointer:
     if self._pending is None:
       return
     step, sealed = self._pending
-    self._pending = None
     started = time.monotonic()
     try:
       sealed.result()
     except Exception as error:
+      self._pending = None
       raise self._save_error(step, error) from error
+    self._pending = None  # not where the wait was interrupted: the next one waits again
     barrier(f'checkpoint_sealed_{step}', limit_s=self._arrays.write_limit_s)
     waited = time.monotonic() - started
     if waited > 1:

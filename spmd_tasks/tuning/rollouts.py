@@ -7,6 +7,7 @@ Shapes: P prompts, G completions of each, K rewards, R = P * G rows of a rollout
 
 import base64
 from collections.abc import Callable, Iterator
+import contextlib
 import dataclasses
 import json
 import time
@@ -18,6 +19,7 @@ import numpy as np
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import State
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import is_multiple
@@ -110,8 +112,13 @@ class MakeRollouts(TrainHook):
   def before_loop(self, run: TrainRun) -> None:
     if self._eval_records is None:
       return
-    path, step = run.job_log_dir / 'eval_rewards' / METRICS_FILE, run.first_step
-    is_recorded = lambda: path.exists() and step in read_jsonl(path.parent)
+    directory, step = run.job_log_dir / 'eval_rewards', run.first_step
+
+    def is_recorded() -> bool:
+      with storage_errors(directory / METRICS_FILE), contextlib.suppress(FileNotFoundError):
+        return step in read_jsonl(directory)
+      return False
+
     if primary_decides(is_recorded, 'eval_rewards', limit_s=run.limit_s):
       self._last_eval = step
     elif step == 0 or is_multiple(step, self._every_steps):  # an earlier process may have been ended in it
