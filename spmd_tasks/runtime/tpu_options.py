@@ -21,6 +21,9 @@ _TPU_OPTIONS = {
 # Reduce-scatters that layers write out (layers/scattered_gradients.py): by the next three each stays one, whichever dim
 # of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them beside products.
 # MaxText's.
+#
+# An Ironwood's vector units compute in bfloat16 too, and its SparseCores run gathers and sums beside products; MaxText's
+# published commands give its tiles 60 MiB.
 _OPTIONS_BY_KIND = {
   'TPU v6 lite': {
     'xla_tpu_scoped_vmem_limit_kib': '98304',
@@ -30,7 +33,13 @@ _OPTIONS_BY_KIND = {
     'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter': 'true',
     'xla_sc_disable_megacore_partitioning': 'true',
     'xla_tpu_use_tc_device_shape_on_sc': 'true',
-  }
+  },
+  'TPU7x': {
+    'xla_tpu_scoped_vmem_limit_kib': '61440',
+    'xla_tpu_bf16_emission_mode': 'NATIVE_EMISSION',
+    'xla_tpu_enable_sparse_core_collective_offload_all_reduce': 'true',
+    'xla_tpu_use_single_sparse_core_for_all_gather_offload': 'true',
+  },
 }
 
 
