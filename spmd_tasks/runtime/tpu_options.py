@@ -22,8 +22,8 @@ _TPU_OPTIONS = {
 # of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them beside products.
 # MaxText's.
 #
-# An Ironwood's vector units compute in bfloat16 too, and its SparseCores run gathers and sums beside products; MaxText's
-# published commands give its tiles 60 MiB.
+# An Ironwood's vector units compute in bfloat16 too, and its SparseCores run gathers and sums beside products;
+# MaxText's published commands give its tiles 60 MiB.
 _OPTIONS_BY_KIND = {
   'TPU v6 lite': {
     'xla_tpu_scoped_vmem_limit_kib': '98304',
