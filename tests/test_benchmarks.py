@@ -1,5 +1,6 @@
 """The benchmarks run and print what they promise; figures that no clock enters are checked; pages show the results."""
 
+import ast
 import json
 import math
 import os
@@ -98,6 +99,24 @@ def test_last_line_is_one_json_object_that_holds_the_claims_without_a_clock(scri
   assert math.isfinite(result['ratio'])
   if script in CHECKS:
     CHECKS[script](result)
+
+
+def names_in(path):
+  """What a module binds: definitions, assignments and imports, also lazy ones."""
+  nodes = [*ast.walk(ast.parse(path.read_text()))]
+  bound = {getattr(node, 'name', None) or getattr(node, 'id', None) for node in nodes}
+  return bound | {each.asname for each in nodes if isinstance(each, ast.alias)}
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'scripts').glob('*.py')), ids=lambda path: path.name)
+def test_what_a_script_imports_of_the_package_is_there(path):
+  """Of most benchmarks this is all that runs without --all."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('spmd_tasks'):
+      place = ROOT / node.module.replace('.', '/')
+      file = place / '__init__.py' if place.is_dir() else place.with_suffix('.py')
+      missing = {each.name for each in node.names} - names_in(file) - {each.stem for each in place.glob('*')}
+      assert not missing, f'{node.module} has no {missing}'
 
 
 def test_the_lowered_train_step_does_not_grow_with_depth():
