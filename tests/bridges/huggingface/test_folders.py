@@ -252,3 +252,12 @@ def test_a_model_of_no_family_is_not_exported(tmp_path):
   with pytest.raises(UserError, match=r'embedding\.logits_bias = True'):
     export_folder(tmp_path / 'out', model, {})
   assert not (tmp_path / 'out').exists()
+
+
+def test_gates_are_divided_by_their_sum_where_transformers_does_so():
+  """The families' logits are compared with --all only."""
+  divisors = {
+    name: mixture.routing.normalize_gates for name in CONFIGS if (mixture := decoder_of(CONFIGS[name]).mixture)
+  }
+  summed = dict.fromkeys(('mixtral', 'qwen3_moe', 'glm4_moe', 'gpt_oss', 'deepseek_v3'), 1.0)
+  assert divisors == summed | dict.fromkeys(('olmoe', 'deepseek_v2'))
