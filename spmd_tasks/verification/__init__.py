@@ -8,7 +8,7 @@
 Read `mode.py` first, with the table of the claims, and `_cases.py`, how one case is decided. `_runner.py` has the train
 step that also gives its gradients; `_agreement.py` compares its steps with a reference's and says how large a
 difference may be. `_settings.py` draws meshes, `_shrink.py` makes an experiment tiny, `_batches.py` cuts batches and
-makes rows differ. The files `*_claim.py` and `*_claims.py` have the cases.
+makes rows differ. The files `*_claims.py` have the cases.
 """
 
 from etils import epy
