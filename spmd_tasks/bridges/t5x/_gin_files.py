@@ -185,8 +185,10 @@ def _training(run: str) -> tuple[dict[str, Any], dict[str, Any]]:
   required = ('MODEL_DIR', 'MIXTURE_OR_TASK_NAME', 'TASK_FEATURE_LENGTHS', 'TRAIN_STEPS')
   macros: dict[str, Any] = dict.fromkeys((*required, *['INITIAL_CHECKPOINT_PATH'] * tuning), Raw(REQUIRED))
   macros |= {'USE_CACHED_TASKS': True, 'BATCH_SIZE': 128, 'MIXTURE_OR_TASK_MODULE': None}
-  macros |= {'RANDOM_SEED': None, 'TRAIN_STEPS_RELATIVE': None}
+  macros |= {'RANDOM_SEED': None, 'TRAIN_STEPS_RELATIVE': None, 'USE_HARDWARE_RNG': False}
   macros |= {'DROPOUT_RATE': 0.1, 'EVAL_STEPS': 20, 'EVAL_PERIOD': 1000} if tuning else {'SHUFFLE_TRAIN_EXAMPLES': True}
+  of_evaluator = {'EVALUATOR_USE_MEMORY_CACHE': True, 'EVALUATOR_NUM_EXAMPLES': None, 'JSON_WRITE_N_RESULTS': None}
+  macros |= of_evaluator if tuning else {}
   names = ('model', 'model_dir', 'random_seed')
   train: dict[str, Any] = {name: Raw(f'%{name.upper()}') for name in names}
   train |= {'total_steps': Raw('%TRAIN_STEPS'), 'relative_steps': Raw('%TRAIN_STEPS_RELATIVE')}
@@ -222,7 +224,8 @@ def _once(run: str) -> tuple[dict[str, Any], dict[str, Any]]:
   """The macros and the blocks of eval.gin, infer.gin and infer_from_tfexample_file.gin."""
   of_file = run == 'infer_from_tfexample_file'
   named = ('TF_EXAMPLE_FILE_PATHS', 'TF_EXAMPLE_FILE_TYPE', 'FEATURE_LENGTHS') if of_file else ('MIXTURE_OR_TASK_NAME',)
-  macros: dict[str, Any] = dict.fromkeys((*named, 'CHECKPOINT_PATH'), Raw(REQUIRED))
+  output = 'EVAL_OUTPUT_DIR' if run == 'eval' else 'INFER_OUTPUT_DIR'
+  macros: dict[str, Any] = dict.fromkeys((*named, 'CHECKPOINT_PATH', output), Raw(REQUIRED))
   if not of_file:
     macros |= {'TASK_FEATURE_LENGTHS': None if run == 'eval' else Raw(REQUIRED), 'MIXTURE_OR_TASK_MODULE': None}
   function: dict[str, Any] = {'model': Raw('%MODEL')}

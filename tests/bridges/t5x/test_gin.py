@@ -284,6 +284,31 @@ def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output, field):
   assert (made.fields[field]['num_epochs'], made.fields[field]['packing']) == (1, False)
 
 
+OF_EVALUATOR = {'EVALUATOR_NUM_EXAMPLES': None, 'EVALUATOR_USE_MEMORY_CACHE': True, 'JSON_WRITE_N_RESULTS': None}
+
+
+@pytest.mark.parametrize(
+  'run, wanted',
+  [
+    ('pretrain', {'USE_HARDWARE_RNG': False}),
+    ('finetune', {'USE_HARDWARE_RNG': False, **OF_EVALUATOR}),
+    ('eval', 'EVAL_OUTPUT_DIR is required'),
+    ('infer', 'INFER_OUTPUT_DIR is required'),
+    ('infer_from_tfexample_file', 'INFER_OUTPUT_DIR is required'),
+  ],
+)
+def test_a_file_of_the_user_reads_macros_of_t5x(run, wanted, tmp_path):
+  names = [wanted.split()[0]] if isinstance(wanted, str) else list(wanted)
+  lines = [f"include 't5x/configs/runs/{run}.gin'", *(f'my_lab.report.{name} = %{name}' for name in names)]
+  (tmp_path / 'mine.gin').write_text('\n'.join(lines))
+  report = read_setup(['mine.gin'], search=[str(tmp_path)]).node('my_lab.report')
+  if isinstance(wanted, str):
+    with pytest.raises(ValueError, match=f'%{wanted}'):
+      report.get(names[0])
+  else:
+    assert {name: report.get(name) for name in names} == wanted
+
+
 @pytest.mark.parametrize(
   'binding, words',
   [
