@@ -4,13 +4,13 @@
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
 
 `install_shims()` makes Praxis and Paxml importable on today's JAX (`_shims.py`); naming one of the classes and
-functions below that need them does so too, and so does every `--exp my_package...`, where Praxis is installed.
+functions below that need them does so too, and so does an experiment whose module, or another one of the same author
+that it imports, imports them (`_recognition.py`). One that gets them in another way first calls `install_shims()`.
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
 `_input.py` and `_decode.py` (decode jobs); `_checkpoints.py` and `_origins.py` (what a new job takes from others).
 """
 
-import importlib.util
 import sys
 from typing import Any
 
@@ -55,12 +55,6 @@ def __getattr__(name: str) -> Any:
   return _lazy(name)
 
 
-def prepare_import(module: str) -> None:
-  """Lets the module of an experiment import Praxis, if it does; till then nothing is changed."""
-  if importlib.util.find_spec('praxis') is not None:
-    _lazy('install_shims')()
-
-
 def is_pax_experiment(value: object) -> bool:
   """Tells whether a value is the class of a Pax experiment; imports nothing of Pax."""
   base = sys.modules.get('paxml.base_experiment')  # without it no class can be one of its
@@ -100,7 +94,7 @@ WING = Wing(
     ExperimentKind(
       name='Pax',
       base='spmd_tasks.bridges.pax._experiment:PaxExperiment',
-      before_import=prepare_import,
+      before_import='spmd_tasks.bridges.pax._recognition:prepare_import',
       recognizes=is_pax_experiment,
       adapt='spmd_tasks.bridges.pax._experiment:as_experiment',
       build='spmd_tasks.bridges.pax._experiment:build_parts',

@@ -32,18 +32,6 @@ def test_reshape_takes_its_shape_by_the_earlier_name_too():
   assert 'newshape' in inspect.signature(reshape).parameters  # so that no second wrapper is put around it
 
 
-def test_an_experiment_that_imports_nothing_of_pax_finds_jax_as_it_is(tmp_path):
-  """In a process of its own."""
-  (tmp_path / 'plain_lab.py').write_text('from spmd_tasks.recipes import DenseLanguageModel as Plain')
-  program = (
-    'import sys, jax; from spmd_tasks import main; '
-    f'assert main.run(["--exp", "plain_lab.Plain", "--experiment_path", {str(tmp_path)!r}, "--print_config"]) == 0; '
-    'assert not hasattr(jax, "tree_map"); assert "praxis" not in sys.modules'
-  )
-  finished = binary.run_python(program, limit_s=240)
-  assert finished.returncode == 0, finished.stderr
-
-
 def test_a_pax_experiment_imports_tensorflow_when_it_is_used():
   """Names that JAX has are left alone. In a process of its own; jobs with summaries use TensorFlow."""
   program = (

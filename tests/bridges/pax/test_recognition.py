@@ -1,0 +1,62 @@
+"""A module that needs Praxis is recognized by its source, before it is imported; nothing else installs the shims."""
+
+import pytest
+
+from spmd_tasks.bridges.pax import _recognition, _shims
+from tests import binary
+
+
+@pytest.mark.parametrize(
+  'module, sources, expected',
+  [
+    ('lab', {'lab': 'from praxis import layers'}, True),
+    ('lab', {'lab': 'def late():\n  import praxis'}, True),
+    ('lab', {'lab': 'import other', 'other': 'import paxml.learners'}, True),
+    ('lab', {'lab': 'import other', 'other': 'import lab'}, False),
+    ('lab', {'lab': 'import jax, numpy\nfrom spmd_tasks.experiment import Experiment'}, False),
+    ('group.lab', {'group/lab': 'from . import models'}, True),
+    ('group.lab', {'group/lab': 'from .models import Model'}, True),
+    ('group.lab', {'group/lab': 'from . import plain'}, False),
+    ('group.lab', {'group/lab': 'from .far import Far', 'group/far': 'from . import models'}, True),
+    ('group.lab', {'group/lab': '', 'group/__init__': 'from .models import Model'}, True),
+    ('paxml.tasks.lm.params.lm_cloud', {}, True),
+  ],
+)
+def test_by_what_a_module_and_its_own_modules_import(module, sources, expected, tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'group').mkdir()
+  around = {'group/__init__': '', 'group/models': 'import praxis', 'group/plain': 'import jax'}
+  for name, source in (around | sources).items():
+    (tmp_path / f'{name}.py').write_text(source)
+  calls = []
+  monkeypatch.setattr(_shims, 'install_shims', lambda: calls.append(1))
+  _recognition.prepare_import(module)
+  assert bool(calls) == expected
+
+
+PROGRAM = """
+import sys
+from spmd_tasks import main
+before = [*sys.meta_path]
+code = main.run(['--exp', {experiment!r}, '--experiment_path', {directory!r}, '--print_config'])
+import jax
+added = [type(finder).__name__ for finder in sys.meta_path if finder not in before]
+print(code, added, hasattr(jax, 'tree_map'), 'praxis' in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+  'experiment, said',
+  [
+    ('plain_lab.Plain', '0 [] False False'),
+    ('pax_lab.dense_lm.DenseLm', "0 ['_ShimFinder'] True True"),
+  ],
+)
+def test_the_process_of_a_plain_experiment_has_no_finder_and_no_added_name(experiment, said, tmp_path):
+  """In a process of its own."""
+  directory = 'tests/data'
+  if experiment.startswith('plain'):  # outside our package, whose modules nothing is done for
+    directory = str(tmp_path)
+    (tmp_path / 'plain_lab.py').write_text('from spmd_tasks.recipes import DenseLanguageModel as Plain')
+  finished = binary.run_python(PROGRAM.format(experiment=experiment, directory=directory), limit_s=240)
+  assert finished.stderr.splitlines()[-1] == said, finished.stderr
