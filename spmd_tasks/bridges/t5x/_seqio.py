@@ -118,6 +118,7 @@ class SeqIoInput:
     architecture: `encoder_decoder`, `prefix_lm` (inputs and targets are one row, and inputs see each other) or
       `decoder_only` (targets alone).
     packing: whether a row holds several examples.
+    loss_on_targets_only: of a prefix language model: whether inputs have no loss.
     shuffle: whether SeqIO shuffles, by `seed`, which also seeds its preprocessors. Shuffling is anew in each epoch.
     num_epochs: how often the data are read; None: without end.
     max_batches: how many batches at most. With several epochs their rows are repeated until there are as many.
@@ -137,6 +138,7 @@ class SeqIoInput:
   split: str = 'train'
   architecture: str = 'encoder_decoder'
   packing: bool = True
+  loss_on_targets_only: bool = True
   shuffle: bool = True
   seed: int = 0
   num_epochs: int | None = None
@@ -216,7 +218,9 @@ class SeqIoInput:
     )
 
   def _converter(self) -> Any:
-    return getattr(import_seqio(), f'{ARCHITECTURES[self.architecture]}FeatureConverter')(pack=self.packing)
+    of_prefix = {'loss_on_targets_only': self.loss_on_targets_only} if self.architecture == 'prefix_lm' else {}
+    converter = getattr(import_seqio(), f'{ARCHITECTURES[self.architecture]}FeatureConverter')
+    return converter(pack=self.packing, **of_prefix)
 
   def features(self, shard: int = 0) -> Any:
     """Returns the tf.data.Dataset of converted rows, one by one, of a shard; its order is always the same."""
@@ -256,7 +260,7 @@ class SeqIoInput:
 
   def identity(self) -> dict[str, Any]:
     """Returns the settings that decide the batches, as JSON."""
-    names = 'task split batch_size architecture packing shuffle seed num_epochs skip_batches '
+    names = 'task split batch_size architecture packing loss_on_targets_only shuffle seed num_epochs skip_batches '
     names += 'num_shards use_cached trim_output_features'
     return {'kind': 'seqio', **{name: getattr(self, name) for name in names.split()}, 'lengths': self.feature_lengths}
 

@@ -49,13 +49,13 @@ def an_input(architecture='encoder_decoder', **settings):
   )
 
 
-def of_seqio(seqio, settings, num_batches, shard=0, num_shards=1):
+def of_seqio(seqio, settings, num_batches, shard=0, num_shards=1, **of_converter):
   """The batches as T5X's `get_dataset` asks SeqIO for them, in SeqIO's own names."""
   converter = getattr(seqio, f'{CONVERTERS[settings.architecture]}FeatureConverter')
   dataset = seqio.get_dataset(
     settings.task,
     settings.lengths,
-    converter(pack=settings.packing),
+    converter(pack=settings.packing, **of_converter),
     dataset_split=settings.split,
     shuffle=settings.shuffle,
     num_epochs=settings.num_epochs,
@@ -67,19 +67,27 @@ def of_seqio(seqio, settings, num_batches, shard=0, num_shards=1):
 
 
 @pytest.mark.parametrize(
-  'architecture, packing',
-  [('encoder_decoder', True), ('encoder_decoder', False), ('prefix_lm', True), ('decoder_only', False)],
+  'architecture, packing, own',
+  [
+    ('encoder_decoder', True, {}),
+    ('encoder_decoder', False, {}),
+    ('prefix_lm', True, {}),
+    ('prefix_lm', False, {'loss_on_targets_only': False}),
+    ('decoder_only', False, {}),
+  ],
 )
-def test_batches_are_those_of_seqio(seqio, architecture, packing):
-  settings = an_input(architecture, packing=packing, task='both')
+def test_batches_are_those_of_seqio(seqio, architecture, packing, own):
+  settings = an_input(architecture, packing=packing, task='both', **own)
   iterator = settings.make_iterator()
-  for features in of_seqio(seqio, settings, 5):
+  for features in of_seqio(seqio, settings, 5, **own):
     batch = next(iterator)
     wanted = {'labels': features['decoder_target_tokens'], 'ids': features['decoder_input_tokens']}
     wanted |= {'weights': features['decoder_loss_weights']}
     wanted['segment_ids'] = features['decoder_segment_ids'] if packing else wanted['labels'] > 0
     if architecture == 'prefix_lm':
       wanted['prefix_mask'] = features['decoder_causal_attention']
+      has_loss = batch['weights'][:, 0] > 0  # the first token of the inputs
+      assert (has_loss == bool(own)).all()
     if architecture == 'encoder_decoder':
       wanted['encoder_ids'] = tokens = features['encoder_input_tokens']
       wanted['encoder_segment_ids'] = features['encoder_segment_ids'] if packing else tokens > 0
