@@ -288,10 +288,12 @@ def _check_names(sources: Mapping[str, Any]) -> None:
 
 def _check_weights(what: str, weights: Any, sources: Mapping[str, Any]) -> None:
   """Raises a UserError unless `weights` has one usable number for every source and no other name."""
-  if not isinstance(weights, Mapping) or {*weights} != {*sources}:
-    raise UserError(
-      f'{what} = {weights!r} must be a dict with a weight for each of the sources {sorted(sources)}: 0 leaves one out.'
-    )
+  names = {*weights} if isinstance(weights, Mapping) else set()
+  differ = {'missing': sorted({*sources} - names), 'too many': sorted(names - {*sources}, key=str)}
+  if any(differ.values()):
+    wrong = ' and '.join(f'{found} {word}' for word, found in differ.items() if found)
+    wanted = f'a dict with a weight for each of the sources {sorted(sources)}, 0 to leave one out'
+    raise UserError(f'{what} = {weights!r} must be {wanted}: {wrong}.')
   for name, weight in weights.items():
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight) or weight < 0:

@@ -253,7 +253,8 @@ EVEN = {'a': 1, 'b': 1}
   [
     ({'sources': {}, 'weights': {}}, r'sources = \{\} of the mixture must be a dict of at least one'),
     ({'sources': {'a/b': synthetic()}, 'weights': {'a/b': 1}}, "source name 'a/b'.*use letters"),
-    ({'weights': {'a': 1, 'c': 1}}, r"weights = \{'a': 1, 'c': 1\} must be a dict .* sources \['a', 'b'\]"),
+    ({'weights': {'a': 1, 'c': 1}}, r"must be a dict .* \['a', 'b'\], 0.*: \['b'\] missing and \['c'\] too many\.$"),
+    ({'weights': 3}, r"weights = 3 must be a dict .*: \['a', 'b'\] missing\.$"),
     ({'weights': {'a': 1, 'b': -1}}, "weight -1 of source 'b' in weights must be a finite number of at least 0"),
     ({'weight_changes': ((5, {'a': 1}),)}, r"the weights after 5 batches = \{'a': 1\} must be a dict"),
   ],
