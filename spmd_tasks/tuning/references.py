@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 
 from etils import epath
@@ -165,8 +166,10 @@ def _compute(
   variables = state.variables
   iterator = pairs.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
   with Prefetcher(iterator, step.place, timeout_s=timeout_s) as batches:
-    for batch, _ in batches:
-      log_probs, records = map(np.asarray, step(variables, batch))
+    # Each batch is fetched after the next one was launched, so that the device always has work.
+    launched = itertools.chain((step(variables, batch) for batch, _ in batches), [()])
+    for done, _ in itertools.pairwise(launched):
+      log_probs, records = map(np.asarray, done)
       on_batch()
       is_pair = records > 0
       values[records[is_pair] - 1] = log_probs[is_pair]
