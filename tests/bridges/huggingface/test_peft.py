@@ -241,14 +241,15 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   assert ours.keys() == tuned.keys()
   for key, value in tuned.items():
     assert_close(ours[key], value, 5e-3, key)  # Adam divides by the root of gradients that are almost 0
-  loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), target).eval()
+  # In float64: torch's float32 is 8e-5 from it where rounding grows.
+  loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), target).eval().double()
   assert_close(logits_of(loaded), np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), 1e-4)
 
   merged = weights_on_mesh(model, merge_adapters(model, state.weights))
   export_folder(tmp_path / 'merged', model.task.model, merged, origin=base)
   alone, amiss = load_reference(tmp_path / 'merged', 'float32')
   assert not amiss
-  assert_close(logits_of(alone), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
+  assert_close(logits_of(alone.double()), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
 
 
 # `peft` looks for these keys among modules, and then uses them for parameters all the same.
