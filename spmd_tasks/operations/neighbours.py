@@ -6,7 +6,7 @@ A supervisor answers every connection with one line, its Status. It asks each ot
 the connection twice, or is silent for several seconds, is dead, until it answers again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import contextlib
 import dataclasses
 import json
@@ -66,6 +66,7 @@ class Neighbours:
     self._directory = directory
     self._path = directory / f'host_{self.own.id}.json'
     self._heard: dict[str, tuple[Status | None, int]] = {}  # the last status, and failures since
+    self._lock = threading.Lock()
     self._closed = threading.Event()
     self._port: socket.socket | None = None
 
@@ -127,9 +128,17 @@ class Neighbours:
     told = [status for status, _ in list(self._heard.values()) if status is not None]
     return any((status.phase, status.code) == ('left', exit_codes.OK) for status in told)
 
-  def is_settled(self) -> bool:
-    """Whether each registered supervisor has answered, or is dead."""
-    return all(status is not None or failures >= _MAX_FAILURES for status, failures in list(self._heard.values()))
+  def is_settled(self, ids: Iterable[str] | None = None) -> bool:
+    """Whether each of these supervisors, or each registered one, has answered, or is dead."""
+    told = [self._heard.get(id, (None, _MAX_FAILURES)) for id in (list(self._heard) if ids is None else ids)]
+    return all(status is not None or failures >= _MAX_FAILURES for status, failures in told)
+
+  def meet(self, ids: Iterable[str]) -> None:
+    """Waits until each of these supervisors has answered, or is dead; some may have come since the last look."""
+    for id in ids:
+      self._begin_to_ask(id)
+    while not self.is_settled(ids):
+      time.sleep(0.05)
 
   def name(self, id: str) -> str:
     """The name of a supervisor's host, as far as it is known."""
@@ -141,10 +150,15 @@ class Neighbours:
     if not self._path.exists():  # somebody took this one for dead
       write_durably(self._path, self._place)
     for path in glob_below(self._directory, 'host_*.json'):
-      id = path.name.removeprefix('host_').removesuffix('.json')
-      if id != self.own.id and id not in self._heard:
-        self._heard[id] = (None, 0)
-        threading.Thread(target=self._ask_often, args=(id, path), name=f'asks {id}', daemon=True).start()
+      self._begin_to_ask(path.name.removeprefix('host_').removesuffix('.json'))
+
+  def _begin_to_ask(self, id: str) -> None:
+    with self._lock:
+      if id == self.own.id or id in self._heard:
+        return
+      self._heard[id] = (None, 0)
+    path = self._directory / f'host_{id}.json'
+    threading.Thread(target=self._ask_often, args=(id, path), name=f'asks {id}', daemon=True).start()
 
   def _keep_looking(self) -> None:
     while not self._closed.wait(5 * _LOOK_S if is_remote(self._directory) else _LOOK_S):

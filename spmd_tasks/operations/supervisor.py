@@ -144,6 +144,7 @@ class _Supervisor:
     while self._signal is None:
       if (agreed := self._read_round(number)) is not None:
         if neighbours.own.id in agreed['hosts']:
+          neighbours.meet(agreed['hosts'])
           return number
         number, began = number + 1, time.monotonic()
         neighbours.ready_for(number)

@@ -35,7 +35,7 @@ def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
 @pytest.mark.parametrize('store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_job_of_four_processes_is_killed_and_resumed_bit_for_bit(store, tmp_path: Path):
   with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
-    job.wait_for_text(0, 'step 7/', limit_s=START_S)
+    job.wait_for_text(0, 'step 9/', limit_s=START_S)
     for rank in range(4):
       job.send(rank, signal.SIGKILL)
     job.wait(deadline_s=DEADLINE_S)

@@ -18,6 +18,7 @@ from spmd_tasks.distributed import DistributedSettings, roll_call
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.operations import fitting, rounds, supervisor
+from spmd_tasks.operations import neighbours as neighbours_module
 from spmd_tasks.operations.neighbours import Neighbours, Status
 from spmd_tasks.programs import store_claim
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
@@ -154,10 +155,19 @@ def code_of_a_round(directory, neighbours, monkeypatch, seconds, process=None, s
   neighbours.ready_for(1)
   own = supervisor._Supervisor(directory, neighbours, (1, 2), 1.0, str(directory))
   for signal_s in signals_s:
-    threading.Timer(signal_s, own._on_signal, [signal.SIGINT, None]).start()
+    threading.Timer(signal_s, own._on_signal, [signal.SIGTERM, None]).start()
   own._start = lambda *_: process or subprocess.Popen(['sleep', str(seconds)])
   hosts = [neighbours.own.id, 'b']
   return own._run_round(1, {'hosts': hosts, 'coordinator': ''})[hosts[0]]
+
+
+def test_a_host_that_came_since_the_last_look_is_not_taken_for_dead(tmp_path, monkeypatch):
+  monkeypatch.setattr(neighbours_module, '_LOOK_S', 1000.0)
+  with Neighbours(tmp_path, '127.0.0.1') as first, Neighbours(tmp_path, '127.0.0.1') as second:
+    hosts = [first.own.id, second.own.id]
+    rounds.propose_round(tmp_path, 1, hosts, 'a:1')
+    assert supervisor._Supervisor(tmp_path, first, (1, 2), 1.0, str(tmp_path))._agree(1) == 1
+    assert sorted(first.alive()) == sorted(hosts)
 
 
 @pytest.mark.parametrize('silent, code', [([(0, 0.4), (1, 1.4)], 0), ([(0, 9)], -signal.SIGKILL)])
@@ -233,7 +243,7 @@ def test_a_job_that_is_done(tmp_path, smallest, told, result):
 
 
 def test_each_signal_is_passed_on(tmp_path, monkeypatch):
-  command = """trap 'trap "exit 5" INT' INT; for i in $(seq 600); do sleep 0.05; done"""
+  command = """trap 'trap "exit 5" TERM' TERM; for i in $(seq 600); do sleep 0.05; done"""
   process = subprocess.Popen(['bash', '-c', command])
   assert code_of_a_round(tmp_path, Neighbour(tmp_path), monkeypatch, 0, process, signals_s=(1.0, 2.0)) == 5
 
