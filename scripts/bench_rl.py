@@ -8,9 +8,9 @@ Both sides sample 8 completions of each of 8 prompts a step, reward them by a Py
 float32 on all of this machine's CPUs, in processes that run in turn. Both have the same weights, prompts, temperature 1
 and 64 tokens at most, and texts end where the model says so; TRL pads them to the longest, and our `seq_len` is the
 longest prompt and 64 tokens. TRL's settings are its fastest here: no checkpointing of activations, no reference model,
-nothing logged, and no microbatches, which cost it 4%. Ours log every sixth step, with the mismatch, and have a device
-of the mesh for each CPU, which differentiates 4 rows at a time. A round ends, and no other begins, when its time is up,
-so that all takes less than 8 minutes. The last line is one JSON object:
+nothing logged, and no microbatches, which cost it 4%. Ours log every sixth step, with the mismatch, and differentiate
+4 rows at a time. A round ends, and no other begins, when its time is up, so that all takes less than 8 minutes. The
+last line is one JSON object:
 
   samples_over_trl: completions per second, ours / TRL's, of steps that compile nothing; the median of the rounds; null
     without --trl.
@@ -18,11 +18,11 @@ so that all takes less than 8 minutes. The last line is one JSON object:
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
   samples_per_second: of each round, by side.
 
-On 2026-11-26, on 2 cores with nothing else to do and one device of the mesh, --quick gave samples_over_trl 1.35 (goal
-3), rollout_over_decode 1.44 (goal 0.9) and mismatch_max 9.5e-7, in 64 s. A step took 0.67 s of CPU, TRL's 1.1: the
-update 0.43 s, whose products with weights alone take 0.21 by XLA (a bare torch update of the batch takes 0.36); the
-rollout 0.23 s, of which 0.04 draw random numbers and about 0.08 copy blocks of the cache; all else 0.01 s. A device for
-each CPU, which the script has since then, takes 0.7 s of CPU and 0.76 of the time, alternately on busy cores.
+On 2026-11-26, on 2 cores with nothing else to do, --quick gave samples_over_trl 1.35 in the morning and 1.16 in the
+evening (goal 3), rollout_over_decode 1.44 and 1.36 (goal 0.9) and mismatch_max 9.5e-7, in 64 s; one round each. A step
+took 0.67 s of CPU, TRL's 1.1: the update 0.43 s, whose products with weights alone take 0.21 by XLA (a bare torch
+update of the batch takes 0.36); the rollout 0.23 s, of which 0.04 draw random numbers and about 0.08 copy blocks of the
+cache; all else 0.01 s. A mesh of two devices on these cores made 122 completions a second, one device 130.
 """
 
 import argparse
@@ -44,8 +44,6 @@ ROOT = Path(__file__).parents[1]
 SIZES = {'hidden_size': 256, 'intermediate_size': 768, 'num_hidden_layers': 4}
 QUICK_SIZES = {'hidden_size': 128, 'intermediate_size': 384, 'num_hidden_layers': 2}
 VOCAB, NUM_PROMPTS, GROUP = 1000, 8, 8
-NUM_DEVICES = max(n for n in (1, 2, 4, 8) if n <= len(os.sched_getaffinity(0)))
-DEVICES = ('--num_fake_devices', str(NUM_DEVICES))
 LIMIT_S, TRL_LIMIT_S = 420, 75  # of everything, and of TRL's steps in a round
 _THEIRS = """
 import json, sys, time
@@ -122,13 +120,12 @@ def main() -> None:
       settings = {'model': folder, 'data': prompts, 'reward': 'bench_rl:share_of_e'}
       settings |= {'seq_len': longest + num_tokens}
       settings |= {'max_tokens': num_tokens, 'batch_size': NUM_PROMPTS * GROUP, 'group_size': GROUP}
-      settings |= {'task.learner.num_microbatches': NUM_PROMPTS * GROUP // 4 // NUM_DEVICES}
-      settings |= {'ici_mesh_shape': f'1,{NUM_DEVICES},1'}
+      settings |= {'task.learner.num_microbatches': NUM_PROMPTS * GROUP // 4}
       settings |= {'log_every_steps': num_first, 'tensorboard': False}
       flags = [part for name, value in settings.items() for part in ('--set', f'{name}={value}')]
       run(
         *(sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tune.Grpo', '--mode', 'train', '--job_log_dir', str(job)),
-        *('--num_train_steps', str(num_steps), *DEVICES, *flags),
+        *('--num_train_steps', str(num_steps), *flags),
       )
       lines = [json.loads(line) for line in (job / 'metrics.jsonl').read_text().splitlines()]
       by_step = {line['step']: line for line in lines}
@@ -152,7 +149,7 @@ def main() -> None:
     decoded = ('--mode', 'decode_once', '--job_log_dir', str(job), '--decode_input', str(wanted))
     sizes = {'num_slots': NUM_PROMPTS * GROUP, 'max_len': longest + num_tokens}
     slots = [part for size, value in sizes.items() for part in ('--set', f'task.decode.{size}={value}')]
-    run(sys.executable, '-m', 'spmd_tasks.main', *decoded, *DEVICES, *slots)
+    run(sys.executable, '-m', 'spmd_tasks.main', *decoded, *slots)
     (metrics,) = (job / 'decode').rglob('metrics.jsonl')
     decode = json.loads(metrics.read_text().splitlines()[-1])['tokens_per_second']
   print_result(
