@@ -118,6 +118,10 @@ def check_end(scene: Scene, ended: Ended, *signums: int) -> str:
 @kind('signal/SIGTERM or SIGINT at a random instant', share=9)
 def signal_at_a_random_instant(scene: Scene) -> str:
   scene.choose_job(JOBS)
+  return end_at_random_instant(scene)
+
+
+def end_at_random_instant(scene: Scene) -> str:
   signum = scene.rng.choice((signal.SIGTERM, signal.SIGINT))
   scene.where = f'{signum.name}: '
   process = scene.start()

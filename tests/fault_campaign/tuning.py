@@ -9,7 +9,7 @@ from spmd_tasks import exit_codes
 from tests.fault_campaign import judge, reward_functions
 from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.judge import check
-from tests.fault_campaign.kills import check_end, go_on, killed
+from tests.fault_campaign.kills import end_at_random_instant, go_on, killed
 from tests.fault_campaign.scene import Scene, Started
 
 JOBS = ('Rewarded', 'RewardedAhead')  # synchronous with two minibatches; one step off the policy
@@ -26,11 +26,7 @@ def kill_at_a_random_instant(scene: Scene) -> str:
 @kind('rewards/SIGTERM or SIGINT at a random instant', share=1)
 def signal_at_a_random_instant(scene: Scene) -> str:
   scene.choose_job(JOBS)
-  signum = scene.rng.choice((signal.SIGTERM, signal.SIGINT))
-  scene.where = f'{signum.name}: '
-  process = scene.start()
-  scene.send_at_random_instant(process, signum)
-  return check_end(scene, scene.finish(process), signum)
+  return end_at_random_instant(scene)
 
 
 @kind('rewards/a function gives NaN, hangs or dies', share=2)

@@ -2,9 +2,12 @@
 
 import jax
 import numpy as np
+import pytest
 from tiny_model import packed_batch, random_weights, tiny_model
 import transformer_reference as reference
 
+from spmd_tasks.config import resolve
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LanguageModelLoss, NextnHead, NextnLanguageModel, RmsNorm
 
 NUM_HEADS = 2
@@ -82,3 +85,8 @@ def test_losses_and_gradients_against_numpy():
     direction /= np.linalg.norm(direction)
     ahead, behind = (expected(place, leaf + step * direction) for step in (1e-5, -1e-5))
     np.testing.assert_allclose(np.sum(gradient * direction), (ahead - behind) / 2e-5, rtol=1e-3, atol=2e-5)
+
+
+def test_a_negative_number_of_heads_is_refused():
+  with pytest.raises(UserError, match='num_nextn_predict_layers = -1 must be at least 0'):
+    resolve('lm.StdlibTiny', ['num_nextn_predict_layers=-1']).build()
