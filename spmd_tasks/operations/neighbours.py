@@ -128,6 +128,11 @@ class Neighbours:
     told = [status for status, _ in list(self._heard.values()) if status is not None]
     return any((status.phase, status.code) == ('left', exit_codes.OK) for status in told)
 
+  def num_met(self) -> int:
+    """How many hosts have answered, with those that are dead now; one that has come again counts once."""
+    told = [status for status, _ in list(self._heard.values()) if status is not None and status.phase != 'left']
+    return len({self.own.order, *(status.order for status in told)})
+
   def is_settled(self, ids: Iterable[str] | None = None) -> bool:
     """Whether each of these supervisors, or each registered one, has answered, or is dead."""
     told = [self._heard.get(id, (None, _MAX_FAILURES)) for id in (list(self._heard) if ids is None else ids)]

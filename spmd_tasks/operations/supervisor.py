@@ -155,7 +155,7 @@ class _Supervisor:
       survivors = [id for id in previous if id in alive]
       if not survivors and neighbours.have_finished():
         return -1
-      passed = time.monotonic() - began
+      passed, num_met = time.monotonic() - began, max(len(ready), neighbours.num_met())
       message = ''
       if len(ready) < len(alive):
         is_spare = neighbours.own.id not in previous and any(each.round < number for each in alive.values())
@@ -163,7 +163,7 @@ class _Supervisor:
         began = time.monotonic()
       elif not survivors and passed > self._patience_s and self._is_locked():
         message = 'a process of a host that this one does not reach has the job.lock'
-      elif neighbours.is_settled() and (survivors or len(ready) >= self._limits[1] or passed > self._patience_s):
+      elif neighbours.is_settled() and (survivors or num_met >= self._limits[1] or passed > self._patience_s):
         hosts = choose_hosts(ready, previous, self._sizes, self._limits)
         if hosts and neighbours.own.id == min(survivors or ready):
           propose_round(self._directory, number, hosts, alive[hosts[0]].coordinator)

@@ -1,37 +1,14 @@
 """A job of three hosts of one device, whose batches take a while and divide by 1, 2 and 3."""
 
-import dataclasses
 import os
-import time
 
 import fiddle as fdl
 import jax
 
 from spmd_tasks.experiments.synthetic import Tiny
-from spmd_tasks.inputs import SyntheticText
+from spmd_tasks.inputs import ByteTokenizer, StdlibText, SyntheticText, TextInput
+from tests.fault_campaign.experiments import SlowInput
 from tests.replay.faulty_devices import Fault, FaultyDevices
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlowText(SyntheticText):
-  """SyntheticText that takes `slow_s` seconds for a batch."""
-
-  slow_s: float = 0.2
-
-  def make_iterator(self, shard_index=0, shard_count=1):
-    return _SlowIterator(super().make_iterator(shard_index, shard_count), self.slow_s)
-
-
-class _SlowIterator:
-  def __init__(self, iterator, slow_s):
-    self._iterator, self._slow_s = iterator, slow_s
-
-  def __next__(self):
-    time.sleep(self._slow_s)
-    return next(self._iterator)
-
-  def __getattr__(self, name):
-    return getattr(self._iterator, name)
 
 
 class Job(Tiny):
@@ -52,7 +29,10 @@ class Job(Tiny):
     return cfg
 
   def train_input(self):
-    return fdl.Config(SlowText, batch_size=self.batch_size, seq_len=16, vocab_size=64)
+    return fdl.Config(SlowInput, input=self.rows(), seconds_per_batch=0.2)
+
+  def rows(self):
+    return fdl.Config(SyntheticText, batch_size=self.batch_size, seq_len=16, vocab_size=64)
 
   def eval_inputs(self):
     return {}
@@ -74,3 +54,15 @@ class Watched(Job):
 
   def hooks(self):
     return [BrokenDevice(every_steps=4)]
+
+
+class Text(Job):
+  """On four hosts, of text: each row of the batch has its own position, which moves between hosts with the row."""
+
+  ici_mesh_shape = (1, 4, 1)
+  vocab_size = ByteTokenizer().vocab_size
+
+  def rows(self):
+    source = fdl.Config(StdlibText, block_bytes=256)  # a row goes on to another block every 16 steps
+    tokenizer = fdl.Config(ByteTokenizer)
+    return fdl.Config(TextInput, source=source, tokenizer=tokenizer, batch_size=self.batch_size, seq_len=16)

@@ -188,6 +188,14 @@ def test_a_process_ends_when_others_have_agreed_on_a_round_without_it(tmp_path, 
   assert code_of_a_round(tmp_path, Neighbour(tmp_path), monkeypatch, 30) == -signal.SIGKILL
 
 
+def test_a_host_that_died_before_the_first_round_is_not_waited_for(tmp_path):
+  neighbours = Neighbours(tmp_path, '127.0.0.1')
+  neighbours._heard['b'] = Status(id='b', host='b', order=(1, 'b'), round=1), 2  # it has answered, and does no more
+  own = supervisor._Supervisor(tmp_path, neighbours, (1, 2), 60.0, str(tmp_path))
+  assert own._agree(1) == 1
+  assert rounds.read_round(tmp_path, 1)['hosts'] == [neighbours.own.id]
+
+
 def test_hosts_that_do_not_reach_those_that_train_wait_for_their_lock(tmp_path, capsys):
   directory, neighbours = tmp_path / 'supervisors', Neighbours(tmp_path / 'supervisors', '127.0.0.1')
   directory.mkdir()
