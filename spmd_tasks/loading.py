@@ -3,7 +3,7 @@
 from spmd_tasks import load
 
 lm = load('runs/tiny')                                    # the newest checkpoint, on the devices that are there
-lm = load('models/llama')                                 # or a folder in Hugging Face's format
+lm = load('models/llama')                                 # or a folder in Hugging Face's format, or hf://org/name
 lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
 lm.generate(['import '], adapter='french')                # if the experiment has `adapters`
 lm.logits(ids)                                            # float32 [B, T, V]
@@ -35,7 +35,7 @@ from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.files import absolute_path, is_remote, read_text
+from spmd_tasks.files import is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.tokenizer_files import FileTokenizer
 from spmd_tasks.layers import EncoderDecoderLm
@@ -45,7 +45,7 @@ from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
-from spmd_tasks.store_files import local_folder
+from spmd_tasks.store_files import local_folder, place_to_read
 from spmd_tasks.wings import call, formats
 
 
@@ -75,7 +75,7 @@ def load(
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   skip_absent_tpu()
-  directory = absolute_path(job_log_dir)
+  directory = place_to_read(job_log_dir)
   if not (directory / 'config.json').exists():
     raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
   if is_remote(directory) and 'experiment' not in json.loads(read_text(directory / 'config.json')):

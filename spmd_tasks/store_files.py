@@ -32,6 +32,11 @@ def local_folder(path: epath.PathLike) -> epath.Path:
   return epath.Path(stores.local_folder(os.fspath(path))) if is_remote(path) else absolute_path(path)
 
 
+def place_to_read(path: epath.PathLike) -> epath.Path:
+  """Returns `absolute_path`, or, of what is on the hub, `local_folder`."""
+  return local_folder(path) if os.fspath(path).startswith('hf://') else absolute_path(path)
+
+
 def mirror(url: epath.Path) -> epath.Path:
   """Returns a directory of this disk with all files of a folder in a store, to which new ones there are added.
 

@@ -50,6 +50,8 @@ def split_url(path: str | os.PathLike[str]) -> tuple[str, str, str]:
 def check_store(url: str | os.PathLike[str]) -> None:
   """Raises a UserError if the store of a URL cannot be used; asks it once for each bucket."""
   scheme, bucket, _ = split_url(url)
+  if scheme == 'hf':
+    raise UserError(f'{os.fspath(url)} is a place to read models and data from; a job needs gs://, s3:// or a disk.')
   if scheme not in _PACKAGES:
     raise UserError(
       f'{os.fspath(url)!r} is a URL of a kind that is not known: gs:// and s3:// are; mount other stores, or copy the '
@@ -191,6 +193,10 @@ def local_copies(url: str) -> list[str]:
 
   A copy has the time of its object, and is used again as long as that and the size are the same.
   """
+  if url.startswith('hf://'):
+    from spmd_tasks import hub
+
+    return hub.local_copies(url)
   check_store(url)
   scheme, _, key = url.rstrip('/').partition('://')
   file_system = _file_system(scheme)
@@ -222,6 +228,10 @@ def local_path(url: str) -> str:
 @functools.cache  # for a whole process a folder is what it was when it was first read
 def local_folder(url: str) -> str:
   """Returns the path of a copy of a directory, or of a file, on this disk (see `local_copies`)."""
+  if url.startswith('hf://'):
+    from spmd_tasks import hub
+
+    return hub.local_folder(url)
   copies = set(local_copies(url))
   if not copies:
     raise UserError(f'there is nothing at {url}: correct the URL.')

@@ -31,6 +31,7 @@ ROWS = (
   ('storage_problems',),
   ('growing_objects',),
   ('stores',),
+  ('hub',),
   ('wings',),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
   ('exit_codes', 'own_code'),

@@ -26,10 +26,10 @@ import numpy as np
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.weight_numbers import flat_specs
+from spmd_tasks.store_files import place_to_read
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, add_adapters
 from spmd_tasks.tuning.adapter_choices import AdapterChoices
 from spmd_tasks.tuning.adapters import LowRankAdapter
@@ -75,7 +75,7 @@ def open_sources(adapters: Mapping[str, str], folder: 'Folder') -> dict[str, Ada
   for name, path in adapters.items():
     if not _NAME.fullmatch(name):
       raise UserError(f'adapters has the name {name!r}: use letters, digits and . _ : / - only, at most 100.')
-    place = absolute_path(path)
+    place = place_to_read(path)
     if (place / 'adapter_config.json').exists():
       sources[name] = AdapterSource(path=str(place), is_job=False, adapters=open_adapter(place).adapters(folder))
     elif (place / 'config.json').exists():

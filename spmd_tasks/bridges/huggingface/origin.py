@@ -85,7 +85,7 @@ def open_origin(place: str, step: int | None) -> FolderOrigin:
   """Returns the origin that `init_from = hf:PLACE` names. Raises a UserError for a step."""
   if step is not None:
     raise UserError(f'init_from_step = {step} has no meaning for hf:{place}: leave it out.')
-  return FolderOrigin(path=str(local_folder(place)))
+  return FolderOrigin(path=str(local_folder(f'hf:{place}' if place.startswith('//') else place)))
 
 
 def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:
