@@ -17,7 +17,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import math
 import multiprocessing
 from multiprocessing import connection
 import numbers
@@ -54,14 +53,14 @@ def _load(what: str, name: str) -> Any:
   module, colon, attribute = name.partition(':')
   try:
     return getattr(importlib.import_module(module), attribute) if colon else None
-  except (ImportError, AttributeError, ValueError) as error:
-    raise UserError(f'{what} {name!r} cannot be imported: {error}.') from error
+  except (Exception, SystemExit) as error:
+    raise UserError(f'{what} {name!r} cannot be imported: {type(error).__name__}: {error}.') from error
 
 
 def _reward(function: Any, *call: Any) -> float:
   value = function(*call)
-  if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
-    raise ValueError(f'it returned {value!r}, which is no finite number')
+  if not isinstance(value, numbers.Real | np.bool_) or not abs(float(value)) < 1e38:
+    raise ValueError(f'it returned {value!r}, which is no finite number of float32')
   return float(value)
 
 
@@ -107,6 +106,7 @@ class RewardWorkers:
   Attributes:
     num_failed: calls so far without a result.
     last_problem: of the newest of them, in words.
+    broken: the problem of a function all of whose calls failed, in words; None without such a one.
   """
 
   def __init__(self, names: Sequence[str], *, environment: str | None = None, num_workers: int, timeout_s: float):
@@ -127,6 +127,9 @@ class RewardWorkers:
     self._context = multiprocessing.get_context('spawn')
     self._workers: dict[connection.Connection, Any] = {}
     self.num_failed, self.last_problem = 0, ''
+    self.broken: str | None = None
+    self._answered: set[int] = set()  # functions that gave a result
+    self._problems: dict[int, str] = {}  # the newest of each function
     self._is_stopped = False
     for _ in range(num_workers):
       self._start()
@@ -187,12 +190,15 @@ class RewardWorkers:
       for link in [link for link, (_, deadline) in running.items() if deadline <= time.monotonic()]:
         self._note(calls[running.pop(link)[0]][0], f'it took longer than {self._timeout_s:g} s')
         self._replace(link)
+    self.broken = next((problem for index, problem in self._problems.items() if index not in self._answered), None)
     return results
 
   def _note(self, index: int, problem: str | None) -> None:
-    if problem is not None:
+    if problem is None:
+      self._answered.add(index)
+    else:
       self.num_failed += 1
-      self.last_problem = f'{self._names[index]}: {problem}'
+      self._problems[index] = self.last_problem = f'{self._names[index]}: {problem}'
 
   def _start(self) -> None:
     ours, theirs = self._context.Pipe()

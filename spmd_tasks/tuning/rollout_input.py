@@ -15,6 +15,7 @@ import base64
 from collections.abc import Mapping, Sequence
 import dataclasses
 import io
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -122,6 +123,9 @@ class RolloutInput:
       raise UserError(f'staleness = {self.staleness} must be 0 or 1.')
     if self.needs_reward and not self.all_rewards:
       raise UserError('rewards are missing: --set reward=MODULE:FUNCTION, a function (prompt, completion, record).')
+    for name, weight in self.rewards.items():
+      if not math.isfinite(weight):
+        raise UserError(f'the weight {weight} of reward {name!r} must be finite.')
     for name, known in (('baseline', BASELINES), ('scale', SCALES)):
       if getattr(self, name) not in known:
         raise UserError(f'{name} = {getattr(self, name)!r} must be one of {", ".join(map(repr, known))}.')

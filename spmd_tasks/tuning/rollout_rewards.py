@@ -15,6 +15,7 @@ import numpy as np
 
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.errors import JobError
 from spmd_tasks.programs.hooks import TrainRun
 from spmd_tasks.tuning.advantages import advantages_of, generalized_advantages, overlong_penalties
 from spmd_tasks.tuning.environments import Episode
@@ -113,12 +114,18 @@ class RolloutRewards:
       if workers.num_failed > self._num_failed:
         run.message(f'{workers.num_failed - self._num_failed} rewards failed, the last one: {workers.last_problem}')
         self._num_failed = workers.num_failed
-      return found
+      return found, workers.broken
 
     self._num_decided += 1
     limit_s = run.limit_s + round(self._settings.reward_timeout_s * number)
     with run.watchdog.allow('rewards', limit_s):
-      return primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
+      found, broken = primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
+    if broken is not None:
+      raise JobError(
+        f'no call of a reward has given a number so far; the last problem: {broken}. '
+        'Correct that code, and have it return a number where it cannot read a text; then start again.'
+      )
+    return found
 
 
 def with_advantages(settings: RolloutInput, rollout: Rollout, grid: np.ndarray) -> Rollout:
