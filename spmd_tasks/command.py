@@ -79,11 +79,8 @@ class Command:
   def use_fake_devices(self, default: int | None = None) -> int | None:
     """Gives this process the fake devices of --num_fake_devices, or a default number; returns how many."""
     num_devices = default if self.flags.num_fake_devices is None else self.flags.num_fake_devices
-    if num_devices is None:
-      return None
-    if num_devices < 1:
-      raise UserError(f'--num_fake_devices {num_devices} must be at least 1.')
-    use_fake_devices(num_devices)
+    if num_devices is not None:
+      use_fake_devices(num_devices)
     return num_devices
 
   def resolve(
@@ -187,6 +184,8 @@ class Command:
         from spmd_tasks.store_files import mirror
 
         path = mirror(path)
+      elif path.exists() and not path.is_dir():
+        raise UserError(f'--compilation_cache {path} is no directory: name another one, or none.')
       jax.config.update(own, str(path))
 
   def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:

@@ -117,6 +117,13 @@ BAD_INPUT = {
     (*TINY, *TRAIN, '--set', 'task.learner.num_microbatches=3'),
     ['num_microbatches', '3', '8'],
   ),
+  'cache in a file': ((*TINY, *TRAIN, '--compilation_cache', 'HERE/file'), ['HERE/file is no directory']),
+  'too many fake devices': ((*TINY, *TRAIN, '--num_fake_devices', 10**9), ['must be from 1 to 10,000']),
+  'eval without batches': ((*TINY, *TRAIN, '--set', 'eval_batches=0'), ['num_batches 0 must be at least 1']),
+  'eval without batches of text': (
+    ('--exp', 'lm.StdlibTiny', *TRAIN, '--set', 'eval_batches=-1'),
+    ['max_batches -1 must be at least 1, or None'],
+  ),
   'no directory to write': (
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/file/job'),
     ['HERE/file/job', 'Choose a directory that this user can create and write'],

@@ -36,6 +36,8 @@ def refuse_node(node: Any, name: str, text: str) -> NoReturn:
 def refuse_value(field: Field, kind: Any, name: str, text: str) -> NoReturn:
   """Raises the UserError for a text that is no value of the type."""
   example, described = example_of(kind), describe_type(kind)
+  if isinstance(field.value, tuple) and all(type(item) is int for item in field.value):
+    example = ','.join(map(str, field.value)) or example  # of the right length, such as one size per axis of the mesh
   now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
   if example is None:
     raise UserError(

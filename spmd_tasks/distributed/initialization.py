@@ -29,6 +29,7 @@ CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's
 
 _TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
 _GPU_FILES = ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg')
+_MAX_FAKE_DEVICES = 10_000  # more take hours to make, and all memory
 _THREADS_PER_DEVICE = 3  # of fake devices
 
 
@@ -146,6 +147,8 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
   backward on stage 2 x mdl 3 never ends (jax 0.10), and without it does. Presumably devices then start collectives in
   different orders.
   """
+  if not 1 <= num_devices <= _MAX_FAKE_DEVICES:
+    raise UserError(f'{num_devices} fake devices must be from 1 to {_MAX_FAKE_DEVICES:,}.')
   os.environ.setdefault('NPROC', str(num_threads or _THREADS_PER_DEVICE * num_devices))
   add_xla_flags('--xla_cpu_enable_concurrency_optimized_scheduler=false')
   jax.config.update('jax_platforms', 'cpu')

@@ -35,6 +35,8 @@ class SyntheticText:
   def __post_init__(self):
     if self.vocab_size < 2 or self.seq_len < 1:
       raise UserError(f'vocab_size {self.vocab_size} must be at least 2 and seq_len {self.seq_len} at least 1.')
+    if self.num_batches is not None and self.num_batches < 1:
+      raise UserError(f'num_batches {self.num_batches} must be at least 1, or None for a source without end.')
     if not 0 <= self.noise <= 1:
       raise UserError(f'noise {self.noise} is a probability: set it in [0, 1].')
 

@@ -63,8 +63,10 @@ class TextInput:
   def __post_init__(self):
     if self.seq_len < 1:
       raise UserError(f'seq_len {self.seq_len} must be at least 1.')
-    if self.num_epochs is not None and self.num_epochs < 1:
-      raise UserError(f'num_epochs {self.num_epochs} must be at least 1, or None to read for ever.')
+    for name in ('num_epochs', 'max_batches'):
+      number = getattr(self, name)
+      if number is not None and number < 1:
+        raise UserError(f'{name} {number} must be at least 1, or None for no limit.')
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return base.language_model_spec(self.batch_size, self.seq_len, self.block_encoder().dtypes)

@@ -90,6 +90,7 @@ def test_a_config_used_twice_is_built_once():
 
 
 BAD = [
+  ('ici_mesh_shape=1,a,1', r'write for example ici_mesh_shape=1,1,1$'),
   ('num_layers=abc', r'num_layers=abc is not of type int \(now 2\): write for example num_layers=4'),
   ('task.freeze=1', 'task.freeze=1 is not of type bool .*task.freeze=true'),
   ('task.optimizer.betas=1,2,3', r'betas=1,2,3 is not of type tuple\[float, float\]'),

@@ -139,9 +139,12 @@ def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def check_free(target: Path) -> None:
-  """Raises a UserError if there is something at a path."""
+  """Raises a UserError if there is something at a path, or nothing can be made there."""
   if target.exists():
     raise UserError(f'{target} exists: name a folder that does not, or move it away.')
+  parent = next(each for each in target.absolute().parents if each.exists())
+  if not (parent.is_dir() and os.access(parent, os.W_OK)):
+    raise UserError(f'{target} cannot be made: {parent} is no directory that this user can write; name another one.')
 
 
 @contextlib.contextmanager
