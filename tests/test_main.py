@@ -118,7 +118,7 @@ BAD_INPUT = {
     ['num_microbatches', '3', '8'],
   ),
   'cache in a file': ((*TINY, *TRAIN, '--compilation_cache', 'HERE/file'), ['HERE/file is no directory']),
-  'too many fake devices': ((*TINY, *TRAIN, '--num_fake_devices', 10**9), ['must be from 1 to 10,000']),
+  'too many fake devices': ((*TINY, *TRAIN, '--num_fake_devices', '1000000000'), ['must be from 1 to 10,000']),
   'eval without batches': ((*TINY, *TRAIN, '--set', 'eval_batches=0'), ['num_batches 0 must be at least 1']),
   'eval without batches of text': (
     ('--exp', 'lm.StdlibTiny', *TRAIN, '--set', 'eval_batches=-1'),
@@ -350,6 +350,7 @@ REFUSED = {
   ),
   'many checkpoints, one file': ('decode --decode_output out', 'outputs of --mode decode go to <job_log_dir>/decode'),
   'changes of a plan': ('plan --accept_config_changes', '--accept_config_changes is for --mode train, eval'),
+  'a plan into a file': ('plan --plan_out /etc/passwd', '/etc/passwd is a file: name a directory'),
   'export to nowhere': ('export', '--mode export needs --out DIR'),
   'fake devices of a plan': ('plan --num_fake_devices 8', 'give --target cpu:8'),
 }

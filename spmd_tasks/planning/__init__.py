@@ -15,6 +15,7 @@ time.py, the one model of time, with costs.py (an operation) and networks.py (a 
 """
 
 import argparse
+import os
 
 from etils import epy
 
@@ -41,6 +42,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
     raise UserError(
       f'--num_fake_devices is for running; --mode plan compiles only: give --target cpu:{flags.num_fake_devices}.'
     )
+  if flags.plan_out and os.path.isfile(flags.plan_out):
+    raise UserError(f'--plan_out {flags.plan_out} is a file: name a directory.')
 
 
 WING = Wing(

@@ -29,6 +29,7 @@ from spmd_tasks.sharding import factorizations
 MAX_FAKE_DEVICES = 2048
 _GRAMMAR = re.compile(r'(?:(?P<slices>\d+)\s*x\s*(?=[a-z]))?(?P<chip>[a-z]\w*)(?::(?P<shape>\d+(?:x\d+)*))?')
 _EXAMPLES = 'v5p:4x4x2, v6e:16x16, v5e:8x4, 2x v5p:8x8x4 (two slices), h200:8, h100:8x4 (four nodes), cpu:8'
+_MAX_DEVICES = 1_000_000
 _EXAMPLE_OF = {0: '{}:8', 2: '{}:8x4', 3: '{}:4x4x2'}  # by the dims of the torus
 _PACKAGES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda13_plugin', 'jax_cuda12_plugin')}
 _REMEDIES = {'tpu': "pip install 'spmd-tasks[plan-tpu]'", 'gpu': "pip install 'spmd-tasks[plan-gpu]'"}
@@ -133,6 +134,8 @@ def parse_target(text: str, *, num_cpu_devices: int | None = None) -> Target:
   if name == 'cpu' and not shape and num_cpu_devices is not None:
     shape = (num_cpu_devices,)
   num_devices = num_slices * math.prod(shape) * chip.cores
+  if num_devices > _MAX_DEVICES:
+    raise UserError(f'target {text!r} has {num_devices:,} devices: take at most {_MAX_DEVICES:,}.')
   example = (shape and target_of(chip, num_devices, num_slices)) or _EXAMPLE_OF[chip.torus_dims].format(chip.name)
   wrong = _wrong_shape(chip, num_slices, shape)
   if wrong is not None:

@@ -121,6 +121,8 @@ def run(command: Command) -> int:
   claims = list(CLAIMS) if command.flags.claims is None else command.flags.claims.split(',')
   if unknown := sorted(set(claims) - set(CLAIMS)):
     raise UserError(f'--claims names {unknown[0]!r}, which is no claim: choose from {", ".join(CLAIMS)}.')
+  if (num_drawn := command.flags.cases or 0) < 0:
+    raise UserError(f'--cases {num_drawn} must be 0 or more.')
 
   def resolve(before: Sequence[str], after: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
     """Builds the job with overrides before and after the user's; returns every field's value by path too."""
@@ -138,7 +140,6 @@ def run(command: Command) -> int:
   on_mesh = (f'ici_mesh_shape={",".join(map(str, mesh.values()))}', 'dcn_mesh_shape=None')
   source = Source(flags=tuple(command.identity()), resolve=lambda overrides: resolve(smaller, (*on_mesh, *overrides)))
   decided: list[tuple[Case, Verdict]] = []
-  num_drawn = command.flags.cases or 0
   bench = Bench(source, num_devices=num_devices, seed=job.experiment.seed, num_drawn=num_drawn)
   with contextlib.closing(bench):
     cases = [case for name, claim in CLAIMS.items() if name in claims for case in claim.cases(bench)]

@@ -41,6 +41,7 @@ def test_a_target_is_read(text, name, num_devices, num_slices, slice_shape):
     ('v9:4x4', ["the chip 'v9'", 'v5p, v6e, tpu7x, h100, h200, b200, gb200, cpu']),
     ('v5p:4x4x2x', ['CHIP:SHAPE', '2x v5p:8x8x4']),
     ('v5p:3x5x7', ['whole hosts of 2x2x1 chips', 'v5p:4x4x2']),
+    ('v6e:999999x999999', ['999,998,000,001 devices', 'at most 1,000,000']),
     ('h100:32', ['NVLink connects 8', 'h100:8x4']),
   ],
 )
