@@ -21,22 +21,30 @@ from spmd_tasks.programs import decode, judges, samples
 
 
 class Shared:
-  """A function that is called once for equal arguments, which need not be hashable; the newest results are kept."""
+  """A function that is called once for equal arguments, which need not be hashable; the newest results are kept.
+
+  Partial functions are equal where their functions and arguments are.
+  """
 
   def __init__(self, function: Callable[..., Any], max_kept: int):
     self._function = function
     self._kept: deque[tuple[Any, Any]] = deque(maxlen=max_kept)
 
   def __call__(self, *args: Any, **settings: Any) -> Any:
+    asked = [_parts(each) for each in (*args, settings)]
     for known, made in self._kept:
-      if known == (args, settings):
+      if known == asked:
         return made
     made = self._function(*args, **settings)
-    self._kept.append(((args, settings), made))
+    self._kept.append((asked, made))
     return made
 
   def forget(self) -> None:
     self._kept.clear()
+
+
+def _parts(value: Any) -> Any:
+  return (value.func, value.args, value.keywords) if isinstance(value, functools.partial) else value
 
 
 def _partition(*args: Any, **settings: Any) -> Any:

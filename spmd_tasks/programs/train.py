@@ -155,7 +155,9 @@ def _own_hooks(job: Job) -> list[TrainHook]:
 def _check(job: Job, goodput: Goodput, *, keeps_examples: bool) -> tuple[PartitionedModel, InputIterator]:
   """Returns the partitioned model and the training input's iterator. Raises UserError for what cannot be trained."""
   check_vocabulary(job)
-  model = dataclasses.replace(partition_job(job), keeps_examples=keeps_examples)
+  model = partition_job(job)
+  if keeps_examples:
+    model = dataclasses.replace(model, keeps_examples=True)
   check_state_fits(model)
   if (num_microbatches := job.task.learner.num_microbatches) > 1:
     from spmd_tasks.learning.accumulation import check_num_microbatches
