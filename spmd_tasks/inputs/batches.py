@@ -12,9 +12,9 @@ The shapes and dtypes are those of the first batch (int64 and float64 become int
 goes through the data again and again, and leaves out batches with fewer rows than the first, such as the last one of a
 pass. An eval set is read once, and each row counts once: a smaller last batch is a mean over fewer rows.
 
-A position is found again by the state of Grain or of an object with `state_dict` and `load_state_dict`, by the index in
-a sequence, and otherwise by reading as many batches anew. In each case the last batch before it is read again and
-compared with what the job has trained on.
+A position is found again by the state of Grain or of an object with `state_dict` and `load_state_dict`, or `state` and
+`restore`, by the index in a sequence, and otherwise by reading as many batches anew. In each case the last batch before
+it is read again and compared with what the job has trained on.
 """
 
 import base64
@@ -122,12 +122,13 @@ class Batches:
         return source.skip(num_skipped).as_numpy_iterator()
       if _is_sequence(source):
         return (source[index] for index in range(num_skipped, len(source)))
-      if hasattr(source, 'load_state_dict'):
+      if (methods := _state_methods(source)) is not None:
+        state, restore = methods
         if self._first_state is None or self._is_function:
-          self._first_state = source.state_dict()
+          self._first_state = state()
         else:
-          source.load_state_dict(self._first_state)  # a state that was loaded would hold for each pass
-        source = _Stateful(source)
+          restore(self._first_state)  # a state that was loaded would hold for each pass
+        source = _Stateful(source, state, restore)
       stream = iter(source)
       for _ in range(num_skipped):
         next(stream, None)
@@ -261,8 +262,8 @@ class BatchesIterator:
 class _Stateful:
   """A pass over data with a position of their own, as Hugging Face's IterableDataset and torch's data loaders have."""
 
-  def __init__(self, source: Any):
-    self._source = source
+  def __init__(self, source: Any, state: Callable[[], Any], restore: Callable[[Any], Any]):
+    self._source, self._state, self.set_state = source, state, restore
     self._stream: Iterator[Any] | None = None
 
   def __iter__(self) -> '_Stateful':
@@ -273,10 +274,15 @@ class _Stateful:
     return next(self._stream)
 
   def get_state(self) -> Any:
-    return None if self._stream is None else self._source.state_dict()
+    return None if self._stream is None else self._state()
 
-  def set_state(self, state: Any) -> None:
-    self._source.load_state_dict(state)
+
+def _state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+  """The methods that give and take the position of data which have one."""
+  for names in (('state_dict', 'load_state_dict'), ('state', 'restore')):
+    if all(callable(getattr(source, name, None)) for name in names):
+      return getattr(source, names[0]), getattr(source, names[1])
+  return None
 
 
 def import_tensorflow() -> Any:

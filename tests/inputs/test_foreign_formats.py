@@ -147,5 +147,22 @@ class TorchLike:
     self._next = state['rng'][0]
 
 
+class Counting(TorchLike):
+  """The same, whose position is a number."""
+
+  state_dict = None
+
+  def state(self):
+    return self._next
+
+  def restore(self, state):
+    self._next = state
+
+
+def test_an_iterable_with_state_and_restore_is_resumed(caplog):
+  assert_resumes(as_input('train_input', Counting(), repeats=True), 16)
+  assert 'is read from its beginning' not in caplog.text
+
+
 def test_data_whose_state_is_no_json_are_read_again():
   assert_resumes(as_input('train_input', TorchLike(), repeats=True), 16)
