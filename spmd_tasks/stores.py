@@ -20,6 +20,7 @@ import contextlib
 import errno
 import fnmatch
 import functools
+import logging
 import os
 import re
 import secrets
@@ -265,5 +266,6 @@ def _file_system(scheme: str) -> Any:
   import fsspec
 
   client = fsspec.filesystem('gcs', finalize_on_close=True) if scheme == 'gs' else fsspec.filesystem(scheme)
+  logging.getLogger('gcsfs').addFilter(lambda record: not record.exc_info)  # it raises what it logs
   client.dircache.use_listings_cache = False
   return client

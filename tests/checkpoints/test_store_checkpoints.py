@@ -142,6 +142,16 @@ def test_what_is_missing_is_one_sentence(gcs_emulator, s3_emulator, url, sentenc
     absolute_path(url)
 
 
+def test_a_right_that_is_missing_is_one_sentence(gcs_emulator, caplog):
+  gcs_emulator.fault = lambda request, number: 403
+  try:
+    with pytest.raises(UserError, match=r'gs://closed cannot be used: .*give this user the right to list'):
+      absolute_path('gs://closed/job')
+  finally:
+    gcs_emulator.fault = lambda request, number: None
+  assert not caplog.records
+
+
 def test_a_restart_lists_little(gcs_emulator):
   directory = absolute_path('gs://bucket/listed')
   save(directory, 1, 2, 3)
