@@ -19,6 +19,8 @@ from spmd_tasks.tuning import FolderScorer, PairTuning
 class Model(PairTuning):
   """The model of a folder in Hugging Face's format: --set model=FOLDER."""
 
+  num_nextn_predict_layers = None
+
 
 @register
 class Scorer(FolderScorer):

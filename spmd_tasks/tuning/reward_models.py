@@ -34,7 +34,11 @@ from spmd_tasks.tuning.text_scorer import pooled, text_batch
 
 def frozen_model(run: TrainRun, folder: Folder, spec: Mapping[str, Any]) -> PartitionedModel:
   """Returns the model of a folder on the mesh of a job, beside the job's own; its weights are not read yet."""
-  parts: dict[str, Any] = {'model': folder.build_model(), 'loss': LanguageModelLoss(), 'eval_with_ema': False}
+  parts: dict[str, Any] = {
+    'model': folder.with_heads(0).build_model(),
+    'loss': LanguageModelLoss(),
+    'eval_with_ema': False,
+  }
   if folder.dtype == 'bfloat16':  # then kernels are held in it; nothing is trained, but a pattern must name something
     parts |= {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
   if isinstance(run.job.task, RolloutTask):  # of the model that is trained

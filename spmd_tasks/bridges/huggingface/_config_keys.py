@@ -93,7 +93,7 @@ class Config:
       )
 
 
-_MAX_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 class Entry(Protocol):
@@ -147,8 +147,8 @@ class Key:
       raise UserError(f'{config.path} has no {self.key}, which its family needs.')
     if type(value) in (int, float) and not 0 < value < float('inf'):
       raise config.error(self.key, 'must be positive and finite')
-    if str(self.field).endswith('num_layers') and value > _MAX_LAYERS:  # each has entries in fields of the Decoder
-      raise config.error(self.key, f'must be at most {_MAX_LAYERS}')
+    if str(self.field).endswith('num_layers') and value > MAX_LAYERS:  # each has entries in fields of the Decoder
+      raise config.error(self.key, f'must be at most {MAX_LAYERS}')
     return dict.fromkeys(self._fields, value)
 
   def write(self, decoder: Decoder) -> Values:

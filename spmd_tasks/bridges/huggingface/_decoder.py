@@ -24,6 +24,8 @@ from spmd_tasks.layers import (
   GatedFeedForward,
   LanguageModel,
   LayerNorm,
+  NextnHead,
+  NextnLanguageModel,
   RmsNorm,
   ScoreEmbedding,
   StackSequence,
@@ -115,6 +117,7 @@ class Decoder:
     mixed: for each layer, whether it has experts; () for all layers, if there is a mixture.
     num_encoder_layers, encoder_mixed: the same of the encoder; 0 for a model without one.
     num_buckets, max_distance, bias_per_layer: of T5's relative position biases, which an encoder-decoder has.
+    num_nextn: how many heads predict further tokens, each of one block like the last layer.
     num_labels: of a head that scores texts in place of the logits, as of a reward model; 0: there is neither; None for
       a language model. `tied` then says nothing and is true.
   """
@@ -158,6 +161,7 @@ class Decoder:
   num_buckets: int | None = None
   max_distance: int | None = None
   bias_per_layer: bool = False
+  num_nextn: int = 0
   num_labels: int | None = None
 
   def __post_init__(self):
@@ -224,6 +228,9 @@ def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
     'final_norm': norm,
     'positions': None if decoder.positions is None else LearnedPositions(max_len=decoder.positions, dtype=dtype),
   }
+  if decoder.num_nextn:
+    head = NextnHead(stack=_stack([_block(decoder, kinds[-1], norm, dtype)], kinds[-1:]), norm=norm)
+    return NextnLanguageModel(**parts, num_nextn_predict_layers=decoder.num_nextn, nextn_head=head)
   if not decoder.num_encoder_layers:
     return LanguageModel(**parts)
   encoder_kinds = [(False, is_mixed) for is_mixed in decoder.encoder_mixed]

@@ -56,9 +56,19 @@ def layer_places(stack: Any, prefix: str = 'stack/') -> list[Place]:
 
 
 def model_places(model: Any) -> list[Place]:
-  """Returns the places of a model's layers, those of an encoder first. Raises a UserError as `layer_places`."""
+  """Returns the places of a model's layers: of an encoder, of the model, and of heads that predict further tokens.
+
+  Raises a UserError as `layer_places`.
+  """
   encoder = layer_places(model.encoder_stack, 'encoder_stack/') if isinstance(model, EncoderDecoderLm) else []
-  return encoder + layer_places(model.stack)
+  heads = range(num_heads(model))
+  of_heads = [place for k in heads for place in layer_places(model.nextn_head.stack, f'nextn_{k}/stack/')]
+  return encoder + layer_places(model.stack) + of_heads
+
+
+def num_heads(model: Any) -> int:
+  """Returns how many heads of a model predict further tokens."""
+  return getattr(model, 'num_nextn_predict_layers', 0)
 
 
 def describe_model(model: Any) -> Decoder:
@@ -69,7 +79,8 @@ def describe_model(model: Any) -> Decoder:
   if not isinstance(model, LanguageModel):
     raise UserError(f'a {type(model).__name__} is no LanguageModel, so that no family of Hugging Face has it.')
   try:
-    decoder = _guess(model, [place.block for place in model_places(model)])
+    places = model_places(model)
+    decoder = _guess(model, [place.block for place in places if not place.prefix.startswith('nextn_')])
   except (AttributeError, TypeError) as error:
     raise UserError(f'the model has parts that no family of Hugging Face has ({error}).') from error
   if differences := _differences(_settings(build_model(decoder)), _settings(model)):
@@ -120,6 +131,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     num_encoder_layers=num_encoder_layers,
     encoder_mixed=mixed[:num_encoder_layers],
     bias_per_layer=own_bias is not None,
+    num_nextn=num_heads(model),
     num_buckets=bias and bias.num_buckets,
     max_distance=bias and bias.max_distance,
     **_guess_attention(attentions, model.embedding.embed_dim),
@@ -177,6 +189,7 @@ def _settings(model: Any) -> dict[str, Any]:
   """Returns the settings that decide what a model computes, by path."""
   names = ('embedding', 'final_norm', 'positions', 'position_bias', 'encoder_norm', 'encoder_position_bias')
   parts = {name: getattr(model, name, None) for name in names}
+  parts['nextn_head.norm'] = getattr(getattr(model, 'nextn_head', None), 'norm', None)
   parts |= {f'layer {i}': place.block for i, place in enumerate(model_places(model))}
   found: dict[str, Any] = {}
   for name, part in parts.items():

@@ -32,6 +32,7 @@ from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._rope import Rope
 from spmd_tasks.bridges.huggingface._special_keys import (
   SIGMOID_ROUTING,
+  NextnHeads,
   OriginalLength,
   QueryScale,
   SwitchKeys,
@@ -136,12 +137,24 @@ class Family:
       return True
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
+  @property
+  def has_heads(self) -> bool:
+    """Whether models of the family may have heads that predict further tokens, in the layers behind the last one."""
+    return any(isinstance(key, NextnHeads) for key in self.keys)
+
   def is_aside(self, name: str, decoder: Decoder) -> bool:
-    """Whether a tensor is of a head that predicts further tokens: it is not used, and exported as it was."""
-    if 'num_nextn_predict_layers' not in self.inert:
+    """Whether a tensor is of a head that the model is without: it is not used, and exported as it was."""
+    if not self.has_heads:
       return False
     layer = re.match(re.escape(self.names.layer).replace(r'\{\}', r'(\d+)'), name)
-    return layer is not None and int(layer[1]) >= decoder.num_layers
+    return layer is not None and int(layer[1]) >= decoder.num_layers + decoder.num_nextn
+
+  def head_copies(self, decoder: Decoder) -> dict[str, str]:
+    """Returns names under which heads that predict further tokens may repeat the model's tensors, and theirs."""
+    layers = [self.names.layer.format(decoder.num_layers + k) for k in range(decoder.num_nextn)]
+    tables = {f'{layer}embed_tokens.weight': self.names.table for layer in layers}
+    kernel = self.names.table if decoder.tied else self.names.head
+    return tables | {f'{layer}shared_head.head.weight': kernel for layer in layers}
 
 
 def _sizes(
@@ -347,9 +360,9 @@ FAMILIES: dict[str, Family] = {
       Key('attention_bias', 'qkv_bias', bool, False),
       Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'head', False: None}),
       *shared_experts(128, 8, 1, 1408, 1, 1.0, (1, 1), is_sigmoid=True),
+      NextnHeads(),
     ),
     fixed=SIGMOID_ROUTING,
-    inert=('num_nextn_predict_layers',),
   ),
   'gpt_oss': Family(
     architecture='GptOssForCausalLM',
@@ -383,10 +396,11 @@ FAMILIES: dict[str, Family] = {
       *_latent_sizes(129_280, 7168, 18_432, 61, 128),
       Only('rope_interleave', True),
       *shared_experts(256, 8, 1, 2048, 3, 2.5, (8, 4), is_sigmoid=True),
+      NextnHeads(),
     ),
     fixed=SIGMOID_ROUTING,
     names=TensorNames(interleaved=True),
-    inert=('ep_size', 'num_nextn_predict_layers'),
+    inert=('ep_size',),
   ),
   'phi3': Family(
     architecture='Phi3ForCausalLM',

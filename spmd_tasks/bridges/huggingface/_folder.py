@@ -8,6 +8,7 @@ weights = folder.read_weights(partitioned_model)     # each process reads the by
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
@@ -23,10 +24,11 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, lazy_array,
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import INERT, Config
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
-from spmd_tasks.bridges.huggingface._describe import describe_model, model_places
+from spmd_tasks.bridges.huggingface._describe import describe_model, model_places, num_heads
 from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, SCORE_HEAD, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
+from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
 from spmd_tasks.layers import LanguageModel
@@ -91,6 +93,10 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
   folder = Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
   if family.tied_by_files and (names := tensor_names(path)):
     folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=family.names.head not in names))
+  if decoder.num_nextn:
+    names, layers = tensor_names(path), range(decoder.num_layers, decoder.num_layers + decoder.num_nextn)
+    has_head = (decoder.num_labels is None and f'{family.names.layer.format(i)}eh_proj.weight' in names for i in layers)
+    folder = folder.with_heads(sum(itertools.takewhile(bool, has_head)))
   return folder
 
 
@@ -127,8 +133,20 @@ class Folder:
 
   def with_head(self, num_labels: int) -> 'Folder':
     """Returns the folder of a language model with zeros as a head that scores, in place of that of the logits."""
-    decoder = dataclasses.replace(self.decoder, num_labels=num_labels)
+    decoder = dataclasses.replace(self.decoder, num_labels=num_labels, num_nextn=0)
     return dataclasses.replace(self, decoder=decoder, has_new_head=num_labels > 0)
+
+  def with_heads(self, num: int) -> 'Folder':
+    """Returns the folder of a model with the first `num` of the heads that predict further tokens."""
+    if num == self.decoder.num_nextn:
+      return self
+    return dataclasses.replace(self, decoder=dataclasses.replace(self.decoder, num_nextn=num))
+
+  @property
+  def num_missing_heads(self) -> int:
+    """How many heads that predict further tokens the config names and the files lack, where the model has any."""
+    has_any = self.family.has_heads and self.decoder.num_labels is None
+    return (self.config.get(HEADS_KEY) or 0) - self.decoder.num_nextn if has_any else 0
 
   @property
   def dtype(self) -> str:
@@ -141,8 +159,25 @@ class Folder:
 
   @functools.cached_property
   def tensors(self) -> dict[str, LazyArray]:
-    """Every tensor of the model, by the name in the files. Raises a UserError as `read_tensors`."""
-    return {name: tensor for name, tensor in self._all_tensors[0].items() if name not in self.tensors_aside}
+    """Every tensor of the model, by the name in the files.
+
+    Raises a UserError as `read_tensors`, or where a head has an embedding or logits of its own.
+    """
+    others = self.tensors_aside.keys() | self.head_copies.keys()
+    tensors = {name: tensor for name, tensor in self._all_tensors[0].items() if name not in others}
+    for name, first in self.head_copies.items():
+      if first in tensors and not _are_equal(self._all_tensors[0][name], tensors[first]):
+        raise UserError(
+          f'{self.path} has {name}, which differs from {first}, but heads that predict further tokens share it here: '
+          'leave them aside with num_nextn_predict_layers=0.'
+        )
+    return tensors
+
+  @property
+  def head_copies(self) -> dict[str, str]:
+    """The tensors of heads that repeat one of the model, and which one that is."""
+    copies = self.family.head_copies(self.decoder)
+    return {name: first for name, first in copies.items() if name in self._all_tensors[0]}
 
   @functools.cached_property
   def tensors_aside(self) -> dict[str, LazyArray]:
@@ -175,7 +210,7 @@ class Folder:
       if (copy := found.pop(name, None)) is None:
         continue
       first = found.setdefault(table, copy)
-      if first.shape != copy.shape or not np.array_equal(np.asarray(first), np.asarray(copy)):
+      if not _are_equal(first, copy):
         raise UserError(
           f'{self.path} has another table of embeddings as {name} than as {table}, but the model has one: tie them '
           "(model.set_input_embeddings(model.shared) of transformers' model), and save it again."
@@ -194,6 +229,8 @@ class Folder:
     num_labels = getattr(getattr(model, 'embedding', None), 'num_labels', None)
     if num_labels is not None and self.decoder.num_labels is None:
       return self.with_head(num_labels).lazy_weights(model, abstract_weights)
+    if (num := num_heads(model)) < self.decoder.num_nextn:
+      return self.with_heads(num).lazy_weights(model, abstract_weights)
     self._check_model(model)
     wanted = traverse_util.flatten_dict(abstract_weights, sep='/')
     rules = self.family.rules(self.decoder, model_places(model))
@@ -244,6 +281,14 @@ class Folder:
       raise UserError(
         f'the model differs from that of {self.path}, whose weights it cannot take: it has {"; ".join(differences)}.'
       )
+
+
+def _are_equal(first: LazyArray, second: LazyArray) -> bool:
+  """Whether both have the same numbers; compares a thousand rows at a time."""
+  num_rows = first.shape[0]
+  cuts = ((start, min(start + 1000, num_rows)) for start in range(0, num_rows, 1000))
+  parts = ((np.asarray(each.cut(0, *rows)) for each in (first, second)) for rows in cuts)
+  return first.shape == second.shape and all(itertools.starmap(np.array_equal, parts))
 
 
 def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, LazyArray]:

@@ -2,10 +2,11 @@
 
 import dataclasses
 
-from spmd_tasks.bridges.huggingface._config_keys import ACTIVATIONS, Config, Entry, Key, Only, Values
+from spmd_tasks.bridges.huggingface._config_keys import ACTIVATIONS, MAX_LAYERS, Config, Entry, Key, Only, Values
 from spmd_tasks.bridges.huggingface._decoder import Decoder
 from spmd_tasks.errors import UserError
 
+HEADS_KEY = 'num_nextn_predict_layers'
 _UNBOUNDED = 2**31 - 1  # the `expert_capacity` that drops nothing
 
 
@@ -116,6 +117,19 @@ class SharedAndDense:
       raise UserError('there are no experts beside shared ones whose size is a multiple of theirs.')
     num_shared = mixture.shared_dim // mixture.hidden_dim
     return {'n_shared_experts': num_shared, 'first_k_dense_replace': decoder.mixed.index(True)}
+
+
+class NextnHeads:
+  """`num_nextn_predict_layers`, which many folders have without the tensors; Folder counts these."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    num = config.read(HEADS_KEY, int, 0)
+    if not 0 <= num <= MAX_LAYERS:
+      raise config.error(HEADS_KEY, f'must be from 0 to {MAX_LAYERS}')
+    return {'num_nextn': num}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {HEADS_KEY: decoder.num_nextn}
 
 
 def latent_keys() -> tuple[Entry, ...]:

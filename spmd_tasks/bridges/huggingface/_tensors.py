@@ -69,7 +69,15 @@ def llama_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -
       yield layer.rule(f'{names.attention_post_norm}.weight', 'attention_post_norm/scale')
       yield layer.rule(f'{names.ffn_post_norm}.weight', 'ffn_post_norm/scale')
     yield from (_attention if decoder.latent is None else _latent_attention)(layer, decoder, names)
-    yield from _experts(layer, decoder, names) if decoder.mixed[i] else _feed_forward(layer, decoder, names)
+    # Heads that predict further tokens are the layers behind the last one, of its kind.
+    is_mixed = decoder.mixed[min(i, decoder.num_layers - 1)]
+    yield from _experts(layer, decoder, names) if is_mixed else _feed_forward(layer, decoder, names)
+    if i >= decoder.num_layers:
+      head = dataclasses.replace(layer, place=Place(f'nextn_{i - decoder.num_layers}/', (), place.block))
+      yield head.rule('enorm.weight', 'embedding_norm/scale')
+      yield head.rule('hnorm.weight', 'hidden_norm/scale')
+      yield head.rule('eh_proj.weight', 'projection/kernel', _TRANSPOSE)
+      yield head.rule('shared_head.norm.weight', 'final_norm/scale')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,9 @@ class PretrainedLanguageModel(TextTraining):
   model: str = ''
   dtype: str | None = None  # of the computation; None: the folder's. Weights are float32 in training.
   remat_policy: str = 'none'
+  # Of the folder's heads that predict further tokens (DeepSeek-V3, GLM-4-MoE), how many the model has; None: all. They
+  # guess tokens in generation (task.decode.num_drafts) and are trained. An export has the others as they were.
+  num_nextn_predict_layers: int | None = 0
   encoder_len: int = 512  # of an encoder-decoder: the tokens that the encoder reads; seq_len are the decoder's
   # Low-rank adapters that requests to a decoding job or a server choose by name: folders of `peft`, or directories of
   # jobs that train adapters of this folder, such as {'french': 'peft/french', 'legal': 'runs/lora'}.
@@ -65,8 +68,13 @@ class PretrainedLanguageModel(TextTraining):
 
   def language_model(self) -> fdl.Config:
     """The model of the folder, as a config whose every field can be set."""
-    model = _config_of(self.folder.build_model(dtype=self.dtype))
-    for stack in stacks_of(model):
+    folder, num = self.folder, self.num_nextn_predict_layers
+    num_found = folder.decoder.num_nextn
+    if num is not None and not 0 <= num <= num_found:
+      raise UserError(f'num_nextn_predict_layers = {num} must be from 0 to {num_found}, the heads of {self.model}.')
+    model = _config_of(folder.with_heads(num_found if num is None else num).build_model(dtype=self.dtype))
+    heads = (model.nextn_head.stack,) if hasattr(model, 'nextn_head') else ()
+    for stack in (*stacks_of(model), *heads):
       stack.remat_policy = self.remat_policy
     if self.adapters:
       add_choices(model, self.adapter_sources)

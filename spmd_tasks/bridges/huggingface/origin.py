@@ -15,6 +15,7 @@ from pathlib import Path
 import sys
 from typing import Any
 
+from absl import logging
 from etils import epath
 from flax import traverse_util
 import jax
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 from spmd_tasks.bridges.huggingface._folder import open_folder
 from spmd_tasks.bridges.huggingface._peft import open_adapter
+from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
 from spmd_tasks.checkpoints.checkpointer import Restored
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import is_primary
@@ -159,6 +161,9 @@ def _read(
   model: PartitionedModel, folder: str, storage: WeightStorage | None = None, *, only_frozen: bool = False
 ) -> Any:
   opened = open_folder(folder)
+  if opened.num_missing_heads:
+    text = '%s has num_nextn_predict_layers = %s, but no tensors of %d of these heads: the model is without them.'
+    logging.warning(text, folder, opened.config[HEADS_KEY], opened.num_missing_heads)
   specs = flat_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:
