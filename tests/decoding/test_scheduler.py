@@ -271,23 +271,6 @@ def test_what_is_evicted_was_not_used_for_the_longest_time_and_a_prompt_loses_it
   assert [each.num_reused for each in again] == [8, 0]
 
 
-def test_texts_that_find_no_block_begin_again_and_no_token_is_told_twice():
-  engine = FakeEngine(num_slots=4, max_len=40, num_blocks=14)
-  scheduler = Scheduler(engine)
-  sequences = [sequence(text, 24) for text in ('one', 'another text', 'some more', 'last')]
-  scheduler.submit(sequences)
-  told = dict.fromkeys(sequences, '')
-  while scheduler.has_work:
-    for delta in scheduler.advance():
-      told[delta.sequence] += delta.text
-  assert [told[each] for each in sequences] == [
-    circle(text, 24) for text in ('one', 'another text', 'some more', 'last')
-  ]
-  assert scheduler.num_preemptions > 0
-  assert (scheduler.num_used_blocks, scheduler.num_generated_tokens) == (0, 4 * 24)
-  assert all([entry.token for entry in each.logprobs] == TOKENIZER.encode(each.text) for each in sequences)
-
-
 def test_other_weights_and_an_emptied_engine_leave_nothing_to_reuse():
   engine = FakeEngine(num_slots=2)
   scheduler = Scheduler(engine)
@@ -299,16 +282,6 @@ def test_other_weights_and_an_emptied_engine_leave_nothing_to_reuse():
     run(scheduler, first, second)
     assert (first.num_reused, second.num_reused) == (0, 16)
     assert first.text == second.text == circle(text, 30, engine.weights)
-
-
-def test_an_adapter_reuses_its_own_chunks_alone():
-  engine = FakeEngine(num_slots=6, prefill_rows=2)
-  scheduler = Scheduler(engine)
-  text = 'a prompt of some chunks'
-  sequences = [sequence(text, 30, adapter=adapter) for adapter in (0, 1, 2, 1, 0)]
-  run(scheduler, *sequences)
-  assert [each.num_reused for each in sequences] == [0, 0, 0, 16, 16]
-  assert [each.text for each in sequences] == [circle(text, 30, each.request.adapter) for each in sequences]
 
 
 def test_a_prompt_that_is_scored_is_read_whole_and_by_itself():

@@ -157,10 +157,3 @@ def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failur
   )
   assert result.returncode == code, result.stderr
   assert ('process 0: interrupted' in result.stderr) == peer_told
-
-
-def test_another_process_that_leaves_ends_this_one_with_its_reason():
-  result = run(SERVICE + 'emergency.watch_departures()\ntime.sleep(0.2)\ninterrupted()\ntime.sleep(3600)')
-  assert result.returncode == exit_codes.PEER_FAILED
-  assert 'process 1 of 2' in result.stderr
-  assert 'process 0: interrupted' in result.stderr

@@ -11,7 +11,6 @@ from spmd_tasks.distributed import rank_records
 from spmd_tasks.distributed.departures import Departure
 from spmd_tasks.distributed.emergency_exit import Position
 from spmd_tasks.distributed.rank_records import RankRecords, open_rank_records
-from tests import binary
 
 
 def open_all(directory, num_processes=3):
@@ -42,16 +41,6 @@ def test_a_stated_reason_is_the_culprit_and_its_consequences_are_not(tmp_path):
     Departure(process_index=0, reason='process 2 left', is_own=False, **said),
   ]
   assert records[1].describe(Position(step=4), departures, is_waiting=True)[1] == 'process 2: out of luck'
-
-
-def test_a_process_that_has_died_here_is_named(tmp_path):
-  records = open_all(tmp_path, num_processes=2)
-  code = (
-    'from spmd_tasks.distributed.rank_records import *; '
-    f'RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).write_progress(Position(step=9), since=0.0)'
-  )
-  assert binary.run_python(code).returncode == 0
-  assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 is gone from this host'
 
 
 def test_records_that_are_damaged_are_passed_over(tmp_path):

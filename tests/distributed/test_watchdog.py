@@ -30,16 +30,6 @@ def emergency():
   return RecordingExit()
 
 
-def test_a_loop_without_beats_is_stuck(emergency):
-  with StepWatchdog(timeout_s=0.2, first_step_timeout_s=60, emergency=emergency) as watchdog:
-    watchdog.beat(6)
-    watchdog.beat(7, 'input')
-    assert emergency.called.wait(10)
-  code, reason = emergency.calls[0]
-  assert code == exit_codes.STUCK
-  assert "in 'input' of step 7 (limit 0.2 s)" in reason
-
-
 def test_the_first_step_has_its_own_limit(emergency):
   with StepWatchdog(timeout_s=0.1, first_step_timeout_s=60, emergency=emergency) as watchdog:
     time.sleep(0.3)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
@@ -17,13 +16,11 @@ from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.distributed.links import admit, join, listen_for_processes
 from spmd_tasks.errors import JobError
 from spmd_tasks.serving import multi_process
-from spmd_tasks.serving.multi_process import Followers, LeadingEngine, PeerFailedError, follow, to_message
+from spmd_tasks.serving.multi_process import Followers, LeadingEngine, PeerFailedError, follow
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
 
 def restore(step):
-  if step == 404:
-    raise CheckpointChoiceError('there is no checkpoint of step 404')
   return step, step
 
 
@@ -123,21 +120,6 @@ def test_token_masks_reach_the_others(pair):
   assert followed.tokens == leading.tokens
 
 
-def test_weights_are_restored_and_dropped_on_both(pair):
-  pair.engine.weights, step = pair.engine.restore(5)
-  assert step == 5
-  with pytest.raises(CheckpointChoiceError):
-    pair.engine.restore(404)
-  settled(pair)
-  assert [engine.weights for engine in pair.engines] == [5, 5]
-
-
-def test_dropped_weights_are_dropped_on_both(pair):
-  pair.engine.weights = None
-  settled(pair)
-  assert [engine.weights for engine in pair.engines] == [None, None]
-
-
 @pytest.mark.parametrize('culprit', [0, 1])
 def test_a_step_that_fails_ends_the_job(pair, culprit):
   pair.engines[culprit].fail_next = RuntimeError('out of memory')
@@ -174,13 +156,6 @@ def test_a_process_that_is_gone_is_noticed_in_the_middle_of_an_operation(pair, m
   assert any('process 1 of 2 is gone' in pair.left.get(timeout=5) for _ in range(2))
 
 
-def test_process_0_that_is_gone_ends_the_others(pair):
-  pair.near[0].close()
-  code, reason = pair.left.get(timeout=5)
-  assert code == exit_codes.PEER_FAILED
-  assert 'process 0 is gone' in reason
-
-
 @pytest.mark.parametrize('data', [b'GET / HTTP/1.1\r\n\r\n' * 9, b'\x00' * 8 + b'x' * 32], ids=['http', 'forged'])
 def test_what_is_not_from_the_other_process_ends_the_job_with_that_reason(pair, data):
   """Bytes that somebody has put into the connection; process 1 leaves as it does when process 0 is gone."""
@@ -193,9 +168,3 @@ def test_what_is_not_from_the_other_process_ends_the_job_with_that_reason(pair, 
   code, reason = pair.left.get(timeout=5)
   assert code == exit_codes.PEER_FAILED
   assert 'process 0 is gone' in reason
-
-
-def test_a_signal_to_another_process_stops_the_server(pair):
-  pair.far[0].send(to_message({'signal': 15}))
-  assert pair.followers.stop.wait(5)
-  assert not pair.followers.lost.done()
