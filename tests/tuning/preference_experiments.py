@@ -10,7 +10,7 @@ import fiddle as fdl
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.learning import AdamW
 from spmd_tasks.recipes import DenseLanguageModel, PipelinedLanguageModel
-from spmd_tasks.tuning import JudgedAnswers, LowRankAdapter, PreferenceInput, PreferenceLoss, Preferences, add_adapters
+from spmd_tasks.tuning import LowRankAdapter, PreferenceInput, PreferenceLoss, Preferences, add_adapters
 from tests.runtime import moe_experiments, uneven_experiments
 from tests.runtime.pipeline_experiments import PipelinedExperts
 
@@ -56,29 +56,6 @@ class LowRankOnPairs(OnPairs):
 
 class Dpo(OnPairs, uneven_experiments.AdamW):
   """All weights."""
-
-
-class Orpo(Dpo):
-  """Without a reference."""
-
-  num_layers = 2
-
-  def loss(self):
-    return fdl.Config(PreferenceLoss, kind='orpo', beta=0.2)
-
-
-class Kto(Dpo):
-  """Judged answers."""
-
-  num_layers = 2
-
-  def loss(self):
-    return fdl.Config(PreferenceLoss, kind='kto', beta=0.2, bad_weight=1.5)
-
-  def train_input(self):
-    return fdl.copy_with(
-      super().train_input(), source=fdl.Config(JudgedAnswers, pattern=str(PAIRS.with_name('judged.jsonl')))
-    )
 
 
 class LowRankDpo(LowRankOnPairs, uneven_experiments.AdamW):

@@ -13,10 +13,8 @@ from tests.runtime.loss_curves import assert_same_run, make_model, reference, ru
 from tests.tuning.preference_experiments import (
   BaseDpo,
   Dpo,
-  Kto,
   LowRankDpo,
   LowRankExpertsDpo,
-  Orpo,
   PipelinedBaseDpo,
   PipelinedDpo,
   PipelinedLowRankExpertsDpo,
@@ -28,8 +26,6 @@ IN_PARTS = ('task.learner.num_microbatches=4',)
 ONE_BY_ONE = [
   ('adapters, data 2 x mdl 4, 4 microbatches', LowRankDpo, LowRankDpo, (1, 2, 4), IN_PARTS),
   ('data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), ()),
-  ('ORPO, data 2 x mdl 4, 4 microbatches', Orpo, Orpo, (1, 2, 4), IN_PARTS),
-  ('KTO, data 2 x mdl 4, 4 microbatches', Kto, Kto, (1, 2, 4), IN_PARTS),
   ('logits in parts, data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), ('num_logit_chunks=4',)),
   ('circular, stage 2 x data 2 x mdl 2', Dpo, PipelinedDpo, (1, 2, 2, 2), CIRCULAR),
   ('compared with the base, data 2 x mdl 4, 4 microbatches', BaseDpo, BaseDpo, (1, 2, 4), IN_PARTS),
