@@ -1,4 +1,4 @@
-"""A server of two processes over loopback: it gives the tokens of one process, and ends in order in every case."""
+"""Two processes over loopback decode and serve the tokens of one process; the server ends in order in every case."""
 
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
@@ -23,10 +23,12 @@ COMMAND = ['--exp', MODEL, '--num_train_steps', '4', '--ici_mesh_shape', '1,2,4'
 for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=8', 'tensorboard=False'):
   COMMAND += ['--set', _setting]
 # One length of chunks: prompts of two chunks, and such as go on behind another one's, need three programs.
-for _setting in ('prefill_chunk=8', 'min_bucket=8', 'num_slots=3'):
+for _setting in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=3'):
   COMMAND += ['--set', f'task.decode.{_setting}']
 for _setting in ('eval_every_steps=None', 'eval_batches=1', 'checkpoint_every_steps=2'):
   COMMAND += ['--set', _setting]
+# Beside them, a decoding job has prompts of tokens, and samples; the slots do not divide by the data axis.
+SAMPLED = [{'prompt_ids': [i + 1] * (i + 1), 'max_tokens': 4, 'temperature': 1.0, 'n': 2} for i in range(3)]
 PROMPTS = [('def ' * (number + 1))[: 2 * number + 1] for number in range(6)]
 HEADERS = {'authorization': 'Bearer secret'}
 
@@ -36,13 +38,23 @@ def trained(tmp_path_factory):
   """(job_log_dir, what one process makes of PROMPTS with its newest checkpoint)"""
   directory = tmp_path_factory.mktemp('served') / 'job'
   prompts = directory.parent / 'prompts.jsonl'
-  prompts.write_text(''.join(json.dumps({'prompt': prompt, 'max_tokens': 10}) + '\n' for prompt in PROMPTS))
+  asked = [*({'prompt': prompt, 'max_tokens': 10} for prompt in PROMPTS), *SAMPLED]
+  prompts.write_text(''.join(json.dumps(each) + '\n' for each in asked))
   shared = [*COMMAND, '--job_log_dir', directory]
   assert binary.run_in_process(*shared, '--mode', 'train') == 0
-  path = directory.parent / 'outputs.jsonl'
-  flags = ('--mode', 'decode_once', '--decode_input', prompts, '--decode_output', path)
-  assert binary.run_in_process(*shared, *flags) == 0
-  return directory, [json.loads(line)['outputs'][0]['text'] for line in path.read_text().splitlines()]
+  assert binary.run_in_process(*shared, *decoding(directory, 'outputs.jsonl')) == 0
+  return directory, [outputs[0]['text'] for outputs in read(directory, 'outputs.jsonl')[: len(PROMPTS)]]
+
+
+def decoding(job_log_dir, name):
+  """Flags of a decoding job of `prompts.jsonl` beside the directory."""
+  paths = ('--decode_input', job_log_dir.with_name('prompts.jsonl'), '--decode_output', job_log_dir.with_name(name))
+  return ('--mode', 'decode_once', *paths)
+
+
+def read(job_log_dir, name):
+  """The outputs of each prompt."""
+  return [json.loads(line)['outputs'] for line in job_log_dir.with_name(name).read_text().splitlines()]
 
 
 def start(job_log_dir, log_dir, *flags: str) -> Job:
@@ -54,6 +66,22 @@ def start(job_log_dir, log_dir, *flags: str) -> Job:
   command += ['--num_fake_devices=4', '--port=0', '--drain_s=20', '--api_key_file', str(key)]
   argvs = [[*command, *flags, *own] for own in coordinator_flags(num_processes=2)]
   return Job(argvs, log_dir=log_dir, num_devices=4)
+
+
+def test_two_processes_decode_what_one_does(trained, tmp_path):
+  job_log_dir, _ = trained
+  flags = [*COMMAND, '--num_fake_devices=4', '--job_log_dir', str(job_log_dir)]
+  command = [sys.executable, '-m', 'spmd_tasks.main', *flags, *map(str, decoding(job_log_dir, 'shared.jsonl'))]
+  argvs = [command + own for own in coordinator_flags(num_processes=2)]
+  with Job(argvs, log_dir=tmp_path, num_devices=4) as job:
+    ranks = job.wait(deadline_s=START_S)
+  assert [rank.returncode for rank in ranks] == [0, 0], [rank.log for rank in ranks]
+  alone, shared = (
+    [[output['ids'] for output in outputs] for outputs in read(job_log_dir, name)]
+    for name in ('outputs.jsonl', 'shared.jsonl')
+  )
+  assert alone == shared
+  assert [len(ids) for ids in alone] == [1] * len(PROMPTS) + [2] * len(SAMPLED)
 
 
 def client_of(job: Job) -> httpx.Client:
