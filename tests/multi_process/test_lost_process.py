@@ -20,23 +20,23 @@ SECONDS_PER_BATCH = 1.0  # of process 1: longer than a step, also where many tes
 
 
 def commands(directory: Path, num_train_steps: int) -> list[list[str]]:
-  """Two processes of four devices, each with a RAM disk of its own, as on two hosts; copied every 10 steps."""
+  """Two processes of four devices, each with a RAM disk of its own, as on two hosts; copied every 6 steps."""
   command = [sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tests.multi_process.raising_experiments.Job']
   command += ['--mode', 'train', '--job_log_dir', str(directory / 'job'), '--num_fake_devices=4']
   command += ['--set', f'train_input.slow_s={SECONDS_PER_BATCH}', f'--num_train_steps={num_train_steps}']
-  command += ['--set', 'peer_copy_every_steps=10', '--set', 'checkpoint_every_steps=8', '--set', 'prefetch_batches=1']
+  command += ['--set', 'peer_copy_every_steps=6', '--set', 'checkpoint_every_steps=4', '--set', 'prefetch_batches=1']
   ranks = enumerate(coordinator_flags(num_processes=2))
   return [command + own + ['--set', f'peer_copy_directory={directory / f"ram{rank}"}'] for rank, own in ranks]
 
 
 @pytest.fixture(scope='module')
 def killed(tmp_path_factory) -> Path:
-  """The directory of a job whose process 1 was killed after step 15, with a checkpoint of step 8 and copies of 10."""
+  """The directory of a job whose process 1 was killed after step 7, with a checkpoint of step 4 and copies of 6."""
   directory = tmp_path_factory.mktemp('killed')
   for rank in range(2):
     (directory / f'ram{rank}').mkdir()
   with Job(commands(directory, 100000), log_dir=directory, num_devices=4) as job:
-    job.wait_for_text(0, 'step 15/', limit_s=START_S)
+    job.wait_for_text(0, 'step 7/', limit_s=START_S)
     job.send(1, signal.SIGKILL)
     ranks = job.wait(deadline_s=DEADLINE_S)
   assert ranks[1].returncode == -signal.SIGKILL
@@ -46,8 +46,8 @@ def killed(tmp_path_factory) -> Path:
 
 def test_a_copy_compiles_nothing_in_the_loop_and_the_first_checkpoint_does(killed):
   metrics = read_jsonl(killed / 'job')
-  assert metrics[8]['num_compilations'] == 0
-  assert metrics[15]['num_compilations'] == metrics[9]['num_compilations']
+  assert metrics[4]['num_compilations'] == 0
+  assert metrics[7]['num_compilations'] == metrics[5]['num_compilations']
 
 
 def damage(checkpoint: Path) -> None:
@@ -71,14 +71,14 @@ def test_a_restart_after_the_loss_of_a_process_and_its_memory_reads_no_checkpoin
   with Job(commands(killed, last), log_dir=killed, num_devices=4) as job:
     ranks = job.wait(deadline_s=START_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
-  assert 'resuming after step 10 from the copies in memory (that of process 1 from process 0)' in ranks[0].log
+  assert 'resuming after step 6 from the copies in memory (that of process 1 from process 0)' in ranks[0].log
   assert all(checkpoint.exists() for checkpoint in checkpoints)
   assert not any('damaged' in name for name in binary.checkpoint_names(job_log_dir))
 
   again = binary.metric_lines(job_log_dir)[len(before) :]
-  assert [line['step'] for line in again] == list(range(11, last + 1))
+  assert [line['step'] for line in again] == list(range(7, last + 1))
   first = {line['step']: line for line in before}
-  for line in again[: len(before) - 10]:
+  for line in again[: len(before) - 6]:
     for name in ('loss', 'cross_entropy', 'accuracy', 'grad_norm', 'weight_norm', 'learning_rate'):
       assert line[name] == first[line['step']][name], (name, line['step'])
   for rank in range(2):  # a job that ended well leaves nothing in memory
