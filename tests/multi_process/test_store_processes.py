@@ -13,7 +13,9 @@ from spmd_tasks import exit_codes
 from spmd_tasks.runtime.metric_files import read_jsonl
 from tests import binary
 
-pytestmark = pytest.mark.slow
+# By default, test_supervise.py has three processes that write one checkpoint into a store, and two and three that go on
+# from it; of one process tests/programs/test_store_jobs.py has every bit.
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 START_S = 240.0
 DEADLINE_S = 60.0
@@ -32,8 +34,7 @@ def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
   return [[*command, '--set', 'train_input.slow_s=1.0', *own] for own in coordinator_flags(num_processes=4)]
 
 
-# Of one process tests/programs/test_store_jobs.py has both.
-@pytest.mark.parametrize('store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True)
+@pytest.mark.parametrize('store', ['gs', 's3'], indirect=True)
 def test_a_job_of_four_processes_is_killed_and_resumed_bit_for_bit(store, tmp_path: Path):
   with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
     job.wait_for_text(0, 'step 5/', limit_s=START_S)
