@@ -22,7 +22,6 @@ from spmd_tasks.operations import neighbours as neighbours_module
 from spmd_tasks.operations.neighbours import Neighbours, Status
 from spmd_tasks.programs import store_claim
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
-from tests.binary import run_binary
 from tests.operations.hosts import Hosts, metric_lines, stop_and_compare
 from tests.operations.supervised_experiments import Job
 
@@ -324,15 +323,3 @@ def test_a_job_ends_well_without_the_host_of_a_device_that_computes_wrongly(tmp_
     assert 'this host is left out, because' in hosts.log(2)
     assert hosts.supervisors[0].wait(100) == 0
     assert stop_and_compare(hosts, '--num_fake_devices', '4') < 2e-4
-
-
-@pytest.mark.slow
-def test_a_host_that_comes_when_the_job_is_done_has_nothing_to_do(tmp_path):
-  flags = ['--num_train_steps', '6', '--ici_mesh_shape=1,1,1']
-  with Hosts(tmp_path, *flags, hosts='1:1') as hosts:
-    own = ('--exp', hosts.experiment, '--mode', 'train', '--job_log_dir', hosts.job, '--num_fake_devices', 1)
-    assert run_binary(*own, *flags).returncode == 0
-    hosts.start()
-    hosts.wait_until(lambda: not hosts.alive(), 120)
-    assert hosts.supervisors[0].returncode == 0
-    assert 'Nothing to do: step 6 of 6 is already saved' in hosts.log(0)
