@@ -8,7 +8,7 @@ from tests.verification.random_layouts import draw_layout
 
 
 def test_every_drawn_experiment_can_be_built_on_every_layout():
-  for seed in range(20):
+  for seed in range(8):
     settings = draw_settings(random.Random(seed))
     for number in range(3):
       layout = draw_layout(random.Random(f'{seed}/{number}'), settings)
