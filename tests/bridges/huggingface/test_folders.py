@@ -1,5 +1,6 @@
 """Folders in Hugging Face's format without transformers: weights out and in, bit by bit; and what is refused."""
 
+import functools
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ def decoder_of(config):
   return FAMILIES[config['model_type']].read(Config(config, 'config.json'))
 
 
+@functools.lru_cache  # tracing takes a third of a second
 def abstract_weights(model):
   def init():
     batch = dict.fromkeys(('ids', 'encoder_ids'), np.zeros((1, 4), np.int32))
