@@ -30,6 +30,7 @@ import seqio
 from t5x import adafactor, checkpoints, decoding, models, partitioning, train_state, trainer, utils
 from t5x import metrics as metrics_lib
 from t5x.examples.decoder_only import network as decoder_network
+from t5x.examples.scalable_t5 import network as scalable_network
 from t5x.examples.t5 import network
 
 SMALL = {'vocab': 256, 'emb': 128, 'heads': 4, 'head_dim': 32, 'enc': 2, 'dec': 2, 'z_loss': 1e-4}
@@ -39,6 +40,7 @@ RELU = {'activations': ['relu'], 'tied': True}
 NORMALIZED = {'loss_normalizing_factor': 'NUM_REAL_TARGET_TOKENS'}
 MOE = {'vocab': 256, 'emb': 64, 'heads': 4, 'head_dim': 16, 'mlp': 128, 'enc': 2, 'dec': 2, 'lengths': [24, 16]}
 MOE |= {'kind': 'moe', 'experts': 8, 'group': 64, 'capacity': 1.25, 'aux': 0.01, 'z_loss': 1e-4}
+MOMENTUM = {'beta1': 0.9, 'weight_decay_rate': 1e-3, 'clipping_threshold': 0.5, 'max_parameter_scale': 0.05}
 CASES = {
   't5_1_0': {'kind': 'encdec', **SMALL, 'mlp': 256, 'lengths': [24, 16], **RELU, 'label_smoothing': 0.1, 'seed': 10},
   'packed_other': {'kind': 'encdec', **OTHER, 'lengths': [40, 24], **GEGLU, 'packed': True, **NORMALIZED, 'seed': 11},
@@ -47,6 +49,31 @@ CASES = {
   'switch': {**MOE, 'top_k': 1, 'seed': 14},
   'st_moe': {**MOE, 'top_k': 2, 'extra_mlp': True, 'batch_prioritized': False, 'seed': 16},
   'switch_packed': {**MOE, 'top_k': 1, 'packed': True, **RELU, 'batch_prioritized': False, 'seed': 15},
+  'experts_choose': {**MOE, 'top_k': 2, 'experts_choose': True, 'seed': 17},
+  'scanned': {'kind': 'encdec', **OTHER, 'lengths': [20, 12], **GEGLU, 'scan_layers': True, 'seed': 18},
+  'scanned_momentum': {
+    'kind': 'encdec',
+    **SMALL,
+    'mlp': 192,
+    'lengths': [20, 12],
+    **RELU,
+    'scan_layers': True,
+    **MOMENTUM,
+    'seed': 19,
+  },
+  'momentum': {
+    'kind': 'encdec',
+    **SMALL,
+    'mlp': 192,
+    'lengths': [12, 8],
+    'activations': ['swish'],
+    'tied': False,
+    **MOMENTUM,
+    'factors': 'constant * linear_warmup * rsqrt_decay',
+    'seed': 20,
+  },
+  'decoder': {'kind': 'decoder', **OTHER, 'enc': 0, 'lengths': [0, 24], **GEGLU, 'seed': 21},
+  'causal_inputs': {'kind': 'decoder', **OTHER, 'enc': 0, 'lengths': [14, 12], **RELU, 'packed': True, 'seed': 22},
 }
 
 
@@ -54,20 +81,28 @@ def make_batch(c):
   """Texts of made-up tokens, by SeqIO's feature converter of the kind."""
   rng = np.random.default_rng(c['seed'])
   inputs, targets = c['lengths']
+  feature_lengths = {'inputs': inputs, 'targets': targets}
 
   def text(longest):
     return np.append(rng.integers(3, c['vocab'], rng.integers(2, longest - 1)), 1).astype(np.int32)
 
   def examples():
     for _ in range(64):
-      yield {'inputs': text(inputs // 2 if c.get('packed') else inputs), 'targets': text(targets // 2)}
+      if inputs:
+        yield {'inputs': text(inputs // 2 if c.get('packed') else inputs), 'targets': text(targets // 2)}
+      else:
+        yield {'targets': text(targets)}
 
   import tensorflow as tf
 
-  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec([None], tf.int32))
-  converter = seqio.PrefixLMFeatureConverter if c['kind'] == 'prefix_lm' else seqio.EncDecFeatureConverter
+  converters = dict.fromkeys(('prefix_lm', 'decoder'), seqio.PrefixLMFeatureConverter)
+  if not inputs:
+    del feature_lengths['inputs']
+    converters['decoder'] = seqio.LMFeatureConverter
+  signature = dict.fromkeys(feature_lengths, tf.TensorSpec([None], tf.int32))
+  converter = converters.get(c['kind'], seqio.EncDecFeatureConverter)
   rows = converter(pack=c.get('packed', False))(
-    tf.data.Dataset.from_generator(examples, output_signature=signature), {'inputs': inputs, 'targets': targets}
+    tf.data.Dataset.from_generator(examples, output_signature=signature), feature_lengths
   )
   return {name: rows.astype(np.int32) for name, rows in next(rows.batch(8).as_numpy_iterator()).items()}
 
@@ -87,7 +122,7 @@ def make_moe_model(c):
     from flaxformer.architectures.moe import routing
     from flaxformer.components import dense
     from t5x.contrib.moe import models
-    include 'flaxformer/t5x/configs/moe/models/tokens_choose_tiny.gin'
+    include 'flaxformer/t5x/configs/moe/models/{'experts' if c.get('experts_choose') else 'tokens'}_choose_tiny.gin'
     NUM_ENCODER_LAYERS = {c['enc']}
     NUM_DECODER_LAYERS = {c['dec']}
     NUM_HEADS = {c['heads']}
@@ -129,19 +164,23 @@ def make_model(c):
   if c['kind'] == 'moe':
     return make_moe_model(c)
   vocabulary = seqio.PassThroughVocabulary(c['vocab'], eos_id=1)
-  optimizer = adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=adafactor.standard_logical_factor_rules())
+  rules = adafactor.standard_logical_factor_rules()
+  own = {name: c[name] for name in MOMENTUM if name in c}
+  optimizer = adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=rules, **own)
   sizes = {'vocab_size': c['vocab'], 'emb_dim': c['emb'], 'num_heads': c['heads'], 'head_dim': c['head_dim']}
   sizes |= {'mlp_dim': c['mlp'], 'mlp_activations': tuple(c['activations']), 'dropout_rate': 0.0}
   sizes |= {'logits_via_embedding': c['tied']}
   shared = {'optimizer_def': optimizer, 'z_loss': c['z_loss'], 'label_smoothing': c.get('label_smoothing', 0.0)}
   shared |= {'loss_normalizing_factor': c.get('loss_normalizing_factor')}
-  if c['kind'] == 'prefix_lm':
+  if c['kind'] in ('prefix_lm', 'decoder'):
     config = decoder_network.TransformerConfig(**sizes, num_layers=c['dec'])
+    is_prefix = c['kind'] == 'prefix_lm'
     return models.DecoderOnlyModel(
-      decoder_network.DecoderWrapper(config), vocabulary, inputs_bidirectional_attention=True, **shared
+      decoder_network.DecoderWrapper(config), vocabulary, inputs_bidirectional_attention=is_prefix, **shared
     )
-  config = network.T5Config(**sizes, num_encoder_layers=c['enc'], num_decoder_layers=c['dec'])
-  return models.EncoderDecoderModel(network.Transformer(config), vocabulary, vocabulary, **shared)
+  source = scalable_network if c.get('scan_layers') else network
+  config = source.T5Config(**sizes, num_encoder_layers=c['enc'], num_decoder_layers=c['dec'])
+  return models.EncoderDecoderModel(source.Transformer(config), vocabulary, vocabulary, **shared)
 
 
 def named(tree):
@@ -207,7 +246,8 @@ def run(name, directory):
   batch, model, steps = make_batch(c), make_model(c), 20
   shapes, types = {n: x.shape for n, x in batch.items()}, {n: x.dtype for n, x in batch.items()}
   variables = model.get_initial_variables(jax.random.PRNGKey(c['seed']), shapes, types)
-  rate = utils.create_learning_rate_scheduler('constant * rsqrt_decay', base_learning_rate=0.1, warmup_steps=10)
+  factors = c.get('factors', 'constant * rsqrt_decay')
+  rate = utils.create_learning_rate_scheduler(factors, base_learning_rate=0.1, warmup_steps=10)
 
   def make_state():
     state = train_state.FlaxOptimTrainState.create(model.optimizer_def, variables)
@@ -231,9 +271,10 @@ def run(name, directory):
   final = named(state.params)
   apart = max(float(np.abs(x - final[n]).max()) for n, x in named(other.params).items())
   curves = {'1 device': {'curve': curve}, '8 devices, data 4 x model 2': {'curve': on_8, 'apart': apart}}
-  settings = {**c, 'case': name, 'steps': steps, 'learning_rate': 'constant * rsqrt_decay, 0.1, warmup 10'}
+  settings = {**c, 'case': name, 'steps': steps, 'learning_rate': f'{factors}, 0.1, warmup 10'}
   texts = {'initial_grads': {'loss': float(loss), 'norms': norms}, 'curves': curves, 'config': settings}
-  texts['decoded'] = decode(model, c, state.params, batch)
+  if 'encoder_input_tokens' in batch or 'decoder_causal_attention' in batch:
+    texts['decoded'] = decode(model, c, state.params, batch)
   for each, contents in texts.items():
     (directory / f'{each}.json').write_text(json.dumps(contents, indent=1))
   np.savez(directory / 'weights_step_1.npz', **first)

@@ -44,22 +44,25 @@ import numpy as np  # noqa: E402
 from spmd_tasks.bridges._lazy_arrays import lazy_array  # noqa: E402
 from spmd_tasks.bridges.t5x._seqio import contract_batch  # noqa: E402
 from spmd_tasks.bridges.t5x._weights import Layout  # noqa: E402
+from spmd_tasks.bridges.t5x.experiments import T5xMoeExperiment  # noqa: E402
 from spmd_tasks.bridges.t5x.exporting import write_state  # noqa: E402
 from spmd_tasks.bridges.t5x.origin import T5xOrigin  # noqa: E402
 from spmd_tasks.decoding import DecodeSteps, Request  # noqa: E402
 from spmd_tasks.decoding.generation import generate, search  # noqa: E402
 from spmd_tasks.learning import Adafactor, Learner, ProductOfFactors  # noqa: E402
-from spmd_tasks.recipes import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel  # noqa: E402
+from spmd_tasks.recipes import EncoderDecoderLanguageModel  # noqa: E402
 from spmd_tasks.runtime import DecodeSettings, Task, partition_spmd_model  # noqa: E402
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES  # noqa: E402
 
 TOLERANCE = 1e-5
 NUM_NUDGED_RUNS = 4
+ADAFACTOR = {'beta1': 'momentum', 'weight_decay_rate': 'weight_decay', 'decay_rate': 'decay_exponent'}
+ADAFACTOR |= {name: name for name in ('clipping_threshold', 'max_parameter_scale', 'multiply_by_parameter_scale')}
 KNOWN_KEYS = (
   *('kind', 'vocab', 'emb', 'heads', 'head_dim', 'mlp', 'enc', 'dec', 'lengths', 'activations', 'tied', 'packed'),
   *('seed', 'case', 'steps', 'learning_rate', 'shims', 'versions', 'z_loss', 'label_smoothing'),
   *('loss_normalizing_factor', 'experts', 'top_k', 'group', 'capacity', 'eval_capacity', 'aux', 'router_z'),
-  *('batch_prioritized', 'extra_mlp'),
+  *('batch_prioritized', 'extra_mlp', 'experts_choose', 'scan_layers', *ADAFACTOR),
 )
 SHARES = ('greedy', 'beam')
 NORMALIZATIONS = {
@@ -79,12 +82,17 @@ class Case:
     self.config = json.loads((directory / 'config.json').read_text())
     features = self.npz('batch')
     assert features is not None
-    self.batch = contract_batch(features)
     self.features = features
-    if (causal := features.get('decoder_causal_attention')) is not None:
-      self.batch['prefix_mask'] = causal.astype(np.int32)
+    self.batch = self.batch_of(features)
     self.initial = self.npz('initial_weights')
     self.final = self.npz('final_weights')
+
+  def batch_of(self, features: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns a batch of ours; the inputs of a prefix language model alone see one another in both directions."""
+    batch = contract_batch(features)
+    if self.config.get('kind') == 'decoder':
+      batch.pop('prefix_mask', None)
+    return batch
 
   def unknown_keys(self) -> list[str]:
     """Returns the keys of config.json that say something which is not read here."""
@@ -118,14 +126,14 @@ class Case:
       'activation': activations[0],
       'is_gated': len(activations) > 1,
       'ties_embedding': not any('logits_dense' in name for name in names),
-      'has_bias_per_layer': any('layers_0/relpos_bias' in name for name in names),
+      'has_bias_per_layer': any('layers_0/relpos_bias' in n or 'coder/encoder/relpos_bias' in n for n in names),
       'z_loss': c.get('z_loss', 0.0),
       'label_smoothing': c.get('label_smoothing', 0.0),
       'normalization': NORMALIZATIONS.get(normalizing, normalizing),
     }
     experiment = EncoderDecoderLanguageModel(**settings)
     if 'experts' in c:
-      experiment = MoeEncoderDecoderLanguageModel(
+      experiment = T5xMoeExperiment(
         **settings,
         num_experts=c['experts'],
         num_selected_experts=c['top_k'],
@@ -137,9 +145,12 @@ class Case:
         prioritizes_batch=c.get('batch_prioritized', gated),  # Switch's gin files, without gates, turn it off
         load_balance_weight=c['aux'],
         router_z_weight=c.get('router_z', 1e-3),
+        experts_choose=c.get('experts_choose', False),
       )
     factors, base, warmup = c['learning_rate'].split(', ')
     schedule = ProductOfFactors(factors=factors, base=float(base), warmup_steps=int(warmup.split()[-1]))
+    is_scanned = Layout.of(dict.fromkeys(names), 'the weights').scanned
+    adafactor = {ours: c[theirs] for theirs, ours in ADAFACTOR.items() if theirs in c}
     decode = DecodeSettings(
       max_len=self.batch['ids'].shape[1] + 1,
       num_slots=8,
@@ -153,7 +164,7 @@ class Case:
     return Task(
       model=fdl.build(experiment.language_model()),
       loss=fdl.build(experiment.loss()),
-      learner=Learner(optimizer=Adafactor.as_t5x(learning_rate=schedule)),
+      learner=Learner(optimizer=Adafactor.as_t5x(learning_rate=schedule, scanned=is_scanned, **adafactor)),
       decode=decode,
     )
 
@@ -313,7 +324,7 @@ class Comparison:
     step = self.model.batch_step('scores', self.spec, scores_of)
     # T5X scored and decoded rows, of packed ones too, as single texts.
     rows = {name: x for name, x in case.features.items() if not name.endswith(('_segment_ids', '_positions'))}
-    single = step.place(case.batch | contract_batch(rows))
+    single = step.place(case.batch | case.batch_of(rows))
     expected = np.array(want['score_batch'])
     scores, largest = map(np.asarray, step(state.variables, single))
     difference = float(np.abs(scores - expected).max() / np.abs(expected).max())

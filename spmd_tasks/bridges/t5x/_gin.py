@@ -8,7 +8,7 @@ The library gin-config parses; names are resolved by the imports of the files (g
 not be installed. T5X's and Flaxformer's files that are not found are made of `_gin_files.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -46,19 +46,29 @@ class Node:
     """The last part of the selector."""
     return self.selector.rpartition('.')[2]
 
-  def get(self, argument: str, default: Any = MISSING) -> Any:
+  def get(self, argument: str, default: Any = MISSING, kind: type | tuple[type, ...] = object) -> Any:
     """Returns the value of an argument, with macros and references resolved.
 
-    Raises a UserError if the argument is bound to nothing (or to gin.REQUIRED), and has no default.
+    Raises a UserError if the argument is bound to nothing (or to gin.REQUIRED), and has no default, or to a value that
+    is neither the default nor of the kind.
     """
     for scope in dict.fromkeys((self.scope, '')):
       for (bound_scope, selector, bound), value in self.setup.bindings.items():
         if bound == argument and bound_scope == scope and _is_name_of(selector, self.selector):
           self.setup.read.add((bound_scope, selector, bound))
-          return self.setup.resolve(value, f'{self.selector}.{argument}')
+          found = self.setup.resolve(value, f'{self.selector}.{argument}')
+          if not isinstance(found, kind) and found != default:
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            wanted = ' or '.join(_KINDS.get(each, each.__name__) for each in kinds)
+            raise UserError(f'{self}.{argument} = {found!r} must be {wanted}.')
+          return found
     if default is MISSING:
       raise UserError(f'the gin setup has no value for {self}.{argument}: bind it, or include the file that does.')
     return default
+
+  def part(self, argument: str, default: Any = MISSING) -> Any:
+    """Returns the configurable that an argument refers to, a Node, or the default."""
+    return self.get(argument, default, kind=Node)
 
   def rest(self) -> list[str]:
     """Returns the arguments that are bound and that `get` was never asked for, as `name = value` texts."""
@@ -78,7 +88,7 @@ class Node:
 class Setup:
   """All bindings of a setup, by (scope, selector, argument); `read` are those that were asked for.
 
-  `imports` has modules by the names under which the files import them.
+  `imports` has modules by the names under which the files import them, `flags` the macros that --gin binds.
   """
 
   bindings: dict[tuple[str, str, str], Any] = dataclasses.field(default_factory=dict)
@@ -86,11 +96,33 @@ class Setup:
   imports: dict[str, str] = dataclasses.field(default_factory=dict)
   files: list[str] = dataclasses.field(default_factory=list)
   read: set[tuple[str, str, str]] = dataclasses.field(default_factory=set)
+  flags: set[str] = dataclasses.field(default_factory=set)
 
   def node(self, selector: str) -> Node | None:
     """Returns a configurable without a scope; None if nothing is bound to it."""
     bound = any(_is_name_of(each, selector) for _, each, _ in self.bindings)
     return Node(setup=self, scope='', selector=selector) if bound else None
+
+  def unused(self, root: Node) -> list[str]:
+    """Returns the configurables, and the macros of flags, to which neither `root` nor what it refers to refers."""
+    found: set[str] = set()  # macros as %NAME
+    news = [root.selector, *(selector for _, selector, _ in self.read)]
+    while news:
+      name = news.pop()
+      if name in found:
+        continue
+      found.add(name)
+      values = [self.macros.get(name[1:])] if name.startswith('%') else []
+      values += [v for (_, selector, _), v in self.bindings.items() if _is_name_of(selector, name)]
+      while values:
+        value = values.pop()
+        if isinstance(value, _Macro | _Reference):
+          news.append(f'%{value.name}' if isinstance(value, _Macro) else value.selector)
+        elif isinstance(value, dict | list | tuple):
+          values += value.values() if isinstance(value, dict) else value
+    bound = dict.fromkeys(selector for _, selector, _ in self.bindings)
+    names = [each for each in bound if not any(_is_name_of(each, name) for name in found)]
+    return names + sorted(f'%{name}' for name in self.flags if f'%{name}' not in found)
 
   def resolve(self, value: Any, where: str) -> Any:
     """Replaces macros and references, within lists and dicts too."""
@@ -109,11 +141,19 @@ class Setup:
     return type(value)(self.resolve(each, where) for each in value) if isinstance(value, list | tuple) else value
 
 
+_KINDS = {Node: 'a reference, @NAME', int: 'a whole number', float: 'a number', str: 'a text', list: 'a list'}
+_KINDS |= {tuple: 'a tuple', Mapping: 'a dict', type(None): 'None'}
+
+
 def _is_name_of(bound: str, selector: str) -> bool:
   return selector == bound or selector.endswith(f'.{bound}')
 
 
 def _show(value: Any) -> str:
+  if isinstance(value, dict):
+    return f'{{{", ".join(f"{key!r}: {_show(each)}" for key, each in value.items())}}}'
+  if isinstance(value, list | tuple):
+    return f'[{", ".join(map(_show, value))}]'
   if isinstance(value, _Reference):
     return f'@{value.scope}/{value.selector}' if value.scope else f'@{value.selector}'
   return f'%{value.name}' if isinstance(value, _Macro) else repr(value)
@@ -179,6 +219,7 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
       elif kind == 'BindingStatement':
         if not statement.arg_name:
           setup.macros[statement.selector] = statement.value
+          setup.flags.update({statement.selector} if name == '--gin' else ())
         elif statement.selector == 'macro' or statement.selector.endswith('/macro'):
           setup.macros[statement.scope] = statement.value
         else:

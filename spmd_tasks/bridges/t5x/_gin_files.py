@@ -155,6 +155,8 @@ def _model(example: str, family: str, known: Mapping[str, Any], sizes: tuple[int
 def _moe_run(run: str) -> str | None:
   """A run of contrib/moe: that of T5X with the partitioner and the trainer of experts."""
   base = 'pretrain' if run in ('continue_pretrain', 'sparse_upcycle') else run
+  if base in ('precompile', 'export', 'export_seqio'):
+    return _run(base)
   if base not in ('pretrain', 'finetune', 'eval', 'infer', 'infer_from_tfexample_file'):
     return None
   trains = base in ('pretrain', 'finetune')
@@ -246,6 +248,10 @@ def _once(run: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _run(run: str) -> str | None:
+  if run == 'precompile':
+    return 'import __main__ as train_script\ntrain_script.precompile.model = %MODEL\n'
+  if run in ('export', 'export_seqio'):
+    return 'from t5x import export_lib\nexport_lib.save.model = %MODEL\n'
   if run not in ('pretrain', 'finetune', 'eval', 'infer', 'infer_from_tfexample_file'):
     return None
   macros, blocks = _training(run) if run in ('pretrain', 'finetune') else _once(run)

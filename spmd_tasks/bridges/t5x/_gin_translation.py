@@ -22,7 +22,12 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES
 
+_NUMBER = (int, float)
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
+_OTHER_RUNS = {
+  '__main__.precompile': 'give the setup of the training to --mode plan, which compiles its step',
+  't5x.export_lib.save': "no SavedModel is written; --mode export writes a folder of transformers or T5X's checkpoints",
+}
 _NETWORK = re.compile(r't5x\.examples\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)')
 _NORMALIZATION = {
   None: 'sum',
@@ -93,6 +98,8 @@ class Translation:
   notes: list[str] = dataclasses.field(default_factory=list)
   model_dir: str | None = None
   relative_steps: int | None = None
+  has_causal_inputs: bool = True  # of a decoder-only model
+  generates: bool = True  # whether texts are written, in evals of a training too
 
   def lacks(self, what: str, why: str) -> None:
     self.missing.append(f'{what}: {why}')
@@ -105,24 +112,32 @@ def translate(setup: Setup) -> Translation:
   """
   root = next((node for name in _RUNS if (node := setup.node(f'__main__.{name}'))), None)
   root = root or next((node for name in _RUNS if (node := setup.node(f't5x.{name}.{name}'))), None)
+  for name, remedy in _OTHER_RUNS.items():
+    if root is None and setup.node(name):
+      raise UserError(f'{name} of a gin setup has no counterpart: {remedy}.')
   if root is None:
     raise UserError(
       f'the gin setup ({", ".join(setup.files)}) binds nothing of train, evaluate or infer: include '
       "'t5x/configs/runs/pretrain.gin' or another file of a run of T5X."
     )
   made = Translation(mode=_RUNS[root.name])
-  _model(root.get('model'), made)
+  made.generates = made.mode != 'train' or root.part('infer_eval_dataset_cfg', None) is not None
+  _model(root.part('model'), made)
   if made.mode == 'train':
     _training(root, made)
   else:
-    dataset = _dataset(root.get('dataset_cfg'), made, root.get('model'))
+    dataset = _dataset(root.part('dataset_cfg'), made, root.part('model'))
     dataset |= {'num_epochs': 1, 'packing': False}
     made.fields |= {'train_data': dataset, 'eval_data' if made.mode == 'eval' else 'decode_data': dataset}
-    made.fields |= _sizes_of(dataset) | _start(root.get('restore_checkpoint_cfg'), made)
+    made.fields |= _sizes_of(dataset) | _start(root.part('restore_checkpoint_cfg'), made)
     if root.get('mode', 'predict') != 'predict':
       made.notes.append('infer.mode: --mode decode_once predicts, --mode eval --write_examples gives scores')
-  _partitioner(root.get('partitioner', None), made)
+    _evaluator(root, made)
+  _partitioner(root.part('partitioner', None), made)
   _report_rest(root, made)
+  made.notes += [
+    f'{name}: nothing that runs refers to it, so that its value changes nothing' for name in setup.unused(root)
+  ]
   return made
 
 
@@ -132,16 +147,16 @@ def _model(model: Node, made: Translation) -> None:
   if model.name not in models:
     made.lacks(f'model = @{model}', f'only {", ".join(models)} of T5X are known')
     return
-  module = model.get('module')
+  module = model.part('module')
   known = _NETWORK.fullmatch(module.selector)
   if module.selector == _FLAXFORMER:
     _flaxformer(module, model, made)
   elif known is None:
     made.lacks(f'{model}.module = @{module}', 'only the networks of t5x.examples and EncoderDecoder of Flaxformer are')
   else:
-    _network(module.get('config'), known[1], model.name == 'DecoderOnlyModel', made)
+    _network(module.part('config'), known[1], model.name == 'DecoderOnlyModel', made)
     _report_rest(module, made)
-  normalization = model.get('loss_normalizing_factor', None)
+  normalization = model.get('loss_normalizing_factor', None, (str, *_NUMBER))
   if isinstance(normalization, str) and normalization not in _NORMALIZATION:
     known_ones = ', '.join(map(str, _NORMALIZATION))
     made.lacks(f'{model}.loss_normalizing_factor = {normalization!r}', f'known are {known_ones}')
@@ -154,8 +169,9 @@ def _model(model: Node, made: Translation) -> None:
     model.get(name, None)
   if (converter := model.get('feature_converter_cls', None)) is not None:
     made.lacks(f'{model}.feature_converter_cls = @{converter}', 'the converter is that of the model')
+  made.has_causal_inputs = not model.get('inputs_bidirectional_attention', False)
   _decoding(model, made)
-  optimizer = model.get('optimizer_def')
+  optimizer = model.part('optimizer_def')
   if optimizer.selector != 't5x.adafactor.Adafactor':
     made.lacks(f'{model}.optimizer_def = @{optimizer}', 'only t5x.adafactor.Adafactor is translated')
   else:
@@ -166,9 +182,9 @@ def _model(model: Node, made: Translation) -> None:
 def _decoding(model: Node, made: Translation) -> None:
   """Translates the search or the sampling, and how many texts it makes of one prompt."""
   default = 'temperature_sample' if model.name == 'DecoderOnlyModel' else 'beam_search'
-  function = model.get('decode_fn', None) or dataclasses.replace(model, scope='', selector=f't5x.decoding.{default}')
+  function = model.part('decode_fn', None) or dataclasses.replace(model, scope='', selector=f't5x.decoding.{default}')
   predict = dataclasses.replace(model, selector=f'{model.selector}.predict_batch_with_aux')
-  params = model.get('default_decoder_params', None)
+  params = model.part('default_decoder_params', None)
   number = predict.get('num_decodes', params.get('num_decodes', 1) if params else 1)
   if function.selector == 't5x.decoding.beam_search':
     made.fields['decoding'] = {'num_beams': number, 'length_penalty': function.get('alpha', 0.6)}
@@ -177,7 +193,8 @@ def _decoding(model: Node, made: Translation) -> None:
     made.fields['decoding'] = {'temperature': 0.0 if top_k == 1 else temperature, 'top_k': top_k}
     made.fields['decoding'] |= {'top_p': function.get('topp', 0.0) or 1.0}
     if number > 1:
-      made.lacks(f'{predict}.num_decodes = {number}', 'one sample of a prompt is drawn; repeat the prompts')
+      note = f'{predict}.num_decodes = {number}', 'one sample of a prompt is drawn; repeat the prompts'
+      made.lacks(*note) if made.generates else made.notes.append(': '.join(note))
   else:
     made.lacks(f'{model}.decode_fn = @{function}', 'only beam_search and temperature_sample of t5x.decoding are known')
   for node in (function, predict, *([params] if params else [])):
@@ -194,7 +211,7 @@ def _network(config: Node, example: str, is_decoder: bool, made: Translation) ->
   made.fields |= _activation(config, made, 'mlp_activations')
   is_scalable = example == 'scalable_t5'
   made.fields |= {'has_bias_per_layer': is_scalable, 'scanned': is_scalable and config.get('scan_layers', True)}
-  remat = config.get('remat_policy', None)
+  remat = config.get('remat_policy', None, str)
   if remat not in _REMAT:
     made.notes.append(f'{config}.remat_policy = {remat!r}: everything is kept; set remat_policy')
   made.fields['remat_policy'] = _REMAT.get(remat, 'none')
@@ -204,20 +221,20 @@ def _network(config: Node, example: str, is_decoder: bool, made: Translation) ->
 def _flaxformer(module: Node, model: Node, made: Translation) -> None:
   """Translates Flaxformer's encoder-decoder, whose feed-forward sublayers may be mixtures of experts."""
   made.notes.append(f'@{module}: initial weights are drawn as those of T5, whatever kernel_init says')
-  embed = module.get('shared_token_embedder_factory')
+  embed = module.part('shared_token_embedder_factory')
   dtype = module.get('dtype', 'float32')
   made.fields |= {'vocab_size': embed.get('num_embeddings'), 'model_dims': embed.get('features'), 'dtype': dtype}
   sides = {'encoder': 'attention', 'decoder': 'self_attention'}
-  stacks = {side: module.get(f'{side}_factory') for side in sides}
-  layers = {side: stack.get('layer_factory') for side, stack in stacks.items()}
+  stacks = {side: module.part(f'{side}_factory') for side in sides}
+  layers = {side: stack.part('layer_factory') for side, stack in stacks.items()}
   visited, found = [module, embed, *stacks.values(), *layers.values()], {}
   for side, attention in sides.items():
-    own = layers[side].get('relative_position_bias_factory', None)
-    bias = stacks[side].get('shared_relative_position_bias_factory', None) or own
-    attention, mlp = layers[side].get(attention), layers[side].get('mlp')
-    dropouts = [node.get(name, None) for node in (layers[side], stacks[side]) for name in _DROPOUTS]
-    rates = {attention.get('dropout_rate', 0.0), mlp.get('intermediate_dropout_rate', 0.1)}
-    rates |= {dropout.get('rate') for dropout in dropouts if dropout}
+    own = layers[side].part('relative_position_bias_factory', None)
+    bias = stacks[side].part('shared_relative_position_bias_factory', None) or own
+    attention, mlp = layers[side].part(attention), layers[side].part('mlp')
+    dropouts = [node.part(name, None) for node in (layers[side], stacks[side]) for name in _DROPOUTS]
+    rates = {attention.get('dropout_rate', 0.0, _NUMBER), mlp.get('intermediate_dropout_rate', 0.1, _NUMBER)}
+    rates |= {dropout.get('rate', kind=_NUMBER) for dropout in dropouts if dropout}
     if len(rates) > 1:
       made.lacks(f'@{layers[side]}', f'one dropout rate is known, and it has {sorted(rates)}')
     found[side] = {
@@ -230,7 +247,7 @@ def _flaxformer(module: Node, model: Node, made: Translation) -> None:
       'max_distance': bias.get('max_distance') if bias else None,
       **_activation(mlp, made),
     }
-    made.fields['num_layers' if side == 'decoder' else 'num_encoder_layers'] = stacks[side].get('num_layers')
+    made.fields['num_layers' if side == 'decoder' else 'num_encoder_layers'] = stacks[side].get('num_layers', kind=int)
     _refuse_biases(made, attention, mlp)
     if stacks[side].get('position_embedder_factory', None) is not None or bias is None:
       made.lacks(f'@{stacks[side]}', 'positions are relative biases, shared or of each layer')
@@ -248,20 +265,20 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
   """Translates the mixtures of experts of both stacks; returns what it has read."""
   made.experiment, visited, found = 'T5xMoeExperiment', [], {}
   for side, stack in stacks.items():
-    layer, num_sparse = stack.get('sparse_layer_factory'), stack.get('num_sparse_layers')
-    every = stack.get('num_layers') // max(num_sparse, 1)
+    layer, num_sparse = stack.part('sparse_layer_factory'), stack.get('num_sparse_layers', kind=int)
+    every = stack.get('num_layers', kind=int) // max(num_sparse, 1)
     if num_sparse == 0 or stack.get('num_layers') % num_sparse:
       made.lacks(f'{stack}.num_sparse_layers = {num_sparse}', 'every n-th layer of both stacks has experts')
     layout = str(stack.get('sparse_layout', 'MIXED'))
     if not layout.endswith('MIXED') and every > 1:
       made.lacks(f'{stack}.sparse_layout = {layout}', 'only LayerLayout.MIXED is known')
-    mixture = layer.get('mlp')
+    mixture = layer.part('mlp')
     partitions = mixture.get('num_expert_partitions')
-    router, expert = mixture.get('router'), mixture.get('expert')
+    router, expert = mixture.part('router'), mixture.part('expert')
     by_experts = router.name == 'ExpertsChooseMaskedRouter'
     if not (by_experts and side == 'encoder') and not router.name.startswith('TokensChoose'):
       made.lacks(f'{mixture}.router = @{router}', 'tokens choose, or in the encoder experts')
-    extra = layer.get('extra_mlp', None)
+    extra = layer.part('extra_mlp', None)
     dense = [expert, extra] if extra else [expert]
     for node in dense:
       own = {'hidden_dims': node.get('intermediate_dim', 2048)}
@@ -296,7 +313,7 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
       made.fields['experts_choose'] = True
     else:
       found[side] |= {'num_selected_experts': router.get('num_selected_experts'), 'jitter_eps': jitter}
-    visited += [layer, mixture, router, *dense, layer.get('attention' if side == 'encoder' else 'self_attention')]
+    visited += [layer, mixture, router, *dense, layer.part('attention' if side == 'encoder' else 'self_attention')]
   made.notes.append(
     f"groups of tokens: as many as a multiple of the {found['decoder']['num_experts']} experts, T5X's where it has no "
     f'more devices than {partitions} times its model partitions; else set num_groups_multiple_of'
@@ -322,9 +339,10 @@ def _refuse_biases(made: Translation, *nodes: Node) -> None:
 
 
 def _activation(node: Node, made: Translation, name: str = 'activations') -> dict[str, Any]:
-  activations = tuple(node.get(name, ('relu',)))
-  if activations[1:] not in ((), ('linear',)):
+  activations = tuple(node.get(name, ('relu',), (tuple, list)))
+  if not activations or activations[1:] not in ((), ('linear',)):
     made.lacks(f'{node}: activations = {activations}', 'one activation, or one and then linear, is known')
+    return {}
   if activations[0] not in ACTIVATIONS:
     made.lacks(f'{node}: activations = {activations}', f'{activations[0]!r} is none of {sorted(ACTIVATIONS)}')
   return {'activation': activations[0], 'is_gated': len(activations) == 2}
@@ -355,21 +373,27 @@ def _adafactor(optimizer: Node, made: Translation, *, is_flat: bool) -> None:
 def _training(root: Node, made: Translation) -> None:
   """Translates the data, the schedule, the checkpoints and the intervals of train()."""
   made.model_dir = root.get('model_dir', None)
-  data = _dataset(root.get('train_dataset_cfg'), made)
-  steps, every = root.get('eval_steps', None), root.get('eval_period', None)
+  data = _dataset(root.part('train_dataset_cfg'), made)
+  every = root.get('eval_period', None, int)
+  root.get('eval_steps', None)
   made.fields |= {'train_data': data, **_sizes_of(data)}
-  if (evaluation := root.get('train_eval_dataset_cfg', None)) is not None:
-    data = _dataset(evaluation, made)
+  if (evaluation := root.part('train_eval_dataset_cfg', None)) is not None:
+    data, steps = _dataset(evaluation, made), root.get('eval_steps', kind=int)
     made.fields['eval_data'] = data | {'num_epochs': steps * data['batch_size'], 'max_batches': steps}
     made.fields['eval_every_steps'] = every or None
-  if (inference := root.get('infer_eval_dataset_cfg', None)) is not None:
+  if (inference := root.part('infer_eval_dataset_cfg', None)) is not None:
     made.fields['infer_data'] = _dataset(inference, made) | {'num_epochs': 1, 'packing': False}
     made.fields['eval_every_steps'] = every or None
-    evaluator = root.get('inference_evaluator_cls', None)
-    if isinstance(evaluator, Node) and evaluator.get('num_examples', None):
-      made.notes.append(f'{evaluator}.num_examples: all examples of a task are judged')
-  trainer = root.get('trainer_cls')
-  rate = trainer.get('learning_rate_fn')
+  _evaluator(root, made)
+  if root.get('run_eval_before_training', False):
+    made.notes.append(f'{root}.run_eval_before_training: --mode eval gives the metrics of the weights at the start')
+  for action in [each for some in root.get('actions', {}, Mapping).values() for each in some]:
+    if isinstance(action, Node) and action.name == 'TerminateOnNanAction':
+      made.notes.append(f'@{action}: a step whose loss is not finite is left out, and many in a row end the job')
+    else:
+      made.lacks(f'{root}.actions: @{action}', 'return a hook of the experiment by hooks(), such as EvalTarget')
+  trainer = root.part('trainer_cls')
+  rate = trainer.part('learning_rate_fn')
   if rate.name == 'create_learning_rate_scheduler':
     bound = {ours: rate.get(theirs, None) for theirs, ours in _RATE.items()}
     made.fields['rate'] = {name: value for name, value in bound.items() if value is not None}
@@ -380,8 +404,8 @@ def _training(root: Node, made: Translation) -> None:
   if trainer.name == 'MoeTrainer':
     made.fields['expert_grad_scale'] = trainer.get('num_expert_partitions')
   _report_rest(trainer, made)
-  checkpoints = root.get('checkpoint_cfg')
-  save, restore = checkpoints.get('save', None), checkpoints.get('restore', None)
+  checkpoints = root.part('checkpoint_cfg')
+  save, restore = checkpoints.part('save', None), checkpoints.part('restore', None)
   if save is not None:
     made.fields['checkpoint_every_steps'] = save.get('period', None)
     keep = save.get('keep', None)
@@ -389,13 +413,19 @@ def _training(root: Node, made: Translation) -> None:
     _report_rest(save, made)
   made.fields |= _start(restore, made) if restore is not None else {}
   made.fields['num_train_steps'] = root.get('total_steps')
-  made.relative_steps = root.get('relative_steps', None)
+  made.relative_steps = root.get('relative_steps', None, int)
   if made.relative_steps:
     made.fields['num_train_steps'] = made.relative_steps + (made.fields.get('init_from_step') or 0)
   seed = root.get('random_seed', None)
   if seed is None:
     made.notes.append('random_seed = None: T5X draws a seed by the clock; here it is 0')
   made.fields['seed'] = seed or 0
+
+
+def _evaluator(root: Node, made: Translation) -> None:
+  evaluator = root.get('inference_evaluator_cls', None)
+  if isinstance(evaluator, Node) and evaluator.get('num_examples', None):
+    made.notes.append(f'{evaluator}.num_examples: all examples of a task are judged')
 
 
 def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict[str, Any]:
@@ -405,7 +435,7 @@ def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict
   if isinstance(task, Node) and task.name == 'create_task_from_tfexample_file' and model is not None:
     if task.get('file_type') != 'tfrecord':
       made.lacks(f'{task}.file_type', "only 'tfrecord' is read")
-    paths = task.get('paths')
+    paths = task.get('paths', kind=(str, list, tuple))
     source = {'paths': (paths,) if isinstance(paths, str) else tuple(paths)}
     source |= {'inputs_key': task.get('inputs_key', 'inputs'), **_vocabulary(model, made)}
     _report_rest(task, made)
@@ -414,7 +444,7 @@ def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict
     source = {'task': task.name}
   if module:
     made.fields['task_modules'] = tuple(dict.fromkeys((*made.fields.get('task_modules', ()), module)))
-  lengths = config.get('task_feature_lengths')
+  lengths = config.get('task_feature_lengths', kind=(Mapping, type(None)))
   architecture = 'encoder_decoder'
   if not made.fields.get('num_encoder_layers', 1):
     architecture = 'prefix_lm' if lengths is None or 'inputs' in lengths else 'decoder_only'
@@ -429,7 +459,7 @@ def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict
     **source,
     'lengths': lengths,
     'split': config.get('split'),
-    'batch_size': config.get('batch_size'),
+    'batch_size': config.get('batch_size', kind=int),
     'architecture': architecture,
     'packing': config.get('pack', False),
     'shuffle': config.get('shuffle'),
@@ -437,13 +467,15 @@ def _dataset(config: Node, made: Translation, model: Node | None = None) -> dict
     'use_cached': config.get('use_cached', False),
     'trim_output_features': config.get('trim_output_features', True),
   }
+  if architecture == 'prefix_lm' and made.has_causal_inputs:
+    fields['prefix_is_causal'] = True
   _report_rest(config, made)
   return fields
 
 
 def _vocabulary(model: Node, made: Translation) -> dict[str, Any]:
   """Returns the vocabulary of a model's targets, as fields of a TfExampleInput."""
-  vocabulary = model.get('output_vocabulary', None) or model.get('vocabulary')
+  vocabulary = model.part('output_vocabulary', None) or model.part('vocabulary')
   extra = {'extra_ids': vocabulary.get('extra_ids', 0)}
   if vocabulary.name == 'ByteVocabulary':
     return extra
@@ -464,8 +496,8 @@ def _sizes_of(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _start(restore: Node, made: Translation) -> dict[str, Any]:
   """Returns where the weights are from."""
-  path, pairs = restore.get('path', None), list(restore.get('assignment_map', None) or ())
-  for function in restore.get('state_transformation_fns', None) or ():
+  path, pairs = restore.get('path', None), list(restore.get('assignment_map', None, (list, tuple)) or ())
+  for function in restore.get('state_transformation_fns', None, (list, tuple)) or ():
     if not isinstance(function, Node) or function.name != 'apply_assignment_map':
       made.lacks(f'{restore}.state_transformation_fns = {function}', 'only state_utils.apply_assignment_map is known')
       continue
@@ -498,7 +530,10 @@ def _start(restore: Node, made: Translation) -> dict[str, Any]:
 def _partitioner(partitioner: Node | None, made: Translation) -> None:
   if partitioner is None:
     return
-  submesh, number = partitioner.get('model_parallel_submesh', None), partitioner.get('num_partitions', None)
+  submesh, number = (
+    partitioner.get('model_parallel_submesh', None, (tuple, list)),
+    partitioner.get('num_partitions', None, int),
+  )
   if number and submesh and number != math.prod(submesh) and partitioner.name == 'MoePjitPartitioner':
     raise UserError(f'num_partitions={number} and model_parallel_submesh={submesh} are inconsistent: bind one of them.')
   made.fields['ici_mesh_shape'] = (1, -1, math.prod(submesh) if submesh else number or 1)

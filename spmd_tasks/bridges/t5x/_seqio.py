@@ -119,6 +119,8 @@ class SeqIoInput:
       `decoder_only` (targets alone).
     packing: whether a row holds several examples.
     loss_on_targets_only: of a prefix language model: whether inputs have no loss.
+    prefix_is_causal: of a prefix language model: whether inputs see only what is before them, as those of T5X's
+      DecoderOnlyModel without `inputs_bidirectional_attention`.
     shuffle: whether SeqIO shuffles, by `seed`, which also seeds its preprocessors. Shuffling is anew in each epoch.
     num_epochs: how often the data are read; None: without end.
     max_batches: how many batches at most. With several epochs their rows are repeated until there are as many.
@@ -139,6 +141,7 @@ class SeqIoInput:
   architecture: str = 'encoder_decoder'
   packing: bool = True
   loss_on_targets_only: bool = True
+  prefix_is_causal: bool = False
   shuffle: bool = True
   seed: int = 0
   num_epochs: int | None = None
@@ -193,7 +196,7 @@ class SeqIoInput:
     lengths = self.feature_lengths
     width = sum(lengths.values()) if self.architecture == 'prefix_lm' else lengths['targets']
     spec = base.language_model_spec(self.batch_size, width)
-    if self.architecture == 'prefix_lm':
+    if self.architecture == 'prefix_lm' and not self.prefix_is_causal:
       spec['prefix_mask'] = spec['ids']
     if self.architecture == 'encoder_decoder':
       of_encoder = jax.ShapeDtypeStruct((self.batch_size, lengths['inputs']), np.int32)
@@ -299,7 +302,7 @@ class SeqIoIterator:
   def _read(self) -> base.Batch:
     """Reads the next rows of the shards, filled up with padding at the end, and notes their digests."""
     assert self._streams is not None
-    parts = []
+    parts, settings = [], self._settings
     for shard, stream in self._streams.items():
       try:
         features = next(stream)
@@ -307,9 +310,11 @@ class SeqIoIterator:
         raise
       except Exception as error:
         said = str(error).partition('\nTraceback')[0]  # TensorFlow may quote the stack of a preprocessor
-        which = f'batch {self._num_batches} of SeqIO task {self._settings.task}'
+        which = f'batch {self._num_batches} of SeqIO task {settings.task}'
         raise JobError(f'reading {which} failed: {type(error).__name__}: {said}') from error
       part = contract_batch(features)
+      if settings.prefix_is_causal:
+        part.pop('prefix_mask', None)
       digest = 0
       for name in sorted(part):
         digest = zlib.crc32(np.ascontiguousarray(part[name]).tobytes(), digest)

@@ -1,5 +1,8 @@
 """Gin setups of T5X: what the files say, without T5X, and what it becomes here."""
 
+import ast
+import contextlib
+import dataclasses
 import json
 from pathlib import Path
 import runpy
@@ -15,6 +18,7 @@ from spmd_tasks.bridges.t5x._gin_start import EXPERIMENTS
 from spmd_tasks.bridges.t5x._gin_translation import translate
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
+from spmd_tasks.errors import UserError
 from spmd_tasks.flags import all_modes, make_parser
 from spmd_tasks.wings import expand
 from tests import binary
@@ -23,6 +27,8 @@ SUMS = str(Path(__file__).parents[2] / 'data' / 't5x' / 'made_up_sums.gin')
 RUN = ['t5x/configs/runs/pretrain.gin']
 NEEDED = ["MODEL_DIR = 'x'", "MIXTURE_OR_TASK_NAME = 'sums'", 'TRAIN_STEPS = 5', 'DROPOUT_RATE = 0.1']
 NEEDED += ["TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}"]
+PATHS = ["INITIAL_CHECKPOINT_PATH = '/m/checkpoint_10'", "CHECKPOINT_PATH = '/m/checkpoint_10'"]
+PATHS += ["EVAL_OUTPUT_DIR = 'e'", "INFER_OUTPUT_DIR = 'e'"]
 
 
 def translated(files, *bindings, search=()):
@@ -217,8 +223,19 @@ def test_mixtures_that_ours_are_not_are_listed(line, words, tmp_path):
 
 def test_a_decoder_only_model_reads_inputs_as_a_prefix():
   files, bound = ['t5x/examples/decoder_only/models/base.gin', *RUN], "TASK_FEATURE_LENGTHS = {'targets': 4}"
-  assert translated(files).fields['train_data']['architecture'] == 'prefix_lm'
   assert translated(files, bound).fields['train_data']['architecture'] == 'decoder_only'
+  for line, is_causal in (('', True), ('models.DecoderOnlyModel.inputs_bidirectional_attention = True', False)):
+    made = translated(files, *line.splitlines())
+    assert not made.missing
+    assert made.fields['train_data']['architecture'] == 'prefix_lm'
+    spec = SeqIoInput(**made.fields['train_data']).element_spec()
+    assert ('prefix_mask' in spec) is not is_causal
+
+
+def test_runs_of_t5x_with_other_ends_say_so():
+  for name in ('configs/runs/precompile', 'contrib/moe/configs/runs/precompile', 'configs/runs/export_seqio'):
+    with pytest.raises(ValueError, match=r'(precompile|save) of a gin setup has no counterpart: '):
+      translated(['t5x/examples/t5/t5_1_1/small.gin', f't5x/{name}.gin'])
 
 
 def test_fine_tuning_starts_from_a_checkpoint():
@@ -321,6 +338,34 @@ def test_a_file_of_the_user_reads_macros_of_t5x(run, wanted, tmp_path):
 def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
   (missing,) = translated(['t5x/examples/t5/t5_1_1/small.gin', *RUN], binding).missing
   assert words in missing
+
+
+@pytest.mark.parametrize(
+  'binding, words',
+  [
+    ('MIXTURE_OR_TASK_SPLIT = "test"', '%MIXTURE_OR_TASK_SPLIT: nothing that runs refers to it'),
+    ('my_lab.report.name = "x"', 'my_lab.report: nothing that runs refers to it'),
+    ('train_script.train.run_eval_before_training = True', '--mode eval gives the metrics'),
+    ("train_script.train.actions = {'TRAIN': [@trainer.TerminateOnNanAction()]}", 'a step whose loss is not finite'),
+    ('models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\ntrain_script.train.random_seed = 0', None),
+  ],
+)
+def test_what_changes_no_number_is_noted(binding, words):
+  made = translated(['t5x/examples/t5/t5_1_1/small.gin', *RUN], *binding.splitlines())
+  assert not made.missing
+  assert all('seed = None' in each or words in each for each in made.notes)
+  assert words is None or any(words in each for each in made.notes)
+
+
+# What T5X would fail on with a traceback; a value that is only wrong, such as a batch of -3 rows, is the experiment's.
+@pytest.mark.parametrize('value', ["'abc'", '2.5', '[]', '{}', 'None', '(1, 2)', 'True'])
+def test_no_binding_of_any_kind_gives_a_traceback(value):
+  for files in (['t5/t5_1_1/small', 'finetune'], ['decoder_only/models/base', 'eval'], ['t5/byt5/tiny', 'infer']):
+    setup = read_setup([f't5x/examples/{files[0]}.gin', f't5x/configs/runs/{files[1]}.gin'], [*NEEDED, *PATHS])
+    for place, name in [*(('bindings', name) for name in setup.bindings), *(('macros', name) for name in setup.macros)]:
+      changed = {place: {**getattr(setup, place), name: ast.literal_eval(value)}}
+      with contextlib.suppress(UserError):
+        translate(dataclasses.replace(setup, read=set(), **changed))
 
 
 def test_such_a_setup_does_not_start(capsys):
