@@ -350,12 +350,11 @@ class Scene:
 
 
 def child_environment() -> Mapping[str, str]:
-  """The environment of all processes: one thread for numpy, every compiled program kept in the cache."""
+  """The environment of all processes: one thread for numpy."""
   left_out = ('JAX_NUM_CPU_DEVICES', 'PYTHONPATH')
   own = {name: value for name, value in os.environ.items() if name not in left_out}
   return own | {
     'JAX_PLATFORMS': 'cpu',
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'PYTHONPATH': str(binary.REPOSITORY),
     'PYTHONUNBUFFERED': '1',
   }

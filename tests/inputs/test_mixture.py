@@ -216,6 +216,21 @@ def source_counts(settings, count=None) -> np.ndarray:
   return np.array([[(row == source).sum() for source in range(len(names))] for row in ids])
 
 
+@pytest.mark.parametrize('batch_size', [1, 6, 64])
+@pytest.mark.parametrize(
+  'weights', [(1, 1), (99, 1), (0.6180339, 0.2360679, 0.1458982), (1000, 1, 1, 1, 1), tuple(range(1, 13))]
+)
+def test_every_source_gives_its_weight_to_less_than_a_row_and_all_rows_of_the_batch_keep_pace(weights, batch_size):
+  names = [f'source_{i}' for i in range(len(weights))]
+  sources = {name: SyntheticText(batch_size=batch_size, seq_len=1, seed=i) for i, name in enumerate(names)}
+  iterator = Mixture(sources=sources, weights=dict(zip(names, weights)), seed=3).make_iterator()
+  ids = np.array([batch[source_ids_name(names)] for batch in itertools.islice(iterator, 100)])
+  read = (ids[..., None] == np.arange(len(weights))).cumsum(axis=0)  # [steps, rows, sources]
+  wanted = np.outer(np.arange(1, 101) * batch_size, np.array(weights) / sum(weights))
+  assert np.abs(read.sum(axis=1) - wanted).max() < 1 + 1e-6
+  assert (read.max(axis=1) - read.min(axis=1)).max() <= 2
+
+
 def test_stop_ends_it_before_the_first_batch_that_a_source_cannot_fill(write):
   settings = Mixture(
     sources={'long': synthetic(), 'short': synthetic(num_batches=3, seed=1)}, weights={'long': 3, 'short': 1}

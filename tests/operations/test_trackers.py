@@ -9,7 +9,6 @@ import pytest
 
 from spmd_tasks import exit_codes
 from tests.binary import metric_lines, run_in_process
-from tests.programs.conftest import compiled_once  # noqa: F401
 from tests.programs.small_jobs import SMALL
 
 JOB = ('--exp', SMALL, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every_steps=10')

@@ -1,5 +1,6 @@
 """Runs jobs of Small in this process, and reads what their checkpoints hold."""
 
+import functools
 from pathlib import Path
 import shutil
 from typing import Any
@@ -29,12 +30,16 @@ def only_checkpoints(finished_job: Path, directory: Path, steps=(20,)) -> Path:
 
 def saved_arrays(job_log_dir: Path, step: int) -> Any:
   """The TrainState of one checkpoint of a job of Small: true shapes, whole on the first device, then on the host."""
-  abstract = partition_job(resolve(SMALL).build()).abstract_state
   checkpointer = Checkpointer(job_log_dir / 'checkpoints', read_only=True)
   try:
-    return jax.device_get(checkpointer.restore(abstract, step).state)
+    return jax.device_get(checkpointer.restore(_abstract_state(), step).state)
   finally:
     checkpointer.close()
+
+
+@functools.cache
+def _abstract_state() -> Any:
+  return partition_job(resolve(SMALL).build()).abstract_state
 
 
 def assert_same_arrays(actual: Any, expected: Any) -> None:

@@ -140,12 +140,12 @@ def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path)
   ]
 
 
-def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_environment):
+def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path):
   prompts = [{'prompt': f'{i}', 'temperature': 1.0, 'seed': i, 'max_tokens': 12} for i in range(60)]
   flags = ('--decode_input', write_prompts(tmp_path, prompts))
   job = only_checkpoints(finished_job, tmp_path / 'job')
   partial = job / 'decode' / 'prompts' / 'step_20.jsonl.partial'
-  decoding = binary.start_binary(*flags_of(job, *flags, '--num_fake_devices', 8), env=cache_environment)
+  decoding = binary.start_binary(*flags_of(job, *flags, '--num_fake_devices', 8))
   try:
     _wait_for(partial, decoding, num_lines=8)
     decoding.kill()

@@ -20,12 +20,12 @@ FLAGS = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8, '--set', 't
 
 
 @pytest.fixture
-def start(cache_environment):
+def start():
   """Starts jobs, of which none outlives the test."""
   processes = []
 
   def start_job(*flags: object) -> subprocess.Popen:
-    processes.append(binary.start_binary(*flags, env=cache_environment))
+    processes.append(binary.start_binary(*flags))
     return processes[-1]
 
   yield start_job

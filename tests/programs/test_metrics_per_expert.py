@@ -4,15 +4,14 @@ Shapes: B batch rows, T positions, V ids, L layers, E experts.
 """
 
 import types
-from typing import NamedTuple
 
 from etils import epath
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+from spmd_tasks.inputs import as_input
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import AdamW, Learner
 from spmd_tasks.programs.evaluator import Evaluator
@@ -40,33 +39,6 @@ class Bigrams(nn.Module):
     return {'logits': table[ids], 'aux': aux}
 
 
-class Batches(NamedTuple):
-  """An eval input whose last batches may have fewer rows."""
-
-  batches: list
-  shapes_may_vary = True
-
-  def element_spec(self):
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.batches[0].items()}
-
-  def make_iterator(self, shard_index, shard_count):
-    return EvalIterator(self.batches)
-
-
-class EvalIterator:
-  def __init__(self, batches):
-    self._batches = iter(batches)
-
-  def __next__(self):
-    return next(self._batches)
-
-  def get_state(self):
-    return {}
-
-  def close(self):
-    pass
-
-
 def draw_batch(seed, tokens_per_row):
   rng = np.random.default_rng(seed)
   ids, labels = rng.integers(0, V, (2, B, T), np.int32)
@@ -84,22 +56,21 @@ def load_by_hand(*batches):
   return counts / counts.sum()
 
 
-@pytest.fixture(scope='module')
-def model():
+def partitioned():
   loss = LanguageModelLoss(aux_loss_weights={'balance': 0.1}, num_aux_layers=L)
   learner = Learner(optimizer=AdamW(learning_rate=0.1))
   mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(8,)).build()
-  spec = Batches([draw_batch(0, TOKENS_PER_ROW)]).element_spec()
+  spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in draw_batch(0, TOKENS_PER_ROW).items()}
   return partition_spmd_model(Task(model=Bigrams(), loss=loss, learner=learner), mesh, spec)
 
 
-def test_evaluation_averages_vectors_over_batches(model, tmp_path):
+def test_evaluation_averages_vectors_over_batches(tmp_path):
   """Batches with 20, 1 and no tokens, and one of three rows."""
   batches = [draw_batch(1, TOKENS_PER_ROW), draw_batch(2, (1, *[0] * (B - 1))), draw_batch(3, [0] * B)]
   batches.append({name: rows[:3] for name, rows in draw_batch(4, TOKENS_PER_ROW).items()})
-  job = types.SimpleNamespace(
-    eval_inputs={'valid': Batches(batches)}, experiment=types.SimpleNamespace(tensorboard=False, input_timeout_s=60)
-  )
+  valid = as_input('eval_inputs.valid', batches, repeats=False)
+  experiment = types.SimpleNamespace(tensorboard=False, input_timeout_s=60)
+  job, model = types.SimpleNamespace(eval_inputs={'valid': valid}, experiment=experiment), partitioned()
   evaluator = Evaluator(job, model, epath.Path(tmp_path))
   ((name, metrics),) = evaluator.evaluate(model.init(0).variables, 7)
   evaluator.record(name, 7, metrics)

@@ -64,7 +64,7 @@ def train(directory, *flags) -> int:
 
 
 @pytest.fixture(scope='module')
-def whole(compiled_once, tmp_path_factory):
+def whole(tmp_path_factory):
   """The metrics of an undisturbed job by step, and those of its evaluation."""
   directory = tmp_path_factory.mktemp('mixture') / 'whole'
   assert train(directory) == 0

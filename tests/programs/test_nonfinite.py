@@ -27,7 +27,7 @@ def train(directory, spikes, *flags) -> int:
 
 
 @pytest.fixture(scope='module')
-def spiked_job(tmp_path_factory, compiled_once):
+def spiked_job(tmp_path_factory):
   directory = tmp_path_factory.mktemp('spiked') / 'job'
   assert train(directory, SPIKES) == exit_codes.OK
   return directory
@@ -76,7 +76,7 @@ def test_the_job_stops_after_n_in_a_row(finished_job, tmp_path, capfd):
   assert_same_arrays(saved.learner.opt_state, finished.learner.opt_state)
 
 
-def test_the_count_goes_on_after_a_restart(compiled_once, tmp_path):
+def test_the_count_goes_on_after_a_restart(tmp_path):
   directory = tmp_path / 'job'
   for num_steps in (4, 6):
     assert train(directory, {3: 'nan'}, '--num_train_steps', num_steps) == exit_codes.OK

@@ -3,9 +3,7 @@
 import pytest
 
 from spmd_tasks import exit_codes
-from tests.binary import run_in_process
-
-JOB = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--set', 'tensorboard=false', '--ici_mesh_shape=1,8,1')
+from tests.programs.small_runs import train
 
 
 @pytest.mark.parametrize(
@@ -22,7 +20,7 @@ def test_a_profile_that_is_asked_for(tmp_path, capsys, asked, message, is_taken)
   request = tmp_path / 'job' / 'profile_now'
   request.parent.mkdir()
   request.write_bytes(asked if isinstance(asked, bytes) else asked.encode())
-  assert run_in_process(*JOB, '--job_log_dir', tmp_path / 'job', '--num_train_steps', 8) == exit_codes.OK
+  assert train(tmp_path / 'job', '--num_train_steps', 8 if 'profiling' in message else 2) == exit_codes.OK
   assert message in capsys.readouterr().err
   assert request.exists() == (not is_taken)
   traces = list((tmp_path / 'job').glob('profile/plugins/profile/*/*.xplane.pb'))

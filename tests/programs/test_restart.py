@@ -7,7 +7,7 @@ from tests import binary
 from tests.programs.small_runs import train
 
 
-def test_a_run_starts_again_from_its_saved_config(compiled_once, tmp_path):
+def test_a_run_starts_again_from_its_saved_config(tmp_path):
   # Fields of the experiment, of its task and of its input.
   overrides = ('--set', 'task.learner.max_consecutive_skips=7', '--set', 'train_input.text.noise=0.3')
   settings = ('--num_train_steps', 5, '--seed', 3, *overrides)
@@ -24,7 +24,7 @@ def test_a_run_starts_again_from_its_saved_config(compiled_once, tmp_path):
   assert first == second
 
 
-def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path, capsys):
+def test_other_settings_are_refused_and_can_be_accepted(tmp_path, capsys):
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
   before = binary.snapshot(directory)
@@ -51,7 +51,7 @@ def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path,
   assert json.loads((directory / 'config.json').read_text())['config']['task.learner.clip_global_norm'] == 0.25
 
 
-def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path):
+def test_what_changes_no_number_may_change(finished_job, tmp_path):
   """More steps, another mesh, other intervals, more patience."""
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK

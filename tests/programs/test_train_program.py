@@ -85,11 +85,11 @@ def test_logs_at_its_interval_at_the_first_and_at_the_last_step(finished_job, tm
   assert '\r' not in shown
 
 
-def run_on_a_terminal(*flags: object, env: dict[str, str]) -> tuple[int, str]:
+def run_on_a_terminal(*flags: object) -> tuple[int, str]:
   """Exit code and what the binary wrote to a terminal of 120 columns that is its stderr."""
   ours, its = pty.openpty()
   fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 120, 0, 0))
-  process = binary.start_binary(*flags, env=env, stderr=its)
+  process = binary.start_binary(*flags, stderr=its)
   os.close(its)
   written = []
 
@@ -111,12 +111,12 @@ def run_on_a_terminal(*flags: object, env: dict[str, str]) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_bar_on_a_terminal_and_a_profile(cache_environment, tmp_path):
+def test_a_bar_on_a_terminal_and_a_profile(tmp_path):
   directory = tmp_path / 'job'
   flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_fake_devices', 8)
   # Slow batches, since the bar is redrawn five times a second only.
   overrides = ('--set', 'train_input.seconds_per_batch=0.1', '--set', 'profile_steps=2,4')
-  code, shown = run_on_a_terminal(*flags, *overrides, '--num_train_steps', 10, env=cache_environment)
+  code, shown = run_on_a_terminal(*flags, *overrides, '--num_train_steps', 10)
   assert code == 0, shown
   bars = [text for text in shown.split('\r') if re.search(r'\d+/10 \[', text)]
   done = [int(re.search(r'(\d+)/10 \[', text)[1]) for text in bars]

@@ -1,9 +1,8 @@
-"""The wing's mode, also where the environment was installed before there was one; programs compiled once for all."""
+"""The wing's mode, also where the environment was installed before there was one."""
 
 import pytest
 
 from spmd_tasks import flags, replay, wings
-from tests.programs.conftest import compiled_once  # noqa: F401
 
 
 @pytest.fixture(scope='package', autouse=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
-from tests.runtime.loss_curves import make_model, reference
+from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import AlongData, ExpertAxis
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW
 from tests.runtime.uneven_experiments import Adafactor, AdamW
@@ -21,6 +21,12 @@ MOVES = {
   'circular 2 x 2': (PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
   'plain': (AdamW, (1, 2, 2), TEN),
 }
+EXPERT_MOVES = {
+  'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1), ()),
+  'expert 8': (ExpertAxis, (1, 1, 8, 1), ()),
+  'expert 2 x mdl 2': (ExpertAxis, (1, 1, 2, 2), ()),
+  'one device': (AlongData, (1, 1, 1), ()),
+}
 ADAFACTOR_MOVES = {
   'stage 4': (PipelinedAdafactor, (1, 4, 1, 1), ()),
   'circular 4 x 2': (PipelinedAdafactor, (1, 4, 2, 1), CIRCULAR),
@@ -28,8 +34,8 @@ ADAFACTOR_MOVES = {
 }
 
 
-@pytest.mark.parametrize('moves', [MOVES, pytest.param(ADAFACTOR_MOVES, marks=pytest.mark.slow)])
-def test_a_checkpoint_moves_between_stages_and_schedules_bit_exactly(moves, tmp_path):
+@pytest.mark.parametrize('moves', [MOVES, EXPERT_MOVES, ADAFACTOR_MOVES], ids=['stages', 'experts', 'factored moments'])
+def test_a_checkpoint_moves_between_meshes_and_schedules_bit_exactly(moves, tmp_path):
   """From each to the next: every restored state, optimizer state included, is the first one's, bit for bit."""
   models = [make_model(experiment, shape, overrides=overrides)[0] for experiment, shape, overrides in moves.values()]
   models.append(models[0])
@@ -53,25 +59,3 @@ def _fill(state):
     return leaf + jax.numpy.arange(leaf.size, dtype='int32').reshape(leaf.shape).astype(leaf.dtype)
 
   return jax.tree.map(fill, state)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_moves_between_expert_parallel_degrees_bit_exactly(tmp_path):
-  first, expected = make_model(ExpertAxis, (1, 2, 4, 1))[0], reference(AlongData)
-  trained = without_gradients(expected.state(2))
-  state = jax.device_put(trained, jax.tree.map(lambda leaf: leaf.sharding, first.canonical_state))
-  checkpointer = Checkpointer(tmp_path)
-  checkpointer.save(1, first.to_canonical(first.from_canonical(state)), input_state={})
-  checkpointer.close()
-  for experiment, shape in ((ExpertAxis, (1, 1, 8, 1)), (ExpertAxis, (1, 1, 2, 2)), (AlongData, (1, 1, 1))):
-    model, _ = make_model(experiment, shape)
-    restored = Checkpointer(tmp_path).restore(model.canonical_state)
-    live = model.from_canonical(restored.state)
-    assert jax.tree.all(jax.tree.map(lambda leaf, padded: leaf.sharding == padded.sharding, live, model.padded_state))
-    back = jax.device_get(model.to_canonical(live))
-    jax.tree.map(np.testing.assert_array_equal, back, trained)
-
-
-def without_gradients(state):
-  """The state as a training job has it: that of a comparison has the last gradients too."""
-  return state.replace(learner=state.learner.replace(opt_state=state.learner.opt_state['optimizer']))

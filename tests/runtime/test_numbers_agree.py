@@ -126,16 +126,17 @@ CASES = [
   ('replica 2 x data 2 x mdl 2, full remat, unrolled', AdamW, (2, 2, 2), REMAT + UNROLLED, ()),
   ('two slices of data 2 x mdl 2, 4 microbatches, logits in chunks', AdamW, (1, 2, 2), FOUR_MICROBATCHES + CHUNKS, ()),
   ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), (), ()),
-  ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), TWO_MICROBATCHES, ()),
   ('context 4 x mdl 2, ring, logits in chunks', Context, (1, 1, 4, 2), (*RING, *CHUNKS), ()),
   ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
   ('circular, stage 2 x data 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR, ()),
-  ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, *REMAT), ()),
   ('prefix', Prefix, (1, 1, 8), (), ()),
   ('encoder, experts and a dense sublayer, dropout, data 4 x mdl 2', Mixture, (1, 4, 2), (), ()),
 ]
-# Experts in a pipeline are compared in tests/layers/pipeline too, the plain schedule in tests/tuning/test_rewards.py.
+# By default tests/learning/test_muon.py compares Muon on a mesh, tests/layers/pipeline experts in a pipeline and one
+# forward, one backward, tests/tuning/test_rewards.py the plain schedule.
 ONE_BY_ONE = [
+  ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), TWO_MICROBATCHES, ()),
+  ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, *REMAT), ()),
   ('mdl 8, 2 microbatches', AdamW, (1, 1, 8), TWO_MICROBATCHES, ()),
   ('data 8, dropout', AdamW, (1, 8, 1), DROPOUT, DROPOUT),
   ('4 microbatches on one device', AdamW, (1, 1, 1), FOUR_MICROBATCHES, ()),

@@ -169,3 +169,18 @@ def test_losses_and_statistics_of_a_sharded_batch_take_one_all_reduce(rng):
 def test_parts_that_do_not_divide_the_batch_are_refused(num_shards, rng):
   with pytest.raises(ValueError, match=f'load_balance_shards={num_shards} must divide the tokens of the batch'):
     load_balance_loss(draw(rng), num_shards=num_shards)
+
+
+@pytest.mark.parametrize('scale', [0.0, 1.0, -3.0])
+def test_a_balance_bias_gets_the_violation_of_the_load_whatever_the_cotangent(scale, rng):
+  routing = draw(rng, rng.random((B, T)) < 0.7)
+  x, bias = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in (5, E))
+
+  def loss(x, bias):
+    return scale * jnp.sum(jnp.sin(balance.attach_balance_gradient(x, bias, balance.routing_sums(routing))))
+
+  gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, bias)
+  np.testing.assert_allclose(gradients[0], scale * np.cos(x), rtol=1e-5)
+  counts = np.array([(np.asarray(routing.expert_ids) == e).sum() for e in range(E)])
+  assert np.ptp(counts) > 2
+  np.testing.assert_array_equal(gradients[1], E * counts - counts.sum())
