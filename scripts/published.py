@@ -180,7 +180,8 @@ class _Step:
 
   def add_products(self) -> None:
     model, recipe, weights = self.model, self.recipe, self.model.weights
-    peak = self.rate('low_precision_peak') * self.rate('low_precision') if self.is_low else self.peak
+    low = (self.chip.fp8_flops or self.chip.int8_flops or self.chip.peak_flops or 0) * self.chip.cores
+    peak = low * self.rate('low_precision') if self.is_low else self.peak
     again = {name: name not in recipe.kept for name in weights}
     unfilled = 2 * self.tokens / filled_part(model.dims, self.chip.mxu_size)
     expert = sum(weights[name] * (3 + again[name]) for name in ('wi', 'wo'))

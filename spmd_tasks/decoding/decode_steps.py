@@ -609,7 +609,9 @@ class DecodeSteps:
     return jax.tree.map(empty, *self._abstract_cache(num_rows)[:2])
 
   def _layer_scope(self):
-    facts = {name: getattr(self._model.task, name, False) for name in ('batch_invariant', 'records_routing')}
+    task = self._model.task
+    facts = {name: getattr(task, name, False) for name in ('batch_invariant', 'records_routing')}
+    facts |= {'quantization': getattr(task, 'quantized', None)}
     return layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype, **facts)
 
   def _scope(self):

@@ -209,6 +209,8 @@ class LayerScope:
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
     records_routing: in generation, whether the cache also keeps which experts computed each token.
     batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
+    quantization: which Linears multiply in int8 or fp8, a Quantization of quantized_products.py; None: none.
+    path: of the module whose weights a pipeline's stage was given, below which its layers lie.
   """
 
   part: BatchPart = BatchPart()
@@ -223,6 +225,8 @@ class LayerScope:
   cache_dtype: str | None = None
   records_routing: bool = False
   batch_invariant: bool = False
+  quantization: Any = None
+  path: tuple[str, ...] = ()
 
 
 _OUTSIDE = LayerScope()

@@ -91,6 +91,8 @@ class Linear(nn.Module, kw_only=True):
     shape = x.shape[num_token_dims:] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
     multiply = functools.partial(jnp.tensordot, axes=num_inputs)
+    if quantization := current_layer_scope().quantization:
+      multiply = quantization.product_of(self, multiply, num_inputs)
     product = lambda x, kernel: by_row(multiply, x, num_dims=num_token_dims, shared=(kernel,))
     kernels: Any = self.get_variable(LAYER_KERNELS, 'kernel')
     if kernels is not None:

@@ -23,6 +23,7 @@ class Chip:
     platform: 'tpu', 'gpu' or 'cpu'.
     hbm_bytes: memory that a program may use.
     peak_flops: dense bfloat16 FLOP/s.
+    int8_flops, fp8_flops: of products of these types, where they are faster.
     hbm_bandwidth: bytes/s between the chip and its memory.
     clock_hz: cycles/s of the cycles that the TPU compiler estimates.
     mxu_size: rows and columns of a TPU's matrix units; None on GPUs, whose units are small.
@@ -42,6 +43,8 @@ class Chip:
   platform: str
   hbm_bytes: int | None = None
   peak_flops: float | None = None
+  int8_flops: float | None = None
+  fp8_flops: float | None = None
   hbm_bandwidth: float | None = None
   clock_hz: float | None = None
   mxu_size: int | None = None
@@ -54,6 +57,11 @@ class Chip:
   host_chips: tuple[int, ...] = ()
   sources: tuple[str, ...] = ()
   gpu_target_config: str = ''
+
+  def peak_of(self, dtype: str) -> float | None:
+    """Returns the FLOP/s of products of XLA's type of this name, such as 'bf16', 's8' or 'f8e4m3fn'."""
+    own = self.fp8_flops if dtype.startswith('f8') else self.int8_flops if dtype in ('s8', 'u8') else None
+    return own or self.peak_flops
 
 
 CPU = Chip(name='cpu', platform='cpu')

@@ -58,6 +58,7 @@ class Cost:
   Attributes:
     seconds: how long it takes.
     flops: of products inside of it.
+    at_peak: seconds of these products at the chip's peak for the type of their operands.
     hbm_bytes: read and written in the device's main memory.
     basis: 'cycles' of the compiler; 'roofline'; 'kernel': FLOPs at an assumed efficiency.
     is_known: whether that is an estimate; if not, the bytes of a kernel count, or nothing.
@@ -68,6 +69,7 @@ class Cost:
   hbm_bytes: float
   basis: str
   is_known: bool = True
+  at_peak: float = 0.0
 
 
 _NO_COST = Cost(0, 0, 0, 'roofline')
@@ -78,30 +80,31 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
   if instruction.opcode in _CONTROL:
     return _NO_COST
   basis = 'roofline'
-  flops, moved, efficiency = instruction_flops(instruction), hbm_bytes(instruction), 1.0
+  by_type, moved, efficiency = flops_by_type(instruction), hbm_bytes(instruction), 1.0
   if instruction.opcode == 'custom-call':
     if _MARKERS.search(instruction.target):
       return _NO_COST
     attention = _attention(instruction)
     if attention is not None:
-      flops, head_dim = attention
+      by_type, head_dim = {'bf16': attention[0]}, attention[1]
       efficiency = filled_part(head_dim, chip.mxu_size) * rate_of(chip, 'attention').value
     else:
       stated = nested(instruction.backend_config, 'custom_call_config', 'cost_estimate', 'flops')
-      flops = float(stated or 0) or _grouped_flops(instruction) or flops
+      if of_kernel := float(stated or 0) or _grouped_flops(instruction):
+        by_type = {'bf16': of_kernel}
       efficiency = rate_of(chip, 'grouped').value
-    basis = 'kernel' if flops or instruction.target == 'tpu_custom_call' else 'roofline'
-  cycles = instruction.estimated_cycles
+    basis = 'kernel' if sum(by_type.values()) or instruction.target == 'tpu_custom_call' else 'roofline'
+  flops, cycles = sum(by_type.values()), instruction.estimated_cycles
+  peaks = ((count, chip.peak_of(dtype)) for dtype, count in by_type.items())
+  at_peak = sum(count / peak for count, peak in peaks if peak)
   if cycles == UNKNOWN_CYCLES:
-    return Cost(0, flops, moved, 'cycles', is_known=False)
-  if cycles and chip.clock_hz:
-    at_peak = flops / chip.peak_flops if chip.peak_flops else 0.0  # a few estimates are below: up to 128% of peak
-    return Cost(max(cycles / chip.clock_hz, at_peak), flops, moved, 'cycles')
+    return Cost(0, flops, moved, 'cycles', is_known=False, at_peak=at_peak)
+  if cycles and chip.clock_hz:  # a few estimates are below: up to 128% of peak
+    return Cost(max(cycles / chip.clock_hz, at_peak), flops, moved, 'cycles', at_peak=at_peak)
   seconds = 0.0
   if chip.peak_flops and chip.hbm_bandwidth:
-    at_full_rate = chip.peak_flops * (efficiency if basis == 'kernel' else 1)
-    seconds = max(flops / at_full_rate, moved / chip.hbm_bandwidth)
-  return Cost(seconds, flops, moved, basis, is_known=basis != 'kernel' or flops > 0)
+    seconds = max(at_peak / (efficiency if basis == 'kernel' else 1), moved / chip.hbm_bandwidth)
+  return Cost(seconds, flops, moved, basis, is_known=basis != 'kernel' or flops > 0, at_peak=at_peak)
 
 
 def _attention(instruction: Instruction) -> tuple[float, int] | None:
@@ -152,8 +155,25 @@ def program_flops(program: Program) -> float:
 
 def instruction_flops(instruction: Instruction) -> float:
   """Returns the FLOPs of products, convolutions and a library's products, also of those in a fusion."""
-  if instruction.fused is not None:
-    return sum(map(instruction_flops, instruction.fused.instructions))
+  return sum(flops_by_type(instruction).values())
+
+
+def flops_by_type(instruction: Instruction) -> dict[str, float]:
+  """Returns these FLOPs by the wider type of the product's two operands, such as 'bf16' or 's8'."""
+  found: dict[str, float] = {}
+  for each in [instruction] if instruction.fused is None else instruction.fused.instructions:
+    if each.fused is not None:
+      inner = flops_by_type(each)
+    elif flops := _product_flops(each):
+      inner = {max((operand.shape for operand in each.operands[:2]), key=lambda shape: shape.bits).dtype: flops}
+    else:
+      continue
+    for dtype, flops in inner.items():
+      found[dtype] = found.get(dtype, 0) + flops
+  return found
+
+
+def _product_flops(instruction: Instruction) -> float:
   if len(instruction.operands) < 2:
     return 0
   lhs, rhs = (operand.shape for operand in instruction.operands[:2])

@@ -152,10 +152,11 @@ class Schedule:
       ]
     return found
 
-  def totals(self) -> tuple[float, float]:
-    """Returns (FLOPs, bytes of the device's memory) of a step."""
+  def totals(self) -> tuple[float, float, float]:
+    """Returns (FLOPs, their seconds at peak, bytes of the device's memory) of a step."""
     costs = [(count, self._cost(instruction)) for instruction, count in self.program.steps()]
-    return sum(count * cost.flops for count, cost in costs), sum(count * cost.hbm_bytes for count, cost in costs)
+    flops, at_peak, moved = zip(*((n * cost.flops, n * cost.at_peak, n * cost.hbm_bytes) for n, cost in costs))
+    return sum(flops), sum(at_peak), sum(moved)
 
   def _cost(self, instruction: Instruction) -> Cost:
     if instruction not in self._costs:
@@ -252,13 +253,13 @@ def _transfers(
 def _roofline(
   schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip, num_host_bytes: float
 ) -> dict[str, float | None]:
-  flops, moved = schedule.totals()
+  flops, at_peak, moved = schedule.totals()
   sent, busy = {'ici': 0.0, 'dcn': 0.0}, {'ici': 0.0, 'dcn': 0.0}
   for each in collectives:
     sent[each.network] += each.bytes_per_step
     busy[each.network] += links.seconds(each) * each.count
   seconds = {
-    'compute_s': flops / chip.peak_flops if chip.peak_flops else None,
+    'compute_s': at_peak if chip.peak_flops else None,
     'hbm_s': moved / chip.hbm_bandwidth if chip.hbm_bandwidth else None,
     'ici_s': busy['ici'] if chip.ici_bandwidth else None,
     'dcn_s': busy['dcn'] if chip.dcn_bandwidth else None,

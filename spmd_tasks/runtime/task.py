@@ -7,6 +7,7 @@ The steps are plain mathematics on whole arrays of true shapes. There is no mesh
 from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -18,7 +19,7 @@ import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
-from spmd_tasks.layers.base import named_arguments, signature_of
+from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of
 from spmd_tasks.layers.losses import StepOutputs, as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
@@ -69,6 +70,8 @@ class Task:
       gradient and no optimizer state. None: all are trained.
     frozen_dtype: in which frozen kernels are held: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (sharding/quantized.py);
       None: float32.
+    quantization: which products are in int8 or fp8: a name of RECIPES, or names and QuantizedProducts by patterns of
+      kernels' names (layers/quantized_products.py); None: none.
 
   Raises (on construction):
     UserError: a part is of another kind; `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen
@@ -82,6 +85,7 @@ class Task:
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
   trained: tuple[str, ...] | None = None
   frozen_dtype: str | None = None
+  quantization: str | Mapping[str, Any] | None = None
 
   def __post_init__(self):
     if isinstance(self.learner, optax.GradientTransformation) or hasattr(self.learner, 'transformation'):
@@ -94,6 +98,16 @@ class Task:
     held = ('float32', 'bfloat16', *QUANTIZED_DTYPES)
     if self.frozen_dtype not in (None, *held):
       raise UserError(f'frozen_dtype={self.frozen_dtype!r} must be one of {held}.')
+    _ = self.quantized  # refuses what is none
+
+  @functools.cached_property
+  def quantized(self) -> Any:
+    """The Quantization of the setting; None without one."""
+    if self.quantization is None:
+      return None
+    from spmd_tasks.layers.quantized_products import Quantization
+
+    return Quantization(self.quantization)
 
   def _refuse_other_kinds(self) -> None:
     for name, wanted, fits in (
@@ -108,7 +122,7 @@ class Task:
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
-    with _naming(self.model, 'model', batch):
+    with _naming(self.model, 'model', batch), layer_scope(quantization=self.quantized):
       given, named = self.arguments(batch, train=False)
       return dict(self.model.init({'params': rng}, *given, **named))
 
@@ -123,12 +137,18 @@ class Task:
       weight_specs = mark_frozen(weight_specs, self.trained, self.frozen_dtype)
     if isinstance(self.loss, RunsModel):
       self.loss.check_weights(weight_specs)
+    if self.quantized is not None:
+      self.quantized.check(weight_specs)
     return weight_specs
 
   def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
     """Returns the model's predictions, without dropout; `apply` are further arguments of Linen's `Module.apply`."""
     given, named = self.arguments(batch, train=False)
-    return self.model.apply(variables | self.constants(variables, batch), *given, **named, **apply)
+    return self._apply(variables | self.constants(variables, batch), *given, **named, **apply)
+
+  def _apply(self, variables: Variables, *given: Any, **named: Any) -> Any:
+    with layer_scope(quantization=self.quantized):
+      return self.model.apply(variables, *given, **named)
 
   def constants(self, variables: Variables, batch: Batch) -> Variables:
     """Returns collections that a model reads and that are no state, made of the batch; of this class none."""
@@ -166,8 +186,8 @@ class Task:
     given, named = self.arguments(batch, train=train)
     names, read = [name for name in variables if name != 'params'], variables | self.constants(variables, batch)
     if not train or not names:
-      return self._loss(self.model.apply(read, *given, **named, rngs=rngs), batch)
-    predictions, updated = self.model.apply(read, *given, **named, rngs=rngs, mutable=names)
+      return self._loss(self._apply(read, *given, **named, rngs=rngs), batch)
+    predictions, updated = self._apply(read, *given, **named, rngs=rngs, mutable=names)
     return self._loss(predictions, batch).replace(updated_variables=updated)
 
   def evaluation_variables(self, state: TrainState) -> Variables:

@@ -1,9 +1,9 @@
-"""The claims about a trained state: evaluated, saved and restored on another mesh, and computed in bfloat16.
+"""The claims about a trained state: evaluated, saved and restored on another mesh, and computed in fewer bits.
 
 bfloat16 keeps 8 bits of a number, so it rounds by up to 2^-8 of it. What one such rounding of every weight does to the
 float32 loss and gradient is measured. The model rounds every weight once, and every value between its layers too, so
 several times that distance is expected, and no more than ROUNDED_VALUES times. No distance at all would mean that
-nothing was computed in bfloat16.
+nothing was computed in bfloat16. Products in int8 and fp8 are compared in the same way, by the rounding of their types.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,13 @@ import numpy as np
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.quantized_products import Quantization
 from spmd_tasks.verification._agreement import Difference, compare, compare_step, distance, moved, nearest, spread
 from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, not_applicable
 from spmd_tasks.verification._layout_claims import other_mesh
 from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
-from spmd_tasks.verification._settings import Setting
+from spmd_tasks.verification._settings import Setting, with_quantization
 
 _SAVED_AFTER = 2  # steps
 
@@ -140,28 +141,50 @@ def precision_cases(bench: Bench) -> Iterator[Case]:
     claim='bfloat16',
     subject=f'{paths[0]}=bfloat16' + (f' and {len(paths) - 1} more' if len(paths) > 1 else ''),
     settings=(Setting(), setting),
-    decide=functools.partial(_compare_precisions, setting=setting),
+    decide=functools.partial(_compare_precisions, 'bfloat16', setting, ROUNDING),
   )
 
 
-def _compare_precisions(bench: Bench, setting: Setting) -> Verdict:
+# A number of int8 is off by half of a 127th of its channel's largest, which is some three times a usual one.
+_ROUNDINGS = {'int8': 2.0**-6, 'float8_e4m3fn': 2.0**-4, 'float8_e5m2': 2.0**-3}
+
+
+def quantization_cases(bench: Bench) -> Iterator[Case]:
+  """Yields the case that the experiment with its products in int8 or fp8 is near the one without."""
+  quantization = bench.source.quantization
+  if quantization is None:
+    yield not_applicable('quantization', 'int8 and fp8', 'the experiment has no task.quantization')
+    return
+  setting = Setting(change=functools.partial(with_quantization, quantization))
+  used = [how for how in Quantization(quantization).rules.values() if how]
+  rounding = max(_ROUNDINGS[dtype] for how in used for dtype in (how.dtype, how.gradient_dtype) if dtype)
+  yield Case(
+    claim='quantization',
+    subject=f'task.quantization={quantization}',
+    settings=(Setting(), setting),
+    decide=functools.partial(_compare_precisions, 'quantization', setting, rounding),
+  )
+
+
+def _compare_precisions(claim: str, setting: Setting, rounding: float, bench: Bench) -> Verdict:
   exact, rounded = bench.trajectory(Setting()), bench.runner(setting)
   rng = np.random.default_rng((bench.seed, 50))
   compared: list[Difference] = []
   for step in range(bench.num_steps):
     state, batch, expected = exact.state(step), exact.batches[step], exact.result(step)
-    samples = [exact.runner.step(moved(state, ROUNDING, rng), batch) for _ in range(_NUM_SAMPLES)]
+    samples = [exact.runner.step(moved(state, rounding, rng), batch) for _ in range(_NUM_SAMPLES)]
     found = _distances(expected, rounded.step(state, batch))
     spreads = [_distances(expected, sample) for sample in samples]
     for leaf, difference in found.items():
       allowed = ROUNDED_VALUES * max(spread[leaf] for spread in spreads)
       compared.append(Difference(step=step + 1, leaf=leaf, difference=difference, allowed=allowed))
-  compared += _of_curves(bench, setting)
+  compared += _of_curves(bench, setting, rounding)
   if not any(each.difference for each in compared):
-    raise UserError('the loss and the gradient are those of float32, bit for bit: nothing is computed in bfloat16.')
+    kind = 'bfloat16' if claim == 'bfloat16' else 'int8 or fp8'
+    raise UserError(f'the loss and the gradient are those of float32, bit for bit: nothing is computed in {kind}.')
   wrong = [each for each in compared if not each.difference <= each.allowed]
   if wrong:
-    return broken(bench, 'bfloat16', setting, wrong[0])
+    return broken(bench, claim, setting, wrong[0])
   return held(nearest(compared), bench.num_steps)
 
 
@@ -172,12 +195,12 @@ def _distances(expected: StepResult, other: StepResult) -> dict[str, float]:
   return {'loss': abs(float(expected.forward['loss'] - other.forward['loss'])), 'gradient': squares**0.5}
 
 
-def _of_curves(bench: Bench, setting: Setting) -> list[Difference]:
+def _of_curves(bench: Bench, setting: Setting, rounding: float) -> list[Difference]:
   """Compares the losses of training without a stop, while the weights drift apart."""
   exact = bench.trajectory(Setting())
   rng = np.random.default_rng((bench.seed, 51))
   start, batches = exact.state(0), exact.batches
-  samples = [exact.runner.losses(moved(start, ROUNDING, rng), batches) for _ in range(_NUM_SAMPLES)]
+  samples = [exact.runner.losses(moved(start, rounding, rng), batches) for _ in range(_NUM_SAMPLES)]
   # Each step adds its own roundings to those of the steps before.
   spreads = np.maximum.accumulate(np.max(np.abs(np.array(samples) - exact.losses), axis=0))
   differences = np.abs(bench.runner(setting).losses(start, batches) - exact.losses)

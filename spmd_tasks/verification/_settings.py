@@ -22,10 +22,12 @@ class Source:
   Attributes:
     flags: the two that name it, such as '--exp', 'lm.UnevenTiny', and then the user's own overrides, for commands.
     resolve: `path=value` overrides -> (the built job, the value of every field by its path, as config.json has it).
+    quantization: what the experiment says of int8 and fp8, which the job of `resolve` leaves out; None: nothing.
   """
 
   flags: tuple[str, ...]
   resolve: Callable[[Sequence[str]], tuple[Job, Mapping[str, Any]]]
+  quantization: Any = None
 
   @functools.cached_property
   def _resolved(self) -> tuple[Job, Mapping[str, Any]]:
@@ -103,6 +105,13 @@ def build_job(source: Source, setting: Setting) -> Job:
   if unknown := [axis for axis in sizes if axis not in job.experiment.mesh_axis_names]:
     raise UserError(f'the mesh has no axis {unknown[0]!r}: its axes are {", ".join(job.experiment.mesh_axis_names)}.')
   return job
+
+
+def with_quantization(quantization: Any, job: Job) -> Job:
+  """Returns the job with this `task.quantization`."""
+  if getattr(job.task, 'quantization', None) == quantization:
+    return job
+  return dataclasses.replace(job, task=dataclasses.replace(job.task, quantization=quantization))
 
 
 Mesh = tuple[tuple[str, int], ...]

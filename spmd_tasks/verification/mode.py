@@ -26,8 +26,8 @@ from spmd_tasks.verification._layout_claims import (
   pipeline_cases,
   row_cases,
 )
-from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases
-from spmd_tasks.verification._settings import Source, scaled_mesh
+from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases, quantization_cases
+from spmd_tasks.verification._settings import Source, scaled_mesh, with_quantization
 from spmd_tasks.verification._shrink import shrink
 from spmd_tasks.verification._text_claims import decode_cases, sampler_cases
 from spmd_tasks.xla_flags import add_xla_flags
@@ -54,6 +54,9 @@ CLAIMS: Mapping[str, Claim] = {
   'decode': Claim(sentence='decoding with a cache gives what a full forward pass does', cases=decode_cases),
   'sampler': Claim(sentence='rollouts have the log-probabilities of the training pass', cases=sampler_cases),
   'bfloat16': Claim(sentence='bfloat16 is as near float32 as its roundings let expect', cases=precision_cases),
+  'quantization': Claim(
+    sentence='int8 and fp8 are as near float32 as their roundings let expect', cases=quantization_cases
+  ),
   'checkpoint': Claim(sentence='saved, restored on another mesh and trained on: the same', cases=checkpoint_cases),
 }
 
@@ -127,18 +130,24 @@ def run(command: Command) -> int:
   def resolve(before: Sequence[str], after: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
     """Builds the job with overrides before and after the user's; returns every field's value by path too."""
     resolved = command.resolve(before, after)
-    return resolved.build(), to_json(resolved)['config']
+    return with_quantization(None, resolved.build()), to_json(resolved)['config']
 
   started = time.monotonic()
+  quantization = getattr(command.resolve((), ()).build().task, 'quantization', None)
   job, values = resolve((), ())
   mesh = dict(scaled_mesh(job.experiment, num_devices))
   shrunk = shrink(job, values, mesh)
   lines = [f'{path} {values[path]} -> {value}' for path, value in shrunk.items()]
+  lines += ['no task.quantization but for its own claim'] if quantization else []
   changes = f'shrunk: {", ".join(lines)}' if lines else 'as it is, for nothing in it can be made smaller'
   _print(f'{job.name} on {num_devices} devices; {changes}')
   smaller = [f'{path}={value}' for path, value in shrunk.items()]
   on_mesh = (f'ici_mesh_shape={",".join(map(str, mesh.values()))}', 'dcn_mesh_shape=None')
-  source = Source(flags=tuple(command.identity()), resolve=lambda overrides: resolve(smaller, (*on_mesh, *overrides)))
+  source = Source(
+    flags=tuple(command.identity()),
+    resolve=lambda overrides: resolve(smaller, (*on_mesh, *overrides)),
+    quantization=quantization,
+  )
   decided: list[tuple[Case, Verdict]] = []
   bench = Bench(source, num_devices=num_devices, seed=job.experiment.seed, num_drawn=num_drawn)
   with contextlib.closing(bench):

@@ -124,9 +124,15 @@ backend_config={"window_config":{"estimated_cycles":"400"}}
 """
 
 
-def test_a_product_runs_at_peak_at_best_whatever_the_compiler_estimates():
-  prediction = predict_time(program_of(DOT), (), CHIP, tpu_mesh({'data': 1}, (1,)))
-  assert prediction['time_by_kind'] == pytest.approx({'cycles': 2 * 100 * 50 * 100 / CHIP.peak_flops})  # not 0.4 s
+@pytest.mark.parametrize('dtypes, peak', [('f32 f32', 1e6), ('s8 s8', 2e6), ('f8e4m3fn f8e5m2', 4e6), ('s8 bf16', 1e6)])
+def test_a_product_runs_at_peak_at_best_whatever_the_compiler_estimates(dtypes, peak):
+  """At that of the wider of its operands' types."""
+  chip, (a, b) = dataclasses.replace(CHIP, int8_flops=2e6, fp8_flops=4e6), dtypes.split()
+  text = DOT.replace('f32[100,50]', f'{a}[100,50]').replace('f32[50,100]', f'{b}[50,100]')
+  prediction = predict_time(program_of(text), (), chip, tpu_mesh({'data': 1}, (1,)))
+  seconds = 2 * 100 * 50 * 100 / peak
+  assert prediction['time_by_kind'] == pytest.approx({'cycles': max(seconds, 400 / CHIP.clock_hz)})
+  assert prediction['roofline']['compute_s'] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

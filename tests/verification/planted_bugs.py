@@ -17,6 +17,7 @@ import optax
 
 from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, declare_weight
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
+from spmd_tasks.layers.quantized_products import QuantizedProduct
 from spmd_tasks.recipes import PipelinedLanguageModel, SyntheticLanguageModel
 from spmd_tasks.sharding import constrain, split_dims_to_partition_spec
 from spmd_tasks.sharding.padding import pad, padded_shape
@@ -322,3 +323,13 @@ class CoarseFfn(GatedFeedForward, kw_only=True):
 class CoarseBfloat16(Planted):
   def ffn(self):
     return fdl.Config(CoarseFfn, hidden_dim=self.hidden_dims, dtype=self.dtype, bug=self.bug)
+
+
+# 11. Products in int8 with a fixed range that is smaller than the numbers are.
+
+
+class NarrowInt8(Planted):
+  def task(self):
+    task = super().task()
+    task.quantization = {'ffn/': fdl.Config(QuantizedProduct, bound=0.02 if self.bug else None)}  # <-
+    return task

@@ -32,6 +32,7 @@ BUGS = [
   Planted('PadInOptimizer', 'mesh', 2, {'mdl': 2}, leaf='learner/'),
   Planted('LooksAhead', 'decode', 1, {}, leaf='log-probabilities'),
   Planted('CoarseBfloat16', 'bfloat16', 1, {}),
+  Planted('NarrowInt8', 'quantization', 1, {}),
 ]
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, run_layer, values_per_layer
+from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, layer_scope, run_layer, values_per_layer
 from spmd_tasks.layers.pipeline.loop import run_loop, run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, check_microbatches_divide, merge_rows, split_rows
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
@@ -170,14 +170,16 @@ class PipelinedStack(WithSublayers, kw_only=True):
     rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
     # check_vma tracks which arrays are equal on all stages. Every array with a gradient belongs to one stage, and
     # layers that contain a shard_map, as experts do, require it off in the enclosing one.
-    x, aux = jax.shard_map(
+    run_on_stages = jax.shard_map(
       run_stage,
       mesh=scope.mesh,
       axis_names={axis},
       check_vma=False,
       in_specs=(StageWeights(layers_spec, PartitionSpec()), PartitionSpec(axis)),
       out_specs=(PartitionSpec(axis), PartitionSpec(None, axis)),
-    )(StageWeights(weights, rng), microbatches)
+    )
+    with layer_scope(path=(*self.path, 'layers')):
+      x, aux = run_on_stages(StageWeights(weights, rng), microbatches)
 
     def by_layer(a):  # [V, P N, ...] to [L, ...]
       return a[:, : stage.layers_per_repeat].reshape(-1, *a.shape[2:])

@@ -1,0 +1,222 @@
+"""Products in int8 and fp8 in training: a Linear quantizes both operands where it multiplies; weights stay as they are.
+
+    Task(..., quantization='int8')                                     # every Linear, by one of RECIPES
+    Task(..., quantization={'ffn/down': None, 'ffn/': 'fp8_full'})     # the first pattern that a kernel's name has
+
+A channel, all that meets in one sum, has a scale: its largest absolute value becomes the largest number of the type. So
+x . w is (values of x . values of w), summed in int32 or float32, times the scales of its row and of its column. For the
+gradients dx = g . w' and dw = x' . g the values of x and w are used again: their scales belong to dims that are summed
+now, so they are multiplied into g first, which is then quantized once for each. So does Google's `qwix`, whose recipes
+these are (MaxText uses them). `qwix` itself is not used: while it traces a model, it replaces the code objects of JAX's
+functions, in the whole process; and it exports no product with a backward pass.
+
+Zeros, as of padding, change no scale. A channel that is split over devices has the maximum of all of them, so that any
+mesh gives the same numbers; those of rows that are summed in parts, as microbatches, have a scale for each part in dw.
+
+Shapes: T... dims that count tokens, I... dims that are contracted, O... dims of the output.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.sharding.quantized import numbers_spec
+from spmd_tasks.sharding.weight_names import matching_names
+from spmd_tasks.sharding.weights import is_quantized
+
+# The largest number of a type that is used: of int8 -128 is not, so that it is symmetric.
+_LARGEST = {'int8': 127.0, 'float8_e4m3fn': 448.0, 'float8_e5m2': 57344.0}
+_TINY = 2.0**-100  # a channel whose largest value is below becomes zeros: a quotient by it might be infinite
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedProduct:
+  """How the products of a kernel are quantized.
+
+  Attributes:
+    dtype: of inputs and weights: 'int8', 'float8_e4m3fn' or 'float8_e5m2'.
+    gradient_dtype: of the output's gradient, for a backward pass that is quantized too; None: straight through, by
+      products of the operands as they were, in the dtype of the computation (Bengio et al., 2013, arXiv 1308.3432).
+    scale: 'channel', or 'tensor' for one scale of a whole operand.
+    bound: fixes the scale of inputs and weights; larger values are cut, and have no gradient. None: the scale is of the
+      largest value.
+  """
+
+  dtype: str = 'int8'
+  gradient_dtype: str | None = None
+  scale: str = 'channel'
+  bound: float | None = None
+
+  def __post_init__(self):
+    for name, known in (
+      ('dtype', (*_LARGEST,)),
+      ('gradient_dtype', (*_LARGEST, None)),
+      ('scale', ('channel', 'tensor')),
+    ):
+      if (value := getattr(self, name)) not in known:
+        raise UserError(f'{name}={value!r} of a quantized product must be one of {known}.')
+    if self.bound is not None and not 0 < self.bound < float('inf'):
+      raise UserError(f'bound={self.bound!r} of a quantized product must be a positive number, or None.')
+    if self.gradient_dtype and (self.dtype == 'int8') != (self.gradient_dtype == 'int8'):
+      raise UserError(
+        f'gradient_dtype={self.gradient_dtype!r} is multiplied with dtype={self.dtype!r}: both must be int8, or both '
+        'float8.'
+      )
+
+
+_E4M3, _E5M2 = 'float8_e4m3fn', 'float8_e5m2'
+RECIPES: Mapping[str, QuantizedProduct] = {
+  'int8': QuantizedProduct(dtype='int8', gradient_dtype='int8'),  # MaxText's, with qwix
+  'int8_forward': QuantizedProduct(dtype='int8'),  # AQT without bits for gradients
+  'fp8': QuantizedProduct(dtype=_E4M3, gradient_dtype=_E4M3),  # MaxText's
+  'fp8_forward': QuantizedProduct(dtype=_E4M3),  # MaxText's aqt_fp8
+  'fp8_full': QuantizedProduct(dtype=_E4M3, gradient_dtype=_E5M2, bound=224.0),  # MaxText's, with Ironwood's bounds
+  # NVIDIA's Transformer Engine: Float8CurrentScaling of its format HYBRID.
+  'fp8_hybrid': QuantizedProduct(dtype=_E4M3, gradient_dtype=_E5M2, scale='tensor'),
+}
+
+
+class Quantization:
+  """What a task says of its products, and which kernels of Linears its model had when it was traced."""
+
+  def __init__(self, setting: str | Mapping[str, str | QuantizedProduct | None]):
+    self.is_all = isinstance(setting, str)
+    rules = setting if isinstance(setting, Mapping) else {'': setting}
+    self.rules = {pattern: _product_named(given) for pattern, given in rules.items()}
+    self._kernels: set[str] = set()
+
+  def product_of(
+    self, layer: nn.Module, multiply: Callable[..., jax.Array], num_inputs: int
+  ) -> Callable[..., jax.Array]:
+    """Returns the product (x [T..., I...], kernel [I..., O...]) -> [T..., O...] of a Linear, by default `multiply`."""
+    scope = current_layer_scope()
+    name = '/'.join((*scope.path, *layer.path, 'kernel'))
+    self._kernels.add(name)
+    how = next((how for pattern, how in self.rules.items() if re.search(pattern, name)), None)
+    if how is None or scope.plain_products:
+      return multiply
+    if how.scale == 'tensor' and scope.batch_invariant:
+      raise UserError(
+        f"{name} has one scale for all tokens, so that a token's bits depend on the others: with exact=True, quantize "
+        "it by channels (scale='channel')."
+      )
+    return functools.partial(quantized_product, how, num_inputs)
+
+  def check(self, weight_specs: Any) -> None:
+    """Raises a UserError if a pattern names no kernel of a Linear, or experts. The specs are of the model's weights."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weight_specs, is_leaf=is_quantized)
+    specs = {jax.tree_util.keystr(path, simple=True, separator='/'): spec for path, spec in leaves}
+    kernels = [name for name in specs if name in self._kernels]
+    of_experts = [name for name, spec in specs.items() if 'expert' in numbers_spec(spec).tags]
+    for pattern, how in self.rules.items():
+      found = matching_names((pattern,), [*kernels, *of_experts], setting='task.quantization')
+      if how is not None and not self.is_all and {*found}.intersection(of_experts):
+        raise UserError(
+          f'task.quantization has {pattern!r}, which is in {found[-1]}: grouped products of experts are not quantized; '
+          'give patterns of other layers, such as "attention/".'
+        )
+
+
+def _product_named(given: Any) -> QuantizedProduct | None:
+  if given is not None and not isinstance(given, QuantizedProduct) and given not in RECIPES:
+    raise UserError(
+      f'task.quantization has {given!r}: it must be one of {", ".join(RECIPES)}, a QuantizedProduct, or a dict of '
+      'these, or of None, by patterns of names.'
+    )
+  return RECIPES[given] if isinstance(given, str) else given
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def quantized_product(how: QuantizedProduct, num_inputs: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+  """Returns x . weight of quantized operands, in the dtype of x; its gradients are those that `how` says.
+
+  Args:
+    how: the types and scales.
+    num_inputs: how many dims I... has.
+    x, weight: floating [T..., I...] and [I..., O...].
+  """
+  return _forward(how, num_inputs, x, weight)[0]
+
+
+def _forward(how: QuantizedProduct, num_inputs: int, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+  num_tokens, num_outputs = x.ndim - num_inputs, weight.ndim - num_inputs
+  inputs, rows = range(num_tokens, x.ndim), range(num_inputs)
+  of_x = _quantize(x, how.dtype, how, inputs, bound=how.bound, crosses_tokens=how.scale == 'tensor')
+  of_weight = _quantize(weight, how.dtype, how, rows, bound=how.bound, crosses_tokens=False)
+  y = _multiply(of_x[0], of_weight[0], inputs, rows)
+  y = y * (_of_rows(of_x[1], num_tokens, num_outputs) * _of_columns(of_weight[1], num_inputs, num_tokens))
+  is_inside = None if how.bound is None else tuple(jnp.abs(each) <= how.bound for each in (x, weight))
+  kept = (x, weight) if how.gradient_dtype is None else (of_x, of_weight)
+  return y.astype(x.dtype), (*kept, is_inside)
+
+
+def _backward(how: QuantizedProduct, num_inputs: int, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+  x, weight, is_inside = kept
+  if how.gradient_dtype is None:
+    dx, dw = jax.vjp(functools.partial(jnp.tensordot, axes=num_inputs), x, weight)[1](g)
+  else:
+    (x, of_rows), (weight, of_columns) = x, weight
+    num_tokens, num_outputs, wide = x.ndim - num_inputs, weight.ndim - num_inputs, g.astype(jnp.float32)
+    tokens, outputs = range(num_tokens), range(num_tokens, g.ndim)
+    scaled = wide * _of_columns(of_columns, num_inputs, num_tokens)
+    values, scale = _quantize(scaled, how.gradient_dtype, how, outputs, crosses_tokens=how.scale == 'tensor')
+    dx = _multiply(values, weight, outputs, range(num_inputs, weight.ndim)) * _of_rows(scale, num_tokens, num_inputs)
+    scaled = wide * _of_rows(of_rows, num_tokens, num_outputs)
+    values, scale = _quantize(scaled, how.gradient_dtype, how, tokens, crosses_tokens=True)
+    dw = _multiply(x, values, tokens, tokens) * _of_columns(scale, num_tokens, num_inputs)
+  if is_inside is not None:
+    dx, dw = (jnp.where(inside, each, 0) for inside, each in zip(is_inside, (dx, dw)))
+  return dx.astype(g.dtype), dw.astype(g.dtype)
+
+
+quantized_product.defvjp(_forward, _backward)
+
+
+def _quantize(
+  x: jax.Array,
+  dtype: str,
+  how: QuantizedProduct,
+  summed: Sequence[int],
+  *,
+  bound: float | None = None,
+  crosses_tokens: bool,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns (values, float32 scales of size 1 in the dims `summed`), x being about values * scales."""
+  x, end = x.astype(jnp.float32), _LARGEST[dtype]
+  if bound is not None:
+    largest = jnp.full((1,) * x.ndim, bound, jnp.float32)
+  else:
+    largest = jnp.max(jnp.abs(x), axis=None if how.scale == 'tensor' else (*summed,), keepdims=True)
+    if crosses_tokens and (axes := jax.typeof(largest).mat.varying):  # in a shard_map that has split the tokens
+      largest = jax.lax.pmax(largest, (*axes,))
+    largest = jnp.where(largest < _TINY, end, largest)  # NaN stays, so that the result is NaN
+  scaled = x * (end / largest)
+  if bound is not None:
+    scaled = jnp.clip(scaled, -end, end)
+  # Factors are written out: XLA turns a division by a constant into one, and the same bits are wanted everywhere.
+  return (jnp.round(scaled) if dtype == 'int8' else scaled).astype(dtype), largest * (1 / end)
+
+
+def _multiply(x: jax.Array, y: jax.Array, x_dims: Sequence[int], y_dims: Sequence[int]) -> jax.Array:
+  """Sums products of values over these dims, in int32 or float32; returns float32."""
+  into = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+  dims = ((*x_dims,), (*y_dims,)), ((), ())
+  return jax.lax.dot_general(x, y, dims, preferred_element_type=into).astype(jnp.float32)
+
+
+def _of_rows(scale: jax.Array, num_tokens: int, num_others: int) -> jax.Array:
+  """Returns scales of rows, [T..., 1...], to be multiplied with [T..., others...]."""
+  return scale.reshape(*scale.shape[:num_tokens], *(1,) * num_others)
+
+
+def _of_columns(scale: jax.Array, num_summed: int, num_others: int) -> jax.Array:
+  """Returns scales of columns, [1..., O...], to be multiplied with [others..., O...]."""
+  return scale.reshape(*(1,) * num_others, *scale.shape[num_summed:])

@@ -1,0 +1,57 @@
+"""Training with products in int8 and fp8: one loss curve on any mesh, in decoding too, and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import partition_job
+from tests.runtime.loss_curves import reference, runner, table
+from tests.runtime.pipeline_experiments import PipelinedAdamW
+from tests.runtime.uneven_experiments import AdamW
+
+TEN = ('num_layers=10', 'batch_size=16')
+BOTH = ('task.quantization={"ffn/": "int8", "attention/out": None, "attention/": "fp8_full"}',)
+CASES = [
+  ('data 2 x mdl 4', AdamW, (1, 2, 4), (), ()),
+  ('gradients scattered, replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), ('scatters_gradients=True',), ()),
+  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ('schedule=one_forward_one_backward',), TEN),
+]
+
+
+@pytest.mark.parametrize('name, experiment, shape, overrides, sizes', table(CASES, fast=()))
+def test_one_loss_curve(name, experiment, shape, overrides, sizes):
+  """The loss of the first step to the last bits; later a number between two of int8 may be rounded to either."""
+  alone = reference(AdamW, (*sizes, *BOTH))
+  losses = runner(experiment, shape, overrides=(*overrides, *BOTH)).losses(alone.state(0), alone.batches)
+  plain = runner(AdamW, (1,), overrides=sizes).losses(alone.state(0), alone.batches[:1])
+  assert abs(losses[0] - alone.losses[0]) < 1e-5 < 1e-4 < abs(plain[0] - alone.losses[0])
+  np.testing.assert_allclose(losses, alone.losses, atol=0.02)
+
+
+def partitioned(name, setting):
+  job = resolve(name, [f'task.quantization={setting}']).build()
+  return partition_job(job, job.experiment.mesh_spec().build_abstract())
+
+
+@pytest.mark.parametrize(
+  'name, setting, message',
+  [
+    ('synthetic.Tiny', 'int7', "'int7'.*must be one of int8, int8_forward, fp8"),
+    ('synthetic.Tiny', {'fnn/': 'int8'}, 'near are stack/layers/ffn/down/kernel'),
+    ('synthetic.Tiny', {'embedding/': 'int8'}, 'in no name of a weight'),
+    ('moe.StdlibTiny', {'ffn/': 'int8'}, 'stack/layers/ffn/experts/up: grouped products of experts are not quantized'),
+  ],
+)
+def test_a_pattern_without_a_linear_is_refused(name, setting, message):
+  with pytest.raises(UserError, match=message):
+    partitioned(name, setting)
+
+
+def test_generation_multiplies_as_training_does():
+  job = resolve('synthetic.Tiny', ['task.quantization={"ffn/": "int8"}']).build()
+  steps = DecodeSteps(partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1])))
+  products = [line for line in steps.lower_step().as_text().splitlines() if 'stablehlo.dot_general' in line]
+  assert sum('xi8>' in line for line in products) == 3 < len(products)  # up, gate and down, in the loop over layers
