@@ -41,7 +41,7 @@ from spmd_tasks.wings import call
 _DEAD_LIMIT_S, _ENDED_LIMIT_S = 1.5, 25.0  # how long a process may go on without one that is dead, or has ended
 _KILL_LIMIT_S = 30.0  # for a killed process to end; one that waits for a driver does not
 _GATHER_LIMIT_S = 45.0  # for all processes of a round to end
-_STAYS_S = 15.0  # how long a spare has been there, and a round has run, before the round ends for it
+_STAYS_S = 15.0  # how long a spare has been there, and a round has made steps, before the round ends for it
 _MAX_FAILURES = 3  # in a row, of hosts that are all alive, without a new checkpoint
 _LINGER_S = 1.5  # so that each other supervisor has heard how this one ended
 _DONE_FILE = 'done.json'
@@ -234,11 +234,12 @@ class _Supervisor:
       spares = {id: each.order for id, each in alive.items() if (each.round, each.phase) == (number + 1, 'ready')}
       hosts_with_spares = choose_hosts(spares | {id: (0, '') for id in hosts}, hosts, self._known_sizes(), self._limits)
       is_larger = own == hosts[0] and gone_since is None and len(hosts_with_spares) > len(hosts)
+      is_larger = is_larger and self._standby is not None  # a round is not ended before its first step
       spare_since = (spare_since or now) if is_larger else None
       if self._signal is not None and self._num_signals > num_told:  # Ctrl-C a second time ends it at once
         process.send_signal(self._signal)
         is_told, num_told = True, self._num_signals
-      elif spare_since is not None and not is_told and min(now - spare_since, now - began) > _STAYS_S:
+      elif spare_since is not None and not is_told and now - spare_since > _STAYS_S:
         _say(f'round {number} ends for a larger one: {len(hosts_with_spares)} hosts are there')
         process.send_signal(signal.SIGTERM)  # all processes save after the same step
         is_told = True

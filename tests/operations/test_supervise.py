@@ -152,7 +152,7 @@ def code_of_a_round(directory, neighbours, monkeypatch, seconds, process=None, s
   monkeypatch.setattr(supervisor, '_DEAD_LIMIT_S', 0.5)
   monkeypatch.setattr(supervisor, '_GATHER_LIMIT_S', 0.0)
   neighbours.ready_for(1)
-  own = supervisor._Supervisor(directory, neighbours, (1, 2), 1.0, str(directory))
+  own = supervisor._Supervisor(directory, neighbours, (1, 3), 1.0, str(directory))
   for signal_s in signals_s:
     threading.Timer(signal_s, own._on_signal, [signal.SIGTERM, None]).start()
   own._start = lambda *_: process or subprocess.Popen(['sleep', str(seconds)])
@@ -180,6 +180,18 @@ def test_one_that_was_killed_is_not_waited_for_and_one_that_failed_is(tmp_path, 
   ended = Status(id='b', host='b', order=(1, 'b'), round=1, phase='ended', code=code)
   monkeypatch.setattr(neighbours, 'alive', lambda: {neighbours.own.id: neighbours.own, 'b': ended})
   assert code_of_a_round(tmp_path, neighbours, monkeypatch, 2) == own
+
+
+@pytest.mark.parametrize('has_made_a_step, code', [(False, 0), (True, -signal.SIGTERM)])
+def test_a_round_that_has_made_a_step_ends_for_a_larger_one(tmp_path, monkeypatch, has_made_a_step, code):
+  spare, neighbours = Status(id='c', host='c', order=(2, 'c'), round=2), Neighbour(tmp_path)
+  others = neighbours.alive
+  monkeypatch.setattr(neighbours, 'alive', lambda: {**others(), 'c': spare})
+  monkeypatch.setattr(supervisor, '_STAYS_S', 0.3)
+  monkeypatch.setattr(supervisor._Supervisor, '_new_process', lambda self: 'the next one')
+  if has_made_a_step:
+    (tmp_path / 'modules.json').touch()
+  assert code_of_a_round(tmp_path, neighbours, monkeypatch, 2) == code
 
 
 def test_a_process_ends_when_others_have_agreed_on_a_round_without_it(tmp_path, monkeypatch):
