@@ -1,4 +1,4 @@
-"""A job, and a model's folder, in an object store are served: the real binary answers as `load` generates."""
+"""A job, and a model's folder, in an object store are served as `load` generates, and exported to the store."""
 
 import secrets
 
@@ -30,7 +30,7 @@ def a_folder(url: str, tmp_path) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize('make, scheme', [(a_job, 'gs'), (a_folder, 's3')])
-def test_is_served_as_it_is_loaded(make, scheme, gcs_emulator, s3_emulator, tmp_path, monkeypatch):
+def test_is_served_as_it_is_loaded_and_exported(make, scheme, gcs_emulator, s3_emulator, tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   url = f'{scheme}://bucket/{secrets.token_hex(4)}'
   flags = make(url, tmp_path)
@@ -41,3 +41,7 @@ def test_is_served_as_it_is_loaded(make, scheme, gcs_emulator, s3_emulator, tmp_
   assert text
   one_device = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ('replica', 'data', 'mdl'))
   assert load(url, mesh=one_device, overrides=DECODE).generate(['the cat'], max_tokens=6) == [text]
+  if make is a_job:  # of no family of Hugging Face
+    return
+  assert binary.run_in_process(*flags, '--mode', 'export', '--format', 'hf', '--out', f'{url}_out') == 0
+  assert load(f'{url}_out', mesh=one_device, overrides=DECODE).generate(['the cat'], max_tokens=6) == [text]
