@@ -41,6 +41,7 @@ NORMALIZED = {'loss_normalizing_factor': 'NUM_REAL_TARGET_TOKENS'}
 MOE = {'vocab': 256, 'emb': 64, 'heads': 4, 'head_dim': 16, 'mlp': 128, 'enc': 2, 'dec': 2, 'lengths': [24, 16]}
 MOE |= {'kind': 'moe', 'experts': 8, 'group': 64, 'capacity': 1.25, 'aux': 0.01, 'z_loss': 1e-4}
 MOMENTUM = {'beta1': 0.9, 'weight_decay_rate': 1e-3, 'clipping_threshold': 0.5, 'max_parameter_scale': 0.05}
+CAUSAL = {'inputs_bidirectional_attention': False}
 CASES = {
   't5_1_0': {'kind': 'encdec', **SMALL, 'mlp': 256, 'lengths': [24, 16], **RELU, 'label_smoothing': 0.1, 'seed': 10},
   'packed_other': {'kind': 'encdec', **OTHER, 'lengths': [40, 24], **GEGLU, 'packed': True, **NORMALIZED, 'seed': 11},
@@ -73,7 +74,16 @@ CASES = {
     'seed': 20,
   },
   'decoder': {'kind': 'decoder', **OTHER, 'enc': 0, 'lengths': [0, 24], **GEGLU, 'seed': 21},
-  'causal_inputs': {'kind': 'decoder', **OTHER, 'enc': 0, 'lengths': [14, 12], **RELU, 'packed': True, 'seed': 22},
+  'causal_inputs': {
+    'kind': 'prefix_lm',
+    **OTHER,
+    'enc': 0,
+    'lengths': [14, 12],
+    **RELU,
+    'packed': True,
+    **CAUSAL,
+    'seed': 22,
+  },
 }
 
 
@@ -174,7 +184,7 @@ def make_model(c):
   shared |= {'loss_normalizing_factor': c.get('loss_normalizing_factor')}
   if c['kind'] in ('prefix_lm', 'decoder'):
     config = decoder_network.TransformerConfig(**sizes, num_layers=c['dec'])
-    is_prefix = c['kind'] == 'prefix_lm'
+    is_prefix = c.get('inputs_bidirectional_attention', c['kind'] == 'prefix_lm')
     return models.DecoderOnlyModel(
       decoder_network.DecoderWrapper(config), vocabulary, inputs_bidirectional_attention=is_prefix, **shared
     )

@@ -62,7 +62,7 @@ KNOWN_KEYS = (
   *('kind', 'vocab', 'emb', 'heads', 'head_dim', 'mlp', 'enc', 'dec', 'lengths', 'activations', 'tied', 'packed'),
   *('seed', 'case', 'steps', 'learning_rate', 'shims', 'versions', 'z_loss', 'label_smoothing'),
   *('loss_normalizing_factor', 'experts', 'top_k', 'group', 'capacity', 'eval_capacity', 'aux', 'router_z'),
-  *('batch_prioritized', 'extra_mlp', 'experts_choose', 'scan_layers', *ADAFACTOR),
+  *('batch_prioritized', 'extra_mlp', 'experts_choose', 'scan_layers', 'inputs_bidirectional_attention', *ADAFACTOR),
 )
 SHARES = ('greedy', 'beam')
 NORMALIZATIONS = {
@@ -88,9 +88,9 @@ class Case:
     self.final = self.npz('final_weights')
 
   def batch_of(self, features: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns a batch of ours; the inputs of a prefix language model alone see one another in both directions."""
+    """Returns a batch of ours."""
     batch = contract_batch(features)
-    if self.config.get('kind') == 'decoder':
+    if self.config.get('inputs_bidirectional_attention') is False:
       batch.pop('prefix_mask', None)
     return batch
 
