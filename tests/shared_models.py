@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 import contextlib
 import functools
+import sys
 from typing import Any
 from unittest import mock
 
@@ -56,13 +57,15 @@ def _partition(*args: Any, **settings: Any) -> Any:
 _partition_spmd_model = experiment.partition_spmd_model
 _models = Shared(_partition, max_kept=6)
 _decode_steps = Shared(decode.DecodeSteps, max_kept=3)
+_WITH_DECODE_STEPS = ('spmd_tasks.tuning.rollout_sampler',)  # imported by jobs that use them
 
 
 @contextlib.contextmanager
 def shared_models() -> Iterator[None]:
   with contextlib.ExitStack() as patches:
     patches.enter_context(mock.patch.object(experiment, 'partition_spmd_model', _models))
-    for module in (decode, judges, samples):
+    wings = [sys.modules[name] for name in _WITH_DECODE_STEPS if name in sys.modules]
+    for module in (decode, judges, samples, *wings):
       patches.enter_context(mock.patch.object(module, 'DecodeSteps', _decode_steps))
     yield
 

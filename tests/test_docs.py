@@ -12,7 +12,7 @@ How a fenced block is tested is said by its first line:
     ```yaml, ```text, ```json are read by people (yaml is parsed)
 
 All blocks of one document run in order in one directory, empty at first. `spmd-tasks` and `python` are those of this
-environment; the tests' server forks them (tests/fork_server.py), except for the README and with --all.
+environment; the tests' server forks them (tests/fork_server.py), except for `extending` and with --all.
 """
 
 import ast
@@ -150,7 +150,7 @@ def execute(block: Block, directory: Path, environment: Mapping[str, str]) -> No
   [pytest.param(path, id=path.stem, marks=pytest.mark.exhaustive if path.stem in LONG else ()) for path in GUIDES],
 )
 def test_the_code_of_the_docs_runs(path, tmp_path, environment):
-  if path == README or path.stem == 'extending':  # as a user's shell starts it; entry points are read by a new process
+  if path.stem == 'extending':  # entry points are read by a new process
     environment = environment_with(INSTALLED)
   for block in blocks_of(path):
     execute(block, tmp_path, environment)

@@ -6,7 +6,6 @@ import json
 from etils import epath
 import pytest
 
-from spmd_tasks.checkpoints import manifest as manifest_file
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
   CheckpointError,
@@ -39,23 +38,6 @@ def test_an_untouched_checkpoint_is_whole_and_its_manifest_reads_back(directory)
   manifest = read_manifest(directory)
   assert (manifest.step, manifest.num_processes, manifest.leaves) == (7, 2, LEAVES)
   assert {entry.path: entry.num_bytes for entry in manifest.files} == {name: len(data) for name, data in FILES.items()}
-
-
-def test_each_process_hashes_the_array_files_that_it_wrote(tmp_path, monkeypatch):
-  directory = epath.Path(tmp_path)
-  files = ['state/ocdbt.process_0/d/a', 'state/ocdbt.process_1/d/b', 'state/manifest.ocdbt', 'input/process_1.json']
-  for name in files:
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text(name)
-  hashed = []
-  hash_file = manifest_file.hash_file
-  monkeypatch.setattr(manifest_file, 'hash_file', lambda path: hashed.append(str(path)) or hash_file(path))
-  manifest_file.write_digests(directory, 1)
-  assert hashed == [str(tmp_path / files[1])]
-  write_manifest(directory, step=7, num_processes=2, leaves=LEAVES)
-  assert sorted(hashed) == sorted(str(tmp_path / name) for name in files), 'every file once, by one process'
-  assert {entry.path for entry in read_manifest(directory).files} == set(files)
-  verify(directory)
 
 
 def test_every_single_flipped_bit_of_the_manifest_is_found(directory):

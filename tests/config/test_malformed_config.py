@@ -41,6 +41,8 @@ def test_what_is_no_saved_config_is_refused(saved):
   'path, value, message',
   [
     ('seed', 'abc', "seed is 'abc' and should be of type int"),
+    ('seed', True, 'seed is True and should be of type int'),
+    ('num_layers', 0.5, 'num_layers is 0.5 and should be of type int'),
     ('ici_mesh_shape', [1, 'x', 2], r"ici_mesh_shape is \(1, 'x', 2\) and should be of type tuple\[int, ...\]"),
     ('axis_rules', [5], r'axis_rules is \(5,\) and should be of type'),
     ('task', 5, 'task was 5 and is small_experiments:Task now'),

@@ -238,11 +238,3 @@ def test_the_printed_config_has_one_line_per_path_and_its_values_can_be_set():
   settable = [path for path, value in saved['config'].items() if not (isinstance(value, dict) and 'symbol' in value)]
   again = resolve(Small, [f'{path}={texts[path]}' for path in settable])
   assert to_json(again)['config'] == saved['config']
-
-
-@pytest.mark.parametrize('name, shape', [('moe.SwitchTiny', (1, 1, 1)), ('moe.StdlibTiny', (1, 1, 1, 1))])
-def test_a_saved_mesh_wins_over_the_layout_of_the_class(name, shape):
-  saved = to_json(resolve(name, [f'ici_mesh_shape={",".join(map(str, shape))}']))
-  without_layout = saved | {'config': {path: v for path, v in saved['config'].items() if not path.startswith('mesh.')}}
-  for config in (saved, without_layout):
-    assert from_json(config).experiment.ici_mesh_shape == shape

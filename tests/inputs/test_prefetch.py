@@ -44,22 +44,6 @@ def raise_here():
   raise OSError('disk on fire')
 
 
-@pytest.mark.parametrize('depth', [1, 20])
-def test_batches_in_order_transformed_in_the_thread_and_ended(depth):
-  threads = set()
-
-  def transform(batch):
-    threads.add(threading.current_thread().name)
-    return batch['ids'].sum()
-
-  with Prefetcher(SETTINGS.make_iterator(), transform, depth=depth) as prefetcher:
-    found = [value for value, _ in prefetcher]
-    with pytest.raises(StopIteration):
-      next(prefetcher)
-  assert found == [batch['ids'].sum() for batch in SETTINGS.make_iterator()]
-  assert threads == {'input-prefetch'}
-
-
 @pytest.mark.parametrize('consumed', [1, 6, 7])
 def test_the_state_is_that_of_the_consumed_batch_however_far_it_has_read_ahead(consumed):
   expected = list(SETTINGS.make_iterator())
@@ -99,18 +83,7 @@ def test_a_hung_input_is_an_error_in_bounded_time_that_says_where(monkeypatch):
   with pytest.raises(RuntimeError, match=r'no batch for 0.3 s(.|\n)*hang_on_purpose'):
     next(prefetcher)
   prefetcher.close()
+  prefetcher.close()
   assert time.monotonic() - start < 5
   assert source.closed == 1
   release.set()
-
-
-def test_close_joins_the_thread_and_closes_the_input_once():
-  source = Scripted()
-  prefetcher = Prefetcher(source, depth=2)
-  next(prefetcher)
-  prefetcher.close()
-  prefetcher.close()
-  assert source.closed == 1
-  assert 'input-prefetch' not in {thread.name for thread in threading.enumerate()}
-  with pytest.raises(ValueError, match='closed'):
-    next(prefetcher)

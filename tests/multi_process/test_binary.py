@@ -12,6 +12,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.programs.job_directory import claim
 from spmd_tasks.runtime.metric_files import read_jsonl
 from tests import binary
+from tests.programs.test_resume import flip_a_byte
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +56,14 @@ def losses(job_log_dir: Path) -> list[float]:
 def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
   """With mdl over the processes, each holds rows 0, 1, 4, 5 or 2, 3, 6, 7; dropout shows their order.
 
-  The batch of 6 is padded to 8.
+  The batch of 6 is padded to 8. The newest checkpoint that the two find is damaged.
   """
   alone, shared = tmp_path / 'alone', tmp_path / 'shared'
   flags = ['--set', 'batch_size=6', '--set', 'task.model.stack.block.dropout_rate=0.2']
   across = ['--ici_mesh_shape=1,2,2', '--dcn_mesh_shape=1,1,2']
   train_alone(alone, *flags)
-  train_alone(shared, *flags, '--num_train_steps=5')
+  train_alone(shared, *flags, '--num_train_steps=5', '--set', 'checkpoint_every_steps=3')
+  flip_a_byte(shared / 'checkpoints' / 'checkpoint_00000005')
   # The order of a set differs between the two.
   ranks = train(tmp_path, shared, *flags, *across, '--num_train_steps=15', fresh=True)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
@@ -71,7 +73,8 @@ def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
   np.testing.assert_allclose(losses(shared), losses(alone), rtol=1e-5)
   evals = [read_jsonl(directory / 'eval' / 'valid')[20]['loss'] for directory in (alone, shared)]
   np.testing.assert_allclose(*evals, rtol=1e-5)
-  assert 'resuming after step 5' in ranks[0].log
+  assert 'resuming after step 3' in ranks[0].log
+  assert [name for name in binary.checkpoint_names(shared) if name.startswith('checkpoint_00000005.damaged-')]
 
 
 def wait_for_end(job: Job) -> list[RankResult]:

@@ -64,13 +64,6 @@ def test_a_skipped_step_is_made_up_for_and_awaited_steps_are_exact():
   assert [event[1] for event in events if event[0] == 'step'] == [1, 2, 3, 4]
 
 
-def test_it_stops_after_n_skips_in_a_row_and_says_that_the_weights_are_good():
-  events, _, error = run([GOOD, SKIPPED, GOOD] + [SKIPPED] * 5, num_train_steps=9)
-  assert '3 steps in a row' in str(error)
-  assert 'those of step 2, still good' in str(error)
-  assert [event[1] for event in events if event[0] == 'skip'] == [1, 2, 2, 2]
-
-
 def test_weights_that_are_not_finite_are_never_acted_on():
   events, _, error = run([GOOD, BAD_WEIGHTS, GOOD], num_train_steps=3, every=1)
   assert 'step 2 made weights that are not finite' in str(error)

@@ -41,18 +41,6 @@ def upcycle(source, target):
   return {name: np.asarray(o.take(given[o.name])) for name, o in find_origins(saved(source), target).items()}
 
 
-def test_every_expert_is_the_dense_network():
-  new, dense = upcycle(DENSE, MIXTURE), values(DENSE)
-  assert set(new) == set(MIXTURE) - set(ROUTER)
-  for name in OTHERS:
-    np.testing.assert_array_equal(new[name], dense[name])
-  for name in EXPERTS:
-    assert new[name].shape == EXPERTS[name]
-    kernel = dense[f'{FFN}/{name.rpartition("/")[2]}/kernel']
-    for expert in range(E):
-      np.testing.assert_array_equal(new[name][:, expert], kernel)
-
-
 def test_a_shared_expert_is_it_too():
   new, dense = upcycle(DENSE, MIXTURE | SHARED), values(DENSE)
   for name in SHARED:

@@ -13,7 +13,7 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import MeshSpec
-from spmd_tasks.sharding.granules import _torus, device_array, split_torus
+from spmd_tasks.sharding.granules import _torus, device_array
 
 KINDS = {'v4': 'TPU v4', 'v5e': 'TPU v5 lite', 'v5p': 'TPU v5', 'v6e': 'TPU v6 lite'}
 _HOST = (2, 2, 1)  # chips of one host
@@ -183,14 +183,6 @@ def test_neighbours_along_the_inner_axes_are_neighbours_in_the_network(name):
   assert hops(array, torus, len(ici) - 1) == 1
   for axis in (len(ici) - 1, len(ici) - 2):
     assert hops(array, torus, axis) <= hops(naive, torus, axis)
-
-
-@pytest.mark.parametrize('shape', [(448,), (2, 7, 32), (7, 4, 2, 8)])
-def test_the_splitting_of_our_own_takes_any_sizes(shape):
-  torus = np.arange(4 * 4 * 28).reshape(4, 4, 28, 1)
-  mesh = split_torus(torus, shape)
-  assert mesh.shape == shape
-  assert sorted(mesh.flat) == list(range(448))
 
 
 @pytest.mark.parametrize(

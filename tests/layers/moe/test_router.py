@@ -231,16 +231,6 @@ def search_on_mesh(mesh_shape, split_dims):
   return mesh, search
 
 
-@pytest.mark.parametrize(
-  'split_dims, mesh_shape, batch_size',
-  [(('batch', 'seq', None), (2, 2, 2), 3), (('batch', None, 'seq'), (1, 2, 4), 8), (None, (1, 8, 1), 3)],
-)
-def test_top_k_finds_the_same_in_any_layout_even_or_uneven(split_dims, mesh_shape, batch_size, rng):
-  x = draw_rows(rng, batch_size)
-  _, search = search_on_mesh(mesh_shape, split_dims)
-  np.testing.assert_array_equal(search(x), places(x, 3))
-
-
 def test_top_k_shows_no_device_anothers_rows(rng):
   mesh, search = search_on_mesh((1, 8, 1), ('batch', 'seq', None))
   x = jax.device_put(draw_rows(rng, 8), jax.NamedSharding(mesh, jax.P('data')))
