@@ -15,6 +15,7 @@ from tests.fault_campaign.kills import PLACES
 SEED = 12
 CHEAP = ('kill/', 'signal/', 'damage/', 'directory/', 'disk/')
 LEFT_OUT = ('signal/SIGTERM while a fresh',)
+LONG = ('rewards/kill', 'store/kill')
 
 
 def numbers_of(prefixes: tuple[str, ...], count: int) -> list[int]:
@@ -35,9 +36,9 @@ def campaign(tmp_path_factory):
   'number',
   [
     *numbers_of(CHEAP, 1),
-    *numbers_of(('rewards/kill',), 1),
-    # By default a job in a bucket is killed in tests/operations/test_supervise.py.
-    *(pytest.param(each, marks=pytest.mark.exhaustive) for each in numbers_of(('store/kill',), 1)),
+    # By default tests/operations/test_supervise.py kills a job in a bucket; in tests/tuning/test_rewards.py one goes
+    # on in the middle of a rollout.
+    *(pytest.param(each, marks=pytest.mark.exhaustive) for kind in LONG for each in numbers_of((kind,), 1)),
   ],
 )
 def test_the_promise_is_held(campaign, number):

@@ -19,6 +19,7 @@ import jax
 import pytest
 
 from spmd_tasks.config import listing, resolve, to_json
+from spmd_tasks.config.resolution import ResolvedConfig
 from spmd_tasks.config.saved_config import format_config
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
@@ -42,14 +43,19 @@ OVERRIDES |= {name: (*overrides, 'reward=lab:score') for name, overrides in OVER
 
 
 @functools.cache
+def resolved(name: str) -> ResolvedConfig:
+  return resolve(name, OVERRIDES.get(name, ()))
+
+
+@functools.cache
 def partitioned(name: str) -> PartitionedModel:
   """The experiment on its own mesh, without devices."""
-  job = resolve(name, OVERRIDES.get(name, ())).build()
+  job = resolved(name).build()
   return partition_job(job, job.experiment.mesh_spec().build_abstract())
 
 
 MADE = {
-  'config': lambda name: format_config(to_json(resolve(name, OVERRIDES.get(name, ())))),
+  'config': lambda name: format_config(to_json(resolved(name))),
   'parameters': lambda name: format_parameter_table(partitioned(name)),
 }
 # A recipe for other chips has the weights of the one for the first; what a chip holds of them its plan says.

@@ -163,7 +163,7 @@ def mixtures(write, write_records):
 KINDS = ('endless', 'changing', 'ending', 'nested', 'conversations', 'pairs')
 
 
-def run_with_kills(settings: Mixture, seed: int, count: int, counts=(1, 2, 3, 4, 6, 12)) -> list[tuple[int, ...]]:
+def run_with_kills(settings: Mixture, seed: int, count: int, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
   """Reads steps, saves, goes on, is killed, and goes on from what was saved, on another number of hosts."""
   rng = random.Random(seed)
   steps: list[tuple[int, ...]] = []
@@ -187,7 +187,8 @@ def run_with_kills(settings: Mixture, seed: int, count: int, counts=(1, 2, 3, 4,
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 9))])
 def test_killed_and_resumed_on_other_hosts_it_reads_the_same_examples(mixtures, kind, seed):
-  steps = run_with_kills(mixtures[kind], seed, 30)
+  counts = (1, 2, 3) if kind in ('conversations', 'pairs') else (1, 2, 3, 4, 6, 12)  # each host renders every record
+  steps = run_with_kills(mixtures[kind], seed, 30, counts)
   assert steps == undisturbed(mixtures[kind], max(30, len(steps)))[: len(steps)]
   assert len(steps) > 12
 
