@@ -8,6 +8,7 @@ import glob
 import itertools
 import json
 import os
+import re
 from typing import Any, TypeVar
 
 from spmd_tasks.errors import UserError
@@ -28,6 +29,7 @@ from spmd_tasks.wings import require
 OpenSourceT = TypeVar('OpenSourceT', bound=Sized)
 
 _MAX_LINE_BYTES, _PART_BYTES = 1 << 30, 1 << 20
+_SURROGATE = re.compile(rb'\\u[dD][89a-fA-F]')  # a half of a character beyond 16 bits
 _NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
 
 
@@ -111,7 +113,10 @@ def text_field(record: Any, field: str, where: str) -> str:
 def parse_json(data: bytes, where: str) -> Any:
   """Parses one JSON record; an error names its place, `where`."""
   try:
-    return json.loads(data)
+    record = json.loads(data)
+    if _SURROGATE.search(data):
+      json.dumps(record, ensure_ascii=False).encode()  # raises where a half of a character stands alone
+    return record
   except json.JSONDecodeError as e:
     raise UserError(f'{where} is not JSON: {e.msg} at character {e.pos + 1}. Repair or remove the record.') from e
   except (ValueError, RecursionError) as e:  # bad UTF-8, or a value nested too deeply

@@ -62,7 +62,7 @@ def file_fingerprint(root: str, paths: Sequence[str], *settings: object) -> str:
   """Digests relative paths, sizes and `settings`. Does not read contents; the root may move."""
   digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
   for path in paths:
-    digest.update(f'{os.path.relpath(path, root)}\0{os.path.getsize(path)}\0'.encode())
+    digest.update(f'{os.path.relpath(path, root)}\0{os.path.getsize(path)}\0'.encode(errors='surrogateescape'))
   return digest.hexdigest()
 
 

@@ -240,15 +240,20 @@ def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
   messages = _parsed(record[field], field)
   if not isinstance(messages, list) or not messages:
     raise UserError(f'{field!r} must be a list of at least one message, not {_show(messages)}.')
+  read = []
   for number, message in enumerate(messages):
     where = f'{field}[{number}]'
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
       raise UserError(f"{where} must be an object with a text 'role', not {_show(message)}.")
     if message.get('content') is None and not message.get('tool_calls'):
       raise UserError(f"{where}, of the role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
-    if not isinstance(message.get('content'), str | list | None):
-      raise UserError(f"{where} must have a text as its 'content', not {_show(message['content'])}.")
-  return messages
+    content = message.get('content')
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get('type') == 'text' for part in content):
+      content = ''.join(part.get('text', '') for part in content)  # as the server does
+    if not isinstance(content, str | None):
+      raise UserError(f"{where} must have a text as its 'content', or parts of it, not {_show(content)}.")
+    read.append(message if content is message.get('content') else {**message, 'content': content})
+  return read
 
 
 def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:

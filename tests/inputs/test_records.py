@@ -81,6 +81,7 @@ def test_fingerprints_follow_files_and_settings(sources, tmp_path):
   'line, message',
   [
     ('{"text": "cut o', r'bad\.jsonl:31: it is not JSON'),
+    ('{"text": "\\ud800"}', r'bad\.jsonl:31: it is not JSON in UTF-8: .* surrogates'),
     ('[' * 100_000, r'bad\.jsonl:31: it is not JSON'),  # nested too deeply
     ('["text"]', r'bad\.jsonl:31: .*expected a JSON object.*found list'),
     ('{"body": "x"}', r"bad\.jsonl:31: .*no field 'text' \(it has \['body'\]\)"),

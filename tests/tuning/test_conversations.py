@@ -76,7 +76,8 @@ def test_all_kinds_of_files_are_the_same(training, tmp_path):
   talks = [*TALKS, [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': None, 'tool_calls': [{'n': 1}]}]]
   template = dataclasses.replace(TEMPLATE, template=TEMPLATE.template.replace('{{ m.content }};', '{{ m | tojson }};'))
   settings = once(training, template=template, seq_len=128)
-  lines = write_jsonl(tmp_path / 'all.jsonl', talks)
+  parts = [{'type': 'text', 'text': text} for text in ('x', '')]  # one text
+  lines = write_jsonl(tmp_path / 'all.jsonl', [*TALKS, [{'role': 'user', 'content': parts}, talks[-1][1]]])
   expected = take(dataclasses.replace(settings, source=Conversations(pattern=str(lines))))[0]
   table = pa.table({'messages': talks, 'id': list(range(38))})
   pq.write_table(table, tmp_path / 'all.parquet', row_group_size=7)
@@ -139,6 +140,10 @@ GOOD = json.dumps({'messages': TALKS[0]})
     (
       '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',
       r'messages\[1\], a turn of the assistant, is empty, so that the model would learn to say nothing: remove',
+    ),
+    (
+      '{"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a"}]}',
+      r"messages\[0\] must have a text as its 'content', or parts of it, not \[",
     ),
     (
       '{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}',
