@@ -34,7 +34,7 @@ def is_remote(path: epath.PathLike) -> bool:
 
 def absolute_path(path: epath.PathLike) -> epath.Path:
   """Makes a path from the command line absolute; expands `~`. Raises a UserError for a URL that cannot be used."""
-  if re.match(r'[A-Za-z][\w+.-]*://', os.fspath(path)):
+  if re.match(r'[A-Za-z][\w+.-]*://|(gs|s3):', os.fspath(path)):
     from spmd_tasks.stores import check_store
 
     check_store(path)

@@ -101,7 +101,7 @@ def test_a_pattern_is_looked_for_below_a_directory_of_any_name(tmp_path):
   assert files.glob_below(directory, 'eval/*') == [directory / 'eval' / 'valid']
 
 
-@pytest.mark.parametrize('url', ['file:///tmp/x', 'HTTP://h/x'])
+@pytest.mark.parametrize('url', ['file:///tmp/x', 'HTTP://h/x', 'gs:/bucket/x', 's3:bucket'])
 def test_a_url_of_another_kind_is_refused_and_a_colon_is_not(url):
   with pytest.raises(UserError, match='is a URL of a kind that is not known: gs:// and s3:// are'):
     files.absolute_path(url)

@@ -31,6 +31,7 @@ from spmd_tasks.tuning.conversations import messages_of, tools_of
 from spmd_tasks.tuning.environments import Episode
 from spmd_tasks.tuning.record_files import OpenRecordFiles
 
+_MAX_WORKERS = 1000
 RewardPrompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
 # The batches of all rows of a rollout, by name: [R, T], or [R] and [R, T, n].
 Rollout = Batch
@@ -114,6 +115,8 @@ class RolloutInput:
     for name in counts:
       if getattr(self, name) < 1:
         raise UserError(f'{name} = {getattr(self, name)} must be at least 1.')
+    if self.num_workers > _MAX_WORKERS:
+      raise UserError(f'num_reward_workers = {self.num_workers} must be at most {_MAX_WORKERS}.')
     if self.num_rows % self.group_size:
       raise UserError(
         f'batch_size {self.batch_size} x num_minibatches {self.num_minibatches} must be a multiple of group_size '

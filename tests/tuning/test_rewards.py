@@ -90,6 +90,8 @@ def test_with_staleness_a_rollout_has_the_weights_of_one_update_before(tmp_path)
     (('--set', 'reward=tests.nothing:score'), "reward 'tests.nothing:score' cannot be imported"),
     (('--set', 'method=a2c'), "method = 'a2c' must be one of grpo"),
     (('--set', 'batch_size=30'), 'must be a multiple of group_size 4'),
+    (('--set', 'num_reward_workers=100000'), 'must be at most 1000'),
+    (('--set', 'reward={"a:b": 1e999}'), 'the weight inf of reward'),
     (('--set', 'max_tokens=24'), 'must be less than seq_len 24'),
     (('--set', 'temperature=0'), 'temperature=0.0 must be positive'),
     (('--set', 'top_p=1.5'), 'top_p=1.5 must be from 0 to 1'),
