@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from typing import Any
 
 from etils import epath
@@ -39,7 +38,7 @@ def wait_for_round(flags: argparse.Namespace, modules_file: str) -> None:
   os.environ['SPMD_TASKS_ROUND'] = str(told['round'])
   flags.coordinator_address, flags.num_processes = told['coordinator'], told['num_processes']
   flags.process_id = told['process_id']
-  goodput.woken = time.time()
+  goodput.woken = goodput.steady_now()
   nothing = os.open(os.devnull, os.O_RDONLY)
   os.dup2(nothing, 0)
   os.close(nothing)

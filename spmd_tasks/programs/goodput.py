@@ -45,7 +45,13 @@ _STEPS = 'steps'
 _MAX_MARKS = 200
 _COST = 0.01  # the share of the time that writing the record may take
 
+_OFFSET = time.time() - time.monotonic()
 woken: float | None = None  # when a process that had waited for it began its work; set by what waits
+
+
+def steady_now() -> float:
+  """Returns the time in seconds since the epoch, by a clock that is not set while the process runs."""
+  return _OFFSET + time.monotonic()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,7 @@ class _Record:
 class Goodput:
   """Adds up where the wall time of a job goes; see the module's docstring. `begun`: when this process was started."""
 
-  def __init__(self, directory: epath.Path | None, *, begun: float, now: Callable[[], float] = time.time):
+  def __init__(self, directory: epath.Path | None, *, begun: float, now: Callable[[], float] = steady_now):
     """Begins to count; nothing is read or written yet.
 
     Args:
@@ -117,7 +123,7 @@ class Goodput:
   def switch(self, cause: str) -> str:
     """Counts the time from now on for `cause`, one of CAUSES or 'steps'; returns the cause until now."""
     now = self._now()
-    passed = max(0.0, now - self._since)  # a clock may be set back
+    passed = max(0.0, now - self._since)
     if self._cause == _STEPS:
       self._undecided += passed
     else:
@@ -234,5 +240,5 @@ def process_start_time() -> float:
     with open('/proc/uptime', encoding='ascii') as file:
       uptime = float(file.read().split()[0])
   except OSError:
-    return time.time()
-  return time.time() - uptime + ticks / os.sysconf('SC_CLK_TCK')
+    return steady_now()
+  return steady_now() - uptime + ticks / os.sysconf('SC_CLK_TCK')

@@ -16,7 +16,7 @@ from spmd_tasks.errors import is_own
 from spmd_tasks.files import is_remote, storage_errors, write_durably
 from spmd_tasks.inputs.base import progress_of
 from spmd_tasks.layers.losses import RESERVED_METRICS
-from spmd_tasks.programs.goodput import Goodput
+from spmd_tasks.programs.goodput import Goodput, steady_now
 from spmd_tasks.programs.hooks import Logged, TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, SavedSteps
 from spmd_tasks.programs.training_loop import Outcome
@@ -60,7 +60,7 @@ class ShowProgress(TrainHook):
   def after_first_step(self, run: TrainRun) -> None:
     set_activity(None)
     run.progress.step(run.step)
-    step, total = run.model.train_step, time.time() - run.goodput.begun
+    step, total = run.model.train_step, steady_now() - run.goodput.begun
     phases = {'trace': step.trace_seconds, 'compile': step.compile_seconds, 'total': total}
     run.message(
       f'first step finished {total:.1f} s after the start of the process, of which {step.trace_seconds:.1f} s traced '

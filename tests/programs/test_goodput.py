@@ -2,11 +2,12 @@
 
 import json
 import random
+import time
 
 from etils import epath
 import pytest
 
-from spmd_tasks.programs.goodput import CAUSES, Goodput
+from spmd_tasks.programs.goodput import CAUSES, Goodput, process_start_time
 from spmd_tasks.programs.job_directory import GOODPUT_FILE
 
 
@@ -126,3 +127,10 @@ def test_a_record_that_cannot_be_read_is_reported_and_counting_begins_anew(tmp_p
   assert life.seconds() == {'steps': 2}
   assert 'goodput counts from now on' in caplog.text
   assert json.loads((tmp_path / GOODPUT_FILE).read_text())['marks'] == {'30': 0.0}
+
+
+def test_a_clock_that_is_set_counts_for_nothing(monkeypatch):
+  goodput = Goodput(None, begun=process_start_time())
+  expected = goodput.metrics()['wall_seconds']
+  monkeypatch.setattr(time, 'time', lambda: 4e9)
+  assert goodput.metrics()['wall_seconds'] < expected + 10
