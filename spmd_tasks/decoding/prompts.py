@@ -212,11 +212,13 @@ class PromptTokenizer:
     steps: the steps.
     tokenizer: None where the experiment has none: prompts and generated sequences are then tokens only.
     seed: of prompts without a seed.
+    len_setting: what a user sets to have longer prompts.
   """
 
   steps: DecodeSteps
   tokenizer: Tokenizer | None
   seed: int
+  len_setting: str = 'task.decode.max_len'
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of tokens; empty without a tokenizer."""
@@ -345,13 +347,13 @@ class PromptTokenizer:
     if room < (0 if prompt.max_tokens == 0 else 1):
       raise UserError(
         f'{where}: the prompt has {num_ids} tokens and max_len is {self.steps.max_len}: shorten it, or raise '
-        'task.decode.max_len.'
+        f'{self.len_setting}.'
       )
     if prompt.max_tokens is None:
       return min(room, self.steps.settings.max_tokens or room)
     if prompt.max_tokens > room:
       raise UserError(
         f'{where}: {num_ids} tokens of prompt and max_tokens={prompt.max_tokens} exceed max_len {self.steps.max_len}: '
-        'lower max_tokens, or raise task.decode.max_len.'
+        f'lower max_tokens, or raise {self.len_setting}.'
       )
     return prompt.max_tokens

@@ -56,10 +56,15 @@ def refuse_unusable_environment() -> None:
 
 @contextlib.contextmanager
 def backend_errors() -> Iterator[None]:
-  """Turns any error of a platform in JAX_PLATFORMS that has no devices into a UserError."""
+  """Says in a sentence that devices have no memory left, or that JAX_PLATFORMS names a platform without devices."""
   try:
     yield
   except (RuntimeError, AssertionError) as error:
+    if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' in str(error):
+      raise JobError(
+        f'the memory of the devices is not enough ({" ".join(str(error).split())[:300]}): lower batch_size or seq_len, '
+        'raise task.learner.num_microbatches, or split the model over more devices; --mode plan says what takes it.'
+      ) from error
     if isinstance(error, JobError) or not os.environ.get('JAX_PLATFORMS'):
       raise
     try:

@@ -331,7 +331,12 @@ class PromptIterator:
 
 def record_of(records: OpenRecordFiles, index: int) -> Mapping[str, Any]:
   """The fields of a record; raises a UserError that names it if it has no prompt."""
-  ((record, _),) = records[index].documents
-  if not record.values.get('prompt'):
-    raise UserError(f"{records.block_name(index)}: there is no 'prompt', a text or a list of messages.")
-  return record.values
+  try:
+    ((record, _),) = records[index].documents
+    if not (prompt := record.values.get('prompt')):
+      raise UserError("there is no 'prompt', a text or a list of messages.")
+    if not isinstance(prompt, str):
+      messages_of(record.values, 'prompt')
+    return record.values
+  except UserError as error:
+    raise UserError(f'{records.block_name(index)}: {error}') from error

@@ -76,7 +76,7 @@ class RolloutSampler:
     self.steps = DecodeSteps(model, dataclasses.replace(given, **own), temperature=settings.temperature)
     self.stop = tuple(getattr(environment, 'stop', ()))
     self._settings = settings
-    self._tokenizer = PromptTokenizer(steps=self.steps, tokenizer=settings.tokenizer, seed=seed)
+    self._tokenizer = PromptTokenizer(steps=self.steps, tokenizer=settings.tokenizer, seed=seed, len_setting='seq_len')
     self._answer, self._tools = answer, getattr(environment, 'tools', None)
     self._allow, self._beat, self._report = allow, beat, report
 

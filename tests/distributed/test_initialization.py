@@ -8,7 +8,9 @@ import jax
 import pytest
 
 from spmd_tasks.distributed import DistributedSettings, initialization, initialize, roll_call
+from spmd_tasks.distributed.environment import backend_errors
 from spmd_tasks.distributed.initialization import detect_cluster
+from spmd_tasks.errors import JobError
 from tests import binary
 
 SLURM = {
@@ -165,3 +167,11 @@ def test_libtpu_that_is_installed_for_planning_is_not_started_where_there_is_no_
   )
   assert done.stdout == '[CpuDevice(id=0)]\n'
   assert done.stderr == ''
+
+
+def test_devices_without_memory_are_one_sentence():
+  with pytest.raises(
+    JobError, match=r'not enough \(RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\): lower batch'
+  ):
+    with backend_errors():
+      raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes.')

@@ -104,3 +104,15 @@ def test_a_mistake_gets_one_sentence_and_nothing_is_written(tmp_path, capfd, fla
   assert train(tmp_path / 'job', data, *flags) == exit_codes.USAGE
   assert says in capfd.readouterr().err
   assert not (tmp_path / 'job').exists()
+
+
+def test_a_prompt_that_cannot_be_used_is_named_by_its_line(tmp_path):
+  path = tmp_path / 'prompts.jsonl'
+  for line, says in (
+    ('{"x": 1}', "there is no 'prompt'"),
+    ('{"prompt": 5}', "'prompt' must be a"),
+    ('{', 'it is not JS'),
+  ):
+    path.write_text(f'\n{line}')
+    with pytest.raises(UserError, match=f'prompts.jsonl:2: {says}'):
+      record_of(RewardPrompts(pattern=str(path)).open(), 0)
