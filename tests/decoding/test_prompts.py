@@ -60,7 +60,7 @@ def test_every_field_is_read():
     (b'[' * 100_000, 'is not JSON'),  # nested too deeply
     ({'promt': 'x'}, "there is no field 'promt'; nearest: 'prompt'"),
     ({'prompt': 'x', 'prompt_ids': [1]}, "give one of 'prompt'"),
-    ({'prompt': '\ud800'}, 'Invalid JSON'),
+    ({'prompt': '\ud800'}, 'is not JSON in UTF-8'),
     ({'prompt_ids': []}, r'prompt_ids = \[\] must have at least 1 item'),
     ({'prompt': 'x', 'n': 0}, 'n = 0 must be greater than or equal to 1'),
     ({'prompt': 'x', 'seed': 2**32}, 'seed = 4294967296 must be less than 4294967296'),

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
+from spmd_tasks.tuning.rollout_input import RewardPrompts, record_of
 from tests import binary
 from tests.runtime.loss_curves import assert_same_run, reference, runner, table
 from tests.tuning.reward_experiments import (
