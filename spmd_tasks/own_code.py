@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 import traceback
 
+from spmd_tasks.errors import JobError
+
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = (_PACKAGE, Path(ast.__file__).parent)
 _REGISTERED = (_PACKAGE / '_experiments', _PACKAGE.parent / 'experiments')  # where experiments.py finds them
@@ -27,6 +29,14 @@ def describe(error: Exception, what: str, *, keys: Iterable[str], is_own: bool) 
   return (
     f'{what} fails with {type(error).__name__}: {message}{listed}{place}: correct that code; '
     'JAX_TRACEBACK_FILTERING=off shows the whole traceback.'
+  )
+
+
+def out_of_memory(error: BaseException) -> JobError:
+  """Returns the error for one of a device that has no memory left."""
+  return JobError(
+    f'the memory of the devices is not enough ({" ".join(str(error).split())[:300]}): lower batch_size or seq_len, '
+    'raise task.learner.num_microbatches, or split the model over more devices; --mode plan says what takes it.'
   )
 
 

@@ -60,11 +60,10 @@ def backend_errors() -> Iterator[None]:
   try:
     yield
   except (RuntimeError, AssertionError) as error:
-    if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' in str(error):
-      raise JobError(
-        f'the memory of the devices is not enough ({" ".join(str(error).split())[:300]}): lower batch_size or seq_len, '
-        'raise task.learner.num_microbatches, or split the model over more devices; --mode plan says what takes it.'
-      ) from error
+    if 'RESOURCE_EXHAUSTED' in str(error):
+      from spmd_tasks.own_code import out_of_memory
+
+      raise out_of_memory(error) from error
     if isinstance(error, JobError) or not os.environ.get('JAX_PLATFORMS'):
       raise
     try:

@@ -61,12 +61,9 @@ class TextInput:
   kind: ClassVar[str] = 'text'  # in saved positions
 
   def __post_init__(self):
-    if self.seq_len < 1:
-      raise UserError(f'seq_len {self.seq_len} must be at least 1.')
-    for name in ('num_epochs', 'max_batches'):
-      number = getattr(self, name)
-      if number is not None and number < 1:
-        raise UserError(f'{name} {number} must be at least 1, or None for no limit.')
+    for name in ('seq_len', 'num_epochs', 'max_batches'):
+      if (number := getattr(self, name)) is not None and number < 1:
+        raise UserError(f'{name} {number} must be at least 1 (num_epochs, max_batches: None is no limit).')
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return base.language_model_spec(self.batch_size, self.seq_len, self.block_encoder().dtypes)

@@ -79,13 +79,7 @@ class Goodput:
   """Adds up where the wall time of a job goes; see the module's docstring. `begun`: when this process was started."""
 
   def __init__(self, directory: epath.Path | None, *, begun: float, now: Callable[[], float] = steady_now):
-    """Begins to count; nothing is read or written yet.
-
-    Args:
-      directory: of the job; None keeps no record (every process but process 0).
-      begun: when this process was started, in seconds since the epoch.
-      now: the clock, in seconds since the epoch.
-    """
+    """Begins to count for a job's directory; None keeps no record (every process but process 0). `now`: the clock."""
     self._path = directory / GOODPUT_FILE if directory is not None else None
     self._now = now
     self.begun = self._since = begun
@@ -235,10 +229,8 @@ def process_start_time() -> float:
   if woken is not None:
     return woken
   try:
-    with open('/proc/self/stat', encoding='ascii') as file:
-      ticks = float(file.read().rpartition(')')[2].split()[19])
-    with open('/proc/uptime', encoding='ascii') as file:
-      uptime = float(file.read().split()[0])
+    with open('/proc/self/stat', encoding='ascii') as stat, open('/proc/uptime', encoding='ascii') as uptime:
+      ticks = float(stat.read().rpartition(')')[2].split()[19])
+      return steady_now() - float(uptime.read().split()[0]) + ticks / os.sysconf('SC_CLK_TCK')
   except OSError:
     return steady_now()
-  return steady_now() - uptime + ticks / os.sysconf('SC_CLK_TCK')
