@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 import traceback
 
-from spmd_tasks.errors import JobError
-
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = (_PACKAGE, Path(ast.__file__).parent)
 _REGISTERED = (_PACKAGE / '_experiments', _PACKAGE.parent / 'experiments')  # where experiments.py finds them
@@ -32,9 +30,9 @@ def describe(error: Exception, what: str, *, keys: Iterable[str], is_own: bool) 
   )
 
 
-def out_of_memory(error: BaseException) -> JobError:
-  """Returns the error for one of a device that has no memory left."""
-  return JobError(
+def describe_out_of_memory(error: BaseException) -> str:
+  """Returns the sentence for the error of a device that has no memory left."""
+  return (
     f'the memory of the devices is not enough ({" ".join(str(error).split())[:300]}): lower batch_size or seq_len, '
     'raise task.learner.num_microbatches, or split the model over more devices; --mode plan says what takes it.'
   )

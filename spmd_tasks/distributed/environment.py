@@ -61,9 +61,9 @@ def backend_errors() -> Iterator[None]:
     yield
   except (RuntimeError, AssertionError) as error:
     if 'RESOURCE_EXHAUSTED' in str(error):
-      from spmd_tasks.own_code import out_of_memory
+      from spmd_tasks.own_code import describe_out_of_memory
 
-      raise out_of_memory(error) from error
+      raise JobError(describe_out_of_memory(error)) from error
     if isinstance(error, JobError) or not os.environ.get('JAX_PLATFORMS'):
       raise
     try:
