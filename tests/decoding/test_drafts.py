@@ -213,11 +213,14 @@ def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_dr
     assert scheduler.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize('noise', [None, pytest.param(0.5, marks=slow)])
-def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass(noise):
+@pytest.mark.parametrize(
+  'name, noise',
+  [('one device', None), pytest.param('one device', 0.5, marks=slow), pytest.param('2 heads', None, marks=slow)],
+)
+def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass(name, noise):
   """Chi-square of the second token, which is drawn beside the check of a draft of the first one."""
-  run = make_run('one device')
-  steps = steps_of('one device', noise, num_drafts=NUM_DRAFTS)
+  run = make_run(name)
+  steps = steps_of(name, noise, num_drafts=NUM_DRAFTS)
   first, second, other = 11, 12, 13
   ids, sampling = (first, second, first, second, first), SamplingParams(temperature=2.0)
   allowed = (second, first, other)
@@ -225,7 +228,9 @@ def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_p
     Request(ids=ids, max_tokens=3, seed=seed, sampling=sampling, logit_bias=tuple((t, 30.0) for t in allowed))
     for seed in range(500)
   ]
-  texts = [done.ids for _, done in generate(steps, run.variables, requests, decode=lambda ids: '')]
+  completions = [done for _, done in generate(steps, run.variables, requests, decode=lambda ids: '')]
+  assert 0 < sum(done.num_accepted for done in completions) < sum(done.num_drafted for done in completions)
+  texts = [done.ids for done in completions]
 
   def probabilities(text):
     logits = np.asarray(run.logits(text), np.float64)[-1, list(allowed)] / 2
@@ -233,7 +238,7 @@ def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_p
     return weights / weights.sum()
 
   statistic, counted = 0.0, 0
-  for token in allowed:  # the first drawn; `second` is the one drafted
+  for token in allowed:  # the first drawn; n-grams draft `second`
     drawn = [text[1] for text in texts if text[0] == token]
     expected = len(drawn) * probabilities([*ids, token])
     counted += len(drawn)
