@@ -18,9 +18,11 @@ from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface._decoder import build_model
 from spmd_tasks.bridges.huggingface.exporting import export_folder
+from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import NextnLanguageModel
 from tests.bridges.huggingface.reference_models import assert_close, random_ids, random_model, tensors_of
+from tests.bridges.huggingface.test_against_transformers import mesh_of
 from tests.bridges.huggingface.test_folders import abstract_weights, decoder_of, random_weights
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
@@ -102,6 +104,28 @@ def test_logits_of_a_head_and_its_way_back_byte_for_byte(made, tmp_path):
   export_folder(tmp_path / 'new', model, weights)
   assert open_folder(tmp_path / 'new').decoder == folder.decoder
   assert tensors_of(tmp_path / 'new').keys() == before.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('made', ['deepseek_v3'], indirect=True)
+def test_texts_with_drafts_of_a_head_have_the_bits_of_those_without(made):
+  bias = tuple((token, 30.0) for token in (11, 12))
+  rows = random_ids()[:2, :9].tolist()
+  requests = [
+    Request(ids=tuple(row), max_tokens=20, logit_bias=bias, seed=7, sampling=SamplingParams(temperature=temperature))
+    for row, temperature in zip(rows, (0.0, 1.0), strict=True)
+  ]
+  settings, found = ['seq_len=32', 'task.decode.num_slots=3', 'task.decode.min_bucket=16'], {}
+  for case in ('num_nextn_predict_layers=0', 'task.decode.num_drafts=2'):
+    model = load(made[0], mesh=mesh_of((1, 1, 1)), overrides=[*settings, case])
+    steps = DecodeSteps(model.partitioned)
+    steps.step_rows = steps.step_rows[-1:]  # fewer programs
+    found[case] = dict(generate(steps, model.padded_variables, requests, decode=lambda ids: ''))
+  without, drafted = found.values()
+  for number, done in drafted.items():
+    assert (done.ids, done.logprobs) == (without[number].ids, without[number].logprobs)
+  assert all(0 < each.num_accepted < each.num_drafted for each in drafted.values())
+  assert not any(each.num_drafted for each in without.values())
 
 
 HEAD = 'model.layers.3.'
