@@ -10,6 +10,7 @@ Shapes: R rows of a rollout, B rows of a batch, T tokens of a row.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import shard_rows
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime import PartitionedModel, Task
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.tuning.conversations import tools_of
 from spmd_tasks.tuning.environments import Episode, Turns
@@ -177,14 +178,8 @@ class RolloutScorer:
 
   def __init__(self, settings: RolloutInput, model: PartitionedModel):
     """Compiles nothing yet."""
-    task = model.task
-
-    def score(variables: Any, batch: Any) -> Any:
-      predictions = task.predict(variables, batch)
-      with layer_scope(batch_invariant=settings.exact):
-        return answer_log_probs(predictions, batch, settings.temperature), predictions.get('values')
-
     self._settings = settings
+    score = functools.partial(_score, model.task, settings.exact, settings.temperature)
     self._step = model.batch_step('score_rollouts', settings.text_spec(), score)
 
   def score(self, variables: Any, rollout: Rollout) -> tuple[np.ndarray, np.ndarray | None]:
@@ -193,6 +188,12 @@ class RolloutScorer:
     made = [self._step(variables, place(self._step, rollout, rows)) for rows in batches]
     log_probs, values = ([np.asarray(each) for each in parts if each is not None] for parts in zip(*made, strict=True))
     return np.concatenate(log_probs), np.concatenate(values) if values else None
+
+
+def _score(task: Task, is_exact: bool, temperature: float, variables: Any, batch: Any) -> Any:
+  predictions = task.predict(variables, batch)
+  with layer_scope(batch_invariant=is_exact):
+    return answer_log_probs(predictions, batch, temperature), predictions.get('values')
 
 
 def place(step: CompiledStep, rollout: Rollout, rows: np.ndarray) -> dict[str, jax.Array]:

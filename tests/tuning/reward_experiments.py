@@ -2,28 +2,37 @@
 
 import json
 from pathlib import Path
-import time
 
 import fiddle as fdl
 
 from spmd_tasks.learning import AdamW
 from spmd_tasks.recipes import DenseLanguageModel, PipelinedLanguageModel
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.tuning import LowRankAdapter, RewardTuning, add_adapters
 from tests.runtime import moe_experiments, uneven_experiments
 from tests.tuning.preference_experiments import PAIRS
+
+
+def with_few_programs(task: fdl.Config, length: int) -> fdl.Config:
+  """The task of which a sampler reads any prompts by the same program."""
+  task.decode = fdl.Config(DecodeSettings, min_bucket=length, prefill_rows=4)
+  return task
 
 
 class OnRewards(RewardTuning):
   """Policy gradients with a reference, whose log-probabilities are 0 in made-up batches, so that the loss falls."""
 
   data = str(PAIRS)
-  reward = 'tests.tuning.reward_experiments:share_of_a'
+  reward = 'tests.tuning.rewards:share_of_a'
   group_size = 4
   batch_size = 16
   seq_len = 40
   max_tokens = 24
   kl_weight = 0.1
   learning_rate = 3e-3
+
+  def task(self):
+    return with_few_programs(super().task(), self.seq_len)
 
 
 class Policy(OnRewards, uneven_experiments.AdamW):
@@ -60,11 +69,6 @@ class ExpertsPolicy(OnRewards, moe_experiments.AlongData):
   method = 'gspo'
 
 
-def share_of_a(prompt, completion, record):
-  """How much of the text is the letter a."""
-  return completion.count('a') / max(len(completion), 1)
-
-
 class Job(RewardTuning, DenseLanguageModel):
   """A small job on mesh data 4 x mdl 2: eight prompts of four completions each."""
 
@@ -73,7 +77,7 @@ class Job(RewardTuning, DenseLanguageModel):
   num_layers = 2
   hidden_dims = 64
   data = 'HERE/prompts.jsonl'
-  reward = 'tests.tuning.reward_experiments:share_of_a'
+  reward = 'tests.tuning.rewards:share_of_a'
   group_size = 4
   batch_size = 32
   seq_len = 24
@@ -85,6 +89,9 @@ class Job(RewardTuning, DenseLanguageModel):
   def optimizer(self):
     return fdl.Config(AdamW, learning_rate=0.02)
 
+  def task(self):
+    return with_few_programs(super().task(), self.seq_len)
+
 
 def write_prompts(directory: Path) -> Path:
   path = directory / 'prompts.jsonl'
@@ -92,45 +99,3 @@ def write_prompts(directory: Path) -> Path:
     ''.join(json.dumps({'prompt': text}) + '\n' for text in ('abc', 'xyz', 'hello', '1', '2', 'a a', 'Q'))
   )
   return path
-
-
-class Echo:
-  """Answers texts that end at a vowel with their length, and ends after the third; 1 for each that has an a."""
-
-  stop = tuple('aeiou')
-
-  def reset(self, record):
-    self.num_turns = 0
-    return record['prompt']
-
-  def step(self, completion):
-    self.num_turns += 1
-    if completion == 'hang':
-      time.sleep(60)
-    return f'[{len(completion)}]', float('a' in completion), self.num_turns == 3
-
-
-class Remembering(Echo):
-  """Declares its state."""
-
-  def state(self):
-    return {'num_turns': self.num_turns}
-
-  def restore(self, state):
-    self.num_turns = state['num_turns']
-
-
-class Calculator:
-  """A conversation with a tool: the model writes `calc: 2+3` to have it computed, and else ends with its answer."""
-
-  tools = ({'type': 'function', 'function': {'name': 'calc', 'parameters': {}}},)
-
-  def reset(self, record):
-    self.record = record
-    return [{'role': 'user', 'content': record['prompt']}]
-
-  def step(self, completion):
-    kind, _, terms = completion.partition(': ')
-    if kind == 'calc':
-      return [{'role': 'tool', 'content': str(sum(map(int, terms.split('+'))))}], 0.0, False
-    return None, float(completion == self.record['answer']), True

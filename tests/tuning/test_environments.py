@@ -9,11 +9,12 @@ from spmd_tasks import exit_codes
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
 from spmd_tasks.tuning.environments import Episode, Turns
 from spmd_tasks.tuning.reward_functions import RewardWorkers, _play
-from tests.tuning.reward_experiments import Calculator, Echo, write_prompts
+from tests.tuning.reward_experiments import write_prompts
+from tests.tuning.rewards import Calculator, Echo
 from tests.tuning.test_rewards import numbers, train
 from tests.tuning.test_rollout_faults import Sampler
 
-NAME = 'tests.tuning.reward_experiments'
+NAME = 'tests.tuning.rewards'
 TEMPLATE = ChatTemplate(
   template='{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|\n{% endfor %}'
   '{% if add_generation_prompt %}<assistant>{% endif %}',
