@@ -611,7 +611,7 @@ class DecodeSteps:
   def _layer_scope(self):
     task = self._model.task
     facts = {name: getattr(task, name, False) for name in ('batch_invariant', 'records_routing')}
-    facts |= {'quantization': getattr(task, 'quantized', None)}
+    facts |= {'quantization': getattr(task, 'quantization', None)}
     return layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype, **facts)
 
   def _scope(self):

@@ -27,6 +27,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
   from spmd_tasks.layers.nextn import NextnHead, NextnLanguageModel
   from spmd_tasks.layers.norm import RmsNorm
+  from spmd_tasks.layers.quantized_products import QuantizedProduct
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
   from spmd_tasks.layers.transformer import Aux, TransformerBlock, TransformerStack, remat_policy
 
@@ -47,6 +48,7 @@ __all__ = [
   'LossOutput',
   'NextnHead',
   'NextnLanguageModel',
+  'QuantizedProduct',
   'RmsNorm',
   'RunsModel',
   'ScoreEmbedding',

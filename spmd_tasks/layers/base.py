@@ -209,7 +209,7 @@ class LayerScope:
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
     records_routing: in generation, whether the cache also keeps which experts computed each token.
     batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
-    quantization: which Linears multiply in int8 or fp8, a Quantization of quantized_products.py; None: none.
+    quantization: which Linears multiply in int8 or fp8, see quantized_products.py; None: none.
     path: of the module whose weights a pipeline's stage was given, below which its layers lie.
   """
 
@@ -259,6 +259,7 @@ def by_row(function: Callable[..., Any], *rows: jax.Array, num_dims: int, shared
 
 CACHE = 'cache'  # the collection of what earlier calls of a text's layers left
 LAYER_KERNELS = 'layer_kernels'  # the collection of kernels that are in tuples, not stacked: decoding/weight_storage.py
+LINEAR_TAG = 'linear'  # of kernels of Linears
 REPLAYED = 'replayed'  # the collection of earlier choices of experts, which routers take in place of new ones
 NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)
 

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import LAYER_KERNELS, FanInNormal, by_row, current_layer_scope, declare_weight
+from spmd_tasks.layers.base import LAYER_KERNELS, LINEAR_TAG, FanInNormal, by_row, current_layer_scope, declare_weight
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import gather_for_tokens, gathered_axes
 from spmd_tasks.sharding.weights import Initializer
@@ -90,17 +90,20 @@ class Linear(nn.Module, kw_only=True):
     num_inputs, split_dims, num_token_dims = self.num_input_dims, self.split_dims, x.ndim - self.num_input_dims
     shape = x.shape[num_token_dims:] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
-    multiply = functools.partial(jnp.tensordot, axes=num_inputs)
+    multiply: Any = functools.partial(jnp.tensordot, axes=num_inputs)
     if quantization := current_layer_scope().quantization:
-      multiply = quantization.product_of(self, multiply, num_inputs)
+      from spmd_tasks.layers.quantized_products import product_of
+
+      multiply = product_of(quantization, self, num_inputs, multiply)
     product = lambda x, kernel: by_row(multiply, x, num_dims=num_token_dims, shared=(kernel,))
     kernels: Any = self.get_variable(LAYER_KERNELS, 'kernel')
     if kernels is not None:
       branches = [lambda x, kernel=kernel: product(x, kernel.astype(self.dtype)) for kernel in kernels]
       y = jax.lax.switch(current_layer_scope().layers[0], branches, x.astype(self.dtype))
       return self._with_bias(y, output_dims)
+    tags = (LINEAR_TAG,)
     kernel = declare_weight(
-      self, 'kernel', shape=shape, init=kernel_init, split_dims=split_dims, num_input_dims=num_inputs
+      self, 'kernel', shape=shape, init=kernel_init, split_dims=split_dims, tags=tags, num_input_dims=num_inputs
     )
     token_split_dims = None
     if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.base import LINEAR_TAG, current_layer_scope
 from spmd_tasks.sharding.quantized import numbers_spec
 from spmd_tasks.sharding.weight_names import matching_names
 from spmd_tasks.sharding.weights import is_quantized
@@ -84,54 +84,52 @@ RECIPES: Mapping[str, QuantizedProduct] = {
 }
 
 
-class Quantization:
-  """What a task says of its products, and which kernels of Linears its model had when it was traced."""
+Setting = str | QuantizedProduct | Mapping[str, str | QuantizedProduct | None]  # of `Task.quantization`
 
-  def __init__(self, setting: str | Mapping[str, str | QuantizedProduct | None]):
-    self.is_all = isinstance(setting, str)
-    rules = setting if isinstance(setting, Mapping) else {'': setting}
-    self.rules = {pattern: _product_named(given) for pattern, given in rules.items()}
-    self._kernels: set[str] = set()
 
-  def product_of(
-    self, layer: nn.Module, multiply: Callable[..., jax.Array], num_inputs: int
-  ) -> Callable[..., jax.Array]:
-    """Returns the product (x [T..., I...], kernel [I..., O...]) -> [T..., O...] of a Linear, by default `multiply`."""
-    scope = current_layer_scope()
-    name = '/'.join((*scope.path, *layer.path, 'kernel'))
-    self._kernels.add(name)
-    how = next((how for pattern, how in self.rules.items() if re.search(pattern, name)), None)
-    if how is None or scope.plain_products:
-      return multiply
-    if how.scale == 'tensor' and scope.batch_invariant:
+def rules_of(setting: Setting) -> dict[str, QuantizedProduct | None]:
+  """Returns the products by pattern, in their order. Raises a UserError: there is no recipe of that name."""
+  rules: dict[str, QuantizedProduct | None] = {}
+  for pattern, given in (setting if isinstance(setting, Mapping) else {'': setting}).items():
+    if given is not None and not isinstance(given, QuantizedProduct) and given not in RECIPES:
       raise UserError(
-        f"{name} has one scale for all tokens, so that a token's bits depend on the others: with exact=True, quantize "
-        "it by channels (scale='channel')."
+        f'task.quantization has {given!r}: it must be one of {", ".join(RECIPES)}, a QuantizedProduct, or a dict of '
+        'these, or of None, by patterns of names.'
       )
-    return functools.partial(quantized_product, how, num_inputs)
-
-  def check(self, weight_specs: Any) -> None:
-    """Raises a UserError if a pattern names no kernel of a Linear, or experts. The specs are of the model's weights."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(weight_specs, is_leaf=is_quantized)
-    specs = {jax.tree_util.keystr(path, simple=True, separator='/'): spec for path, spec in leaves}
-    kernels = [name for name in specs if name in self._kernels]
-    of_experts = [name for name, spec in specs.items() if 'expert' in numbers_spec(spec).tags]
-    for pattern, how in self.rules.items():
-      found = matching_names((pattern,), [*kernels, *of_experts], setting='task.quantization')
-      if how is not None and not self.is_all and {*found}.intersection(of_experts):
-        raise UserError(
-          f'task.quantization has {pattern!r}, which is in {found[-1]}: grouped products of experts are not quantized; '
-          'give patterns of other layers, such as "attention/".'
-        )
+    rules[pattern] = RECIPES[given] if isinstance(given, str) else given
+  return rules
 
 
-def _product_named(given: Any) -> QuantizedProduct | None:
-  if given is not None and not isinstance(given, QuantizedProduct) and given not in RECIPES:
+def product_of(
+  setting: Setting, layer: nn.Module, num_inputs: int, multiply: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+  """Returns the product (x [T..., I...], kernel [I..., O...]) -> [T..., O...] of a Linear, by default `multiply`."""
+  scope = current_layer_scope()
+  name = '/'.join((*scope.path, *layer.path, 'kernel'))
+  how = next((how for pattern, how in rules_of(setting).items() if re.search(pattern, name)), None)
+  if how is None or scope.plain_products:
+    return multiply
+  if how.scale == 'tensor' and scope.batch_invariant:
     raise UserError(
-      f'task.quantization has {given!r}: it must be one of {", ".join(RECIPES)}, a QuantizedProduct, or a dict of '
-      'these, or of None, by patterns of names.'
+      f"{name} has one scale for all tokens, so that a token's bits depend on the others: with exact=True, quantize it "
+      "by channels (scale='channel')."
     )
-  return RECIPES[given] if isinstance(given, str) else given
+  return functools.partial(quantized_product, how, num_inputs)
+
+
+def check_patterns(setting: Setting, weight_specs: Any) -> None:
+  """Raises a UserError if a pattern names no kernel of a Linear, or names experts. The specs are of all weights."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(weight_specs, is_leaf=is_quantized)
+  tags = {jax.tree_util.keystr(path, simple=True, separator='/'): numbers_spec(spec).tags for path, spec in leaves}
+  known = [name for name in tags if {LINEAR_TAG, 'expert'}.intersection(tags[name])]
+  for pattern, how in rules_of(setting).items():
+    found = matching_names((pattern,), known, setting='task.quantization')
+    experts = [name for name in found if 'expert' in tags[name]]
+    if experts and how is not None and isinstance(setting, Mapping):
+      raise UserError(
+        f'task.quantization has {pattern!r}, which is in {experts[0]}: grouped products of experts are not quantized; '
+        'give patterns of other layers, such as "attention/".'
+      )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

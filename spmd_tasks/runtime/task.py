@@ -7,7 +7,6 @@ The steps are plain mathematics on whole arrays of true shapes. There is no mesh
 from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
-import functools
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -70,8 +69,7 @@ class Task:
       gradient and no optimizer state. None: all are trained.
     frozen_dtype: in which frozen kernels are held: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (sharding/quantized.py);
       None: float32.
-    quantization: which products are in int8 or fp8: a name of RECIPES, or names and QuantizedProducts by patterns of
-      kernels' names (layers/quantized_products.py); None: none.
+    quantization: which Linears multiply in int8 or fp8, and how: see layers/quantized_products.py; None: none.
 
   Raises (on construction):
     UserError: a part is of another kind; `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen
@@ -98,16 +96,6 @@ class Task:
     held = ('float32', 'bfloat16', *QUANTIZED_DTYPES)
     if self.frozen_dtype not in (None, *held):
       raise UserError(f'frozen_dtype={self.frozen_dtype!r} must be one of {held}.')
-    _ = self.quantized  # refuses what is none
-
-  @functools.cached_property
-  def quantized(self) -> Any:
-    """The Quantization of the setting; None without one."""
-    if self.quantization is None:
-      return None
-    from spmd_tasks.layers.quantized_products import Quantization
-
-    return Quantization(self.quantization)
 
   def _refuse_other_kinds(self) -> None:
     for name, wanted, fits in (
@@ -122,7 +110,7 @@ class Task:
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
-    with _naming(self.model, 'model', batch), layer_scope(quantization=self.quantized):
+    with _naming(self.model, 'model', batch):
       given, named = self.arguments(batch, train=False)
       return dict(self.model.init({'params': rng}, *given, **named))
 
@@ -137,8 +125,10 @@ class Task:
       weight_specs = mark_frozen(weight_specs, self.trained, self.frozen_dtype)
     if isinstance(self.loss, RunsModel):
       self.loss.check_weights(weight_specs)
-    if self.quantized is not None:
-      self.quantized.check(weight_specs)
+    if self.quantization is not None:
+      from spmd_tasks.layers.quantized_products import check_patterns
+
+      check_patterns(self.quantization, weight_specs)
     return weight_specs
 
   def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
@@ -147,7 +137,7 @@ class Task:
     return self._apply(variables | self.constants(variables, batch), *given, **named, **apply)
 
   def _apply(self, variables: Variables, *given: Any, **named: Any) -> Any:
-    with layer_scope(quantization=self.quantized):
+    with layer_scope(quantization=self.quantization):
       return self.model.apply(variables, *given, **named)
 
   def constants(self, variables: Variables, batch: Batch) -> Variables:

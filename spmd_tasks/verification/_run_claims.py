@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.quantized_products import Quantization
+from spmd_tasks.layers.quantized_products import rules_of
 from spmd_tasks.verification._agreement import Difference, compare, compare_step, distance, moved, nearest, spread
 from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, not_applicable
@@ -156,7 +156,7 @@ def quantization_cases(bench: Bench) -> Iterator[Case]:
     yield not_applicable('quantization', 'int8 and fp8', 'the experiment has no task.quantization')
     return
   setting = Setting(change=functools.partial(with_quantization, quantization))
-  used = [how for how in Quantization(quantization).rules.values() if how]
+  used = [how for how in rules_of(quantization).values() if how]
   rounding = max(_ROUNDINGS[dtype] for how in used for dtype in (how.dtype, how.gradient_dtype) if dtype)
   yield Case(
     claim='quantization',

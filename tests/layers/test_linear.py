@@ -48,7 +48,7 @@ def test_bias_takes_the_output_split_dims_and_is_not_decayed():
   layer = Linear(output_dims=(3, 2), use_bias=True, split_dims=['embed', 'heads', 'head_dim'])
   specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), np.zeros((1, 6), np.float32))['params'])
   assert specs['kernel'].split_dims == ('embed', 'heads', 'head_dim')
-  assert specs['kernel'].tags == ()
+  assert specs['kernel'].tags == ('linear',)
   assert specs['bias'].split_dims == ('heads', 'head_dim')
   assert specs['bias'].tags == ('no_decay',)
 

@@ -9,7 +9,7 @@ import pytest
 
 from spmd_tasks.layers import Linear
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.layers.quantized_products import RECIPES, Quantization, QuantizedProduct, quantized_product
+from spmd_tasks.layers.quantized_products import RECIPES, QuantizedProduct, quantized_product
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import current_sharding_scope, sharding_scope
 
@@ -92,7 +92,7 @@ def test_a_mesh_changes_no_bit(recipe, scatters):
   x, kernel, g = draw(rng, (8, 3, 20)), draw(rng, (20, 12)), draw(rng, (8, 3, 12), powers=1)
 
   def product(x, kernel, g):
-    with layer_scope(quantization=Quantization(recipe), scatters_gradients=scatters):
+    with layer_scope(quantization=recipe, scatters_gradients=scatters):
       y, backward = jax.vjp(lambda x, kernel: layer.apply({'params': {'kernel': kernel}}, x), x, kernel)
       return y, *backward(g)
 

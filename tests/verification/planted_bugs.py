@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
-from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, declare_weight
+from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, QuantizedProduct, declare_weight
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
-from spmd_tasks.layers.quantized_products import QuantizedProduct
 from spmd_tasks.recipes import PipelinedLanguageModel, SyntheticLanguageModel
 from spmd_tasks.sharding import constrain, split_dims_to_partition_spec
 from spmd_tasks.sharding.padding import pad, padded_shape
