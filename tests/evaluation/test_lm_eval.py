@@ -19,7 +19,8 @@ from tests.model_folders import write_llama
 from tests.serving.served import model_of, serving
 
 MAX_LENGTH = 62  # the harness's models of servers with 64 have as much
-SMALL = {'task.decode.num_slots': 4, 'task.decode.min_bucket': 32, 'task.decode.prefill_chunk': 32}
+SIZES = {'num_slots': 4, 'prefill_rows': 4, 'min_bucket': 32, 'prefill_chunk': 32}
+SMALL = {f'task.decode.{name}': size for name, size in SIZES.items()}
 TEMPLATE = (
   '{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}'
   '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'

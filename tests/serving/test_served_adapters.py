@@ -29,7 +29,7 @@ from tests.model_folders import write_llama
 from tests.serving.served import model_of, serving
 
 JOB = 'tests.tuning.low_rank_jobs.Small'
-SIZES = ('max_len=64', 'num_slots=4', 'prefill_chunk=16', 'min_bucket=16', 'num_top_logprobs=2')
+SIZES = ('max_len=64', 'num_slots=4', 'prefill_rows=2', 'prefill_chunk=16', 'min_bucket=16', 'num_top_logprobs=2')
 KINDS = {
   'all': {'modules': (*ATTENTION, *FEED_FORWARD, 'lm_head'), 'rank': 4, 'alpha': 6.0, 'seed': 1},
   'rslora': {'modules': ATTENTION[::2], 'rank': 2, 'alpha': 3.0, 'seed': 2, 'use_rslora': True},

@@ -15,7 +15,8 @@ from tests.serving.served import client_of_binary
 from tests.serving.test_serve_binary import SHAPE
 
 pytestmark = pytest.mark.slow
-DECODE = ('task.decode.max_len=64', 'task.decode.num_slots=2', 'task.decode.temperature=0')
+SIZES = ('max_len=64', 'min_bucket=64', 'num_slots=1', 'temperature=0')  # few programs
+DECODE = tuple(f'task.decode.{size}' for size in SIZES)
 
 
 def a_job(url: str, tmp_path) -> tuple[object, ...]:
