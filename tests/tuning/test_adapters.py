@@ -33,7 +33,7 @@ def drawn(module, *inputs, seed=1):
 
 def apply(module, weights, *inputs, **settings):
   with jax.default_matmul_precision('highest'):
-    return np.asarray(module.apply({'params': weights}, *inputs, **settings))
+    return np.asarray(jax.jit(functools.partial(module.apply, **settings))({'params': weights}, *inputs))
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -124,8 +124,8 @@ def test_experts_drop_inputs_and_have_lengths_as_float64_says(use_dora):
   magnitude = np.asarray(weights['up_lora_magnitude'])[:, None] if use_dora else lengths
   with jax.default_matmul_precision('highest'):
     np.testing.assert_allclose(up(weights), adapted * magnitude / lengths, rtol=1e-5, atol=1e-5)
-    found = jax.grad(lambda weights: jax.numpy.sum(up(weights) * seen))(weights)
-    dropped = np.asarray(up(weights, rngs={'dropout': jax.random.key(3)}))
+    found = jax.jit(jax.grad(lambda weights: jax.numpy.sum(up(weights) * seen)))(weights)
+    dropped = np.asarray(jax.jit(functools.partial(up, rngs={'dropout': jax.random.key(3)}))(weights))
   through = seen * magnitude / lengths
   near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
   near(found['up_lora_a'], 3 * through @ b.swapaxes(1, 2))

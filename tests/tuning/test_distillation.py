@@ -56,7 +56,7 @@ def test_the_answers_are_those_of_the_teacher_on_any_mesh(folders):
   for name, each in model.input_layout.padded.items():
     assert (answer[name].shape, answer[name].sharding) == (each.shape, each.sharding)
   student = partition_job(job_of(folders), job.experiment.mesh_spec().build_abstract())
-  logits = student.task.predict(variables_from_folder(model, str(folders[0])), batch)['logits']
+  logits = jax.jit(student.task.predict)(variables_from_folder(model, str(folders[0])), batch)['logits']
   expected = np.asarray(jax.nn.log_softmax(2 * logits / 2.0))
   np.testing.assert_allclose(answer['teacher_log_probs'][:6], -np.sort(-expected)[..., :3], atol=1e-5)
   ids = np.asarray(answer['teacher_ids'])[:6]

@@ -50,9 +50,10 @@ def test_scores_are_those_of_each_text_alone(folder):
   ours = opened.build_model()
   weights = opened.lazy_weights(ours, abstract_weights(ours))
   tree = traverse_util.unflatten_dict({name: np.asarray(each) for name, each in weights.items()}, sep='/')
+  forward = jax.jit(ours.apply)
   for value, (prompt, completion, _) in zip(found[:4], calls, strict=False):
-    ids = np.array([[*tokenizer.encode_prompt(prompt + completion), tokenizer.eos_id]])
-    expected = ours.apply({'params': tree}, {'ids': ids})['logits'][0, -1, 0]
+    ids = [*tokenizer.encode_prompt(prompt + completion), tokenizer.eos_id]
+    expected = forward({'params': tree}, {'ids': np.pad(ids, (0, 32 - len(ids)))[None]})['logits'][0, len(ids) - 1, 0]
     np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
   assert np.ptp(found[:4]) > 0.1
   assert np.isnan(found[4])  # longer than a row
