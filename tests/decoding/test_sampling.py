@@ -47,7 +47,7 @@ def _keys(num_rows, position=0):
 
 
 def test_what_stays():
-  kept = keep_likeliest(np.tile(LOGITS, (len(CUTS), 1)), _sampling([settings for settings, _ in CUTS]))
+  kept = jax.jit(keep_likeliest)(np.tile(LOGITS, (len(CUTS), 1)), _sampling([settings for settings, _ in CUTS]))
   for (settings, expected), row in zip(CUTS, np.asarray(kept), strict=True):
     assert set(np.flatnonzero(np.isfinite(row))) == expected, settings
     np.testing.assert_array_equal(row[np.isfinite(row)], LOGITS[np.isfinite(row)])
@@ -86,12 +86,13 @@ def test_a_row_has_the_same_token_whatever_the_others_need(rng):
   biases = ((), (), (), ((7, 100.0),))
   params = [SamplingParams(**row) for row in rows]
   arrays = SamplingArrays.from_params(params, 4, biases)
-  together = np.asarray(sample(logits, keys, arrays, np.ones(4, bool)))
+  draw = jax.jit(sample)
+  together = np.asarray(draw(logits, keys, arrays, np.ones(4, bool)))
   for n in (1, 2, 3):
-    fewer = sample(logits[:n], keys[:n], SamplingArrays.from_params(params[:n], n, biases[:n]), np.ones(n, bool))
+    fewer = draw(logits[:n], keys[:n], SamplingArrays.from_params(params[:n], n, biases[:n]), np.ones(n, bool))
     np.testing.assert_array_equal(fewer, together[:n])
     active = np.arange(4) < n  # nobody reads what an inactive row gives
-    np.testing.assert_array_equal(sample(logits, keys, arrays, active)[:n], together[:n])
+    np.testing.assert_array_equal(draw(logits, keys, arrays, active)[:n], together[:n])
   assert together[0] == logits[0].argmax()
   assert together[3] == 7
 
