@@ -26,7 +26,7 @@ from etils import epath
 
 from spmd_tasks.store_files import read_growing
 from tests import xla_settings
-from tests.binary import run_binary
+from tests.binary import run_binary, start_process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0  # from a kill to the next step
@@ -43,7 +43,7 @@ class Hosts:
     self.experiment = f'tests.operations.supervised_experiments.{experiment}'
     own = f'--mode train --num_fake_devices 1 --supervisor_address 127.0.0.1 --supervise {hosts}'.split()
     named = ['--exp', self.experiment, '--job_log_dir', str(self.job)]
-    self._command = [sys.executable, '-m', 'spmd_tasks.main', *named, *own, *flags]
+    self._command = ['-m', 'spmd_tasks.main', *named, *own, *flags]
     self.supervisors: list[subprocess.Popen] = []
 
   def __enter__(self) -> 'Hosts':
@@ -60,7 +60,8 @@ class Hosts:
     own = {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu', 'SLURM_PROCID': str(host if rank is None else rank)}
     env = {**os.environ, **own}
     with (self.directory / f'host{host}.log').open('wb') as log:
-      self.supervisors.append(subprocess.Popen(self._command, env=env, stdout=log, stderr=log, start_new_session=True))
+      started = start_process(self._command, env=env, stdout=log, stderr=log, start_new_session=True)
+    self.supervisors.append(started)
     return host
 
   def training_process(self, host: int) -> int | None:
