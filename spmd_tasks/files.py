@@ -39,7 +39,8 @@ def absolute_path(path: epath.PathLike) -> epath.Path:
 
     check_store(path)
     return epath.Path(os.fspath(path).rstrip('/'))
-  return epath.Path(path).expanduser().absolute()
+  with storage_errors('the current directory'):
+    return epath.Path(path).expanduser().absolute()
 
 
 def make_directory(path: epath.Path) -> None:

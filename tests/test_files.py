@@ -106,3 +106,11 @@ def test_a_url_of_another_kind_is_refused_and_a_colon_is_not(url):
   with pytest.raises(UserError, match='is a URL of a kind that is not known: gs:// and s3:// are'):
     files.absolute_path(url)
   assert files.absolute_path('a:b/c').name == 'c'
+
+
+def test_a_current_directory_that_is_gone_is_one_sentence(tmp_path, monkeypatch):
+  (tmp_path / 'gone').mkdir()
+  monkeypatch.chdir(tmp_path / 'gone')
+  (tmp_path / 'gone').rmdir()
+  with pytest.raises(files.StorageError, match='the current directory cannot be used'):
+    files.absolute_path('runs/x')

@@ -20,6 +20,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.wings import require
 
 MISSING: Any = object()
+_MAX_FILES = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,12 @@ def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Seque
 
 def _read_file(name: str, setup: Setup, search: Sequence[str], included_by: str) -> None:
   path = next((path for path in _places(name, search) if path.is_file()), None)
-  text = (shipped_file(name) or flaxformer_file(name)) if path is None else path.read_text()
+  if len(setup.files) > _MAX_FILES:
+    raise UserError(f'more than {_MAX_FILES} gin files are included: {included_by} includes itself.')
+  try:
+    text = (shipped_file(name) or flaxformer_file(name)) if path is None else path.read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f'the gin file {path} cannot be read: {error}.') from error
   if text is None:
     by = f', which {included_by} includes,' if included_by else ''
     raise UserError(
@@ -225,7 +231,7 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
         else:
           key = (statement.scope, _full_name(statement.selector, setup), statement.arg_name)
           setup.bindings[key] = statement.value
-  except (SyntaxError, tokenize.TokenError) as error:
+  except (SyntaxError, tokenize.TokenError, RecursionError) as error:  # the last: nested too deeply
     line = f' line {number}' if (number := getattr(error, 'lineno', None)) else ''
     message = ' '.join(str(error.args[0]).split())
     raise UserError(f'{name}{line} is not in the syntax of gin: {message}.') from error

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import dataclasses
 import json
+import os
 from pathlib import Path
 import runpy
 
@@ -386,6 +387,15 @@ def test_such_a_setup_does_not_start(capsys):
 def test_a_wrong_setup_is_answered_in_a_sentence(argv, words):
   with pytest.raises(ValueError, match=words):
     expand(flags_of('--mode', 'train', *argv))
+
+
+def test_a_file_that_is_no_gin_is_answered_in_a_sentence(tmp_path):
+  path = tmp_path / 'x.gin'
+  itself = os.fsencode(f"include '{path}'")
+  for text, words in ((b'\xff', 'cannot be read'), (b'A = ' + b'[' * 5000, 'syntax'), (itself, 'includes itself')):
+    path.write_bytes(text)
+    with pytest.raises(UserError, match=words):
+      read_setup([str(path)])
 
 
 @pytest.mark.slow
