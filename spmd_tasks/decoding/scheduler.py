@@ -22,7 +22,7 @@ Shapes: N slots, C tokens of a whole chunk.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
 
@@ -54,16 +54,24 @@ class Scheduler:
     num_blocks: of the KV cache.
   """
 
-  def __init__(self, engine: Engine, *, prefill_budget: int | None = None):
+  def __init__(
+    self,
+    engine: Engine,
+    *,
+    prefill_budget: int | None = None,
+    on_admit: Callable[[GeneratedSequence], None] = lambda sequence: None,
+  ):
     """Launches nothing yet.
 
     Args:
       engine: the caller warms it up before the first `advance`.
       prefill_budget: how many prompt tokens, padding included, may be read between two steps, which bounds the time
         between two tokens of a sequence; one prefill is always allowed. None: a whole chunk.
+      on_admit: called when a sequence gets a slot.
     """
     self._engine = engine
     self._prefill_budget = engine.prefill_chunk if prefill_budget is None else prefill_budget
+    self._on_admit = on_admit
     self._pool = BlockPool(engine)
     self._epoch = engine.cache_epoch
     self._slots_of_part = -(-engine.num_slots // engine.num_parts)
@@ -300,6 +308,7 @@ class Scheduler:
     self._texts[chunk.slot] = self._pool.open(part, self._beginning(sequence, part))
     sequence.num_reused = chunk.start
     self.num_reused_tokens += chunk.start
+    self._on_admit(sequence)
 
   def _may_draft(self, sequence: GeneratedSequence) -> bool:
     return sequence.may_draft(self._engine.num_drafts)

@@ -8,7 +8,8 @@ and `requests.py` check it and make a GenerationRequest; `service.py` queues its
 scheduler and the engine (package decoding); `responses.py` formats the answer.
 
 Read `server.py` first: it puts these parts together and ends them in order. `publisher.py` replaces the weights of a
-running server, `metrics.py` counts for Prometheus, and `multi_process.py` serves a model that needs several processes.
+running server, `metrics.py` counts for Prometheus, `tracing.py` records requests for OpenTelemetry, and
+`multi_process.py` serves a model that needs several processes.
 Two kinds of threads matter: the event loop's thread runs everything but the engine, which one thread of its own calls.
 """
 

@@ -39,6 +39,7 @@ from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ClientKey, ServerSettings
+from spmd_tasks.serving.tracing import open_tracer
 from spmd_tasks.sigterm import leave_on_sigterm
 from spmd_tasks.tuning.text_scorer import TextScorer, text_reading
 
@@ -106,6 +107,7 @@ def serve(
     # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.
     leave_on_sigterm()
   announce: Callable[[str], None] = functools.partial(print, flush=True) if is_primary() else lambda line: None
+  tracer = open_tracer() if is_primary() else None
   # Listen before the weights are loaded, so that a wrong address shows at once.
   with _listen_on_primary(settings, limit_s) as sock:
     model = partition_job(job)
@@ -159,7 +161,7 @@ def serve(
       assert reading is not None
       engine = TextScoring(TextScorer(model, reading, max_len=served.max_len), weights)
     del weights  # the engine holds them, and may free them
-    run = functools.partial(run_server, model=served, settings=settings, announce=announce)
+    run = functools.partial(run_server, model=served, settings=settings, announce=announce, tracer=tracer)
     if jax.process_count() == 1:
       assert sock is not None
       return run(engine, sock=sock, restore=restore)

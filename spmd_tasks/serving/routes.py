@@ -163,7 +163,7 @@ class _Routes:
 
     is_quick = read not in (chat_request, responses_request) and len(data) <= _QUICK_BYTES and _FORM_FIELD not in data
     wanted = parse() if is_quick else await asyncio.to_thread(parse)
-    answer = service.begin(wanted, request.scope.get('client_key'))
+    answer = service.begin(wanted, request, request.scope.get('client_key'))
     if isinstance(wanted, ScoreRequest):
       return await whole_answer(service, answer, wanted, request.receive)
     bodies: ResponseBodies | ResponsesBodies = ResponseBodies(service.model, wanted)

@@ -37,6 +37,7 @@ from spmd_tasks.serving.routes import make_app
 from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving.tracing import RequestTracer
 
 _BACKLOG = 128  # connections that may wait to be accepted: all at once, before one of them is refused
 _SEND_BUFFER = 1 << 18  # bytes; by default a stream that nobody reads would block only after megabytes
@@ -90,6 +91,7 @@ def run_server(
   announce: Callable[[str], None] = print,
   stop: threading.Event | None = None,
   leave: Callable[[int], NoReturn] = os._exit,
+  tracer: RequestTracer | None = None,
 ) -> int:
   """Serves until SIGTERM, Ctrl-C or `stop`; returns an exit code.
 
@@ -103,14 +105,17 @@ def run_server(
     stop: an event that acts as SIGTERM, for callers that get no signals (other threads, other processes).
     leave: ends the process with an exit code; called if a thread is in native code, in a step or reading a checkpoint,
       because an orderly end of Python would crash or wait for that thread.
+    tracer: records requests; it is closed at the end.
 
   Raises:
     whatever ended the engine.
   """
   with CompilationCounter() as compilations:
-    server = _Server(engine, model, settings, restore, restore_pauses, announce, compilations)
+    server = _Server(engine, model, settings, restore, restore_pauses, announce, compilations, tracer)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
       code = runner.run(server.run(sock, stop))
+  if tracer is not None:
+    tracer.close()
   if server.thread.is_alive or server.publisher.is_reading:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -138,6 +143,7 @@ class _Server:
     restore_pauses: bool,
     announce: Callable[[str], None],
     compilations: CompilationCounter,
+    tracer: RequestTracer | None,
   ):
     self._settings = settings
     self._model = model
@@ -147,13 +153,16 @@ class _Server:
     self._signals: list[int] = []
     self._undispatched = threading.Semaphore(_MAX_UNDISPATCHED)
     self.thread = EngineThread(
-      engine if isinstance(engine, TextScoring) else Scheduler(engine),
+      engine
+      if isinstance(engine, TextScoring)
+      else Scheduler(engine, on_admit=lambda sequence: sequence.owner.note_admission()),
       warm_up=engine.warm_up,
       post=self._post,
       max_queued=settings.max_queued,
       on_change=self._on_change,
     )
-    self._service = Service(model, settings, self.thread, engine.num_slots, lambda: compilations.num_programs)
+    num_compilations = lambda: compilations.num_programs
+    self._service = Service(model, settings, self.thread, engine.num_slots, num_compilations, tracer)
     self.publisher = Publisher(self._service, engine, restore, pauses=restore_pauses)
 
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:

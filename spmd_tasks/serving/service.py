@@ -1,6 +1,6 @@
 """Service: the state that the routes share: the served model, access to the engine, and the metrics.
 
-    answer = service.begin(wanted)            # queues the sequences, or raises a RequestError
+    answer = service.begin(wanted, request)   # queues the sequences, or raises a RequestError
     deltas = await answer.next()              # of each step that brought something
     service.end(answer)                       # frees the slots
 
@@ -15,6 +15,8 @@ import functools
 import time
 from typing import Any
 
+from starlette.requests import Request
+
 from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.errors import RequestError
@@ -22,6 +24,7 @@ from spmd_tasks.serving.metrics import ServerMetrics
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
 from spmd_tasks.serving.scoring import ScoreRequest
 from spmd_tasks.serving.settings import ClientKey, ServerSettings
+from spmd_tasks.serving.tracing import RequestTracer
 
 # (metric, attribute of the scheduler, text); a scheduler that lacks the attribute has no such metric.
 _OF_SCHEDULER = (
@@ -80,14 +83,23 @@ class Answer:
   Attributes:
     sequences: in the order of the choices.
     client: the name of the client's key; None where it has none of its own.
-    begun: when the request was queued, in seconds of the monotonic clock.
-    last_token: when the last text came, or None.
+    request: the HTTP request.
+    num_prompt_tokens: of all sequences.
+    begun: when the request was queued, in seconds of the monotonic clock, as are the next.
+    admitted: when the first of the sequences got a slot, or None; the engine's thread says it.
+    first_text, last_token: when the first and the last text came, or None.
   """
 
-  def __init__(self, wanted: GenerationRequest | ScoreRequest, model: ServedModel, client: str | None = None):
+  def __init__(
+    self, wanted: GenerationRequest | ScoreRequest, model: ServedModel, request: Request, client: str | None = None
+  ):
     self.sequences: list[Any] = wanted.sequences(model, self)
     self.client = client
+    self.request = request
+    self.num_prompt_tokens = wanted.num_prompt_tokens
     self.begun = time.monotonic()
+    self.admitted: float | None = None
+    self.first_text: float | None = None
     self.last_token: float | None = None
     self._deltas: list[Delta] = []
     self._has_news = asyncio.Event()
@@ -95,6 +107,11 @@ class Answer:
   @property
   def is_finished(self) -> bool:
     return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+  def note_admission(self) -> None:
+    """Called when one of the sequences gets a slot, by the engine's thread."""
+    if self.admitted is None:
+      self.admitted = time.monotonic()
 
   def add(self, delta: Delta) -> None:
     """Adds a delta for the handler."""
@@ -128,6 +145,7 @@ class Service:
     thread: EngineThread,
     num_slots: int,
     num_compilations: Callable[[], int] = lambda: 0,
+    tracer: RequestTracer | None = None,
   ):
     """Counts `num_compilations` of this process, and says that the engine has `num_slots`."""
     self.model = model
@@ -136,6 +154,7 @@ class Service:
     self.metrics = ServerMetrics(self._metrics_to_read())
     self.is_draining = False
     self.is_published = True
+    self._tracer = tracer
     self._num_slots = num_slots
     self._num_compilations = num_compilations
     self._num_expected = 0
@@ -168,11 +187,11 @@ class Service:
     """Counts compilations from now on as late."""
     self._num_expected = self._num_compilations()
 
-  def begin(self, wanted: GenerationRequest | ScoreRequest, key: ClientKey | None = None) -> Answer:
+  def begin(self, wanted: GenerationRequest | ScoreRequest, request: Request, key: ClientKey | None = None) -> Answer:
     """Queues the sequences of a request, or raises a RequestError; `key` is that of a client who has one."""
     if not self.is_ready:
       raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
-    answer = Answer(wanted, self.model, None if key is None else key.name)
+    answer = Answer(wanted, self.model, request, None if key is None else key.name)
     if key is not None and isinstance(wanted, GenerationRequest) and (priority := wanted.requests[0].priority) < 0:
       raise RequestError(f'priority must be at least 0 with the key of a client, not {priority}.', param='priority')
     if key is not None:
@@ -201,6 +220,8 @@ class Service:
       self.thread.cancel(answer.sequences)
     self._end_usage(answer, sum(sequence.num_tokens for sequence in answer.sequences))
     self.metrics.request_s.observe(time.monotonic() - answer.begun)
+    if self._tracer is not None:
+      self._tracer.record(answer, self.model.names[answer.sequences[0].request.adapter])
 
   def dispatch(self, deltas: list[Delta]) -> None:
     """Gives one step's deltas to the handlers that wait for them."""
@@ -216,6 +237,7 @@ class Service:
       if delta.text and id(answer) not in seen:
         seen.add(id(answer))
         if answer.last_token is None:
+          answer.first_text = now
           self.metrics.first_token_s.observe(now - answer.begun)
         else:
           self.metrics.between_tokens_s.observe(now - answer.last_token)

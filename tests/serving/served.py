@@ -19,6 +19,7 @@ from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server, url_of
 from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving.tracing import RequestTracer
 from tests import binary
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
@@ -74,6 +75,7 @@ def serving(
   tokenizer=TOKENIZER,
   adapters: tuple[str, ...] = (),
   model: ServedModel | None = None,
+  tracer: RequestTracer | None = None,
   **settings,
 ) -> Iterator[Served]:
   engine = engine or FakeEngine(max_len=max_len)
@@ -86,7 +88,8 @@ def serving(
 
   def run():
     try:
-      codes.append(run_server(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop, leave=leave))
+      given = {'restore': restore, 'announce': lines.put, 'stop': stop, 'leave': leave, 'tracer': tracer}
+      codes.append(run_server(engine, model, limits, sock, **given))
     except Exception as error:
       codes.append(error)
 
