@@ -57,7 +57,7 @@ def main() -> None:
   args = parser.parse_args()
   num_rounds, num_batches, num_steps = (2, 20, 2) if args.quick else (args.num_rounds, 300, 10)
   use_fake_devices(8)
-  job = resolve('lm.StdlibTiny').build()
+  job = resolve('lm.StdlibTiny', ['num_layers=1', 'batch_size=8'] if args.quick else []).build()
   batch_tokens = job.train_input.batch_size * job.train_input.seq_len
   training, iterator = Training(job), job.train_input.make_iterator()
   training.run(2)

@@ -237,6 +237,7 @@ _FIRST_STEP = """
 import sys
 from spmd_tasks import main
 flags = '--exp lm.StdlibTiny --mode train --job_log_dir job --num_fake_devices 8 --num_train_steps 2'
+flags += ' --set num_layers=1 --set batch_size=8 --set seq_len=32'
 code = main.run(flags.split())
 ours = [module for name, module in sys.modules.items() if name.split('.')[0] == 'spmd_tasks' and module.__file__]
 lines = sum(len(open(module.__file__).readlines()) for module in ours)

@@ -16,6 +16,7 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.sharding import MeshSpec
 from tests import binary
 from tests.model_folders import write_llama
+from tests.shared_models import shared_models
 
 # Experiments whose weights are padded on their own mesh, made smaller.
 JOBS = {
@@ -71,10 +72,11 @@ def test_texts_are_those_of_decode_once(saved, tmp_path):
   assert binary.run_in_process('--mode', 'decode_once', '--job_log_dir', directory, *flags) == exit_codes.OK
   lines = (tmp_path / 'output.jsonl').read_text().splitlines()
   expected = [json.loads(line)['outputs'][0]['text'] for line in lines]
-  lm = load(directory)
   texts = [prompt['prompt'] for prompt in PROMPTS]
-  assert lm.generate(texts, max_tokens=5, temperature=1.0, seed=3) == expected
-  assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=3) == expected[:1]
+  with shared_models():
+    lm = load(directory)
+    assert lm.generate(texts, max_tokens=5, temperature=1.0, seed=3) == expected
+    assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=3) == expected[:1]
 
 
 def test_a_draft_model_has_the_same_tokens(tmp_path):
