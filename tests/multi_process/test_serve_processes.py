@@ -96,6 +96,12 @@ def complete(client: httpx.Client, prompt, **wanted) -> str:
   return response.json()['choices'][0]['text']
 
 
+def complete_all(client: httpx.Client) -> list[str]:
+  """The texts for PROMPTS, asked for at once."""
+  with ThreadPoolExecutor(8) as pool:
+    return list(pool.map(lambda prompt: complete(client, prompt), PROMPTS))
+
+
 def long_stream(client: httpx.Client):
   body = {'model': MODEL, 'prompt': 'a', 'max_tokens': 60, 'ignore_eos': True, 'stream': True}
   return client.stream('POST', '/v1/completions', json=body)
@@ -134,7 +140,7 @@ def client(shared_server):
 def test_two_processes_serve_what_one_decodes_in_any_company(client, trained):
   with ThreadPoolExecutor(8) as pool:
     noise = [pool.submit(complete, client, 'xyz', temperature=1.0, seed=seed, n=2) for seed in range(4)]
-    texts = list(pool.map(lambda prompt: complete(client, prompt), PROMPTS))
+    texts = complete_all(client)
     assert len({each.result() for each in noise}) > 1
   assert texts == trained[1]
 
@@ -144,12 +150,12 @@ def published(shared_server, trained):
   """The texts for PROMPTS after the checkpoint of step 2 was published; afterwards the newest one is served again."""
   client = shared_server.running().client
   assert client.post('/admin/publish', json={'step': 99}).status_code == 409
-  assert [complete(client, prompt) for prompt in PROMPTS] == trained[1]
+  assert complete_all(client) == trained[1]
   with ThreadPoolExecutor(8) as pool:
     running = [pool.submit(complete, client, prompt) for prompt in PROMPTS]
     published = client.post('/admin/publish', json={'step': 2})
     assert published.json() == {'model': MODEL, 'step': 2}, published.text
-    texts = [complete(client, prompt) for prompt in PROMPTS]
+    texts = complete_all(client)
     assert all(each.result() in pair for each, *pair in zip(running, texts, trained[1], strict=True))
   assert client.post('/admin/unpublish', json={}).status_code == 200
   assert client.post('/admin/publish', json={}).json()['step'] == 4
@@ -158,7 +164,7 @@ def published(shared_server, trained):
 
 def test_unpublish_and_publish_the_newest(client, trained, published):
   assert published != trained[1]
-  assert [complete(client, prompt) for prompt in PROMPTS] == trained[1]
+  assert complete_all(client) == trained[1]
   assert 'spmd_tasks_late_compilations 0.0\n' in client.get('/metrics').text
 
 
