@@ -12,7 +12,7 @@ from spmd_tasks.tuning.preference_loss import answer_log_probs
 from tests.runtime.loss_curves import make_model, table
 from tests.tuning.reward_experiments import ExpertsPolicy, LowRankPolicy, Policy
 
-TEMPERATURE, NUM_SLOTS, LENGTH = 0.7, 16, 40
+TEMPERATURE, NUM_SLOTS, LENGTH = 0.7, 16, 24
 
 
 def requests(number, rng, vocab_size=40):
