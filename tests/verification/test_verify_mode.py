@@ -47,13 +47,8 @@ def test_every_claim_about_a_users_own_experiment(capsys):
   assert summary['not_applicable'] >= 1  # a plain model has no layers to pipeline
 
 
-# The claims 'checkpoint', 'mesh' and 'microbatches' are also verified of the user's own experiment above.
-EXHAUSTIVE = {'moe.UnevenExperts', 'synthetic.Tiny', 'pipeline.MoeTiny'}
-
-
-@pytest.mark.parametrize(
-  'name', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in EXHAUSTIVE)) for name in FEW]
-)
+@pytest.mark.exhaustive  # of the user's own experiment above, all claims but that of pipelines are verified
+@pytest.mark.parametrize('name', FEW)
 def test_claims_about_registered_experiments(capsys, name):
   assert_holds(*verify(capsys, name, '--claims', FEW[name]))
 
