@@ -142,10 +142,13 @@ def test_what_is_missing_is_one_sentence(gcs_emulator, s3_emulator, url, sentenc
     absolute_path(url)
 
 
-def test_a_right_that_is_missing_is_one_sentence(gcs_emulator, caplog):
-  gcs_emulator.fault = lambda request, number: 403
+@pytest.mark.parametrize(
+  'status, remedy', [(401, 'log in: gcloud auth application-default login'), (403, 'give this user the right to list')]
+)
+def test_a_login_or_a_right_that_is_missing_is_one_sentence(gcs_emulator, caplog, status, remedy):
+  gcs_emulator.fault = lambda request, number: status
   try:
-    with pytest.raises(UserError, match=r'gs://closed cannot be used: .*give this user the right to list'):
+    with pytest.raises(UserError, match=f'gs://closed cannot be used: .*{remedy}'):
       absolute_path('gs://closed/job')
   finally:
     gcs_emulator.fault = lambda request, number: None
