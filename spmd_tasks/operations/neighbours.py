@@ -133,6 +133,10 @@ class Neighbours:
     told = [status for status, _ in list(self._heard.values()) if status is not None and status.phase != 'left']
     return len({self.own.order, *(status.order for status in told)})
 
+  def have_met(self, ids: Iterable[str]) -> bool:
+    """Whether one of these supervisors has ever answered."""
+    return any(self._heard.get(id, (None, 0))[0] is not None for id in ids)
+
   def is_settled(self, ids: Iterable[str] | None = None) -> bool:
     """Whether each of these supervisors, or each registered one, has answered, or is dead."""
     told = [self._heard.get(id, (None, _MAX_FAILURES)) for id in (list(self._heard) if ids is None else ids)]

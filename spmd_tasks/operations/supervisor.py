@@ -39,6 +39,7 @@ from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_rou
 from spmd_tasks.wings import call
 
 _DEAD_LIMIT_S, _ENDED_LIMIT_S = 1.5, 25.0  # how long a process may go on without one that is dead, or has ended
+_ALONE_S = 15.0  # how long all hosts that trained have been dead before spares go on without them
 _KILL_LIMIT_S = 30.0  # for a killed process to end; one that waits for a driver does not
 _GATHER_LIMIT_S = 45.0  # for all processes of a round to end
 _STAYS_S = 15.0  # how long a spare has been there, and a round has made steps, before the round ends for it
@@ -155,6 +156,9 @@ class _Supervisor:
       survivors = [id for id in previous if id in alive]
       if not survivors and neighbours.have_finished():
         return -1
+      # Spares know that those who trained are dead, and not out of their reach, by the lock that these held.
+      are_left = not survivors and time.monotonic() - began > _ALONE_S and neighbours.have_met(previous)
+      are_left = are_left and not is_remote(self._directory) and not self._is_locked()
       passed, num_met = time.monotonic() - began, max(len(ready), neighbours.num_met())
       message = ''
       if len(ready) < len(alive):
@@ -163,9 +167,11 @@ class _Supervisor:
         began = time.monotonic()
       elif not survivors and passed > self._patience_s and self._is_locked():
         message = 'a process of a host that this one does not reach has the job.lock'
-      elif neighbours.is_settled() and (survivors or num_met >= self._limits[1] or passed > self._patience_s):
+      elif neighbours.is_settled() and (
+        survivors or are_left or num_met >= self._limits[1] or passed > self._patience_s
+      ):
         hosts = choose_hosts(ready, previous, self._sizes, self._limits)
-        if hosts and neighbours.own.id == min(survivors or ready):
+        if hosts and (are_left or neighbours.own.id == min(survivors or ready)):
           propose_round(self._directory, number, hosts, alive[hosts[0]].coordinator)
           continue
         if not hosts:

@@ -207,6 +207,23 @@ def test_a_host_that_died_before_the_first_round_is_not_waited_for(tmp_path):
   assert rounds.read_round(tmp_path, 1)['hosts'] == [neighbours.own.id]
 
 
+def test_spares_go_on_when_all_that_trained_are_dead(tmp_path, monkeypatch):
+  monkeypatch.setattr(supervisor, '_ALONE_S', 0.5)
+  directory = tmp_path / 'supervisors'
+  directory.mkdir()
+  neighbours = Neighbours(directory, '127.0.0.1')
+  rounds.propose_round(directory, 1, ['a', 'b'], 'a:1')
+  neighbours._heard['b'] = Status(id='b', host='b', order=(1, 'b'), round=1, phase='running'), 2
+  own = supervisor._Supervisor(directory, neighbours, (1, 4), 60.0, str(tmp_path))
+  with (tmp_path / 'job.lock').open('w') as lock:  # one that is out of reach trains
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    began = time.monotonic()
+    threading.Timer(1.5, fcntl.flock, [lock, fcntl.LOCK_UN]).start()
+    assert own._agree(1) == 2
+    assert 1.4 < time.monotonic() - began < 30
+  assert rounds.read_round(directory, 2)['hosts'] == [neighbours.own.id]
+
+
 def test_hosts_that_do_not_reach_those_that_train_wait_for_their_lock(tmp_path, capsys):
   directory, neighbours = tmp_path / 'supervisors', Neighbours(tmp_path / 'supervisors', '127.0.0.1')
   directory.mkdir()
