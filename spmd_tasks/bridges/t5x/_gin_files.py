@@ -89,6 +89,9 @@ moe_trainer.MoeTrainer.num_expert_partitions = %NUM_EXPERT_PARTITIONS
 
 def shipped_file(name: str) -> str | None:
   """Returns the text of a file of T5X by the name under which setups include it; None where it is not known."""
+  if name.startswith('t5x/contrib/gpu/t5/'):
+    text = shipped_file(name.replace('contrib/gpu', 'examples'))
+    return text and text.replace('from t5x.examples', 'from t5x.contrib.gpu')
   parts = name.removeprefix('t5x/').removesuffix('.gin').split('/')
   if parts[:4] == ['contrib', 'moe', 'configs', 'runs'] and len(parts) == 5:
     return _moe_run(parts[4])

@@ -28,7 +28,10 @@ _OTHER_RUNS = {
   '__main__.precompile': 'give the setup of the training to --mode plan, which compiles its step',
   't5x.export_lib.save': "no SavedModel is written; --mode export writes a folder of transformers or T5X's checkpoints",
 }
-_NETWORK = re.compile(r't5x\.examples\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)')
+# contrib/gpu has the network of examples.t5, where attention may be scaled.
+_NETWORK = re.compile(
+  r't5x\.(?:examples|contrib\.gpu)\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)'
+)
 _NORMALIZATION = {
   None: 'sum',
   'NUM_REAL_TARGET_TOKENS': 'tokens',
@@ -206,6 +209,8 @@ def _network(config: Node, example: str, is_decoder: bool, made: Translation) ->
     made.fields[ours] = config.get(theirs, default)
   made.fields['num_layers'] = config.get('num_layers' if is_decoder else 'num_decoder_layers', 6)
   made.fields['num_encoder_layers'] = 0 if is_decoder else config.get('num_encoder_layers', 6)
+  if config.get('scale_attn_logits', False):
+    made.lacks(f'{config}.scale_attn_logits = True', "T5's attention is not scaled")
   dtype = config.get('dtype', 'float32')
   made.fields['dtype'] = dtype.name if isinstance(dtype, Node) else str(dtype)
   made.fields |= _activation(config, made, 'mlp_activations')
@@ -408,6 +413,7 @@ def _training(root: Node, made: Translation) -> None:
   save, restore = checkpoints.part('save', None), checkpoints.part('restore', None)
   if save is not None:
     made.fields['checkpoint_every_steps'] = save.get('period', None)
+    _note_dtype(save, made)
     keep = save.get('keep', None)
     made.fields['checkpoint_max_to_keep'] = 1_000_000 if keep is None else keep
     _report_rest(save, made)
@@ -494,8 +500,14 @@ def _sizes_of(data: Mapping[str, Any]) -> dict[str, Any]:
   return sizes
 
 
+def _note_dtype(node: Node, made: Translation) -> None:
+  if (dtype := node.get('dtype', None)) not in (None, 'float32'):
+    made.notes.append(f'{node}.dtype = {dtype!r}: weights stay in float32')
+
+
 def _start(restore: Node, made: Translation) -> dict[str, Any]:
   """Returns where the weights are from."""
+  _note_dtype(restore, made)
   path, pairs = restore.get('path', None), list(restore.get('assignment_map', None, (list, tuple)) or ())
   for function in restore.get('state_transformation_fns', None, (list, tuple)) or ():
     if not isinstance(function, Node) or function.name != 'apply_assignment_map':

@@ -105,6 +105,7 @@ def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
     ('t5/byt5/small', {'vocab_size': 384, 'num_encoder_layers': 12, 'num_layers': 4}),
     ('scalable_t5/mt5/small', {'scanned': True, 'has_bias_per_layer': True, 'remat_policy': 'dots_no_batch'}),
     ('decoder_only/models/base', {'num_layers': 12, 'num_encoder_layers': 0, 'ties_embedding': True}),
+    ('contrib/gpu/t5/t5_1_1/small', {'model_dims': 512, 'is_gated': True, 'scanned': False}),
     ('flaxformer/t5_large', {'hidden_dims': 4096, 'is_gated': False, 'ties_embedding': True}),
     ('flaxformer/mt5_xl', {'vocab_size': 250112, 'hidden_dims': 5120, 'ties_embedding': False}),
     ('flaxformer/tokens_choose_large', {'num_experts': 64, 'mixture_every': 4, 'num_selected_experts': 2}),
@@ -119,7 +120,7 @@ def test_models_that_t5x_ships_are_known(name, fields):
   example, _, model = name.partition('/')
   kind = 't5' if 't5' in model else 'moe'
   path = f'flaxformer/t5x/configs/{kind}/models/{model}' if example == 'flaxformer' else f't5x/examples/{name}'
-  made = translated([f'{path}.gin', *RUN])
+  made = translated([f'{path}.gin'.replace('examples/contrib', 'contrib'), *RUN])
   assert not made.missing
   assert fields.items() <= made.fields.items()
   assert made.fields['dropout_rate'] == 0.1
@@ -333,6 +334,7 @@ def test_a_file_of_the_user_reads_macros_of_t5x(run, wanted, tmp_path):
     ('train_script.train.model = @my_lab.Model()', 'EncoderDecoderModel, DecoderOnlyModel, Moe'),
     ('OPTIMIZER = @optimizers.adamw()', 'only t5x.adafactor.Adafactor is translated'),
     ('network.T5Config.sparse_layers = 2', 'has no counterpart'),
+    ('network.T5Config.scale_attn_logits = True', 'is not scaled'),
     ("network.T5Config.mlp_activations = ('elu', 'linear')", "'elu' is none of"),
   ],
 )
@@ -345,6 +347,7 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
   'binding, words',
   [
     ('MIXTURE_OR_TASK_SPLIT = "test"', '%MIXTURE_OR_TASK_SPLIT: nothing that runs refers to it'),
+    ('utils.SaveCheckpointConfig.dtype = "bfloat16"', 'weights stay in float32'),
     ('my_lab.report.name = "x"', 'my_lab.report: nothing that runs refers to it'),
     ('train_script.train.run_eval_before_training = True', '--mode eval gives the metrics'),
     ("train_script.train.actions = {'TRAIN': [@trainer.TerminateOnNanAction()]}", 'a step whose loss is not finite'),

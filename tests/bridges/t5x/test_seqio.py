@@ -1,5 +1,6 @@
 """SeqIO tasks as inputs: the numbers of SeqIO's own feature converters under our names, and exact positions."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -96,6 +97,10 @@ def test_batches_are_those_of_seqio(seqio, architecture, packing, own):
     assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
       name: (each.shape, each.dtype) for name, each in settings.element_spec().items()
     }
+  if architecture == 'prefix_lm':
+    causal = dataclasses.replace(settings, prefix_is_causal=True)
+    names = settings.element_spec().keys() - {'prefix_mask'}
+    assert next(causal.make_iterator()).keys() == causal.element_spec().keys() == names
 
 
 def test_segments_of_rows_that_are_not_packed_end_with_the_tokens():
