@@ -108,7 +108,8 @@ def _open_zarr(root: epath.Path, name: str, spec: Mapping[str, Any] | None) -> L
     return _lazy(ts.open(given, open=True, read=True).result())
   if spec is None or not (root / name).is_dir():
     raise UserError(f'{root / name} has no .zarray, which says what the array is: copy the checkpoint again, with it.')
-  dtype = np.dtype(spec['dtype']).newbyteorder('<').str
+  dtype = spec['dtype']
+  dtype = dtype if dtype == 'bfloat16' else np.dtype(dtype).newbyteorder('<').str  # as zarr names it
   rest = {'dtype': dtype, 'fill_value': None, 'filters': None, 'order': 'C', 'zarr_format': 2}
   given['metadata'] = rest | spec['metadata']
   return _lazy(ts.open(given, open=True, read=True, assume_metadata=True).result())

@@ -125,6 +125,16 @@ def test_an_array_is_written_byte_for_byte(tmp_path, request):
     write_checkpoint(tmp_path, 20, {'target/decoder/decoder_norm/scale': values}, ())
 
 
+def test_arrays_of_bfloat16_are_read(tmp_path):
+  values = np.arange(12, dtype=jnp.bfloat16).reshape(3, 4)
+  path = write_checkpoint(tmp_path, 5, {'target/kernel': values}, ())
+  for _ in range(2):
+    found = open_checkpoint(path).arrays['target/kernel']
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(found), values)
+    (path / 'target.kernel' / '.zarray').unlink(missing_ok=True)  # as in T5X's own test data
+
+
 class Model:
   """What T5xOrigin needs of a PartitionedModel, on one device."""
 
