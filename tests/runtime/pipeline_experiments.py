@@ -1,4 +1,4 @@
-"""The uneven models of the other comparisons, with more layers, as pipelines."""
+"""The uneven models of the other comparisons as pipelines, with layers that neither 4 stages nor 2 x 2 divide."""
 
 from spmd_tasks.recipes import PipelinedLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh, stage_axis_rules
@@ -10,22 +10,19 @@ _EXPERT = DataExpertModelMesh(num_devices=4, num_expert_partitions=2).axes()
 class PipelinedAdamW(PipelinedLanguageModel, uneven_experiments.AdamW):
   """The axes are (replica, stage, data, mdl)."""
 
-  num_layers = 10
+  num_layers = 6
   batch_size = 16
 
 
 class PipelinedAdafactor(PipelinedLanguageModel, uneven_experiments.Adafactor):
-  """The same, with factored moments and fewer layers, because its steps are long and roundings grow with depth."""
+  """The same, with factored moments."""
 
   num_layers = 6
   batch_size = 16
 
 
 class PipelinedExperts(PipelinedLanguageModel, moe_experiments.AlongData):
-  """6 experts, top 2; the axes are (replica, stage, data, expert, mdl).
-
-  Fewer layers: every one more is another chance that a rounding decides between two experts of almost equal score.
-  """
+  """6 experts, top 2; the axes are (replica, stage, data, expert, mdl)."""
 
   mesh_axis_names = ('replica', 'stage', *_EXPERT.mesh_axis_names[1:])
   ici_mesh_shape = (1, 1, 1, 1, 1)

@@ -12,14 +12,14 @@ from tests.runtime.moe_experiments import AlongData, ExpertAxis
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW
 from tests.runtime.uneven_experiments import Adafactor, AdamW
 
-TEN, SIX = ('num_layers=10', 'batch_size=16'), ('num_layers=6', 'batch_size=16')
+SIX = ('num_layers=6', 'batch_size=16')
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 
 MOVES = {
   'stage 4': (PipelinedAdamW, (1, 4, 1, 1), ()),
   'stage 2': (PipelinedAdamW, (1, 2, 2, 1), ('schedule=one_forward_one_backward',)),
   'circular 2 x 2': (PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
-  'plain': (AdamW, (1, 2, 2), TEN),
+  'plain': (AdamW, (1, 2, 2), SIX),
 }
 EXPERT_MOVES = {
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1), ()),
