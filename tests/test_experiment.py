@@ -92,6 +92,11 @@ def define_new_attribute():
     num_layer = 3
 
 
+def define_new_none():
+  class Wrong(Base):
+    num_layer = None
+
+
 def define_field_as_property():
   class Wrong(Base):
     @property
@@ -108,6 +113,7 @@ def define_task_as_field():
   'define, message',
   [
     (define_new_attribute, 'num_layer = 3 is a new attribute without a type, .* annotate it, `num_layer: int = 3`'),
+    (define_new_none, r'annotate it, `num_layer: int \| None = None`'),
     (define_field_as_property, 'num_layers overrides a field of the experiment by a property: give it a value'),
     (define_task_as_field, r'task is a method of Base: define it with `def task\(self\)`'),
   ],
