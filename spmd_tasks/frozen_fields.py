@@ -96,8 +96,8 @@ class FrozenFields:
           annotations[name] = _field_type(cls, name)
       elif name not in annotations and _is_plain_value(name, value):
         raise UserError(
-          f'{cls.__qualname__}.{name} = {value!r} is a new attribute without a type, so that it could not be set from the '
-          f'command line: annotate it, `{name}: {"int | None" if value is None else type(value).__name__} = {value!r}`.'
+          f'{cls.__qualname__}.{name} = {value!r} is a new attribute without a type, so that the command line could '
+          f'not set it: annotate it, `{name}: {"int | None" if value is None else type(value).__name__} = {value!r}`.'
         )
       if name in annotations:
         setattr(cls, name, freeze(value))
