@@ -271,19 +271,6 @@ def test_what_is_evicted_was_not_used_for_the_longest_time_and_a_prompt_loses_it
   assert [each.num_reused for each in again] == [8, 0]
 
 
-def test_other_weights_and_an_emptied_engine_leave_nothing_to_reuse():
-  engine = FakeEngine(num_slots=2)
-  scheduler = Scheduler(engine)
-  text = 'a prompt of some chunks'
-  run(scheduler, sequence(text, 30))
-  for change in (lambda: setattr(engine, 'weights', 1), engine.reset, scheduler.recover):
-    change()
-    first, second = sequence(text, 30), sequence(text, 30)
-    run(scheduler, first, second)
-    assert (first.num_reused, second.num_reused) == (0, 16)
-    assert first.text == second.text == circle(text, 30, engine.weights)
-
-
 def test_a_prompt_that_is_scored_is_read_whole_and_by_itself():
   engine = FakeEngine(num_slots=4, prefill_rows=4)
   scheduler = Scheduler(engine)
