@@ -117,21 +117,6 @@ def test_nothing_is_compiled_after_the_warm_up(client, rng):
   assert metric(client.url, 'late_compilations') == 0
 
 
-def test_a_checkpoint_can_be_published_while_requests_run(client):
-  url, headers = client.url, {'authorization': 'Bearer secret'}
-  wanted = {'temperature': 1.0, 'seed': 9, 'max_tokens': 50}
-  before = complete(client, **wanted).choices[0].text
-  with ThreadPoolExecutor(8) as pool:
-    running = [pool.submit(complete, client, **wanted) for _ in range(8)]
-    published = httpx.post(f'{url}/admin/publish', json={'step': 3}, headers=headers, timeout=60)
-    assert published.json() == {'model': MODEL, 'step': 3}
-    assert {each.result().choices[0].text for each in running} == {before}
-  missing = httpx.post(f'{url}/admin/publish', json={'step': 99}, headers=headers, timeout=60)
-  assert missing.status_code == 409
-  assert complete(client, **wanted).choices[0].text == before
-  assert metric(url, 'late_compilations') == 0
-
-
 def test_sigterm_lets_running_requests_end(client):
   headers = {'authorization': 'Bearer secret'}
   body = {'model': MODEL, 'prompt': 'a', 'max_tokens': 55, 'n': 8, 'stream': True, 'ignore_eos': True}
