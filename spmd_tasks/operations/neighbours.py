@@ -128,10 +128,10 @@ class Neighbours:
     told = [status for status, _ in list(self._heard.values()) if status is not None]
     return any((status.phase, status.code) == ('left', exit_codes.OK) for status in told)
 
-  def num_met(self) -> int:
-    """How many hosts have answered, with those that are dead now; one that has come again counts once."""
-    told = [status for status, _ in list(self._heard.values()) if status is not None and status.phase != 'left']
-    return len({self.own.order, *(status.order for status in told)})
+  def num_come(self, number: int) -> int:
+    """How many hosts have been ready for a round, with those that died since; one that came again counts once."""
+    told = [self.own, *(status for status, _ in list(self._heard.values()) if status is not None)]
+    return len({each.order for each in told if (each.round, each.phase) == (number, 'ready')})
 
   def have_met(self, ids: Iterable[str]) -> bool:
     """Whether one of these supervisors has ever answered."""

@@ -159,7 +159,7 @@ class _Supervisor:
       # Spares know that those who trained are dead, and not out of their reach, by the lock that these held.
       are_left = not survivors and time.monotonic() - began > _ALONE_S and neighbours.have_met(previous)
       are_left = are_left and not is_remote(self._directory) and not self._is_locked()
-      passed, num_met = time.monotonic() - began, max(len(ready), neighbours.num_met())
+      passed, num_come = time.monotonic() - began, max(len(ready), neighbours.num_come(number))
       message = ''
       if len(ready) < len(alive):
         is_spare = neighbours.own.id not in previous and any(each.round < number for each in alive.values())
@@ -168,7 +168,7 @@ class _Supervisor:
       elif not survivors and passed > self._patience_s and self._is_locked():
         message = 'a process of a host that this one does not reach has the job.lock'
       elif neighbours.is_settled() and (
-        survivors or are_left or num_met >= self._limits[1] or passed > self._patience_s
+        survivors or are_left or num_come >= self._limits[1] or passed > self._patience_s
       ):
         hosts = choose_hosts(ready, previous, self._sizes, self._limits)
         if hosts and (are_left or neighbours.own.id == min(survivors or ready)):

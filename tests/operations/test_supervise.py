@@ -214,7 +214,7 @@ def test_spares_go_on_when_all_that_trained_are_dead(tmp_path, monkeypatch):
   neighbours = Neighbours(directory, '127.0.0.1')
   rounds.propose_round(directory, 1, ['a', 'b'], 'a:1')
   neighbours._heard['b'] = Status(id='b', host='b', order=(1, 'b'), round=1, phase='running'), 2
-  own = supervisor._Supervisor(directory, neighbours, (1, 4), 60.0, str(tmp_path))
+  own = supervisor._Supervisor(directory, neighbours, (1, 2), 60.0, str(tmp_path))
   with (tmp_path / 'job.lock').open('w') as lock:  # one that is out of reach trains
     fcntl.flock(lock, fcntl.LOCK_EX)
     began = time.monotonic()
