@@ -22,6 +22,8 @@ class Llama70B(lm.Llama70B):
   target = 'tpu7x:4x4x4'
   ici_mesh_shape = (1, 128, 1)
   batch_size = 256
+  remat_policy = 'attention'
+  num_logit_chunks = 1
 
 
 @register
@@ -50,7 +52,7 @@ class LongLlama70B(lm.Llama70B):
   axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
   seq_len = 131_072
   batch_size = 64
-  num_logit_chunks = 4
+  remat_policy = 'attention'
 
 
 @register

@@ -187,16 +187,18 @@ class Llama8BOnV6e(Llama8B):
 
 @register
 class Llama70B(Llama8B):
-  """Llama 3's 70B parameters on sequences of 8,192; mesh data 512 (512 chips)."""
+  """Llama 3's 70B parameters on sequences of 8,192; mesh replica 2 x data 256 (512 chips)."""
 
   target = 'v5p:8x8x8'
-  ici_mesh_shape = (1, 512, 1)
+  ici_mesh_shape = (2, 256, 1)
   model_dims = 8192
   num_layers = 80
   num_heads = 64
   num_kv_heads = 8
   hidden_dims = 28_672
   batch_size = 512
+  remat_policy = 'attention_offloaded_and_ffn'
+  num_logit_chunks = 4
   learning_rate = 1.5e-4
 
 
@@ -269,6 +271,7 @@ class Llama70BOnH200(Llama70B):
   target = 'h200:8'
   ici_mesh_shape = (1, 8, 1)
   batch_size = 8
+  remat_policy = 'attention'
   num_logit_chunks = 8
 
   def optimizer(self) -> fdl.Config:

@@ -53,11 +53,12 @@ LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of what enters a layer
 
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 _routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
+_attention = (ATTENTION_NAME, ATTENTION_INPUTS_NAME)
 
 
-def _offloaded(*names: str) -> Callable[..., Any]:
+def _offloaded(*names: str, saved: tuple[str, ...] = ()) -> Callable[..., Any]:
   return checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[ROUTING_NAME],
+    names_which_can_be_saved=[ROUTING_NAME, *saved],
     names_which_can_be_offloaded=names,
     offload_src='device',
     offload_dst='pinned_host',
@@ -75,17 +76,16 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'dots_no_batch': checkpoint_policies.save_from_both_policies(
     checkpoint_policies.dots_with_no_batch_dims_saveable, _routing_and_attention
   ),
-  # Keeps the input of each layer, the inputs and results of an attention kernel, and the pre-activations of dense
-  # feed-forward networks: of all products only that after attention is computed again.
-  'attention_and_ffn': checkpoint_policies.save_only_these_names(
-    ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME, PRE_ACTIVATIONS_NAME
-  ),
+  # Keeps what 'attention' keeps, and the pre-activations of dense feed-forward networks: one product is computed again.
+  'attention_and_ffn': checkpoint_policies.save_only_these_names(ROUTING_NAME, *_attention, PRE_ACTIVATIONS_NAME),
+  # Keeps the same, but on the device the pre-activations alone, the rest in the memory of the host.
+  'attention_offloaded_and_ffn': _offloaded(LAYER_INPUT_NAME, *_attention, saved=(PRE_ACTIVATIONS_NAME,)),
   # Keeps the input of each layer, and the inputs and results of an attention kernel, whose recomputation costs most.
-  'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
+  'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, *_attention),
   # Keeps the input of each layer only.
   'full': _routing,
   # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation.
-  'attention_offloaded': _offloaded(LAYER_INPUT_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
+  'attention_offloaded': _offloaded(LAYER_INPUT_NAME, *_attention),
   # Keeps the input of each layer only, in the memory of the host.
   'full_offloaded': _offloaded(LAYER_INPUT_NAME),
 }
