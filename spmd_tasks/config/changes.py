@@ -56,7 +56,12 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     if name in now and before[name] != now[name]
   ]
   parts = _TRAINING if mode == 'train' else _EVALUATION
-  changes = [line for line in diff(previous, config) if _matters(line.partition(': ')[0], parts)] + environment
+  changes = [
+    line
+    for line in diff(previous, config)
+    if _matters(line.partition(': ')[0], parts) and not line.endswith(': absent -> None')  # a newer version's, and off
+  ]
+  changes += environment
   if changes:
     resizes = any(line.startswith('task.model') and line.rpartition(' -> ')[2].isdigit() for line in changes)
     accept = 'if the weights keep their shapes, go on with the new one' if resizes else 'go on with the new one'

@@ -74,10 +74,7 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
   """Connects this process to the other processes of the job; returns whether the job has several (or may have).
 
   Call this before the first use of a device; a second call changes nothing. `environ` replaces the process's own
-  environment in tests.
-
-  Raises:
-    UserError, RuntimeError: as `connect` of roll_call.py.
+  environment in tests. Raises a UserError or RuntimeError as `connect` of roll_call.py.
   """
   if jax.distributed.is_initialized():
     return True
@@ -89,6 +86,8 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     found = detect_cluster(environ) if settings.cluster == 'auto' else settings.cluster
     cluster = found or 'none'
     is_alone = cluster == 'none'
+  if is_alone and (settings.local_device_ids or (settings.coordinator_bind_address and not settings.is_explicit)):
+    raise UserError('local_device_ids and coordinator_bind_address are for one of several processes: leave them out.')
   if is_alone:
     return False
   from spmd_tasks.distributed.roll_call import connect

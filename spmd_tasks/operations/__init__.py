@@ -11,6 +11,7 @@ import json
 import os
 from typing import Any
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.wings import Flag, Wing, call
 
 SUPERVISED = 'SPMD_TASKS_SUPERVISED'  # an environment variable: what a supervisor tells its training process
@@ -19,6 +20,8 @@ SUPERVISED = 'SPMD_TASKS_SUPERVISED'  # an environment variable: what a supervis
 def _expand(flags: Any) -> int | None:
   """Runs the supervisor where it is asked for."""
   is_concerned = flags.supervise is not None or (flags.mode == 'train' and SUPERVISED in os.environ)
+  if flags.supervisor_address and not is_concerned:
+    raise UserError('--supervisor_address is for --supervise MIN:MAX: give both, or leave it out.')
   return call('spmd_tasks.operations.supervisor:supervise', flags) if is_concerned else None
 
 

@@ -68,20 +68,21 @@ def supervise(flags: argparse.Namespace) -> int | None:
   directory = absolute_path(flags.job_log_dir) / 'supervisors'
   address = flags.supervisor_address or _own_address()
   try:
-    with storage_errors(directory):
-      make_directory(directory)
-      neighbours = Neighbours(directory, address)
-      if (record := _own_record(directory, neighbours.own)) is not None:
-        path, found = record
-        _say(f'this host is left out, because {found}: replace the device, then delete {path} or restart the machine.')
-        return exit_codes.CORRUPTED
-      with neighbours, tempfile.TemporaryDirectory() as local:
-        code = _Supervisor(directory, neighbours, limits, flags.initialization_timeout_s, local).run()
-        neighbours.tell(phase='left')
-        time.sleep(_LINGER_S)
-        return code
-  except socket.gaierror as error:
+    socket.create_server((address, 0), family=socket.AF_INET6 if ':' in address else socket.AF_INET).close()
+  except OSError as error:
     raise UserError(f'--supervisor_address {address} is no address of this host: {error}.') from error
+  with storage_errors(directory):
+    make_directory(directory)
+    neighbours = Neighbours(directory, address)
+    if (record := _own_record(directory, neighbours.own)) is not None:
+      path, found = record
+      _say(f'this host is left out, because {found}: replace the device, then delete {path} or restart the machine.')
+      return exit_codes.CORRUPTED
+    with neighbours, tempfile.TemporaryDirectory() as local:
+      code = _Supervisor(directory, neighbours, limits, flags.initialization_timeout_s, local).run()
+      neighbours.tell(phase='left')
+      time.sleep(_LINGER_S)
+      return code
 
 
 class _Supervisor:

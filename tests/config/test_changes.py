@@ -38,6 +38,13 @@ def test_what_changes_the_numbers_is_refused(job_log_dir, override, train, evalu
         refuse_changed_config(job_log_dir, config, mode=mode)
 
 
+def test_a_field_that_a_newer_version_brings_and_leaves_off_is_no_change(job_log_dir):
+  config = to_json(resolve('synthetic.Tiny'))
+  refuse_changed_config(job_log_dir, {**config, 'config': config['config'] | {'task.new': None}}, mode='train')
+  with pytest.raises(ValueError, match='task.new: absent -> 0.5'):
+    refuse_changed_config(job_log_dir, {**config, 'config': config['config'] | {'task.new': 0.5}}, mode='train')
+
+
 def test_a_pipeline_may_change_its_stages_and_its_schedule_but_not_its_microbatches(job_log_dir):
   (job_log_dir / 'config.json').write_text(json.dumps(to_json(resolve('pipeline.StdlibTiny'))))
   free = ['ici_mesh_shape=1,2,2,2', 'schedule=circular', 'num_repeats=2']
