@@ -93,7 +93,11 @@ class LogMetrics(TrainHook):
     self._writer = make_writer(run.job_log_dir, tensorboard=run.experiment.tensorboard, primary=is_primary())
     run.stack.callback(self._writer.close)
     counted, number = count_batch(run.model.input_layout.spec)
-    peak = _peak_steps_per_second(run.model)
+    peak = None
+    if jax.devices()[0].platform != 'cpu':  # none of their peaks is known
+      from spmd_tasks.runtime.flops import peak_steps_per_second
+
+      peak = peak_steps_per_second(run.model)
     self._rates = StepRates(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
 
   def before_loop(self, run: TrainRun) -> None:
@@ -199,19 +203,6 @@ def count_batch(spec: InputSpec) -> tuple[str, int]:
   """
   texts = [each.shape for each in spec.values() if len(each.shape) == 2 and np.issubdtype(each.dtype, np.integer)]
   return ('tokens', max(map(math.prod, texts))) if texts else ('examples', next(iter(spec.values())).shape[0])
-
-
-def _peak_steps_per_second(model: PartitionedModel) -> float | None:
-  """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
-  device, spec = jax.devices()[0], model.input_layout.spec
-  if device.platform == 'cpu':
-    return None
-  from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
-
-  if (peak := peak_flops_per_device(device.device_kind)) is None:
-    return None
-  flops = model_flops_per_train_step(model.task, spec, model.abstract_state.variables, model.weight_specs)
-  return peak * model.mesh.size / flops
 
 
 def _describe(model: PartitionedModel, origin: str) -> str:

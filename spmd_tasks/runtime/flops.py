@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from spmd_tasks.layers import RunsModel
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
+from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.runtime.task import Task, Variables
 from spmd_tasks.sharding.quantized import numbers_spec
 from spmd_tasks.sharding.weights import is_quantized
@@ -53,6 +54,15 @@ def peak_flops_per_device(device_kind: str) -> float | None:
   """Returns the dense bfloat16 FLOP/s of one `jax.Device` by its `device_kind`; None for unknown devices and CPUs."""
   # Whole words: the name A100 must not be found in an RTX A1000.
   return next((peak for name, peak in _PEAK_BF16_FLOPS if re.search(rf'\b{name}\b', device_kind)), None)
+
+
+def peak_steps_per_second(model: PartitionedModel) -> float | None:
+  """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
+  if (peak := peak_flops_per_device(jax.devices()[0].device_kind)) is None:
+    return None
+  variables = model.abstract_state.variables
+  flops = model_flops_per_train_step(model.task, model.input_layout.spec, variables, model.weight_specs)
+  return peak * model.mesh.size / flops
 
 
 def model_flops_per_train_step(
