@@ -162,14 +162,20 @@ def _backward(how: QuantizedProduct, num_inputs: int, kept: Any, g: jax.Array) -
     dx, dw = jax.vjp(functools.partial(jnp.tensordot, axes=num_inputs), x, weight)[1](g)
   else:
     (x, of_rows), (weight, of_columns) = x, weight
-    num_tokens, num_outputs, wide = x.ndim - num_inputs, weight.ndim - num_inputs, g.astype(jnp.float32)
+    num_tokens, num_outputs = x.ndim - num_inputs, weight.ndim - num_inputs
     tokens, outputs = range(num_tokens), range(num_tokens, g.ndim)
-    scaled = wide * _of_columns(of_columns, num_inputs, num_tokens)
-    values, scale = _quantize(scaled, how.gradient_dtype, how, outputs, crosses_tokens=how.scale == 'tensor')
-    dx = _multiply(values, weight, outputs, range(num_inputs, weight.ndim)) * _of_rows(scale, num_tokens, num_inputs)
-    scaled = wide * _of_rows(of_rows, num_tokens, num_outputs)
-    values, scale = _quantize(scaled, how.gradient_dtype, how, tokens, crosses_tokens=True)
-    dw = _multiply(x, values, tokens, tokens) * _of_columns(scale, num_tokens, num_inputs)
+    for_dx = for_dw = g
+    after_dx = after_dw = jnp.float32(1)
+    if how.bound is None and how.scale == 'channel':
+      for_dx = g.astype(jnp.float32) * _of_columns(of_columns, num_inputs, num_tokens)
+      for_dw = g.astype(jnp.float32) * _of_rows(of_rows, num_tokens, num_outputs)
+    else:  # one number, which can wait: g is read once, and of whole tensors quantized once
+      after_dx, after_dw = of_columns.reshape(()), of_rows.reshape(())
+    values, scale = _quantize(for_dx, how.gradient_dtype, how, outputs, crosses_tokens=how.scale == 'tensor')
+    dx = _multiply(values, weight, outputs, range(num_inputs, weight.ndim))
+    dx = dx * _of_rows(scale, num_tokens, num_inputs) * after_dx
+    values, scale = _quantize(for_dw, how.gradient_dtype, how, tokens, crosses_tokens=True)
+    dw = _multiply(x, values, tokens, tokens) * _of_columns(scale, num_tokens, num_inputs) * after_dw
   if is_inside is not None:
     dx, dw = (jnp.where(inside, each, 0) for inside, each in zip(is_inside, (dx, dw)))
   return dx.astype(g.dtype), dw.astype(g.dtype)
@@ -188,15 +194,16 @@ def _quantize(
   crosses_tokens: bool,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (values, float32 scales of size 1 in the dims `summed`), x being about values * scales."""
-  x, end = x.astype(jnp.float32), _LARGEST[dtype]
+  end = _LARGEST[dtype]
   if bound is not None:
     largest = jnp.full((1,) * x.ndim, bound, jnp.float32)
   else:
     largest = jnp.max(jnp.abs(x), axis=None if how.scale == 'tensor' else (*summed,), keepdims=True)
+    largest = largest.astype(jnp.float32)
     if crosses_tokens and (axes := jax.typeof(largest).mat.varying):  # in a shard_map that has split the tokens
       largest = jax.lax.pmax(largest, (*axes,))
     largest = jnp.where(largest < _TINY, end, largest)  # NaN stays, so that the result is NaN
-  scaled = x * (end / largest)
+  scaled = x.astype(jnp.float32) * (end / largest)
   if bound is not None:
     scaled = jnp.clip(scaled, -end, end)
   # Factors are written out: XLA turns a division by a constant into one, and the same bits are wanted everywhere.

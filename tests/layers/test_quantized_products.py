@@ -43,10 +43,12 @@ def emulate(how, x, w, g):
   if how.gradient_dtype is None:
     dx, dw = (g.astype(np.float64) @ w.T).astype(F32), (x.T.astype(np.float64) @ g).astype(F32)
   else:
-    q, s = emulate_operand(g * sw, how.gradient_dtype, along(1))
-    dx = (q @ qw.T).astype(F32) * s
-    q, s = emulate_operand(g * sx, how.gradient_dtype, along(0))
-    dw = (qx.T @ q).astype(F32) * s
+    # Scales of channels are multiplied into the gradient, one for all into the result.
+    is_one, one = how.bound is not None or how.scale == 'tensor', np.ones((1, 1), F32)
+    q, s = emulate_operand(g * (one if is_one else sw), how.gradient_dtype, along(1))
+    dx = (q @ qw.T).astype(F32) * s * (sw if is_one else one)
+    q, s = emulate_operand(g * (one if is_one else sx), how.gradient_dtype, along(0))
+    dw = (qx.T @ q).astype(F32) * s * (sx if is_one else one)
   if how.bound is not None:
     dx, dw = np.where(np.abs(x) <= how.bound, dx, 0), np.where(np.abs(w) <= how.bound, dw, 0)
   return y, dx, dw
@@ -58,8 +60,14 @@ def draw(rng, shape, powers=3):
   return (numbers * (rng.random(shape) < 0.8)).astype(F32)
 
 
-@pytest.mark.parametrize('name', [*RECIPES, 'by whole tensors', 'a bound that cuts'])
-def test_product_and_gradients_are_those_of_the_emulation(name):
+@pytest.mark.parametrize(
+  'name, dtype',
+  [
+    *((name, np.float32) for name in (*RECIPES, 'by whole tensors', 'a bound that cuts')),
+    *((name, ml_dtypes.bfloat16) for name in ('int8', 'int8_forward', 'fp8_full')),
+  ],
+)
+def test_product_and_gradients_are_those_of_the_emulation(name, dtype):
   how = (
     RECIPES.get(name)
     or {
@@ -76,9 +84,10 @@ def test_product_and_gradients_are_those_of_the_emulation(name):
     return y, *backward(g)
 
   # The same as x [2, 6, 4, 4] and w [4, 4, 3, 2]: channels are of all their dims.
-  y, dx, dw = jax.jit(product)(x.reshape(2, 6, 4, 4), w.reshape(4, 4, 3, 2), g.reshape(2, 6, 3, 2))
+  shaped = (x.reshape(2, 6, 4, 4), w.reshape(4, 4, 3, 2), g.reshape(2, 6, 3, 2))
+  y, dx, dw = jax.jit(product)(*(each.astype(dtype) for each in shaped))
   for made, expected in zip((y, dx, dw), emulate(how, x, w, g), strict=True):
-    np.testing.assert_array_equal(np.asarray(made).reshape(expected.shape), expected)
+    np.testing.assert_array_equal(np.asarray(made).reshape(expected.shape), expected.astype(dtype))
   assert np.abs(np.asarray(y).reshape(12, 6) - x @ w).max() > 0  # it is another product
 
 
