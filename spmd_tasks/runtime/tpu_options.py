@@ -3,6 +3,8 @@
 import os
 import re
 
+import jax
+
 # Options of the TPU's compiler that let the gathers of weights run beside products, as MaxText's published commands for
 # v5p and v6e set them by LIBTPU_INIT_ARGS. Without them each layer waits for its weights.
 _TPU_OPTIONS = {
@@ -22,6 +24,10 @@ _TPU_OPTIONS = {
 # of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them beside products.
 # MaxText's.
 #
+# The libtpu of jax 0.11 (0.0.48) refuses to compile where this is on, but for a v5e; Ironwood's published commands turn
+# it off.
+_FUSE_GATHERS = 'xla_tpu_enable_async_collective_fusion_fuse_all_gather'
+
 # An Ironwood's vector units compute in bfloat16 too, and its SparseCores run gathers and sums beside products;
 # MaxText's published commands give its tiles 60 MiB. Without the last option a gather from all devices is a sum of
 # zeroed buffers, with twice the bytes.
@@ -36,6 +42,7 @@ _OPTIONS_BY_KIND = {
     'xla_tpu_use_tc_device_shape_on_sc': 'true',
   },
   'TPU7x': {
+    _FUSE_GATHERS: 'false',
     'xla_tpu_scoped_vmem_limit_kib': '61440',
     'xla_tpu_bf16_emission_mode': 'NATIVE_EMISSION',
     'xla_tpu_enable_sparse_core_collective_offload_all_reduce': 'true',
@@ -49,4 +56,6 @@ def tpu_options(device_kind: str) -> dict[str, str]:
   """Returns the options for devices of a kind, but those that the environment variable LIBTPU_INIT_ARGS names."""
   given = os.environ.get('LIBTPU_INIT_ARGS', '')
   options = _TPU_OPTIONS | _OPTIONS_BY_KIND.get(device_kind, {})
+  if device_kind != 'TPU v5 lite' and jax.__version_info__ >= (0, 11):
+    options[_FUSE_GATHERS] = 'false'
   return {name: value for name, value in options.items() if not re.search(rf'\b{name}\b', given)}

@@ -2,12 +2,16 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning.chips import CHIPS
 from spmd_tasks.planning.targets import has_compiler, target_of
+from spmd_tasks.runtime.compilation import compiler_options
 from spmd_tasks.runtime.flops import peak_flops_per_device
 
 needs_libtpu = pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
@@ -113,3 +117,13 @@ def test_libtpu_makes_the_devices(text):
   coordinates = [device.coords[: target.chip.torus_dims] for device in devices]
   extent = [1 + max(sizes) for sizes in zip(*coordinates)]
   assert math.prod(extent) * target.num_slices * target.chip.cores == target.num_devices
+
+
+@needs_libtpu
+@pytest.mark.parametrize('text', ['v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'tpu7x:2x2x1'])
+def test_the_compiler_takes_the_options_of_each_chip(text):
+  devices = parse_target(text).devices()
+  rows = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ('data',)), jax.sharding.PartitionSpec('data'))
+  weight = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=rows)
+  step = jax.jit(lambda x, w: x @ w, out_shardings=rows)
+  assert 'all-gather' in step.lower(weight, weight).compile(compiler_options(devices)).as_text()

@@ -44,7 +44,7 @@ def test_options_are_of_the_kind_of_chip(monkeypatch):
   of_v5p = compiler_options(devices('tpu', 'TPU v5'))
   assert of_v5p is not None
   assert VECTOR_MEMORY not in of_v5p
-  assert set(of_v5p.values()) == {'true'}
+  assert set(of_v5p.values()) <= {'true', 'false'}
   of_v6e = compiler_options(devices('tpu', 'TPU v6 lite'))
   assert of_v6e is not None
   assert of_v6e.items() > of_v5p.items()
