@@ -11,16 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.layers.quantized_products import RECIPES, quantized_product
 from spmd_tasks.planning.chips import CHIPS, CPU, Chip
 from spmd_tasks.planning.collectives import collectives
-from spmd_tasks.planning.costs import program_flops
+from spmd_tasks.planning.costs import flops_by_type, program_flops
 from spmd_tasks.planning.memory import memory_parts
-from spmd_tasks.planning.program import Program
+from spmd_tasks.planning.program import Program, read_program
+from spmd_tasks.planning.targets import has_compiler, parse_target
 from spmd_tasks.planning.time import predict_time
 from spmd_tasks.runtime.flops import count_matmul_flops
 from spmd_tasks.runtime.parameter_table import bytes_per_device
@@ -241,3 +245,19 @@ def test_on_cpus_nothing_is_predicted_and_that_is_said():
   assert prediction['roofline']['flops'] > 0
   assert prediction['assumptions'][0] == 'No published figures of cpu are used, so no time is predicted.'
   assert any('loop(s) whose length the program decides as it runs' in line for line in prediction['assumptions'])
+
+
+@pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
+@pytest.mark.parametrize(
+  'target, recipe, types', [('v6e:2x2', 'int8', {'s8'}), ('tpu7x:2x2x1', 'fp8_full', {'f8e4m3fn', 'f8e5m2'})]
+)
+def test_a_tpu_multiplies_quantized_numbers(target, recipe, types):
+  """All three products of a Linear, and not numbers that were converted back."""
+  product = functools.partial(quantized_product, RECIPES[recipe], 1)
+  gradients = jax.grad(lambda x, kernel: jnp.sum(jnp.square(product(x, kernel))), argnums=(0, 1))
+  sharding = jax.sharding.SingleDeviceSharding(parse_target(target).devices()[0])
+  like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+  program = read_program(jax.jit(gradients).lower(like(4, 64, 256), like(256, 512)).compile())
+  found = [(dtype, count * n) for each, count in program.steps() for dtype, n in flops_by_type(each).items()]
+  assert {dtype for dtype, _ in found} == types
+  assert sum(n for _, n in found) == 3 * 2 * 256 * 256 * 512
