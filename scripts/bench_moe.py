@@ -195,7 +195,7 @@ def main() -> None:
   parser.add_argument('--quick', action='store_true', help='tiny dims and a few rounds, to see that it works')
   parser.add_argument('--num_rounds', type=int, default=20)
   args = parser.parse_args()
-  skip_absent_tpu()  # libtpu, where it is installed for plans, once ended this process by a SIGSEGV
+  skip_absent_tpu()  # libtpu would put errors into words, in which a SIGSEGV of this script once ended (not seen again)
   num_rounds = 3 if args.quick else args.num_rounds
   on_cpu = jax.default_backend() == 'cpu'
   dims = Dims(num_tokens=4096, model_dim=512, hidden_dim=2048, dtype='float32')

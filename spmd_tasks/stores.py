@@ -85,7 +85,7 @@ def _check_bucket(scheme: str, bucket: str) -> None:
 def describe_store_error(error: BaseException, url: str | os.PathLike[str]) -> tuple[str, str] | None:
   """Returns the reason and the remedy, as two phrases, of an error of a store; None for any other error."""
   text = ' '.join(str(error).split())[:300] or type(error).__name__
-  is_native = isinstance(error, ValueError) and re.match('[A-Z_]+: |Invalid endpoint', text)  # TensorStore's, botocore's
+  is_native = isinstance(error, ValueError) and re.match('[A-Z_]+: |Invalid endpoint', text)  # of TensorStore, botocore
   if not (isinstance(error, OSError) or is_native or type(error).__module__.partition('.')[0] in _LIBRARIES):
     return None
   scheme, bucket, _ = split_url(url)
