@@ -90,12 +90,18 @@ def connect(settings: Any, cluster: str, environ: Mapping[str, str]) -> None:
   if settings.is_explicit:
     _has_called_roll = True
     call_roll(settings)
-  jax.distributed.initialize(
-    heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
-    shutdown_timeout_seconds=settings.shutdown_timeout_s,
-    initialization_timeout=settings.initialization_timeout_s,
-    **connection,
-  )
+  try:
+    jax.distributed.initialize(
+      heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
+      shutdown_timeout_seconds=settings.shutdown_timeout_s,
+      initialization_timeout=settings.initialization_timeout_s,
+      **connection,
+    )
+  except ValueError as error:
+    raise UserError(
+      f'the variables of the launcher {cluster} cannot be read ({error}): give coordinator_address, num_processes '
+      'and process_id, or pass --cluster none if this process is alone.'
+    ) from error
 
 
 def report_absence(settings: Any, problem: str) -> None:

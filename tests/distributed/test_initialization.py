@@ -10,7 +10,7 @@ import pytest
 from spmd_tasks.distributed import DistributedSettings, initialization, initialize, roll_call
 from spmd_tasks.distributed.environment import backend_errors
 from spmd_tasks.distributed.initialization import detect_cluster
-from spmd_tasks.errors import JobError
+from spmd_tasks.errors import JobError, UserError
 from tests import binary
 
 SLURM = {
@@ -175,3 +175,12 @@ def test_devices_without_memory_are_one_sentence():
     backend_errors(),
   ):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out\nof memory')
+
+
+def test_variables_of_a_launcher_that_cannot_be_read_are_one_sentence(monkeypatch):
+  def fails(**_):
+    raise ValueError("'junk' is no int")
+
+  monkeypatch.setattr(jax.distributed, 'initialize', fails)
+  with pytest.raises(UserError, match="launcher ompi cannot be read .'junk' is no int.: give coordinator_address"):
+    roll_call.connect(DistributedSettings(), 'ompi', {})
