@@ -204,8 +204,10 @@ class Kills:
     alive = hosts.alive()
     host = ranks[0] if ranks.get(0) in alive and rng.random() < 0.3 else rng.choice(alive)
     what = rng.choice(['host', 'host', 'process', 'supervisor'])
-    if what == 'process' and self.lines and self.lines[-1]['what'] == 'process':
-      what = 'host'  # a job whose processes die again and again without a checkpoint ends, as it should
+    # A job whose processes die again and again without a checkpoint ends, as it should; and there may be none just now.
+    again = bool(self.lines) and self.lines[-1]['what'] == 'process'
+    if what == 'process' and (again or hosts.training_process(host) is None):
+      what = 'host'
     rank = {number: rank for rank, number in ranks.items()}.get(host)
     before = hosts.cpu_seconds()
     hosts.kill(host, supervisor=what != 'process', process=what != 'supervisor')
