@@ -49,7 +49,8 @@ def _fetch(url: str) -> tuple[str, str]:
       repository,
       repo_type='dataset' if kind else 'model',
       revision=revision or None,
-      allow_patterns=[name, f'{name}/*'] if name else None,
+      # Of the client's patterns * is any text, also with /; **/ of glob may be no folder.
+      allow_patterns=[name, f'{name}/*', name.replace('**/', '')] if name else None,
       ignore_patterns=None if kind or name else [*_OTHER_WEIGHTS],
       endpoint=os.environ.get('HF_ENDPOINT'),
     )

@@ -265,8 +265,7 @@ def _file_system(scheme: str) -> Any:
   """Returns fsspec's client: the one that epath has, as it has the same arguments."""
   import fsspec
 
-  logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # it writes a traceback of what it raises, too
-  client = fsspec.filesystem('gcs', finalize_on_close=True) if scheme == 'gs' else fsspec.filesystem(scheme)
   logging.getLogger('gcsfs').addFilter(lambda record: not record.exc_info)  # it raises what it logs
+  client = fsspec.filesystem('gcs', finalize_on_close=True) if scheme == 'gs' else fsspec.filesystem(scheme)
   client.dircache.use_listings_cache = False
   return client

@@ -101,6 +101,7 @@ def test_data_are_read_by_a_pattern_and_once(hub):
   source = JsonLines(pattern='hf://datasets/org/texts@v1/data/t*.jsonl').open()
   assert [source[0].documents[0][0]] == ['two']
   assert 'data/one.jsonl' not in Hub.fetched
+  assert len(stores.local_copies('hf://datasets/org/texts@v1/data/**/*.jsonl')) == 2
   assert len(stores.local_copies('hf://datasets/org/texts')) == 3
   assert Hub.fetched.count('data/two.jsonl') == 1
 

@@ -110,12 +110,13 @@ def text_field(record: Any, field: str, where: str) -> str:
   return record[field]
 
 
-def parse_json(data: bytes, where: str) -> Any:
-  """Parses one JSON record; an error names its place, `where`."""
+def parse_json(data: bytes, where: str, field: str | None = None) -> Any:
+  """Parses one JSON record, of which `field`, or else all, is read; an error names its place, `where`."""
   try:
     record = json.loads(data)
     if _SURROGATE.search(data):
-      json.dumps(record, ensure_ascii=False).encode()  # raises where a half of a character stands alone
+      read = record if field is None or not isinstance(record, dict) else record.get(field)
+      json.dumps(read, ensure_ascii=False).encode()  # raises where a half of a character stands alone
     return record
   except json.JSONDecodeError as e:
     raise UserError(f'{where} is not JSON: {e.msg} at character {e.pos + 1}. Repair or remove the record.') from e
@@ -163,7 +164,7 @@ class OpenJsonLines(OpenFiles):
           raise UserError(f'{path}: the line at byte {position} has more than {_MAX_LINE_BYTES:,} bytes: divide it.')
         if line.strip():
           try:
-            documents.append((text_field(parse_json(line, 'it'), self._field, 'it'), True))
+            documents.append((text_field(parse_json(line, 'it', self._field), self._field, 'it'), True))
           except ValueError as e:
             # Counting lines means reading the file from its start: only for the message.
             parts = (f.read(at, min(at + _PART_BYTES, position)) for at in range(0, position, _PART_BYTES))
@@ -298,7 +299,7 @@ class OpenArrayRecord(OpenFiles):
     finally:  # also if nothing was raised: behind the end of a file that was cut, records read as empty
       refuse_changed_size(self._paths[file], self._sizes[file])
     if self._field is not None:
-      return Block(name, [(text_field(parse_json(record, name), self._field, name), True)])
+      return Block(name, [(text_field(parse_json(record, name, self._field), self._field, name), True)])
     try:
       return Block(name, [(record.decode('utf-8'), True)])
     except UnicodeDecodeError as e:

@@ -64,7 +64,9 @@ class OpenTarShards(OpenFiles):
       for start, end in self._places[shard][first : first + self._block_samples].tolist():
         where, data = f'{self._paths[shard]} bytes {start}-{end}', file.read(start, end)
         try:
-          text = data.decode() if self._key is None else text_field(parse_json(data, where), self._key, where)
+          text = (
+            data.decode() if self._key is None else text_field(parse_json(data, where, self._key), self._key, where)
+          )
         except UnicodeDecodeError as error:
           raise UserError(f'{where} is not UTF-8 text ({error.reason}): correct `field`, or convert it.') from error
         documents.append((text, True))

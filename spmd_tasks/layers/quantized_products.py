@@ -122,13 +122,15 @@ def check_patterns(setting: Setting, weight_specs: Any) -> None:
   leaves, _ = jax.tree_util.tree_flatten_with_path(weight_specs, is_leaf=is_quantized)
   tags = {jax.tree_util.keystr(path, simple=True, separator='/'): numbers_spec(spec).tags for path, spec in leaves}
   known = [name for name in tags if {LINEAR_TAG, 'expert'}.intersection(tags[name])]
+  taken: set[str] = set()  # by an earlier pattern
   for pattern, how in rules_of(setting).items():
     found = matching_names((pattern,), known, setting='task.quantization')
-    experts = [name for name in found if 'expert' in tags[name]]
+    experts = [name for name in found if 'expert' in tags[name] and name not in taken]
+    taken.update(found)
     if experts and how is not None and isinstance(setting, Mapping):
       raise UserError(
         f'task.quantization has {pattern!r}, which is in {experts[0]}: grouped products of experts are not quantized; '
-        'give patterns of other layers, such as "attention/".'
+        'give patterns of other layers, such as "attention/", or first "experts/": None.'
       )
 
 

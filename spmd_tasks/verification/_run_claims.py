@@ -152,11 +152,11 @@ _ROUNDINGS = {'int8': 2.0**-6, 'float8_e4m3fn': 2.0**-4, 'float8_e5m2': 2.0**-3}
 def quantization_cases(bench: Bench) -> Iterator[Case]:
   """Yields the case that the experiment with its products in int8 or fp8 is near the one without."""
   quantization = bench.source.quantization
-  if quantization is None:
+  used = [how for how in rules_of(quantization or {}).values() if how]
+  if not used:
     yield not_applicable('quantization', 'int8 and fp8', 'the experiment has no task.quantization')
     return
   setting = Setting(change=functools.partial(with_quantization, quantization))
-  used = [how for how in rules_of(quantization).values() if how]
   rounding = max(_ROUNDINGS[dtype] for how in used for dtype in (how.dtype, how.gradient_dtype) if dtype)
   yield Case(
     claim='quantization',

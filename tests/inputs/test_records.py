@@ -92,6 +92,7 @@ def test_fingerprints_follow_files_and_settings(sources, tmp_path):
 def test_a_damaged_json_line_is_named(tmp_path, line, message, block_bytes):
   lines = [json.dumps({'text': 'ä' * i}, ensure_ascii=False) for i in range(40)]
   lines[10], lines[30] = '', line
+  lines[20] = r'{"text": "fine", "title": "\ud83d"}'  # half a character in a field that is not read
   (tmp_path / 'bad.jsonl').write_text('\n'.join(lines), encoding='utf-8')
   source = JsonLines(pattern=f'{tmp_path}/bad.jsonl', block_bytes=block_bytes).open()
   with pytest.raises(ValueError, match=message):

@@ -50,6 +50,10 @@ def test_a_pattern_without_a_linear_is_refused(name, setting, message):
     partitioned(name, setting)
 
 
+def test_experts_may_be_left_out_by_an_earlier_pattern():
+  partitioned('moe.StdlibTiny', {'experts/': None, '/(ffn|attention)/': 'int8'})
+
+
 def test_generation_multiplies_as_training_does():
   job = resolve('synthetic.Tiny', ['task.quantization={"ffn/": "int8"}']).build()
   steps = DecodeSteps(partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1])))

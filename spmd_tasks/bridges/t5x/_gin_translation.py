@@ -392,7 +392,7 @@ def _training(root: Node, made: Translation) -> None:
   _evaluator(root, made)
   if root.get('run_eval_before_training', False):
     made.notes.append(f'{root}.run_eval_before_training: --mode eval gives the metrics of the weights at the start')
-  for action in [each for some in root.get('actions', {}, Mapping).values() for each in some]:
+  for action in [each for some in (root.get('actions', None, Mapping) or {}).values() for each in some]:
     if isinstance(action, Node) and action.name == 'TerminateOnNanAction':
       made.notes.append(f'@{action}: a step whose loss is not finite is left out, and many in a row end the job')
     else:
