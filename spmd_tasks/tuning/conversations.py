@@ -249,7 +249,8 @@ def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
       raise UserError(f"{where}, of the role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
     content = message.get('content')
     if isinstance(content, list) and all(isinstance(part, dict) and part.get('type') == 'text' for part in content):
-      content = ''.join(part.get('text', '') for part in content)  # as the server does
+      texts = [part.get('text') for part in content]
+      content = ''.join(texts) if all(isinstance(text, str) for text in texts) else content  # as the server does
     if not isinstance(content, str | None):
       raise UserError(f"{where} must have a text as its 'content', or parts of it, not {_show(content)}.")
     read.append(message if content is message.get('content') else {**message, 'content': content})

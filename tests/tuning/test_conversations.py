@@ -146,6 +146,10 @@ GOOD = json.dumps({'messages': TALKS[0]})
       r"messages\[0\] must have a text as its 'content', or parts of it, not \[",
     ),
     (
+      '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
+      r"messages\[0\] must have a text as its 'content', or parts of it, not \[",
+    ),
+    (
       '{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}',
       r'no turn of the assistant \(its roles are human, gpt\): name its role assistant, or remove',
     ),
