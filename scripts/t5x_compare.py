@@ -143,7 +143,7 @@ class Case:
         num_experts=c['experts'],
         num_selected_experts=c['top_k'],
         capacity_factor=c['capacity'],
-        eval_capacity_factor=c.get('eval_capacity', 2.0),
+        eval_capacity_factor=c.get('eval_capacity', 1.0 if c.get('experts_choose') else 2.0),
         max_group_size=c['group'],
         num_groups_multiple_of=c['experts'] * max(1, NUM_DEVICES // c['experts']),
         has_extra_ffn=any('/extra_mlp/' in name for name in names),

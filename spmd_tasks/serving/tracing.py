@@ -11,10 +11,9 @@ OTEL_EXPORTER_OTLP_HEADERS and the like act as the SDK says. Attributes have the
 
 import itertools
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
-
-from spmd_tasks.errors import UserError
 
 if TYPE_CHECKING:
   from opentelemetry.sdk.trace import TracerProvider
@@ -61,7 +60,10 @@ class RequestTracer:
 
 
 def open_tracer() -> RequestTracer | None:
-  """Returns the tracer of the collector that the environment names, or None. Raises a UserError without the extra."""
+  """Returns the tracer of the collector that the environment names; None where it names none.
+
+  Without the extra it is None too, and a line on stderr says so: a platform names a collector for all that it runs.
+  """
   if not (named := [name for name in _ENDPOINTS if os.environ.get(name)]):
     return None
   try:
@@ -70,7 +72,9 @@ def open_tracer() -> RequestTracer | None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
   except ImportError as error:
-    raise UserError(f"{named[0]} asks for traces ({error}): pip install 'spmd-tasks[traces]', or unset it.") from error
+    message = f"serve: no traces are sent, though {named[0]} is set ({error}): pip install 'spmd-tasks[traces]'."
+    print(message, file=sys.stderr, flush=True)
+    return None
   resource = Resource.create({} if os.environ.get('OTEL_SERVICE_NAME') else {'service.name': 'spmd-tasks'})
   provider = TracerProvider(resource=resource)
   provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

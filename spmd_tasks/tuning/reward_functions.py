@@ -83,7 +83,7 @@ def _play(environment: Any, record: Mapping[str, Any], completions: Sequence[str
 
 
 def _work(functions: Sequence[str], environment: str | None, link: connection.Connection) -> None:
-  """Answers calls until the other end is closed: (index of a function, call) -> (value, problem)."""
+  """Answers calls until the other end is closed: (index of a function, call) -> (value, problem, is it of the code)."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the job, which ends this process
   callables: list[Any] = [functools.partial(_reward, load_reward(name)) for name in functions]
   if environment is not None:
@@ -95,9 +95,9 @@ def _work(functions: Sequence[str], environment: str | None, link: connection.Co
     except (EOFError, OSError):
       return
     try:
-      link.send((callables[index](*call), None))
-    except Exception as error:
-      link.send((None, f'{type(error).__name__}: {error}'))
+      link.send((callables[index](*call), None, False))
+    except Exception as error:  # an OSError is of a service or a file, which may be there again
+      link.send((None, f'{type(error).__name__}: {error}', not isinstance(error, OSError)))
 
 
 class RewardWorkers:
@@ -106,7 +106,7 @@ class RewardWorkers:
   Attributes:
     num_failed: calls so far without a result.
     last_problem: of the newest of them, in words.
-    broken: the problem of a function all of whose calls failed, in words; None without such a one.
+    broken: the problem of a function whose code let all of its calls fail, in words; None without such a one.
   """
 
   def __init__(self, names: Sequence[str], *, environment: str | None = None, num_workers: int, timeout_s: float):
@@ -129,7 +129,7 @@ class RewardWorkers:
     self.num_failed, self.last_problem = 0, ''
     self.broken: str | None = None
     self._answered: set[int] = set()  # functions that gave a result
-    self._problems: dict[int, str] = {}  # the newest of each function
+    self._problems: dict[int, str] = {}  # the newest of each function's code
     self._is_stopped = False
     for _ in range(num_workers):
       self._start()
@@ -178,27 +178,29 @@ class RewardWorkers:
       for link in [link for link in running if link in ready]:
         number, _ = running.pop(link)
         try:
-          results[number], problem = link.recv()
+          results[number], problem, is_of_code = link.recv()
         except (EOFError, OSError):
           self._replace(link)
           if number not in died:
             died.add(number)
             waiting.appendleft(number)
             continue
-          problem = 'its process died'
-        self._note(calls[number][0], problem)
+          problem, is_of_code = 'its process died', False
+        self._note(calls[number][0], problem, is_of_code=is_of_code)
       for link in [link for link, (_, deadline) in running.items() if deadline <= time.monotonic()]:
         self._note(calls[running.pop(link)[0]][0], f'it took longer than {self._timeout_s:g} s')
         self._replace(link)
     self.broken = next((problem for index, problem in self._problems.items() if index not in self._answered), None)
     return results
 
-  def _note(self, index: int, problem: str | None) -> None:
+  def _note(self, index: int, problem: str | None, *, is_of_code: bool = False) -> None:
     if problem is None:
       self._answered.add(index)
-    else:
-      self.num_failed += 1
-      self._problems[index] = self.last_problem = f'{self._names[index]}: {problem}'
+      return
+    self.num_failed += 1
+    self.last_problem = f'{self._names[index]}: {problem}'
+    if is_of_code:
+      self._problems[index] = self.last_problem
 
   def _start(self) -> None:
     ours, theirs = self._context.Pipe()

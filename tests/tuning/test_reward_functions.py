@@ -19,6 +19,8 @@ def length(prompt, completion, record):
 def fails(prompt, completion, record):
   if completion == 'raise':
     raise KeyError('answer')
+  if completion == 'offline':
+    raise ConnectionRefusedError('the judge')
   if completion == 'hang':
     time.sleep(60)
   if completion == 'die':
@@ -29,13 +31,15 @@ def fails(prompt, completion, record):
 def test_functions_are_called_for_all_completions_and_a_bad_one_costs_its_own_result():
   calls = [('p', text, {'bonus': 0.5}) for text in ('ok', 'raise', 'hang', 'nan', 'fine', 'die', 'text', 'ok')]
   with RewardWorkers([f'{NAME}:length', f'{NAME}:fails'], num_workers=2, timeout_s=1.5) as workers:
+    workers.rewards([('p', 'offline', {'bonus': 0})])
+    assert workers.broken is None  # a service may be there again
     workers.rewards(calls[1:2])
     assert workers.broken == f"{NAME}:fails: KeyError: 'answer'"  # none of its calls gave a result so far
     started = time.monotonic()
     found = workers.rewards(calls)
     np.testing.assert_array_equal(found[:, 0], [len(text) + 0.5 for _, text, _ in calls])
     np.testing.assert_array_equal(found[:, 1], [1, np.nan, np.nan, np.nan, 1, np.nan, np.nan, 1])
-    assert (workers.num_failed, workers.broken) == (6, None)
+    assert (workers.num_failed, workers.broken) == (7, None)
     assert time.monotonic() - started < 30  # not the 60 s of the one that hangs
     np.testing.assert_array_equal(workers.rewards(calls[:1]), [[2.5, 1]])  # those that were replaced work
     workers.stop()
