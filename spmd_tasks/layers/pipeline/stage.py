@@ -69,8 +69,8 @@ class Stage:
 
   @functools.cached_property
   def _traced_once(self) -> Callable[..., tuple[Microbatch, Any]]:
-    return jax.jit(self._run, inline=True)  # traced once for all calls of a schedule: some run
-    # backward passes outside of the LayerScope, which that trace has
+    # One trace for all calls of a schedule, of which backward passes may run outside of the LayerScope.
+    return jax.jit(self._run, inline=True)
 
   def _run(
     self, weights: StageWeights, microbatch: Microbatch, index: jax.Array, repeat: jax.Array, is_work: jax.Array
