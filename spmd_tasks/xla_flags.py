@@ -8,7 +8,7 @@ import os
 
 from jaxlib.version import __version_info__ as JAXLIB  # without JAX itself, which is not to be imported yet
 
-UNKNOWN_FROM = (0, 12)  # jaxlib's first minor whose flags were not tried
+UNKNOWN_FROM = (0, 13)  # jaxlib's first minor whose flags were not tried
 _GONE_FROM = {'--xla_cpu_use_fusion_emitters': (0, 11)}  # the first minor that lacks a flag
 _NEW_IN = {'--xla_cpu_opt_preset': (0, 11)}  # the first minor that has it
 

@@ -12,7 +12,7 @@ from spmd_tasks.activity import doing
 from spmd_tasks.errors import naming_own_code
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
 
-# JAX (0.10 and 0.11) reports this event each time that a program is missing from its caches in memory. Reading the
+# JAX (0.10 to 0.12) reports this event each time that a program is missing from its caches in memory. Reading the
 # program back from a persistent compilation cache counts too, since the step waits for that as well.
 _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
 
