@@ -7,12 +7,15 @@ MLFLOW_EXPERIMENT_NAME. A job that goes on continues the same run, whose id is i
 that fails ends no job: metrics.jsonl has everything.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 import contextlib
 import json
 import os
 import secrets
 import tempfile
+import time
 from typing import Any
 
 from spmd_tasks.distributed import is_primary
@@ -61,6 +64,8 @@ class MlflowRun:
 
     del directory
     self._client = mlflow.MlflowClient()
+    # MLflow's own way of sending in the background loses a metric now and then when it is flushed.
+    self._thread, self._sent = futures.ThreadPoolExecutor(1), deque[futures.Future[Any]]()
     if id is None:
       experiment = mlflow.set_experiment(os.environ.get('MLFLOW_EXPERIMENT_NAME', _PROJECT))
       self.id = self._client.create_run(experiment.experiment_id, run_name=name).info.run_id
@@ -72,13 +77,18 @@ class MlflowRun:
       self._client.update_run(id, status='RUNNING')
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-      self._client.log_metric(self.id, name, value, step=step, synchronous=False)
+    from mlflow.entities import Metric
+
+    while self._sent and self._sent[0].done():
+      self._sent.popleft().result()  # raises what went wrong
+    now = round(1000 * time.time())
+    entities = [Metric(name, value, now, step) for name, value in metrics.items()]
+    self._sent.append(self._thread.submit(self._client.log_batch, self.id, metrics=entities))
 
   def close(self, *, is_complete: bool) -> None:
-    import mlflow
-
-    mlflow.flush_async_logging()
+    self._thread.shutdown()
+    for sent in self._sent:
+      sent.result()
     self._client.set_terminated(self.id, 'FINISHED' if is_complete else 'KILLED')
 
 
