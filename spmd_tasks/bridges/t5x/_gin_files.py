@@ -18,10 +18,8 @@ class Raw(str):
 
 
 _MODELS = ('emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers', 'head_dim', 'mlp_dim')
-_TINY = (8, 4, 2, 2, 3, 16)
 SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
   't5_1_0': {
-    'tiny': _TINY,
     'small': (512, 8, 6, 6, 64, 2048),
     'base': (768, 12, 12, 12, 64, 3072),
     'large': (1024, 16, 24, 24, 64, 4096),
@@ -29,7 +27,7 @@ SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     '11B': (1024, 128, 24, 24, 128, 65536),
   },
   't5_1_1': {
-    'tiny': _TINY,
+    'tiny': (8, 4, 2, 2, 3, 16),
     'small': (512, 6, 8, 8, 64, 1024),
     'base': (768, 12, 12, 12, 64, 2048),
     'large': (1024, 16, 24, 24, 64, 2816),
@@ -37,7 +35,6 @@ SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     'xxl': (4096, 64, 24, 24, 64, 10240),
   },
   'byt5': {
-    'tiny': _TINY,
     'small': (1472, 6, 12, 4, 64, 3584),
     'base': (1536, 12, 18, 6, 64, 3968),
     'large': (1536, 16, 36, 12, 64, 3840),
@@ -46,26 +43,16 @@ SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
   },
 }
 _C4 = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
+_MC4 = 'gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model'
+_T5: Mapping[str, Any] = {'sizes': 't5_1_1', 'vocabulary': _C4, 'vocab_size': 32128, 'tied': False}
+_GATED: Mapping[str, Any] = _T5 | {'activations': ('gelu', 'linear')}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-  't5_1_0': {'vocabulary': _C4, 'vocab_size': 32128, 'activations': ('relu',), 'tied': True},
-  't5_1_1': {'vocabulary': _C4, 'vocab_size': 32128, 'activations': ('gelu', 'linear'), 'tied': False},
-  'mt5': {
-    'sizes': 't5_1_1',
-    'vocabulary': 'gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model',
-    'vocab_size': 250112,
-    'activations': ('gelu', 'linear'),
-    'tied': False,
-  },
-  'byt5': {'vocabulary': None, 'vocab_size': 384, 'activations': ('gelu', 'linear'), 'tied': False},
-  'decoder_only': {
-    'sizes': 't5_1_1',  # of its decoders
-    'vocabulary': _C4,
-    'vocab_size': 32128,
-    'activations': ('gelu', 'linear'),
-    'tied': True,
-  },
+  't5_1_0': _T5 | {'sizes': 't5_1_0', 'activations': ('relu',), 'tied': True},
+  't5_1_1': _GATED,
+  'mt5': _GATED | {'vocabulary': _MC4, 'vocab_size': 250112},
+  'byt5': _GATED | {'sizes': 'byt5', 'vocabulary': None, 'vocab_size': 384},
+  'decoder_only': _GATED | {'tied': True},  # of the sizes, those of the decoders
 }
-
 
 _MOE_RUN = """
 include 't5x/configs/runs/{run}.gin'
@@ -87,46 +74,42 @@ moe_trainer.MoeTrainer.num_expert_partitions = %NUM_EXPERT_PARTITIONS
 """
 
 
+_SCRIPTS = {'pretrain': 'train', 'finetune': 'train', 'eval': 'eval', 'infer': 'infer'}  # of which a file is a run
+_SCRIPTS |= {'infer_from_tfexample_file': 'infer'}
+
+
 def shipped_file(name: str) -> str | None:
   """Returns the text of a file of T5X by the name under which setups include it; None where it is not known."""
   if name.startswith('t5x/contrib/gpu/t5/'):
     text = shipped_file(name.replace('contrib/gpu', 'examples'))
     return text and text.replace('from t5x.examples', 'from t5x.contrib.gpu')
-  parts = name.removeprefix('t5x/').removesuffix('.gin').split('/')
-  if parts[:4] == ['contrib', 'moe', 'configs', 'runs'] and len(parts) == 5:
-    return _moe_run(parts[4])
-  if name == 't5x/examples/scalable_t5/umt5/vocab.gin':
+  folder, _, file = name.removeprefix('t5x/').removesuffix('.gin').rpartition('/')
+  if folder in ('configs/runs', 'contrib/moe/configs/runs'):
+    return _run(file) if folder == 'configs/runs' else _moe_run(file)
+  if folder == 'examples/scalable_t5/umt5' and file == 'vocab':
     model_file = Raw('"gs://t5-data/vocabs/umt5.256000/sentencepiece.model"')
     block = {'sentencepiece_model_file': model_file, 'extra_ids': 300}
     macros = {'VOCABULARY': Raw('@seqio.SentencePieceVocabulary()'), 'VOCAB_SIZE': 256384}
     return gin_text(('seqio',), macros, {'seqio.SentencePieceVocabulary': block})
-  if name == 't5x/examples/scalable_t5/umt5/architectures/encoder_decoder.gin':
+  if folder == 'examples/scalable_t5/umt5/architectures' and file == 'encoder_decoder':
     return gin_text(('t5x.examples.scalable_t5.network',), {}, {'network.T5Config': {'vocab_size': Raw('%VOCAB_SIZE')}})
-  if parts[:2] == ['configs', 'runs'] and len(parts) == 3:
-    return _run(parts[2])
-  if parts[:1] != ['examples'] or len(parts) != 4:
+  if folder == 'examples/decoder_only/models' and file not in ('tiny', 'small'):  # there are none
+    return _model('decoder_only', 'decoder_only', file)
+  _, example, family = (*folder.split('/'), '', '')[:3]
+  if folder != f'examples/{example}/{family}' or example not in ('t5', 'scalable_t5') or family == 'decoder_only':
     return None
-  _, example, family, size = parts
-  family = 'decoder_only' if (example, family) == ('decoder_only', 'models') else family
+  return _model(example, family if file != 'tiny' or family not in FAMILIES else 't5_1_1', file)
+
+
+def _model(example: str, family: str, size: str) -> str | None:
+  """A model of a family; T5X's tiny ones all include that of T5 1.1."""
   known = FAMILIES.get(family)
-  if known is None or size not in SIZES[known.get('sizes', family)]:
+  if known is None or size not in SIZES[known['sizes']]:
     return None
-  is_decoder = family == 'decoder_only'
-  if example not in (('decoder_only',) if is_decoder else ('t5', 'scalable_t5')):
-    return None
-  if is_decoder and size in ('tiny', 'small'):  # there are none
-    return None
-  if size == 'tiny' and family != 't5_1_1':  # T5X's own tiny files all include that of T5 1.1
-    family, known = 't5_1_1', FAMILIES['t5_1_1']
-  return _model(example, family, known, SIZES[known.get('sizes', family)][size])
-
-
-def _model(example: str, family: str, known: Mapping[str, Any], sizes: tuple[int, ...]) -> str:
-  """A model of a family."""
   is_decoder = family == 'decoder_only'
   config, module = ('TransformerConfig', 'DecoderWrapper') if is_decoder else ('T5Config', 'Transformer')
   model = 'DecoderOnlyModel' if is_decoder else 'EncoderDecoderModel'
-  fields: dict[str, Any] = dict(zip(_MODELS, sizes, strict=True))
+  fields: dict[str, Any] = dict(zip(_MODELS, SIZES[known['sizes']][size], strict=True))
   if is_decoder:
     fields['num_layers'] = fields.pop('num_decoder_layers')
     del fields['num_encoder_layers']
@@ -158,20 +141,16 @@ def _model(example: str, family: str, known: Mapping[str, Any], sizes: tuple[int
 def _moe_run(run: str) -> str | None:
   """A run of contrib/moe: that of T5X with the partitioner and the trainer of experts."""
   base = 'pretrain' if run in ('continue_pretrain', 'sparse_upcycle') else run
-  if base in ('precompile', 'export', 'export_seqio'):
+  if base not in _SCRIPTS:
     return _run(base)
-  if base not in ('pretrain', 'finetune', 'eval', 'infer', 'infer_from_tfexample_file'):
-    return None
-  trains = base in ('pretrain', 'finetune')
-  script = {'eval': 'eval_script.evaluate'}.get(base, 'train_script.train' if trains else 'infer_script.infer')
-  text = f'import __main__ as {script.partition(".")[0]}\n' + gin_text(('t5x.utils',), {}, {})
-  text += _MOE_RUN.format(run=base, script=script) + (_MOE_TRAINING if trains else '')
+  trains, script = _SCRIPTS[base] == 'train', _SCRIPTS[base]
+  text = f'import __main__ as {script}_script\n' + gin_text(('t5x.utils',), {}, {})
+  text += _MOE_RUN.format(run=base, script=f'{script}_script.{"evaluate" if script == "eval" else script}')
+  text += _MOE_TRAINING if trains else 'utils.DatasetConfig.batch_size = %BATCH_SIZE\n'
   text += f'utils.SaveCheckpointConfig.period = {5000 if base == "pretrain" else 2000}\n' if trains else ''
   text += 'utils.SaveCheckpointConfig.keep = 20\n' if base == 'pretrain' else ''
   text += 'EXPERT_DROPOUT_RATE = %DROPOUT_RATE\n' if base == 'finetune' else ''
-  text += '' if trains else 'utils.DatasetConfig.batch_size = %BATCH_SIZE\n'
-  if run != base:
-    text += 'utils.RestoreCheckpointConfig.path = %INITIAL_CHECKPOINT_PATH\n'
+  text += 'utils.RestoreCheckpointConfig.path = %INITIAL_CHECKPOINT_PATH\n' if run != base else ''
   if run == 'sparse_upcycle':
     text += 'from t5x.contrib.moe import checkpoints\n'
     text += 'utils.RestoreCheckpointConfig.checkpointer_cls = @checkpoints.UpcycleCheckpointer\n'
@@ -255,11 +234,10 @@ def _run(run: str) -> str | None:
     return 'import __main__ as train_script\ntrain_script.precompile.model = %MODEL\n'
   if run in ('export', 'export_seqio'):
     return 'from t5x import export_lib\nexport_lib.save.model = %MODEL\n'
-  if run not in ('pretrain', 'finetune', 'eval', 'infer', 'infer_from_tfexample_file'):
+  if (script := _SCRIPTS.get(run)) is None:
     return None
-  macros, blocks = _training(run) if run in ('pretrain', 'finetune') else _once(run)
+  macros, blocks = _training(run) if script == 'train' else _once(run)
   imports = ('seqio', 't5x.models', 't5x.partitioning', 't5x.trainer', 't5x.utils')
-  script = {'eval': 'eval', 'infer': 'infer', 'infer_from_tfexample_file': 'infer'}.get(run, 'train')
   return f'import __main__ as {script}_script\n' + gin_text(imports, macros, blocks)
 
 
@@ -430,11 +408,11 @@ def flaxformer_file(path: str) -> str | None:
       own['sparse_encoder/moe_layers.MoeLayer.router'] = Raw('@sparse_encoder/routing.ExpertsChooseMaskedRouter()')
     architecture = 'moe/architectures/moe'
   else:
-    known = {'t5': 't5_1_0'}.get(family, family)
-    if known not in FAMILIES or size not in SIZES[(of := FAMILIES[known]).get('sizes', known)] or size == 'tiny':
+    known = FAMILIES.get({'t5': 't5_1_0'}.get(family, family))
+    if known is None or size not in SIZES[known['sizes']] or size == 'tiny':
       return None
-    dims, own = SIZES[of.get('sizes', known)][size], {'NUM_EMBEDDINGS': of['vocab_size']}
-    architecture = f't5/architectures/t5{"" if known == "t5_1_0" else "_1_1"}_flaxformer'
+    dims, own = SIZES[known['sizes']][size], {'NUM_EMBEDDINGS': known['vocab_size']}
+    architecture = f't5/architectures/t5{"" if known["sizes"] == "t5_1_0" else "_1_1"}_flaxformer'
   names = ('EMBED_DIM', 'NUM_HEADS', 'NUM_ENCODER_LAYERS', 'NUM_DECODER_LAYERS', 'HEAD_DIM', 'MLP_DIM')
   macros = {**dict(zip(names, dims)), **own, **_EXCEPTIONS.get(name, {})}
   is_moe = kind == 'moe'
@@ -444,8 +422,7 @@ def flaxformer_file(path: str) -> str | None:
     normalization="'NUM_REAL_TARGET_TOKENS'" if is_moe else None,
   )
   if family != 'byt5':
-    path = FAMILIES['mt5' if family == 'mt5' else 't5_1_1']['vocabulary']
-    model += f'seqio.SentencePieceVocabulary.sentencepiece_model_file = {path!r}\n'
+    model += f'seqio.SentencePieceVocabulary.sentencepiece_model_file = {_MC4 if family == "mt5" else _C4!r}\n'
   if is_moe:
     model += 'models.MoeEncoderDecoderModel.aux_loss_factor = %AUX_LOSS_FACTOR\n'
     model += 'models.MoeEncoderDecoderModel.router_z_loss_factor = %ROUTER_Z_LOSS_FACTOR\n'
