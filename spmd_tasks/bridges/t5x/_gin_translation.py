@@ -188,16 +188,18 @@ def _decoding(model: Node, made: Translation) -> None:
   function = model.part('decode_fn', None) or dataclasses.replace(model, scope='', selector=f't5x.decoding.{default}')
   predict = dataclasses.replace(model, selector=f'{model.selector}.predict_batch_with_aux')
   params = model.part('default_decoder_params', None)
-  number = predict.get('num_decodes', params.get('num_decodes', 1) if params else 1)
+  number = predict.get('num_decodes', params.get('num_decodes', 1, int) if params else 1, int)
   if function.selector == 't5x.decoding.beam_search':
     made.fields['decoding'] = {'num_beams': number, 'length_penalty': function.get('alpha', 0.6)}
   elif function.selector == 't5x.decoding.temperature_sample':
     temperature, top_k = function.get('temperature', 1.0), function.get('topk', 1)
     made.fields['decoding'] = {'temperature': 0.0 if top_k == 1 else temperature, 'top_k': top_k}
     made.fields['decoding'] |= {'top_p': function.get('topp', 0.0) or 1.0}
-    if number > 1:
-      note = f'{predict}.num_decodes = {number}', 'one sample of a prompt is drawn; repeat the prompts'
-      made.lacks(*note) if made.generates else made.notes.append(': '.join(note))
+    if number > 1 and made.mode == 'decode':
+      made.fields['num_samples'] = number
+      made.notes.append(f'{predict}.num_decodes = {number}: all samples are written, with their log-probabilities')
+    elif number > 1 and made.generates:
+      made.lacks(f'{predict}.num_decodes = {number}', 'evals draw one sample of a prompt')
   else:
     made.lacks(f'{model}.decode_fn = @{function}', 'only beam_search and temperature_sample of t5x.decoding are known')
   for node in (function, predict, *([params] if params else [])):

@@ -42,9 +42,11 @@ class SeqIoPrompts:
   """The inputs of the examples of a SeqIO task, each in a row of its own.
 
   `examples`, a SeqIoInput, say of which split, and in which order; they have no packing, and an end (`num_epochs=1`).
+  `n` continuations of each are wanted.
   """
 
   examples: Any
+  n: int = 1
 
   def __post_init__(self):
     if self.examples.packing or self.examples.num_epochs is None:
@@ -56,7 +58,7 @@ class SeqIoPrompts:
     for number, features in enumerate(given.features().as_numpy_iterator()):
       prompt = prompt_of(features, number, given.feature_lengths['targets'])
       text = given.inputs_vocabulary.decode([token for token in prompt.prompt_ids or () if token])
-      prompts.append(dataclasses.replace(prompt, prompt=text if isinstance(text, str) else None))
+      prompts.append(dataclasses.replace(prompt, prompt=text if isinstance(text, str) else None, n=self.n))
     if not prompts:
       raise UserError(f'split {given.split} of SeqIO task {given.task} has no examples.')
     return prompts

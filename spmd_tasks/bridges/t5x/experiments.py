@@ -43,6 +43,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   rate: Mapping[str, Any] = FrozenDict()
   adafactor: Mapping[str, Any] = FrozenDict()
   decoding: Mapping[str, Any] = FrozenDict()  # fields of DecodeSettings
+  num_samples: int = 1  # of each prompt of `decode_data`
   scanned: bool = False  # T5X's layers are one weight, as in its scalable_t5: which dims Adafactor factors
   clip_global_norm: float | None = None
   num_microbatches: int = 1
@@ -89,7 +90,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
 
   def decode_inputs(self) -> dict[str, fdl.Config[SeqIoPrompts]]:
     inputs = self._inputs_by_task(self.decode_data)
-    return {name: fdl.Config(SeqIoPrompts, examples=each) for name, each in inputs.items()}
+    return {name: fdl.Config(SeqIoPrompts, examples=each, n=self.num_samples) for name, each in inputs.items()}
 
   def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> PromptSource:
     source = super().prompts_of_file(path, tokenizer)

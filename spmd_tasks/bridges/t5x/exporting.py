@@ -3,7 +3,8 @@
     spmd-tasks --mode export --format t5x --job_log_dir runs/t5 --out MODEL_DIR      # MODEL_DIR/checkpoint_<step>
 
 The arrays have the names, shapes and layout (layers apart, or scanned) of the checkpoint of T5X that the job started
-from, else those of `t5x.examples.t5`. The position of the input is not exported.
+from, else those of `t5x.examples.t5`, or of `scalable_t5` where Adafactor has the rules of scanned layers (UMT5). The
+position of the input is not exported.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from spmd_tasks.command import OpenJob
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.learning.adafactor import T5X_SCANNED_FACTOR_RULES
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import TrainState
 
@@ -51,7 +53,7 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
     if restored is None:
       raise CheckpointError(f'{opened.directory / "checkpoints"} has no checkpoint: train first.')
     origin = job.experiment.origin()
-    layout = layout_of(restored.state)
+    layout = layout_of(restored.state, model.task.learner.optimizer)
     if isinstance(origin, T5xOrigin):
       given = open_checkpoint(origin.path, origin.step)
       layout = Layout.of(given.weights, str(given.path))
@@ -61,9 +63,10 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
   return exit_codes.OK
 
 
-def layout_of(state: TrainState) -> Layout:
-  """Returns the layout in which models that are not from T5X are written: each layer by itself."""
-  return Layout(decoder_only='encoder_stack' not in state.weights)
+def layout_of(state: TrainState, optimizer: Any) -> Layout:
+  """Returns the layout in which a model that is not from T5X is written: that of which its Adafactor has the rules."""
+  scanned = getattr(optimizer, 'factor_rules', None) == T5X_SCANNED_FACTOR_RULES
+  return Layout(scanned=scanned, decoder_only='encoder_stack' not in state.weights)
 
 
 def write_state(target: epath.PathLike, state: TrainState, layout: Layout, *, is_writer: bool = True) -> epath.Path:

@@ -278,6 +278,8 @@ def test_texts_in_files_are_decoded(tmp_path):
   bound = [f"TF_EXAMPLE_FILE_PATHS = ['{tmp_path}/*.tfrecord']", "TF_EXAMPLE_FILE_TYPE = 'tfrecord'"]
   bound += ["FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}", "CHECKPOINT_PATH = '/m/checkpoint_10'"]
   bound += ["INFER_OUTPUT_DIR = 'x'", 'infer_script.create_task_from_tfexample_file.inputs_key = "text"']
+  model = 'models.EncoderDecoderModel'
+  bound += [f'{model}.decode_fn = @decoding.temperature_sample', f'{model}.predict_batch_with_aux.num_decodes = 3']
   made = translated(files, *bound)
   assert not made.missing
   import tensorflow as tf
@@ -288,7 +290,10 @@ def test_texts_in_files_are_decoded(tmp_path):
       writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
   job = resolve(f'{EXPERIMENTS}.T5xExperiment', [f'{name}={value}' for name, value in made.fields.items()]).build()
   prompts = job.decode_inputs['infer'].read()
-  assert [(each.prompt, each.prompt_ids) for each in prompts] == [('90+6', (60, 51, 46, 57, 1)), ('1', (52, 1))]
+  assert [(each.prompt, each.prompt_ids, each.n) for each in prompts] == [
+    ('90+6', (60, 51, 46, 57, 1), 3),
+    ('1', (52, 1), 3),
+  ]
   assert job.tokenizer.decode([60, 51]) == '90'
 
 

@@ -107,7 +107,7 @@ def without_numbers(path):
 def test_a_checkpoint_has_the_names_shapes_and_places_of_one_of_t5x(name, shapes, rng, tmp_path, request):
   """The whole msgpack file of T5X's own `checkpoint_20`: what is in it, and chunks and compression of what is not."""
   state = state_of(shapes, rng)
-  path = write_state(tmp_path, state, layout_of(state))
+  path = write_state(tmp_path, state, layout_of(state, Adafactor.as_t5x(learning_rate=0.1)))
   expected = request.config.rootpath / 'tests' / 'data' / 't5x' / f'{name}.checkpoint'
   assert without_numbers(path / 'checkpoint') == without_numbers(expected)
 
@@ -161,6 +161,7 @@ class Model:
 )
 def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
   state = state_of(shapes, rng, **settings)
+  assert layout_of(state, Adafactor.as_t5x(learning_rate=0.1, **settings)) == layout
   checkpoint = open_checkpoint(write_state(tmp_path, state, layout))
   assert checkpoint.step == 20
   assert Layout.of(checkpoint.weights, '') == Layout(**{**vars(layout), 'source': ''})
