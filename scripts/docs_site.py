@@ -57,10 +57,12 @@ def faces(root: Path = ROOT) -> list[Face]:
 
 
 def public_names(tree: ast.Module) -> tuple[str, ...]:
-  """The entries of `__all__`, in their order."""
+  """The names that a face imports and defines by `lazy_face`, sorted, or else the entries of `__all__`."""
   for node in tree.body:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    if any(isinstance(target, ast.Name) and target.id == '__all__' for target in targets):
+    if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr).startswith('lazy_face('):
+      _, *own = node.items[0].context_expr.args
+      return tuple(sorted([*bound_names(node.body), *(name.value for name in own)]))
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
       return tuple(ast.literal_eval(node.value))
   return ()
 

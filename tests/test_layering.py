@@ -34,7 +34,7 @@ ROWS = (
   ('hub',),
   ('wings',),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
-  ('exit_codes', 'own_code'),
+  ('exit_codes', 'faces', 'own_code'),
 )
 WINGS = ROWS[0]
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
@@ -146,9 +146,11 @@ def test_tensorflow_is_imported_inside_functions_only():
 
 
 def public_names(package: str) -> set[str]:
-  """`__all__` of a package's face, read from its source; empty for a module."""
+  """The names that a package's face imports lazily, or its `__all__`, read from its source; empty for a module."""
   path = ROOT / package.replace('.', '/') / '__init__.py'
   for node in ast.parse(path.read_text()).body if path.exists() else ():
+    if isinstance(node, ast.With):
+      return {alias.name for statement in node.body for alias in statement.names}
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
       return set(ast.literal_eval(node.value))
   return set()

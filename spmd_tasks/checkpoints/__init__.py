@@ -14,11 +14,7 @@ manifest.py (digests), orbax_arrays.py (array files). peer_copies.py keeps copie
 that, and memory_copies.py is their files.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.checkpoints.checkpointer import Checkpointer
-
-__all__ = [
-  'Checkpointer',
-]

@@ -7,7 +7,7 @@
 Read in this order:
   registry.py      names to experiment classes; listing.py: --list
   resolution.py    overrides and defaults to one resolved config; refusals.py: what is said about a wrong one
-  from_saved.py    the same of a saved config, with search_path.py: which modules it may have imported
+  from_saved.py    the same of a saved config, and which modules it may have imported
   values.py        the type of a field, and the value of a text (pydantic)
   tree.py          configs, dataclasses and Linen modules as one tree of fields
   encoding.py, saved_config.py    values as JSON, the file's form
@@ -16,10 +16,8 @@ Read in this order:
 A name below is imported when it is first used, because --list must wait for neither JAX nor Fiddle.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.config.registry import register
   from spmd_tasks.config.resolution import resolve, to_json
-
-__all__ = ['register', 'resolve', 'to_json']

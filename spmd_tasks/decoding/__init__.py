@@ -19,21 +19,11 @@ Read in this order:
   prompts.py             what a request is made from: a line of JSON
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.decoding.decode_steps import DecodeSteps
   from spmd_tasks.decoding.generation import generate
   from spmd_tasks.decoding.prompts import PromptFile, Prompts
   from spmd_tasks.decoding.requests import Request
   from spmd_tasks.runtime import DecodeSettings, SamplingParams
-
-__all__ = [
-  'DecodeSettings',
-  'DecodeSteps',
-  'PromptFile',
-  'Prompts',
-  'Request',
-  'SamplingParams',
-  'generate',
-]

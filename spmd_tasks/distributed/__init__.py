@@ -13,12 +13,10 @@ progress), rank_records.py and departures.py (what processes tell each other), e
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.distributed.agreement import is_primary
   from spmd_tasks.distributed.collectives import barrier
   from spmd_tasks.distributed.emergency_exit import EmergencyExit
   from spmd_tasks.distributed.initialization import DistributedSettings, initialize, use_fake_devices
-
-__all__ = ['DistributedSettings', 'EmergencyExit', 'barrier', 'initialize', 'is_primary', 'use_fake_devices']

@@ -12,9 +12,7 @@ The package lm-eval is optional: the extra `evaluation`. A server is evaluated b
 `local-completions` and `local-chat-completions` instead (docs/evaluation.md).
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.evaluation.harness_model import HarnessModel
-
-__all__ = ['HarnessModel']

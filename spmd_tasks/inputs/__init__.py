@@ -11,9 +11,9 @@ from any TextSource) with packing.py, text.py, sources (records.py, megatron.py,
 span_corruption.py (T5's objective), prefetch.py (reads ahead). Each module loads on first use.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.inputs.base import Batch, Input, InputIterator, State
   from spmd_tasks.inputs.batches import Batches, as_input
   from spmd_tasks.inputs.chat_template import ChatTemplate
@@ -31,39 +31,3 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.inputs.tokenizer_files import BpeTokenizer, FolderTokenizer, train_bpe
   from spmd_tasks.inputs.tokenizers import ByteTokenizer, Tokenizer
   from spmd_tasks.row_sources import source_ids_name
-
-__all__ = [
-  'ArrayRecord',
-  'Batch',
-  'Batches',
-  'Block',
-  'BpeTokenizer',
-  'ByteTokenizer',
-  'ChatTemplate',
-  'FolderTokenizer',
-  'IdTokenizer',
-  'Input',
-  'InputIterator',
-  'JsonLines',
-  'MegatronTokens',
-  'Mixture',
-  'OpenSource',
-  'Parquet',
-  'Prefetcher',
-  'SentencePieceTokenizer',
-  'SpanCorruption',
-  'State',
-  'StdlibText',
-  'SyntheticPairs',
-  'SyntheticText',
-  'T5ByteTokenizer',
-  'TarShards',
-  'TextFiles',
-  'TextInput',
-  'TextSource',
-  'Tokenizer',
-  'as_input',
-  'source_ids_name',
-  'span_corruption_lengths',
-  'train_bpe',
-]

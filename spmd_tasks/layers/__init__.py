@@ -11,9 +11,9 @@ declares weights), linear.py, transformer.py, language_model.py and losses.py; a
 adapters.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter
   from spmd_tasks.layers.base import FanInNormal, Statistics, WithSublayers, declare_weight
   from spmd_tasks.layers.embedding import TokenEmbedding
@@ -30,37 +30,3 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.quantized_products import QuantizedProduct
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
   from spmd_tasks.layers.transformer import Aux, TransformerBlock, TransformerStack, remat_policy
-
-__all__ = [
-  'AdaptedKernel',
-  'Aux',
-  'BlockGroup',
-  'DeclaredKernel',
-  'EncoderDecoderLm',
-  'FanInNormal',
-  'FeedForward',
-  'GatedFeedForward',
-  'LabelScores',
-  'LanguageModel',
-  'LanguageModelLoss',
-  'LayerNorm',
-  'Linear',
-  'LossOutput',
-  'NextnHead',
-  'NextnLanguageModel',
-  'QuantizedProduct',
-  'RmsNorm',
-  'RunsModel',
-  'ScoreEmbedding',
-  'StackSequence',
-  'Statistics',
-  'TokenEmbedding',
-  'TransformerBlock',
-  'TransformerStack',
-  'WeightAdapter',
-  'WithSublayers',
-  'declare_weight',
-  'label_scores',
-  'losses_by_source',
-  'remat_policy',
-]

@@ -12,9 +12,9 @@ Optimizer state is laid out over the mesh like the weights. A step whose loss or
 weights. Read learner.py, then optimizers.py and schedules.py; the other files say by their first lines what they add.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.learning.adafactor import Adafactor
   from spmd_tasks.learning.from_optax import FromOptax
   from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer
@@ -24,23 +24,3 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.learning.optimizers import AdamW
   from spmd_tasks.learning.other_schedules import Constant, LinearWarmupRsqrt, ProductOfFactors
   from spmd_tasks.learning.schedules import LearningRate, LinearWarmupCosine, Schedule
-
-__all__ = [
-  'Adafactor',
-  'AdamW',
-  'Constant',
-  'FromOptax',
-  'Learner',
-  'LearnerState',
-  'LearningRate',
-  'LinearWarmupCosine',
-  'LinearWarmupRsqrt',
-  'Lion',
-  'MultiOptimizer',
-  'Muon',
-  'MuonClip',
-  'Optimizer',
-  'ProductOfFactors',
-  'Schedule',
-  'Sgd',
-]

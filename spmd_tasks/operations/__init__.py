@@ -3,8 +3,8 @@
     spmd-tasks --exp lm.Dense1B --mode train --job_log_dir /shared/runs/dense --supervise 2:4      # on each host
 
 `supervisor.py` is the life of a host whose job goes on when another host dies; `neighbours.py` has what supervisors
-tell each other, `rounds.py` how they agree, `standby.py` how a training process waits for its round, `fitting.py` how a
-job is made to fit fewer hosts. `trackers.py` has the hook for Weights & Biases and MLflow.
+tell each other and how they agree, `standby.py` how a training process waits for its round and fits its job to it.
+`trackers.py` has the hook for Weights & Biases and MLflow.
 """
 
 import json
@@ -29,7 +29,7 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
   """Makes a job fit the hosts of its round."""
   del directory
   is_concerned = mode == 'train' and SUPERVISED in os.environ
-  return call('spmd_tasks.operations.fitting:fit_job', job) if is_concerned else job
+  return call('spmd_tasks.operations.standby:fit_job', job) if is_concerned else job
 
 
 def _train_hooks(job: Any) -> tuple[Any, ...]:

@@ -34,8 +34,15 @@ from spmd_tasks.files import (
   write_durably,
 )
 from spmd_tasks.operations import SUPERVISED
-from spmd_tasks.operations.neighbours import RUNNING, Neighbours, Status
-from spmd_tasks.operations.rounds import choose_hosts, newest_round, propose_round, read_round
+from spmd_tasks.operations.neighbours import (
+  RUNNING,
+  Neighbours,
+  Status,
+  choose_hosts,
+  newest_round,
+  propose_round,
+  read_round,
+)
 from spmd_tasks.wings import call
 
 _DEAD_LIMIT_S, _ENDED_LIMIT_S = 1.5, 25.0  # how long a process may go on without one that is dead, or has ended

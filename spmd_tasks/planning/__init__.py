@@ -17,24 +17,14 @@ time.py, the one model of time, with costs.py (an operation) and networks.py (a 
 import argparse
 import os
 
-from etils import epy
-
 from spmd_tasks.errors import UserError
+from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import Flag, Mode, Wing
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals(), 'WING'):
   from spmd_tasks.planning.plan import make_plan, plan_compiled
   from spmd_tasks.planning.report import format_plan, plan_page
   from spmd_tasks.planning.targets import parse_target
-
-__all__ = [
-  'WING',
-  'format_plan',
-  'make_plan',
-  'parse_target',
-  'plan_compiled',
-  'plan_page',
-]
 
 
 def _check_flags(flags: argparse.Namespace) -> None:

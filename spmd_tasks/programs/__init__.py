@@ -15,9 +15,7 @@ running job a directory; a lost job never starts again unasked).
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.programs import decode, eval, preview, train
-
-__all__ = ['decode', 'eval', 'preview', 'train']

@@ -130,7 +130,7 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
 
 
 def write_config(job_log_dir: epath.Path, config_json: str) -> None:
-  """Writes config.json, with a mark that a copy of the directory does not have (config/search_path.py)."""
+  """Writes config.json, with a mark that a copy of the directory does not have (config/from_saved.py)."""
   config = json.loads(config_json)
   if not is_remote(job_log_dir):
     config['mark'] = os.stat(job_log_dir).st_ino

@@ -16,22 +16,12 @@ from `loss()`, `optimizer()`, `tokenizer()` and `source(split)`: override one an
 format are in `bridges/huggingface/experiments.py`; the package `tuning` tunes such a model.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.recipes.dense import DenseLanguageModel
   from spmd_tasks.recipes.encoder_decoder import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
   from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
   from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
   from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
   from spmd_tasks.recipes.text_training import TextTraining
-
-__all__ = [
-  'DenseLanguageModel',
-  'EncoderDecoderLanguageModel',
-  'MoeEncoderDecoderLanguageModel',
-  'MoeLanguageModel',
-  'PipelinedLanguageModel',
-  'SyntheticLanguageModel',
-  'TextTraining',
-]

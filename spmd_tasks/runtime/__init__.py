@@ -12,22 +12,11 @@ reports is made by `metrics.py` (files of metrics), `parameter_table.py` (also w
 `decode_settings.py` holds what a task says about generating text, `origin.py` where a new job's weights are from.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
   from spmd_tasks.runtime.origin import Origin
   from spmd_tasks.runtime.parameter_table import format_parameter_table
   from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
   from spmd_tasks.runtime.task import Task, TrainState
-
-__all__ = [
-  'DecodeSettings',
-  'Origin',
-  'PartitionedModel',
-  'SamplingParams',
-  'Task',
-  'TrainState',
-  'format_parameter_table',
-  'partition_spmd_model',
-]

@@ -14,9 +14,9 @@ field of an experiment), weights.py (the declaration of a weight), padding.py (u
 sharded trees), weight_names.py (patterns of names) and quantized.py (fewer bits).
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.sharding._mesh_shapes import factorizations
   from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
   from spmd_tasks.sharding.mesh import (
@@ -38,25 +38,3 @@ with epy.lazy_api_imports(globals()):
     split_dims_to_partition_spec,
   )
   from spmd_tasks.sharding.weights import WeightSpec
-
-__all__ = [
-  'DEFAULT_AXIS_RULES',
-  'AxisRules',
-  'DataExpertModelMesh',
-  'DataModelMesh',
-  'HiddenShardingMesh',
-  'MeshAxes',
-  'MeshLayout',
-  'MeshSpec',
-  'SplitDims',
-  'WeightSpec',
-  'constrain',
-  'context_axis_rules',
-  'evenly_divided_spec',
-  'factorizations',
-  'infer_partition_spec_based_on_rank',
-  'residual_axis_rules',
-  'shard_on_batch_dim_partition_spec',
-  'split_dims_to_partition_spec',
-  'stage_axis_rules',
-]

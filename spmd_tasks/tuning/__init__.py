@@ -14,12 +14,11 @@ are imported when first used.
 from collections.abc import Mapping
 from typing import Any
 
-from etils import epy
-
 from spmd_tasks.errors import UserError
+from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import Wing, load
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals(), 'WING'):
   from spmd_tasks.tuning.adapted_weights import add_adapters
   from spmd_tasks.tuning.adapters import LowRankAdapter
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
@@ -41,43 +40,6 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.score_loss import ScoreLoss
   from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
   from spmd_tasks.tuning.text_pairs import PairInput, PairTuning, TextPairs
-
-__all__ = [
-  'WING',
-  'ConversationInput',
-  'Conversations',
-  'DistillationLoss',
-  'DistillationTuning',
-  'FolderScorer',
-  'InstructionTuning',
-  'JudgedAnswers',
-  'LabeledTexts',
-  'LanguageModelWithValues',
-  'LowRankAdapter',
-  'LowRankTuning',
-  'PairInput',
-  'PairTuning',
-  'PolicyLoss',
-  'PreferenceInput',
-  'PreferenceLoss',
-  'PreferenceTuning',
-  'Preferences',
-  'RewardPairs',
-  'RewardPrompts',
-  'RewardTuning',
-  'RolloutInput',
-  'RolloutTask',
-  'SampledDistillation',
-  'ScoreLoss',
-  'ScoreTuning',
-  'ScoredInput',
-  'SimilarTexts',
-  'TaughtInput',
-  'TaughtRollouts',
-  'TextPairs',
-  'add_adapters',
-]
-
 
 # The hook of a kind of input.
 _HOOKS = {

@@ -7,24 +7,16 @@
 
 Read `mode.py` first, with the table of the claims, and `_cases.py`, how one case is decided. `_runner.py` has the train
 step that also gives its gradients; `_agreement.py` compares its steps with a reference's and says how large a
-difference may be. `_settings.py` draws meshes, `_shrink.py` makes an experiment tiny, `_batches.py` cuts batches and
-makes rows differ. The files `*_claims.py` have the cases.
+difference may be. `_settings.py` draws meshes, makes an experiment tiny, cuts batches and makes rows differ. The files
+`*_claims.py` have the cases.
 """
 
-from etils import epy
-
+from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import Flag, Mode, Wing
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals(), 'WING'):
   from spmd_tasks.verification._cases import Bench
   from spmd_tasks.verification._settings import Setting, Source
-
-__all__ = [
-  'WING',
-  'Bench',
-  'Setting',
-  'Source',
-]
 
 WING = Wing(
   name='verification',

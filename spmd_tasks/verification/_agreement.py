@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.runtime import TrainState
-from spmd_tasks.verification._batches import Batch
 from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
+from spmd_tasks.verification._settings import Batch
 
 Notes = MutableMapping[str, dict[str, None]]  # what was not compared: kind, such as 'steps' -> items
 SPREADS, ROUNDINGS = 16.0, 64.0

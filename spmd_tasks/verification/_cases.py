@@ -18,9 +18,8 @@ import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.verification._agreement import Agreement, Difference, Trajectory, agree
-from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._runner import Runner
-from spmd_tasks.verification._settings import Mesh, Setting, Source, scaled_mesh, smaller_meshes
+from spmd_tasks.verification._settings import Mesh, Setting, Source, draw_batches, scaled_mesh, smaller_meshes
 
 
 class Bench:

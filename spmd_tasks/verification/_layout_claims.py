@@ -20,10 +20,9 @@ from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES
 from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.sharding.specs import num_parts, row_axes
-from spmd_tasks.verification._batches import Cut
 from spmd_tasks.verification._cases import Bench, Case, Verdict, agreement, not_applicable
 from spmd_tasks.verification._runner import Runner
-from spmd_tasks.verification._settings import Mesh, Setting, Source, build_job, draw_meshes
+from spmd_tasks.verification._settings import Cut, Mesh, Setting, Source, build_job, draw_meshes
 
 # Fields of the model, and the value that makes each independent of microbatches.
 _RANDOM = {'dropout_rate': 0.0, 'jitter_eps': 0.0}

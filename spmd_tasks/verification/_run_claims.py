@@ -20,11 +20,10 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.quantized_products import rules_of
 from spmd_tasks.verification._agreement import Difference, compare, compare_step, distance, moved, nearest, spread
-from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, not_applicable
 from spmd_tasks.verification._layout_claims import other_mesh
 from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
-from spmd_tasks.verification._settings import Setting, with_quantization
+from spmd_tasks.verification._settings import Setting, draw_batches, with_quantization
 
 _SAVED_AFTER = 2  # steps
 

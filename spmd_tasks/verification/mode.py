@@ -27,8 +27,7 @@ from spmd_tasks.verification._layout_claims import (
   row_cases,
 )
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases, quantization_cases
-from spmd_tasks.verification._settings import Source, scaled_mesh, with_quantization
-from spmd_tasks.verification._shrink import shrink
+from spmd_tasks.verification._settings import Source, scaled_mesh, shrink, with_quantization
 from spmd_tasks.verification._text_claims import decode_cases, sampler_cases
 from spmd_tasks.xla_flags import add_xla_flags
 

@@ -12,7 +12,7 @@ from etils import epath
 import pytest
 
 from spmd_tasks import experiments
-from spmd_tasks.config import registry, resolve, search_path, to_json
+from spmd_tasks.config import from_saved, registry, resolve, to_json
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
@@ -97,14 +97,14 @@ def test_modules_of_an_installed_paxml_may_be_imported_and_not_those_of_a_folder
   name = 'paxml.tasks.vision.params.mnist'
   for module in [each for each in sys.modules if each.partition('.')[0] == 'paxml']:
     monkeypatch.delitem(sys.modules, module)
-  assert search_path.may_be_imported(name, (), [])
+  assert from_saved.may_be_imported(name, (), [])
   folder = tmp_path.joinpath(*name.split('.'))
   folder.mkdir(parents=True)
   for path in (folder, *folder.parents):
     if path.is_relative_to(tmp_path / 'paxml'):
       (path / '__init__.py').touch()
   monkeypatch.syspath_prepend(tmp_path)
-  assert not search_path.may_be_imported(name, (), [])
+  assert not from_saved.may_be_imported(name, (), [])
 
 
 def test_ones_own_experiment_goes_on_with_the_path_that_the_message_names(directory):
@@ -234,7 +234,7 @@ def test_a_job_that_others_may_have_made_does_not(directory, change, words):
 
 def test_a_job_of_another_user_does_not(directory, monkeypatch):
   job = begin_job(directory)
-  monkeypatch.setattr(search_path.os, 'geteuid', lambda: 12345)
+  monkeypatch.setattr(from_saved.os, 'geteuid', lambda: 12345)
   if job.stat().st_uid == 0:  # root's files are trusted
     assert from_json(read_saved_config(job / 'config.json')).name == 'my_lab.notes.Mine'
     return

@@ -18,9 +18,9 @@ from spmd_tasks.config import resolve
 from spmd_tasks.distributed import DistributedSettings, roll_call
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.operations import fitting, rounds, supervisor
 from spmd_tasks.operations import neighbours as neighbours_module
-from spmd_tasks.operations.neighbours import Neighbours, Status
+from spmd_tasks.operations import standby, supervisor
+from spmd_tasks.operations.neighbours import Neighbours, Status, choose_hosts, newest_round, propose_round, read_round
 from spmd_tasks.programs import store_claim
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
 from tests.operations.hosts import Hosts, metric_lines, stop_and_compare
@@ -66,13 +66,13 @@ def held_ports(monkeypatch):
 )
 def test_one_batch_axis_of_the_mesh_becomes_shorter_in_proportion(ici, dcn, hosts, shrunk):
   spec = MeshSpec(axis_names=AXES, ici_mesh_shape=ici, dcn_mesh_shape=dcn)
-  found = fitting.shrink_mesh(spec, DEFAULT_AXIS_RULES, hosts, 4)
+  found = standby.shrink_mesh(spec, DEFAULT_AXIS_RULES, hosts, 4)
   assert shrunk == (None if found is None else (found.ici_mesh_shape, found.dcn_mesh_shape))
 
 
 @pytest.mark.parametrize('batch, parts, hosts, expected', [(24, 1, 3, 2), (24, 1, 2, 2), (24, 2, 1, 8), (7, 1, 2, 7)])
 def test_a_device_holds_no_more_rows_than_before(batch, parts, hosts, expected):
-  assert fitting.more_microbatches(batch, parts, hosts, 4) == expected
+  assert standby.more_microbatches(batch, parts, hosts, 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_device_holds_no_more_rows_than_before(batch, parts, hosts, expected):
 )
 def test_hosts_of_the_next_round(ready, previous, sizes, limits, expected):
   order = {host: (0, host) for host in ready}
-  assert rounds.choose_hosts(order, list(previous), sizes, limits) == list(expected)
+  assert choose_hosts(order, list(previous), sizes, limits) == list(expected)
 
 
 @pytest.mark.parametrize('place', ['disk', 'gs', 's3'])
@@ -97,10 +97,10 @@ def test_of_several_proposals_one_succeeds(place, tmp_path, request):
   directory = job_directory(place, tmp_path, request)
   directory.mkdir(parents=True, exist_ok=True)
   for hosts in ('ab', 'cd'):
-    rounds.propose_round(directory, 3, list(hosts), 'a:1')
-  assert rounds.read_round(directory, 3)['hosts'] == ['a', 'b']
-  assert rounds.newest_round(directory) == 3
-  assert rounds.read_round(directory, 4) is None
+    propose_round(directory, 3, list(hosts), 'a:1')
+  assert read_round(directory, 3)['hosts'] == ['a', 'b']
+  assert newest_round(directory) == 3
+  assert read_round(directory, 4) is None
   assert place != 'disk' or [path.name for path in directory.iterdir()] == ['round_000003.json']
 
 
@@ -165,7 +165,7 @@ def test_a_host_that_came_since_the_last_look_is_not_taken_for_dead(tmp_path, mo
   monkeypatch.setattr(neighbours_module, '_LOOK_S', 1000.0)
   with Neighbours(tmp_path, '127.0.0.1') as first, Neighbours(tmp_path, '127.0.0.1') as second:
     hosts = [first.own.id, second.own.id]
-    rounds.propose_round(tmp_path, 1, hosts, 'a:1')
+    propose_round(tmp_path, 1, hosts, 'a:1')
     assert supervisor._Supervisor(tmp_path, first, (1, 2), 1.0, str(tmp_path))._agree(1) == 1
     assert sorted(first.alive()) == sorted(hosts)
 
@@ -196,7 +196,7 @@ def test_a_round_that_has_made_a_step_ends_for_a_larger_one(tmp_path, monkeypatc
 
 
 def test_a_process_ends_when_others_have_agreed_on_a_round_without_it(tmp_path, monkeypatch):
-  rounds.propose_round(tmp_path, 2, ['b'], 'a:1')
+  propose_round(tmp_path, 2, ['b'], 'a:1')
   assert code_of_a_round(tmp_path, Neighbour(tmp_path), monkeypatch, 30) == -signal.SIGKILL
 
 
@@ -205,7 +205,7 @@ def test_a_host_that_died_before_the_first_round_is_not_waited_for(tmp_path):
   neighbours._heard['b'] = Status(id='b', host='b', order=(1, 'b'), round=1), 2  # it has answered, and does no more
   own = supervisor._Supervisor(tmp_path, neighbours, (1, 2), 60.0, str(tmp_path))
   assert own._agree(1) == 1
-  assert rounds.read_round(tmp_path, 1)['hosts'] == [neighbours.own.id]
+  assert read_round(tmp_path, 1)['hosts'] == [neighbours.own.id]
 
 
 def test_spares_go_on_when_all_that_trained_are_dead(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_spares_go_on_when_all_that_trained_are_dead(tmp_path, monkeypatch):
   directory = tmp_path / 'supervisors'
   directory.mkdir()
   neighbours = Neighbours(directory, '127.0.0.1')
-  rounds.propose_round(directory, 1, ['a', 'b'], 'a:1')
+  propose_round(directory, 1, ['a', 'b'], 'a:1')
   neighbours._heard['b'] = Status(id='b', host='b', order=(1, 'b'), round=1, phase='running'), 2
   own = supervisor._Supervisor(directory, neighbours, (1, 2), 60.0, str(tmp_path))
   with (tmp_path / 'job.lock').open('w') as lock:  # one that is out of reach trains
@@ -222,13 +222,13 @@ def test_spares_go_on_when_all_that_trained_are_dead(tmp_path, monkeypatch):
     threading.Timer(1.5, fcntl.flock, [lock, fcntl.LOCK_UN]).start()
     assert own._agree(1) == 2
     assert 1.4 < time.monotonic() - began < 30
-  assert rounds.read_round(directory, 2)['hosts'] == [neighbours.own.id]
+  assert read_round(directory, 2)['hosts'] == [neighbours.own.id]
 
 
 def test_hosts_that_do_not_reach_those_that_train_wait_for_their_lock(tmp_path, capsys):
   directory, neighbours = tmp_path / 'supervisors', Neighbours(tmp_path / 'supervisors', '127.0.0.1')
   directory.mkdir()
-  rounds.propose_round(directory, 1, ['a', 'b'], 'a:1')
+  propose_round(directory, 1, ['a', 'b'], 'a:1')
   own = supervisor._Supervisor(directory, neighbours, (1, 2), 0.3, str(tmp_path))
   with (tmp_path / 'job.lock').open('w') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -236,13 +236,13 @@ def test_hosts_that_do_not_reach_those_that_train_wait_for_their_lock(tmp_path, 
     threading.Timer(1.5, fcntl.flock, [lock, fcntl.LOCK_UN]).start()
     assert own._agree(2) == 2
     assert time.monotonic() - began > 1.4
-  assert rounds.read_round(directory, 2)['hosts'] == [neighbours.own.id]
+  assert read_round(directory, 2)['hosts'] == [neighbours.own.id]
   assert 'does not reach has the job.lock' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('num_errors', [2, 10_000])
 def test_an_error_of_the_file_system_counts_if_it_stays(tmp_path, monkeypatch, num_errors):
-  rounds.propose_round(tmp_path, 1, ['a'], 'a:1')
+  propose_round(tmp_path, 1, ['a'], 'a:1')
   own = supervisor._Supervisor(tmp_path, Neighbours(tmp_path, '127.0.0.1'), (1, 2), 0.5, str(tmp_path))
   own._period_s = 0.01
   errors = iter([OSError(errno.ESTALE, 'stale handle')] * num_errors)
@@ -250,7 +250,7 @@ def test_an_error_of_the_file_system_counts_if_it_stays(tmp_path, monkeypatch, n
   def read_round(*arguments):
     for error in errors:
       raise error
-    return rounds.read_round(*arguments)
+    return neighbours_module.read_round(*arguments)
 
   monkeypatch.setattr(supervisor, 'read_round', read_round)
   with pytest.raises(OSError, match='stale') if num_errors > 2 else contextlib.nullcontext():
@@ -269,7 +269,7 @@ def test_an_error_of_the_file_system_counts_if_it_stays(tmp_path, monkeypatch, n
 def test_a_job_that_is_done(tmp_path, smallest, told, result):
   directory, neighbours = tmp_path / 'supervisors', Neighbours(tmp_path / 'supervisors', '127.0.0.1')
   directory.mkdir()
-  rounds.propose_round(directory, 1, ['a'], 'a:1')
+  propose_round(directory, 1, ['a'], 'a:1')
   own = supervisor._Supervisor(directory, neighbours, (smallest, 2), 60.0 if told == exit_codes.OK else 0.3, '')
   if told is None:
     (directory / supervisor._DONE_FILE).write_text(own._done())
@@ -300,7 +300,7 @@ def test_a_mesh_that_cannot_shrink_is_refused(tmp_path, monkeypatch):
   monkeypatch.setenv(operations.SUPERVISED, json.dumps(told))
   message = r'the mesh of 2 hosts \(replica 1, data 1, mdl 2\) does not shrink to 1.* give --supervise 2:2'
   with pytest.raises(UserError, match=message):
-    fitting.fit_job(resolve(Job, ['ici_mesh_shape=1,1,2']).build())
+    standby.fit_job(resolve(Job, ['ici_mesh_shape=1,1,2']).build())
   own = supervisor._Supervisor(tmp_path, Neighbours(tmp_path, '127.0.0.1'), (1, 2), 1.0, str(tmp_path))
   usage = exit_codes.USAGE
   assert own._verdict({own._neighbours.own.id: usage, 'b': usage}) == usage

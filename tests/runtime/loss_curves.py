@@ -16,9 +16,8 @@ from spmd_tasks.experiment import Experiment, partition_job
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.verification import Setting, Source
 from spmd_tasks.verification._agreement import Trajectory, agree
-from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._runner import Runner
-from spmd_tasks.verification._settings import build_job
+from spmd_tasks.verification._settings import build_job, draw_batches
 
 NUM_STEPS = 12
 # Steps that are compared number by number; the curve of losses has all of them.

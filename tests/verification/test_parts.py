@@ -8,9 +8,7 @@ import pytest
 
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.verification._agreement import compare
-from spmd_tasks.verification._batches import draw_batches
-from spmd_tasks.verification._settings import all_meshes, draw_meshes, scaled_mesh
-from spmd_tasks.verification._shrink import shrink
+from spmd_tasks.verification._settings import all_meshes, draw_batches, draw_meshes, scaled_mesh, shrink
 
 
 def shrunk(name: str, *overrides: str) -> dict[str, str]:

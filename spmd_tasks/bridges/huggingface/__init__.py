@@ -15,26 +15,14 @@ has the bases of experiments that start from a folder, `origin.py` reads its wei
 runs --mode export.
 """
 
-from etils import epy
-
+from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import Format, Wing
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals(), 'WING'):
   from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
   from spmd_tasks.bridges.huggingface._peft import AdapterFolder, open_adapter
   from spmd_tasks.bridges.huggingface.experiments import PipelinedPretrainedModel, PretrainedLanguageModel
   from spmd_tasks.bridges.huggingface.exporting import export_folder
-
-__all__ = [
-  'WING',
-  'AdapterFolder',
-  'Folder',
-  'PipelinedPretrainedModel',
-  'PretrainedLanguageModel',
-  'export_folder',
-  'open_adapter',
-  'open_folder',
-]
 
 WING = Wing(
   name='huggingface',

@@ -14,12 +14,11 @@ Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pur
 import sys
 from typing import Any
 
-from etils import epy
-
 from spmd_tasks.errors import UserError
+from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import ExperimentKind, Wing
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals(), 'WING'):
   from spmd_tasks.bridges.pax._checkpoints import (
     PaxCheckpoint,
     checkpoint_format,
@@ -32,25 +31,12 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.pax._shims import install_shims
   from spmd_tasks.bridges.pax._task import PaxTask
 
-__all__ = [
-  'WING',
-  'PaxCheckpoint',
-  'PaxExperiment',
-  'PaxInput',
-  'PaxTask',
-  'checkpoint_format',
-  'install_shims',
-  'open_pax_checkpoint',
-  'pax_checkpoints',
-  'read_pax_checkpoint',
-]
-
 _WITHOUT_PRAXIS = ('read_', 'open_', 'checkpoint_', 'pax_checkpoints', 'PaxCheckpoint', 'install_shims')
 _lazy: Any = globals()['__getattr__']  # of epy
 
 
 def __getattr__(name: str) -> Any:
-  if name in __all__ and not name.startswith(_WITHOUT_PRAXIS):
+  if name in globals()['__all__'] and not name.startswith(_WITHOUT_PRAXIS):
     _lazy('install_shims')()
   return _lazy(name)
 

@@ -13,30 +13,15 @@ and Flaxformer say), `_gin_translation.py` (what they mean here), `experiments.p
 
 from typing import Any
 
-from etils import epy
-
+from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import Flag, Format, Wing
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals(), 'WING'):
   from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput
   from spmd_tasks.bridges.t5x._seqio_prompts import SeqIoPrompts
   from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment, t5x_axis_rules
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
-
-__all__ = [
-  'WING',
-  'SeqIoInput',
-  'SeqIoPrompts',
-  'T5xCheckpoint',
-  'T5xExperiment',
-  'T5xMoeExperiment',
-  'T5xOrigin',
-  'TfExampleInput',
-  'open_checkpoint',
-  't5x_axis_rules',
-  'write_checkpoint',
-]
 
 
 def _expand(flags: Any) -> int | None:

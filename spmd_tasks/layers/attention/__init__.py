@@ -10,9 +10,9 @@ Read attention.py and rotary.py, then implementations.py (which of them computes
 positions.py, rotary_scaling.py and latent.py; kv_cache.py explains generation.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.layers.attention.attention import Attention
   from spmd_tasks.layers.attention.implementations import AttentionCall
   from spmd_tasks.layers.attention.latent import LatentAttention
@@ -24,19 +24,3 @@ with epy.lazy_api_imports(globals()):
   )
   from spmd_tasks.layers.attention.rotary import Rotary, RotaryScaling
   from spmd_tasks.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
-
-__all__ = [
-  'Attention',
-  'AttentionCall',
-  'LatentAttention',
-  'LearnedPositions',
-  'LinearScaling',
-  'Llama3Scaling',
-  'LongRopeScaling',
-  'PositionBias',
-  'RelativePositionBias',
-  'Rotary',
-  'RotaryScaling',
-  'SinusoidalPositions',
-  'YarnScaling',
-]

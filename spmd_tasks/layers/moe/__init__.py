@@ -15,9 +15,9 @@ _grouped_matmul.py; _dropless.py with _expert_parallel.py (the meaning of each m
 to move tokens between devices); _capacity.py with _slots.py.
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.layers.moe._balance import RoutingSums, load_balance_loss, router_z_loss
   from spmd_tasks.layers.moe._capacity import CapacityComputation, CapacityEinsum, CapacityGather
   from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME
@@ -31,25 +31,3 @@ with epy.lazy_api_imports(globals()):
     TopKRouter,
   )
   from spmd_tasks.layers.moe._slots import DerivedGroupSize, Slots
-
-__all__ = [
-  'FURTHER_PASSES_NAME',
-  'CapacityComputation',
-  'CapacityEinsum',
-  'CapacityGather',
-  'DerivedGroupSize',
-  'Dropless',
-  'ExpertChoiceRouter',
-  'ExpertComputation',
-  'ExpertWeights',
-  'Experts',
-  'ExtraFfnBlock',
-  'MixtureOfExperts',
-  'Router',
-  'RouterOutput',
-  'RoutingSums',
-  'Slots',
-  'TopKRouter',
-  'load_balance_loss',
-  'router_z_loss',
-]

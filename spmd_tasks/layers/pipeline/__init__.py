@@ -12,14 +12,8 @@ Read stack.py (the layer), schedule.py (which stage processes which microbatch i
 microbatches are cut and moved), stage.py (one stage), then loop.py (the schedules).
 """
 
-from etils import epy
+from spmd_tasks.faces import lazy_face
 
-with epy.lazy_api_imports(globals()):
+with lazy_face(globals()):
   from spmd_tasks.layers.pipeline.schedule import Schedule, ScheduleName
   from spmd_tasks.layers.pipeline.stack import PipelinedStack
-
-__all__ = [
-  'PipelinedStack',
-  'Schedule',
-  'ScheduleName',
-]
