@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
+from spmd_tasks.bridges.huggingface.experiments import generation_defaults
 from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 GREEDY = SamplingParams()

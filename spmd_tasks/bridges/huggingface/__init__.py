@@ -7,12 +7,11 @@
 
 No code of a folder is run, and no pickle is read. A key of config.json or a tensor that is not understood is an error.
 
-Read `_families.py` (one table per family), then `_config_keys.py` and `_rope.py` (kinds of keys), `_decoder.py` (what a
-config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
-`_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests), `_peft.py`
-(low-rank adapters in folders of `peft`), `sentence_transformers.py` (how vectors of texts are pooled). `experiments.py`
-has the bases of experiments that start from a folder, `origin.py` reads its weights, `exporting.py` writes folders and
-runs --mode export.
+Read `_families.py` (one table per family), then `_config_keys.py` and `_special_keys.py` (kinds of keys), `_decoder.py`
+(what a config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
+`_safetensors.py` (reading and writing), `_peft.py` (low-rank adapters in folders of `peft`), `sentence_transformers.py`
+(how vectors of texts are pooled). `experiments.py` has the bases of experiments that start from a folder, with its
+defaults of requests, `origin.py` reads its weights, `exporting.py` writes folders and runs --mode export.
 """
 
 from spmd_tasks.faces import lazy_face

@@ -29,12 +29,12 @@ from spmd_tasks.bridges.huggingface._config_keys import (
 from spmd_tasks.bridges.huggingface._decoder import Decoder, decoder_of
 from spmd_tasks.bridges.huggingface._describe import Place
 from spmd_tasks.bridges.huggingface._quantized import check_quantization
-from spmd_tasks.bridges.huggingface._rope import Rope
 from spmd_tasks.bridges.huggingface._special_keys import (
   SIGMOID_ROUTING,
   NextnHeads,
   OriginalLength,
   QueryScale,
+  Rope,
   SwitchKeys,
   T5FeedForward,
   T5Logits,
