@@ -92,8 +92,7 @@ class Command:
       before, after: overrides before and after the user's.
       prepare: called with the experiment before its parts are made.
 
-    Raises:
-      UserError: no experiment is named, or its config is wrong.
+    Raises a UserError: no experiment is named, or its config is wrong.
     """
     flags, overrides, path = self.flags, [*before, *self.overrides, *after], self.flags.config
     if flags.exp is not None:
@@ -122,8 +121,7 @@ class Command:
   def open_job(self) -> Iterator[OpenJob]:
     """Connects the processes, resolves and builds the experiment, and compares its config with the directory's.
 
-    Raises:
-      UserError: the config is wrong, differs between processes, or is not the one that the job was begun with.
+    Raises a UserError: the config is wrong, differs between processes, or is not the one that the job was begun with.
     """
 
     def connect(experiment: Experiment) -> None:

@@ -309,8 +309,7 @@ def make_training_iterator(job: Job) -> InputIterator:
 def check_vocabulary(job: Job) -> None:
   """Checks that the model's embedding has a row for every id that a tokenizer of the job's inputs gives.
 
-  Raises:
-    UserError: a tokenizer has more ids; a text with one of them would make the loss nan.
+  Raises a UserError: a tokenizer has more ids; a text with one of them would make the loss nan.
   """
   vocab_size = getattr(getattr(job.task.model, 'embedding', None), 'vocab_size', None)
   if vocab_size is None:  # another kind of model
@@ -332,8 +331,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
     mesh: None makes the experiment's mesh of all devices. `experiment.mesh_spec().build_abstract()` gives a model that
       can be inspected and planned with on any machine.
 
-  Raises:
-    UserError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
+  Raises a UserError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
   """
   experiment = job.experiment
   mesh = experiment.mesh_spec().build() if mesh is None else mesh

@@ -105,8 +105,7 @@ def load(
 def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
   """Loads the model that `task.decode.draft_model` names onto the mesh of the job's model; None where it names none.
 
-  Raises:
-    UserError: it cannot be loaded, or its tokens are others.
+  Raises a UserError: it cannot be loaded, or its tokens are others.
   """
   path = getattr(job.task.decode, 'draft_model', None)
   if not path:
@@ -237,8 +236,7 @@ class LoadedModel:
       seed: of the sampling; None is the experiment's.
       adapter: the name of one of the experiment's `adapters`; None generates with the model alone.
 
-    Raises:
-      UserError: the job has no tokenizer, or a prompt does not fit the model.
+    Raises a UserError: the job has no tokenizer, or a prompt does not fit the model.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
 
@@ -274,8 +272,7 @@ class LoadedModel:
       num_rows: how many texts are read at once.
       adapter: as in `generate`.
 
-    Raises:
-      UserError: a text is too long, or has tokens outside the vocabulary.
+    Raises a UserError: a text is too long, or has tokens outside the vocabulary.
     """
     steps, tokenizer, variables = self._decoder
     number = 0 if adapter is None else tokenizer.adapter_number(adapter, 'score')

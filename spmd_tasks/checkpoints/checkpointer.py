@@ -234,9 +234,8 @@ class Checkpointer:
       step: None restores the newest checkpoint that is not damaged; then None is returned if there has never been one.
       subtree: the key path of `abstract_state` in the saved state, of which nothing else is read; None: the whole.
 
-    Raises:
-      CheckpointError: the state differs from the checkpoint in any leaf's name, shape or dtype; the step that was asked
-        for is missing or damaged; there are checkpoints, and none that is whole; or there is none any more.
+    Raises a CheckpointError: the state differs from the checkpoint in any leaf's name, shape or dtype; the step that
+    was asked for is missing or damaged; there are checkpoints, and none that is whole; or there is none any more.
     """
     self.wait()
     while True:

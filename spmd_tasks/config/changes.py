@@ -33,8 +33,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     config: JSON, as `to_json` gives it; 'environment' beside it, if given, has JAX's settings that decide numbers.
     mode: 'train', where everything that a step depends on must be the same, or 'eval': model, loss and experiment.
 
-  Raises:
-    UserError: another experiment, or a config that gives other numbers; the message lists them.
+  Raises a UserError: another experiment, or a config that gives other numbers; the message lists them.
   """
   path = job_log_dir / 'config.json'
   try:

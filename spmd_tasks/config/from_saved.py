@@ -62,9 +62,8 @@ def from_json(
   module below `experiment_path`, or where this user's own job found it (`own_directory`), and every class and function
   comes from the experiment's own code.
 
-  Raises:
-    UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist any more,
-      a value is not of its field's type, or the code now has another class, function or object at a path.
+  Raises a UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist
+  any more, a value is not of its field's type, or the code now has another class, function or object at a path.
   """
   why_not = ''
   if isinstance(saved, SavedConfig) and not experiment_path:
@@ -191,8 +190,7 @@ def get_saved(
     experiment_path: directories whose modules may be imported, too; they are put in front of sys.path.
     why_not: why the directory that the config names is not one of them, for the message.
 
-  Raises:
-    UserError: as `registry.get`; or the name's module is neither registered nor below `experiment_path`.
+  Raises a UserError: as `registry.get`; or the name's module is neither registered nor below `experiment_path`.
   """
   directories = registry.add_to_search_path(experiment_path)
   if (cls := registry.known(name)) is not None:

@@ -44,8 +44,7 @@ class UnknownExperimentError(UserError):
 def register(cls: T) -> T:
   """Registers an experiment class, so that --list shows its name and its docstring's first line.
 
-  Raises:
-    UserError: there is no docstring, or another class has the name.
+  Raises a UserError: there is no docstring, or another class has the name.
   """
   name = name_of(cls)
   doc = vars(cls).get('__doc__') or ''
@@ -209,8 +208,7 @@ def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
 def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
   """Puts directories in front of sys.path, the first one first; returns them as absolute paths.
 
-  Raises:
-    UserError: there is no such directory.
+  Raises a UserError: there is no such directory.
   """
   resolved = []
   for directory in directories:

@@ -57,8 +57,7 @@ class ResolvedConfig:
   def build(self) -> Job:
     """Builds the parts, once and together: a config that is shared between them gives one shared object.
 
-    Raises:
-      UserError: a part refuses its fields, or its own code fails; the message begins with its config path.
+    Raises a UserError: a part refuses its fields, or its own code fails; the message begins with its config path.
     """
     try:
       with naming_own_code(f'building {self.name}'):
@@ -89,8 +88,7 @@ def resolve(
   a wing adapts the experiment, which may ask as well, it is called before with one that has nothing but its timeouts,
   and with the experiment again.
 
-  Raises:
-    UserError: the experiment or a path is unknown, a value has another type, or fields contradict each other.
+  Raises a UserError: the experiment or a path is unknown, a value has another type, or fields contradict each other.
   """
   cls = registry.get(experiment) if isinstance(experiment, str) else experiment
 

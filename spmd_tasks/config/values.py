@@ -36,8 +36,7 @@ def parse_value(text: str, kind: Any) -> Any:
   bool `true`; int `4`, `1_000`, `1e6`; float `1e-3`, `inf`; str bare or quoted; `None`; tuples `1,2`, `(1, 2)`,
   `[1, 2]` or `4,`; enums, literals and dtypes by name; mappings as Python literals.
 
-  Raises:
-    ValueError: the text is no value of the type. The message is not for users; the caller knows the config path.
+  Raises a ValueError: the text is no value of the type. The message is not for users; the caller knows the config path.
   """
   return TypeAdapter(_readable(kind)).validate_python(_Text(text.strip()))
 

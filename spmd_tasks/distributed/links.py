@@ -96,8 +96,7 @@ class Link:
   def send(self, message: bytes) -> None:
     """Sends a message; not from a signal handler, which may interrupt a send.
 
-    Raises:
-      OSError: the other end is known to be closed, or has not taken the message in time.
+    Raises an OSError: the other end is known to be closed, or has not taken the message in time.
     """
     with self._send_lock:
       tag = _tag(self._send_key, self._num_sent, message)
@@ -245,8 +244,7 @@ def admit(
     process_index, others: this process, and those that call `join`.
     silence_limit_s: see Link.
 
-  Raises:
-    JobError: a process did not connect in time.
+  Raises a JobError: a process did not connect in time.
   """
   links: dict[int, Link] = {}
   all_here = asyncio.Event()
@@ -314,8 +312,7 @@ def join(host: str, port: int, secret: bytes, ends: tuple[int, int], *, silence_
 
   Args: as of `admit`; `ends` are the indices of the other process and of this one.
 
-  Raises:
-    JobError: the other process cannot be reached, or does not know the secret.
+  Raises a JobError: the other process cannot be reached, or does not know the secret.
   """
   other, own = ends
   try:
@@ -382,8 +379,7 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes:
 def coordinator_host() -> str:
   """The host of process 0 as the other processes reach it, in a job of several processes.
 
-  Raises:
-    UserError: a launcher chose the address, and this version of JAX does not tell it.
+  Raises a UserError: a launcher chose the address, and this version of JAX does not tell it.
   """
   address = roll_call.explicit_coordinator or getattr(coordination(), 'coordinator_address', None)
   if address is None:

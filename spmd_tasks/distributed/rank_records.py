@@ -122,8 +122,7 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
   No process touches the directory before process 0 has made the call: if a running job owns the directory, process 0
   has been refused before, and the running job keeps its records.
 
-  Raises:
-    UserError: on all processes, if one of them does not see the file that process 0 writes there.
+  Raises a UserError: on all processes, if one of them does not see the file that process 0 writes there.
   """
   process_index, num_processes = jax.process_index(), jax.process_count()
   if num_processes == 1:

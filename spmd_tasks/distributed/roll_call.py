@@ -128,9 +128,8 @@ def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | No
 def call_roll(settings: Any, problem: str | None = None) -> None:
   """Returns once all processes have come; with a `problem` of this process, once the others know it.
 
-  Raises:
-    UserError: on every process: process 0 cannot listen, an id is given twice, the numbers of processes differ, a
-      process has a problem or is late, something else answers at the address.
+  Raises a UserError: on every process: process 0 cannot listen, an id is given twice, the numbers of processes differ,
+  a process has a problem or is late, something else answers at the address.
   """
   address, limit_s = settings.coordinator_address, settings.initialization_timeout_s
   limit_s = limit_s if problem is None else min(limit_s, _PROBLEM_LIMIT_S)

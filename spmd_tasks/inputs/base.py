@@ -33,7 +33,8 @@ BATCH_DTYPES: Mapping[str, Any] = {
 class InputIterator(Protocol):
   """Yields this shard's rows of each batch; the state alone determines the order."""
 
-  def __iter__(self) -> Iterator[Batch]: ...
+  def __iter__(self) -> Iterator[Batch]:
+    return self
 
   def __next__(self) -> Batch:
     """The next batch, [B / shard_count, T] each; StopIteration when a finite input ends.
@@ -47,9 +48,8 @@ class InputIterator(Protocol):
   def set_state(self, state: State) -> None:
     """Continues after the batch at which `state` was taken, bit for bit.
 
-    Raises:
-      UserError: the state does not belong to this input; the message names both sides and the remedy. If only reading
-        shows that the data has changed, the following `next` raises the error.
+    Raises a UserError: the state does not belong to this input; the message names both sides and the remedy. If only
+    reading shows that the data has changed, the following `next` raises the error.
     """
 
   def close(self) -> None:

@@ -150,7 +150,7 @@ class Batches:
     return arrays
 
 
-class BatchesIterator:
+class BatchesIterator(base.InputIterator):
   """The rows of one shard of Batches. Its state is plain JSON data."""
 
   def __init__(self, batches: Batches, shard_index: int, shard_count: int):
@@ -163,9 +163,6 @@ class BatchesIterator:
     self._num_passes = self._num_read = self._digest = 0
     self._before: Any = None  # the stream's own position before the last batch
     self._has_warned = False
-
-  def __iter__(self) -> Iterator[base.Batch]:
-    return self
 
   def __next__(self) -> base.Batch:
     if self._stream is None:

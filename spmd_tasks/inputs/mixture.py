@@ -113,7 +113,7 @@ class Mixture:
     return metrics
 
 
-class MixtureIterator:
+class MixtureIterator(base.InputIterator):
   """The batches of one shard of a Mixture. Its state is plain JSON data."""
 
   def __init__(self, settings: Mixture, shard_index: int, shard_count: int):
@@ -134,9 +134,6 @@ class MixtureIterator:
     except BaseException:
       self.close()
       raise
-
-  def __iter__(self) -> Iterator[base.Batch]:
-    return self
 
   def __next__(self) -> base.Batch:
     if self._closed:

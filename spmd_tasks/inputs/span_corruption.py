@@ -11,7 +11,7 @@ of the row in the data alone.
 Legend: B global batch size, N tokens of a row of text, S length of the inputs, T length of the targets.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -183,7 +183,7 @@ def encoder_decoder_batch(
   return batch
 
 
-class SpanCorruptionIterator:
+class SpanCorruptionIterator(base.InputIterator):
   """The rows of one shard."""
 
   def __init__(self, settings: SpanCorruption, text: base.InputIterator, rows: range):
@@ -191,9 +191,6 @@ class SpanCorruptionIterator:
     self._num_batches = 0
     names = ('inputs_length', 'noise_density', 'mean_span_length', 'seed', 'first_sentinel')
     self._identity: Mapping[str, Any] = {'kind': 'span_corruption', **{name: getattr(settings, name) for name in names}}
-
-  def __iter__(self) -> Iterator[base.Batch]:
-    return self
 
   def __next__(self) -> base.Batch:
     batch = self._settings.corrupt(next(self._text), self._num_batches * self._settings.batch_size + self._rows.start)

@@ -6,7 +6,7 @@ A row is a function of (seed, stream, batch, row) alone, so any number of hosts 
 position is one number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -52,16 +52,13 @@ class SyntheticText:
     return [dict(states[0]) for _ in range(shard_count)]
 
 
-class SyntheticIterator:
+class SyntheticIterator(base.InputIterator):
   """The rows `rows` of each batch of a SyntheticText."""
 
   def __init__(self, settings: SyntheticText, rows: range):
     self._settings, self._rows = settings, rows
     self._rule = np.random.default_rng(settings.seed).permutation(settings.vocab_size).astype(np.int32)
     self._next_batch = 0
-
-  def __iter__(self) -> Iterator[base.Batch]:
-    return self
 
   def __next__(self) -> base.Batch:
     s = self._settings
@@ -95,9 +92,6 @@ class SyntheticIterator:
   def set_state(self, state: base.State) -> None:
     base.check_state(state, self._settings_of_state())
     self._next_batch = int(state['next_batch'])
-
-  def close(self) -> None:
-    """Does nothing: no file or thread is open."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ In both cases the config and the position alone determine the global batch, so t
 save and restore. A restore reads one block per lane again.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -103,7 +103,7 @@ class TextInput:
     return blocks_per_lane * num_lanes / state['num_blocks']
 
 
-class TextIterator:
+class TextIterator(base.InputIterator):
   """The batches of one shard of a TextInput. Its state is plain JSON data."""
 
   def __init__(self, settings: TextInput, shard_index: int, shard_count: int):
@@ -128,9 +128,6 @@ class TextIterator:
     self._stream: Generator[tuple[base.Batch, np.ndarray], None, None] | None = None
     self._closed = False
     self._num_reported = 0  # documents that were too long, when that was last logged
-
-  def __iter__(self) -> Iterator[base.Batch]:
-    return self
 
   def __next__(self) -> base.Batch:
     if self._closed:

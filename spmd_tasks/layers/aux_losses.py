@@ -22,8 +22,7 @@ def with_aux_losses(
 ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
   """Implements `WithAuxLosses.add_aux_losses`.
 
-  Raises:
-    UserError: `aux_loss_weights` and `aux` do not fit together, or an entry has the name of another metric.
+  Raises a UserError: `aux_loss_weights` and `aux` do not fit together, or an entry has the name of another metric.
   """
   weights = settings.aux_loss_weights
   _check(weights, settings.num_aux_layers, aux)

@@ -68,8 +68,7 @@ class TellModules(TrainHook):
 def fit_job(job: Any) -> Any:
   """Returns the job for the hosts of this round, in a supervised training process.
 
-  Raises:
-    UserError: the job does not fit that number of hosts.
+  Raises a UserError: the job does not fit that number of hosts.
   """
   settings = json.loads(os.environ[SUPERVISED])
   num_hosts, max_hosts = jax.process_count(), settings['max_hosts']

@@ -99,9 +99,8 @@ class JobDirectory:
 def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   """Creates the directory if need be, and locks it.
 
-  Raises:
-    UserError: the directory belongs to another experiment or another running job (nothing is written then), or it
-      cannot be created or written.
+  Raises a UserError: the directory belongs to another experiment or another running job (nothing is written then), or
+  it cannot be created or written.
   """
   path = epath.Path(job_log_dir)
   try:
@@ -265,8 +264,7 @@ class SavedSteps:
   def witness(self) -> str | None:
     """Says by which file it is known that a checkpoint was saved; None if nothing speaks for it.
 
-    Raises:
-      StorageError: the file is there, but cannot be read.
+    Raises a StorageError: the file is there, but cannot be read.
     """
     with storage_errors(self._job_log_dir):
       try:

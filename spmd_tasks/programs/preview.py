@@ -36,8 +36,7 @@ def run(command: Any) -> int:
 def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | None = None) -> int:
   """Prints examples of a job's training input to `out`, by default stdout; returns the exit code OK.
 
-  Raises:
-    UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
+  Raises a UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
   """
   out, given = out or sys.stdout, job.train_input
   is_pairs = 'reference_log_probs' in given.element_spec()

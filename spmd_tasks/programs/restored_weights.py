@@ -64,8 +64,7 @@ def restore_evaluation_variables(
   Returns:
     (padded variables on the mesh, the checkpoint's step).
 
-  Raises:
-    CheckpointError: there is no such checkpoint, or it is damaged.
+  Raises a CheckpointError: there is no such checkpoint, or it is damaged.
   """
   origin = None if experiment is None else experiment.origin()
   is_base = isinstance(origin, Base) and not step

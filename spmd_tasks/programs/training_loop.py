@@ -107,9 +107,8 @@ class TrainingLoop:
 
     `batches` yields (placed batch, the input's position after it).
 
-    Raises:
-      TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite, or an update made weights that are
-        not.
+    Raises a TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite, or an update made weights
+    that are not.
     """
     self.is_running = True
     expected = self.step  # counts the step in flight as applied, until its outcome is read

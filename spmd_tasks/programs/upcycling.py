@@ -71,8 +71,7 @@ class WeightOrigin:
 def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, WeightOrigin]:
   """Finds the origin of every weight of `target` (name -> shape), except those of routers and low-rank adapters.
 
-  Raises:
-    UserError: the source lacks a weight, has it in another shape, or has a weight without use; all are named.
+  Raises a UserError: the source lacks a weight, has it in another shape, or has a weight without use; all are named.
   """
   saved = {leaf.name: leaf for leaf in source}
   origins, problems = {}, []

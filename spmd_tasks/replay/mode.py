@@ -282,8 +282,7 @@ def differences(
   Others of the record (rates, goodput) are of the run, and not compared. With `metric` this one is compared alone;
   `tolerance` is a relative difference that counts as none.
 
-  Raises:
-    UserError: the step has no such metric.
+  Raises a UserError: the step has no such metric.
   """
   if metric is not None and metric not in own:
     raise UserError(f'--metric {metric!r} is no metric of the step: it has {", ".join(sorted(own))}.')

@@ -31,11 +31,7 @@ _INT32 = 2**31 - 1
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-  """Parses a JSON object.
-
-  Raises:
-    RequestError: the data are not a JSON object.
-  """
+  """Parses a JSON object. Raises a RequestError: the data are not a JSON object."""
   try:
     body = from_json(data, allow_inf_nan=False)
   except ValueError as error:
@@ -379,8 +375,7 @@ _Model = TypeVar('_Model', bound=_Body)
 def validate(body_class: type[_Model], fields: dict[str, Any]) -> _Model:
   """Makes a body from the fields of a JSON object.
 
-  Raises:
-    RequestError: a field is wrong, missing or unknown; the error names the first such field.
+  Raises a RequestError: a field is wrong, missing or unknown; the error names the first such field.
   """
   try:
     return body_class.model_validate(fields)

@@ -55,17 +55,13 @@ def run(command: Command) -> int:
   """Runs --mode serve; returns an exit code."""
   flags = command.flags
   with command.open_job() as opened:
+    given = {name: getattr(flags, name) for name in ('host', 'port', 'max_queued', 'max_connections', 'drain_s')}
+    if flags.max_queued is None and text_reading(opened.job):
+      given['max_queued'] = _MAX_SCORED
     return serve(
       opened.job,
       opened.directory,
-      server_settings(
-        host=flags.host,
-        port=flags.port,
-        api_key_file=flags.api_key_file,
-        max_queued=_MAX_SCORED if flags.max_queued is None and text_reading(opened.job) else flags.max_queued,
-        max_connections=flags.max_connections,
-        drain_s=flags.drain_s,
-      ),
+      server_settings(api_key_file=flags.api_key_file, **given),
       emergency=opened.emergency,
       step=flags.checkpoint_step,
       bind_address=flags.coordinator_bind_address,
@@ -222,8 +218,7 @@ def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str |
 def server_settings(*, api_key_file: str | None, **flags: Any) -> ServerSettings:
   """Makes ServerSettings from command-line flags; a flag that is None keeps its default.
 
-  Raises:
-    UserError: a flag's value is out of range, or the key cannot be read.
+  Raises a UserError: a flag's value is out of range, or the key cannot be read.
   """
   given = {name: value for name, value in flags.items() if value is not None}
   return ServerSettings(**({} if api_key_file is None else _read_api_keys(api_key_file)), **given)

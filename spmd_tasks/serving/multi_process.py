@@ -167,8 +167,7 @@ class LeadingEngine:
   def end(self, code: int) -> None:
     """Makes every other process end with this exit code, after all operations sent so far.
 
-    Raises:
-      PeerFailedError: a process is lost.
+    Raises a PeerFailedError: a process is lost.
     """
     if self._followers.lost.done():
       self._followers.lost.result()

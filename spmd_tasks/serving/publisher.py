@@ -60,8 +60,7 @@ class Publisher:
   async def publish(self, step: int | None) -> int:
     """Serves the checkpoint of `step` (None: the newest) from now on; returns its step.
 
-    Raises:
-      RequestError: there is no such checkpoint, or nothing can be published now.
+    Raises a RequestError: there is no such checkpoint, or nothing can be published now.
     """
     self._check_key()
     async with self._lock:

@@ -74,8 +74,7 @@ class ServedModel:
   def encode(self, text: str, *, with_bos: bool = True) -> tuple[int, ...]:
     """Turns a prompt into tokens, after the token for the beginning of text if there is one.
 
-    Raises:
-      RequestError: the tokenizer refuses the text, as one of ids refuses words.
+    Raises a RequestError: the tokenizer refuses the text, as one of ids refuses words.
     """
     try:
       return encode_prompt(self.tokenizer, text) if with_bos else tuple(self.tokenizer.encode(text))

@@ -190,8 +190,7 @@ class _Routes:
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
   """Reads the body of a request that declares it as JSON.
 
-  Raises:
-    RequestError: 413 the body is too large, 415 it has another type, 408 it does not arrive in time.
+  Raises a RequestError: 413 the body is too large, 415 it has another type, 408 it does not arrive in time.
   """
   kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
   if kind != 'application/json':

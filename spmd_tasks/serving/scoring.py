@@ -317,11 +317,7 @@ def _classify(asked: _Asked) -> ScoreRequest:
 
 
 def score_request(path: str, fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
-  """Reads the body of a request to one of ROUTES.
-
-  Raises:
-    RequestError: names the field that is wrong.
-  """
+  """Reads the body of a request to one of ROUTES. Raises a RequestError: names the field that is wrong."""
   check_model_name(fields, model)
   kind, read = ROUTES[path]
   return read(_Asked(body=validate(kind, fields), model=model, limits=limits))

@@ -49,29 +49,17 @@ _CLOSE_LIMIT_S = 5  # for connections to close after everything was sent
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-  """Opens the server's socket.
-
-  Raises:
-    UserError: the process cannot listen at that address.
-  """
-  where = f'{settings.host}:{settings.port}'
-  sock = None
+  """Opens the server's socket. Raises a UserError: the process cannot listen at that address."""
   try:
-    family, kind, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    # asyncio's own loop sets TCP_NODELAY only on sockets that name TCP (uvloop always does); without that option each
-    # answer may wait 40 ms for an acknowledgement.
-    sock = socket.socket(family, kind, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
-    sock.bind(address)
-    sock.listen(_BACKLOG)
-    return sock
+    family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+    sock = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
   except OSError as error:
-    if sock is not None:
-      sock.close()
+    where = f'{settings.host}:{settings.port}'
     raise UserError(
       f'cannot listen on {where}: {error.strerror}. Name another --host or --port; port 0 takes any free port.'
     ) from error
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
+  return sock
 
 
 def url_of(sock: socket.socket) -> str:
@@ -111,7 +99,8 @@ def run_server(
     whatever ended the engine.
   """
   with CompilationCounter() as compilations:
-    server = _Server(engine, model, settings, restore, restore_pauses, announce, compilations, tracer)
+    publishing = {'restore': restore, 'pauses': restore_pauses}
+    server = _Server(engine, model, settings, announce, compilations, tracer, publishing)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
       code = runner.run(server.run(sock, stop))
   if tracer is not None:
@@ -139,11 +128,10 @@ class _Server:
     engine: Engine | TextScoring,
     model: ServedModel,
     settings: ServerSettings,
-    restore: Callable[[int | None], tuple[Any, int]] | None,
-    restore_pauses: bool,
     announce: Callable[[str], None],
     compilations: CompilationCounter,
     tracer: RequestTracer | None,
+    publishing: dict[str, Any],
   ):
     self._settings = settings
     self._model = model
@@ -163,7 +151,7 @@ class _Server:
     )
     num_compilations = lambda: compilations.num_programs
     self._service = Service(model, settings, self.thread, engine.num_slots, num_compilations, tracer)
-    self.publisher = Publisher(self._service, engine, restore, pauses=restore_pauses)
+    self.publisher = Publisher(self._service, engine, **publishing)
 
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
     self._loop = asyncio.get_running_loop()

@@ -217,8 +217,7 @@ def _may_begin_bare_call(text: str) -> bool:
 def calls_for_template(calls: Any, path: str) -> list[dict[str, Any]]:
   """The `tool_calls` of an assistant's message as chat templates read them: their arguments as objects.
 
-  Raises:
-    RequestError: a call is not one of OpenAI's format; `path` names the message.
+  Raises a RequestError: a call is not one of OpenAI's format; `path` names the message.
   """
   made = []
   for number, call in enumerate(calls):
@@ -256,11 +255,7 @@ def call_schema(tools: list[Any]) -> dict[str, Any]:
 
 
 def tool_names(tools: list[Any]) -> frozenset[str]:
-  """The names of a request's tools.
-
-  Raises:
-    RequestError: one is not a function of OpenAI's format.
-  """
+  """The names of a request's tools. Raises a RequestError: one is not a function of OpenAI's format."""
   for number, tool in enumerate(tools):
     if not is_function(tool) or tool.get('type', 'function') != 'function':
       where = f'tools[{number}]'

@@ -46,11 +46,7 @@ class Bench:
         self._runners[setting] = self._pool.submit(self._compile, setting)
 
   def runner(self, setting: Setting) -> Runner:
-    """Returns the compiled setting.
-
-    Raises:
-      UserError: the experiment refuses it.
-    """
+    """Returns the compiled setting. Raises a UserError: the experiment refuses it."""
     self.prepare([setting])
     return self._runners[setting].result()
 
@@ -80,8 +76,7 @@ class Bench:
   ) -> Agreement:
     """Compares a setting with a reference, step by step, up to the first difference; see `agree`.
 
-    Raises:
-      UserError: the experiment refuses one of the settings.
+    Raises a UserError: the experiment refuses one of the settings.
     """
     return agree(self.runner(setting), self.trajectory(reference), metrics=metrics, train=train)
 

@@ -107,11 +107,7 @@ class Setting:
 
 
 def build_job(source: Source, setting: Setting) -> Job:
-  """Builds the experiment in a setting.
-
-  Raises:
-    UserError: the experiment refuses the mesh or the overrides.
-  """
+  """Builds the experiment in a setting. Raises a UserError: the experiment refuses the mesh or the overrides."""
   names, sizes = source.base.experiment.mesh_axis_names, dict(setting.mesh)
   shape = ','.join(str(sizes.pop(name, 1)) for name in names)
   slices = None if setting.slices is None else ','.join(map(str, setting.slices))
@@ -262,8 +258,7 @@ Batch = dict[str, np.ndarray]
 def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]:
   """Reads that many batches and makes all but the first ragged, where they have `weights` [B, T].
 
-  Raises:
-    UserError: the input ends before.
+  Raises a UserError: the input ends before.
   """
   with contextlib.closing(without_references(train_input).make_iterator()) as iterator:
     read = [{name: np.array(values) for name, values in x.items()} for x in itertools.islice(iterator, num_batches)]

@@ -62,8 +62,7 @@ def _judged(
 ) -> Difference:
   """Returns a difference from `log_probs(state)`, with what rounding of the weights lets expect.
 
-  Raises:
-    UserError: rounding alone makes the log-probabilities jump.
+  Raises a UserError: rounding alone makes the log-probabilities jump.
   """
   expected, rng = log_probs(state), np.random.default_rng((bench.seed, seed))
 
@@ -101,8 +100,7 @@ def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, n
   The third value holds what the model reads beside the texts, by the names of the batch: an encoder's texts, and which
   tokens were the prompt, of a model that has prefixes.
 
-  Raises:
-    UserError: the model cannot generate text.
+  Raises a UserError: the model cannot generate text.
   """
   element_spec = runner.job.train_input.element_spec()
   ids = element_spec.get('ids')

@@ -113,8 +113,7 @@ def run(command: Command) -> int:
   Returns:
     the exit code: OK, or FAILED if a claim is broken.
 
-  Raises:
-    UserError: the experiment cannot be built, or a claim is unknown.
+  Raises a UserError: the experiment cannot be built, or a claim is unknown.
   """
   set_activity('preparing --mode verify')
   compile_quickly()

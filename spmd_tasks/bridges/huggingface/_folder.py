@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import itertools
-import json
 import os
 from pathlib import Path
 import re
@@ -30,7 +29,7 @@ from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
 from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import read_text
+from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.runtime import PartitionedModel
@@ -50,15 +49,9 @@ Store = Callable[[str, jax.Array], Any]  # makes of a weight, given its name, th
 
 def read_config(file: Path, remedy: str) -> dict[str, Any]:
   """Reads a config in JSON; `remedy` says what to do if there is none. Raises a UserError if it cannot be read."""
-  try:
-    values = json.loads(read_text(file))
-    if not isinstance(values, dict):
-      raise ValueError('it is no object')
-  except FileNotFoundError as error:
-    raise UserError(f'{file} does not exist: {remedy}.') from error
-  except (OSError, ValueError, RecursionError) as error:
-    raise UserError(f'{file} cannot be read: {error}.') from error
-  return values
+  if not file.exists():
+    raise UserError(f'{file} does not exist: {remedy}.')
+  return read_json_object(str(file))
 
 
 def open_folder(path: os.PathLike | str) -> 'Folder':
@@ -261,8 +254,7 @@ class Folder:
     Returns:
       A tree like the weights, with None for adapters and for what was not asked for.
 
-    Raises:
-      UserError: as `lazy_weights`; nothing has been read then.
+    Raises a UserError: as `lazy_weights`; nothing has been read then.
     """
     specs = flat_specs(model.weight_specs)
     canonical = _flat(model.canonical_state.weights)

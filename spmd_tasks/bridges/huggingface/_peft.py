@@ -357,8 +357,7 @@ def export_adapter(
     base, digest: the folder of the model without adapters, and its digest, which base.json beside the config keeps.
     is_writer: whether this process writes; reading the weights may need all processes.
 
-  Raises:
-    UserError: the model has no adapters, or one of a weight that is no Linear there.
+  Raises a UserError: the model has no adapters, or one of a weight that is no Linear there.
   """
   adapters = adapters_of(model)
   if not adapters:

@@ -35,8 +35,7 @@ def dequantize(tensors: Mapping[str, LazyArray], block: tuple[int, int]) -> tupl
       [..., 32 n, rows]. fp8: `x_scale_inv` [rows / block, columns / block] belongs to `x` [rows, columns].
     block: rows and columns that one number of an fp8 scale is for.
 
-  Raises:
-    UserError: a scale is missing, or has a shape that does not fit.
+  Raises a UserError: a scale is missing, or has a shape that does not fit.
   """
   found, quantized = {}, set()
   for name, tensor in tensors.items():

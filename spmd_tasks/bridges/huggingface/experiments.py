@@ -167,8 +167,7 @@ def generation_defaults(folder: str) -> dict[str, Any]:
   Without `do_sample` requests are greedy unless they set a temperature. The ends of text are those of
   generation_config.json, or else of config.json. Settings that have no counterpart here are logged.
 
-  Raises:
-    UserError: a file is not JSON, or a field has an impossible value.
+  Raises a UserError: a file is not JSON, or a field has an impossible value.
   """
   path = os.path.join(os.path.expanduser(folder), 'generation_config.json')
   config = {name: value for name, value in read_json_object(path).items() if value is not None}

@@ -189,8 +189,7 @@ def export_folder(
     max_shard_bytes, is_writer: as `write_tensors` takes them.
     on_tensor: called after each tensor with the numbers of written and of all tensors.
 
-  Raises:
-    UserError: no family has this model, or there is something at the target.
+  Raises a UserError: no family has this model, or there is something at the target.
   """
   if is_writer:  # before anything is read
     check_free(target)

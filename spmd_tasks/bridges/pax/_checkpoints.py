@@ -203,9 +203,8 @@ def read_pax_checkpoint(path: epath.PathLike, abstract_state: Any) -> Any:
       a sharding becomes a jax.Array, one without a numpy array. A tree without `opt_states` reads the variables only.
       Masked leaves of optimizer state (optax.MaskedNode) have no leaf here either.
 
-  Raises:
-    UserError: there is no checkpoint, or it lacks an array, has it in another shape or dtype, or has one that the tree
-      has no place for; all are named. Integers of another width are converted.
+  Raises a UserError: there is no checkpoint, or it lacks an array, has it in another shape or dtype, or has one that
+  the tree has no place for; all are named. Integers of another width are converted.
   """
   checkpoint = open_pax_checkpoint(path)
   paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)

@@ -10,7 +10,7 @@ is `~0` (RFC 6901). The elements of a list are `views/[0]`, ....
 """
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import re
@@ -23,7 +23,7 @@ import numpy as np
 from praxis import base_hyperparams, py_utils
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Batch, State
+from spmd_tasks.inputs import Batch, InputIterator, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,8 +87,7 @@ class PaxInput:
   def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
     """Returns the states unchanged.
 
-    Raises:
-      UserError: another number of processes saved them: only the input itself knows which rows a process reads.
+    Raises a UserError: another number of processes saved them: only the input itself knows which rows a process reads.
     """
     if len(states) != shard_count:
       raise UserError(
@@ -110,16 +109,13 @@ class PaxInput:
     return base_hyperparams.instantiate(config)
 
 
-class PaxInputIterator:
+class PaxInputIterator(InputIterator):
   """Yields the batches of one process, flat, and counts them."""
 
   def __init__(self, make: Any, shard_count: int, limit: int | None):
     self._make, self._shard_count, self._limit = make, shard_count, limit
     self._input = make()
     self._count = 0
-
-  def __iter__(self) -> Iterator[Batch]:
-    return self
 
   def __next__(self) -> Batch:
     if self._limit is not None and self._count >= self._limit:

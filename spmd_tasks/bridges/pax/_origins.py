@@ -63,8 +63,7 @@ class PaxJob(Origin):
 
     The steps derive their keys from the seed's, with the step's number, as Paxml's do.
 
-    Raises:
-      UserError: there is no such checkpoint, or it is not one of this model and learner.
+    Raises a UserError: there is no such checkpoint, or it is not one of this model and learner.
     """
     try:
       path = open_pax_checkpoint(_checkpoints_of(absolute_path(self.directory)), self.step).path
@@ -129,9 +128,8 @@ class LoadingRules(Origin):
   def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
     """Makes a new state and overwrites what the rules name.
 
-    Raises:
-      UserError: a checkpoint lacks an array that a rule names or has it in another shape, or `safe_load` is set and a
-        pattern matches no variable.
+    Raises a UserError: a checkpoint lacks an array that a rule names or has it in another shape, or `safe_load` is set
+    and a pattern matches no variable.
     """
     # The directory of a job, its `checkpoints`, or one checkpoint -> `paxml.tasks_lib.CheckpointLoadingRules`.
     rules_by_place: Mapping[str, Any] = model.task.task.train.init_from_checkpoint_rules or {}  # type: ignore[attr-defined]

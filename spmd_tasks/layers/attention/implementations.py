@@ -60,8 +60,7 @@ def attend(
     key_segments: int32 [B, S], the documents of the keys; None: those of the queries.
     split_dims: of `query`; a kernel runs on each device's rows and heads.
 
-  Raises:
-    UserError: the implementation that is asked for cannot compute this, or not on these devices.
+  Raises a UserError: the implementation that is asked for cannot compute this, or not on these devices.
   """
   layout = attention_layout(split_dims, len(query))
   special = {

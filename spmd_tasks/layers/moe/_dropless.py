@@ -127,9 +127,8 @@ def apply_experts(
     dispatch: moves tokens to experts on other devices.
     capacity_factor: see Exchange.
 
-  Raises:
-    UserError: the layout is impossible (see `expert_layout`), or an enclosing `shard_map` has made an axis manual that
-      splits tokens or experts.
+  Raises a UserError: the layout is impossible (see `expert_layout`), or an enclosing `shard_map` has made an axis
+  manual that splits tokens or experts.
   """
   scope = current_sharding_scope()
   layout = None if scope is None else expert_layout(scope, experts, activation_split_dims, x.shape)
