@@ -42,8 +42,7 @@ from spmd_tasks.checkpoints.memory_copies import (
   verify,
 )
 from spmd_tasks.distributed import barrier
-from spmd_tasks.distributed.agreement import all_agree, primary_decides
-from spmd_tasks.distributed.collectives import gather
+from spmd_tasks.distributed.agreement import all_agree, gather, primary_decides
 from spmd_tasks.distributed.links import Link, LinkError, connect_pairs
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably

@@ -7,16 +7,15 @@
         ...
 
 Read initialization.py (launchers, fake devices) and roll_call.py (how processes connect), environment.py and
-comparison.py (what all must have alike), agreement.py and collectives.py (decisions of process 0, barriers),
-preemption.py (SIGTERM, Ctrl-C), links.py (authenticated messages), then the parts of failure handling: watchdog.py (no
-progress), rank_records.py and departures.py (what processes tell each other), emergency_exit.py (how a process ends).
+comparison.py (what all must have alike), agreement.py (decisions of process 0, barriers), preemption.py (SIGTERM,
+Ctrl-C), links.py (authenticated messages), then the parts of failure handling: watchdog.py (no progress),
+rank_records.py and departures.py (what processes tell each other), emergency_exit.py (how a process ends).
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
 from spmd_tasks.faces import lazy_face
 
 with lazy_face(globals()):
-  from spmd_tasks.distributed.agreement import is_primary
-  from spmd_tasks.distributed.collectives import barrier
+  from spmd_tasks.distributed.agreement import barrier, is_primary
   from spmd_tasks.distributed.emergency_exit import EmergencyExit
   from spmd_tasks.distributed.initialization import DistributedSettings, initialize, use_fake_devices

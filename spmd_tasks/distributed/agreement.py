@@ -1,10 +1,19 @@
-"""Lets the processes of a job agree on values (collectives.py); with one process, every call returns at once."""
+"""Lets the processes of a job wait for each other and agree on values; with one process, every call returns at once.
+
+Long waits happen at the coordination service, with a limit for each wait, never inside a device collective. Every
+process must call these functions in the same order.
+"""
 
 from collections.abc import Callable
 import json
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+_MIN_BROADCAST_BYTES = 16384  # shorter answers share one compiled broadcast
+_MIN_GATHER_BYTES = 1024  # of each process
 
 
 class PrimaryError(Exception):
@@ -16,6 +25,40 @@ def is_primary() -> bool:
   return jax.process_index() == 0
 
 
+def barrier(name: str, *, limit_s: int) -> None:
+  """Waits until every process has called it. Raises a JaxRuntimeError after `limit_s` seconds."""
+  if jax.process_count() > 1:
+    import orbax.checkpoint as ocp  # not above: its import takes a second or two of every start
+
+    ocp.multihost.get_barrier_sync_fn()(key=f'spmd_tasks_{name}', timeout_ms=limit_s * 1000)
+
+
+def gather(value: Any, name: str, *, limit_s: int) -> list[Any]:
+  """Returns on every process the values (JSON, of any length) that all processes gave, by their index."""
+  data = json.dumps(value).encode()
+  if jax.process_count() == 1:
+    return [json.loads(data)]
+  barrier(name, limit_s=limit_s)
+  longest = int(np.max(multihost_utils.process_allgather(np.asarray(len(data), np.int32))))
+  buffer = np.zeros(max(_MIN_GATHER_BYTES, 1 << (longest - 1).bit_length()), np.uint8)
+  buffer[: len(data)] = np.frombuffer(data, np.uint8)
+  rows = np.asarray(multihost_utils.process_allgather(buffer)).astype(np.uint8)
+  return [json.loads(row.tobytes().rstrip(b'\0')) for row in rows]
+
+
+def _broadcast(data: bytes) -> bytes:
+  """Returns on every process the bytes of process 0.
+
+  The length goes first, as the buffer of a collective must have one shape on all processes.
+  """
+  length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(data), np.int32)))
+  buffer = np.zeros(max(_MIN_BROADCAST_BYTES, 1 << (length - 1).bit_length()), np.uint8)
+  if jax.process_index() == 0:
+    buffer[:length] = np.frombuffer(data, np.uint8)
+  received = multihost_utils.broadcast_one_to_all(buffer)
+  return np.asarray(received).astype(np.uint8).tobytes()[:length]
+
+
 def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> Any:
   """Calls `decide` on process 0 and returns its value (JSON, of any length) on every process.
 
@@ -23,8 +66,6 @@ def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> An
   """
   if jax.process_count() == 1:
     return decide()
-  from spmd_tasks.distributed.collectives import barrier, broadcast
-
   outcome: dict[str, Any] = {}
   if jax.process_index() == 0:
     try:
@@ -32,7 +73,7 @@ def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> An
     except Exception as error:
       outcome = {'error': str(error)[:2000]}
   barrier(name, limit_s=limit_s)
-  outcome = json.loads(broadcast(json.dumps(outcome).encode()))
+  outcome = json.loads(_broadcast(json.dumps(outcome).encode()))
   if 'error' in outcome:
     raise PrimaryError(outcome['error'])
   return outcome['value']
@@ -42,6 +83,5 @@ def all_agree(vote: bool, name: str, *, limit_s: int) -> bool:
   """Returns on every process whether all processes vote True."""
   if jax.process_count() == 1:
     return vote
-  from spmd_tasks.distributed.collectives import all_true
-
-  return all_true(vote, name, limit_s=limit_s)
+  barrier(name, limit_s=limit_s)
+  return bool(np.all(multihost_utils.process_allgather(np.asarray(vote))))

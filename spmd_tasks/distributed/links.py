@@ -35,7 +35,7 @@ from absl import logging
 import jax
 
 from spmd_tasks.distributed import roll_call
-from spmd_tasks.distributed.collectives import gather
+from spmd_tasks.distributed.agreement import gather
 from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.errors import JobError, UserError
 

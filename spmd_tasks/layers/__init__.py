@@ -21,12 +21,11 @@ with lazy_face(globals()):
   from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
   from spmd_tasks.layers.label_scores import LabelScores, label_scores
   from spmd_tasks.layers.language_model import LanguageModel
-  from spmd_tasks.layers.layer_norm import LayerNorm
   from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
   from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
   from spmd_tasks.layers.nextn import NextnHead, NextnLanguageModel
-  from spmd_tasks.layers.norm import RmsNorm
+  from spmd_tasks.layers.norm import LayerNorm, RmsNorm
   from spmd_tasks.layers.quantized_products import QuantizedProduct
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
   from spmd_tasks.layers.transformer import Aux, TransformerBlock, TransformerStack, remat_policy

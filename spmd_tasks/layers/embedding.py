@@ -125,7 +125,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
     With an adapter of the softmax kernel all logits are computed at once.
     """
-    from spmd_tasks.layers.chunked_logits import label_scores_in_chunks, predicted_label_scores
+    from spmd_tasks.layers.label_scores import label_scores_in_chunks, predicted_label_scores
 
     if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
       return predicted_label_scores({'logits': self.attend(x)}, labels)

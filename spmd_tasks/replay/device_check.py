@@ -30,8 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
-from spmd_tasks.distributed.collectives import gather
+from spmd_tasks.distributed.agreement import PrimaryError, gather, primary_decides
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import make_directory, write_durably
 from spmd_tasks.programs.hooks import TrainHook, TrainRun

@@ -24,8 +24,7 @@ from spmd_tasks.activity import set_activity
 from spmd_tasks.checkpoints.peer_copies import RestoredCopy
 from spmd_tasks.command import Command, OpenJob
 from spmd_tasks.distributed import is_primary
-from spmd_tasks.distributed.agreement import primary_decides
-from spmd_tasks.distributed.collectives import gather
+from spmd_tasks.distributed.agreement import gather, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.programs import train
