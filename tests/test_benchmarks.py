@@ -86,14 +86,9 @@ CHECKS = {
 
 # Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
 # (tests/multi_process/test_lost_process.py), fewer steps by continuous batching (tests/decoding/test_scheduler.py).
-EXHAUSTIVE = set(SCRIPTS) - {'bench_input.py'}
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-  'script', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in EXHAUSTIVE)) for name in SCRIPTS]
-)
+@pytest.mark.parametrize('script', SCRIPTS)
 def test_last_line_is_one_json_object_that_holds_the_claims_without_a_clock(script):
   result = run_quickly(script)
   assert math.isfinite(result['ratio'])
@@ -110,7 +105,7 @@ def names_in(path):
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'scripts').glob('*.py')), ids=lambda path: path.name)
 def test_what_a_script_imports_of_the_package_is_there(path):
-  """Of most benchmarks this is all that runs without --all."""
+  """Of the benchmarks this is all that runs without --all."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('spmd_tasks'):
       place = ROOT / node.module.replace('.', '/')

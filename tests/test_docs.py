@@ -37,7 +37,8 @@ GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md')), *sorted((ROOT / 'docs' 
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
 # Their code takes longest, and what it shows other tests have too: it runs with --all.
 LONG = {'checkpoints', 'coming_from_pax', 'configuring', 'decoding', 'evaluation', 'hooks', 'inputs', 'layers'}
-LONG |= {'loading', 'mixture_of_experts', 'multi_host', 'operations', 'own_model', 'pipelining', 'serving'}
+LONG |= {'loading', 'mixture_of_experts', 'multi_host', 'operations', 'own_model', 'pipelining', 'planning', 'serving'}
+LONG |= {'verify'}
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent

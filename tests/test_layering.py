@@ -58,31 +58,32 @@ def dotted_name(path: Path) -> str:
   return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
 
 
-def imports(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
-  """Every name that `source` imports, relative ones resolved; `from a import b` gives `a.b`."""
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+  return ast.parse(path.read_text())
 
-  def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+
+def imports(path: Path) -> Iterator[Import]:
+  """Every name that the file imports, relative ones resolved; `from a import b` gives `a.b`."""
+  nodes: list[tuple[ast.AST, bool]] = [(tree_of(path), False)]
+  for node, lazy in nodes:  # which grows on the way
     if isinstance(node, ast.Import):
-      for alias in node.names:
-        yield Import(alias.name, node.lineno, lazy)
+      yield from (Import(alias.name, node.lineno, lazy) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-      base = node.module or ''
-      if node.level:
-        package = module.split('.') if is_package else module.split('.')[:-1]
-        base = '.'.join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-      for alias in node.names:
-        yield Import(f'{base}.{alias.name}', node.lineno, lazy)
-    inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    for child in ast.iter_child_nodes(node):
-      yield from walk(child, inside)
-
-  yield from walk(ast.parse(source), False)
+      parts = dotted_name(path).split('.')
+      package = '.'.join(parts[: len(parts) + (path.name == '__init__.py') - node.level]) if node.level else ''
+      base = '.'.join(part for part in (package, node.module) if part)
+      yield from (Import(f'{base}.{alias.name}', node.lineno, lazy) for alias in node.names)
+    inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    children = (
+      child for name in ('body', 'orelse', 'finalbody', 'handlers', 'cases') for child in getattr(node, name, ())
+    )
+    nodes += [(child, inside) for child in children]
 
 
 @functools.cache
 def all_imports() -> list[tuple[Path, Import]]:
-  sources = ((path, imports(path.read_text(), dotted_name(path), path.name == '__init__.py')) for path in modules())
-  return [(path, found) for path, each in sources for found in each]
+  return [(path, found) for path in modules() for found in imports(path)]
 
 
 def part_of(name: str) -> str | None:
@@ -120,7 +121,7 @@ def test_the_core_names_no_wing():
   for path in modules():
     if part_of(dotted_name(path)) in WINGS:
       continue
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant)]
     texts = [(node.lineno, node.value) for node in nodes if isinstance(node.value, str) and ' ' not in node.value]
     named = [(line, text) for line, text in texts if part_of(text.partition(':')[0]) in WINGS]
     wrong += [f'{path.relative_to(ROOT)}:{line} names {text}' for line, text in named]
@@ -148,7 +149,7 @@ def test_tensorflow_is_imported_inside_functions_only():
 def public_names(package: str) -> set[str]:
   """The names that a package's face imports lazily, or its `__all__`, read from its source; empty for a module."""
   path = ROOT / package.replace('.', '/') / '__init__.py'
-  for node in ast.parse(path.read_text()).body if path.exists() else ():
+  for node in tree_of(path).body if path.exists() else ():
     if isinstance(node, ast.With):
       return {alias.name for statement in node.body for alias in statement.names}
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':

@@ -102,7 +102,12 @@ def torch_muon(monkeypatch, scale, nesterov, start, grads):
 
 
 @pytest.mark.parametrize(
-  'scale, nesterov', [('original', True), ('match_rms_adamw', False), ('spectral_unclamped', True)]
+  'scale, nesterov',
+  [
+    ('original', True),
+    ('match_rms_adamw', False),
+    pytest.param('spectral_unclamped', True, marks=pytest.mark.exhaustive),
+  ],
 )
 def test_each_matrix_is_that_of_torch_and_others_are_those_of_adamw(scale, nesterov, monkeypatch, rng):
   start, grads = draw(rng), [draw(rng) for _ in range(NUM_STEPS)]

@@ -1,12 +1,14 @@
-"""synthetic.Uneven with an input that fails, or is slow, on one process, and one that one process ends."""
+"""synthetic.Uneven with an input that fails, or is slow, on one process; and plain data of uneven batches."""
 
 import dataclasses
+import itertools
 import time
 
 import fiddle as fdl
 
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.inputs import SyntheticText
+from tests.programs.plain_experiment import Shapes, batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,3 +72,16 @@ class Job(Uneven):
 
   def eval_inputs(self):
     return {'valid': fdl.Config(SyntheticText, batch_size=8, seq_len=16, vocab_size=257, stream=1, num_batches=3)}
+
+
+class Plain(Shapes):
+  """The researcher's file with an eval set whose last batch has seven rows, which no number of processes divides."""
+
+  num_train_steps = 12
+  log_every_steps = 1
+  tensorboard = False
+  step_timeout_s = 60.0
+
+  def eval_inputs(self):
+    first, second = itertools.islice(batches(1), 2)
+    return {'valid': [first, {name: rows[:7] for name, rows in second.items()}]}

@@ -20,37 +20,47 @@ START_S = 120.0
 DEADLINE_S = 30.0  # from a fault until the last process is gone
 
 
-def own_flags(job_log_dir: Path, *flags: str) -> list[str]:
+def own_flags(job_log_dir: Path, *flags: str, exp: str = 'Job') -> list[str]:
   """Flags of a process without those by which it finds another one."""
-  experiment = 'tests.multi_process.raising_experiments.Job'
+  experiment = f'tests.multi_process.raising_experiments.{exp}'
   return ['--exp', experiment, '--mode', 'train', '--job_log_dir', str(job_log_dir), *flags]
 
 
-def commands(job_log_dir: Path, *flags: str) -> list[list[str]]:
+def commands(job_log_dir: Path, *flags: str, exp: str = 'Job') -> list[list[str]]:
   """The commands of two processes of four devices."""
-  command = [sys.executable, '-m', 'spmd_tasks.main', *own_flags(job_log_dir, *flags), '--num_fake_devices=4']
+  command = [sys.executable, '-m', 'spmd_tasks.main', *own_flags(job_log_dir, *flags, exp=exp), '--num_fake_devices=4']
   return [command + rank_flags for rank_flags in coordinator_flags(num_processes=2)]
 
 
-def train_alone(job_log_dir: Path, *flags: str) -> None:
+def train_alone(job_log_dir: Path, *flags: str, exp: str = 'Job') -> None:
   """On the eight devices of this process."""
-  assert binary.run_in_process(*own_flags(job_log_dir, *flags)) == exit_codes.OK
+  assert binary.run_in_process(*own_flags(job_log_dir, *flags, exp=exp)) == exit_codes.OK
 
 
-def train(tmp_path: Path, job_log_dir: Path, *flags: str, fresh: bool = False) -> list[RankResult]:
+def train(tmp_path: Path, job_log_dir: Path, *flags: str, exp: str = 'Job', fresh: bool = False) -> list[RankResult]:
   """As two processes."""
   log_dir = tmp_path / f'logs_{len(list(tmp_path.iterdir()))}'
   log_dir.mkdir()
-  with Job(commands(job_log_dir, *flags), log_dir=log_dir, num_devices=4, fresh=fresh) as job:
+  with Job(commands(job_log_dir, *flags, exp=exp), log_dir=log_dir, num_devices=4, fresh=fresh) as job:
     return job.wait(deadline_s=START_S)
-
-
-def losses_by_step(job_log_dir: Path) -> dict[int, float]:
-  return {step: scalars['loss'] for step, scalars in read_jsonl(job_log_dir).items()}
 
 
 def losses(job_log_dir: Path) -> list[float]:
   return [scalars['loss'] for _, scalars in sorted(read_jsonl(job_log_dir).items())]
+
+
+def test_rows_of_plain_data_count_once_on_any_number_of_processes(tmp_path):
+  """Each process keeps its rows of a batch, also of a last one that two do not divide."""
+  alone, shared = tmp_path / 'alone', tmp_path / 'shared'
+  train_alone(alone, exp='Plain')
+  train_alone(shared, '--num_train_steps=5', exp='Plain')
+  ranks = train(tmp_path, shared, exp='Plain')
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
+  assert len(losses(alone)) == 12
+  np.testing.assert_allclose(losses(shared), losses(alone), rtol=1e-5)
+  evals = [read_jsonl(directory / 'eval' / 'valid')[12] for directory in (alone, shared)]
+  np.testing.assert_allclose(evals[0]['loss'], evals[1]['loss'], rtol=1e-5)
+  assert evals[0]['num_batches'] == evals[1]['num_batches'] == 2
 
 
 def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
@@ -105,7 +115,7 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all_also_while_they_save
     job.send(1, signal.SIGINT)
     ranks = wait_for_end(job)
   assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED, exit_codes.INTERRUPTED], ranks[0].log
-  step = max(losses_by_step(tmp_path / 'job'))
+  step = max(read_jsonl(tmp_path / 'job'))
   assert f'Preempted: step {step} is saved' in ranks[0].log
   assert (tmp_path / 'job' / 'checkpoints' / f'checkpoint_{step:08}').is_dir()
   assert 'Traceback' not in ranks[0].log + ranks[1].log

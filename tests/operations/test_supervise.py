@@ -314,7 +314,8 @@ def test_a_mesh_that_cannot_shrink_is_refused(tmp_path, monkeypatch):
 def test_a_job_goes_on_without_the_host_of_process_0_and_with_a_new_one(place, tmp_path, request):
   """From the checkpoint of its directory; the lost host has the directory's claim and writes the metrics."""
   job = job_directory(place, tmp_path, request)
-  with Hosts(tmp_path, '--num_train_steps', '10000', hosts='1:3', job=job) as hosts:
+  flags = ('--num_train_steps', '10000', '--set', 'train_input.seconds_per_batch=0.5')  # fewer steps to make again
+  with Hosts(tmp_path, *flags, hosts='1:3', job=job) as hosts:
     for _ in range(3):
       hosts.start()
     hosts.wait_for_lines(7, 200)

@@ -9,25 +9,17 @@ import shutil
 
 import pytest
 
-from spmd_tasks import exit_codes
 from tests import binary
+from tests.programs.small_runs import train
 
-DATA = Path(__file__).parents[1] / 'data' / 'e2bba1f'
-
-
-@pytest.fixture(scope='module')
-def resumed(tmp_path_factory):
-  """The old job, finished by the code of today."""
-  directory = tmp_path_factory.mktemp('old') / 'job'
-  shutil.copytree(DATA / 'uneven_half', directory)
-  flags = ('--exp', 'synthetic.Uneven', '--set', 'tensorboard=false', '--accept_config_changes')
-  assert binary.run_in_process(*flags, '--mode', 'train', '--job_log_dir', directory) == exit_codes.OK
-  return directory
+OLD = Path(__file__).parents[1] / 'data' / 'e2bba1f' / 'uneven_half'
 
 
-def test_an_old_job_goes_on_as_if_it_had_not_been_interrupted(resumed, tmp_path):
-  flags = ('--exp', 'synthetic.Uneven', '--set', 'tensorboard=false', '--mode', 'train')
-  assert binary.run_in_process(*flags, '--job_log_dir', tmp_path / 'job') == exit_codes.OK
-  losses, undisturbed = binary.column(resumed, 'loss'), binary.column(tmp_path / 'job', 'loss')
+def test_an_old_job_goes_on_as_if_it_had_not_been_interrupted(tmp_path):
+  shutil.copytree(OLD, tmp_path / 'resumed')
+  for name in ('resumed', 'whole'):
+    flags = ('--set', 'tensorboard=false', '--accept_config_changes')
+    assert train(tmp_path / name, *flags, exp='synthetic.Uneven') == 0
+  losses, undisturbed = (binary.column(tmp_path / name, 'loss') for name in ('resumed', 'whole'))
   assert list(losses) == list(range(1, 21))
   assert losses == pytest.approx(undisturbed, rel=2e-6)  # compiled for another processor, at another level

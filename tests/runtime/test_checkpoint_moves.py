@@ -9,17 +9,19 @@ import pytest
 from spmd_tasks.checkpoints import Checkpointer
 from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import AlongData, ExpertAxis
-from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW
-from tests.runtime.uneven_experiments import Adafactor, AdamW
+from tests.runtime.pipeline_experiments import PipelinedAdafactor
+from tests.runtime.uneven_experiments import Adafactor
 
 SIX = ('num_layers=6', 'batch_size=16')
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 
+# With factored moments, and averaged weights.
 MOVES = {
-  'stage 4': (PipelinedAdamW, (1, 4, 1, 1), ()),
-  'stage 2': (PipelinedAdamW, (1, 2, 2, 1), ('schedule=one_forward_one_backward',)),
-  'circular 2 x 2': (PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
-  'plain': (AdamW, (1, 2, 2), SIX),
+  'stage 4': (PipelinedAdafactor, (1, 4, 1, 1), ()),
+  'stage 2': (PipelinedAdafactor, (1, 2, 2, 1), ('schedule=one_forward_one_backward',)),
+  'circular 2 x 2': (PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR),
+  'plain': (Adafactor, (1, 2, 2), SIX),
+  'circular 4 x 2': (PipelinedAdafactor, (1, 4, 2, 1), CIRCULAR),
 }
 EXPERT_MOVES = {
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1), ()),
@@ -27,14 +29,9 @@ EXPERT_MOVES = {
   'expert 2 x mdl 2': (ExpertAxis, (1, 1, 2, 2), ()),
   'one device': (AlongData, (1, 1, 1), ()),
 }
-ADAFACTOR_MOVES = {
-  'stage 4': (PipelinedAdafactor, (1, 4, 1, 1), ()),
-  'circular 4 x 2': (PipelinedAdafactor, (1, 4, 2, 1), CIRCULAR),
-  'plain': (Adafactor, (1, 1, 1), SIX),
-}
 
 
-@pytest.mark.parametrize('moves', [MOVES, EXPERT_MOVES, ADAFACTOR_MOVES], ids=['stages', 'experts', 'factored moments'])
+@pytest.mark.parametrize('moves', [MOVES, EXPERT_MOVES], ids=['stages', 'experts'])
 def test_a_checkpoint_moves_between_meshes_and_schedules_bit_exactly(moves, tmp_path):
   """From each to the next: every restored state, optimizer state included, is the first one's, bit for bit."""
   models = [make_model(experiment, shape, overrides=overrides)[0] for experiment, shape, overrides in moves.values()]

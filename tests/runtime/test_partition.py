@@ -1,7 +1,6 @@
 """partition_spmd_model: initialisation, layouts, donation, eval, and what it refuses."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,19 +43,6 @@ def test_a_stage_draws_the_weights_of_its_own_layers_only():
     return model.lower_init().compile().cost_analysis()['transcendentals']
 
   assert num_transcendentals('1,4,1,2') < 1.5 * num_transcendentals('1,2,1,4')  # twice, if a stage drew all layers
-
-
-def test_eval_step_takes_other_batches_and_leaves_the_weights(model):
-  job = resolve('synthetic.Uneven', ['batch_size=3']).build()
-  eval_step = model.eval_step(job.train_input.element_spec())
-  state = model.init(0)
-  batch = next(job.train_input.make_iterator())
-  averages = eval_step(state.variables, eval_step.place(batch), jnp.int32(0))
-  assert float(averages['loss'].count) == 3 * 16
-  weights = jax.device_get(model.to_canonical(state).weights)
-  alone = jax.jit(lambda weights: model.task.compute_loss({'params': weights}, batch, train=False).loss)
-  np.testing.assert_allclose(averages['loss'].compute(), alone(weights), rtol=1e-6)  # no mesh, no padding
-  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 from praxis import base_hyperparams, pax_fiddle
 
 from pax_cases import transformers
-from pax_lab import decode_lm
 
 
 class StopsAt(base_hyperparams.FiddleBaseParameterizable):
@@ -55,13 +54,6 @@ class ToTheEnd(UntilTarget):
 
 class EvalOnly(UntilTarget):
   """Has no training dataset."""
-
-  def datasets(self):
-    return [dataset for dataset in super().datasets() if not dataset.is_training]
-
-
-class DecodeOnly(decode_lm.DecodeLm):
-  """Has datasets to evaluate and to decode."""
 
   def datasets(self):
     return [dataset for dataset in super().datasets() if not dataset.is_training]

@@ -48,14 +48,6 @@ class Hosts(transformers.Dropout):
     task.train.enable_input_checkpointing = True
 
 
-class HostsOfAll(Hosts):
-  """Its mesh is all devices, which task() asks JAX for."""
-
-  def task(self):
-    self.ICI_MESH_SHAPE = [1, jax.device_count(), 1]
-    return super().task()
-
-
 class FewRows(transformers.SmallLm):
   """Three rows on four devices; evals by one batch without a reset, by two, and to the end."""
 

@@ -42,11 +42,11 @@ class Case:
 
 
 CASES = {
-  'packed': Case(),
   'window, sinks, cap': Case(window=40, has_sinks=True, cap=5.0, kv_heads=1),
   'one document of two blocks': Case(is_packed=False, rows=1, length=1280, heads=2),
 }
 MORE = {
+  'packed': Case(),
   'not causal': Case(causal=False, is_packed=False),
   'not causal, packed': Case(causal=False),
   'window of one token': Case(window=1),

@@ -40,7 +40,7 @@ MESHES = {
 # By default the first meshes have the two forms in turns.
 TURNS = [
   pytest.param(
-    MESHES[name], form, id=f'{name}-{form.__name__}', marks=[pytest.mark.exhaustive] * (i > 3 or (i + j) % 2)
+    MESHES[name], form, id=f'{name}-{form.__name__}', marks=[pytest.mark.exhaustive] * (i > 2 or (i + j) % 2)
   )
   for i, name in enumerate(MESHES)
   for j, form in enumerate(FORMS)

@@ -183,7 +183,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize('name', CASES)
+# Without delay, experts in a circular pipeline have it by default (test_pipelined_experts.py).
+@pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name == 'circular, no delay')) for name in CASES]
+)
 def test_results_gradients_and_statistics_are_those_of_the_stack(name):
   num_layers, settings = CASES[name]
   _, got = pipelined(num_layers, **settings)
@@ -238,20 +241,18 @@ def test_dropout_does_not_depend_on_the_schedule_or_the_mesh():
   assert_close(dropout_run(make_mesh(data=4, stage=2), stages_innermost, schedule='one_forward_one_backward'), gpipe)
 
 
-@pytest.mark.parametrize('num_repeats', [2])
-def test_weights_start_as_the_stacks_and_say_where_they_lie(num_repeats):
-  schedule = 'circular' if num_repeats > 1 else 'gpipe'
+def test_weights_start_as_the_stacks_and_say_where_they_lie():
   stacks = (
     TransformerStack(block=make_block(), num_layers=4),
-    PipelinedStack(block=make_block(), num_layers=4, num_microbatches=4, schedule=schedule, num_repeats=num_repeats),
+    PipelinedStack(block=make_block(), num_layers=4, num_microbatches=4, schedule='circular', num_repeats=2),
   )
   expected, got = (jax.jit(stack.init)(jax.random.key(5), *inputs())['params'] for stack in stacks)
   plain, specs = weight_specs(expected), weight_specs(got)
-  jax.tree.map(np.testing.assert_array_equal, merge(unbox_weights(got), num_repeats), unbox_weights(expected))
+  jax.tree.map(np.testing.assert_array_equal, merge(unbox_weights(got), 2), unbox_weights(expected))
   for spec, plain_spec in zip(jax.tree.leaves(specs), jax.tree.leaves(plain), strict=True):
     assert spec.canonical_shape == plain_spec.shape == plain_spec.canonical_shape
-    assert spec.split_dims == (*[None] * (num_repeats - 1), *plain_spec.split_dims)
-    assert (spec.stacked, spec.tags) == (num_repeats, plain_spec.tags)
+    assert spec.split_dims == (None, *plain_spec.split_dims)
+    assert (spec.stacked, spec.tags) == (2, plain_spec.tags)
   assert plain['layers']['ffn_norm']['scale'].split_dims == ('layers', 'norm')
 
 

@@ -141,8 +141,8 @@ def pipelined_case(name):
   return plain, weights, (values, (jax.tree.map(merge, weight_grads), x_grads))
 
 
-# One forward, one backward with experts has a case in tests/runtime/test_numbers_agree.py.
-EXHAUSTIVE = {'one forward, one backward, uneven layers, dropless'}
+# The choice of experts is that of tests/layers/moe, one forward, one backward that of test_pipeline.py.
+EXHAUSTIVE = {'one forward, one backward, uneven layers, dropless', 'experts choose from groups of 2 rows'}
 
 
 @pytest.mark.parametrize(
