@@ -285,11 +285,12 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, r
       'time is longer.'
     )
   if by_kind.get('kernel'):
-    rates = {name: rate_of(chip, name) for name in ('attention', 'grouped')}
-    attention, other = (f'{rate.value:.0%} ({rate.basis})' for rate in rates.values())
+    rates = (rate_of(chip, name) for name in ('attention', 'grouped', 'gather'))
+    attention, other, gather = (f'{rate.value:.0%} ({rate.basis})' for rate in rates)
+    of_rows = f"; SparseCores gather rows at {gather} of the memory's bandwidth" if chip.platform == 'tpu' else ''
     lines.append(
       f'Attention kernels run at {attention} of peak FLOP/s, of the part of it that heads of their size fill, and skip '
-      f'{1 - CAUSAL_SHARE:.0%} of the scores (causal); other kernels (custom calls) run at {other}. They are '
+      f'{1 - CAUSAL_SHARE:.0%} of the scores (causal); other kernels (custom calls) run at {other}{of_rows}. They are '
       f'{by_kind["kernel"] / sum(by_kind.values()):.0%} of the time.'
     )
   lines.append(

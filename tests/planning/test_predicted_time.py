@@ -128,6 +128,32 @@ backend_config={"window_config":{"estimated_cycles":"400"}}
 """
 
 
+ROWS = """\
+HloModule rows, is_scheduled=true
+
+%fused (table: f32[10,50], ids: s32[40]) -> f32[40,50] {
+  %table = f32[10,50]{1,0} parameter(0)
+  %ids = s32[40]{0} parameter(1)
+  ROOT %rows = f32[40,50]{1,0} gather(%table, %ids), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, \
+index_vector_dim=1, slice_sizes={1,50}
+}
+
+ENTRY %main (table: f32[10,50], ids: s32[40]) -> f32[40,50] {
+  %table = f32[10,50]{1,0} parameter(0)
+  %ids = s32[40]{0} parameter(1)
+  ROOT %gather = f32[40,50]{1,0} fusion(%table, %ids), kind=kCustom, calls=%fused, \
+backend_config={"window_config":{"estimated_cycles":"9223372036854775807"}}
+}
+"""
+
+
+def test_rows_that_sparse_cores_gather_take_their_bytes():
+  """Each row is read and written, also one that is read several times."""
+  prediction = predict_time(program_of(ROWS), (), CHIP, tpu_mesh({'data': 1}, (1,)))
+  assert prediction['time_by_kind'] == pytest.approx({'kernel': 2 * 40 * 50 * 4 / (0.6 * CHIP.hbm_bandwidth)})
+  assert 'gather rows at 60% (assumed)' in ' '.join(prediction['assumptions'])
+
+
 @pytest.mark.parametrize('dtypes, peak', [('f32 f32', 1e6), ('s8 s8', 2e6), ('f8e4m3fn f8e5m2', 4e6), ('s8 bf16', 1e6)])
 def test_a_product_runs_at_peak_at_best_whatever_the_compiler_estimates(dtypes, peak):
   """At that of the wider of its operands' types."""
