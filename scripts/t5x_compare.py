@@ -65,7 +65,7 @@ ADAFACTOR = {'beta1': 'momentum', 'weight_decay_rate': 'weight_decay', 'decay_ra
 ADAFACTOR |= {name: name for name in ('clipping_threshold', 'max_parameter_scale', 'multiply_by_parameter_scale')}
 KNOWN_KEYS = (
   *('kind', 'vocab', 'emb', 'heads', 'head_dim', 'mlp', 'enc', 'dec', 'lengths', 'activations', 'tied', 'packed'),
-  *('seed', 'case', 'steps', 'learning_rate', 'shims', 'versions', 'z_loss', 'label_smoothing'),
+  *('seed', 'case', 'steps', 'learning_rate', 'shims', 'versions', 'z_loss', 'label_smoothing', 'rows'),
   *('loss_normalizing_factor', 'experts', 'top_k', 'group', 'capacity', 'eval_capacity', 'aux', 'router_z'),
   *('batch_prioritized', 'extra_mlp', 'experts_choose', 'scan_layers', 'inputs_bidirectional_attention', *ADAFACTOR),
 )
