@@ -27,9 +27,11 @@ import argparse
 from collections.abc import Collection
 import dataclasses
 import filecmp
+import functools
 import itertools
 import json
 from pathlib import Path
+import re
 import sys
 import tempfile
 from typing import Any
@@ -92,12 +94,21 @@ class Case:
     self.initial = self.npz('initial_weights')
     self.final = self.npz('final_weights')
 
+  @functools.cached_property
+  def layout(self) -> Layout:
+    return Layout.of(self.initial or self.final or {}, 'the weights')
+
   def batch_of(self, features: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns a batch of ours."""
     batch = contract_batch(features)
     if self.config.get('inputs_bidirectional_attention') is False:
       batch.pop('prefix_mask', None)
     return batch
+
+  def sparse_every(self, side: str, num_layers: int) -> int:
+    """Returns n, where every n-th layer of a stack has experts."""
+    names = self.initial or self.final or ()
+    return num_layers // sum(re.fullmatch(rf'{side}/layers_\d+/mlp/router/.*', name) is not None for name in names)
 
   def unknown_keys(self) -> list[str]:
     """Returns the keys of config.json that say something which is not read here."""
@@ -141,6 +152,7 @@ class Case:
       experiment = T5xMoeExperiment(
         **settings,
         num_experts=c['experts'],
+        mixture_every=(self.sparse_every('encoder', c['enc']), self.sparse_every('decoder', c['dec'])),
         num_selected_experts=c['top_k'],
         capacity_factor=c['capacity'],
         eval_capacity_factor=c.get('eval_capacity', 1.0 if c.get('experts_choose') else 2.0),
@@ -154,7 +166,7 @@ class Case:
       )
     factors, base, warmup = c['learning_rate'].split(', ')
     schedule = ProductOfFactors(factors=factors, base=float(base), warmup_steps=int(warmup.split()[-1]))
-    is_scanned = Layout.of(dict.fromkeys(names), 'the weights').scanned
+    layout = {'scanned': self.layout.scanned, 'heads_apart': self.layout.heads_apart}
     adafactor = {ours: c[theirs] for theirs, ours in ADAFACTOR.items() if theirs in c}
     decode = DecodeSettings(
       max_len=self.batch['ids'].shape[1] + 1,
@@ -169,7 +181,7 @@ class Case:
     return Task(
       model=fdl.build(experiment.language_model()),
       loss=fdl.build(experiment.loss()),
-      learner=Learner(optimizer=Adafactor.as_t5x(learning_rate=schedule, scanned=is_scanned, **adafactor)),
+      learner=Learner(optimizer=Adafactor.as_t5x(learning_rate=schedule, **layout, **adafactor)),
       decode=decode,
     )
 
@@ -197,8 +209,7 @@ class Comparison:
 
   def state_of(self, weights: dict[str, np.ndarray]) -> Any:
     """Returns a new state with T5X's weights."""
-    layout = Layout.of(weights, 'the weights')
-    table = layout.weights(self.shapes)
+    table = self.case.layout.weights(self.shapes)
     table.check(weights, self.shapes)
     lazy = table.convert_lazily({name: lazy_array(x) for name, x in weights.items()}, self.shapes)
     canonical = self.model.to_canonical(self.model.init(0))
@@ -207,7 +218,7 @@ class Comparison:
 
   def theirs(self, tree: Any, names: Any) -> dict[str, np.ndarray]:
     """Returns a canonical tree like the weights by T5X's names."""
-    table = Layout.of(names, 'the weights').weights(self.shapes).inverse()
+    table = self.case.layout.weights(self.shapes).inverse()
     flat = traverse_util.flatten_dict(tree, sep='/')
     return table.convert(flat, {name: jax.ShapeDtypeStruct((), 'f4') for name in names})
 

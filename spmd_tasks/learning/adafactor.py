@@ -49,6 +49,8 @@ T5X_SCANNED_FACTOR_RULES: tuple[tuple[str, FactorRule], ...] = (
   (r'(encoder_)?stack/', 'always'),
   *T5X_FACTOR_RULES,
 )
+# Of `scalable_t5` without a scan: attention's kernels have 3 dims.
+T5X_HEADS_FACTOR_RULES: tuple[tuple[str, FactorRule], ...] = ((r'.*attention/\w+/kernel', 'always'), *T5X_FACTOR_RULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,13 +91,16 @@ class Adafactor(OptimizerSettings):
   weight_decay_exponent: float = 1.0
 
   @classmethod
-  def as_t5x(cls, *, scanned: bool = False, **settings: Any) -> 'Adafactor':
+  def as_t5x(cls, *, scanned: bool = False, heads_apart: bool = False, **settings: Any) -> 'Adafactor':
     """Returns the settings that T5X's defaults mean, changed by `settings`, of which `learning_rate` is needed.
 
-    `scanned`: whether T5X's layers are one weight, as in its `scalable_t5`.
+    Args:
+      scanned: whether T5X's layers are one weight, as in its `scalable_t5`.
+      heads_apart: whether heads are a dim of their own in weights of one layer, as in `scalable_t5` without a scan.
     """
+    rules = T5X_HEADS_FACTOR_RULES if heads_apart else T5X_FACTOR_RULES
     defaults: dict[str, Any] = {
-      'factor_rules': T5X_SCANNED_FACTOR_RULES if scanned else T5X_FACTOR_RULES,
+      'factor_rules': T5X_SCANNED_FACTOR_RULES if scanned else rules,
       'momentum_of': 'steps',
       'weight_decay_exponent': 0.0,
       'decay_exempt_tags': (),

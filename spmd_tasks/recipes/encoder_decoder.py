@@ -51,7 +51,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
   num_buckets: int = 32
   max_distance: int = 128
   dropout_rate: float = 0.0
-  mixture_every: int = 2
+  mixture_every: int | tuple[int, int] = 2  # or in the encoder and in the decoder
 
   encoder_len: int = 128
   start_id: int = 0  # what the decoder reads before its first token
@@ -133,6 +133,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
   def stack(self, *, encodes: bool = False) -> fdl.Config[TransformerStack]:
     """All blocks of the decoder, or of the encoder."""
     num_layers, every = self.num_encoder_layers if encodes else self.num_layers, self.mixture_every
+    every = every if isinstance(every, int) else every[0 if encodes else 1]
     mixture, block = self.mixture(encodes=encodes), self.block(self.ffn(), encodes=encodes)
     if mixture is not None:
       if num_layers % every:
@@ -180,9 +181,9 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     schedule = fdl.Config(LinearWarmupRsqrt, peak=self.learning_rate, warmup_steps=self.warmup_steps)  # type: ignore[operator]
     return self.t5x_adafactor(schedule, scanned=self.has_bias_per_layer)
 
-  def t5x_adafactor(self, rate: fdl.Config, *, scanned: bool, **settings: Any) -> fdl.Config[Adafactor]:
+  def t5x_adafactor(self, rate: fdl.Config, **settings: Any) -> fdl.Config[Adafactor]:
     """Adafactor.as_t5x: T5X's rules which dims are factored, and T5X's order of momentum and weight decay."""
-    made, default = Adafactor.as_t5x(scanned=scanned, learning_rate=1.0, **settings), Adafactor(learning_rate=1.0)
+    made, default = Adafactor.as_t5x(learning_rate=1.0, **settings), Adafactor(learning_rate=1.0)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
     return fdl.Config(Adafactor, **changed, learning_rate=rate)

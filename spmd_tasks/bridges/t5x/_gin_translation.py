@@ -217,7 +217,8 @@ def _network(config: Node, example: str, is_decoder: bool, made: Translation) ->
   made.fields['dtype'] = dtype.name if isinstance(dtype, Node) else str(dtype)
   made.fields |= _activation(config, made, 'mlp_activations')
   is_scalable = example == 'scalable_t5'
-  made.fields |= {'has_bias_per_layer': is_scalable, 'scanned': is_scalable and config.get('scan_layers', True)}
+  is_scanned = is_scalable and config.get('scan_layers', True)
+  made.fields |= {'has_bias_per_layer': is_scalable, 'scanned': is_scanned, 'heads_apart': is_scalable > is_scanned}
   remat = config.get('remat_policy', None, str)
   if remat not in _REMAT:
     made.notes.append(f'{config}.remat_policy = {remat!r}: everything is kept; set remat_policy')
@@ -270,14 +271,14 @@ def _flaxformer(module: Node, model: Node, made: Translation) -> None:
 
 def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, made: Translation) -> list[Node]:
   """Translates the mixtures of experts of both stacks; returns what it has read."""
-  made.experiment, visited, found = 'T5xMoeExperiment', [], {}
+  made.experiment, visited, found, density = 'T5xMoeExperiment', [], {}, {}
   for side, stack in stacks.items():
     layer, num_sparse = stack.part('sparse_layer_factory'), stack.get('num_sparse_layers', kind=int)
-    every = stack.get('num_layers', kind=int) // max(num_sparse, 1)
+    density[side] = stack.get('num_layers', kind=int) // max(num_sparse, 1)
     if num_sparse == 0 or stack.get('num_layers') % num_sparse:
       made.lacks(f'{stack}.num_sparse_layers = {num_sparse}', 'every n-th layer of both stacks has experts')
     layout = str(stack.get('sparse_layout', 'MIXED'))
-    if not layout.endswith('MIXED') and every > 1:
+    if not layout.endswith('MIXED') and density[side] > 1:
       made.lacks(f'{stack}.sparse_layout = {layout}', 'only LayerLayout.MIXED is known')
     mixture = layer.part('mlp')
     partitions = mixture.get('num_expert_partitions')
@@ -300,7 +301,6 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
     if by_experts and jitter:
       made.lacks(f'{router}.jitter_noise', 'where experts choose there is no jitter: bind JITTER_NOISE = 0.0')
     found[side] = {
-      'mixture_every': every,
       'num_experts': mixture.get('num_experts'),
       'num_groups_multiple_of': mixture.get('num_experts'),
       'max_group_size': mixture.get('max_group_size'),
@@ -326,6 +326,8 @@ def _mixtures(stacks: Mapping[str, Node], ffn: Mapping[str, Any], model: Node, m
     f'more devices than {partitions} times its model partitions; else set num_groups_multiple_of'
   )
   weights = {'load_balance_weight': 'aux_loss_factor', 'router_z_weight': 'router_z_loss_factor'}
+  encoder, decoder = density.values()
+  made.fields['mixture_every'] = encoder if encoder == decoder else (encoder, decoder)
   made.fields |= _same(found, 'sparse layers', made)
   made.fields |= {ours: model.get(theirs, 0.0) for ours, theirs in weights.items()}
   return visited

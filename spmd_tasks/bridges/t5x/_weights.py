@@ -6,8 +6,8 @@
     layout.moments('v_row', our_shapes, factored, ...)       # T5X's `state/param_states/` -> our v_row
 
 T5X's models have one array per layer, `decoder/layers_0/mlp/wi/kernel` [D, F], or scanned layers in dim 1,
-`decoder/decoder/mlp/wi/kernel` [D, L, F] (`scalable_t5`). Heads are joined in the former, [D, H * K], and a dim
-of their own in the latter. Flaxformer's mixtures of experts have the names of the former, and [E, D, F].
+`decoder/decoder/mlp/wi/kernel` [D, L, F]. Heads are joined, [D, H * K], but in `scalable_t5`, scanned or not, a dim of
+their own. Flaxformer's mixtures of experts are not scanned, [E, D, F].
 
 Shapes: L layers, E experts, D model, F hidden, H heads, K head dim.
 """
@@ -112,19 +112,22 @@ class Layout:
 
   Attributes:
     scanned: whether layers are one weight, in dim 1.
+    heads_apart: whether heads are a dim of their own where layers are weights of their own.
     decoder_only: whether there is no encoder.
     source: what errors call the checkpoint.
   """
 
   scanned: bool = False
+  heads_apart: bool = False
   decoder_only: bool = False
   source: str = 'the checkpoint of T5X'
 
   @classmethod
   def of(cls, weights: Shapes, source: str) -> 'Layout':
-    """Returns the layout of T5X's weights, by their names."""
+    """Returns the layout of T5X's weights."""
     return cls(
       scanned=any(re.match(r'(encoder/encoder|decoder/decoder)/', name) for name in weights),
+      heads_apart=any(re.match(r'.*/layers_\d+/.*/query/', n) and len(a.shape) == 3 for n, a in weights.items()),
       decoder_only=f'decoder/{_EMBEDDING}' in weights,
       source=source,
     )
@@ -156,19 +159,38 @@ class Layout:
       if name in _WHOLE:
         theirs = _WHOLE[name]
         theirs = f'decoder/{theirs}' if self.decoder_only and theirs == _EMBEDDING else theirs
-        yield _piece(theirs, (name,), shape, scanned=False)
+        yield self._piece(theirs, (name,), shape)
       elif match is None:
         raise UserError(f'T5X has no weight like {name} {list(shape)}: the model is none of its families.')
       else:
         side = 'encoder' if match[1] else 'decoder'
         theirs = _in_layer(match[3], side, gated=name.replace('/up', '/gate') in ours)
         if self.scanned:
-          yield _piece(f'{side}/{side}/{theirs}', (name,), shape, scanned=True)
+          yield self._piece(f'{side}/{side}/{theirs}', (name,), shape, scanned=True)
           continue
         blocks = {found[2] for each in ours if (found := _STACKED.fullmatch(each)) and found[1] == match[1]}
         for i in range(shape[0]):
           layer = i * len(blocks) + int(match[2] or 0)
-          yield _piece(f'{side}/layers_{layer}/{theirs}', (name, i), shape[1:], scanned=False)
+          yield self._piece(f'{side}/layers_{layer}/{theirs}', (name, i), shape[1:])
+
+  def _piece(self, theirs: str, slot: tuple[Any, ...], shape: tuple[int, ...], *, scanned: bool = False) -> _Piece:
+    """Describes T5X's weight for a slot of ours of this shape, [L, ...] if its layers are scanned."""
+    part = shape[1:] if scanned else shape
+    is_out = theirs.endswith(('out/kernel', 'wo/kernel'))
+    labels, sizes = '-' * len(part), part
+    if 'relpos_bias' not in theirs and len(part) > 1:
+      experts = '/expert/' in theirs
+      matrix = part[experts:]
+      labels = 'E' * experts + ('c' * (len(matrix) - 1) + 'r' if is_out else 'r' + 'c' * (len(matrix) - 1))
+      if not (scanned or self.heads_apart) and len(matrix) == 3:  # heads are joined
+        labels = 'cr' if is_out else 'rc'
+        sizes = (matrix[0] * matrix[1], matrix[2]) if is_out else (matrix[0], matrix[1] * matrix[2])
+      if theirs.endswith(_EMBEDDING):
+        labels = 'cr'
+    if scanned:
+      at = min(1, len(labels))
+      labels, sizes = f'{labels[:at]}L{labels[at:]}', (*sizes[:at], shape[0], *sizes[at:])
+    return _Piece(theirs=theirs, slot=slot, labels=labels, sizes=sizes, ours=shape, by_rule=scanned or len(labels) > 2)
 
 
 def _in_layer(name: str, side: str, *, gated: bool) -> str:
@@ -179,23 +201,3 @@ def _in_layer(name: str, side: str, *, gated: bool) -> str:
         theirs = theirs.replace('/wi/', '/wi_1/')
       return re.sub('^(pre_|)attention', r'\1self_attention', theirs) if side == 'decoder' else theirs
   raise UserError(f'T5X has no weight like {name} in a layer of its {side}: the model is none of its families.')
-
-
-def _piece(theirs: str, slot: tuple[Any, ...], shape: tuple[int, ...], *, scanned: bool) -> _Piece:
-  """Describes T5X's weight for a slot of ours of this shape, [L, ...] if its layers are scanned."""
-  part = shape[1:] if scanned else shape
-  is_out = theirs.endswith(('out/kernel', 'wo/kernel'))
-  labels, sizes = '-' * len(part), part
-  if 'relpos_bias' not in theirs and len(part) > 1:
-    experts = '/expert/' in theirs
-    matrix = part[experts:]
-    labels = 'E' * experts + ('c' * (len(matrix) - 1) + 'r' if is_out else 'r' + 'c' * (len(matrix) - 1))
-    if not scanned and len(matrix) == 3:  # heads are joined
-      labels = 'cr' if is_out else 'rc'
-      sizes = (matrix[0] * matrix[1], matrix[2]) if is_out else (matrix[0], matrix[1] * matrix[2])
-    if theirs.endswith(_EMBEDDING):
-      labels = 'cr'
-  if scanned:
-    at = min(1, len(labels))
-    labels, sizes = f'{labels[:at]}L{labels[at:]}', (*sizes[:at], shape[0], *sizes[at:])
-  return _Piece(theirs=theirs, slot=slot, labels=labels, sizes=sizes, ours=shape, by_rule=scanned or 'E' in labels)

@@ -45,6 +45,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   decoding: Mapping[str, Any] = FrozenDict()  # fields of DecodeSettings
   num_samples: int = 1  # of each prompt of `decode_data`
   scanned: bool = False  # T5X's layers are one weight, as in its scalable_t5: which dims Adafactor factors
+  heads_apart: bool = False  # as in scalable_t5 without a scan
   clip_global_norm: float | None = None
   num_microbatches: int = 1
   # Whether the data go on where the checkpoint `init_from_step` of T5X ended; T5X itself reads them anew.
@@ -57,7 +58,8 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   has_bias_per_layer = False
 
   def optimizer(self) -> fdl.Config[Adafactor]:
-    return self.t5x_adafactor(fdl.Config(ProductOfFactors, **self.rate), scanned=self.scanned, **self.adafactor)
+    layout = {'scanned': self.scanned, 'heads_apart': self.heads_apart}
+    return self.t5x_adafactor(fdl.Config(ProductOfFactors, **self.rate), **layout, **self.adafactor)
 
   def task(self) -> fdl.Config:
     task = super().task()

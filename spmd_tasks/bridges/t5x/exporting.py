@@ -26,7 +26,7 @@ from spmd_tasks.command import OpenJob
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.learning.adafactor import T5X_SCANNED_FACTOR_RULES
+from spmd_tasks.learning.adafactor import T5X_HEADS_FACTOR_RULES, T5X_SCANNED_FACTOR_RULES
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import TrainState
 
@@ -65,8 +65,9 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
 
 def layout_of(state: TrainState, optimizer: Any) -> Layout:
   """Returns the layout in which a model that is not from T5X is written: that of which its Adafactor has the rules."""
-  scanned = getattr(optimizer, 'factor_rules', None) == T5X_SCANNED_FACTOR_RULES
-  return Layout(scanned=scanned, decoder_only='encoder_stack' not in state.weights)
+  rules, decoder_only = getattr(optimizer, 'factor_rules', None), 'encoder_stack' not in state.weights
+  scanned, heads_apart = rules == T5X_SCANNED_FACTOR_RULES, rules == T5X_HEADS_FACTOR_RULES
+  return Layout(scanned=scanned, heads_apart=heads_apart, decoder_only=decoder_only)
 
 
 def write_state(target: epath.PathLike, state: TrainState, layout: Layout, *, is_writer: bool = True) -> epath.Path:

@@ -155,7 +155,8 @@ class T5xOrigin(Base):
       raise UserError('assignment_map and from_scratch are of weights, not of moments: set with_optimizer=False too.')
     shapes = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
     ours = moments_of(model.canonical_state.learner.opt_state, shapes)
-    remedy = f"Adafactor.as_t5x(scanned={layout.scanned}, ...) is T5X's; with_optimizer=False takes weights alone."
+    remedy = f"Adafactor.as_t5x(scanned={layout.scanned}, heads_apart={layout.heads_apart}, ...) is T5X's; "
+    remedy += 'with_optimizer=False takes weights alone.'
     if not ours['v'] and not ours['v_row']:
       raise UserError(f'{checkpoint.path} has the state of an Adafactor, and the job has another optimizer: {remedy}')
     if not ours['m'] and any(a.shape != (1,) for name, a in stored.items() if name.endswith('/m')):

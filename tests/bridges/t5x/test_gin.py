@@ -157,6 +157,10 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
   assert {name: getattr(experiment, name) for name in wanted} == wanted
   assert task.loss.aux_loss_weights == {'load_balance_loss': 0.01, 'router_z_loss': 0.002}
   assert task.learner.expert_grad_scale == 2
+  denser = translated(['sparse.gin'], CHECKPOINT, 'NUM_DECODER_SPARSE_LAYERS = 2', search=[str(tmp_path)])
+  assert not denser.missing
+  model = T5xMoeExperiment(**denser.fields).language_model()
+  assert [len(stack.block.blocks) for stack in (model.encoder_stack, model.stack)] == [2, 1]
   assert dict(experiment.axis_rules)['act_embed'] == 'mdl'  # 2-D activations, the default of contrib/moe
   block = task.model.encoder_stack.block.blocks[1]
   assert (block.ffn.computation.priority, block.ffn.computation.min_capacity) == ('score', 4)
@@ -210,7 +214,6 @@ def test_a_submesh_is_a_number_of_model_partitions(number, submesh, mdl, tmp_pat
   'line, words',
   [
     ('moe_architecture.SparseEncoderLayer.extra_mlp = @dense.MlpBlock()', 'differ in has_extra_ffn'),
-    ('NUM_DECODER_SPARSE_LAYERS = 2', 'differ in mixture_every'),
     ('EXPERT_MLP_DIM = 8', 'differs in hidden_dims'),
     ("expert/dense.MlpBlock.activations = ('relu', )", 'differs in activation'),
     ('sparse_decoder/routing.TokensChooseMaskedRouter.batch_prioritized_routing = True', 'would look ahead'),

@@ -157,6 +157,7 @@ class Model:
     (MOE, Layout(), {}),
     (DECODER_ONLY, Layout(decoder_only=True), {'momentum': 0.9}),
     (SCANNED, Layout(scanned=True), {'scanned': True, 'momentum': 0.9}),
+    (SCANNED, Layout(heads_apart=True), {'heads_apart': True}),
   ],
 )
 def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
@@ -166,21 +167,25 @@ def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
   assert checkpoint.step == 20
   assert Layout.of(checkpoint.weights, '') == Layout(**{**vars(layout), 'source': ''})
   origin, model = T5xOrigin(path=str(tmp_path)), Model(state)
-  found, weights = origin._lazy_weights(model, checkpoint)
+  read, weights = origin._lazy_weights(model, checkpoint)
   flat = traverse_util.flatten_dict(state.weights, sep='/')
   for name, array in flat.items():
     np.testing.assert_array_equal(weights[name], array, err_msg=name)
-  moments = origin._lazy_moments(model, checkpoint, found, weights)
+  moments = origin._lazy_moments(model, checkpoint, read, weights)
   wanted = [each for of in moments_of(state.learner.opt_state, flat).values() for each in of.values()]
   assert len(moments) == len(wanted) > len(flat)
   for place, array in wanted:
     np.testing.assert_array_equal(np.asarray(moments[place]), array, err_msg=place)
+  found = {name: array.shape for name, array in checkpoint.arrays.items()}
+  if layout.heads_apart:  # as `scalable_t5` without a scan
+    assert found['target/decoder/layers_1/self_attention/out/kernel'] == (H, K, D)
+    assert found['state/param_states/decoder/layers_1/self_attention/out/kernel/v_col'] == (H, K)
+    assert found['state/param_states/decoder/layers_1/mlp/wo/kernel/v'] == (F, D)
   if layout.scanned:  # T5X's own shapes of scanned attention, in dim 1
-    shapes = {name: array.shape for name, array in checkpoint.arrays.items()}
-    assert shapes['target/decoder/decoder/self_attention/out/kernel'] == (H, 3, K, D)
-    assert shapes['state/param_states/decoder/decoder/self_attention/out/kernel/v_col'] == (H, 3, K)
-    assert shapes['state/param_states/decoder/decoder/self_attention/out/kernel/v_row'] == (3, D)
-    assert shapes['state/param_states/encoder/encoder/relpos_bias/rel_embedding/v'] == (H, 3, N)
+    assert found['target/decoder/decoder/self_attention/out/kernel'] == (H, 3, K, D)
+    assert found['state/param_states/decoder/decoder/self_attention/out/kernel/v_col'] == (H, 3, K)
+    assert found['state/param_states/decoder/decoder/self_attention/out/kernel/v_row'] == (3, D)
+    assert found['state/param_states/encoder/encoder/relpos_bias/rel_embedding/v'] == (H, 3, N)
 
 
 def test_parts_are_restored_by_assignment_maps(rng, tmp_path):
