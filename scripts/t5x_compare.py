@@ -50,8 +50,7 @@ from spmd_tasks.bridges._lazy_arrays import lazy_array  # noqa: E402
 from spmd_tasks.bridges.t5x._seqio import contract_batch  # noqa: E402
 from spmd_tasks.bridges.t5x._weights import Layout  # noqa: E402
 from spmd_tasks.bridges.t5x.experiments import T5xMoeExperiment  # noqa: E402
-from spmd_tasks.bridges.t5x.exporting import write_state  # noqa: E402
-from spmd_tasks.bridges.t5x.origin import T5xOrigin  # noqa: E402
+from spmd_tasks.bridges.t5x.origin import T5xOrigin, write_state  # noqa: E402
 from spmd_tasks.decoding import DecodeSteps, Request  # noqa: E402
 from spmd_tasks.decoding.generation import generate, search  # noqa: E402
 from spmd_tasks.learning import Adafactor, Learner, ProductOfFactors  # noqa: E402

@@ -5,7 +5,7 @@
     spmd-tasks --mode export --format t5x --job_log_dir runs/t5 --out MODEL_DIR
 
 Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
-goes on from a checkpoint of T5X), `exporting.py` (T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs),
+goes on from a checkpoint of T5X, and T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs),
 `_seqio_prompts.py` (as prompts, and their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` (what those of T5X
 and Flaxformer say), `_gin_translation.py` (what they mean here), `experiments.py` (which experiment they become) and
 `_gin_start.py`.
@@ -39,7 +39,7 @@ WING = Wing(
       name='t5x',
       help='a checkpoint of T5X, with its optimizer state',
       origin='spmd_tasks.bridges.t5x.origin:open_origin',
-      export='spmd_tasks.bridges.t5x.exporting:export_checkpoint',
+      export='spmd_tasks.bridges.t5x.origin:export_checkpoint',
     ),
   ),
   flags=(

@@ -3,7 +3,7 @@
     layout = Layout(scanned=False, decoder_only=False)
     table = layout.weights(our_shapes)                       # T5X's `target/` -> our weights
     table.convert_lazily(checkpoint.weights, our_shapes)
-    layout.moments('v_row', our_shapes, factored, ...)       # T5X's `state/param_states/` -> our v_row
+    layout.weights(our_shapes, 'v_row', factored)            # T5X's `state/param_states/` -> our v_row
 
 T5X's models have one array per layer, `decoder/layers_0/mlp/wi/kernel` [D, F], or scanned layers in dim 1,
 `decoder/decoder/mlp/wi/kernel` [D, L, F]. Heads are joined, [D, H * K], but in `scalable_t5`, scanned or not, a dim of
@@ -12,9 +12,8 @@ their own. Flaxformer's mixtures of experts are not scanned, [E, D, F].
 Shapes: L layers, E experts, D model, F hidden, H heads, K head dim.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -79,11 +78,15 @@ class _Piece:
     theirs, dropped, ours = moment, '', self.ours
     if moment in ('v_row', 'v_col'):
       separate = self.labels.count('L') + self.labels.count('E')
-      matrix = (*self.ours[:separate], *self._joined())
+      sizes: dict[str, int] = {}  # of rows and columns, in their order
+      for label, size in zip(self.labels, self.sizes):
+        if label in 'rc':
+          sizes[label] = sizes.get(label, 1) * size
+      matrix = (*self.ours[:separate], *sizes.values())
       smaller, larger = factored_dims(matrix, separate) or (0, 0)
       kept = smaller if moment == 'v_row' else larger
       # The rows of our v_row are the smaller dim; those of T5X's are what its rules say, of two dims the smaller, too.
-      label = self._joined_labels()[kept - separate]
+      label = [*sizes][kept - separate]
       if self.by_rule:
         theirs = 'v_row' if label == 'r' else 'v_col'
       dropped = 'c' if label == 'r' else 'r'
@@ -96,14 +99,6 @@ class _Piece:
     if (before := tuple(self.sizes[i] for i in order)) != ours:
       operations.append(Reshape(before, ours))
     return Rule(self.theirs if theirs is None else f'{self.theirs}/{theirs}', self.slot, *operations)
-
-  def _joined_labels(self) -> str:
-    return re.sub(r'(.)\1+', r'\1', re.sub('[LE]', '', self.labels))
-
-  def _joined(self) -> tuple[int, ...]:
-    return tuple(
-      math.prod(size for size, label in zip(self.sizes, self.labels) if label == each) for each in self._joined_labels()
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,26 +127,16 @@ class Layout:
       source=source,
     )
 
-  def weights(self, ours: Shapes) -> RuleTable:
-    """Returns the rules of all weights."""
-    return self._table([piece.rule() for piece in self._pieces(ours)])
-
-  def moments(self, moment: str, ours: Shapes, present: set[str]) -> RuleTable:
-    """Returns the rules of one of Adafactor's moments, `v_row`, `v_col`, `v` or `m`; T5X's names end in its own.
+  def weights(self, ours: Shapes, moment: str | None = None, present: Collection[str] | None = None) -> RuleTable:
+    """Returns the rules of all weights, or of one of Adafactor's moments, `v_row`, `v_col`, `v` or `m`.
 
     Args:
-      moment: by our name.
       ours: the weights.
+      moment: by our name; T5X's names of it end in its own.
       present: the names of our weights that have it.
     """
-    return self._table([piece.rule(moment) for piece in self._pieces(ours) if piece.slot[0] in present])
-
-  def experts(self, ours: Shapes) -> list[str]:
-    """Returns T5X's names of the weights of experts."""
-    return [piece.theirs for piece in self._pieces(ours) if 'E' in piece.labels]
-
-  def _table(self, rules: list[Rule]) -> RuleTable:
-    return RuleTable(rules=tuple(rules), source=self.source, target='the model')
+    pieces = [piece for piece in self._pieces(ours) if present is None or piece.slot[0] in present]
+    return RuleTable(rules=tuple(each.rule(moment) for each in pieces), source=self.source, target='the model')
 
   def _pieces(self, ours: Shapes) -> Iterator[_Piece]:
     for name, leaf in ours.items():

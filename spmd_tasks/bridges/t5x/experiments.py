@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 import fiddle as fdl
-from flax.core import FrozenDict
+from flax.core import FrozenDict, unfreeze
 
 from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput, find_task, import_seqio
 from spmd_tasks.bridges.t5x._seqio_prompts import PrefixPrompts, SeqIoPrompts
@@ -79,11 +79,11 @@ class T5xExperiment(EncoderDecoderLanguageModel):
 
   def train_input(self) -> fdl.Config:
     if 'paths' in self.train_data:
-      return fdl.Config(TfExampleInput, **_thawed(self.train_data))
+      return fdl.Config(TfExampleInput, **unfreeze(dict(self.train_data)))
     if 'task' not in self.train_data:
       raise UserError("train_data must name a SeqIO task, as {'task': NAME, 'lengths': {...}, 'batch_size': 128}.")
     skipped = (self.init_from_step or 0) if self.skips_trained_batches else 0
-    return fdl.Config(SeqIoInput, modules=self.task_modules, skip_batches=skipped, **_thawed(self.train_data))
+    return fdl.Config(SeqIoInput, modules=self.task_modules, skip_batches=skipped, **unfreeze(dict(self.train_data)))
 
   def eval_inputs(self) -> dict[str, fdl.Config[SeqIoInput]]:
     inputs = self._inputs_by_task(self.eval_data)
@@ -106,7 +106,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     """Returns the inputs of each task of a mixture that has the split; also of the whole, unless metrics are wanted."""
     if data is None:
       return {}
-    fields = _thawed(data)
+    fields = unfreeze(dict(data))
     if 'paths' in fields:
       return {'infer': fdl.Config(TfExampleInput, **fields)}
     whole = find_task(fields['task'], self.task_modules)
@@ -117,11 +117,6 @@ class T5xExperiment(EncoderDecoderLanguageModel):
       re.sub('[^A-Za-z0-9_-]', '_', name): fdl.Config(SeqIoInput, **fields | {'task': name})
       for name in dict.fromkeys(names if with_metrics else [*names, whole.name])
     }
-
-
-def _thawed(value: Any) -> Any:
-  """Returns a plain dict, with those in it."""
-  return {name: _thawed(each) for name, each in value.items()} if isinstance(value, Mapping) else value
 
 
 class T5xMoeExperiment(T5xExperiment, MoeEncoderDecoderLanguageModel):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.bridges.t5x._weights import Layout
-from spmd_tasks.bridges.t5x.exporting import write_state
+from spmd_tasks.bridges.t5x.origin import write_state
 from tests.shared_models import Shared
 
 sys.path.insert(0, str(Path(__file__).parents[3] / 'scripts'))

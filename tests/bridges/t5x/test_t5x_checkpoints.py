@@ -11,8 +11,7 @@ import pytest
 
 from spmd_tasks.bridges.t5x import T5xOrigin, open_checkpoint, write_checkpoint
 from spmd_tasks.bridges.t5x._weights import Layout
-from spmd_tasks.bridges.t5x.exporting import layout_of, write_state
-from spmd_tasks.bridges.t5x.origin import moments_of
+from spmd_tasks.bridges.t5x.origin import layout_of, moments_of, write_state
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, Learner
 from spmd_tasks.sharding import WeightSpec
