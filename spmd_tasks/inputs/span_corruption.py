@@ -169,18 +169,16 @@ def encoder_decoder_batch(
   examples: Sequence[Sequence[np.ndarray]], inputs_length: int, targets_length: int, pad_id: int = 0
 ) -> base.Batch:
   """Makes a batch of one (inputs, targets) pair in each row; the decoder reads `pad_id` and then the targets."""
-  batch = base.empty_batch(len(examples), targets_length, pad_id)
-  for name in ('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'):
-    batch[name] = np.full((len(examples), inputs_length), pad_id if name == 'encoder_ids' else 0, np.int32)
-  for row, (inputs, targets) in enumerate(examples):
-    batch['ids'][row, 1 : targets.size] = targets[:-1]
-    batch['labels'][row, : targets.size] = targets
-    batch['weights'][row, : targets.size] = 1
-    batch['encoder_ids'][row, : inputs.size] = inputs
-    for prefix, tokens in (('', targets), ('encoder_', inputs)):
-      batch[f'{prefix}segment_ids'][row, : tokens.size] = 1
-      batch[f'{prefix}segment_pos'][row, : tokens.size] = np.arange(tokens.size)
-  return batch
+  encoder, decoder = (base.empty_batch(len(examples), length, pad_id) for length in (inputs_length, targets_length))
+  for row, example in enumerate(examples):
+    for part, tokens in zip((encoder, decoder), example):
+      part['ids'][row, 1 : tokens.size] = tokens[:-1]
+      part['labels'][row, : tokens.size] = tokens
+      part['weights'][row, : tokens.size] = 1
+      part['segment_ids'][row, : tokens.size] = 1
+      part['segment_pos'][row, : tokens.size] = np.arange(tokens.size)
+  read = {'encoder_ids': 'labels', 'encoder_segment_ids': 'segment_ids', 'encoder_segment_pos': 'segment_pos'}
+  return decoder | {name: encoder[of] for name, of in read.items()}
 
 
 class SpanCorruptionIterator(base.InputIterator):

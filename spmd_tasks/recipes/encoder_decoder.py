@@ -21,14 +21,7 @@ from spmd_tasks.layers import (
   TransformerStack,
 )
 from spmd_tasks.layers.attention import Attention, RelativePositionBias
-from spmd_tasks.layers.moe import (
-  CapacityGather,
-  DerivedGroupSize,
-  Experts,
-  ExtraFfnBlock,
-  MixtureOfExperts,
-  TopKRouter,
-)
+from spmd_tasks.layers.moe import CapacityGather, DerivedGroupSize, Experts, ExtraFfnBlock, MixtureOfExperts, TopKRouter
 from spmd_tasks.learning import Adafactor, Learner, LinearWarmupRsqrt
 from spmd_tasks.recipes.dense import DenseLanguageModel
 from spmd_tasks.runtime import DecodeSettings, Task

@@ -5,10 +5,9 @@
     spmd-tasks --mode export --format t5x --job_log_dir runs/t5 --out MODEL_DIR
 
 Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
-goes on from a checkpoint of T5X, and T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs),
-`_seqio_prompts.py` (as prompts, and their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` (what those of T5X
-and Flaxformer say), `_gin_translation.py` (what they mean here), `experiments.py` (which experiment they become) and
-`_gin_start.py`.
+goes on from a checkpoint of T5X, and T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs, as prompts, and
+their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` (what those of T5X and Flaxformer say),
+`_gin_translation.py` (what they mean here), `experiments.py` (which experiment they become) and `_gin_start.py`.
 """
 
 from typing import Any
@@ -18,8 +17,7 @@ from spmd_tasks.wings import Flag, Format, Wing
 
 with lazy_face(globals(), 'WING'):
   from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
-  from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput
-  from spmd_tasks.bridges.t5x._seqio_prompts import SeqIoPrompts
+  from spmd_tasks.bridges.t5x._seqio import SeqIoInput, SeqIoPrompts, TfExampleInput
   from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment, t5x_axis_rules
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
 

@@ -27,11 +27,17 @@ _MAX_FILES = 100
 class _Macro:
   name: str
 
+  def __repr__(self) -> str:
+    return f'%{self.name}'
+
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
   scope: str
   selector: str
+
+  def __repr__(self) -> str:
+    return f'@{self.scope}/{self.selector}' if self.scope else f'@{self.selector}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Node:
   def rest(self) -> list[str]:
     """Returns the arguments that are bound and that `get` was never asked for, as `name = value` texts."""
     return [
-      f'{selector}.{argument} = {_show(value)}'
+      f'{selector}.{argument} = {value!r}'
       for (scope, selector, argument), value in self.setup.bindings.items()
       if scope in ('', self.scope)
       and _is_name_of(selector, self.selector)
@@ -118,7 +124,7 @@ class Setup:
       while values:
         value = values.pop()
         if isinstance(value, _Macro | _Reference):
-          news.append(f'%{value.name}' if isinstance(value, _Macro) else value.selector)
+          news.append(repr(value) if isinstance(value, _Macro) else value.selector)
         elif isinstance(value, dict | list | tuple):
           values += value.values() if isinstance(value, dict) else value
     bound = dict.fromkeys(selector for _, selector, _ in self.bindings)
@@ -148,16 +154,6 @@ _KINDS |= {tuple: 'a tuple', Mapping: 'a dict', type(None): 'None'}
 
 def _is_name_of(bound: str, selector: str) -> bool:
   return selector == bound or selector.endswith(f'.{bound}')
-
-
-def _show(value: Any) -> str:
-  if isinstance(value, dict):
-    return f'{{{", ".join(f"{key!r}: {_show(each)}" for key, each in value.items())}}}'
-  if isinstance(value, list | tuple):
-    return f'[{", ".join(map(_show, value))}]'
-  if isinstance(value, _Reference):
-    return f'@{value.scope}/{value.selector}' if value.scope else f'@{value.selector}'
-  return f'%{value.name}' if isinstance(value, _Macro) else repr(value)
 
 
 def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Sequence[str] = ()) -> Setup:

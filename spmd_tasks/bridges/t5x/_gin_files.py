@@ -16,6 +16,8 @@ REQUIRED = '%gin.REQUIRED'
 class Raw(str):
   """A value in gin's syntax: a macro or a reference."""
 
+  __repr__ = str.__str__
+
 
 _MODELS = ('emb_dim', 'num_heads', 'num_encoder_layers', 'num_decoder_layers', 'head_dim', 'mlp_dim')
 SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -68,7 +70,6 @@ moe_partitioning.MoePjitPartitioner.model_parallel_submesh = %MODEL_PARALLEL_SUB
 """
 _MOE_TRAINING = """
 train_script.train.trainer_cls = @moe_trainer.MoeTrainer
-moe_trainer.MoeTrainer.num_microbatches = None
 moe_trainer.MoeTrainer.learning_rate_fn = @utils.create_learning_rate_scheduler()
 moe_trainer.MoeTrainer.num_expert_partitions = %NUM_EXPERT_PARTITIONS
 """
@@ -117,25 +118,20 @@ def _model(example: str, family: str, size: str) -> str | None:
   fields |= {'dtype': 'bfloat16', 'dropout_rate': Raw('%DROPOUT_RATE'), 'logits_via_embedding': known['tied']}
   if example == 'scalable_t5':
     fields |= {'scan_layers': True, 'remat_policy': 'minimal'}
-  vocabularies = ('vocabulary',) if is_decoder else ('input_vocabulary', 'output_vocabulary')
-  kind = 'ByteVocabulary' if known['vocabulary'] is None else 'SentencePieceVocabulary'
-  optimizer: dict[str, Any] = {'decay_rate': 0.8, 'step_offset': 0}
-  optimizer['logical_factor_rules'] = Raw('@adafactor.standard_logical_factor_rules()')
-  of_model = {'module': Raw(f'@network.{module}()'), **dict.fromkeys(vocabularies, Raw('%VOCABULARY'))}
-  of_model |= {'optimizer_def': Raw('%OPTIMIZER'), 'z_loss': Raw('%Z_LOSS')}
-  of_model |= {name: Raw(f'%{name.upper()}') for name in ('label_smoothing', 'loss_normalizing_factor')}
-  blocks: dict[str, Mapping[str, Any]] = {'adafactor.Adafactor': optimizer, f'models.{model}': of_model}
-  blocks |= {f'network.{module}': {'config': Raw(f'@network.{config}()')}, f'network.{config}': fields}
-  if known['vocabulary'] is not None:
-    blocks['seqio.SentencePieceVocabulary'] = {'sentencepiece_model_file': known['vocabulary']}
-  if is_decoder:
-    blocks['models.DecoderOnlyModel'] = {**of_model, 'decode_fn': Raw('@decoding.temperature_sample')}
-    blocks['decoding.temperature_sample'] = {'temperature': 1.0, 'topk': 40}
-  macros = {'Z_LOSS': 0.0001, 'LABEL_SMOOTHING': 0.0, 'LOSS_NORMALIZING_FACTOR': None, 'DROPOUT_RATE': Raw(REQUIRED)}
-  macros |= {'VOCABULARY': Raw(f'@seqio.{kind}()'), 'OPTIMIZER': Raw('@adafactor.Adafactor()')}
-  macros |= {'MODEL': Raw(f'@models.{model}()')}
   imports = ('seqio', 't5x.adafactor', 't5x.decoding', 't5x.models', f't5x.examples.{example}.network')
-  return gin_text(imports, macros, blocks)
+  text = gin_text(imports, {'DROPOUT_RATE': Raw(REQUIRED)}, {f'network.{config}': fields})
+  text += f'network.{module}.config = @network.{config}()\n'
+  text += 'adafactor.Adafactor.logical_factor_rules = @adafactor.standard_logical_factor_rules()\n'
+  return text + _bound(model, f'@network.{module}()', known['vocabulary']) + (_SAMPLING if is_decoder else '')
+
+
+def _bound(model: str, module: str, vocabulary: str | None, normalization: str | None = None) -> str:
+  """What all models bind; a vocabulary is a file of SentencePiece, or None for bytes."""
+  kind = 'ByteVocabulary' if vocabulary is None else 'SentencePieceVocabulary'
+  text = _MODEL.format(model=model, module=module, vocabulary=kind, normalization=repr(normalization))
+  for name in ('vocabulary',) if model == 'DecoderOnlyModel' else ('input_vocabulary', 'output_vocabulary'):
+    text += f'models.{model}.{name} = %VOCABULARY\n'
+  return text + (f'seqio.{kind}.sentencepiece_model_file = {vocabulary!r}\n' if vocabulary else '')
 
 
 def _moe_run(run: str) -> str | None:
@@ -247,11 +243,7 @@ def gin_text(imports: tuple[str, ...], macros: Mapping[str, Any], blocks: Mappin
   bindings = dict(macros)
   for block, fields in blocks.items():
     bindings |= {f'{block}.{name}': value for name, value in fields.items()}
-  return '\n'.join([*lines, *(f'{name} = {_syntax(value)}' for name, value in bindings.items())]) + '\n'
-
-
-def _syntax(value: Any) -> str:
-  return str(value) if isinstance(value, Raw) else repr(value)
+  return '\n'.join([*lines, *(f'{name} = {value!r}' for name, value in bindings.items())]) + '\n'
 
 
 # The parts of Flaxformer's architectures that decide what a model computes; initializers are its defaults here.
@@ -261,7 +253,6 @@ ACTIVATION_DTYPE = 'bfloat16'
 DROPOUT_RATE = 0.0
 DROPOUT_FACTORY = @dropout_factory/linen.Dropout
 dropout_factory/linen.Dropout.rate = %DROPOUT_RATE
-dropout_factory/linen.Dropout.broadcast_dims = (-2,)
 t5_architecture.EncoderDecoder.shared_token_embedder_factory = @embedding.Embed
 t5_architecture.EncoderDecoder.dtype = %ACTIVATION_DTYPE
 embedding.Embed.num_embeddings = %NUM_EMBEDDINGS
@@ -269,14 +260,11 @@ embedding.Embed.features = %EMBED_DIM
 dense_attention.MultiHeadDotProductAttention.num_heads = %NUM_HEADS
 dense_attention.MultiHeadDotProductAttention.head_dim = %HEAD_DIM
 dense_attention.MultiHeadDotProductAttention.dropout_rate = %DROPOUT_RATE
-dense_attention.MultiHeadDotProductAttention.use_bias = False
 relative_position_biases.RelativePositionBiases.num_buckets = 32
 relative_position_biases.RelativePositionBiases.max_distance = 128
 dense.MlpBlock.intermediate_dim = %MLP_DIM
 dense.MlpBlock.activations = {activations}
 dense.MlpBlock.intermediate_dropout_rate = %DROPOUT_RATE
-dense.MlpBlock.final_dropout_rate = 0
-dense.MlpBlock.use_bias = False
 """
 _STACK = """
 t5_architecture.EncoderDecoder.{side}_factory = @{stack}
@@ -335,13 +323,16 @@ adafactor.Adafactor.decay_rate = 0.8
 adafactor.Adafactor.step_offset = 0
 VOCABULARY = @seqio.{vocabulary}()
 MODEL = @models.{model}()
-models.{model}.module = %ARCHITECTURE
-models.{model}.input_vocabulary = %VOCABULARY
-models.{model}.output_vocabulary = %VOCABULARY
+models.{model}.module = {module}
 models.{model}.optimizer_def = %OPTIMIZER
 models.{model}.z_loss = %Z_LOSS
 models.{model}.label_smoothing = %LABEL_SMOOTHING
 models.{model}.loss_normalizing_factor = %LOSS_NORMALIZING_FACTOR
+"""
+_SAMPLING = """
+models.DecoderOnlyModel.decode_fn = @decoding.temperature_sample
+decoding.temperature_sample.temperature = 1.0
+decoding.temperature_sample.topk = 40
 """
 _COMPONENTS = ('dense', 'embedding', 'relative_position_biases', 'attention.dense_attention')
 _MODULES: tuple[str, ...] = ('flax.linen', 'seqio', 't5x.adafactor', 'flaxformer.architectures.t5.t5_architecture')
@@ -416,13 +407,11 @@ def flaxformer_file(path: str) -> str | None:
   names = ('EMBED_DIM', 'NUM_HEADS', 'NUM_ENCODER_LAYERS', 'NUM_DECODER_LAYERS', 'HEAD_DIM', 'MLP_DIM')
   macros = {**dict(zip(names, dims)), **own, **_EXCEPTIONS.get(name, {})}
   is_moe = kind == 'moe'
-  model = _MODEL.format(
-    model='MoeEncoderDecoderModel' if is_moe else 'EncoderDecoderModel',
-    vocabulary='ByteVocabulary' if family == 'byt5' else 'SentencePieceVocabulary',
-    normalization="'NUM_REAL_TARGET_TOKENS'" if is_moe else None,
+  vocabulary = {'byt5': None, 'mt5': _MC4}.get(family, _C4)
+  kind, normalization = (
+    ('MoeEncoderDecoderModel', 'NUM_REAL_TARGET_TOKENS') if is_moe else ('EncoderDecoderModel', None)
   )
-  if family != 'byt5':
-    model += f'seqio.SentencePieceVocabulary.sentencepiece_model_file = {_MC4 if family == "mt5" else _C4!r}\n'
+  model = _bound(kind, '%ARCHITECTURE', vocabulary, normalization)
   if is_moe:
     model += 'models.MoeEncoderDecoderModel.aux_loss_factor = %AUX_LOSS_FACTOR\n'
     model += 'models.MoeEncoderDecoderModel.router_z_loss_factor = %ROUTER_Z_LOSS_FACTOR\n'

@@ -546,10 +546,8 @@ def _start(restore: Node, made: Translation) -> dict[str, Any]:
 def _partitioner(partitioner: Node | None, made: Translation) -> None:
   if partitioner is None:
     return
-  submesh, number = (
-    partitioner.get('model_parallel_submesh', None, (tuple, list)),
-    partitioner.get('num_partitions', None, int),
-  )
+  submesh = partitioner.get('model_parallel_submesh', None, (tuple, list))
+  number = partitioner.get('num_partitions', None, int)
   if number and submesh and number != math.prod(submesh) and partitioner.name == 'MoePjitPartitioner':
     raise UserError(f'num_partitions={number} and model_parallel_submesh={submesh} are inconsistent: bind one of them.')
   made.fields['ici_mesh_shape'] = (1, -1, math.prod(submesh) if submesh else number or 1)

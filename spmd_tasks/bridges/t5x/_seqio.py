@@ -1,10 +1,10 @@
-"""SeqIoInput: a SeqIO task or mixture by name, as an input whose position is data.
+"""SeqIoInput: a SeqIO task or mixture by name, as an input whose position is data, as prompts, and with its metrics.
 
     SeqIoInput(task='my_task', modules=('my_lab.tasks',), lengths={'inputs': 512, 'targets': 114}, batch_size=128)
 
 SeqIO itself reads, preprocesses, packs and converts, so a batch has the numbers that T5X's has, under our names. Its
 pipelines have no random access: a position is found again by reading as many batches, and the last one is compared with
-what the job has trained on.
+what the job has trained on. `SeqIoPrompts` decodes the examples, and `TaskJudge` computes the task's metric_fns.
 
 Legend: B global batch size, T length of the targets (in a prefix language model, of both), S of the inputs.
 """
@@ -20,6 +20,8 @@ from absl import logging
 import jax
 import numpy as np
 
+from spmd_tasks.decoding.generation import Completion
+from spmd_tasks.decoding.prompts import Prompt, PromptSource
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer, base
 from spmd_tasks.inputs.batches import import_tensorflow
@@ -220,7 +222,8 @@ class SeqIoInput:
       trim_output_features=self.trim_output_features,
     )
 
-  def _converter(self) -> Any:
+  def converter(self) -> Any:
+    """Returns SeqIO's feature converter."""
     of_prefix = {'loss_on_targets_only': self.loss_on_targets_only} if self.architecture == 'prefix_lm' else {}
     converter = getattr(import_seqio(), f'{ARCHITECTURES[self.architecture]}FeatureConverter')
     return converter(pack=self.packing, **of_prefix)
@@ -230,7 +233,7 @@ class SeqIoInput:
     lengths = self.feature_lengths
     options = import_tensorflow().data.Options()
     options.deterministic = True
-    dataset = self._converter()(self._examples(lengths, shard), task_feature_lengths=lengths).with_options(options)
+    dataset = self.converter()(self._examples(lengths, shard), task_feature_lengths=lengths).with_options(options)
     return dataset.repeat() if self.max_batches is not None and (self.num_epochs or 1) > 1 else dataset
 
   @functools.cached_property
@@ -239,20 +242,7 @@ class SeqIoInput:
     is_whole = self.num_epochs == 1 and self.max_batches is None and not self.skip_batches and not self.packing
     if not (is_whole and self.task_metrics and getattr(self._task, 'metric_objs', None)):
       return None
-    from spmd_tasks.bridges.t5x._seqio_prompts import TaskJudge
-
-    make_evaluator = functools.partial(
-      import_seqio().Evaluator,  # with the examples of this input in its order
-      self.task,
-      self._converter(),
-      eval_split=self.split,
-      use_cached=self.use_cached,
-      seed=self.seed,
-      sequence_length=self.lengths and self.feature_lengths,
-      shuffle=self.shuffle,
-      async_compute_metrics=False,
-    )
-    return TaskJudge(make_evaluator=make_evaluator, task=self._task, max_tokens=self.feature_lengths['targets'])
+    return TaskJudge(examples=self)
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SeqIoIterator':
     return SeqIoIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
@@ -388,3 +378,149 @@ class TfExampleInput(SeqIoInput):
         seqio.preprocessors.tokenize_and_append_eos,
       ],
     )
+
+
+def prompt_of(features: Mapping[str, Any], number: int, max_tokens: int) -> Prompt:
+  """Makes the prompt of an example of which SeqIO's converters have made the features [T] of a row.
+
+  An encoder reads the inputs, and at most `max_tokens` follow; a prefix language model reads the token 0 and the
+  inputs, and writes on until the row is full. Raises a UserError if the row has no inputs.
+  """
+  if 'encoder_input_tokens' in features:
+    ids = np.trim_zeros(features['encoder_input_tokens'], 'b')
+  elif 'decoder_causal_attention' in features:
+    row = features['decoder_input_tokens']
+    ids = row[: int(features['decoder_causal_attention'].sum())]
+    max_tokens = len(row) - len(ids) + 1
+  else:
+    raise UserError("a decoder-only model reads inputs as a prefix: set architecture = 'prefix_lm', with their length.")
+  if not len(ids):
+    raise UserError(f'example {number} of the SeqIO task has no inputs to decode from: leave it out of the task.')
+  return Prompt(prompt_ids=tuple(ids.tolist()), max_tokens=max_tokens, id=number)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeqIoPrompts:
+  """The inputs of the examples of a SeqIO task, each in a row of its own.
+
+  `examples`, a SeqIoInput, say of which split, and in which order; they have no packing, and an end (`num_epochs=1`).
+  `n` continuations of each are wanted.
+  """
+
+  examples: Any
+  n: int = 1
+
+  def __post_init__(self):
+    if self.examples.packing or self.examples.num_epochs is None:
+      raise UserError('examples of SeqIoPrompts need packing = False and num_epochs = 1.')
+
+  def read(self) -> list[Prompt]:
+    """Returns the prompts, with their text; `id` is the number of the example, from 0 on."""
+    given, prompts = self.examples, []
+    for number, features in enumerate(given.features().as_numpy_iterator()):
+      prompt = prompt_of(features, number, given.feature_lengths['targets'])
+      text = given.inputs_vocabulary.decode([token for token in prompt.prompt_ids or () if token])
+      prompts.append(dataclasses.replace(prompt, prompt=text if isinstance(text, str) else None, n=self.n))
+    if not prompts:
+      raise UserError(f'split {given.split} of SeqIO task {given.task} has no examples.')
+    return prompts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixPrompts:
+  """Texts as T5X's decoder-only models read inputs: the start token, the text, the end of text."""
+
+  source: PromptSource
+  tokenizer: Tokenizer
+  start_id: int = 0
+
+  def read(self) -> list[Prompt]:
+    """Returns the prompts of the source; those that are tokens are left as they are."""
+    return [self._as_prefix(prompt) for prompt in self.source.read()]
+
+  def _as_prefix(self, prompt: Prompt) -> Prompt:
+    if prompt.prompt is None or prompt.prompt_ids is not None:
+      return prompt
+    ids = (self.start_id, *self.tokenizer.encode(prompt.prompt), self.tokenizer.eos_id)
+    return dataclasses.replace(prompt, prompt_ids=ids)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskJudge:
+  """Judges what a model writes by the metric_fns of a SeqIO task, computed by SeqIO's own Evaluator.
+
+  As T5X's InferenceEvaluator: predict metrics get the tokens that the model generates from the inputs, score metrics
+  the log-probability of each example's targets. SeqIO reads these, decodes, postprocesses and calls the functions.
+
+  `examples`, a SeqIoInput, are those of one task, each once, in a row of its own.
+  """
+
+  examples: Any
+
+  def __post_init__(self):
+    if self._kinds() - {1, 2, 3}:
+      raise UserError(
+        f'SeqIO task {self.examples.task} has a metric of the intermediate values of a model, which are not kept: '
+        'leave it out of the task, or set task_metrics = False.'
+      )
+
+  def _kinds(self) -> set[int]:  # of seqio.metrics.ModelOutputType
+    task = find_task(self.examples.task, self.examples.modules)
+    return {int(each.model_output_type) for each in task.metric_objs}
+
+  @property
+  def wants_texts(self) -> bool:
+    return bool(self._kinds() & {1, 3})
+
+  @property
+  def wants_scores(self) -> bool:
+    return 2 in self._kinds()
+
+  @functools.cached_property
+  def _evaluator(self) -> Any:
+    given = self.examples
+    return import_seqio().Evaluator(
+      given.task,
+      given.converter(),
+      eval_split=given.split,
+      use_cached=given.use_cached,
+      seed=given.seed,
+      sequence_length=given.lengths and given.feature_lengths,
+      shuffle=given.shuffle,
+      async_compute_metrics=False,
+    )
+
+  def prompts(self) -> list[Prompt]:
+    """Returns the prompt of each example."""
+    numbered = self._evaluator.cached_model_datasets[self.examples.task].as_numpy_iterator()
+    max_tokens = self.examples.feature_lengths['targets']
+    return [prompt_of(features, int(index), max_tokens) for index, features in numbered]
+
+  def metrics(self, step: int, texts: Sequence[Completion] | None, scores: np.ndarray | None) -> dict[str, float]:
+    """Returns the task's metrics that are numbers. Raises a JobError where a metric fails."""
+
+    def predict(_: Any) -> tuple[list[tuple[int, list[int]]], dict[str, list[float]]]:
+      assert texts is not None
+      width = max(len(each.ids) for each in texts)
+      rows = [(index, each.ids + [0] * (width - len(each.ids))) for index, each in enumerate(texts)]
+      return rows, {'scores': [sum(each.logprobs) if each.score is None else each.score for each in texts]}
+
+    def score(dataset: Any) -> list[tuple[int, float]]:
+      assert scores is not None
+      return [(index, float(scores[index])) for index in range(int(dataset.cardinality()))]
+
+    try:
+      found, _ = self._evaluator.evaluate(
+        compute_metrics=True,
+        step=step,
+        predict_fn=lambda dataset: predict(dataset)[0],
+        predict_with_aux_fn=predict,
+        score_fn=score,
+      )
+      values = found.result()[self.examples.task]
+    except Exception as error:  # of a metric_fn or a postprocessor of the user's
+      raise JobError(
+        f'the metrics of SeqIO task {self.examples.task} failed: {type(error).__name__}: {error}'
+      ) from error
+    numbers = {name: getattr(value, 'value', value) for name, value in values.items()}
+    return {name: float(value) for name, value in numbers.items() if isinstance(value, float | int | np.number)}

@@ -13,8 +13,7 @@ from typing import Any
 import fiddle as fdl
 from flax.core import FrozenDict, unfreeze
 
-from spmd_tasks.bridges.t5x._seqio import SeqIoInput, TfExampleInput, find_task, import_seqio
-from spmd_tasks.bridges.t5x._seqio_prompts import PrefixPrompts, SeqIoPrompts
+from spmd_tasks.bridges.t5x._seqio import PrefixPrompts, SeqIoInput, SeqIoPrompts, TfExampleInput, find_task
 from spmd_tasks.bridges.t5x.origin import T5xOrigin
 from spmd_tasks.decoding.prompts import PromptSource
 from spmd_tasks.errors import UserError
@@ -110,7 +109,7 @@ class T5xExperiment(EncoderDecoderLanguageModel):
     if 'paths' in fields:
       return {'infer': fdl.Config(TfExampleInput, **fields)}
     whole = find_task(fields['task'], self.task_modules)
-    tasks = [each for each in import_seqio().get_subtasks(whole) if fields['split'] in each.splits]
+    tasks = [each for each in getattr(whole, 'tasks', [whole]) if fields['split'] in each.splits]
     names = [each.name for each in tasks if each.metric_objs or not with_metrics]
     fields['modules'] = self.task_modules
     return {
