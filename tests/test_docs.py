@@ -19,6 +19,7 @@ import ast
 from collections.abc import Iterator, Mapping
 import dataclasses
 import doctest
+import functools
 import os
 from pathlib import Path
 import re
@@ -199,8 +200,14 @@ def anchors_of(path: Path) -> set[str]:
   return {slug(heading) for heading in re.findall(r'^#+ (.*)$', prose_of(path), flags=re.MULTILINE)}
 
 
+@functools.cache
+def flags_of_the_binary() -> frozenset[str]:
+  return frozenset(option for action in make_parser(all_modes())._actions for option in action.option_strings)
+
+
 @pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
-def test_relative_links_lead_somewhere(path):
+def test_what_a_document_names_is_there(path):
+  """Relative links lead somewhere; files and flags exist."""
   for target in re.findall(r'\[[^\]]*\]\(([^)\s]+)\)', prose_of(path)):
     if re.match(r'[a-z]+:', target):
       continue
@@ -209,20 +216,8 @@ def test_relative_links_lead_somewhere(path):
     assert found.exists(), f'{path.name} links to {target}, which does not exist'
     if anchor:
       assert anchor in anchors_of(found), f'{path.name} links to {target}: no such heading'
-
-
-@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
-def test_files_that_the_docs_name_exist(path):
   for name in re.findall(r'`((?:spmd_tasks|tests|scripts|docs)/[\w./-]*)`', prose_of(path)):
     assert (ROOT / name).exists(), f'{path.name} names {name}, which does not exist'
-
-
-def flags_of_the_binary():
-  return {option for action in make_parser(all_modes())._actions for option in action.option_strings}
-
-
-@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
-def test_flags_that_the_docs_name_exist(path):
   known = flags_of_the_binary() | ({'--loudness'} if path.stem == 'extending' else set())
   text = path.read_text(encoding='utf-8')
   commands = re.findall(r'(?:spmd-tasks|spmd_tasks\.main|scripts/quickstart)((?:[^\n\\]|\\\n)*)', text)

@@ -1,5 +1,7 @@
 """Every optimizer follows its published rule: several steps against a float64 numpy reference, and skips bad ones."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,25 +26,12 @@ def adamw_steps(w, grads, weight_decay):
   return w
 
 
-def sgd_steps(w, grads, weight_decay):
-  for g, rate in zip(grads, RATES):
-    w = w - rate * (g + weight_decay * w)
-  return w
-
-
-def momentum_steps(w, grads, weight_decay):
+def sgd_steps(w, grads, weight_decay, momentum=0.0, nesterov=False):
   trace = np.zeros_like(w)
   for g, rate in zip(grads, RATES):
-    trace = g + 0.9 * trace
-    w = w - rate * (trace + weight_decay * w)
-  return w
-
-
-def nesterov_steps(w, grads, weight_decay):
-  trace = np.zeros_like(w)
-  for g, rate in zip(grads, RATES):
-    trace = g + 0.9 * trace
-    w = w - rate * (g + 0.9 * trace + weight_decay * w)
+    trace = g + momentum * trace
+    direction = g + momentum * trace if nesterov else trace
+    w = w - rate * (direction + weight_decay * w)
   return w
 
 
@@ -58,8 +47,11 @@ def lion_steps(w, grads, weight_decay):
 CASES = {
   'adamw': (AdamW(learning_rate=SCHEDULE, beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.5), adamw_steps),
   'sgd': (Sgd(learning_rate=SCHEDULE, weight_decay=0.5), sgd_steps),
-  'momentum': (Sgd(learning_rate=SCHEDULE, momentum=0.9, weight_decay=0.5), momentum_steps),
-  'nesterov': (Sgd(learning_rate=SCHEDULE, momentum=0.9, nesterov=True, weight_decay=0.5), nesterov_steps),
+  'momentum': (Sgd(learning_rate=SCHEDULE, momentum=0.9, weight_decay=0.5), functools.partial(sgd_steps, momentum=0.9)),
+  'nesterov': (
+    Sgd(learning_rate=SCHEDULE, momentum=0.9, nesterov=True, weight_decay=0.5),
+    functools.partial(sgd_steps, momentum=0.9, nesterov=True),
+  ),
   'lion': (Lion(learning_rate=SCHEDULE, weight_decay=0.5), lion_steps),
 }
 
