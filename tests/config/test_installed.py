@@ -19,7 +19,7 @@ def installed(tmp_path_factory):
   settings = tomllib.loads((ROOT / 'pyproject.toml').read_text())['tool']['hatch']['build']['targets']['wheel']
   placed = {name: name for name in settings['packages']} | settings['force-include']
   for source, place in placed.items():
-    shutil.copytree(ROOT / source, target / place, ignore=shutil.ignore_patterns('__pycache__'))
+    shutil.copytree(ROOT / source, target / place)  # with byte code, where there is some
   return target
 
 

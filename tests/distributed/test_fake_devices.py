@@ -31,7 +31,7 @@ def step(x):
   return there + jax.lax.fori_loop(0, 12, lambda i, x: square(x), x)
 
 x = jax.device_put(jnp.ones((8, 64, 64)) / 64, jax.NamedSharding(mesh, spec))
-for _ in range(200):
+for _ in range(50):
   y = step(x)
 print(len(jax.devices()), float(y.mean()) * 64)
 """

@@ -174,8 +174,8 @@ def pipelined(num_layers, **settings):
 # Layers that neither 4 stages nor 4 stages x 2 divide; 16 microbatches are of one row, which two devices share.
 CASES = {
   'gpipe': (6, {'num_microbatches': 16, 'remat_policy': 'full'}),
-  'circular': (10, {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2, 'remat_policy': 'dots'}),
-  'circular, no delay': (10, {'num_microbatches': 4, 'schedule': 'circular', 'num_repeats': 2}),
+  'circular': (6, {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2, 'remat_policy': 'dots'}),
+  'circular, no delay': (6, {'num_microbatches': 4, 'schedule': 'circular', 'num_repeats': 2}),
   'one forward, one backward': (
     6,
     {'num_microbatches': 8, 'schedule': 'one_forward_one_backward', 'remat_policy': 'full'},
