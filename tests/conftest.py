@@ -114,6 +114,7 @@ _TOGETHER = {
     'inputs/test_tokenizers.py',
   ),
   'a finished job': ('tests/programs/', 'tests/replay/'),
+  'a job of rewards': ('tuning/test_environments.py', 'tuning/test_rewards.py'),
   'steps for plans': (
     'planning/test_collectives.py',
     'planning/test_memory_parts.py',

@@ -45,7 +45,7 @@ class ValuePolicy(Policy):
   method = 'ppo'
 
 
-class PipelinedPolicy(PipelinedLanguageModel, Policy):
+class PipelinedValuePolicy(PipelinedLanguageModel, ValuePolicy):
   """The axes are (replica, stage, data, mdl)."""
 
 

@@ -11,7 +11,7 @@ from spmd_tasks.tuning.environments import Episode, Turns
 from spmd_tasks.tuning.reward_functions import RewardWorkers, _play
 from tests.tuning.reward_experiments import write_prompts
 from tests.tuning.rewards import Calculator, Echo
-from tests.tuning.test_rewards import numbers, train
+from tests.tuning.test_rewards import MINIBATCHES, numbers, train
 from tests.tuning.test_rollout_faults import Sampler
 
 NAME = 'tests.tuning.rewards'
@@ -117,7 +117,7 @@ def test_the_engine_goes_on_with_episodes_and_agrees_with_the_trainer(monkeypatc
 @pytest.mark.slow
 def test_a_job_learns_from_an_environment_and_goes_on_to_the_same_bits(tmp_path):
   data = write_prompts(tmp_path)
-  settings = ('reward=', f'environment={NAME}:Echo', 'num_minibatches=2', 'batch_size=16', f'eval_data={data}')
+  settings = ('reward=', f'environment={NAME}:Echo', f'eval_data={data}', *MINIBATCHES)  # a step that others have too
   flags = [flag for setting in settings for flag in ('--set', setting)]
   assert train(tmp_path / 'whole', data, *flags, '--num_train_steps', '12') == exit_codes.OK
   for last in (5, 12):

@@ -23,8 +23,9 @@ from tests.tuning.low_rank_experiments import (
 
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
-CASES = [('data 2 x mdl 4', LowRank, LowRank, (1, 2, 4), ())]
+# By default test_rewards.py trains adapters on data 2 x mdl 4.
 ONE_BY_ONE = [
+  ('data 2 x mdl 4', LowRank, LowRank, (1, 2, 4), ()),
   ('one forward, one backward, stage 4 x data 2', LowRank, PipelinedLowRank, (1, 4, 2, 1), ONE_F_ONE_B),
   ('2 microbatches', LowRank, LowRank, (1, 2, 4), ('task.learner.num_microbatches=2',)),
   ('circular, stage 2 x data 2 x mdl 2', LowRank, PipelinedLowRank, (1, 2, 2, 2), CIRCULAR),
@@ -34,7 +35,7 @@ ONE_BY_ONE = [
 ]
 
 
-@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table(CASES, ONE_BY_ONE, fast=()))
+@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table((), ONE_BY_ONE, fast=()))
 def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides):
   assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
 

@@ -84,7 +84,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(settings):
     output = loss({'logits': logits}, batch)
     return output.loss, output
 
-  (found, output), found_gradient = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(logits))
+  (found, output), found_gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(jnp.asarray(logits))
   np.testing.assert_allclose(found, expected, rtol=1e-5)
   np.testing.assert_allclose(found_gradient, gradient, atol=1e-6, rtol=1e-4)
   assert output.weight == 3

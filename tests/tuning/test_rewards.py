@@ -12,23 +12,25 @@ from tests.runtime.loss_curves import assert_same_run, reference, runner, table
 from tests.tuning.reward_experiments import (
   ExpertsPolicy,
   LowRankPolicy,
-  PipelinedPolicy,
-  Policy,
+  PipelinedValuePolicy,
   ValuePolicy,
   write_prompts,
 )
 
 IN_PARTS = ('task.learner.num_microbatches=4',)
 CASES = [
-  ('stage 4 x data 2', Policy, PipelinedPolicy, (1, 4, 2, 1), ()),
+  ('a value head, stage 4 x data 2', ValuePolicy, PipelinedValuePolicy, (1, 4, 2, 1), ()),
   ('mean over tokens, held to the base, data 2 x mdl 4, 4 parts', LowRankPolicy, LowRankPolicy, (1, 2, 4), IN_PARTS),
+]
+ONE_BY_ONE = [
   ('a value head, data 4 x mdl 2, 4 parts', ValuePolicy, ValuePolicy, (1, 4, 2), IN_PARTS),
   ('ratios of sequences, experts, data 8', ExpertsPolicy, ExpertsPolicy, (1, 8, 1), ()),
 ]
 JOB = ('--exp', 'tests.tuning.reward_experiments.Job', '--mode', 'train')
+MINIBATCHES = ('num_minibatches=2', 'batch_size=16', 'kl_weight=0.1')
 
 
-@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table(CASES, fast=('stage 4 x data 2',)))
+@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table(CASES, ONE_BY_ONE, fast=()))
 def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides):
   assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
 
@@ -66,7 +68,7 @@ def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path, set
   the sampler agrees. The first rollout has no reward, so that it changes nothing.
   """
   data = write_prompts(tmp_path)
-  settings = ('num_minibatches=2', f'num_iterations={times}', 'kl_weight=0.1', 'batch_size=16', setting)
+  settings = (*MINIBATCHES, f'num_iterations={times}', setting)
   flags = [flag for setting in settings for flag in ('--set', setting)]
   assert train(tmp_path / 'whole', data, *flags, '--num_train_steps', '6') == exit_codes.OK
   for last in (3, 6):
