@@ -84,10 +84,11 @@ MESHES = {
   'layers 2 x data 2 x mdl 2': (Staged, (1, 2, 2, 2)),
   'latent attention, then windows and experts, on data 2 x mdl 4': (Families, (1, 1, 2, 4)),
 }
+exhaustive = pytest.mark.exhaustive
 MARKS = {
   'layers 2 x data 2 x mdl 2': pytest.mark.slow,
-  'windows on data 2 x mdl 4': pytest.mark.exhaustive,
-  'latent attention, then windows and experts, on data 2 x mdl 4': pytest.mark.exhaustive,
+  'windows on data 2 x mdl 4': exhaustive,
+  'latent attention, then windows and experts, on data 2 x mdl 4': exhaustive,
 }
 ALL_MESHES = [pytest.param(name, marks=MARKS.get(name, ())) for name in MESHES]
 
@@ -113,6 +114,7 @@ class Run:
       lambda w, true: w.reshape(true.shape), canonical, self.model.abstract_state.weights
     )
     self.scores_prompts = name == 'one device'
+    self.has_few_programs = experiment in (ExpertAxis, Staged)  # none for fewer busy slots
     # Logits of about 1, of which sums in another order cost some of bfloat16's steps (1/256 there).
     self.atol = 0.05 if experiment is Staged else 1e-4
     self.apply = jax.jit(self.model.task.model.apply)
@@ -120,6 +122,8 @@ class Run:
   @functools.cached_property
   def steps(self) -> DecodeSteps:
     steps = DecodeSteps(self.model, SETTINGS)
+    if self.has_few_programs:
+      steps.step_rows = steps.step_rows[-1:]
     steps.compile(score_prompts=self.scores_prompts)
     return steps
 
@@ -213,7 +217,7 @@ def test_a_sample_is_of_weights_prompt_and_seed():
   assert drawn[0][0] != other_seed != other_sample != drawn[0][0]
 
 
-@pytest.mark.parametrize('name', ['data 2 x mdl 4', 'windows', 'data 2 x expert 4'])
+@pytest.mark.parametrize('name', ['data 2 x mdl 4', 'windows', pytest.param('data 2 x expert 4', marks=exhaustive)])
 def test_samples_by_one_program_are_those_of_the_engine(name):
   run = make_run(name)
   sampling = SamplingParams(temperature=1.5, top_p=0.95)
@@ -443,7 +447,7 @@ def test_penalties_count_what_was_generated_and_biases_are_of_their_request(name
   assert set(alone.ids) == {5, 6}  # by their biases, in turn once the penalty weighs more
 
 
-@pytest.mark.parametrize('name', ['windows', pytest.param('data 2 x mdl 4', marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize('name', ['windows', pytest.param('data 2 x mdl 4', marks=exhaustive)])
 def test_beams_have_true_scores_and_beat_greedy(name):
   run = make_run(name)
   settings = dataclasses.replace(SETTINGS, num_beams=3, prefill_chunk=MAX_LEN, min_bucket=MAX_LEN, length_penalty=0.0)

@@ -102,18 +102,18 @@ def make_requests(num=12):
   return requests
 
 
-slow = pytest.mark.slow
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
   'name, noise',
   [
     ('one device', None),
-    pytest.param('one device', 0.2, marks=slow),
+    pytest.param('one device', 0.2, marks=exhaustive),
     pytest.param('windows', None, marks=slow),
     pytest.param('2 heads', None, marks=slow),
-    pytest.param('2 heads on data 2 x mdl 4', None, marks=(slow, pytest.mark.exhaustive)),
-    pytest.param('data 2 x mdl 4', None, marks=slow),
+    pytest.param('2 heads on data 2 x mdl 4', None, marks=exhaustive),
+    pytest.param('data 2 x mdl 4', None, marks=exhaustive),
     pytest.param('data 2 x mdl 4', 0.2, marks=slow),
   ],
 )
@@ -215,10 +215,13 @@ def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_dr
 
 @pytest.mark.parametrize(
   'name, noise',
-  [('one device', None), pytest.param('one device', 0.5, marks=slow), pytest.param('2 heads', None, marks=slow)],
+  [('one device', None), *(pytest.param(*row, marks=exhaustive) for row in (('one device', 0.5), ('2 heads', None)))],
 )
 def test_drawn_tokens_behind_drafts_have_the_probabilities_of_the_full_forward_pass(name, noise):
-  """Chi-square of the second token, which is drawn beside the check of a draft of the first one."""
+  """Chi-square of the second token, which is drawn beside the check of a draft of the first one.
+
+  Whatever drafts, texts have the bits of those without, as above; so `--all` alone draws with each of them.
+  """
   run = make_run(name)
   steps = steps_of(name, noise, num_drafts=NUM_DRAFTS)
   first, second, other = 11, 12, 13

@@ -106,7 +106,7 @@ def test_logits_of_a_head_and_its_way_back_byte_for_byte(made, tmp_path):
   assert tensors_of(tmp_path / 'new').keys() == before.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # by default tests/decoding/test_drafts.py has texts with heads
 @pytest.mark.parametrize('made', ['deepseek_v3'], indirect=True)
 def test_texts_with_drafts_of_a_head_are_those_without(made):
   bias = tuple((token, 30.0) for token in (11, 12))
@@ -115,7 +115,7 @@ def test_texts_with_drafts_of_a_head_are_those_without(made):
     Request(ids=tuple(row), max_tokens=20, logit_bias=bias, seed=7, sampling=SamplingParams(temperature=temperature))
     for row, temperature in zip(rows, (0.0, 1.0), strict=True)
   ]
-  settings, found = ['seq_len=32', 'task.decode.num_slots=3', 'task.decode.min_bucket=16'], {}
+  settings, found = ['seq_len=32', 'task.decode.num_slots=3', 'task.decode.min_bucket=32'], {}
   for case in ('num_nextn_predict_layers=0', 'task.decode.num_drafts=2'):
     model = load(made[0], mesh=mesh_of((1, 1, 1)), overrides=[*settings, case])
     steps = DecodeSteps(model.partitioned)

@@ -15,7 +15,8 @@ from tests.bridges.huggingface.tiny_configs import CONFIGS
 
 pytestmark = pytest.mark.slow  # it imports torch
 
-CASES = [('qwen3', 1), ('gpt2', 3), ('gemma3_text', 2), ('llama3', 0), ('gpt2', 0)]
+CASES = [('qwen3', 1), ('gpt2', 3), ('llama3', 0)]
+CASES += [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (('gemma3_text', 2), ('gpt2', 0))]
 
 
 def written(name, num_labels, path):
