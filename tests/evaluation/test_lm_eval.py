@@ -1,7 +1,6 @@
 """EleutherAI's harness on our models, directly and over HTTP, against its own model of transformers."""
 
 import contextlib
-import dataclasses
 import json
 import logging
 
@@ -9,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks import UserError, load
-from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks import UserError
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.sharding import MeshSpec
 from tests import binary
@@ -57,7 +55,12 @@ def our_model(folder, **arguments):
 
 @pytest.fixture(scope='module')
 def on_eight(made):
-  return our_model(made[0], mesh='1x2x4')
+  """Its compiled steps are a server's, too, which needs two tokens more and the likeliest five."""
+  ours = our_model(made[0], mesh='1x2x4', max_length=MAX_LENGTH + 2, **{'task.decode.num_top_logprobs': 5})
+  ours.max_length = MAX_LENGTH
+  steps = ours.loaded._decoder[0]
+  steps.step_rows = steps.step_rows[-1:]  # no programs for fewer busy slots
+  return ours
 
 
 def one_device():
@@ -135,21 +138,19 @@ def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(made
 
 
 @contextlib.contextmanager
-def server_of(folder):
-  """A server with the real engine, on 8 devices, in a thread; yields its address."""
-  lm = load(folder, mesh=(1, 2, 4), overrides=[*(f'{name}={value}' for name, value in SMALL.items()),
-                                               'task.decode.max_len=64'])  # fmt: skip
-  steps = DecodeSteps(lm.partitioned, dataclasses.replace(lm.job.task.decode, num_top_logprobs=5))
-  model = model_of(steps, lm.tokenizer, name='tiny', chat_template=lm.job.experiment.chat_template())
-  engine = ModelEngine(steps, lm.padded_variables, score_prompts=True)
-  with serving(engine, model=model) as served:
+def server_of(ours):
+  """A server of the same model with the real engine, in a thread; yields its address."""
+  steps, _, variables = ours.loaded._decoder
+  template = ours.loaded.job.experiment.chat_template()
+  model = model_of(steps, ours.loaded.tokenizer, name='tiny', chat_template=template)
+  with serving(ModelEngine(steps, variables, score_prompts=True), model=model) as served:
     yield served.url
 
 
 def test_the_server_answers_the_harness_as_the_model_does(made, tasks, on_eight, monkeypatch):
   folder, theirs = made
   monkeypatch.setenv('OPENAI_API_KEY', 'none')
-  with server_of(folder) as url:
+  with server_of(on_eight) as url:
     shared = {'model': 'tiny', 'base_url': f'{url}/v1/completions', 'max_length': MAX_LENGTH + 2}
     by_folder = shared | {'tokenizer': str(folder), 'tokenizer_backend': 'huggingface', 'add_bos_token': True}
     # Without a context, the harness's own clients and its own model of transformers differ in what they send.
