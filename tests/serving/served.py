@@ -11,6 +11,9 @@ import threading
 import time
 
 import httpx
+import jax
+from jax.sharding import Mesh
+import numpy as np
 import openai
 
 from spmd_tasks.decoding.constraints import Grammars
@@ -41,6 +44,11 @@ def model_of(steps, tokenizer, **fields) -> ServedModel:
   grammars = Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=())
   sizes = {'max_len': steps.max_len, 'vocab_size': steps.vocab_size, 'adapters': steps.adapter_names}
   return dataclasses.replace(MODEL, tokenizer=tokenizer, settings=steps.settings, grammars=grammars, **sizes | fields)
+
+
+def one_device() -> Mesh:
+  """The mesh of a model that is loaded beside a server."""
+  return Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ('replica', 'data', 'mdl'))
 
 
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'

@@ -27,52 +27,34 @@ def error_of(body_class, fields) -> RequestError:
   return raised.value
 
 
+UNKNOWN = "'{}' is not a field that this server knows; nearest: '{}'."
+BIASES = [
+  *((tokens, 'be an object whose names are tokens, such as {"5": -100}.') for tokens in (3, {'a': 1}, {'9' * 5000: 1})),
+  *(({'5': bias}, 'have numbers from -100 to 100.') for bias in (101, True, None, '1', 10**400)),
+  ({str(token): 1 for token in range(301)}, 'have at most 300 tokens.'),
+]
+
+
 @pytest.mark.parametrize(
-  'body_class, fields, message, param, code',
+  'body_class, fields, message, param',
   [
-    (CompletionBody, GOOD | {'n': 0}, 'n must be at least 1, not 0.', 'n', None),
-    (
-      CompletionBody,
-      GOOD | {'max_tokens': 10**400},
-      'max_tokens must be at most 2147483647, not a number so large.',
-      'max_tokens',
-      None,
-    ),
-    (
-      CompletionBody,
-      GOOD | {'max_token': 3},
-      "'max_token' is not a field that this server knows; nearest: 'max_tokens'.",
-      'max_token',
-      'unknown_parameter',
-    ),
+    (CompletionBody, {'n': 0}, 'n must be at least 1, not 0.', 'n'),
+    (CompletionBody, {'n': 10**400}, 'n must be at most 2147483647, not a number so large.', 'n'),
+    (CompletionBody, {'max_token': 3}, UNKNOWN.format('max_token', 'max_tokens'), 'max_token'),
+    *((CompletionBody, {'logit_bias': value}, f'logit_bias must {says}', 'logit_bias') for value, says in BIASES),
     *(
-      (CompletionBody, GOOD | {'logit_bias': value}, f'logit_bias must {sentence}', 'logit_bias', None)
-      for value, sentence in [
-        *((tokens, 'be an object whose names are tokens, such as {"5": -100}.') for tokens in (3, {'a': 1}, {'05': 1})),
-        ({'9' * 5000: 1}, 'be an object whose names are tokens, such as {"5": -100}.'),
-        *(({'5': bias}, 'have numbers from -100 to 100.') for bias in (101, True, None, '1', 10**400)),
-        ({str(token): 1 for token in range(301)}, 'have at most 300 tokens.'),
-      ]
-    ),
-    (
-      ChatBody,
-      CHAT | {'stream_options': {'include': True}},
-      "'stream_options.include' is not a field that this server knows; nearest: 'include_usage'.",
-      'stream_options.include',
-      'unknown_parameter',
-    ),
-    (
-      ChatBody,
-      CHAT | {'messages': [{'role': 'user', 'content': 'a', 'names': 1}]},
-      "'messages[0].names' is not a field that this server knows; nearest: 'name'.",
-      'messages[0].names',
-      'unknown_parameter',
+      (ChatBody, fields, UNKNOWN.format(name, nearest), name)
+      for fields, name, nearest in (
+        ({'stream_options': {'include': True}}, 'stream_options.include', 'include_usage'),
+        ({'messages': [{'role': 'user', 'content': 'a', 'names': 1}]}, 'messages[0].names', 'name'),
+      )
     ),
   ],
   ids=lambda value: str(value)[:30],
 )
-def test_an_error_is_one_sentence_and_names_the_field(body_class, fields, message, param, code):
-  error = error_of(body_class, fields)
+def test_an_error_is_one_sentence_and_names_the_field(body_class, fields, message, param):
+  error = error_of(body_class, (GOOD if body_class is CompletionBody else CHAT) | fields)
+  code = 'unknown_parameter' if 'nearest' in message else None
   assert error.body['error'] == {'message': message, 'type': 'invalid_request_error', 'param': param, 'code': code}
 
 

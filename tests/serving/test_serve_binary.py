@@ -8,13 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import json
 import re
+import secrets
 import signal
 
 import httpx
+import jax
+import numpy as np
 import pytest
 
+from spmd_tasks import load
+from spmd_tasks.stores import upload
 from tests import binary
-from tests.serving.served import client_of_binary
+from tests.serving.served import client_of_binary, one_device
 
 MODEL = 'lm.UnevenTiny'
 SHAPE = ('--exp', MODEL, '--num_train_steps', 3)
@@ -115,6 +120,18 @@ def test_nothing_is_compiled_after_the_warm_up(client, rng):
     assert all(pool.map(ask, [draw() for _ in range(80)]))
   assert metric(client.url, 'reused_prompt_tokens_total') > before
   assert metric(client.url, 'late_compilations') == 0
+
+
+def test_a_job_in_an_object_store_is_loaded_and_served_as_on_a_disk(job, client, gcs_emulator, tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  url = f'gs://bucket/{secrets.token_hex(4)}'
+  upload(job, url)
+  weights = [load(place, mesh=one_device()).weights for place in (url, job)]
+  assert jax.tree.all(jax.tree.map(np.array_equal, *weights))
+  sizes = ('--set', 'task.decode.num_slots=1', '--set', 'task.decode.min_bucket=64')  # few programs
+  greedy = {'prompt': 'the cat', 'max_tokens': 6, 'temperature': 0}
+  with client_of_binary('--job_log_dir', url, *sizes, num_devices=1) as other:
+    assert complete(other, **greedy).choices[0].text == complete(client, **greedy).choices[0].text != ''
 
 
 def test_sigterm_lets_running_requests_end(client):

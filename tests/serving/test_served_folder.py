@@ -1,13 +1,22 @@
-"""A folder in Hugging Face's format, served by the real binary: its tokenizer, its template, its defaults; in int8."""
+"""A folder in Hugging Face's format in an object store, served by the real binary in int8.
+
+With its tokenizer, its template and its defaults; as `load` generates, and exported to the store.
+"""
 
 import json
+import secrets
 
+import jax
+import numpy as np
 import pytest
 
+from spmd_tasks import load
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
+from spmd_tasks.stores import upload
+from tests import binary
 from tests.inputs.test_as_transformers_does import TALKS, TEMPLATES
 from tests.model_folders import write_llama
-from tests.serving.served import client_of_binary
+from tests.serving.served import client_of_binary, one_device
 
 pytestmark = pytest.mark.slow
 EOS = [2, 4]
@@ -22,10 +31,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def client(folder):
+def url(folder, s3_emulator, tmp_path_factory):
+  """Where the folder is in the store."""
+  url = f's3://bucket/{secrets.token_hex(4)}/{folder.name}'
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
+    upload(folder, url)
+    yield url
+
+
+@pytest.fixture(scope='module')
+def client(url):
   settings = ('max_len=1024', 'num_slots=2', 'min_bucket=64', 'prefill_chunk=64', 'weights_dtype=int8')
   given = [word for setting in settings for word in ('--set', f'task.decode.{setting}')]
-  with client_of_binary('--exp', 'hf.Model', '--set', f'model={folder}', '--job_log_dir', folder / 'job', *given) as it:
+  with client_of_binary('--exp', 'hf.Model', '--set', f'model={url}', '--job_log_dir', f'{url}_job', *given) as it:
     yield it
 
 
@@ -37,6 +56,17 @@ def test_the_folder_s_name_is_the_model_s(client, folder):
   """The other tests ask by the experiment's name, which is understood too."""
   assert [card.id for card in client.models.list()] == [folder.name]
   assert client.completions.create(model=folder.name, prompt='the cat', max_tokens=1).model == folder.name
+
+
+def test_texts_are_those_of_load_and_an_export_goes_to_the_store(client, url):
+  text = client.completions.create(model='hf.Model', prompt='the cat', max_tokens=6, temperature=0).choices[0].text
+  settings = ('max_len=64', 'min_bucket=64', 'num_slots=1', 'temperature=0', 'weights_dtype=int8')
+  loaded = load(url, mesh=one_device(), overrides=[f'task.decode.{setting}' for setting in settings])
+  assert loaded.generate(['the cat'], max_tokens=6) == [text] != ['']
+  flags = ('--exp', 'hf.Model', '--set', f'model={url}', '--job_log_dir', f'{url}_job', '--mode', 'export')
+  assert binary.run_in_process(*flags, '--format', 'hf', '--out', f'{url}_out') == 0
+  exported = load(f'{url}_out', mesh=one_device(), overrides=['seq_len=64'])
+  assert jax.tree.all(jax.tree.map(np.array_equal, exported.weights, loaded.weights))
 
 
 @pytest.mark.parametrize('name', ['turns', 'tools', 'thinking off', 'called'])

@@ -80,8 +80,11 @@ def test_an_embedding_is_trained_served_and_exported_for_sentence_transformers(t
   assert np.abs(np.array(found) - before).max() > 0.1
   modules = json.loads((out / 'modules.json').read_text())
   assert [each['type'].rpartition('.')[2] for each in modules] == ['Transformer', 'Pooling', 'Normalize']
+  reading = read_text_reading(open_folder(out).with_head(0))
+  assert (reading.pooling, reading.normalize) == ('last', True)
 
 
+@pytest.mark.exhaustive  # by default a job is served, and what a folder says is read
 def test_a_folder_of_sentence_transformers_is_served_as_it_is_there(tmp_path):
   folder = write_pooling(write_llama(tmp_path / 'emb'), 'mean_tokens', ('Transformer', 'Pooling', 'Normalize'))
   with client_of_folder(folder, tmp_path / 'job') as client:
