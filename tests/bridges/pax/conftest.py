@@ -1,6 +1,7 @@
 """Processes of the binary that have imported Paxml already: its import costs each 5 s of CPU."""
 
 from collections.abc import Callable
+import json
 import os
 from pathlib import Path
 import subprocess
@@ -26,3 +27,27 @@ def start_pax() -> Callable[..., subprocess.Popen]:
 def run_pax(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., binary.Finished]:
   """Runs the binary as `start_pax` starts it, to its end."""
   return lambda *flags, **popen: binary.finish(start_pax(*flags, **popen))
+
+
+_TOGETHER = """
+import json, sys
+from spmd_tasks import main
+for flags in json.loads(sys.argv[1]):
+  code = main.run(flags)
+  print(f'\\n=== {code}', file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture(scope='session')
+def run_pax_together(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., list[tuple[int, str]]]:
+  """Runs several command lines in one process, one after another; returns the exit code and stderr of each."""
+
+  def run(*commands: tuple[object, ...]) -> list[tuple[int, str]]:
+    flags = [[*map(str, command), '--experiment_path', str(PAX_EXPERIMENTS)] for command in commands]
+    finished = binary.finish(start_pax(command=('-c', _TOGETHER, json.dumps(flags))))
+    assert finished.returncode == 0, finished.stderr
+    *said, _ = parts = finished.stderr.split('\n=== ')
+    codes = [int(part.partition('\n')[0]) for part in parts[1:]]
+    return list(zip(codes, said, strict=True))
+
+  return run

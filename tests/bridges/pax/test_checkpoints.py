@@ -77,7 +77,9 @@ def read_raw(path: epath.Path, name: str) -> np.ndarray:
   return ts.open(spec).result().read().result()
 
 
-@pytest.mark.parametrize('mesh_shape', [(1, 1), (4, 2), (1, 8)])
+@pytest.mark.parametrize(
+  'mesh_shape', [(4, 2), *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in ((1, 1), (1, 8)))]
+)
 def test_every_array_of_a_real_checkpoint_arrives_on_every_mesh(real, mesh_shape):
   stored = open_pax_checkpoint(real).arrays
   mesh = jax.make_mesh(mesh_shape, ('data', 'mdl'), devices=jax.devices()[: mesh_shape[0] * mesh_shape[1]])

@@ -18,13 +18,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
-def job(run_pax, tmp_path_factory):
+def job(run_pax_together, tmp_path_factory):
   """DecodeLm after 3 steps and a decode job, which ends after the last checkpoint, on a mesh 1 x 4 x 2."""
   directory = tmp_path_factory.mktemp('decode')
   flags = ('--exp', DECODE, '--job_log_dir', directory, '--num_train_steps', 3, *FAKE)
-  for mode in ('train', 'decode'):
-    finished = run_pax('--mode', mode, *flags)
-    assert finished.returncode == 0, finished.stderr
+  for code, said in run_pax_together(*(('--mode', mode, *flags) for mode in ('train', 'decode'))):
+    assert code == 0, said
   return directory
 
 
@@ -76,16 +75,14 @@ def test_what_is_decoded_is_not_decoded_again(job, run_pax):
   assert binary.snapshot(job / 'decoder_out') == before
 
 
-@pytest.mark.parametrize(
-  'experiment, flags, words',
-  [
+def test_what_is_not_possible_is_refused_in_one_sentence(run_pax_together, tmp_path):
+  refused = [
     (DECODE, ('--mode', 'decode_once', '--decode_input', 'prompts.jsonl'), 'decodes batches of its own datasets'),
     ('pax_lab.dense_lm.DenseLm', ('--mode', 'decode_once'), 'return some from its decode_datasets()'),
     (DECODE, ('--mode', 'serve', '--port', 0), 'only models of ours are served: decode by --mode decode'),
-  ],
-)
-def test_what_is_not_possible_is_refused_in_one_sentence(run_pax, experiment, flags, words, tmp_path):
-  finished = run_pax('--exp', experiment, *flags, '--job_log_dir', tmp_path / 'job', *FAKE)
-  assert finished.returncode == exit_codes.USAGE
-  assert words in finished.stderr
-  assert 'Traceback' not in finished.stderr
+  ]
+  flags = (('--exp', name, *flags, '--job_log_dir', tmp_path / 'job', *FAKE) for name, flags, _ in refused)
+  for (code, said), (*_, words) in zip(run_pax_together(*flags), refused, strict=True):
+    assert code == exit_codes.USAGE
+    assert words in said
+    assert 'Traceback' not in said

@@ -4,7 +4,6 @@ tests/data/pax_lab holds two of them and what the real Paxml 1.4.0 computed on 8
 """
 
 import json
-from pathlib import Path
 import signal
 import tarfile
 import time
@@ -23,7 +22,7 @@ LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_
 # Steps 4 and 5 from Paxml's checkpoint by Paxml's own step, its arrays read by TensorStore, on one device.
 CONTINUED = [4.193216800689697, 4.155379295349121]
 TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1')
-EIGHT = ('--num_fake_devices', 8)
+EIGHT, FOUR = (('--num_fake_devices', number) for number in (8, 4))
 SAVED = ('--set', 'checkpoint_every_steps=5', '--set', 'eval_every_steps=10')
 
 pytestmark = pytest.mark.slow
@@ -145,32 +144,25 @@ def test_overrides_reach_class_attributes_and_the_config(run_pax):
   assert [override for override, lines in OVERRIDES.items() if not set(lines) <= printed] == []
 
 
-@pytest.mark.parametrize(
-  'experiment, flags, words',
-  [
-    (DENSE, ('--set', 'task.train.num_train_steps=3'), 'set num_train_steps itself'),
-    (DENSE, ('--set', 'task.train.save_interval_stepz=3'), 'Nearest: task.train.save_interval_steps'),
-    ('pax_lab.dense_lm.DenseLn', (), 'pax_lab.dense_lm.DenseLm'),
-    ('pax_cases.pipelines.Circular', ('--num_fake_devices', 4), 'stacked_transformer_tpl has circular_repeat = 2, but'),
-    ('pax_cases.refused.WithOwnTask', (), 'task() returns a OwnTask, which is no tasks_lib.SingleTask'),
-    pytest.param(
-      'pax_cases.refused.UnknownAxis',
-      ('--num_fake_devices', 4),
-      "inputs_split_mapping.map_1d, (('replica', 'dat'),), have the mesh axis 'dat', but",
-      marks=pytest.mark.exhaustive,
-    ),
-    pytest.param(  # found when the step is traced
-      'pax_cases.refused.UnknownLoss',
-      ('--num_fake_devices', 4),
-      "loss_name = 'nll' is none of the losses that compute_loss of the model returns first",
-      marks=pytest.mark.exhaustive,
-    ),
-  ],
-)
-def test_what_is_not_possible_is_refused_in_one_sentence(run_pax, experiment, flags, words, tmp_path):
-  directory = Path(tmp_path, 'job')
-  finished = run_pax('--exp', experiment, *TRAIN, '--job_log_dir', directory, *EIGHT, *flags)
-  assert finished.returncode == exit_codes.USAGE, finished.stderr
-  assert words in finished.stderr
-  assert 'Traceback' not in finished.stderr
-  assert experiment.endswith('UnknownLoss') or not directory.exists()
+REFUSED = [
+  (DENSE, ('--set', 'task.train.num_train_steps=3'), 'set num_train_steps itself'),
+  (DENSE, ('--set', 'task.train.save_interval_stepz=3'), 'Nearest: task.train.save_interval_steps'),
+  ('pax_lab.dense_lm.DenseLn', (), 'pax_lab.dense_lm.DenseLm'),
+  ('pax_cases.pipelines.Circular', (), 'stacked_transformer_tpl has circular_repeat = 2, but'),
+  ('pax_cases.refused.WithOwnTask', (), 'task() returns a OwnTask, which is no tasks_lib.SingleTask'),
+]
+LATE = [
+  ('pax_cases.refused.UnknownAxis', (), "inputs_split_mapping.map_1d, (('replica', 'dat'),), have the mesh axis 'dat'"),
+  # Found when the step is traced.
+  ('pax_cases.refused.UnknownLoss', (), "loss_name = 'nll' is none of the losses that compute_loss of the model"),
+]
+
+
+@pytest.mark.parametrize('cases', [REFUSED, pytest.param(LATE, marks=pytest.mark.exhaustive)], ids=['early', 'late'])
+def test_what_is_not_possible_is_refused_in_one_sentence(run_pax_together, cases, tmp_path):
+  flags = (('--exp', name, *TRAIN, '--job_log_dir', tmp_path / name, *FOUR, *flags) for name, flags, _ in cases)
+  for (code, said), (name, _, words) in zip(run_pax_together(*flags), cases, strict=True):
+    assert code == exit_codes.USAGE, said
+    assert words in said
+    assert 'Traceback' not in said
+    assert cases is LATE or not (tmp_path / name).exists()
