@@ -6,23 +6,24 @@
 
 Both sides sample 8 completions of each of 8 prompts a step, reward them by a Python function and make one update, in
 float32 on all of this machine's CPUs, in processes that run in turn. Both have the same weights, prompts, temperature 1
-and 64 tokens at most, and texts end where the model says so; TRL pads them to the longest, and our `seq_len` is the
-longest prompt and 64 tokens. TRL's settings are its fastest here: no checkpointing of activations, no reference model,
-nothing logged, and no microbatches, which cost it 4%. Ours log every sixth step, with the mismatch, and differentiate
-4 rows at a time. A round ends, and no other begins, when its time is up, so that all takes less than 8 minutes. The
-last line is one JSON object:
+and 64 tokens at most. There are two workloads. In the first, texts end as those of trained models do, some early and
+few late: the end token has a constant probability, by which texts have 12 tokens in the mean; TRL pads all to the
+longest. In the second, `_equal`, hardly a text ends before the 64th token, as untrained weights draw.
+
+TRL's settings are its fastest here: no checkpointing of activations, no reference model, nothing logged, and no
+microbatches, which cost it 4%. Ours log every sixth step, with the mismatch, differentiate 4 rows at a time and have no
+loop over layers; our `seq_len` is the longest prompt and 64 tokens. A round ends, and no other begins, when its time is
+up, so that all takes less than 8 minutes. The last line is one JSON object; each name also with `_equal`:
 
   samples_over_trl: completions per second, ours / TRL's, of steps that compile nothing; the median of the rounds; null
     without --trl.
+  cpu_of_trl_over_ours: the same of seconds of CPU for a completion, which other programs hardly change if all runs on
+    one core (`taskset -c 0`); on several, threads of torch that wait count too.
   rollout_over_decode: tokens per second of rollouts / of --mode decode_once on the same prompts with the same weights.
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
-  samples_per_second: of each round, by side.
+  rounds: what each round gave, by side: completions per second, seconds of CPU and tokens for one.
 
-On 2026-11-26, on 2 cores with nothing else to do, --quick gave samples_over_trl 1.35 in the morning and 1.16 in the
-evening (goal 3), rollout_over_decode 1.44 and 1.36 (goal 0.9) and mismatch_max 9.5e-7, in 64 s; one round each. A step
-took 0.67 s of CPU, TRL's 1.1: the update 0.43 s, whose products with weights alone take 0.21 by XLA (a bare torch
-update of the batch takes 0.36); the rollout 0.23 s, of which 0.04 draw random numbers and about 0.08 copy blocks of the
-cache; all else 0.01 s. A mesh of two devices on these cores made 122 completions a second, one device 130.
+FIGURES
 """
 
 import argparse
@@ -43,18 +44,23 @@ from spmd_tasks.inputs import train_bpe
 ROOT = Path(__file__).parents[1]
 SIZES = {'hidden_size': 256, 'intermediate_size': 768, 'num_hidden_layers': 4}
 QUICK_SIZES = {'hidden_size': 128, 'intermediate_size': 384, 'num_hidden_layers': 2}
-VOCAB, NUM_PROMPTS, GROUP = 1000, 8, 8
-LIMIT_S, TRL_LIMIT_S = 420, 75  # of everything, and of TRL's steps in a round
+VOCAB, NUM_PROMPTS, GROUP, NUM_TOKENS = 1000, 8, 8, 64
+NUM_ROWS = NUM_PROMPTS * GROUP
+MEAN_TOKENS = {'': 12, '_equal': 0}  # of texts, by workload; 0: a text ends by chance of one in VOCAB
+FIRST, LAST = 6, 18  # steps between which ours is measured
+LIMIT_S, TRL_LIMIT_S = 400, 40  # of everything, and of TRL's steps in a round
 _THEIRS = """
 import json, sys, time
 folder, prompts, num_steps, num_tokens, limit_s = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 import datasets, transformers, trl
-times, begun = [], time.time()
+times, cpu, lengths, begun = [], [], [], time.time()
 class Note(transformers.TrainerCallback):
   def on_step_end(self, args, state, control, **_):
     times.append(time.time())
+    cpu.append(time.process_time())
     control.should_training_stop = len(times) > 1 and times[-1] - begun > limit_s
-def reward(completions, **_):
+def reward(completions, completion_ids, **_):
+  lengths.extend(map(len, completion_ids))
   return [each.count('e') / max(len(each), 1) for each in completions]
 args = trl.GRPOConfig(
   output_dir=folder + '/trl', per_device_train_batch_size=64, num_generations=8, max_completion_length=num_tokens,
@@ -65,15 +71,23 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype='float32
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 trl.GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer,
                 callbacks=[Note()]).train()
-print(json.dumps(64 * (len(times) - 1) / (times[-1] - times[0])))
+number = 64 * (len(times) - 1)
+print(json.dumps([number / (times[-1] - times[0]), (cpu[-1] - cpu[0]) / number, sum(lengths) / len(lengths)]))
 """
+# The first dimension of all activations is nearly constant, so that the head's weight of it is a bias of the end token.
 _MODEL = """
-import json, sys, torch, transformers
-folder, sizes = sys.argv[1], json.loads(sys.argv[2])
+import json, math, sys, torch, transformers
+folder, sizes, mean_tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 torch.manual_seed(0)
 config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8, bos_token_id=1, eos_token_id=2,
                                   pad_token_id=0)
-transformers.LlamaForCausalLM(config).save_pretrained(folder)
+model = transformers.LlamaForCausalLM(config)
+if mean_tokens:
+  with torch.no_grad():
+    model.model.embed_tokens.weight[:, 0] = 1.0
+    constant = model.model(torch.arange(100, 164)[None]).last_hidden_state[0, :, 0].mean()
+    model.lm_head.weight[2, 0] = math.log((config.vocab_size - 1) / (mean_tokens - 1)) / constant
+model.save_pretrained(folder)
 """
 
 
@@ -82,13 +96,107 @@ def share_of_e(prompt, completion, record):
   return completion.count('e') / max(len(completion), 1)
 
 
-def run(*command: str) -> str:
+def cpu_seconds(pid: int) -> float:
+  """Of a process and those that it started, since they began."""
+  fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+  children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+  return sum(map(int, fields[11:15])) / os.sysconf('SC_CLK_TCK') + sum(map(cpu_seconds, map(int, children)))
+
+
+def run(*command: str, watched: Path | None = None) -> tuple[str, list[float]]:
+  """What a program prints; and its seconds of CPU at each line that the `watched` file got."""
   env = {name: value for name, value in os.environ.items() if name != 'OMP_NUM_THREADS'}  # it would bind torch only
   env |= {'PYTHONPATH': f'{ROOT}:{ROOT / "scripts"}'}
-  done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-  if done.returncode:
-    sys.exit(f'{" ".join(command)[:300]}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}')
-  return done.stdout
+  cpu: list[float] = []
+  with tempfile.TemporaryFile('w+') as printed:
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=printed, stderr=subprocess.STDOUT)
+    while process.poll() is None:
+      if watched and watched.exists() and len(watched.read_text().splitlines()) > len(cpu):
+        cpu.append(cpu_seconds(process.pid))
+      time.sleep(0.02)
+    printed.seek(0)
+    text = printed.read()
+  if process.returncode:
+    sys.exit(f'{" ".join(command)[:300]}\n{text[-6000:]}')
+  return text, cpu
+
+
+class Workload:
+  """Prompts and a model on both sides; `numbers` has what each round gave, by name."""
+
+  def __init__(self, directory: Path, sizes: dict[str, int], mean_tokens: int, trl: str | None):
+    directory.mkdir()
+    self._directory, self._folder, self._trl = directory, directory / 'model', trl
+    self._prompts = directory / 'prompts.jsonl'
+    run(sys.executable, '-c', _MODEL, str(self._folder), json.dumps(sizes), str(mean_tokens))
+    paths = sorted(ROOT.glob('docs/*.md'))
+    texts = [line for path in paths for line in path.read_text().splitlines() if len(line) > 60]
+    train_bpe(texts, str(self._folder / 'tokenizer.json'), VOCAB)
+    named = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<bos>', 'eos_token': '<eos>'}
+    (self._folder / 'tokenizer_config.json').write_text(json.dumps(named | {'pad_token': '<pad>'}))
+    tokenizer = Tokenizer.from_file(str(self._folder / 'tokenizer.json'))
+    self._asked = [text[:50] for text in texts[:NUM_PROMPTS]]
+    self._prompts.write_text(''.join(json.dumps({'prompt': text}) + '\n' for text in self._asked))
+    self._seq_len = max(len(tokenizer.encode(text).ids) for text in self._asked) + NUM_TOKENS
+    self.numbers: dict[str, list[float]] = {}
+
+  def note(self, **numbers: float) -> None:
+    for name, number in numbers.items():
+      self.numbers.setdefault(name, []).append(number)
+
+  def ratio(self, name: str, other: str) -> float | None:
+    """The median of the rounds' ratios."""
+    pairs = zip(self.numbers[name], self.numbers.get(other, ()), strict=False)
+    return median(ratios) if (ratios := [a / b for a, b in pairs]) else None
+
+  def measure(self, number: int) -> None:
+    """A round: our steps and TRL's, of which those that compile are not counted."""
+    self.job = self._directory / f'job{number}'
+    settings = {'model': self._folder, 'data': self._prompts, 'reward': 'bench_rl:share_of_e'}
+    settings |= {'seq_len': self._seq_len, 'max_tokens': NUM_TOKENS, 'batch_size': NUM_ROWS, 'group_size': GROUP}
+    settings |= {'task.learner.num_microbatches': NUM_ROWS // 4, 'log_every_steps': FIRST, 'tensorboard': False}
+    settings |= {'task.model.stack.scan': False}
+    flags = [part for name, value in settings.items() for part in ('--set', f'{name}={value}')]
+    flags += ['--job_log_dir', str(self.job), '--num_train_steps', str(LAST)]
+    watched = self.job / 'metrics.jsonl'
+    _, cpu = run(
+      sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tune.Grpo', '--mode', 'train', *flags, watched=watched
+    )
+    lines = [json.loads(line) for line in watched.read_text().splitlines()]
+    first, last = ([line['step'] for line in lines].index(step) for step in (FIRST, LAST))
+    samples = NUM_ROWS * (LAST - FIRST)
+    self.note(ours=samples / (lines[last]['time'] - lines[first]['time']), our_cpu=(cpu[last] - cpu[first]) / samples)
+    self.note(our_tokens=sum(line['completion_tokens'] for line in lines) / len(lines))
+    for line in lines[first:]:
+      self.note(rollout_tokens_per_second=line['rollout_tokens_per_second'], mismatch=line['sampler_mismatch_max'])
+    if self._trl:
+      counts = map(str, (LAST, NUM_TOKENS, TRL_LIMIT_S))
+      printed, _ = run(self._trl, '-c', _THEIRS, str(self._folder), str(self._prompts), *counts)
+      self.note(**dict(zip(('trl', 'trl_cpu', 'trl_tokens'), json.loads(printed.splitlines()[-1]), strict=True)))
+    print(f'{self._directory.name}, round {number + 1}: { ({k: round(v[-1], 4) for k, v in self.numbers.items()}) }')
+    sys.stdout.flush()
+
+  def decode(self) -> float:
+    """Tokens per second of --mode decode_once, on as many prompts as the counted steps of a round have."""
+    wanted = self._directory / 'wanted.jsonl'
+    draws = {'n': GROUP, 'max_tokens': NUM_TOKENS, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
+    wanted.write_text(''.join(json.dumps({'prompt': text, **draws}) + '\n' for text in self._asked) * (LAST - FIRST))
+    flags = ['--mode', 'decode_once', '--job_log_dir', str(self.job), '--decode_input', str(wanted)]
+    sizes = {'num_slots': NUM_ROWS, 'max_len': self._seq_len}
+    flags += [part for size, value in sizes.items() for part in ('--set', f'task.decode.{size}={value}')]
+    run(sys.executable, '-m', 'spmd_tasks.main', *flags)
+    (metrics,) = (self.job / 'decode').rglob('metrics.jsonl')
+    return json.loads(metrics.read_text().splitlines()[-1])['tokens_per_second']
+
+  def result(self, suffix: str) -> dict[str, object]:
+    rollouts = median(self.numbers['rollout_tokens_per_second'])
+    return {
+      f'samples_over_trl{suffix}': self.ratio('ours', 'trl'),
+      f'cpu_of_trl_over_ours{suffix}': self.ratio('trl_cpu', 'our_cpu'),
+      f'rollout_over_decode{suffix}': rollouts / self.decode(),
+      f'mismatch_max{suffix}': max(self.numbers['mismatch']),
+      f'rounds{suffix}': self.numbers,
+    }
 
 
 def main() -> None:
@@ -97,69 +205,21 @@ def main() -> None:
   parser.add_argument('--quick', action='store_true', help='a smaller model, one round')
   given = parser.parse_args()
   sizes = {**(QUICK_SIZES if given.quick else SIZES), 'vocab_size': VOCAB, 'max_position_embeddings': 256}
-  num_tokens, num_first, num_steps, started = 64, 6, 12, time.monotonic()
+  started = time.monotonic()
   with tempfile.TemporaryDirectory() as name:
-    folder = Path(name) / 'model'
-    run(sys.executable, '-c', _MODEL, str(folder), json.dumps(sizes))
-    texts = [
-      line for path in sorted(ROOT.glob('docs/*.md')) for line in path.read_text().splitlines() if len(line) > 60
-    ]
-    train_bpe(texts, str(folder / 'tokenizer.json'), VOCAB)
-    named = {'bos_token': '<bos>', 'eos_token': '<eos>', 'pad_token': '<pad>'}
-    (folder / 'tokenizer_config.json').write_text(json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast'} | named))
-    tokenizer = Tokenizer.from_file(str(folder / 'tokenizer.json'))
-    longest = max(len(tokenizer.encode(text[:50]).ids) for text in texts[:NUM_PROMPTS])
-    prompts = Path(name) / 'prompts.jsonl'
-    prompts.write_text(''.join(json.dumps({'prompt': text[:50]}) + '\n' for text in texts[:NUM_PROMPTS]))
-
-    samples: dict[str, list[float]] = {'ours': [], 'theirs': []}
-    rollouts, mismatches = [], []
-    for i in range(1 if given.quick else 3):  # the first step of each process compiles, and is not counted
+    workloads = {
+      suffix: Workload(Path(name) / f'workload{suffix}', sizes, mean_tokens, given.trl)
+      for suffix, mean_tokens in MEAN_TOKENS.items()
+    }
+    for number in range(1 if given.quick else 3):
       round_started = time.monotonic()
-      job = Path(name) / f'job{i}'
-      settings = {'model': folder, 'data': prompts, 'reward': 'bench_rl:share_of_e'}
-      settings |= {'seq_len': longest + num_tokens}
-      settings |= {'max_tokens': num_tokens, 'batch_size': NUM_PROMPTS * GROUP, 'group_size': GROUP}
-      settings |= {'task.learner.num_microbatches': NUM_PROMPTS * GROUP // 4}
-      settings |= {'log_every_steps': num_first, 'tensorboard': False}
-      flags = [part for name, value in settings.items() for part in ('--set', f'{name}={value}')]
-      run(
-        *(sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tune.Grpo', '--mode', 'train', '--job_log_dir', str(job)),
-        *('--num_train_steps', str(num_steps), *flags),
-      )
-      lines = [json.loads(line) for line in (job / 'metrics.jsonl').read_text().splitlines()]
-      by_step = {line['step']: line for line in lines}
-      seconds = by_step[num_steps]['time'] - by_step[num_first]['time']
-      samples['ours'].append(NUM_PROMPTS * GROUP * (num_steps - num_first) / seconds)
-      rollouts += [line['rollout_tokens_per_second'] for line in lines if line['step'] >= num_first]
-      mismatches += [line['sampler_mismatch_max'] for line in lines if 'sampler_mismatch_max' in line]
-      if given.trl:
-        counts = (num_steps, num_tokens, TRL_LIMIT_S)
-        theirs = run(given.trl, '-c', _THEIRS, str(folder), str(prompts), *map(str, counts))
-        samples['theirs'].append(json.loads(theirs.splitlines()[-1]))
-      print(f'round {i + 1}: { ({side: round(each[-1], 2) for side, each in samples.items() if each}) }', flush=True)
+      for workload in workloads.values():
+        workload.measure(number)
       now = time.monotonic()
       if now - started + 1.5 * (now - round_started) > LIMIT_S:  # decoding takes half a round at most
         break
-
-    wanted = Path(name) / 'wanted.jsonl'
-    draws = {'n': GROUP, 'max_tokens': num_tokens, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
-    lines = [json.dumps({'prompt': text[:50], **draws}) + '\n' for text in texts[:NUM_PROMPTS]]
-    wanted.write_text(''.join(lines * (num_steps - num_first)))  # as many as the measured steps have
-    decoded = ('--mode', 'decode_once', '--job_log_dir', str(job), '--decode_input', str(wanted))
-    sizes = {'num_slots': NUM_PROMPTS * GROUP, 'max_len': longest + num_tokens}
-    slots = [part for size, value in sizes.items() for part in ('--set', f'task.decode.{size}={value}')]
-    run(sys.executable, '-m', 'spmd_tasks.main', *decoded, *slots)
-    (metrics,) = (job / 'decode').rglob('metrics.jsonl')
-    decode = json.loads(metrics.read_text().splitlines()[-1])['tokens_per_second']
-  print_result(
-    samples_over_trl=median(a / b for a, b in zip(*samples.values(), strict=True)) if given.trl else None,
-    rollout_over_decode=median(rollouts) / decode,
-    mismatch_max=max(mismatches),
-    samples_per_second=samples,
-    rollout_tokens_per_second=median(rollouts),
-    decode_tokens_per_second=decode,
-  )
+    results = [workload.result(suffix) for suffix, workload in workloads.items()]
+  print_result(**{name: each for result in results for name, each in result.items()})
 
 
 if __name__ == '__main__':

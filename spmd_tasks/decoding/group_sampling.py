@@ -4,8 +4,8 @@
 
 A scheduler serves requests that come and go; a rollout of training has all of its prompts at the beginning. Here each
 prompt is read once, its keys and values become those of its n rows, and the loop over tokens runs on the device until
-no row is active, so that the host waits once. Tokens are those of the engine: the same keys and the same functions draw
-them.
+no row is active, so that the host waits once. Once a quarter of the rows are active, a loop over these alone goes on,
+so that the last texts cost little. Tokens are those of the engine: the same keys and the same functions draw them.
 
 Shapes: P prompts, n samples, R = P n rows, T tokens of the longest prompt, M generated tokens at most, K stop ids.
 """
@@ -32,6 +32,7 @@ from spmd_tasks.decoding.step_functions import (
 )
 
 _EXPERT_IDS = 'cached_expert_ids'
+_MIN_ROWS = 8  # of the second loop
 _MIN_COLUMNS = 16  # T is this times a power of 4, at most max_len: each T is compiled once
 
 
@@ -43,7 +44,7 @@ class Groups(struct.PyTreeNode):
     lengths, max_tokens: int32 [P], at least 1 and 0.
     seeds: uint32 [P].
     stop_ids: int32 [P, K], padded with -1.
-    sampling: arrays [P].
+    sampling: arrays [P], without biases, and without cuts where no prompt has any.
   """
 
   ids: Any
@@ -75,18 +76,29 @@ def make_groups(requests: Sequence[Request], num_prompts: int, *, max_len: int, 
     num_columns *= 4
 
   rows = functools.partial(filled_rows, num_prompts)
+  sampling = SamplingArrays.from_params([request.sampling for request in requests], num_prompts)
+  none: dict[str, Any] = dict.fromkeys(('bias_ids', 'bias_values'))
+  if not any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in (request.sampling for request in requests)):
+    none |= dict.fromkeys(('top_k', 'top_p', 'min_p'))
   return Groups(
     ids=rows(np.int32, [request.ids for request in requests], 0, min(num_columns, max_len)),
     lengths=rows(np.int32, [len(request.ids) for request in requests], 1),
     max_tokens=rows(np.int32, [request.max_tokens for request in requests], 0),
     seeds=rows(np.uint32, [request.seed for request in requests], 0),
     stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, num_stop_ids),
-    sampling=SamplingArrays.from_params([request.sampling for request in requests], num_prompts),
+    sampling=sampling.replace(**none),
   )
 
 
 def sample_groups(
-  forward: Forward, variables: Any, empty_cache: Any, groups: Groups, *, num_samples: int, max_new_tokens: int
+  forward: Forward,
+  variables: Any,
+  empty_cache: Any,
+  groups: Groups,
+  *,
+  num_samples: int,
+  max_new_tokens: int,
+  shrinks: bool = True,
 ) -> Samples:
   """Draws n completions of each prompt.
 
@@ -95,6 +107,8 @@ def sample_groups(
     empty_cache: zeros [..., R, G, S, K].
     groups: the prompts; none has penalties or biases.
     num_samples, max_new_tokens: n and M.
+    shrinks: whether rows that are done may be left out; False where the mesh splits rows. They are not where the cache
+      keeps the choices of experts.
   """
   num_prompts = len(groups.ids)
   num_rows = num_prompts * num_samples
@@ -121,23 +135,36 @@ def sample_groups(
     adapters=adapters,
   )
 
-  def add(samples: Samples, number: jax.Array | int, outputs: Any) -> Samples:
+  def add(samples: Samples, number: jax.Array | int, outputs: Any, rows: Any) -> Samples:
     return Samples(
-      tokens=samples.tokens.at[number].set(outputs.tokens),
-      logprobs=samples.logprobs.at[number].set(outputs.logprobs),
-      lengths=samples.lengths + outputs.is_valid,
+      tokens=samples.tokens.at[number, rows].set(outputs.tokens),
+      logprobs=samples.logprobs.at[number, rows].set(outputs.logprobs),
+      lengths=samples.lengths.at[rows].add(outputs.is_valid.astype(jnp.int32)),
     )
 
-  def advance(carry: Any) -> Any:
+  def advance(rows: Any, carry: Any) -> Any:
     number, state, samples = carry
-    state, outputs = step(forward, variables, state, jnp.ones(num_rows, jnp.bool_))
-    return number + 1, state, add(samples, number, outputs)
+    state, outputs = step(forward, variables, state, jnp.ones(len(state.tokens), jnp.bool_))
+    return number + 1, state, add(samples, number, outputs, rows)
 
   shape = (max_new_tokens, num_rows)
   nothing = Samples(tokens=jnp.zeros(shape, jnp.int32), logprobs=jnp.zeros(shape), lengths=jnp.zeros_like(lengths))
   state, first = emit(logits[:, 0][row], state, None, 0)
-  begun = (jnp.ones((), jnp.int32), state, add(nothing, 0, first))
-  _, state, samples = jax.lax.while_loop(lambda carry: jnp.any(carry[1].active), advance, begun)
+  rows: Any = slice(None)
+  carry = (jnp.ones((), jnp.int32), state, add(nothing, 0, first, rows))
+  fewer = num_rows // 4
+  shrinks = shrinks and fewer >= _MIN_ROWS and _expert_ids(state.cache) is None
+  for least in (fewer, 0) if shrinks else (0,):
+    carry = jax.lax.while_loop(
+      lambda carry, least=least: jnp.sum(carry[1].active) > least, functools.partial(advance, rows), carry
+    )
+    if least:
+      number, state, samples = carry
+      rows = jnp.argsort(~state.active, stable=True)[:least]
+      cache = take_slots(state.cache, rows)
+      state = jax.tree.map(lambda x, rows=rows: x[rows], state.replace(cache=None)).replace(cache=cache)
+      carry = (number, state, samples)
+  _, state, samples = carry
   return samples.replace(expert_ids=_expert_ids(state.cache))
 
 

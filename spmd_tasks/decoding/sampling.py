@@ -23,18 +23,19 @@ class SamplingArrays(struct.PyTreeNode):
   """SamplingParams of N rows, as arrays [N]: one compiled step serves requests with different parameters.
 
   `top_k` is int32, the others are float32; SamplingParams explain them. `bias_ids`, int32 [N, B], are the tokens whose
-  logits have `bias_values` [N, B] added to them, padded with -1.
+  logits have `bias_values` [N, B] added to them, padded with -1. What no row has may be None, biases or cuts (`top_k`,
+  `top_p` and `min_p`): no program is compiled for it.
   """
 
-  bias_ids: jax.Array
-  bias_values: jax.Array
+  bias_ids: jax.Array | None
+  bias_values: jax.Array | None
   repetition_penalty: jax.Array
   frequency_penalty: jax.Array
   presence_penalty: jax.Array
   temperature: jax.Array
-  top_k: jax.Array
-  top_p: jax.Array
-  min_p: jax.Array
+  top_k: jax.Array | None
+  top_p: jax.Array | None
+  min_p: jax.Array | None
 
   @classmethod
   def from_params(
@@ -130,7 +131,6 @@ def sample(
     seen, counts: see `adjust`; None where no row has penalties.
   """
   is_greedy = ~active | (sampling.temperature <= 0)
-  is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 
   has_penalties = jnp.bool_(False)
   if seen is not None and counts is not None:
@@ -151,16 +151,22 @@ def sample(
   def cut(logits):
     return draw(logits, keep_likeliest(scale(logits), sampling))
 
-  kinds = (
+  def cut_if_any(logits):
+    return draw(logits, scale(logits)) if sampling.top_k is None else cut(logits)
+
+  kinds = [
     _likeliest,
     lambda x: _likeliest(adjusted(x)),
     lambda x: _likeliest(draw(adjusted(x), scale(adjusted(x)))),
-    lambda x: _likeliest(cut(adjusted(x))),
-    lambda x: _likeliest(cut(add_biases(adjusted(x), sampling))),
-  )
+  ]
   kind = jnp.where(jnp.all(is_greedy), jnp.where(has_penalties, 1, 0), 2)
-  kind = jnp.where(jnp.any(is_cut), 3, kind)
-  kind = jnp.where(jnp.any(active[:, None] & (sampling.bias_ids >= 0)), 4, kind)
+  if sampling.top_k is not None:
+    is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    kind = jnp.where(jnp.any(is_cut), len(kinds), kind)
+    kinds.append(lambda x: _likeliest(cut(adjusted(x))))
+  if sampling.bias_ids is not None:
+    kind = jnp.where(jnp.any(active[:, None] & (sampling.bias_ids >= 0)), len(kinds), kind)
+    kinds.append(lambda x: _likeliest(cut_if_any(add_biases(adjusted(x), sampling))))
   return jax.lax.switch(kind, kinds, logits)
 
 

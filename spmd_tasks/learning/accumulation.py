@@ -58,9 +58,13 @@ def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
   return jnp.sum(weighted, axis=0) / jnp.where(total == 0, 1.0, total)
 
 
-def _combine(outputs_M: Any) -> Any:
-  """Combines M stacked loss outputs into one."""
+def _combine(outputs_M: Any, num_used: jax.Array | None) -> Any:
+  """Combines M stacked loss outputs into one; with `num_used` those behind the first ones are zeros."""
   loss, weight = outputs_M.loss, outputs_M.weight
+  if num_used is not None:
+    is_used = jnp.arange(len(loss)) < num_used
+    stands_in = {name: getattr(outputs_M, name) for name in ('summaries', 'updated_variables')}
+    outputs_M = outputs_M.replace(**jax.tree.map(lambda x: x[jnp.where(is_used, jnp.arange(len(x)), 0)], stands_in))
   return outputs_M.replace(
     loss=jnp.sum(loss) if outputs_M.is_sum else weighted_mean(loss, weight),
     weight=jnp.sum(weight),
@@ -91,6 +95,7 @@ def accumulate_gradients(
   num_microbatches: int,
   mode: Literal['mean', 'sum'] = 'mean',
   is_sum: Any = None,
+  skips_empty: bool = False,
 ) -> tuple[Any, Any]:
   """Computes the loss output and the gradient of a batch, microbatch by microbatch.
 
@@ -105,6 +110,8 @@ def accumulate_gradients(
       threshold must then suit M.
     is_sum: a tree of bools congruent to the weights: which gradients are sums over the tokens, not derivatives of the
       mean loss, and are added in both modes; None for none.
+    skips_empty: whether microbatches behind the last one with a token (`segment_ids`) are not computed: their loss,
+      weight and metrics are 0, and in summaries and updated variables the first one stands for each of them.
 
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss, metrics and `per_example` are
@@ -130,8 +137,22 @@ def accumulate_gradients(
     return total, loss_output
 
   zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-  grads, loss_outputs_M = jax.lax.scan(add_microbatch, zeros, (jnp.arange(num_microbatches), batches_M))
-  loss_output = _combine(loss_outputs_M)
+  numbers, num_used = jnp.arange(num_microbatches), None
+  if skips_empty:
+    has_tokens = jnp.any(batches_M['segment_ids'] > 0, axis=tuple(range(1, batches_M['segment_ids'].ndim)))
+    num_used = jnp.maximum(jnp.max(jnp.where(has_tokens, numbers + 1, 0)), 1)
+    parts = jax.tree.map(lambda x: x[0], batches_M)
+    outputs = jax.eval_shape(add_microbatch, zeros, (numbers[0], parts))[1]
+    nothing = jax.tree.map(lambda x: jnp.zeros((num_microbatches, *x.shape), x.dtype), outputs)
+
+    def add(m: jax.Array, carry: Any) -> Any:
+      total, output = add_microbatch(carry[0], (m, jax.tree.map(lambda x: x[m], batches_M)))
+      return total, jax.tree.map(lambda all_of, x: all_of.at[m].set(x), carry[1], output)
+
+    grads, loss_outputs_M = jax.lax.fori_loop(0, num_used, add, (zeros, nothing))
+  else:
+    grads, loss_outputs_M = jax.lax.scan(add_microbatch, zeros, (numbers, batches_M))
+  loss_output = _combine(loss_outputs_M, num_used)
   total_weight = loss_output.weight.astype(jnp.float32)
   # A batch without tokens has gradient 0, and the guarded division keeps it 0.
   inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)

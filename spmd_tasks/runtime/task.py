@@ -236,7 +236,10 @@ class Task:
         batch = dict(whole(self, state.variables, batch, learner.num_microbatches))
       settings = learner.num_microbatches, learner.accumulation
       is_sum = jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, trained_specs)
-      output, gradients = accumulate_gradients(loss_fn, trained, batch, rng, *settings, is_sum=is_sum)
+      skips = getattr(self.loss, 'fills_first_parts', lambda batch: False)(batch)
+      output, gradients = accumulate_gradients(
+        loss_fn, trained, batch, rng, *settings, is_sum=is_sum, skips_empty=skips
+      )
     weights, learner_state, learner_metrics = learner.update(
       gradients,
       output.loss,

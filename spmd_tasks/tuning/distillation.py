@@ -301,6 +301,7 @@ class SampledDistillation(RewardTuning):
 
   group_size = 1
   baseline = scale = 'none'
+  packing = False
 
   def loss(self) -> fdl.Config:
     """The divergence, at the temperature of the samples."""

@@ -79,6 +79,10 @@ class PolicyLoss(ReferenceLoss):
   def compares_with_base(self) -> bool:
     return super().compares_with_base and self.kl_weight > 0
 
+  def fills_first_parts(self, batch: Mapping[str, jax.Array]) -> bool:
+    """Whether the batch's last microbatches may be empty, so that a step looks how many it has to compute."""
+    return 'completion_lengths' in batch
+
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput, whose weight is the number of completions, or of tokens for aggregation='tokens'.
 
@@ -87,6 +91,8 @@ class PolicyLoss(ReferenceLoss):
         where value_weight is not 0.
       batch: `labels` int32 [B, T]; `weights` float [B, T], 1 on the tokens of completions; `advantages` float [B], or
         [B, T] with `returns` and `old_values` float [B, T], the return and U;
+        `segment_ids` int32 [B, T] and `completion_lengths` float [B, T], the number of a token's text in its row and
+        of sampled tokens in that text, where rows have several texts (rollout_packing.py);
         `sampler_log_probs` float [B, T], log s; `old_log_probs` float [B, T], log q, or without them q is p; and
         `reference_log_probs` float [B, T] where kl_weight is not 0.
     """
@@ -94,14 +100,12 @@ class PolicyLoss(ReferenceLoss):
     log_probs = answer_log_probs(predictions, batch, self.temperature)
     old = batch.get('old_log_probs', jax.lax.stop_gradient(log_probs))
     num_tokens = jnp.sum(weights, axis=1)  # [B]
-    has_tokens = (num_tokens > 0).astype(jnp.float32)
-    per_row = jnp.maximum(num_tokens, 1.0)
+    lengths = jnp.maximum(batch.get('completion_lengths', num_tokens[:, None]), 1.0)
 
     log_ratio = (log_probs - old) * weights
     if self.ratio != 'token':
-      log_ratio = jnp.sum(log_ratio, axis=1, keepdims=True)
-      log_ratio = log_ratio / per_row[:, None] if self.ratio == 'sequence' else log_ratio
-      log_ratio = jnp.broadcast_to(log_ratio, weights.shape)
+      log_ratio = _sums_of_texts(log_ratio, batch)
+      log_ratio = jnp.broadcast_to(log_ratio / lengths if self.ratio == 'sequence' else log_ratio, weights.shape)
     ratio, advantages = jnp.exp(log_ratio), batch['advantages'].astype(jnp.float32).reshape(len(weights), -1)
     clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
     objective = -jnp.minimum(ratio * advantages, clipped * advantages)
@@ -123,9 +127,9 @@ class PolicyLoss(ReferenceLoss):
 
     # One sum over a stack: if B is sharded, each separate sum would be a separate all-reduce.
     rows = [jnp.sum(each * weights, axis=1) for each in (objective, *per_token.values())]
-    sums = jnp.sum(jnp.stack([*rows, rows[0] / per_row, num_tokens, has_tokens]), axis=1)
-    total, *totals, total_of_means, tokens, num_rows = sums
-    weight = tokens if self.aggregation == 'tokens' else num_rows
+    rows += [jnp.sum(each * weights / lengths, axis=1) for each in (objective, jnp.ones_like(weights))]
+    total, *totals, total_of_means, num_texts, tokens = jnp.sum(jnp.stack([*rows, num_tokens]), axis=1)
+    weight = tokens if self.aggregation == 'tokens' else jnp.round(num_texts)
     loss = {
       'sequences': total_of_means,
       'tokens': total,
@@ -134,3 +138,14 @@ class PolicyLoss(ReferenceLoss):
     metrics = {name: (each / jnp.maximum(tokens, 1.0), tokens) for name, each in zip(per_token, totals, strict=True)}
     loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
     return LossOutput(loss=loss, weight=weight, metrics=metrics)
+
+
+def _sums_of_texts(values: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+  """Gives each token [B, T] the sum over its text, or [B, 1] where a row is one."""
+  if 'completion_lengths' not in batch:
+    return jnp.sum(values, axis=1, keepdims=True)
+
+  def sums_of(values: jax.Array, ids: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(values, ids, num_segments=len(ids) + 1)[ids]
+
+  return jax.vmap(sums_of)(values, batch['segment_ids'])

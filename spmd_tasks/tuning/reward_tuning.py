@@ -24,7 +24,7 @@ Files = str | tuple[str, ...]
 _SAME = (
   *('environment', 'max_turns', 'batch_size', 'seq_len', 'group_size', 'num_minibatches', 'num_iterations'),
   *('staleness', 'max_tokens', 'temperature', 'top_k', 'top_p', 'overlong_margin', 'gamma', 'lam', 'exact'),
-  *('reward_timeout_s', 'seed'),
+  *('packing', 'reward_timeout_s', 'seed'),
 )
 
 
@@ -103,6 +103,8 @@ class RewardTuning(TextTraining):
   sampler_cap: float | None = None  # None: 2 with staleness, else none
   # Whether the sampler's log-probabilities have the bits of the trainer's, on CPUs; they are then the old ones.
   exact: bool = False
+  # Whether updates have several short texts in a row; microbatches that are left over are not computed.
+  packing: bool = True
   # Whether the trainer computes tokens by the experts that the sampler took, with gates of its own.
   replays_routing: bool = False
   num_reward_workers: int = 2  # processes that call reward functions

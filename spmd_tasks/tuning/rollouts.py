@@ -166,7 +166,9 @@ class MakeRollouts(TrainHook):
 
   def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
     """The placed batch of some rows."""
-    return place(run.model.train_step, rollout, rows)
+    num_parts = run.model.task.learner.num_microbatches
+    batch = self._input.batch_of({name: each[rows] for name, each in rollout.items()}, num_parts)
+    return place(run.model.train_step, batch, np.arange(len(rows)))
 
   def _draw(self, run: TrainRun, iterator: PromptIterator, step: int) -> _Drawn:
     """Samples the completions of the next prompts with the weights of now, for the update `step` and those after it.

@@ -106,6 +106,20 @@ def test_a_gradient_that_is_a_sum_is_added_in_both_modes(mode, weights, batch):
   np.testing.assert_array_equal(grads['table'], expected['table'])
 
 
+def test_microbatches_behind_the_last_token_are_not_computed(weights, batch):
+  """Rows 2, 3, 6 and 7 are microbatches 2 and 3, whose weights would count if they were."""
+  has_text = np.isin(np.arange(B) % 4, (0, 1))
+  segment_ids = np.broadcast_to(has_text[:, None], (B, T)).astype(np.int32)
+  output, grads = accumulate_gradients(
+    loss_fn, weights, batch | {'segment_ids': segment_ids}, None, 4, skips_empty=True
+  )
+  batch['weights'] *= has_text[:, None]
+  expected, expected_grads = accumulate_gradients(loss_fn, weights, batch, None, 4)
+  np.testing.assert_array_equal(grads['table'], expected_grads['table'])
+  assert (output.loss, output.weight) == (expected.loss, expected.weight)
+  assert output.metrics['accuracy'] == expected.metrics['accuracy']
+
+
 def test_each_microbatch_draws_its_own_noise(weights, batch):
   rng = jax.random.key(3)
   expected = np.mean([jax.random.uniform(jax.random.fold_in(rng, m)) for m in range(4)])

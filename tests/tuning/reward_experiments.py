@@ -43,6 +43,8 @@ class ValuePolicy(Policy):
   """PPO, whose value head is trained with the rest."""
 
   method = 'ppo'
+  learning_rate = 1e-2
+  seed = 3
 
 
 class PipelinedValuePolicy(PipelinedLanguageModel, ValuePolicy):

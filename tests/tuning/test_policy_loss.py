@@ -10,6 +10,7 @@ import pytest
 
 from spmd_tasks.tuning import PolicyLoss
 from spmd_tasks.tuning.reward_tuning import METHODS
+from spmd_tasks.tuning.rollout_packing import pack
 
 TRL = np.load(Path(__file__).parents[1] / 'data' / 'trl.npz')
 MAX_TOKENS = 5
@@ -80,6 +81,33 @@ def test_microbatches_add_up_by_their_weights(method):
   total = sum(part.loss * part.weight for part in parts) / sum(part.weight for part in parts)
   np.testing.assert_allclose(total, whole.loss, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(sum(part.weight for part in parts), whole.weight)
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_texts_that_share_rows_have_the_loss_and_the_gradient_that_they_have_alone(method):
+  batch, logits = rollouts()
+  rng, lengths = np.random.default_rng(3), 1 + np.argmax(np.cumsum(batch['weights'], axis=1), axis=1)
+  lengths[~batch['weights'].any(axis=1)] = 0
+  batch['segment_ids'] = (np.arange(batch['weights'].shape[1]) < lengths[:, None]).astype(np.int32)
+  batch['ids'] = rng.integers(1, 9, batch['segment_ids'].shape, np.int32) * batch['segment_ids']
+  twice = {name: np.concatenate([each, each]) for name, each in (batch | {'logits': logits}).items()}
+  wide = {name: np.pad(x, ((0, 0), (0, 20), (0, 0))[: x.ndim]) if x.ndim > 1 else x for name, x in twice.items()}
+  loss = PolicyLoss(**settings_of(method, kl_weight=0.1))
+
+  def of(given):
+    return jax.value_and_grad(lambda logits: loss({'logits': logits}, given).loss)(jnp.asarray(given['logits']))
+
+  packed = pack(wide, 4, pad_id=0)
+  is_used = (packed['segment_ids'] > 0).any(axis=1).reshape(-1, 4)  # [rows of a microbatch, microbatches]
+  assert 1 < is_used.sum() <= 3
+  assert not is_used[:, 1:].any()
+  assert packed['segment_ids'].max() > 1
+  assert packed['ids'].sum() == wide['ids'].sum()
+  expected, gradient = of(wide)
+  found, of_packed = of(packed)
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  moved = pack(wide | {'logits': np.asarray(gradient)}, 4, pad_id=0)['logits']
+  np.testing.assert_allclose(of_packed, moved, rtol=1e-5, atol=1e-8)
 
 
 def test_without_old_log_probs_the_ratio_is_1_and_the_mismatch_is_that_of_the_sampler():
