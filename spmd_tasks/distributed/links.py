@@ -178,8 +178,7 @@ def connect_pairs(
     bind_address: HOST:PORT; process 0 listens on HOST, at any free port. None is the coordinator's address.
     silence_limit_s: see Link.
 
-  Returns:
-    This process's links to those that it connected to, and to those that connected to it, by their indices.
+  Returns this process's links to those that it connected to, and to those that connected to it, by their indices.
 
   Raises:
     UserError, JobError: a process cannot listen, raised on every process; or one did not connect.

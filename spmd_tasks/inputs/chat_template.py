@@ -166,8 +166,7 @@ class ChatTemplate:
       tools, variables: as in `render`.
       now: the time that the template's `strftime_now` formats; None: the clock's.
 
-    Returns:
-      For each the text, and the (start, end) characters that `{% generation %}` blocks wrote.
+    Returns for each the text, and the (start, end) characters that `{% generation %}` blocks wrote.
 
     Raises a UserError: as `render`; or a block is in a macro or a variable, so that its place in the text is not known.
     """

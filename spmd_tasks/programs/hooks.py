@@ -177,8 +177,7 @@ class TrainRun:
   def state(self) -> 'TrainState':
     """The live, padded state after `step`; the next step uses up its arrays.
 
-    Raises:
-      RuntimeError: the device may be computing the next step already, because no hook `needs_state` after this one.
+    Raises a RuntimeError: the device may be computing the next step already, as no hook `needs_state` after this one.
     """
     if self.loop.is_running and not self.is_awaited(self.step):
       raise RuntimeError(f'the state of step {self.step} may be gone: needs_state({self.step}) is False of all hooks.')

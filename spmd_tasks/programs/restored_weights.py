@@ -61,8 +61,7 @@ def restore_evaluation_variables(
     storage: converts each weight of a folder as soon as it is read, so that all are never in float32 at once.
       Weights of a checkpoint are not converted; in both cases the caller calls `storage.store` afterwards.
 
-  Returns:
-    (padded variables on the mesh, the checkpoint's step).
+  Returns (padded variables on the mesh, the checkpoint's step).
 
   Raises a CheckpointError: there is no such checkpoint, or it is damaged.
   """

@@ -93,8 +93,7 @@ class EngineThread:
   def between_sequences(self, action: Callable[[], Any]) -> Future[Any]:
     """Has the engine's thread call `action` when no slot is in use; until then no queued sequence gets a slot.
 
-    Returns:
-      the future result of `action`, a RequestError if the engine has ended. An exception of `action` ends the engine.
+    The future has its result, or a RequestError if the engine has ended. An exception of `action` ends the engine.
     """
     done: Future[Any] = Future()
     with self._changed:

@@ -1,7 +1,4 @@
-"""RequestError: an error that a client is told, and the HTTP response that carries it.
-
-raise RequestError('n must be at most 16, not 17.', param='n')
-"""
+"""RequestError: an error that a client is told, and the HTTP response that carries it."""
 
 import dataclasses
 from typing import Any

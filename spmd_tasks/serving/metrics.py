@@ -19,24 +19,10 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class ServerMetrics:
-  """The metrics of one server.
-
-  Attributes:
-    http_requests: counter of HTTP responses, by route and status.
-    open_connections: gauge of connections.
-    closed_connections: counter of connections that the server closed or refused because of its limits, by reason.
-    sequences: counter of sequences that have ended, by finish_reason and the name of the model or adapter.
-    tokens_of: counter of the tokens of these sequences, by the name of the model or adapter.
-    tokens_of_client: counter of the tokens of prompts and answers of each client with a key of its own.
-    first_token_s, between_tokens_s, request_s: histograms of seconds.
-  """
+  """The metrics of one server; `model` is the name of the model or adapter, `client` that of a client's own key."""
 
   def __init__(self, read: Mapping[str, tuple[str, Callable[[], float]]]):
-    """Counts from zero.
-
-    Args:
-      read: the text of each metric that is read, and the function that reads it. Names that end in _total are counters.
-    """
+    """Counts from zero. `read` has a text and a function for each metric that is read; names in _total are counters."""
     disable_created_metrics()  # a second sample for each counter and histogram, with its creation time
     self._registry = CollectorRegistry()
     self._registry.register(_ReadMetrics(read))

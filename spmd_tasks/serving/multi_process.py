@@ -279,17 +279,9 @@ def follow(
 ) -> int:
   """Runs process 0's operations until process 0 ends the job; returns the exit code.
 
-  Passes SIGTERM and Ctrl-C on to process 0, which ends the job in order.
-
-  Args:
-    engine: this process's own engine.
-    link: the link to process 0.
-    restore: returns a checkpoint's (weights, step) when every process calls it.
-    leave: ends this process at once, given an exit code and a reason, because process 0 orders it or is gone. Called on
-      another thread.
-
-  Raises:
-    whatever failed here, after process 0 was told.
+  Passes SIGTERM and Ctrl-C on to process 0, which ends the job in order. `engine` and `restore` are as of `lead`; so is
+  `leave`, called on another thread because process 0 orders it or is gone. Raises whatever failed here, after process 0
+  was told.
   """
   operations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
   is_over = threading.Event()

@@ -31,11 +31,7 @@ _POLL_S = 0.02
 
 
 class Publisher:
-  """Publishes one checkpoint at a time.
-
-  Attributes:
-    is_reading: whether the publisher's own thread is reading a checkpoint; nothing can interrupt it.
-  """
+  """Publishes one checkpoint at a time; while `is_reading`, its own thread reads one, which nothing can interrupt."""
 
   def __init__(self, service: Service, engine: Engine | TextScoring, restore: _Restore | None, *, pauses: bool = False):
     """Publishes nothing yet.

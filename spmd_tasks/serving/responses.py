@@ -1,10 +1,8 @@
 """ResponseBodies: the JSON bodies that answer a GenerationRequest, in the format of OpenAI's API.
 
-    bodies = ResponseBodies(model, wanted)
-    bodies.whole(answer.sequences, deltas)     # one body
-    bodies.event(delta)                        # or one server-sent event per delta, as bytes
-
-routes.py sends them.
+bodies = ResponseBodies(model, wanted)
+bodies.whole(answer.sequences, deltas)     # one body
+bodies.event(delta)                        # or one server-sent event per delta, as bytes
 """
 
 from collections.abc import Iterable

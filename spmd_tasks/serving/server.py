@@ -95,8 +95,7 @@ def run_server(
       because an orderly end of Python would crash or wait for that thread.
     tracer: records requests; it is closed at the end.
 
-  Raises:
-    whatever ended the engine.
+  Raises whatever ended the engine.
   """
   with CompilationCounter() as compilations:
     publishing = {'restore': restore, 'pauses': restore_pauses}

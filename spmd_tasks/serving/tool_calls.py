@@ -54,11 +54,7 @@ class ToolCall:
 
 
 class ToolCallParser:
-  """Splits a text into content and calls.
-
-  Attributes:
-    num_calls: calls so far.
-  """
+  """Splits a text into content and calls, `num_calls` so far."""
 
   def __init__(self, names: Collection[str], *, one_call: bool = False):
     """Knows a request's tools by name; with `one_call` the text is ended before its first CALL_END, or has none."""
@@ -120,11 +116,7 @@ class ToolCallParser:
 
 
 class ChannelParser:
-  """Splits a text into content, calls and reasoning.
-
-  Attributes:
-    num_calls: calls so far.
-  """
+  """Splits a text into content, calls (`num_calls` so far) and reasoning."""
 
   def __init__(self, names: Collection[str]):
     """Knows a request's tools by name."""

@@ -112,8 +112,7 @@ def compare(
     step: counted from 1.
     scales: name -> the size that roundings are relative to; of other leaves it is the largest entry.
 
-  Returns:
-    (leaves that differ by more than is allowed, largest first; all leaves; names of leaves that are only noise).
+  Returns (leaves that differ by more than is allowed, largest first; all leaves; names of leaves that are only noise).
   """
   sizes = {name: largest(value) for name, value in reference.items()}
   largest_of: dict[str, float] = {}

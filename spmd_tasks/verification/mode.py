@@ -110,8 +110,7 @@ def summary(decided: Sequence[tuple[Case, Verdict]]) -> str:
 def run(command: Command) -> int:
   """Runs --mode verify, which builds the experiment again and again, with overrides of its own.
 
-  Returns:
-    the exit code: OK, or FAILED if a claim is broken.
+  Returns the exit code: OK, or FAILED if a claim is broken.
 
   Raises a UserError: the experiment cannot be built, or a claim is unknown.
   """

@@ -1,10 +1,5 @@
 """FAMILIES: one table per family of models: its keys in config.json, its tensors' names, and what it never varies.
 
-    family = family_of(config)
-    decoder = family.read(config)              # config.json -> Decoder
-    family.write(decoder)                      # Decoder -> config.json
-    family.rules(decoder, places)              # tensors in files <-> our weights
-
 Defaults are those of the family in transformers 5.23: a key that is absent has them.
 """
 

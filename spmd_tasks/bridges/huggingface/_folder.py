@@ -1,9 +1,4 @@
-"""Folder: a model in Hugging Face's format, its config read, its weights waiting in their files.
-
-folder = open_folder('models/llama')
-model = folder.build_model(dtype='bfloat16')
-weights = folder.read_weights(partitioned_model)     # each process reads the bytes of its shards
-"""
+"""Folder: a model in Hugging Face's format, its config read, its weights waiting in their files."""
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses

@@ -4,8 +4,6 @@
     spmd-tasks --mode export --format hf --exp hf.Model --set model=models/llama --out models/again
     spmd-tasks --mode export --format peft --job_log_dir runs/lora --out models/adapter
 
-    export_folder(Path('out'), model, weights, origin=folder)    # weights: name -> LazyArray, as checkpoints have them
-
 A folder has the weights that the job evaluates with, averaged ones if there are any, with low-rank adapters merged into
 the weights that they belong to; a folder of `peft` has the adapters alone. One tensor is in memory at a time.
 """
