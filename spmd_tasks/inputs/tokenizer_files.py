@@ -24,13 +24,24 @@ _CONFIG = 'tokenizer_config.json'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileTokenizer(abc.ABC):
-  """A tokenizer of the `tokenizers` library, which is read from the file or folder `path` on first use."""
-
-  path: str
+class _ListTokenizer(abc.ABC):
+  """A tokenizer whose `encode` makes a list; pickled without what it has cached of files."""
 
   def __getstate__(self) -> dict[str, Any]:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  @abc.abstractmethod
+  def encode(self, text: str) -> list[int]: ...
+
+  def encode_array(self, text: str) -> np.ndarray:
+    return np.array(self.encode(text), np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileTokenizer(_ListTokenizer):
+  """A tokenizer of the `tokenizers` library, which is read from the file or folder `path` on first use."""
+
+  path: str
 
   @functools.cached_property
   @abc.abstractmethod
@@ -39,9 +50,6 @@ class FileTokenizer(abc.ABC):
 
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-  def encode_array(self, text: str) -> np.ndarray:
-    return np.array(self.encode(text), np.int32)
 
   def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
     encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -287,7 +295,7 @@ class T5ByteTokenizer(ByteTokenizer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_ListTokenizer):
   """A SentencePiece model file, as T5 has it: pad is id 0, and `extra_ids` sentinels follow the file's pieces.
 
   The sentinels are `<extra_id_0>` and so on, from the last id downwards.
@@ -313,9 +321,6 @@ class SentencePieceTokenizer:
     except Exception as e:  # of protobuf or of the library, which raises a RuntimeError
       raise UserError(f'{self.path} is not a model of SentencePiece: {e}') from e
 
-  def __getstate__(self) -> dict[str, Any]:
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
   @property
   def vocab_size(self) -> int:
     return self._processor.get_piece_size()
@@ -331,9 +336,6 @@ class SentencePieceTokenizer:
   def encode(self, text: str) -> list[int]:
     return self._processor.encode(text)
 
-  def encode_array(self, text: str) -> np.ndarray:
-    return np.array(self.encode(text), np.int32)
-
   def decode(self, ids: Sequence[int]) -> str:
     return self._processor.decode([int(token) for token in ids if token != self.pad_id])
 
@@ -342,7 +344,7 @@ class SentencePieceTokenizer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IdTokenizer:
+class IdTokenizer(_ListTokenizer):
   """Ids written as numbers: '5 17 3'. Generated ids begin with a space each, so that texts can be joined."""
 
   vocab_size: int
@@ -360,9 +362,6 @@ class IdTokenizer:
           'between them.'
         )
     return [int(word) for word in words]
-
-  def encode_array(self, text: str) -> np.ndarray:
-    return np.array(self.encode(text), np.int32)
 
   def decode(self, ids: Sequence[int]) -> str:
     return ''.join(f' {token}' for token in ids if token != self.eos_id)

@@ -190,9 +190,38 @@ class WithAuxLosses:
     """Returns the loss with the aux losses, and the metrics with the mean of every entry of `aux` over its layers."""
     if not aux and not self.aux_loss_weights:
       return loss, metrics
-    from spmd_tasks.layers.aux_losses import with_aux_losses
+    self._check_aux(aux)
+    if taken := sorted({'loss', *metrics}.intersection(aux)):
+      raise UserError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them in the layer.")
+    metrics = dict(metrics)
+    for name, values in aux.items():
+      mean = jnp.mean(jnp.atleast_1d(values).astype(jnp.float32), axis=0)
+      mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers report for a batch of padding
+      metrics[name] = (mean, weight)
+      if name in self.aux_loss_weights:
+        loss = loss + self.aux_loss_weights[name] * mean
+    return loss, metrics
 
-    return with_aux_losses(self, loss, weight, metrics, aux)
+  def _check_aux(self, aux: Mapping[str, jax.Array]) -> None:
+    """Raises a UserError if an aux loss is missing, is a vector, or is not reported by `num_aux_layers` layers."""
+    for name in self.aux_loss_weights:
+      if name not in aux:
+        raise UserError(
+          f'aux_loss_weights names {name!r}, but the model reports {sorted(aux)}: correct the name, or use a layer '
+          'that computes it.'
+        )
+      shape = jnp.shape(aux[name])
+      if len(shape) > 1:
+        raise UserError(
+          f'the aux loss {name!r} has shape {shape}, but a loss has one value per layer: remove it from '
+          'aux_loss_weights.'
+        )
+      num_layers = math.prod(shape)
+      if self.num_aux_layers not in (None, num_layers):
+        raise UserError(
+          f'{num_layers} layers report the aux loss {name!r}, but num_aux_layers is {self.num_aux_layers}: correct it, '
+          'or pass on the aux of every layer and pipeline stage.'
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
