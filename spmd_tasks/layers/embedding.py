@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, soft_cap
+from spmd_tasks.layers.label_scores import LabelScores, label_scores_in_chunks, predicted_label_scores
 from spmd_tasks.layers.linear import adapted, adapter_of, multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
 
 if TYPE_CHECKING:
   from spmd_tasks.layers.adapter import AdaptedKernel
-  from spmd_tasks.layers.label_scores import LabelScores
 
 
 class TokenEmbedding(nn.Module, kw_only=True):
@@ -120,13 +120,11 @@ class TokenEmbedding(nn.Module, kw_only=True):
     weights, logits_of = self._logits(x)
     return logits_of(weights, x)
 
-  def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> 'LabelScores':
+  def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> LabelScores:
     """Returns `label_scores(attend(x), labels)` for x [B, T, D] and labels int32 [B, T], T / num_chunks at a time.
 
     With an adapter of the softmax kernel all logits are computed at once.
     """
-    from spmd_tasks.layers.label_scores import label_scores_in_chunks, predicted_label_scores
-
     if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
       return predicted_label_scores({'logits': self.attend(x)}, labels)
     weights, logits_of = self._logits(x)
