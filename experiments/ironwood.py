@@ -74,7 +74,9 @@ class Qwen3Moe235B(moe.Qwen3Moe30B):
 class GptOss120B(moe.Mixtral8x7B):
   """gpt-oss-120b (OpenAI, 2025): 117B parameters, 5.1B active, every other layer local; 64 Ironwood chips."""
 
-  mesh = DataExpertModelMesh(num_devices=128, num_expert_partitions=1, num_replicas=2)
+  mesh = DataExpertModelMesh(
+    num_devices=128, num_expert_partitions=64, num_replicas=2, base_rules=moe.EMBED_OVER_BOTH_AXES
+  )
   target = 'tpu7x:4x4x4'
   vocab_size = 201_088
   model_dims = 2880
@@ -91,6 +93,9 @@ class GptOss120B(moe.Mixtral8x7B):
 
   def router(self) -> fdl.Config[TopKRouter]:
     return fdl.copy_with(super().router(), use_bias=True)
+
+  def computation(self) -> fdl.Config[Dropless]:
+    return fdl.Config(Dropless, dispatch='gather')
 
   def ffn(self) -> fdl.Config[MixtureOfExperts]:
     ffn = super().ffn()
@@ -114,13 +119,14 @@ class GptOss120B(moe.Mixtral8x7B):
 
 @register
 class DeepSeekV3(moe.DeepSeekV3Like):
-  """moe.DeepSeekV3Like on 256 Ironwood chips: a layer's experts come to the tokens; mesh data 512."""
+  """moe.DeepSeekV3Like on 256 Ironwood chips: a layer's experts come to the tokens; mesh data 2 x expert 256."""
 
-  mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=1)
+  # Each device has half of one expert. Split over all devices, D would be 14, no whole tiles: each gather would copy.
+  mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=256, base_rules=moe.EMBED_OVER_BOTH_AXES)
   target = 'tpu7x:4x8x8'
   batch_size = 4096
   remat_policy = 'full_offloaded'
   num_logit_chunks = 4
 
   def computation(self) -> fdl.Config[Dropless]:
-    return fdl.Config(Dropless)
+    return fdl.Config(Dropless, dispatch='gather')

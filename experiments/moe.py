@@ -184,14 +184,14 @@ class Qwen3Moe30BOnH200(Qwen3Moe30B):
 
 
 # Weights beside the experts are split over both axes.
-_EMBED_OVER_BOTH_AXES = (('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed'))
+EMBED_OVER_BOTH_AXES = (('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed'))
 
 
 @register
 class DeepSeekV3Like(Mixtral8x7B):
   """671B parameters, 37B active (DeepSeek-V3, 2024); mesh data 16 x expert 32, tokens sent to experts (512 chips)."""
 
-  mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=32, base_rules=_EMBED_OVER_BOTH_AXES)
+  mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=32, base_rules=EMBED_OVER_BOTH_AXES)
   target = 'v5p:8x8x8'
   vocab_size = 129_280
   model_dims = 7168
@@ -246,7 +246,7 @@ class DeepSeekV3Like(Mixtral8x7B):
 class DeepSeekV3LikeOnH200(DeepSeekV3Like):
   """Seven layers of moe.DeepSeekV3Like, 50B parameters, on 8 H200, which cannot hold all 61; mesh expert 8."""
 
-  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=8, base_rules=_EMBED_OVER_BOTH_AXES)
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=8, base_rules=EMBED_OVER_BOTH_AXES)
   target = 'h200:8'
   num_layers = 7
   batch_size = 16

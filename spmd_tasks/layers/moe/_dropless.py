@@ -30,8 +30,8 @@ from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.sharding import SplitDims, padding
 from spmd_tasks.sharding.specs import ShardingScope, current_sharding_scope, num_parts
 
-# The ways to move tokens to experts on other devices.
-DISPATCHES: dict[str, Dispatch] = {'ring': ring, 'padded_all_to_all': padded_all_to_all}
+# The ways to bring tokens and experts of other devices together; None: the experts' weights come to the tokens.
+DISPATCHES: dict[str, Dispatch | None] = {'ring': ring, 'padded_all_to_all': padded_all_to_all, 'gather': None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class Dropless:
   """Sorts the tokens' choices by expert and applies each expert to exactly the rows that chose it.
 
   Fields:
-    dispatch: a name in DISPATCHES: how tokens reach experts on other devices.
+    dispatch: a name in DISPATCHES: how tokens reach experts on other devices. With 'gather' each device gathers all
+      experts of a layer, and no token moves: for many tokens a device.
     capacity_factor: the size of an all-to-all's buffers, as a multiple of the rows under balanced routing. None makes
       room for the worst case.
     overflow: what becomes of rows that do not fit: 'drop' them and count them in `fraction_dropped`, or do them in
@@ -58,10 +59,10 @@ class Dropless:
     if self.dispatch not in DISPATCHES:
       raise UserError(f'dispatch {self.dispatch!r} is unknown: choose one of {list(DISPATCHES)}.')
     if self.capacity_factor is not None:
-      if self.dispatch == 'ring':
+      if self.dispatch != 'padded_all_to_all':
         raise UserError(
-          f"capacity_factor={self.capacity_factor} has no effect with dispatch='ring', which has no buffers to bound: "
-          'set it to None, or use an all-to-all.'
+          f'capacity_factor={self.capacity_factor} has no effect with dispatch={self.dispatch!r}, which has no buffers '
+          'to bound: set it to None, or use an all-to-all.'
         )
       if not self.capacity_factor > 0:
         raise UserError(f'capacity_factor={self.capacity_factor} must be positive, or None for the worst case.')
@@ -97,7 +98,7 @@ class Dropless:
       gates,
       weights.replace(backend=self.backend),
       activation_split_dims=self.activation_split_dims,
-      dispatch=functools.partial(in_passes, dispatch) if self.overflow == 'passes' else dispatch,
+      dispatch=functools.partial(in_passes, dispatch) if dispatch and self.overflow == 'passes' else dispatch,
       capacity_factor=self.capacity_factor,
     )
     return y.astype(x.dtype), {'fraction_dropped': (jnp.float32(0), jnp.float32(1)), **statistics}
@@ -110,7 +111,7 @@ def apply_experts(
   experts: ExpertWeights,
   *,
   activation_split_dims: SplitDims,
-  dispatch: Dispatch,
+  dispatch: Dispatch | None,
   capacity_factor: float | None,
 ) -> tuple[jax.Array, Ratios]:
   """Returns (y [B, T, D], statistics): the sum of the experts' outputs by their gates, and the dispatch's statistics.
@@ -124,7 +125,7 @@ def apply_experts(
     gates: float32 [B, T, k], 0 for an assignment that is not routed.
     experts: all E.
     activation_split_dims: of x.
-    dispatch: moves tokens to experts on other devices.
+    dispatch: moves tokens to experts on other devices; None: their weights are gathered.
     capacity_factor: see Exchange.
 
   Raises a UserError: the layout is impossible (see `expert_layout`), or an enclosing `shard_map` has made an axis
@@ -134,13 +135,16 @@ def apply_experts(
   layout = None if scope is None else expert_layout(scope, experts, activation_split_dims, x.shape)
   if scope is None or layout is None or not layout.all_axes:
     return experts.apply_to_tokens(x, expert_ids, gates), {}
+  if dispatch is None:
+    layout = layout.with_experts_gathered()
   axis_sizes = scope.mesh.shape
+  expert_axes = layout.expert + layout.stored
   tokens_spec = PartitionSpec(layout.batch, layout.seq, None)
   weight_specs = experts.map(
-    up=lambda _: PartitionSpec(layout.expert, layout.up_embed, layout.hidden),
-    down=lambda _: PartitionSpec(layout.expert, layout.hidden, layout.down_embed),
-    up_bias=lambda _: PartitionSpec(layout.expert, layout.hidden),
-    down_bias=lambda _: PartitionSpec(layout.expert, None),
+    up=lambda _: PartitionSpec(expert_axes, layout.up_embed, layout.hidden),
+    down=lambda _: PartitionSpec(expert_axes, layout.hidden, layout.down_embed),
+    up_bias=lambda _: PartitionSpec(expert_axes, layout.hidden),
+    down_bias=lambda _: PartitionSpec(expert_axes, None),
   )
   exchange = Exchange(
     axes=layout.exchange,
@@ -168,7 +172,7 @@ def apply_experts(
       expert_ids, gates, num_experts=num_experts, layout=layout, axis_sizes=axis_sizes
     )
     local_experts = _weights_of_device(weights, layout, shape[-1])
-    if layout.exchange:
+    if dispatch is not None and layout.exchange:
       y, statistics = dispatch(x, expert_ids, gates, local_experts, exchange)
     else:
       y, statistics = local_experts.apply_to_tokens(x, expert_ids, gates), {}
@@ -179,7 +183,7 @@ def apply_experts(
       y = _sum_parts(layout.summed, num_parts(layout.summed, axis_sizes), y)
     return y.reshape(shape), statistics
 
-  if layout.up_embed or layout.down_embed:
+  if layout.up_embed or layout.down_embed or layout.stored:
     apply_on_device = jax.checkpoint(apply_on_device, policy=_save_all_but_gathered_weights, prevent_cse=False)
   mesh, axis_names = _mesh_and_free_axes(scope, layout, x)
   return jax.shard_map(
@@ -195,15 +199,16 @@ def apply_experts(
 def _weights_of_device(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) -> ExpertWeights:
   """Returns the weights that a device computes with: of its experts and its part of F, with all of D.
 
-  D is gathered inside the `shard_map`, so that the gradients are reduce-scattered. The results for the parts of F are
-  summed; `down_bias` counts in the first part only.
+  D is gathered inside the `shard_map`, so that the gradients are reduce-scattered, and then E where experts are stored
+  apart: whole experts lie one after another, so that the larger of the two gathers needs no copy. The results for the
+  parts of F are summed; `down_bias` counts in the first part only.
   """
 
-  def gather(weight: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    if not axes:
-      return weight
-    weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
-    return jax.lax.slice_in_dim(weight, 0, model_dim, axis=dim)
+  def gather(weight: jax.Array, axes: Axes = (), dim: int = 0) -> jax.Array:
+    if axes:
+      weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
+      weight = jax.lax.slice_in_dim(weight, 0, model_dim, axis=dim)
+    return jax.lax.all_gather(weight, layout.stored, axis=0, tiled=True) if layout.stored else weight
 
   def keep_once(bias: jax.Array) -> jax.Array:
     return jnp.where(jax.lax.axis_index(layout.hidden) == 0, bias, 0) if layout.hidden else bias
@@ -211,16 +216,17 @@ def _weights_of_device(weights: ExpertWeights, layout: ExpertLayout, model_dim: 
   return weights.map(
     up=lambda weight: gather(weight, layout.up_embed, 1),
     down=lambda weight: gather(weight, layout.down_embed, 2),
-    down_bias=keep_once,
+    up_bias=gather,
+    down_bias=lambda bias: keep_once(gather(bias)),
   )
 
 
-def _save_all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+def _save_all_but_gathered_weights(primitive: Any, *operands: Any, **_: Any) -> bool:
   """Checkpoint policy of FSDP: the backward pass gathers the weights again, instead of saving them for all layers.
 
-  Tokens are gathered along dim 0, weights along other dims; a slice removes the weights' padding.
+  Weights have three dims, the tokens here two; a slice removes the weights' padding.
   """
-  is_weight = primitive.name == 'all_gather' and params['all_gather_dimension'] > 0
+  is_weight = primitive.name == 'all_gather' and operands[0].ndim == 3
   return not is_weight and primitive.name != 'slice'
 
 

@@ -5,7 +5,8 @@ Shapes: B batch, T sequence, D model, F ffn, n tokens of this device, k choices 
 
 The axis rules alone decide. A mesh axis that splits
 
-  tokens and experts   is an exchange axis: tokens reach experts on other devices by a `Dispatch`;
+  tokens and experts   is an exchange axis: tokens reach experts on other devices by a `Dispatch`, or the weights of
+                       these experts are gathered;
   experts only         is a sum axis: all its devices have the same tokens, each computes its own experts, and the
                        results are summed;
   tokens and F         is a gather axis: every device gathers the tokens of all and computes a part of F; the partial
@@ -44,6 +45,7 @@ class ExpertLayout:
     batch, seq: axes of B and T of the tokens.
     expert, hidden: axes of E and F of the weights.
     up_embed, down_embed: axes of D of `up` (and `gate`) and of `down` that split tokens too (FSDP).
+    stored: further axes of E, the fastest, which split tokens too: the weights are gathered along them.
   """
 
   batch: Axes
@@ -52,6 +54,17 @@ class ExpertLayout:
   hidden: Axes
   up_embed: Axes
   down_embed: Axes
+  stored: Axes = ()
+
+  def with_experts_gathered(self) -> 'ExpertLayout':
+    """Returns the layout without exchange axes: weights are gathered along them. A UserError if that is impossible."""
+    apart, exchange = tuple(axis for axis in self.expert if axis not in self.tokens), self.exchange
+    if apart + exchange != self.expert:
+      raise UserError(
+        f"dispatch='gather' needs the axes that split experts only before those that split tokens too, not "
+        f'{self.expert}, of which {exchange} split tokens: name the axes in this order.'
+      )
+    return dataclasses.replace(self, expert=apart, stored=exchange)
 
   @property
   def tokens(self) -> Axes:

@@ -77,6 +77,10 @@ CASES = [
   for j, name in enumerate(LAYOUTS)
 ]
 CASES += [(name, 'ring') for name in LAYOUTS_WITHOUT_EXCHANGE]
+# Weights that are gathered along E, along D first, and beside an axis that splits experts only.
+CASES += [(list(LAYOUTS)[j], 'gather') for j in (2, 4)] + [
+  pytest.param(list(LAYOUTS)[6], 'gather', marks=pytest.mark.exhaustive)
+]
 
 
 @pytest.mark.parametrize('name, dispatch', CASES)
@@ -93,7 +97,7 @@ def test_is_the_loop_over_assignments(name, dispatch, rng):
     assert result[2]['fraction_dropped'] == 0
 
 
-@pytest.mark.parametrize('dispatch, model_dim', [('ring', 7), ('padded_all_to_all', 8)])
+@pytest.mark.parametrize('dispatch, model_dim', [('ring', 7), ('padded_all_to_all', 8), ('gather', 8)])
 def test_fsdp_keeps_no_gathered_weights(dispatch, model_dim, rng):
   """What a layer keeps for its backward pass is one device's part of the weights, here half of an expert's."""
   mesh, rules = mesh_and_rules({'data': 2, 'expert': 4}, {'batch': ('expert', 'data'), 'expert_embed': 'data'})
@@ -196,6 +200,7 @@ def test_no_remat_policy_sorts_twice(dispatch, policy, rng):
   [
     ({'dispatch': 'rings'}, r"dispatch 'rings' is unknown: choose one of \['ring', 'padded_all_to_all'"),
     ({'capacity_factor': 2.0}, r"capacity_factor=2.0 has no effect with dispatch='ring'"),
+    ({'dispatch': 'gather', 'capacity_factor': 2.0}, r"capacity_factor=2.0 has no effect with dispatch='gather'"),
     ({'overflow': 'passes'}, "overflow='passes' with capacity_factor=None has no effect"),
     ({'dispatch': 'padded_all_to_all', 'capacity_factor': float('nan')}, 'capacity_factor=nan must be positive'),
   ],
