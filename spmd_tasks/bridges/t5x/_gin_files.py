@@ -46,8 +46,8 @@ SIZES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 }
 _C4 = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
 _MC4 = 'gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model'
-_T5: Mapping[str, Any] = {'sizes': 't5_1_1', 'vocabulary': _C4, 'vocab_size': 32128, 'tied': False}
-_GATED: Mapping[str, Any] = _T5 | {'activations': ('gelu', 'linear')}
+_T5: dict[str, Any] = {'sizes': 't5_1_1', 'vocabulary': _C4, 'vocab_size': 32128, 'tied': False}
+_GATED = _T5 | {'activations': ('gelu', 'linear')}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
   't5_1_0': _T5 | {'sizes': 't5_1_0', 'activations': ('relu',), 'tied': True},
   't5_1_1': _GATED,
