@@ -171,6 +171,7 @@ def make_moe_model(c):
     NUM_SELECTED_EXPERTS = {c['top_k']}
     GROUP_SIZE = {c['group']}
     TRAIN_EXPERT_CAPACITY_FACTOR = {c['capacity']}
+    Z_LOSS = {c['z_loss']}
     AUX_LOSS_FACTOR = {c['aux']}
     ROUTER_Z_LOSS_FACTOR = 1e-3
     NUM_MODEL_PARTITIONS = 1
