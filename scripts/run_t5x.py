@@ -1,11 +1,18 @@
 # ruff: noqa: E402
-"""Runs the real T5X on small made-up batches, and writes folders that `scripts/t5x_compare` compares with ours.
+r"""Runs the real T5X on small made-up batches, and writes folders that `scripts/t5x_compare` compares with ours.
 
 PYTHONPATH=T5X:FLAXFORMER:SHIMS python scripts/run_t5x.py NAME ... OUT_DIR      # names: see CASES; `all`
 
 T5X cc342d4 and Flaxformer 399ea3a run on this repository's Python 3.11 environment, unchanged, with `pip install aqtp
 cached_property`, jestimator's sources and a module `airio.core` of empty classes (AirIODatasetIterator, Task, Mixture,
 DatasetProviderBase) on the path. The folders have the format of ../shared/t5x, without its curves of microbatches.
+
+Whether T5X goes on from an export of ours, on one device: from MODEL_DIR/checkpoint_20 it writes checkpoint_30, whose
+arrays (`open_checkpoint`) are those of a job of ours with `init_from=t5x:MODEL_DIR` and `skips_trained_batches=False`.
+
+PYTHONPATH=... python -c "import jax.experimental.pjit, runpy; jax.experimental.pjit.PartitionSpec =
+  jax.sharding.PartitionSpec; runpy.run_module('t5x.train', run_name='__main__', alter_sys=True)" \
+  --gin_file=made_up_sums.gin --gin.MODEL_DIR="'MODEL_DIR'" --gin.TRAIN_STEPS=30
 """
 
 import json
