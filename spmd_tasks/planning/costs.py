@@ -3,8 +3,8 @@
 For TPUs the compiler notes its own estimate in cycles. Everything else is a roofline: the larger of the time for the
 FLOPs at the chip's peak and the time for the bytes at its memory's bandwidth. Kernels (custom calls) get the share of
 the peak that rates.toml has for `attention` or, for all others, `grouped` products; what an attention kernel multiplies
-is known from its name and the shapes of its operands. Rows that SparseCores gather, of which the compiler estimates
-nothing, count as kernels too: their bytes at the rate `gather`, as if nothing ran beside them.
+is known from its name and the shapes of its operands. Rows that SparseCores gather or copy to another layout, of which
+the compiler estimates nothing, count as kernels too: their bytes at the rate `gather`, as if nothing ran beside them.
 
 Every product of attention has a side as short as a head. Where a TPU's matrix units are wider than a head, a part of
 them has nothing to do: heads of 128 fill half of a v6e's. A published profile of a v6e agrees, see chips.py.
@@ -99,8 +99,8 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
   peaks = ((count, chip.peak_of(dtype)) for dtype, count in by_type.items())
   at_peak = sum(count / peak for count, peak in peaks if peak)
   if cycles == UNKNOWN_CYCLES:
-    inside = () if instruction.fused is None else instruction.fused.instructions
-    rows = sum(2 * each.shape.stored_bytes for each in inside if each.opcode == 'gather')  # read and written
+    inside = (instruction,) if instruction.fused is None else instruction.fused.instructions
+    rows = sum(2 * each.shape.stored_bytes for each in inside if each.opcode in ('gather', 'copy'))  # read and written
     if rows and chip.hbm_bandwidth:  # by SparseCores
       return Cost(rows / chip.hbm_bandwidth / rate_of(chip, 'gather').value, flops, rows, 'kernel', at_peak=at_peak)
     return Cost(0, flops, moved, 'cycles', is_known=False, at_peak=at_peak)

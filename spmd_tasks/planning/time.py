@@ -287,7 +287,9 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, r
   if by_kind.get('kernel'):
     rates = (rate_of(chip, name) for name in ('attention', 'grouped', 'gather'))
     attention, other, gather = (f'{rate.value:.0%} ({rate.basis})' for rate in rates)
-    of_rows = f"; SparseCores gather rows at {gather} of the memory's bandwidth" if chip.platform == 'tpu' else ''
+    of_rows = (
+      f"; SparseCores gather and copy rows at {gather} of the memory's bandwidth" if chip.platform == 'tpu' else ''
+    )
     lines.append(
       f'Attention kernels run at {attention} of peak FLOP/s, of the part of it that heads of their size fill, and skip '
       f'{1 - CAUSAL_SHARE:.0%} of the scores (causal); other kernels (custom calls) run at {other}{of_rows}. They are '
