@@ -1,8 +1,6 @@
 """Fake devices do not starve each other of threads."""
 
 import os
-import subprocess
-import sys
 import tomllib
 
 import jax
@@ -38,8 +36,10 @@ print(len(jax.devices()), float(y.mean()) * 64)
 
 
 def test_a_device_may_be_in_two_collectives_at_once():
-  done = _run(PROGRAM, XLA_FLAGS='--xla_cpu_collective_call_terminate_timeout_seconds=60')
-  assert done.stdout.split() == ['8', '2.0']
+  environment = {name: value for name, value in os.environ.items() if name != 'NPROC'}
+  environment['XLA_FLAGS'] = '--xla_cpu_collective_call_terminate_timeout_seconds=60'
+  done = binary.run_python(PROGRAM, env=environment, limit_s=120)
+  assert (done.returncode, done.stdout.split()) == (0, ['8', '2.0']), done.stderr
 
 
 @pytest.mark.parametrize('given', ['', '--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_abc=1'])
@@ -64,11 +64,3 @@ def test_a_flag_is_set_where_the_version_of_jaxlib_is_known_to_have_it(jaxlib, k
 def test_the_bound_of_known_flags_is_that_of_jax_in_pyproject():
   project = tomllib.loads((binary.REPOSITORY / 'pyproject.toml').read_text())['project']
   assert f'jax>=0.10.2,<{UNKNOWN_FROM[0]}.{UNKNOWN_FROM[1]}' in project['dependencies']
-
-
-def _run(program: str, **environment: str) -> subprocess.CompletedProcess:
-  kept = {name: value for name, value in os.environ.items() if name != 'NPROC'}
-  command = [sys.executable, '-c', program]
-  done = subprocess.run(command, env=kept | environment, timeout=120, capture_output=True, text=True, check=False)
-  assert done.returncode == 0, done.stderr[-2000:]
-  return done

@@ -25,8 +25,9 @@ import time
 from etils import epath
 
 from spmd_tasks.store_files import read_growing
-from tests import xla_settings
+from tests import forked, xla_settings
 from tests.binary import run_binary, start_process
+from tests.operations.forked_supervisor import PIDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0  # from a kill to the next step
@@ -43,7 +44,9 @@ class Hosts:
     self.experiment = f'tests.operations.supervised_experiments.{experiment}'
     own = f'--mode train --num_fake_devices 1 --supervisor_address 127.0.0.1 --supervise {hosts}'.split()
     named = ['--exp', self.experiment, '--job_log_dir', str(self.job)]
-    self._command = ['-m', 'spmd_tasks.main', *named, *own, *flags]
+    # Supervisors and their processes are forked too, so that none of them imports anything (tests/fork_server.py).
+    module = 'tests.operations.forked_supervisor' if forked.is_running() else 'spmd_tasks.main'
+    self._command = ['-m', module, *named, *own, *flags]
     self.supervisors: list[subprocess.Popen] = []
 
   def __enter__(self) -> 'Hosts':
@@ -58,6 +61,7 @@ class Hosts:
     host = len(self.supervisors)
     path = os.pathsep.join([str(REPOSITORY), os.environ.get('PYTHONPATH', '')])
     own = {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu', 'SLURM_PROCID': str(host if rank is None else rank)}
+    own[PIDS] = str(self._pids(host))
     env = {**os.environ, **own}
     with (self.directory / f'host{host}.log').open('wb') as log:
       started = start_process(self._command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -72,8 +76,14 @@ class Hosts:
           return child
     return None
 
+  def _pids(self, host: int) -> Path:
+    return self.directory / f'host{host}.pids'
+
   def processes(self, host: int) -> list[int]:
     """The pids of a host's training process and of the next one."""
+    if self._pids(host).exists():  # forked ones are the server's children
+      pids = map(int, self._pids(host).read_text().split())
+      return [pid for pid in pids if Path(f'/proc/{pid}').exists()]
     pid = self.supervisors[host].pid
     with contextlib.suppress(OSError):
       return [int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
