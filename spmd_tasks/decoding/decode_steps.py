@@ -72,6 +72,10 @@ class DecodeSteps:
       the bits of several, whose products are of another kind. Where the mesh splits slots, each step computes all N.
     can_reuse: whether texts that begin alike can share blocks; False where the cache of a layer is a ring, and where
       what a token reads depends on more than the tokens before it, as in encoder-decoders.
+    prompt_tokens: how many tokens of prompts may be read between two steps, or by one program with a step.
+    joins_prefills: whether one program computes both: where the settings have step_tokens, the mesh splits no slots,
+      texts are longer than a chunk, and there is no encoder, no drafts by a model, and no adapters by name, of which
+      each token would read its own.
     block_tokens, num_blocks, table_len: b positions of a block of the KV cache, how many blocks there are, and how many
       a text of max_len has, M.
     num_drafts: k, how many drafts of a slot a step may check.
@@ -125,7 +129,12 @@ class DecodeSteps:
     # A prefix sees itself in both directions.
     self._has_prefix = 'prefix_mask' in spec
     with self._scope():
-      chunk = self.settings.prefill_chunk or _CHUNK.get(current_platform(), _LONG_CHUNK)
+      chunk = _CHUNK.get(current_platform(), _LONG_CHUNK)
+    num_slots, room = self.settings.num_slots, None
+    if self.settings.step_tokens is not None:
+      room = self.settings.step_tokens - num_slots
+      chunk = min(chunk, max(room - room % _BLOCK_TOKENS, self.settings.min_bucket))
+    chunk = self.settings.prefill_chunk or chunk
     self.prefill_chunk = self.max_len if self._has_prefix else min(max(chunk, self.settings.min_bucket), self.max_len)
     # Beam search reads whole prompts.
     longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
@@ -141,7 +150,7 @@ class DecodeSteps:
     with self._scope():
       finds = current_platform() == 'cpu' and model.mesh.size == 1
     with find_kernels(found) if finds else contextlib.nullcontext():
-      abstract_cache, specs, self.vocab_size = self._abstract_cache(num_slots := self.settings.num_slots)
+      abstract_cache, specs, self.vocab_size = self._abstract_cache(num_slots)
     # What was traced are the model's kernels, of which some are stored quantized.
     stored = traverse_util.flatten_dict(self.storage.padded.get('params', {}))
     self._layer_kernels = {path for path in found if not is_quantized(stored[path])}
@@ -157,6 +166,9 @@ class DecodeSteps:
     self.can_reuse = all(is_pool) and self.encoder_len is None and not self._has_prefix
     # One program then reads first and later chunks, by tables; texts without later chunks need no tables.
     self._reads_cache = shares and self.num_parts == 1 and self.encoder_len is None
+    self.prompt_tokens = room or self.prefill_chunk
+    others = self.heads or draft or self.adapter_names or self.settings.num_beams > 1
+    self.joins_prefills = room is not None and self._reads_cache and not others
     of_blocks = functools.partial(self._abstract_cache, num_slots)
     sizes = {'max_len': self.max_len, 'prefill_chunk': self.prefill_chunk, 'max_cache_tokens': num_slots * self.max_len}
     is_counted = self.settings.max_cache_tokens is not None
@@ -285,6 +297,8 @@ class DecodeSteps:
     """
     if self.settings.prefill_rows is not None:
       return self.settings.prefill_rows
+    if self.joins_prefills and not score_prompts:
+      return max(min(_PREFILL_ROWS, self.settings.num_slots, self.prompt_tokens // bucket), 1)
     if score_prompts or self.settings.num_beams > 1 or (num_chunks == 1 and bucket > 1):
       return 1
     num_tokens = _PREFILL_TOKENS if self.settings.prefill_chunk is None else self.prefill_chunk
@@ -318,14 +332,8 @@ class DecodeSteps:
     (busy,) = np.nonzero(keep)
     num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
     given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
-    slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
+    slots, tables = self._places(busy, num_rows, blocks, by_slot=num_rows == self.settings.num_slots)
     part = self.num_blocks // self.num_parts
-    is_whole = num_rows == self.settings.num_slots
-    tables = np.full((self.num_parts, -(-num_rows // self.num_parts), self.table_len), part, np.int32)
-    for row, slot in enumerate(busy.tolist()):
-      held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
-      where = divmod(slot if is_whole else row, tables.shape[1])
-      tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
     if not any((drafts or {}).values()) and (masks or not (drafts and self.heads)):
       if masks and drafts and self.draft is not None:  # it does not guess, but is to know the tokens
         self.draft.guess(state, keep, slots, tables, None, 0)
@@ -338,6 +346,36 @@ class DecodeSteps:
     if self.draft is not None:
       rows = rows.replace(tokens=self.draft.guess(state, keep, slots, tables, rows, self.num_drafts))
     return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, of_rows, rows)
+
+  def join(
+    self,
+    variables: Variables,
+    state: DecodeState,
+    batch: PrefillBatch,
+    keep: np.ndarray | None = None,
+    masks: Mapping[int, np.ndarray] | None = None,
+    blocks: Mapping[int, Sequence[int]] | None = None,
+  ) -> tuple[DecodeState, Outputs]:
+    """See step_functions.step_and_prefill; where `keep` is None, no slot takes a step or is abandoned."""
+    num_slots = self.settings.num_slots
+    busy = np.zeros(0, np.int32) if keep is None else np.nonzero(keep)[0]
+    keep = np.ones(num_slots, np.bool_) if keep is None else keep
+    of_slots = None if batch.masks is None else self._mask_rows(masks or {}, num_slots)
+    places = self._places(busy, num_slots, blocks)
+    return self._join(batch)(self.arrange(variables), state, keep, *places, of_slots, batch)
+
+  def _places(
+    self, busy: np.ndarray, num_rows: int, blocks: Mapping[int, Sequence[int]] | None, *, by_slot: bool = False
+  ) -> tuple[Any, Any]:
+    """The slots and tables of a step's rows; with `by_slot` row i of the tables is of slot i."""
+    slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
+    part = self.num_blocks // self.num_parts
+    tables = np.full((self.num_parts, -(-num_rows // self.num_parts), self.table_len), part, np.int32)
+    for row, slot in enumerate(busy.tolist()):
+      held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
+      where = divmod(slot if by_slot else row, tables.shape[1])
+      tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
+    return slots, tables
 
   def draft_sizes(self, num_slots: int) -> tuple[int, ...]:
     """How many rows a step with drafts of so many slots may have, R, in order."""
@@ -410,7 +448,8 @@ class DecodeSteps:
         self.draft.compile(self.abstract_state, num_rows, 1, 0)
     for score in (False, True) if score_prompts else (False,):
       for chunks in self.any_chunks(score):
-        self._prefill(batch := self.make_batch(chunks, score_prompts=score, masks={} if constrain else None))
+        batch = self.make_batch(chunks, score_prompts=score, masks={} if constrain else None)
+        (self._join if self.joins_prefills and not score else self._prefill)(batch)
         if self.draft is not None:
           self.draft.steps._prefill(own_batch(batch))
 
@@ -421,6 +460,10 @@ class DecodeSteps:
   def lower_step(self) -> Any:
     """Returns the lowered step (jax.stages.Lowered), for inspection and planning."""
     return self._step(self.settings.num_slots, make=self._lower_stateful)
+
+  def lower_join(self) -> Any:
+    """Returns the lowered step with a prefill of the longest chunk, for inspection and planning."""
+    return self._join(self.make_batch([self._any_chunk(0, self.buckets[-1])]), make=self._lower_stateful)
 
   def bucket(self, length: int) -> int:
     """The shortest bucket that holds a chunk of `length` tokens."""
@@ -460,6 +503,27 @@ class DecodeSteps:
 
     name = ('prefill', *batch.ids.shape, batch.before is None, batch.targets is None, batch.masks is None)
     return (make or self._compile_stateful)(name, prefill, batch)
+
+  def _join(self, batch: PrefillBatch, make: Callable[..., Any] | None = None) -> Any:
+    def join(padded_variables, padded_state, keep, slots, tables, masks, batch):
+      state, outputs = step_functions.step_and_prefill(
+        self._forward,
+        self._true(padded_variables),
+        padding.unpad(padded_state, self.abstract_state),
+        keep,
+        batch,
+        tables,
+        masks,
+        slots,
+        num_top_logprobs=self.settings.num_top_logprobs,
+      )
+      return padding.pad(state, self.padded_state), outputs
+
+    num_slots = self.settings.num_slots
+    masks = None if batch.masks is None else self._mask_rows({}, num_slots)
+    arrays = (np.zeros(num_slots, np.bool_), *self._places(np.zeros(0, np.int32), num_slots, None), masks, batch)
+    name = ('step and prefill', *batch.ids.shape, masks is None)
+    return (make or self._compile_stateful)(name, join, *arrays)
 
   def _step(
     self, num_rows: int, *, masked: bool = False, draft_rows: int = 0, make: Callable[..., Any] | None = None
@@ -629,7 +693,7 @@ def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[st
   if numbers is not None:
     model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
   given, named = task.arguments(batch, train=False)
-  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier')}):
+  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier', 'chunks')}):
     outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
   if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
     raise UserError(

@@ -18,21 +18,23 @@ import numpy as np
 from spmd_tasks.decoding.constraints import num_words
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine_contract import TokenMasks
-from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.decoding.requests import Chunk, PrefillBatch
 from spmd_tasks.decoding.step_functions import Outputs
 
 
 class _OnDevice:
   """Outputs whose copy to the host has begun."""
 
-  def __init__(self, outputs: Outputs):
-    self._outputs = outputs
+  def __init__(self, outputs: Outputs, first: int = 0):
+    """`first` is the first row that is read."""
+    self._outputs, self._first = outputs, first
     for leaf in jax.tree.leaves(outputs):
       if leaf.size:
         leaf.copy_to_host_async()
 
   def read(self) -> Outputs:
-    return jax.tree.map(lambda leaf: np.asarray(leaf) if leaf.size else np.zeros(leaf.shape, leaf.dtype), self._outputs)
+    read = lambda leaf: np.asarray(leaf) if leaf.size else np.zeros(leaf.shape, leaf.dtype)
+    return jax.tree.map(lambda leaf: read(leaf)[self._first :], self._outputs)
 
 
 class ModelEngine:
@@ -48,6 +50,7 @@ class ModelEngine:
     self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, steps.prefill_chunk
     self.block_tokens, self.num_blocks, self.num_parts = steps.block_tokens, steps.num_blocks, steps.num_parts
     self.can_reuse, self.num_drafts = steps.can_reuse, steps.num_drafts
+    self.prompt_tokens, self.joins_prefills = steps.prompt_tokens, steps.joins_prefills
     self.has_draft_model = steps.draft is not None or bool(steps.heads)
     self._steps = steps
     self._score_prompts = score_prompts
@@ -130,13 +133,17 @@ class ModelEngine:
   def prefill(
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
   ) -> _OnDevice:
-    for chunk in chunks:
-      self._blocks[chunk.slot] = list(self._steps.own_blocks(chunk.slot) if chunk.blocks is None else chunk.blocks)
-    batch = self._steps.make_batch(
-      chunks, score_prompts=score_prompts, masks=(masks or {}) if self._constrain else None
-    )
+    batch = self._batch(chunks, masks or {}, score_prompts)
+    if self.joins_prefills and not score_prompts:  # by the program that reads all chunks: with the same bits
+      self._state, outputs = self._steps.join(self._arranged, self._state, batch)
+      return _OnDevice(outputs, first=self.num_slots)
     self._state, outputs = self._steps.prefill(self._arranged, self._state, batch)
     return _OnDevice(outputs)
+
+  def _batch(self, chunks: Sequence[Chunk], masks: TokenMasks, score_prompts: bool = False) -> PrefillBatch:
+    for chunk in chunks:
+      self._blocks[chunk.slot] = list(self._steps.own_blocks(chunk.slot) if chunk.blocks is None else chunk.blocks)
+    return self._steps.make_batch(chunks, score_prompts=score_prompts, masks=masks if self._constrain else None)
 
   def step(
     self,
@@ -144,8 +151,17 @@ class ModelEngine:
     masks: TokenMasks | None = None,
     grown: Sequence[tuple[int, int]] = (),
     drafts: Mapping[int, Sequence[int]] | None = None,
+    chunks: Sequence[Chunk] = (),
   ) -> _OnDevice:
     for slot, block in grown:
       self._blocks[slot].append(block)
+    if chunks:
+      of_slots: dict[int, np.ndarray] = {}
+      of_chunks: dict[int, np.ndarray] = {}
+      for row, mask in (masks or {}).items():
+        (of_slots if row < self.num_slots else of_chunks)[row % self.num_slots] = mask
+      given = self._batch(chunks, of_chunks), keep, of_slots, self._blocks
+      self._state, outputs = self._steps.join(self._arranged, self._state, *given)
+      return _OnDevice(outputs)
     self._state, outputs = self._steps.step(self._arranged, self._state, keep, masks, self._blocks, drafts)
     return _OnDevice(outputs)

@@ -6,7 +6,8 @@
         ...
 
 Prompts are read in chunks between the steps, so that a long prompt delays the other sequences by no more than a chunk
-(Agrawal et al., Sarathi, 2023). A prompt that begins like an earlier one reuses its chunks (block_pool.py).
+(Agrawal et al., Sarathi, 2023), or by the same program as a step where the engine has one. A prompt that begins like an
+earlier one reuses its chunks (block_pool.py).
 
 A sequence gets blocks of the KV cache for its prompt when it is admitted, and for generated tokens as they come. When
 no block is left, the sequence that was admitted last is preempted: it gives up its slot, and begins again when there is
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -66,11 +68,11 @@ class Scheduler:
     Args:
       engine: the caller warms it up before the first `advance`.
       prefill_budget: how many prompt tokens, padding included, may be read between two steps, which bounds the time
-        between two tokens of a sequence; one prefill is always allowed. None: a whole chunk.
+        between two tokens of a sequence; one prefill is always allowed. None: what the engine's settings want.
       on_admit: called when a sequence gets a slot.
     """
     self._engine = engine
-    self._prefill_budget = engine.prefill_chunk if prefill_budget is None else prefill_budget
+    self._prefill_budget = engine.prompt_tokens if prefill_budget is None else prefill_budget
     self._on_admit = on_admit
     self._pool = BlockPool(engine)
     self._epoch = engine.cache_epoch
@@ -81,6 +83,7 @@ class Scheduler:
     self._slots: list[GeneratedSequence | None] = [None] * engine.num_slots
     self._free = list(range(engine.num_slots))  # least recently used first
     self._starts: dict[int, int] = {}  # slots whose prompt is being read, oldest first: where the next chunk starts
+    self._waiting: list[_Row] = []  # of a prefill that may go with the next step
     self._in_flight: deque[tuple[Launched, list[_Row]]] = deque()
     self._outbox: list[Delta] = []
     self.num_steps = self.num_slot_steps = self.num_prefills = self.num_chunks = self.num_preemptions = 0
@@ -127,6 +130,7 @@ class Scheduler:
     """Ends every sequence without another launch."""
     self.end([*self._queue, *self._preempted, *self._launched()], reason)
     self._in_flight.clear()
+    self._waiting = []
     return self._take_outbox()
 
   def advance(self, *, admit: bool = True) -> list[Delta]:
@@ -136,26 +140,32 @@ class Scheduler:
       admit: whether queued sequences may take slots, other than those that have begun.
     """
     self._prefill(admit)
+    reading = {*self._starts, *(slot for _, slot, *_ in self._waiting)}
+    generating = [slot for slot, each in enumerate(self._slots) if each is not None and slot not in reading]
     if any(each is not None and (each.matcher is not None or self._may_draft(each)) for each in self._slots):
       self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far, as drafts do
-    drafts = self._draft()
-    grown = self._grow(drafts)
+    drafts = self._draft(generating)
+    grown = self._grow(generating, drafts)
     rows: list[_Row] = [
-      (slot, slot, sequence, None)
-      for slot, sequence in enumerate(self._slots)
-      if sequence is not None and slot not in self._starts
+      (slot, slot, sequence, None) for slot in generating if (sequence := self._slots[slot]) is not None
     ]
     if rows:
       keep = np.zeros(len(self._slots), np.bool_)
       keep[[slot for slot, *_ in rows]] = True
-      masks = _masks({slot: sequence for slot, _, sequence, _ in rows})
-      launched = self._engine.step(keep, masks, grown, drafts) if drafts else self._engine.step(keep, masks, grown)
+      given: dict[str, Any] = {'drafts': drafts} if drafts else {}
+      joined: list[_Row] = []
+      if self._waiting and not drafts:
+        given['chunks'] = _chunks(self._waiting)
+        joined = [(len(self._slots) + row, slot, each, chunk) for row, slot, each, chunk in self._waiting]
+        self._waiting = []
+      launched = self._engine.step(keep, _masks([*rows, *joined]), grown, **given)
       for slot, _, sequence, _ in rows:
         sequence.num_drafted += len(drafts.get(slot, ()))
       self.num_drafted_tokens += sum(map(len, drafts.values()))
-      self._launch(launched, rows)
+      self._launch(launched, [*rows, *joined])
       self.num_steps += 1
       self.num_slot_steps += len(rows)
+    self._prefill_waiting()
     self._fetch_all(but=1 if self.num_active else 0)
     return self._take_outbox()
 
@@ -163,6 +173,7 @@ class Scheduler:
     """Call it after an exception of `advance`: ends the launched sequences as errors and empties the engine."""
     self.end(self._launched(), 'error')
     self._in_flight.clear()
+    self._waiting = []
     self._engine.reset()
     return self._take_outbox()
 
@@ -170,11 +181,14 @@ class Scheduler:
     budget = self._prefill_budget
     while reads := self._next_reads(admit):
       num_tokens, num_rows = self._engine.prefill_shape(reads[0][0])
-      cost = num_tokens * (num_rows if len(reads) > 1 else 1)
+      cost = num_tokens * (num_rows if len(reads) > 1 or self._engine.joins_prefills else 1)
       if cost > budget and budget < self._prefill_budget:
         return
       budget -= cost
-      self._launch_prefill(reads)
+      self._prefill_waiting()
+      self._begin_prefill(reads)
+      if reads[0][0].request.score_prompt or not self._engine.joins_prefills:
+        self._prefill_waiting()
 
   def _next_reads(self, admit: bool) -> list[_Read]:
     """The chunks of the next prefill: of prompts that are being read, then of the queue. Changes nothing.
@@ -272,7 +286,8 @@ class Scheduler:
       and ids[: other.stop] == other.request.ids[: other.stop]
     )
 
-  def _launch_prefill(self, reads: list[_Read]) -> None:
+  def _begin_prefill(self, reads: list[_Read]) -> None:
+    """Admits the prompts of a prefill, which waits for its launch."""
     for chunk, sequence in reads:
       if self._slots[chunk.slot] is None:
         self._admit(chunk, sequence)
@@ -282,11 +297,7 @@ class Scheduler:
       assert has_blocks
       chunk = dataclasses.replace(chunk, blocks=tuple(self._texts[chunk.slot].blocks))
       read.append((chunk, sequence))
-    chunks = [chunk for chunk, _ in read]
-    rows: list[_Row] = [(row, chunk.slot, sequence, chunk) for row, (chunk, sequence) in enumerate(read)]
-    score = chunks[0].request.score_prompt
-    last = {row: sequence for row, _, sequence, chunk in rows if chunk and chunk.stop == len(chunk.request.ids)}
-    launched = self._engine.prefill(chunks, score_prompts=score, masks=_masks(last))
+    self._waiting = [(row, chunk.slot, sequence, chunk) for row, (chunk, sequence) in enumerate(read)]
     self.num_prefills += 1
     for chunk, sequence in read:
       for key in self._keys(sequence)[chunk.start // self._engine.prefill_chunk :][:1]:
@@ -297,7 +308,15 @@ class Scheduler:
         self._starts[chunk.slot] = chunk.stop
       else:
         self._starts.pop(chunk.slot, None)
-    self._launch(launched, rows)
+
+  def _prefill_waiting(self) -> list[int]:
+    """Launches the prefill that waits, if there is one, without a step; returns the slots whose prompts it ends."""
+    rows, self._waiting = self._waiting, []
+    if rows:
+      chunks = _chunks(rows)
+      score = chunks[0].request.score_prompt
+      self._launch(self._engine.prefill(chunks, score_prompts=score, masks=_masks(rows)), rows)
+    return [slot for _, slot, *_ in rows if slot not in self._starts]
 
   def _admit(self, chunk: Chunk, sequence: GeneratedSequence) -> None:
     """Gives the slot of a prompt's first chunk to its sequence, which waits."""
@@ -313,9 +332,9 @@ class Scheduler:
   def _may_draft(self, sequence: GeneratedSequence) -> bool:
     return sequence.may_draft(self._engine.num_drafts)
 
-  def _draft(self) -> dict[int, tuple[int, ...]]:
+  def _draft(self, generating: list[int]) -> dict[int, tuple[int, ...]]:
     """The drafts of the next step, by slot; none where a step needs token masks, and where nothing is guessed."""
-    sequences = {slot: each for slot, each in enumerate(self._slots) if each is not None and slot not in self._starts}
+    sequences = {slot: each for slot in generating if (each := self._slots[slot]) is not None}
     num, by_model = self._engine.num_drafts, self._engine.has_draft_model
     if not num or ((is_masked := any(each.matcher is not None for each in sequences.values())) and not by_model):
       return {}
@@ -323,13 +342,14 @@ class Scheduler:
     drafts = {slot: () if is_masked else each.draft(num, by_model=by_model) for slot, each in may_draft.items()}
     return {slot: tokens for slot, tokens in drafts.items() if tokens or by_model}
 
-  def _grow(self, drafts: dict[int, tuple[int, ...]]) -> list[tuple[int, int]]:
+  def _grow(self, generating: list[int], drafts: dict[int, tuple[int, ...]]) -> list[tuple[int, int]]:
     """Gives each sequence whose next token begins a block that block, and returns (slot, block) of these.
 
-    Drafts for which there is no block are dropped.
+    Drafts for which there is no block are dropped. `generating` gets the slots whose prompts end before the step.
     """
     grown = []
-    for slot in [slot for slot in self._texts if slot not in self._starts]:
+    slots = [slot for slot in self._texts if slot in generating]
+    for slot in slots:
       while (sequence := self._slots[slot]) is not None:
         text = self._texts[slot]
         num_blocks = len(text.blocks)
@@ -340,6 +360,9 @@ class Scheduler:
         if self._pool.grow(text, num_tokens):
           grown += [(slot, block) for block in text.blocks[num_blocks:]]
           break
+        late = self._prefill_waiting()  # as its sequences may be preempted
+        slots += late
+        generating += late
         if self._in_flight:
           self._fetch_all()  # some sequences may have ended
         else:
@@ -420,6 +443,10 @@ class Scheduler:
         self._outbox.append(delta)
 
 
-def _masks(sequences: dict[int, GeneratedSequence]) -> dict[int, np.ndarray] | None:
-  """The token masks of constrained sequences; None where there are none."""
-  return {row: each.mask for row, each in sequences.items() if each.mask is not None} or None
+def _chunks(rows: list[_Row]) -> list[Chunk]:
+  return [chunk for *_, chunk in rows if chunk is not None]
+
+
+def _masks(rows: list[_Row]) -> dict[int, np.ndarray] | None:
+  """The token masks of constrained rows, also where a chunk ends no prompt; None where there are none."""
+  return {row: mask for row, _, each, _ in rows if (mask := each.mask) is not None} or None

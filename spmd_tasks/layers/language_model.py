@@ -62,7 +62,8 @@ class LanguageModel(WithSublayers, kw_only=True):
       batch: `ids` int32 [B, T], and optionally `segment_ids` and `segment_pos` (both int32 [B, T]): the document of
         each token (0: padding) and the position in it. Without `segment_ids` a row is one document; without
         `segment_pos`, which `segment_ids` need, positions count from the start of the row. With `logit_columns` int32
-        [B, n] the logits are those of these columns of T only, [B, n, V]. `labels` int32 [B, T] are needed for
+        [B, n] the logits are those of these columns of T only, [B, n, V]; with `logit_rows` int32 [n] those of these
+        rows of B, [n, T, V]. `labels` int32 [B, T] are needed for
         `num_logit_chunks` only. With `prefix_mask` [B, T] the tokens where it is 1 see one another in both directions,
         within their document.
       train: whether dropout is on, which needs the rng `dropout`.
@@ -86,6 +87,8 @@ class LanguageModel(WithSublayers, kw_only=True):
     del text
     if 'logit_columns' in batch:
       x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
+    if 'logit_rows' in batch:
+      x = jnp.take(x, batch['logit_rows'], axis=0, mode='clip')
     x = self._dropout(self.final_norm(x), train)
     beside = {'aux': dict(aux), **self._beside_logits(x)}
     if self.num_logit_chunks > 1 and 'labels' in batch and 'logit_columns' not in batch:

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.planning.targets import Target
 from spmd_tasks.runtime import PartitionedModel
 
-STEPS = ('train', 'eval', 'prefill', 'decode')
+STEPS = ('train', 'eval', 'prefill', 'decode', 'joined')
 _SIZE = r'([\d.]+)([KMGT]?)i?B?'
 _REFUSALS = (  # of all that a device holds; of temporaries alone
   (False, re.compile(rf'[Uu]sed {_SIZE} of {_SIZE} hbm')),
@@ -47,7 +48,7 @@ def compile_step(
   Args:
     job, model: the built experiment, and its task partitioned over the target's devices.
     step: a name in STEPS. `prefill` reads the longest chunk that a prompt begins with; `decode` generates one token for
-      every slot.
+      every slot; `joined` does both.
     target: is named in the lines on stderr.
     show_progress: whether to write such a line before and after it.
 
@@ -86,7 +87,12 @@ def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
     inputs = next(iter(job.eval_inputs.values()), job.train_input)
     return model.eval_step(inputs.element_spec()).lower()
   steps = DecodeSteps(model)
-  return steps.lower_prefill() if step == 'prefill' else steps.lower_step()
+  if step == 'joined' and not steps.joins_prefills:
+    raise UserError(
+      'this job has no joined step: prompts and texts take turns. Set task.decode.step_tokens; '
+      'docs/decoding.md says where it has no effect.'
+    )
+  return {'prefill': steps.lower_prefill, 'decode': steps.lower_step, 'joined': steps.lower_join}[step]()
 
 
 def read_refusal(message: str) -> OutOfMemory | None:

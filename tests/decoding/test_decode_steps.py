@@ -79,6 +79,7 @@ MESHES = {
   'one device': (Uneven, (1, 1, 1)),
   'data 2 x mdl 4': (Uneven, (1, 2, 4)),
   'windows': (Windowed, (1, 1, 1)),
+  'mdl 4': (Uneven, (1, 1, 4)),
   'windows on data 2 x mdl 4': (Windowed, (1, 2, 4)),
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1)),
   'layers 2 x data 2 x mdl 2': (Staged, (1, 2, 2, 2)),
@@ -86,6 +87,7 @@ MESHES = {
 }
 exhaustive = pytest.mark.exhaustive
 MARKS = {
+  'mdl 4': pytest.mark.exhaustive,
   'layers 2 x data 2 x mdl 2': pytest.mark.slow,
   'windows on data 2 x mdl 4': exhaustive,
   'latent attention, then windows and experts, on data 2 x mdl 4': exhaustive,
@@ -381,6 +383,70 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
     assert first.num_reused == 0 < second.num_reused
     assert first.logprobs == second.logprobs
     assert (first.logprobs == expected[long]) == (weights is run.variables)
+
+
+class EvenTokens:
+  """A matcher that allows half of the tokens."""
+
+  mask = np.full(-(-257 // 32), 0x55555555, np.uint32)
+  is_over, failure = False, None
+
+  def take(self, token):
+    assert token % 2 == 0
+
+
+@pytest.mark.parametrize(
+  'name', ['one device', *(pytest.param(name, marks=pytest.mark.slow) for name in ('windows', 'mdl 4'))]
+)
+def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(name, rng):
+  """Prompts that begin alike, samples, cancels and forms, in a pool that is too small for all."""
+  run = make_run(name)
+  steps = DecodeSteps(run.model, dataclasses.replace(SETTINGS, step_tokens=3 + 2 * CHUNK))
+  engine = ModelEngine(steps, run.variables, constrain=True)
+  engine.warm_up()
+  document = rng.integers(1, 257, 12).tolist()
+  requests = []
+  for number in range(12):
+    ids = document[: rng.integers(1, 12)] + rng.integers(1, 257, int(rng.integers(2))).tolist()
+    sampling = SamplingParams(temperature=number % 2, repetition_penalty=1.0 + number % 3 / 2)
+    length = int(rng.integers(1, MAX_LEN + 1 - len(ids)))
+    requests.append(Request(ids=tuple(ids), max_tokens=length, sampling=sampling))
+  expected = run.generate(requests)  # prompts and texts take turns
+  num_joined, step = 0, engine.step
+
+  def noted_step(*args, chunks=(), **given):
+    nonlocal num_joined
+    num_joined += len(chunks)
+    return step(*args, chunks=chunks, **given)
+
+  engine.step = noted_step
+  scheduler, texts = Scheduler(engine), []
+  assert engine.joins_prefills
+  with CompilationCounter() as compilations:
+    while len(texts) < 50 or scheduler.has_work:
+      if len(texts) < 50:
+        kind, matcher = int(rng.integers(len(requests))), EvenTokens() if rng.random() < 0.2 else None
+        request = dataclasses.replace(requests[kind], sampling=SamplingParams()) if matcher else requests[kind]
+        texts.append(GeneratedSequence(request, lambda tokens: '', index=kind, has_logprobs=True, matcher=matcher))
+        scheduler.submit(texts[-1:])
+      if rng.random() < 0.1:
+        scheduler.end([texts[int(rng.integers(len(texts)))]], 'cancelled')
+      scheduler.advance()
+  assert compilations.num_programs == 0
+  for each in texts:
+    tokens, logprobs = [entry.token for entry in each.logprobs], [entry.logprob for entry in each.logprobs]
+    assert each.finish_reason == 'cancelled' or len(tokens) == each.request.max_tokens
+    if each.matcher is None:
+      assert tokens == expected[each.index].ids[: len(tokens)]
+      np.testing.assert_allclose(logprobs, expected[each.index].logprobs[: len(tokens)], atol=1e-5)
+    elif tokens:
+      predicted = run.logprobs([*each.request.ids, *tokens])[len(each.request.ids) - 1 : -1, ::2]
+      assert tokens == (2 * np.argmax(predicted, axis=-1)).tolist()
+      np.testing.assert_allclose(logprobs, np.max(predicted, axis=-1), atol=run.atol)
+  assert num_joined > 20
+  assert scheduler.num_preemptions > 1
+  assert (scheduler.num_reused_tokens > 0) == steps.can_reuse
+  assert scheduler.num_used_blocks == 0
 
 
 def test_the_scores_of_chunks_are_those_of_the_full_forward_pass():

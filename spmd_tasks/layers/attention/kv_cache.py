@@ -99,6 +99,7 @@ class CachedArray(NamedTuple):
       the entries of the part's blocks tables[d, r], in this order. None: row i has the entries at i.
     num_rows: B; the last of the D R rows may be padding.
     scale: of an array in one of CACHE_DTYPES, its scales.
+    of_chunks: the same array for the P chunks of `LayerScope.cache_chunks`; None where there are none.
   """
 
   array: jax.Array
@@ -106,6 +107,7 @@ class CachedArray(NamedTuple):
   tables: jax.Array | None
   num_rows: int
   scale: 'CachedArray | None' = None
+  of_chunks: 'CachedArray | None' = None
 
   @property
   def num_entries(self) -> int:
@@ -169,18 +171,23 @@ def read_cache(module: nn.Module, num_rows: int, *names: str) -> tuple[CachedArr
     return None
   scope = current_layer_scope()
 
-  def read(name: str) -> Any:
+  def read(name: str, slots: Any, tables: Any, num_rows: int) -> Any:
     array: Any = module.get_variable(CACHE, name)
     if array is None:
       return None
-    tables = scope.cache_tables
+    scale = None if name.endswith(_SCALE) else read(name + _SCALE, slots, tables, num_rows)
     if is_by_slot(name):
-      tables = None if scope.cache_slots is None else scope.cache_slots[None, :, None]
+      tables = None if slots is None else slots[None, :, None]
     # A loop over layers that is not ours gives the arrays of one layer.
-    scale = None if name.endswith(_SCALE) else read(name + _SCALE)
     return CachedArray(array, scope.layers[: array.ndim - 4], tables, num_rows, scale)
 
-  return tuple(read(f'cached_{kinds[0]}{name}') for name in names)
+  names = tuple(f'cached_{kinds[0]}{name}' for name in names)
+  if scope.cache_chunks is None:
+    return tuple(read(name, scope.cache_slots, scope.cache_tables, num_rows) for name in names)
+  assert scope.cache_slots is not None
+  rows = scope.cache_slots, scope.cache_tables, len(scope.cache_slots)
+  chunks = *scope.cache_chunks, len(scope.cache_chunks[0])
+  return tuple(read(name, *rows)._replace(of_chunks=read(name, *chunks)) for name in names)
 
 
 def write_encoded(
@@ -221,8 +228,21 @@ def attend_to_cache(
     options: of a causal attention.
 
   Where rows are tokens of one text that follow each other (`LayerScope.cache_earlier`; T is 1), each also attends to
-  the rows before it.
+  the rows before it. Where the last rows are those of chunks (`LayerScope.cache_chunks`), each chunk is a row of its
+  own here, [P, T], as in a call without other rows.
   """
+  if cached[0].of_chunks is not None:
+    num, num_chunks = cached[0].num_rows, cached[0].of_chunks.num_rows
+    given: Any = query, key, value, segment_ids, segment_pos
+
+    def part(cut: Any, stored: list[Any]) -> jax.Array:
+      queries, keys, values, segments, positions = jax.tree.map(cut, given)
+      return attend_to_cache(queries, keys, values, tuple(stored), segments, positions, options)
+
+    of_rows = part(lambda x: x[:num], [x._replace(of_chunks=None) for x in cached])
+    as_chunks = lambda x: x[num:].reshape(num_chunks, -1, *x.shape[2:])
+    of_chunks = part(as_chunks, [x.of_chunks for x in cached])
+    return jnp.concatenate([of_rows, of_chunks.reshape(-1, *of_rows.shape[1:])])
   if current_layer_scope().batch_invariant:
     from spmd_tasks.layers.attention._batch_invariant import attend_to_cached
 
