@@ -22,7 +22,7 @@ DEADLINE_S = 30.0  # from a fault until the last process is gone
 
 def own_flags(job_log_dir: Path, *flags: str, exp: str = 'Job') -> list[str]:
   """Flags of a process without those by which it finds another one."""
-  experiment = f'tests.multi_process.raising_experiments.{exp}'
+  experiment = f'tests.multi_process.job_experiments.{exp}'
   return ['--exp', experiment, '--mode', 'train', '--job_log_dir', str(job_log_dir), *flags]
 
 
@@ -97,20 +97,20 @@ def wait_for_end(job: Job) -> list[RankResult]:
 
 def test_processes_that_differ_are_refused_before_anything_is_written(tmp_path):
   """Of what is compared tests/distributed/test_agreement.py has all."""
-  first, second = commands(tmp_path / 'job')
+  first, second = commands(tmp_path / 'job', exp='Light')
   second += ['--set', 'task.learner.optimizer.learning_rate=0.01']
   with Job([first, second], log_dir=tmp_path, num_devices=4) as job:
     ranks = job.wait(deadline_s=START_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.USAGE] * 2, [rank.log for rank in ranks]
-  assert 'learning_rate=0.01, process 0 has 0.003: start all' in ranks[0].log
+  assert 'learning_rate=0.01, process 0 has 0.03: start all' in ranks[0].log
   assert not any('Traceback' in rank.log for rank in ranks)
   assert not (tmp_path / 'job').exists()
 
 
 def test_a_signal_to_one_process_saves_the_same_step_on_all_also_while_they_save(tmp_path):
   """Ctrl-C; of SIGTERM test_faults.py has all cases, with a smaller worker."""
-  flags = ['--num_train_steps=100000', '--set', 'checkpoint_every_steps=1', '--set', 'eval_every_steps=None']
-  with Job(commands(tmp_path / 'job', *flags), log_dir=tmp_path, num_devices=4) as job:
+  flags = ['--num_train_steps=100000', '--set', 'checkpoint_every_steps=1']
+  with Job(commands(tmp_path / 'job', *flags, exp='Light'), log_dir=tmp_path, num_devices=4) as job:
     job.wait_for_text(0, 'step 3/', limit_s=START_S)
     job.send(1, signal.SIGINT)
     ranks = wait_for_end(job)
@@ -122,8 +122,8 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all_also_while_they_save
 
 
 def test_all_processes_refuse_a_directory_that_is_in_use(tmp_path):
-  with claim(tmp_path / 'used', experiment_name='tests.multi_process.raising_experiments.Job'):
-    ranks = train(tmp_path, tmp_path / 'used')
+  with claim(tmp_path / 'used', experiment_name='tests.multi_process.job_experiments.Light'):
+    ranks = train(tmp_path, tmp_path / 'used', exp='Light')
   assert [rank.returncode for rank in ranks] == [exit_codes.USAGE] * 2, [rank.log for rank in ranks]
   assert all('in use by another' in rank.log for rank in ranks)
   assert not any(rank.was_killed or 'Traceback' in rank.log for rank in ranks)

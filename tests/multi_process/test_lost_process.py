@@ -21,7 +21,7 @@ SECONDS_PER_BATCH = 1.0  # of process 1: longer than a step, also where many tes
 
 def commands(directory: Path, num_train_steps: int) -> list[list[str]]:
   """Two processes of four devices, each with a RAM disk of its own, as on two hosts; copied every 6 steps."""
-  command = [sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tests.multi_process.raising_experiments.Job']
+  command = [sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tests.multi_process.job_experiments.Light']
   command += ['--mode', 'train', '--job_log_dir', str(directory / 'job'), '--num_fake_devices=4']
   command += ['--set', f'train_input.slow_s={SECONDS_PER_BATCH}', f'--num_train_steps={num_train_steps}']
   command += ['--set', 'peer_copy_every_steps=6', '--set', 'checkpoint_every_steps=4', '--set', 'prefetch_batches=1']
@@ -79,7 +79,7 @@ def test_a_restart_after_the_loss_of_a_process_and_its_memory_reads_no_checkpoin
   assert [line['step'] for line in again] == list(range(7, last + 1))
   first = {line['step']: line for line in before}
   for line in again[: len(before) - 6]:
-    for name in ('loss', 'cross_entropy', 'accuracy', 'grad_norm', 'weight_norm', 'learning_rate'):
+    for name in ('loss', 'grad_norm', 'weight_norm', 'learning_rate'):
       assert line[name] == first[line['step']][name], (name, line['step'])
   for rank in range(2):  # a job that ended well leaves nothing in memory
     assert not [path for path in (killed / f'ram{rank}').rglob('*') if path.is_file()]

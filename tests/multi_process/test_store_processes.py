@@ -24,7 +24,7 @@ SETTINGS += ('eval_every_steps=None',)
 
 
 def flags(job_log_dir: epath.PathLike) -> list[str]:
-  experiment = 'tests.multi_process.raising_experiments.Job'
+  experiment = 'tests.multi_process.job_experiments.Job'
   own = ['--exp', experiment, '--mode', 'train', '--job_log_dir', str(job_log_dir), '--num_train_steps', '12']
   return own + [flag for setting in SETTINGS for flag in ('--set', setting)]
 

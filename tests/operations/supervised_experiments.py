@@ -1,4 +1,4 @@
-"""A job of three hosts of one device, whose batches take a while and divide by 1, 2 and 3."""
+"""Jobs of three or four hosts, whose batches take a while and divide by 1, 2 and 3."""
 
 import os
 
@@ -6,33 +6,25 @@ import fiddle as fdl
 import jax
 
 from spmd_tasks.experiments.synthetic import Tiny
-from spmd_tasks.inputs import ByteTokenizer, StdlibText, SyntheticText, TextInput
+from spmd_tasks.inputs import ByteTokenizer, StdlibText, TextInput
 from tests.fault_campaign.experiments import SlowInput
+from tests.programs.own_experiments import Points, Regression
 from tests.replay.faulty_devices import Fault, FaultyDevices
 
 
-class Job(Tiny):
-  """Of which any prefix is the same: a constant learning rate."""
+class Job(Regression):
+  """Of which any prefix is the same: a constant learning rate. Two matrices, so that it is compiled in no time."""
 
   ici_mesh_shape = (1, 3, 1)
-  batch_size = 24
-  num_train_steps = 60
+  log_every_steps = 1
   checkpoint_every_steps = 5
   eval_every_steps = None
   heartbeat_timeout_s = 10
   prefetch_batches = 1
   tensorboard = False
 
-  def task(self):
-    cfg = super().task()
-    cfg.learner.optimizer.learning_rate = 3e-3
-    return cfg
-
   def train_input(self):
-    return fdl.Config(SlowInput, input=self.rows(), seconds_per_batch=0.2)
-
-  def rows(self):
-    return fdl.Config(SyntheticText, batch_size=self.batch_size, seq_len=16, vocab_size=64)
+    return fdl.Config(SlowInput, input=fdl.Config(Points, batch_size=24), seconds_per_batch=0.2)
 
   def eval_inputs(self):
     return {}
@@ -56,13 +48,28 @@ class Watched(Job):
     return [BrokenDevice(every_steps=4)]
 
 
-class Text(Job):
+class Text(Tiny):
   """On four hosts, of text: each row of the batch has its own position, which moves between hosts with the row."""
 
   ici_mesh_shape = (1, 4, 1)
   vocab_size = ByteTokenizer().vocab_size
+  batch_size = 24
+  checkpoint_every_steps = 5
+  eval_every_steps = None
+  heartbeat_timeout_s = 10
+  prefetch_batches = 1
+  tensorboard = False
 
-  def rows(self):
+  def task(self):
+    cfg = super().task()
+    cfg.learner.optimizer.learning_rate = 3e-3
+    return cfg
+
+  def train_input(self):
     source = fdl.Config(StdlibText, block_bytes=256)  # a row goes on to another block every 16 steps
     tokenizer = fdl.Config(ByteTokenizer)
-    return fdl.Config(TextInput, source=source, tokenizer=tokenizer, batch_size=self.batch_size, seq_len=16)
+    rows = fdl.Config(TextInput, source=source, tokenizer=tokenizer, batch_size=self.batch_size, seq_len=16)
+    return fdl.Config(SlowInput, input=rows, seconds_per_batch=0.2)
+
+  def eval_inputs(self):
+    return {}

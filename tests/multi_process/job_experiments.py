@@ -1,4 +1,4 @@
-"""synthetic.Uneven with an input that fails, or is slow, on one process; and plain data of uneven batches."""
+"""Experiments for the binary as several processes, one of them slow: synthetic.Uneven, a small one, plain data."""
 
 import dataclasses
 import itertools
@@ -7,46 +7,39 @@ import time
 import fiddle as fdl
 
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.inputs import SyntheticText
+from spmd_tasks.inputs import Input, SyntheticText
+from tests.programs.own_experiments import Points, Regression
 from tests.programs.plain_experiment import Shapes, batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FailingText:
-  """SyntheticText that, where `fails`, raises on shard 1 instead of giving its batch `at_batch`.
+class SlowShard:
+  """Another input, whose shard 1 takes `slow_s` seconds for each batch."""
 
-  `slow_s`: how long each batch of shard 1 takes.
-  """
-
-  text: SyntheticText
-  fails: bool = False
-  at_batch: int = 8
+  rows: Input
   slow_s: float = 0.0
 
   @property
   def batch_size(self):
-    return self.text.batch_size
+    return self.rows.batch_size
 
   def element_spec(self):
-    return self.text.element_spec()
+    return self.rows.element_spec()
 
   def reshard_states(self, states, shard_count):
-    return self.text.reshard_states(states, shard_count)
+    return self.rows.reshard_states(states, shard_count)
 
   def make_iterator(self, shard_index=0, shard_count=1):
-    iterator = self.text.make_iterator(shard_index, shard_count)
-    return _FailingIterator(iterator, self) if shard_index == 1 and (self.fails or self.slow_s) else iterator
+    iterator = self.rows.make_iterator(shard_index, shard_count)
+    return _SlowIterator(iterator, self.slow_s) if shard_index == 1 and self.slow_s else iterator
 
 
-class _FailingIterator:
-  def __init__(self, iterator, settings):
-    self._iterator, self._settings, self._count = iterator, settings, 0
+class _SlowIterator:
+  def __init__(self, iterator, slow_s):
+    self._iterator, self._slow_s = iterator, slow_s
 
   def __next__(self):
-    self._count += 1
-    if self._settings.fails and self._count == self._settings.at_batch:
-      raise OSError('shard 1 is unreadable')
-    time.sleep(self._settings.slow_s or 0.05)  # the other process is to be well into the run
+    time.sleep(self._slow_s)
     return next(self._iterator)
 
   def __getattr__(self, name):
@@ -68,10 +61,28 @@ class Job(Uneven):
     return cfg
 
   def train_input(self):
-    return fdl.Config(FailingText, text=super().train_input())
+    return fdl.Config(SlowShard, rows=super().train_input())
 
   def eval_inputs(self):
     return {'valid': fdl.Config(SyntheticText, batch_size=8, seq_len=16, vocab_size=257, stream=1, num_batches=3)}
+
+
+class Light(Regression):
+  """Two matrices, which are compiled in no time, with the same limits."""
+
+  ici_mesh_shape = (1, 4, 2)
+  step_timeout_s = 15.0
+  heartbeat_timeout_s = 10
+  shutdown_timeout_s = 5
+  tensorboard = False
+  log_every_steps = 1
+  checkpoint_every_steps = 5
+
+  def train_input(self):
+    return fdl.Config(SlowShard, rows=fdl.Config(Points))
+
+  def eval_inputs(self):
+    return {}
 
 
 class Plain(Shapes):
