@@ -47,6 +47,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from spmd_tasks.bridges._lazy_arrays import lazy_array  # noqa: E402
+from spmd_tasks.bridges.t5x._gin_translation import ADAFACTOR, NORMALIZATIONS  # noqa: E402
 from spmd_tasks.bridges.t5x._seqio import contract_batch  # noqa: E402
 from spmd_tasks.bridges.t5x._weights import Layout  # noqa: E402
 from spmd_tasks.bridges.t5x.experiments import T5xMoeExperiment  # noqa: E402
@@ -62,8 +63,6 @@ TOLERANCE = 1e-5
 NUM_NUDGED_RUNS = 4
 ROUNDED_SHARE = 1e-6  # of the root mean square of an array's gradient: rounding moves its elements by about as much
 Element = tuple[str, tuple[int, ...]]  # of a canonical weight
-ADAFACTOR = {'beta1': 'momentum', 'weight_decay_rate': 'weight_decay', 'decay_rate': 'decay_exponent'}
-ADAFACTOR |= {name: name for name in ('clipping_threshold', 'max_parameter_scale', 'multiply_by_parameter_scale')}
 KNOWN_KEYS = (
   *('kind', 'vocab', 'emb', 'heads', 'head_dim', 'mlp', 'enc', 'dec', 'lengths', 'activations', 'tied', 'packed'),
   *('seed', 'case', 'steps', 'learning_rate', 'shims', 'versions', 'z_loss', 'label_smoothing', 'rows'),
@@ -71,12 +70,6 @@ KNOWN_KEYS = (
   *('batch_prioritized', 'extra_mlp', 'experts_choose', 'scan_layers', 'inputs_bidirectional_attention', *ADAFACTOR),
 )
 SHARES = ('greedy', 'beam')
-NORMALIZATIONS = {
-  None: 'sum',
-  'NUM_REAL_TARGET_TOKENS': 'tokens',
-  'NUM_TOTAL_TARGET_TOKENS': 'all_tokens',
-  'AVERAGE_PER_SEQUENCE': 'sequences',
-}
 NUM_DEVICES = 8  # of every run of T5X, from which the size of the experts' groups follows
 
 
@@ -166,7 +159,7 @@ class Case:
     factors, base, warmup = c['learning_rate'].split(', ')
     schedule = ProductOfFactors(factors=factors, base=float(base), warmup_steps=int(warmup.split()[-1]))
     layout = {'scanned': self.layout.scanned, 'heads_apart': self.layout.heads_apart}
-    adafactor = {ours: c[theirs] for theirs, ours in ADAFACTOR.items() if theirs in c}
+    adafactor = {ours: c[theirs] for theirs, ours in ADAFACTOR.items() if c.get(theirs) is not None}
     decode = DecodeSettings(
       max_len=self.batch['ids'].shape[1] + 1,
       num_slots=8,

@@ -32,7 +32,7 @@ _OTHER_RUNS = {
 _NETWORK = re.compile(
   r't5x\.(?:examples|contrib\.gpu)\.(t5|scalable_t5|decoder_only)\.network\.(Transformer|DecoderWrapper)'
 )
-_NORMALIZATION = {
+NORMALIZATIONS = {
   None: 'sum',
   'NUM_REAL_TARGET_TOKENS': 'tokens',
   'NUM_TOTAL_TARGET_TOKENS': 'all_tokens',
@@ -50,7 +50,7 @@ _SIZES = {
   'dropout_rate': ('dropout_rate', 0.1),
   'logits_via_embedding': ('ties_embedding', False),
 }
-_ADAFACTOR = {
+ADAFACTOR = {
   'beta1': 'momentum',
   'decay_rate': 'decay_exponent',
   'weight_decay_rate': 'weight_decay',
@@ -59,7 +59,7 @@ _ADAFACTOR = {
   'weight_decay_rate_lr_exponent': 'weight_decay_exponent',
 }
 _SAME = 'step_offset clipping_threshold min_dim_size_to_factor multiply_by_parameter_scale max_parameter_scale'
-_ADAFACTOR |= {name: name for name in _SAME.split()}
+ADAFACTOR |= {name: name for name in _SAME.split()}
 _RATE = {'base_learning_rate': 'base', 'min_learning_rate': 'minimum'}
 _SAME = 'factors warmup_steps decay_factor steps_per_decay steps_per_cycle step_offset'
 _RATE |= {name: name for name in _SAME.split()}
@@ -160,13 +160,13 @@ def _model(model: Node, made: Translation) -> None:
     _network(module.part('config'), known[1], model.name == 'DecoderOnlyModel', made)
     _report_rest(module, made)
   normalization = model.get('loss_normalizing_factor', None, (str, *_NUMBER))
-  if isinstance(normalization, str) and normalization not in _NORMALIZATION:
-    known_ones = ', '.join(map(str, _NORMALIZATION))
+  if isinstance(normalization, str) and normalization not in NORMALIZATIONS:
+    known_ones = ', '.join(map(str, NORMALIZATIONS))
     made.lacks(f'{model}.loss_normalizing_factor = {normalization!r}', f'known are {known_ones}')
   made.fields |= {
     'z_loss': model.get('z_loss', 0.0) or 0.0,
     'label_smoothing': model.get('label_smoothing', 0.0),
-    'normalization': _NORMALIZATION.get(normalization, normalization),
+    'normalization': NORMALIZATIONS.get(normalization, normalization),
   }
   for name in ('vocabulary', 'input_vocabulary', 'output_vocabulary'):  # the data's are read
     model.get(name, None)
@@ -360,11 +360,11 @@ def _activation(node: Node, made: Translation, name: str = 'activations') -> dic
 def _adafactor(optimizer: Node, made: Translation, *, is_flat: bool) -> None:
   """Translates Adafactor; `is_flat`: all weights are matrices, which T5X's rules factor as no rules do."""
   settings = {}
-  for theirs, ours in _ADAFACTOR.items():
-    value = optimizer.get(theirs, _ADAFACTOR)  # the table itself: no binding
+  for theirs, ours in ADAFACTOR.items():
+    value = optimizer.get(theirs, ADAFACTOR)  # the table itself: no binding
     if isinstance(value, Node):
       made.lacks(f'{optimizer}.{theirs} = @{value}', 'a map by name of the weight; set it in a subclass')
-    elif value is not _ADAFACTOR and not (value is None and theirs.startswith('weight_decay')):
+    elif value is not ADAFACTOR and not (value is None and theirs.startswith('weight_decay')):
       settings[ours] = value
   if optimizer.get('factored', True) is False:
     settings['min_dim_size_to_factor'] = 2**31 - 1

@@ -20,6 +20,7 @@ from spmd_tasks.bridges.t5x._gin_translation import translate
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.errors import UserError
+from spmd_tasks.learning import Adafactor
 from spmd_tasks.flags import all_modes, make_parser
 from spmd_tasks.wings import expand
 from tests import binary
@@ -125,6 +126,14 @@ def test_models_that_t5x_ships_are_known(name, fields):
   assert fields.items() <= made.fields.items()
   assert made.fields['dropout_rate'] == 0.1
   assert made.fields['dtype'] == 'bfloat16'
+
+
+def test_scalable_models_without_a_scan_have_heads_apart():
+  files = ['t5x/examples/scalable_t5/t5_1_1/small.gin', *RUN]
+  made = translated(files, 'network.T5Config.scan_layers = False')
+  assert not made.missing
+  rules = T5xExperiment(**made.fields).optimizer().factor_rules
+  assert rules == Adafactor.as_t5x(learning_rate=1.0, heads_apart=True).factor_rules
 
 
 SPARSE = """
