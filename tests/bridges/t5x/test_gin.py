@@ -20,8 +20,8 @@ from spmd_tasks.bridges.t5x._gin_translation import translate
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning import Adafactor
 from spmd_tasks.flags import all_modes, make_parser
+from spmd_tasks.learning import Adafactor
 from spmd_tasks.wings import expand
 from tests import binary
 
