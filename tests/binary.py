@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+import shutil
 import subprocess
 import sys
 import time
@@ -120,6 +121,18 @@ def column(directory: Path, name: str) -> dict[int, float]:
 def checkpoint_names(directory: Path) -> list[str]:
   """What lies in the directory of checkpoints, sorted."""
   return sorted(path.name for path in (directory / 'checkpoints').glob('*'))
+
+
+def copy_at(directory: Path, step: int, copy: Path) -> Path:
+  """Copies a job's directory with what it had when its checkpoint of `step` was the last one."""
+  shutil.copytree(directory, copy)
+  for path in (copy / 'checkpoints').iterdir():
+    if path.name != f'checkpoint_{step:08d}':
+      shutil.rmtree(path)
+  (copy / 'newest_checkpoint.json').write_text(json.dumps({'step': step}) + '\n')
+  lines = (copy / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  (copy / 'metrics.jsonl').write_text(''.join(line for line in lines if json.loads(line)['step'] <= step))
+  return copy
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, str]]:

@@ -11,7 +11,7 @@ from spmd_tasks.tuning.environments import Episode, Turns
 from spmd_tasks.tuning.reward_functions import RewardWorkers, _play
 from tests.tuning.reward_experiments import write_prompts
 from tests.tuning.rewards import Calculator, Echo
-from tests.tuning.test_rewards import MINIBATCHES, numbers, train
+from tests.tuning.test_rewards import MINIBATCHES, goes_on, numbers, train
 from tests.tuning.test_rollout_faults import Sampler
 
 NAME = 'tests.tuning.rewards'
@@ -119,11 +119,10 @@ def test_a_job_learns_from_an_environment_and_goes_on_to_the_same_bits(tmp_path)
   data = write_prompts(tmp_path)
   # The compiled step is that of the job with staleness, which has this cap by default.
   settings = ('reward=', f'environment={NAME}:Echo', f'eval_data={data}', *MINIBATCHES, 'sampler_cap=2.0')
-  flags = [flag for setting in settings for flag in ('--set', setting)]
-  assert train(tmp_path / 'whole', data, *flags, '--num_train_steps', '12') == exit_codes.OK
-  for last in (5, 12):
-    assert train(tmp_path / 'parts', data, *flags, '--num_train_steps', str(last)) == exit_codes.OK
+  flags = [flag for each in (*settings, 'checkpoint_every_steps=9') for flag in ('--set', each)]
+  flags += ['--num_train_steps', '12']
+  assert train(tmp_path / 'whole', data, *flags) == exit_codes.OK
   whole = numbers(tmp_path / 'whole')
-  assert numbers(tmp_path / 'parts') == whole
+  assert goes_on(tmp_path / 'whole', 9, data, *flags) == whole
   assert max(each['sampler_mismatch_max'] or 0 for each in whole.values()) < 1e-4
   assert whole[12]['reward'] > whole[1]['reward'] + 0.2
