@@ -32,15 +32,17 @@ def run_pax(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., binary.
 _TOGETHER = """
 import json, sys
 from spmd_tasks import main
+from tests.shared_models import shared_models
 for flags in json.loads(sys.argv[1]):
-  code = main.run(flags)
+  with shared_models():
+    code = main.run(flags)
   print(f'\\n=== {code}', file=sys.stderr, flush=True)
 """
 
 
 @pytest.fixture(scope='session')
 def run_pax_together(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., list[tuple[int, str]]]:
-  """Runs several command lines in one process, one after another; returns the exit code and stderr of each."""
+  """Runs several command lines in one process, which shares what it compiles; returns exit code and stderr of each."""
 
   def run(*commands: tuple[object, ...]) -> list[tuple[int, str]]:
     flags = [[*map(str, command), '--experiment_path', str(PAX_EXPERIMENTS)] for command in commands]

@@ -21,7 +21,7 @@ DENSE, EMA, MOE = 'pax_lab.dense_lm.DenseLm', 'pax_lab.dense_lm.DenseLmEma', 'pa
 LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_text())['losses']
 # Steps 4 and 5 from Paxml's checkpoint by Paxml's own step, its arrays read by TensorStore, on one device.
 CONTINUED = [4.193216800689697, 4.155379295349121]
-TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1')
+TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
 EIGHT, FOUR = (('--num_fake_devices', number) for number in (8, 4))
 SAVED = ('--set', 'checkpoint_every_steps=5', '--set', 'eval_every_steps=10')
 
@@ -29,13 +29,23 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
-def dense_job(run_pax, tmp_path_factory):
-  """DenseLmEma, whose loss is that of DenseLm, trained 20 steps on 8 devices; its evals take the averaged weights."""
+def dense_runs(run_pax_together, tmp_path_factory):
+  """DenseLmEma, whose loss is that of DenseLm, trained 20 steps on 8 devices; then evals by averaged and own weights.
+
+  The directory, and what each run said.
+  """
   directory = tmp_path_factory.mktemp('dense')
-  flags = ('--exp', EMA, *TRAIN, *SAVED, '--set', 'eval_with_ema=true')
-  finished = run_pax(*flags, '--job_log_dir', directory, *EIGHT)
-  assert finished.returncode == 0, finished.stderr
-  return directory
+  flags = ('--job_log_dir', directory, *EIGHT)
+  train = ('--exp', EMA, *TRAIN, *SAVED, '--set', 'eval_with_ema=true')
+  own = ('--mode', 'eval', '--set', 'eval_with_ema=false', '--accept_config_changes')
+  runs = run_pax_together((*train, *flags), ('--mode', 'eval', *flags), (*own, *flags))
+  assert [code for code, _ in runs] == [0, 0, 0], runs
+  return directory, [said for _, said in runs]
+
+
+@pytest.fixture
+def dense_job(dense_runs):
+  return dense_runs[0]
 
 
 def test_the_losses_are_those_of_paxml_from_the_seed_alone(dense_job, run_pax, tmp_path):
@@ -69,17 +79,13 @@ def test_a_killed_job_goes_on_bit_for_bit(dense_job, start_pax, run_pax, tmp_pat
   assert jax.tree.all(jax.tree.map(np.array_equal, *states))
 
 
-def test_an_eval_job_computes_what_the_training_job_recorded(dense_job, run_pax):
+def test_an_eval_job_computes_what_the_training_job_recorded(dense_runs):
   """The averaged weights are taken out of Pax' optimizer state, which the checkpoint holds."""
-  flags = ('--job_log_dir', dense_job, '--mode', 'eval', *EIGHT)
-  finished = run_pax(*flags)
-  assert finished.returncode == 0, finished.stderr
-  recorded = binary.metric_lines(dense_job / 'eval' / 'valid')[-1]
-  assert recorded['step'] == 20
-  assert f'loss {recorded["loss"]:.4f}' in finished.stderr
-  raw = run_pax(*flags, '--set', 'eval_with_ema=false', '--accept_config_changes')
-  assert raw.returncode == 0, raw.stderr
-  assert f'loss {recorded["loss"]:.4f}' not in raw.stderr
+  directory, (_, averaged, own) = dense_runs
+  recorded = next(line for line in binary.metric_lines(directory / 'eval' / 'valid') if line['step'] == 20)
+  assert f'loss {recorded["loss"]:.4f}' in averaged
+  assert f'loss {recorded["loss"]:.4f}' not in own
+  assert 'loss ' in own
 
 
 @pytest.fixture(scope='module')

@@ -1,6 +1,7 @@
 """Experiments of Pax of many kinds (tests/data/pax_cases), from the seed alone: the losses and evals of the real Paxml.
 
-tests/data/pax_cases/paxml_losses.json is by Paxml 1.4.0 on jax 0.10.2.
+Some are ended early by a function of theirs, as in Paxml, or have no training dataset. What Paxml computes is in
+tests/data/pax_cases/paxml_losses.json, by Paxml 1.4.0 on jax 0.10.2.
 """
 
 import json
@@ -8,12 +9,14 @@ import json
 import numpy as np
 import pytest
 
+from spmd_tasks import exit_codes
 from tests import binary
 from tests.bridges.pax.conftest import PAX_EXPERIMENTS
 
 EXPECTED = json.loads((PAX_EXPERIMENTS / 'pax_cases' / 'paxml_losses.json').read_text())
 # It has much of what the others have one by one.
 ALWAYS = ('pipelines.PipelinedStreams',)
+FOUR = ('--num_fake_devices', 4)
 FLAGS = ('--mode', 'train', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
 
 pytestmark = pytest.mark.slow
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.slow
   ],
 )
 def test_the_losses_and_evals_are_those_of_paxml(run_pax, name, tmp_path):
-  finished = run_pax('--exp', f'pax_cases.{name}', *FLAGS, '--job_log_dir', tmp_path, '--num_fake_devices', 4)
+  finished = run_pax('--exp', f'pax_cases.{name}', *FLAGS, '--job_log_dir', tmp_path, *FOUR)
   assert finished.returncode == 0, finished.stderr
   expected = EXPECTED[name]
   np.testing.assert_allclose(list(binary.column(tmp_path, 'loss').values()), expected['losses'], rtol=1e-6)
@@ -36,3 +39,62 @@ def test_the_losses_and_evals_are_those_of_paxml(run_pax, name, tmp_path):
     lines = {line['step']: line for line in binary.metric_lines(tmp_path / 'eval' / dataset)}
     ours = [lines[int(step)].get('total_loss', lines[int(step)]['loss']) for step in losses]
     np.testing.assert_allclose(ours, list(losses.values()), rtol=1e-6)
+
+
+# --- experiments that end early, or only evaluate ---
+
+
+def calls(directory):
+  """What the function was asked: names of metrics, and what does not depend on the clock."""
+  return list(map(clock_free, (directory / 'asked.jsonl').read_text().splitlines()))
+
+
+def clock_free(line):
+  asked = json.loads(line) if isinstance(line, str) else dict(line)
+  metrics = asked.pop('metrics')
+  return asked, {name: value for name, value in metrics.items() if 'eval_test' in name or name == 'num_params'}, metrics
+
+
+@pytest.fixture(scope='module')
+def ended_runs(run_pax_together, tmp_path_factory):
+  """UntilTarget, ended at step 4 by its second eval, and EvalOnly: the directory, and what the latter said."""
+  directory = tmp_path_factory.mktemp('ended')
+  flags = ('--job_log_dir', directory, *FOUR)
+  eval_only = ('--exp', 'pax_cases.ending.EvalOnly', '--mode', 'eval', '--accept_config_changes', *flags)
+  (code, said), (eval_code, eval_said) = run_pax_together(
+    ('--exp', 'pax_cases.ending.UntilTarget', *FLAGS, *flags), eval_only
+  )
+  assert code == eval_code == exit_codes.OK, said + eval_said
+  assert 'Ended after step 4 of 7: task.early_stopping_fn, StopsAt, says so.' in said
+  return directory, eval_said
+
+
+def check_calls(directory, case):
+  ours, theirs = calls(directory), list(map(clock_free, EXPECTED[case]['asked']))
+  assert len(ours) == len(theirs)
+  for (asked, metrics, named), (asked_there, metrics_there, named_there) in zip(ours, theirs, strict=True):
+    assert asked == asked_there
+    assert set(named) >= set(named_there)
+    assert {name: metrics[name] for name in metrics_there} == pytest.approx(metrics_there, rel=1e-6)
+
+
+def test_the_function_is_asked_what_paxml_asks_it(ended_runs):
+  ended_job, _ = ended_runs
+  check_calls(ended_job, 'ending.UntilTarget')
+  assert len(binary.metric_lines(ended_job)) == 4
+  assert binary.checkpoint_names(ended_job) == ['checkpoint_00000004']
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('name, num_steps', [('UntilStep', 3), ('ToTheEnd', 7)])
+def test_between_evals_and_at_the_end(run_pax, tmp_path, name, num_steps):
+  finished = run_pax('--exp', f'pax_cases.ending.{name}', *FLAGS, '--job_log_dir', tmp_path, *FOUR)
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  check_calls(tmp_path, f'ending.{name}')
+  assert len(binary.metric_lines(tmp_path)) == num_steps
+
+
+def test_an_experiment_without_a_training_dataset_evaluates(ended_runs):
+  directory, said = ended_runs
+  recorded = next(line for line in binary.metric_lines(directory / 'eval' / 'valid') if line['step'] == 4)
+  assert f'loss {recorded["loss"]:.4f}' in said

@@ -36,11 +36,21 @@ def test_by_what_a_module_and_its_own_modules_import(module, sources, expected, 
 
 PROGRAM = """
 import sys
+import jax
 from spmd_tasks import main
+own = jax.tree_flatten = lambda *x: jax.tree.flatten(*x)
 before = [*sys.meta_path]
 code = main.run(['--exp', {experiment!r}, '--experiment_path', {directory!r}, '--print_config'])
-import jax
 added = [type(finder).__name__ for finder in sys.meta_path if finder not in before]
+assert jax.tree_flatten is own, 'a name that JAX has is left alone'
+if 'praxis' in sys.modules:
+  assert jax.tree_unflatten(jax.tree_flatten([1, 2])[1], 'ab') == ['a', 'b']
+  from pax_lab import dense_lm
+  from paxml import summary_utils
+  dense_lm.DenseLm().datasets()
+  dense_lm.DenseLm().task().Instantiate()
+  assert not isinstance(3, summary_utils.SummaryWriter)
+  assert not {{'tensorflow', 'seqio'}} & set(sys.modules), 'imported before it is used'
 print(code, added, hasattr(jax, 'tree_map'), 'praxis' in sys.modules, file=sys.stderr)
 """
 
@@ -53,7 +63,7 @@ print(code, added, hasattr(jax, 'tree_map'), 'praxis' in sys.modules, file=sys.s
   ],
 )
 def test_the_process_of_a_plain_experiment_has_no_finder_and_no_added_name(experiment, said, tmp_path):
-  """In a process of its own."""
+  """In a process of its own; one of Pax imports TensorFlow when it is used."""
   directory = 'tests/data'
   if experiment.startswith('plain'):  # outside our package, whose modules nothing is done for
     directory = str(tmp_path)

@@ -9,7 +9,6 @@ import pytest
 from spmd_tasks.bridges.pax import _shims
 from spmd_tasks.bridges.pax._shims import find_stand_in
 from spmd_tasks.errors import UserError
-from tests import binary
 
 
 @pytest.mark.parametrize(
@@ -30,21 +29,6 @@ def test_reshape_takes_its_shape_by_the_earlier_name_too():
   for shaped in (reshape(np.arange(6), (2, 3)), reshape(np.arange(6), newshape=(2, 3))):
     assert shaped.tolist() == [[0, 1, 2], [3, 4, 5]]
   assert 'newshape' in inspect.signature(reshape).parameters  # so that no second wrapper is put around it
-
-
-def test_a_pax_experiment_imports_tensorflow_when_it_is_used():
-  """Names that JAX has are left alone. In a process of its own; jobs with summaries use TensorFlow."""
-  program = (
-    'import sys, jax; own = jax.tree_map = lambda *x, **y: jax.tree.map(*x, **y); sys.path.append("tests/data"); '
-    'from spmd_tasks.bridges.pax import install_shims; install_shims(); from pax_lab import dense_lm; '
-    'assert jax.tree_map is own; assert jax.tree_unflatten(jax.tree_flatten([1, 2])[1], "ab") == ["a", "b"]; '
-    'from paxml import summary_utils; '
-    'dense_lm.DenseLm().datasets(); dense_lm.DenseLm().task().Instantiate(); '
-    'assert not isinstance(3, summary_utils.SummaryWriter); '
-    'assert not {"tensorflow", "seqio"} & set(sys.modules)'
-  )
-  finished = binary.run_python(program, limit_s=240)
-  assert finished.returncode == 0, finished.stderr
 
 
 # As modules of T5's users look, and paxml.tasks.lm.params.c4.
