@@ -98,12 +98,16 @@ _TOGETHER = {
   'torch': (
     'bridges/huggingface/test_against_transformers.py',
     'bridges/huggingface/test_encoder_decoders.py',
+    'bridges/huggingface/test_nextn_folders.py',
     'bridges/huggingface/test_peft.py',
     'bridges/huggingface/test_quantized.py',
+    'bridges/huggingface/test_score_heads.py',
     'evaluation/test_lm_eval.py',
     'inputs/test_as_transformers_does.py',
     'learning/test_muon.py',
+    'serving/test_served_scorers.py',
     'tuning/test_assistant_turns.py',
+    'tuning/test_policy_loss.py',
     'tuning/test_preference_loss.py',
   ),
   'seqio': (

@@ -65,8 +65,11 @@ def test_no_bit_of_200_rollouts_differs_in_batches_of_1_to_16(name, experiment):
   model, _ = make_model(experiment, (1,), overrides=('exact=True',))
   assert isinstance(model.task, RolloutTask)
   weights, rng = model.init(0).variables['params'], np.random.default_rng(0)
-  weights = jax.tree.map(lambda x: np.asarray(x) + np.float32(0.01) * rng.standard_normal(x.shape, np.float32), weights)
-  weights = jax.device_put(weights)  # adapters do not begin at 0 now
+
+  def moved(x):  # adapters begin at 0
+    return jax.device_put(np.asarray(x) + np.float32(0.01) * rng.standard_normal(x.shape, np.float32), x.sharding)
+
+  weights = jax.tree.map(moved, weights)
   settings = DecodeSettings(max_len=LENGTH, num_slots=NUM_SLOTS, min_bucket=LENGTH, prefill_rows=4)
   steps = DecodeSteps(model, settings, temperature=TEMPERATURE)
   asked = requests(200, rng)
