@@ -252,9 +252,9 @@ def test_flags_of_plan_in_another_mode_are_refused(tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_a_failure(monkeypatch, tmp_path, capsys):
-  """Devices whose memory does not hold the step of synthetic.Uneven with 64 rows at once."""
-  monkeypatch.setattr(targets, 'CPU', dataclasses.replace(targets.CPU, hbm_bytes=600_000))
-  code = run_plan('--target', 'cpu:8', '--plan_out', tmp_path, '--set', 'batch_size=64')
+  """Devices whose memory does not hold the step of synthetic.Uneven."""
+  monkeypatch.setattr(targets, 'CPU', dataclasses.replace(targets.CPU, hbm_bytes=60_000))
+  code = run_plan('--target', 'cpu:8', '--plan_out', tmp_path)
   printed = capsys.readouterr().out
   assert code == exit_codes.FAILED
   assert 'DOES NOT FIT' in printed
