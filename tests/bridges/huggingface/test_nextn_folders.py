@@ -41,7 +41,7 @@ def rewrite(path, tensors, **config):
 
 @pytest.fixture(scope='module', params=['deepseek_v3', 'glm4_moe'])
 def made(request, tmp_path_factory):
-  """(A folder with a head, which of its tensors are the head's, the head's logits [B, T - 1, V])."""
+  """(A folder with a head, which of its tensors are the head's, logits and the head's logits [B, T - 1, V])."""
   import torch
 
   path, num_layers = tmp_path_factory.mktemp('heads') / 'model', CONFIGS[request.param]['num_hidden_layers']
@@ -62,7 +62,7 @@ def made(request, tmp_path_factory):
     halves = norm(table[ids[:, 1:]], enorm), norm(hidden, hnorm)
     body.layers, body.norm = layers[num_layers:], torch.nn.Identity()
     x = body(inputs_embeds=torch.cat(halves, -1) @ eh_proj.T, use_cache=False).last_hidden_state
-    logits = (norm(x, shared_norm) @ kernel.T).numpy()
+    logits = [(each @ kernel.T).numpy() for each in (hidden, norm(x, shared_norm))]
     of_head = {'enorm': enorm, 'hnorm': hnorm, 'eh_proj': eh_proj, 'shared_head.norm': shared_norm}
     of_head |= {'embed_tokens': table, 'shared_head.head': kernel}
     of_head = {f'{layer}{name}.weight': each.numpy() for name, each in of_head.items()}
@@ -91,7 +91,8 @@ def test_logits_of_a_head_and_its_way_back_byte_for_byte(made, tmp_path):
   tree = traverse_util.unflatten_dict({name: np.asarray(each) for name, each in weights.items()}, sep='/')
   with jax.default_matmul_precision('highest'):
     predicted = jax.jit(model.apply)({'params': tree}, {'ids': random_ids(), 'labels': random_ids()})
-  assert_close(np.asarray(predicted['nextn'][0]['logits'])[:, :-1], logits, 1e-5)
+  for ours, theirs in zip((predicted['logits'], predicted['nextn'][0]['logits']), logits, strict=True):
+    assert_close(np.asarray(ours)[:, :-1], theirs, 1e-5)
 
   plain = folder.with_heads(0).build_model()  # an export has the head as it was, too
   for place, given in (('with', model), ('without', plain)):
