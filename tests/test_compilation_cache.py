@@ -44,8 +44,8 @@ def test_a_directory_that_may_only_be_read_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_a_job_keeps_its_programs_where_it_is_told_to(tmp_path):
-  flags = ['--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', tmp_path / 'job', '--num_train_steps', '1']
-  flags += ['--ici_mesh_shape', '1,1,1', '--compilation_cache', tmp_path / 'kept']
+  flags = ['--exp', 'tests.programs.own_experiments.Regression', '--ici_mesh_shape', '1,1,1', '--num_train_steps', '1']
+  flags += ['--mode', 'train', '--job_log_dir', tmp_path / 'job', '--compilation_cache', tmp_path / 'kept']
   done = binary.run_binary(*flags)
   assert done.returncode == 0, done.stderr[-2000:]
   assert any('train_step' in path.name for path in (tmp_path / 'kept').iterdir())

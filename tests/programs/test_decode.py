@@ -14,6 +14,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
+from spmd_tasks.programs import decode
 from spmd_tasks.programs.decoded_file import DecodedFile
 from tests import binary
 from tests.programs.small_jobs import SMALL
@@ -121,7 +122,8 @@ def _ids(line):
   return [(output['ids'], output['text']) for output in line['outputs']]
 
 
-def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path):
+def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path, monkeypatch):
+  monkeypatch.setitem(decode.decode.__kwdefaults__, 'poll_s', 0.05)
   job = only_checkpoints(finished_job, tmp_path / 'job', steps=(18, 20))
   shutil.move(job / 'checkpoints' / 'checkpoint_00000020', tmp_path)
 
