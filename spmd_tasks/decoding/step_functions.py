@@ -19,6 +19,7 @@ Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions (in a 
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any, Protocol
 
 from flax import struct
@@ -195,14 +196,18 @@ def prefill(
     drafts=jnp.zeros((num_rows, len(heads)), jnp.int32) if heads else None,
   )
   placed, outputs = emit(logits, placed, batch.masks, num_top_logprobs)
+  pools = state.cache
+  write = functools.partial(
+    write_tokens, starts=batch.starts, lengths=batch.lengths, slots=batch.slots, tables=batch.tables
+  )
   if heads:
     follower = jnp.where(batch.max_tokens > 0, outputs.tokens, batch.followers)
     following = shift(batch.ids, 1).at[jnp.arange(num_rows), last[:, 0]].set(follower)
-    placed, new = _guess(
-      placed, forward, variables, cache, model_batch, new, heads, following=following, lengths=batch.lengths
-    )
+    call = forward, variables, cache, model_batch, new, heads
+    texts = {'positions': ends - 1, 'is_text': batch.lengths > 0, 'tables': batch.tables}
+    placed, new, pools = _guess(placed, *call, pools, write, texts, following=following, lengths=batch.lengths)
   inserted = _put_rows(state.replace(cache=None), placed, batch.slots)
-  written = write_tokens(state.cache, new, batch.starts, batch.lengths, slots=batch.slots, tables=batch.tables)
+  written = write(pools, new)
   return inserted.replace(cache=written), outputs.replace(**scores)
 
 
@@ -261,20 +266,26 @@ def step(
     **({'returns_hidden': True} if heads else {}),
   }
   logits, new = forward(variables, state.cache, batch)
+  first, is_text, pools, of_texts = rows.positions, rows.active, state.cache, tables
   if drafts is None:
     rows, outputs = emit(logits[:, 0], rows, masks, num_top_logprobs)
   else:
     rows, outputs = _emit_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
     num_read = jnp.sum(outputs.is_valid, axis=0)  # as many as were drawn: each after one that belongs to the text
     active &= drafts.columns < jnp.take(num_read, drafts.owners, mode='clip')
+  write = functools.partial(
+    write_tokens, starts=positions, lengths=active.astype(jnp.int32), slots=row_slots, tables=tables
+  )
   if heads:
     following, lengths = outputs.tokens[:, None], jnp.ones_like(rows.tokens)
+    assert tables is not None
     if drafts is not None:
-      following, lengths = outputs.tokens.T, num_read
+      following, lengths, of_texts = outputs.tokens.T, num_read, nextn_drafts.tables_of_texts(tables, drafts)
     batch |= {'segment_ids': active[:, None].astype(jnp.int32)}
     call = forward, variables, state.cache, batch, new, heads
-    rows, new = _guess(rows, *call, following=following, lengths=lengths, rows=drafts)
-  cache = write_tokens(state.cache, new, positions, active.astype(jnp.int32), slots=row_slots, tables=tables)
+    texts = {'positions': first + lengths - 1, 'is_text': is_text & (lengths > 0), 'tables': of_texts}
+    rows, new, pools = _guess(rows, *call, pools, write, texts, following=following, lengths=lengths, rows=drafts)
+  cache = write(pools, new)
   if slots is not None:
     rows = _put_rows(kept.replace(cache=None), rows, slots)
 
@@ -334,8 +345,23 @@ def step_and_prefill(
   return state, jax.tree.map(lambda *rows: jnp.concatenate(rows), outputs, first)
 
 
-def _guess(state: DecodeState, *call: Any, **given: Any) -> tuple[DecodeState, Any]:
-  """Puts the guesses of the model's heads into the state of some rows; further arguments are nextn_drafts.guess's."""
+def _guess(
+  state: DecodeState,
+  forward: Forward,
+  variables: Any,
+  cache: Any,
+  batch: Mapping[str, Any],
+  new: Any,
+  heads: Sequence[int],
+  pools: Any,
+  write: Any,
+  texts: Mapping[str, Any],
+  **given: Any,
+) -> tuple[DecodeState, Any, Any]:
+  """Puts the guesses of the model's heads into the state of some rows. Returns it, and what to write to which pools.
+
+  `texts` are `positions`, `is_text` and `tables` of nextn_drafts.go_on, further arguments those of nextn_drafts.guess.
+  """
   drawn = state
 
   def draw(logits: jax.Array) -> jax.Array:
@@ -343,8 +369,13 @@ def _guess(state: DecodeState, *call: Any, **given: Any) -> tuple[DecodeState, A
     drawn, outputs = emit(logits, drawn, None, 0)
     return outputs.tokens
 
-  drafts, new = nextn_drafts.guess(*call, **given, draw=draw)
-  return state.replace(drafts=drafts), new
+  drafts, new, hidden = nextn_drafts.guess(forward, variables, cache, batch, new, heads, **given, draw=draw)
+  if num := heads.count(nextn_drafts.CHAINED):
+    name = nextn_drafts.cache_name(0)
+    call = forward, variables, write(pools[name], new.pop(name)), drafts, hidden, num
+    drafts, pool = nextn_drafts.go_on(*call, draw=draw, write=write_tokens, **texts)
+    pools = {**pools, name: pool}
+  return state.replace(drafts=drafts), new, pools
 
 
 def _emit_drafted(

@@ -117,7 +117,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits, float32 [B, T, V], for x [B, T, D]."""
-    weights, logits_of = self._logits(x)
+    weights, logits_of = self.logits_function(x)
     return logits_of(weights, x)
 
   def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> LabelScores:
@@ -127,10 +127,10 @@ class TokenEmbedding(nn.Module, kw_only=True):
     """
     if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
       return predicted_label_scores({'logits': self.attend(x)}, labels)
-    weights, logits_of = self._logits(x)
+    weights, logits_of = self.logits_function(x)
     return label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=num_chunks)
 
-  def _logits(self, x: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
+  def logits_function(self, x: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
     """Returns (weights, function of them and of a part of x that computes its logits)."""
     weights = (self.table if self.tied else self.softmax_kernel, self.bias if self.logits_bias else None)
     equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'

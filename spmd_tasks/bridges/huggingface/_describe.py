@@ -182,6 +182,7 @@ _NO_MATTER = {
   *('dropout_broadcast_dims', 'even_padding'),
   *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),
   *('adapters', 'adapter'),  # weights of their own, beside those of the base
+  'feature_layers',  # what else a block keeps, see tuning/eagle.py
 }
 
 
@@ -203,7 +204,7 @@ def _collect(value: Any, path: str, embed_dim: int, found: dict[str, Any]) -> No
   if not dataclasses.is_dataclass(value) or isinstance(value, Rotary):
     found[path] = value
     return
-  found[path] = type(value).__name__
+  found[path] = getattr(value, 'counterpart', type(value)).__name__
   fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
   if isinstance(value, Attention):  # None stands for a number
     fields['num_kv_heads'] = value.num_kv_heads or value.num_heads

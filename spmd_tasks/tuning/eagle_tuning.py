@@ -1,0 +1,98 @@
+"""EagleTuning: the base of experiments that train an EAGLE-3 head (eagle.py) beside the frozen model of a folder."""
+
+from typing import Any
+
+import fiddle as fdl
+
+from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
+from spmd_tasks.bridges.huggingface.experiments import stacks_of
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import GatedFeedForward
+from spmd_tasks.layers.attention.rotary import Rotary
+from spmd_tasks.runtime import Task
+from spmd_tasks.tuning.eagle import (
+  EagleAttention,
+  EagleHead,
+  EagleLanguageModel,
+  EagleLoss,
+  EagleTask,
+  RecordingBlock,
+  default_layers,
+)
+
+
+class EagleTuning(PretrainedLanguageModel):
+  """Trains a head that guesses the next tokens of the model of a folder, whose own weights are frozen.
+
+  Checkpoints hold the head alone, with the folder's name and digest. Generation of the job drafts with it
+  (`task.decode.num_drafts`).
+  """
+
+  num_guesses: int = 4  # how many tokens ahead the head is trained to guess
+  guess_decay: float = 0.8  # each further guess counts so much less in the loss
+  # The layers, counted from 1, behind which the head reads the residual stream; (): three of `default_layers`.
+  feature_layers: tuple[int, ...] = ()
+  # Of the head's feed-forward network; None: that of the folder's dense layers, or three times the width without any.
+  head_hidden_dim: int | None = None
+  base_dtype: str | None = None  # of the frozen kernels, as for LowRankTuning
+
+  learning_rate: float = 1e-4
+
+  def language_model(self) -> fdl.Config:
+    """The folder's model, whose blocks record features, with the head."""
+    decoder = self.folder.decoder
+    layers = tuple(self.feature_layers or default_layers(decoder.num_layers))
+    if decoder.num_encoder_layers or self.adapters:
+      raise UserError(
+        f'a head guesses for a decoder without adapters to choose from: {self.model} is none, or has some.'
+      )
+    if not all(1 <= layer <= decoder.num_layers for layer in layers) or self.num_guesses < 1:
+      raise UserError(
+        f'feature_layers={layers} must be from 1 to {decoder.num_layers}, the layers of {self.model}, and '
+        f'num_guesses={self.num_guesses} at least 1.'
+      )
+    model, latent = super().language_model(), decoder.latent
+    hidden_dim = self.head_hidden_dim
+    if hidden_dim is None:
+      hidden_dim = 3 * decoder.embed_dim if all(decoder.mixed) else decoder.hidden_dim
+    add_head(
+      model,
+      layers,
+      num_guesses=self.num_guesses,
+      hidden_dim=hidden_dim,
+      num_heads=decoder.num_heads,
+      num_kv_heads=decoder.num_kv_heads,
+      head_dim=decoder.head_dim if latent is None else latent.value_head_dim,
+      rotary=decoder.rotary if latent is None and decoder.rotary else Rotary(),
+    )
+    if self.seq_len % 256 == 0:  # logits of N + 1 predictions of each token, and their gradients, are much
+      model.num_logit_chunks = self.seq_len // 256
+    return model
+
+  def loss(self) -> fdl.Config:
+    """The loss on the guesses."""
+    return fdl.Config(EagleLoss, decay=self.guess_decay)
+
+  def task(self) -> fdl.Config[Task]:
+    task = super().task()
+    fdl.update_callable(task, EagleTask)
+    task.trained = ('^eagle/',)
+    held = self.base_dtype or ('bfloat16' if self.folder.dtype == 'bfloat16' else 'float32')
+    task.frozen_dtype = None if held == 'float32' else held
+    return task
+
+
+def add_head(
+  model: fdl.Config, layers: tuple[int, ...], *, num_guesses: int, hidden_dim: int, **of_attention: Any
+) -> None:
+  """Makes the config of a LanguageModel that of an EagleLanguageModel; `of_attention` are fields of its head's."""
+  for stack in stacks_of(model):
+    for block in getattr(stack.block, 'blocks', (stack.block,)):
+      fdl.update_callable(block, RecordingBlock)
+      block.feature_layers = layers
+  dtype = model.embedding.dtype
+  attention = fdl.Config(EagleAttention, dtype=dtype, **of_attention)
+  ffn = fdl.Config(GatedFeedForward, hidden_dim=hidden_dim, activation='silu', dtype=dtype)
+  head = fdl.Config(EagleHead, attention=attention, ffn=ffn, norm=fdl.copy_with(model.final_norm))
+  fdl.update_callable(model, EagleLanguageModel)
+  model.eagle_head, model.feature_layers, model.num_guesses = head, layers, num_guesses
