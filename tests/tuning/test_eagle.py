@@ -17,6 +17,8 @@ from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.tuning.eagle import default_layers
 from tests import binary
 from tests.model_folders import write_llama
+from tests.runtime.loss_curves import assert_same_run, reference, runner
+from tests.tuning.eagle_jobs import SmallHead
 
 JOB = 'tests.tuning.eagle_jobs.SmallHead'
 NUM, DECAY, LAYERS = 3, 0.8, (1, 1, 2)
@@ -133,7 +135,9 @@ def test_losses_and_acceptance_are_those_of_float64(models):
   np.testing.assert_allclose(found, np.stack([right / counts, counts], axis=1), rtol=1e-5)
 
 
-@pytest.mark.parametrize('shape', [(1, 1, 1), pytest.param((1, 2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'shape', [(1, 1, 1), pytest.param((1, 2, 4), marks=(pytest.mark.slow, pytest.mark.exhaustive))]
+)
 def test_drafts_change_no_text_and_are_right_where_the_formulas_say(models, shape):
   """Greedy and drawn texts, some read in chunks and begun alike; of short ones each guess is checked."""
   made, weights = models
@@ -170,15 +174,11 @@ def test_drafts_change_no_text_and_are_right_where_the_formulas_say(models, shap
   assert 4 < accepted < drafted - 4
 
 
-def run(directory, base, *flags):
-  return binary.run_in_process(
-    '--mode', 'train', '--job_log_dir', directory, '--exp', JOB, '--set', f'model={base}', *flags
-  )
-
-
-def test_a_job_saves_the_head_alone_goes_on_exactly_and_learns_alike_on_one_device(base, tmp_path):
-  job, again, alone = (tmp_path / name for name in ('job', 'again', 'alone'))
-  assert run(job, base) == 0
+@pytest.mark.slow
+def test_a_job_saves_the_head_alone_and_goes_on_exactly(base, tmp_path):
+  job, again = tmp_path / 'job', tmp_path / 'again'
+  flags = ('--mode', 'train', '--exp', JOB, '--set', f'model={base}', '--job_log_dir')
+  assert binary.run_in_process(*flags, job) == 0
   losses = binary.column(job, 'loss')
   names = [leaf.name for leaf in read_manifest(epath.Path(job) / 'checkpoints/checkpoint_00000004').leaves]
   saved = [name for name in names if name.startswith('weights/')]
@@ -187,13 +187,17 @@ def test_a_job_saves_the_head_alone_goes_on_exactly_and_learns_alike_on_one_devi
   shutil.copytree(job, again)
   shutil.rmtree(again / 'checkpoints/checkpoint_00000004')
   (again / 'newest_checkpoint.json').write_text('{"step": 2}\n')
-  assert run(again, base) == 0
+  assert binary.run_in_process(*flags, again) == 0
   lines = binary.metric_lines(again)
   assert {line['step']: line['loss'] for line in lines[4:]} == {step: losses[step] for step in (3, 4)}
-  assert run(alone, base, '--set', 'ici_mesh_shape=(1,1,1)') == 0
-  np.testing.assert_allclose(list(binary.column(alone, 'loss').values()), list(losses.values()), rtol=1e-4)
   assert losses[4] < losses[1]
   assert {f'acceptance_{n}' for n in (1, 2, 3)} <= {*lines[0]}
+
+
+@pytest.mark.slow
+def test_one_loss_curve_and_one_state(base):
+  overrides = (f'model={base}', 'num_train_steps=12')
+  assert_same_run(runner(SmallHead, (1, 2, 4), overrides=overrides), reference(SmallHead, overrides))
 
 
 @pytest.mark.parametrize('num_layers, layers', [(1, (1, 1, 1)), (2, (1, 1, 2)), (6, (2, 3, 5)), (32, (2, 16, 29))])
