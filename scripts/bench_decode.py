@@ -294,14 +294,13 @@ def measure_draft_jobs(target, draft=None, *, quick=False):
   result = {}
   lm = load(target, overrides=[] if draft is None else ['task.decode.num_drafts=4', f'task.decode.draft_model={draft}'])
   rows = next(lm.job.eval_inputs['valid'].make_iterator())['ids'][:8, :TEXT].tolist()
-  draft_model, has_heads = load_draft(lm.job, lm.partitioned), hasattr(lm.job.task.model, 'nextn_head')
+  draft_model, model = load_draft(lm.job, lm.partitioned), lm.job.task.model
+  who = 'eagle' if hasattr(model, 'chains_drafts') else 'heads' if hasattr(model, 'nextn_head') else 'ngrams'
   for num in (8,) if quick else (8, 1):
     settings = DecodeSettings(max_len=2 * TEXT, num_slots=num, eos_ids=())
     kinds = {
-      f'{"heads" if has_heads else "ngrams"}_{k}': DecodeSteps(
-        lm.partitioned, dataclasses.replace(settings, num_drafts=k)
-      )
-      for k in ((1, 2) if has_heads else (4,))
+      f'{who}_{k}': DecodeSteps(lm.partitioned, dataclasses.replace(settings, num_drafts=k))
+      for k in {'eagle': (1, 2, 4), 'heads': (1, 2), 'ngrams': (4,)}[who]
     }
     if draft_model is not None:
       kinds['model_4'] = DecodeSteps(lm.partitioned, dataclasses.replace(settings, num_drafts=4), draft=draft_model)
