@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LanguageModel, Linear, LossOutput, NextnLanguageModel, TransformerBlock, WithSublayers
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.attention.attention import Attention
+from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.base import NEW_CACHE, is_decoding, run_layer
 from spmd_tasks.layers.linear import project
 from spmd_tasks.layers.nextn import HIDDEN, shift

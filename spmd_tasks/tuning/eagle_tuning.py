@@ -8,7 +8,7 @@ from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
 from spmd_tasks.bridges.huggingface.experiments import stacks_of
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import GatedFeedForward
-from spmd_tasks.layers.attention.rotary import Rotary
+from spmd_tasks.layers.attention import Rotary
 from spmd_tasks.runtime import Task
 from spmd_tasks.tuning.eagle import (
   EagleAttention,
