@@ -12,7 +12,7 @@ has the worst differences, or null:
     final_weights    after the steps and in the checkpoint, relative to the largest entry of each weight
     checkpoint       whether one of ours, of the state that was read, has T5X's files byte for byte
     scores           of the batch's texts, relative
-    greedy, beam     the share of equal tokens
+    greedy, beam     the share of equal tokens, of rows that have one prefix, if it is one of prefixes
     undetermined     losses, final weights and scores that float32 does not determine to the tolerance: moving our
                      weights by one ulp (before each step) moves them by more than it, or the last bit of a text's
                      logits is more, and T5X's are at most 4 times as far from ours. They are listed, [difference,
@@ -352,17 +352,21 @@ class Comparison:
       self.note('checkpoint', float(files == ours and len(same) == len(files) and written.name == path.name))
     return state
 
-  def requests(self) -> list[Request] | None:
-    """Returns the prompts of T5X: the encoder's texts, or the prefixes, which T5X fills up to the row's length."""
+  def requests(self) -> dict[int, Request]:
+    """Returns the prompts of T5X by row: the encoder's texts, or prefixes, which T5X fills up to the row's length.
+
+    Rows of several prefixes are left out: T5X lets the first ones see the later ones, and generates in their places.
+    """
     features, width = self.case.features, self.case.batch['ids'].shape[1]
     if 'encoder_input_tokens' in features:
       texts = [tuple(row[row > 0].tolist()) for row in features['encoder_input_tokens']]
-      return [Request(ids=(0,), encoder_ids=text, max_tokens=width, stop_ids=(1,)) for text in texts]
+      return {i: Request(ids=(0,), encoder_ids=x, max_tokens=width, stop_ids=(1,)) for i, x in enumerate(texts)}
     if 'decoder_causal_attention' not in features:
-      return None
-    lengths = features['decoder_causal_attention'].sum(axis=1).tolist()  # with the 0 in front
-    prompts = [tuple(row[:n].tolist()) for row, n in zip(features['decoder_input_tokens'], lengths)]
-    return [Request(ids=ids, max_tokens=width - len(ids) + 1, stop_ids=(1,)) for ids in prompts]
+      return {}
+    causal = features['decoder_causal_attention']
+    rows = np.flatnonzero((np.diff(causal, axis=1) <= 0).all(axis=1)).tolist()
+    prompts = {i: tuple(features['decoder_input_tokens'][i, : causal[i].sum()].tolist()) for i in rows}
+    return {i: Request(ids=ids, max_tokens=width - len(ids) + 1, stop_ids=(1,)) for i, ids in prompts.items()}
 
   def compare_decoding(self, state: Any) -> None:
     """Compares scores, greedy and beam search, of the final weights."""
@@ -391,11 +395,12 @@ class Comparison:
       spread = max(spread, float(np.abs(others - scores).max() / np.abs(expected).max()))
     if not self.undetermined({'scores': difference}, {'scores': spread}):
       self.note('scores', difference)
-    requests = self.requests()
-    if requests is None or 'greedy' not in want:
+    by_row = self.requests()
+    if not by_row or 'greedy' not in want:
       return
+    rows, requests = [*by_row], [*by_row.values()]
     greedy = np.array(want['greedy']['tokens'])
-    greedy = greedy.reshape(len(requests), -1)
+    greedy = greedy.reshape(len(expected), -1)[rows]
     ours = np.zeros_like(greedy)
     for i, text in generate(DecodeSteps(self.model), state.variables, requests, decode=lambda ids: ''):
       ours[i, : len(text.ids)] = text.ids
@@ -405,7 +410,7 @@ class Comparison:
         continue
       _, width, _, alpha = name.split('_')
       settings = dataclasses.replace(self.model.task.decode, num_beams=int(width), length_penalty=float(alpha))
-      tokens = np.array(beams['tokens'])
+      tokens = np.array(beams['tokens'])[rows]
       ours = np.zeros_like(tokens)
       for i, texts in search(DecodeSteps(self.model, settings), state.variables, requests, decode=lambda ids: ''):
         for j, text in enumerate(texts):
