@@ -1,7 +1,9 @@
 """lazy_face: the public names of a package, each imported when it is first used.
 
-with lazy_face(globals()):
-from spmd_tasks.layers.linear import Linear
+    with lazy_face(globals(), 'WING'):
+      from spmd_tasks.layers.linear import Linear
+
+Here `__all__` becomes ['Linear', 'WING'].
 """
 
 from collections.abc import Iterator

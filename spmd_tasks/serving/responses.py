@@ -1,8 +1,10 @@
 """ResponseBodies: the JSON bodies that answer a GenerationRequest, in the format of OpenAI's API.
 
-bodies = ResponseBodies(model, wanted)
-bodies.whole(answer.sequences, deltas)     # one body
-bodies.event(delta)                        # or one server-sent event per delta, as bytes
+    bodies = ResponseBodies(model, wanted)
+    bodies.whole(answer.sequences, deltas)     # one body
+    bodies.event(delta)                        # or one server-sent event per delta, as bytes
+
+routes.py sends them.
 """
 
 from collections.abc import Iterable

@@ -52,7 +52,8 @@ def listen(settings: ServerSettings) -> socket.socket:
   """Opens the server's socket. Raises a UserError: the process cannot listen at that address."""
   try:
     family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    sock = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    both = settings.host == '::' and socket.has_dualstack_ipv6()  # all addresses, those of IPv4 too
+    sock = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
   except OSError as error:
     where = f'{settings.host}:{settings.port}'
     raise UserError(

@@ -54,8 +54,8 @@ def follow_in_background(engine, link, left) -> Future:
 class Pair:
   """An engine that leads and one that follows; `left` receives the reasons why the processes would leave."""
 
-  def __init__(self):
-    self.engines = FakeEngine(), FakeEngine()
+  def __init__(self, **sizes):
+    self.engines = FakeEngine(**sizes), FakeEngine(**sizes)
     self.left = queue.SimpleQueue()
     self.near, self.far = links()
     self.followers = Followers(self.near, leave=self.left.put)
@@ -69,8 +69,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair():
-  with contextlib.closing(Pair()) as pair:
+def pair(request):
+  with contextlib.closing(Pair(**getattr(request, 'param', {}))) as pair:
     yield pair
 
 
@@ -106,6 +106,7 @@ def test_the_same_operations_reach_both_in_the_same_order(pair):
   assert pair.left.empty()
 
 
+@pytest.mark.parametrize('pair', [{}, {'joins_prefills': True}], ids=['turns', 'joined'], indirect=True)
 def test_token_masks_reach_the_others(pair):
   grammars = Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, end_ids=())
   scheduler = Scheduler(pair.engine)
