@@ -10,7 +10,7 @@ from tests.programs.small_runs import train
   'asked, message, is_taken',
   [
     ('3', 'profiling 3 steps of process 0', True),
-    ('', 'profiling 5 steps of process 0', True),
+    pytest.param('', 'profiling 5 steps of process 0', True, marks=pytest.mark.exhaustive),
     ('many', "profile_now asks for 'many 0': write a number of steps", True),
     ('3 1', "profile_now asks for '3 1': write a number of steps and a process, if not 0, of 1", True),
     (b'\xff', 'profile_now cannot be read', False),
