@@ -77,13 +77,13 @@ def assert_close(got, expected, rtol=1e-5, atol=2e-5):
     np.testing.assert_allclose(a, b, rtol=rtol, atol=atol * scale, err_msg=jax.tree_util.keystr(path))
 
 
-def random_weights(model, batch=None, seed=0):
-  """Weights of the model's shapes with every norm scale away from 1 and every bias away from 0, where mistakes hide.
+def random_weights(layer, *inputs):
+  """Weights of a layer for some inputs, by default a packed batch; no norm scale is 1, no bias 0, where mistakes hide.
 
   Drawn by numpy, because compiling the model's own initializers for every test takes longer than the tests.
   """
-  rng = np.random.default_rng(seed)
-  abstract = jax.eval_shape(model.init, jax.random.key(0), batch or packed_batch())['params']
+  rng = np.random.default_rng(0)
+  abstract = jax.eval_shape(layer.init, jax.random.key(0), *(inputs or [packed_batch()]))['params']
 
   def draw(path, leaf):
     is_scale = path[-1].key == 'scale'

@@ -9,6 +9,7 @@ import pytest
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, Mixture, SyntheticText, TextInput
 from tests import binary
 from tests.programs.small_jobs import Small
+from tests.programs.small_runs import train
 
 NAME = f'{__name__}.Mixed'
 BATCH_SIZE = 8
@@ -59,15 +60,11 @@ class Mixed(Small):
     )
 
 
-def train(directory, *flags) -> int:
-  return binary.run_in_process('--exp', NAME, '--mode', 'train', '--job_log_dir', directory, *flags)
-
-
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
   """The metrics of an undisturbed job by step, and those of its evaluation."""
   directory = tmp_path_factory.mktemp('mixture') / 'whole'
-  assert train(directory) == 0
+  assert train(directory, exp=NAME) == 0
   [evaluation] = binary.metric_lines(directory / 'eval' / 'both')
   return {line['step']: line for line in binary.metric_lines(directory)}, evaluation
 
@@ -96,8 +93,8 @@ def test_rows_follow_the_weights_and_epochs_are_counted(whole):
 
 def test_resumed_it_goes_on_with_every_bit(whole, tmp_path):
   lines, evaluation = whole
-  assert train(tmp_path / 'job', '--num_train_steps', 5) == 0
-  assert train(tmp_path / 'job') == 0
+  assert train(tmp_path / 'job', '--num_train_steps', 5, exp=NAME) == 0
+  assert train(tmp_path / 'job', exp=NAME) == 0
   resumed = binary.metric_lines(tmp_path / 'job')
   assert [line['step'] for line in resumed] == list(range(1, 17))
   for line in resumed:

@@ -6,7 +6,7 @@ from spmd_tasks.layers import RmsNorm
 from spmd_tasks.layers.attention import Attention, LinearScaling, Rotary
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import attend
-from spmd_tasks.sharding.weights import unbox_weights
+from tests.layers.tiny_model import random_weights
 import tests.layers.transformer_reference as reference
 
 # Two documents and padding in the first row, padding only in the second.
@@ -14,11 +14,6 @@ SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0]])
 SEGMENT_POS = np.array([[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0]])
 
 GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
-
-
-def _weights(layer, x, rng):
-  abstract = jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params']
-  return jax.tree.map(lambda w: (0.3 * rng.normal(size=w.shape)).astype(np.float32), unbox_weights(abstract))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +44,7 @@ def _weights(layer, x, rng):
 def test_attention(rng, fields):
   x = rng.normal(size=(2, 6, 30)).astype(np.float32)
   layer = Attention(**fields)
-  weights = _weights(layer, x, rng)
+  weights = random_weights(layer, x, SEGMENT_IDS, SEGMENT_POS)
   expected = reference.attention(
     x.astype(np.float64),
     reference.to_float64(weights),

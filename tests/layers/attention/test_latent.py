@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.attention import LatentAttention, Rotary, YarnScaling
-from spmd_tasks.sharding.weights import unbox_weights
+from tests.layers.tiny_model import random_weights
 import tests.layers.transformer_reference as reference
 
 B, T, D, H, N, R, V, C, Q = 2, 6, 30, 3, 6, 4, 5, 8, 7
@@ -16,12 +16,6 @@ SEGMENT_POS = np.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
 def make_layer(**fields):
   dims = {'num_heads': H, 'kv_rank': C, 'nope_head_dim': N, 'rope_head_dim': R, 'value_head_dim': V}
   return LatentAttention(**dims, **fields)
-
-
-def draw_weights(layer, rng):
-  x = np.zeros((B, T, D), np.float32)
-  abstract = jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params']
-  return jax.tree.map(lambda w: (0.3 * rng.normal(size=w.shape)).astype(np.float32), unbox_weights(abstract))
 
 
 def latent_attention(x, weights, *, scale, epsilon=1e-6, amplitude=1.0):
@@ -67,6 +61,6 @@ def latent_attention(x, weights, *, scale, epsilon=1e-6, amplitude=1.0):
 )
 def test_is_attention_to_keys_and_values_of_every_head(rng, fields, settings):
   layer, x = make_layer(**fields), rng.normal(size=(B, T, D)).astype(np.float32)
-  weights = draw_weights(layer, rng)
+  weights = random_weights(layer, x, SEGMENT_IDS, SEGMENT_POS)
   actual = jax.jit(layer.apply)({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
   np.testing.assert_allclose(actual, latent_attention(x.astype(np.float64), weights, **settings), rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 
 from spmd_tasks.layers import FeedForward, GatedFeedForward
 from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, Experts, MixtureOfExperts, TopKRouter
-from spmd_tasks.sharding.weights import unbox_weights
+from tests.layers.tiny_model import random_weights
 
 B, T, D, F, E = 2, 6, 8, 12, 4
 SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], jnp.int32)
@@ -25,12 +25,6 @@ def tokens(rng):
   return jnp.asarray(rng.normal(size=(B, T, D)).astype(np.float32))
 
 
-def weights_of(layer, x):
-  """Drawn by numpy: to compile the initializers takes longer than the tests."""
-  abstract, rng = jax.eval_shape(layer.init, jax.random.key(0), x)['params'], np.random.default_rng(1)
-  return jax.tree.map(lambda w: jnp.asarray(0.3 * rng.normal(size=w.shape), jnp.float32), unbox_weights(abstract))
-
-
 @pytest.mark.parametrize(
   'computation, gated',
   [(Dropless(), True), (CapacityEinsum(capacity_factor=1.0), False), (CapacityGather(), True)],
@@ -41,7 +35,7 @@ def test_one_expert_is_the_dense_network(computation, gated, rng):
   x, mask = tokens(rng), (SEGMENTS != 0)[..., None]
   layer = make_layer(num_experts=1, num_selected=1, gated=gated, activation='gelu', computation=computation)
   dense = (GatedFeedForward if gated else FeedForward)(hidden_dim=F, activation='gelu')
-  weights = weights_of(layer, x)
+  weights = random_weights(layer, x)
   dense_weights = {name: {'kernel': weight[0]} for name, weight in weights['experts'].items()}
 
   def sparse_loss(x, experts):
@@ -74,7 +68,7 @@ def test_a_shared_expert_comes_on_top(rng):
   routed_only = make_layer()
   shared = GatedFeedForward(hidden_dim=F)
   layer = make_layer(shared_expert=shared)
-  weights = weights_of(layer, x)
+  weights = random_weights(layer, x)
 
   @jax.jit
   def all_three(weights, x):
@@ -89,7 +83,7 @@ def test_a_shared_expert_comes_on_top(rng):
 def test_each_expert_computes_its_first_choices_of_a_row(rng):
   x, capacity = tokens(rng), 2
   layer = make_layer(row_capacity=capacity)
-  weights = weights_of(layer, x)
+  weights = random_weights(layer, x)
   y, aux = jax.jit(layer.apply)({'params': weights}, x)
   w = jax.tree.map(lambda each: np.asarray(each, np.float64), weights)
   expected, num_dropped = np.zeros((B, T, D)), 0
