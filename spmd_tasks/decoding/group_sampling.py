@@ -4,8 +4,9 @@
 
 A scheduler serves requests that come and go; a rollout of training has all of its prompts at the beginning. Here each
 prompt is read once, its keys and values become those of its n rows, and the loop over tokens runs on the device until
-no row is active, so that the host waits once. Once a quarter of the rows are active, a loop over these alone goes on,
-so that the last texts cost little. Tokens are those of the engine: the same keys and the same functions draw them.
+no row is active, so that the host waits once. Once a quarter of many rows are active, a loop over these alone goes on,
+and again at a sixteenth, so that the last texts cost little. Tokens are those of the engine: the same keys and the same
+functions draw them.
 
 Shapes: P prompts, n samples, R = P n rows, T tokens of the longest prompt, M generated tokens at most, K stop ids.
 """
@@ -32,7 +33,7 @@ from spmd_tasks.decoding.step_functions import (
 )
 
 _EXPERT_IDS = 'cached_expert_ids'
-_MIN_ROWS = 8  # of the second loop
+_MIN_ROWS = 32  # from which on there are loops for fewer
 _MIN_COLUMNS = 16  # T is this times a power of 4, at most max_len: each T is compiled once
 
 
@@ -152,20 +153,24 @@ def sample_groups(
   state, first = emit(logits[:, 0][row], state, None, 0)
   rows: Any = slice(None)
   carry = (jnp.ones((), jnp.int32), state, add(nothing, 0, first, rows))
-  fewer = num_rows // 4
-  shrinks = shrinks and fewer >= _MIN_ROWS and _expert_ids(state.cache) is None
-  for least in (fewer, 0) if shrinks else (0,):
-    carry = jax.lax.while_loop(
-      lambda carry, least=least: jnp.sum(carry[1].active) > least, functools.partial(advance, rows), carry
-    )
+  shrinks = shrinks and num_rows >= _MIN_ROWS and _expert_ids(state.cache) is None
+  sizes = [size for size in (num_rows // 4, num_rows // 16) if shrinks and size >= 4]  # one row has other bits
+  for least in (*sizes, 0):
+    goes_on = functools.partial(_has_active, least)
+    carry = jax.lax.while_loop(goes_on, functools.partial(advance, rows), carry)
     if least:
       number, state, samples = carry
-      rows = jnp.argsort(~state.active, stable=True)[:least]
-      cache = take_slots(state.cache, rows)
-      state = jax.tree.map(lambda x, rows=rows: x[rows], state.replace(cache=None)).replace(cache=cache)
+      kept = jnp.argsort(~state.active, stable=True)[:least]
+      rows = jnp.arange(num_rows)[rows][kept]
+      cache = take_slots(state.cache, kept)
+      state = jax.tree.map(lambda x, kept=kept: x[kept], state.replace(cache=None)).replace(cache=cache)
       carry = (number, state, samples)
   _, state, samples = carry
   return samples.replace(expert_ids=_expert_ids(state.cache))
+
+
+def _has_active(least: int, carry: Any) -> jax.Array:
+  return jnp.sum(carry[1].active) > least
 
 
 def _expert_ids(cache: Any) -> jax.Array | None:

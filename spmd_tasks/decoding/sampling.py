@@ -27,15 +27,15 @@ class SamplingArrays(struct.PyTreeNode):
   `top_p` and `min_p`): no program is compiled for it.
   """
 
-  bias_ids: jax.Array | None
-  bias_values: jax.Array | None
+  bias_ids: Any
+  bias_values: Any
   repetition_penalty: jax.Array
   frequency_penalty: jax.Array
   presence_penalty: jax.Array
   temperature: jax.Array
-  top_k: jax.Array | None
-  top_p: jax.Array | None
-  min_p: jax.Array | None
+  top_k: Any
+  top_p: Any
+  min_p: Any
 
   @classmethod
   def from_params(

@@ -137,7 +137,8 @@ def accumulate_gradients(
     return total, loss_output
 
   zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-  numbers, num_used = jnp.arange(num_microbatches), None
+  numbers = jnp.arange(num_microbatches)
+  num_used: jax.Array | None = None
   if skips_empty:
     has_tokens = jnp.any(batches_M['segment_ids'] > 0, axis=tuple(range(1, batches_M['segment_ids'].ndim)))
     num_used = jnp.maximum(jnp.max(jnp.where(has_tokens, numbers + 1, 0)), 1)

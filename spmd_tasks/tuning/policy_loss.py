@@ -81,7 +81,7 @@ class PolicyLoss(ReferenceLoss):
 
   def fills_first_parts(self, batch: Mapping[str, jax.Array]) -> bool:
     """Whether the batch's last microbatches may be empty, so that a step looks how many it has to compute."""
-    return 'completion_lengths' in batch
+    return _shares_rows(batch)
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput, whose weight is the number of completions, or of tokens for aggregation='tokens'.
@@ -140,9 +140,13 @@ class PolicyLoss(ReferenceLoss):
     return LossOutput(loss=loss, weight=weight, metrics=metrics)
 
 
+def _shares_rows(batch: Mapping[str, jax.Array]) -> bool:
+  return 'completion_lengths' in batch and 'segment_ids' in batch
+
+
 def _sums_of_texts(values: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Gives each token [B, T] the sum over its text, or [B, 1] where a row is one."""
-  if 'completion_lengths' not in batch:
+  if not _shares_rows(batch):
     return jnp.sum(values, axis=1, keepdims=True)
 
   def sums_of(values: jax.Array, ids: jax.Array) -> jax.Array:

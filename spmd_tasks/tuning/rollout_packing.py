@@ -39,7 +39,7 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
       row, num_used = num_used, num_used + 1
     rooms[room - length].append(row)
     counts[row] += 1
-    starts[text], numbers[text] = row_of(row, num_rows, num_parts) * seq_len + seq_len - room, counts[row]
+    starts[text], numbers[text] = _row_of(row, num_rows, num_parts) * seq_len + seq_len - room, counts[row]
   places = (starts[:, None] + np.arange(seq_len))[is_text]
   of_tokens = batch | {'completion_lengths': batch['weights'].sum(axis=1).astype(np.float32), 'segment_ids': numbers}
 
@@ -52,7 +52,7 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
   return {name: move(name, given) for name, given in of_tokens.items()}
 
 
-def row_of(number: int, num_rows: int, num_parts: int) -> int:
+def _row_of(number: int, num_rows: int, num_parts: int) -> int:
   """Where a row lies so that the first ones fill the first microbatches."""
   part, place = divmod(number, max(num_rows // num_parts, 1))
   return place * num_parts + part

@@ -73,9 +73,11 @@ def test_no_bit_of_200_rollouts_differs_in_batches_of_1_to_16(name, experiment):
   settings = DecodeSettings(max_len=LENGTH, num_slots=NUM_SLOTS, min_bucket=LENGTH, prefill_rows=4)
   steps = DecodeSteps(model, settings, temperature=TEMPERATURE)
   asked = requests(200, rng)
-  together = complete_groups(steps, {'params': weights}, asked[:4], 4, decode=lambda ids: '')
+  together = complete_groups(steps, {'params': weights}, asked[:8], 4, decode=lambda ids: '')
+  is_late = np.array([len(each.ids) for group in together for each in group])
+  assert 0 < np.sum(is_late > np.sort(is_late)[-9]) <= 8  # a loop over a quarter of the rows has drawn some tokens
   completions = [*in_batches(steps, {'params': weights}, asked, rng), *(each for group in together for each in group)]
-  assert len(completions) == 216
+  assert len(completions) == 232
 
   compute, plain = trained_log_probs(model.task, True), None
   for batch, sampled in batches(completions):

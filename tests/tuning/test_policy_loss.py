@@ -105,6 +105,10 @@ def test_texts_that_share_rows_have_the_loss_and_the_gradient_that_they_have_alo
   assert packed['ids'].sum() == wide['ids'].sum()
   expected, gradient = of(wide)
   found, of_packed = of(packed)
+  without = {name: each for name, each in packed.items() if name != 'segment_ids'}
+  assert loss.fills_first_parts(packed)
+  assert not loss.fills_first_parts(without)
+  assert loss.ratio != 'token' or of(without)[0] == found
   np.testing.assert_allclose(found, expected, rtol=1e-6)
   moved = pack(wide | {'logits': np.asarray(gradient)}, 4, pad_id=0)['logits']
   np.testing.assert_allclose(of_packed, moved, rtol=1e-5, atol=1e-8)
