@@ -1,7 +1,8 @@
 """Restarting a job gives the run that was never disturbed: from any checkpoint, past damaged ones, on another mesh.
 
 A job that was killed right after a checkpoint is made from a finished one by taking its later checkpoints away; real
-kills are in test_kills.py.
+kills are in test_kills.py. data/e2bba1f/uneven_half is the directory of a real job of version e2bba1f (November 2026),
+synthetic.Uneven, stopped at step 10 of 20. Its config.json is not read: the experiment is named.
 """
 
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests import binary
 from tests.programs.small_runs import assert_same_arrays, saved_arrays, train
 
 LAST_STEP = 20
+OLD = Path(__file__).parents[1] / 'data' / 'e2bba1f' / 'uneven_half'
 
 
 def begun_job(finished_job: Path, directory: Path, step: int) -> Path:
@@ -83,3 +85,13 @@ def test_another_mesh_goes_on_with_the_same_numbers(finished_job, tmp_path):
   losses = binary.column(directory, 'loss')
   assert list(losses) == list(range(11, LAST_STEP + 1))
   np.testing.assert_allclose(list(losses.values()), [expected[step] for step in losses], rtol=1e-5)
+
+
+def test_a_job_of_an_older_version_goes_on_as_if_it_had_not_been_interrupted(tmp_path):
+  shutil.copytree(OLD, tmp_path / 'resumed')
+  for name in ('resumed', 'whole'):
+    flags = ('--set', 'tensorboard=false', '--accept_config_changes')
+    assert train(tmp_path / name, *flags, exp='synthetic.Uneven') == 0
+  losses, undisturbed = (binary.column(tmp_path / name, 'loss') for name in ('resumed', 'whole'))
+  assert list(losses) == list(range(1, 21))
+  assert losses == pytest.approx(undisturbed, rel=2e-6)  # compiled for another processor, at another level
