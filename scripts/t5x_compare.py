@@ -414,7 +414,9 @@ class Comparison:
       ours = np.zeros_like(tokens)
       for i, texts in search(DecodeSteps(self.model, settings), state.variables, requests, decode=lambda ids: ''):
         for j, text in enumerate(texts):
-          ours[i, -1 - j, : len(text.ids)] = text.ids
+          # T5X aligns prompts and texts at the left: an encoder-decoder's begin with the first token that is not 0.
+          ids = np.trim_zeros(text.ids, 'f') if requests[i].encoder_ids else text.ids
+          ours[i, -1 - j, : len(ids)] = ids
       self.note('beam', float((ours == tokens).mean()))
 
 
