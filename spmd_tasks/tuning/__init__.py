@@ -29,7 +29,7 @@ with lazy_face(globals(), 'WING'):
     TaughtInput,
     TaughtRollouts,
   )
-  from spmd_tasks.tuning.eagle_tuning import EagleTuning
+  from spmd_tasks.tuning.eagle_tuning import EagleTuning, add_head
   from spmd_tasks.tuning.instruction_tuning import FolderScorer, InstructionTuning, PreferenceTuning, ScoreTuning
   from spmd_tasks.tuning.low_rank import LowRankTuning
   from spmd_tasks.tuning.policy_loss import PolicyLoss

@@ -1,4 +1,13 @@
-"""EagleTuning: the base of experiments that train an EAGLE-3 head (eagle.py) beside the frozen model of a folder."""
+"""EagleTuning: the base of experiments that train an EAGLE-3 head (eagle.py) beside the frozen model of a folder.
+
+`add_head` does so for any experiment with a LanguageModel; `init_from` is then the job that trained the model:
+
+    class Head(StdlibTiny):
+      def task(self):
+        task = super().task()
+        add_head(task, (1, 2, 3), hidden_dim=344, num_heads=4, head_dim=32)
+        return task
+"""
 
 from typing import Any
 
@@ -38,27 +47,26 @@ class EagleTuning(PretrainedLanguageModel):
 
   learning_rate: float = 1e-4
 
-  def language_model(self) -> fdl.Config:
-    """The folder's model, whose blocks record features, with the head."""
-    decoder = self.folder.decoder
-    layers = tuple(self.feature_layers or default_layers(decoder.num_layers))
+  def task(self) -> fdl.Config[Task]:
+    task, decoder = super().task(), self.folder.decoder
     if decoder.num_encoder_layers or self.adapters:
       raise UserError(
         f'a head guesses for a decoder without adapters to choose from: {self.model} is none, or has some.'
       )
+    layers = tuple(self.feature_layers or default_layers(decoder.num_layers))
     if not all(1 <= layer <= decoder.num_layers for layer in layers) or self.num_guesses < 1:
       raise UserError(
         f'feature_layers={layers} must be from 1 to {decoder.num_layers}, the layers of {self.model}, and '
         f'num_guesses={self.num_guesses} at least 1.'
       )
-    model, latent = super().language_model(), decoder.latent
-    hidden_dim = self.head_hidden_dim
+    hidden_dim, latent = self.head_hidden_dim, decoder.latent
     if hidden_dim is None:
       hidden_dim = 3 * decoder.embed_dim if all(decoder.mixed) else decoder.hidden_dim
     add_head(
-      model,
+      task,
       layers,
       num_guesses=self.num_guesses,
+      decay=self.guess_decay,
       hidden_dim=hidden_dim,
       num_heads=decoder.num_heads,
       num_kv_heads=decoder.num_kv_heads,
@@ -66,26 +74,31 @@ class EagleTuning(PretrainedLanguageModel):
       rotary=decoder.rotary if latent is None and decoder.rotary else Rotary(),
     )
     if self.seq_len % 256 == 0:  # logits of N + 1 predictions of each token, and their gradients, are much
-      model.num_logit_chunks = self.seq_len // 256
-    return model
-
-  def loss(self) -> fdl.Config:
-    """The loss on the guesses."""
-    return fdl.Config(EagleLoss, decay=self.guess_decay)
-
-  def task(self) -> fdl.Config[Task]:
-    task = super().task()
-    fdl.update_callable(task, EagleTask)
-    task.trained = ('^eagle/',)
+      task.model.num_logit_chunks = self.seq_len // 256
     held = self.base_dtype or ('bfloat16' if self.folder.dtype == 'bfloat16' else 'float32')
     task.frozen_dtype = None if held == 'float32' else held
     return task
 
 
 def add_head(
-  model: fdl.Config, layers: tuple[int, ...], *, num_guesses: int, hidden_dim: int, **of_attention: Any
+  task: fdl.Config,
+  layers: tuple[int, ...],
+  *,
+  hidden_dim: int,
+  num_guesses: int = 4,
+  decay: float = 0.8,
+  **of_attention: Any,
 ) -> None:
-  """Makes the config of a LanguageModel that of an EagleLanguageModel; `of_attention` are fields of its head's."""
+  """Makes the config of a Task with a LanguageModel one that trains a head beside the model, which is frozen.
+
+  Args:
+    task: the config, which is changed.
+    layers: those behind which the head reads the residual stream, counted from 1; three for EAGLE-3.
+    hidden_dim: of the head's feed-forward network.
+    num_guesses, decay: see EagleLanguageModel and EagleLoss.
+    of_attention: fields of the head's EagleAttention.
+  """
+  model = task.model
   for stack in stacks_of(model):
     for block in getattr(stack.block, 'blocks', (stack.block,)):
       fdl.update_callable(block, RecordingBlock)
@@ -96,3 +109,5 @@ def add_head(
   head = fdl.Config(EagleHead, attention=attention, ffn=ffn, norm=fdl.copy_with(model.final_norm))
   fdl.update_callable(model, EagleLanguageModel)
   model.eagle_head, model.feature_layers, model.num_guesses = head, layers, num_guesses
+  fdl.update_callable(task, EagleTask)
+  task.loss, task.trained = fdl.Config(EagleLoss, decay=decay), ('^eagle/',)

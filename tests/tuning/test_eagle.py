@@ -13,6 +13,7 @@ from spmd_tasks.checkpoints.manifest import read_manifest
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.programs.upcycling import find_origins
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.tuning.eagle import default_layers
 from tests import binary
@@ -196,6 +197,10 @@ def test_a_job_saves_the_head_alone_and_goes_on_exactly(base, tmp_path):
 @pytest.mark.slow
 def test_one_loss_curve_and_one_state():
   assert_same_run(runner(OfConfig, (1, 2, 4)), reference(OfConfig))
+
+
+def test_a_job_of_the_model_may_be_where_the_frozen_weights_are_from():
+  assert not find_origins([], {'eagle/projection/kernel': (2, 1), 'eagle/final_norm/scale': (1,)})
 
 
 @pytest.mark.parametrize('num_layers, layers', [(1, (1, 1, 1)), (2, (1, 1, 2)), (6, (2, 3, 5)), (32, (2, 16, 29))])
