@@ -116,7 +116,6 @@ class Run:
       lambda w, true: w.reshape(true.shape), canonical, self.model.abstract_state.weights
     )
     self.scores_prompts = name == 'one device'
-    self.has_few_programs = experiment in (ExpertAxis, Staged)  # none for fewer busy slots
     # Logits of about 1, of which sums in another order cost some of bfloat16's steps (1/256 there).
     self.atol = 0.05 if experiment is Staged else 1e-4
     self.apply = jax.jit(self.model.task.model.apply)
@@ -124,8 +123,6 @@ class Run:
   @functools.cached_property
   def steps(self) -> DecodeSteps:
     steps = DecodeSteps(self.model, SETTINGS)
-    if self.has_few_programs:
-      steps.step_rows = steps.step_rows[-1:]
     steps.compile(score_prompts=self.scores_prompts)
     return steps
 

@@ -65,12 +65,6 @@ def merged(base, adapters, tmp_path_factory):
   return {'': base} | made | {'job': directory / 'job'}
 
 
-def few_programs(steps):
-  """Without those for fewer busy slots."""
-  steps.step_rows = steps.step_rows[-1:]
-  return steps
-
-
 class Together:
   """A base and its adapters on a mesh."""
 
@@ -79,7 +73,7 @@ class Together:
     settings += [f'ici_mesh_shape={",".join(map(str, sizes))}', *(f'task.decode.{size}' for size in SIZES)]
     self.job = resolve('hf.Model', settings).build()
     self.model = partition_job(self.job, self.job.experiment.mesh_spec().build(jax.devices()[: int(np.prod(sizes))]))
-    self.steps = few_programs(DecodeSteps(self.model))
+    self.steps = DecodeSteps(self.model)
     self.variables = self.job.experiment.origin().variables(self.model)
 
 
@@ -102,7 +96,7 @@ def expected(merged):
   sizes = (*(f'task.decode.{size}' for size in SIZES), 'task.decode.num_slots=2')
   job = resolve('hf.Model', [f'model={merged[""]}', *sizes]).build()
   model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1]))
-  steps, found = few_programs(DecodeSteps(model)), {}
+  steps, found = DecodeSteps(model), {}
   for name, folder in merged.items():
     variables = variables_from_folder(model, str(folder))
     completions = dict(generate(steps, variables, requests_of(0), decode=lambda ids: ''))

@@ -128,6 +128,12 @@ def test_a_conversation_longer_than_a_row(training, caplog):
 
 
 GOOD = json.dumps({'messages': TALKS[0]})
+NO_TEXT = r"messages\[0\] must have a text as its 'content', or parts of it, not \["
+
+
+def talk(**turns):
+  """A conversation of one message of each role."""
+  return json.dumps({'messages': [{'role': role, 'content': content} for role, content in turns.items()]})
 
 
 @pytest.mark.parametrize(
@@ -137,22 +143,10 @@ GOOD = json.dumps({'messages': TALKS[0]})
     (GOOD + '\n{"messages": [', r'talks\.jsonl:2: it is not JSON'),
     ('{"text": "a"}', r"talks\.jsonl:1: there is no field 'messages' \(it has \['text'\]\)"),
     ('{"messages": [{"from": "human", "value": "a"}]}', r"messages\[0\] must be an object with a text 'role'"),
-    (
-      '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',
-      r'messages\[1\], a turn of the assistant, is empty, so that the model would learn to say nothing: remove',
-    ),
-    (
-      '{"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a"}]}',
-      r"messages\[0\] must have a text as its 'content', or parts of it, not \[",
-    ),
-    (
-      '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
-      r"messages\[0\] must have a text as its 'content', or parts of it, not \[",
-    ),
-    (
-      '{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}',
-      r'no turn of the assistant \(its roles are human, gpt\): name its role assistant, or remove',
-    ),
+    (talk(user='a', assistant=' '), r'messages\[1\], a turn of the assistant, is empty, .* to say nothing: remove'),
+    (talk(user=[{'type': 'image'}], assistant='a'), NO_TEXT),
+    (talk(user=[{'type': 'text', 'text': None}]), NO_TEXT),
+    (talk(human='a', gpt='b'), r'\(its roles are human, gpt\): name its role assistant, or remove'),
   ],
 )
 def test_files_that_cannot_be_used(training, tmp_path, content, message):
