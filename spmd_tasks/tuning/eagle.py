@@ -179,6 +179,11 @@ class EagleLanguageModel(NextnLanguageModel, kw_only=True):
 
   chains_drafts: ClassVar[bool] = True  # one head guesses all drafts, see decoding/nextn_drafts.py
 
+  def __post_init__(self):
+    if self.num_guesses < 1:
+      raise UserError(f'num_guesses={self.num_guesses} must be at least 1.')
+    super().__post_init__()
+
   @nn.nowrap
   def _embed(self, batch: Mapping[str, jax.Array], prefix: str, train: bool) -> Any:
     x, *others = super()._embed(batch, prefix, train)
@@ -254,8 +259,8 @@ class EagleLoss:
   decay: float = 0.8
 
   def __post_init__(self):
-    if not self.decay > 0:
-      raise UserError(f'decay={self.decay} of an EagleLoss must be above 0, such as 0.8.')
+    if not 0 < self.decay < float('inf'):
+      raise UserError(f'decay={self.decay} of an EagleLoss must be above 0 and finite, such as 0.8.')
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput of `guesses` [2, N, B, T]; `batch` as for LanguageModelLoss."""

@@ -54,11 +54,10 @@ class EagleTuning(PretrainedLanguageModel):
         f'a head guesses for a decoder without adapters to choose from: {self.model} is none, or has some.'
       )
     layers = tuple(self.feature_layers or default_layers(decoder.num_layers))
-    if not all(1 <= layer <= decoder.num_layers for layer in layers) or self.num_guesses < 1:
-      raise UserError(
-        f'feature_layers={layers} must be from 1 to {decoder.num_layers}, the layers of {self.model}, and '
-        f'num_guesses={self.num_guesses} at least 1.'
-      )
+    if not all(1 <= layer <= decoder.num_layers for layer in layers):
+      raise UserError(f'feature_layers={layers} must be from 1 to {decoder.num_layers}, the layers of {self.model}.')
+    if not 1 <= self.num_guesses < self.seq_len:
+      raise UserError(f'num_guesses={self.num_guesses} must be at least 1 and less than seq_len={self.seq_len}.')
     hidden_dim, latent = self.head_hidden_dim, decoder.latent
     if hidden_dim is None:
       hidden_dim = 3 * decoder.embed_dim if all(decoder.mixed) else decoder.hidden_dim

@@ -208,7 +208,17 @@ def test_layers_that_are_read(num_layers, layers):
   assert tuple(default_layers(num_layers)) == layers
 
 
-@pytest.mark.parametrize('setting', ['feature_layers=(1,2,3)', 'num_guesses=0', 'guess_decay=0'])
-def test_what_no_head_can_be_is_one_sentence(base, setting):
-  with pytest.raises(ValueError, match=r'feature_layers=|decay=0'):
+@pytest.mark.parametrize(
+  'setting, says',
+  [
+    ('feature_layers=(1,2,3)', r'feature_layers=\(1, 2, 3\) must'),
+    ('num_guesses=0', 'num_guesses=0 must'),
+    ('num_guesses=9999', 'num_guesses=9999 must .* less than seq_len'),
+    ('task.model.num_guesses=0', 'num_guesses=0 must'),
+    ('guess_decay=0', 'decay=0.0 of'),
+    ('guess_decay=inf', 'decay=inf of'),
+  ],
+)
+def test_what_no_head_can_be_is_one_sentence(base, setting, says):
+  with pytest.raises(ValueError, match=says):
     resolve(JOB, [f'model={base}', setting]).build()
