@@ -348,7 +348,8 @@ class Scheduler:
     Drafts for which there is no block are dropped. `generating` gets the slots whose prompts end before the step.
     """
     grown = []
-    slots = [slot for slot in self._texts if slot in generating]
+    chosen = {*generating}
+    slots = [slot for slot in self._texts if slot in chosen]
     for slot in slots:
       while (sequence := self._slots[slot]) is not None:
         text = self._texts[slot]
