@@ -60,6 +60,11 @@ def test_every_step_is_planned_on_request(plan):
   assert 'memory per device, decode step:' in text
 
 
+def test_a_joined_step_is_of_jobs_that_have_one():
+  with pytest.raises(UserError, match='prompts and texts take turns'):
+    make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=['joined'], show_progress=False)
+
+
 def test_chips_that_are_not_the_meshs_are_refused():
   message = "target 'v5p:2x2x1' has 4 chips .* needs 8.*--target 'v5p:2x2x2'"
   with pytest.raises(UserError, match=message):
