@@ -12,6 +12,9 @@ from launch import Job, coordinator_flags
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.config import resolve, to_json
+from spmd_tasks.experiment import partition_job
 from tests import binary
 
 pytestmark = pytest.mark.slow
@@ -19,14 +22,10 @@ pytestmark = pytest.mark.slow
 START_S = 200.0
 DEADLINE_S = 30.0  # from a fault until the last process is gone
 MODEL = 'lm.UnevenTiny'
-COMMAND = ['--exp', MODEL, '--num_train_steps', '4', '--ici_mesh_shape', '1,2,4']
-for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=8', 'tensorboard=False'):
-  COMMAND += ['--set', _setting]
+SETTINGS = ['ici_mesh_shape=1,2,4', 'model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=8']
 # One length of chunks: prompts of two chunks, and such as go on behind another one's, need three programs.
-for _setting in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=3'):
-  COMMAND += ['--set', f'task.decode.{_setting}']
-for _setting in ('eval_every_steps=None', 'eval_batches=1', 'checkpoint_every_steps=2'):
-  COMMAND += ['--set', _setting]
+SETTINGS += [f'task.decode.{each}' for each in ('prefill_chunk=8', 'min_bucket=8', 'prefill_rows=2', 'num_slots=3')]
+COMMAND = ['--exp', MODEL, *(part for setting in SETTINGS for part in ('--set', setting))]
 # Beside them, a decoding job has prompts of tokens, and samples; the slots do not divide by the data axis.
 SAMPLED = [{'prompt_ids': [i + 1] * (i + 1), 'max_tokens': 4, 'temperature': 1.0, 'n': 2} for i in range(3)]
 PROMPTS = [('def ' * (number + 1))[: 2 * number + 1] for number in range(6)]
@@ -35,14 +34,19 @@ HEADERS = {'authorization': 'Bearer secret'}
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-  """(job_log_dir, what one process makes of PROMPTS with its newest checkpoint)"""
+  """(job_log_dir, what one process makes of PROMPTS with its newest checkpoint); the weights of both are drawn."""
   directory = tmp_path_factory.mktemp('served') / 'job'
+  directory.mkdir()
+  resolved = resolve(MODEL, SETTINGS)
+  (directory / 'config.json').write_text(json.dumps(to_json(resolved)))
+  model = partition_job(resolved.build())
+  with contextlib.closing(Checkpointer(directory / 'checkpoints')) as checkpointer:
+    for step in (2, 4):
+      checkpointer.save(step, model.to_canonical(model.init(step)))
   prompts = directory.parent / 'prompts.jsonl'
-  asked = [*({'prompt': prompt, 'max_tokens': 10} for prompt in PROMPTS), *SAMPLED]
+  asked = [*({'prompt': prompt, 'max_tokens': 6} for prompt in PROMPTS), *SAMPLED]
   prompts.write_text(''.join(json.dumps(each) + '\n' for each in asked))
-  shared = [*COMMAND, '--job_log_dir', directory]
-  assert binary.run_in_process(*shared, '--mode', 'train') == 0
-  assert binary.run_in_process(*shared, *decoding(directory, 'outputs.jsonl')) == 0
+  assert binary.run_in_process(*COMMAND, '--job_log_dir', directory, *decoding(directory, 'outputs.jsonl')) == 0
   return directory, [outputs[0]['text'] for outputs in read(directory, 'outputs.jsonl')[: len(PROMPTS)]]
 
 
@@ -91,7 +95,7 @@ def client_of(job: Job) -> httpx.Client:
 
 
 def complete(client: httpx.Client, prompt, **wanted) -> str:
-  response = client.post('/v1/completions', json={'model': MODEL, 'prompt': prompt, 'max_tokens': 10} | wanted)
+  response = client.post('/v1/completions', json={'model': MODEL, 'prompt': prompt, 'max_tokens': 6} | wanted)
   assert response.status_code == 200, response.text
   return response.json()['choices'][0]['text']
 
