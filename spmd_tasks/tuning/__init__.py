@@ -5,10 +5,10 @@
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
 `references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `scored_texts.py` and
 `score_loss.py` (reward models, classifiers, embeddings), `text_scorer.py` (their scores), `rollout_input.py`,
-`rollout_sampler.py`, `environments.py`, `rollout_rewards.py`, `rollouts.py` and `policy_loss.py` (rewards),
-`low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters belongs to one
-base), `adapter_stacks.py` (several adapters beside one model), `eagle.py` and `eagle_tuning.py` (heads that guess
-tokens), then `text_pairs.py` (encoder-decoders). The names below are imported when first used.
+`rollout_sampler.py`, `environments.py`, `rollout_rewards.py`, `rollout_packing.py`, `rollouts.py` and `policy_loss.py`
+(rewards), `low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters
+belongs to one base), `adapter_stacks.py` (several adapters beside one model), `eagle.py` and `eagle_tuning.py` (heads
+that guess tokens), then `text_pairs.py` (encoder-decoders). The names below are imported when first used.
 """
 
 from collections.abc import Mapping

@@ -28,9 +28,8 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
   rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # by how many tokens are free: which rows
   num_used, counts = 0, np.zeros(num_rows, np.int32)
   starts, numbers = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
-  for text in np.argsort(-lengths, kind='stable')[
-    : np.count_nonzero(lengths)
-  ].tolist():  # longest first, where it fits best
+  longest_first = np.argsort(-lengths, kind='stable')[: np.count_nonzero(lengths)]
+  for text in longest_first.tolist():  # each where it fits best
     length = int(lengths[text])
     room = next((room for room in range(length, seq_len) if rooms[room]), seq_len)
     if room < seq_len:

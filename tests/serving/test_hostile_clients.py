@@ -13,6 +13,8 @@ import httpx
 import numpy as np
 import pytest
 
+from spmd_tasks.serving.server import listen
+from spmd_tasks.serving.settings import ServerSettings
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import HELLO, metric, serving, wait_for
 
@@ -236,6 +238,12 @@ def test_a_server_on_localhost_has_no_other_name(served, host, status):
   """A page of another site could have its own name resolved to 127.0.0.1 (DNS rebinding)."""
   with served.client() as client:
     assert client.get('/v1/models', headers={'host': host}).status_code == status
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason='no IPv6')
+def test_all_addresses_are_those_of_ipv4_too():
+  with listen(ServerSettings(host='::', port=0)) as sock:
+    socket.create_connection(('127.0.0.1', sock.getsockname()[1]), timeout=5).close()
 
 
 def test_connections_that_break_off_at_any_byte(served, rng):
