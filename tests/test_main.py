@@ -121,6 +121,10 @@ BAD_INPUT = {
   ),
   'devices of one of several': ((*TINY, *TRAIN, '--local_device_ids', '0'), ['are for one of several processes']),
   'eval without batches': ((*TINY, *TRAIN, '--set', 'eval_batches=0'), ['num_batches 0 must be at least 1']),
+  'experts in no block': (
+    ('--exp', 't5.SwitchTiny', *TRAIN, '--set', 'mixture_every=0'),
+    ['2 layers are no multiple of mixture_every=0'],
+  ),
   'no directory to write': (
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/file/job'),
     ['HERE/file/job', 'Choose a directory that this user can create and write'],

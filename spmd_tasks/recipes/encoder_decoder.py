@@ -129,7 +129,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     every = every if isinstance(every, int) else every[0 if encodes else 1]
     mixture, block = self.mixture(encodes=encodes), self.block(self.ffn(), encodes=encodes)
     if mixture is not None:
-      if num_layers % every:
+      if every < 1 or num_layers % every:
         raise UserError(f'{num_layers} layers are no multiple of mixture_every={every}: change one of them.')
       blocks = [self.block(self.ffn(), encodes=encodes) for _ in range(every - 1)]
       blocks.append(self.mixture_block(mixture, encodes=encodes))
