@@ -16,7 +16,7 @@ import fiddle as fdl
 from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
 from spmd_tasks.bridges.huggingface.experiments import stacks_of
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import GatedFeedForward
+from spmd_tasks.layers import GatedFeedForward, LanguageModel, TransformerBlock, TransformerStack
 from spmd_tasks.layers.attention import Rotary
 from spmd_tasks.runtime import Task
 from spmd_tasks.tuning.eagle import (
@@ -54,8 +54,6 @@ class EagleTuning(PretrainedLanguageModel):
         f'a head guesses for a decoder without adapters to choose from: {self.model} is none, or has some.'
       )
     layers = tuple(self.feature_layers or default_layers(decoder.num_layers))
-    if not all(1 <= layer <= decoder.num_layers for layer in layers):
-      raise UserError(f'feature_layers={layers} must be from 1 to {decoder.num_layers}, the layers of {self.model}.')
     if not 1 <= self.num_guesses < self.seq_len:
       raise UserError(f'num_guesses={self.num_guesses} must be at least 1 and less than seq_len={self.seq_len}.')
     hidden_dim, latent = self.head_hidden_dim, decoder.latent
@@ -96,12 +94,26 @@ def add_head(
     hidden_dim: of the head's feed-forward network.
     num_guesses, decay: see EagleLanguageModel and EagleLoss.
     of_attention: fields of the head's EagleAttention.
+
+  Raises a UserError: the model has other blocks, an encoder or pipeline stages, or no such layers.
   """
-  model = task.model
+  model, num_layers = task.model, 0
+  is_decoder = issubclass(fdl.get_callable(model), LanguageModel) and not hasattr(model, 'encoder_stack')
   for stack in stacks_of(model):
-    for block in getattr(stack.block, 'blocks', (stack.block,)):
+    blocks = getattr(stack.block, 'blocks', (stack.block,))
+    kinds = fdl.get_callable(stack), *map(fdl.get_callable, blocks)
+    if not is_decoder or kinds != (TransformerStack, *[TransformerBlock] * len(blocks)):
+      names = ', '.join(dict.fromkeys(kind.__name__ for kind in (fdl.get_callable(model), *kinds)))
+      raise UserError(
+        f'a head needs a LanguageModel with a TransformerStack of TransformerBlocks, not {names}: leave pipeline '
+        'stages, an encoder and other blocks out.'
+      )
+    num_layers += stack.num_layers * len(blocks)
+    for block in blocks:
       fdl.update_callable(block, RecordingBlock)
       block.feature_layers = layers
+  if not layers or not all(1 <= layer <= num_layers for layer in layers):
+    raise UserError(f'feature_layers={layers} must be from 1 to {num_layers}, the number of layers of the model.')
   dtype = model.embedding.dtype
   attention = fdl.Config(EagleAttention, dtype=dtype, **of_attention)
   ffn = fdl.Config(GatedFeedForward, hidden_dim=hidden_dim, activation='silu', dtype=dtype)

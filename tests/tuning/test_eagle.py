@@ -13,8 +13,10 @@ from spmd_tasks.checkpoints.manifest import read_manifest
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.experiments import pipeline, t5
 from spmd_tasks.programs.upcycling import find_origins
 from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.tuning import add_head
 from spmd_tasks.tuning.eagle import default_layers
 from tests import binary
 from tests.model_folders import write_llama
@@ -222,3 +224,9 @@ def test_layers_that_are_read(num_layers, layers):
 def test_what_no_head_can_be_is_one_sentence(base, setting, says):
   with pytest.raises(ValueError, match=says):
     resolve(JOB, [f'model={base}', setting]).build()
+
+
+@pytest.mark.parametrize('experiment', [pipeline.StdlibTiny, t5.V11Tiny])
+def test_models_without_a_place_for_a_head_are_refused(experiment):
+  with pytest.raises(ValueError, match='leave pipeline stages, an encoder and other blocks out'):
+    add_head(experiment().task(), (1, 2), hidden_dim=32, num_heads=4)
