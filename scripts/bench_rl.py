@@ -24,15 +24,13 @@ less than 8 minutes. The last line is one JSON object; each name also with `_equ
   rounds: what each round gave, by side: completions per second, seconds of CPU and tokens for one.
 
 The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-26, when nothing else ran, --quick gave
-samples_over_trl_equal 1.35 in the morning and 1.16 in the evening and rollout_over_decode_equal 1.44 and 1.36. What
-follows was measured at night on one core (`taskset`), with 20 other programs on 2 cores, one round each, and is to be
-measured again on a quiet machine: cpu_of_trl_over_ours 2.3 with loops for all and for a quarter of the rows, and 3.0
-with one for a sixteenth too (CPU of ours 0.0067 s for a completion, of TRL 0.016 and 0.020 s), samples_over_trl 1.6 and
-3.5, rollout_over_decode 0.41, for decoding fills slots that are free with further prompts, which a rollout has not; and
-cpu_of_trl_over_ours_equal 1.2, samples_over_trl_equal 1.0, rollout_over_decode_equal 1.2. Layers were unrolled in these
-runs, and no longer are: XLA then copies the cache in each step, and a rollout takes 0.14 s of CPU in place of 0.11, of
-equal lengths 0.57 in place of 0.35; an update of these takes 0.53 s either way. mismatch_max was 2.4e-6. Before updates
-were packed and loops had fewer rows, a completion of the first workload took 0.013 s of CPU.
+samples_over_trl_equal 1.35 in the morning and 1.16 in the evening and rollout_over_decode_equal 1.44 and 1.36. Late,
+on one core (`taskset`) of a machine with other programs, one round each, to be measured again when it is quiet:
+cpu_of_trl_over_ours 2.9 and samples_over_trl 1.9 (20 others on 2 cores);
+cpu_of_trl_over_ours_equal 1.5 and samples_over_trl_equal 1.08; mismatch_max 2.6e-6. A completion took ours 0.0047 s of
+CPU and TRL 0.0138, of equal lengths 0.0091 and 0.0136. rollout_over_decode was 0.41, as decoding fills slots that are
+free with further prompts, which a rollout has not, and _equal 1.2, both with layers unrolled (`scan=False`): XLA then
+copies the cache in each step, and a rollout takes 0.14 s of CPU in place of 0.11.
 """
 
 import argparse
