@@ -26,7 +26,7 @@ less than 8 minutes. The last line is one JSON object; each name also with `_equ
 The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-26, when nothing else ran, --quick gave
 samples_over_trl_equal 1.35 in the morning and 1.16 in the evening and rollout_over_decode_equal 1.44 and 1.36. Late,
 on one core (`taskset`) of a machine with other programs, one round each, to be measured again when it is quiet:
-cpu_of_trl_over_ours 2.9 and samples_over_trl 1.9 (20 others on 2 cores);
+cpu_of_trl_over_ours 2.9 and samples_over_trl 1.9 (20 others on 2 cores), then 3.5 and 3.5 (5 others);
 cpu_of_trl_over_ours_equal 1.5 and samples_over_trl_equal 1.08; mismatch_max 2.6e-6. A completion took ours 0.0047 s of
 CPU and TRL 0.0138, of equal lengths 0.0091 and 0.0136. rollout_over_decode was 0.41, as decoding fills slots that are
 free with further prompts, which a rollout has not, and _equal 1.2, both with layers unrolled (`scan=False`): XLA then
