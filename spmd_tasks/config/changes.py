@@ -23,6 +23,7 @@ _HOW_IT_RUNS = ('read_timeout_s', 'max_consecutive_skips')
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
+_OFF = (': absent -> None', ': absent -> False')  # a setting of a newer version
 
 
 def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *, mode: str) -> None:
@@ -56,9 +57,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   ]
   parts = _TRAINING if mode == 'train' else _EVALUATION
   changes = [
-    line
-    for line in diff(previous, config)
-    if _matters(line.partition(': ')[0], parts) and not line.endswith(': absent -> None')  # a newer version's, and off
+    line for line in diff(previous, config) if _matters(line.partition(': ')[0], parts) and not line.endswith(_OFF)
   ]
   changes += environment
   if changes:

@@ -40,7 +40,8 @@ def test_what_changes_the_numbers_is_refused(job_log_dir, override, train, evalu
 
 def test_a_field_that_a_newer_version_brings_and_leaves_off_is_no_change(job_log_dir):
   config = to_json(resolve('synthetic.Tiny'))
-  refuse_changed_config(job_log_dir, {**config, 'config': config['config'] | {'task.new': None}}, mode='train')
+  off = {'task.new': None, 'train_input.newer': False}
+  refuse_changed_config(job_log_dir, {**config, 'config': config['config'] | off}, mode='train')
   with pytest.raises(ValueError, match='new: absent -> 0'):
     refuse_changed_config(job_log_dir, {**config, 'config': config['config'] | {'task.new': 0.5}}, mode='train')
 
