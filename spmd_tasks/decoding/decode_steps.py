@@ -422,8 +422,8 @@ class DecodeSteps:
 
     def sample(forward, variables, groups):
       cache = self._empty_cache(groups.ids.shape[0] * num_samples)
-      given = {'num_samples': num_samples, 'max_new_tokens': max_new_tokens, 'shrinks': self.num_parts == 1}
-      return sample_groups(forward, variables, cache, groups, **given)
+      given = functools.partial(sample_groups, num_samples=num_samples, max_new_tokens=max_new_tokens)
+      return given(forward, variables, cache, groups, shrinks=self.num_parts == 1)
 
     name = ('sample', *groups.ids.shape, num_samples, max_new_tokens, groups.sampling.top_k is None)
     return self._compile_stateless(name, sample, groups)(self.arrange(variables), groups)

@@ -53,7 +53,8 @@ class InputIterator(Protocol):
     """
 
   def close(self) -> None:
-    """Closes open files. Idempotent."""
+    """Closes open files, here none. Idempotent."""
+    return None
 
 
 @runtime_checkable

@@ -77,12 +77,12 @@ class EagleAttention(Attention, kw_only=True):
     given = zip(('query', 'key', 'value'), (of_query, of_key, of_key))
     query, key, value = (project(self, name, x, *each, scale=self.init_scale) for name, each in given)
     query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
-    kept: tuple[jax.Array, ...] = (key[None], value[None])
+    keys, values = key[None], value[None]
     if before:
-      kept = tuple(jnp.concatenate(each) for each in zip(before, kept))
-    attended = attend_to_guesses(query, *kept, segment_ids)
+      keys, values = jnp.concatenate([before[0], keys]), jnp.concatenate([before[1], values])
+    attended = attend_to_guesses(query, keys, values, segment_ids)
     out = x.shape[-1], self.out_split_dims, self.activation_split_dims
-    return project(self, 'out', attended, *out, scale=self.out_init_scale, num_input_dims=2), kept
+    return project(self, 'out', attended, *out, scale=self.out_init_scale, num_input_dims=2), (keys, values)
 
 
 def attend_to_guesses(query: jax.Array, keys: jax.Array, values: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
@@ -146,7 +146,7 @@ class EagleHead(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns ([B, T, D], keys and values of all guesses); `hidden` is [B, T, F D] or [B, T, D]."""
     norm = lambda name, x: self.norm.copy(name=name)(x)
-    splits = {'split_dims': self.split_dims, 'activation_split_dims': self.activation_split_dims}
+    splits: Any = {'split_dims': self.split_dims, 'activation_split_dims': self.activation_split_dims}
     linear = functools.partial(Linear, output_dims=embedded.shape[-1], dtype=embedded.dtype, **splits)
     hidden = constrain(hidden, self.activation_split_dims)  # see NextnHead
     if hidden.shape[-1] != embedded.shape[-1]:
