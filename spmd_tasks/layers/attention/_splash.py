@@ -18,26 +18,18 @@ import numpy as np
 from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionLayout, AttentionOptions, Heads
-from spmd_tasks.sharding.specs import current_device
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
-# Up to so many blocks of keys, a kernel computes all gradients: five products of scores in place of seven. It writes a
-# part of the queries' gradients for each block of keys, in their dtype, masked blocks too. The plans of older chips
-# (tests/golden/plans) are of two kernels.
-_MOST_PARTS = 8
-_TWO_KERNELS = ('TPU v4', 'TPU v5', 'TPU v5 lite', 'TPU v6 lite')
 
 
 def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout, interpret: bool) -> jax.Array:
   """Computes `attend` by the kernel; `interpret` runs it on any platform, slowly."""
   query = heads.query * jnp.asarray(options.scale(heads.query.shape[-1]), heads.query.dtype)
   axes, is_split = layout.tokens, layout.num_tokens > 1
-  may_fuse = not is_split and options.window is None and current_device().device_kind not in _TWO_KERNELS
 
   def make_kernel(num_heads: int, length: int) -> Any:
-    how = options.causal, options.window, options.logit_cap, layout.num_tokens, may_fuse, interpret
-    return _kernel(num_heads, length, *how)
+    return _kernel(num_heads, length, options.causal, options.window, options.logit_cap, layout.num_tokens, interpret)
 
   def attend_local(query, key, value, segments, sinks, kernel):
     if kernel is None:
@@ -81,7 +73,6 @@ def _kernel(
   window: int | None,
   logit_cap: float | None,
   num_parts: int,
-  may_fuse: bool,
   interpret: bool,
 ) -> Any:
   """The kernel for the heads of a device: `(query [H, T, K], key [G, T, K], value [G, T, V], segments, sinks)`.
@@ -101,7 +92,6 @@ def _kernel(
   run = length // (2 * num_parts) if num_parts > 1 else length  # queries that follow one another
   block = next(size for size in range(_LARGEST_BLOCK, 0, -_TILE) if run % size == 0)
   compute = next(size for size in range(min(block, _LARGEST_BLOCK // 2), 0, -_TILE) if block % size == 0)
-  is_fused = may_fuse and length <= _MOST_PARTS * block
   make = functools.partial(
     splash_attention.make_splash_mha,
     mask=splash_attention.MultiHeadMask([mask] * num_heads),
@@ -112,9 +102,8 @@ def _kernel(
       block_q_dkv=block,
       block_kv_dkv=block,
       block_kv_dkv_compute=compute,
-      block_q_dq=None if is_fused else block,
-      block_kv_dq=None if is_fused else block,
-      use_fused_bwd_kernel=is_fused,
+      block_q_dq=block,
+      block_kv_dq=block,
     ),
     head_shards=1,
     q_seq_shards=num_tables,
