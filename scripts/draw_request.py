@@ -21,8 +21,8 @@ class RecordingEngine:
   """An engine without a model: records what each launch does in each slot, and gives every sequence the same token."""
 
   num_slots = 3
-  prefill_chunk = 8
-  can_reuse = False
+  prefill_chunk = prompt_tokens = 8
+  can_reuse = joins_prefills = False
   num_drafts, has_draft_model = 0, False
   max_len = 64
   block_tokens, num_blocks, num_parts = 8, 24, 1
@@ -54,10 +54,11 @@ class RecordingEngine:
       finished.append(chunk.stop == len(chunk.request.ids) and self._next(chunk.slot))
     return _Launched(finished)
 
-  def step(self, keep: np.ndarray, masks: Any = None, grown: Any = (), drafts: Any = None) -> Any:
+  def step(self, keep: np.ndarray, masks: Any = None, grown: Any = (), drafts: Any = None, chunks: Any = ()) -> Any:
     """Records the slots in use."""
     assert masks is None
     assert not drafts
+    assert not chunks
     slots = [int(slot) for slot in np.flatnonzero(keep)]
     self.launches.append(('step', {slot: self._by_slot[slot].seed for slot in slots}))
     return _Launched([slot in slots and self._next(slot) for slot in range(self.num_slots)])

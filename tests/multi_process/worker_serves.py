@@ -25,10 +25,10 @@ MAX_LEN = 1000
 class Engine(FakeEngine):
   """Waits for the other processes in each step, as a model that is spread over them does."""
 
-  def step(self, keep, masks=None, grown=(), drafts=None):
+  def step(self, keep, *given, **named):
     time.sleep(STEP_S)
     multihost_utils.process_allgather(np.asarray(keep))
-    return super().step(keep, masks, grown, drafts)
+    return super().step(keep, *given, **named)
 
 
 def restore(step):

@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(
 class SlowEngine(FakeEngine):
   """Its texts can be seen to grow."""
 
-  def step(self, keep, masks=None, grown=(), drafts=None):
+  def step(self, *given, **named):
     time.sleep(0.02)
-    return super().step(keep, masks, grown, drafts)
+    return super().step(*given, **named)
 
 
 @pytest.fixture(scope='module')
