@@ -23,14 +23,11 @@ less than 8 minutes. The last line is one JSON object; each name also with `_equ
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
   rounds: what each round gave, by side: completions per second, seconds of CPU and tokens for one.
 
-The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-26, when nothing else ran, --quick gave
-samples_over_trl_equal 1.35 in the morning and 1.16 in the evening and rollout_over_decode_equal 1.44 and 1.36. Late,
-on one core (`taskset`) of a machine with other programs, one round each, to be measured again when it is quiet:
-cpu_of_trl_over_ours 2.9 and samples_over_trl 1.9 (20 others on 2 cores), then 3.5 and 3.5 (5 others);
-cpu_of_trl_over_ours_equal 1.5 and samples_over_trl_equal 1.08; mismatch_max 2.6e-6. A completion took ours 0.0047 s of
-CPU and TRL 0.0138, of equal lengths 0.0091 and 0.0136. rollout_over_decode was 0.41, as decoding fills slots that are
-free with further prompts, which a rollout has not, and _equal 1.2, both with layers unrolled (`scan=False`): XLA then
-copies the cache in each step, and a rollout takes 0.14 s of CPU in place of 0.11.
+The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-26, on 2 cores with nothing else to do, --quick
+gave samples_over_trl 2.6, cpu_of_trl_over_ours 3.2, rollout_over_decode 0.97 and mismatch_max 3.1e-6; of equal lengths
+1.37, 1.67, 1.39 and 9.5e-7; one round each, 138 s in all. A completion took ours 0.0057 s of CPU and TRL 0.0186, of
+equal lengths 0.0115 and 0.0193. With layers unrolled (`scan=False`) XLA copies the cache in each step of a rollout,
+which then takes 0.14 s of CPU in place of 0.11.
 """
 
 import argparse
