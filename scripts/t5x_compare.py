@@ -414,9 +414,11 @@ class Comparison:
       ours = np.zeros_like(tokens)
       for i, texts in search(DecodeSteps(self.model, settings), state.variables, requests, decode=lambda ids: ''):
         for j, text in enumerate(texts):
-          # T5X aligns prompts and texts at the left: an encoder-decoder's begin with the first token that is not 0.
-          ids = np.trim_zeros(text.ids, 'f') if requests[i].encoder_ids else text.ids
-          ours[i, -1 - j, : len(ids)] = ids
+          ours[i, -1 - j, : len(text.ids)] = text.ids
+          if requests[i].encoder_ids:  # padding before a text is no token; T5X leaves it where some models drew it
+            for found in (ours, tokens):
+              ids = np.trim_zeros(found[i, -1 - j], 'f')
+              found[i, -1 - j] = np.pad(ids, (0, found.shape[-1] - len(ids)))
       self.note('beam', float((ours == tokens).mean()))
 
 
