@@ -233,7 +233,7 @@ def origin_of(cls: type) -> str | None:
 
 
 def symbol_of(value: Any) -> str:
-  """The name of a class or function as `package:QualName`, such as `jax:relu` for `jax._src.nn.functions.relu`."""
+  """The name of a class or function as `package:QualName`, such as `jax:relu`, whatever private module defines it."""
   return f'{public_module_of(value)}:{value.__qualname__}'
 
 

@@ -16,7 +16,7 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
 
   Args:
     batch: arrays [B, ...], one text a row from its first column on, or none.
-    num_parts: M; microbatch m has rows m, M + m, 2 M + m, ...
+    num_parts: M, which divides B; microbatch m has rows m, M + m, 2 M + m, ...
     pad_id: the id in padding.
 
   Returns:
@@ -53,5 +53,5 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
 
 def _row_of(number: int, num_rows: int, num_parts: int) -> int:
   """Where a row lies so that the first ones fill the first microbatches."""
-  part, place = divmod(number, max(num_rows // num_parts, 1))
+  part, place = divmod(number, num_rows // num_parts)
   return place * num_parts + part
