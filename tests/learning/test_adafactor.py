@@ -31,37 +31,43 @@ def adafactor_float64(weight, grads, rate):
   return weight, v_row, v_col
 
 
-@pytest.mark.parametrize('num_layers', [None, 2])
-def test_experts_have_their_own_factors_clipping_and_scale(num_layers, rng):
+def test_experts_have_their_own_factors_clipping_and_scale(rng):
   """[E, D, F] and [L, E, D, F]; E is the largest dim. One expert is idle at first and has one loud step at the end."""
-  num_experts, leading = 6, () if num_layers is None else (num_layers,)
-  specs = {
-    'up': WeightSpec(shape=(*leading, num_experts, D, F), init=None, tags=('expert',), stacked=len(leading)),
-    'bias': WeightSpec(shape=(*leading, num_experts, F), init=None, tags=('expert',), stacked=len(leading)),
-  }
+  num_experts, specs = 6, {}
+  for name, leading in (('alone', ()), ('layers', (2,))):
+    same = {'init': None, 'tags': ('expert',), 'stacked': len(leading)}
+    specs[f'up {name}'] = WeightSpec(shape=(*leading, num_experts, D, F), **same)
+    specs[f'bias {name}'] = WeightSpec(shape=(*leading, num_experts, F), **same)
   settings = {'momentum': 0.9, 'clipping_threshold': 0.7, 'weight_decay': 0.5}
   learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2, **settings))
-  size = 10.0 ** np.arange(-3, 3).reshape(num_experts, 1, 1)
-  start = rng.normal(size=specs['up'].shape) * size
-  all_grads = rng.normal(size=(3, *specs['up'].shape))
-  all_grads[:2, ..., 1, :, :], all_grads[2, ..., 1, :, :] = 0, 100
-  biases = rng.normal(size=specs['bias'].shape)
-  weights = {'up': jnp.asarray(start, jnp.float32), 'bias': jnp.asarray(biases, jnp.float32)}
+  sizes = 10.0 ** np.arange(-3, 3)
+  start, all_grads = {}, {}
+  for name, spec in specs.items():
+    of_experts = (num_experts, *[1] * (len(spec.shape) - spec.num_separate_dims))
+    start[name] = rng.normal(size=spec.shape) * sizes.reshape(of_experts)
+    all_grads[name] = rng.normal(size=(3, *spec.shape))
+    by_expert = np.moveaxis(all_grads[name], spec.num_separate_dims, 0)
+    by_expert[1, :2], by_expert[1, 2] = 0, 100
+  weights = {name: jnp.asarray(each, jnp.float32) for name, each in start.items()}
   state = learner.init(weights, specs)
   update = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, specs))
-  for grads in all_grads:
-    grads = {'up': jnp.asarray(grads, jnp.float32), 'bias': jnp.asarray(grads[..., 0, :], jnp.float32)}
+  for step in range(3):
+    grads = {name: jnp.asarray(each[step], jnp.float32) for name, each in all_grads.items()}
     weights, state, _ = update(grads, state, weights)
   moments = state.opt_state[0]
-  assert moments.v_row['bias'].shape == moments.v['up'].shape == (*leading, num_experts, 1)
-  assert moments.v['bias'].shape == specs['bias'].shape
-  for index in np.ndindex(*leading, num_experts):
-    expected, v_row, v_col = adafactor_float64(start[index], [grads[index] for grads in all_grads], 0.1)
-    np.testing.assert_allclose(weights['up'][index], expected, rtol=2e-5, atol=1e-7, err_msg=str(index))
-    np.testing.assert_allclose(moments.v_row['up'][index], v_row, rtol=1e-5)
-    np.testing.assert_allclose(moments.v_col['up'][index], v_col, rtol=1e-5)
-    expected, *_ = adafactor_float64(biases[index], [grads[index][0] for grads in all_grads], 0.1)
-    np.testing.assert_allclose(weights['bias'][index], expected, rtol=2e-5, atol=1e-6, err_msg=str(index))
+  for name, spec in specs.items():
+    is_factored = name.startswith('up')
+    separate = spec.shape[: spec.num_separate_dims]
+    assert (moments.v if is_factored else moments.v_row)[name].shape == (*separate, 1)
+    assert is_factored or moments.v[name].shape == spec.shape
+    for index in np.ndindex(*separate):
+      grads = [each[index] for each in all_grads[name]]
+      expected, v_row, v_col = adafactor_float64(start[name][index], grads, 0.1)
+      atol = 1e-7 if is_factored else 1e-6
+      np.testing.assert_allclose(weights[name][index], expected, rtol=2e-5, atol=atol, err_msg=f'{name} {index}')
+      if is_factored:
+        np.testing.assert_allclose(moments.v_row[name][index], v_row, rtol=1e-5)
+        np.testing.assert_allclose(moments.v_col[name][index], v_col, rtol=1e-5)
 
 
 # T5X's weights as ours: (shape, fields of its WeightSpec, transposition).

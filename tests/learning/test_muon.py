@@ -1,5 +1,6 @@
 """Muon updates each layer's matrix as torch.optim.Muon does, on any mesh; all other weights are AdamW's."""
 
+import functools
 import types
 
 import jax
@@ -12,6 +13,8 @@ from spmd_tasks.learning import AdamW, Learner, Muon, MuonClip
 from spmd_tasks.learning.layer_weights import layer_matrix
 from spmd_tasks.sharding import MeshSpec, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import unbox_weights
+from tests.layers.tiny_model import random_weights
 
 RULES = (('embed', 'data'), ('mlp', 'mdl'), ('heads', 'mdl'), ('expert', 'data'), ('stages', 'mdl'))
 NUM_STEPS, RATE, DECAY = 3, 0.1, 0.2
@@ -40,8 +43,26 @@ OTHERS = {
 SPECS = MATRICES | OTHERS
 
 
-def draw(rng, specs=SPECS):
-  return {name: rng.normal(size=spec.shape) for name, spec in specs.items()}
+def muon(scale='original', nesterov=True):
+  return Muon(learning_rate=RATE, weight_decay=DECAY, scale=scale, nesterov=nesterov, adam_scale=0.25)
+
+
+@functools.cache
+def drawn():
+  """Weights, and the gradients of each step."""
+  rng = np.random.default_rng(0)
+  start, *grads = ({name: rng.normal(size=spec.shape) for name, spec in SPECS.items()} for _ in range(1 + NUM_STEPS))
+  return start, grads
+
+
+def only(names, tree):
+  return {name: tree[name] for name in names}
+
+
+@functools.cache
+def trained_alone(optimizer, names=tuple(SPECS)):
+  start, grads = drawn()
+  return trained(optimizer, only(names, start), [only(names, g) for g in grads], only(names, SPECS))[0]
 
 
 def trained(optimizer, start, grads, specs=SPECS, mesh=None):
@@ -109,31 +130,27 @@ def torch_muon(monkeypatch, scale, nesterov, start, grads):
     pytest.param('spectral_unclamped', True, marks=pytest.mark.exhaustive),
   ],
 )
-def test_each_matrix_is_that_of_torch_and_others_are_those_of_adamw(scale, nesterov, monkeypatch, rng):
-  start, grads = draw(rng), [draw(rng) for _ in range(NUM_STEPS)]
-  optimizer = Muon(learning_rate=RATE, weight_decay=DECAY, scale=scale, nesterov=nesterov, adam_scale=0.25)
-  got, _ = trained(optimizer, start, grads)
+def test_each_matrix_is_that_of_torch_and_others_are_those_of_adamw(scale, nesterov, monkeypatch):
+  start, grads = drawn()
+  got = trained_alone(muon(scale, nesterov))
   expected = torch_muon(monkeypatch, scale, nesterov, start, grads)
   for name, spec in MATRICES.items():
     for ours, theirs in zip(got[name].reshape(-1, *layer_matrix(spec)), expected[name]):
       assert np.linalg.norm(ours - theirs) < 1e-6 * np.linalg.norm(theirs), name
-  adam = AdamW(learning_rate=0.25 * RATE, weight_decay=DECAY, beta2=0.95)
-  others, _ = trained(
-    adam, *[{k: x[k] for k in OTHERS} for x in (start,)], [{k: g[k] for k in OTHERS} for g in grads], OTHERS
-  )
+  others = trained_alone(AdamW(learning_rate=0.25 * RATE, weight_decay=DECAY, beta2=0.95), tuple(OTHERS))
   for name in OTHERS:
     np.testing.assert_allclose(got[name], others[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 @pytest.mark.parametrize('shape', [(4, 2), pytest.param((2, 4), marks=pytest.mark.exhaustive)])
-def test_one_result_on_a_mesh_and_no_stack_is_gathered(shape, rng):
-  start, grads = draw(rng), [draw(rng) for _ in range(NUM_STEPS)]
-  optimizer = Muon(learning_rate=RATE, weight_decay=DECAY)
-  alone, _ = trained(optimizer, start, grads)
+def test_one_result_on_a_mesh_and_no_stack_is_gathered(shape):
+  names = ('wide', 'few layers', 'query', 'stages', 'experts', 'table')
+  start, grads = drawn()
   mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=shape).build()
-  got, compiled = trained(optimizer, start, grads, mesh=mesh)
+  got, compiled = trained(muon(), only(names, start), [only(names, g) for g in grads], only(names, SPECS), mesh)
   assert ' all-gather(' not in compiled.as_text()  # of weights of which no dim is even either
-  for name in SPECS:
+  alone = trained_alone(muon())
+  for name in names:
     error = np.linalg.norm(got[name] - alone[name])
     assert error < 1e-6 * np.linalg.norm(alone[name]), name
 
@@ -177,13 +194,11 @@ def test_qk_clip_shrinks_the_heads_whose_largest_logit_passed_the_bound(num_kv_h
   attention = Attention(num_heads=4, num_kv_heads=num_kv_heads, rotary=None, qk_clip=3.0, window=280)
   x = jnp.asarray(rng.normal(size=(2, 300, 8)), jnp.float32)
   segment_ids = jnp.asarray([[1] * 200 + [2] * 90 + [0] * 10, [1] * 300], jnp.int32)
-  variables = jax.jit(attention.init)(jax.random.key(0), x, segment_ids)
-  variables = jax.tree.map(lambda box: box.unbox(), variables, is_leaf=lambda box: hasattr(box, 'unbox'))
+  weights = random_weights(attention, x, segment_ids)
   x = x.at[0, 290:].mul(100.0)  # padding does not count
-  weights = variables['params']
-  weights['query']['kernel'] *= jnp.asarray([0.01, 1, 3, 6])[None, :, None]
+  weights['query']['kernel'] *= 5 * jnp.asarray([0.01, 1, 3, 6])[None, :, None]
   apply = jax.jit(lambda variables: attention.apply(variables, x, segment_ids, train=True, mutable='weight_factors'))
-  _, updated = apply(variables)
+  factors = unbox_weights(apply({'params': weights})[1]['weight_factors'])
 
   wide = lambda name: np.einsum('btd,dhk->bthk', np.asarray(x, np.float64), np.asarray(weights[name]['kernel'], float))
   logits = np.einsum('bthk,bshk->bhts', wide('query'), np.repeat(wide('key'), 4 // num_kv_heads, axis=2)) / np.sqrt(2)
@@ -195,16 +210,19 @@ def test_qk_clip_shrinks_the_heads_whose_largest_logit_passed_the_bound(num_kv_h
   expected = (
     {'query.kernel': np.sqrt(gamma), 'key.kernel': np.sqrt(gamma)} if num_kv_heads == 4 else {'query.kernel': gamma}
   )
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), dict(updated['weight_factors']), expected)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), dict(factors), expected)
 
+
+def test_factors_multiply_their_weights_unless_the_step_is_skipped(rng):
+  weights = {name: {'kernel': jnp.asarray(rng.normal(size=(8, 4, 2)), jnp.float32)} for name in ('query', 'value')}
+  factors = {'query.kernel': jnp.asarray([[0.5], [1.0], [0.25], [0.75]])}
   specs = jax.tree.map(lambda w: WeightSpec(shape=w.shape, init=None, num_input_dims=1), weights)
   learner, zeros = Learner(optimizer=MuonClip(learning_rate=0.0)), jax.tree.map(jnp.zeros_like, weights)
-  state, factors = learner.init(weights, specs), updated['weight_factors']
+  state = learner.init(weights, specs)
   update = jax.jit(lambda loss: learner.update(zeros, loss, jnp.int32(0), state, weights, specs, factors)[0])
   clipped = update(jnp.float32(1))
-  np.testing.assert_allclose(
-    clipped['query']['kernel'], weights['query']['kernel'] * expected['query.kernel'][None], rtol=1e-5
-  )
+  expected = weights['query']['kernel'] * factors['query.kernel'][None]
+  np.testing.assert_allclose(clipped['query']['kernel'], expected, rtol=1e-5)
   np.testing.assert_array_equal(clipped['value']['kernel'], weights['value']['kernel'])
   jax.tree.map(np.testing.assert_array_equal, update(jnp.float32(jnp.nan)), weights)
   with pytest.raises(ValueError, match=r'set qk_clip=100\.0 in its attention, or choose Muon'):

@@ -1,5 +1,6 @@
 """Optimizer state is laid out like the weights: every leaf has a spec of its own shape with the right split dims."""
 
+import itertools
 from unittest import mock
 
 import jax
@@ -84,29 +85,33 @@ def test_moments_of_experts_are_sharded_by_expert_without_a_name_filter():
     assert momentum['experts']['up'].split_dims == ('expert', 'expert_embed', 'expert_mlp')
 
 
-@pytest.mark.parametrize(
-  'shape, stacked',
-  [((3, 5), 0), ((4, 4), 0), ((3, 3, 3), 0), ((5, 3, 5), 0), ((4, 3, 4, 4), 0), ((4, 4, 4), 1), ((6, 4, 2, 4), 1)],
-)
-def test_factored_split_dims_name_the_dims_that_the_moments_really_index(shape, stacked):
+DIMS = ('first', 'second', 'third', 'fourth')
+FACTORED = {  # shape -> how many of its dims are stacked
+  **{(3, 5): 0, (4, 4): 0, (3, 3, 3): 0, (5, 3, 5): 0, (4, 3, 4, 4): 0},
+  **{(4, 4, 4): 1, (6, 4, 2, 4): 1},
+}
+
+
+def test_factored_split_dims_name_the_dims_that_the_moments_really_index():
   """Ties included: a gradient that varies along one dim of the weight shows which dim of each moment that is."""
-  names = tuple(f'dim{d}' for d in range(len(shape)))
-  specs = {'w': WeightSpec(shape=shape, init=None, split_dims=names, stacked=stacked)}
+  specs = {
+    str(shape): WeightSpec(shape=shape, init=None, split_dims=DIMS[: len(shape)], stacked=stacked)
+    for shape, stacked in FACTORED.items()
+  }
   learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2))
-  weights = {'w': jnp.ones(shape)}
+  weights = {str(shape): jnp.ones(shape) for shape in FACTORED}
   state = learner.init(weights, specs)
-  state_specs = learner.state_split_dims(jax.eval_shape(lambda: state), specs)
-  update = jax.jit(lambda g: learner.update(g, jnp.float32(1), jnp.int32(0), state, weights, specs)[1])
-  for d, name in enumerate(names):
-    ramp = np.arange(1, 1 + shape[d], dtype=np.float32).reshape([-1 if i == d else 1 for i in range(len(shape))])
-    new_state = update({'w': jnp.asarray(np.broadcast_to(ramp, shape))})
-    for moment in ('v_row', 'v_col'):
-      value = np.asarray(getattr(new_state.opt_state[0], moment)['w'])
-      moment_names = getattr(state_specs.opt_state[0], moment)['w'].split_dims
-      assert len(moment_names) == value.ndim == len(shape) - 1
-      for i, moment_name in enumerate(moment_names):
-        varies = bool(np.ptp(value, axis=i).max() > 0.1)
-        assert varies == (moment_name == name), f'{moment} dim {i} is called {moment_name}, varied {name}'
+  state_specs = learner.state_split_dims(jax.eval_shape(lambda: state), specs).opt_state[0]
+  update = jax.jit(lambda g: learner.update(g, jnp.float32(1), jnp.int32(0), state, weights, specs)[1].opt_state[0])
+  for dim, name in enumerate(DIMS):
+    ramp = lambda shape, dim=dim: 1 + np.indices(shape)[dim] if dim < len(shape) else np.ones(shape)
+    moments = update({str(shape): ramp(shape).astype(np.float32) for shape in FACTORED})
+    for shape, moment in itertools.product(FACTORED, ('v_row', 'v_col')):
+      value = np.asarray(getattr(moments, moment)[str(shape)])
+      names = getattr(state_specs, moment)[str(shape)].split_dims
+      assert len(names) == value.ndim == len(shape) - 1
+      varies = [bool(np.ptp(value, axis=i).max() > 0.1) for i in range(value.ndim)]
+      assert varies == [each == name for each in names], f'{moment} of {shape} has {names}, varied {name}'
 
 
 def test_optax_wrappers_of_other_shapes_are_understood():

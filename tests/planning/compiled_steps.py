@@ -15,7 +15,7 @@ from spmd_tasks.planning.hlo import read_module
 from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, context_axis_rules
+from spmd_tasks.sharding import DataExpertModelMesh
 
 
 class Dense(Tiny):
@@ -40,23 +40,6 @@ class Pipelined(PipelinedLanguageModel, Tiny):
   ici_mesh_shape = (1, 4, 2, 1)
   num_layers = 4
   num_microbatches = 4
-
-
-class Context(Tiny):
-  """Sequences over context 4, beside data 2; attention gathers keys and values."""
-
-  mesh_axis_names = ('replica', 'data', 'context', 'mdl')
-  ici_mesh_shape = (1, 2, 4, 1)
-  axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
-
-
-class Ring(Context):
-  """The same, and keys and values go round."""
-
-  def block(self, ffn):
-    block = super().block(ffn)
-    block.attention.implementation = 'ring'
-    return block
 
 
 class CompiledStep(NamedTuple):

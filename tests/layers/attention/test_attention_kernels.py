@@ -1,6 +1,7 @@
 """The implementations of attention give the numbers of a plain computation in float64, forward and backward."""
 
 import dataclasses
+import functools
 import math
 
 from absl import logging
@@ -17,7 +18,7 @@ from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import attend, resolve_implementation
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning.targets import has_compiler
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
+from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 
 HEADS = ('batch', 'seq', 'act_heads', None)
@@ -38,6 +39,7 @@ class Case:
   cap: float | None = None
   has_sinks: bool = False
   is_packed: bool = True
+  has_prefix: bool = False  # the first tokens of each document
   dtype: str = 'float32'
 
 
@@ -60,8 +62,10 @@ EXHAUSTIVE = [pytest.param(case, id=name, marks=pytest.mark.exhaustive) for name
 TABLE = [pytest.param(case, id=name) for name, case in CASES.items()] + EXHAUSTIVE
 
 
-def arguments(case: Case, rng: np.random.Generator):
+@functools.cache
+def arguments(case: Case):
   """(query, key, value, sinks or None), segment ids or None; the last document of a row is padding."""
+  rng = np.random.default_rng(0)
 
   def normal(*shape):
     return jnp.asarray(rng.normal(size=shape), case.dtype)
@@ -102,6 +106,9 @@ def reference(case: Case, arrays, segments) -> np.ndarray:
 
 def values_and_gradients(case: Case, arrays, segments, **options):
   """The results and the gradients of a weighted sum of them, whose weights are the same for every implementation."""
+  if case.has_prefix:
+    same = segments[:, :, None] == segments[:, None, :]
+    options['prefix_mask'] = jnp.sum(jnp.tril(same), axis=-1) < 5
   weight = jnp.asarray(np.random.default_rng(1).normal(size=(case.rows, case.length, case.heads, case.value_dim)))
 
   @jax.jit
@@ -116,6 +123,12 @@ def values_and_gradients(case: Case, arrays, segments, **options):
     return out, gradients
 
   return compute(*arrays)
+
+
+@functools.cache
+def plainly(case: Case):
+  """The same of the plain computation on one device."""
+  return values_and_gradients(case, *arguments(case), implementation='xla')
 
 
 @pytest.fixture
@@ -136,43 +149,28 @@ def assert_close(found, wanted, tolerance: float, what: str) -> None:
 @pytest.mark.usefixtures('anywhere')
 def test_every_implementation_gives_the_same_numbers(case, monkeypatch):
   monkeypatch.setitem(attend_blockwise.__kwdefaults__, 'block', 48)
-  arrays, segments = arguments(case, np.random.default_rng(0))
+  arrays, segments = arguments(case)
   tolerance = 1e-5 if case.dtype == 'float32' else 2e-2
-  wanted = values_and_gradients(case, arrays, segments, implementation='xla')
+  wanted = plainly(case)
   assert_close(wanted[0], reference(case, arrays, segments), tolerance, 'xla against float64')
   for name in ('blockwise', 'splash'):
     found = values_and_gradients(case, arrays, segments, implementation=name)
     assert_close(found, wanted, tolerance, name)
 
 
-@pytest.mark.parametrize(
-  'heads, kv_heads, sizes',
-  [
-    (6, 3, (2, 4)),
-    pytest.param(3, 3, (3, 2), marks=pytest.mark.exhaustive),
-    pytest.param(8, 2, (2, 4), marks=pytest.mark.exhaustive),
-    pytest.param(4, 1, (1, 8), marks=pytest.mark.exhaustive),
-  ],
-)
-@pytest.mark.usefixtures('anywhere')
-def test_kernels_run_on_a_mesh_that_divides_neither_rows_nor_heads(heads, kv_heads, sizes):
-  case = Case(rows=3, heads=heads, kv_heads=kv_heads, length=40, has_sinks=True, window=16)
-  arrays, segments = arguments(case, np.random.default_rng(0))
-  wanted = values_and_gradients(case, arrays, segments, implementation='xla')
-  num_devices = sizes[0] * sizes[1]
-  mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, *sizes)).build(jax.devices()[:num_devices])
-  for name in ('splash', 'blockwise'):
-    with sharding_scope(mesh, DEFAULT_AXIS_RULES):
-      found = values_and_gradients(case, arrays, segments, split_dims=HEADS, implementation=name)
-    assert_close(found, wanted, 1e-5, name)
-
-
-CONTEXT = [
-  ('ring', Case(length=37, has_sinks=True, window=16, cap=5.0), (1, 4, 2)),
+# Rows, tokens and heads that no mesh here divides.
+UNEVEN = Case(rows=3, heads=6, kv_heads=3, length=37, has_sinks=True, window=16, cap=5.0)
+MESHES = [  # sizes of data, context and mdl
+  ('splash', UNEVEN, (2, 1, 4)),
+  ('blockwise', dataclasses.replace(UNEVEN, window=None, has_prefix=True), (2, 2, 2)),
+  ('ring', UNEVEN, (1, 4, 2)),
   ('splash', Case(length=500, has_sinks=True), (1, 2, 2)),
-  ('blockwise', Case(length=37, heads=3, kv_heads=3, window=16), (2, 2, 2)),
 ]
-MORE_CONTEXT = [
+MORE_MESHES = [
+  *(('blockwise', UNEVEN, sizes) for sizes in ((2, 1, 4), (2, 2, 2))),
+  *((name, dataclasses.replace(UNEVEN, heads=3), (3, 1, 2)) for name in ('splash', 'blockwise')),
+  *((name, dataclasses.replace(UNEVEN, heads=8, kv_heads=2), (2, 1, 4)) for name in ('splash', 'blockwise')),
+  *((name, dataclasses.replace(UNEVEN, heads=4, kv_heads=1), (1, 1, 8)) for name in ('splash', 'blockwise')),
   ('ring', Case(causal=False, is_packed=False, length=45), (2, 4, 1)),
   ('ring', Case(length=45, heads=6, kv_heads=2), (1, 8, 1)),
   ('splash', Case(length=700, window=300, heads=3, kv_heads=3), (1, 4, 2)),
@@ -183,27 +181,24 @@ MORE_CONTEXT = [
 
 
 @pytest.mark.parametrize(
-  'name, case, sizes', CONTEXT + [pytest.param(*row, marks=pytest.mark.exhaustive) for row in MORE_CONTEXT]
+  'name, case, sizes', MESHES + [pytest.param(*row, marks=pytest.mark.exhaustive) for row in MORE_MESHES]
 )
 @pytest.mark.usefixtures('anywhere')
-def test_a_sequence_that_is_split_over_devices_has_the_same_numbers(name, case, sizes, monkeypatch):
+def test_rows_sequences_and_heads_that_are_split_over_devices_have_the_same_numbers(name, case, sizes, monkeypatch):
   monkeypatch.setattr(implementations, 'BLOCK', 8)
-  arrays, segments = arguments(case, np.random.default_rng(0))
-  wanted = values_and_gradients(case, arrays, segments, implementation='xla')
+  arrays, segments = arguments(case)
   axis_names = ('data', 'context', 'mdl')
   mesh = MeshSpec(axis_names=axis_names, ici_mesh_shape=sizes).build(jax.devices()[: math.prod(sizes)])
   rules = (('batch', 'data'), ('seq', 'context'), ('act_heads', 'mdl'))
   with sharding_scope(mesh, rules):
     found = values_and_gradients(case, arrays, segments, split_dims=HEADS, implementation=name)
-  assert_close(found, wanted, 1e-5, name)
+  assert_close(found, plainly(case), 1e-5, name)
 
 
 @pytest.mark.parametrize('name', ['splash', pytest.param('ring', marks=pytest.mark.exhaustive)])
 @pytest.mark.usefixtures('anywhere')
 def test_kernels_run_inside_the_stages_of_a_pipeline(name):
-  case = Case(length=40, heads=2)
-  arrays, segments = arguments(case, np.random.default_rng(0))
-  query, key, value, _ = arrays
+  (query, key, value, _), segments = arguments(Case(length=40, heads=2))
   wanted = attend(query, key, value, segments, implementation='xla')
   mesh = MeshSpec(axis_names=('stage', 'context', 'mdl'), ici_mesh_shape=(2, 2, 2)).build()
 
@@ -265,7 +260,7 @@ def test_what_is_asked_for_and_cannot_be_had_is_an_error(asked, changes, message
 def compiled_gradients(case: Case, target: str, axes: dict[str, int], rules, implementation=None) -> str:
   """The program for the gradients of a call, compiled for devices that this machine does not have."""
   mesh = MeshSpec(axis_names=tuple(axes), ici_mesh_shape=tuple(axes.values())).build(parse_target(target).devices())
-  arrays, segments = arguments(case, np.random.default_rng(0))
+  arrays, segments = arguments(case)
   options = AttentionOptions(window=case.window)
 
   def loss(query, key, value, segments):

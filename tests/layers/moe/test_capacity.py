@@ -1,6 +1,7 @@
 """Both forms of the capacity computation over meshes; test_flaxformer.py and test_megablocks.py have their numbers."""
 
 import collections
+import functools
 import re
 
 from dropless_reference import (
@@ -49,18 +50,27 @@ TOKENS = ('batch', 'seq', None)
 SPLIT_DIMS = {'x': TOKENS, 'gates': TOKENS, 'up': UP_SPLIT_DIMS, 'gate': UP_SPLIT_DIMS, 'down': DOWN_SPLIT_DIMS}
 
 
+DIMS = {'B': 8, 'T': 6, 'E': 6}
+DROPOUT = {'dropout_rate': 0.25, 'dropout_key': jax.random.key(3)}
+
+
+@functools.cache
+def on_one_device(form):
+  """The computation, what it is given, and the result, gradients and statistics of one device."""
+  rng = np.random.default_rng(0)
+  inputs, d_y = draw_inputs(rng, **DIMS, F=7)
+  expert_ids = draw_expert_ids(rng, 'mixed', **DIMS)
+  computation = form(capacity_factor=1.0, min_capacity=1, group_size=3)
+  arguments = ({name: jnp.asarray(x) for name, x in inputs.items()}, jnp.asarray(expert_ids), jnp.float32(d_y))
+  return computation, arguments, value_and_gradients(computation, **DROPOUT)(*arguments)
+
+
 @pytest.mark.parametrize('case, form', TURNS)
-def test_eight_devices_compute_what_one_does(case, form, rng):
+def test_eight_devices_compute_what_one_does(case, form):
   """6 experts and 7 hidden units, which no mesh here divides. Tokens move by all-to-alls, and weights not at all."""
   axes, rules, num_all_to_alls, num_all_gathers = case
   mesh, rules = mesh_and_rules(axes, rules)
-  dims = {'B': 8, 'T': 6, 'E': 6}
-  inputs, d_y = draw_inputs(rng, **dims, F=7)
-  expert_ids = draw_expert_ids(rng, 'mixed', **dims)
-  computation = form(capacity_factor=1.0, min_capacity=1, group_size=3)
-  dropout = {'dropout_rate': 0.25, 'dropout_key': jax.random.key(3)}
-  arguments = ({name: jnp.asarray(x) for name, x in inputs.items()}, jnp.asarray(expert_ids), jnp.float32(d_y))
-  y, gradients, expected_statistics = value_and_gradients(computation, **dropout)(*arguments)
+  computation, arguments, (y, gradients, expected_statistics) = on_one_device(form)
 
   # jit's own inputs and outputs have to be even.
   tokens = split_dims_to_partition_spec(TOKENS, mesh.axis_names, rules)
@@ -72,7 +82,7 @@ def test_eight_devices_compute_what_one_does(case, form, rng):
 
   padded = jax.tree.map(even, arguments, (specs, tokens, tokens))
   padded_outputs = jax.tree.map(even, (y, gradients), (tokens, specs))
-  run = value_and_gradients(computation, mesh, rules, **dropout)
+  run = value_and_gradients(computation, mesh, rules, **DROPOUT)
 
   def step(*arguments_of_mesh):
     y, gradients, statistics = run(*padding.unpad(arguments_of_mesh, arguments))
