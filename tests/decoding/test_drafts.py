@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import zlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,29 +15,20 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.experiments.synthetic import Uneven
-from tests.decoding.test_decode_steps import CHUNK, MAX_LEN, MESHES, SETTINGS, make_run
+from tests.decoding.runs import CHUNK, MAX_LEN, SETTINGS, draw, make_run, place, short_blocks  # noqa: F401
 
 NUM_DRAFTS = 3
 
 
-class TwoHeads(Uneven):
-  """With heads that predict further tokens, as they are drawn at first."""
-
-  num_nextn_predict_layers = 2
-
-
-MESHES['2 heads'] = TwoHeads, (1, 1, 1)
-MESHES['2 heads on data 2 x mdl 4'] = TwoHeads, (1, 2, 4)
-
-
 @functools.cache
 def steps_of(name, noise=None, **settings) -> DecodeSteps:
-  """Only those with noise have programs for fewer busy slots, too: each takes its time to compile."""
+  """Only those with noise have programs for fewer busy slots and drafts, too: each takes its time to compile."""
   run = make_run(name)
   draft = None if noise is None else draft_of(run, noise)
   made = DecodeSteps(run.model, dataclasses.replace(SETTINGS, **settings), draft=draft)
-  made.step_rows = made.step_rows if noise else made.step_rows[-1:]
+  if not noise:
+    made.step_rows, sizes = made.step_rows[-1:], made.draft_sizes
+    made.draft_sizes = lambda num_slots: sizes(num_slots)[-1:]
   return made
 
 
@@ -54,15 +43,16 @@ def test_what_followed_the_same_tokens_before_is_guessed():
   assert NgramDrafts([5, 6, 5, 6]).guess(5) == (5, 6, 5, 6, 5)
 
 
-def _run(run, steps, requests):
+def _run(run, steps, requests, *, one_by_one=False, constrain=False):
   """Returns (tokens and logprobs of each request, the scheduler)."""
-  engine = ModelEngine(steps, run.variables)
+  engine = ModelEngine(steps, run.variables, constrain=constrain)
   engine.take_kept()
   scheduler = Scheduler(engine)
   sequences = [GeneratedSequence(request, lambda ids: '', has_logprobs=True) for request in requests]
-  scheduler.submit(sequences)
-  while scheduler.has_work:
-    scheduler.advance()
+  for some in [[each] for each in sequences] if one_by_one else [sequences]:
+    scheduler.submit(some)
+    while scheduler.has_work:
+      scheduler.advance()
   engine.keep()
   assert scheduler.num_used_blocks == 0
   assert scheduler.num_accepted_tokens == sum(each.num_accepted for each in sequences)
@@ -71,19 +61,15 @@ def _run(run, steps, requests):
 
 def draft_of(run, noise):
   """The model itself, or with noise in its weights, as a draft model."""
-
-  def blur(path, weight):
-    key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
-    return weight + noise * jnp.std(weight) * jax.random.normal(key, weight.shape, weight.dtype)
-
-  params = jax.tree_util.tree_map_with_path(blur, run.variables['params']) if noise else run.variables['params']
-  return DraftModel(model=run.model, variables={**run.variables, 'params': params})
+  blur = lambda weight, other: weight + noise * np.std(weight) * other / max(np.std(other), 1e-9)
+  weights = jax.tree.map(blur, run.true_weights, draw(run.model, 1)) if noise else run.true_weights
+  return DraftModel(model=run.model, variables=place(run.model, weights))
 
 
-def make_requests(num=12):
+def make_requests(longest):
   """Greedy, drawn and penalized texts, most of which repeat themselves; one asks for no drafts."""
   rng, requests = np.random.default_rng(0), []
-  for number in range(num):
+  for number in range(12):
     pattern = rng.integers(1, 257, 2).tolist()
     sampling = SamplingParams(
       temperature=0.05 * (number % 3), repetition_penalty=1.0 + 0.1 * (number % 4 == 1), presence_penalty=number % 2 / 2
@@ -91,7 +77,7 @@ def make_requests(num=12):
     bias = tuple((token, 20.0) for token in pattern) if number % 4 < 3 else ()  # the text goes on with these two
     requests.append(
       Request(
-        ids=tuple((pattern * 3)[: 5 - number % 2]),
+        ids=tuple((pattern * 3)[: longest - number % 2]),
         max_tokens=MAX_LEN - 5,
         seed=number,
         sampling=sampling,
@@ -109,22 +95,27 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
   'name, noise',
   [
     ('one device', None),
-    pytest.param('one device', 0.2, marks=exhaustive),
+    pytest.param('one device', 1.0, marks=exhaustive),
     pytest.param('windows', None, marks=slow),
     pytest.param('2 heads', None, marks=slow),
     pytest.param('2 heads on data 2 x mdl 4', None, marks=exhaustive),
     pytest.param('data 2 x mdl 4', None, marks=exhaustive),
-    pytest.param('data 2 x mdl 4', 0.2, marks=slow),
+    pytest.param('data 2 x mdl 4', 1.0, marks=slow),
   ],
 )
 def test_texts_with_drafts_have_the_bits_of_those_without(name, noise):
-  """By n-grams, heads, or a draft model with `noise` in its weights, in a pool in which some texts must begin again."""
+  """By n-grams, heads, or a draft model with `noise` in its weights, in a pool in which some texts must begin again.
+
+  Those without are of the same steps, where they are not of steps that know of no drafts.
+  """
   run = make_run(name)
-  num_drafts = 2 if name == 'windows' else NUM_DRAFTS  # its shortest window has 3 tokens
+  num_drafts = NUM_DRAFTS if 'data' in name or name == 'one device' else 2  # the shortest window has 3 tokens
   slots = {'num_slots': 4} if 'data' in name else {}  # 3 slots are not split, 12 rows are: other sums
-  requests = make_requests()
-  with_drafts, scheduler = _run(run, steps_of(name, noise, num_drafts=num_drafts, **slots), requests)
-  without, plain_scheduler = _run(run, steps_of(name, **slots), requests)
+  steps = steps_of(name, noise, num_drafts=num_drafts, **slots)
+  requests = make_requests(CHUNK if 'data' in name else CHUNK + 1)  # two parts of slots read each chunk by a program
+  with_drafts, scheduler = _run(run, steps, requests)
+  plain = run.steps if name in ('one device', 'windows') else steps
+  without, plain_scheduler = _run(run, plain, [dataclasses.replace(each, num_drafts=0) for each in requests])
   assert with_drafts == without
   assert scheduler.num_drafted_tokens > scheduler.num_accepted_tokens > (10 if 'heads' in name else 20)
   assert scheduler.num_steps < plain_scheduler.num_steps
@@ -141,10 +132,10 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
     Request(ids=ids[:length], max_tokens=9, seed=seed, sampling=SamplingParams(temperature=temperature))
     for seed, (length, temperature) in enumerate([(7, 0.0), (7, 1.0), (6, 2.0), (2, 1.0), (7, 0.5)])
   ]
-  texts, scheduler = _run(run, steps, requests)
+  texts, scheduler = _run(run, steps, requests, constrain=True)
   assert scheduler.num_reused_tokens > 0
   assert scheduler.num_accepted_tokens == scheduler.num_drafted_tokens > 25
-  assert texts == _run(run, steps_of('one device'), requests)[0]
+  assert texts == _run(run, run.steps, requests)[0]
   # A slot that may have drafts beside one that is constrained has none, but its model reads on.
   engine = ModelEngine(steps, run.variables, constrain=True)
   assert steps.draft is not None
@@ -168,11 +159,13 @@ def test_a_draft_model_that_is_the_model_itself_is_right_every_time():
 def test_heads_guess_what_they_predict_of_the_whole_text():
   """So as many guesses are right as a full forward pass finds, in chunks, shared beginnings and after wrong ones."""
   run = make_run('2 heads')
-  steps = steps_of('2 heads', num_drafts=1, max_cache_tokens=3 * MAX_LEN)
-  ids, allowed = tuple(np.random.default_rng(5).integers(1, 257, 7).tolist()), (11, 12)
-  bias = {'logit_bias': tuple((token, 30.0) for token in allowed)}
-  requests = [Request(ids=(*ids[:length], 11 + n), max_tokens=8, **bias) for n, length in enumerate((7, 6, 2, 7, 3, 4))]
-  texts, scheduler = _run(run, steps, requests)
+  steps = steps_of('2 heads', None, num_drafts=2)
+  ids, fields = tuple(np.random.default_rng(5).integers(1, 257, 7).tolist()), {'num_drafts': 1, 'max_tokens': 8}
+  requests = [
+    Request(ids=(*ids[:length], 11 + n), logit_bias=((20 + 2 * n, 30.0), (21 + 2 * n, 30.0)), **fields)
+    for n, length in enumerate((7, 6, 2, 7, 3, 5, 6, 7))
+  ]
+  texts, scheduler = _run(run, steps, requests, one_by_one=True)
   assert scheduler.num_reused_tokens > 0
   drafted = expected = 0
   for request, text in zip(requests, texts, strict=True):
@@ -182,7 +175,8 @@ def test_heads_guess_what_they_predict_of_the_whole_text():
     predicted = run.apply({'params': run.true_weights}, {'ids': row, 'labels': row})['nextn'][0]['logits'][0]
     newest = len(request.ids)
     while newest + 2 < len(tokens):  # a step may guess one token, but not the last one
-      guess = allowed[np.argmax(predicted[newest - 1, list(allowed)])]
+      allowed = [token for token, _ in request.logit_bias]
+      guess = allowed[np.argmax(predicted[newest - 1, allowed])]
       drafted, expected = drafted + 1, expected + (guess == tokens[newest + 1])
       newest += 1 + (guess == tokens[newest + 1])
   assert (scheduler.num_drafted_tokens, scheduler.num_accepted_tokens) == (drafted, expected)
@@ -192,15 +186,15 @@ def test_heads_guess_what_they_predict_of_the_whole_text():
 @pytest.mark.parametrize('dtype, error', [('int8', 0.02), ('float8_e4m3fn', 0.1)])
 def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_drafts(dtype, error):
   run = make_run('one device')
-  plain = steps_of('one device', cache_dtype=dtype)
-  leaves = jax.tree.leaves(plain.abstract_state.cache)
-  full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(steps_of('one device').abstract_state.cache))
+  steps = steps_of('one device', num_drafts=1, cache_dtype=dtype)
+  leaves = jax.tree.leaves(steps.abstract_state.cache)
+  full = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.steps.abstract_state.cache))
   head_dim = max(leaf.shape[-1] for leaf in leaves)
   kept = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   assert kept / full == (head_dim + 4) / (4 * head_dim)  # a byte for each number, and a scale
   rng = np.random.default_rng(1)
   requests = [Request(ids=tuple(rng.integers(1, 257, 2).tolist() * 3), max_tokens=8) for _ in range(6)]
-  texts, _ = _run(run, plain, requests)
+  texts, _ = _run(run, steps, [dataclasses.replace(each, num_drafts=0) for each in requests])
   errors = []
   for request, text in zip(requests, texts, strict=True):
     tokens = [token for token, *_ in text]
@@ -208,7 +202,7 @@ def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_dr
     errors += [abs(logprob - row[token]) for (token, logprob, _), row in zip(text, logprobs, strict=True)]
   assert 1e-5 < max(errors) < error
   if dtype == 'int8':
-    drafted, scheduler = _run(run, steps_of('one device', cache_dtype=dtype, num_drafts=NUM_DRAFTS), requests)
+    drafted, scheduler = _run(run, steps, requests)
     assert drafted == texts
     assert scheduler.num_accepted_tokens > 0
 

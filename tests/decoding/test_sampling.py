@@ -88,7 +88,7 @@ def test_a_row_has_the_same_token_whatever_the_others_need(rng):
   arrays = SamplingArrays.from_params(params, 4, biases)
   draw = jax.jit(sample)
   together = np.asarray(draw(logits, keys, arrays, np.ones(4, bool)))
-  for n in (1, 2, 3):
+  for n in (1, 3):
     fewer = draw(logits[:n], keys[:n], SamplingArrays.from_params(params[:n], n, biases[:n]), np.ones(n, bool))
     np.testing.assert_array_equal(fewer, together[:n])
     active = np.arange(4) < n  # nobody reads what an inactive row gives

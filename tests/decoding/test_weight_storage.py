@@ -9,6 +9,7 @@ from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.experiments.moe import UnevenExperts
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import Quantized
+from tests.decoding.runs import draw, place
 from tests.runtime.loss_curves import make_model
 
 DATA_2_MDL_4 = (1, 2, 4)
@@ -23,7 +24,7 @@ CASES = [pytest.param(each, marks=pytest.mark.exhaustive if each == 'nf4' else (
 def run():
   """A model with experts, uneven heads and a vocabulary of 259, padded over the mesh, and its logits in float32."""
   model, _ = make_model(UnevenExperts, DATA_2_MDL_4)
-  variables = model.init(0).variables
+  variables = place(model, draw(model, 0))
   ids = np.random.default_rng(0).integers(0, 257, (4, 32)).astype(np.int32)
   return model, variables, ids, logits(model, WeightStorage(model, None), variables, ids)
 
