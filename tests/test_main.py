@@ -162,6 +162,8 @@ BAD_INPUT = {
   ),
   'batch beyond memory': ((*TINY, *TRAIN, '--set', f'batch_size={2**31 - 8}'), ['a batch has', 'lower batch_size']),
   'no hidden dims': ((*TINY, *TRAIN, '--set', 'hidden_dims=0'), ['a weight of shape (32, 0)', 'raise the size']),
+  'integers for activations': ((*TINY, *TRAIN, '--set', 'dtype=int32'), ['dtype = int32 is no dtype to compute in']),
+  'float64 without x64': ((*TINY, *TRAIN, '--set', 'dtype=float64'), ['set float32, bfloat16', 'JAX_ENABLE_X64=1']),
   'not a number': ((*TINY, *TRAIN, '--set', 'task.learner.optimizer.beta1=nan'), ['beta1 = nan is no number']),
 }
 

@@ -100,6 +100,8 @@ def find_class(name: str, *, is_typed: bool) -> type:
   cls = getattr(module, class_name, None) if may_be_lazy else vars(module).get(class_name)
   if cls is None:
     near = difflib.get_close_matches(class_name, _experiment_names(module), n=3, cutoff=0.5)
+    if is_typed and hasattr(module, '__path__') and importlib.util.find_spec(name):  # its class is missing
+      module_name, near = name, _experiment_names(import_module(name, name))[:3]
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
   if not is_experiment(cls) and foreign_kind(cls) is None:
     others = ''.join(f', or of an experiment of {kind.name}' for kind in wings.kinds())

@@ -17,6 +17,8 @@ import fiddle as fdl
 from fiddle import daglish
 from flax import linen as nn
 from flax.core import FrozenDict
+import jax
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.wings import wings
@@ -119,12 +121,23 @@ def check_numbers(root: Any, prefix: str = '') -> None:
       check_numbers(value, f'{path}.')
     if isinstance(value, float) and math.isnan(value):
       raise UserError(f'{path} = nan is no number to compute with: set another one.')
+    if is_counted and name == 'dtype' and field.annotation is Any and not _computes(value):
+      raise UserError(
+        f'{path} = {value} is no dtype to compute in: set float32, bfloat16 or float16 (float64 with JAX_ENABLE_X64=1).'
+      )
     is_seed = name == 'seed' or name.endswith('_seed')
     if is_seed and isinstance(value, int) and not 0 <= value < 2**32:
       raise UserError(f'{path} = {value} must be in [0, {2**32:,}), as random numbers are drawn from 32 bits.')
     is_32_bits = is_counted and not is_seed and not name.endswith('_bytes')
     if isinstance(value, int) and is_32_bits and abs(value) >= 2**31:
       raise UserError(f'{path} = {value} must be less than {2**31:,}, which is what JAX counts with: lower it.')
+
+
+def _computes(dtype: Any) -> bool:
+  """Whether activations may have a dtype: JAX has it as it is, and it is of real numbers, not of integers."""
+  if dtype is None or dtype is UNSET:
+    return True
+  return jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.canonicalize_dtype(dtype) == jnp.dtype(dtype)
 
 
 def apply_changes(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:

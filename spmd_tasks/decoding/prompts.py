@@ -114,12 +114,13 @@ class PromptFile:
       raise UserError(f'prompts {self.path} cannot be read: {reason}.') from error
     if path.suffix == '.txt':
       try:
-        prompts = [Prompt(prompt=text) for text in data.decode().splitlines() if text.strip()]
+        lines = data.decode('utf-8-sig').split('\n')  # not at U+2028 and the like, which are characters of a text
+        prompts = [Prompt(prompt=text.removesuffix('\r')) for text in lines if text.strip()]
       except UnicodeDecodeError as error:
         raise UserError(f'prompts {self.path} are no UTF-8 text at byte {error.start}: convert the file.') from error
     else:
-      lines = enumerate(data.splitlines(), start=1)
-      prompts = [parse_prompt(line, f'{self.path} line {number}') for number, line in lines if line.strip()]
+      numbered = enumerate(data.splitlines(), start=1)
+      prompts = [parse_prompt(line, f'{self.path} line {number}') for number, line in numbered if line.strip()]
     if not prompts:
       raise UserError(f'{self.path} holds no prompts: write one JSON object per line, such as {{"prompt": "Once"}}.')
     return prompts

@@ -7,9 +7,11 @@ the weights, the prompt and the seed.
 A task with `make_decoder`, as that of a Pax experiment, decodes batches of its own in its own way.
 """
 
+import bisect
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import itertools
 import json
 import time
 from typing import Any, NamedTuple
@@ -223,19 +225,19 @@ class Decoder:
       for number, beams in search(self._steps, weights, requests, decode=decode, on_step=self._on_step):
         yield number, beams[: wanted[number].num_outputs]
       return
-    owners = [(number, sample) for number, each in enumerate(wanted) for sample in range(each.num_outputs)]
-    samples = (wanted[number].request.as_sample(sample) for number, sample in owners)
+    ends = list(itertools.accumulate(each.num_outputs for each in wanted))  # of each prompt's samples
+    samples = (each.request.as_sample(sample) for each in wanted for sample in range(each.num_outputs))
     matchers = None
     if self._constrains:
       matchers = [each.matcher and each.matcher.copy() for each in wanted for _ in range(each.num_outputs)]
     unfinished: dict[int, dict[int, Completion]] = {}
     made = generate(self._steps, weights, samples, decode=decode, matchers=matchers, on_step=self._on_step)
     for index, completion in made:
-      number, sample = owners[index]
+      number = bisect.bisect_right(ends, index)
       done = unfinished.setdefault(number, {})
-      done[sample] = completion
+      done[index] = completion
       if len(done) == wanted[number].num_outputs:
-        yield number, [done[i] for i in range(len(done))]
+        yield number, [done[i] for i in sorted(done)]
         del unfinished[number]
 
 

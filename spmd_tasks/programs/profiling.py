@@ -21,7 +21,7 @@ def take_request(run: TrainRun, request: epath.Path, step: int) -> 'Profile | No
   try:
     words = read_text(request).split()
     words += ['5', '0'][len(words) :]
-    process = int(words[1]) if words[1].isdecimal() else -1
+    process = int(words[1][:9]) if words[1].isdecimal() else -1
     if process != jax.process_index() and (process in range(jax.process_count()) or not is_primary()):
       return None
     request.unlink(missing_ok=True)
@@ -29,8 +29,11 @@ def take_request(run: TrainRun, request: epath.Path, step: int) -> 'Profile | No
     return None
   except (OSError, ValueError) as error:  # of another user, or no text: no reason to end the job
     run.message(f'{request} cannot be read: {error}')
+    with contextlib.suppress(OSError):
+      request.unlink(missing_ok=True)
     return None
-  if process != jax.process_index() or not words[0].isdecimal() or not int(words[0]):
+  is_number = words[0].isdecimal() and len(words[0]) < 10 and int(words[0]) > 0
+  if process != jax.process_index() or not is_number:
     wanted = f'write a number of steps and a process, if not 0, of {jax.process_count()}'
     run.message(f'{request} asks for {" ".join(words)!r}: {wanted}.')
     return None

@@ -397,7 +397,7 @@ def _request_error(body_class: type[_Body], error: ErrorDetails) -> RequestError
     return RequestError(f'{path!r} is not a field that this server knows{remedy}', param=path, code='unknown_parameter')
   sentence = _SENTENCES.get(error['type'], error['msg'])
   values = {name: _short(value) if isinstance(value, float) else value for name, value in error.get('ctx', {}).items()}
-  values['value'] = _short(error['input'])
+  values['value'] = repr(error['input']) if isinstance(error['input'], float) else _short(error['input'])
   code = error['type'] if error['type'] in _CODES else None
   return RequestError(f'{path} {sentence.format_map(values)}', param=path, code=code)
 

@@ -25,7 +25,8 @@ from spmd_tasks.serving.settings import ServerSettings
 _SAME = {*SharedBody.model_fields, 'parallel_tool_calls', 'chat_template_kwargs'}  # as in a chat's body
 _LOGPROBS = 'message.output_text.logprobs'
 # Names of a chat's body in errors -> those of this one.
-_NAMES = {'messages': 'input', 'max_completion_tokens': 'max_output_tokens', 'response_format': 'text.format'}
+_NAMES = {'messages': 'input', 'max_completion_tokens': 'max_output_tokens', 'reasoning_effort': 'reasoning.effort'}
+_NAMES |= {'response_format.json_schema': 'text.format', 'response_format': 'text.format'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, message):
     ('synthetc.Tiny', 'synthetic.Tiny, '),
     ('spmd_task.recipes.DenseLanguageModel', 'spmd_tasks.recipes.DenseLanguageModel. '),
     ('own_package.depeer.Mine', 'own_package.deeper.Mine. '),
+    ('own_package.deeper', 'own_package.deeper.Mine. '),
   ],
 )
 def test_a_typo_in_a_module_is_answered_with_the_nearest_names(directory, name, nearest):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from spmd_tasks.decoding import SamplingParams
-from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer, parse_prompt
+from spmd_tasks.decoding.prompts import Prompt, PromptFile, PromptTokenizer, parse_prompt
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.runtime import DecodeSettings
 
@@ -51,6 +51,12 @@ def test_every_field_is_read():
   assert parse({'prompt': 'x', 'logit_bias': {'7': -100}}).logit_bias == {7: -100}
   assert parse({'prompt': None, 'prompt_ids': [1, 2], 'n': None}) == Prompt(prompt_ids=(1, 2))
   assert {field.name for field in dataclasses.fields(SamplingParams)} <= set(fields)
+
+
+def test_a_line_of_text_is_a_prompt_whatever_characters_it_has(tmp_path):
+  path = tmp_path / 'prompts.txt'
+  path.write_bytes('\ufeffone\u2028still one\r\n\r\ntwo\x85\x0c'.encode())
+  assert [prompt.prompt for prompt in PromptFile(path=str(path)).read()] == ['one\u2028still one', 'two\x85\x0c']
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ BIASES = [
   'body_class, fields, message, param',
   [
     (CompletionBody, {'n': 0}, 'n must be at least 1, not 0.', 'n'),
+    (CompletionBody, {'n': 2.0}, 'n must be an integer, not 2.0.', 'n'),
     (CompletionBody, {'n': 10**400}, 'n must be at most 2147483647, not a number so large.', 'n'),
     (CompletionBody, {'max_token': 3}, UNKNOWN.format('max_token', 'max_tokens'), 'max_token'),
     *((CompletionBody, {'logit_bias': value}, f'logit_bias must {says}', 'logit_bias') for value, says in BIASES),

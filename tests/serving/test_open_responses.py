@@ -110,9 +110,9 @@ def test_reasoning_is_an_item(tokenizer):  # noqa: F811
     ({'input': [{'role': 'user', 'content': [{'type': 'input_image', 'image_url': 'x'}]}]}, r'input\[0\] has a part'),
     ({'input': [{'role': 'king', 'content': 'x'}]}, r'input\[0\]\.role must be'),
     ({'tools': [{'type': 'web_search'}]}, r'tools\[0\] must be an object of type function'),
-    ({'reasoning': {'effort': 'high'}}, 'chat template has no reasoning_effort'),
+    ({'reasoning': {'effort': 'high'}}, 'chat template has no reasoning.effort'),
     ({'max_output_tokens': 0}, 'max_output_tokens must be at least 1'),
-    ({'text': {'format': {'type': 'json_schema', 'schema': {'type': 7}, 'name': 'x'}}}, 'text.format'),
+    ({'text': {'format': {'type': 'json_schema', 'schema': {'type': 7}, 'name': 'x'}}}, r'text\.format\.schema'),
   ],
 )
 def test_what_is_not_supported_is_named(client, change, message):
