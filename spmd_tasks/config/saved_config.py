@@ -42,7 +42,10 @@ def read_saved_config(path: epath.PathLike) -> SavedConfig:
 def checked_config(saved: Any) -> dict[str, Any]:
   """`saved`, if it has the form that `to_json` gives. Raises a UserError that says where it has not."""
   if not isinstance(saved, Mapping) or not {'experiment', 'overrides', 'config'} <= set(saved):
-    raise UserError("this is no saved config: it must be an object with 'experiment', 'overrides' and 'config'.")
+    remedy = 'give the config.json of a job_log_dir'
+    if isinstance(saved, Mapping) and 'model_type' in saved:
+      remedy = "of a model's folder it takes --exp hf.Model --set model=FOLDER, or that of a job that tunes it"
+    raise UserError(f"this is no saved config, an object with 'experiment', 'overrides' and 'config': {remedy}.")
   if not isinstance(saved['experiment'], str):
     raise UserError(f"this is no saved config: its 'experiment' must be a name, not {_shown(saved['experiment'])}.")
   for part in ('overrides', 'config'):

@@ -45,7 +45,7 @@ from spmd_tasks.replay.statistics import (
 )
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.metric_files import read_jsonl
-from spmd_tasks.runtime.metrics import Metric, Metrics, finish_metrics
+from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, Metrics, finish_metrics
 from spmd_tasks.runtime.origin import saved_part
 
 
@@ -165,6 +165,11 @@ def run(command: Command) -> int:
       raise UserError(
         f'{reference} has no metrics.jsonl that can be read ({error}): name the directory of a job.'
       ) from error
+    if flags.metric is not None and not any(flags.metric in line for line in recorded.values()):
+      names = sorted({name for line in recorded.values() for name in line})
+      raise UserError(
+        f'--metric {flags.metric!r} is no metric of the steps in {reference / METRICS_FILE}: it has {", ".join(names)}.'
+      )
     settings = {'directory': opened.directory, 'reference': reference, 'first': first, 'last': last}
     compare = functools.partial(differences, metric=flags.metric, tolerance=flags.tolerance or 0.0)
     report = (_look_into if flags.step is not None else _walk)(opened, settings, recorded, compare)

@@ -96,7 +96,8 @@ def _work(functions: Sequence[str], environment: str | None, link: connection.Co
       return
     try:
       link.send((callables[index](*call), None, False))
-    except Exception as error:  # an OSError is of a service or a file, which may be there again
+    # An OSError is of a service or a file, which may be there again.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
       link.send((None, f'{type(error).__name__}: {error}', not isinstance(error, OSError)))
 
 

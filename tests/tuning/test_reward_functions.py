@@ -1,6 +1,7 @@
 """Reward functions in real processes: one that fails in any way costs its own result and nothing else."""
 
 import os
+import sys
 import time
 
 import numpy as np
@@ -23,6 +24,8 @@ def fails(prompt, completion, record):
     raise ConnectionRefusedError('the judge')
   if completion == 'hang':
     time.sleep(60)
+  if completion == 'exit':
+    sys.exit(3)
   if completion == 'die':
     os._exit(3)
   return {'nan': float('nan'), 'text': 'good'}.get(completion, 1)
@@ -33,13 +36,15 @@ def test_functions_are_called_for_all_completions_and_a_bad_one_costs_its_own_re
   with RewardWorkers([f'{NAME}:length', f'{NAME}:fails'], num_workers=2, timeout_s=1.5) as workers:
     workers.rewards([('p', 'offline', {'bonus': 0})])
     assert workers.broken is None  # a service may be there again
+    workers.rewards([('p', 'exit', {'bonus': 0})])
+    assert workers.broken == f'{NAME}:fails: SystemExit: 3'
     workers.rewards(calls[1:2])
     assert workers.broken == f"{NAME}:fails: KeyError: 'answer'"  # none of its calls gave a result so far
     started = time.monotonic()
     found = workers.rewards(calls)
     np.testing.assert_array_equal(found[:, 0], [len(text) + 0.5 for _, text, _ in calls])
     np.testing.assert_array_equal(found[:, 1], [1, np.nan, np.nan, np.nan, 1, np.nan, np.nan, 1])
-    assert (workers.num_failed, workers.broken) == (7, None)
+    assert (workers.num_failed, workers.broken) == (8, None)
     assert time.monotonic() - started < 30  # not the 60 s of the one that hangs
     np.testing.assert_array_equal(workers.rewards(calls[:1]), [[2.5, 1]])  # those that were replaced work
     workers.stop()
