@@ -187,7 +187,7 @@ class Decoder:
     file = DecodedFile(path, [each.record for each in wanted])
     set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
-    with contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
+    with contextlib.closing(file), contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
       title = f'step {step}  decode {name}:'
       progress.message(f'{title} {len(wanted)} prompts to {path}')
       began, made = time.perf_counter(), collections.Counter[str]()

@@ -7,10 +7,13 @@ the whole lines and continues after them.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import fcntl
+import io
 import json
 import os
 from typing import Any
 
+from absl import logging
 from etils import epath
 
 from spmd_tasks.decoding import Request
@@ -29,17 +32,24 @@ class DecodedFile:
     self._path = path
     self._partial = path.parent / f'{path.name}.partial'
     self._requests = requests
+    self._lock: io.FileIO | None = None
+
+  def close(self) -> None:
+    """Lets another job write the file."""
+    if self._lock is not None:
+      self._lock.close()
 
   def num_done(self) -> int:
     """Counts the requests, from the first on, that have a line already; cuts off an unfinished last line.
 
     Raises:
-      UserError: the file holds outputs of other prompts or another config.
+      UserError: the file holds outputs of other prompts or another config, or another job is writing it.
       StorageError: the file cannot be read or written; as `append` and `finish`.
     """
     with storage_errors(self._path):
       if self._path.exists():
         return self._check(self._path, read_bytes(self._path), is_complete=True)
+      self._claim()
       try:
         content = read_growing(self._partial)
       except FileNotFoundError:
@@ -48,7 +58,25 @@ class DecodedFile:
       num_done = self._check(self._partial, whole, is_complete=False)
       if whole != content:
         replace_growing(self._partial, whole)
+        self._claim()  # the new file
       return num_done
+
+  def _claim(self) -> None:
+    """Locks the unfinished file on a disk; the end of the process frees it, kill -9 included."""
+    if is_remote(self._path):
+      return
+    self.close()
+    make_directory(self._partial.parent)
+    self._lock = io.FileIO(os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), 'w')
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self.close()
+      raise UserError(
+        f'{self._partial} is being written by another job: wait for its end, or name another file by --decode_output.'
+      ) from None
+    except OSError as error:
+      logging.warning('%s: a second job that writes it will not be noticed (%s).', self._partial, error)
 
   def _check(self, path: epath.Path, content: bytes, *, is_complete: bool) -> int:
     lines = content.splitlines()
@@ -60,6 +88,7 @@ class DecodedFile:
     except (ValueError, KeyError, TypeError, RecursionError):
       is_same = False
     if not is_same:
+      self.close()
       raise UserError(
         f'{path} holds outputs of other prompts or another config: move it away, give the prompts another name, or '
         'name another file by --decode_output.'

@@ -211,3 +211,14 @@ def test_lines_that_are_no_outputs_are_not_overwritten(tmp_path, content):
   (tmp_path / 'outputs.jsonl.partial').write_bytes(content + b'\n')
   with pytest.raises(UserError, match='holds outputs of other prompts or another config'):
     DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), [{}]).num_done()
+
+
+def test_a_second_job_does_not_write_the_same_file(tmp_path):
+  first, second = (DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), [{}]) for _ in range(2))
+  (tmp_path / 'outputs.jsonl.partial').write_text('{"request": {}}\n{"requ')  # of a job that was killed
+  assert first.num_done() == 1
+  with pytest.raises(UserError, match='is being written by another job'):
+    second.num_done()
+  first.close()
+  assert second.num_done() == 1
+  second.close()
