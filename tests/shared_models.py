@@ -22,7 +22,8 @@ from spmd_tasks.programs import decode, judges, samples
 
 
 class Shared:
-  """A function that is called once for equal arguments, which need not be hashable; the newest results are kept.
+  """A function that is called once for equal arguments, which need not be hashable; the results
+  that were asked for last are kept.
 
   Partial functions are equal where their functions and arguments are.
   """
@@ -33,12 +34,14 @@ class Shared:
 
   def __call__(self, *args: Any, **settings: Any) -> Any:
     asked = [_parts(each) for each in (*args, settings)]
-    for known, made in self._kept:
-      if known == asked:
-        return made
-    made = self._function(*args, **settings)
-    self._kept.append((asked, made))
-    return made
+    place = next((place for place, (known, _) in enumerate(self._kept) if known == asked), None)
+    if place is None:
+      found = asked, self._function(*args, **settings)
+    else:
+      found = self._kept[place]
+      del self._kept[place]
+    self._kept.append(found)
+    return found[1]
 
   def forget(self) -> None:
     self._kept.clear()

@@ -42,3 +42,9 @@ def store(request) -> epath.Path:
   """A directory in an emulated store."""
   request.getfixturevalue('gcs_emulator' if request.param == 'gs' else 's3_emulator')
   return absolute_path(f'{request.param}://bucket/{secrets.token_hex(4)}')
+
+
+# For what does not depend on the kind of store.
+one_kind_of_store = pytest.mark.parametrize(
+  'store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True
+)

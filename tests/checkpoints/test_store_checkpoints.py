@@ -16,6 +16,7 @@ from spmd_tasks.checkpoints.store_checkpoints import StoreDirectory
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.stores import create, sizes_below
+from tests.store_fixtures import one_kind_of_store
 
 
 def save(directory: epath.Path, *steps: int, **settings) -> None:
@@ -42,12 +43,14 @@ def test_the_newest_step_comes_back_bit_exactly_on_any_mesh_and_old_ones_are_del
   assert_restores(Checkpointer(tmp_path).restore(abstract_state()), 3)
 
 
+@one_kind_of_store
 def test_a_copy_of_a_directory_on_a_disk_is_read(directory, store):
   for path in (path for path in directory.rglob('*') if path.is_file() and 'checkpoint_00000003' in str(path)):
     (store / str(path.relative_to(directory))).write_bytes(path.read_bytes())
   assert_restores(Checkpointer(store).restore(abstract_state()), 3)
 
 
+@one_kind_of_store
 def test_a_checkpoint_without_its_manifest_is_none_and_is_removed(store, monkeypatch):
   save(store, 1)
   monkeypatch.setattr(StoreDirectory, 'complete', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -67,6 +70,7 @@ def test_a_checkpoint_without_its_manifest_is_none_and_is_removed(store, monkeyp
   assert_restores(Checkpointer(store).restore(abstract_state()), 2)
 
 
+@one_kind_of_store
 def test_a_job_that_is_late_removes_what_it_wrote_to_the_checkpoint_of_another(store, monkeypatch):
   complete = StoreDirectory.complete
 
@@ -86,6 +90,7 @@ def test_a_job_that_is_late_removes_what_it_wrote_to_the_checkpoint_of_another(s
   assert_restores(Checkpointer(store).restore(abstract_state()), 1)
 
 
+@one_kind_of_store
 def test_damage_is_found(store):
   save(store, 1, 2)
   shards = [name for name in sizes_below(store) if 'weights.emb/c/' in name and name.startswith('checkpoint_00000002')]

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks import main
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.layers.losses import as_loss_output
-from tests.binary import run_in_process
 
 MODULE = 'tests.programs.mistaken_experiments'
 HERE = 'mistaken_experiments.py:'
@@ -40,7 +40,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(change, words, tmp_pat
   name = 'OwnFeed' if change.startswith('how') else 'Mistaken'
   directory = tmp_path / 'job'
   flags = ('--mode', 'train', '--job_log_dir', directory, '--set', MESH, '--set', change)
-  assert run_in_process('--exp', f'{MODULE}.{name}', *flags) == 2
+  assert main.run([str(flag) for flag in ('--exp', f'{MODULE}.{name}', *flags)]) == 2  # shares nothing that is kept
   sentence = capsys.readouterr().err
   assert sentence.count('\n') == 1
   assert [word for word in words if word not in sentence] == []

@@ -15,7 +15,7 @@ from tests.programs.small_runs import assert_same_arrays, saved_arrays, train
   [
     ('config.json', 2, errno.ENOSPC),  # after both looks whose directory it is
     ('metrics.jsonl', 5, errno.EDQUOT),  # in the middle of the run
-    ('eval/ragged/metrics.jsonl', 0, errno.EACCES),
+    pytest.param('eval/ragged/metrics.jsonl', 0, errno.EACCES, marks=pytest.mark.exhaustive),
   ],
 )
 def test_the_sentence_names_the_file_and_the_reason_and_recovery_is_exact(

@@ -18,8 +18,10 @@ from tests import binary
 from tests.programs.small_jobs import SMALL
 from tests.programs.small_runs import assert_same_arrays, saved_arrays
 from tests.programs.test_decode import flags_of
+from tests.store_fixtures import one_kind_of_store
 
 
+@one_kind_of_store  # four processes on each kind are in tests/multi_process/test_store_processes.py
 def test_a_job_in_a_store_is_that_on_a_disk(store, finished_job, tmp_path, monkeypatch):
   """Trained, ended, resumed, evaluated, decoded."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
@@ -86,6 +88,7 @@ def test_a_file_grows_by_parts(store):
   assert read_growing(path) == b'cut off'
 
 
+@one_kind_of_store
 def test_folders_and_texts_of_a_store_are_copied_once(store, tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   made = tmp_path / 'made'

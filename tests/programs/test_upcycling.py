@@ -12,97 +12,55 @@ from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.programs.upcycling import initialize_from
-from spmd_tasks.recipes import SyntheticLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh
 from tests import binary
 from tests.programs.small_jobs import Small
+from tests.programs.small_runs import saved_arrays, train
 from tests.programs.test_resume import flip_a_byte
+from tests.shared_models import shared_models
 
-DENSE, UPCYCLED = f'{__name__}.Dense', f'{__name__}.Upcycled'
+UPCYCLED = f'{__name__}.Upcycled'
 AXES = DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=2).axes()
 
 
-class Dense(Small):
-  """Two layers, without dropout; padded nearly everywhere on data 2 x mdl 4."""
-
-  num_layers = 2
-  num_train_steps = 4
-
-  def task(self):
-    task = super().task()
-    task.learner.optimizer.learning_rate = 0.03
-    task.model.stack.block.dropout_rate = 0.0
-    return task
-
-  def train_input(self):
-    return SyntheticLanguageModel.train_input(self)
-
-  def eval_inputs(self):
-    return {}
-
-
-class Upcycled(Dense):
-  """Every layer a mixture of equal experts, whose gates sum to 1: the dense model, until it is trained."""
+class Upcycled(Small):
+  """The layer is a mixture of equal experts, whose gates sum to 1: the dense model, as no step changes a weight."""
 
   mesh_axis_names = AXES.mesh_axis_names
   ici_mesh_shape = AXES.ici_mesh_shape  # data 2 x expert 2 x mdl 2
   axis_rules = AXES.axis_rules
-  num_train_steps = 2
-  num_experts: int = 4
-  num_selected_experts: int = 2
-  has_shared_expert: bool = False
+  num_train_steps = 1
+
+  def task(self):
+    task = super().task()
+    task.learner.optimizer.learning_rate = 0.0
+    return task
 
   def ffn(self):
     return fdl.Config(
       MixtureOfExperts,
-      router=fdl.Config(
-        TopKRouter, num_experts=self.num_experts, num_selected=self.num_selected_experts, normalize_gates=1.0
-      ),
-      experts=fdl.Config(Experts, num_experts=self.num_experts, hidden_dim=self.hidden_dims),
+      router=fdl.Config(TopKRouter, num_experts=4, num_selected=2, normalize_gates=1.0),
+      experts=fdl.Config(Experts, num_experts=4, hidden_dim=self.hidden_dims),
       computation=fdl.Config(Dropless),
-      shared_expert=super().ffn() if self.has_shared_expert else None,
     )
 
 
-def train(experiment, directory, *flags):
-  return binary.run_in_process('--exp', experiment, '--mode', 'train', '--job_log_dir', directory, *flags)
+def test_begins_with_the_loss_of_the_dense_model(finished_job, tmp_path, capsys):
+  assert train(tmp_path / 'job', '--set', f'init_from={finished_job}', exp=UPCYCLED) == 0
+  assert f'starting from the weights of step 20 in {finished_job}' in capsys.readouterr().err
+  dense, upcycled = (binary.metric_lines(job / 'eval' / 'ragged')[-1] for job in (finished_job, tmp_path / 'job'))
+  np.testing.assert_allclose(upcycled['cross_entropy'], dense['cross_entropy'], rtol=1e-5)
+  assert np.isfinite(binary.column(tmp_path / 'job', 'loss')[1])
 
 
-@pytest.fixture(scope='module')
-def dense_job(tmp_path_factory):
-  """Four steps of a dense model, with checkpoints of steps 2 and 4. Not to be written to."""
-  directory = tmp_path_factory.mktemp('dense') / 'job'
-  assert train(DENSE, directory) == 0
-  return directory
-
-
-@pytest.fixture(scope='module')
-def first_loss(dense_job, tmp_path_factory):
-  """Of the dense job's last weights, on the first batch of a new job: of the same model, trained further."""
-  directory = tmp_path_factory.mktemp('further') / 'job'
-  assert train(DENSE, directory, '--set', f'init_from={dense_job}', '--num_train_steps', 1) == 0
-  loss = binary.column(directory, 'cross_entropy')[1]
-  assert abs(loss - binary.column(dense_job, 'cross_entropy')[1]) > 0.01  # new weights give another
-  return loss
-
-
-def test_begins_with_the_loss_of_the_dense_model(dense_job, first_loss, tmp_path, capsys):
-  assert train(UPCYCLED, tmp_path / 'job', '--set', f'init_from={dense_job}') == 0
-  assert f'starting from the weights of step 4 in {dense_job}' in capsys.readouterr().err
-  losses = binary.column(tmp_path / 'job', 'cross_entropy')
-  np.testing.assert_allclose(losses[1], first_loss, rtol=1e-5)
-  assert np.isfinite(losses[2])
-
-
-def test_weights_are_copied_bit_for_bit_and_everything_else_is_new(dense_job):
-  model = partition_job(resolve(UPCYCLED).build())
-  checkpointer = Checkpointer(dense_job / 'checkpoints', read_only=True)
+def test_weights_are_copied_bit_for_bit_and_everything_else_is_new(finished_job):
+  with shared_models():
+    model = partition_job(resolve(UPCYCLED).build())
+  checkpointer = Checkpointer(finished_job / 'checkpoints', read_only=True)
   padded, step = initialize_from(model, checkpointer, seed=3)
-  dense = jax.device_get(
-    checkpointer.restore_weights(partition_job(resolve(DENSE).build()).abstract_state.weights).state
-  )
   checkpointer.close()
-  assert step == 4
+  assert step == 20
+  dense = saved_arrays(finished_job, 20).weights
   state, fresh = (jax.device_get(model.to_canonical(s)) for s in (padded, model.init(3)))
   layers, dense_layers = state.weights['stack']['layers'], dense['stack']['layers']
   for name in ('up', 'gate', 'down'):
@@ -121,15 +79,16 @@ def test_weights_are_copied_bit_for_bit_and_everything_else_is_new(dense_job):
     assert array.addressable_shards[0].data.size * 8 == array.size  # each device has an eighth
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_lies(dense_job, first_loss, tmp_path, capsys):
-  source = shutil.copytree(dense_job, tmp_path / 'dense')
-  flip_a_byte(source / 'checkpoints' / 'checkpoint_00000004')
+def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_lies(finished_job, tmp_path, capsys):
+  source = shutil.copytree(finished_job, tmp_path / 'dense')
+  flip_a_byte(source / 'checkpoints' / 'checkpoint_00000020')
   before = binary.snapshot(source)
-  flags = ['--set', f'init_from={source}', '--num_train_steps', 1]
-  assert train(DENSE, tmp_path / 'job', *flags) == 0
-  assert 'starting from the weights of step 2' in capsys.readouterr().err
-  assert binary.column(tmp_path / 'job', 'cross_entropy')[1] != first_loss
-  assert train(DENSE, tmp_path / 'other', *flags, '--set', 'init_from_step=4') != 0
+  flags = ('--num_train_steps', 1, '--set', f'init_from={source}')
+  assert train(tmp_path / 'job', *flags) == 0
+  assert 'starting from the weights of step 18' in capsys.readouterr().err
+  assert train(tmp_path / 'of_18', *flags, '--set', 'init_from_step=18') == 0
+  assert binary.column(tmp_path / 'job', 'loss') == binary.column(tmp_path / 'of_18', 'loss')
+  assert train(tmp_path / 'of_20', *flags, '--set', 'init_from_step=20') != 0
   assert 'is damaged' in capsys.readouterr().err
   assert binary.snapshot(source) == before
 
@@ -137,11 +96,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_lies(dense_job, f
 @pytest.mark.parametrize(
   'flags, message',
   [
-    (['--set', 'init_from_step=3'], 'has no checkpoint of step 3; it has those of [2, 4]'),
-    (['--set', 'hidden_dims=10'], 'needs stack/layers/ffn/up/kernel [2, 6, 10], but the checkpoint has [2, 6, 9]'),
+    (['--set', 'init_from_step=3'], 'has no checkpoint of step 3; it has those of [2, 4, 6'),
+    (['--set', 'hidden_dims=10'], 'needs stack/layers/ffn/up/kernel [1, 6, 10], but the checkpoint has [1, 6, 9]'),
   ],
 )
-def test_what_cannot_be_is_said(flags, message, dense_job, tmp_path, capsys):
-  assert train(UPCYCLED, tmp_path / 'job', '--set', f'init_from={dense_job}', *flags) != 0
+def test_what_cannot_be_is_said(flags, message, finished_job, tmp_path, capsys):
+  assert train(tmp_path / 'job', '--set', f'init_from={finished_job}', *flags, exp=UPCYCLED) != 0
   assert message in capsys.readouterr().err
   assert not (tmp_path / 'job' / 'config.json').exists()

@@ -12,54 +12,8 @@ from tests.model_folders import PREFIXES, write_tokenizer
 
 PUBLISHED = Path(__file__).parents[1] / 'data' / 'chat_templates'
 
-CHATML = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# In one line, with brackets and the end of text.
-BRACKETS = (
-  "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %} {{ m['content'] | trim }}"
-  "{{ eos_token }}{% endgeneration %}{% else %}[INST] {{ m['content'] | trim }} [/INST]{% endif %}{% endfor %}"
-)
-# The reasoning is not learnt: two blocks in a turn.
-REASONING = """\
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<think>' }}
-        {%- if '</think>' in message.content %}{{- message.content.split('</think>')[0] }}{%- endif %}
-        {{- '</think>' }}
-        {%- generation %}{{- message.content.split('</think>')[-1] }}{%- endgeneration %}
-        {%- generation %}{{- eos_token }}{%- endgeneration %}
-    {%- else %}
-        {{- message.role + ': ' + message.content + '\\n' }}
-    {%- endif %}
-{%- endfor %}"""
-# Calls and results of tools, with loops within the marks.
-TOOLS = """\
-{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endgeneration %}
-{%- else %}
-{{- message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}"""
-SHAPES = {'chatml': CHATML, 'brackets': BRACKETS, 'reasoning': REASONING, 'tools': TOOLS}
+# Written for these tests: in one line, with reasoning that is not learnt, with calls and loops within the marks.
+SHAPES = {path.stem: path.read_text() for path in sorted((PUBLISHED / 'marked').glob('*.jinja'))}
 SHAPES |= {name: (PUBLISHED / f'{name}.jinja').read_text() for name in ('zephyr', 'harmony')}
 
 CALL = {'id': 'call_1', 'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Zürich'}}}
@@ -148,8 +102,8 @@ def unmarked(source):
 @pytest.mark.parametrize(
   'source, expected',
   [
-    (unmarked(CHATML), ['b<|im_end|>\n', 'd<|im_end|>\n']),
-    (unmarked(BRACKETS), [' b</s>', ' d</s>']),
+    (unmarked(SHAPES['chatml']), ['b<|im_end|>\n', 'd<|im_end|>\n']),
+    (unmarked(SHAPES['brackets']), [' b</s>', ' d</s>']),
     (ChatTemplate().template, ['b\n', 'd\n']),
     ((PUBLISHED / 'llama3.jinja').read_text(), ['b<|eot_id|>', 'd<|eot_id|>']),
     ((PUBLISHED / 'gemma.jinja').read_text(), ['b<end_of_turn>\n', 'd<end_of_turn>\n']),
@@ -170,7 +124,7 @@ DROPS = "{% for m in messages %}{{ m.content if loop.last else m.content.split('
   'source, messages, message',
   [
     (DROPS, [user('a'), says('why|b'), user('c')], r"message 1 otherwise once .* 'bc' instead of 'why\|b'.*mark what"),
-    (CHATML.replace("== 'assistant'", "== 'bot'"), [user('a'), says('b')], 'marks nothing of this conversation'),
+    (SHAPES['chatml'].replace("== 'assistant'", "== 'bot'"), [user('a'), says('b')], 'marks nothing of this'),
     (
       '{% set x %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}>>{{ x }}',
       [says('b')],
