@@ -5,11 +5,13 @@ Also of a step that the TPU's compiler made with activations in the memory of th
 
 import math
 
+import fiddle as fdl
 import jax
 import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiments.synthetic import Tiny
+from spmd_tasks.learning import Sgd
 from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.planning.chips import CHIPS
 from spmd_tasks.planning.memory import memory_parts
@@ -37,11 +39,11 @@ def test_the_parts_add_up_to_what_the_compiler_says(experiment):
 
 
 class Offloaded(Tiny):
-  """Four layers of width 128 on rows of 256 tokens, the remat policy `attention_offloaded`, data 4."""
+  """Three layers of width 128 on rows of 256 tokens, the remat policy `attention_offloaded`, data 4."""
 
   ici_mesh_shape = (1, 4, 1)
   target = 'v5e:2x2'
-  num_layers = 4  # libtpu unrolls loops of two, and 0.0.50 then writes a layer twice
+  num_layers = 3  # libtpu unrolls loops of two, and 0.0.50 then writes a layer twice
   model_dims = 128
   hidden_dims = 128
   num_heads = 1
@@ -50,6 +52,9 @@ class Offloaded(Tiny):
   dtype = 'bfloat16'
   remat_policy = 'attention_offloaded'
 
+  def optimizer(self):
+    return fdl.Config(Sgd, learning_rate=0.1)  # compiles sooner
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
@@ -57,10 +62,10 @@ def test_what_attention_keeps_lies_in_the_memory_of_the_host():
   job = resolve(Offloaded, ('task.model.stack.block.attention.implementation=xla',)).build()
   step = make_plan(job, parse_target('v5e:2x2'), show_progress=False)
   num_tokens, width = 8 * 256 // 4, 128
-  kept = 4 * num_tokens * 4 * width * 2  # by layer: the input, queries, keys and values in bfloat16
+  kept = 3 * num_tokens * 4 * width * 2  # by layer: the input, queries, keys and values in bfloat16
   assert step['roofline']['host_bytes'] == pytest.approx(kept, rel=0.02)
   assert step['roofline']['host_s'] == step['roofline']['host_bytes'] / CHIPS['v5e'].host_bandwidth
-  assert step['memory']['activations'] < kept / 4  # of one layer, at most
+  assert step['memory']['activations'] < kept / 3  # of one layer, at most
   # What lies on the device: the compiler's own peak is that of the host's arrays.
   least = step['argument_bytes'] + step['temp_bytes'] + step['program_bytes']
   assert least <= step['peak_bytes'] <= least + step['output_bytes']

@@ -29,7 +29,7 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
-from tests.layers.tiny_model import assert_close
+from tests.layers.tiny_model import FfnBlock, assert_close
 
 B, T, D = 16, 9, 12
 STAGES = {'data': 2, 'stage': 4}
@@ -67,10 +67,8 @@ class ReportingFeedForward(nn.Module):
     return attach_gradient(y, load, jnp.sum(is_real)[None]), {'y': statistics}
 
 
-def make_block(dropout_rate=0.0):
-  return TransformerBlock(
-    attention=Attention(num_heads=3), ffn=ReportingFeedForward(), norm=RmsNorm(), dropout_rate=dropout_rate
-  )
+def make_block():
+  return TransformerBlock(attention=Attention(num_heads=3), ffn=ReportingFeedForward(), norm=RmsNorm())
 
 
 @functools.cache
@@ -90,7 +88,7 @@ def inputs():
 
 
 @functools.cache
-def make_weights(num_layers):
+def make_weights(num_layers, make_block=make_block):
   """Away from the initial values, where mistakes hide."""
   stack = TransformerStack(block=make_block(), num_layers=num_layers)
   abstract = unbox_weights(jax.eval_shape(stack.init, jax.random.key(0), *inputs())['params'])
@@ -145,7 +143,7 @@ def merge(weights, num_repeats):
   return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]) if num_repeats > 1 else w, weights)
 
 
-def compile_grad(stack, num_layers, mesh=None, rules=RULES, rngs=None):
+def compile_grad(stack, num_layers, mesh=None, rules=RULES, rngs=None, make_block=make_block):
   mesh = mesh or make_mesh()
 
   def run(weights, x):
@@ -153,7 +151,7 @@ def compile_grad(stack, num_layers, mesh=None, rules=RULES, rngs=None):
       return grad_fn(stack, rngs)(weights, x)
 
   spec = jax.P(*[None] * (stack.num_repeats > 1), 'stage')
-  weights = split(make_weights(num_layers), stack.num_repeats)
+  weights = split(make_weights(num_layers, make_block), stack.num_repeats)
   even = num_layers // stack.num_repeats % mesh.shape['stage'] == 0
   weights_shardings = NamedSharding(mesh, spec if even else jax.P())
   x_sharding = NamedSharding(mesh, jax.P(('stage', 'data')))
@@ -229,17 +227,29 @@ def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
       assert not re.search(rf'\b{T}\b', re.sub(r'\{.*?\}', '', shape)), f'{kind} of activations: {shape}'
 
 
+class DroppedFfn(FfnBlock):
+  """A block whose sublayer has dropout and no attention, which would take most of the time."""
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, segment_pos=None, *, train=False):
+    y, aux = self.ffn(self.norm(x), segment_ids, train=train)
+    return x + nn.Dropout(0.5, deterministic=not train)(y), aux
+
+
+def make_dropped():
+  return DroppedFfn(ffn=ReportingFeedForward(), norm=RmsNorm())
+
+
 def dropout_run(mesh=None, rules=RULES, **settings):
-  stack = PipelinedStack(block=make_block(dropout_rate=0.5), num_layers=6, num_microbatches=8, **settings)
-  compiled, args = compile_grad(stack, 6, mesh, rules, rngs={'dropout': jax.random.key(3)})
-  (loss, outputs), (weights, x) = jax.device_get(compiled(*args))
-  return (loss, outputs), (merge(weights, stack.num_repeats), x)
+  stack = PipelinedStack(block=make_dropped(), num_layers=6, num_microbatches=8, **settings)
+  compiled, args = compile_grad(stack, 6, mesh, rules, {'dropout': jax.random.key(3)}, make_dropped)
+  return jax.device_get(compiled(*args))
 
 
 def test_dropout_does_not_depend_on_the_schedule_or_the_mesh():
   gpipe = dropout_run()
   (_, (y, _)), _ = gpipe
-  assert not np.allclose(y, reference(6)[0][1][0])
+  assert 0.5**6 / 2 < np.mean(y == inputs()[0]) < 2 * 0.5**6  # what all of six layers drop
   stages_innermost = (('batch', ('data', 'stage')), *RULES[1:])
   assert_close(dropout_run(make_mesh(data=4, stage=2), stages_innermost, schedule='one_forward_one_backward'), gpipe)
 
