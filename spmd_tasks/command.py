@@ -29,7 +29,7 @@ from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initializ
 from spmd_tasks.distributed.environment import backend_errors, numeric_settings
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.files import absolute_path, is_remote
+from spmd_tasks.files import absolute_path, is_missing, is_remote
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import process_start_time
 from spmd_tasks.programs.job_directory import PROGRAMS_DIRECTORY, has_trained
@@ -107,7 +107,7 @@ class Command:
           '--job_log_dir of a job that has begun.'
         )
       path = absolute_path(flags.job_log_dir) / 'config.json'
-      if not path.exists():
+      if is_missing(path):
         raise UserError(
           f'{path} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME '
           '(--list shows the registered names).'

@@ -20,7 +20,7 @@ from typing import IO
 
 from etils import epath
 
-from spmd_tasks.errors import JobError
+from spmd_tasks.errors import JobError, UserError
 
 
 class StorageError(JobError):
@@ -40,7 +40,21 @@ def absolute_path(path: epath.PathLike) -> epath.Path:
     check_store(path)
     return epath.Path(os.fspath(path).rstrip('/'))
   with storage_errors('the current directory'):
-    return epath.Path(path).expanduser().absolute()
+    expanded = epath.Path(path).expanduser()
+    if os.fspath(expanded).startswith('~'):
+      raise UserError(f'{os.fspath(path)}: there is no such home directory: correct the name, or set HOME.')
+    return expanded.absolute()
+
+
+def is_missing(path: epath.Path) -> bool:
+  """Whether a file is not there; False where that cannot be found out, such as in a directory of another user."""
+  if is_remote(path):
+    return not path.exists()
+  try:
+    os.stat(path)
+    return False
+  except OSError as error:
+    return isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
 def make_directory(path: epath.Path) -> None:

@@ -108,6 +108,14 @@ def test_a_url_of_another_kind_is_refused_and_a_colon_is_not(url):
   assert files.absolute_path('a:b/c').name == 'c'
 
 
+def test_a_file_that_another_user_hides_is_not_missing_and_a_home_that_is_not_there_is_refused(tmp_path):
+  assert files.is_missing(epath.Path(tmp_path / 'none'))
+  (tmp_path / 'loop').symlink_to('loop')  # as a directory without the right to enter, which root has
+  assert not files.is_missing(epath.Path(tmp_path / 'loop'))
+  with pytest.raises(UserError, match='~nobody_has_this_name/job: there is no such home directory'):
+    files.absolute_path('~nobody_has_this_name/job')
+
+
 def test_a_current_directory_that_is_gone_is_one_sentence(tmp_path, monkeypatch):
   (tmp_path / 'gone').mkdir()
   monkeypatch.chdir(tmp_path / 'gone')

@@ -194,7 +194,8 @@ def parse_prompt(line: bytes, where: str) -> Prompt:
     message = re.sub(r'^\w+ should', 'must', first['msg'])
     if not first['loc']:
       raise UserError(f'{where}: {message}.') from error
-    path = ''.join(f'[{key}]' if isinstance(key, int) else key for key in first['loc'] if key != 'float')
+    keys = [key for key in first['loc'] if key not in ('float', '[key]')]
+    path = ''.join(f'[{key}]' if isinstance(key, int) else f'.{key}' for key in keys).removeprefix('.')
     raise UserError(f'{where}: {path} = {first["input"]!r} {message}.') from error
 
 

@@ -72,6 +72,7 @@ def test_a_line_of_text_is_a_prompt_whatever_characters_it_has(tmp_path):
     ({'prompt': 'x', 'seed': 2**32}, 'seed = 4294967296 must be less than 4294967296'),
     ({'prompt': 'x', 'temperature': 'hot'}, "temperature = 'hot' must be a valid number"),
     ({'prompt': 'x', 'min_p': float('nan')}, 'min_p = nan must be a finite number'),
+    ({'prompt': 'x', 'logit_bias': {'a': 1}}, r"logit_bias\.a = 'a' must be a valid integer"),
     ({'prompt': 'x', 'stop': ['a', '']}, r"stop\[1\] = '' must have at least 1 character"),
   ],
 )
