@@ -147,6 +147,11 @@ class RolloutInput:
     if self.group_size == 1 and not alone:
       raise UserError("group_size = 1 has no group to compare with: set baseline='none' and scale='batch'.")
     SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # raises
+    if self.needs_reward and self.group_size > 1 and (self.top_k == 1 or self.top_p == 0):
+      raise UserError(
+        f'top_k = {self.top_k} and top_p = {self.top_p} make all completions of a prompt one, so that nothing is '
+        'learnt: set top_k to 0 or at least 2, and top_p above 0.'
+      )
     if self.num_choices and (self.environment or self.num_slots < self.num_rows):
       raise UserError(
         f'replays_routing needs a slot for each of the {self.num_rows} completions of a rollout, not {self.num_slots}, '

@@ -102,6 +102,7 @@ def test_a_job_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path, set
     (('--set', 'max_tokens=24'), 'must be less than seq_len 24'),
     (('--set', 'temperature=0'), 'temperature=0.0 must be positive'),
     (('--set', 'top_p=1.5'), 'top_p=1.5 must be from 0 to 1'),
+    (('--set', 'top_p=0'), 'make all completions of a prompt one'),
     (('--set', 'reference=base', '--set', 'kl_weight=0.1'), 'the loss compares with the base'),
   ],
   ids=lambda value: value if isinstance(value, str) else None,
