@@ -34,7 +34,7 @@ _NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
 
 
 def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
-  """The files that glob patterns match, sorted. Raises a UserError: a pattern matches nothing."""
+  """The files that glob patterns match, sorted. Raises a UserError: one matches nothing, or what may not be read."""
   patterns = [patterns] if isinstance(patterns, str) else list(patterns)
   if not patterns:
     raise UserError(f'no {kind} files are named: give a path or a glob pattern.')
@@ -53,6 +53,10 @@ def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
         f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
       )
     files.update(found)
+  if denied := [path for path in sorted(files) if not os.access(path, os.R_OK)]:
+    raise UserError(
+      f'{denied[0]} may not be read by this user: give the right (chmod), or leave it out of the pattern.'
+    )
   return sorted(files)
 
 

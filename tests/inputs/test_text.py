@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from spmd_tasks.errors import JobError
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import StdlibText, TextFiles
 from tests.inputs.batches import documents
 
@@ -81,6 +81,13 @@ def test_stdlib_is_real_source_of_this_python():
 def test_bad_settings_are_refused(directory, pattern, message):
   with pytest.raises(ValueError, match=message):
     TextFiles(pattern=pattern.format(directory)).open()
+
+
+def test_a_file_that_may_not_be_read_is_refused_before_the_job_begins(tmp_path, monkeypatch):
+  (tmp_path / 'a.txt').write_text('secret')
+  monkeypatch.setattr(os, 'access', lambda path, mode: False)  # root may read all
+  with pytest.raises(UserError, match=r'a\.txt may not be read by this user'):
+    TextFiles(pattern=str(tmp_path / '*.txt')).open()
 
 
 def test_a_file_that_is_not_utf8_is_named_with_the_byte(directory):
