@@ -1,4 +1,4 @@
-"""Experiments for the binary as several processes, one of them slow: synthetic.Uneven, a small one, plain data."""
+"""Experiments for the binary as several processes, one of them slow: a small one, with dropout, plain data."""
 
 import dataclasses
 import itertools
@@ -6,8 +6,7 @@ import time
 
 import fiddle as fdl
 
-from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.inputs import Input, SyntheticText
+from spmd_tasks.inputs import Input
 from tests.programs.own_experiments import Points, Regression
 from tests.programs.plain_experiment import Shapes, batches
 
@@ -46,29 +45,8 @@ class _SlowIterator:
     return getattr(self._iterator, name)
 
 
-class Job(Uneven):
-  """20 steps of which any prefix is the same: a constant learning rate. Limits are short, as tests need them."""
-
-  step_timeout_s = 15.0
-  heartbeat_timeout_s = 10
-  shutdown_timeout_s = 5
-  tensorboard = False
-  checkpoint_every_steps = 5
-
-  def task(self):
-    cfg = super().task()
-    cfg.learner.optimizer.learning_rate = 3e-3
-    return cfg
-
-  def train_input(self):
-    return fdl.Config(SlowShard, rows=super().train_input())
-
-  def eval_inputs(self):
-    return {'valid': fdl.Config(SyntheticText, batch_size=8, seq_len=16, vocab_size=257, stream=1, num_batches=3)}
-
-
 class Light(Regression):
-  """Two matrices, which are compiled in no time, with the same limits."""
+  """Two matrices, which are compiled in no time. Limits are short, as tests need them."""
 
   ici_mesh_shape = (1, 4, 2)
   step_timeout_s = 15.0
@@ -83,6 +61,18 @@ class Light(Regression):
 
   def eval_inputs(self):
     return {}
+
+
+class Dropout(Light):
+  """With dropout, which shows the order of the rows, and an eval set."""
+
+  def task(self):
+    cfg = super().task()
+    cfg.model.dropout_rate = 0.5
+    return cfg
+
+  def eval_inputs(self):
+    return {'valid': fdl.Config(Points, num_batches=3)}
 
 
 class Plain(Shapes):

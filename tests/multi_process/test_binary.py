@@ -20,24 +20,26 @@ START_S = 120.0
 DEADLINE_S = 30.0  # from a fault until the last process is gone
 
 
-def own_flags(job_log_dir: Path, *flags: str, exp: str = 'Job') -> list[str]:
+def own_flags(job_log_dir: Path, *flags: str, exp: str = 'Dropout') -> list[str]:
   """Flags of a process without those by which it finds another one."""
   experiment = f'tests.multi_process.job_experiments.{exp}'
   return ['--exp', experiment, '--mode', 'train', '--job_log_dir', str(job_log_dir), *flags]
 
 
-def commands(job_log_dir: Path, *flags: str, exp: str = 'Job') -> list[list[str]]:
+def commands(job_log_dir: Path, *flags: str, exp: str = 'Dropout') -> list[list[str]]:
   """The commands of two processes of four devices."""
   command = [sys.executable, '-m', 'spmd_tasks.main', *own_flags(job_log_dir, *flags, exp=exp), '--num_fake_devices=4']
   return [command + rank_flags for rank_flags in coordinator_flags(num_processes=2)]
 
 
-def train_alone(job_log_dir: Path, *flags: str, exp: str = 'Job') -> None:
+def train_alone(job_log_dir: Path, *flags: str, exp: str = 'Dropout') -> None:
   """On the eight devices of this process."""
   assert binary.run_in_process(*own_flags(job_log_dir, *flags, exp=exp)) == exit_codes.OK
 
 
-def train(tmp_path: Path, job_log_dir: Path, *flags: str, exp: str = 'Job', fresh: bool = False) -> list[RankResult]:
+def train(
+  tmp_path: Path, job_log_dir: Path, *flags: str, exp: str = 'Dropout', fresh: bool = False
+) -> list[RankResult]:
   """As two processes."""
   log_dir = tmp_path / f'logs_{len(list(tmp_path.iterdir()))}'
   log_dir.mkdir()
@@ -69,7 +71,7 @@ def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
   The batch of 6 is padded to 8. The newest checkpoint that the two find is damaged.
   """
   alone, shared = tmp_path / 'alone', tmp_path / 'shared'
-  flags = ['--set', 'batch_size=6', '--set', 'task.model.stack.block.dropout_rate=0.2']
+  flags = ['--set', 'train_input.rows.batch_size=6', '--ici_mesh_shape=1,2,4']
   across = ['--ici_mesh_shape=1,2,2', '--dcn_mesh_shape=1,1,2']
   train_alone(alone, *flags)
   train_alone(shared, *flags, '--num_train_steps=5', '--set', 'checkpoint_every_steps=3')

@@ -18,13 +18,14 @@ class Regressor(nn.Module, kw_only=True):
   """Two layers of uneven width from x [B, 6] to y [B, 3]."""
 
   width: int = 10
+  dropout_rate: float = 0.0
 
   @nn.compact
   def __call__(self, batch, *, train: bool = False):
     init = nn.initializers.lecun_normal()
     up = declare_weight(self, 'up', shape=(6, self.width), init=init, split_dims=('embed', 'mlp'))
     down = declare_weight(self, 'down', shape=(self.width, 3), init=init, split_dims=('mlp', 'embed'))
-    return jnp.tanh(batch['x'] @ up) @ down
+    return nn.Dropout(self.dropout_rate)(jnp.tanh(batch['x'] @ up), deterministic=not train) @ down
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

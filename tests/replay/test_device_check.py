@@ -12,14 +12,15 @@ from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.replay import CheckDevices, CorruptionError
 from tests.programs.small_jobs import SMALL
 from tests.replay.faulty_devices import Fault, FaultyDevices, run_of
-from tests.replay.replayed_jobs import NAME
+
+# scripts/bench_device_check.py has hundreds of faults in transformers, and experts on a pipeline too.
+JOBS = ('tests.programs.own_experiments.Regression', 'task.model.dropout_rate=0.5', 'ici_mesh_shape=1,2,4'), (SMALL,)
 
 
-# scripts/bench_device_check.py has experts on a pipeline too, and hundreds of faults.
-@pytest.fixture(scope='module', params=[SMALL, pytest.param(NAME, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope='module', params=[JOBS[0], pytest.param(JOBS[1], marks=pytest.mark.exhaustive)], ids=['2', 'lm'])
 def checked(request):
   """A check that has found nothing, with what it saw."""
-  run, batch = run_of(request.param)
+  run, batch = run_of(*request.param)
   hook = FaultyDevices(every_steps=2)
   hook.prepare(run)
   hook.before_step(run, batch)
@@ -70,7 +71,7 @@ def test_a_fault_inside_the_program_is_found_and_a_broken_device_named_by_its_pr
   """A weight that is wrong while the program runs changes gradients everywhere."""
   _, run, batch = checked
   leaves = [str(path) for path, _ in jax.tree_util.tree_flatten_with_path((run.state, batch))[0]]
-  weight = next(i for i, path in enumerate(leaves) if 'final_norm' in path)
+  weight = next(i for i, path in enumerate(leaves) if 'final_norm' in path or "'up'" in path)
   hook.fault = Fault(device=5, stage='program', leaf=weight, element=3, bit=0)  # of the exponent of the first entry
   with pytest.raises(CorruptionError, match='have spread, so that no shard tells which of 8 was wrong') as error:
     hook.before_step(run, batch)

@@ -15,7 +15,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from tests import binary
 from tests.programs.small_jobs import SMALL
-from tests.replay.replayed_jobs import NAME, TEXTS
+from tests.replay.replayed_jobs import TEXTS
 
 
 def train(directory, experiment, *flags):
@@ -39,7 +39,7 @@ def dense(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def experts(tmp_path_factory):
-  return train(tmp_path_factory.mktemp('experts') / 'job', NAME)
+  return train(tmp_path_factory.mktemp('experts') / 'job', 'tests.replay.replayed_jobs.OfFewArrays')
 
 
 def norm_of(statistics):

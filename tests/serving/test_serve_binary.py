@@ -1,4 +1,4 @@
-"""The real binary, a model trained for three steps, the real `openai` client.
+"""The real binary, a model trained for three steps, the real `openai` client; the job is in an object store.
 
 The model is trained on eight devices and served on two, where its heads, hidden dims and vocabulary are padded
 otherwise. Prompts are read in chunks of 16 tokens.
@@ -19,6 +19,7 @@ import pytest
 from spmd_tasks import load
 from spmd_tasks.stores import upload
 from tests import binary
+from tests.serving.fake_engine import TOKENIZER
 from tests.serving.served import client_of_binary, one_device
 
 MODEL = 'lm.UnevenTiny'
@@ -38,12 +39,23 @@ def job(tmp_path_factory):
   return job
 
 
+@pytest.fixture(scope='module')
+def url(job, gcs_emulator, tmp_path_factory):
+  """Where the job is in the store."""
+  url = f'gs://bucket/{secrets.token_hex(4)}/job'
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
+    upload(job, url)
+    yield url
+
+
 @contextlib.contextmanager
-def serving(job):
-  (job.parent / 'key').write_text('secret\n')
-  flags = ('--job_log_dir', job, '--api_key_file', job.parent / 'key', '--drain_s', 20)  # config.json names the model
-  sizes = ('--set', 'task.decode.num_slots=2', '--set', 'task.decode.prefill_chunk=16')
-  with client_of_binary(*flags, *sizes, api_key='secret') as client:
+def serving(url, key):
+  key.write_text('secret\n')
+  flags = ('--job_log_dir', url, '--api_key_file', key, '--drain_s', 20)  # config.json names the model
+  sizes = ('num_slots=2', 'prefill_chunk=16', 'prefill_rows=2')
+  given = [word for size in sizes for word in ('--set', f'task.decode.{size}')]
+  with client_of_binary(*flags, *given, api_key='secret') as client:
     assert re.fullmatch(
       r'Restoring the newest checkpoint of \S+/job\.\n'
       r'Restored step 3 in [\d.]+ s\. Compiling\.\n'
@@ -54,17 +66,17 @@ def serving(job):
 
 
 @pytest.fixture(scope='module')
-def servers(job):
+def servers():
   """The stack of the running server, and its client: a test may end one, and tests run in any order."""
   with contextlib.ExitStack() as stack:
     yield stack, []
 
 
 @pytest.fixture
-def client(servers, job):
+def client(servers, url, tmp_path):
   stack, clients = servers
   if not clients or clients[-1].process.poll() is not None:
-    clients.append(stack.enter_context(serving(job)))
+    clients.append(stack.enter_context(serving(url, tmp_path / 'key')))
   return clients[-1]
 
 
@@ -122,16 +134,13 @@ def test_nothing_is_compiled_after_the_warm_up(client, rng):
   assert metric(client.url, 'late_compilations') == 0
 
 
-def test_a_job_in_an_object_store_is_loaded_and_served_as_on_a_disk(job, client, gcs_emulator, tmp_path, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
-  url = f'gs://bucket/{secrets.token_hex(4)}'
-  upload(job, url)
-  weights = [load(place, mesh=one_device()).weights for place in (url, job)]
-  assert jax.tree.all(jax.tree.map(np.array_equal, *weights))
-  sizes = ('--set', 'task.decode.num_slots=1', '--set', 'task.decode.min_bucket=64')  # few programs
-  greedy = {'prompt': 'the cat', 'max_tokens': 6, 'temperature': 0}
-  with client_of_binary('--job_log_dir', url, *sizes, num_devices=1) as other:
-    assert complete(other, **greedy).choices[0].text == complete(client, **greedy).choices[0].text != ''
+def test_a_job_in_an_object_store_is_loaded_and_served_as_on_a_disk(job, url, client):
+  in_store, on_disk = (load(place, mesh=one_device()) for place in (url, job))
+  assert jax.tree.all(jax.tree.map(np.array_equal, in_store.weights, on_disk.weights))
+  ids = [TOKENIZER.bos_id, *TOKENIZER.encode('the cat')]
+  scored = complete(client, prompt=[ids], max_tokens=0, echo=True, logprobs=1).choices[0].logprobs.token_logprobs
+  expected = jax.nn.log_softmax(on_disk.logits([ids])[0, :-1])[np.arange(len(ids) - 1), ids[1:]]
+  np.testing.assert_allclose(scored[1:], expected, atol=1e-4)  # float32, on another mesh
 
 
 def test_sigterm_lets_running_requests_end(client):

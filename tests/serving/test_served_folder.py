@@ -42,7 +42,14 @@ def url(folder, s3_emulator, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def client(url):
-  settings = ('max_len=1024', 'num_slots=2', 'min_bucket=64', 'prefill_chunk=64', 'weights_dtype=int8')
+  settings = (
+    'max_len=1024',
+    'num_slots=2',
+    'min_bucket=64',
+    'prefill_chunk=64',
+    'prefill_rows=1',
+    'weights_dtype=int8',
+  )
   given = [word for setting in settings for word in ('--set', f'task.decode.{setting}')]
   with client_of_binary('--exp', 'hf.Model', '--set', f'model={url}', '--job_log_dir', f'{url}_job', *given) as it:
     yield it
