@@ -97,17 +97,15 @@ BY_GATHER = ('form=gather', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 # Dense rows share a reference: two layers, which fill half of a circular pipeline, under Adafactor. Experts have AdamW.
 FAST = ('data 2 x mdl 4', 'data 2 x expert 4', 'circular, stage 2 x data 2 x mdl 2')
 SHARED = ('num_layers=2', 'batch_size=16')
-MANY = (*REMAT, *UNROLLED, FOUR, *CHUNKS)
 CASES = [
   ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
   (
-    'two slices of replica 2 x mdl 2, full remat, unrolled, 4 microbatches, chunks',
-    Adafactor,
-    (2, 1, 2),
-    (*MANY, *SHARED),
+    'two slices of context 2 x mdl 2, ring, full remat, unrolled, 4 microbatches, logits in chunks',
+    Context,
+    (1, 1, 2, 2),
+    (*RING, *REMAT, *UNROLLED, FOUR, *CHUNKS, *SHARED),
     SHARED,
   ),
-  ('context 4 x mdl 2, ring, logits in chunks', Context, (1, 1, 4, 2), (*RING, *CHUNKS, *SHARED), SHARED),
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), (*CIRCULAR, *SHARED), SHARED),
   ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
   ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
@@ -148,7 +146,7 @@ def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
   metrics = None
   if experiment is ExpertAxis and TWO in overrides:  # what layers report of a microbatch is weighed by its tokens
     metrics = ('loss', 'loss_weight', 'cross_entropy', 'accuracy')
-  dcn = (1, 2, 1) if name.startswith('two slices') else None
+  dcn = (1, 2, 1, 1) if name.startswith('two slices') else None
   assert_same_run(runner(experiment, shape, dcn=dcn, overrides=overrides), reference(base, (*sizes, *same)), metrics)
 
 
