@@ -51,7 +51,9 @@ def test_the_promise_is_held(campaign, number):
 
 @pytest.fixture(scope='module')
 def reference(campaign):
-  return campaign.reference('Plain')
+  reference = campaign.reference('Plain')
+  judge.compare_with_reference(reference.directory, reference)  # without a fault, it finds none
+  return reference
 
 
 @pytest.fixture
@@ -104,7 +106,6 @@ SILENT_FAULTS = {
 
 @pytest.mark.parametrize('fault', SILENT_FAULTS)
 def test_the_judge_finds(fault, reference, copy):
-  judge.compare_with_reference(copy, reference)
   make, message = SILENT_FAULTS[fault]
   make(copy)
   with pytest.raises(BrokenPromiseError, match=message):

@@ -85,14 +85,6 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   assert [(done[index].ids, done[index].logprobs) for index in range(4)] == [(e.ids, e.logprobs) for e in expected]
 
 
-def test_quantized_kernels_stay_in_their_stacks(monkeypatch):
-  run = make_run('one device')
-  monkeypatch.setattr(weight_storage, '_LEAST', 1)
-  steps = DecodeSteps(run.model, dataclasses.replace(SETTINGS, weights_dtype='int8'))
-  stored = steps.storage.store(run.variables, free=False)
-  assert steps.arrange(stored) is stored
-
-
 def test_a_sample_is_of_weights_prompt_and_seed():
   sampling = SamplingParams(temperature=1.5, top_p=0.95)
   requests = make_requests(seed=5) + make_requests(seed=5)[:1] + make_requests(seed=6)[:1]
