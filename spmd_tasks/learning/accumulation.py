@@ -50,6 +50,40 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
   return jax.tree.map(split, batch)
 
 
+def _num_with_tokens(batches_M: Any) -> jax.Array:
+  """How many microbatches there are up to the last one with a token, at least 1."""
+  segment_ids = batches_M['segment_ids']
+  has_tokens = jnp.any(segment_ids > 0, axis=tuple(range(1, segment_ids.ndim)))
+  return jnp.maximum(jnp.max(jnp.where(has_tokens, jnp.arange(1, len(has_tokens) + 1), 0)), 1)
+
+
+def compute_in_parts(
+  function: Callable[[Any], Any], batch: Any, num_microbatches: int, *, skips_empty: bool = False
+) -> Any:
+  """Returns function(batch), arrays [B, ...] of its rows, computed microbatch by microbatch.
+
+  With `skips_empty` those behind the last one with a token (`segment_ids`) are not computed: their rows are zeros.
+  """
+  if num_microbatches == 1:
+    return function(batch)
+  batches_M = split_microbatches(batch, num_microbatches)
+  shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], batches_M))
+  nothing = jax.tree.map(lambda x: jnp.zeros((num_microbatches, *x.shape), x.dtype), shapes)
+
+  def add(m: jax.Array, made: Any) -> Any:
+    rows = function(jax.tree.map(lambda x: x[m], batches_M))
+    return jax.tree.map(lambda all_of, x: all_of.at[m].set(x), made, rows)
+
+  num_used = _num_with_tokens(batches_M) if skips_empty else num_microbatches
+  made = jax.lax.fori_loop(0, num_used, add, nothing)
+  return jax.tree.map(_joined, made)
+
+
+def _joined(rows_M: jax.Array) -> jax.Array:
+  """The rows of a batch, of which microbatch m has rows m, M + m, ..."""
+  return jnp.swapaxes(rows_M, 0, 1).reshape(-1, *rows_M.shape[2:])
+
+
 def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
   """Averages the microbatches' means [M, ...] by their weights [M], in float32; returns 0 if all weights are 0."""
   weights_M = weights_M.astype(jnp.float32)
@@ -69,9 +103,7 @@ def _combine(outputs_M: Any, num_used: jax.Array | None) -> Any:
     loss=jnp.sum(loss) if outputs_M.is_sum else weighted_mean(loss, weight),
     weight=jnp.sum(weight),
     metrics={name: (weighted_mean(means, w), jnp.sum(w)) for name, (means, w) in outputs_M.metrics.items()},
-    per_example={  # microbatch m has rows m, M + m, ...
-      name: jnp.swapaxes(rows, 0, 1).reshape(-1, *rows.shape[2:]) for name, rows in outputs_M.per_example.items()
-    },
+    per_example={name: _joined(rows) for name, rows in outputs_M.per_example.items()},
     summaries={name: jnp.mean(each) if each.ndim == 1 else each for name, each in outputs_M.summaries.items()},
     updated_variables={
       name: jax.tree.map((lambda x: jnp.min(x, axis=0)) if name == WEIGHT_FACTORS else _mean_of_updates, tree)
@@ -140,8 +172,7 @@ def accumulate_gradients(
   numbers = jnp.arange(num_microbatches)
   num_used: jax.Array | None = None
   if skips_empty:
-    has_tokens = jnp.any(batches_M['segment_ids'] > 0, axis=tuple(range(1, batches_M['segment_ids'].ndim)))
-    num_used = jnp.maximum(jnp.max(jnp.where(has_tokens, numbers + 1, 0)), 1)
+    num_used = _num_with_tokens(batches_M)
     parts = jax.tree.map(lambda x: x[0], batches_M)
     outputs = jax.eval_shape(add_microbatch, zeros, (numbers[0], parts))[1]
     nothing = jax.tree.map(lambda x: jnp.zeros((num_microbatches, *x.shape), x.dtype), outputs)

@@ -26,7 +26,7 @@ from spmd_tasks.inputs.mixture import sources_of
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.layers.losses import WithAuxLosses
-from spmd_tasks.learning.accumulation import split_microbatches
+from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput
@@ -211,10 +211,7 @@ class AskTeacher(TrainHook):
       return dict(zip((_LOG_PROBS, _IDS), jax.lax.top_k(log_probs, top_k))) if top_k else {_LOG_PROBS: log_probs}
 
     def ask(variables: Any, batch: Any) -> dict[str, jax.Array]:
-      if number == 1:
-        return answers_of(variables, batch)
-      parts = jax.lax.map(lambda part: answers_of(variables, part), split_microbatches(batch, number))
-      return {name: jnp.swapaxes(each, 0, 1).reshape(added[name].shape) for name, each in parts.items()}
+      return compute_in_parts(lambda part: answers_of(variables, part), batch, number)
 
     self.step = self._model.batch_step('ask_teacher', spec, ask, output_spec=added)
 

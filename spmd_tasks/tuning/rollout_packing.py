@@ -23,7 +23,7 @@ def pack(batch: Batch, num_parts: int, pad_id: int) -> Batch:
     `segment_ids` that number the texts of each row, and `completion_lengths`, float32 [B, T], how many tokens of its
     text have a weight. Arrays [B] have become [B, T], each token having what its text had.
   """
-  is_text = batch['segment_ids'] > 0
+  is_text = (batch['segment_ids'] > 0) | (batch['weights'] > 0)  # a fault that gives padding a weight stays visible
   (num_rows, seq_len), lengths = is_text.shape, is_text.sum(axis=1)
   rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # by how many tokens are free: which rows
   num_used, counts = 0, np.zeros(num_rows, np.int32)

@@ -22,6 +22,7 @@ from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import shard_rows
 from spmd_tasks.layers.base import layer_scope
+from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.runtime import PartitionedModel, Task
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.tuning.conversations import tools_of
@@ -178,22 +179,40 @@ class RolloutScorer:
 
   def __init__(self, settings: RolloutInput, model: PartitionedModel):
     """Compiles nothing yet."""
-    self._settings = settings
-    score = functools.partial(_score, model.task, settings.exact, settings.temperature)
+    self._settings, self._num_parts = settings, model.task.learner.num_microbatches
+    score = functools.partial(_score, model.task, settings.exact, settings.temperature, self._num_parts)
     self._step = model.batch_step('score_rollouts', settings.text_spec(), score)
 
   def score(self, variables: Any, rollout: Rollout) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the log-probabilities of sampled tokens, 0 elsewhere, and the values, float32 [R, T] each."""
-    batches = np.arange(self._settings.num_rows).reshape(self._settings.num_minibatches, -1)
-    made = [self._step(variables, place(self._step, rollout, rows)) for rows in batches]
-    log_probs, values = ([np.asarray(each) for each in parts if each is not None] for parts in zip(*made, strict=True))
-    return np.concatenate(log_probs), np.concatenate(values) if values else None
+    """Returns the log-probabilities of sampled tokens, 0 elsewhere, and the values, float32 [R, T] each.
+
+    Batches have their texts in the rows that an update's have, so that little padding is computed.
+    """
+    settings, names = self._settings, self._step.layout.spec
+    cells = np.arange(rollout['ids'].size).reshape(rollout['ids'].shape)
+    batches = [
+      settings.batch_of({name: rollout[name][rows] for name in names} | {'cells': cells[rows]}, self._num_parts)
+      for rows in np.split(np.arange(settings.num_rows), settings.num_minibatches)
+    ]
+    made = [self._step(variables, place(self._step, batch, np.arange(settings.batch_size))) for batch in batches]
+    is_token = [(batch['segment_ids'] > 0) | (batch['weights'] > 0) for batch in batches]
+    cells = np.concatenate([batch['cells'][each] for batch, each in zip(batches, is_token, strict=True)])
+
+    def unpacked(*parts: Any) -> np.ndarray:
+      found = np.zeros(rollout['ids'].shape, np.float32)
+      found.flat[cells] = np.concatenate([np.asarray(x)[each] for x, each in zip(parts, is_token, strict=True)])
+      return found
+
+    return jax.tree.map(unpacked, *made)
 
 
-def _score(task: Task, is_exact: bool, temperature: float, variables: Any, batch: Any) -> Any:
-  predictions = task.predict(variables, batch)
-  with layer_scope(batch_invariant=is_exact):
-    return answer_log_probs(predictions, batch, temperature), predictions.get('values')
+def _score(task: Task, is_exact: bool, temperature: float, num_parts: int, variables: Any, batch: Any) -> Any:
+  def of(part: Any) -> Any:
+    predictions = task.predict(variables, part)
+    with layer_scope(batch_invariant=is_exact):
+      return answer_log_probs(predictions, part, temperature), predictions.get('values')
+
+  return compute_in_parts(of, batch, num_parts, skips_empty=True)
 
 
 def place(step: CompiledStep, rollout: Rollout, rows: np.ndarray) -> dict[str, jax.Array]:

@@ -3,6 +3,7 @@
 Group means over the wrong axis are no such fault: tests/tuning/test_advantages.py finds them.
 """
 
+import dataclasses
 import functools
 
 from flax import traverse_util
@@ -13,13 +14,14 @@ import pytest
 
 from spmd_tasks.decoding import DecodeSteps, group_sampling, step_functions
 from spmd_tasks.tuning import rollout_sampler
+from spmd_tasks.tuning.environments import Episode
 from spmd_tasks.tuning.rollout_input import RolloutInput
 from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer, episodes_of
 from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.verification._cases import Bench
 from spmd_tasks.verification._text_claims import sampler_cases
 from tests.runtime.loss_curves import make_model, source_of
-from tests.tuning.reward_experiments import ExpertsPolicy, Policy
+from tests.tuning.reward_experiments import ExpertsPolicy, Policy, ValuePolicy
 
 NUM_PROMPTS, GROUP, TEMPERATURE = 4, 4, 0.7
 
@@ -112,6 +114,25 @@ def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1
   by_scheduler = sampler().rollout()
   np.testing.assert_array_equal(by_scheduler['ids'], rollout['ids'])
   assert sampler().mismatch(by_scheduler) < 1e-5
+
+
+def test_texts_that_share_rows_are_scored_and_valued_as_those_of_their_own():
+  model, settings = make_model(ValuePolicy, (1,), overrides=('task.learner.num_microbatches=4',))
+  rng, episodes = np.random.default_rng(0), []
+  for prompt, length in rng.integers(1, 20, (settings.num_rows, 2)).tolist():
+    ids = rng.integers(0, 30, prompt + length).tolist()
+    episodes.append(Episode(prompt_ids=ids[:prompt], ids=ids[prompt:], logprobs=[0] * length, is_sampled=[1] * length))
+  episodes[3] = Episode()
+  rollout, variables = settings.rollout_of(episodes, settings.num_rows), model.init(0).variables
+  variables['params']['value_head']['kernel'] += 0.1
+  batch = settings.batch_of(rollout, 4)
+  is_used = (batch['segment_ids'].reshape(-1, 4, settings.seq_len) > 0).any(axis=(0, 2))
+  assert is_used.tolist() == [True, True, True, False]
+  found = RolloutScorer(settings, model).score(variables, rollout)
+  alone = RolloutScorer(dataclasses.replace(settings, packing=False), model).score(variables, rollout)
+  for each, expected in zip(found, alone, strict=True):
+    assert np.ptp(each[rollout['segment_ids'] > 0]) > 0.1
+    np.testing.assert_allclose(each, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(
