@@ -4,9 +4,9 @@
 
 A scheduler serves requests that come and go; a rollout of training has all of its prompts at the beginning. Here each
 prompt is read once, its keys and values become those of its n rows, and the loop over tokens runs on the device until
-no row is active, so that the host waits once. Once a quarter of many rows are active, a loop over these alone goes on,
-and again at a sixteenth, so that the last texts cost little. Tokens are those of the engine: the same keys and the same
-functions draw them.
+no row is active, so that the host waits once. Once half of many rows are active, a loop over these alone goes on, and
+again at a quarter and at a sixteenth, so that the last texts cost little. Tokens are those of the engine: the same keys
+and the same functions draw them.
 
 Shapes: P prompts, n samples, R = P n rows, T tokens of the longest prompt, M generated tokens at most, K stop ids.
 """
@@ -154,7 +154,9 @@ def sample_groups(
   rows: Any = slice(None)
   carry = (jnp.ones((), jnp.int32), state, add(nothing, 0, first, rows))
   shrinks = shrinks and num_rows >= _MIN_ROWS and _expert_ids(state.cache) is None
-  sizes = [size for size in (num_rows // 4, num_rows // 16) if shrinks and size >= 4]  # one row has other bits
+  sizes = [
+    size for size in (num_rows // 2, num_rows // 4, num_rows // 16) if shrinks and size >= 4
+  ]  # one row has other bits
   for least in (*sizes, 0):
     goes_on = functools.partial(_has_active, least)
     carry = jax.lax.while_loop(goes_on, functools.partial(advance, rows), carry)

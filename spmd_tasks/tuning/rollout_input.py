@@ -14,6 +14,7 @@ experts of a token in all layers.
 import base64
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import io
 import math
 from typing import Any, ClassVar
@@ -310,14 +311,14 @@ class PromptIterator:
     return [(epoch, place, record_of(self._records, place)) for epoch, place in places]
 
   def get_state(self) -> State:
-    state = self._identity() | {'num_read': self._num_read, 'num_made': self.num_made, 'drawn': self.drawn}
+    state = self._identity | {'num_read': self._num_read, 'num_made': self.num_made, 'drawn': self.drawn}
     if self.rollout is None:
       return state | {'rollout': None, 'metrics': {}}
     metrics = {name: value for name, value in self.metrics.items() if 'second' not in name}
     return state | {'rollout': self._rollout_text(), 'metrics': metrics}
 
   def set_state(self, state: State) -> None:
-    check_state(state, self._identity())
+    check_state(state, self._identity)
     self._num_read, self.num_made, self.drawn = state['num_read'], state['num_made'], state['drawn']
     self.rollout, self._text, self.metrics = None, state['rollout'], state['metrics']
     if self._text is not None:
@@ -338,6 +339,7 @@ class PromptIterator:
   def close(self) -> None:
     pass
 
+  @functools.cached_property  # each step asks for it
   def _identity(self) -> State:
     names = ('seed', 'shuffle', 'group_size', 'batch_size', 'seq_len', 'num_minibatches', 'num_iterations', 'staleness')
     return {

@@ -211,24 +211,28 @@ class MakeRollouts(TrainHook):
 
   def _finish(self, run: TrainRun, drawn: _Drawn) -> tuple[Rollout, dict[str, float]]:
     """The rollout of completions, once they have rewards, with the weights of now; and its metrics."""
-    settings, completions, asked_at = self._input, episodes_of(drawn.groups), time.perf_counter()
+    settings, completions, started = self._input, episodes_of(drawn.groups), time.perf_counter()
     variables = run.model.task.decoding_variables(run.loop.state)
+    rollout = self._with_log_probs(variables, settings.rollout_of(completions, settings.num_rows))
+    scored_at = time.perf_counter()  # functions of rewards have run meanwhile
     values = np.stack(drawn.values) if drawn.values else self._rewards.values(drawn.asked)  # [P, G, K]
-    scored_at = time.perf_counter()
+    rewarded_at = time.perf_counter()
     grid = self._rewards.total(drawn.groups, values)  # [P, G]
     is_failed = np.isnan(grid).reshape(-1)
-    rewarded = [Episode() if failed else each for each, failed in zip(completions, is_failed, strict=True)]
-    rollout = self._with_log_probs(variables, settings.rollout_of(rewarded, settings.num_rows))
+    if is_failed.any():
+      blank, rows = settings.rollout_of([], len(is_failed)), np.flatnonzero(is_failed)
+      for name, each in rollout.items():
+        each[rows] = blank[name][rows] if name in blank else 0
     rollout = with_advantages(settings, rollout, grid)
     tokens = [len(each.ids) for each in completions]
     metrics = {
       'completion_tokens': float(np.mean(tokens)),
       'truncated': float(np.mean([each.is_cut for each in completions])),
       'prompts_drawn': float(drawn.num_drawn),
-      'score_seconds': time.perf_counter() - scored_at,
+      'score_seconds': scored_at - started,
     }
     if settings.all_rewards:
-      metrics |= self._rewards.metrics(values, grid) | {'reward_seconds': scored_at - asked_at}
+      metrics |= self._rewards.metrics(values, grid) | {'reward_seconds': rewarded_at - scored_at}
       metrics['reward_std'] = mean(np.nanstd(grid, axis=1) if not is_failed.all() else grid)
     if drawn.seconds:  # else a checkpoint had the completions
       metrics |= {'rollout_seconds': drawn.seconds, 'rollout_tokens_per_second': sum(tokens) / drawn.seconds}
@@ -243,6 +247,7 @@ class MakeRollouts(TrainHook):
       best = int(np.nanargmax(grid)) if not is_failed.all() else 0
       shown = ' '.join(completions[best].text.split())[:160]
       earned = f'reward {grid.reshape(-1)[best]:.3g} for ' if settings.all_rewards else ''
+      earned = 'all rewards failed, so that nothing is learnt, of ' if is_failed.all() else earned
       run.message(f'rollout for step {run.loop.step + 1}: {earned}{shown!r}')
     return rollout, metrics
 
