@@ -356,8 +356,13 @@ class Scheduler:
         num_blocks = len(text.blocks)
         # The step writes the newest token, which the host may not know yet.
         num_tokens = len(sequence.request.ids) + sequence.num_launched
-        if slot in drafts and not self._pool.grow(text, num_tokens + len(drafts[slot])):
-          del drafts[slot]
+        if slot in drafts:
+          ahead = num_tokens + len(drafts[slot])
+          # A head that goes on from its own results keeps those of the next drafts behind these, if there is room.
+          further = max(self._engine.num_drafts - 2, 0) if self._engine.has_draft_model else 0
+          counts = min(ahead + further, self._engine.max_len), ahead
+          if not any(self._pool.grow(text, count) for count in counts):
+            del drafts[slot]
         if self._pool.grow(text, num_tokens):
           grown += [(slot, block) for block in text.blocks[num_blocks:]]
           break

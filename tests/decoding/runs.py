@@ -77,6 +77,7 @@ MESHES = {
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1)),
   'layers 2 x data 2': (Staged, (1, 2, 2, 1)),
   'latent attention, then windows and experts, on data 2 x mdl 4': (Families, (1, 1, 2, 4)),
+  'latent attention, then windows and experts': (Families, (1, 1, 1, 1)),
   '2 heads': (TwoHeads, (1, 1, 1)),
   '2 heads on data 2 x mdl 4': (TwoHeads, (1, 2, 4)),
 }

@@ -29,6 +29,7 @@ MARKS = {
   'layers 2 x data 2': pytest.mark.slow,
   'windows on data 2 x mdl 4': exhaustive,
   'latent attention, then windows and experts, on data 2 x mdl 4': exhaustive,
+  'latent attention, then windows and experts': exhaustive,
 }
 ALL_MESHES = [pytest.param(name, marks=MARKS.get(name, ())) for name in MESHES if 'heads' not in name]
 
@@ -276,13 +277,22 @@ class EvenTokens:
 
 
 @pytest.mark.parametrize(
-  'name', ['one device', *(pytest.param(name, marks=pytest.mark.slow) for name in ('windows', 'mdl 4'))]
+  'name, cache_dtype, num_drafts',
+  [
+    ('one device', None, 0),
+    pytest.param('windows', None, 0, marks=pytest.mark.slow),
+    pytest.param('mdl 4', None, 0, marks=pytest.mark.slow),
+    pytest.param('one device', 'int8', 2, marks=pytest.mark.slow),
+    pytest.param('latent attention, then windows and experts', 'int8', 0, marks=pytest.mark.slow),
+  ],
 )
-def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(name, rng):
-  """Prompts that begin alike, samples, cancels and forms, in a pool that is too small for all."""
-  run = make_run(name)
-  steps = DecodeSteps(run.model, dataclasses.replace(SETTINGS, step_tokens=3 + 2 * CHUNK))
-  if name != 'one device':  # fewer programs
+def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(name, cache_dtype, num_drafts, rng):
+  """Prompts that begin alike, samples, cancels, forms and drafts, in a pool that is too small for all."""
+  run, is_plain = make_run(name), name == 'one device' and cache_dtype is None
+  alone = dataclasses.replace(SETTINGS, cache_dtype=cache_dtype)
+  joined = dataclasses.replace(alone, step_tokens=3 + 2 * CHUNK, num_drafts=num_drafts)
+  steps = DecodeSteps(run.model, joined)
+  if not is_plain:  # fewer programs
     steps.step_rows = steps.step_rows[-1:]
   engine = ModelEngine(steps, run.variables, constrain=True)
   engine.warm_up()
@@ -291,10 +301,15 @@ def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(nam
   for number in range(12):
     ids = document[: rng.integers(1, 12)] + rng.integers(1, 257, int(rng.integers(2))).tolist()
     sampling = SamplingParams(temperature=number % 2, repetition_penalty=1.0 + number % 3 / 2)
-    length = int(rng.integers(1, MAX_LEN + 1 - len(ids)))
-    requests.append(Request(ids=tuple(ids), max_tokens=length, sampling=sampling))
+    length, bias = int(rng.integers(1, MAX_LEN + 1 - len(ids))), ()
+    if num_drafts and number % 3 == 0:  # the text goes on with these two tokens
+      ids, length, bias = (document[:2] * 3)[: 4 + number % 2], 8, tuple((token, 20.0) for token in document[:2])
+    requests.append(Request(ids=tuple(ids), max_tokens=length, sampling=sampling, logit_bias=bias))
   # Prompts and texts take turns; the weights of one device are those of its mesh.
-  expected = make_run('windows' if name == 'windows' else 'one device').generate(requests)
+  other = make_run('one device' if name == 'mdl 4' else name)
+  turns = other.steps if cache_dtype is None else DecodeSteps(run.model, alone)
+  done = dict(generate(turns, other.variables, requests, decode=lambda tokens: ''))
+  expected = [done[index] for index in range(len(requests))]
   num_joined, step = 0, engine.step
 
   def noted_step(*args, chunks=(), **given):
@@ -302,7 +317,7 @@ def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(nam
     num_joined += len(chunks)
     return step(*args, chunks=chunks, **given)
 
-  if name == 'one device':  # each kernel of the feed-forward layers, of 90 hidden dims, is in one product for both
+  if is_plain:  # each kernel of the feed-forward layers, of 90 hidden dims, is in one product for both
     programs = [lowered.as_text().splitlines() for lowered in (steps.lower_step(), steps.lower_join())]
     dots = [sum('dot_general' in line and 'x90xf32>' in line for line in program) for program in programs]
     assert 0 < dots[0] == dots[1]
@@ -314,7 +329,8 @@ def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(nam
     while len(texts) < 50 or scheduler.has_work:
       if len(texts) < 50:
         kind, matcher = int(rng.integers(len(requests))), EvenTokens() if rng.random() < 0.2 else None
-        request = dataclasses.replace(requests[kind], sampling=SamplingParams()) if matcher else requests[kind]
+        plain = {'sampling': SamplingParams(), 'logit_bias': ()} if matcher else {}
+        request = dataclasses.replace(requests[kind], **plain)
         texts.append(GeneratedSequence(request, lambda tokens: '', index=kind, has_logprobs=True, matcher=matcher))
         scheduler.submit(texts[-1:])
       if rng.random() < 0.1:
@@ -327,11 +343,12 @@ def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(nam
     if each.matcher is None:
       assert tokens == expected[each.index].ids[: len(tokens)]
       np.testing.assert_allclose(logprobs, expected[each.index].logprobs[: len(tokens)], atol=run.atol / 5)
-    elif tokens:
+    elif tokens and cache_dtype is None:
       predicted = run.logprobs([*each.request.ids, *tokens])[len(each.request.ids) - 1 : -1, ::2]
       assert tokens == (2 * np.argmax(predicted, axis=-1)).tolist()
       np.testing.assert_allclose(logprobs, np.max(predicted, axis=-1), atol=run.atol)
   assert num_joined > 20
+  assert (scheduler.num_accepted_tokens > 20) == (num_drafts > 0)
   assert scheduler.num_preemptions > 1
   assert (scheduler.num_reused_tokens > 0) == steps.can_reuse
   assert scheduler.num_used_blocks == 0
