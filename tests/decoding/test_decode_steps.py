@@ -342,7 +342,9 @@ def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(nam
     assert each.finish_reason == 'cancelled' or len(tokens) == each.request.max_tokens
     if each.matcher is None:
       assert tokens == expected[each.index].ids[: len(tokens)]
-      np.testing.assert_allclose(logprobs, expected[each.index].logprobs[: len(tokens)], atol=run.atol / 5)
+      # With 8 bits another last bit may round a key or value to its neighbour.
+      atol = run.atol / 5 if cache_dtype is None else 2e-3
+      np.testing.assert_allclose(logprobs, expected[each.index].logprobs[: len(tokens)], atol=atol)
     elif tokens and cache_dtype is None:
       predicted = run.logprobs([*each.request.ids, *tokens])[len(each.request.ids) - 1 : -1, ::2]
       assert tokens == (2 * np.argmax(predicted, axis=-1)).tolist()
