@@ -42,6 +42,9 @@ _LIBTPU_ENVIRONMENT = {
   'TPU_MIN_LOG_LEVEL': '3',
   'TPU_STDERR_LOG_LEVEL': '3',
 }
+# No plan reads the machine code of SparseCores. With its loops unrolled three gathers compile in 20 CPU s, else in 6;
+# the scheduled program, its cycles and its memory are the same.
+_NO_UNROLLING = 'xla_sc_disable_mlo_loop_unroll'
 _CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}  # it asks the driver for its version
 
 
@@ -211,6 +214,9 @@ def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
 
 def _tpu_devices(chip: Chip, slice_shape: Sequence[int], num_slices: int) -> list[jax.Device]:
   """Makes compile-only TPUs: slices of a torus of `slice_shape`."""
+  given = os.environ.get('LIBTPU_INIT_ARGS', '')
+  if _NO_UNROLLING not in given:
+    os.environ['LIBTPU_INIT_ARGS'] = f'{given} --{_NO_UNROLLING}=true'.strip()
   _without_accelerators(_LIBTPU_ENVIRONMENT)
   name = f'{chip.name}:{"x".join(map(str, slice_shape))}'
   options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}

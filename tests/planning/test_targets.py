@@ -1,6 +1,8 @@
 """Targets: how they are written, what a wrong one is answered with, and the compile-only devices that they name."""
 
 import math
+import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +10,13 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning import parse_target
+from spmd_tasks.planning import parse_target, targets
 from spmd_tasks.planning.chips import CHIPS
 from spmd_tasks.planning.targets import has_compiler, target_of
 from spmd_tasks.runtime.compilation import compiler_options
 from spmd_tasks.runtime.flops import peak_flops_per_device
 
+UNROLLING = 'xla_sc_disable_mlo_loop_unroll'
 needs_libtpu = pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
 
 
@@ -117,6 +120,16 @@ def test_libtpu_makes_the_devices(text):
   coordinates = [device.coords[: target.chip.torus_dims] for device in devices]
   extent = [1 + max(sizes) for sizes in zip(*coordinates)]
   assert math.prod(extent) * target.num_slices * target.chip.cores == target.num_devices
+
+
+@pytest.mark.parametrize('given', ['', '--xla_tpu_scoped_vmem_limit_kib=65536', f'--{UNROLLING}=false'])
+def test_sparse_cores_loops_are_not_unrolled_unless_the_environment_says_so(given, monkeypatch):
+  monkeypatch.setenv('LIBTPU_INIT_ARGS', given)
+  monkeypatch.setattr(targets.topologies, 'get_topology_desc', lambda *_, **__: SimpleNamespace(devices=[]))
+  for _ in range(2):
+    targets._tpu_devices(CHIPS['tpu7x'], (2, 2, 1), 1)
+  ours = [] if UNROLLING in given else [f'--{UNROLLING}=true']
+  assert os.environ['LIBTPU_INIT_ARGS'].split() == given.split() + ours
 
 
 @needs_libtpu
