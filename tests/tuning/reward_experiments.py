@@ -65,6 +65,19 @@ class LowRankPolicy(OnRewards, uneven_experiments.AdamW):
     return task
 
 
+class LowRankValuePolicy(LowRankPolicy):
+  """The same by PPO, whose value head is trained beside the adapters."""
+
+  method = 'ppo'
+  kl_in_reward = False
+  seed = 3
+
+  def task(self):
+    task = super().task()
+    task.trained = (*task.trained, 'value_head/')
+    return task
+
+
 class ExpertsPolicy(OnRewards, moe_experiments.AlongData):
   """A mixture of experts; ratios of whole completions."""
 

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 
 from etils import epath
+from flax import traverse_util
 import jax
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.experiments import pipeline, t5
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.upcycling import find_origins
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.tuning import add_head
@@ -107,9 +109,28 @@ def _rotate(x, positions):
   )
 
 
-def test_losses_and_acceptance_are_those_of_float64(models):
+def losses_of(weights, batch):
+  """The weighted sum of each guess's cross-entropies with the model, and how many are right of how many; [N] each."""
+  losses, right, counts = np.zeros((3, NUM))
+  for ids, segments, own in zip(batch['ids'], batch['segment_ids'], batch['weights']):
+    made = Reference(weights, ids, segments)
+    for t in range(16):
+      for number in range(min(NUM, t)):
+        if segments[t - number - 1] != segments[t] or not own[t]:
+          continue
+        told, guess = made.logits[t], made.guesses[number][t - number - 1]
+        log_probs = guess - guess.max() - np.log(np.sum(np.exp(guess - guess.max())))
+        probabilities = np.exp(told - told.max()) / np.sum(np.exp(told - told.max()))
+        losses[number] -= probabilities @ log_probs
+        right[number] += np.argmax(told) == np.argmax(guess)
+        counts[number] += 1
+  return losses, right, counts
+
+
+def test_losses_their_gradient_and_acceptance_are_those_of_float64(models):
+  """On data 2 x mdl 4, padded; of the gradient its product with one direction, by a difference."""
   made, weights = models
-  model, variables = made[1, 1, 1]
+  model, variables = made[1, 2, 4]
   rng = np.random.default_rng(0)
   ids = rng.integers(3, 259, (8, 16)).astype(np.int32)
   segments = np.ones_like(ids)
@@ -118,24 +139,28 @@ def test_losses_and_acceptance_are_those_of_float64(models):
   positions = np.where(np.arange(16) < 7, np.arange(16), np.arange(16) - 7)[None].repeat(8, 0).astype(np.int32)
   batch = {'ids': ids, 'labels': np.roll(ids, -1, 1), 'weights': weight, 'segment_ids': segments}
   batch['segment_pos'] = positions
-  output = jax.jit(lambda v, b: model.task.compute_loss(v, b, train=False))(model.true_variables(variables), batch)
-  losses, right, counts = np.zeros(NUM), np.zeros(NUM), np.zeros(NUM)
-  for row in range(8):
-    made = Reference(weights, ids[row], segments[row])
-    for t in range(16):
-      for number in range(min(NUM, t)):
-        if segments[row, t - number - 1] != segments[row, t] or not weight[row, t]:
-          continue
-        told, guess = made.logits[t], made.guesses[number][t - number - 1]
-        log_probs = guess - guess.max() - np.log(np.sum(np.exp(guess - guess.max())))
-        probabilities = np.exp(told - told.max()) / np.sum(np.exp(told - told.max()))
-        losses[number] -= probabilities @ log_probs
-        right[number] += np.argmax(told) == np.argmax(guess)
-        counts[number] += 1
-  expected = losses @ DECAY ** np.arange(NUM) / weight.sum()
-  np.testing.assert_allclose(output.loss, expected, rtol=1e-5)
-  found = [output.metrics[f'acceptance_{number + 1}'] for number in range(NUM)]
+
+  def compute(variables, batch):
+    def loss(trained):
+      output = model.task.compute_loss({'params': fill_in(trained, variables['params'])}, batch, train=False)
+      return output.loss, output.metrics
+
+    return jax.value_and_grad(loss, has_aux=True)(without_frozen(variables['params'], model.weight_specs))
+
+  step = model.batch_step('gradients', batch, compute)
+  (loss, metrics), gradient = step(variables, step.place(batch))
+  losses, right, counts = losses_of(weights, batch)
+  of_guesses = DECAY ** np.arange(NUM) / weight.sum()
+  np.testing.assert_allclose(loss, losses @ of_guesses, rtol=1e-5)
+  found = [metrics[f'acceptance_{number + 1}'] for number in range(NUM)]
   np.testing.assert_allclose(found, np.stack([right / counts, counts], axis=1), rtol=1e-5)
+  flat = traverse_util.flatten_dict(gradient, sep='/')
+  flat = {name: np.asarray(each, np.float64) for name, each in flat.items() if each is not None}
+  assert len(flat) == 14
+  direction = {name: rng.normal(size=each.shape) for name, each in flat.items()}
+  ends = [losses_of(weights | {n: weights[n] + h * d for n, d in direction.items()}, batch)[0] for h in (1e-5, -1e-5)]
+  expected = (ends[0] - ends[1]) @ of_guesses / 2e-5
+  np.testing.assert_allclose(sum(np.sum(each * direction[name]) for name, each in flat.items()), expected, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -159,6 +184,7 @@ def test_drafts_change_no_text_and_are_right_where_the_formulas_say(models, shap
     settings = DecodeSettings(max_len=32, num_slots=4, prefill_rows=2, prefill_chunk=16, min_bucket=16, eos_ids=())
     steps = DecodeSteps(model, dataclasses.replace(settings, num_drafts=num_drafts))
     steps.step_rows = steps.step_rows[-1:]  # each number of rows is a program
+    steps.draft_sizes = lambda num_slots: (num_slots * (NUM + 1),)
     texts[num_drafts] = dict(generate(steps, variables, requests, decode=lambda ids: ''))
   assert [texts[NUM][i].ids for i in range(7)] == [texts[0][i].ids for i in range(7)]
   accepted = drafted = 0
@@ -199,6 +225,7 @@ def test_a_job_saves_the_head_alone_and_goes_on_exactly(base, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_loss_curve_and_one_state():
   assert_same_run(runner(OfConfig, (1, 2, 4)), reference(OfConfig))
 

@@ -69,12 +69,6 @@ def test_a_checkpoint_has_the_adapters_alone_and_names_their_base(base, job):
   assert len(said['sha256']) == 64
 
 
-def test_a_job_that_was_ended_goes_on_with_the_same_numbers(base, job, tmp_path):
-  flags = ('--exp', JOB, '--set', f'model={base}')
-  assert run('train', binary.copy_at(job, 2, tmp_path / 'job'), *flags) == 0
-  assert binary.column(tmp_path / 'job', 'loss') == binary.column(job, 'loss')
-
-
 def test_another_base_is_refused(base, job, tmp_path, capsys):
   other = tmp_path / 'other'
   shutil.copytree(base, other)

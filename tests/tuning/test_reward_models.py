@@ -3,20 +3,18 @@
 import json
 from types import SimpleNamespace
 
-from flax import traverse_util
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import FolderTokenizer
 from spmd_tasks.tuning import WING
 from spmd_tasks.tuning.reward_models import RewardModel, is_reward_model
-from tests.bridges.huggingface.test_folders import abstract_weights
+from tests.bridges.huggingface.test_folders import as_tree, opened
 from tests.model_folders import write_llama
 
 
@@ -46,10 +44,8 @@ def test_scores_are_those_of_each_text_alone(folder):
   model = RewardModel(str(folder), run_on(4), batch_size=3, seq_len=32)
   assert not model._model.task.batch_invariant  # as the model that is trained is
   found = model.rewards(calls)
-  opened, tokenizer = open_folder(folder), FolderTokenizer(path=str(folder))
-  ours = opened.build_model()
-  weights = opened.lazy_weights(ours, abstract_weights(ours))
-  tree = traverse_util.unflatten_dict({name: np.asarray(each) for name, each in weights.items()}, sep='/')
+  (_, ours, weights), tokenizer = opened(folder), FolderTokenizer(path=str(folder))
+  tree = as_tree(weights)
   forward = jax.jit(ours.apply)
   for value, (prompt, completion, _) in zip(found[:4], calls, strict=False):
     ids = [*tokenizer.encode_prompt(prompt + completion), tokenizer.eos_id]

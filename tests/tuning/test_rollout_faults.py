@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from spmd_tasks.decoding import DecodeSteps, group_sampling, step_functions
-from spmd_tasks.tuning import rollout_sampler
 from spmd_tasks.tuning.environments import Episode
 from spmd_tasks.tuning.rollout_input import RolloutInput
 from spmd_tasks.tuning.rollout_sampler import RolloutSampler, RolloutScorer, episodes_of
 from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.verification._cases import Bench
 from spmd_tasks.verification._text_claims import sampler_cases
+from tests.drawn_weights import draw_variables
 from tests.runtime.loss_curves import make_model, source_of
 from tests.tuning.reward_experiments import ExpertsPolicy, Policy, ValuePolicy
 
@@ -35,7 +35,7 @@ class Sampler:
     self.sampler = RolloutSampler(self.settings, self.model, seed=0, report=pytest.fail, **own)
     self.sampler.steps.step_rows = self.sampler.steps.step_rows[-1:]  # no programs for fewer busy slots
     self.scorer = RolloutScorer(self.settings, self.model)
-    self.variables = self.model.init(0).variables
+    self.variables = draw_variables(self.model, 0)
     self.prompts = self.settings.make_iterator().take(NUM_PROMPTS)
 
   def complete(self, variables=None, **draws):
@@ -73,7 +73,7 @@ def after_the_cut(monkeypatch):
 
 def stale_weights(monkeypatch):
   given = sampler()
-  return given.rollout(given.model.init(1).variables)
+  return given.rollout(draw_variables(given.model, 1))
 
 
 def in_batches(change):
@@ -106,14 +106,10 @@ FAULTS = {
 }
 
 
-def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1(monkeypatch):
+def test_without_a_fault_sampler_and_trainer_agree_at_a_temperature_other_than_1():
   rollout = sampler().rollout()
   assert sampler().mismatch(rollout) < 1e-5
   assert len({*map(tuple, rollout['ids'])}) > NUM_PROMPTS  # draws differ
-  monkeypatch.setattr(rollout_sampler, 'can_sample', lambda *_: False)
-  by_scheduler = sampler().rollout()
-  np.testing.assert_array_equal(by_scheduler['ids'], rollout['ids'])
-  assert sampler().mismatch(by_scheduler) < 1e-5
 
 
 def test_texts_that_share_rows_are_scored_and_valued_as_those_of_their_own():
@@ -153,7 +149,7 @@ def test_routing_that_is_not_replayed_is_found(monkeypatch):
   """The sampler's router rounds otherwise, as that of another program or dtype does."""
   given = Sampler('replays_routing=True', experiment=ExpertsPolicy)
   rng, flat = np.random.default_rng(0), traverse_util.flatten_dict(given.variables['params'])
-  moved = {path: x * (1 + 0.03 * rng.standard_normal(x.shape)) if 'router' in path else x for path, x in flat.items()}
+  moved = {path: x * (1 + 0.02 * rng.standard_normal(x.shape)) if 'router' in path else x for path, x in flat.items()}
   rollout = given.rollout({'params': traverse_util.unflatten_dict(moved)})
   assert rollout['expert_ids'].shape[-1] == 2 * 2  # layers, and choices of a token
   replayed = given.mismatch(rollout)

@@ -36,7 +36,7 @@ from tests.bridges.huggingface.reference_models import (
   random_ids,
   tensors_of,
 )
-from tests.bridges.huggingface.test_folders import abstract_weights
+from tests.bridges.huggingface.test_folders import opened
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
 pytestmark = pytest.mark.slow
@@ -140,9 +140,7 @@ def test_logits_in_16_bits(name, reference):
 def test_transformers_loads_what_is_exported(name, reference, tmp_path):
   """Nothing is missing or unexpected, and the logits have the same bits; also where no folder was the origin."""
   theirs = reference(name)
-  folder = open_folder(theirs.path)
-  model = folder.build_model()
-  weights = folder.lazy_weights(model, abstract_weights(model))
+  folder, model, weights = opened(theirs.path)
   for place, origin in (('there', folder), ('here', None)):
     export_folder(tmp_path / place, model, weights, origin=origin)
     again, amiss = load_reference(tmp_path / place, 'float32')

@@ -38,6 +38,18 @@ def abstract_weights(model):
   return jax.eval_shape(init)
 
 
+def opened(path):
+  """(The folder, its model, the model's lazy weights by name)."""
+  folder = open_folder(path)
+  model = folder.build_model()
+  return folder, model, folder.lazy_weights(model, abstract_weights(model))
+
+
+def as_tree(lazy):
+  """Lazy weights, read, as the model takes them."""
+  return traverse_util.unflatten_dict({name: np.asarray(weight) for name, weight in lazy.items()}, sep='/')
+
+
 def random_weights(model, dtype, rng):
   flat = traverse_util.flatten_dict(abstract_weights(model), sep='/')
   return {name: rng.normal(size=leaf.shape).astype(dtype).astype(np.float32) for name, leaf in flat.items()}

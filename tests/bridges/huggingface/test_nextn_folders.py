@@ -7,7 +7,6 @@ transformers ignores these tensors. The reference takes its decoder blocks and c
 import json
 import re
 
-from flax import traverse_util
 import jax
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers import NextnLanguageModel
 from tests.bridges.huggingface.reference_models import assert_close, random_ids, random_model, tensors_of
 from tests.bridges.huggingface.test_against_transformers import mesh_of
-from tests.bridges.huggingface.test_folders import abstract_weights, decoder_of, random_weights
+from tests.bridges.huggingface.test_folders import abstract_weights, as_tree, decoder_of, opened, random_weights
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
 HEADS = 'num_nextn_predict_layers'
@@ -39,7 +38,7 @@ def rewrite(path, tensors, **config):
   save_file({name: each for name, each in tensors.items() if each is not None}, path / 'model.safetensors')
 
 
-@pytest.fixture(scope='module', params=['deepseek_v3', 'glm4_moe'])
+@pytest.fixture(scope='module', params=['deepseek_v3', pytest.param('glm4_moe', marks=pytest.mark.exhaustive)])
 def made(request, tmp_path_factory):
   """(A folder with a head, which of its tensors are the head's, logits and the head's logits [B, T - 1, V])."""
   import torch
@@ -70,13 +69,6 @@ def made(request, tmp_path_factory):
   return path, {name for name in tensors_of(path) if name.startswith(layer)}, logits
 
 
-def weights_of(path):
-  """(The folder, its model, the model's weights by name)."""
-  folder = open_folder(path)
-  model = folder.build_model()
-  return folder, model, folder.lazy_weights(model, abstract_weights(model))
-
-
 def folder_of_heads(path, rng):
   """Writes a folder of random weights whose config and tensors have one head."""
   model = build_model(decoder_of(CONFIGS['glm4_moe'] | {HEADS: 1}))
@@ -86,11 +78,10 @@ def folder_of_heads(path, rng):
 @pytest.mark.slow  # it imports torch
 def test_logits_of_a_head_and_its_way_back_byte_for_byte(made, tmp_path):
   path, of_head, logits = made
-  folder, model, weights = weights_of(path)
+  folder, model, weights = opened(path)
   assert folder.decoder.num_nextn == 1
-  tree = traverse_util.unflatten_dict({name: np.asarray(each) for name, each in weights.items()}, sep='/')
   with jax.default_matmul_precision('highest'):
-    predicted = jax.jit(model.apply)({'params': tree}, {'ids': random_ids(), 'labels': random_ids()})
+    predicted = jax.jit(model.apply)({'params': as_tree(weights)}, {'ids': random_ids(), 'labels': random_ids()})
   for ours, theirs in zip((predicted['logits'], predicted['nextn'][0]['logits']), logits, strict=True):
     assert_close(np.asarray(ours)[:, :-1], theirs, 1e-5)
 
@@ -151,7 +142,7 @@ def test_a_folder_without_whole_heads(damage, tmp_path, rng, caplog):
   rewrite(tmp_path / 'model', {key: factor and each * np.float32(factor) for key, each in tensors.items()}, **config)
   if message:
     with pytest.raises(UserError, match=re.escape(message)):
-      _ = weights_of(tmp_path / 'model')
+      _ = opened(tmp_path / 'model')
     return
   model = load(tmp_path / 'model', overrides=['seq_len=32'])
   assert not isinstance(model.model, NextnLanguageModel)

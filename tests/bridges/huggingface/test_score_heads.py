@@ -1,6 +1,5 @@
 """Folders of ForSequenceClassification and of models without a head: the same scores as transformers', in and out."""
 
-from flax import traverse_util
 import jax
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.errors import UserError
 from tests.bridges.huggingface.reference_models import quiet_transformers, random_ids, random_model
-from tests.bridges.huggingface.test_folders import abstract_weights
+from tests.bridges.huggingface.test_folders import abstract_weights, as_tree, opened
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
 pytestmark = pytest.mark.slow  # it imports torch
@@ -42,11 +41,8 @@ def outputs_of(model):
 @pytest.mark.parametrize('name, num_labels', CASES)
 def test_the_folder_scores_as_in_transformers_and_its_export_is_read_there(name, num_labels, tmp_path):
   model, expected = written(name, num_labels, tmp_path / 'given')
-  folder = open_folder(tmp_path / 'given')
-  ours = folder.build_model()
-  weights = folder.lazy_weights(ours, abstract_weights(ours))
-  tree = traverse_util.unflatten_dict({path: np.asarray(each) for path, each in weights.items()}, sep='/')
-  logits = np.asarray(jax.jit(ours.apply)({'params': tree}, {'ids': random_ids() + 1})['logits'])
+  folder, ours, weights = opened(tmp_path / 'given')
+  logits = np.asarray(jax.jit(ours.apply)({'params': as_tree(weights)}, {'ids': random_ids() + 1})['logits'])
   np.testing.assert_allclose(
     logits[:, -1] if num_labels else logits, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max()
   )

@@ -64,6 +64,7 @@ def make(directory):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # of a script
 def test_a_case_is_compared_on_1_and_8_devices(tmp_path, monkeypatch, capsys, rng):
   partition = Shared(t5x_compare.partition_spmd_model, max_kept=2)  # what is compiled serves all three
   monkeypatch.setattr(t5x_compare, 'partition_spmd_model', partition)

@@ -83,18 +83,17 @@ def tree(flat):
   return traverse_util.unflatten_dict(flat, sep='/')
 
 
-def state_of(shapes, rng, *, step=20, **settings):
-  """A state after one update, with drawn gradients."""
+def state_of(shapes, rng, **settings):
+  """A state of step 20, all of its numbers drawn."""
+
+  def drawn(leaf):
+    return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+
   specs = tree({name: spec_of(name, shape) for name, shape in shapes.items()})
-  weights, grads = (
-    tree({name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}) for _ in range(2)
-  )
+  weights = tree({name: drawn(jax.ShapeDtypeStruct(shape, jnp.float32)) for name, shape in shapes.items()})
   learner = Learner(optimizer=Adafactor.as_t5x(learning_rate=0.1, **settings))
-  state = learner.init(weights, specs)
-  weights, state, _ = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, specs))(
-    grads, state, weights
-  )
-  return types.SimpleNamespace(weights=weights, learner=state, step=jnp.int32(step))
+  state = jax.eval_shape(lambda weights: learner.init(weights, specs), weights)
+  return types.SimpleNamespace(weights=weights, learner=jax.tree.map(drawn, state), step=jnp.int32(20))
 
 
 def without_numbers(path):
