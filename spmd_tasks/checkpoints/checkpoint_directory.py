@@ -79,7 +79,7 @@ class CheckpointDirectory:
 
   def holds(self, step: int) -> bool:
     """Whether the checkpoint of `step` is there, whole or not; it is the first thing that a deletion takes away."""
-    return self.final(step).exists()
+    return self.final(step).exists() or os.path.islink(self.final(step))  # a link to nothing is there, too
 
   def saved_leaves(self, step: int | None) -> tuple[LeafEntry, ...] | None:
     """The leaf table of a step (None: of the newest checkpoint that has one), or None. Reads nothing else."""

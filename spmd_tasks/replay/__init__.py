@@ -28,7 +28,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
     raise UserError(f'--from {first} --to {last} must be steps with 1 <= from <= to.')
   if flags.step is not None and flags.step < 1:
     raise UserError(f'--step {flags.step} must be at least 1: step 1 is the first one.')
-  if flags.tolerance is not None and flags.tolerance < 0:
+  if flags.tolerance is not None and not flags.tolerance >= 0:
     raise UserError(f'--tolerance {flags.tolerance} must be at least 0.')
 
 

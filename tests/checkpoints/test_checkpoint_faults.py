@@ -89,6 +89,15 @@ def test_what_an_interrupted_job_left_is_removed_by_the_next_but_not_by_a_reader
   assert set(before) - set(names(directory)) == {'checkpoint_00000004.partial', 'checkpoint_00000000.deleting'}
 
 
+def test_a_link_to_nothing_is_damaged_to_a_reader(tmp_path):
+  (tmp_path / 'checkpoint_00000003').symlink_to('not mounted')
+  rejected = set()
+  directory = CheckpointDirectory(path=epath.Path(tmp_path))
+  with pytest.raises(CheckpointError, match=r'no checkpoint that is whole; damaged: .*_00000003'):
+    verifying.choose(directory, None, [], prefix='', rejected=rejected)
+  assert rejected == {(3, 0)}
+
+
 def test_names_that_are_not_exactly_ours_are_neither_removed_nor_taken_for_checkpoints(directory):
   for name in ('00000055.partial-backup', '7.partial', '00000008.deleting.old', '9'):
     (directory / f'checkpoint_{name}' / 'state').mkdir(parents=True)
