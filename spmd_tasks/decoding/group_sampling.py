@@ -154,9 +154,8 @@ def sample_groups(
   rows: Any = slice(None)
   carry = (jnp.ones((), jnp.int32), state, add(nothing, 0, first, rows))
   shrinks = shrinks and num_rows >= _MIN_ROWS and _expert_ids(state.cache) is None
-  sizes = [
-    size for size in (num_rows // 2, num_rows // 4, num_rows // 16) if shrinks and size >= 4
-  ]  # one row has other bits
+  # One row has other bits.
+  sizes = [size for size in (num_rows // 2, num_rows // 4, num_rows // 16) if shrinks and size >= 4]
   for least in (*sizes, 0):
     goes_on = functools.partial(_has_active, least)
     carry = jax.lax.while_loop(goes_on, functools.partial(advance, rows), carry)

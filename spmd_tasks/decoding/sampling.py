@@ -195,20 +195,4 @@ def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def _gumbel(key: jax.Array, vocab_size: int) -> jax.Array:
-  """The bits of jax.random.gumbel(key, [V]), in half of its time on a CPU, where its rounds are a loop in memory."""
-  tiny = float(jnp.finfo(jnp.float32).tiny)
-  mantissa = _threefry(key, vocab_size) >> 9 | jnp.uint32(0x3F800000)
-  uniform = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1
-  return -jnp.log(-jnp.log(jnp.maximum(tiny, uniform * (1 - tiny) + tiny)))
-
-
-def _threefry(key: jax.Array, number: int) -> jax.Array:
-  """Random uint32 [number] of key data [2]: Threefry-2x32 of 20 rounds (Salmon et al., 2011)."""
-  keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
-  x, y = jnp.broadcast_to(keys[0], (number,)), jnp.arange(number, dtype=jnp.uint32) + keys[1]
-  for i in range(5):
-    for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-      x = x + y
-      y = (y << bits | y >> (32 - bits)) ^ x
-    x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + jnp.uint32(i + 1)
-  return x ^ y
+  return jax.random.gumbel(jax.random.wrap_key_data(key, impl='threefry2x32'), (vocab_size,), jnp.float32)
