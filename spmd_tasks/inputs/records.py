@@ -8,6 +8,7 @@ import glob
 import itertools
 import json
 import os
+from pathlib import Path
 import re
 from typing import Any, TypeVar
 
@@ -49,6 +50,9 @@ def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
       # A file whose own name has the characters of a pattern is meant itself.
       found = [path for path in (glob.glob(pattern, recursive=True) or [pattern]) if os.path.isfile(path)]
     if not found:
+      folder = next(filter(os.path.isdir, map(str, Path(pattern).absolute().parents)))
+      if not os.access(folder, os.R_OK | os.X_OK):
+        raise UserError(f'{folder} may not be entered by this user: give the right (chmod), or correct the path.')
       raise UserError(
         f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
       )

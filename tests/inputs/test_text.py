@@ -88,6 +88,8 @@ def test_a_file_that_may_not_be_read_is_refused_before_the_job_begins(tmp_path, 
   monkeypatch.setattr(os, 'access', lambda path, mode: False)  # root may read all
   with pytest.raises(UserError, match=r'a\.txt may not be read by this user'):
     TextFiles(pattern=str(tmp_path / '*.txt')).open()
+  with pytest.raises(UserError, match=r'test_a_file\S+ may not be entered by this user'):
+    TextFiles(pattern=str(tmp_path / 'absent/*.txt')).open()
 
 
 def test_a_file_that_is_not_utf8_is_named_with_the_byte(directory):
