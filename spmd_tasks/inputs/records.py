@@ -110,18 +110,19 @@ class TextFiles:
 def text_field(record: Any, field: str, where: str) -> str:
   """The text in one field of a record. Raises a UserError that begins with `where` if the field has no text."""
   if not isinstance(record, dict):
-    raise UserError(f'{where}: expected a JSON object with a field {field!r}, found {type(record).__name__}.')
+    raise UserError(f'{where} is of type {type(record).__name__}: it must be a JSON object with a field {field!r}.')
   if field not in record:
-    raise UserError(f'{where}: there is no field {field!r} (it has {sorted(record)[:20]}): correct `field`.')
+    raise UserError(f'{where} has no field {field!r}, only {sorted(record)[:20]}: correct `field`.')
   if not isinstance(record[field], str):
-    raise UserError(f'{where}: field {field!r} is {type(record[field]).__name__}, not text.')
+    kind = type(record[field]).__name__
+    raise UserError(f'{where} has a field {field!r} of type {kind}: it must be text; correct `field` or the record.')
   return record[field]
 
 
 def parse_json(data: bytes, where: str, field: str | None = None) -> Any:
   """Parses one JSON record, of which `field`, or else all, is read; an error names its place, `where`."""
   try:
-    record = json.loads(data)
+    record = json.loads(data.decode('utf-8-sig'))
     if _SURROGATE.search(data):
       read = record if field is None or not isinstance(record, dict) else record.get(field)
       json.dumps(read, ensure_ascii=False).encode()  # raises where a half of a character stands alone

@@ -82,10 +82,11 @@ def test_fingerprints_follow_files_and_settings(sources, tmp_path):
   [
     ('{"text": "cut o', r'bad\.jsonl:31: it is not JSON'),
     ('{"text": "\\ud800"}', r'bad\.jsonl:31: it is not JSON in UTF-8: .* surrogates'),
+    ('{"text": "\ud800"}', r'bad\.jsonl:31: it is not JSON in UTF-8'),  # three bytes that no UTF-8 has
     ('[' * 100_000, r'bad\.jsonl:31: it is not JSON'),  # nested too deeply
-    ('["text"]', r'bad\.jsonl:31: .*expected a JSON object.*found list'),
-    ('{"body": "x"}', r"bad\.jsonl:31: .*no field 'text' \(it has \['body'\]\)"),
-    ('{"text": 3}', r"bad\.jsonl:31: .*'text' is int"),
+    ('["text"]', r'bad\.jsonl:31: it is of type list: it must be a JSON object'),
+    ('{"body": "x"}', r"bad\.jsonl:31: it has no field 'text', only \['body'\]: correct"),
+    ('{"text": 3}', r"bad\.jsonl:31: it has a field 'text' of type int: it must be text"),
   ],
 )
 @pytest.mark.parametrize('block_bytes', [64, 1 << 16])
@@ -93,7 +94,7 @@ def test_a_damaged_json_line_is_named(tmp_path, line, message, block_bytes):
   lines = [json.dumps({'text': 'ä' * i}, ensure_ascii=False) for i in range(40)]
   lines[10], lines[30] = '', line
   lines[20] = r'{"text": "fine", "title": "\ud83d"}'  # half a character in a field that is not read
-  (tmp_path / 'bad.jsonl').write_text('\n'.join(lines), encoding='utf-8')
+  (tmp_path / 'bad.jsonl').write_text('\n'.join(lines), encoding='utf-8', errors='surrogatepass')
   source = JsonLines(pattern=f'{tmp_path}/bad.jsonl', block_bytes=block_bytes).open()
   with pytest.raises(ValueError, match=message):
     [source[i] for i in range(len(source))]
