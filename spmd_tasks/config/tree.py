@@ -137,7 +137,10 @@ def _computes(dtype: Any) -> bool:
   """Whether activations may have a dtype: JAX has it as it is, and it is of real numbers, not of integers."""
   if dtype is None or dtype is UNSET:
     return True
-  return jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.canonicalize_dtype(dtype) == jnp.dtype(dtype)
+  try:
+    return jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.canonicalize_dtype(dtype) == jnp.dtype(dtype)
+  except TypeError:  # it is none
+    return False
 
 
 def apply_changes(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:

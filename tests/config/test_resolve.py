@@ -8,8 +8,10 @@ from small_experiments import Built, FeedForward, Incomplete, Input, Model, Opti
 from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
+from spmd_tasks.config.tree import check_numbers
 from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.experiment import Experiment
+from spmd_tasks.layers import TokenEmbedding
 from tests import binary
 
 
@@ -193,3 +195,10 @@ def test_a_mesh_layout_is_set_by_path():
   assert again.ici_mesh_shape == (1, 1, 8, 1)
   saved = to_json(resolve('moe.StdlibTiny', ['ici_mesh_shape=1,1,8,1']))
   assert from_json(saved).experiment.ici_mesh_shape == (1, 1, 8, 1)
+
+
+@pytest.mark.parametrize('dtype', ['nonsense', '', 'int32', 'float64', 'complex64', bool])
+def test_what_activations_cannot_have_is_no_dtype(dtype):
+  embedding = fdl.Config(TokenEmbedding, vocab_size=7, embed_dim=4, dtype=dtype)
+  with pytest.raises(UserError, match=r'model\.dtype = .*no dtype to compute in'):
+    check_numbers({'model': embedding})
