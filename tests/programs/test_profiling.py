@@ -1,8 +1,12 @@
 """Steps are profiled that the experiment names, or that a file in the directory of a running job asks for."""
 
+from types import SimpleNamespace
+
+from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.programs.profiling import take_request
 from tests.programs.small_runs import train
 
 
@@ -33,3 +37,12 @@ def test_a_profile_that_is_asked_for(tmp_path, capsys, asked, message):
   assert message in capsys.readouterr().err
   assert not request.exists()
   assert len(sizes_of_traces(tmp_path / 'job')) == ('profiling' in message)
+
+
+@pytest.mark.parametrize('asked', ['many', '0', '-1', '1' * 5000, '3 some'])
+def test_what_is_no_number_of_steps_is_said_and_removed(tmp_path, asked):
+  request, said = tmp_path / 'profile_now', []
+  request.write_text(asked)
+  assert take_request(SimpleNamespace(message=said.append), epath.Path(request), 1) is None
+  assert f"asks for '{asked}" in said[0]
+  assert not request.exists()
