@@ -245,11 +245,15 @@ class OpenParquet(OpenFiles):
       finally:  # also if nothing was raised: another file may have a row group of this number
         refuse_changed_size(path, self._sizes[file])
       self._last_group = ((file, group), column)
-    texts = self._last_group[1].slice(row, num_rows).to_pylist()
+    try:
+      texts = self._last_group[1].slice(row, num_rows).to_pylist()
+    except UnicodeDecodeError as e:
+      raise UserError(f'{self.block_name(index)}: column {self._field!r} is not UTF-8: {e}. Convert the file.') from e
     for i, text in enumerate(texts):
       if not isinstance(text, str):
         where = f'{self._paths[file]} row group {group} row {row + i}'
-        raise UserError(f'{where}: column {self._field!r} is {type(text).__name__}, not text.')
+        kind = type(text).__name__
+        raise UserError(f'{where}: column {self._field!r} is {kind}, not text: correct `field`, or remove such rows.')
     return Block(self.block_name(index), [(text, True) for text in texts])
 
 

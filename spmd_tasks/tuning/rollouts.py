@@ -233,7 +233,7 @@ class MakeRollouts(TrainHook):
     }
     if settings.all_rewards:
       metrics |= self._rewards.metrics(values, grid) | {'reward_seconds': rewarded_at - scored_at}
-      metrics['reward_std'] = mean(np.nanstd(grid, axis=1) if not is_failed.all() else grid)
+      metrics['reward_std'] = mean(np.nanstd(grid[~np.isnan(grid).all(axis=1)], axis=1))  # it warns of no number
     if drawn.seconds:  # else a checkpoint had the completions
       metrics |= {'rollout_seconds': drawn.seconds, 'rollout_tokens_per_second': sum(tokens) / drawn.seconds}
     if settings.reward_kl_weight:

@@ -118,6 +118,9 @@ def test_damaged_parquet_is_named(tmp_path):
   source = Parquet(pattern=str(path), block_rows=2).open()
   with pytest.raises(ValueError, match=r'row group 1 row 2: .* NoneType'):
     [source[i] for i in range(len(source))]
+  pq.write_table(pa.table({'text': pa.array([b'\xff'], pa.binary()).view(pa.string())}), path)
+  with pytest.raises(ValueError, match=r"row group 0 rows 0-1: column 'text' is not UTF-8: .* Convert"):
+    Parquet(pattern=str(path)).open()[0]
   with pytest.raises(ValueError, match='block_rows 0'):
     Parquet(pattern=str(path), block_rows=0).open()
 
