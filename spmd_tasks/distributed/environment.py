@@ -56,7 +56,7 @@ def refuse_unusable_environment() -> None:
 
 @contextlib.contextmanager
 def backend_errors() -> Iterator[None]:
-  """Says in a sentence that devices have no memory left, or that JAX_PLATFORMS names a platform without devices."""
+  """Says in a sentence that devices have no memory left, or that JAX_PLATFORMS (or _PLATFORM_NAME) names none."""
   try:
     yield
   except (RuntimeError, AssertionError) as error:
@@ -64,13 +64,14 @@ def backend_errors() -> Iterator[None]:
       from spmd_tasks.own_code import describe_out_of_memory
 
       raise JobError(describe_out_of_memory(error)) from error
-    if isinstance(error, JobError) or not os.environ.get('JAX_PLATFORMS'):
+    given = [f'{name}={value}' for name in ('JAX_PLATFORMS', 'JAX_PLATFORM_NAME') if (value := os.environ.get(name))]
+    if isinstance(error, JobError) or not given:
       raise
     try:
       jax.devices()
     except (RuntimeError, AssertionError) as reason:
       raise UserError(
-        f'JAX finds no devices with JAX_PLATFORMS={os.environ["JAX_PLATFORMS"]} ({" ".join(str(reason).split())}): '
+        f'JAX finds no devices with {" and ".join(given)} ({" ".join(str(reason).split())}): '
         "unset it, pass --num_fake_devices, or install JAX for the devices that are there: pip install 'jax[cuda13]' "
         "for NVIDIA GPUs, 'jax[tpu]' for TPUs."
       ) from error

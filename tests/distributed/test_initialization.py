@@ -177,6 +177,15 @@ def test_devices_without_memory_are_one_sentence():
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out\nof memory')
 
 
+@pytest.mark.parametrize('variable', ['JAX_PLATFORMS', 'JAX_PLATFORM_NAME'])
+def test_a_platform_without_devices_is_one_sentence(monkeypatch, variable):
+  monkeypatch.delenv('JAX_PLATFORMS', raising=False)
+  monkeypatch.setenv(variable, 'gpu')
+  monkeypatch.setattr(jax, 'devices', lambda: jax.local_devices(backend='gpu'))
+  with pytest.raises(UserError, match=f'no devices with {variable}=gpu .*: unset it'), backend_errors():
+    jax.devices()
+
+
 def test_variables_of_a_launcher_that_cannot_be_read_are_one_sentence(monkeypatch):
   def fails(**_):
     raise ValueError("'junk' is no int")
