@@ -246,8 +246,11 @@ class MakeRollouts(TrainHook):
       metrics |= {} if mismatch is None else {'sampler_mismatch_max': mismatch}
       best = int(np.nanargmax(grid)) if not is_failed.all() else 0
       shown = ' '.join(completions[best].text.split())[:160]
-      earned = f'reward {grid.reshape(-1)[best]:.3g} for ' if settings.all_rewards else ''
-      earned = 'all rewards failed, so that nothing is learnt, of ' if is_failed.all() else earned
+      earned = ''
+      if settings.all_rewards:
+        earned = f'reward {grid.reshape(-1)[best]:.3g} for '
+      if is_failed.all():
+        earned = 'all rewards failed, so that nothing is learnt, of '
       run.message(f'rollout for step {run.loop.step + 1}: {earned}{shown!r}')
     return rollout, metrics
 
