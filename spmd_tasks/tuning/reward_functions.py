@@ -74,7 +74,10 @@ def _play(environment: Any, record: Mapping[str, Any], completions: Sequence[str
     messages = made.reset(record)
     for completion in completions[:-1]:
       made.step(completion)
-  messages, reward, done = made.step(completions[-1]) if completions else (messages, 0.0, False)
+  answer = made.step(completions[-1]) if completions else (messages, 0.0, False)
+  if not isinstance(answer, Sequence) or len(answer) != 3:
+    raise ValueError(f'its step returned {answer!r}, not (messages, reward, done)')
+  messages, reward, done = answer
   if not done or messages:
     is_text = isinstance(messages, str) and messages
     if not is_text and not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
@@ -107,7 +110,8 @@ class RewardWorkers:
   Attributes:
     num_failed: calls so far without a result.
     last_problem: of the newest of them, in words.
-    broken: the problem of a function whose code let all of its calls fail, in words; None without such a one.
+    broken: the problem of a function whose code let all of its calls fail, in words; None without such a one. Of an
+      environment its beginnings and its steps are two.
   """
 
   def __init__(self, names: Sequence[str], *, environment: str | None = None, num_workers: int, timeout_s: float):
@@ -129,8 +133,8 @@ class RewardWorkers:
     self._workers: dict[connection.Connection, Any] = {}
     self.num_failed, self.last_problem = 0, ''
     self.broken: str | None = None
-    self._answered: set[int] = set()  # functions that gave a result
-    self._problems: dict[int, str] = {}  # the newest of each function's code
+    self._answered: set[tuple[int, bool]] = set()  # functions that gave a result, and whether of an environment's step
+    self._problems: dict[tuple[int, bool], str] = {}  # the newest of each function's code
     self._is_stopped = False
     for _ in range(num_workers):
       self._start()
@@ -187,21 +191,23 @@ class RewardWorkers:
             waiting.appendleft(number)
             continue
           problem, is_of_code = 'its process died', False
-        self._note(calls[number][0], problem, is_of_code=is_of_code)
+        self._note(calls[number], problem, is_of_code=is_of_code)
       for link in [link for link, (_, deadline) in running.items() if deadline <= time.monotonic()]:
-        self._note(calls[running.pop(link)[0]][0], f'it took longer than {self._timeout_s:g} s')
+        self._note(calls[running.pop(link)[0]], f'it took longer than {self._timeout_s:g} s')
         self._replace(link)
-    self.broken = next((problem for index, problem in self._problems.items() if index not in self._answered), None)
+    self.broken = next((problem for part, problem in self._problems.items() if part not in self._answered), None)
     return results
 
-  def _note(self, index: int, problem: str | None, *, is_of_code: bool = False) -> None:
+  def _note(self, call: tuple[int, Any], problem: str | None, *, is_of_code: bool = False) -> None:
+    index, (_, completions, _) = call
+    part = index, index == self._num_functions and bool(completions)
     if problem is None:
-      self._answered.add(index)
+      self._answered.add(part)
       return
     self.num_failed += 1
     self.last_problem = f'{self._names[index]}: {problem}'
     if is_of_code:
-      self._problems[index] = self.last_problem
+      self._problems[part] = self.last_problem
 
   def _start(self) -> None:
     ours, theirs = self._context.Pipe()

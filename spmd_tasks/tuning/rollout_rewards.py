@@ -122,7 +122,7 @@ class RolloutRewards:
       found, broken = primary_decides(decide, f'rewards_{self._num_decided}', limit_s=limit_s)
     if broken is not None:
       raise JobError(
-        f'no call of a reward has given a number so far; the last problem: {broken}. '
+        f'a reward or an environment gave no result in any call so far; the last problem: {broken}. '
         'Correct that code, and have it return a number where it cannot read a text; then start again.'
       )
     return found

@@ -24,6 +24,13 @@ class Echo:
     return f'[{len(completion)}]', float('a' in completion), self.num_turns == 3
 
 
+class Silent(Echo):
+  """Returns nothing by mistake."""
+
+  def step(self, completion):
+    super().step(completion)
+
+
 class Remembering(Echo):
   """Declares its state."""
 

@@ -92,6 +92,15 @@ def test_steps_in_processes_are_those_of_the_record_and_the_texts_with_or_withou
     assert workers.num_failed == 2
 
 
+def test_steps_that_all_fail_are_a_fault_of_the_environment_however_its_episodes_begin():
+  record = {'prompt': 'Hi'}
+  with RewardWorkers([], environment=f'{NAME}:Silent', num_workers=1, timeout_s=10.0) as workers:
+    assert workers.steps([(record, (), None)]) != [None]
+    assert workers.broken is None
+    assert workers.steps([(record, ['oka'], None)]) == [None]
+    assert workers.broken == f'{NAME}:Silent: ValueError: its step returned None, not (messages, reward, done)'
+
+
 @pytest.mark.slow
 def test_the_engine_goes_on_with_episodes_and_agrees_with_the_trainer(monkeypatch):
   """Many tokens end a text here, so that the turns are short, and one program may draw them; or the scheduler does."""
