@@ -155,7 +155,8 @@ def test_exports_have_the_same_tensors_and_the_same_logits(name, reference, tmp_
     export_folder(tmp_path / place, model, weights, origin=origin)
     again, amiss = seq2seq(tmp_path / place)
     assert not amiss
-    np.testing.assert_array_equal(logits_of(again), logits_of(reference(name).model))
+    # Not to the bit: torch's products depend on where a tensor lies in memory.
+    np.testing.assert_allclose(logits_of(again), logits_of(reference(name).model), rtol=1e-5, atol=1e-5)
   theirs, ours = tensors_of(folder.path), tensors_of(tmp_path / 'there')
   assert theirs.keys() == ours.keys()
   for key, value in theirs.items():
