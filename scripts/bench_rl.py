@@ -23,10 +23,10 @@ less than 8 minutes. The last line is one JSON object; each name also with `_equ
   mismatch_max: the largest difference of a token's log-probability in sampling and in the forward pass of training.
   rounds: what each round gave, by side: completions per second, seconds of CPU and tokens for one.
 
-The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-26, on 2 cores with nothing else to do, --quick
-gave samples_over_trl 2.6, cpu_of_trl_over_ours 3.2, rollout_over_decode 0.97 and mismatch_max 3.1e-6; of equal lengths
-1.37, 1.67, 1.39 and 9.5e-7; one round each, 138 s in all. A completion took ours 0.0057 s of CPU and TRL 0.0186, of
-equal lengths 0.0115 and 0.0193. With layers unrolled (`scan=False`) XLA copies the cache in each step of a rollout,
+The goals are samples_over_trl 3 and rollout_over_decode 0.9. On 2026-11-27, on 2 slow cores with nothing else to do,
+--quick gave samples_over_trl 3.2, cpu_of_trl_over_ours 4.0, rollout_over_decode 1.36 and mismatch_max 3.1e-6; of equal
+lengths 1.40, 1.71, 1.59 and 9.5e-7; one round each, 287 s in all. A completion took ours 0.0107 s of CPU and TRL 0.043,
+of equal lengths 0.0264 and 0.0452. With layers unrolled (`scan=False`) XLA copies the cache in each step of a rollout,
 which then takes 0.14 s of CPU in place of 0.11.
 """
 
