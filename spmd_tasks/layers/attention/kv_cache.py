@@ -34,8 +34,8 @@ from spmd_tasks.sharding.specs import current_platform
 from spmd_tasks.sharding.weights import WeightBox
 
 # Platform -> how many entries of the cache are read at a time. A loop costs an accelerator more than a longer block.
-# What a CPU reads stays in its cache; of many queries each block is read once, and larger ones make larger products.
-_BLOCK, _LONG_BLOCK, _QUERIES_PER_BLOCK = {'cpu': 32}, 1024, 4
+# What a CPU reads stays in its cache, as do the scores of a block and many queries, whose products are larger.
+_BLOCK, _LONG_BLOCK, _OF_QUERIES = {'cpu': 32}, 1024, 2
 # How keys and values may be kept, with a float32 scale for each token and head -> the largest number of the dtype.
 CACHE_DTYPES = {'int8': 127.0, 'float8_e4m3fn': 448.0}
 ENCODED = 'encoded_'  # what a cache has of an encoder's text: made by a request's first call, and read by all others
@@ -282,7 +282,7 @@ def attend_to_cache(
 
   num_entries = cached[0].num_entries
   limit = _BLOCK.get(current_platform(), _LONG_BLOCK)
-  size = cached[0].size_to_read(limit if num_columns == 1 else min(limit * _QUERIES_PER_BLOCK, _LONG_BLOCK))
+  size = cached[0].size_to_read(limit if num_columns == 1 else min(limit * _OF_QUERIES, _LONG_BLOCK))
   earlier = current_layer_scope().cache_earlier
 
   def add_block(i: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
