@@ -10,6 +10,7 @@ interface to numpy has no float8.
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import Index, LazyArray, contiguous
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import open_bytes, read_text, sync_path
+from spmd_tasks.files import open_bytes, read_text, storage_errors, sync_path
 from spmd_tasks.wings import require
 
 _DTYPES = {
@@ -105,6 +106,8 @@ def read_file(path: Path) -> dict[str, LazyArray]:
       safetensors.safe_open(path, 'np')  # checks shapes, dtypes and offsets against each other and the file
       (length,) = struct.unpack('<Q', file.read(8))
       entries = json.loads(file.read(length))
+  except PermissionError as error:
+    raise UserError(f'{path} cannot be read: {error.strerror}. Give this user the right to read it.') from error
   except (OSError, ValueError, safetensors.SafetensorError) as error:
     raise UserError(f'{path} is no whole safetensors file ({error}): download it again.') from error
   entries.pop('__metadata__', None)
@@ -151,15 +154,29 @@ def check_free(target: Path) -> None:
 def new_folder(target: Path, is_writer: bool = True) -> Iterator[Path]:
   """Yields the folder to write into; it appears as `target` when it is complete.
 
-  Raises a UserError if there is something at the target.
+  Raises:
+    UserError: there is something at the target, or another process writes it.
+    StorageError: it cannot be written. What was written is removed.
   """
   partial = target.parent / f'.{target.name}.partial'
-  if is_writer:
+  if not is_writer:
+    yield partial
+    return
+  with contextlib.ExitStack() as stack, storage_errors(partial):
     check_free(target)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-  yield partial
-  if is_writer:
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY)
+    stack.callback(os.close, descriptor)
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise UserError(f'{target} is being written by another export: wait for its end, or name another one.') from None
+    except OSError:  # a file system without locks
+      pass
+    stack.callback(shutil.rmtree, partial, ignore_errors=True)
+    for left in partial.iterdir():  # by a kill
+      shutil.rmtree(left) if left.is_dir() else left.unlink()
+    yield partial
     os.replace(partial, target)
     sync_path(epath.Path(target.parent))
 

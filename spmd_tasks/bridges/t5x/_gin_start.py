@@ -5,10 +5,13 @@ from pathlib import Path
 import re
 import sys
 
+from etils import epath
+
 from spmd_tasks import exit_codes
 from spmd_tasks.bridges.t5x._gin import read_setup
 from spmd_tasks.bridges.t5x._gin_translation import Translation, source_file, translate
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import storage_errors, write_durably
 
 EXPERIMENTS = 'spmd_tasks.bridges.t5x.experiments'
 
@@ -73,13 +76,14 @@ def _continue_model_dir(made: Translation, files: list[str], flags: argparse.Nam
 
 
 def _write(made: Translation, target: str, files: list[str]) -> int:
-  path = Path(target)
+  path = epath.Path(target)
   if path.exists():
     raise UserError(f'{path} exists: choose another file by --translate, or delete it.')
   name = ''.join(part.title() for part in re.split(r'\W|_', path.stem) if part)
   if not name.isidentifier():
     raise UserError(f'--translate {target} must be a file whose name can be that of a class, such as my_setup.py.')
-  path.write_text(source_file(name, made, files))
+  with storage_errors(path):
+    write_durably(path, source_file(name, made, files))
   listed = [f'  {each}' for each in made.missing]
   print('\n'.join([f'wrote {path}: --exp {path.stem}.{name}', *(['Not translated:', *listed] if listed else [])]))
   return exit_codes.OK

@@ -1,5 +1,6 @@
 """Folders in Hugging Face's format without transformers: weights out and in, bit by bit; and what is refused."""
 
+import errno
 import functools
 import json
 import os
@@ -17,8 +18,10 @@ from spmd_tasks.bridges.huggingface._config_keys import Config
 from spmd_tasks.bridges.huggingface._decoder import build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model
 from spmd_tasks.bridges.huggingface._families import FAMILIES
+from spmd_tasks.bridges.huggingface._safetensors import new_folder
 from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import StorageError
 from spmd_tasks.sharding.weights import unbox_weights
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
@@ -266,6 +269,15 @@ def test_a_model_of_no_family_is_not_exported(tmp_path):
   with pytest.raises(UserError, match=r'embedding\.logits_bias = True'):
     export_folder(tmp_path / 'out', model, {})
   assert not (tmp_path / 'out').exists()
+
+
+def test_a_folder_is_written_by_one_process_and_a_full_disk_is_a_sentence(tmp_path):
+  with pytest.raises(StorageError, match='No space left on device'), new_folder(tmp_path / 'out') as folder:
+    (folder / 'config.json').write_text('{')
+    with pytest.raises(UserError, match='being written by another export'), new_folder(tmp_path / 'out'):
+      pass
+    raise OSError(errno.ENOSPC, 'No space left on device')
+  assert not list(tmp_path.iterdir())
 
 
 def test_gates_are_divided_by_their_sum_where_transformers_does_so():
