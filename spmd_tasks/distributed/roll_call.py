@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -45,11 +46,13 @@ def check_explicit(settings: Any) -> None:
       f'{present} given without {" and ".join(missing)}: give all of coordinator_address, num_processes and '
       'process_id, or none of them to let the launcher (Slurm, Open MPI, Kubernetes, TPU) decide.'
     )
-  host, _, port = settings.coordinator_address.rpartition(':')
-  if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-    raise UserError(
-      f'coordinator_address={settings.coordinator_address!r} must be host:port of process 0, such as 10.0.0.1:1234.'
-    )
+  for name in ('coordinator_address', 'coordinator_bind_address'):
+    if (address := getattr(settings, name)) is None:
+      continue
+    # A bare IPv6 address has colons of its own; gRPC does not take it.
+    found = re.fullmatch(r'(?:\[[^]]+\]|[^:]+):(\d{1,5})', address, re.ASCII)
+    if not found or not 0 < int(found[1]) < 65536:
+      raise UserError(f'{name}={address!r} must be host:port of process 0, such as 10.0.0.1:1234 or [fd00::1]:1234.')
   if settings.num_processes < 1:
     raise UserError(f'num_processes={settings.num_processes} must be at least 1: the number of processes started.')
   if not 0 <= settings.process_id < settings.num_processes:

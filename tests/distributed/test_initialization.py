@@ -54,6 +54,7 @@ def packages(monkeypatch):
     ({'process_id': 0, 'num_processes': 2}, 'given without coordinator_address: give all of'),
     ({'coordinator_address': 'a:1', 'num_processes': 2, 'process_id': 2}, r'process_id=2 must lie in \[0, 2\)'),
     ({'coordinator_address': 'a', 'num_processes': 2, 'process_id': 0}, "'a' must be host:port"),
+    ({'coordinator_address': '::1:99', 'num_processes': 2, 'process_id': 0}, "'::1:99' must be host:port"),
     ({'cluster': 'pbs'}, "cluster='pbs' is not known: choose 'auto', 'none'"),
   ],
 )
