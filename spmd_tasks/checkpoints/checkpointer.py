@@ -146,7 +146,11 @@ class Checkpointer:
     except PrimaryError as error:
       raise CheckpointChoiceError(str(error)) from error
     except OSError as error:
-      raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
+      from spmd_tasks.storage_problems import describe_storage_error
+
+      path = self._directory.path
+      reason, remedy = describe_storage_error(error, path) or (str(error), 'check the storage')
+      raise CheckpointError(f'checkpoint directory {path} cannot be used: {reason}. {remedy.capitalize()}.') from error
 
   @property
   def path(self) -> epath.Path:
