@@ -272,11 +272,15 @@ def test_a_model_of_no_family_is_not_exported(tmp_path):
 
 
 def test_a_folder_is_written_by_one_process_and_a_full_disk_is_a_sentence(tmp_path):
-  with pytest.raises(StorageError, match='No space left on device'), new_folder(tmp_path / 'out') as folder:
-    (folder / 'config.json').write_text('{')
-    with pytest.raises(UserError, match='being written by another export'), new_folder(tmp_path / 'out'):
-      pass
-    raise OSError(errno.ENOSPC, 'No space left on device')
+  def fill_the_disk():
+    with new_folder(tmp_path / 'out') as folder:
+      (folder / 'config.json').write_text('{')
+      with pytest.raises(UserError, match='being written by another export'):
+        new_folder(tmp_path / 'out').__enter__()
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  with pytest.raises(StorageError, match='No space left on device'):
+    fill_the_disk()
   assert not list(tmp_path.iterdir())
 
 
