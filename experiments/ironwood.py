@@ -9,7 +9,7 @@ import fiddle as fdl
 
 from spmd_tasks import register
 from spmd_tasks.experiments import lm, moe
-from spmd_tasks.layers import BlockGroup, TokenEmbedding, TransformerBlock, TransformerStack
+from spmd_tasks.layers import BlockGroup, LanguageModel, TokenEmbedding, TransformerBlock, TransformerStack
 from spmd_tasks.layers.attention import Attention, YarnScaling
 from spmd_tasks.layers.moe import Dropless, MixtureOfExperts, TopKRouter
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, context_axis_rules
@@ -54,10 +54,15 @@ class LongLlama70B(lm.Llama70B):
   batch_size = 64
   remat_policy = 'attention'
 
+  def language_model(self) -> fdl.Config[LanguageModel]:
+    model = fdl.copy_with(super().language_model(), balances_tokens=True)
+    model.stack.block.attention.gradient_keys = 4096
+    return model
+
 
 @register
 class Qwen3Moe235B(moe.Qwen3Moe30B):
-  """Qwen3-235B-A22B on 256 Ironwood chips, layers' inputs in the hosts' memory; mesh data 512."""
+  """Qwen3-235B-A22B on 256 Ironwood chips; mesh data 512."""
 
   mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=1)
   target = 'tpu7x:4x8x8'
@@ -66,7 +71,7 @@ class Qwen3Moe235B(moe.Qwen3Moe30B):
   num_heads = 64
   hidden_dims = 1536
   batch_size = 8192
-  remat_policy = 'full_offloaded'
+  remat_policy = 'full'
   num_logit_chunks = 8
 
 

@@ -212,6 +212,7 @@ class LayerScope:
     records_routing: in generation, whether the cache also keeps which experts computed each token.
     batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
     quantization: which Linears multiply in int8 or fp8, see quantized_products.py; None: none.
+    balanced_tokens: tokens that are split over devices are in the order that balances attention, see _context.py.
     path: of the module whose weights a pipeline's stage was given, below which its layers lie.
   """
 
@@ -229,6 +230,7 @@ class LayerScope:
   records_routing: bool = False
   batch_invariant: bool = False
   quantization: Any = None
+  balanced_tokens: bool = False
   path: tuple[str, ...] = ()
 
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import WithSublayers, layer_scope, run_layer
+from spmd_tasks.layers.attention._plain import attention_layout
+from spmd_tasks.layers.base import WithSublayers, is_decoding, layer_scope, run_layer
 from spmd_tasks.layers.embedding import TokenEmbedding
 
 
@@ -34,6 +35,8 @@ class LanguageModel(WithSublayers, kw_only=True):
     scatters_gradients: whether the gradients of kernels that are split over the tokens' devices are reduce-scattered
       by collectives that are written out, or summed as XLA chooses. Worth it on TPUs on a mesh with a `replica` axis;
       see scattered_gradients.py.
+    balances_tokens: where tokens are split over devices, whether the stack has them in the order that balances causal
+      attention; otherwise each layer brings its queries into that order and back. T must be a multiple of 2 devices.
   """
 
   embedding: TokenEmbedding
@@ -46,6 +49,7 @@ class LanguageModel(WithSublayers, kw_only=True):
   masks_zeros: bool = False
   num_logit_chunks: int = 1
   scatters_gradients: bool = False
+  balances_tokens: bool = False
 
   def __post_init__(self):
     if self.num_logit_chunks < 1:
@@ -76,8 +80,25 @@ class LanguageModel(WithSublayers, kw_only=True):
     context, encoder_aux = self._context(batch, train)
     x, segment_ids, segment_pos = self._embed(batch, '', train)
     text = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
-    x, aux = run_layer('stack', self.stack, x, **text, train=train)
+    x, aux = self._run_stack(x, text, train)
     return self._predict_of(x, join_aux(encoder_aux, aux), batch, text, train)
+
+  @nn.nowrap
+  def _run_stack(self, x: jax.Array, text: Mapping[str, Any], train: bool) -> tuple[jax.Array, Any]:
+    layout = attention_layout(('batch', 'seq', None, None), len(x))
+    if not self.balances_tokens or layout.num_tokens == 1 or is_decoding(self):
+      return run_layer('stack', self.stack, x, **text, train=train)
+    if x.shape[1] % (2 * layout.num_tokens) or text.keys() & {'position_bias', 'encoded'}:
+      raise UserError(
+        f'balances_tokens needs rows of a multiple of {2 * layout.num_tokens} tokens (these have {x.shape[1]}) and a '
+        'model without relative position biases or encoder: set it to False.'
+      )
+    from spmd_tasks.layers.attention._context import balance_tokens
+
+    x, text = balance_tokens((x, dict(text)), layout)
+    with layer_scope(balanced_tokens=True):
+      x, aux = run_layer('stack', self.stack, x, **text, train=train)
+    return balance_tokens(x, layout, back=True), aux
 
   @nn.nowrap
   def _predict_of(

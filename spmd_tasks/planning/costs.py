@@ -270,31 +270,40 @@ def hbm_bytes(instruction: Instruction) -> int:
 
 
 def _fusion_bytes(instruction: Instruction, fused: Computation) -> int:
-  def read(value: Instruction) -> int:
+  def read(value: Instruction, within: Computation) -> int:
     """The bytes read of a value: slices of it if nothing else is taken, none where it is changed in place."""
-    total = 0
-    for user in fused.users.get(value, ()):
+    total = value.shape.stored_bytes if value is within.root else 0
+    for user in within.users.get(value, ()):
       if user.opcode in _SLICES and user.operands[0] is value:
         total += user.shape.stored_bytes
       elif user.opcode == 'dynamic-update-slice' and user.operands[0] is value:
         continue
-      elif user.opcode == 'tuple' and user is fused.root:
+      elif user.opcode == 'tuple' and user is within.root:
         continue  # handed on as it is
-      elif user.opcode in _VIEWS:
-        total += read(user)
+      elif _is_view(user):
+        total += read(user, within)
+      elif user.fused:
+        inner = zip(user.fused.parameters, user.operands)
+        total += sum(read(parameter, user.fused) for parameter, operand in inner if operand is value)
       else:
         return value.shape.stored_bytes
     return min(total, value.shape.stored_bytes)
 
   operands = zip(fused.parameters, instruction.operands)
-  total = sum(read(parameter) for parameter, operand in operands if _in_hbm(operand.shape))
+  total = sum(read(parameter, fused) for parameter, operand in operands if _in_hbm(operand.shape))
   results = fused.root.operands if fused.root.opcode == 'tuple' else (fused.root,)
   written = zip(results, instruction.shape.leaves())
   return total + sum(_written(result, shape) for result, shape in written if _in_hbm(shape))
 
 
+def _is_view(inside: Instruction) -> bool:
+  """Whether an instruction of a fusion hands on its operand; the TPU's compiler wraps operands in fused copies."""
+  copied = inside.fused.root.operands if inside.fused and inside.fused.root.opcode == 'copy' else ()
+  return inside.opcode in _VIEWS or any(each.opcode == 'parameter' for each in copied)
+
+
 def _written(result: Instruction, shape: Shape) -> int:
-  while result.opcode in _VIEWS:
+  while _is_view(result):
     result = result.operands[0]
   if result.opcode == 'parameter':
     return 0

@@ -100,10 +100,10 @@ SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [
   ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
   (
-    'two slices of context 2 x mdl 2, ring, full remat, unrolled, 4 microbatches, logits in chunks',
+    'two slices of context 2 x mdl 2, ring, balanced, full remat, unrolled, 4 microbatches, logits in chunks',
     Context,
     (1, 1, 2, 2),
-    (*RING, *REMAT, *UNROLLED, FOUR, *CHUNKS, *SHARED),
+    ('task.model.balances_tokens=True', *RING, *REMAT, *UNROLLED, FOUR, *CHUNKS, *SHARED),
     SHARED,
   ),
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), (*CIRCULAR, *SHARED), SHARED),

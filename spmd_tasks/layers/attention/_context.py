@@ -11,7 +11,8 @@ ring        keys and values go from device to device in a ring; each device adds
 
 With a causal mask, late queries see more keys than early ones. So device i of P computes the i-th run of T / 2P queries
 and the (2P - 1 - i)-th: together they see as many keys as any other device's. `exchange` brings these queries to their
-device and `undo_exchange` the results back, so that no other part of the model sees another order than the text's.
+device and `undo_exchange` the results back, so that no other part of the model sees another order than the text's;
+or a model's whole stack has its tokens in this order (`balance_tokens`), and only keys and values are put back.
 
 Shapes: as in implementations.py; P devices along the axes that split the tokens, t = T / P tokens of one.
 """
@@ -21,12 +22,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import AttentionLayout, AttentionOptions, Axes, Heads, visible
 from spmd_tasks.layers.base import soft_cap
+from spmd_tasks.sharding.specs import current_sharding_scope
 
 
 def attend_gathered(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout, block: int) -> jax.Array:
@@ -145,6 +148,34 @@ def balanced_order(length: int, num_parts: int) -> np.ndarray:
   """Returns int32 [T], a multiple of 2 P: the place in the text of each token after `exchange`, device by device."""
   runs = np.arange(length, dtype=np.int32).reshape(2 * num_parts, -1)
   return np.concatenate([runs[run] for i in range(num_parts) for run in (i, 2 * num_parts - 1 - i)])
+
+
+def in_text_order(tree: Any, num_parts: int) -> Any:
+  """Returns arrays of gathered tokens in the balanced order, [b, T, ...], in that of the text."""
+  places = np.argsort(balanced_order(2 * num_parts, num_parts))
+
+  def restore(x: jax.Array) -> jax.Array:
+    runs = jnp.split(x, 2 * num_parts, axis=1)
+    return jnp.concatenate([runs[place] for place in places], axis=1)
+
+  return jax.tree.map(restore, tree)
+
+
+def balance_tokens(tree: Any, layout: AttentionLayout, *, back: bool = False) -> Any:
+  """Brings arrays [B, T, ...] into the balanced order, or `back`; T must be a multiple of 2 P."""
+  scope = current_sharding_scope()
+  if scope is None or layout.num_tokens == 1:
+    return tree
+  mesh, axis_names = scope.free_mesh()
+  spec, move = PartitionSpec(layout.rows, layout.tokens), undo_exchange if back else exchange
+  return jax.shard_map(
+    lambda tree: jax.tree.map(lambda x: move(x, layout.tokens), tree),
+    mesh=mesh,
+    axis_names=axis_names,
+    in_specs=spec,
+    out_specs=spec,
+    check_vma=False,
+  )(tree)
 
 
 def exchange(x: jax.Array, axes: Axes) -> jax.Array:

@@ -53,6 +53,7 @@ class AttentionOptions:
     bias: relative position biases, added to the logits.
     has_prefix: whether segment ids are 2 * document, + 1 for a token of the document's prefix.
     even_padding: whether padding, segment 0, attends evenly to all tokens in place of other padding.
+    gradient_keys: see `Attention`; 'splash' alone has it.
   """
 
   causal: bool = True
@@ -63,6 +64,7 @@ class AttentionOptions:
   bias: 'PositionBias | None' = None
   has_prefix: bool = False
   even_padding: bool = False
+  gradient_keys: int | None = None
 
   def scale(self, head_dim: int) -> float:
     """The factor of the logits for K features."""

@@ -17,7 +17,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, visible
+from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims, WeightSpec
 from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 
@@ -68,6 +70,8 @@ def clip_logits(
   attention: Any, query: jax.Array, key: jax.Array, segment_ids: Any, options: AttentionOptions, *, train: bool
 ) -> None:
   """Leaves the factors of an `Attention`'s kernels, which shrink heads whose largest logit passed its `qk_clip`."""
+  if current_layer_scope().balanced_tokens:
+    raise UserError('qk_clip compares tokens in the order of the text: set balances_tokens=False.')
   gamma = shrinkage(query, key, segment_ids, options, attention.qk_clip)
   own_keys = key.shape[2] == attention.num_heads
   of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}

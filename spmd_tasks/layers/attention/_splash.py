@@ -15,9 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
+from spmd_tasks.layers.attention._context import (
+  balanced_order,
+  exchange,
+  gather_tokens,
+  in_text_order,
+  undo_exchange,
+)
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionLayout, AttentionOptions, Heads
+from spmd_tasks.layers.base import current_layer_scope
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
@@ -26,26 +33,29 @@ _LARGEST_BLOCK = 1024
 def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: AttentionLayout, interpret: bool) -> jax.Array:
   """Computes `attend` by the kernel; `interpret` runs it on any platform, slowly."""
   query = heads.query * jnp.asarray(options.scale(heads.query.shape[-1]), heads.query.dtype)
-  axes, is_split = layout.tokens, layout.num_tokens > 1
+  axes, is_split, is_balanced = layout.tokens, layout.num_tokens > 1, current_layer_scope().balanced_tokens
 
   def make_kernel(num_heads: int, length: int) -> Any:
-    return _kernel(num_heads, length, options.causal, options.window, options.logit_cap, layout.num_tokens, interpret)
+    settings = options.causal, options.window, options.logit_cap, options.gradient_keys
+    return _kernel(num_heads, length, *settings, layout.num_tokens, interpret)
 
   def attend_local(query, key, value, segments, sinks, kernel):
     if kernel is None:
       kernel = make_kernel(query.shape[2], query.shape[1] * layout.num_tokens)
     key_segments = segments
-    if is_split:
+    if is_split and not is_balanced:
       query = exchange(query, axes)
       segments = None if segments is None else exchange(segments, axes)
-      key, value, key_segments = gather_tokens((key, value, key_segments), axes)
+    if is_split:
+      gathered = gather_tokens((key, value, key_segments), axes)
+      key, value, key_segments = in_text_order(gathered, layout.num_tokens) if is_balanced else gathered
 
     def attend_row(query, key, value, segments, key_segments):
       by_head = (jnp.moveaxis(x, 1, 0) for x in (query, key, value))
       return jnp.moveaxis(kernel(*by_head, _segment_ids(segments, key_segments), sinks), 0, 1)
 
     attended = jax.vmap(attend_row)(query, key, value, segments, key_segments)
-    return undo_exchange(attended, axes) if is_split else attended
+    return undo_exchange(attended, axes) if is_split and not is_balanced else attended
 
   return attend_on_devices(
     attend_local,
@@ -72,6 +82,7 @@ def _kernel(
   causal: bool,
   window: int | None,
   logit_cap: float | None,
+  gradient_keys: int | None,
   num_parts: int,
   interpret: bool,
 ) -> Any:
@@ -92,6 +103,9 @@ def _kernel(
   run = length // (2 * num_parts) if num_parts > 1 else length  # queries that follow one another
   block = next(size for size in range(_LARGEST_BLOCK, 0, -_TILE) if run % size == 0)
   compute = next(size for size in range(min(block, _LARGEST_BLOCK // 2), 0, -_TILE) if block % size == 0)
+  # One kernel for all gradients computes scores once less, but leaves a part of the queries' for each block of keys.
+  keys = gradient_keys or block
+  has_one_kernel = gradient_keys is not None and length % keys == 0 and keys % compute == 0
   make = functools.partial(
     splash_attention.make_splash_mha,
     mask=splash_attention.MultiHeadMask([mask] * num_heads),
@@ -100,10 +114,11 @@ def _kernel(
       block_kv=block,
       block_kv_compute=compute,
       block_q_dkv=block,
-      block_kv_dkv=block,
+      block_kv_dkv=keys if has_one_kernel else block,
       block_kv_dkv_compute=compute,
-      block_q_dq=block,
-      block_kv_dq=block,
+      block_q_dq=None if has_one_kernel else block,
+      block_kv_dq=None if has_one_kernel else block,
+      use_fused_bwd_kernel=has_one_kernel,
     ),
     head_shards=1,
     q_seq_shards=num_tables,

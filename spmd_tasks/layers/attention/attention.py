@@ -64,6 +64,9 @@ class Attention(WithSublayers, kw_only=True):
     query_init_scale: that of the query projection; None means `init_scale`. T5 has 1 / K, with `softmax_scale=1`.
     implementation: 'xla', 'blockwise', 'cudnn' (NVIDIA GPUs), 'splash' (TPUs) or 'ring' (sequences split over devices),
       see implementations.py; None for the best that the mesh's devices have.
+    gradient_keys: 'splash' computes all gradients in one kernel, for so many keys at a time where they divide T: five
+      products of scores in place of seven, but T / gradient_keys parts of the queries' gradients in memory. For T from
+      some 64k on; 2048 fits a TPU's usual 16 MiB of vector memory for kernels. None: in two kernels.
     query_split_dims, kv_split_dims, out_split_dims: of the kernels.
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].
@@ -94,6 +97,7 @@ class Attention(WithSublayers, kw_only=True):
   out_init_scale: float = 1.0
   query_init_scale: float | None = None
   implementation: Implementation | None = None
+  gradient_keys: int | None = None
   query_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
   kv_split_dims: SplitDims = ('embed', 'kv_heads', 'head_dim')
   out_split_dims: SplitDims = ('heads', 'head_dim', 'embed')
@@ -118,6 +122,8 @@ class Attention(WithSublayers, kw_only=True):
     for name in ('logit_cap', 'clip_qkv', 'qk_clip'):
       if (bound := getattr(self, name)) is not None and not bound > 0:
         raise UserError(f'{name}={bound} must be positive, or None for no bound.')
+    if self.gradient_keys is not None and (self.gradient_keys < 1 or self.gradient_keys % 1024):
+      raise UserError(f'gradient_keys={self.gradient_keys} must be a multiple of 1024, or None for two kernels.')
     if self.qk_clip is not None and (self.qk_norm or self.adapters):
       raise UserError(
         'qk_clip scales whole kernels of queries and keys, so it goes without qk_norm, which bounds the logits itself, '
@@ -218,6 +224,7 @@ class Attention(WithSublayers, kw_only=True):
       sinks=self._sink_weights() if self.sinks else None,
       bias=position_bias if self.position_bias is None else self.position_bias(),
       even_padding=self.even_padding,
+      gradient_keys=self.gradient_keys,
     )
     if self.qk_clip is not None and options.bias is not None:
       raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, Heads, attend_plainly, attention_layout
-from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.base import current_layer_scope, layer_scope
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_device
 
@@ -85,6 +85,23 @@ def attend(
     special=next((name for name, is_asked in special.items() if is_asked), None),
   )
   name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
+  if current_layer_scope().balanced_tokens and (name != 'splash' or query.shape[1] % (256 * layout.num_tokens)):
+    from spmd_tasks.layers.attention._context import balance_tokens
+
+    given = (query, key, value, segment_ids, prefix_mask)
+    query, key, value, segment_ids, prefix_mask = balance_tokens(given, layout, back=True)
+    with layer_scope(balanced_tokens=False):
+      attended = attend(
+        query,
+        key,
+        value,
+        segment_ids,
+        options,
+        prefix_mask=prefix_mask,
+        implementation=implementation,
+        split_dims=split_dims,
+      )
+    return balance_tokens(attended, layout)
   if prefix_mask is not None:
     segment_ids = jnp.ones_like(prefix_mask) if segment_ids is None else segment_ids
     segment_ids = 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)

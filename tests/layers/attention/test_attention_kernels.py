@@ -14,8 +14,10 @@ import pytest
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import AttentionCall, implementations
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
-from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention._context import balance_tokens
+from spmd_tasks.layers.attention._plain import AttentionOptions, attention_layout
 from spmd_tasks.layers.attention.implementations import attend, resolve_implementation
+from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning.targets import has_compiler
 from spmd_tasks.sharding import MeshSpec
@@ -41,6 +43,7 @@ class Case:
   is_packed: bool = True
   has_prefix: bool = False  # the first tokens of each document
   dtype: str = 'float32'
+  gradient_keys: int | None = None
 
 
 CASES = {
@@ -104,7 +107,16 @@ def reference(case: Case, arrays, segments) -> np.ndarray:
   return out
 
 
-def values_and_gradients(case: Case, arrays, segments, **options):
+def balanced_attend(*given, **options):
+  """`attend` of tokens that are brought into the balanced order first."""
+  *tokens, compared = given
+  layout = attention_layout(HEADS, len(tokens[0]))
+  with layer_scope(balanced_tokens=True):
+    out = attend(*balance_tokens(tokens, layout), compared, **options)
+  return balance_tokens(out, layout, back=True)
+
+
+def values_and_gradients(case: Case, arrays, segments, attend=attend, **options):
   """The results and the gradients of a weighted sum of them, whose weights are the same for every implementation."""
   if case.has_prefix:
     same = segments[:, :, None] == segments[:, None, :]
@@ -115,7 +127,13 @@ def values_and_gradients(case: Case, arrays, segments, **options):
   def compute(query, key, value, sinks):
     def total(arrays):
       *qkv, sinks = arrays
-      compared = AttentionOptions(causal=case.causal, window=case.window, logit_cap=case.cap, sinks=sinks)
+      compared = AttentionOptions(
+        causal=case.causal,
+        window=case.window,
+        logit_cap=case.cap,
+        sinks=sinks,
+        gradient_keys=case.gradient_keys,
+      )
       out = attend(*qkv, segments, compared, **options)
       return jnp.sum(out.astype(jnp.float32) * weight), out
 
@@ -193,6 +211,18 @@ def test_rows_sequences_and_heads_that_are_split_over_devices_have_the_same_numb
   rules = (('batch', 'data'), ('seq', 'context'), ('act_heads', 'mdl'))
   with sharding_scope(mesh, rules):
     found = values_and_gradients(case, arrays, segments, split_dims=HEADS, implementation=name)
+  assert_close(found, plainly(case), 1e-5, name)
+
+
+@pytest.mark.parametrize('name', ['splash', 'xla'])
+@pytest.mark.usefixtures('anywhere')
+def test_tokens_may_come_in_the_balanced_order_and_one_kernel_compute_all_gradients(name):
+  case = Case(rows=1, length=1024, heads=2, kv_heads=1, window=700, gradient_keys=512)
+  arrays, segments = arguments(case)
+  mesh = MeshSpec(axis_names=('context',), ici_mesh_shape=(2,)).build(jax.devices()[:2])
+  with sharding_scope(mesh, (('batch', None), ('seq', 'context'), ('act_heads', None))):
+    settings = {'split_dims': HEADS, 'implementation': name, 'attend': balanced_attend}
+    found = values_and_gradients(case, arrays, segments, **settings)
   assert_close(found, plainly(case), 1e-5, name)
 
 
