@@ -50,6 +50,10 @@ def test_the_public_names_exist(face):
 PACKAGES = [face for face in FACES if face.package.rpartition('.')[2] not in docs_site.MODULES]
 
 
+def test_at_most_250_names_are_promised():
+  assert sum(len(face.names) for face in PACKAGES) <= 250
+
+
 @pytest.mark.parametrize('face', PACKAGES, ids=lambda face: face.package)
 def test_a_package_explains_itself_in_under_25_lines(face):
   assert 0 < len(face.docstring.splitlines()) < 25

@@ -102,9 +102,9 @@ def example_of(kind: Any) -> str | None:
   return LEAVES[kind][1] if kind in LEAVES else None
 
 
-def _shorten(text: str, limit: int = 80) -> str:
-  return text if len(text) <= limit else f'{text[:limit]}...'
+def _shorten(text: str) -> str:
+  return text if len(text) <= 80 else f'{text[:80]}...'
 
 
-def _list(names: Sequence[str], limit: int = 12) -> str:
-  return ', '.join(names[:limit]) + (', ...' if len(names) > limit else '')
+def _list(names: Sequence[str]) -> str:
+  return ', '.join(names[:12]) + (', ...' if len(names) > 12 else '')

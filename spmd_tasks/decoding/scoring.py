@@ -13,7 +13,7 @@ Shapes: B rows, T tokens, C scored tokens.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import itertools
@@ -57,7 +57,6 @@ def score_texts(
   *,
   num_rows: int,
   adapter: int = 0,
-  on_batch: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, TextScore]]:
   """Yields (number of the text, score), longest texts first.
 
@@ -67,7 +66,6 @@ def score_texts(
     texts: contexts of at least one token, and continuations; one without tokens has the log-probability 0.
     num_rows: B, how many texts are read at once.
     adapter: the number of the low-rank adapter that the model has; 0 is none.
-    on_batch: called after each batch.
 
   Raises:
     UserError: a context is empty, or a text too long, or has tokens outside the vocabulary.
@@ -87,7 +85,6 @@ def score_texts(
       in_flight.append((numbers, steps.score(variables, batch)))
       if len(in_flight) > 1:  # read one batch late: the device always has the next one
         yield from _read(texts, *in_flight.popleft())
-      on_batch()
   while in_flight:
     yield from _read(texts, *in_flight.popleft())
 

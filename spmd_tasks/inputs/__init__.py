@@ -23,7 +23,7 @@ with lazy_face(globals()):
   from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, TextFiles
   from spmd_tasks.inputs.span_corruption import SpanCorruption, span_corruption_lengths
   from spmd_tasks.inputs.synthetic import SyntheticPairs, SyntheticText
-  from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextSource
+  from spmd_tasks.inputs.text import Block, StdlibText, TextSource
   from spmd_tasks.inputs.text_input import TextInput
   from spmd_tasks.inputs.tokenizer_files import (
     BpeTokenizer,

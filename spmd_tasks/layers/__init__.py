@@ -19,7 +19,7 @@ with lazy_face(globals()):
   from spmd_tasks.layers.embedding import TokenEmbedding
   from spmd_tasks.layers.encoder_decoder import EncoderDecoderLm
   from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
-  from spmd_tasks.layers.label_scores import LabelScores, label_scores
+  from spmd_tasks.layers.label_scores import label_scores
   from spmd_tasks.layers.language_model import LanguageModel
   from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
@@ -28,4 +28,4 @@ with lazy_face(globals()):
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
   from spmd_tasks.layers.quantized_products import QuantizedProduct
   from spmd_tasks.layers.score_embedding import ScoreEmbedding
-  from spmd_tasks.layers.transformer import Aux, TransformerBlock, TransformerStack, remat_policy
+  from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack, remat_policy

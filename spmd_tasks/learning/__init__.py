@@ -23,4 +23,4 @@ with lazy_face(globals()):
   from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW
   from spmd_tasks.learning.other_schedules import Constant, LinearWarmupRsqrt, ProductOfFactors
-  from spmd_tasks.learning.schedules import LearningRate, LinearWarmupCosine, Schedule
+  from spmd_tasks.learning.schedules import LinearWarmupCosine, Schedule

@@ -90,11 +90,6 @@ def read_table(name: str) -> dict[str, Any]:
   return tomllib.loads(resources.files('spmd_tasks.planning').joinpath(name).read_text(encoding='utf-8'))
 
 
-def has_rates(chip: Chip) -> bool:
-  """Whether rates.toml has the chip."""
-  return chip.name in read_table('rates.toml')
-
-
 def rate_of(chip: Chip, name: str) -> Rate:
   """Returns a rate of rates.toml; for chips that it does not have, of kernels, 60% of peak."""
   entry = read_table('rates.toml').get(chip.name, {}).get(name)

@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.errors import UserError
 from spmd_tasks.planning.chips import CHIPS, CPU, Chip
-from spmd_tasks.sharding import factorizations
+from spmd_tasks.sharding.mesh_shapes import factorizations
 
 MAX_FAKE_DEVICES = 2048
 _GRAMMAR = re.compile(r'(?:(?P<slices>\d+)\s*x\s*(?=[a-z]))?(?P<chip>[a-z]\w*)(?::(?P<shape>\d+(?:x\d+)*))?')

@@ -17,7 +17,6 @@ sharded trees), weight_names.py (patterns of names) and quantized.py (fewer bits
 from spmd_tasks.faces import lazy_face
 
 with lazy_face(globals()):
-  from spmd_tasks.sharding._mesh_shapes import factorizations
   from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
   from spmd_tasks.sharding.mesh import (
     DEFAULT_AXIS_RULES,

@@ -64,7 +64,7 @@ class MeshSpec:
       ici[ici.index(-1)] = max(1, num_devices // others)
     wanted = math.prod(ici) * math.prod(dcn)
     if wanted != num_devices:
-      from spmd_tasks.sharding._mesh_shapes import nearest_shapes
+      from spmd_tasks.sharding.mesh_shapes import nearest_shapes
 
       dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
       num_slices = math.prod(dcn)

@@ -186,7 +186,7 @@ class RecordEncoder:
 
   def left_out(self) -> TokenBlock:
     """The block of a record that is skipped."""
-    return empty_block(self.dtypes, num_skipped=1)
+    return empty_block(self.dtypes)
 
   def identity(self) -> dict[str, Any]:
     return self.renderer.identity() | {'too_long': self.too_long}
@@ -219,11 +219,11 @@ def config_of(template: ChatTemplate) -> fdl.Config:
   return fdl.Config(ChatTemplate, **{each.name: getattr(template, each.name) for each in dataclasses.fields(template)})
 
 
-def empty_block(dtypes: Mapping[str, Any], num_skipped: int) -> TokenBlock:
+def empty_block(dtypes: Mapping[str, Any]) -> TokenBlock:
   """The block of a record that is left out."""
   arrays = {name: np.zeros(0, dtype) for name, dtype in dtypes.items() if name not in ('ids', 'labels')}
   del arrays['segment_ids'], arrays['segment_pos']
-  return TokenBlock(np.zeros(0, np.int32), np.zeros(0, np.int32), (), arrays, num_skipped=num_skipped)
+  return TokenBlock(np.zeros(0, np.int32), np.zeros(0, np.int32), (), arrays, num_skipped=1)
 
 
 def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:

@@ -108,7 +108,7 @@ class PairEncoder:
             f"{'encoder_len' if name == 'inputs' else 'seq_len'}, or set too_long to 'truncate' or 'skip'."
           )
         if self.too_long == 'skip':
-          return empty_block(self.dtypes, num_skipped=1)
+          return empty_block(self.dtypes)
         num_truncated = 1
       sides.append(np.array([*ids[: length - 1], self.tokenizer.eos_id], np.int32))
     tokens = np.concatenate(sides)

@@ -26,7 +26,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.inputs import Input
 from spmd_tasks.inputs.mixture import sources_of
-from spmd_tasks.sharding import factorizations
+from spmd_tasks.sharding.mesh_shapes import factorizations
 from spmd_tasks.tuning import ConversationInput, RolloutInput
 from spmd_tasks.tuning.preferences import without_references
 

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.inputs import ArrayRecord, ByteTokenizer, JsonLines, OpenSource, Parquet, TextInput, TextSource
+from spmd_tasks.inputs import ArrayRecord, ByteTokenizer, JsonLines, Parquet, TextInput, TextSource
+from spmd_tasks.inputs.text import OpenSource
 from tests.inputs.batches import assert_same, take
 
 TEXTS = [f'document {i} ' + 'é\n' * (i % 5) for i in range(23)]

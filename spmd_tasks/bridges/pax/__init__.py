@@ -20,7 +20,6 @@ from spmd_tasks.wings import ExperimentKind, Wing
 
 with lazy_face(globals(), 'WING'):
   from spmd_tasks.bridges.pax._checkpoints import (
-    PaxCheckpoint,
     checkpoint_format,
     open_pax_checkpoint,
     pax_checkpoints,
@@ -31,7 +30,7 @@ with lazy_face(globals(), 'WING'):
   from spmd_tasks.bridges.pax._shims import install_shims
   from spmd_tasks.bridges.pax._task import PaxTask
 
-_WITHOUT_PRAXIS = ('read_', 'open_', 'checkpoint_', 'pax_checkpoints', 'PaxCheckpoint', 'install_shims')
+_WITHOUT_PRAXIS = ('read_', 'open_', 'checkpoint_', 'pax_checkpoints', 'install_shims')
 _lazy: Any = globals()['__getattr__']  # of epy
 
 

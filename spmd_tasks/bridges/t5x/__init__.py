@@ -16,7 +16,7 @@ from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import Flag, Format, Wing
 
 with lazy_face(globals(), 'WING'):
-  from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
+  from spmd_tasks.bridges.t5x._files import open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput, SeqIoPrompts, TfExampleInput
   from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment, t5x_axis_rules
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
