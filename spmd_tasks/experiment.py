@@ -52,7 +52,7 @@ DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
 
 
 class Experiment(FrozenFields, abc.ABC):
-  """Everything that defines a run: mesh, axis rules, task, inputs, intervals. Frozen; subclass to vary.
+  """Everything that defines a job: mesh, axis rules, task, inputs, intervals. Frozen; subclass to vary.
 
   Intervals are in train steps and None means never (a checkpoint is always written at the end). Times are in seconds.
 

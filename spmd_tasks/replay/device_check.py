@@ -5,7 +5,7 @@
         return [CheckDevices(every_steps=100)]
 
 Before every `every_steps`-th step, the gradients of a part of its batch are computed on the mesh and again on one in
-which the devices of each process have changed places, so that every shard is computed by another device. A chip that
+which the devices of each process have changed places, so that every shard is computed by another device. A device that
 computes wrongly (silent corruption, see Dixit et al., 2021, and Hochschild et al., 2021) then gives other bits. A third
 run, with other places again, says which of two devices was wrong. The step is not taken.
 
