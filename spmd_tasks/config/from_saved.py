@@ -203,7 +203,7 @@ def get_saved(
       if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name
         registry.import_module(name, module)
     if not may_be_imported(module_name, registered, directories):
-      because = f' (it does not go by the directory that it names, for {why_not})' if why_not else ''
+      because = f' (the directory that it names does not count: {why_not})' if why_not else ''
       raise UserError(
         f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
         f'is imported{because}: {remedy(top)} (in Python, import {module_name} first).'
@@ -220,7 +220,7 @@ def remedy(top: str) -> str:
 
 
 def own_directory(config_path: str | os.PathLike[str], saved: Mapping[str, Any]) -> tuple[pathlib.Path | None, str]:
-  """Returns the directory of modules that a config.json names, if this user made both; else None and why not.
+  """Returns the directory of modules that a config.json names, if this user made both, else None; and why not.
 
   As ssh does with its files: all must belong to this user (or root) and be writable by nobody else, with the
   directories around them. The job's directory must be the one in which the config was written, not a copy: a stranger's
@@ -244,7 +244,9 @@ def own_directory(config_path: str | os.PathLike[str], saved: Mapping[str, Any])
           return None, why
   except OSError as error:
     return None, f'{error.filename}: {error.strerror}'
-  return directory, ''
+  top = saved['experiment'].partition('.')[0]
+  has_module = any(map(os.path.exists, (directory / top, directory / f'{top}.py')))
+  return directory, '' if has_module else f'{directory} has no {top}'
 
 
 def _why_unsafe(path: pathlib.Path) -> str:

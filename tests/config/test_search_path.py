@@ -219,6 +219,7 @@ CHANGES = [
   (lambda job: others_may_write(job.parents[1] / 'labs/my_lab'), r'others may write to .*my_lab'),
   (lambda job: others_may_write(job.parents[1]), r'others may write to'),
   (copy_job, 'is a copy, or was made on another machine'),
+  (lambda job: (job.parents[1] / 'labs/my_lab').rename(job.parents[1] / 'labs/other'), 'labs has no my_lab'),
 ]
 
 
