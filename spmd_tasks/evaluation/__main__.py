@@ -10,7 +10,7 @@ from spmd_tasks.wings import require
 def main() -> None:
   """Runs the harness's command on this process's arguments; a mistake of the user is answered in one sentence."""
   try:
-    require('evaluation', 'lm_eval', wants='spmd_tasks.evaluation')
+    require('evaluation', 'lm_eval', wants='the harness')
     from lm_eval.__main__ import cli_evaluate
 
     importlib.import_module('spmd_tasks.evaluation.harness_model')  # registers the model
