@@ -32,7 +32,7 @@ from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.comparison import refuse_differences
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.files import absolute_path
+from spmd_tasks.files import StorageError, absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress
@@ -206,15 +206,21 @@ class Decoder:
         progress.message(f'{title} all {first} prompts are done already, in {path}')
         return
       metrics = _metrics(len(wanted) - first, made, time.perf_counter() - began)
-      writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
-      writer.write(step, metrics)
-      writer.close()
+      lost = ''
+      try:
+        writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
+        writer.write(step, metrics)
+        writer.close()
+      except StorageError as error:  # the outputs of another user's job are in a file of one's own
+        if self._output_path is None:
+          raise
+        lost = f' (its metrics are not recorded: {error.__cause__})'
       again = f' ({first} were done already)' if first else ''
       share = metrics.get('accepted_draft_share')
       drafts = '' if share is None else f', {share:.0%} of drafts right'
       progress.message(
         f'{title} {len(wanted) - first} prompts, {metrics["num_tokens"]:.0f} tokens, '
-        f'{metrics["tokens_per_second"]:.0f} tokens/s{again}{drafts}, in {path}'
+        f'{metrics["tokens_per_second"]:.0f} tokens/s{again}{drafts}, in {path}{lost}'
       )
 
   def _complete(self, weights: Any, wanted: list[_PromptRequest]) -> Iterator[tuple[int, list[Completion]]]:

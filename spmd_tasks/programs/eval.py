@@ -64,12 +64,12 @@ def evaluate(
         on_batch = functools.partial(reader.watchdog.beat, restored, 'eval')
         for name, metrics in evaluator.evaluate(variables, restored, on_batch, reader.guard.should_stop):
           is_recorded = evaluator.is_recorded(name, restored)
+          note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
+          progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
           if not is_recorded:
             evaluator.record(name, restored, metrics)
           if writes_examples:
             _write_examples(job_log_dir / 'eval' / name / f'step_{restored}.jsonl', evaluator.examples[name])
-          note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
-          progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
           num_finished += 1
         if num_finished < len(evaluator.names):
           raise PreemptedError
