@@ -40,10 +40,13 @@ def absolute_path(path: epath.PathLike) -> epath.Path:
     check_store(path)
     return epath.Path(os.fspath(path).rstrip('/'))
   with storage_errors('the current directory'):
-    expanded = epath.Path(path).expanduser()
-    if os.fspath(expanded).startswith('~'):
-      raise UserError(f'{os.fspath(path)}: there is no such home directory: correct the name, or set HOME.')
-    return expanded.absolute()
+    expanded = os.path.expanduser(path)
+    if expanded.startswith('~'):
+      raise UserError(
+        f'{expanded}: there is no such home directory: correct the name, set HOME, or write ./{expanded} for a '
+        'directory that is called so.'
+      )
+    return epath.Path(expanded).absolute()
 
 
 def is_missing(path: epath.Path) -> bool:

@@ -114,6 +114,7 @@ def test_a_file_that_another_user_hides_is_not_missing_and_a_home_that_is_not_th
   assert not files.is_missing(epath.Path(tmp_path / 'loop'))
   with pytest.raises(UserError, match='~nobody_has_this_name/job: there is no such home directory'):
     files.absolute_path('~nobody_has_this_name/job')
+  assert files.absolute_path('./~x').parts[-2:] == (os.path.basename(os.getcwd()), '~x')
 
 
 def test_a_current_directory_that_is_gone_is_one_sentence(tmp_path, monkeypatch):

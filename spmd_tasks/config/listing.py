@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import difflib
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 import pkgutil
 import sys
@@ -59,7 +60,7 @@ def _source_of(module: str) -> Path | None:
 def unknown_sentence(name: str, near: Sequence[str], registered: Iterable[str]) -> str:
   """Says that there is no experiment of a name: `near` are the nearest ones; if empty, they are looked for."""
   module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
-  if module != name or Path(f'{name}.py').is_file():  # a file, not a module, or a module alone
+  if (module != name and module[:1] != '.') or os.path.isfile(f'{name}.py'):  # a file, no module, or a module alone
     near = [module if '.' in module else f'{module}.CLASS']
   near = [*near] or _nearest(name, sorted({each for each, _ in list_experiments()} | set(registered)))
   nearest = f' Nearest: {", ".join(near)}.' if near else ''

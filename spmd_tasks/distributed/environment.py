@@ -6,6 +6,7 @@ numeric_settings()                    # saved with the config, and compared when
 
 from collections.abc import Iterator
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -49,6 +50,13 @@ def refuse_unusable_environment() -> None:
       )
   if sys.flags.optimize > 1:
     raise UserError('PYTHONOPTIMIZE=2 (python -OO) cannot be used, because Fiddle reads docstrings: at most 1.')
+  if (dumps := os.environ.get('JAX_DUMP_IR_TO', '')) not in ('', 'sponge') and '://' not in dumps:
+    try:
+      os.makedirs(dumps, exist_ok=True)
+      if not os.access(dumps, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+      raise UserError(f'JAX_DUMP_IR_TO={dumps} cannot be written ({error.strerror}): name another one.') from error
   _refuse_unknown_xla_flags(os.environ.get('XLA_FLAGS', ''))
   if given := [f'{name.upper()}={os.environ[name.upper()]}' for name in _NUMERIC if name.upper() in os.environ]:
     logging.warning('the environment decides numbers: %s. A job keeps it in its config.json.', ', '.join(given))
@@ -65,6 +73,7 @@ def backend_errors() -> Iterator[None]:
 
       raise JobError(describe_out_of_memory(error)) from error
     given = [f'{name}={value}' for name in ('JAX_PLATFORMS', 'JAX_PLATFORM_NAME') if (value := os.environ.get(name))]
+    given += re.findall(r'--xla_force_host_platform_device_count=\S*', os.environ.get('XLA_FLAGS', ''))
     if isinstance(error, JobError) or not given:
       raise
     try:

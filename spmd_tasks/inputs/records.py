@@ -53,6 +53,10 @@ def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
       folder = next(filter(os.path.isdir, map(str, Path(pattern).absolute().parents)))
       if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f'{folder} may not be entered by this user: give the right (chmod), or correct the path.')
+      for path in glob.glob(pattern, recursive=True) or [pattern]:
+        if os.path.lexists(path):
+          is_what = 'a directory' if os.path.isdir(path) else 'a link to nothing' if os.path.islink(path) else 'no file'
+          raise UserError(f'{path!r} is {is_what}: name the {kind} files themselves, or a pattern such as DIRECTORY/*.')
       raise UserError(
         f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
       )
@@ -219,9 +223,10 @@ class OpenParquet(OpenFiles):
     try:
       file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as e:
-      raise UserError(f'{path} is not a readable Parquet file: {e}') from e
-    if self._field not in file.schema_arrow.names:
-      raise UserError(f'{path} has no column {self._field!r} (it has {file.schema_arrow.names}): correct `field`.')
+      raise UserError(f'{path} is not a readable Parquet file ({e}): write or copy it anew.') from e
+    if (number := file.schema_arrow.names.count(self._field)) != 1:
+      had = f'{number} columns {self._field!r}' if number else f'no column {self._field!r}'
+      raise UserError(f'{path} has {had} (it has {file.schema_arrow.names}): correct `field`, or the file.')
     return file
 
   def __getstate__(self) -> dict[str, Any]:
@@ -241,7 +246,7 @@ class OpenParquet(OpenFiles):
         with self._open_file(path) as opened:
           column = opened.read_row_group(group, columns=[self._field]).column(0)
       except (pyarrow.ArrowException, OSError) as e:
-        raise UserError(f'{self.block_name(index)} cannot be read: {e}') from e
+        raise UserError(f'{self.block_name(index)} cannot be read ({e}): write or copy the file anew.') from e
       finally:  # also if nothing was raised: another file may have a row group of this number
         refuse_changed_size(path, self._sizes[file])
       self._last_group = ((file, group), column)

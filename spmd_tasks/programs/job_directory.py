@@ -120,9 +120,11 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
         lock_file.close()
       raise
   except OSError as error:
+    where = error.filename or path
+    is_link = os.path.islink(where) and not os.path.exists(where)
     raise UserError(
-      f'job_log_dir {os.fspath(path)!r} cannot be used: {error.strerror or error} ({error.filename or path}). Choose a '
-      'directory that this user can create and write.'
+      f'job_log_dir {os.fspath(path)!r} cannot be used: {"a link to nothing" if is_link else error.strerror or error} '
+      f'({where}). Choose a directory that this user can create and write.'
     ) from error
   is_new = not is_known and lock_file is not None  # without a lock, what is new may be another job's
   return JobDirectory(path=path, lock_file=lock_file, earlier=earlier if is_new else None, made=made)

@@ -133,16 +133,19 @@ class _TableFile:
       try:
         table = _read_table(self._path)
       except (pyarrow.ArrowException, OSError) as e:
-        raise UserError(f'{self._path} is not a readable Parquet or Arrow file: {e}') from e
+        raise UserError(f'{self._path} is not a readable Parquet or Arrow file ({e}): write or copy it anew.') from e
       finally:
         refuse_changed_size(self._path, self._size)
       if missing := [name for name in self._required if name not in table.column_names]:
         raise UserError(
           f'{self._path} has no column {missing[0]!r} (it has {table.column_names}): name the right field.'
         )
+      names = table.column_names
       if self._optional is not None:
-        table = table.select([name for name in table.column_names if name in (*self._required, *self._optional)])
-      self._table = table
+        names = [name for name in names if name in (*self._required, *self._optional)]
+      if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f'{self._path} has several columns {twice[0]!r}: give each its own name.')
+      self._table = table.select(names)
     return self._table
 
   def __len__(self) -> int:

@@ -190,10 +190,10 @@ class RewardWorkers:
             died.add(number)
             waiting.appendleft(number)
             continue
-          problem, is_of_code = 'its process died', False
+          problem, is_of_code = 'its process died', True
         self._note(calls[number], problem, is_of_code=is_of_code)
       for link in [link for link, (_, deadline) in running.items() if deadline <= time.monotonic()]:
-        self._note(calls[running.pop(link)[0]], f'it took longer than {self._timeout_s:g} s')
+        self._note(calls[running.pop(link)[0]], f'it took longer than {self._timeout_s:g} s', is_of_code=True)
         self._replace(link)
     self.broken = next((problem for part, problem in self._problems.items() if part not in self._answered), None)
     return results

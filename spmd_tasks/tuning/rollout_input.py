@@ -34,6 +34,7 @@ from spmd_tasks.tuning.record_files import OpenRecordFiles
 from spmd_tasks.tuning.rollout_packing import pack
 
 _MAX_WORKERS = 1000
+_FIELDS = {'num_slots': 'num_rollout_slots', 'num_workers': 'num_reward_workers'}  # as RewardTuning names them
 RewardPrompt = tuple[int, int, Mapping[str, Any]]  # epoch, number of the record, the record
 # The batches of all rows of a rollout, by name: [R, T], or [R] and [R, T, n].
 Rollout = Batch
@@ -119,7 +120,7 @@ class RolloutInput:
     counts = ('group_size', 'num_minibatches', 'num_iterations', 'max_tokens', 'max_turns', 'num_slots', 'num_workers')
     for name in counts:
       if getattr(self, name) < 1:
-        raise UserError(f'{name} = {getattr(self, name)} must be at least 1.')
+        raise UserError(f'{_FIELDS.get(name, name)} = {getattr(self, name)} must be at least 1.')
     if self.num_workers > _MAX_WORKERS:
       raise UserError(f'num_reward_workers = {self.num_workers} must be at most {_MAX_WORKERS}.')
     if self.num_rows % self.group_size:

@@ -94,11 +94,14 @@ class RolloutRewards:
     return total
 
   def metrics(self, values: np.ndarray, total: np.ndarray) -> dict[str, float]:
-    """Means over all completions with a reward, the share of the others, and the mean of each reward of several."""
+    """Means over all completions with a reward, the share of the others, and the mean of each reward of several.
+
+    Without any reward there is no mean.
+    """
     metrics = {'reward': mean(total), 'reward_failures': float(np.isnan(values).any(axis=-1).mean())}
     if len(self.weights) > 1:
       metrics |= {f'reward/{name}': mean(values[..., k]) for k, name in enumerate(self._settings.all_rewards)}
-    return metrics
+    return {name: value for name, value in metrics.items() if not np.isnan(value)}
 
   def _submit(self, call: Any) -> Any:
     """A Future of what `call` makes of the workers of process 0, one call after another; None on other processes."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from typing import Any
 import zlib
@@ -18,7 +19,7 @@ import numpy as np
 
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import State
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
@@ -90,6 +91,7 @@ class MakeRollouts(TrainHook):
     self._every_steps = run.experiment.eval_every_steps
     self._metrics: list[dict[str, float]] = []  # of the updates that were given to the loop, oldest first
     self._last_eval = -1
+    self._num_failed = 0  # rollouts in a row of which all rewards failed
     self._drawn: _Drawn | None = None
 
   def open(self, run: TrainRun) -> None:
@@ -200,8 +202,8 @@ class MakeRollouts(TrainHook):
         break
     if not drawn.prompts:
       raise UserError(
-        f'all completions of {drawn.num_drawn} prompts have one reward each, so that nothing can be learnt: use '
-        'prompts that the model sometimes answers, or set drops_equal=False.'
+        f'all completions of {drawn.num_drawn} prompts have one reward each, or none, so that nothing can be learnt: '
+        'use prompts that the model sometimes answers, or set drops_equal=False.'
       )
     drawn.seconds = time.perf_counter() - started
     if is_multiple(step, run.experiment.log_every_steps) and settings.staleness:
@@ -219,6 +221,12 @@ class MakeRollouts(TrainHook):
     rewarded_at = time.perf_counter()
     grid = self._rewards.total(drawn.groups, values)  # [P, G]
     is_failed = np.isnan(grid).reshape(-1)
+    self._num_failed = self._num_failed + 1 if is_failed.all() else 0
+    if self._num_failed >= run.job.task.learner.max_consecutive_skips:
+      raise JobError(
+        f'all rewards of {self._num_failed} rollouts in a row failed, so that nothing was learnt from them: see the '
+        'problems above, mend them, and start the same command again.'
+      )
     if is_failed.any():
       blank, rows = settings.rollout_of([], len(is_failed)), np.flatnonzero(is_failed)
       for name, each in rollout.items():
@@ -233,7 +241,8 @@ class MakeRollouts(TrainHook):
     }
     if settings.all_rewards:
       metrics |= self._rewards.metrics(values, grid) | {'reward_seconds': rewarded_at - scored_at}
-      metrics['reward_std'] = mean(np.nanstd(grid[~np.isnan(grid).all(axis=1)], axis=1))  # it warns of no number
+      if not is_failed.all():
+        metrics['reward_std'] = mean(np.nanstd(grid[~np.isnan(grid).all(axis=1)], axis=1))  # it warns of no number
     if drawn.seconds:  # else a checkpoint had the completions
       metrics |= {'rollout_seconds': drawn.seconds, 'rollout_tokens_per_second': sum(tokens) / drawn.seconds}
     if settings.reward_kl_weight:
@@ -285,7 +294,8 @@ class MakeRollouts(TrainHook):
     metrics = self._rewards.metrics(values, values @ self._rewards.weights)
     metrics['completion_tokens'] = float(np.mean([len(each.ids) for each in episodes_of(made)]))
     self._writer.write(run.step, metrics)
-    run.message(f'step {run.step}  eval rewards: reward {metrics["reward"]:.4f} over {len(prompts)} prompts')
+    reward = metrics.get('reward', math.nan)
+    run.message(f'step {run.step}  eval rewards: reward {reward:.4f} over {len(prompts)} prompts')
 
 
 class MadeBatches:

@@ -115,6 +115,9 @@ def test_damaged_parquet_is_named(tmp_path):
   write_parquet(path, TEXTS)
   with pytest.raises(ValueError, match=r"no column 'body' \(it has \['id', 'text'\]\)"):
     Parquet(pattern=str(path), field='body').open()
+  pq.write_table(pa.Table.from_arrays([pa.array(['a'])] * 2, ['text'] * 2), path)
+  with pytest.raises(ValueError, match="has 2 columns 'text'"):
+    Parquet(pattern=str(path)).open()
   write_parquet(path, ['a'] * 7 + [None])
   source = Parquet(pattern=str(path), block_rows=2).open()
   with pytest.raises(ValueError, match=r'row group 1 row 2: .* NoneType'):

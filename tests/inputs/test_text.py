@@ -76,7 +76,11 @@ def test_stdlib_is_real_source_of_this_python():
 
 @pytest.mark.parametrize(
   'pattern, message',
-  [('nothing/*.txt', r"no text file matches 'nothing/\*\.txt'"), ('{}/sub/empty.txt', 'have no text')],
+  [
+    ('nothing/*.txt', r"no text file matches 'nothing/\*\.txt'"),
+    ('{}/sub/empty.txt', 'have no text'),
+    ('{}/su*', 'is a directory: name the text files themselves'),
+  ],
 )
 def test_bad_settings_are_refused(directory, pattern, message):
   with pytest.raises(ValueError, match=message):

@@ -160,10 +160,12 @@ def test_tables_that_cannot_be_used(training, tmp_path):
   pq.write_table(pa.table({'text': ['a']}), tmp_path / 'a.parquet')
   (tmp_path / 'b.parquet').write_bytes(b'PAR1')
   (tmp_path / 'c.csv').write_text('a')
+  pq.write_table(pa.Table.from_arrays([pa.array(['a'])] * 2, ['messages'] * 2), tmp_path / 'd.parquet')
   for name, message in (
     ('a', "has no column 'messages'"),
     ('b', 'not a readable Parquet'),
     ('c', 'of an unknown kind'),
+    ('d', "has several columns 'messages'"),
   ):
     source = Conversations(pattern=f'{tmp_path}/{name}.*')
     with pytest.raises(ValueError, match=message):
