@@ -247,6 +247,8 @@ def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
       raise UserError(f"{where} must be an object with a text 'role', not {_show(message)}.")
     if message.get('content') is None and not message.get('tool_calls'):
       raise UserError(f"{where}, of the role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
+    if not _is_list_of_objects(message.get('tool_calls') or []):
+      raise UserError(f"{where} must have a list of objects as its 'tool_calls', not {_show(message['tool_calls'])}.")
     content = message.get('content')
     if isinstance(content, list) and all(isinstance(part, dict) and part.get('type') == 'text' for part in content):
       texts = [part.get('text') for part in content]
@@ -262,9 +264,13 @@ def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
   tools = _parsed(record.get(field), field)
   if not tools:
     return None
-  if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+  if not _is_list_of_objects(tools):
     raise UserError(f'{field!r} must be a list of objects, not {_show(tools)}.')
   return tools
+
+
+def _is_list_of_objects(value: Any) -> bool:
+  return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def _refuse_empty_turns(messages: Sequence[Mapping[str, Any]], field: str) -> None:

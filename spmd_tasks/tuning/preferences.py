@@ -74,7 +74,7 @@ class _OpenJudgedAnswers(OpenRecordFiles):
     (own, other) = (each.documents[0][0].values for each in (block, before))
     if not isinstance(own.get('label'), bool | np.bool_) or 'completion' not in own or own.get('prompt') is None:
       raise UserError(
-        f'{block.name}: a judged answer has prompt, completion and label, true or false; this has {sorted(own)[:20]}, '
+        f'a judged answer has prompt, completion and label, true or false; this has {sorted(own)[:20]}, '
         f'and its label is {own.get("label")!r}.'
       )
     values = {**own, 'chosen': own['completion'], 'rejected': other.get('completion')}
@@ -201,7 +201,7 @@ class PreferenceEncoder(RecordEncoder):
     missing = [each for each in _ANSWERS if record.get(each) is None]
     if missing:
       raise UserError(
-        f'there is no field {missing[0]!r} (it has {sorted(record)[:20]}): a pair has chosen and rejected.'
+        f'there is no field {missing[0]!r} with a value (it has {sorted(record)[:20]}): a pair has chosen and rejected.'
       )
     given = {each: record[each] for each in ('prompt', *_ANSWERS) if record.get(each) is not None}
     if all(isinstance(value, str) and not _is_messages(value) for value in given.values()):
@@ -228,6 +228,8 @@ class PreferenceEncoder(RecordEncoder):
     if record.get('prompt') is None:
       others = messages_of(record, next(each for each in _ANSWERS if each != name))
       prompt, answer = _divide(answer, others)
+      if not prompt:
+        raise UserError("'chosen' and 'rejected' do not begin with the same messages: add a 'prompt', or correct them.")
     else:
       prompt = messages_of(record, 'prompt')
     if not prompt or not answer or answer[-1]['role'] != 'assistant':
@@ -254,10 +256,10 @@ def _is_messages(value: Any) -> bool:
 
 def _refuse_texts_among_messages(given: Mapping[str, Any]) -> None:
   """Raises a UserError if some of the fields are lists of messages, also as JSON in a text, and others are not."""
-  for name, value in given.items():
-    if not isinstance(value, list) and not _is_messages(value):
-      kind = 'a text' if isinstance(value, str) else f'a {type(value).__name__}'
-      raise UserError(f'{", ".join(given)} must be all texts, or all lists of messages, but {name!r} is {kind}.')
+  kinds = {name: 'text' if isinstance(value, str) else type(value).__name__ for name, value in given.items()}
+  if not all(isinstance(value, list) or _is_messages(value) for value in given.values()):
+    found = ', '.join(f'{name!r} is of type {kind}' for name, kind in kinds.items())
+    raise UserError(f'{", ".join(given)} must be all texts, or all lists of messages, but {found}.')
 
 
 def _divide(

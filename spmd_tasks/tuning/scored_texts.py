@@ -140,8 +140,8 @@ class ScoredEncoder(RecordEncoder):
     value = record.get(self.target, 0.0 if self.target != 'label' else None)
     if self.target == 'margin' and value is None:
       return 0.0
-    if not isinstance(value, numbers.Real | np.number | np.bool_):
-      raise UserError(f'{self.target!r} must be a number, not {value!r:.60}.')
+    if not isinstance(value, numbers.Real | np.number | np.bool_) or not abs(value) < 1e38:
+      raise UserError(f'{self.target!r} must be a number of float32, not {value!r:.60}.')
     if self.num_classes and value not in range(self.num_classes):
       raise UserError(
         f'{self.target!r} is {value}, but num_labels = {self.num_classes}: give 0 to {self.num_classes - 1}.'

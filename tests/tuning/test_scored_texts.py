@@ -50,7 +50,8 @@ def test_each_text_is_a_segment_with_the_weights_of_its_tokens(tmp_path, source,
 @pytest.mark.parametrize(
   'source, record, message',
   [
-    (LabeledTexts, {'text': 'a', 'label': 'good'}, r"records\.jsonl:1: 'label' must be a number, not 'good'"),
+    (LabeledTexts, {'text': 'a', 'label': 'good'}, r"records\.jsonl:1: 'label' must be a number of .*, not 'good'"),
+    (LabeledTexts, {'text': 'a', 'label': float('nan')}, "'label' must be a number of float32, not nan"),
     (LabeledTexts, {'title': 'a', 'label': 1}, "there is no text 'text'"),
     (SimilarTexts, {'anchor': 'a', 'positive': ''}, "there is no text 'positive'"),
     (RewardPairs, {'prompt': 'a', 'chosen': 'b'}, "there is no field 'rejected'"),
