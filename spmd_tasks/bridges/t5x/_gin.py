@@ -131,8 +131,8 @@ class Setup:
     names = [each for each in bound if not any(_is_name_of(each, name) for name in found)]
     return names + sorted(f'%{name}' for name in self.flags if f'%{name}' not in found)
 
-  def resolve(self, value: Any, where: str) -> Any:
-    """Replaces macros and references, within lists and dicts too."""
+  def resolve(self, value: Any, where: str, within: tuple[str, ...] = ()) -> Any:
+    """Replaces macros and references, within lists and dicts too; `within` are the macros whose value this is."""
     if isinstance(value, _Macro):
       if f'%{value.name}' == REQUIRED:
         raise UserError(f'{where} is required: give --gin.{where.removeprefix("%")}=VALUE.')
@@ -140,12 +140,16 @@ class Setup:
         return value.name
       if value.name not in self.macros:
         raise UserError(f'{where} is the macro %{value.name}, which nothing defines: bind it or include its file.')
-      return self.resolve(self.macros[value.name], f'%{value.name}')
+      if value.name in within:
+        raise UserError(f'the macro %{value.name} refers to itself, by way of {where}: bind one of them to a value.')
+      return self.resolve(self.macros[value.name], f'%{value.name}', (*within, value.name))
     if isinstance(value, _Reference):
       return Node(setup=self, scope=value.scope, selector=value.selector)
     if isinstance(value, dict):
-      return {key: self.resolve(each, where) for key, each in value.items()}
-    return type(value)(self.resolve(each, where) for each in value) if isinstance(value, list | tuple) else value
+      return {key: self.resolve(each, where, within) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+      return type(value)(self.resolve(each, where, within) for each in value)
+    return value
 
 
 _KINDS = {Node: 'a reference, @NAME', int: 'a whole number', float: 'a number', str: 'a text', list: 'a list'}
@@ -229,7 +233,7 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
           setup.bindings[key] = statement.value
   except (SyntaxError, tokenize.TokenError, RecursionError) as error:  # the last: nested too deeply
     line = f' line {number}' if (number := getattr(error, 'lineno', None)) else ''
-    message = ' '.join(str(error.args[0]).split())
+    message = ' '.join(str(error.args[0]).split()).rstrip('.')
     raise UserError(f'{name}{line} is not in the syntax of gin: {message}.') from error
 
 
