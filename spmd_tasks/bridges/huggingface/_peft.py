@@ -209,6 +209,9 @@ def _read_config(file: Path) -> dict[str, Any]:
       if re.search('[)][*+{]', pattern) or len(re.findall('[*+{]', pattern)) > 4:
         raise UserError(f'{file} has {name} {pattern!r:.60}, which repeats too much: name the modules.')
     numbers |= {f'{name} {pattern:.60}': value for pattern, value in patterns.items()}
+  for key in ('use_rslora', 'use_dora'):
+    if not isinstance(config.get(key), bool | None):
+      raise UserError(f'{file} has {key} = {config[key]!r:.60}: true or false belongs there.')
   for key, value in numbers.items():
     if type(value) not in (int, float) or not 0 <= value <= _MAX_NUMBER:
       raise UserError(f'{file} has {key} = {value!r:.60}: a number up to {_MAX_NUMBER:,} belongs there.')

@@ -11,7 +11,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.bridges.t5x._gin import read_setup
 from spmd_tasks.bridges.t5x._gin_translation import Translation, source_file, translate
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.files import is_remote, storage_errors, write_durably
 
 EXPERIMENTS = 'spmd_tasks.bridges.t5x.experiments'
 
@@ -82,6 +82,8 @@ def _write(made: Translation, target: str, files: list[str]) -> int:
   name = ''.join(part.title() for part in re.split(r'\W|_', path.stem) if part)
   if not name.isidentifier():
     raise UserError(f'--translate {target} must be a file whose name can be that of a class, such as my_setup.py.')
+  if not is_remote(path) and not path.parent.is_dir():
+    raise UserError(f'--translate {target}: there is no directory {path.parent}: make it, or name another file.')
   with storage_errors(path):
     write_durably(path, source_file(name, made, files))
   listed = [f'  {each}' for each in made.missing]

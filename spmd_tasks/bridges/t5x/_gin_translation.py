@@ -381,7 +381,7 @@ def _adafactor(optimizer: Node, made: Translation, *, is_flat: bool) -> None:
 
 def _training(root: Node, made: Translation) -> None:
   """Translates the data, the schedule, the checkpoints and the intervals of train()."""
-  made.model_dir = root.get('model_dir', None)
+  made.model_dir = root.get('model_dir', None, str)
   data = _dataset(root.part('train_dataset_cfg'), made)
   every = root.get('eval_period', None, int)
   root.get('eval_steps', None)

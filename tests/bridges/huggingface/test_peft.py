@@ -309,6 +309,7 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
     ('peft_type', 'IA3', 'only .LORA.'),
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
     ('lora_alpha', 'x', "lora_alpha = 'x': a number"),
+    ('use_rslora', 'false', "use_rslora = 'false': true or false"),
     ('rank_pattern', {'(a+)+$': 1}, 'repeats too much'),
     ('r', 77, r'of rank .* says 77'),
   ]

@@ -401,7 +401,7 @@ def test_such_a_setup_does_not_start(capsys):
     (['--gin_file', SUMS], '%MODEL_DIR is required: give --gin.MODEL_DIR=VALUE'),
     (['--gin_file', 'none.gin'], 'the gin file none.gin is not found'),
     (['--gin_file', SUMS, '--gin.TRAIN_STEPS=(3'], 'is not in the syntax of gin'),
-    (['--gin_file', SUMS, '--gin.TRAIN_STEPS=[%TRAIN_STEPS]'], 'the macro %TRAIN_STEPS refers to itself'),
+    (['--gin_file', SUMS, '--gin.MODEL_DIR=[%MODEL_DIR]'], 'the macro %MODEL_DIR refers to itself'),
     (['--gin.TRAIN_STEPS=3'], 'needs a gin file'),
   ],
 )
