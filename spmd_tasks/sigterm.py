@@ -55,6 +55,12 @@ def interrupt_on_sigint() -> None:
     signal.signal(signal.SIGINT, _on_sigint)
 
 
+def ending_signals() -> list[signal.Signals]:
+  """What asks a server to end in order: also SIGHUP, of a terminal that closes, unless it is ignored (nohup)."""
+  is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+  return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
+
+
 def _watch(read_end: int) -> None:
   num_interrupts = 0
   while numbers := os.read(read_end, 64):

@@ -45,6 +45,7 @@ from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.step_functions import Outputs
 from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.errors import JobError
+from spmd_tasks.sigterm import ending_signals
 
 _LOST_LIMIT_S = 20.0  # from the loss of a process: to tell the clients, and to end in order
 _FAREWELL_LIMIT_S = 5.0  # for the others to log why they leave, before the coordination service ends with process 0
@@ -369,7 +370,7 @@ def _pass_signals_on(link: Link) -> None:
     threading.Thread(target=send, args=(number,), daemon=True).start()  # the handler may have interrupted a send
 
   if threading.current_thread() is threading.main_thread():
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
       signal.signal(number, pass_on)
 
 

@@ -38,6 +38,7 @@ from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.tracing import RequestTracer
+from spmd_tasks.sigterm import ending_signals
 
 _BACKLOG = 128  # connections that may wait to be accepted: all at once, before one of them is refused
 _SEND_BUFFER = 1 << 18  # bytes; by default a stream that nobody reads would block only after megabytes
@@ -156,7 +157,7 @@ class _Server:
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
     self._loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGTERM, signal.SIGINT):
+      for number in ending_signals():
         self._loop.add_signal_handler(number, self._on_signal, number)
     http = _Uvicorn(
       uvicorn.Config(
