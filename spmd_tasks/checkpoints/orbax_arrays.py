@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any
+import warnings
 
 from etils import epath
 from flax import traverse_util
@@ -135,7 +136,7 @@ def num_bytes(tree: Any) -> int:
 
 @functools.cache
 def _quiet_failed_writes() -> None:
-  """Drops the tracebacks of Orbax's threads when the disk is full: the save raises the same error, as one sentence."""
+  """Drops what Orbax says of a failed write (full disk, too many open files), which the save raises as one sentence."""
 
   def is_other_record(record: logging.LogRecord) -> bool:
     if record.exc_info is None or (error := record.exc_info[1]) is None:
@@ -149,11 +150,13 @@ def _quiet_failed_writes() -> None:
   show = sys.unraisablehook
 
   def show_others(unraisable: Any) -> None:
-    # TensorStore's threads report here that they could not hand their outcome to the write that had failed.
-    if str(unraisable.exc_value) != 'Event loop is closed':
+    # TensorStore's threads report here that they could not hand their outcome to the write that had failed, and event
+    # loops that they could not be made.
+    if not str(unraisable.exc_value).endswith(('Event loop is closed', "has no attribute '_ssock'")):
       show(unraisable)
 
   sys.unraisablehook = show_others
+  warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
 
 
 def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:

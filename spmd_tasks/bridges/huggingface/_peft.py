@@ -253,7 +253,8 @@ class AdapterFolder:
     found = {name: by_prefix[prefix] for prefix, name in names_of_parameters([*by_prefix], targets)}
     wanted = {'lora_A', 'lora_B', *(('lora_magnitude_vector',) if self.config.get('use_dora') else ())}
     for name, parts in found.items():
-      if parts.keys() != wanted or parts['lora_A'].shape[0] != parts['lora_B'].shape[1]:
+      shapes = [parts[each].shape for each in ('lora_A', 'lora_B') if each in parts]
+      if parts.keys() != wanted or [*map(len, shapes)] != [2, 2] or shapes[0][0] != shapes[1][1]:
         has = f'{name} with { ({part: list(tensor.shape) for part, tensor in parts.items()}) }'
         raise UserError(f'{self.path / TENSORS_FILE} has {has}: {sorted(wanted)} of one rank belong there.')
     return found
