@@ -29,6 +29,7 @@ from spmd_tasks.files import make_directory, read_text, storage_errors, write_du
 _VISIBLE_LIMIT_S = 90.0
 _VISIBLE_PERIOD_S = 0.5
 
+_GONE = 'is gone from this host'
 _MAX_DESCRIBED = 16  # A longer list would hide the process that matters.
 
 
@@ -82,6 +83,7 @@ class RankRecords:
     """
     now = time.time()
     lines, suspects = [f'processes, by their last records under {self._progress_dir.parent}:'], []
+    told, silent = {each.process_index for each in departures}, []
     for index in range(self.num_processes):
       progress = _read(self._progress_dir / f'{index}.json')
       is_self = index == self.process_index
@@ -98,10 +100,14 @@ class RankRecords:
         )
       if remark:
         suspects.append(f'process {index} {remark}')
+        if remark == _GONE and index not in told:
+          silent.append(suspects[-1])
       if is_self or remark or self.num_processes <= _MAX_DESCRIBED:
         lines.append(f'  {where}' + (f'  <- {"this process" if is_self else remark}' if is_self or remark else ''))
     lines += [f'  process {each.process_index} reported at step {each.step}: {each.reason}' for each in departures]
-    suspects = [f'process {each.process_index}: {each.reason}' for each in departures if each.is_own] or suspects
+    # A reason may be the end of a process that could tell nothing, as a broken connection: so that one is named, too.
+    reasons = [f'process {each.process_index}: {each.reason}' for each in departures if each.is_own]
+    suspects = [*reasons, *silent] if reasons else suspects
     return '\n'.join(lines), ', '.join(suspects[:_MAX_DESCRIBED])
 
   def _condition(self, progress: Progress) -> str:
@@ -112,7 +118,7 @@ class RankRecords:
       with open(f'/proc/{progress.pid}/stat') as file:
         state = file.read().rpartition(')')[2].split()[0]
     except OSError:
-      return 'is gone from this host'
+      return _GONE
     return {'T': 'is stopped by a signal', 't': 'is stopped by a debugger', 'Z': 'is dead'}.get(state, '')
 
 

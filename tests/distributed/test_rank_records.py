@@ -1,5 +1,6 @@
 """What the processes learn of each other from their records."""
 
+import json
 import time
 
 import jax
@@ -41,6 +42,12 @@ def test_a_stated_reason_is_the_culprit_and_its_consequences_are_not(tmp_path):
     Departure(process_index=0, reason='process 2 left', is_own=False, **said),
   ]
   assert records[1].describe(Position(step=4), departures, is_waiting=True)[1] == 'process 2: out of luck'
+  # The reason may be how the end of another process looks from there, one that could tell nothing.
+  departures = [Departure(process_index=2, reason='Connection closed', is_own=True, **said)]
+  path = tmp_path / 'ranks' / 'progress' / '0.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | {'pid': 2**22 + 1}))  # above Linux's greatest
+  culprits = records[1].describe(Position(step=4), departures, is_waiting=True)[1]
+  assert culprits == 'process 2: Connection closed, process 0 is gone from this host'
 
 
 def test_records_that_are_damaged_are_passed_over(tmp_path):
