@@ -100,9 +100,10 @@ def connect(settings: Any, cluster: str, environ: Mapping[str, str]) -> None:
       initialization_timeout=settings.initialization_timeout_s,
       **connection,
     )
-  except ValueError as error:
+  except (ValueError, LookupError, OSError) as error:  # the last: a TPU VM's metadata server that is not there
+    reason = f'{type(error).__name__}: {error!s:.200}'
     raise UserError(
-      f'the variables of the launcher {cluster} cannot be read ({error}): give coordinator_address, num_processes '
+      f'the variables of the launcher {cluster} cannot be read ({reason}): give coordinator_address, num_processes '
       'and process_id, or pass --cluster none if this process is alone.'
     ) from error
 

@@ -187,9 +187,10 @@ def test_a_platform_without_devices_is_one_sentence(monkeypatch, variable):
     jax.devices()
 
 
-def test_variables_of_a_launcher_that_cannot_be_read_are_one_sentence(monkeypatch):
+@pytest.mark.parametrize('error', [ValueError("'junk' is no int"), KeyError('OMPI_COMM_WORLD_RANK')])
+def test_variables_of_a_launcher_that_cannot_be_read_are_one_sentence(monkeypatch, error):
   def fails(**_):
-    raise ValueError("'junk' is no int")
+    raise error
 
   monkeypatch.setattr(jax.distributed, 'initialize', fails)
   with pytest.raises(UserError, match='launcher ompi cannot be read'):
