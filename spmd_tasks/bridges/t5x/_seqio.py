@@ -159,6 +159,8 @@ class SeqIoInput:
       raise UserError(f'architecture {self.architecture!r} must be one of {", ".join(ARCHITECTURES)}.')
     if self.lengths is None and self.packing:
       raise UserError('lengths = None needs packing = False: rows are then as long as the longest example.')
+    if not all(isinstance(each, int) and each > 0 for each in (self.lengths or {}).values()):
+      raise UserError(f'lengths = {dict(self.lengths or {})} must be whole numbers above 0.')
     if self.num_shards > 1 and self.num_epochs is not None:
       raise UserError(
         f'num_shards = {self.num_shards} with num_epochs = {self.num_epochs}: the parts would end at different '

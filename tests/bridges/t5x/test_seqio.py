@@ -168,6 +168,7 @@ def test_a_position_of_other_settings_or_data_is_refused(seqio):
     ({'task': 'summs'}, "SeqIO knows no task or mixture 'summs'"),
     ({'split': 'test'}, "has no split 'test': it has"),
     ({'lengths': {'targets': 10}}, 'must give those of inputs and targets'),
+    ({'lengths': {'inputs': -1, 'targets': 10}}, 'must be whole numbers above 0'),
     ({'num_shards': 2, 'num_epochs': 1}, 'set num_shards = 1'),
   ],
 )
