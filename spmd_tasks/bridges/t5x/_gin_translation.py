@@ -404,7 +404,7 @@ def _training(root: Node, made: Translation) -> None:
   trainer = root.part('trainer_cls')
   rate = trainer.part('learning_rate_fn')
   if rate.name == 'create_learning_rate_scheduler':
-    bound = {ours: rate.get(theirs, None) for theirs, ours in _RATE.items()}
+    bound = {ours: rate.get(theirs, None, str if ours == 'factors' else (int, float)) for theirs, ours in _RATE.items()}
     made.fields['rate'] = {name: value for name, value in bound.items() if value is not None}
     _report_rest(rate, made)
   else:
