@@ -197,6 +197,11 @@ def detect_cluster(environ: Mapping[str, str]) -> str | None:
       return 'gcetpu'
   if 'KUBERNETES_SERVICE_HOST' in environ and 'JOB_COMPLETION_INDEX' in environ:
     return 'k8s'
+  if 'JAX_COORDINATOR_ADDRESS' in environ:
+    logging.warning(
+      'JAX_COORDINATOR_ADDRESS is set, but no launcher says how many processes there are: running as a single process. '
+      'Pass --coordinator_address, --num_processes and --process_id.'
+    )
   return None
 
 
