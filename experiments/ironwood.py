@@ -71,8 +71,13 @@ class Qwen3Moe235B(moe.Qwen3Moe30B):
   num_heads = 64
   hidden_dims = 1536
   batch_size = 8192
-  remat_policy = 'full'
+  remat_policy = 'full_quarter_offloaded'
   num_logit_chunks = 8
+
+  def block(self, ffn: fdl.Config) -> fdl.Config[TransformerBlock]:
+    block = super().block(ffn)
+    block.attention.gradient_keys = 1024
+    return block
 
 
 @register

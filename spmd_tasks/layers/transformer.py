@@ -50,6 +50,7 @@ Aux = Mapping[str, Statistics]
 ROUTING_NAME = 'routing'
 
 LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of what enters a layer, for policies that move it elsewhere
+_KEPT_INPUT_NAME = 'kept_layer_input'  # of the features that 'full_quarter_offloaded' does not move
 
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 _routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
@@ -84,6 +85,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, *_attention),
   # Keeps the input of each layer only.
   'full': _routing,
+  # Keeps the input of each layer only, a quarter of its features in the memory of the host.
+  'full_quarter_offloaded': _offloaded(LAYER_INPUT_NAME, saved=(_KEPT_INPUT_NAME,)),
   # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation.
   'attention_offloaded': _offloaded(LAYER_INPUT_NAME, *_attention),
   # Keeps the input of each layer only, in the memory of the host.
@@ -96,6 +99,15 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
   if name not in REMAT_POLICIES:
     raise UserError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
   return REMAT_POLICIES[name]
+
+
+def name_layer_input(x: jax.Array, policy: str) -> jax.Array:
+  """Returns what enters a layer, with the names that the remat policy of that name knows."""
+  if policy != 'full_quarter_offloaded':
+    return checkpoint_name(x, LAYER_INPUT_NAME)
+  moved, kept = jnp.split(x, [x.shape[-1] // 4], axis=-1)
+  named = checkpoint_name(moved, LAYER_INPUT_NAME), checkpoint_name(kept, _KEPT_INPUT_NAME)
+  return jnp.concatenate(named, axis=-1)
 
 
 class TransformerBlock(WithSublayers, kw_only=True):
@@ -222,7 +234,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
   """
 
   def layer(block, x, given, number):
-    x = checkpoint_name(x, LAYER_INPUT_NAME)
+    x = name_layer_input(x, remat_policy_name)
     with layer_scope() if number is None else layer_scope(layers=(*current_layer_scope().layers, number)):
       y, aux = run_layer('block', block, x, **given, train=train)
     if block.is_initializing():

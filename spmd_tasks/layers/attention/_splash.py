@@ -25,6 +25,7 @@ from spmd_tasks.layers.attention._context import (
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionLayout, AttentionOptions, Heads
 from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.sharding.specs import current_device
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
@@ -35,11 +36,16 @@ def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: Attenti
   query = heads.query * jnp.asarray(options.scale(heads.query.shape[-1]), heads.query.dtype)
   axes, is_split, is_balanced = layout.tokens, layout.num_tokens > 1, current_layer_scope().balanced_tokens
 
+  # Of an Ironwood's matrix units, 256 wide, the features of one head fill half.
+  is_half = query.shape[-1] == _TILE and current_device().device_kind == 'TPU7x'
+  flat = _all_heads_at_once if is_half else lambda x: x
+
   def make_kernel(num_heads: int, length: int) -> Any:
     settings = options.causal, options.window, options.logit_cap, options.gradient_keys
     return _kernel(num_heads, length, *settings, layout.num_tokens, interpret)
 
   def attend_local(query, key, value, segments, sinks, kernel):
+    query = flat(query)
     if kernel is None:
       kernel = make_kernel(query.shape[2], query.shape[1] * layout.num_tokens)
     key_segments = segments
@@ -54,7 +60,7 @@ def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: Attenti
       by_head = (jnp.moveaxis(x, 1, 0) for x in (query, key, value))
       return jnp.moveaxis(kernel(*by_head, _segment_ids(segments, key_segments), sinks), 0, 1)
 
-    attended = jax.vmap(attend_row)(query, key, value, segments, key_segments)
+    attended = flat(jax.vmap(attend_row)(query, key, value, segments, key_segments))
     return undo_exchange(attended, axes) if is_split and not is_balanced else attended
 
   return attend_on_devices(
@@ -65,6 +71,14 @@ def attend_by_splash(heads: Heads, options: AttentionOptions, *, layout: Attenti
     tile=2 * _TILE if is_split else _TILE,
     table=make_kernel if options.causal else None,
   )
+
+
+def _all_heads_at_once(x: jax.Array) -> jax.Array:
+  """Returns x [B, T, H, K], so that the product that gives or takes it has rows of H K features.
+
+  In the kernel's layout the compiler would multiply head by head.
+  """
+  return jax.lax.optimization_barrier(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
 def _segment_ids(segments: jax.Array | None, key_segments: jax.Array | None) -> Any:

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import BatchPart, layer_scope, run_layer
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, tree_read, tree_where
-from spmd_tasks.layers.transformer import LAYER_INPUT_NAME, remat_policy
+from spmd_tasks.layers.transformer import name_layer_input, remat_policy
 from spmd_tasks.sharding import AxisRules
 from spmd_tasks.sharding.specs import sharding_scope
 
@@ -93,7 +92,7 @@ class Stage:
       if weights.rng is not None:
         layer_index = repeat * self.layers_per_repeat + position
         rngs = {'dropout': jax.random.fold_in(jax.random.fold_in(weights.rng, layer_index), index)}
-      x = checkpoint_name(x, LAYER_INPUT_NAME)
+      x = name_layer_input(x, self.remat_policy)
       is_true = position < self.layers_per_repeat
       layer_weights, block_input = gate_gradient((layer_weights, x), is_true & is_work)
       part = BatchPart(index=index, count=self.num_microbatches, is_work=is_true & is_work)

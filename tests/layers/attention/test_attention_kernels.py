@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import types
 
 from absl import logging
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import AttentionCall, implementations
+from spmd_tasks.layers.attention import AttentionCall, _splash, implementations
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._context import balance_tokens
 from spmd_tasks.layers.attention._plain import AttentionOptions, attention_layout
@@ -224,6 +225,14 @@ def test_tokens_may_come_in_the_balanced_order_and_one_kernel_compute_all_gradie
     settings = {'split_dims': HEADS, 'implementation': name, 'attend': balanced_attend}
     found = values_and_gradients(case, arrays, segments, **settings)
   assert_close(found, plainly(case), 1e-5, name)
+
+
+@pytest.mark.usefixtures('anywhere')
+def test_splash_has_the_same_numbers_where_products_take_all_heads_at_once(monkeypatch):
+  monkeypatch.setattr(_splash, 'current_device', lambda: types.SimpleNamespace(device_kind='TPU7x'))
+  case = Case(rows=1, length=128, heads=2, kv_heads=1, head_dim=128, value_dim=128)
+  arrays, segments = arguments(case)
+  assert_close(values_and_gradients(case, arrays, segments, implementation='splash'), plainly(case), 1e-5, 'TPU7x')
 
 
 @pytest.mark.parametrize('name', ['splash', pytest.param('ring', marks=pytest.mark.exhaustive)])
