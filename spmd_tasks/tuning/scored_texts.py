@@ -140,7 +140,8 @@ class ScoredEncoder(RecordEncoder):
     value = record.get(self.target, 0.0 if self.target != 'label' else None)
     if self.target == 'margin' and value is None:
       return 0.0
-    if not isinstance(value, numbers.Real | np.number | np.bool_) or not abs(value) < 1e38:
+    is_number = isinstance(value, numbers.Real | np.number | np.bool_)
+    if not is_number or not abs(value) < 1e38:
       raise UserError(f'{self.target!r} must be a number of float32, not {value!r:.60}.')
     if self.num_classes and value not in range(self.num_classes):
       raise UserError(
