@@ -37,6 +37,7 @@ class LanguageModel(WithSublayers, kw_only=True):
       see scattered_gradients.py.
     balances_tokens: where tokens are split over devices, whether the stack has them in the order that balances causal
       attention; otherwise each layer brings its queries into that order and back. T must be a multiple of 2 devices.
+      Numbers stay, but for dropout and for experts with a capacity, which drop tokens by their order.
   """
 
   embedding: TokenEmbedding
