@@ -34,7 +34,7 @@ def test_a_process_goes_on_without_its_streams(tmp_path, shell, lost):
 
 
 def test_a_list_that_cannot_be_written_is_a_failure():
-  command = [binary.sys.executable, '-m', 'spmd_tasks.main', '--list']
+  command = [binary.sys.executable, '-m', 'spmd_tasks', '--list']
   with open('/dev/full', 'w') as full:
     ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=binary.REPOSITORY)
   assert ended.returncode == exit_codes.FAILED

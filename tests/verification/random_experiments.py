@@ -86,6 +86,7 @@ class Drawn(SyntheticLanguageModel):
   capacity_form: str = 'einsum'
   dispatch: str = 'ring'
   ring_attention: bool = False
+  balances_tokens: bool = False
 
   def _norm(self):
     return fdl.Config(LayerNorm) if self.norm == 'layer' else super().block(None).norm
@@ -194,7 +195,7 @@ class Drawn(SyntheticLanguageModel):
 
   def task(self):
     cfg = super().task()
-    cfg.model.embedding.tied = self.tied
+    cfg.model.embedding.tied, cfg.model.balances_tokens = self.tied, self.balances_tokens
     cfg.model.final_norm = self._norm()
     if not self.rotary:
       cfg.model.positions = fdl.Config(LearnedPositions, max_len=self.seq_len)

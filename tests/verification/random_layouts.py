@@ -55,7 +55,12 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     if rng.random() < 0.3:
       names.insert(2, 'context')
     sizes = _factorise(rng, rest, len(names))
-    layout['ring_attention'] = 'context' in names and sizes[2] > 1 and rng.random() < 0.5
+    num_parts = sizes[2] if 'context' in names else 1
+    layout['ring_attention'] = num_parts > 1 and rng.random() < 0.5
+    # Dropout, jitter and capacities go by the order of tokens.
+    is_ordered = settings['dropout'] or settings.get('jitter') or settings['ffn_kind'] in ('capacity', 'expert_choice')
+    fits = num_parts > 1 and not is_ordered and settings['seq_len'] % (2 * num_parts) == 0
+    layout['balances_tokens'] = fits and rng.random() < 0.5
   if stages > 1:
     names.insert(1, 'stage')
     sizes.insert(1, stages)
