@@ -5,7 +5,6 @@ import contextlib
 import queue
 import threading
 
-import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
@@ -15,7 +14,6 @@ from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.distributed.links import admit, join, listen_for_processes
 from spmd_tasks.errors import JobError
-from spmd_tasks.serving import multi_process
 from spmd_tasks.serving.multi_process import Followers, LeadingEngine, PeerFailedError, follow
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
@@ -91,21 +89,6 @@ def settled(pair):
   assert pair.followed.result(10) == 0
 
 
-def test_the_same_operations_reach_both_in_the_same_order(pair):
-  pair.engine.warm_up()
-  scheduler = Scheduler(pair.engine)
-  scheduler.submit(sequences(9))
-  run(scheduler)
-  assert scheduler.num_generated_tokens == sum(3 + i for i in range(9))
-  settled(pair)
-  leading, followed = pair.engines
-  assert followed.is_warm
-  assert followed.log == leading.log
-  assert len(followed.log) > 20
-  assert followed.pool == leading.pool
-  assert pair.left.empty()
-
-
 @pytest.mark.parametrize('pair', [{}, {'joins_prefills': True}], ids=['turns', 'joined'], indirect=True)
 def test_token_masks_reach_the_others(pair):
   grammars = Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, end_ids=())
@@ -118,7 +101,7 @@ def test_token_masks_reach_the_others(pair):
   assert set(bound.text) <= set('xyz')
   assert len(bound.text) == bound.request.max_tokens
   leading, followed = pair.engines
-  assert followed.tokens == leading.tokens
+  assert (followed.tokens, followed.log) == (leading.tokens, leading.log)
 
 
 @pytest.mark.parametrize('culprit', [0, 1])
@@ -141,20 +124,6 @@ def test_a_step_that_fails_ends_the_job(pair, culprit):
     pair.left.get(timeout=0.1)  # the process ends by its own error, not as one that has lost process 0
   with pytest.raises(PeerFailedError, match='process 1 of 2 failed: RuntimeError: out of memory'):
     pair.engine.reset()
-
-
-def test_a_process_that_is_gone_is_noticed_in_the_middle_of_an_operation(pair, monkeypatch):
-  monkeypatch.setattr(multi_process, '_LOST_LIMIT_S', 0.1)
-  pair.engines[0].gate = gate = threading.Event()  # its step waits as in a collective
-  with ThreadPoolExecutor(1) as pool:
-    stepping = pool.submit(pair.engine.step, np.zeros(4, np.bool_))
-    pair.far[0].close()
-    with pytest.raises(PeerFailedError, match='process 1 of 2 is gone'):
-      stepping.result(5)
-  assert pair.followers.stop.is_set()
-  gate.set()
-  # If the server does not end by itself, the process leaves; the follower, whose link was closed here, leaves too.
-  assert any('process 1 of 2 is gone' in pair.left.get(timeout=5) for _ in range(2))
 
 
 @pytest.mark.parametrize('data', [b'GET / HTTP/1.1\r\n\r\n' * 9, b'\x00' * 8 + b'x' * 32], ids=['http', 'forged'])

@@ -1,35 +1,11 @@
 """The names that Praxis and Paxml find in JAX, what is imported late, and stand-ins for what is missing."""
 
 import importlib
-import inspect
 
-import numpy as np
 import pytest
 
-from spmd_tasks.bridges.pax import _shims
 from spmd_tasks.bridges.pax._shims import find_stand_in
 from spmd_tasks.errors import UserError
-
-
-@pytest.mark.parametrize(
-  'trees, result',
-  [
-    (((1, 2), (10, 20)), (11, 22)),
-    (((1, None), (10, None)), (11, None)),
-    (((1, None), (10, 20)), (11, None)),  # jax.tree.map refuses this one
-    (((1, {'a': 2}), (10, {'a': 20})), (11, {'a': 22})),
-  ],
-)
-def test_none_meets_anything_and_stays_none(trees, result):
-  assert _shims._tree_map(lambda *x: sum(x), *trees) == result
-
-
-def test_reshape_takes_its_shape_by_the_earlier_name_too():
-  reshape = _shims._with_newshape(np.reshape)
-  for shaped in (reshape(np.arange(6), (2, 3)), reshape(np.arange(6), newshape=(2, 3))):
-    assert shaped.tolist() == [[0, 1, 2], [3, 4, 5]]
-  assert 'newshape' in inspect.signature(reshape).parameters  # so that no second wrapper is put around it
-
 
 # As modules of T5's users look, and paxml.tasks.lm.params.c4.
 MODULE = """
