@@ -277,7 +277,7 @@ class DecodeSteps:
       of_block = sum(size for size, pooled in zip(sizes, is_pool, strict=True) if pooled)
       of_block += 0 if self.draft is None else self.draft.block_bytes
       free = free_bytes(self._model.mesh, self.storage.padded, self.settings.memory_fraction) - sum(sizes) + of_block
-      fitting = min(int(free // max(of_block, 1)), self._slots_of_part * self.table_len)
+      fitting = int(min(free / max(of_block, 1), self._slots_of_part * self.table_len))  # a plan's is infinite
       why = f'memory_fraction={self.settings.memory_fraction}'
     if fitting < self.table_len:
       raise UserError(
@@ -679,7 +679,8 @@ class DecodeSteps:
     task = self._model.task
     facts = {name: getattr(task, name, False) for name in ('batch_invariant', 'records_routing')}
     facts |= {'quantization': getattr(task, 'quantization', None)}
-    return layer_scope(longest_text=self.max_len, cache_dtype=self.settings.cache_dtype, **facts)
+    facts |= {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
+    return layer_scope(longest_text=self.max_len, **facts)
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)

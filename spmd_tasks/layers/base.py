@@ -209,6 +209,7 @@ class LayerScope:
     cache_chunks: where the call's last rows are tokens of P chunks, one after another: the chunks' slots [P] and tables
       [1, P, M], int32; T is 1, and `cache_slots` and `cache_tables` are of the rows before them.
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
+    cache_attention: what computes attention to a paged cache, see _paged.py; None: the best there is.
     records_routing: in generation, whether the cache also keeps which experts computed each token.
     batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
     quantization: which Linears multiply in int8 or fp8, see quantized_products.py; None: none.
@@ -227,6 +228,7 @@ class LayerScope:
   cache_earlier: jax.Array | None = None
   cache_chunks: tuple[jax.Array, jax.Array] | None = None
   cache_dtype: str | None = None
+  cache_attention: str | None = None
   records_routing: bool = False
   batch_invariant: bool = False
   quantization: Any = None

@@ -81,6 +81,8 @@ class DecodeSettings(SamplingParams):
     weights_dtype: how a decoding or serving job holds the weights: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (kernels;
       decoding/weight_storage.py), or None, as training does. The computation has the model's dtype.
     cache_dtype: how the KV cache keeps keys and values: 'int8', 'float8_e4m3fn' or None, the model's dtype.
+    cache_attention: what computes attention to the KV cache: 'pallas', a kernel that reads its blocks where they are
+      (TPUs), 'xla', a loop that copies them out, or None, the kernel where it can.
     num_beams: 1 samples; a larger number searches for the likeliest texts with that many beams instead.
     length_penalty, beam_rule: of beam search, see decoding/beam.py.
     encoder_len: of an encoder-decoder, how many tokens a prompt may have; None takes the training input's length. Then
@@ -104,6 +106,7 @@ class DecodeSettings(SamplingParams):
   max_tokens: int | None = None
   weights_dtype: str | None = None
   cache_dtype: Literal['int8', 'float8_e4m3fn'] | None = None
+  cache_attention: Literal['xla', 'pallas'] | None = None
   num_beams: int = 1
   length_penalty: float = 1.0
   beam_rule: Literal['exact', 't5x'] = 'exact'
@@ -128,8 +131,13 @@ class DecodeSettings(SamplingParams):
       )
     if self.prefill_rows is not None and self.prefill_rows > self.num_slots:
       raise UserError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
-    choices = {'cache_dtype': ('int8', 'float8_e4m3fn', None), 'beam_rule': ('exact', 't5x')}
-    for name, known in (choices | {'weights_dtype': ('bfloat16', *QUANTIZED_DTYPES, None)}).items():
+    choices: dict[str, tuple[str | None, ...]] = {
+      'cache_dtype': ('int8', 'float8_e4m3fn', None),
+      'cache_attention': ('xla', 'pallas', None),
+      'beam_rule': ('exact', 't5x'),
+      'weights_dtype': ('bfloat16', *QUANTIZED_DTYPES, None),
+    }
+    for name, known in choices.items():
       if getattr(self, name) not in known:
         raise UserError(f'{name}={getattr(self, name)!r} must be one of {known}.')
     if self.eos_ids is not None and len(self.eos_ids) > self.max_stop_ids:

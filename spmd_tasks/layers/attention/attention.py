@@ -234,7 +234,17 @@ class Attention(WithSublayers, kw_only=True):
       clip_logits(self, query, key, segment_ids, options, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
-      attended = cache.attend_to_cache(query, key, value, cached, segment_ids, segment_pos, options)
+      attended = cache.attend_to_cache(
+        query,
+        key,
+        value,
+        cached,
+        segment_ids,
+        segment_pos,
+        options,
+        split_dims=self.query_activation_split_dims,
+        kv_split_dims=self.kv_activation_split_dims,
+      )
     else:
       attended = attend(
         query,

@@ -27,6 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.attention._paged import attend_to_pages
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.base import CACHE, NEW_CACHE, current_layer_scope, soft_cap
 from spmd_tasks.sharding import SplitDims
@@ -212,11 +213,15 @@ def attend_to_cache(
   segment_ids: jax.Array | None,
   segment_pos: jax.Array,
   options: AttentionOptions,
+  *,
+  split_dims: SplitDims = None,
+  kv_split_dims: SplitDims = None,
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 
-  Reads the cache block by block, up to the longest row's tokens, so that the cost follows what is used and not S (with
-  the running softmax of Milakov and Gimelshein, 2018). A block in which a row has no token changes no bit of the row's
+  A kernel reads what each row has of the cache, where the platform has one for the call (_paged.py). Else a loop reads
+  the cache block by block, up to the longest row's tokens, so that the cost follows what is used and not S (with the
+  running softmax of Milakov and Gimelshein, 2018). A block in which a row has no token changes no bit of the row's
   result: it depends on no other row. Logits, softmax and sums of values are float32.
 
   Args:
@@ -226,6 +231,7 @@ def attend_to_cache(
     segment_pos: int32 [B, T], consecutive positions in the sequence; the cache holds the positions before the first.
       Positions of padding are ignored; 0 in the first column of a row that is padding alone keeps it cheap.
     options: of a causal attention.
+    split_dims, kv_split_dims: of queries, and of keys and values; a kernel runs on each device's rows and heads.
 
   Where rows are tokens of one text that follow each other (`LayerScope.cache_earlier`; T is 1), each also attends to
   the rows before it. Where the last rows are those of chunks (`LayerScope.cache_chunks`), each chunk is a row of its
@@ -237,7 +243,8 @@ def attend_to_cache(
 
     def part(cut: Any, stored: list[Any]) -> jax.Array:
       queries, keys, values, segments, positions = jax.tree.map(cut, given)
-      return attend_to_cache(queries, keys, values, tuple(stored), segments, positions, options)
+      layout: Any = {'split_dims': split_dims, 'kv_split_dims': kv_split_dims}
+      return attend_to_cache(queries, keys, values, tuple(stored), segments, positions, options, **layout)
 
     of_rows = part(lambda x: x[:num], [x._replace(of_chunks=None) for x in cached])
     as_chunks = lambda x: x[num:].reshape(num_chunks, -1, *x.shape[2:])
@@ -280,6 +287,18 @@ def attend_to_cache(
   total += jnp.sum(weights, axis=-1, keepdims=True)
   attended = weighted_sum(weights, jnp.swapaxes(value, 1, 2))
 
+  carry: tuple[jax.Array, ...] = (highest, total, attended)
+  queries = grouped.reshape(num_rows, num_groups, -1, head_dim)
+  of_pages = attend_to_pages(queries, cached, start[:, 0], options, num_columns, split_dims, kv_split_dims)
+  if of_pages is not None:
+    higher = jnp.maximum(highest, of_highest := of_pages[0].reshape(highest.shape))
+    factors = jnp.exp(highest - higher), jnp.exp(of_highest - higher)
+    total, attended = (
+      own * factors[0] + of_cache.reshape(own.shape) * factors[1]
+      for own, of_cache in zip((total, attended), of_pages[1:], strict=True)
+    )
+    return jnp.moveaxis(attended / total, 3, 1).reshape(query.shape).astype(value.dtype)
+
   num_entries = cached[0].num_entries
   limit = _BLOCK.get(current_platform(), _LONG_BLOCK)
   size = cached[0].size_to_read(limit if num_columns == 1 else min(limit * _OF_QUERIES, _LONG_BLOCK))
@@ -312,7 +331,6 @@ def attend_to_cache(
       attended * factor + weighted_sum(weights, values),
     )
 
-  carry: tuple[jax.Array, ...] = (highest, total, attended)
   if size == num_entries:
     carry = add_block(0, carry)
   else:

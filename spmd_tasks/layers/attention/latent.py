@@ -135,7 +135,8 @@ class LatentAttention(nn.Module, kw_only=True):
     joint = jnp.concatenate([latent[:, :, None, :], key_rope], axis=-1)  # [B, T, 1, C + R]
     if is_decoding(self):
       rows, columns, features = self.latent_split_dims or (None,) * 3
-      write_new_cache(self, {'latent': joint}, (rows, columns, None, features), segment_ids=segment_ids)
+      kv_split_dims = rows, columns, None, features
+      write_new_cache(self, {'latent': joint}, kv_split_dims, segment_ids=segment_ids)
       cached = read_cache(self, len(x), 'latent')
     if cached is None:
       if self.heads_activation_split_dims is not None:
@@ -165,7 +166,8 @@ class LatentAttention(nn.Module, kw_only=True):
       query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)
       query = jnp.concatenate([query, query_rope], axis=-1)
       # The rotated keys pass as values too: a slice of the cache would be a copy of it.
-      attended = attend_to_cache(query, joint, joint, cached * 2, segment_ids, segment_pos, options)
+      splits = {'split_dims': self.heads_activation_split_dims, 'kv_split_dims': kv_split_dims}
+      attended = attend_to_cache(query, joint, joint, cached * 2, segment_ids, segment_pos, options, **splits)
       attended = jnp.einsum('BTHC,CHV->BTHV', attended[..., : self.kv_rank], value_up)
     layout, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
     return project(self, 'out', attended, x.shape[-1], *layout, scale=scale, num_input_dims=2)

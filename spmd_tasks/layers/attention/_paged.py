@@ -1,0 +1,157 @@
+"""Attention to a paged KV cache by the kernel of the platform; where it cannot, kv_cache.py computes it by a loop.
+
+'xla'     the loop over blocks of the cache, which it copies out; on every platform.
+'pallas'  a kernel that reads each row's blocks where they lie: for TPUs (_paged_tpu.py) and GPUs (_paged_gpu.py).
+
+`task.decode.cache_attention` names one, which must be possible. None takes the kernel where it can compute a call, and
+logs once what is taken and why.
+
+A module with a kernel has `obstacle(query, keys)`, what it cannot compute of a call, and `attend_to_pages(query, keys,
+values, start, options, num_columns)`. That takes the queries [B, G, Q, K] of one device, CachedArrays [L, N, G, b, K]
+with tables [1, B, M] (of one array where values are the keys) and how many entries each row has, int32 [B], and returns
+
+  the highest logit of a query to an entry of its row, float32 [B, G, Q, 1]; -1e30 where the row has none,
+  the sum of its weights, exp(logit - highest), [B, G, Q, 1]; 0 there,
+  the sum of the values with these weights, [B, G, Q, V]; 0 there.
+
+Shapes: B rows, T tokens of a call, G key/value heads, Q = H / G T queries of one of them, K and V their features; the
+cache has N blocks of b entries in D parts, and tables [D, R, M] (CachedArray).
+"""
+
+import functools
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.specs import current_platform, current_sharding_scope, num_parts, spec_axes, spec_entry
+
+Partial = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attend_to_pages(
+  query: jax.Array,
+  cached: tuple[Any, ...],
+  start: jax.Array,
+  options: AttentionOptions,
+  num_columns: int,
+  split_dims: SplitDims,
+  kv_split_dims: SplitDims,
+) -> Partial | None:
+  """Computes a softmax over each row's cached entries, to which others can be added; None: by the loop.
+
+  Args:
+    query: [B, G, Q, K]; query i of a head is that of the call's token i mod T.
+    cached: keys and values, CachedArrays; the same one twice where values are keys.
+    start: int32 [B], how many entries a row has.
+    options: of the attention.
+    num_columns: T.
+    split_dims, kv_split_dims: of queries [B, T, H, K], and of keys [B, T, G, K].
+
+  Returns:
+    (highest logit [B, G, Q, 1], sum of weights [B, G, Q, 1], sum of weighted values [B, G, Q, V]), float32.
+
+  Raises a UserError: 'pallas' is asked for and impossible.
+  """
+  asked, kernel = current_layer_scope().cache_attention, kernel_of(current_platform())
+  if asked == 'xla' or current_layer_scope().plain_products or (asked is None and kernel is None):
+    return None
+  specs = _specs(query, cached[0], split_dims, kv_split_dims)
+  obstacle = specs if isinstance(specs, str) else _obstacle(kernel, query, cached[0], options)
+  if asked is None:
+    _log_once(current_platform(), obstacle)
+  elif obstacle:
+    raise UserError(f'task.decode.cache_attention={asked!r} {obstacle}: set it to None, or to xla.')
+  if obstacle:
+    return None
+  first, tables, is_one = cached[0], cached[0].tables, cached[0].array is cached[1].array
+  assert tables is not None
+
+  def local(query: jax.Array, start: jax.Array, tables: jax.Array, layer: jax.Array, *arrays: jax.Array) -> Partial:
+    held = [first._replace(array=x, layer=(layer,), tables=tables, num_rows=len(query)) for x in arrays]
+    return kernel.attend_to_pages(query, held[0], held[-1], start, options, num_columns)
+
+  arrays = [each.array.reshape(-1, *each.array.shape[-4:]) for each in cached[: 1 if is_one else 2]]
+  layer = jnp.zeros((), jnp.int32)
+  for number, size in zip(first.layer, first.array.shape, strict=False):
+    layer = layer * size + number
+  num_rows, padding = len(query), tables.shape[0] * tables.shape[1] - len(query)
+  if padding:
+    query, start = jnp.pad(query, ((0, padding), *((0, 0),) * 3)), jnp.pad(start, (0, padding))
+  scope = current_sharding_scope()
+  if specs is None or scope is None:
+    return local(query, start, tables, layer, *arrays)
+  rows, heads, queries = map(spec_entry, specs)
+  mesh, axis_names = scope.free_mesh()
+  of_queries, of_array = PartitionSpec(rows, heads, queries), PartitionSpec(None, rows, heads)
+  found = jax.shard_map(
+    local,
+    mesh=mesh,
+    axis_names=axis_names,
+    in_specs=(of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in arrays)),
+    out_specs=(of_queries,) * 3,
+    check_vma=False,  # kernels do not track varying axes
+  )(query, start, tables, layer, *arrays)
+  highest, total, attended = (x[:num_rows] for x in found)
+  return highest, total, attended
+
+
+def kernel_of(platform: str) -> Any:
+  """Returns the module with the kernel of a platform, None where there is none."""
+  if platform == 'tpu':
+    from spmd_tasks.layers.attention import _paged_tpu  # Pallas takes a second to import
+
+    return _paged_tpu
+  return None
+
+
+def _obstacle(kernel: Any, query: jax.Array, keys: Any, options: AttentionOptions) -> str | None:
+  """Returns why a kernel cannot compute a call, None if it can."""
+  if kernel is None:
+    return f"is a kernel for TPUs, and the mesh's devices are of the platform {current_platform()!r}"
+  if keys.tables is None:
+    return 'needs a cache in blocks, and this one has whole rows'
+  if options.window is not None and keys.num_entries <= options.window:
+    return 'has no rings, as layers with short attention windows have'
+  if keys.scale is not None:
+    return 'has no caches of 8 bits'
+  if options.bias is not None:
+    return 'has no relative position biases'
+  if current_layer_scope().cache_earlier is not None:
+    return 'has no rows that follow one another, as those of drafts do'
+  if keys.array.dtype != query.dtype:
+    return f'needs keys of the dtype of the queries, and they are {keys.array.dtype} and {query.dtype}'
+  return kernel.obstacle(query, keys)
+
+
+def _specs(query: jax.Array, keys: Any, split_dims: SplitDims, kv_split_dims: SplitDims) -> Any:
+  """Returns the mesh axes that split D, G and Q, None without a mesh, or why these cannot be split so."""
+  scope = current_sharding_scope()
+  if scope is None or scope.mesh.size == 1 or keys.tables is None:
+    return None
+  sizes = scope.mesh.shape
+  axes_of = lambda split, shape: spec_axes(scope.activation_spec(split, shape), len(shape))
+  of_rows, of_entries, of_heads, of_features = kv_split_dims or (None,) * 4
+  rows, heads, *others = axes_of((of_rows, of_heads, of_entries, of_features), keys.array.shape[-4:])
+  num_groups, num_queries = query.shape[1:3]
+  if num_parts(rows, sizes) != keys.tables.shape[0] or any(num_parts(axes, sizes) > 1 for axes in others):
+    return 'needs blocks that are split as the rows are, and not in themselves'
+  if num_groups % num_parts(heads, sizes):
+    return f'needs a number of key/value heads that the mesh divides, and not {num_groups}'
+  if num_groups > 1 or split_dims is None:
+    return rows, heads, ()
+  (queries,) = axes_of((tuple(split_dims)[2],), (num_queries,))  # all devices have the head
+  is_even = num_queries % num_parts(queries, sizes) == 0 and not {*queries} & {*rows, *heads}
+  return rows, heads, queries if is_even else ()
+
+
+@functools.cache
+def _log_once(platform: str, obstacle: str | None) -> None:
+  reason = f'pallas {obstacle}' if obstacle else f'the devices are of the platform {platform!r}'
+  logging.info('Attention to the KV cache is computed by %r: %s.', 'xla' if obstacle else 'pallas', reason)

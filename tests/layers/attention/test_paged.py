@@ -1,0 +1,132 @@
+"""A kernel that reads the pages of a KV cache gives the numbers of the loop over its blocks."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention import _paged, _paged_tpu
+from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache
+from spmd_tasks.layers.base import layer_scope
+from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+
+HEADS, KV_HEADS = ('batch', None, 'heads', None), ('batch', None, 'kv_heads', None)
+LATENT = ('batch', None, None, None)
+RULES = (('batch', 'data'), ('heads', 'mdl'), ('kv_heads', 'mdl'))
+BLOCK, TABLE = 16, 4
+LENGTHS = (0, 1, BLOCK, 2 * BLOCK + 1, TABLE * BLOCK)  # of what rows have in the cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """A call of `columns` tokens for rows with LENGTHS entries; `is_latent`: the values are the keys."""
+
+  columns: int = 1
+  heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 8
+  is_latent: bool = False
+  has_sinks: bool = False
+  window: int | None = None
+  cap: float | None = None
+  dtype: str = 'float32'
+  mesh: tuple[int, int] | None = None
+
+
+CASES = {
+  'one token, grouped heads': Case(has_sinks=True),
+  'chunk, one head, window, cap': Case(columns=3, kv_heads=1, window=20, cap=2.0, dtype='bfloat16'),
+  'latent, queries split over a mesh': Case(columns=2, kv_heads=1, is_latent=True, mesh=(2, 4)),
+  'rows and heads split over a mesh': Case(heads=8, kv_heads=4, mesh=(2, 4)),
+}
+
+
+def arguments(case: Case):
+  """(query, key, value, keys and values in blocks of 3 layers, tables), positions [B, T], and the layer's number."""
+  rng = np.random.default_rng(0)
+  parts = 1 if case.mesh is None else case.mesh[0]
+  rows_of_part = -(-len(LENGTHS) // parts)
+  part = rows_of_part * TABLE + 2
+
+  def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), case.dtype)
+
+  tables = np.full((parts, rows_of_part, TABLE), part, np.int32)
+  free = [iter(rng.permutation(part)) for _ in range(parts)]
+  for row, length in enumerate(LENGTHS):
+    used = -(-length // BLOCK)
+    number, place = divmod(row, rows_of_part)
+    tables[number, place, :used] = [next(free[number]) for _ in range(used)]
+  key, value = (normal(len(LENGTHS), case.columns, case.kv_heads, case.head_dim) for _ in range(2))
+  keys, values = (normal(3, parts * part, case.kv_heads, BLOCK, case.head_dim) for _ in range(2))
+  query = normal(len(LENGTHS), case.columns, case.heads, case.head_dim)
+  if case.is_latent:
+    value, values = key, keys
+  sinks = normal(case.heads) if case.has_sinks else None
+  positions = np.array(LENGTHS, np.int32)[:, None] + np.arange(case.columns, dtype=np.int32)[None]
+  return (query, key, value, keys, values, jnp.asarray(tables), sinks), positions, jnp.int32(1)
+
+
+def attend(case: Case, how: str):
+  given, positions, layer = arguments(case)
+  mesh = None if case.mesh is None else MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=case.mesh).build()
+
+  @jax.jit
+  def compute(query, key, value, keys, values, tables, sinks, layer):
+    keys = CachedArray(keys, (layer,), tables, len(query))
+    cached = (keys, keys if case.is_latent else keys._replace(array=values))
+    options = AttentionOptions(window=case.window, logit_cap=case.cap, sinks=sinks)
+    split_dims = {'split_dims': HEADS, 'kv_split_dims': LATENT if case.is_latent else KV_HEADS}
+    with layer_scope(cache_attention=how):
+      if mesh is None:
+        return attend_to_cache(query, key, value, cached, None, positions, options)
+      with sharding_scope(mesh, RULES):
+        return attend_to_cache(query, key, value, cached, None, positions, options, **split_dims)
+
+  return np.asarray(compute(*given, layer), np.float32)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_the_kernel_for_tpus_gives_the_numbers_of_the_loop(name, monkeypatch):
+  case = CASES[name]
+  expected = attend(case, 'xla')
+  monkeypatch.setattr(_paged, 'kernel_of', lambda platform: _paged_tpu)
+  monkeypatch.setattr(_paged_tpu, '_ENTRIES', 2 * BLOCK)
+  interpreted = functools.partial(_paged_tpu.attend_to_pages, interpret=True)
+  monkeypatch.setattr(_paged_tpu, 'attend_to_pages', interpreted)
+  tolerance = 2e-2 if case.dtype == 'bfloat16' else 1e-5
+  np.testing.assert_allclose(attend(case, 'pallas'), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+  'changes, scope, message',
+  [
+    ({}, {}, "platform 'cpu'"),
+    ({'tables': None}, {}, 'whole rows'),
+    ({'num_entries': 8}, {}, 'rings'),
+    ({'scale': jnp.zeros(())}, {}, '8 bits'),
+    ({}, {'cache_earlier': jnp.zeros((1, 1), jnp.int32)}, 'drafts'),
+    ({'dtype': 'float32'}, {}, 'bfloat16'),
+    ({'block': 8}, {}, 'multiple of 16'),
+    ({'table': 2**18}, {}, 'at most 131072'),
+  ],
+)
+def test_what_a_kernel_cannot_compute_it_says(changes, scope, message, monkeypatch):
+  if message != "platform 'cpu'":
+    monkeypatch.setattr(_paged, 'kernel_of', lambda platform: _paged_tpu)
+  block = changes.get('num_entries', changes.get('block', BLOCK))
+  array = jax.ShapeDtypeStruct((2, 9, 2, block, 128), changes.get('dtype', 'bfloat16'))
+  tables = jax.ShapeDtypeStruct((1, 1, 1 if 'num_entries' in changes else changes.get('table', TABLE)), jnp.int32)
+  keys = CachedArray(array, (jnp.int32(0),), changes.get('tables', tables), 1, changes.get('scale'))
+  query = jax.ShapeDtypeStruct((1, 2, 2, 128), jnp.bfloat16)
+  options = AttentionOptions(window=8)
+  with layer_scope(cache_attention='pallas', **scope), pytest.raises(UserError, match=message):
+    _paged.attend_to_pages(query, (keys, keys), None, options, 1, None, None)
+  with layer_scope(**scope):
+    assert _paged.attend_to_pages(query, (keys, keys), None, options, 1, None, None) is None
