@@ -27,16 +27,19 @@ def main() -> int:
   parser.add_argument('--docs', action='store_true')
   flags = parser.parse_args()
   try:
-    rows = json.loads(flags.file.read_text(encoding='utf-8'))['rows']
+    content = json.loads(flags.file.read_text(encoding='utf-8'))
+    rows = content.get('rows') if isinstance(content, dict) else None
+    if not isinstance(rows, list):
+      raise UserError(f'{flags.file} has no list of rows: write {{"rows": [...]}}.')
     if flags.only:
-      names = [row['name'] for row in rows]
-      rows = [row for row in rows if row['name'] == flags.only]
+      names = [str(row['name']) for row in rows if isinstance(row, dict) and 'name' in row]
+      rows = [row for row in rows if isinstance(row, dict) and row.get('name') == flags.only]
       if not rows:
         raise UserError(f'--only {flags.only!r} is no row of {flags.file}: choose from {", ".join(names)}.')
     report = compare_rows(rows)
-  except (UserError, OSError, ValueError, KeyError) as error:
+  except (UserError, OSError, ValueError) as error:
     print(f'plan_published: {error}', file=sys.stderr)
-    return 1
+    return 2
   for row in sorted(report['rows'], key=lambda row: -abs((row['ratio'] or 1) - 1)):
     if row['predicted_s'] is not None:
       parts = ', '.join(f'{name} {seconds:.3g}' for name, seconds in row['seconds'].items())

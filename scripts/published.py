@@ -39,6 +39,8 @@ _GUESSES: tuple[dict[str, Any], ...] = (  # where no recipe is published, the fa
   *({'save': words} for words in ('q k v out context wi wo', 'q k v out context', 'q k v')),
   *({'offload': words} for words in ('input q k v', 'input', '')),
 )
+_PRECISIONS = ('bf16', 'int8', 'fp8')  # what the name of a known one begins with
+_NEEDED = {'name': str, 'chip': str, 'num_chips': int, 'model': str, 'global_batch': float, 'seq_len': int}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +233,8 @@ class _Step:
       + layer * 4 * (3 - ('wi' in recipe.kept)) * (recipe.tensor - 1) * model.dims
       + _BF16 * tokens * model.routed_layers * 6 * (1 - 1 / recipe.expert) * model.selected * model.dims
     )
-    seconds = (3 * _BF16 * weights / links + along_a_dim / 2) / (link * self.rate('ici'))
+    gathered = 0 if self.num_chips == num_slices else weights  # by the chips of a slice
+    seconds = (3 * _BF16 * gathered / links + along_a_dim / 2) / (link * self.rate('ici'))
     self.add('collectives', 'exposed', seconds)
     if num_slices > 1:
       self.add('slices', 'dcn', 2 * _F32 * model.num_params() * (num_slices - 1) / self.num_chips)
@@ -317,15 +320,29 @@ def compare_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   return {'rows': planned, **errors}
 
 
+def _check_row(row: Any) -> None:
+  if not isinstance(row, Mapping):
+    raise UserError(f'a row is {row!r}: write an object with {", ".join(_NEEDED)}.')
+  for key, kind in (_NEEDED | {'num_slices': int, 'precision': str, 'step_s': float}).items():
+    value = row.get(key)
+    if value is None and key in _NEEDED:
+      raise UserError(f'row {row.get("name", row)!r} has no {key!r}: give {", ".join(_NEEDED)}.')
+    is_fit = bool(value) and type(value) is str if kind is str else type(value) in (int, kind) and 0 < value < 1e18
+    if value is not None and not is_fit:
+      wanted = {str: 'a text', int: 'a whole number above 0', float: 'a number above 0'}[kind]
+      raise UserError(f'row {row["name"]!r} has {key}={value!r}: give {wanted}.')
+  if row['num_chips'] % (row.get('num_slices') or 1):
+    raise UserError(f'row {row["name"]!r} has num_slices={row["num_slices"]}, which must divide its num_chips.')
+
+
 def _compare_row(row: Mapping[str, Any]) -> dict[str, Any]:
-  wanted = ('name', 'chip', 'num_chips', 'model', 'global_batch', 'seq_len')
-  if missing := [key for key in wanted if key not in row]:
-    raise UserError(f'row {row.get("name", row)!r} has no {missing[0]!r}: give {", ".join(wanted)}.')
+  _check_row(row)
   model, chip, measured = find_model(row['model']), CHIPS.get(row['chip']), row.get('step_s')
   answer = {'name': row['name'], 'predicted_s': None, 'measured_s': measured, 'ratio': None, 'fits': None, 'kind': None}
-  if model is None or chip is None or chip.name not in read_table('rates.toml'):
+  precision, plans = (row.get('precision') or 'bf16').replace('bfloat16', 'bf16'), []
+  has_rates = chip is not None and chip.name in read_table('rates.toml')
+  if model is None or chip is None or not has_rates or not precision.startswith(_PRECISIONS):
     return answer
-  precision, plans = row.get('precision') or 'bf16', []
   found = find_recipe(row['model'], chip.name, row['num_chips'], row['seq_len'], precision)
   for recipe in [found] if found else [Recipe(**words) for words in _GUESSES]:
     settings: dict[str, Any] = {'seq_len': recipe.seq_len or row['seq_len'], 'precision': recipe.precision or precision}

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.planning.chips import CHIPS
 
 ROOT = Path(__file__).parents[2]
@@ -116,3 +117,25 @@ def test_the_published_rows_are_within_the_bars():
     assert len(found) == (4 if are_experts else 11)
     assert statistics.median(found) <= median
     assert max(found) <= worst
+
+
+@pytest.mark.parametrize(
+  'row, message',
+  [
+    ('row', "a row is 'row': write an object"),
+    ({'name': 'b'}, "row 'b' has no 'chip': give name, chip, num_chips"),
+    (ROW | {'num_chips': 0}, "row 'a' has num_chips=0: give a whole number above 0"),
+    (ROW | {'seq_len': '8k'}, "row 'a' has seq_len='8k': give a whole number"),
+    (ROW | {'step_s': float('nan')}, "row 'a' has step_s=nan: give a number"),
+    (ROW | {'num_slices': 3}, 'num_slices=3, which must divide'),
+  ],
+)
+def test_a_row_that_is_wrong_is_named(row, message):
+  with pytest.raises(UserError, match=message):
+    compare_rows([row])
+
+
+def test_what_is_not_known_has_no_prediction():
+  for key in ('model', 'chip', 'precision'):
+    [row] = compare_rows([ROW | {key: 'other'}])['rows']
+    assert (row['predicted_s'], row['ratio'], row['measured_s']) == (None, None, 12.2)
