@@ -6,7 +6,6 @@ import re
 
 from etils import epath
 
-# What is wrong with the storage, and what to do about it.
 _REMEDIES = {
   errno.ENOSPC: 'free space there',
   errno.EDQUOT: 'free space there, or have the quota raised',

@@ -66,9 +66,6 @@ class LazyArray:
   def astype(self, dtype: npt.DTypeLike) -> 'LazyArray':
     return self if self.dtype == dtype else LazyArray(self.shape, dtype, self.read)
 
-  def __add__(self, number: np.number) -> 'LazyArray':
-    return LazyArray(self.shape, self.dtype, lambda index: self.read(index) + number)
-
   def __mul__(self, number: float) -> 'LazyArray':
     return LazyArray(self.shape, self.dtype, lambda index: self.read(index) * np.asarray(number, self.dtype))
 

@@ -10,8 +10,8 @@
       target='the model',
     )
     table.check(abstract_source, abstract_target)
-    weights = table.convert(source, abstract_target)
-    source = table.inverse().convert(weights, abstract_source)
+    weights = table.convert_lazily(lazy_source, abstract_target)
+    source = table.inverse().convert_lazily(weights, abstract_source)
 
 A tree of weights is a flat mapping of names. A slot is a whole weight, or one place in its leading, stacked dims:
 `('stack/norm', 3)` is layer 3 of a weight [L, D], and `('experts/up', 3, 7)` is expert 7 of that layer. A rule connects
@@ -28,7 +28,6 @@ import itertools
 from typing import Any
 
 import jax
-import numpy as np
 
 from spmd_tasks.bridges import _lazy_arrays
 from spmd_tasks.bridges._lazy_arrays import LazyArray
@@ -117,13 +116,11 @@ class RuleTable:
         'Compare the settings of both models.'
       )
 
-  def convert(self, source: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns each weight of the target, in the dtype of its array or jax.ShapeDtypeStruct there."""
-    lazy = {name: _lazy_arrays.lazy_array(np.asarray(array)) for name, array in source.items()}
-    return {name: np.asarray(array) for name, array in self.convert_lazily(lazy, target).items()}
-
   def convert_lazily(self, source: Mapping[str, LazyArray], target: Mapping[str, Any]) -> dict[str, LazyArray]:
-    """Returns each weight of the target, in the dtype that it has there, as an array that is read part by part."""
+    """Returns each weight of the target, in the dtype that it has there, as an array that is read part by part.
+
+    `target` has arrays or jax.ShapeDtypeStructs.
+    """
     parts: dict[str, dict[tuple[int, ...], Any]] = {}
     for rule in self.rules:
       arrays = rule.apply(tuple(source[slot.name][slot.index] for slot in rule.source))

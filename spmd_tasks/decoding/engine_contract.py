@@ -36,7 +36,6 @@ class Launched(Protocol):
 
   def read(self) -> Outputs:
     """Waits for the device; returns the outputs as host arrays [R] or longer, or raises the device's error."""
-    ...
 
 
 class Engine(Protocol):
@@ -74,15 +73,12 @@ class Engine(Protocol):
 
   def warm_up(self) -> None:
     """Compiles every program that a request may need and runs each once. Slots are empty afterwards."""
-    ...
 
   def reset(self) -> None:
     """Empties all slots; works after a failure too."""
-    ...
 
   def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
     """How many tokens, padding included, a prefill of this chunk computes, and how many such chunks it may read."""
-    ...
 
   def prefill(
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
@@ -96,7 +92,6 @@ class Engine(Protocol):
       score_prompts: whether the outputs have the log-probabilities of the tokens that follow the chunks' tokens.
       masks: of the rows whose first token is constrained.
     """
-    ...
 
   def step(
     self,
@@ -116,4 +111,3 @@ class Engine(Protocol):
         slot as many tokens, from the first one on, as `is_valid` says.
       chunks: in slots that `keep` leaves out; without drafts, and where `joins_prefills` says so.
     """
-    ...

@@ -84,7 +84,6 @@ class PromptSource(Protocol):
 
   def read(self) -> list[Prompt]:
     """Returns all prompts; the same ones on every process and every time."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,11 +52,10 @@ class Forward(Protocol):
         are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none.
         With `earlier` int32 [B, k] (T is 1), rows are tokens of one text that follow each other, see DraftRows. With
         `chunks` (slots, tables) the last rows are tokens of chunks, see LayerScope.cache_chunks, and with `logit_rows`
-        int32 [n] the logits are those of n rows only. To an
-        encoder-decoder the first call for a prompt gives `encoder_ids`, `encoder_segment_ids` and
-        `encoder_segment_pos` too, and gets back leaves `encoded_*` of the encoder's text; later calls read these.
+        int32 [n] the logits are those of n rows only. To an encoder-decoder the first call for a prompt gives
+        `encoder_ids`, `encoder_segment_ids` and `encoder_segment_pos` too, and gets back leaves `encoded_*` of the
+        encoder's text; later calls read these.
     """
-    ...
 
 
 class DecodeState(struct.PyTreeNode):

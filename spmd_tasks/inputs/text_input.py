@@ -37,8 +37,8 @@ class TextInput:
   """Packed language-model batches.
 
   Fields:
-    source: the documents: StdlibText(), TextFiles, JsonLines, Parquet or ArrayRecord.
-    tokenizer: ByteTokenizer() or BpeTokenizer.
+    source: the documents: StdlibText(), TextFiles, JsonLines, Parquet, ArrayRecord, TarShards or MegatronTokens.
+    tokenizer: ByteTokenizer(), or one of tokenizer_files.py.
     batch_size, seq_len: B and T of the global batch.
     seed, shuffle: the blocks are shuffled differently in each epoch.
     num_epochs: number of passes over the source; None repeats it without end.

@@ -133,11 +133,9 @@ class RunsModel(Protocol):
     self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
   ) -> Mapping[str, jax.Array]:
     """Returns the batch with what it needs of the task's model; the loss is called with this batch."""
-    ...
 
   def check_weights(self, weight_specs: Any) -> None:
     """Raises a UserError if weights are trained that must not be."""
-    ...
 
 
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:

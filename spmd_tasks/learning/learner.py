@@ -31,7 +31,6 @@ class Optimizer(Protocol):
   @property
   def learning_rate(self) -> schedules.LearningRate | None:
     """A number, or a schedule over the train state's step; None if only the optimizer itself knows it."""
-    ...
 
   def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
     """Returns a transformation from gradients to a *direction*. The learner multiplies it by minus the learning rate.
@@ -40,7 +39,6 @@ class Optimizer(Protocol):
     when a step is skipped, and not of a count in optax's state. The learner makes the transformation skippable
     (`skipping.py`). `update` gets the extra arguments `learning_rate`, a float32 scalar, `value`, the loss, and `step`.
     """
-    ...
 
 
 class LearnerState(struct.PyTreeNode):

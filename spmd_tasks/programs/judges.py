@@ -29,7 +29,6 @@ class Judge(Protocol):
 
   def prompts(self) -> Sequence[Any]:
     """Returns a decoding Prompt for each example, in the order of the set's rows."""
-    ...
 
   def metrics(self, step: int, texts: Sequence[Any] | None, scores: np.ndarray | None) -> dict[str, float]:
     """Returns metrics by name.
@@ -39,7 +38,6 @@ class Judge(Protocol):
       texts: the Completion of each prompt; None if it `wants_texts` not.
       scores: float [rows], the log-probability of the loss tokens of each row, those of padding last; or None.
     """
-    ...
 
 
 class Judges:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job
 from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES
 from spmd_tasks.sharding.axis_rules import stage_axis
@@ -175,7 +174,7 @@ def microbatch_cases(bench: Bench) -> Iterator[Case]:
   """Yields the case that the learner's microbatches give the gradient of the full batch."""
   job, values = bench.source.base, bench.source.values
   path, subject = 'task.learner.num_microbatches', 'microbatches of the learner'
-  batch_size, now = _batch_size(job), values.get(path)
+  batch_size, now = job.train_input.batch_size, values.get(path)
   found = _accumulation(bench, batch_size) if now == 1 else (bench.own_mesh, 1)
   if now is None or found is None:
     reason = f'{path} cannot be set' if now is None else f'neither 4 nor 2 fit the batch of {batch_size} rows'
@@ -218,10 +217,6 @@ def _accumulation(bench: Bench, batch_size: int) -> tuple[Mesh, int] | None:
       if batch_size % (count * parts) == 0:
         return mesh, count
   return None
-
-
-def _batch_size(job: Job) -> int:
-  return next(iter(job.train_input.element_spec().values())).shape[0]
 
 
 _MICROBATCHES = 'task.learner.num_microbatches'

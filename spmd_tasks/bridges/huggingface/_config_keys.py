@@ -101,11 +101,9 @@ class Entry(Protocol):
 
   def read(self, config: Config, known: Values) -> Values:
     """Returns fields of the Decoder. `known` are the fields that earlier entries have read."""
-    ...
 
   def write(self, decoder: Decoder) -> Values:
     """Returns keys of config.json."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)

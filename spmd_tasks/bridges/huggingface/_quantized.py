@@ -48,11 +48,8 @@ def dequantize(tensors: Mapping[str, LazyArray], block: tuple[int, int]) -> tupl
       quantized.add(name)
     elif not (name.endswith('_scales') and name.replace('_scales', '_blocks') in tensors):
       found[name] = tensor
-  return {name: found[name] for name in found if not _is_scale(name, quantized)}, quantized
-
-
-def _is_scale(name: str, quantized: set[str]) -> bool:
-  return name.endswith('_scale_inv') and name.removesuffix('_scale_inv') in quantized
+  scales = {f'{name}_scale_inv' for name in quantized}
+  return {name: tensor for name, tensor in found.items() if name not in scales}, quantized
 
 
 def _mxfp4(name: str, blocks: LazyArray, scales: LazyArray | None) -> LazyArray:

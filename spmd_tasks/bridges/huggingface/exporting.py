@@ -119,7 +119,7 @@ def export_model(
       job.task.model,
       weights,
       origin=origin,
-      settings=_settings(job, model),
+      settings=_settings(job),
       finish=functools.partial(_write_pooling, job, model),
       tokenizer_file=_tokenizer_file(job) if origin is None else None,
       is_writer=is_primary(),
@@ -133,7 +133,7 @@ def export_model(
 export_adapters = functools.partial(export_model, only_adapters=True)
 
 
-def _settings(job: Job, model: PartitionedModel) -> Mapping[str, Any]:
+def _settings(job: Job) -> Mapping[str, Any]:
   """Returns the keys of config.json that the model does not decide."""
   lengths = [spec.shape[1] for spec in job.train_input.element_spec().values() if len(spec.shape) > 1]
   tokenizer = job.tokenizer

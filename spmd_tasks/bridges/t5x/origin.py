@@ -74,7 +74,7 @@ class T5xOrigin(Base):
     """Returns the state of a new job. Raises a UserError if the weights or moments are not those of the job."""
     checkpoint = open_checkpoint(self.path, self.step)
     layout, lazy = self._lazy_weights(model, checkpoint)
-    moments = self._lazy_moments(model, checkpoint, layout, lazy) if self.with_optimizer else None
+    moments = self._lazy_moments(model, checkpoint, layout) if self.with_optimizer else None
     state = model.init(seed)
     state = state.replace(weights=_overwritten(model, lambda s: s.weights, lazy, state))
     phrase = f'starting from {len(lazy)} weights of {checkpoint.path}'
@@ -156,7 +156,7 @@ class T5xOrigin(Base):
     return kept, {slot.name: found[slot.name] for rule in kept for slot in rule.source if slot.name in found}
 
   def _lazy_moments(
-    self, model: PartitionedModel, checkpoint: T5xCheckpoint, layout: Layout, weights: Mapping[str, LazyArray]
+    self, model: PartitionedModel, checkpoint: T5xCheckpoint, layout: Layout
   ) -> dict[str, LazyArray] | None:
     """Returns our moments by their place in the optimizer state; None if the checkpoint has none."""
     prefix = 'state/param_states/'

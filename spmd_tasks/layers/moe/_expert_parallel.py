@@ -204,4 +204,3 @@ class Dispatch(Protocol):
       gates: float32 [n, k], 0 for an assignment that is not routed.
       experts, exchange: of this device, and the devices.
     """
-    ...

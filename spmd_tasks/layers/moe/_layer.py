@@ -30,7 +30,6 @@ class ExpertComputation(Protocol):
 
     The ratios are those of RoutingSums. `fraction_dropped` is that of the real tokens' choices that were not computed.
     """
-    ...
 
 
 class MixtureOfExperts(WithSublayers, kw_only=True):
