@@ -93,9 +93,6 @@ class ModelEngine:
         self.step(keep, drafts=dict.fromkeys(range(num_rows), (0,) * num)).read()
     self.reset()
     logging.info('compiled %d prefills in %.1f s', len(prefills), time.monotonic() - started)
-    num_texts = self.num_blocks // self._steps.table_len
-    size = (self.num_blocks, self.block_tokens, num_texts, self.max_len)
-    logging.info('the KV cache has %d blocks of %d tokens, room for %d texts of %d', *size)
 
   def reset(self) -> None:
     self.cache_epoch += 1

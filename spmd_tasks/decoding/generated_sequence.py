@@ -156,7 +156,7 @@ class GeneratedSequence:
     index, owner: for the caller; this class does not use them.
     num_launched: number of tokens whose computation was launched.
     num_drafted, num_accepted: tokens that were guessed ahead, and those of them that were right.
-    num_reused: number of the prompt's tokens that the cache held already when the sequence was admitted.
+    num_reused: number of the prompt's tokens that the cache held already when the sequence was first admitted.
     chunk_keys: of the prompt, for the scheduler.
     num_tokens: number of generated tokens that were fetched, a stop token included.
     logprobs: of the fetched tokens, where wanted, and before them of the prompt's tokens, where it is scored.

@@ -321,11 +321,13 @@ class Scheduler:
   def _admit(self, chunk: Chunk, sequence: GeneratedSequence) -> None:
     """Gives the slot of a prompt's first chunk to its sequence, which waits."""
     self._free.remove(chunk.slot)  # before it leaves the queue: another thread may read has_work in between
-    (self._preempted if sequence in self._preempted else self._queue).remove(sequence)
+    begins_again = sequence in self._preempted
+    (self._preempted if begins_again else self._queue).remove(sequence)
     self._slots[chunk.slot] = sequence
     part = chunk.slot // self._slots_of_part
     self._texts[chunk.slot] = self._pool.open(part, self._beginning(sequence, part))
-    sequence.num_reused = chunk.start
+    if not begins_again:  # then it would count its own chunks
+      sequence.num_reused = chunk.start
     self.num_reused_tokens += chunk.start
     self._on_admit(sequence)
 

@@ -139,7 +139,6 @@ class _PromptRequest(NamedTuple):
   request: Request  # the first sample
   num_outputs: int  # how many samples or beams are wanted
   matcher: Matcher | None  # of the form of its outputs; None where that is open
-  record: dict[str, Any]  # what the outputs depend on beside the weights, as JSON
 
 
 class Decoder:
@@ -167,12 +166,16 @@ class Decoder:
         where = f'{name}, prompt {number}'
         request, num_outputs = self._tokenizer.request(prompt, where)
         matcher = self._tokenizer.matcher(prompt, where)
-        record = request_record(prompt, request, num_outputs, steps.settings)
-        self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher, record))
-    records = {name: json.dumps([each.record for each in wanted]) for name, wanted in self._wanted.items()}
-    refuse_differences(
-      'prompts', {name: zlib.crc32(text.encode()) for name, text in records.items()}, limit_s=LOOK_LIMIT_S
-    )
+        self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher))
+    digests = dict.fromkeys(self._wanted, 0)
+    for name, wanted in self._wanted.items():
+      for each in wanted:
+        digests[name] = zlib.crc32(json.dumps(self._record(each)).encode(), digests[name])
+    refuse_differences('prompts', digests, limit_s=LOOK_LIMIT_S)
+
+  def _record(self, each: _PromptRequest) -> dict[str, Any]:
+    """What outputs depend on beside the weights, as JSON; made anew each time, as a million are much memory."""
+    return request_record(each.prompt, each.request, each.num_outputs, self._steps.settings)
 
   def compile(self) -> None:
     """Compiles the programs that these prompts need; does nothing the second time."""
@@ -184,7 +187,7 @@ class Decoder:
     """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`."""
     directory, wanted = self._directory / name, self._wanted[name]
     path = directory / f'step_{step}.jsonl' if self._output_path is None else absolute_path(self._output_path)
-    file = DecodedFile(path, [each.record for each in wanted])
+    file = DecodedFile(path, len(wanted), lambda: map(self._record, wanted))
     set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
     with contextlib.closing(file), contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
@@ -198,7 +201,7 @@ class Decoder:
         if is_primary():
           outputs = outputs_record(completions, has_text=self._tokenizer.tokenizer is not None)
           ids = {} if each.prompt.id is None else {'id': each.prompt.id}
-          file.append({'index': index, 'step': step, 'request': each.record} | ids | outputs)
+          file.append({'index': index, 'step': step, 'request': self._record(each)} | ids | outputs)
         progress.step(index + 1)
       if is_primary() and not path.exists():
         file.finish()

@@ -5,7 +5,7 @@ A line has the prompt's `index`, the checkpoint's `step`, the `request` (request
 the whole lines and continues after them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import fcntl
 import io
@@ -26,12 +26,12 @@ from spmd_tasks.store_files import read_growing, replace_growing
 
 
 class DecodedFile:
-  """The outputs file of the given requests' records; only process 0 reads and writes it."""
+  """The outputs file of `num_requests`, whose records `requests` makes; only process 0 reads and writes it."""
 
-  def __init__(self, path: epath.Path, requests: Sequence[Mapping[str, Any]]):
+  def __init__(self, path: epath.Path, num_requests: int, requests: Callable[[], Iterable[Mapping[str, Any]]]):
     self._path = path
     self._partial = path.parent / f'{path.name}.partial'
-    self._requests = requests
+    self._num_requests, self._requests = num_requests, requests
     self._lock: io.FileIO | None = None
 
   def close(self) -> None:
@@ -80,10 +80,10 @@ class DecodedFile:
 
   def _check(self, path: epath.Path, content: bytes, *, is_complete: bool) -> int:
     lines = content.splitlines()
-    is_same = len(lines) == len(self._requests) if is_complete else len(lines) <= len(self._requests)
+    is_same = len(lines) == self._num_requests if is_complete else len(lines) <= self._num_requests
     try:
       is_same = is_same and all(
-        json.loads(line)['request'] == request for line, request in zip(lines, self._requests, strict=False)
+        json.loads(line)['request'] == request for line, request in zip(lines, self._requests(), strict=False)
       )
     except (ValueError, KeyError, TypeError, RecursionError):
       is_same = False

@@ -210,11 +210,11 @@ def test_outputs_of_other_prompts_are_not_overwritten(decoded, tmp_path, capfd):
 def test_lines_that_are_no_outputs_are_not_overwritten(tmp_path, content):
   (tmp_path / 'outputs.jsonl.partial').write_bytes(content + b'\n')
   with pytest.raises(UserError, match='holds outputs of other prompts or another config'):
-    DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), [{}]).num_done()
+    DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), 1, lambda: [{}]).num_done()
 
 
 def test_a_second_job_does_not_write_the_same_file(tmp_path):
-  first, second = (DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), [{}]) for _ in range(2))
+  first, second = (DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), 1, lambda: [{}]) for _ in range(2))
   (tmp_path / 'outputs.jsonl.partial').write_text('{"request": {}}\n{"requ')  # of a job that was killed
   assert first.num_done() == 1
   with pytest.raises(UserError, match='is being written by another job'):
