@@ -21,6 +21,7 @@ from typing import Any
 
 from flax import traverse_util
 import jax
+from jax.experimental.layout import Format, Layout
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
@@ -50,7 +51,9 @@ from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
 from spmd_tasks.sharding.specs import current_platform, num_parts, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import is_quantized, unbox_weights, weight_specs
 
-_BLOCK_TOKENS = 16  # positions of a block, where the chunks of prompts are multiples of it
+# Platform -> positions of a block, where the chunks of prompts are multiples of it. A TPU's kernel copies each block.
+_BLOCK_TOKENS, _SHORT_BLOCK_TOKENS = {'tpu': 64}, 16
+_LEAST_FEATURES = 64  # of a head, whose rows of 128 in a TPU's memory are half full
 _PREFILL_ROWS = 8  # of a prefill at most, where the settings do not say
 # Platform -> tokens of a chunk. To a CPU 64 at the end of 4,000 take as long as two steps of 32 texts; elsewhere a step
 # reads all weights anyway, and more tokens cost little beside that.
@@ -130,10 +133,11 @@ class DecodeSteps:
     self._has_prefix = 'prefix_mask' in spec
     with self._scope():
       chunk = _CHUNK.get(current_platform(), _LONG_CHUNK)
+      block = _BLOCK_TOKENS.get(current_platform(), _SHORT_BLOCK_TOKENS)
     num_slots, room = self.settings.num_slots, None
     if self.settings.step_tokens is not None:
       room = self.settings.step_tokens - num_slots
-      chunk = min(chunk, max(room - room % _BLOCK_TOKENS, self.settings.min_bucket))
+      chunk = min(chunk, max(room - room % block, self.settings.min_bucket))
     chunk = self.settings.prefill_chunk or chunk
     self.prefill_chunk = self.max_len if self._has_prefix else min(max(chunk, self.settings.min_bucket), self.max_len)
     # Beam search reads whole prompts.
@@ -146,6 +150,7 @@ class DecodeSteps:
     if is_chained:
       self.heads = (0, *[nextn_drafts.CHAINED] * num_guessed)[:num_guessed]
     self._compiled: dict[Any, Any] = {}
+    self._cache_specs: dict[str, PartitionSpec] = {}  # by paths
     self.kept_state: DecodeState | None = None
 
     self._prefills: dict[int, Any] = {}  # by the number of rows: the shapes that a prefill returns
@@ -162,7 +167,7 @@ class DecodeSteps:
     self.num_parts = max(num_parts(axes, model.mesh.shape) for axes in slot_axes)
     # Chunks that texts share end where a block ends.
     shares = self.prefill_chunk < self.max_len
-    self.block_tokens = math.gcd(self.prefill_chunk, _BLOCK_TOKENS) if shares else min(self.max_len, _BLOCK_TOKENS)
+    self.block_tokens = math.gcd(self.prefill_chunk, block) if shares else min(self.max_len, block)
     self.table_len = -(-self.max_len // self.block_tokens)
     self._slots_of_part = -(-num_slots // self.num_parts)
     is_pool = [step_functions.has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_cache)[0]]
@@ -180,6 +185,7 @@ class DecodeSteps:
     if draft is not None:
       self.draft = self._draft_steps(draft, **sizes | {'max_cache_tokens': self.num_blocks * self.block_tokens})
     abstract_cache, specs, _ = of_blocks((self.num_blocks, self.block_tokens))
+    self._cache_specs = {jax.tree_util.keystr(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
     empty = functools.partial(
       step_functions.empty_state,
       num_slots=self.settings.num_slots,
@@ -189,10 +195,10 @@ class DecodeSteps:
     )
     self.abstract_state = jax.eval_shape(lambda: empty(abstract_cache))
     shardings = jax.tree.map(lambda _: self._replicated, self.abstract_state)
-    shardings = shardings.replace(cache=jax.tree.map(lambda spec: NamedSharding(model.mesh, spec), specs))
+    shardings = shardings.replace(cache=jax.tree.map(self._cache_format, abstract_cache, specs))
 
     self.padded_state = jax.tree.map(self._padded, self.abstract_state, shardings)
-    self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
+    self._state_shardings = jax.tree.map(_format, self.padded_state)
     fewer = (2 * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
     self.num_drafts = self.settings.num_drafts
     if self.num_drafts and not all(is_pool):
@@ -257,9 +263,20 @@ class DecodeSteps:
       )
     return made
 
-  def _padded(self, leaf: Any, sharding: NamedSharding) -> Any:
+  def _padded(self, leaf: Any, placed: NamedSharding | Format) -> Any:
+    sharding: Any = placed.sharding if isinstance(placed, Format) else placed
     shape = padding.padded_shape(leaf.shape, sharding.spec, self._model.mesh.shape)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placed)
+
+  def _cache_format(self, leaf: Any, spec: PartitionSpec) -> NamedSharding | Format:
+    """The layout of an array of the cache: a kernel reads its blocks one by one.
+
+    A TPU's compiler would lay blocks whose entries do not fill rows of 128 numbers side by side, entry by entry.
+    """
+    sharding = NamedSharding(self._model.mesh, spec)
+    if self._model.mesh.devices.flat[0].platform != 'tpu' or leaf.shape[-1] < _LEAST_FEATURES:
+      return sharding
+    return Format(Layout(major_to_minor=tuple(range(leaf.ndim))), sharding)
 
   def _blocks_of_part(self, abstract_cache: Callable[[tuple[int, int]], Any], is_pool: Sequence[bool]) -> int:
     """How many blocks each of the D parts of the pool has."""
@@ -271,7 +288,7 @@ class DecodeSteps:
       # One block in each part, which is one per device, and what all slots have beside the pool.
       shapes, specs, _ = abstract_cache((self.num_parts, self.block_tokens))
       sizes = [
-        local_bytes(self._padded(leaf, NamedSharding(self._model.mesh, spec)))
+        local_bytes(self._padded(leaf, self._cache_format(leaf, spec)))
         for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True)
       ]
       of_block = sum(size for size, pooled in zip(sizes, is_pool, strict=True) if pooled)
@@ -612,7 +629,7 @@ class DecodeSteps:
     jitted = jax.jit(
       scoped,
       in_shardings=(
-        *jax.tree.map(lambda leaf: leaf.sharding, held),
+        *jax.tree.map(_format, held),
         *jax.tree.map(lambda _: self._replicated, arguments),
       ),
       out_shardings=out,
@@ -680,7 +697,7 @@ class DecodeSteps:
     facts = {name: getattr(task, name, False) for name in ('batch_invariant', 'records_routing')}
     facts |= {'quantization': getattr(task, 'quantization', None)}
     facts |= {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
-    return layer_scope(longest_text=self.max_len, **facts)
+    return layer_scope(longest_text=self.max_len, cache_specs=self._cache_specs, **facts)
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)
@@ -705,6 +722,11 @@ def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[st
       "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
     )
   return outputs['logits'], updated['new_cache']
+
+
+def _format(leaf: Any) -> Any:
+  """The sharding of an abstract array, with its layout where that is not the compiler's choice."""
+  return leaf.sharding if leaf.format.layout is None else leaf.format
 
 
 def _search_arguments(batch: PrefillBatch) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from spmd_tasks.decoding import nextn_drafts
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, mask_logits, position_keys, request_keys, sample
-from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot
+from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot, write_to_pages
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.nextn import shift
@@ -273,7 +273,12 @@ def step(
     num_read = jnp.sum(outputs.is_valid, axis=0)  # as many as were drawn: each after one that belongs to the text
     active &= drafts.columns < jnp.take(num_read, drafts.owners, mode='clip')
   write = functools.partial(
-    write_tokens, starts=positions, lengths=active.astype(jnp.int32), slots=row_slots, tables=tables
+    write_tokens,
+    starts=positions,
+    lengths=active.astype(jnp.int32),
+    slots=row_slots,
+    tables=tables,
+    shares_blocks=drafts is not None,
   )
   if heads:
     following, lengths = outputs.tokens[:, None], jnp.ones_like(rows.tokens)
@@ -536,6 +541,7 @@ def write_tokens(
   *,
   slots: jax.Array | None = None,
   tables: jax.Array | None = None,
+  shares_blocks: bool = False,
 ) -> Any:
   """Writes the keys and values of every row's tokens to the places of their positions.
 
@@ -546,8 +552,9 @@ def write_tokens(
     lengths: int32 [P], number of tokens, without the padding behind them; 0 writes nothing.
     slots: int32 [P], all different, the slot of each row; rows with ids from N on are not written. None writes row i to
       slot i.
-    tables: int32 [D, P/D, M], the blocks of each row among the B of its part, see CachedArray; no two rows write to one
-      block, and blocks from B on are not written.
+    tables: int32 [D, P/D, M], the blocks of each row among the B of its part, see CachedArray; blocks from B on are not
+      written. Where T > 1, `starts` are then multiples of b.
+    shares_blocks: whether two rows may write to one block, as tokens of one text do.
 
   Leaves of an encoder's text are written as a whole where `new` has them, and left as they are elsewhere.
   """
@@ -564,7 +571,10 @@ def write_tokens(
         return whole
       return leaf.at[(slice(None),) * slot_dim + (slots,)].set(whole, mode='drop', unique_indices=True)
     if tables is not None and has_blocks(path):
-      blocks = tables
+      blocks, spec = tables, current_layer_scope().cache_specs.get(jax.tree_util.keystr(path))
+      written = None if shares_blocks else write_to_pages(leaf, tokens, tables, starts, lengths, spec)
+      if written is not None:
+        return written
     else:  # a slot is a block, and without `slots` a part of its own
       blocks = jnp.zeros((leaf.shape[slot_dim], 1, 1), jnp.int32) if slots is None else slots[None, :, None]
     num_parts, rows_of_part, num_blocks = blocks.shape

@@ -210,6 +210,7 @@ class LayerScope:
       [1, P, M], int32; T is 1, and `cache_slots` and `cache_tables` are of the rows before them.
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
     cache_attention: what computes attention to a paged cache, see _paged.py; None: the best there is.
+    cache_specs: in generation, the PartitionSpecs of the cache's arrays, by jax.tree_util.keystr of their paths.
     records_routing: in generation, whether the cache also keeps which experts computed each token.
     batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
     quantization: which Linears multiply in int8 or fp8, see quantized_products.py; None: none.
@@ -229,6 +230,7 @@ class LayerScope:
   cache_chunks: tuple[jax.Array, jax.Array] | None = None
   cache_dtype: str | None = None
   cache_attention: str | None = None
+  cache_specs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   records_routing: bool = False
   batch_invariant: bool = False
   quantization: Any = None

@@ -42,6 +42,7 @@ _ATTENTION_PRODUCTS = (
 )
 # Our grouped matmuls on GPUs: the gradient of weights, and all others.
 _GROUPED = re.compile(r'\bgrouped_matmul(_of_weights)?\b')
+_READS_PARTS = re.compile(r'\bpaged_(attention|write)\b')  # of their operands; they say how many bytes
 CAUSAL_SHARE = 0.5  # of the products of all queries with all keys, that attention kernels do not skip
 _GEMM_TARGETS = ('gemm', 'matmul', 'dot')
 _NO_TRAFFIC = frozenset({
@@ -49,6 +50,8 @@ _NO_TRAFFIC = frozenset({
   'partition-id', 'replica-id', 'iota', 'opt-barrier', 'optimization-barrier', 'async-start', 'async-update',
 })  # fmt: skip
 _SLICES = frozenset({'slice', 'dynamic-slice', 'gather'})
+# What changes its first operand in place -> which operand has the new values.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _VIEWS = frozenset({'bitcast', 'get-tuple-element'})
 
 
@@ -90,9 +93,11 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
       by_type, head_dim = {'bf16': attention[0]}, attention[1]
       efficiency = filled_part(head_dim, chip.mxu_size) * rate_of(chip, 'attention').value
     else:
-      stated = nested(instruction.backend_config, 'custom_call_config', 'cost_estimate', 'flops')
-      if of_kernel := float(stated or 0) or _grouped_flops(instruction):
+      stated = nested(instruction.backend_config, 'custom_call_config', 'cost_estimate') or {}
+      if of_kernel := float(stated.get('flops') or 0) or _grouped_flops(instruction):
         by_type = {'bf16': of_kernel}
+      if _READS_PARTS.search(instruction.op_name):
+        moved = min(moved, int(stated.get('bytes_accessed') or moved))
       efficiency = rate_of(chip, 'grouped').value
     basis = 'kernel' if sum(by_type.values()) or instruction.target == 'tpu_custom_call' else 'roofline'
   flops, cycles = sum(by_type.values()), instruction.estimated_cycles
@@ -263,6 +268,8 @@ def hbm_bytes(instruction: Instruction) -> int:
     return 2 * _in_hbm(instruction.shape)
   if opcode == 'dynamic-update-slice':
     return 2 * _in_hbm(shapes[1])
+  if opcode == 'scatter':  # in place, too: the compiler copies what is to stay
+    return _in_hbm(shapes[1]) + 2 * _in_hbm(shapes[2])
   written = _in_hbm(instruction.shape)
   if opcode.endswith('-start'):
     written = _in_hbm(instruction.shape.elements[0]) if instruction.shape.elements else 0
@@ -276,7 +283,7 @@ def _fusion_bytes(instruction: Instruction, fused: Computation) -> int:
     for user in within.users.get(value, ()):
       if user.opcode in _SLICES and user.operands[0] is value:
         total += user.shape.stored_bytes
-      elif user.opcode == 'dynamic-update-slice' and user.operands[0] is value:
+      elif user.opcode in _UPDATES and user.operands[0] is value:
         continue
       elif user.opcode == 'tuple' and user is within.root:
         continue  # handed on as it is
@@ -307,7 +314,14 @@ def _written(result: Instruction, shape: Shape) -> int:
     result = result.operands[0]
   if result.opcode == 'parameter':
     return 0
-  return result.operands[1].shape.stored_bytes if result.opcode == 'dynamic-update-slice' else shape.stored_bytes
+  if result.opcode not in _UPDATES:
+    return shape.stored_bytes
+  changed = result.operands[0]
+  while _is_view(changed):
+    changed = changed.operands[0]
+  if result.opcode == 'scatter' and changed.opcode != 'parameter':  # of an array that begins as zeros, all is written
+    return shape.stored_bytes
+  return result.operands[_UPDATES[result.opcode]].shape.stored_bytes
 
 
 def _in_hbm(shape: Shape) -> int:

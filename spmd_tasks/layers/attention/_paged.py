@@ -102,6 +102,60 @@ def attend_to_pages(
   return highest, total, attended
 
 
+def write_to_pages(
+  pages: jax.Array,
+  new: jax.Array,
+  tables: jax.Array,
+  starts: jax.Array,
+  lengths: jax.Array,
+  spec: PartitionSpec | None,
+) -> jax.Array | None:
+  """Writes tokens [..., B, G, T, K] to pages [..., N, G, b, K] in place; None where a scatter is to do so.
+
+  Args:
+    pages, new: of all layers.
+    tables, starts, lengths: see decoding.step_functions.write_tokens; no two rows write to one block.
+    spec: of `pages`; None where it is not known.
+  """
+  scope = current_sharding_scope()
+  if current_platform() != 'tpu' or current_layer_scope().cache_attention == 'xla':
+    return None
+  from spmd_tasks.layers.attention import _paged_writes
+
+  is_split = scope is not None and scope.mesh.size > 1
+  if _paged_writes.obstacle(pages, new.shape[-2]) or (is_split and spec is None):
+    return None
+
+  def local(pages: jax.Array, new: jax.Array, tables: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
+    return _paged_writes.write_to_pages(pages, new, tables[0], starts, lengths)
+
+  padding = tables.shape[0] * tables.shape[1] - len(starts)
+  new = new.reshape(-1, *new.shape[-4:])
+  if padding:
+    new = jnp.pad(new, ((0, 0), (0, padding), *((0, 0),) * 3))
+    starts, lengths = jnp.pad(starts, (0, padding)), jnp.pad(lengths, (0, padding))
+  given = pages.reshape(-1, *pages.shape[-4:]), new, tables, starts, lengths
+  if not is_split or scope is None or spec is None:
+    return local(*given).reshape(pages.shape)
+  sizes = scope.mesh.shape
+  *_, rows, heads, entries, features = spec_axes(spec, pages.ndim)
+  if num_parts(rows, sizes) != len(tables) or pages.shape[-3] % num_parts(heads, sizes):
+    return None
+  if num_parts((*entries, *features), sizes) > 1:
+    return None
+  mesh, axis_names = scope.free_mesh()
+  of_arrays, of_rows = PartitionSpec(None, spec_entry(rows), spec_entry(heads)), PartitionSpec(spec_entry(rows))
+  written = jax.shard_map(
+    local,
+    mesh=mesh,
+    axis_names=axis_names,
+    in_specs=(of_arrays, of_arrays, of_rows, of_rows, of_rows),
+    out_specs=of_arrays,
+    check_vma=False,  # kernels do not track varying axes
+  )(*given)
+  return written.reshape(pages.shape)
+
+
 def kernel_of(platform: str) -> Any:
   """Returns the module with the kernel of a platform, None where there is none."""
   if platform == 'tpu':

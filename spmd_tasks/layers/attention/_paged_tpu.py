@@ -35,6 +35,8 @@ def obstacle(query: jax.Array, keys: Any) -> str | None:
   tile = _SUBLANES * 4 // keys.array.dtype.itemsize
   if keys.array.shape[-2] % tile:
     return f'needs blocks of a multiple of {tile} entries in {keys.array.dtype}, and not {keys.array.shape[-2]}'
+  if keys.array.shape[-1] < _LANES // 2:  # which DecodeSteps does not store by rows
+    return f'needs keys of {_LANES // 2} features or more, and not {keys.array.shape[-1]}'
   assert keys.tables is not None
   if keys.tables.size > keys.tables.shape[0] * _TABLES:
     return f'needs tables of at most {_TABLES} blocks on a device, and not {keys.tables.size // keys.tables.shape[0]}'
@@ -78,7 +80,7 @@ def attend_to_pages(
   cost = pl.CostEstimate(
     flops=num_products * (head_dim + value_dim),
     transcendentals=num_products // 2,
-    bytes_accessed=held * sum(x.shape[-1] for x in pages) * pages[0].dtype.itemsize
+    bytes_accessed=held * sum(lanes) * pages[0].dtype.itemsize
     + num_rows * num_groups * padded * (head_dim * query.dtype.itemsize + 4 * (value_dim + _LANES)),
   )
   stats, attended = pl.pallas_call(
@@ -94,7 +96,7 @@ def attend_to_pages(
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
       grid=grid,
-      in_specs=[of_queries(head_dim), *(pl.BlockSpec(memory_space=pl.ANY) for _ in pages)],
+      in_specs=[of_queries(head_dim), *(pl.BlockSpec(memory_space=pltpu.HBM) for _ in pages)],
       out_specs=[of_queries(_LANES), of_queries(value_dim)],
       scratch_shapes=[
         *(pltpu.VMEM((2, at_once, g, block, x.shape[-1]), x.dtype) for x in pages),
@@ -105,7 +107,7 @@ def attend_to_pages(
       ],
     ),
     out_shape=[jax.ShapeDtypeStruct((num_rows, num_groups, padded, size), jnp.float32) for size in (_LANES, value_dim)],
-    compiler_params=pltpu.CompilerParams(dimension_semantics=('arbitrary',) * 3),
+    compiler_params=pltpu.CompilerParams(dimension_semantics=('arbitrary',) * 3, disable_bounds_checks=True),
     cost_estimate=cost,
     name='paged_attention',
     interpret=interpret,

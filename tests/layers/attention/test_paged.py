@@ -1,15 +1,18 @@
 """A kernel that reads the pages of a KV cache gives the numbers of the loop over its blocks."""
 
+import contextlib
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
+from spmd_tasks.decoding.step_functions import write_tokens
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import _paged, _paged_tpu
+from spmd_tasks.layers.attention import _paged, _paged_tpu, _paged_writes
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache
 from spmd_tasks.layers.base import layer_scope
@@ -30,7 +33,7 @@ class Case:
   columns: int = 1
   heads: int = 4
   kv_heads: int = 2
-  head_dim: int = 8
+  head_dim: int = 64
   is_latent: bool = False
   has_sinks: bool = False
   window: int | None = None
@@ -130,3 +133,31 @@ def test_what_a_kernel_cannot_compute_it_says(changes, scope, message, monkeypat
     _paged.attend_to_pages(query, (keys, keys), None, options, 1, None, None)
   with layer_scope(**scope):
     assert _paged.attend_to_pages(query, (keys, keys), None, options, 1, None, None) is None
+
+
+@pytest.mark.parametrize('columns, parts', [(1, 1), (2 * BLOCK, 1), (1, 2)])
+def test_tokens_are_written_as_a_scatter_writes_them(columns, parts, monkeypatch):
+  rng = np.random.default_rng(columns)
+  num_rows, num_blocks = 4, 7
+  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2)).build(jax.devices()[:4]) if parts > 1 else None
+  shape = (2, parts * num_blocks, 2, 2 * BLOCK, 64)
+  pages = jnp.asarray(rng.normal(size=shape), 'bfloat16')
+  new = jnp.asarray(rng.normal(size=(2, num_rows, 2, columns, 64)), 'bfloat16')
+  tables = rng.permutation(num_blocks)[: num_rows // parts, None].repeat(3, 1) + np.array([0, 100, 100])
+  tables = jnp.asarray(np.stack([tables] * parts), jnp.int32)  # which has no further blocks
+  starts, lengths = (jnp.array([0, 7, 31, 16]), [0, 1, 0, 1]) if columns == 1 else (jnp.zeros(4, int), [0, 5, 32, 16])
+
+  def write():
+    given = {'starts': starts.astype(jnp.int32), 'lengths': jnp.array(lengths, jnp.int32), 'tables': tables}
+    specs = {"['key']": PartitionSpec(None, 'data', 'mdl')}
+    scope = contextlib.nullcontext() if mesh is None else sharding_scope(mesh, RULES)
+    with scope, layer_scope(cache_specs=specs):
+      return write_tokens({'key': pages}, {'key': new}, **given)['key']
+
+  expected = jax.jit(write)()
+  assert (expected != pages).any()
+  monkeypatch.setattr(_paged, 'current_platform', lambda: 'tpu')
+  interpreted = functools.partial(_paged_writes.write_to_pages, interpret=True)
+  monkeypatch.setattr(_paged_writes, 'write_to_pages', interpreted)
+  written = jax.jit(lambda: write())()
+  assert (np.asarray(written, np.float32) == np.asarray(expected, np.float32)).all()
