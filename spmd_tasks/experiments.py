@@ -5,8 +5,10 @@ directory experiments/ of a checkout, or `_experiments` beside this file in an i
 `experiments` and ours never meet. (experiment.py is something else: the class Experiment.)
 """
 
+import functools
 from importlib import metadata
 from pathlib import Path
+import sys
 
 ENTRY_POINTS = 'spmd_tasks.experiments'  # the group by which other packages register theirs
 
@@ -17,6 +19,12 @@ __path__ = [str(DIRECTORY)]
 
 def modules_of_others() -> dict[str, list[str]]:
   """The modules that other packages register by entry points, by their names there."""
+  return _modules_on(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)  # every command asks several times, and hundreds of installed packages are looked into
+def _modules_on(path: tuple[str, ...]) -> dict[str, list[str]]:
+  del path  # where entry points are looked for
   modules: dict[str, list[str]] = {}
   for point in metadata.entry_points(group=ENTRY_POINTS):
     if point.value not in modules.setdefault(point.name, []):

@@ -33,13 +33,16 @@ def freeze(value: Any) -> Any:
   return value
 
 
+_hints_of = functools.cache(get_type_hints)  # each takes a millisecond, and a class asks for dozens
+
+
 def _field_type(cls: type, name: str) -> Any:
   """The annotation of an inherited field, resolved in the module that wrote it where that is possible."""
   for base in cls.__mro__[1:]:
     annotations = inspect.get_annotations(base)
     if name in annotations:
       try:
-        return get_type_hints(base)[name]
+        return _hints_of(base)[name]
       except NameError:  # a name that exists for type checkers only
         return annotations[name]
   raise AssertionError(name)

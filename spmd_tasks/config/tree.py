@@ -188,7 +188,7 @@ def _fields_of_buildable(node: fdl.Buildable) -> dict[str, Field]:
   factories: dict[str, Any] = {field.name: field.default_factory for field in declared}
   is_module = isinstance(target, type) and issubclass(target, nn.Module)
   fields = {}
-  for name, parameter in inspect.signature(target).parameters.items():
+  for name, parameter in _signature(target).parameters.items():
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
       continue
     if name in arguments:
@@ -201,6 +201,9 @@ def _fields_of_buildable(node: fdl.Buildable) -> dict[str, Field]:
       value = UNSET if parameter.default is parameter.empty else parameter.default
     fields[name] = Field(value=value, annotation=hints.get(name, parameter.annotation))
   return fields | {name: Field(value=value) for name, value in arguments.items()}
+
+
+_signature = functools.cache(inspect.signature)
 
 
 @functools.cache
