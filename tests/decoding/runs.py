@@ -119,10 +119,16 @@ class Run:
 
   @functools.cached_property
   def steps(self) -> DecodeSteps:
-    steps = DecodeSteps(self.model, SETTINGS)
-    if not self.scores_prompts:  # one model alone has programs for fewer busy slots
-      steps.step_rows = steps.step_rows[-1:]
+    # One model alone has programs for fewer busy slots.
+    steps = DecodeSteps(self.model, SETTINGS) if self.scores_prompts else self.few_programs(SETTINGS)
     steps.compile(score_prompts=self.scores_prompts)
+    return steps
+
+  def few_programs(self, settings: DecodeSettings, **given) -> DecodeSteps:
+    """New steps without programs for fewer busy slots and drafts: each takes its time to compile."""
+    steps = DecodeSteps(self.model, settings, **given)
+    steps.step_rows, sizes = steps.step_rows[-1:], steps.draft_sizes
+    steps.draft_sizes = lambda num_slots: sizes(num_slots)[-1:]
     return steps
 
   def generate(self, requests) -> list[Completion]:

@@ -74,8 +74,7 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   run, requests = make_run('one device'), make_requests()[:4]
   expected = run.generate(requests)
   monkeypatch.setattr(weight_storage, '_LEAST', 1)
-  steps = DecodeSteps(run.model, SETTINGS)
-  steps.step_rows = steps.step_rows[-1:]
+  steps = run.few_programs(SETTINGS)
   kernel = run.variables['params']['stack']['layers']['ffn']['up']['kernel']
   *_, last = steps.arrange(run.variables)[LAYER_KERNELS]['stack']['layers']['ffn']['up']['kernel']
   np.testing.assert_array_equal(last, kernel[-1])
@@ -100,7 +99,10 @@ def test_a_sample_is_of_weights_prompt_and_seed():
   assert drawn[0][0] != other_seed != other_sample != drawn[0][0]
 
 
-@pytest.mark.parametrize('name', ['data 2 x mdl 4', 'windows', pytest.param('data 2 x expert 4', marks=exhaustive)])
+# On a mesh the jobs of tests/tuning sample by it, of whose tokens the trainer computes the same log-probabilities.
+@pytest.mark.parametrize(
+  'name', ['windows', *(pytest.param(f'data 2 x {each}', marks=exhaustive) for each in ('mdl 4', 'expert 4'))]
+)
 def test_samples_by_one_program_are_those_of_the_engine(name):
   run = make_run(name)
   sampling = SamplingParams(temperature=1.5, top_p=0.95)
@@ -280,7 +282,8 @@ class EvenTokens:
   'name, cache_dtype, num_drafts',
   [
     ('one device', None, 0),
-    pytest.param('windows', None, 0, marks=pytest.mark.slow),
+    # Windows are in the last case, too.
+    pytest.param('windows', None, 0, marks=(pytest.mark.slow, exhaustive)),
     pytest.param('mdl 4', None, 0, marks=pytest.mark.slow),
     pytest.param('one device', 'int8', 2, marks=pytest.mark.slow),
     pytest.param('latent attention, then windows and experts', 'int8', 0, marks=pytest.mark.slow),
@@ -291,9 +294,7 @@ def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(nam
   run, is_plain = make_run(name), name == 'one device' and cache_dtype is None
   alone = dataclasses.replace(SETTINGS, cache_dtype=cache_dtype)
   joined = dataclasses.replace(alone, step_tokens=3 + 2 * CHUNK, num_drafts=num_drafts)
-  steps = DecodeSteps(run.model, joined)
-  if not is_plain:  # fewer programs
-    steps.step_rows = steps.step_rows[-1:]
+  steps = DecodeSteps(run.model, joined) if is_plain else run.few_programs(joined)
   engine = ModelEngine(steps, run.variables, constrain=True)
   engine.warm_up()
   document = rng.integers(1, 257, 12).tolist()
@@ -307,7 +308,7 @@ def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(nam
     requests.append(Request(ids=tuple(ids), max_tokens=length, sampling=sampling, logit_bias=bias))
   # Prompts and texts take turns; the weights of one device are those of its mesh.
   other = make_run('one device' if name == 'mdl 4' else name)
-  turns = other.steps if cache_dtype is None else DecodeSteps(run.model, alone)
+  turns = other.steps if cache_dtype is None else run.few_programs(alone)
   done = dict(generate(turns, other.variables, requests, decode=lambda tokens: ''))
   expected = [done[index] for index in range(len(requests))]
   num_joined, step = 0, engine.step

@@ -25,11 +25,8 @@ def steps_of(name, noise=None, **settings) -> DecodeSteps:
   """Only those with noise have programs for fewer busy slots and drafts, too: each takes its time to compile."""
   run = make_run(name)
   draft = None if noise is None else draft_of(run, noise)
-  made = DecodeSteps(run.model, dataclasses.replace(SETTINGS, **settings), draft=draft)
-  if not noise:
-    made.step_rows, sizes = made.step_rows[-1:], made.draft_sizes
-    made.draft_sizes = lambda num_slots: sizes(num_slots)[-1:]
-  return made
+  make = functools.partial(DecodeSteps, run.model) if noise else run.few_programs
+  return make(dataclasses.replace(SETTINGS, **settings), draft=draft)
 
 
 def test_what_followed_the_same_tokens_before_is_guessed():

@@ -9,6 +9,7 @@ from spmd_tasks.decoding.generation import complete_groups
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.tuning import RolloutTask
 from spmd_tasks.tuning.preference_loss import answer_log_probs
+from tests.drawn_weights import draw_variables
 from tests.runtime.loss_curves import make_model, table
 from tests.tuning.reward_experiments import ExpertsPolicy, LowRankPolicy, Policy
 
@@ -64,12 +65,7 @@ def trained_log_probs(task, is_exact):
 def test_no_bit_of_200_rollouts_differs_in_batches_of_1_to_16(name, experiment):
   model, _ = make_model(experiment, (1,), overrides=('exact=True',))
   assert isinstance(model.task, RolloutTask)
-  weights, rng = model.init(0).variables['params'], np.random.default_rng(0)
-
-  def moved(x):  # adapters begin at 0
-    return jax.device_put(np.asarray(x) + np.float32(0.01) * rng.standard_normal(x.shape, np.float32), x.sharding)
-
-  weights = jax.tree.map(moved, weights)
+  weights, rng = draw_variables(model, 0)['params'], np.random.default_rng(0)
   settings = DecodeSettings(max_len=LENGTH, num_slots=NUM_SLOTS, min_bucket=LENGTH, prefill_rows=4)
   steps = DecodeSteps(model, settings, temperature=TEMPERATURE)
   steps.step_rows = steps.step_rows[-2:]  # of the programs for fewer busy slots one

@@ -119,8 +119,7 @@ def test_texts_that_share_rows_are_scored_and_valued_as_those_of_their_own():
     ids = rng.integers(0, 30, prompt + length).tolist()
     episodes.append(Episode(prompt_ids=ids[:prompt], ids=ids[prompt:], logprobs=[0] * length, is_sampled=[1] * length))
   episodes[3] = Episode()
-  rollout, variables = settings.rollout_of(episodes, settings.num_rows), model.init(0).variables
-  variables['params']['value_head']['kernel'] += 0.1
+  rollout, variables = settings.rollout_of(episodes, settings.num_rows), draw_variables(model, 0)
   batch = settings.batch_of(rollout, 4)
   is_used = (batch['segment_ids'].reshape(-1, 4, settings.seq_len) > 0).any(axis=(0, 2))
   assert is_used.tolist() == [True, True, True, False]
