@@ -66,8 +66,8 @@ class DecodeSettings(SamplingParams):
       ones may reuse; None is num_slots * max_len, or less where memory has no room for it.
     memory_fraction: of a device's memory, what weights and KV cache may take where max_cache_tokens is None.
     prefill_rows: P, how many prompts one prefill reads; None: as many of like lengths as make up a chunk, at most 8.
-    prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16, as blocks of the KV
-      cache divide it; None is 64 on CPUs and 256 elsewhere. Beam search reads whole prompts.
+    prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16 (TPUs: 64), as blocks
+      of the KV cache divide it; None is 64 on CPUs and 256 elsewhere. Beam search reads whole prompts.
     step_tokens: how many tokens a step may have, padding included: the next one of each slot, and prompts' tokens in
       the room left, by one program, which reads the weights once for both. None: prompts and texts take turns.
     num_drafts: how many tokens of a text a step guesses ahead and checks (decoding/drafts.py); the text stays the same.

@@ -3,8 +3,9 @@
 'xla'     the loop over blocks of the cache, which it copies out; on every platform.
 'pallas'  a kernel that reads each row's blocks where they lie: for TPUs (_paged_tpu.py) and GPUs (_paged_gpu.py).
 
-`task.decode.cache_attention` names one, which must be possible. None takes the kernel where it can compute a call, and
-logs once what is taken and why.
+`task.decode.cache_attention` names one, which must be possible where there are pages: rings, of layers with a short
+attention window, and whole rows have none. None takes the kernel where it can compute a call, and logs once what is
+taken and why.
 
 A module with a kernel has `obstacle(query, keys)`, what it cannot compute of a call, and `attend_to_pages(query, keys,
 values, start, options, num_columns)`. That takes the queries [B, G, Q, K] of one device, CachedArrays [L, N, G, b, K]
@@ -62,6 +63,9 @@ def attend_to_pages(
   asked, kernel = current_layer_scope().cache_attention, kernel_of(current_platform())
   if asked == 'xla' or current_layer_scope().plain_products or (asked is None and kernel is None):
     return None
+  is_ring = options.window is not None and cached[0].num_entries <= options.window
+  if cached[0].tables is None or is_ring:  # no pages
+    return None
   specs = _specs(query, cached[0], split_dims, kv_split_dims)
   obstacle = specs if isinstance(specs, str) else _obstacle(kernel, query, cached[0], options)
   if asked is None:
@@ -84,21 +88,20 @@ def attend_to_pages(
   num_rows, padding = len(query), tables.shape[0] * tables.shape[1] - len(query)
   if padding:
     query, start = jnp.pad(query, ((0, padding), *((0, 0),) * 3)), jnp.pad(start, (0, padding))
-  scope = current_sharding_scope()
-  if specs is None or scope is None:
-    return local(query, start, tables, layer, *arrays)
-  rows, heads, queries = map(spec_entry, specs)
-  mesh, axis_names = scope.free_mesh()
-  of_queries, of_array = PartitionSpec(rows, heads, queries), PartitionSpec(None, rows, heads)
-  found = jax.shard_map(
-    local,
-    mesh=mesh,
-    axis_names=axis_names,
-    in_specs=(of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in arrays)),
-    out_specs=(of_queries,) * 3,
-    check_vma=False,  # kernels do not track varying axes
-  )(query, start, tables, layer, *arrays)
-  highest, total, attended = (x[:num_rows] for x in found)
+  scope, compute = current_sharding_scope(), local
+  if specs is not None and scope is not None:
+    rows, heads, queries = map(spec_entry, specs)
+    mesh, axis_names = scope.free_mesh()
+    of_queries, of_array = PartitionSpec(rows, heads, queries), PartitionSpec(None, rows, heads)
+    compute = jax.shard_map(
+      local,
+      mesh=mesh,
+      axis_names=axis_names,
+      in_specs=(of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in arrays)),
+      out_specs=(of_queries,) * 3,
+      check_vma=False,  # kernels do not track varying axes
+    )
+  highest, total, attended = (x[:num_rows] for x in compute(query, start, tables, layer, *arrays))
   return highest, total, attended
 
 
@@ -169,10 +172,6 @@ def _obstacle(kernel: Any, query: jax.Array, keys: Any, options: AttentionOption
   """Returns why a kernel cannot compute a call, None if it can."""
   if kernel is None:
     return f"is a kernel for TPUs, and the mesh's devices are of the platform {current_platform()!r}"
-  if keys.tables is None:
-    return 'needs a cache in blocks, and this one has whole rows'
-  if options.window is not None and keys.num_entries <= options.window:
-    return 'has no rings, as layers with short attention windows have'
   if keys.scale is not None:
     return 'has no caches of 8 bits'
   if options.bias is not None:
@@ -187,7 +186,7 @@ def _obstacle(kernel: Any, query: jax.Array, keys: Any, options: AttentionOption
 def _specs(query: jax.Array, keys: Any, split_dims: SplitDims, kv_split_dims: SplitDims) -> Any:
   """Returns the mesh axes that split D, G and Q, None without a mesh, or why these cannot be split so."""
   scope = current_sharding_scope()
-  if scope is None or scope.mesh.size == 1 or keys.tables is None:
+  if scope is None or scope.mesh.size == 1:
     return None
   sizes = scope.mesh.shape
   axes_of = lambda split, shape: spec_axes(scope.activation_spec(split, shape), len(shape))
