@@ -21,7 +21,7 @@ from spmd_tasks.planning.targets import Target, target_of
 from spmd_tasks.planning.time import predict_time
 from spmd_tasks.planning.weights import weight_rows
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.flops import model_flops_per_train_step
+from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.parameter_table import bytes_per_device
 from spmd_tasks.sharding.axis_rules import stage_axis
 
@@ -115,13 +115,16 @@ def plan_compiled(
     the keys of plan.json that a step has, without those that need the model: bytes are one device's.
 
   Raises:
-    UserError: no argument has a mesh, and none is given.
+    UserError: no argument has a mesh, and none is given, or its devices are not the target's.
   """
   shardings = jax.tree.leaves(compiled.input_shardings)
   found = (each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
   mesh = mesh or next((each for each in found if isinstance(each, Mesh)), None)
   if mesh is None:
     raise UserError('no argument of the program is split over a mesh: give plan_compiled the mesh of its devices.')
+  kind = mesh.devices.flat[0].device_kind
+  if peak_flops_per_device(kind) != target.chip.peak_flops:
+    raise UserError(f'the program was compiled for {kind!r}, not for {target.name}: give the target of its devices.')
   analysis = compiled.memory_analysis()
   parts = {'peak_bytes': compiler_bytes(analysis)}
   return _read_compiled(compiled, read_program(compiled), target, mesh, parts, num_tokens, model_flops)

@@ -126,6 +126,12 @@ def test_any_compiled_program_is_planned(target, mesh_shape):
     assert planned['predicted_step_s'] >= planned['roofline']['flops'] / 1153.5e12
 
 
+def test_a_program_for_other_devices_is_refused():
+  rows = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(jax.make_mesh((8,), ('data',)), P('data')))
+  with pytest.raises(UserError, match="compiled for 'cpu', not for v5p:2x2x1"):
+    plan_compiled(jax.jit(jnp.sum).lower(rows).compile(), parse_target('v5p:2x2x1'))
+
+
 # --- weights ---
 
 
