@@ -82,7 +82,7 @@ class DecodeSettings(SamplingParams):
       decoding/weight_storage.py), or None, as training does. The computation has the model's dtype.
     cache_dtype: how the KV cache keeps keys and values: 'int8', 'float8_e4m3fn' or None, the model's dtype.
     cache_attention: what computes attention to the KV cache: 'pallas', a kernel that reads its blocks where they are
-      (TPUs), 'xla', a loop that copies them out, or None, the kernel where it can.
+      (TPUs and GPUs), 'xla', a loop that copies them out, or None, the kernel where it can.
     num_beams: 1 samples; a larger number searches for the likeliest texts with that many beams instead.
     length_penalty, beam_rule: of beam search, see decoding/beam.py.
     encoder_len: of an encoder-decoder, how many tokens a prompt may have; None takes the training input's length. Then

@@ -77,11 +77,16 @@ def attend_to_pages(
   first, tables, is_one = cached[0], cached[0].tables, cached[0].array is cached[1].array
   assert tables is not None
 
-  def local(query: jax.Array, start: jax.Array, tables: jax.Array, layer: jax.Array, *arrays: jax.Array) -> Partial:
-    held = [first._replace(array=x, layer=(layer,), tables=tables, num_rows=len(query)) for x in arrays]
-    return kernel.attend_to_pages(query, held[0], held[-1], start, options, num_columns)
+  def local(query: jax.Array, start: jax.Array, tables: jax.Array, layer: jax.Array, *stored: Any) -> Partial:
+    def held(array: jax.Array, scale: jax.Array | None) -> Any:
+      of_array = None if scale is None else held(scale, None)
+      return first._replace(array=array, layer=(layer,), tables=tables, num_rows=len(query), scale=of_array)
 
-  arrays = [each.array.reshape(-1, *each.array.shape[-4:]) for each in cached[: 1 if is_one else 2]]
+    keys_and_values = [held(*each) for each in stored]
+    return kernel.attend_to_pages(query, keys_and_values[0], keys_and_values[-1], start, options, num_columns)
+
+  flat = lambda x: None if x is None else x.array.reshape(-1, *x.array.shape[-4:])
+  stored = [(flat(each), flat(each.scale)) for each in cached[: 1 if is_one else 2]]
   layer = jnp.zeros((), jnp.int32)
   for number, size in zip(first.layer, first.array.shape, strict=False):
     layer = layer * size + number
@@ -97,11 +102,11 @@ def attend_to_pages(
       local,
       mesh=mesh,
       axis_names=axis_names,
-      in_specs=(of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in arrays)),
+      in_specs=(of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in stored)),
       out_specs=(of_queries,) * 3,
       check_vma=False,  # kernels do not track varying axes
     )
-  highest, total, attended = (x[:num_rows] for x in compute(query, start, tables, layer, *arrays))
+  highest, total, attended = (x[:num_rows] for x in compute(query, start, tables, layer, *stored))
   return highest, total, attended
 
 
@@ -165,21 +170,21 @@ def kernel_of(platform: str) -> Any:
     from spmd_tasks.layers.attention import _paged_tpu  # Pallas takes a second to import
 
     return _paged_tpu
+  if platform == 'gpu':
+    from spmd_tasks.layers.attention import _paged_gpu
+
+    return _paged_gpu
   return None
 
 
 def _obstacle(kernel: Any, query: jax.Array, keys: Any, options: AttentionOptions) -> str | None:
   """Returns why a kernel cannot compute a call, None if it can."""
   if kernel is None:
-    return f"is a kernel for TPUs, and the mesh's devices are of the platform {current_platform()!r}"
-  if keys.scale is not None:
-    return 'has no caches of 8 bits'
+    return f"is a kernel for TPUs and GPUs, and the mesh's devices are of the platform {current_platform()!r}"
   if options.bias is not None:
     return 'has no relative position biases'
   if current_layer_scope().cache_earlier is not None:
     return 'has no rows that follow one another, as those of drafts do'
-  if keys.array.dtype != query.dtype:
-    return f'needs keys of the dtype of the queries, and they are {keys.array.dtype} and {query.dtype}'
   return kernel.obstacle(query, keys)
 
 

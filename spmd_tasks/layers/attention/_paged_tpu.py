@@ -32,6 +32,10 @@ _TABLES = 2**17  # blocks that all rows have: half of the memory for scalars
 
 def obstacle(query: jax.Array, keys: Any) -> str | None:
   """Returns why the kernel cannot compute a call with keys in blocks, None if it can."""
+  if keys.scale is not None:
+    return 'has no caches of 8 bits'
+  if keys.array.dtype != query.dtype:
+    return f'needs keys of the dtype of the queries, and they are {keys.array.dtype} and {query.dtype}'
   tile = _SUBLANES * 4 // keys.array.dtype.itemsize
   if keys.array.shape[-2] % tile:
     return f'needs blocks of a multiple of {tile} entries in {keys.array.dtype}, and not {keys.array.shape[-2]}'

@@ -1,8 +1,9 @@
-"""A kernel that reads the pages of a KV cache gives the numbers of the loop over its blocks."""
+"""Kernels that read the pages of a KV cache give the numbers of the loop over its blocks."""
 
 import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 from jax.experimental.layout import Format, Layout
@@ -13,9 +14,9 @@ import pytest
 
 from spmd_tasks.decoding.step_functions import write_tokens
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import _paged, _paged_tpu, _paged_writes
+from spmd_tasks.layers.attention import _paged, _paged_gpu, _paged_tpu, _paged_writes
 from spmd_tasks.layers.attention._plain import AttentionOptions
-from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache
+from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache, quantize
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.planning import parse_target, plan_compiled
 from spmd_tasks.planning.targets import has_compiler
@@ -43,14 +44,16 @@ class Case:
   cap: float | None = None
   dtype: str = 'float32'
   mesh: tuple[int, int] | None = None
+  cache_dtype: str | None = None
 
 
 CASES = {
   'one token, grouped heads': Case(has_sinks=True),
   'chunk, one head, window, cap': Case(columns=3, kv_heads=1, window=20, cap=2.0, dtype='bfloat16'),
-  'latent, queries split over a mesh': Case(columns=2, kv_heads=1, is_latent=True, mesh=(2, 4)),
+  'latent, queries split over a mesh': Case(columns=2, kv_heads=1, head_dim=80, is_latent=True, mesh=(2, 4)),
   'rows and heads split over a mesh': Case(heads=8, kv_heads=4, mesh=(2, 4)),
 }
+OF_GPUS = {'8 bits, split over a mesh': Case(heads=8, kv_heads=4, cache_dtype='int8', mesh=(2, 4))}
 
 
 def arguments(case: Case):
@@ -85,8 +88,12 @@ def attend(case: Case, how: str):
 
   @jax.jit
   def compute(query, key, value, keys, values, tables, sinks, layer):
-    keys = CachedArray(keys, (layer,), tables, len(query))
-    cached = (keys, keys if case.is_latent else keys._replace(array=values))
+    cached = tuple(CachedArray(x, (layer,), tables, len(query)) for x in (keys, values))
+    if case.is_latent:
+      cached = cached[:1] * 2
+    if case.cache_dtype:
+      kept = [(x, *quantize(x.array, case.cache_dtype)) for x in cached]
+      cached = tuple(x._replace(array=array, scale=x._replace(array=scale)) for x, array, scale in kept)
     options = AttentionOptions(window=case.window, logit_cap=case.cap, sinks=sinks)
     split_dims = {'split_dims': HEADS, 'kv_split_dims': LATENT if case.is_latent else KV_HEADS}
     with layer_scope(cache_attention=how):
@@ -98,14 +105,17 @@ def attend(case: Case, how: str):
   return np.asarray(compute(*given, layer), np.float32)
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_the_kernel_for_tpus_gives_the_numbers_of_the_loop(name, monkeypatch):
-  case = CASES[name]
+@pytest.mark.parametrize(
+  'kernel, name', [(_paged_tpu, name) for name in CASES] + [(_paged_gpu, name) for name in CASES | OF_GPUS]
+)
+def test_a_kernel_gives_the_numbers_of_the_loop(kernel, name, monkeypatch):
+  case = (CASES | OF_GPUS)[name]
   expected = attend(case, 'xla')
-  monkeypatch.setattr(_paged, 'kernel_of', lambda platform: _paged_tpu)
+  monkeypatch.setattr(_paged, 'kernel_of', lambda platform: kernel)
   monkeypatch.setattr(_paged_tpu, '_ENTRIES', 2 * BLOCK)
-  interpreted = functools.partial(_paged_tpu.attend_to_pages, interpret=True)
-  monkeypatch.setattr(_paged_tpu, 'attend_to_pages', interpreted)
+  monkeypatch.setattr(_paged_gpu, '_MOST_ENTRIES', BLOCK)
+  monkeypatch.setattr(_paged_gpu, '_DEVICES', re.compile(''))
+  monkeypatch.setattr(kernel, 'attend_to_pages', functools.partial(kernel.attend_to_pages, interpret=True))
   tolerance = 2e-2 if case.dtype == 'bfloat16' else 1e-5
   np.testing.assert_allclose(attend(case, 'pallas'), expected, rtol=tolerance, atol=tolerance)
 
@@ -165,6 +175,31 @@ def test_tokens_are_written_as_a_scatter_writes_them(columns, parts, monkeypatch
   monkeypatch.setattr(_paged_writes, 'write_to_pages', interpreted)
   written = jax.jit(lambda: write())()
   assert (np.asarray(written, np.float32) == np.asarray(expected, np.float32)).all()
+
+
+@pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")
+@pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')  # from jax 0.11 on
+@pytest.mark.parametrize('target', ['h100:8', 'b200:8'])
+def test_the_kernel_compiles_for_gpus_and_copies_no_cache(target):
+  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 4)).build(parse_target(target).devices())
+
+  def compute(query, key, pages, tables, positions, layer):
+    cached = (CachedArray(pages, (layer,), tables, len(query)),) * 2
+    layout = {'split_dims': HEADS, 'kv_split_dims': KV_HEADS}
+    with layer_scope(cache_attention='pallas'), sharding_scope(mesh, RULES):
+      return attend_to_cache(query, key, key, cached, None, positions, AttentionOptions(), **layout)
+
+  def shape(*sizes, dtype='bfloat16', split=()):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*split)))
+
+  of_heads = ('data', None, 'mdl')
+  given = [shape(4, 1, 32, 128, split=of_heads), shape(4, 1, 8, 128, split=of_heads)]
+  given += [shape(3, 64, 8, BLOCK, 128, split=(None, 'data', 'mdl')), shape(2, 2, 9, dtype='int32', split=('data',))]
+  given += [shape(4, 1, dtype='int32', split=('data',)), shape(dtype='int32')]
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    text = jax.jit(compute).lower(*given).compile().as_text()
+  assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 1
+  assert not re.search(r'= bf16\[(3,)?32,2,16,128\]\S* (?!parameter)', text)
 
 
 @pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
