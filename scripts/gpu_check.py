@@ -53,6 +53,7 @@ def sizes(tiny: bool) -> Any:
     shape = dict(vocab_size=320, model_dims=32, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dims=64)
     moe = ('mesh.num_devices=1', 'mesh.num_expert_partitions=1', 'num_layers=1', 'seq_len=32', 'batch_size=2')
     kernels = dict(square=128, copy=2**16, attention=[(2, 64, 4, 2, 16)], experts=(128, 4, 32, 48))
+    kernels |= dict(pages=[(2, 2, 4, 2, 16, 64)])
     decode = dict(slots=(2,), max_len=64, new_tokens=4, requests=2)
     rest = dict(moe=('moe.StdlibTiny', moe), steps=(2, 4), platform='cpu')
     return SimpleNamespace(shape=shape | dict(seq_len=64, batch_size=2), **kernels, **decode, **rest)
@@ -60,6 +61,8 @@ def sizes(tiny: bool) -> Any:
   moe = ('mesh.num_devices=1', 'mesh.num_replicas=1', 'num_layers=4', 'vocab_size=32000', 'seq_len=4096')
   attention = [(8, 2048, 16, 8, 128), (4, 2048, 8, 4, 256)]
   kernels = dict(square=8192, copy=2**28, attention=attention, experts=(32_768, 64, 2048, 1408))
+  long, latent = (4, 1, 32, 8, 128, 32_768), (32, 1, 128, 1, 576, 4096)
+  kernels |= dict(pages=[(32, 1, 32, 8, 128, 4096), (32, 16, 32, 8, 128, 4096), long, latent])
   decode = dict(slots=(1, 32, 128), max_len=1024, new_tokens=64, requests=64)
   rest = dict(moe=('moe.Qwen3Moe30B', (*moe, 'batch_size=4', 'remat_policy=attention')), steps=(4, 20), platform='gpu')
   return SimpleNamespace(shape=shape | dict(seq_len=2048, batch_size=16), **kernels, **decode, **rest)
@@ -187,7 +190,7 @@ def env(size: Any) -> Iterator[Row]:
 
 
 def kernels(size: Any) -> Iterator[Row]:
-  """Attention and grouped matmuls, forward and backward, against the plain computation in float32."""
+  """Attention and grouped matmuls, forward and backward, and attention to pages, against the plain computation."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -245,6 +248,61 @@ def kernels(size: Any) -> Iterator[Row]:
     function = functools.partial(grouped_matmul, group_sizes=jnp.asarray(counts), backend=name, clear_rest=False)
     what = f'experts {name}, {R} rows, {E} of {D} x {F}'
     yield row(what, measure, function, d_out, (rows, weights), wanted, 2 * R * D * F, select)
+
+  for shape in size.pages:
+    B, T, H, G, K, S = shape
+    yield row(f'pages, {B} x {T}, {H} heads of {K}, {G} in the cache of {S}', pages, size, *shape)
+
+
+def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Row:
+  """Attention of T tokens of B rows to the up to S that each has in blocks; with one head, values are the keys."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from spmd_tasks.layers.attention import _paged_gpu
+  from spmd_tasks.layers.attention._plain import AttentionOptions
+  from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache
+  from spmd_tasks.layers.base import layer_scope
+
+  rng, b, options = np.random.default_rng(0), 16, AttentionOptions(softmax_scale=K**-0.5)
+  starts = jnp.asarray(rng.integers(1, S + 1, B), jnp.int32)
+  tables = jnp.asarray(rng.permutation(B * S // b).reshape(1, B, -1), jnp.int32)
+  shapes = [(B, G, H // G * T, K), *[(2, B * S // b, G, b, K)] * (1 if G == 1 else 2)]
+  query, *stored = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
+
+  def cached(tables: Any, stored: Any) -> Any:
+    return [CachedArray(x, (jnp.int32(1),), tables, B) for x in stored]
+
+  @jax.jit
+  def by_kernel(query: Any, tables: Any, *stored: Any) -> Any:
+    keys, values = (cached(tables, stored) * 2)[:2]
+    return _paged_gpu.attend_to_pages(query, keys, values, starts, options, T, interpret=size.platform != 'gpu')
+
+  @jax.jit
+  def plain(query: Any, tables: Any, *stored: Any) -> Any:
+    keys, values = ([x.entries(0, S).astype(jnp.float32) for x in cached(tables, stored)] * 2)[:2]
+    logits = jnp.einsum('BGQK,BGSK->BGQS', query.astype(jnp.float32), keys) * options.scale(K)
+    seen = jnp.arange(S)[None] < starts[:, None]
+    return jnp.einsum('BGQS,BGSK->BGQK', jax.nn.softmax(jnp.where(seen[:, None, None], logits, -1e30)), values)
+
+  @jax.jit
+  def by_loop(query: Any, tables: Any, *stored: Any) -> Any:
+    keys_and_values = (cached(tables, stored) * 2)[:2]
+    queries = jnp.moveaxis(query.reshape(B, G, H // G, T, K), 3, 1).reshape(B, T, H, K)
+    new = queries[:, :, :G]
+    positions = starts[:, None] + jnp.arange(T)[None]
+    with layer_scope(cache_attention='xla'):
+      return attend_to_cache(queries, new, new, tuple(keys_and_values), None, positions, options)
+
+  given = query, tables, *stored
+  with jax.default_matmul_precision('highest'):
+    wanted = plain(*given)
+  _, total, attended = by_kernel(*given)
+  ms, loop_ms = milliseconds(lambda: by_kernel(*given)), milliseconds(lambda: by_loop(*given))
+  num_bytes = int(starts.sum()) * G * K * 2 * len(stored)
+  note = f'{num_bytes / ms / 1e6:.0f} GB/s; the loop takes {loop_ms:.2f} ms'
+  return {'ms': ms, 'error': distance(attended / total, wanted), 'limit': 2e-2, 'note': note}
 
 
 def dense(size: Any) -> Iterator[Row]:

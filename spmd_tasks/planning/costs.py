@@ -97,6 +97,9 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
       if of_kernel := float(stated.get('flops') or 0) or _grouped_flops(instruction):
         by_type = {'bf16': of_kernel}
       if _READS_PARTS.search(instruction.op_name):
+        if 'triton' in instruction.target:  # which states nothing
+          stated = _of_pages(instruction)
+          by_type = {'bf16': stated['flops']}
         moved = min(moved, int(stated.get('bytes_accessed') or moved))
       efficiency = rate_of(chip, 'grouped').value
     basis = 'kernel' if sum(by_type.values()) or instruction.target == 'tpu_custom_call' else 'roofline'
@@ -149,6 +152,20 @@ def _grouped_flops(instruction: Instruction) -> float | None:
     return None
   left, right = (operand.shape for operand in instruction.operands[:2])
   return 2.0 * left.size * (right.dims[-1] if found[1] else instruction.shape.dims[-1])
+
+
+def _of_pages(instruction: Instruction) -> dict[str, float]:
+  """The cost of attention to pages by our kernel for GPUs (_paged_gpu.py), of rows that are full."""
+  tables, query, *stored = (operand.shape for operand in instruction.operands[2:])
+  num_layers, num_blocks, _, block, head_dim = stored[0].dims
+  num_rows, table_len = tables.dims
+  result = [*instruction.shape.leaves()][-1]
+  of_pages = sum(map(_in_hbm, stored))
+  read = of_pages / num_layers * min(num_rows * table_len / num_blocks, 1)
+  return {
+    'flops': 2.0 * query.size * table_len * block * (1 + result.dims[-1] / head_dim),
+    'bytes_accessed': hbm_bytes(instruction) - of_pages + read,
+  }
 
 
 def filled_part(size: int, mxu_size: int | None) -> float:

@@ -180,11 +180,21 @@ def test_a_product_runs_at_peak_at_best_whatever_the_compiler_estimates(dtypes, 
       'metadata={op_name="jit(f)/transpose(jvp(grouped_matmul_of_weights))/pallas_call"}',
       2 * 64 * 10 * 20,
     ),
+    (
+      'custom-call(%starts, %layer, %tables, %queries, %pages), custom_call_target="__gpu$xla.gpu.triton", '
+      'metadata={op_name="jit(f)/paged_attention/pallas_call"}',
+      2 * 2 * (2 * 2 * 6 * 10) * (3 * 4),
+    ),
   ],
 )
 def test_kernels_of_a_gpu_count_their_products(call, flops):
-  """Queries and keys of cuDNN are [B, T, H, K]; rows [64, 10] times 4 matrices [10, 20], or rows [64, 20]."""
+  """Queries and keys of cuDNN are [B, T, H, K]; rows [64, 10] times 4 matrices [10, 20], or rows [64, 20].
+
+  Of 2 rows, each has 3 of the 8 blocks of 4 entries in its table.
+  """
   result = 'f32[4,10,20]{2,1,0}' if 'of_weights' in call else 'f32[64,20]{1,0}'
+  if 'paged' in call:
+    result = '(f32[2,2,1,6]{3,2,1,0}, f32[2,2,1,6]{3,2,1,0}, f32[2,2,1,6,10]{4,3,2,1,0})'
   text = f"""\
 HloModule kernels, is_scheduled=true
 
@@ -194,6 +204,11 @@ ENTRY %main (q: f32[2,100,6,10], k: f32[2,100,2,10], rows: f32[64,10], matrices:
   %rows = f32[64,10]{{1,0}} parameter(2)
   %matrices = f32[4,10,20]{{2,1,0}} parameter(3)
   %wide = f32[64,20]{{1,0}} parameter(4)
+  %starts = s32[2]{{0}} parameter(5)
+  %layer = s32[1]{{0}} parameter(6)
+  %tables = s32[2,3]{{1,0}} parameter(7)
+  %queries = f32[2,2,6,10]{{3,2,1,0}} parameter(8)
+  %pages = f32[3,8,2,4,10]{{4,3,2,1,0}} parameter(9)
   ROOT %kernel = {result} {call}
 }}
 """
