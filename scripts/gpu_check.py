@@ -623,6 +623,8 @@ def main() -> int:
   args = parser.parse_args()
   if unknown := set(args.sections.split(',')) - set(RUN):
     parser.error(f'--sections names {sorted(unknown)[0]!r}: choose from {", ".join(RUN)}.')
+  if 'serve' in args.sections.split(',') and 'train' not in args.sections.partition('serve')[0].split(','):
+    parser.error('--sections: serve serves what train has trained, so name train before it.')
   if args.section:
     size, rows = sizes(args.tiny), []
     size.target = args.target

@@ -11,6 +11,7 @@ Everything here runs on the event loop's thread. The engine's thread posts each 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -191,6 +192,9 @@ class Service:
     """Queues the sequences of a request, or raises a RequestError; `key` is that of a client who has one."""
     if not self.is_ready:
       raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
+    if key is not None and key.own_cache and isinstance(wanted, GenerationRequest):
+      own = (dataclasses.replace(each, cache_key=f'{key.key} {each.cache_key}') for each in wanted.requests)
+      wanted = dataclasses.replace(wanted, requests=tuple(own))
     answer = Answer(wanted, self.model, request, None if key is None else key.name)
     if key is not None and isinstance(wanted, GenerationRequest) and (priority := wanted.requests[0].priority) < 0:
       raise RequestError(f'priority must be at least 0 with the key of a client, not {priority}.', param='priority')

@@ -14,12 +14,14 @@ class ClientKey:
     key: the key; `name` stands for it in metrics.
     max_sequences: how many of its sequences may wait and run at once; further ones are answered 429.
     tokens_per_minute: of prompts and answers; a client that has had more is answered 429 until they are a minute's.
+    own_cache: whether its prompts share what the KV cache holds among themselves only.
   """
 
   key: str
   name: str
   max_sequences: int | None = None
   tokens_per_minute: int | None = None
+  own_cache: bool = False
 
   def __post_init__(self):
     for name in ('max_sequences', 'tokens_per_minute'):
@@ -29,14 +31,18 @@ class ClientKey:
   @classmethod
   def from_line(cls, line: str) -> 'ClientKey':
     """Reads `KEY NAME max_sequences=8 tokens_per_minute=20000`; limits may be left out."""
-    match = re.fullmatch(r'(\S+)\s+([^\s=]+)((?:\s+(?:max_sequences|tokens_per_minute)=\d+)*)', line.strip())
+    match = re.fullmatch(
+      r'(\S+)\s+([^\s=]+)((?:\s+(?:(?:max_sequences|tokens_per_minute)=\d+|own_cache=1))*)', line.strip()
+    )
     if match is None:
       raise UserError(
         'a line of a client in the file of keys must be KEY NAME, and then max_sequences=N and tokens_per_minute=N '
-        'where they have a limit.'
+        'where they have a limit, and own_cache=1 where others do not share what its prompts leave in the KV cache.'
       )
     limits = dict(limit.split('=') for limit in match[3].split())
-    return cls(key=match[1], name=match[2], **{name: int(number) for name, number in limits.items()})
+    own_cache = bool(limits.pop('own_cache', False))
+    numbers = {name: int(number) for name, number in limits.items()}
+    return cls(key=match[1], name=match[2], own_cache=own_cache, **numbers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

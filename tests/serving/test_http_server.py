@@ -239,7 +239,7 @@ def test_the_key_is_wanted_on_every_route():
 
 def test_clients_have_keys_of_their_own_with_limits(tmp_path, monkeypatch):
   file = tmp_path / 'keys'
-  file.write_text('secret\nk-one one max_sequences=2\n\nk-two two tokens_per_minute=60\n')
+  file.write_text('secret\nk-one one max_sequences=2 own_cache=1\n\nk-two two tokens_per_minute=60\n')
   settings, now = server_settings(api_key_file=str(file)), [1000.0]
   monkeypatch.setattr(service, 'time', SimpleNamespace(monotonic=lambda: now[0]))
   with (
@@ -262,6 +262,9 @@ def test_clients_have_keys_of_their_own_with_limits(tmp_path, monkeypatch):
     assert ask('k-one', priority=-1).json()['error']['param'] == 'priority'
     assert ask('k-one', priority=1).status_code == ask('secret', priority=-1).status_code == 200
     assert ask('k-one', n=2).status_code == 200  # what has ended counts no more
+    asked = [ask(key, prompt='a prompt of 16 or more tokens').json() for key in ('secret', 'secret', 'k-one', 'k-one')]
+    cached = [each['usage']['prompt_tokens_details']['cached_tokens'] for each in asked]
+    assert cached == [0, cached[1], 0, cached[1]] != [0] * 4
     assert ask('k-two', max_tokens=100, ignore_eos=True).status_code == 200
     refused = ask('k-two')
     num_tokens = 100 + len(HELLO['prompt'][0])
