@@ -34,7 +34,6 @@ import numpy as np
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, ExpertWeights, RouterOutput
-from spmd_tasks.layers.moe._experts import grouped_ffn
 from spmd_tasks.layers.moe._grouped_matmul import best_grouped_matmul_backend
 
 ACTIVATION = 'gelu'
@@ -125,7 +124,7 @@ class Experts:
     sizes = jnp.asarray(np.bincount(self._expert_ids, minlength=self._weights.up.shape[0]), jnp.int32)
 
     def apply(sizes: jax.Array, rows: jax.Array, weights: ExpertWeights) -> jax.Array:
-      return grouped_ffn(rows, sizes, weights, backend=backend)
+      return weights.replace(backend=backend).apply_to_rows(rows, sizes, jnp.ones(len(rows)))
 
     return Program(apply, sizes, self._rows, self._weights)
 

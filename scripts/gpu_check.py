@@ -245,7 +245,7 @@ def kernels(size: Any) -> Iterator[Row]:
   select = lambda x: x[: ends[-1]] if x.ndim == 2 else x[:4]
   has_tokamax = size.platform == 'gpu' and importlib.util.find_spec('tokamax')
   for name in sorted(set(GROUPED_MATMUL_BACKENDS) - {'megablox'} - (set() if has_tokamax else {'tokamax'})):
-    function = functools.partial(grouped_matmul, group_sizes=jnp.asarray(counts), backend=name, clear_rest=False)
+    function = functools.partial(grouped_matmul, group_sizes=jnp.asarray(counts), backend=name)
     what = f'experts {name}, {R} rows, {E} of {D} x {F}'
     yield row(what, measure, function, d_out, (rows, weights), wanted, 2 * R * D * F, select)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, soft_cap
-from spmd_tasks.layers.label_scores import LabelScores, label_scores_in_chunks, predicted_label_scores
+from spmd_tasks.layers.label_scores import LabelScores, in_chunks, predicted_label_scores
 from spmd_tasks.layers.linear import adapted, adapter_of, multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TokenEmbedding(nn.Module, kw_only=True):
   """Token embedding: `embedding(ids)` looks up rows, `embedding.attend(x)` returns float32 logits over the vocabulary.
 
-  Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V]; with `logits_bias` also `logits_bias` [V].
+  Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V].
 
   Fields:
     vocab_size, embed_dim: V and D.
@@ -35,11 +35,10 @@ class TokenEmbedding(nn.Module, kw_only=True):
       variance, while the table's variance of 1/D suits the tied logits (Vaswani et al., 2017; Pax's name).
     scale_logits: whether x is divided by sqrt(D) before the logits, which suits a table of unit variance (T5: Raffel et
       al., 2020).
-    logits_bias: whether to add a bias to the logits (initially zero, tagged `no_decay`).
     logits_cap: bounds the logits softly, see `soft_cap`; None does not.
     dtype: of the looked-up rows and of the operands of the logits' matmul. Logits are accumulated in float32.
     table_init: initializer of the table; None means normal with variance 1/D.
-    table_split_dims, softmax_split_dims, bias_split_dims: of the weights.
+    table_split_dims, softmax_split_dims: of the weights.
     lookup_split_dims: of the table during the lookup. An all-gather of the fully sharded dim first lets the rows come
       out split on batch; otherwise XLA gathers the rows of all devices and cuts them again.
     activation_split_dims, logits_split_dims: of the embeddings and of the logits.
@@ -51,13 +50,11 @@ class TokenEmbedding(nn.Module, kw_only=True):
   tied: bool = True
   scale_sqrt_depth: bool = True
   scale_logits: bool = False
-  logits_bias: bool = False
   logits_cap: float | None = None
   dtype: Any = 'float32'
   table_init: Initializer | None = None
   table_split_dims: SplitDims = ('vocab', 'embed')
   softmax_split_dims: SplitDims = ('embed', 'vocab')
-  bias_split_dims: SplitDims = ('vocab',)
   lookup_split_dims: SplitDims = ('vocab', 'act_embed')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   logits_split_dims: SplitDims = ('batch', 'seq', 'act_vocab')
@@ -92,11 +89,6 @@ class TokenEmbedding(nn.Module, kw_only=True):
         dtype=self.dtype,
         token_split_dims=self.logits_split_dims and self.logits_split_dims[:2],
       )
-    if self.logits_bias:
-      zeros, split_dims = jax.nn.initializers.zeros, self.bias_split_dims
-      self.bias = declare_weight(
-        self, 'logits_bias', shape=shape[:1], init=zeros, split_dims=split_dims, tags=('no_decay',)
-      )
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [B, T, D] for ids [B, T]. An id outside [0, V) gives a row of NaNs, never another token's row."""
@@ -117,8 +109,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits, float32 [B, T, V], for x [B, T, D]."""
-    weights, logits_of = self.logits_function(x)
-    return logits_of(weights, x)
+    kernel, logits_of = self.logits_function(x)
+    return logits_of(kernel, x)
 
   def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> LabelScores:
     """Returns `label_scores(attend(x), labels)` for x [B, T, D] and labels int32 [B, T], T / num_chunks at a time.
@@ -127,28 +119,29 @@ class TokenEmbedding(nn.Module, kw_only=True):
     """
     if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
       return predicted_label_scores({'logits': self.attend(x)}, labels)
-    weights, logits_of = self.logits_function(x)
-    return label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=num_chunks)
+    kernel, logits_of = self.logits_function(x)
 
-  def logits_function(self, x: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
-    """Returns (weights, function of them and of a part of x that computes its logits)."""
-    weights = (self.table if self.tied else self.softmax_kernel, self.bias if self.logits_bias else None)
+    def scores_of(kernel: jax.Array, x: jax.Array, labels: jax.Array) -> LabelScores:
+      return predicted_label_scores({'logits': logits_of(kernel, x)}, labels)
+
+    return in_chunks(scores_of, kernel, x, labels, num_chunks=num_chunks)
+
+  def logits_function(self, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """Returns (the kernel, function of it and of a part of x that computes its logits)."""
+    kernel = self.table if self.tied else self.softmax_kernel
     equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
     split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
-    if self.logits_split_dims is not None and x.size >= weights[0].size:  # see Linear
+    if self.logits_split_dims is not None and x.size >= kernel.size:  # see Linear
       token_split_dims = self.logits_split_dims[:2]
     multiply = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     product = lambda x, kernel: by_row(multiply, x, num_dims=2, shared=(kernel,))
 
-    def logits_of(weights: Any, x: jax.Array) -> jax.Array:
-      kernel, bias = weights
+    def logits_of(kernel: jax.Array, x: jax.Array) -> jax.Array:
       logits = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, split_dims, token_split_dims)
       if self.adapted is not None:
         logits = self.adapted.outputs(x.astype(self.dtype), logits)
       if self.scale_logits:
         logits = logits / math.sqrt(self.embed_dim)
-      if bias is not None:
-        logits = logits + bias[None, None, :]
       return constrain(soft_cap(logits, self.logits_cap), self.logits_split_dims)
 
-    return weights, logits_of
+    return kernel, logits_of

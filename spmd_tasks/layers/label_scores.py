@@ -1,6 +1,6 @@
 """LabelScores: what a language-model loss needs to know of its logits [B, T, V], a few numbers per token.
 
-`label_scores_in_chunks` computes them for a part of the tokens at a time, without ever holding all logits. With a
+`in_chunks` computes them for a part of the tokens at a time, without ever holding all logits. With a
 vocabulary of 128,256 the float32 logits of a row of 8,192 tokens are 4.2 GB, and their gradient is as large. The
 backward pass computes each part again (a product with the softmax kernel, 2% of the step of an 8B model).
 
@@ -61,31 +61,23 @@ def predicted_label_scores(predictions: Mapping[str, Any], labels: jax.Array) ->
   return by_row(label_scores, predictions['logits'], labels, num_dims=2) if scores is None else scores
 
 
-def label_scores_in_chunks(
-  logits_of: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, labels: jax.Array, *, num_chunks: int
-) -> LabelScores:
-  """Computes `label_scores(logits_of(weights, x), labels)` for T / N tokens of each row at a time.
+def in_chunks(function: Callable[..., Any], weights: Any, *given: jax.Array, num_chunks: int) -> Any:
+  """Returns function(weights, *given) of logits [B, T, V], computed for T / N tokens of each row at a time.
 
   Chunk n has the tokens n, n + N, n + 2 N, ... of a row, so that devices that share a sequence share every chunk.
 
   Args:
-    logits_of: (weights, x [B, t, D]) -> float32 [B, t, V].
+    function: returns a tree of [..., B, t] for t tokens.
     weights: of the logits, a tree of arrays; their gradients are summed over the chunks in their own dtype.
-    x, labels: [B, T, D] and int32 [B, T].
+    given: [B, T, ...] each.
     num_chunks: N. A UserError if it does not divide T.
   """
-  num_rows, length = labels.shape
+  num_rows, length = given[0].shape[:2]
   if num_chunks < 1 or length % num_chunks:
     raise UserError(
       f'num_logit_chunks={num_chunks} must divide the {length} tokens of a row: choose a divisor, or 1 for all at once.'
     )
-
-  def chunks(array: jax.Array) -> jax.Array:
-    return jnp.moveaxis(array.reshape(num_rows, length // num_chunks, num_chunks, *array.shape[2:]), 2, 0)
-
-  def scores_of(weights: Any, x: jax.Array, labels: jax.Array) -> LabelScores:
-    return predicted_label_scores({'logits': logits_of(weights, x)}, labels)
-
-  scores_of = jax.checkpoint(scores_of, prevent_cse=False)
-  scores = jax.lax.map(lambda xs: scores_of(weights, *xs), (chunks(x), chunks(labels)))
-  return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 2).reshape(num_rows, length), scores)
+  chunks = [jnp.moveaxis(x.reshape(num_rows, -1, num_chunks, *x.shape[2:]), 2, 0) for x in given]
+  function = jax.checkpoint(function, prevent_cse=False)
+  found = jax.lax.map(lambda xs: function(weights, *xs), chunks)
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], length), found)

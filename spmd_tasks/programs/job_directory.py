@@ -47,8 +47,8 @@ _FILES += [f'eval/*/{METRICS_FILE}', 'samples/samples.txt']
 PROGRAMS_DIRECTORY = 'compiled'
 DEVICE_FAULTS_DIRECTORY = 'device_faults'
 _DIRECTORIES = ['checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY, DEVICE_FAULTS_DIRECTORY]
-# The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _LEASE_S = 120.0  # more than that of NFS
+# The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 

@@ -26,6 +26,7 @@ from spmd_tasks.layers import LanguageModel, Linear, LossOutput, NextnLanguageMo
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.base import NEW_CACHE, is_decoding, run_layer
+from spmd_tasks.layers.label_scores import in_chunks
 from spmd_tasks.layers.linear import project
 from spmd_tasks.layers.nextn import HIDDEN, shift
 from spmd_tasks.runtime import Task
@@ -210,8 +211,8 @@ class EagleLanguageModel(NextnLanguageModel, kw_only=True):
     if self.is_initializing():
       return LanguageModel._predict_of(self, x, aux, batch, text, train)
     weights, logits_of = self.embedding.logits_function(told)
-    compare = functools.partial(compare_guesses, logits_of, weights)
-    return {'guesses': in_chunks(compare, told, jnp.stack(results, axis=2), num_chunks=self.num_logit_chunks)}
+    compare, stacked = functools.partial(compare_guesses, logits_of), jnp.stack(results, axis=2)
+    return {'guesses': in_chunks(compare, weights, told, stacked, num_chunks=self.num_logit_chunks)}
 
   @nn.nowrap
   def _head(self, number: int) -> nn.Module:
@@ -233,16 +234,6 @@ def compare_guesses(
     is_right = jnp.argmax(log_probs, axis=-1) == likeliest
     found.append(jnp.stack([-jnp.sum(probabilities * log_probs, axis=-1), is_right.astype(jnp.float32)]))
   return jnp.stack(found, axis=1)
-
-
-def in_chunks(function: Callable[..., jax.Array], *given: jax.Array, num_chunks: int) -> jax.Array:
-  """Returns function(*given), [.., B, T] of arrays [B, T, ...], for T / num_chunks tokens of each row at a time."""
-  num_rows, length = given[0].shape[:2]
-  if length % num_chunks:
-    raise UserError(f'num_logit_chunks={num_chunks} must divide the {length} tokens of a row: choose a divisor, or 1.')
-  parts = [jnp.moveaxis(x.reshape(num_rows, -1, num_chunks, *x.shape[2:]), 2, 0) for x in given]
-  found = jax.lax.map(lambda xs: jax.checkpoint(function, prevent_cse=False)(*xs), parts)
-  return jnp.moveaxis(found, 0, -1).reshape(*found.shape[1:-1], length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import TokenEmbedding
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights
 
 IDS = np.array([[0, 3, 3], [6, 1, 0]])
 
@@ -23,14 +23,12 @@ def test_lookup(scale_sqrt_depth):
 
 
 @pytest.mark.parametrize('tied', [True, False])
-def test_logits_are_scaled_biased_and_capped(rng, tied):
-  layer = TokenEmbedding(vocab_size=7, embed_dim=16, tied=tied, scale_logits=True, logits_bias=True, logits_cap=2.0)
-  boxed = _init(layer)
-  assert weight_specs(boxed)['logits_bias'].split_dims == ('vocab',)
-  weights = unbox_weights(boxed) | {'logits_bias': rng.normal(size=7).astype(np.float32)}
+def test_logits_are_scaled_and_capped(rng, tied):
+  layer = TokenEmbedding(vocab_size=7, embed_dim=16, tied=tied, scale_logits=True, logits_cap=2.0)
+  weights = unbox_weights(_init(layer))
   x = rng.normal(size=(2, 3, 16)).astype(np.float32)
   kernel = np.asarray(weights['table']).T if tied else np.asarray(weights['softmax_kernel'])
-  expected = x.astype(np.float64) @ kernel / 4 + weights['logits_bias']
+  expected = x.astype(np.float64) @ kernel / 4
   logits = layer.apply({'params': weights}, x, method='attend')
   np.testing.assert_allclose(logits, 2 * np.tanh(expected / 2), rtol=1e-5, atol=1e-5)
 

@@ -178,6 +178,7 @@ def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
 # Settings that say how a model is computed, initialised or trained, and not what it computes.
 _NO_MATTER = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
+  *('gradient_keys', 'qk_clip'),
   *('init_scale', 'query_init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
   *('dropout_broadcast_dims', 'even_padding'),
   *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),

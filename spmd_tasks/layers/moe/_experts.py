@@ -2,9 +2,8 @@
 
 Shapes: E experts, D model, F ffn, R rows, n tokens, k choices per token.
 
-`Experts` declares the weights and returns them as `ExpertWeights`. `grouped_ffn` applies them to rows sorted by expert,
-with a different number of rows per expert (dropless). `batched_ffn` applies them to equally many rows per expert
-(capacity).
+`Experts` declares the weights and returns them as `ExpertWeights`. Their `apply_to_rows` takes rows sorted by expert,
+with a different number of rows per expert (dropless). `batched_ffn` takes equally many rows per expert (capacity).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
 from spmd_tasks.layers.linear import adapted, adapter_of
-from spmd_tasks.layers.moe._grouped_matmul import clear_rows_from, grouped_matmul, resolve_backend
+from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul
 from spmd_tasks.layers.moe._permutation import (
   gather_gates,
   gather_rows,
@@ -84,11 +83,33 @@ class ExpertWeights(struct.PyTreeNode):
     return self.replace(**{name: functions[name](x) for name, x in weights.items() if x is not None})
 
   def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns [R, D] for rows [R, D] sorted by expert, times gates float32 [R]; group_sizes is int32 [E].
+    """Applies each expert to its own rows: returns [R, D], in the rows' dtype, times the gates.
 
-    The results of rows after the last group are undefined.
+    The results and gradients of rows after the last group are undefined, whatever these rows hold.
+
+    Args:
+      rows: [R, D], sorted by expert.
+      group_sizes: int32 [E], rows per expert, with a sum of at most R.
+      gates: float32 [R]. They multiply the hidden layer, so that their gradient needs no results.
     """
-    return grouped_ffn(rows, group_sizes, self, gates=gates, backend=self.backend, clear_rest=False)
+    num_rows, num_used = rows.shape[0], jnp.sum(group_sizes)
+
+    def project(
+      rows: jax.Array, kernels: jax.Array, biases: jax.Array | None, gates: jax.Array | None = None
+    ) -> jax.Array:
+      y = grouped_matmul(rows, kernels, group_sizes, backend=self.backend)
+      if biases is None:
+        return y
+      biases = jnp.repeat(biases, group_sizes, axis=0, total_repeat_length=num_rows)
+      if gates is not None:
+        biases = (gates[:, None] * biases).astype(y.dtype)
+      is_used = jnp.arange(num_rows) < num_used
+      return y + jnp.where(is_used[:, None], biases, 0)
+
+    pre_activations = [checkpoint_name(project(rows, *pair), PRE_ACTIVATIONS_NAME) for pair in self.inputs()]
+    hidden = hidden_layer(self.activation, *pre_activations)
+    hidden = (gates[:, None] * hidden).astype(hidden.dtype)
+    return project(hidden, self.down, self.down_bias, gates)
 
   def apply_to_tokens(self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
     """Returns [..., D]: for each token the sum of its experts' outputs by their gates.
@@ -192,52 +213,6 @@ class Experts(nn.Module, kw_only=True):
       dropout_rate=self.dropout_rate,
       dropout_key=self.make_rng('dropout') if train and self.dropout_rate else None,
     )
-
-
-def grouped_ffn(
-  rows: jax.Array,
-  group_sizes: jax.Array,
-  weights: ExpertWeights,
-  *,
-  gates: jax.Array | None = None,
-  backend: str | None = None,
-  clear_rest: bool = True,
-) -> jax.Array:
-  """Applies each expert's network to its own rows. Returns [R, D], in the rows' dtype.
-
-  Rows after the last group give zeros and take no gradient, whatever they hold.
-
-  Args:
-    rows: [R, D], sorted by expert.
-    group_sizes: int32 [E], rows per expert, with a sum of at most R.
-    weights: of all E experts, in the rows' dtype.
-    gates: float32 [R], factors of the results; None for 1. They multiply the hidden layer, so that their gradient needs
-      no results.
-    backend, clear_rest: see `grouped_matmul`.
-  """
-  backend = resolve_backend(backend)
-  num_rows, num_used = rows.shape[0], jnp.sum(group_sizes)
-
-  def project(
-    rows: jax.Array, kernels: jax.Array, biases: jax.Array | None, gates: jax.Array | None = None
-  ) -> jax.Array:
-    y = grouped_matmul(rows, kernels, group_sizes, backend=backend, clear_rest=False)
-    if biases is None:
-      return y
-    biases = jnp.repeat(biases, group_sizes, axis=0, total_repeat_length=num_rows)
-    if gates is not None:
-      biases = (gates[:, None] * biases).astype(y.dtype)
-    is_used = jnp.arange(num_rows) < num_used
-    return y + jnp.where(is_used[:, None], biases, 0)
-
-  if clear_rest:
-    rows = clear_rows_from(num_used, rows)
-  pre_activations = [checkpoint_name(project(rows, *pair), PRE_ACTIVATIONS_NAME) for pair in weights.inputs()]
-  hidden = hidden_layer(weights.activation, *pre_activations)
-  if gates is not None:
-    hidden = (gates[:, None] * hidden).astype(hidden.dtype)
-  result = project(hidden, weights.down, weights.down_bias, gates)
-  return clear_rows_from(num_used, result) if clear_rest else result
 
 
 def batched_ffn(

@@ -152,26 +152,19 @@ GROUPED_MATMUL_BACKENDS: dict[str, GroupedMatmul] = {
 
 
 def grouped_matmul(
-  rows: jax.Array,
-  weights: jax.Array,
-  group_sizes: jax.Array,
-  *,
-  backend: str | None = None,
-  clear_rest: bool = True,
+  rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, backend: str | None = None
 ) -> jax.Array:
   """Returns [R, N], in the rows' dtype: each row times its group's matrix, accumulated in float32.
 
-  Rows after the last group give zeros and take no gradient, whatever they hold.
+  The results and gradients of rows after the last group are undefined, whatever these rows hold.
 
   Args:
     rows, weights: [R, K], sorted by group, and [E, K, N].
     group_sizes: int32 [E], rows per group, with a sum of at most R.
     backend: a name in GROUPED_MATMUL_BACKENDS; None for the best on this platform. A UserError if it is unknown.
-    clear_rest: False leaves the results and gradients of rows after the last group undefined, where that is faster.
   """
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
-  # Neither the loop nor megablox reads or writes rows after the last group; megablox starts without zeros there.
-  if multiply is multiply_by_loop or (multiply is multiply_by_megablox and not clear_rest):
+  if multiply in (multiply_by_loop, multiply_by_megablox):  # which neither read nor write rows after the last group
     return multiply(rows, weights, group_sizes)
   num_used = jnp.sum(group_sizes)
   return clear_rows_from(num_used, multiply(clear_rows_from(num_used, rows), weights, group_sizes))

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import split_dims_to_partition_spec
 from spmd_tasks.sharding.axis_rules import without_axis
-from spmd_tasks.sharding.specs import ShardingScope, SplitDim, even_spec, spec_axes
+from spmd_tasks.sharding.specs import ShardingScope, even_spec, spec_axes
 
 
 class Microbatch(NamedTuple):
@@ -34,29 +34,29 @@ class Microbatch(NamedTuple):
   segment_pos: jax.Array | None = None
 
 
-def split_rows(tree: Any, num_microbatches: int, scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> Any:
+def split_rows(tree: Any, num_microbatches: int, scope: ShardingScope, axis: str) -> Any:
   """Reshapes leaves [B, ...] to [M, B / M, ...]; the stages split M, the batch's other axes the rows of a microbatch.
 
-  `axis` is the mesh axis of the stages, `batch_split_dim` the split dim of B.
+  `axis` is the mesh axis of the stages; rows are split as the split dim 'batch' says.
   """
-  axes = _data_axes(scope, axis, batch_split_dim)
+  axes = _data_axes(scope, axis)
   tree = _constrain(tree, scope, (axis, *axes))
   tree = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), tree)
   return _constrain(tree, scope, axis, axes)
 
 
-def merge_rows(tree: Any, scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> Any:
+def merge_rows(tree: Any, scope: ShardingScope, axis: str) -> Any:
   """Reshapes leaves [M, B / M, ...] back to [B, ...]: the inverse of `split_rows`."""
-  axes = _data_axes(scope, axis, batch_split_dim)
+  axes = _data_axes(scope, axis)
   tree = _constrain(tree, scope, axis, axes)
   tree = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
   return _constrain(tree, scope, (axis, *axes))
 
 
-def _data_axes(scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> tuple[str, ...]:
+def _data_axes(scope: ShardingScope, axis: str) -> tuple[str, ...]:
   """Returns the mesh axes other than the stages' that split the batch."""
   rules = without_axis(axis, scope.axis_rules)
-  return spec_axes(split_dims_to_partition_spec((batch_split_dim,), scope.mesh.axis_names, rules), 1)[0]
+  return spec_axes(split_dims_to_partition_spec(('batch',), scope.mesh.axis_names, rules), 1)[0]
 
 
 def _constrain(tree: Any, scope: ShardingScope, *spec: Any) -> Any:

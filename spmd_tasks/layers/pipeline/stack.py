@@ -28,7 +28,7 @@ from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleNam
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
 from spmd_tasks.layers.transformer import remat_policy, scan_layers
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
-from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope
+from spmd_tasks.sharding.specs import ShardingScope, current_sharding_scope
 from spmd_tasks.sharding.weights import STACK_DIM, WeightBox, refuse_plain_weights, unbox_weights
 
 _RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
@@ -58,7 +58,6 @@ class PipelinedStack(WithSublayers, kw_only=True):
       microbatch and runs each layer forward twice.
     num_repeats: V, how often a microbatch passes all stages of a circular pipeline; 1 for the other schedules.
     remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
-    batch_split_dim: the split dim of B in the activations of the blocks.
   """
 
   block: nn.Module
@@ -67,7 +66,6 @@ class PipelinedStack(WithSublayers, kw_only=True):
   schedule: ScheduleName = 'gpipe'
   num_repeats: int = 1
   remat_policy: str = 'none'
-  batch_split_dim: SplitDim = 'batch'
 
   def __post_init__(self):
     for name in ('num_layers', 'num_microbatches', 'num_repeats'):
@@ -155,7 +153,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
       layers_per_repeat=self.num_layers // self.num_repeats,
       num_repeats=self.num_repeats,
     )
-    microbatches = split_rows(batch, schedule.num_microbatches, scope, axis, self.batch_split_dim)
+    microbatches = split_rows(batch, schedule.num_microbatches, scope, axis)
     layers_dim = int(self.num_repeats > 1)
     layers_spec = PartitionSpec(*[None] * layers_dim, axis)
     run = _RUN[self.schedule]
@@ -184,7 +182,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
     def by_layer(a):  # [V, P N, ...] to [L, ...]
       return a[:, : stage.layers_per_repeat].reshape(-1, *a.shape[2:])
 
-    return merge_rows(x, scope, axis, self.batch_split_dim), values_per_layer(jax.tree.map(by_layer, aux))
+    return merge_rows(x, scope, axis), values_per_layer(jax.tree.map(by_layer, aux))
 
 
 def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:

@@ -267,10 +267,18 @@ def test_weights_of_another_model_are_refused(whole_folder):
     open_folder(path).lazy_weights(other, abstract_weights(other))
 
 
+def test_how_a_model_is_trained_and_computed_does_not_matter():
+  decoder = decoder_of(CONFIGS['llama'])
+  model = build_model(decoder)
+  attention = model.stack.block.attention.clone(qk_clip=100.0, gradient_keys=2048, implementation='splash')
+  model = model.clone(stack=model.stack.clone(block=model.stack.block.clone(attention=attention)))
+  assert describe_model(model) == decoder
+
+
 def test_a_model_of_no_family_is_not_exported(tmp_path):
   model = build_model(decoder_of(CONFIGS['llama']))
-  model = model.clone(embedding=model.embedding.clone(logits_bias=True))
-  with pytest.raises(UserError, match=r'embedding\.logits_bias = True'):
+  model = model.clone(embedding=model.embedding.clone(scale_logits=True))
+  with pytest.raises(UserError, match=r'LlamaForCausalLM has scale_logits = False and not True'):
     export_folder(tmp_path / 'out', model, {})
   assert not (tmp_path / 'out').exists()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.moe import Experts, ExpertWeights
-from spmd_tasks.layers.moe._experts import batched_ffn, grouped_ffn
+from spmd_tasks.layers.moe._experts import batched_ffn
 
 NUM_ROWS, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 64, 4, 6, 10
 SIZES = (5, 9, 0, 13)  # and rows past the end
@@ -37,8 +37,8 @@ def test_biases_and_a_clamped_activation(rng, backend):
 
   @jax.jit
   def with_gradients(rows, weights):
-    ffn = lambda rows, weights: grouped_ffn(rows, jnp.array(sizes, jnp.int32), weights, backend=backend)
-    result, pull_back = jax.vjp(ffn, rows, weights)
+    ffn = lambda rows, weights: weights.apply_to_rows(rows, jnp.array(sizes, jnp.int32), jnp.ones(NUM_ROWS))
+    result, pull_back = jax.vjp(ffn, rows, weights.replace(backend=backend))
     return result, *pull_back(d_result)
 
   actual = with_gradients(rows, weights)

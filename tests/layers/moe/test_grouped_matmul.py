@@ -68,7 +68,9 @@ def assert_equals_reference(actual, inputs, dtype):
   expected = reference(*(np.asarray(x, np.float64) for x in (rows, weights)), group_sizes, np.asarray(d_result, float))
   for name, ours, theirs in zip(('result', 'd_rows', 'd_weights'), actual, expected, strict=True):
     assert ours.dtype == dtype
-    tolerance = TOLERANCES[dtype] * max(1.0, np.abs(theirs).max())
+    if name != 'd_weights':  # what is behind the last group is undefined
+      ours, theirs = ours[: sum(group_sizes)], theirs[: sum(group_sizes)]
+    tolerance = TOLERANCES[dtype] * max(1.0, np.abs(theirs).max(initial=0.0))
     np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, atol=tolerance, rtol=0, err_msg=name)
 
 
@@ -114,7 +116,7 @@ def test_megablox_compiles_for_a_tpu():
 
   def loss(rows, weights, group_sizes):
     with sharding_scope(mesh, ()):
-      return jnp.sum(grouped_matmul(rows, weights, group_sizes, clear_rest=False).astype(jnp.float32) ** 2)
+      return jnp.sum(grouped_matmul(rows, weights, group_sizes).astype(jnp.float32) ** 2)
 
   on_devices = jax.shard_map(
     jax.grad(loss, argnums=(0, 1)), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
