@@ -32,12 +32,14 @@ from spmd_tasks.layers.base import (
   Statistics,
   WithSublayers,
   current_layer_scope,
+  is_decoding,
   layer_scope,
   run_layer,
   values_per_layer,
 )
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
 from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.specs import current_platform
 from spmd_tasks.sharding.weights import STACK_DIM, refuse_plain_weights
 
 if TYPE_CHECKING:
@@ -195,7 +197,8 @@ class TransformerStack(WithSublayers, kw_only=True):
   Fields:
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
     num_layers: L.
-    scan: whether the compiled program has a loop over layers, or L copies of its body.
+    scan: whether the compiled program has a loop over layers, or L copies of its body. A GPU's steps, which give each
+      text a token, have copies always: a loop would copy each layer's weights, and they do little but read them.
     remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
   """
 
@@ -221,7 +224,9 @@ class TransformerStack(WithSublayers, kw_only=True):
     **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}); blocks get `context` as it is."""
-    layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
+    is_step = is_decoding(self) and x.shape[1] == 1 and current_platform() == 'gpu'
+    scan = self.scan and not is_step
+    layers = scan_layers(num_layers=self.num_layers, scan=scan, remat_policy_name=self.remat_policy, train=train)
     given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
     x, aux = layers(self.block.copy(name='layers'), x, given)
     return x, values_per_layer(aux)
