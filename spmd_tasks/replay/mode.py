@@ -312,7 +312,9 @@ def _compared(
   """Compares a step with its line of the record and with its checkpoint."""
   line = recorded.get(step)
   different = {} if line is None or not metrics else compare(metrics, line)
-  found: dict[str, Any] = {'is_recorded': line is not None, 'differences': different, 'departs': bool(different)}
+  is_missing = line is not None and not metrics  # the job made it, and the replay could not
+  found: dict[str, Any] = {'is_recorded': line is not None, 'differences': different}
+  found['departs'] = bool(different) or is_missing
   if (both := watch.fingerprints.get(step)) is not None:
     own, saved = both
     leaves = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
@@ -324,7 +326,7 @@ def _compared(
 def _verdict(found: dict[str, Any], step: int) -> str:
   """Says how a step compares with the record."""
   if not found['metrics']:
-    return f'step {step} was not made'
+    return f'step {step} was not made' + ', but the record has it' * found['is_recorded']
   if not found['is_recorded']:
     lines = [f'step {step}: no line of metrics.jsonl is of this step, so its metrics are compared with nothing']
   elif found['differences']:
