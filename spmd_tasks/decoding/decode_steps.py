@@ -312,8 +312,8 @@ class DecodeSteps:
   def prefill_rows(self, bucket: int, num_chunks: int, score_prompts: bool = False) -> int:
     """How many rows the prefill has that reads so many chunks of a bucket.
 
-    There are two at most, for one chunk and for more: a row has the same bits in both, but among rows of one token, see
-    `step_rows`.
+    There are two at most, for one chunk and for more, where the settings do not say: a row of one may differ from that
+    of the other in last bits.
     """
     if self.settings.prefill_rows is not None:
       return self.settings.prefill_rows
