@@ -32,8 +32,7 @@ _FUSE_GATHERS = 'xla_tpu_enable_async_collective_fusion_fuse_all_gather'
 # MaxText's published commands give its tiles 60 MiB. Without the last option a gather from all devices is a sum of
 # zeroed buffers, with twice the bytes.
 #
-# SparseCores would copy a layer's input over the one that is on its way to the hosts, so that a step waits for it. Of
-# 64 MiB, tiles that have 60 leave little to scavenge, and the search for it is most of a compilation.
+# Of 64 MiB, tiles that have 60 leave little to scavenge, and the search for it is most of a compilation.
 _OPTIONS_BY_KIND = {
   'TPU v6 lite': {
     'xla_tpu_scoped_vmem_limit_kib': '98304',
@@ -51,7 +50,6 @@ _OPTIONS_BY_KIND = {
     'xla_tpu_enable_sparse_core_collective_offload_all_reduce': 'true',
     'xla_tpu_use_single_sparse_core_for_all_gather_offload': 'true',
     'xla_tpu_prefer_async_allgather_to_allreduce': 'true',
-    'xla_tpu_enable_offloading_copy_to_sparsecore': 'false',
     'xla_tpu_vmem_scavenging_mode': 'NONE',
   },
 }
