@@ -306,6 +306,8 @@ def _fusion_bytes(instruction: Instruction, fused: Computation) -> int:
         continue  # handed on as it is
       elif _is_view(user):
         total += read(user, within)
+      elif user.opcode == 'convert':
+        total += read(user, within) * value.shape.stored_bytes // max(user.shape.stored_bytes, 1)
       elif user.fused:
         inner = zip(user.fused.parameters, user.operands)
         total += sum(read(parameter, user.fused) for parameter, operand in inner if operand is value)

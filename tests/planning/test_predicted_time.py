@@ -154,6 +154,15 @@ def test_rows_that_sparse_cores_gather_take_their_bytes():
   assert 'gather and copy rows at 60% (assumed)' in ' '.join(prediction['assumptions'])
 
 
+def test_a_lookup_reads_rows_of_the_dtype_that_is_stored():
+  """Also where the fusion converts the table first, of which XLA computes the rows that are taken."""
+  text = ROWS.replace('table: f32[10,50]', 'table: bf16[1000,50]').replace('f32[10,50]{1,0} p', 'bf16[1000,50]{1,0} p')
+  text = text.replace('  ROOT %rows', '  %wide = f32[1000,50]{1,0} convert(%table)\n  ROOT %rows')
+  text = text.replace('gather(%table', 'gather(%wide').replace('9223372036854775807', '400')
+  prediction = predict_time(program_of(text), (), CHIP, tpu_mesh({'data': 1}, (1,)))
+  assert prediction['roofline']['hbm_bytes'] == 40 * 50 * (2 + 4) + 40 * 4
+
+
 @pytest.mark.parametrize('dtypes, peak', [('f32 f32', 1e6), ('s8 s8', 2e6), ('f8e4m3fn f8e5m2', 4e6), ('s8 bf16', 1e6)])
 def test_a_product_runs_at_peak_at_best_whatever_the_compiler_estimates(dtypes, peak):
   """At that of the wider of its operands' types."""
