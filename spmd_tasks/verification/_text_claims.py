@@ -183,7 +183,7 @@ def _without_drops(job: Job) -> Job:
     if isinstance(part, CapacityComputation):
       return dataclasses.replace(part, capacity_factor=0.0, eval_capacity_factor=None)
     if isinstance(part, Dropless):
-      return dataclasses.replace(part, capacity_factor=None)
+      return dataclasses.replace(part, capacity_factor=None, overflow='drop')
     if isinstance(part, tuple):
       return tuple(change(each) for each in part)
     if isinstance(part, nn.Module):

@@ -13,6 +13,7 @@ from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
 from spmd_tasks.layers.attention import kv_cache
+from spmd_tasks.layers.moe import Dropless
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, stage_axis_rules
@@ -62,6 +63,13 @@ class Windowed(Uneven):
     return fdl.Config(StackSequence, stacks=stacks)
 
 
+class InPasses(ExpertAxis):
+  """Experts that training computes in passes of bounded buffers; generation has buffers for all tokens."""
+
+  def computation(self):
+    return fdl.Config(Dropless, dispatch='padded_all_to_all', capacity_factor=1.25, overflow='passes')
+
+
 class TwoHeads(Uneven):
   """With heads that predict further tokens, as they are drawn at first."""
 
@@ -74,7 +82,7 @@ MESHES = {
   'windows': (Windowed, (1, 1, 1)),
   'mdl 4': (Uneven, (1, 1, 4)),
   'windows on data 2 x mdl 4': (Windowed, (1, 2, 4)),
-  'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1)),
+  'data 2 x expert 4': (InPasses, (1, 2, 4, 1)),
   'layers 2 x data 2': (Staged, (1, 2, 2, 1)),
   'latent attention, then windows and experts, on data 2 x mdl 4': (Families, (1, 1, 2, 4)),
   'latent attention, then windows and experts': (Families, (1, 1, 1, 1)),

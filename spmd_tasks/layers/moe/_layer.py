@@ -152,7 +152,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
         'model cannot generate text token by token. Train it with a TopKRouter.'
       )
     if isinstance(self.computation, Dropless):
-      return dataclasses.replace(self.computation, capacity_factor=None)
+      return dataclasses.replace(self.computation, capacity_factor=None, overflow='drop')
     return Dropless()
 
 
