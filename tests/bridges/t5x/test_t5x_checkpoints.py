@@ -169,7 +169,7 @@ def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
   flat = traverse_util.flatten_dict(state.weights, sep='/')
   for name, array in flat.items():
     np.testing.assert_array_equal(weights[name], array, err_msg=name)
-  moments = origin._lazy_moments(model, checkpoint, read, weights)
+  moments = origin._lazy_moments(model, checkpoint, read)
   wanted = [each for of in moments_of(state.learner.opt_state, flat).values() for each in of.values()]
   assert len(moments) == len(wanted) > len(flat)
   for place, array in wanted:
@@ -212,9 +212,9 @@ def test_other_optimizers_and_rules_are_refused(rng, tmp_path):
   checkpoint = open_checkpoint(write_state(tmp_path, state, Layout(decoder_only=True)))
   other = Model(state_of(DECODER_ONLY, rng, min_dim_size_to_factor=1000))
   origin = T5xOrigin(path=str(tmp_path))
-  layout, weights = origin._lazy_weights(other, checkpoint)
+  layout, _ = origin._lazy_weights(other, checkpoint)
   with pytest.raises(UserError, match=r'moments \(v\)(.|\n)*Adafactor.as_t5x'):
-    origin._lazy_moments(other, checkpoint, layout, weights)
+    origin._lazy_moments(other, checkpoint, layout)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
