@@ -52,7 +52,8 @@ Aux = Mapping[str, Statistics]
 ROUTING_NAME = 'routing'
 
 LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of what enters a layer, for policies that move it elsewhere
-_KEPT_INPUT_NAME = 'kept_layer_input'  # of the features that 'full_quarter_offloaded' does not move
+_KEPT_INPUT_NAME = 'kept_layer_input'  # of the features that a policy with a part of them does not move
+_MOVED_PARTS = {'full_quarter_offloaded': 4, 'full_half_offloaded': 2}  # one of so many parts of the features moves
 
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 _routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
@@ -89,6 +90,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'full': _routing,
   # Keeps the input of each layer only, a quarter of its features in the memory of the host.
   'full_quarter_offloaded': _offloaded(LAYER_INPUT_NAME, saved=(_KEPT_INPUT_NAME,)),
+  # Half of them.
+  'full_half_offloaded': _offloaded(LAYER_INPUT_NAME, saved=(_KEPT_INPUT_NAME,)),
   # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation.
   'attention_offloaded': _offloaded(LAYER_INPUT_NAME, *_attention),
   # Keeps the input of each layer only, in the memory of the host.
@@ -105,9 +108,9 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
 
 def name_layer_input(x: jax.Array, policy: str) -> jax.Array:
   """Returns what enters a layer, with the names that the remat policy of that name knows."""
-  if policy != 'full_quarter_offloaded':
+  if policy not in _MOVED_PARTS:
     return checkpoint_name(x, LAYER_INPUT_NAME)
-  moved, kept = jnp.split(x, [x.shape[-1] // 4], axis=-1)
+  moved, kept = jnp.split(x, [x.shape[-1] // _MOVED_PARTS[policy]], axis=-1)
   named = checkpoint_name(moved, LAYER_INPUT_NAME), checkpoint_name(kept, _KEPT_INPUT_NAME)
   return jnp.concatenate(named, axis=-1)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import soft_cap
 from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import current_sharding_scope, even_spec, num_parts, spec_axes
@@ -69,6 +70,12 @@ class AttentionOptions:
   def scale(self, head_dim: int) -> float:
     """The factor of the logits for K features."""
     return self.softmax_scale or 1.0 / math.sqrt(head_dim)
+
+
+def check_gradient_keys(gradient_keys: int | None) -> None:
+  """Raises a UserError for what an attention layer's `gradient_keys` cannot be."""
+  if gradient_keys is not None and (gradient_keys < 1 or gradient_keys % 1024):
+    raise UserError(f'gradient_keys={gradient_keys} must be a multiple of 1024, or None for two kernels.')
 
 
 Axes = tuple[str, ...]

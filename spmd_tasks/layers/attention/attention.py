@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
 from spmd_tasks.layers.base import WithSublayers, declare_weight, is_decoding
@@ -122,8 +122,7 @@ class Attention(WithSublayers, kw_only=True):
     for name in ('logit_cap', 'clip_qkv', 'qk_clip'):
       if (bound := getattr(self, name)) is not None and not bound > 0:
         raise UserError(f'{name}={bound} must be positive, or None for no bound.')
-    if self.gradient_keys is not None and (self.gradient_keys < 1 or self.gradient_keys % 1024):
-      raise UserError(f'gradient_keys={self.gradient_keys} must be a multiple of 1024, or None for two kernels.')
+    check_gradient_keys(self.gradient_keys)
     if self.qk_clip is not None and (self.qk_norm or self.adapters):
       raise UserError(
         'qk_clip scales whole kernels of queries and keys, so it goes without qk_norm, which bounds the logits itself, '

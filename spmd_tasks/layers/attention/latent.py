@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
 from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
@@ -54,6 +54,7 @@ class LatentAttention(nn.Module, kw_only=True):
       `yarn_magnitude(factor, mscale_all_dim)`.
     epsilon: of the norms of the latent vectors.
     qk_clip: as in Attention; rotated features of keys, which heads share, stay, and those of queries take all of it.
+    gradient_keys: as in Attention.
     use_bias: whether `query_down`, `kv_down` and `out` have a bias.
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for all projections but the output's, and for that.
@@ -75,6 +76,7 @@ class LatentAttention(nn.Module, kw_only=True):
   softmax_scale: float | None = None
   epsilon: float = 1e-6
   qk_clip: float | None = None
+  gradient_keys: int | None = None
   use_bias: bool = False
   dtype: Any = 'float32'
   init_scale: float = 1.0
@@ -87,6 +89,10 @@ class LatentAttention(nn.Module, kw_only=True):
   latent_split_dims: SplitDims = ('batch', 'seq', None)
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   adapters: tuple[Any, ...] = ()
+
+  def __post_init__(self):
+    check_gradient_keys(self.gradient_keys)
+    super().__post_init__()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
@@ -129,7 +135,7 @@ class LatentAttention(nn.Module, kw_only=True):
     )
     kv_up = kernel.astype(self.dtype)
     scale = self.softmax_scale or (self.nope_head_dim + self.rope_head_dim) ** -0.5
-    options = AttentionOptions(softmax_scale=scale)
+    options = AttentionOptions(softmax_scale=scale, gradient_keys=self.gradient_keys)
 
     cached = None
     joint = jnp.concatenate([latent[:, :, None, :], key_rope], axis=-1)  # [B, T, 1, C + R]
