@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from typing import Any
 
 from flax import traverse_util
@@ -59,9 +60,10 @@ _PREFILL_ROWS = 8  # of a prefill at most, where the settings do not say
 # reads all weights anyway, and more tokens cost little beside that.
 _CHUNK, _LONG_CHUNK = {'cpu': 64}, 256
 _PREFILL_TOKENS = 128  # of several prompts in one prefill, where chunks are shorter
-# Platform -> options of the compiler. XLA would make one product of those with a layer's queries, keys and values, for
-# which it copies the three kernels out of their stacks: a tenth of what a step of 32 texts reads.
-_COMPILER_OPTIONS = {'gpu': {'xla_gpu_dot_merger_threshold_mb': '0'}}
+# Platform -> an option of the compiler, which XLA_FLAGS may set too. XLA would make one product of those with a layer's
+# queries, keys and values, for which it copies the three kernels out of their stacks: a tenth of what a step of 32
+# texts reads.
+_COMPILER_OPTIONS = {'gpu': ('xla_gpu_dot_merger_threshold_mb', '0')}
 
 
 class DecodeSteps:
@@ -638,7 +640,7 @@ class DecodeSteps:
       ),
       out_shardings=out,
       donate_argnums=tuple(i for i, tree in enumerate(held) if tree is self.padded_state),
-      compiler_options=_COMPILER_OPTIONS.get(self._platform),
+      compiler_options=_compiler_options(self._platform),
     )
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
     return jitted.lower(*held, *abstract)
@@ -727,6 +729,11 @@ def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[st
       "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
     )
   return outputs['logits'], updated['new_cache']
+
+
+def _compiler_options(platform: str) -> dict[str, str] | None:
+  option = _COMPILER_OPTIONS.get(platform)
+  return None if option is None or option[0] in os.environ.get('XLA_FLAGS', '') else dict([option])
 
 
 def _format(leaf: Any) -> Any:

@@ -211,5 +211,7 @@ def _specs(query: jax.Array, keys: Any, split_dims: SplitDims, kv_split_dims: Sp
 
 @functools.cache
 def _log_once(platform: str, obstacle: str | None) -> None:
-  reason = f'pallas {obstacle}' if obstacle else f'the devices are of the platform {platform!r}'
-  logging.info('Attention to the KV cache is computed by %r: %s.', 'xla' if obstacle else 'pallas', reason)
+  if obstacle:  # which costs time, so that it is shown
+    logging.warning("Attention to the KV cache is computed by 'xla': pallas %s.", obstacle)
+  else:
+    logging.info("Attention to the KV cache is computed by 'pallas': the devices are of the platform %r.", platform)
