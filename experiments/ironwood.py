@@ -37,8 +37,8 @@ class Llama405B(Llama70B):
   num_heads = 128
   hidden_dims = 53_248
   batch_size = 1536
-  # Set LIBTPU_INIT_ARGS=--xla_tpu_enable_offloading_copy_to_sparsecore=false: then no step waits for these copies.
   remat_policy = 'full_offloaded'
+  tpu_options = {'xla_tpu_enable_offloading_copy_to_sparsecore': 'false'}  # else steps wait for the copies to the hosts
   num_logit_chunks = 4
   learning_rate = 8e-5
 

@@ -83,6 +83,9 @@ class Experiment(FrozenFields, abc.ABC):
   # The accelerators that --mode plan plans for, such as 'v5p:4x4x2'. Training ignores this field and uses the devices
   # of the machine.
   target: str | None = None
+  # Options of the TPU's compiler for the train step, such as {'xla_tpu_scoped_vmem_limit_kib': '65536'}. They win over
+  # those of runtime/tpu_options.py, and LIBTPU_INIT_ARGS over them. Other devices do without.
+  tpu_options: Mapping[str, str] = FrozenDict()
 
   seed: int = 0
   # Where a new job takes its weights from: the job_log_dir of another job (its newest checkpoint, or that of
@@ -347,7 +350,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():  # not for a plan, whose devices are elsewhere
     check_batch_fits(batch)
   with naming_own_code('the model', keys=batch):
-    return partition_spmd_model(
+    model = partition_spmd_model(
       job.task,
       mesh,
       batch,
@@ -355,3 +358,4 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       inputs_split_mapping=experiment.inputs_split_mapping,
       default_split_dim=experiment.default_split_dim,
     )
+  return dataclasses.replace(model, tpu_options=experiment.tpu_options)

@@ -21,6 +21,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.planning.targets import Target
 from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.tpu_options import refused_option
 
 STEPS = ('train', 'eval', 'prefill', 'decode', 'joined')
 _SIZE = r'([\d.]+)([KMGT]?)i?B?'
@@ -56,7 +57,7 @@ def compile_step(
     (a jax.stages.Compiled or the compiler's OutOfMemory, trace_seconds and compile_seconds).
 
   Raises:
-    UserError: the task has no such step, or its split is impossible.
+    UserError: the task has no such step, its split is impossible, or the compiler knows an option not.
   """
   note = functools.partial(print, f'plan: compiling the {step} step for {target.name}', file=sys.stderr, flush=True)
   if show_progress:
@@ -72,7 +73,7 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
       made = read_refusal(str(error))
       if made is None:
-        raise
+        raise refused_option(error) or error from error.__cause__
   compiled = time.perf_counter()
   if show_progress:
     is_refused = isinstance(made, OutOfMemory)

@@ -70,6 +70,9 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
     tokens, flops = (num_tokens, model_flops) if step == 'train' else (None, None)
     num_slices = math.prod(dcn_shape or (1,))  # of the mesh, as fake devices do not know their slice
     planned[step] = _read_compiled(compiled, program, target, mesh, parts, tokens, flops, num_slices) | seconds
+    if step == 'train' and model.tpu_options and target.chip.platform == 'tpu':
+      of_experiment = ', '.join(f'{name}={value}' for name, value in model.tpu_options.items())
+      planned[step]['assumptions'].append(f'The step is compiled with tpu_options of the experiment: {of_experiment}.')
   fits = [step['fits'] for step in planned.values()]
   return {
     'experiment': job.name,

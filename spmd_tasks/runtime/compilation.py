@@ -20,25 +20,23 @@ _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
 _DISABLED_PASSES, _PARALLEL_LOOPS = 'xla_disable_hlo_passes', 'cpu-parallel-task-assigner'
 
 
-def compiler_options(devices: Iterable[jax.Device]) -> dict[str, str] | None:
+def compiler_options(devices: Iterable[jax.Device], of_tpus: Mapping[str, str] | None = None) -> dict[str, str] | None:
   """Returns the compiler's options for a training step on devices of one kind; without devices, none.
 
-  An option that the environment variable LIBTPU_INIT_ARGS names, or XLA_FLAGS for CPUs, is left to it. CPU devices that
-  have no more than one core each compute all on one thread: to wake a second one gains nothing there.
+  Those of the experiment, `of_tpus`, win over the others, and what LIBTPU_INIT_ARGS (XLA_FLAGS for CPUs) names is left
+  to it. CPU devices with no more than one core each compute all on one thread: to wake a second gains nothing there.
   """
   devices = list(devices)
-  if not devices:
+  if not devices or devices[0].platform not in ('cpu', 'tpu'):
     return None
   device = devices[0]
   if device.platform == 'cpu':
     num_devices = sum(other.process_index == device.process_index for other in devices)
     is_given = _DISABLED_PASSES in os.environ.get('XLA_FLAGS', '')
     return None if is_given or (os.cpu_count() or 1) > num_devices else {_DISABLED_PASSES: _PARALLEL_LOOPS}
-  if device.platform != 'tpu':
-    return None
   from spmd_tasks.runtime.tpu_options import tpu_options
 
-  return tpu_options(device.device_kind)
+  return tpu_options(device.device_kind, of_tpus or {})
 
 
 class CompiledStep:
@@ -96,7 +94,12 @@ class CompiledStep:
     self.trace()
     start = time.perf_counter()
     with doing(f'compiling the {self._name}'):
-      self._compiled, self._lowered = self._lowered.compile(), None
+      try:
+        self._compiled, self._lowered = self._lowered.compile(), None
+      except jax.errors.JaxRuntimeError as error:
+        from spmd_tasks.runtime.tpu_options import refused_option
+
+        raise refused_option(error) or error from error.__cause__
     self.compile_seconds = time.perf_counter() - start
 
   def __call__(self, *arguments: Any) -> Any:

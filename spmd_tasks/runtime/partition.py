@@ -56,6 +56,7 @@ class PartitionedModel:
     canonical_state: canonical shapes with even NamedShardings: how a checkpoint is written and read.
     input_layout: how the training batch is placed on the mesh.
     keeps_examples: whether the metrics of train steps have the loss's per-example outputs (StepOutputs).
+    tpu_options: of the TPU's compiler for `train_step`, as Experiment has them.
   """
 
   task: Task
@@ -70,6 +71,7 @@ class PartitionedModel:
   input_layout: InputLayout
   _init_variables: Callable[[jax.Array], Variables]
   keeps_examples: bool = False
+  tpu_options: Mapping[str, str] | None = None
 
   @functools.cached_property
   def total_num_params(self) -> int:
@@ -141,12 +143,13 @@ class PartitionedModel:
           new = new.replace(weights=fill_in(self.trained_part(new).weights, padded_state.weights))
         return new, metrics
 
+    devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
     jitted = jax.jit(
       train_step,
       in_shardings=(_shardings(self.padded_state), _shardings(layout.padded)),
       out_shardings=(_shardings(self.padded_state), NamedSharding(self.mesh, PartitionSpec())),
       donate_argnums=0,
-      compiler_options=compiler_options(self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()),
+      compiler_options=compiler_options(devices, self.tpu_options),
     )
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 

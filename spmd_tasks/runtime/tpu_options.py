@@ -1,9 +1,12 @@
 """Options of the TPU's compiler for training steps."""
 
+from collections.abc import Mapping
 import os
 import re
 
 import jax
+
+from spmd_tasks.errors import UserError
 
 # Options of the TPU's compiler that let the gathers of weights run beside products, as MaxText's published commands for
 # v5p and v6e set them by LIBTPU_INIT_ARGS. Without them each layer waits for its weights.
@@ -55,10 +58,17 @@ _OPTIONS_BY_KIND = {
 }
 
 
-def tpu_options(device_kind: str) -> dict[str, str]:
+def tpu_options(device_kind: str, of_experiment: Mapping[str, str]) -> dict[str, str]:
   """Returns the options for devices of a kind, but those that the environment variable LIBTPU_INIT_ARGS names."""
   given = os.environ.get('LIBTPU_INIT_ARGS', '')
   options = _TPU_OPTIONS | _OPTIONS_BY_KIND.get(device_kind, {})
   if device_kind != 'TPU v5 lite' and jax.__version_info__ >= (0, 11):
     options[_FUSE_GATHERS] = 'false'
+  options |= of_experiment
   return {name: value for name, value in options.items() if not re.search(rf'\b{name}\b', given)}
+
+
+def refused_option(error: jax.errors.JaxRuntimeError) -> UserError | None:
+  """Returns what to say if the compiler refuses an option, by its name or its value; None of other errors."""
+  refusal = re.search('No such compile option: .*|Failed to parse .* into flag .*', str(error))
+  return refusal and UserError(f'the compiler refuses an option ({refusal[0].strip(": ")}): correct tpu_options.')

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.runtime.compilation import CompilationCounter, compiler_options
+from spmd_tasks.runtime.tpu_options import refused_option
 
 VECTOR_MEMORY = 'xla_tpu_scoped_vmem_limit_kib'
 
@@ -49,11 +50,21 @@ def test_options_are_of_the_kind_of_chip(monkeypatch):
   assert of_v6e is not None
   assert of_v6e.items() > of_v5p.items()
   assert of_v6e[VECTOR_MEMORY] == '98304'
+  assert compiler_options(devices('tpu', 'TPU v6 lite'), {VECTOR_MEMORY: '32768'}) == of_v6e | {VECTOR_MEMORY: '32768'}
+  assert compiler_options(devices('gpu', 'H100'), {VECTOR_MEMORY: '32768'}) is None
+
+
+def test_an_option_that_the_compiler_does_not_know_is_named():
+  step = jax.jit(lambda x: x, compiler_options={'xla_tpu_nonsense': 'true'}).lower(1)
+  with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+    step.compile()
+  assert "No such compile option: 'xla_tpu_nonsense'" in str(refused_option(raised.value))
+  assert refused_option(jax.errors.JaxRuntimeError('INTERNAL')) is None
 
 
 def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
   monkeypatch.setenv('LIBTPU_INIT_ARGS', f'--{VECTOR_MEMORY}=65536 --xla_enable_async_all_gather=false')
-  options = compiler_options(devices('tpu', 'TPU v6 lite'))
+  options = compiler_options(devices('tpu', 'TPU v6 lite'), {VECTOR_MEMORY: '32768'})
   assert options
   assert not {VECTOR_MEMORY, 'xla_enable_async_all_gather'} & set(options)
 
