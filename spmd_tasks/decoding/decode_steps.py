@@ -11,7 +11,8 @@ compute. The state is donated: it is updated in place. Every process passes the 
 are replicated. Nothing is compiled after `compile()`, whatever the requests.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -59,10 +60,12 @@ _PREFILL_ROWS = 8  # of a prefill at most, where the settings do not say
 # Platform -> tokens of a chunk. To a CPU 64 at the end of 4,000 take as long as two steps of 32 texts; elsewhere a step
 # reads all weights anyway, and more tokens cost little beside that.
 _CHUNK, _LONG_CHUNK = {'cpu': 64}, 256
+# Platform -> rows of the smallest step. Elsewhere 64 take about as long as one, since both read all weights.
+_FEWEST_ROWS, _MANY_ROWS = {'cpu': 2}, 64
+_COMPILED_AT_ONCE = 8  # programs
 _PREFILL_TOKENS = 128  # of several prompts in one prefill, where chunks are shorter
 # Platform -> an option of the compiler, which XLA_FLAGS may set too. XLA would make one product of those with a layer's
-# queries, keys and values, for which it copies the three kernels out of their stacks: a tenth of what a step of 32
-# texts reads.
+# queries, keys and values, for which it copies the three kernels: a tenth of what a step of 32 texts reads.
 _COMPILER_OPTIONS = {'gpu': ('xla_gpu_dot_merger_threshold_mb', '0')}
 
 
@@ -156,6 +159,7 @@ class DecodeSteps:
     if is_chained:
       self.heads = (0, *[nextn_drafts.CHAINED] * num_guessed)[:num_guessed]
     self._compiled: dict[Any, Any] = {}
+    self._pool: concurrent.futures.Executor | None = None
     self._cache_specs: dict[str, PartitionSpec] = {}  # by paths
     self.kept_state: DecodeState | None = None
 
@@ -205,7 +209,8 @@ class DecodeSteps:
 
     self.padded_state = jax.tree.map(self._padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(_format, self.padded_state)
-    fewer = (2 * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
+    fewest = _FEWEST_ROWS.get(self._platform, _MANY_ROWS)
+    fewer = (fewest * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
     self.num_drafts = self.settings.num_drafts
     if self.num_drafts and not all(is_pool):
       by_slot = [leaf for leaf, pooled in zip(jax.tree.leaves(abstract_cache), is_pool, strict=True) if not pooled]
@@ -400,7 +405,9 @@ class DecodeSteps:
     for row, slot in enumerate(busy.tolist()):
       held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
       where = divmod(slot if by_slot else row, tables.shape[1])
-      tables[where][: len(held)] = np.asarray(held, np.int32) - where[0] * part
+      tables[where][: len(held)] = held
+      if where[0]:
+        tables[where][: len(held)] -= where[0] * part
     return slots, tables
 
   def draft_sizes(self, num_slots: int) -> tuple[int, ...]:
@@ -463,6 +470,25 @@ class DecodeSteps:
         self._search(self.make_batch(chunks))
       return
     self.init()
+    with self._compiling_at_once():
+      self._compile_all(score_prompts, constrain)
+
+  @contextlib.contextmanager
+  def _compiling_at_once(self) -> Iterator[None]:
+    """Context in which `_compile` leaves programs to threads. (A CPU's compiler uses all cores for each.)"""
+    if self._platform == 'cpu' or jax.process_count() > 1:  # all processes compile in one order
+      yield
+      return
+    with concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as self._pool:
+      try:
+        yield
+      finally:
+        self._pool = None
+    for name, program in self._compiled.items():
+      if isinstance(program, concurrent.futures.Future):
+        self._compiled[name] = program.result()
+
+  def _compile_all(self, score_prompts: bool, constrain: bool) -> None:
     for num_rows in self.step_rows:
       for masked in (False, True) if constrain else (False,):
         self._step(num_rows, masked=masked)
@@ -621,8 +647,10 @@ class DecodeSteps:
     """Compiles `function` once, as `_lower` has it."""
     if name not in self._compiled:
       parts = name if isinstance(name, tuple) else (name,)
-      with doing('compiling for decoding: ' + ' '.join(str(part) for part in parts if type(part) in (str, int))):
-        self._compiled[name] = self._lower(function, *arguments, held=held, out=out).compile()
+      text = 'compiling for decoding: ' + ' '.join(str(part) for part in parts if type(part) in (str, int))
+      with doing(text):
+        lowered = self._lower(function, *arguments, held=held, out=out)
+        self._compiled[name] = lowered.compile() if self._pool is None else self._pool.submit(_compile, text, lowered)
     return self._compiled[name]
 
   def _lower(self, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any) -> Any:
@@ -729,6 +757,11 @@ def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[st
       "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
     )
   return outputs['logits'], updated['new_cache']
+
+
+def _compile(text: str, lowered: Any) -> Any:
+  with doing(text):
+    return lowered.compile()
 
 
 def _compiler_options(platform: str) -> dict[str, str] | None:

@@ -8,6 +8,10 @@
 `stored_spec` of sharding/quantized.py says which weights are held how. In 'int8', 'nf4' and 'nf4_double' a layer
 computes with the numbers that they stand for where it reads the kernel: one layer at a time, also in a scanned stack.
 
+On a GPU the layers of a stack are one array each (tuples in the stored variables). There, programs that generate have
+no loop over layers (layers/transformer.py), so nothing is left of the stacks that `true` makes: XLA reads each layer's
+array where it is, and compiles and tunes the products of one layer for all.
+
     with find_kernels(found):                    # the model's forward is traced within
       ...
     variables = with_layer_kernels(variables, found)
@@ -25,11 +29,12 @@ import functools
 import math
 import operator
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import traverse_util
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -41,7 +46,7 @@ from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.padding import pad, padded_shape, unpad
 from spmd_tasks.sharding.quantized import quantize, stored_spec
-from spmd_tasks.sharding.specs import spec_axes
+from spmd_tasks.sharding.specs import current_platform, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, is_quantized
 
 _LEAST = 1 << 16  # numbers of a layer's kernel: copies of smaller ones stay in the CPU's cache
@@ -67,42 +72,34 @@ class WeightStorage:
     if dtype in QUANTIZED_DTYPES and not isinstance(model.task, Task):
       raise UserError(f"weights_dtype={dtype!r} needs a model of this framework's layers: take bfloat16.")
     self._model = model
-    self.padded: Variables = dict(model.padded_state.variables)
-    self._true: Variables = dict(model.abstract_state.variables)
-    if dtype is not None:
-      plan = functools.partial(_plan, dtype)
-      weights, true, specs = model.padded_state.weights, model.abstract_state.weights, model.weight_specs
-      plans = jax.tree_util.tree_map_with_path(plan, weights, true, specs, is_leaf=is_quantized)
-      self.padded['params'], self._true['params'] = (
-        jax.tree.map(operator.itemgetter(which), plans, is_leaf=lambda leaf: isinstance(leaf, tuple))
-        for which in range(2)
-      )
     self._is_plain = dtype is None
+    with sharding_scope(model.mesh, model.axis_rules):
+      is_apart = dtype is not None and isinstance(model.task, Task) and current_platform() == 'gpu'
+    weights, true, specs = model.padded_state.weights, model.abstract_state.weights, model.weight_specs
+    plan = functools.partial(_plan, dtype, is_apart)
+    self._plans = jax.tree_util.tree_map_with_path(plan, weights, true, specs, is_leaf=is_quantized)
+    held = jax.tree.map(lambda plan: plan.held, self._plans, is_leaf=_is_plan)
+    self.padded: Variables = model.padded_state.variables | {'params': held}
 
   @functools.cached_property
-  def _plans(self) -> dict[str, Any]:
-    """Name -> the stored form of a weight, padded and true."""
-    padded, true = (traverse_util.flatten_dict(each['params'], sep='/') for each in (self.padded, self._true))
-    return {name: (plan, true[name]) for name, plan in padded.items()}
+  def _by_name(self) -> dict[str, '_Plan']:
+    return traverse_util.flatten_dict(self._plans, sep='/')
 
   @property
   def dtypes(self) -> dict[str, Any]:
     """The dtypes in which weights can be read from a file to be held as they are, by name."""
-    return {name: plan.dtype for name, (plan, _) in self._plans.items() if not is_quantized(plan)}
+    return {name: plan.stored.dtype for name, plan in self._by_name.items() if not is_quantized(plan.stored)}
 
   def store_one(self, name: str, weight: jax.Array) -> Any:
     """Converts one padded weight, which it frees. `store` leaves such weights as they are."""
-    planned, true = self._plans[name]
-    return _convert(True, planned, true, weight)
+    return _convert(True, self._by_name[name], weight)
 
   def store(self, variables: Variables, *, free: bool = True) -> Variables:
     """Converts padded variables weight by weight; with `free`, frees each one that was converted."""
     if self._is_plain:
       return variables
     convert = functools.partial(_convert, free)
-    plans = self.padded['params'], self._true['params']
-    held = jax.tree.map(convert, *plans, variables['params'], is_leaf=is_quantized)
-    return variables | {'params': held}
+    return variables | {'params': jax.tree.map(convert, self._plans, variables['params'], is_leaf=_is_plan)}
 
   def true(self, stored: Variables) -> Variables:
     """Slices the padding off stored variables, inside a compiled step under the mesh's axis rules."""
@@ -112,19 +109,50 @@ class WeightStorage:
     def true(leaf, plan, shape):
       return jax.lax.with_sharding_constraint(unpad(leaf, shape), plan.sharding)
 
-    return jax.tree.map(true, stored, self.padded, self._true)
+    def true_weight(plan, held):
+      return jax.tree.map(true, _stack(*held) if plan.num_layers else held, plan.stored, plan.true)
+
+    padded, shapes = self._model.padded_state.variables, self._model.abstract_state.variables
+    others = {name: jax.tree.map(true, stored[name], padded[name], shapes[name]) for name in stored if name != 'params'}
+    return others | {'params': jax.tree.map(true_weight, self._plans, stored['params'], is_leaf=_is_plan)}
 
 
-def _plan(dtype: str, path: Any, leaf: Any, true: Any, spec: WeightSpec) -> tuple[Any, Any]:
-  """The stored form of a weight, abstract: padded and true."""
-  if is_quantized(leaf):
-    return leaf, true
+class _Plan(NamedTuple):
+  """The stored form of a weight, abstract: padded and true, and how many layers lie apart, 0 for a weight in one."""
+
+  stored: Any
+  true: Any
+  num_layers: int = 0
+
+  @property
+  def held(self) -> Any:
+    """What is held: `stored`, or a tuple of its layers."""
+    return (jax.tree.map(_of_a_layer, self.stored),) * self.num_layers if self.num_layers else self.stored
+
+
+def _is_plan(leaf: Any) -> bool:
+  return isinstance(leaf, _Plan)
+
+
+def _of_a_layer(stack: Any) -> jax.ShapeDtypeStruct:
+  spec = PartitionSpec(*spec_axes(stack.sharding.spec, stack.ndim)[1:])
+  return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=NamedSharding(stack.sharding.mesh, spec))
+
+
+def _stack(*layers: Any) -> Any:
+  return jax.tree.map(lambda *each: jnp.stack(each), *layers)
+
+
+def _plan(dtype: str | None, is_apart: bool, path: Any, leaf: Any, true: Any, spec: WeightSpec) -> _Plan:
+  if dtype is None or is_quantized(leaf):
+    return _Plan(leaf, true)
+  num_layers = 0
+  if is_apart and spec.stacked == 1 and not spec_axes(leaf.sharding.spec, leaf.ndim)[0]:
+    num_layers = leaf.shape[0]
   name = jax.tree_util.keystr(path, simple=True, separator='/')
   stored = stored_spec(name, spec, dtype)
-  if stored is spec:
-    return leaf, true
   if isinstance(stored, WeightSpec):
-    return jax.ShapeDtypeStruct(leaf.shape, stored.dtype, sharding=leaf.sharding), true
+    return _Plan(jax.ShapeDtypeStruct(leaf.shape, stored.dtype, sharding=leaf.sharding), true, num_layers)
   assert isinstance(leaf.sharding, NamedSharding)
   mesh, axes = leaf.sharding.mesh, spec_axes(leaf.sharding.spec, len(leaf.shape))
 
@@ -136,34 +164,46 @@ def _plan(dtype: str, path: Any, leaf: Any, true: Any, spec: WeightSpec) -> tupl
     return jax.ShapeDtypeStruct(shape, part.dtype, sharding=NamedSharding(mesh, spec))
 
   abstract = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), stored)
-  return jax.tree.map(padded, stored), abstract
+  return _Plan(jax.tree.map(padded, stored), abstract, num_layers)
 
 
-def _convert(free: bool, planned: Any, true: Any, weight: Any) -> Any:
-  """Stores one padded weight as planned."""
-  if is_quantized(weight) or (not is_quantized(planned) and planned.dtype == weight.dtype):
+def _convert(free: bool, plan: _Plan, weight: Any) -> Any:
+  """Stores one padded weight as planned; one that is so already stays as it is."""
+  is_stored = is_quantized(weight) or (not is_quantized(plan.stored) and plan.stored.dtype == weight.dtype)
+  if isinstance(weight, tuple) or (is_stored and not plan.num_layers):
     return weight
-  structure = jax.tree.structure(planned)
-  stored = _converter(structure, tuple(jax.tree.leaves(planned)), tuple(jax.tree.leaves(true)))(weight)
+  structure = jax.tree.structure(plan.stored)
+  planned, true = (tuple(jax.tree.leaves(each)) for each in (plan.stored, plan.true))
+  stored = _converter(structure, planned, true, is_stored, plan.num_layers)(weight)
   if free:
     jax.block_until_ready(stored)
-    weight.delete()
+    jax.tree.map(lambda leaf: leaf.delete(), weight)
   return stored
 
 
 @functools.cache
 def _converter(
-  structure: Any, planned: tuple[jax.ShapeDtypeStruct, ...], true: tuple[jax.ShapeDtypeStruct, ...]
+  structure: Any,
+  planned: tuple[jax.ShapeDtypeStruct, ...],
+  true: tuple[jax.ShapeDtypeStruct, ...],
+  is_stored: bool,
+  num_layers: int,
 ) -> Callable[[jax.Array], Any]:
-  def convert(weight):
+  def stored(weight):
+    if is_stored:
+      return weight
     if len(planned) == 1:
       return weight.astype(planned[0].dtype)
     like = jax.tree.unflatten(structure, true)
     weight = unpad(weight, jax.ShapeDtypeStruct(like.shape, weight.dtype))
     return pad(quantize(weight, like), jax.tree.unflatten(structure, planned))
 
-  shardings = jax.tree.unflatten(structure, [leaf.sharding for leaf in planned])
-  return jax.jit(convert, out_shardings=shardings)
+  def convert(weight):
+    stack = stored(weight)
+    return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(num_layers)) if num_layers else stack
+
+  held = _Plan(jax.tree.unflatten(structure, planned), None, num_layers).held
+  return jax.jit(convert, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, held))
 
 
 # --- kernels of a loop over layers as one array per layer, which a CPU multiplies with where they are ---

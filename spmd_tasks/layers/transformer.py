@@ -32,7 +32,6 @@ from spmd_tasks.layers.base import (
   Statistics,
   WithSublayers,
   current_layer_scope,
-  is_decoding,
   layer_scope,
   run_layer,
   values_per_layer,
@@ -200,8 +199,8 @@ class TransformerStack(WithSublayers, kw_only=True):
   Fields:
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
     num_layers: L.
-    scan: whether the compiled program has a loop over layers, or L copies of its body. A GPU's steps, which give each
-      text a token, have copies always: a loop would copy each layer's weights, and they do little but read them.
+    scan: whether the compiled program has a loop over layers, or L copies of its body. What generates text on a GPU has
+      copies always: a loop would copy each layer's weights, see decoding/weight_storage.py.
     remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
   """
 
@@ -227,9 +226,7 @@ class TransformerStack(WithSublayers, kw_only=True):
     **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}); blocks get `context` as it is."""
-    is_step = is_decoding(self) and x.shape[1] == 1 and current_platform() == 'gpu'
-    scan = self.scan and not is_step
-    layers = scan_layers(num_layers=self.num_layers, scan=scan, remat_policy_name=self.remat_policy, train=train)
+    layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
     given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
     x, aux = layers(self.block.copy(name='layers'), x, given)
     return x, values_per_layer(aux)
@@ -255,6 +252,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
 
   def run(block, x, given):
+    generates = block.is_mutable_collection(NEW_CACHE) and not block.is_initializing()
     layers = nn.scan(
       layer,
       variable_axes={DenyList((CACHE, LAYER_KERNELS)): 0},  # of every other collection
@@ -262,7 +260,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       split_rngs={'params': True, 'dropout': True},
       in_axes=(nn.broadcast, 0),
       length=num_layers,
-      unroll=1 if scan else num_layers,
+      unroll=num_layers if not scan or (generates and current_platform() == 'gpu') else 1,
       metadata_params={STACK_DIM: 'layers'},
       # A check that traces a layer twice. The second trace counts random numbers on, and so do the weights of a seed.
       check_constancy_invariants=block.is_initializing(),

@@ -18,6 +18,7 @@ from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.generation import can_sample, complete_groups, search
 from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.layers import transformer
 from spmd_tasks.layers.base import LAYER_KERNELS
 from spmd_tasks.runtime.compilation import CompilationCounter
 from tests.decoding.runs import CHUNK, MAX_LEN, MESHES, SETTINGS, draw, make_run, place, short_blocks  # noqa: F401
@@ -83,6 +84,28 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   assert program.count('stablehlo.case') == num_kernels // len(kernel) + 1
   done = dict(generate(steps, run.variables, requests, decode=lambda tokens: ''))
   assert [(done[index].ids, done[index].logprobs) for index in range(4)] == [(e.ids, e.logprobs) for e in expected]
+
+
+@pytest.mark.parametrize(
+  'name, dtype', [('data 2 x mdl 4', 'int8'), pytest.param('layers 2 x data 2', 'bfloat16', marks=exhaustive)]
+)
+def test_layers_apart_give_the_text_of_their_stacks(name, dtype, monkeypatch):
+  run, requests = make_run(name), make_requests()[:4]
+  settings = dataclasses.replace(SETTINGS, weights_dtype=dtype)
+  texts = []
+  for platform in ('cpu', 'gpu'):
+    for module in (weight_storage, transformer):
+      monkeypatch.setattr(module, 'current_platform', lambda platform=platform: platform)
+    steps = run.few_programs(settings)
+    held = steps.storage.store(run.variables, free=False)
+    assert jax.tree.structure(held) == jax.tree.structure(steps.storage.padded)
+    texts.append(dict(generate(steps, held, requests, decode=lambda tokens: '')))
+  is_apart = [isinstance(each, tuple) for each in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, tuple))]
+  assert any(is_apart) == ('layers' not in name)  # stages keep their stacks
+  for index in range(4):
+    stacked, apart = (each[index] for each in texts)
+    assert apart.ids == stacked.ids
+    np.testing.assert_allclose(apart.logprobs, stacked.logprobs, atol=max(run.atol, 1e-3))
 
 
 def test_a_sample_is_of_weights_prompt_and_seed():
