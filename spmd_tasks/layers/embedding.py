@@ -4,7 +4,6 @@ Shapes: B batch, T sequence, V vocab, D model.
 """
 
 from collections.abc import Callable, Mapping
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, soft_cap
+from spmd_tasks.layers.base import (
+  FanInNormal,
+  by_row,
+  current_layer_scope,
+  declare_weight,
+  product_in_float32,
+  soft_cap,
+)
 from spmd_tasks.layers.label_scores import LabelScores, in_chunks, predicted_label_scores
 from spmd_tasks.layers.linear import adapted, adapter_of, multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
@@ -133,7 +139,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
     if self.logits_split_dims is not None and x.size >= kernel.size:  # see Linear
       token_split_dims = self.logits_split_dims[:2]
-    multiply = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+    multiply = product_in_float32(equation)
     product = lambda x, kernel: by_row(multiply, x, num_dims=2, shared=(kernel,))
 
     def logits_of(kernel: jax.Array, x: jax.Array) -> jax.Array:
