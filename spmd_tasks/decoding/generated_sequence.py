@@ -319,6 +319,8 @@ class GeneratedSequence:
 
 def begun_length(text: str, stops: Collection[str]) -> int:
   """Returns how many characters at the end of `text` begin one of the stops, 0 if none; a whole stop does not count."""
-  longest = max((len(stop) for stop in stops), default=0)
+  if not stops:
+    return 0
+  longest = max(len(stop) for stop in stops)
   lengths = range(min(len(text), longest - 1), 0, -1)
   return next((n for n in lengths if any(len(stop) > n and stop.startswith(text[-n:]) for stop in stops)), 0)

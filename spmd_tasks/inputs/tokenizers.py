@@ -91,11 +91,13 @@ class ByteTokenizer:
 
   def decode(self, ids: Sequence[int]) -> str:
     """Exact for what `encode` made; a sequence of bytes that is not UTF-8, as a model may sample, gives U+FFFD."""
-    values = np.asarray(ids, np.int64).reshape(-1)
-    if values.size and (values.min() < 0 or values.max() >= self.vocab_size):
-      raise UserError(f'ids from {values.min()} to {values.max()} are not all in the bytes [0, {self.vocab_size}).')
-    values = values[values >= self.num_special] - self.num_special
-    return values.astype(np.uint8).tobytes().decode('utf-8', errors='replace')
+    first = self.num_special
+    try:
+      text = bytes([token - first for token in ids if not 0 <= token < first])
+    except ValueError:
+      message = f'ids from {min(ids)} to {max(ids)} are not all in the bytes [0, {self.vocab_size}).'
+      raise UserError(message) from None
+    return text.decode('utf-8', errors='replace')
 
   def fingerprint(self) -> str:
     return 'bytes+3'

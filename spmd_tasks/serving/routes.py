@@ -254,17 +254,11 @@ async def whole_answer(
 ) -> Response:
   """Returns one JSON body when all choices have ended; stops waiting if the client disconnects."""
 
-  async def collect() -> list[Delta]:
-    deltas: list[Delta] = []
-    while _num_ended(deltas) < len(answer.sequences):
-      deltas += await answer.next()
-    return deltas
-
   async def listen() -> None:
     while (await receive())['type'] != 'http.disconnect':
       pass
 
-  collecting, listening = asyncio.create_task(collect()), asyncio.create_task(listen())
+  collecting, listening = asyncio.create_task(answer.all()), asyncio.create_task(listen())
   try:
     await asyncio.wait((collecting, listening), return_when=asyncio.FIRST_COMPLETED)
     if not collecting.done():

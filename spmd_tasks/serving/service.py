@@ -103,7 +103,8 @@ class Answer:
     self.first_text: float | None = None
     self.last_token: float | None = None
     self._deltas: list[Delta] = []
-    self._has_news = asyncio.Event()
+    self._num_ended = 0
+    self._has_news, self._has_ended = asyncio.Event(), asyncio.Event()
 
   @property
   def is_finished(self) -> bool:
@@ -117,7 +118,10 @@ class Answer:
   def add(self, delta: Delta) -> None:
     """Adds a delta for the handler."""
     self._deltas.append(delta)
+    self._num_ended += delta.finish_reason is not None
     self._has_news.set()
+    if self._num_ended == len(self.sequences):
+      self._has_ended.set()
 
   async def next(self) -> list[Delta]:
     """Waits for deltas and returns all since the last call, at least one."""
@@ -125,6 +129,11 @@ class Answer:
     self._has_news.clear()
     deltas, self._deltas = self._deltas, []
     return deltas
+
+  async def all(self) -> list[Delta]:
+    """Waits for the end of all sequences and returns their deltas, without a word for each step's."""
+    await self._has_ended.wait()
+    return self._deltas
 
 
 class Service:
