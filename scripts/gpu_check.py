@@ -6,15 +6,17 @@ Each section is a process of its own with a time limit, the most wanted first; w
 and the next one runs. DIR gets gpu_check.json, gpu_check.md and log.txt. The last line on stdout is one JSON object,
 and the exit code is 0 if nothing failed. With --tiny all sizes are small, and all runs on the CPU.
 
-A row has what applies of: ms, tokens_per_s, tflops, mfu, peak_gb, compile_s; `error`, relative in the 2-norm to the
-plain computation, or absolute in `unit`, with the `limit` under which it must be; `failure`. Section `plan` is what
---mode plan predicts: made here where TensorFlow is, which brings the format of compiled programs, and else read from
-gpu_check_plans.json, which `--sections plan --target h100 --write_plans` writes on any machine with jax[cuda13].
+A row has what applies of: ms, busy_ms (of it the GPU's), tokens_per_s, tflops, mfu, peak_gb, compile_s; `kernels`, the
+longest; `error`, relative in the 2-norm to the plain computation, or absolute in `unit`, with the `limit` under which
+it must be; `failure`. Section `plan` is what --mode plan predicts: made here where TensorFlow is, which brings the
+format of compiled programs, and else read from gpu_check_plans.json, which any machine with jax[cuda13] writes:
+`--sections plan --target h100 --write_plans`.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim; R rows, E experts, D in, F out.
 """
 
 import argparse
+import collections
 from collections.abc import Callable, Iterator
 import concurrent.futures
 import contextlib
@@ -41,7 +43,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
 PLANS = Path(__file__).with_name('gpu_check_plans.json')
-LIMITS = {'env': 60, 'kernels': 110, 'dense': 140, 'moe': 110, 'train': 150, 'serve': 120, 'decode': 130}
+LIMITS = {'env': 60, 'kernels': 110, 'dense': 140, 'moe': 110, 'train': 150, 'serve': 120, 'decode': 170}
 LIMITS |= {'pytorch': 110, 'plan': 120}  # seconds
 LEAST_S = 20  # a section is not begun with less
 Row = dict[str, Any]
@@ -54,7 +56,7 @@ def sizes(tiny: bool) -> Any:
     moe = ('mesh.num_devices=1', 'mesh.num_expert_partitions=1', 'num_layers=1', 'seq_len=32', 'batch_size=2')
     kernels = dict(square=128, copy=2**16, attention=[(2, 64, 4, 2, 16)], experts=(128, 4, 32, 48))
     kernels |= dict(pages=[(2, 2, 4, 2, 16, 64)])
-    decode = dict(slots=(2,), max_len=64, new_tokens=4, requests=2)
+    decode = dict(slots=(2,), max_len=64, new_tokens=4, requests=2, llama=None)
     rest = dict(moe=('moe.StdlibTiny', moe), steps=(2, 4), platform='cpu')
     return SimpleNamespace(shape=shape | dict(seq_len=64, batch_size=2), **kernels, **decode, **rest)
   shape = dict(vocab_size=32_000, model_dims=2048, num_layers=24, num_heads=16, num_kv_heads=8, hidden_dims=5632)
@@ -64,6 +66,8 @@ def sizes(tiny: bool) -> Any:
   long, latent = (4, 1, 32, 8, 128, 32_768), (32, 1, 128, 1, 576, 4096)
   kernels |= dict(pages=[(32, 1, 32, 8, 128, 4096), (32, 16, 32, 8, 128, 4096), long, latent])
   decode = dict(slots=(1, 32, 128), max_len=1024, new_tokens=64, requests=64)
+  llama = dict(num_slots=32, max_len=4096, prefill_chunk=512, min_bucket=512, weights_dtype='bfloat16')
+  decode |= dict(llama=('ici_mesh_shape=1,1,1', *(f'task.decode.{n}={v}' for n, v in llama.items())))
   rest = dict(moe=('moe.Qwen3Moe30B', (*moe, 'batch_size=4', 'remat_policy=attention')), steps=(4, 20), platform='gpu')
   return SimpleNamespace(shape=shape | dict(seq_len=2048, batch_size=16), **kernels, **decode, **rest)
 
@@ -74,6 +78,16 @@ def dense_job(size: Any, slots: int = 1) -> tuple[str, tuple[str, ...]]:
   fields = size.shape | {f'task.decode.{name}': value for name, value in decode.items()}
   fixed = ('ici_mesh_shape=1,1,1', 'learning_rate=3e-3', f'num_train_steps={size.steps[1]}', 'eval_batches=1')
   return 'lm.Dense1B', (*fixed, 'log_every_steps=2', *(f'{name}={value}' for name, value in fields.items()))
+
+
+def moe_row(size: Any) -> str:
+  return f'{size.moe[0]} {" ".join(size.moe[1][2:])}'
+
+
+def decode_jobs(size: Any) -> list[tuple[str, tuple[str, tuple[str, ...]], int, int, int]]:
+  """Returns (the row's name, job, slots, tokens of each prompt, tokens to compare) of what `decode` measures."""
+  jobs = [(f'{slots} slots of {size.max_len}', dense_job(size, slots), slots, 8, 4) for slots in size.slots]
+  return jobs + ([('lm.Llama8B, 32 full slots of 4096', ('lm.Llama8B', size.llama), 32, 3900, 0)] if size.llama else [])
 
 
 def binary(mode: str, experiment: str, overrides: tuple[str, ...], *flags: Any) -> list[str]:
@@ -124,6 +138,30 @@ def rates(seconds: float, tokens: float, flops: float, device_kind: str) -> Row:
   return found | ({'mfu': flops / seconds / peak} if peak else {})
 
 
+def device_time(run: Callable[[], Any], count: int) -> Row:
+  """How long the GPU is busy in one of the `count` steps that `run` waits for, and its longest kernels."""
+  import jax
+
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    (path,) = Path(folder).glob('plugins/profile/*/*.xplane.pb')
+    planes = [plane for plane in jax.profiler.ProfileData.from_file(str(path)).planes if 'GPU' in plane.name]
+    lines = [line for plane in planes for line in plane.lines if line.name.startswith('Stream')]
+    events = sorted((each.start_ns, each.duration_ns, each.name) for line in lines for each in line.events)
+  busy = until = 0.0
+  totals: collections.Counter[str] = collections.Counter()
+  counts: collections.Counter[str] = collections.Counter()
+  for start, duration, name in events:
+    busy += max(0.0, start + duration - max(until, start))
+    until = max(until, start + duration)
+    totals[name] += duration
+    counts[name] += 1
+  longest = totals.most_common(40)
+  kernels = [f'{ns / 1e6 / count:.3f} ms, {counts[name] / count:.0f} x {name[:100]}' for name, ns in longest]
+  return {'busy_ms': busy / 1e6 / count, 'kernels': kernels} if events else {}
+
+
 def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any, losses: list[float]) -> Row:
   """Compiles a step of bench_step.Case; runs it, each launched without a wait for the one before."""
   import jax
@@ -149,7 +187,8 @@ def train_on_one_batch(case: Any, make: Callable[[], Any], batch: Any, size: Any
   counts = ''.join(f', {text.count(name)} {name}' for name in kernels if name in text)
   note = f'{model.total_num_params / 1e9:.2f}B parameters, losses {losses[0]:.3f} to {float(last):.3f}{counts}'
   found = rates(seconds, batch['ids'].size, flops, jax.devices()[0].device_kind)
-  return found | {'compile_s': compile_s, 'note': note} | peak_memory()
+  found |= {'compile_s': compile_s, 'note': note} | peak_memory()
+  return found | device_time(lambda: jax.block_until_ready(stepper()), 1)
 
 
 # ---------------------------------------------------------------- sections
@@ -213,22 +252,11 @@ def kernels(size: Any) -> Iterator[Row]:
     note = f'with the backward pass {both_ms:.2f} ms; errors {", ".join(f"{x:.1e}" for x in errors)}'
     return {'ms': ms, 'tflops': flops / ms / 1e9, 'error': max(errors), 'limit': 2e-2, 'note': note}
 
-  keys = jax.random.split(jax.random.key(0), 4)
-  two_rows = lambda x: x[:2]
-  for B, T, H, G, K in size.attention:
-    shapes = [(B, T, n, K) for n in (H, G, G, H)]
-    *arguments, cotangent = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
-    documents = jnp.asarray(np.broadcast_to(1 + np.arange(T) * 4 // T, (B, T)), jnp.int32)
-    for case, segments in (('packed', documents), ('causal', None)):
-      few = None if segments is None else segments[:2]
-      plain = both_passes(functools.partial(attend, segment_ids=few, implementation='xla'))
-      with jax.default_matmul_precision('highest'):
-        wanted = jax.device_get(plain(*(two_rows(x).astype(jnp.float32) for x in (cotangent, *arguments))))
-      for name in ('cudnn', 'blockwise', 'xla') if size.platform == 'gpu' else ('blockwise', 'xla'):
-        function = functools.partial(attend, segment_ids=segments, implementation=name)
-        what = f'attention {name}, {case}, {B} x {T}, {H} heads of {K}'
-        yield row(what, measure, function, cotangent, arguments, wanted, 2 * B * H * T * T * K, two_rows)
+  for shape in size.pages:
+    B, T, H, G, K, S = shape
+    yield row(f'pages, {B} x {T}, {H} heads of {K}, {G} in the cache of {S}', pages, size, *shape)
 
+  keys = jax.random.split(jax.random.key(0), 4)
   R, E, D, F = size.experts
   rng = np.random.default_rng(0)
   counts = np.bincount(rng.choice(E, R), minlength=E).astype(np.int32)
@@ -249,9 +277,22 @@ def kernels(size: Any) -> Iterator[Row]:
     what = f'experts {name}, {R} rows, {E} of {D} x {F}'
     yield row(what, measure, function, d_out, (rows, weights), wanted, 2 * R * D * F, select)
 
-  for shape in size.pages:
-    B, T, H, G, K, S = shape
-    yield row(f'pages, {B} x {T}, {H} heads of {K}, {G} in the cache of {S}', pages, size, *shape)
+  two_rows = lambda x: x[:2]
+  others = ('blockwise', 'xla')
+  for B, T, H, G, K in size.attention:
+    shapes = [(B, T, n, K) for n in (H, G, G, H)]
+    *arguments, cotangent = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+    documents = jnp.asarray(np.broadcast_to(1 + np.arange(T) * 4 // T, (B, T)), jnp.int32)
+    for case, segments in (('packed', documents), ('causal', None)):
+      few = None if segments is None else segments[:2]
+      plain = both_passes(functools.partial(attend, segment_ids=few, implementation='xla'))
+      with jax.default_matmul_precision('highest'):
+        wanted = jax.device_get(plain(*(two_rows(x).astype(jnp.float32) for x in (cotangent, *arguments))))
+      for name in (*(['cudnn'] if size.platform == 'gpu' else []), *others):
+        function = functools.partial(attend, segment_ids=segments, implementation=name)
+        what = f'attention {name}, {case}, {B} x {T}, {H} heads of {K}'
+        yield row(what, measure, function, cotangent, arguments, wanted, 2 * B * H * T * T * K, two_rows)
+      others = ()  # which take long to compile: in one case
 
 
 def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Row:
@@ -329,7 +370,7 @@ def moe(size: Any) -> Iterator[Row]:
     case = bench_step.Case(size.moe[1], size.moe[0])
     return train_on_one_batch(case, case.ours, case.batches(1)[0], size, [])
 
-  yield row(f'{size.moe[0]} {" ".join(size.moe[1][2:])}', measure)
+  yield row(moe_row(size), measure)
 
 
 def train(size: Any) -> Iterator[Row]:
@@ -398,36 +439,65 @@ def decode(size: Any) -> Iterator[Row]:
   from spmd_tasks.decoding.generated_sequence import GeneratedSequence
   from spmd_tasks.decoding.scheduler import Scheduler
   from spmd_tasks.decoding.scoring import score_texts
+  from spmd_tasks.inputs.tokenizers import decode_generated
 
-  def measure(slots: int) -> Row:
-    name, overrides = dense_job(size, slots)
+  @functools.partial(jax.jit, static_argnums=(1, 2))
+  def draw(number: int, shape: Any, dtype: Any) -> Any:
+    return (0.02 * jax.random.normal(jax.random.key(number), shape)).astype(dtype)
+
+  def weights_of(steps: DecodeSteps) -> Any:
+    """Weights as the steps take them: to draw a train state's would take its optimizer's memory too."""
+    leaves = jax.tree_util.tree_leaves_with_path(steps.storage.padded)
+    is_norm = ['norm' in jax.tree_util.keystr(path) for path, _ in leaves]
+    drawn = [draw(i, leaf.shape, leaf.dtype) for i, (_, leaf) in enumerate(leaves)]
+    placed = [jax.device_put(x + is_one, leaf.sharding) for x, is_one, (_, leaf) in zip(drawn, is_norm, leaves)]
+    return jax.tree.unflatten(jax.tree.structure(steps.storage.padded), placed)
+
+  def measure(job: tuple[str, tuple[str, ...]], slots: int, prompt_len: int, compared: int) -> Row:
+    name, overrides = job
     case = bench_step.Case(overrides, name)
     steps = DecodeSteps(case.model)
+    engine = ModelEngine(steps, weights_of(steps))
     start = time.perf_counter()
-    engine = ModelEngine(steps, steps.storage.store(case.model.init(seed=0).variables))
     engine.warm_up()
-    compile_s = time.perf_counter() - start
-    prompts = [tuple((5 + 7 * slot + i) % 250 for i in range(8)) for slot in range(slots)]
-    requests = [Request(ids=ids, max_tokens=size.max_len - 16) for ids in prompts]
-    sequences = [GeneratedSequence(each, case.job.tokenizer.decode, has_logprobs=True) for each in requests]
-    scheduler = Scheduler(engine, prefill_budget=slots * size.max_len)
+    found: Row = {'compile_s': time.perf_counter() - start}
+    prompts = [tuple((5 + 7 * slot + i) % 250 for i in range(prompt_len)) for slot in range(slots)]
+    requests = [Request(ids=ids, max_tokens=steps.max_len - prompt_len) for ids in prompts]
+    to_text = functools.partial(decode_generated, case.job.tokenizer)  # of a larger vocabulary than the tokenizer's
+    sequences = [GeneratedSequence(each, to_text, has_logprobs=compared > 0) for each in requests]
+    scheduler = Scheduler(engine, prefill_budget=slots * steps.max_len)
     scheduler.submit(sequences)
-    deltas = [delta for _ in range(6) for delta in scheduler.advance()]
-    entries = [entry for delta in deltas if delta.sequence is sequences[0] for entry in delta.logprobs]
-    text = prompts[0], tuple(entry.token for entry in entries)
-    ((_, score),) = score_texts(steps, engine.weights, [text], num_rows=1)
-    error = max(abs(entry.logprob - other) for entry, other in zip(entries, score.logprobs, strict=True))
+    start = time.perf_counter()
+    deltas = [delta for _ in range(2 + compared) for delta in scheduler.advance()]
+    note = f'prompts and {2 + compared} steps in {time.perf_counter() - start:.2f} s'
+    if compared:
+      entries = [entry for delta in deltas if delta.sequence is sequences[0] for entry in delta.logprobs]
+      text = prompts[0], tuple(entry.token for entry in entries)
+      ((_, score),) = score_texts(steps, engine.weights, [text], num_rows=1)
+      error = max(abs(entry.logprob - other) for entry, other in zip(entries, score.logprobs, strict=True))
+      found |= {'error': error, 'limit': 0.1, 'unit': 'nats'}
+      note += f'; {len(entries)} log-probabilities compared'
+    launch, launches = engine.step, []
+
+    def timed(*given: Any, **named: Any) -> Any:
+      begun = time.perf_counter()
+      launched = launch(*given, **named)
+      launches.append(time.perf_counter() - begun)
+      return launched
+
+    engine.step = timed
     start = time.perf_counter()
     for _ in range(size.new_tokens):  # a step is launched before the one before is read
       scheduler.advance()
     seconds = (time.perf_counter() - start) / size.new_tokens
+    note = f'{1e3 * statistics.median(launches):.2f} ms of the host to launch a step; {note}'
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(engine.weights))
-    note = f'weights at {num_bytes / seconds / 1e9:.0f} GB/s; {len(entries)} log-probabilities compared'
-    found = {'ms': 1e3 * seconds, 'tokens_per_s': slots / seconds, 'compile_s': compile_s, 'note': note}
-    return found | {'error': error, 'limit': 0.1, 'unit': 'nats'} | peak_memory()
+    note = f'weights at {num_bytes / seconds / 1e9:.0f} GB/s; {note}'
+    found |= {'ms': 1e3 * seconds, 'tokens_per_s': slots / seconds, 'note': note} | peak_memory()
+    return found | device_time(lambda: [scheduler.advance() for _ in range(4)], 4)
 
-  for slots in size.slots:
-    yield row(f'{slots} slots of {size.max_len}', measure, slots)
+  for what, *given in decode_jobs(size):
+    yield row(what, measure, *given)
 
 
 def pytorch(size: Any) -> Iterator[Row]:
@@ -485,20 +555,21 @@ def plan(size: Any) -> Iterator[Row]:
     yield from kept.get(size.target, [{'what': size.target, 'skipped': f'no TensorFlow, and no plan in {PLANS.name}'}])
     return
 
-  def measure(section: str, step: str, job: tuple[str, tuple[str, ...]]) -> Row:
+  def measure(step: str, job: tuple[str, tuple[str, ...]]) -> Row:
     flags = ('--target', f'{size.target}:1', '--plan_out', 'plan', '--plan_steps', step)
     done = subprocess.run(binary('plan', *job, *flags), stdout=subprocess.DEVNULL)
     assert done.returncode == 0, f'exit code {done.returncode}; log.txt says why'
     report = json.loads(Path('plan/plan.json').read_text(encoding='utf-8'))
-    found = {'section': section, 'peak_gb': report['steps'][step]['peak_bytes'] / 1e9, 'mfu': report['predicted_mfu']}
+    found = {'peak_gb': report['steps'][step]['peak_bytes'] / 1e9, 'mfu': report['predicted_mfu']}
     seconds, versions = report['predicted_step_s'], (f'{name} {each}' for name, each in report['versions'].items())
     return found | {'ms': seconds and 1e3 * seconds, 'note': f'{size.target}:1, by {", ".join(versions)}'}
 
-  yield row('lm.Dense1B, train', measure, 'dense', 'train', dense_job(size))
-  if size.platform == 'cpu':
-    return  # --tiny: one is enough
-  yield row(f'{size.moe[0]}, train', measure, 'moe', 'train', size.moe)
-  yield row('lm.Dense1B, decode', measure, 'decode', 'decode', dense_job(size, size.slots[-1]))
+  jobs = [(f'dense: {dense_job(size)[0]}, ours', 'train', dense_job(size))]
+  if size.platform == 'gpu':  # --tiny: one is enough
+    jobs += [(f'moe: {moe_row(size)}', 'train', size.moe)]
+    jobs += [(f'decode: {what}', 'decode', job) for what, job, *_ in decode_jobs(size)]
+  for each in jobs:
+    yield row(each[0], measure, *each[1:])
 
 
 RUN: dict[str, Callable[[Any], Iterator[Row]]] = {name: globals()[name] for name in LIMITS}
@@ -518,16 +589,16 @@ def judge(status: str, rows: list[Row]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-  columns = {'ms': '.4g', 'tokens_per_s': ',.0f', 'tflops': '.4g', 'mfu': '.1%', 'peak_gb': '.1f', 'compile_s': '.1f'}
-  planned = {each['section']: each for each in result['sections'].get('plan', {}).get('rows', []) if 'section' in each}
+  columns = {'ms': '.4g', 'busy_ms': '.4g', 'tokens_per_s': ',.0f', 'tflops': '.4g', 'mfu': '.1%'}
+  columns |= {'peak_gb': '.1f', 'compile_s': '.1f'}
+  planned = {each['what']: each for each in result['sections'].get('plan', {}).get('rows', [])}
   versions = ', '.join(f'{name} {version}' for name, version in result['versions'].items())
   lines = [f'# {result["device"]}, {result["date"]}', '', f'{versions}; driver {result["driver"]}', '']
-  lines += [f'| section | what | {" | ".join(columns)} | planned ms | error | remark |', '|' + '---|' * 11]
+  lines += [f'| section | what | {" | ".join(columns)} | planned ms | error | remark |', '|' + '---|' * 12]
   for name, section in result['sections'].items():
     for each in section['rows']:
       cells = [format(each[key], style) if each.get(key) is not None else '' for key, style in columns.items()]
-      is_planned = each is section['rows'][-1 if name == 'decode' else 0]  # decode: with the most slots
-      plan_ms = planned.get(name, {}).get('ms') if is_planned else None
+      plan_ms = planned.get(f'{name}: {each["what"]}', {}).get('ms')
       error = f'{each["error"]:.1e} {each.get("unit", "")}' if 'error' in each else ''
       remark = each.get('skipped') or each.get('failure') or each.get('note', '')
       cells = [name, each['what'], *cells, f'{plan_ms:.4g}' if plan_ms else '', error, remark]
