@@ -60,8 +60,7 @@ _PREFILL_ROWS = 8  # of a prefill at most, where the settings do not say
 # Platform -> tokens of a chunk. To a CPU 64 at the end of 4,000 take as long as two steps of 32 texts; elsewhere a step
 # reads all weights anyway, and more tokens cost little beside that.
 _CHUNK, _LONG_CHUNK = {'cpu': 64}, 256
-# Platform -> rows of the smallest step. Elsewhere 64 take about as long as one, since both read all weights.
-_FEWEST_ROWS, _MANY_ROWS = {'cpu': 2}, 64
+_FEWEST_ROWS, _MANY_ROWS = 2, 64  # of the smallest step: accelerators read all weights for one row as for 64
 _COMPILED_AT_ONCE = 8  # programs
 _PREFILL_TOKENS = 128  # of several prompts in one prefill, where chunks are shorter
 # Platform -> an option of the compiler, which XLA_FLAGS may set too. XLA would make one product of those with a layer's
@@ -209,7 +208,8 @@ class DecodeSteps:
 
     self.padded_state = jax.tree.map(self._padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(_format, self.padded_state)
-    fewest = _FEWEST_ROWS.get(self._platform, _MANY_ROWS)
+    many = self._platform != 'cpu' and not self.settings.num_drafts  # which give a slot several rows
+    fewest = _MANY_ROWS if many else _FEWEST_ROWS
     fewer = (fewest * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
     self.num_drafts = self.settings.num_drafts
     if self.num_drafts and not all(is_pool):
@@ -479,14 +479,16 @@ class DecodeSteps:
     if self._platform == 'cpu' or jax.process_count() > 1:  # all processes compile in one order
       yield
       return
-    with concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as self._pool:
-      try:
+    earlier = dict(self._compiled)
+    try:
+      with concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as self._pool:
         yield
-      finally:
-        self._pool = None
-    for name, program in self._compiled.items():
-      if isinstance(program, concurrent.futures.Future):
-        self._compiled[name] = program.result()
+      programs = {name: each.result() for name, each in self._compiled.items() if name not in earlier}
+    except BaseException:
+      programs = {}
+      raise
+    finally:
+      self._pool, self._compiled = None, earlier | programs
 
   def _compile_all(self, score_prompts: bool, constrain: bool) -> None:
     for num_rows in self.step_rows:

@@ -8,9 +8,10 @@
 `stored_spec` of sharding/quantized.py says which weights are held how. In 'int8', 'nf4' and 'nf4_double' a layer
 computes with the numbers that they stand for where it reads the kernel: one layer at a time, also in a scanned stack.
 
-On a GPU the layers of a stack are one array each (tuples in the stored variables). There, programs that generate have
-no loop over layers (layers/transformer.py), so nothing is left of the stacks that `true` makes: XLA reads each layer's
-array where it is, and compiles and tunes the products of one layer for all.
+On a GPU, where a dtype is given and no pipeline stages split them, the layers of a stack are one array each (tuples in
+the stored variables). There, programs that generate have no loop over layers (layers/transformer.py), so nothing is
+left of the stacks that `true` makes: XLA reads each layer's array where it is, and compiles and tunes the products of
+one layer for all.
 
     with find_kernels(found):                    # the model's forward is traced within
       ...
@@ -91,7 +92,10 @@ class WeightStorage:
     return {name: plan.stored.dtype for name, plan in self._by_name.items() if not is_quantized(plan.stored)}
 
   def store_one(self, name: str, weight: jax.Array) -> Any:
-    """Converts one padded weight, which it frees. `store` leaves such weights as they are."""
+    """Converts one padded weight, which it frees. `store` leaves such weights as they are.
+
+    A weight that changes needs memory for both forms.
+    """
     return _convert(True, self._by_name[name], weight)
 
   def store(self, variables: Variables, *, free: bool = True) -> Variables:
@@ -169,8 +173,10 @@ def _plan(dtype: str | None, is_apart: bool, path: Any, leaf: Any, true: Any, sp
 
 def _convert(free: bool, plan: _Plan, weight: Any) -> Any:
   """Stores one padded weight as planned; one that is so already stays as it is."""
+  if isinstance(weight, tuple):  # of layers
+    return weight
   is_stored = is_quantized(weight) or (not is_quantized(plan.stored) and plan.stored.dtype == weight.dtype)
-  if isinstance(weight, tuple) or (is_stored and not plan.num_layers):
+  if is_stored and not plan.num_layers:
     return weight
   structure = jax.tree.structure(plan.stored)
   planned, true = (tuple(jax.tree.leaves(each)) for each in (plan.stored, plan.true))

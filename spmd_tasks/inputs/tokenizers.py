@@ -92,6 +92,7 @@ class ByteTokenizer:
   def decode(self, ids: Sequence[int]) -> str:
     """Exact for what `encode` made; a sequence of bytes that is not UTF-8, as a model may sample, gives U+FFFD."""
     first = self.num_special
+    ids = ids if isinstance(ids, (list, tuple)) else np.asarray(ids, np.int64).reshape(-1).tolist()
     try:
       text = bytes([token - first for token in ids if not 0 <= token < first])
     except ValueError:

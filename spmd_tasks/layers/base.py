@@ -77,17 +77,17 @@ class FanInNormal:
 
 @functools.cache
 def product_in_float32(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-  """Returns the einsum of two arrays of one dtype whose result is in float32.
+  """Returns the einsum of two arrays whose result is in float32.
 
-  Its gradient rounds the result's to that dtype before it multiplies. JAX's own gradient multiplies in float32, which
-  takes a GPU more than twice as long as bfloat16; a TPU rounds in any case.
+  Its gradient, which is of reverse mode only, rounds the result's to the arrays' dtype before it multiplies. JAX's own
+  multiplies in float32, which takes a GPU more than twice as long as bfloat16; a TPU rounds in any case.
   """
   multiply = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
   product = jax.custom_vjp(multiply)
 
   def backward(arrays, cotangent):
     _, pull_back = jax.vjp(functools.partial(jnp.einsum, equation), *arrays)
-    return pull_back(cotangent.astype(arrays[0].dtype))
+    return pull_back(cotangent.astype(jnp.result_type(*arrays)))
 
   product.defvjp(lambda *arrays: (multiply(*arrays), arrays), backward)
   return product

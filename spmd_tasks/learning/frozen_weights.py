@@ -30,10 +30,10 @@ def without_tag(tree: Any, weight_specs: Any, tag: str) -> Any:
 def fill_in(tree: Any, other: Any) -> Any:
   """Returns the tree with each None in it replaced by what the other tree has in its place.
 
-  A weight that is held as several arrays (a Linen box) is one leaf.
+  A weight that is held as several arrays (a Linen box, or a tuple of layers) is one leaf.
   """
 
   def is_leaf(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, meta.AxisMetadata)
+    return leaf is None or isinstance(leaf, (tuple, meta.AxisMetadata))
 
   return jax.tree.map(lambda leaf, own: leaf if jax.tree.leaves(leaf) else own, tree, other, is_leaf=is_leaf)

@@ -131,8 +131,9 @@ class Answer:
     return deltas
 
   async def all(self) -> list[Delta]:
-    """Waits for the end of all sequences and returns their deltas, without a word for each step's."""
-    await self._has_ended.wait()
+    """Waits for the end of all sequences and returns their deltas; wakes once."""
+    if self._num_ended < len(self.sequences):
+      await self._has_ended.wait()
     return self._deltas
 
 

@@ -97,6 +97,8 @@ def test_layers_apart_give_the_text_of_their_stacks(name, dtype, monkeypatch):
     for module in (weight_storage, transformer):
       monkeypatch.setattr(module, 'current_platform', lambda platform=platform: platform)
     steps = run.few_programs(settings)
+    steps._platform = platform
+    steps.compile()
     held = steps.storage.store(run.variables, free=False)
     assert jax.tree.structure(held) == jax.tree.structure(steps.storage.padded)
     texts.append(dict(generate(steps, held, requests, decode=lambda tokens: '')))

@@ -43,6 +43,18 @@ def test_logits_of_bfloat16_operands_are_accumulated_in_float32(rng):
   np.testing.assert_allclose(logits, np.asarray(x, np.float64) @ table.T, rtol=1e-4, atol=1e-4)
 
 
+def test_no_product_of_the_gradient_of_bfloat16_has_float32_operands():
+  """A GPU takes more than twice as long for these."""
+  layer = TokenEmbedding(vocab_size=11, embed_dim=8, dtype='bfloat16')
+  weights = unbox_weights(_init(layer))
+  score = lambda weights, x: layer.apply({'params': weights}, x, method='attend').sum()
+  gradient = jax.jit(jax.grad(score, argnums=(0, 1)))
+  program = gradient.lower(weights, jax.ShapeDtypeStruct((2, 3, 8), 'bfloat16')).as_text()
+  products = [line for line in program.splitlines() if 'dot_general' in line]
+  assert len(products) == 2
+  assert all('f32>, tensor' not in line for line in products)
+
+
 @pytest.mark.parametrize('unknown', [7, -1, 2**31 - 1])
 def test_an_unknown_token_is_loud(unknown):
   layer = TokenEmbedding(vocab_size=7, embed_dim=16)

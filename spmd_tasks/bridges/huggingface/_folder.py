@@ -243,7 +243,7 @@ class Folder:
       model: of a task whose model computes what the folder's does, apart from adapters.
       names: of the weights that are read, one after the other; None: of all.
       dtypes: of weights, by name, that are held in another dtype than in training. In the dtype of the file, a weight
-        is read without any other copy of it.
+        is read without any other copy of it, unless `store` makes one.
       store: called with each weight as soon as it is read.
 
     Returns:

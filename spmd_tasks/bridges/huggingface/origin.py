@@ -10,6 +10,7 @@ Low-rank adapters start from a folder of `peft`, or are drawn.
 from collections.abc import Callable, Mapping
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 import sys
@@ -168,7 +169,8 @@ def _read(
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:
     left_out |= {name for name, spec in specs.items() if FROZEN_TAG not in spec.tags}
-  names = [name for name in specs if name not in left_out]
+  # The largest first, while memory is free: to store a stack as separate layers takes its memory twice.
+  names = sorted(specs.keys() - left_out, key=lambda name: (-math.prod(specs[name].shape), name))
   storage = storage or WeightStorage(model, None)  # as in training, where frozen kernels may be in int8
   is_shown = is_primary() and sys.stderr.isatty()
   bar = tqdm(names, unit=' weights', desc=f'Reading {opened.path.name}', file=sys.stderr, disable=not is_shown)

@@ -205,7 +205,6 @@ def best_grouped_matmul_backend(platform: str) -> str:
       import tokamax  # noqa: F401
     except ImportError as error:
       name, reason = 'loop', f"no kernels for GPUs ({error}): pip install 'spmd-tasks[tokamax]'"
-  if platform == 'gpu' and name == 'loop':  # a sixth of their speed and less
-    logging.warning('The experts compute grouped matmuls by %r: %s.', name, reason)
-  logging.info('The experts compute grouped matmuls by %r: %s.', name, reason)
+  level = logging.WARNING if reason.startswith('no kernels') else logging.INFO
+  logging.log(level, 'The experts compute grouped matmuls by %r: %s.', name, reason)
   return name

@@ -1,13 +1,16 @@
 """Weights of a folder are held in fewer bits from the moment when they are read; they have the bits of a conversion."""
 
+from flax import traverse_util
 import jax
 import numpy as np
 import pytest
 
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.config import resolve
+from spmd_tasks.decoding import weight_storage
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.learning.frozen_weights import fill_in
 from tests.bridges.huggingface.test_folders import write_folder
 
 
@@ -20,9 +23,12 @@ def model_and_path(tmp_path_factory):
   return partition_job(job), str(path)
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'int8', 'nf4_double'])
-def test_weights_are_read_as_they_are_held(dtype, model_and_path):
+@pytest.mark.parametrize(
+  'dtype, platform', [('bfloat16', 'cpu'), ('bfloat16', 'gpu'), ('int8', 'gpu'), ('nf4_double', 'cpu')]
+)
+def test_weights_are_read_as_they_are_held(dtype, platform, model_and_path, monkeypatch):
   model, path = model_and_path
+  monkeypatch.setattr(weight_storage, 'current_platform', lambda: platform)
   storage = WeightStorage(model, dtype)
   converted = storage.store(variables_from_folder(model, path))
   arrived = {}
@@ -32,6 +38,8 @@ def test_weights_are_read_as_they_are_held(dtype, model_and_path):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(read), jax.device_get(converted))
   assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, converted)
   assert storage.store(read)['params']['embedding']['table'] is read['params']['embedding']['table']
+  nothing = traverse_util.unflatten_dict(dict.fromkeys(traverse_util.flatten_dict(read['params'])))
+  assert jax.tree.structure(fill_in(read['params'], nothing)) == jax.tree.structure(read['params'])
   expected = 'bfloat16' if dtype == 'bfloat16' else 'float32'  # of the kernels, which are converted one at a time
   assert arrived['stack/layers/ffn/experts/up'] == expected
   assert arrived['embedding/table'] == 'bfloat16'
