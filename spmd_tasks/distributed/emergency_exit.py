@@ -1,13 +1,9 @@
 """EmergencyExit: ends a process that cannot go on, without waiting for the other processes.
 
-Usage, around everything from the start of jax.distributed on:
-
     emergency = EmergencyExit()
-    with emergency.on_failure():
+    with emergency.on_failure():  # around everything from the start of jax.distributed on
       initialize(settings)
       emergency.watch_departures()
-      emergency.attach(open_rank_records(job_log_dir).describe)
-      ...
 
 An exception that unwinds one of several processes would end in JAX's shutdown barrier and wait there for processes that
 wait for it. Therefore the failing process reports the exception, tells the others (departures.py), and leaves by

@@ -1,11 +1,9 @@
 """PreemptionGuard: turns SIGTERM, Ctrl-C and SIGHUP into one point of the program at which every process stops.
 
     with PreemptionGuard() as guard:
-      for step in range(first_step, num_steps):
-        state = train_step(state, batch)
-        if guard.should_stop():
-          save(state)
-          sys.exit(guard.exit_code)
+      if guard.should_stop():  # after each step
+        save(state)
+        sys.exit(guard.exit_code)
 
 A single process keeps a flag. Several processes share JAX's preemption service: the process that gets the signal
 reports it there, and the service chooses a call of `should_stop` that no process has made yet.

@@ -1,16 +1,9 @@
 """StepWatchdog: ends a process whose loop makes no progress, and reports where it stood.
 
-Usage:
-
     with StepWatchdog(timeout_s=600, emergency=emergency, records=records) as watchdog:
-      for step in range(first_step, num_steps):
-        watchdog.beat(step, 'input')
-        batch = next(inputs)
-        watchdog.beat(step)
-        state = train_step(state, batch)
-        if time_to_save:
-          with watchdog.allow('checkpoint', limit_s=1800):
-            save(state)
+      watchdog.beat(step, 'input')                      # before each part of each step
+      with watchdog.allow('checkpoint', limit_s=1800):  # around what may take longer
+        save(state)
 
 Nothing else finds a process that is alive but stuck: its heartbeats continue, and the others wait for it in a
 collective until their own watchdogs fire. Their reports name the stuck process, whose records are behind.

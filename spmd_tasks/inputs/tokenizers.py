@@ -96,8 +96,7 @@ class ByteTokenizer:
     try:
       text = bytes([token - first for token in ids if not 0 <= token < first])
     except ValueError:
-      message = f'ids from {min(ids)} to {max(ids)} are not all in the bytes [0, {self.vocab_size}).'
-      raise UserError(message) from None
+      raise UserError(f'ids {min(ids)} to {max(ids)} are not all in the bytes [0, {self.vocab_size}).') from None
     return text.decode('utf-8', errors='replace')
 
   def fingerprint(self) -> str:

@@ -76,17 +76,17 @@ class FanInNormal:
 
 
 @functools.cache
-def product_in_float32(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-  """Returns the einsum of two arrays whose result is in float32.
+def float32_product(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+  """Returns the einsum of two arrays whose result is in float32, and whose gradient is of reverse mode only.
 
-  Its gradient, which is of reverse mode only, rounds the result's to the arrays' dtype before it multiplies. JAX's own
-  multiplies in float32, which takes a GPU more than twice as long as bfloat16; a TPU rounds in any case.
+  It rounds the result's gradient to the arrays' dtype before it multiplies. JAX's own multiplies in float32, which
+  takes a GPU more than twice as long as bfloat16; a TPU rounds in any case.
   """
   multiply = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
   product = jax.custom_vjp(multiply)
 
   def backward(arrays, cotangent):
-    _, pull_back = jax.vjp(functools.partial(jnp.einsum, equation), *arrays)
+    pull_back = jax.vjp(functools.partial(jnp.einsum, equation), *arrays)[1]
     return pull_back(cotangent.astype(jnp.result_type(*arrays)))
 
   product.defvjp(lambda *arrays: (multiply(*arrays), arrays), backward)

@@ -12,14 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import (
-  FanInNormal,
-  by_row,
-  current_layer_scope,
-  declare_weight,
-  product_in_float32,
-  soft_cap,
-)
+from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, float32_product, soft_cap
 from spmd_tasks.layers.label_scores import LabelScores, in_chunks, predicted_label_scores
 from spmd_tasks.layers.linear import adapted, adapter_of, multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
@@ -139,7 +132,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
     if self.logits_split_dims is not None and x.size >= kernel.size:  # see Linear
       token_split_dims = self.logits_split_dims[:2]
-    multiply = product_in_float32(equation)
+    multiply = float32_product(equation)
     product = lambda x, kernel: by_row(multiply, x, num_dims=2, shared=(kernel,))
 
     def logits_of(kernel: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,12 +1,6 @@
 """Bases to subclass: whole experiments that lack only sizes, intervals and, if you like, your own data.
 
-    from spmd_tasks import register
-    from spmd_tasks.recipes import DenseLanguageModel
-
-    @register
     class Narrow(DenseLanguageModel):
-      '''A narrow byte model.'''
-
       model_dims = 48
 
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()` and `embedding()`, and the rest

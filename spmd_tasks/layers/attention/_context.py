@@ -28,7 +28,7 @@ import numpy as np
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._on_devices import attend_on_devices
 from spmd_tasks.layers.attention._plain import AttentionLayout, AttentionOptions, Axes, Heads, visible
-from spmd_tasks.layers.base import product_in_float32, soft_cap
+from spmd_tasks.layers.base import float32_product, soft_cap
 from spmd_tasks.sharding.specs import current_sharding_scope
 
 
@@ -54,13 +54,13 @@ def attend_by_ring(heads: Heads, options: AttentionOptions, *, layout: Attention
     """Adds to the sums what a run of queries sees in a run of keys."""
     values = keys.value
     assert values is not None
-    logits = product_in_float32('BTGHK,BSGK->BGHTS')(queries.key, keys.key)
+    logits = float32_product('BTGHK,BSGK->BGHTS')(queries.key, keys.key)
     may_see = visible(queries.columns, keys.columns, queries.segments, keys.segments, options)
     logits = jnp.where(may_see[:, None, None], soft_cap(logits * scale, options.logit_cap), -jnp.inf)
     highest = jnp.maximum(total.highest, jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
     shrink = jnp.exp(total.highest - highest)
     weights = jnp.exp(logits - highest[..., None])
-    seen = product_in_float32('BGHTS,BSGV->BGHTV')(weights.astype(values.dtype), values)
+    seen = float32_product('BGHTS,BSGV->BGHTV')(weights.astype(values.dtype), values)
     return Total(
       sums=total.sums * shrink[..., None] + seen,
       weight=total.weight * shrink + jnp.sum(weights, axis=-1),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import product_in_float32, soft_cap
+from spmd_tasks.layers.base import float32_product, soft_cap
 from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import current_sharding_scope, even_spec, num_parts, spec_axes
 
@@ -182,7 +182,7 @@ def attend_to_visible(
 
 def _products(queries: jax.Array, keys: jax.Array) -> jax.Array:
   """Returns float32 [B, G, R, T, S] for queries [B, G, R, T, K] and keys [B, G, S, K]."""
-  return product_in_float32('BGRTK,BGSK->BGRTS')(queries, keys)
+  return float32_product('BGRTK,BGSK->BGRTS')(queries, keys)
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
