@@ -80,7 +80,7 @@ class Server:
     return head + b'Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n' % (KEY.encode(), len(body)), body
 
   def check_well(self, log_before: str) -> None:
-    """Healthy, with the same answer, without a traceback, and soon with as few connections and threads as before."""
+    """Healthy, with the same answer, without a traceback; soon with few connections and threads, and an empty cache."""
     check(self.process.is_running(), f'the server has ended: {judge.last_line(self.process.stderr)}')
     try:
       for path in ('/health', '/ready'):
@@ -94,10 +94,12 @@ class Server:
     end = time.monotonic() + 60  # half a header may stay for a while
     while True:
       descriptors, threads = self.resources()
-      if descriptors <= self.num_descriptors + 1 and threads <= self.num_threads + 2:
+      blocks = re.search(r'^spmd_tasks_used_cache_blocks (\S+)$', self.get('/metrics').text, re.MULTILINE)[1]
+      if descriptors <= self.num_descriptors + 1 and threads <= self.num_threads + 2 and float(blocks) == 0:
         return
       if time.monotonic() > end:
-        check(False, f'descriptors {self.num_descriptors} -> {descriptors}, threads {self.num_threads} -> {threads}')
+        found = f'descriptors {self.num_descriptors} -> {descriptors}, threads {self.num_threads} -> {threads}'
+        check(False, f'{found}, used blocks {blocks}')
       time.sleep(0.1)
 
   def stop(self) -> None:
