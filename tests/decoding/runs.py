@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.decoding import DecodeSteps, generate
+from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
@@ -115,8 +116,8 @@ def place(model: PartitionedModel, weights):
 class Run:
   """A model with compiled steps, whose weights numpy draws."""
 
-  def __init__(self, name: str):
-    experiment, shape = MESHES[name]
+  def __init__(self, name: str, meshes=MESHES):
+    experiment, shape = meshes[name]
     self.model, _ = make_model(experiment, shape)
     self.true_weights = draw(self.model, 0)
     self.variables = place(self.model, self.true_weights)
@@ -154,6 +155,13 @@ class Run:
 
 
 make_run = functools.cache(Run)
+
+
+def draft_of(run: Run, noise: float) -> DraftModel:
+  """The model itself, or with noise in its weights, as a draft model."""
+  blur = lambda weight, other: weight + noise * np.std(weight) * other / max(np.std(other), 1e-9)
+  weights = jax.tree.map(blur, run.true_weights, draw(run.model, 1)) if noise else run.true_weights
+  return DraftModel(model=run.model, variables=place(run.model, weights))
 
 
 @pytest.fixture(autouse=True, scope='module')

@@ -9,13 +9,12 @@ import pytest
 
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
 from spmd_tasks.decoding.constraints import num_words
-from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.drafts import NgramDrafts
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.scheduler import Scheduler
-from tests.decoding.runs import CHUNK, MAX_LEN, SETTINGS, draw, make_run, place, short_blocks  # noqa: F401
+from tests.decoding.runs import CHUNK, MAX_LEN, SETTINGS, draft_of, make_run, short_blocks  # noqa: F401
 
 NUM_DRAFTS = 3
 
@@ -54,13 +53,6 @@ def _run(run, steps, requests, *, one_by_one=False, constrain=False):
   assert scheduler.num_used_blocks == 0
   assert scheduler.num_accepted_tokens == sum(each.num_accepted for each in sequences)
   return [[(entry.token, entry.logprob, entry.top) for entry in each.logprobs] for each in sequences], scheduler
-
-
-def draft_of(run, noise):
-  """The model itself, or with noise in its weights, as a draft model."""
-  blur = lambda weight, other: weight + noise * np.std(weight) * other / max(np.std(other), 1e-9)
-  weights = jax.tree.map(blur, run.true_weights, draw(run.model, 1)) if noise else run.true_weights
-  return DraftModel(model=run.model, variables=place(run.model, weights))
 
 
 def make_requests(longest):
