@@ -23,6 +23,7 @@ class Llama70B(lm.Llama70B):
   ici_mesh_shape = (1, 128, 1)
   batch_size = 256
   remat_policy = 'attention'
+  tpu_options = {}
   num_logit_chunks = 1
 
 
@@ -54,6 +55,7 @@ class LongLlama70B(lm.Llama70B):
   seq_len = 131_072
   batch_size = 64
   remat_policy = 'attention'
+  tpu_options = {}
 
   def language_model(self) -> fdl.Config[LanguageModel]:
     model = fdl.copy_with(super().language_model(), balances_tokens=True)

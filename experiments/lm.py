@@ -198,6 +198,8 @@ class Llama70B(Llama8B):
   hidden_dims = 28_672
   batch_size = 512
   remat_policy = 'attention_offloaded_and_ffn'
+  # Else a copy to the host has only part of a layer's time, and products compute activations once for each tile.
+  tpu_options = {'xla_tpu_pipeline_memory_host_transfers': 'false', 'xla_jf_conv_input_fusion': 'false'}
   num_logit_chunks = 4
   learning_rate = 1.5e-4
 
@@ -210,6 +212,7 @@ class Llama70BOnV6e(Llama70B):
   ici_mesh_shape = (2, 128, 1)
   batch_size = 256
   remat_policy = 'attention_offloaded'
+  tpu_options = {}
   num_logit_chunks = 2
   scatters_gradients = True
 
