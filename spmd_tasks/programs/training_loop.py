@@ -2,10 +2,8 @@
 
     loop = TrainingLoop(train_step=..., state=state, ..., is_awaited=lambda step: step % 100 == 0)
     for outcome in loop.run(batches):
-      if outcome.skipped:
-        print('no update after step', outcome.step)
-      elif outcome.step % 100 == 0:
-        save(loop.state)                   # exactly the state after this step
+      if outcome.step % 100 == 0:
+        save(loop.state)  # exactly the state after this step; `outcome.skipped`: without an update
 
 The host launches step t+1 before it reads whether step t was skipped, so the device always has work. `TrainState.step`
 counts applied updates only. The host's own count is exact whenever no step is in flight, and the loop makes sure of
