@@ -53,6 +53,32 @@ def test_what_stays():
     np.testing.assert_array_equal(row[np.isfinite(row)], LOGITS[np.isfinite(row)])
 
 
+def test_what_stays_of_many_tokens(rng):
+  """Against numpy in float64, with ties, zeros of both signs, and masked tokens."""
+  settings = [
+    {'top_k': k, 'top_p': p, 'min_p': m}
+    for k in (0, 1, 5, 50, 1000)
+    for p in (0.0, 0.3, 0.9, 1.0)
+    for m in (0.0, 0.01, 1.0)
+  ]
+  params = [SamplingParams(temperature=1.0, **each) for each in settings]
+  keep = jax.jit(keep_likeliest)
+  for scale, rounded in ((0.1, True), (5, False), (30, True)):
+    logits = (scale * rng.normal(size=(len(params), 300))).astype(np.float32)
+    logits = np.round(logits) if rounded else logits
+    logits[:, rng.integers(0, 300, 100)] = -np.inf
+    kept = np.isfinite(keep(logits, SamplingArrays.from_params(params, len(params))))
+    for row, each, found in zip(logits.astype(np.float64), params, kept, strict=True):
+      ratios, finite = np.exp(row - row.max()), np.isfinite(row)
+      stays = row >= np.sort(row)[::-1][(each.top_k or len(row)) - 1 if each.top_k <= len(row) else -1]
+      before = np.array(
+        [np.sum(ratios, where=stays & (row > value)) for value in row]
+      )  # of all tokens that are likelier
+      if each.top_p < 1:
+        stays &= (before < each.top_p * np.sum(ratios, where=stays)) | (row == row.max())
+      np.testing.assert_array_equal(found, stays & (ratios >= each.min_p) & finite, err_msg=str(each))
+
+
 @functools.cache
 def _draws():
   """For each of some settings, 4000 draws by different keys."""

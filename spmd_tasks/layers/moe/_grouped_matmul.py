@@ -47,6 +47,7 @@ def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Ar
   if not flags.FLAGS.is_parsed():
     flags.FLAGS(sys.argv[:1])  # otherwise tokamax parses the whole command line and exits at an unknown flag
   settings: Any = {'preferred_element_type': rows.dtype, 'implementation': _TOKAMAX_KERNELS}
+  rows = jax.lax.optimization_barrier(rows)  # else XLA gathers them inside their transposition, which is slow
   try:
     return tokamax.ragged_dot(rows, weights, group_sizes, **settings)
   except (ExceptionGroup, NotImplementedError, ValueError) as error:
