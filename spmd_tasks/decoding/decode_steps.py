@@ -61,6 +61,7 @@ _PREFILL_ROWS = 8  # of a prefill at most, where the settings do not say
 # reads all weights anyway, and more tokens cost little beside that.
 _CHUNK, _LONG_CHUNK = {'cpu': 64}, 256
 _FEWEST_ROWS, _MANY_ROWS = 2, 64  # of the smallest step: accelerators read all weights for one row as for 64
+_LEAST_ROWS = {'gpu': 16}  # of any step: XLA multiplies fewer rows by kernels that take longer
 _COMPILED_AT_ONCE = 8  # programs
 _PREFILL_TOKENS = 128  # of several prompts in one prefill, where chunks are shorter
 # Platform -> an option of the compiler, which XLA_FLAGS may set too. XLA would make one product of those with a layer's
@@ -78,8 +79,8 @@ class DecodeSteps:
     encoder_len: E, the encoder's positions; None where the model has no encoder.
     prefill_chunk: C, the length at which prompts are cut: the setting's, at most max_len.
     buckets: the lengths of chunks for which prefills are compiled.
-    step_rows: how many rows a step may compute, in order: the least that hold all busy slots; on GPUs and TPUs 64 at
-      least. One row would not have the bits of several, whose products are of another kind. Where the mesh splits
+    step_rows: how many rows a step may compute, in order: the least that hold all busy slots; on GPUs and TPUs 64 or N
+      at least. One row would not have the bits of several, whose products are of another kind. Where the mesh splits
       slots, each step computes all N.
     can_reuse: whether texts that begin alike can share blocks; False where the cache of a layer is a ring, and where
       what a token reads depends on more than the tokens before it, as in encoder-decoders.
@@ -221,7 +222,8 @@ class DecodeSteps:
           f'num_drafts={self.num_drafts}: a model with attention windows or an encoder checks fewer drafts than the '
           'shortest window has tokens, and none on a mesh that splits slots: set task.decode.num_drafts=0.'
         )
-    self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), num_slots)
+    most = max(num_slots, _LEAST_ROWS.get(self._platform, 1)) if many and self.num_parts == 1 else num_slots
+    self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), most)
 
   def arrange(self, variables: Variables) -> Variables:
     """Returns stored variables as the compiled steps take them; every call of a step does it where it is not done."""
@@ -514,7 +516,7 @@ class DecodeSteps:
 
   def lower_step(self) -> Any:
     """Returns the lowered step (jax.stages.Lowered), for inspection and planning."""
-    return self._step(self.settings.num_slots, make=self._lower_stateful)
+    return self._step(self.step_rows[-1], make=self._lower_stateful)
 
   def lower_join(self) -> Any:
     """Returns the lowered step with a prefill of the longest chunk, for inspection and planning."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.runtime import SamplingParams
+from spmd_tasks.sharding.specs import current_platform
 
 MAX_BIASES = 300  # of one request, as in OpenAI's API
 
@@ -121,7 +122,8 @@ def _largest_start(order: jax.Array, weights: jax.Array, total: jax.Array) -> ja
     reached = jnp.sum(jnp.where(order >= larger[:, None], weights, 0), axis=-1, dtype=weights.dtype)
     return jnp.where(reached >= total.astype(weights.dtype), larger, start)
 
-  return jax.lax.fori_loop(0, 32, add_bit, jnp.zeros_like(order[:, 0]))
+  unroll = current_platform() == 'gpu'  # whose graph of a step holds no loop: the host would wait here
+  return jax.lax.fori_loop(0, 32, add_bit, jnp.zeros_like(order[:, 0]), unroll=unroll)
 
 
 def sample(

@@ -110,6 +110,16 @@ def test_layers_apart_give_the_text_of_their_stacks(name, dtype, monkeypatch):
     np.testing.assert_allclose(apart.logprobs, stacked.logprobs, atol=max(run.atol, 1e-3))
 
 
+def test_a_step_may_have_more_rows_than_slots():
+  run, requests = make_run('one device'), make_requests()[:4]
+  steps = run.few_programs(SETTINGS)
+  steps.step_rows = (SETTINGS.num_slots + 3,)
+  done = dict(generate(steps, run.variables, requests, decode=lambda tokens: ''))
+  for index, expected in enumerate(run.generate(requests)):
+    assert done[index].ids == expected.ids
+    np.testing.assert_allclose(done[index].logprobs, expected.logprobs, atol=max(run.atol, 1e-4))
+
+
 def test_a_sample_is_of_weights_prompt_and_seed():
   sampling = SamplingParams(temperature=1.5, top_p=0.95)
   requests = make_requests(seed=5) + make_requests(seed=5)[:1] + make_requests(seed=6)[:1]

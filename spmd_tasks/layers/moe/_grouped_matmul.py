@@ -47,9 +47,11 @@ def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Ar
   if not flags.FLAGS.is_parsed():
     flags.FLAGS(sys.argv[:1])  # otherwise tokamax parses the whole command line and exits at an unknown flag
   settings: Any = {'preferred_element_type': rows.dtype, 'implementation': _TOKAMAX_KERNELS}
-  rows = jax.lax.optimization_barrier(rows)  # else XLA gathers them inside their transposition, which is slow
+  # tokamax transposes operands. Without barriers XLA gathers rows, and their gradients, inside these transpositions,
+  # which takes several times as long, and transposes the float32 weights of all layers at once.
+  rows, weights = jax.lax.optimization_barrier((rows, weights))
   try:
-    return tokamax.ragged_dot(rows, weights, group_sizes, **settings)
+    return jax.lax.optimization_barrier(tokamax.ragged_dot(rows, weights, group_sizes, **settings))
   except (ExceptionGroup, NotImplementedError, ValueError) as error:
     reasons = '; '.join(map(str, getattr(error, 'exceptions', (error,))))
     logging.log_first_n(logging.WARNING, 'No kernel of tokamax for the experts, so the loop: %s', 1, reasons)
