@@ -27,7 +27,7 @@ ROWS = (
   ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
   ('store_files',),
-  ('files', 'frozen_fields', 'row_sources'),
+  ('files', 'frozen_fields'),
   ('storage_problems',),
   ('growing_objects',),
   ('stores',),

@@ -34,4 +34,3 @@ with lazy_face(globals()):
     train_bpe,
   )
   from spmd_tasks.inputs.tokenizers import ByteTokenizer, Tokenizer
-  from spmd_tasks.row_sources import source_ids_name

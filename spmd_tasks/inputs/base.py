@@ -5,7 +5,8 @@ Legend: B global batch size, T sequence length. A *shard* is the part of every b
 
 A batch is a dict of [B, T] arrays: `ids` (int32, what the model reads), `labels` (int32, the next token), `weights`
 (float32, 0 where there is nothing to learn), `segment_ids` (int32, 0 is padding, documents count from 1), `segment_pos`
-(int32, position within the segment).
+(int32, position within the segment). One whose rows are from S sources, named by the attribute `source_names` of the
+input, has `row_sources` too: bool [B, S], from which source a row is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.row_sources import row_sources
 
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
@@ -113,10 +113,15 @@ def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
   return range(shard_index * rows, (shard_index + 1) * rows)
 
 
-def source_of_rows(batch: Mapping[str, np.ndarray]) -> list[str]:
-  """Returns of each row of a mixture's batch the name of its source; [] for other batches."""
-  names, ids = row_sources(batch)
-  return [names[number] for number in ids] if names else []
+def source_names(given: Any) -> tuple[str, ...]:
+  """Returns the names of a mixture's sources, also of a mixture within a SpanCorruption; () for other inputs."""
+  return getattr(given, 'source_names', ())
+
+
+def source_of_rows(given: Any, batch: Mapping[str, np.ndarray]) -> list[str]:
+  """Returns of each row of a mixture's batch the name of its source; [] for other inputs."""
+  names = source_names(given)
+  return [names[number] for number in batch['row_sources'].argmax(axis=1)] if names else []
 
 
 def epochs_of(source: Any, state: State) -> float | None:

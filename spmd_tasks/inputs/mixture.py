@@ -11,9 +11,8 @@ used once and in its order, a host reads of every source the rows that are its o
 for any number of hosts. All hosts compute the choice for all rows (_row_choice.py), so they agree without a word when a
 source has ended, which ends the mixture, and the saved positions fit together when the number of hosts changes.
 
-A batch has one more entry, int32 [B], which says of which source each row is. Its name, `source_ids_name(names)`, holds
-the names of the sources in the order of their numbers. The loss of language models finds it and reports
-`loss/<source>` and `loss_weight/<source>`.
+A batch has one more entry, `row_sources`, bool [B, S], which says from which of the S sources a row is, in the order of
+`source_names`. With it losses report `loss/<source>` and `loss_weight/<source>` (layers.losses_by_source).
 
 Grain's own mixing is not used: `MapDataset.mix` needs random access, which packed rows lack, and `IterDataset.mix`
 mixes the stream of one process, so that batches and positions depend on the number of processes.
@@ -36,7 +35,6 @@ from spmd_tasks.inputs import base
 from spmd_tasks.inputs._row_choice import RowChoice
 from spmd_tasks.inputs.batches import as_input
 from spmd_tasks.inputs.tokenizers import Tokenizer, tokenizer_of
-from spmd_tasks.row_sources import row_sources, source_ids_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,13 +73,17 @@ class Mixture:
     tokenizers = map(tokenizer_of, self.sources.values())
     return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
 
+  @property
+  def source_names(self) -> tuple[str, ...]:
+    return tuple(self.sources)
+
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """The spec of all sources, and the entry that says of which source each row is.
+    """The spec of all sources, and `row_sources`.
 
     Raises a UserError: the sources' specs differ; the message names two of them.
     """
-    ids = jax.ShapeDtypeStruct((self.batch_size,), np.int32)
-    return {**_common_spec(self.sources), source_ids_name(self.sources): ids}
+    row_sources = jax.ShapeDtypeStruct((self.batch_size, len(self.sources)), np.bool_)
+    return {**_common_spec(self.sources), 'row_sources': row_sources}
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'MixtureIterator':
     return MixtureIterator(self, shard_index, shard_count)
@@ -123,8 +125,7 @@ class MixtureIterator(base.InputIterator):
     self._schedule = [(0, _proportions(settings, settings.weights))]
     self._schedule += [(first, _proportions(settings, weights)) for first, weights in settings.weight_changes]
     self._rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
-    self._ids_name = source_ids_name(settings.sources)
-    self._spec = {name: entry for name, entry in spec.items() if name != self._ids_name}
+    self._spec = {name: entry for name, entry in spec.items() if name != 'row_sources'}
     self._choice = RowChoice(settings.batch_size, self._schedule, settings.seed)
     self._closed = False
     self._readers: list[_SourceReader] = []
@@ -155,16 +156,16 @@ class MixtureIterator(base.InputIterator):
 
   def _assemble(self, choice: np.ndarray) -> base.Batch:
     """Returns this shard's rows of the batch whose rows have the sources `choice`, int32 [B]."""
-    ids = choice[self._rows.start : self._rows.stop]
-    batch = {name: np.zeros((len(ids), *entry.shape[1:]), entry.dtype) for name, entry in self._spec.items()}
+    is_from = choice[self._rows.start : self._rows.stop, None] == np.arange(len(self._readers))
+    batch = {name: np.zeros((len(is_from), *entry.shape[1:]), entry.dtype) for name, entry in self._spec.items()}
     for source, reader in enumerate(self._readers):
-      rows = np.flatnonzero(ids == source)
+      rows = np.flatnonzero(is_from[:, source])
       numbers = self._choice.rows_read[source, self._rows.start + rows]
       for number in np.unique(numbers):
         own, read = rows[numbers == number], reader.batch(int(number))
         for name, values in batch.items():
           values[own] = read[name][own]
-    return {**batch, self._ids_name: ids.astype(np.int32)}
+    return {**batch, 'row_sources': is_from}
 
   def _identity(self, num_batches: int) -> base.State:
     """Returns the fields that a position depends on; of the weights, those of the first `num_batches` batches."""
@@ -327,14 +328,14 @@ def _check_tokenizers(sources: Mapping[str, Any]) -> None:
 
 
 def _common_spec(sources: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-  """The element spec of all sources, without the ids of the sources' own sources where they are mixtures.
+  """The element spec of all sources, without `row_sources` of those that are mixtures.
 
   Raises a UserError: two sources differ in it or in their batch size; the message names both and the first difference.
   """
   specs = {}
   for name, source in sources.items():
     with _naming(name):
-      specs[name] = {key: x for key, x in source.element_spec().items() if not row_sources({key: x})[0]}
+      specs[name] = {key: x for key, x in source.element_spec().items() if key != 'row_sources'}
       for key, x in specs[name].items():
         if not x.shape or x.shape[0] != source.batch_size:
           raise UserError(

@@ -122,6 +122,10 @@ class SpanCorruption:
   def tokenizer(self) -> Tokenizer | None:
     return tokenizer_of(self.text)
 
+  @property
+  def source_names(self) -> tuple[str, ...]:
+    return base.source_names(self.text)
+
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     spec = self.text.element_spec() | base.language_model_spec(self.batch_size, self._widths()[1])
     row = jax.ShapeDtypeStruct((self.batch_size, self.inputs_length), np.int32)

@@ -16,7 +16,6 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import describe
 from spmd_tasks.layers.label_scores import predicted_label_scores
-from spmd_tasks.row_sources import row_sources
 
 
 class LossOutput(struct.PyTreeNode):
@@ -26,7 +25,7 @@ class LossOutput(struct.PyTreeNode):
     loss: scalar, the mean over the batch's tokens, or a sum, which is differentiated.
     weight: scalar, the denominator of that mean; the weight for averaging over several batches.
     is_sum: whether `loss` is a sum: those of microbatches are added, whatever their weights.
-    metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar.
+    metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar, or [E].
     per_example: name -> [B, ...], one value per row.
     summaries: name -> an array of any shape, of which TensorBoard shows a histogram; a scalar is written like a metric.
     updated_variables: the new values, after a train step, of the model's variables beside its weights, by collection.
@@ -116,7 +115,7 @@ def _as_metric(loss: str, name: str, value: Any, weight: jax.Array) -> tuple[jax
   """Returns (mean, weight) of a metric that a loss has returned."""
   mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, weight)
   numbers = (jax.Array, np.ndarray, np.generic, int, float)
-  is_pair = isinstance(mean, numbers) and isinstance(weight, numbers) and jnp.ndim(weight) == 0
+  is_pair = isinstance(mean, numbers) and isinstance(weight, numbers) and jnp.shape(weight) in ((), jnp.shape(mean))
   if not is_pair or jnp.ndim(mean) > (1 if isinstance(value, tuple) else 0):
     raise UserError(
       f'the loss {loss} returned the metric {name!r} as {describe(value)}: a metric is a mean, a scalar, or (mean, its '
@@ -146,21 +145,18 @@ def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
 def losses_by_source(
   losses: jax.Array, weights: jax.Array, batch: Mapping[str, Any]
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-  """Returns the metrics `loss/<source>` of a mixture of inputs: (mean over the source's tokens, their weight).
+  """Returns the metric `loss_by_source` of a mixture of S inputs, [S]: (mean over the source's tokens, their weight).
 
-  Any loss can add them to its metrics. Losses and weights are float32 [B, T] or [B]; the batch of a mixture has an
-  entry that says of which source each row is (row_sources.py). Without it there are none, and nothing is computed.
+  Any loss can add it to its metrics; logs and evals name its values `loss/<source>`. Losses and weights are float32
+  [B, T] or [B]; the batch of a mixture has the entry `row_sources`, bool [B, S]. Without it there is no metric.
   """
-  names, ids = row_sources(batch)
-  if not names:
+  if 'row_sources' not in batch:
     return {}
-  is_source = ids[None, :] == jnp.arange(len(names))[:, None]  # [S, B]
   axes = tuple(range(1, losses.ndim))
   rows = jnp.stack([jnp.sum(losses * weights, axis=axes), jnp.sum(weights, axis=axes)])  # [2, B]
   # Not a product: a row with a NaN is not to reach the other sources.
-  totals, row_weights = jnp.sum(jnp.where(is_source, rows[:, None, :], 0.0), axis=2)  # [S] each
-  means = _divide(totals, row_weights)
-  return {f'loss/{name}': (means[i], row_weights[i]) for i, name in enumerate(names)}
+  totals, row_weights = jnp.sum(jnp.where(batch['row_sources'].T, rows[:, None, :], 0.0), axis=2)  # [S] each
+  return {'loss_by_source': (_divide(totals, row_weights), row_weights)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -85,10 +85,10 @@ def _joined(rows_M: jax.Array) -> jax.Array:
 
 
 def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
-  """Averages the microbatches' means [M, ...] by their weights [M], in float32; returns 0 if all weights are 0."""
+  """Averages the microbatches' means [M, ...] by their weights [M, ...], in float32; 0 where all weights are 0."""
   weights_M = weights_M.astype(jnp.float32)
-  total = jnp.sum(weights_M)
-  weighted = means_M.astype(jnp.float32) * weights_M.reshape(-1, *[1] * (means_M.ndim - 1))
+  total = jnp.sum(weights_M, axis=0)
+  weighted = means_M.astype(jnp.float32) * weights_M.reshape(*weights_M.shape, *[1] * (means_M.ndim - weights_M.ndim))
   return jnp.sum(weighted, axis=0) / jnp.where(total == 0, 1.0, total)
 
 
@@ -102,7 +102,7 @@ def _combine(outputs_M: Any, num_used: jax.Array | None) -> Any:
   return outputs_M.replace(
     loss=jnp.sum(loss) if outputs_M.is_sum else weighted_mean(loss, weight),
     weight=jnp.sum(weight),
-    metrics={name: (weighted_mean(means, w), jnp.sum(w)) for name, (means, w) in outputs_M.metrics.items()},
+    metrics={name: (weighted_mean(means, w), jnp.sum(w, axis=0)) for name, (means, w) in outputs_M.metrics.items()},
     per_example={name: _joined(rows) for name, rows in outputs_M.per_example.items()},
     summaries={name: jnp.mean(each) if each.ndim == 1 else each for name, each in outputs_M.summaries.items()},
     updated_variables={

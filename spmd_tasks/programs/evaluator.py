@@ -17,7 +17,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Prefetcher, State
-from spmd_tasks.inputs.base import data_of
+from spmd_tasks.inputs.base import data_of, source_names
 from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.runtime import PartitionedModel
@@ -170,7 +170,7 @@ class Evaluator:
     if not np.isfinite(means['loss']):
       look = f'look for ids or labels outside [0, vocab_size) in eval_inputs.{name}.'
       logging.warning('eval set %r: the loss of step %d is %s: %s', name, step, means['loss'], look)
-    metrics = finish_metrics(means) | {'num_batches': len(finished)}
+    metrics = finish_metrics(means, source_names(self._inputs[name])) | {'num_batches': len(finished)}
     scalars, self._histograms[name] = split_summaries(outputs)
     metrics |= scalars
     parts = [each.examples() for each in outputs]
@@ -206,7 +206,7 @@ def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
       total, count = (
         sum(np.asarray(getattr(batch[name], part), np.float64) for batch in batches) for part in ('total', 'count')
       )
-      means[name] = total / count if count else np.zeros_like(total)
+      means[name] = np.divide(total, count, out=np.zeros_like(total), where=count != 0)
     else:
       value = functools.reduce(lambda merged, batch: merged.merge(batch[name]), batches[1:], first).compute()
       if isinstance(value, jax.Array | np.ndarray | np.generic | float | int) and np.ndim(value) <= 1:

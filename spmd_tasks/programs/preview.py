@@ -16,7 +16,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.inputs import Input, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES, source_of_rows
 from spmd_tasks.inputs.tokenizers import decode_all
 from spmd_tasks.wings import prepare_job
@@ -48,7 +48,7 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
   shown = 0
   with contextlib.closing(given.make_iterator()) as batches:
     for batch in batches:
-      for title, pieces in examples_of(batch, job.tokenizer, ('rejected', 'chosen') if is_pairs else ()):
+      for title, pieces in examples_of(given, batch, job.tokenizer, ('rejected', 'chosen') if is_pairs else ()):
         if shown == num_examples:
           return exit_codes.OK
         shown += 1
@@ -59,13 +59,13 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
 
 
 def examples_of(
-  batch: Mapping[str, np.ndarray], tokenizer: Tokenizer, names: Sequence[str] = ()
+  given: Input, batch: Mapping[str, np.ndarray], tokenizer: Tokenizer, names: Sequence[str] = ()
 ) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-  """Yields of each segment of a batch a title, and its text in pieces (text, whether the loss is on it).
+  """Yields of each segment of a batch of an input a title, and its text in pieces (text, whether the loss is on it).
 
   With `names` segment s is called names[s % len(names)].
   """
-  sources = source_of_rows(batch)
+  sources = source_of_rows(given, batch)
   for row in range(batch['ids'].shape[0]):
     segment_ids = batch['segment_ids'][row]
     for segment in range(1, int(segment_ids.max(initial=0)) + 1):

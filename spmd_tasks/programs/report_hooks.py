@@ -14,7 +14,7 @@ from spmd_tasks.activity import set_activity
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import is_own
 from spmd_tasks.files import is_remote, storage_errors, write_durably
-from spmd_tasks.inputs.base import progress_of
+from spmd_tasks.inputs.base import progress_of, source_names
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.goodput import Goodput, steady_now
 from spmd_tasks.programs.hooks import Logged, TrainHook, TrainRun
@@ -119,12 +119,11 @@ class LogMetrics(TrainHook):
 
   def _own_names(self, step_metrics: Mapping[str, jax.Array]) -> list[str]:
     """Returns the names of those metrics of a step that a loss of the experiment's own has returned."""
-    names = [name for name in step_metrics if not name.startswith(('loss/', 'loss_weight/'))]
-    return [name for name in names if name not in (*RESERVED_METRICS, 'accuracy')] if self._is_own_loss else []
+    return [name for name in step_metrics if name not in (*RESERVED_METRICS, 'accuracy')] if self._is_own_loss else []
 
   def _metrics(self, run: TrainRun, outcome: Outcome) -> dict[str, Metric]:
     """Returns all metrics of a step; waits for the step. A collective call."""
-    metrics = finish_metrics(jax.device_get(outcome.metrics))
+    metrics = finish_metrics(jax.device_get(outcome.metrics), source_names(run.job.train_input))
     del metrics['skipped']
     counts = {
       'num_skipped_steps': run.loop.num_skipped,

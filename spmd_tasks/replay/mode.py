@@ -27,6 +27,7 @@ from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import gather, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
+from spmd_tasks.inputs.base import source_names
 from spmd_tasks.programs import train
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import SavedSteps
@@ -103,7 +104,7 @@ class Watch(TrainHook):
     if outcome.step in self._saved:
       state = run.model.to_canonical(run.state, self._part)
       self.fingerprints[outcome.step] = tree_fingerprints(state), self._saved[outcome.step]
-    if not self.see(run, outcome, step_metrics(outcome)) or outcome.step == self._last:
+    if not self.see(run, outcome, step_metrics(run, outcome)) or outcome.step == self._last:
       run.end_early('all steps that were asked for are made again')
 
   def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
@@ -117,9 +118,9 @@ class Watch(TrainHook):
     raise NotImplementedError
 
 
-def step_metrics(outcome: Outcome) -> Metrics:
+def step_metrics(run: TrainRun, outcome: Outcome) -> Metrics:
   """Returns the metrics of a step itself as metrics.jsonl has them. Waits for the step."""
-  metrics = finish_metrics(jax.device_get(outcome.metrics))
+  metrics = finish_metrics(jax.device_get(outcome.metrics), source_names(run.job.train_input))
   metrics.pop('skipped', None)
   return metrics
 

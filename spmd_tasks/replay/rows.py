@@ -19,7 +19,6 @@ from spmd_tasks.experiment import Job, make_training_iterator
 from spmd_tasks.inputs import Batch, Input, Mixture, State, TextInput
 from spmd_tasks.inputs.base import shard_rows, source_of_rows
 from spmd_tasks.inputs.tokenizers import decode_all
-from spmd_tasks.row_sources import source_ids_name
 
 _SHOWN_TOKENS = 32
 
@@ -35,7 +34,7 @@ def describe_rows(job: Job, position: State | None) -> list[dict[str, Any]]:
   finally:
     iterator.close()
   num_rows = max(len(rows) for rows in batch.values() if rows.ndim)
-  places, sources = _places(job.train_input, before, after, batch), source_of_rows(batch)
+  places, sources = _places(job.train_input, before, after, batch), source_of_rows(job.train_input, batch)
   first = jax.process_index() * num_rows
   described = []
   for row in range(num_rows):
@@ -105,13 +104,13 @@ class _Blocks:
 
 def _places_of_mixture(given: Mixture, before: State, batch: Batch) -> list[list[str]]:
   """Reads, for each row, the batch of its source that the row is taken from."""
-  ids = batch[source_ids_name(given.sources)]
+  is_from = batch['row_sources']
   choice, index, count = before['choice'], jax.process_index(), jax.process_count()
   read = np.array(choice['rows_read'])[:, None] + np.array(choice['rows_read_beyond'])
-  read = read[:, index * len(ids) : (index + 1) * len(ids)]
-  places: list[list[str]] = [[] for _ in ids]
+  read = read[:, index * len(is_from) : (index + 1) * len(is_from)]
+  places: list[list[str]] = [[] for _ in is_from]
   for number, (name, source) in enumerate(given.sources.items()):
-    rows = np.flatnonzero(ids == number)
+    rows = np.flatnonzero(is_from[:, number])
     saved = before['sources'][name]
     iterator = source.make_iterator(index, count)
     try:

@@ -31,15 +31,18 @@ Metric = float | list[float]
 Metrics = Mapping[str, Metric]
 
 
-def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric]:
+def finish_metrics(means: Mapping[str, np.typing.ArrayLike], sources: Sequence[str] = ()) -> dict[str, Metric]:
   """Turns means (scalars or [E]) into numbers and lists, exact in float64, and adds perplexity to cross entropy.
 
-  Of a mixture of inputs, the loss of a source without a token in this batch is left out.
+  Those by source get the names of the sources, `loss/<source>`; a source without a token in this batch has no loss.
   """
-  metrics: dict[str, Metric] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
-  for name in [name for name in metrics if name.startswith('loss/')]:
-    if metrics.get(name.replace('loss', 'loss_weight', 1)) == 0:
-      del metrics[name]
+  metrics: dict[str, Any] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
+  for part in ('loss', 'loss_weight'):
+    values = zip(sources, metrics.pop(f'{part}_by_source', ()), strict=False)
+    metrics |= {f'{part}/{source}': value for source, value in values}
+  for source in sources:
+    if metrics.get(f'loss_weight/{source}') == 0:
+      del metrics[f'loss/{source}']
   cross_entropy = scalars(metrics).get('cross_entropy')
   if cross_entropy is not None:
     metrics['perplexity'] = math.inf if cross_entropy >= 700 else math.exp(cross_entropy)

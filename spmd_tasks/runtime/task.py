@@ -213,9 +213,9 @@ class Task:
 
     Returns:
       The new state, and metrics: float32 scalars, or vectors with one value per expert. The scalars `loss`,
-      `loss_weight` and `skipped` (0 or 1) are always among them. Of a mixture of inputs, `loss/<source>` and its
-      weight `loss_weight/<source>` are among them. Where the loss gives summaries, or with `keeps_examples`, `outputs`
-      are its StepOutputs.
+      `loss_weight` and `skipped` (0 or 1) are always among them. Of a mixture of inputs, `loss_by_source` and its
+      weights `loss_weight_by_source` are among them. Where the loss gives summaries, or with `keeps_examples`,
+      `outputs` are its StepOutputs.
     """
     trained, trained_specs = (without_frozen(tree, weight_specs) for tree in (state.weights, weight_specs))
 
@@ -254,8 +254,8 @@ class Task:
       learner_metrics['skipped'] == 0, state.non_trainable | dict(output.updated_variables), state.non_trainable
     )
     metrics = {name: mean for name, (mean, _) in output.metrics.items()}
-    by_source = {name: weight for name, (_, weight) in output.metrics.items() if name.startswith('loss/')}
-    metrics |= {name.replace('loss', 'loss_weight', 1): weight for name, weight in by_source.items()}
+    if 'loss_by_source' in metrics:
+      metrics['loss_weight_by_source'] = output.metrics['loss_by_source'][1]
     metrics |= {'loss': output.loss, 'loss_weight': output.weight} | learner_metrics
     metrics |= StepOutputs.of(output, batch, keeps_examples=keeps_examples)
     return state.replace(step=step, weights=weights, learner=learner_state, non_trainable=non_trainable), metrics

@@ -28,7 +28,7 @@ _RANDOM = {'dropout_rate': 0.0, 'jitter_eps': 0.0}
 _OF_GROUPS = {'group_size': None, 'load_balance_shards': 1}
 _AUX_WEIGHTS = 'task.loss.aux_loss_weights'
 # What the loss of a language model reports of tokens; all else is reported by layers.
-_OF_TOKENS = ('loss', 'loss_weight', 'cross_entropy', 'accuracy', 'z_loss')
+_OF_TOKENS = ('loss', 'loss_weight', 'loss_by_source', 'loss_weight_by_source', 'cross_entropy', 'accuracy', 'z_loss')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

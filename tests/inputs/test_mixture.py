@@ -24,7 +24,6 @@ from spmd_tasks.inputs import (
   Parquet,
   SyntheticText,
   TextInput,
-  source_ids_name,
 )
 from spmd_tasks.tuning import ConversationInput, Conversations, PreferenceInput, Preferences
 
@@ -199,7 +198,7 @@ def test_every_row_of_a_source_is_used_once_and_in_order(mixtures, kind):
   names = list(settings.sources)
   used = collections.defaultdict(list)  # (source, row) -> its rows, in order
   for batch in itertools.islice(settings.make_iterator(), 30):
-    for row, source in enumerate(batch[source_ids_name(names)]):
+    for row, source in enumerate(batch['row_sources'].argmax(axis=1)):
       used[names[source], row].append(batch['ids'][row])
   for name, source in settings.sources.items():
     alone = list(itertools.islice(source.make_iterator(), 30))
@@ -210,11 +209,10 @@ def test_every_row_of_a_source_is_used_once_and_in_order(mixtures, kind):
 
 def source_counts(settings, count=None) -> np.ndarray:
   """How many rows of each batch each source gives: [steps, sources]."""
-  names = list(settings.sources)
   iterator = settings.make_iterator()
-  ids = [batch[source_ids_name(names)] for batch in itertools.islice(iterator, count)]
+  counts = [batch['row_sources'].sum(axis=0) for batch in itertools.islice(iterator, count)]
   iterator.close()
-  return np.array([[(row == source).sum() for source in range(len(names))] for row in ids])
+  return np.array(counts)
 
 
 @pytest.mark.parametrize('batch_size', [1, 6, 64])
@@ -225,8 +223,8 @@ def test_every_source_gives_its_weight_to_less_than_a_row_and_all_rows_of_the_ba
   names = [f'source_{i}' for i in range(len(weights))]
   sources = {name: SyntheticText(batch_size=batch_size, seq_len=1, seed=i) for i, name in enumerate(names)}
   iterator = Mixture(sources=sources, weights=dict(zip(names, weights)), seed=3).make_iterator()
-  ids = np.array([batch[source_ids_name(names)] for batch in itertools.islice(iterator, 100)])
-  read = (ids[..., None] == np.arange(len(weights))).cumsum(axis=0)  # [steps, rows, sources]
+  row_sources = np.array([batch['row_sources'] for batch in itertools.islice(iterator, 100)])
+  read = row_sources.cumsum(axis=0)  # [steps, rows, sources]
   wanted = np.outer(np.arange(1, 101) * batch_size, np.array(weights) / sum(weights))
   assert np.abs(read.sum(axis=1) - wanted).max() < 1 + 1e-6
   assert (read.max(axis=1) - read.min(axis=1)).max() <= 2

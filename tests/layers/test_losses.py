@@ -138,14 +138,14 @@ def test_bfloat16_logits_are_summed_in_float32(rng):
 def test_losses_of_the_sources_of_a_mixture_are_means_over_their_tokens(rng):
   logits, batch = _case(rng)
   batch['weights'][1, 1] = 1.0
-  ids = {'source_ids:code,none,web': np.array([2, 0, 2], np.int32)}  # the last row is padding
+  row_sources = np.array([2, 0, 2])[:, None] == np.arange(3)  # the last row is padding
   loss = LanguageModelLoss(label_smoothing=0.1, z_loss_weight=1e-2)
-  out, plain = loss({'logits': logits}, batch | ids), loss({'logits': logits}, batch)
-  assert set(out.metrics) - set(plain.metrics) == {'loss/code', 'loss/none', 'loss/web'}
+  out, plain = loss({'logits': logits}, batch | {'row_sources': row_sources}), loss({'logits': logits}, batch)
+  assert set(out.metrics) - set(plain.metrics) == {'loss_by_source'}
   np.testing.assert_array_equal(out.loss, plain.loss)
-  for name, rows in (('code', [1]), ('web', [0, 2])):
+  means, weights = out.metrics['loss_by_source']
+  for source, rows in ((0, [1]), (2, [0, 2])):
     alone = loss({'logits': logits[rows]}, {key: x[rows] for key, x in batch.items()})
-    mean, weight = out.metrics[f'loss/{name}']
-    np.testing.assert_allclose(mean, alone.loss, rtol=1e-6)
-    np.testing.assert_allclose(weight, batch['weights'][rows].sum(), rtol=1e-6)
-  assert [float(x) for x in out.metrics['loss/none']] == [0, 0]
+    np.testing.assert_allclose(means[source], alone.loss, rtol=1e-6)
+    np.testing.assert_allclose(weights[source], batch['weights'][rows].sum(), rtol=1e-6)
+  assert [means[1], weights[1]] == [0, 0]
