@@ -244,17 +244,25 @@ def kernels(size: Any) -> Iterator[Row]:
 
     return jax.jit(run)
 
-  def measure(function: Any, cotangent: Any, arguments: Any, wanted: Any, flops: float, select: Any) -> Row:
-    forward, both = jax.jit(function), both_passes(function)
-    found = [select(x) for x in jax.device_get(both(cotangent, *arguments))]
-    errors = [distance(x, w) for x, w in zip(found, wanted, strict=True)]
-    ms, both_ms = milliseconds(lambda: forward(*arguments)), milliseconds(lambda: both(cotangent, *arguments))
-    note = f'with the backward pass {both_ms:.2f} ms; errors {", ".join(f"{x:.1e}" for x in errors)}'
-    return {'ms': ms, 'tflops': flops / ms / 1e9, 'error': max(errors), 'limit': 2e-2, 'note': note}
+  def prepare(
+    function: Any, cotangent: Any, arguments: Any, wanted: Any, flops: float, select: Any
+  ) -> Callable[[], Row]:
+    forward = jax.jit(function).lower(*arguments).compile()
+    both = both_passes(function).lower(cotangent, *arguments).compile()
 
+    def measure() -> Row:
+      found = [select(x) for x in jax.device_get(both(cotangent, *arguments))]
+      errors = [distance(x, w) for x, w in zip(found, wanted, strict=True)]
+      ms, both_ms = milliseconds(lambda: forward(*arguments)), milliseconds(lambda: both(cotangent, *arguments))
+      note = f'with the backward pass {both_ms:.2f} ms; errors {", ".join(f"{x:.1e}" for x in errors)}'
+      return {'ms': ms, 'tflops': flops / ms / 1e9, 'error': max(errors), 'limit': 2e-2, 'note': note}
+
+    return measure
+
+  cases: list[tuple[Any, ...]] = []  # (what, what compiles it and returns what measures it, its arguments)
   for shape in size.pages:
     B, T, H, G, K, S = shape
-    yield row(f'pages, {B} x {T}, {H} heads of {K}, {G} in the cache of {S}', pages, size, *shape)
+    cases.append((f'pages, {B} x {T}, {H} heads of {K}, {G} in the cache of {S}', pages, size, *shape))
 
   keys = jax.random.split(jax.random.key(0), 4)
   R, E, D, F = size.experts
@@ -275,7 +283,7 @@ def kernels(size: Any) -> Iterator[Row]:
   for name in sorted(set(GROUPED_MATMUL_BACKENDS) - {'megablox'} - (set() if has_tokamax else {'tokamax'})):
     function = functools.partial(grouped_matmul, group_sizes=jnp.asarray(counts), backend=name)
     what = f'experts {name}, {R} rows, {E} of {D} x {F}'
-    yield row(what, measure, function, d_out, (rows, weights), wanted, 2 * R * D * F, select)
+    cases.append((what, prepare, function, d_out, (rows, weights), wanted, 2 * R * D * F, select))
 
   two_rows = lambda x: x[:2]
   others = ('blockwise', 'xla')
@@ -291,11 +299,15 @@ def kernels(size: Any) -> Iterator[Row]:
       for name in (*(['cudnn'] if size.platform == 'gpu' else []), *others):
         function = functools.partial(attend, segment_ids=segments, implementation=name)
         what = f'attention {name}, {case}, {B} x {T}, {H} heads of {K}'
-        yield row(what, measure, function, cotangent, arguments, wanted, 2 * B * H * T * T * K, two_rows)
+        cases.append((what, prepare, function, cotangent, arguments, wanted, 2 * B * H * T * T * K, two_rows))
       others = () if size.platform == 'gpu' else others  # which take long to compile: in one case
+  with concurrent.futures.ThreadPoolExecutor(8 if size.platform == 'gpu' else 1) as pool:
+    prepared = [(what, pool.submit(*given)) for what, *given in cases]
+  for what, each in prepared:  # when nothing is compiled any more
+    yield row(what, lambda each=each: each.result()())
 
 
-def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Row:
+def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Callable[[], Row]:
   """Attention of T tokens of B rows to the up to S that each has in blocks; with one head, values are the keys."""
   import jax
   import jax.numpy as jnp
@@ -339,11 +351,16 @@ def pages(size: Any, B: int, T: int, H: int, G: int, K: int, S: int) -> Row:
   given = query, tables, *stored
   with jax.default_matmul_precision('highest'):
     wanted = plain(*given)
-  _, total, attended = by_kernel(*given)
-  ms, loop_ms = milliseconds(lambda: by_kernel(*given)), milliseconds(lambda: by_loop(*given))
-  num_bytes = int(starts.sum()) * G * K * 2 * len(stored)
-  note = f'{num_bytes / ms / 1e6:.0f} GB/s; the loop takes {loop_ms:.2f} ms'
-  return {'ms': ms, 'error': distance(attended / total, wanted), 'limit': 2e-2, 'note': note}
+  kernel, loop = (each.lower(*given).compile() for each in (by_kernel, by_loop))
+
+  def measure() -> Row:
+    _, total, attended = kernel(*given)
+    ms, loop_ms = milliseconds(lambda: kernel(*given)), milliseconds(lambda: loop(*given))
+    num_bytes = int(starts.sum()) * G * K * 2 * len(stored)
+    note = f'{num_bytes / ms / 1e6:.0f} GB/s; the loop takes {loop_ms:.2f} ms'
+    return {'ms': ms, 'error': distance(attended / total, wanted), 'limit': 2e-2, 'note': note}
+
+  return measure
 
 
 def dense(size: Any) -> Iterator[Row]:
