@@ -376,7 +376,7 @@ class DecodeSteps:
     own = {slot: self.own_blocks(slot) for slot in busy.tolist()} if blocks is None else blocks
     size = next(each for each in self.draft_sizes(num_rows) if each >= len(busy) + sum(map(len, drafts.values())))
     of_rows = np.full((self.num_parts, size // self.num_parts, self.table_len), part, np.int32)
-    rows = self._draft_rows(busy.tolist(), num_rows, drafts, own, of_rows)
+    rows = self._draft_rows(slots, drafts, own, of_rows)
     if self.draft is not None:
       rows = rows.replace(tokens=self.draft.guess(state, keep, slots, tables, rows, self.num_drafts))
     return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, of_rows, rows)
@@ -401,13 +401,14 @@ class DecodeSteps:
   def _places(
     self, busy: np.ndarray, num_rows: int, blocks: Mapping[int, Sequence[int]] | None, *, by_slot: bool = False
   ) -> tuple[Any, Any]:
-    """The slots and tables of a step's rows; with `by_slot` row i of the tables is of slot i."""
-    slots = np.concatenate([busy, self.settings.num_slots + np.arange(num_rows - len(busy))]).astype(np.int32)
+    """The slots and tables of a step's rows; with `by_slot` row i is of slot i."""
+    slots = self.settings.num_slots + np.arange(num_rows, dtype=np.int32)
+    slots[places := busy if by_slot else np.arange(len(busy))] = busy
     part = self.num_blocks // self.num_parts
     tables = np.full((self.num_parts, -(-num_rows // self.num_parts), self.table_len), part, np.int32)
-    for row, slot in enumerate(busy.tolist()):
+    for place, slot in zip(places.tolist(), busy.tolist(), strict=True):
       held = self.own_blocks(slot) if blocks is None else blocks.get(slot, ())
-      where = divmod(slot if by_slot else row, tables.shape[1])
+      where = divmod(place, tables.shape[1])
       tables[where][: len(held)] = held
       if where[0]:
         tables[where][: len(held)] -= where[0] * part
@@ -419,11 +420,9 @@ class DecodeSteps:
       return (self.num_parts * self._slots_of_part * (self.num_drafts + 1),)
     return tuple(dict.fromkeys(num_slots * (num + 1) for num in (1, self.num_drafts)))
 
-  def _draft_rows(
-    self, busy: Sequence[int], num_slots: int, drafts: Mapping[int, Sequence[int]], blocks: Any, tables: Any
-  ) -> DraftRows:
+  def _draft_rows(self, slots: Any, drafts: Mapping[int, Sequence[int]], blocks: Any, tables: Any) -> DraftRows:
     """Assigns rows to the busy slots' tokens, each in its part, and writes their tables."""
-    num_rows, part = tables.shape[0] * tables.shape[1], self.num_blocks // self.num_parts
+    num_slots, num_rows, part = len(slots), tables.shape[0] * tables.shape[1], self.num_blocks // self.num_parts
     rows: Any = DraftRows(
       owners=np.full(num_rows, num_slots, np.int32),
       columns=np.zeros(num_rows, np.int32),
@@ -432,7 +431,7 @@ class DecodeSteps:
       rows=np.full((num_slots, self.num_drafts + 1), num_rows, np.int32),
     )
     free = [iter(range(number * tables.shape[1], num_rows)) for number in range(self.num_parts)]
-    for place, slot in enumerate(busy):
+    for place, slot in [each for each in enumerate(slots.tolist()) if each[1] < self.settings.num_slots]:
       number, held = slot // self._slots_of_part, blocks.get(slot, ())
       for column, token in enumerate((0, *drafts.get(slot, ()))):
         row = next(free[number])
@@ -604,7 +603,7 @@ class DecodeSteps:
     given: tuple[Any, ...] = (self._mask_rows({}, num_slots),) if masked else ()
     tables = np.zeros((self.num_parts, -(-(draft_rows or num_rows) // self.num_parts), self.table_len), np.int32)
     if draft_rows:
-      given = (self._draft_rows([], num_rows, {}, {}, tables),)
+      given = (self._draft_rows(np.full(num_rows, num_slots), {}, {}, tables),)
     arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), tables, *given)
     return (make or self._compile_stateful)(('step', num_rows, masked, draft_rows), step, *arrays)
 
@@ -754,7 +753,7 @@ def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[st
   if numbers is not None:
     model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
   given, named = task.arguments(batch, train=False)
-  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'earlier', 'chunks')}):
+  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'drafts', 'chunks')}):
     outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
   if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
     raise UserError(

@@ -102,9 +102,9 @@ class DraftSteps:
     Args:
       state: of the larger model.
       keep: bool [N], the slots that are busy.
-      slots: int32 [n], of which as many as are busy stand first, or all in order.
+      slots: int32 [n], of which as many as are busy stand first, or each at its own place where n is N.
       tables: int32 [D, n / D, M], their blocks.
-      rows: int32 [R] etc., whose owners are places among the busy slots; None where num is 0.
+      rows: int32 [R] etc., whose owners are places among these slots; None where num is 0.
       num: k.
 
     Returns:

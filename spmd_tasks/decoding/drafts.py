@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flax import struct
+import jax.numpy as jnp
 
 _SIZES = (3, 2)  # of n-grams, the longest first
 
@@ -61,3 +62,10 @@ class DraftRows(struct.PyTreeNode):
   tokens: Any
   earlier: Any
   rows: Any
+
+  def tables_of_texts(self, tables: Any) -> Any:
+    """The blocks of the n texts, int32 [D, n/D, M], from those of the rows [D, R/D, M]."""
+    num_parts, _, size = tables.shape
+    first = jnp.take(tables.reshape(-1, size), self.rows[:, 0], axis=0, mode='fill', fill_value=2**30)
+    added = -len(first) % num_parts
+    return jnp.pad(first, ((0, added), (0, 0)), constant_values=2**30).reshape(num_parts, -1, size)

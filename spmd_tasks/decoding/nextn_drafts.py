@@ -125,11 +125,3 @@ def go_on(
     if number < num:
       pool = write(pool, kept, at, is_text.astype(jnp.int32), tables=tables)
   return drafts, pool
-
-
-def tables_of_texts(tables: jax.Array, rows: DraftRows) -> jax.Array:
-  """The blocks of n texts, int32 [D, n/D, M], from those of the rows of a step that checks drafts [D, R/D, M]."""
-  num_parts, _, size = tables.shape
-  first = jnp.take(tables.reshape(-1, size), rows.rows[:, 0], axis=0, mode='fill', fill_value=2**30)
-  added = -len(first) % num_parts
-  return jnp.pad(first, ((0, added), (0, 0)), constant_values=2**30).reshape(num_parts, -1, size)

@@ -50,7 +50,7 @@ class Forward(Protocol):
         the leaves are [..., N, G, S, K], and row i's tokens are in slot slots[i].
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
         are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none.
-        With `earlier` int32 [B, k] (T is 1), rows are tokens of one text that follow each other, see DraftRows. With
+        With `drafts` (T is 1), rows are tokens of one text that follow each other, see DraftRows. With
         `chunks` (slots, tables) the last rows are tokens of chunks, see LayerScope.cache_chunks, and with `logit_rows`
         int32 [n] the logits are those of n rows only. To an encoder-decoder the first call for a prompt gives
         `encoder_ids`, `encoder_segment_ids` and `encoder_segment_pos` too, and gets back leaves `encoded_*` of the
@@ -254,14 +254,14 @@ def step(
       drafts = drafts.replace(tokens=guessed)
     tokens, positions = jnp.where(drafts.columns == 0, tokens, drafts.tokens), positions + drafts.columns
     active &= drafts.owners < len(rows.tokens)
-  batch = {
+  batch: dict[str, Any] = {
     'ids': tokens[:, None],
     'segment_ids': active[:, None].astype(jnp.int32),
     'segment_pos': jnp.where(active, positions, 0)[:, None],
     'adapters': adapters,
     **({} if row_slots is None else {'slots': row_slots}),
     **({} if tables is None else {'tables': tables}),
-    **({} if drafts is None else {'earlier': drafts.earlier}),
+    **({} if drafts is None else {'drafts': drafts}),
     **({'returns_hidden': True} if heads else {}),
   }
   logits, new = forward(variables, state.cache, batch)
@@ -284,7 +284,7 @@ def step(
     following, lengths = outputs.tokens[:, None], jnp.ones_like(rows.tokens)
     assert tables is not None
     if drafts is not None:
-      following, lengths, of_texts = outputs.tokens.T, num_read, nextn_drafts.tables_of_texts(tables, drafts)
+      following, lengths, of_texts = outputs.tokens.T, num_read, drafts.tables_of_texts(tables)
     batch |= {'segment_ids': active[:, None].astype(jnp.int32)}
     call = forward, variables, state.cache, batch, new, heads
     texts = {'positions': first + lengths - 1, 'is_text': is_text & (lengths > 0), 'tables': of_texts}

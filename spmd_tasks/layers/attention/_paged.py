@@ -66,7 +66,7 @@ def attend_to_pages(
   is_ring = options.window is not None and cached[0].num_entries <= options.window
   if cached[0].tables is None or is_ring:  # no pages
     return None
-  specs = _specs(query, cached[0], split_dims, kv_split_dims)
+  specs = _specs(query, cached[0], num_columns, split_dims, kv_split_dims)
   obstacle = specs if isinstance(specs, str) else _obstacle(kernel, query, cached[0], options)
   if asked is None:
     _log_once(current_platform(), obstacle)
@@ -107,6 +107,14 @@ def attend_to_pages(
       check_vma=False,  # kernels do not track varying axes
     )
   highest, total, attended = (x[:num_rows] for x in compute(query, start, tables, layer, *stored))
+  return highest, total, attended
+
+
+def merged(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> Partial:
+  """The softmax over what two have seen."""
+  highest = jnp.maximum(one[0], other[0])
+  factors = jnp.exp(one[0] - highest), jnp.exp(other[0] - highest)
+  total, attended = (x * factors[0] + y * factors[1] for x, y in zip(one[1:], other[1:], strict=True))
   return highest, total, attended
 
 
@@ -183,12 +191,10 @@ def _obstacle(kernel: Any, query: jax.Array, keys: Any, options: AttentionOption
     return f"is a kernel for TPUs and GPUs, and the mesh's devices are of the platform {current_platform()!r}"
   if options.bias is not None:
     return 'has no relative position biases'
-  if current_layer_scope().cache_earlier is not None:
-    return 'has no rows that follow one another, as those of drafts do'
   return kernel.obstacle(query, keys)
 
 
-def _specs(query: jax.Array, keys: Any, split_dims: SplitDims, kv_split_dims: SplitDims) -> Any:
+def _specs(query: jax.Array, keys: Any, num_columns: int, split_dims: SplitDims, kv_split_dims: SplitDims) -> Any:
   """Returns the mesh axes that split D, G and Q, None without a mesh, or why these cannot be split so."""
   scope = current_sharding_scope()
   if scope is None or scope.mesh.size == 1:
@@ -205,7 +211,7 @@ def _specs(query: jax.Array, keys: Any, split_dims: SplitDims, kv_split_dims: Sp
   if num_groups > 1 or split_dims is None:
     return rows, heads, ()
   (queries,) = axes_of((tuple(split_dims)[2],), (num_queries,))  # all devices have the head
-  is_even = num_queries % num_parts(queries, sizes) == 0 and not {*queries} & {*rows, *heads}
+  is_even = num_queries // num_columns % num_parts(queries, sizes) == 0 and not {*queries} & {*rows, *heads}
   return rows, heads, queries if is_even else ()
 
 

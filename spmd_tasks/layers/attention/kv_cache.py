@@ -27,7 +27,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._paged import attend_to_pages
+from spmd_tasks.layers.attention._draft_rows import attend_by_text
+from spmd_tasks.layers.attention._paged import attend_to_pages, merged
 from spmd_tasks.layers.attention._paged import write_to_pages as write_to_pages
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.base import CACHE, NEW_CACHE, current_layer_scope, soft_cap
@@ -234,7 +235,7 @@ def attend_to_cache(
     options: of a causal attention.
     split_dims, kv_split_dims: of queries, and of keys and values; a kernel runs on each device's rows and heads.
 
-  Where rows are tokens of one text that follow each other (`LayerScope.cache_earlier`; T is 1), each also attends to
+  Where rows are tokens of one text that follow each other (`LayerScope.cache_drafts`; T is 1), each also attends to
   the rows before it. Where the last rows are those of chunks (`LayerScope.cache_chunks`), each chunk is a row of its
   own here, [P, T], as in a call without other rows.
   """
@@ -290,20 +291,18 @@ def attend_to_cache(
 
   carry: tuple[jax.Array, ...] = (highest, total, attended)
   queries = grouped.reshape(num_rows, num_groups, -1, head_dim)
-  of_pages = attend_to_pages(queries, cached, start[:, 0], options, num_columns, split_dims, kv_split_dims)
+  drafts, layout = current_layer_scope().cache_drafts, (split_dims, kv_split_dims)
+  if drafts is None:
+    of_pages = attend_to_pages(queries, cached, start[:, 0], options, num_columns, *layout)
+  else:
+    of_pages = attend_by_text(drafts, queries, (key, value), cached, start[:, 0], options, *layout)
   if of_pages is not None:
-    higher = jnp.maximum(highest, of_highest := of_pages[0].reshape(highest.shape))
-    factors = jnp.exp(highest - higher), jnp.exp(of_highest - higher)
-    total, attended = (
-      own * factors[0] + of_cache.reshape(own.shape) * factors[1]
-      for own, of_cache in zip((total, attended), of_pages[1:], strict=True)
-    )
+    _, total, attended = merged(carry, jax.tree.map(lambda x, own: x.reshape(own.shape), of_pages, carry))
     return jnp.moveaxis(attended / total, 3, 1).reshape(query.shape).astype(value.dtype)
 
   num_entries = cached[0].num_entries
   limit = _BLOCK.get(current_platform(), _LONG_BLOCK)
   size = cached[0].size_to_read(limit if num_columns == 1 else min(limit * _OF_QUERIES, _LONG_BLOCK))
-  earlier = current_layer_scope().cache_earlier
 
   def add_block(i: jax.Array | int, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     highest, total, attended = carry
@@ -315,7 +314,8 @@ def attend_to_cache(
     if window is not None:
       may_see &= positions[:, :, None] - held[:, None, :] < window
     keys, values = (x.entries(first, size).astype(key.dtype) for x in cached)
-    if earlier is not None:
+    if drafts is not None:
+      earlier = drafts.earlier
       # As if the tokens before were in the cache: the bits are those of a step that finds them there.
       place = (start - 1 - jnp.arange(earlier.shape[1])[None, :]) % num_entries - first
       place = jnp.where((earlier < num_rows) & (place >= 0), place, size)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
+from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.step_functions import write_tokens
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import _paged, _paged_gpu, _paged_tpu, _paged_writes
@@ -28,11 +29,15 @@ LATENT = ('batch', None, None, None)
 RULES = (('batch', 'data'), ('heads', 'mdl'), ('kv_heads', 'mdl'))
 BLOCK, TABLE = 16, 4
 LENGTHS = (0, 1, BLOCK, 2 * BLOCK + 1, TABLE * BLOCK)  # of what rows have in the cache
+DRAFTED = (3, 1, 2, 3, 1)  # how many rows each of these texts has, and in two parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """A call of `columns` tokens for rows with LENGTHS entries; `is_latent`: the values are the keys."""
+  """A call of `columns` tokens for rows with LENGTHS entries; `is_latent`: the values are the keys.
+
+  With `drafts` a row has one token, and a text as many rows as DRAFTED says.
+  """
 
   columns: int = 1
   heads: int = 4
@@ -45,6 +50,7 @@ class Case:
   dtype: str = 'float32'
   mesh: tuple[int, int] | None = None
   cache_dtype: str | None = None
+  drafts: bool = False
 
 
 CASES = {
@@ -52,8 +58,14 @@ CASES = {
   'chunk, one head, window, cap': Case(columns=3, kv_heads=1, window=20, cap=2.0, dtype='bfloat16'),
   'latent, queries split over a mesh': Case(columns=2, kv_heads=1, head_dim=80, is_latent=True, mesh=(2, 4)),
   'rows and heads split over a mesh': Case(heads=8, kv_heads=4, mesh=(2, 4)),
+  'drafts, window, cap': Case(has_sinks=True, window=20, cap=2.0, drafts=True),
+  'drafts, latent': Case(kv_heads=1, head_dim=80, is_latent=True, drafts=True),
+  'drafts, split over a mesh': Case(heads=8, kv_heads=4, mesh=(2, 4), drafts=True),
 }
-OF_GPUS = {'8 bits, split over a mesh': Case(heads=8, kv_heads=4, cache_dtype='int8', mesh=(2, 4))}
+OF_GPUS = {
+  '8 bits, split over a mesh': Case(heads=8, kv_heads=4, cache_dtype='int8', mesh=(2, 4)),
+  '8 bits, drafts': Case(cache_dtype='int8', drafts=True),
+}
 
 
 def arguments(case: Case):
@@ -82,8 +94,31 @@ def arguments(case: Case):
   return (query, key, value, keys, values, jnp.asarray(tables), sinks), positions, jnp.int32(1)
 
 
+def draft_rows(num_parts: int):
+  """The rows of DRAFTED, those of a text in its part, and then some that are not used."""
+  num_texts, of_part = len(LENGTHS), -(-len(LENGTHS) // num_parts)
+  num_rows = num_parts * (sum(DRAFTED[:of_part]) + 1)
+  earlier, rows = np.full((num_rows, 2), num_rows), np.full((num_texts, 3), num_rows)
+  owners, columns = np.full(num_rows, num_texts), np.zeros(num_rows, int)
+  free = [iter(range(part * num_rows // num_parts, num_rows)) for part in range(num_parts)]
+  for text, count in enumerate(DRAFTED):
+    for column in range(count):
+      row = next(free[text // of_part])
+      owners[row], columns[row], rows[text, column] = text, column, row
+      earlier[row, :column] = row - 1 - np.arange(column)
+  return DraftRows(*(x.astype(np.int32) for x in (owners, columns, columns, earlier, rows)))
+
+
 def attend(case: Case, how: str):
   given, positions, layer = arguments(case)
+  drafts = None
+  if case.drafts:
+    drafts = draft_rows(len(given[5]))
+    rng, texts = np.random.default_rng(1), np.minimum(drafts.owners, len(LENGTHS) - 1)
+    tokens = [jnp.asarray(rng.normal(size=(len(texts), *x.shape[1:])), x.dtype) for x in given[:3]]
+    tokens[2] = tokens[1] if case.is_latent else tokens[2]
+    tables = given[5].reshape(-1, TABLE)[texts].reshape(len(given[5]), -1, TABLE)
+    given, positions = (*tokens, *given[3:5], tables, given[6]), jnp.asarray(positions[texts] + drafts.columns[:, None])
   mesh = None if case.mesh is None else MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=case.mesh).build()
 
   @jax.jit
@@ -96,13 +131,14 @@ def attend(case: Case, how: str):
       cached = tuple(x._replace(array=array, scale=x._replace(array=scale)) for x, array, scale in kept)
     options = AttentionOptions(window=case.window, logit_cap=case.cap, sinks=sinks)
     split_dims = {'split_dims': HEADS, 'kv_split_dims': LATENT if case.is_latent else KV_HEADS}
-    with layer_scope(cache_attention=how):
+    with layer_scope(cache_attention=how, cache_drafts=drafts):
       if mesh is None:
         return attend_to_cache(query, key, value, cached, None, positions, options)
       with sharding_scope(mesh, RULES):
         return attend_to_cache(query, key, value, cached, None, positions, options, **split_dims)
 
-  return np.asarray(compute(*given, layer), np.float32)
+  attended = np.asarray(compute(*given, layer), np.float32)
+  return attended if drafts is None else attended[drafts.owners < len(LENGTHS)]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +163,6 @@ def test_a_kernel_gives_the_numbers_of_the_loop(kernel, name, monkeypatch):
     ({'tables': None}, {}, None),  # whole rows have no pages
     ({'num_entries': 8}, {}, None),  # nor has a ring
     ({'scale': jnp.zeros(())}, {}, '8 bits'),
-    ({}, {'cache_earlier': jnp.zeros((1, 1), jnp.int32)}, 'drafts'),
     ({'dtype': 'float32'}, {}, 'bfloat16'),
     ({'block': 8}, {}, 'multiple of 16'),
     ({'table': 2**18}, {}, 'at most 131072'),
