@@ -108,7 +108,7 @@ def predict(target):
     for number in NUMBERS:
       sizes = [f'model={directory}', 'seq_len=2048', f'ici_mesh_shape=1,1,{len(parsed.devices())}']
       job = job_with(number, 'hf.Model', sizes)
-      step = make_plan(job, parsed, steps=('decode',), show_progress=False)
+      step = make_plan(job, parsed, steps=('decode',))
       milliseconds[str(number)] = 1e3 * step['predicted_step_s']
       mib[str(number)] = adapter_mib(partition_job(job, job.experiment.mesh_spec().build(parsed.devices())))
       print(

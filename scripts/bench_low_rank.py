@@ -54,7 +54,7 @@ BYTES_OF_FROZEN = {'int8': 1, 'nf4': 4.5 / 8, 'nf4_double': 4.13 / 8}
 
 def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: str, sizes: tuple[str, ...]) -> Any:
   job = resolve(experiment, [f'model={folder}', *sizes, *overrides]).build()
-  step = make_plan(job, parse_target(target), show_progress=False)
+  step = make_plan(job, parse_target(target))
   model = partition_job(job, job.experiment.mesh_spec().build_abstract())
   trained = model.num_trained_params
   frozen = model.total_num_params - trained

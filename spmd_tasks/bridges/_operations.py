@@ -65,28 +65,18 @@ class Reshape(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class SplitHeads(Operation):
-  """Splits the last dim [H * K] into [H, K], for any H."""
+  """Splits the last dim [H * K] into [H, K], for any H; with `joins` the inverse of that."""
 
   head_dim: int
+  joins: bool = False
 
   def apply(self, array: Any) -> Any:
+    if self.joins:
+      return array.reshape((*array.shape[:-2], array.shape[-2] * self.head_dim))
     return array.reshape((*array.shape[:-1], -1, self.head_dim))
 
-  def inverse(self) -> 'MergeHeads':
-    return MergeHeads(self.head_dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class MergeHeads(Operation):
-  """The inverse of SplitHeads."""
-
-  head_dim: int
-
-  def apply(self, array: Any) -> Any:
-    return array.reshape((*array.shape[:-2], array.shape[-2] * self.head_dim))
-
-  def inverse(self) -> SplitHeads:
-    return SplitHeads(self.head_dim)
+  def inverse(self) -> 'SplitHeads':
+    return SplitHeads(self.head_dim, not self.joins)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,31 +95,20 @@ class Take(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Split(Operation):
-  """Splits one array along dim `dim` (negative) into arrays that have these sizes there."""
+  """Splits one array along dim `dim` (negative) into arrays that have these sizes there; with `joins` the inverse."""
 
   dim: int
   sizes: tuple[int, ...]
+  joins: bool = False
 
   def __call__(self, arrays: Arrays) -> Arrays:
+    if self.joins:
+      return (_numpy_of(*arrays).concatenate(arrays, axis=self.dim),)
     (array,) = arrays
     return tuple(_numpy_of(array).split(array, np.cumsum(self.sizes)[:-1].tolist(), axis=self.dim))
 
-  def inverse(self) -> 'Concatenate':
-    return Concatenate(self.dim, self.sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Concatenate(Operation):
-  """The inverse of Split."""
-
-  dim: int
-  sizes: tuple[int, ...]
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return (_numpy_of(*arrays).concatenate(arrays, axis=self.dim),)
-
-  def inverse(self) -> Split:
-    return Split(self.dim, self.sizes)
+  def inverse(self) -> 'Split':
+    return Split(self.dim, self.sizes, not self.joins)
 
 
 def _numpy_of(*arrays: Any) -> Any:

@@ -157,7 +157,7 @@ def sample_groups(
   # One row has other bits.
   sizes = [size for size in (num_rows // 2, num_rows // 4, num_rows // 16) if shrinks and size >= 4]
   for least in (*sizes, 0):
-    goes_on = functools.partial(_has_active, least)
+    goes_on = lambda carry, least=least: jnp.sum(carry[1].active) > least
     carry = jax.lax.while_loop(goes_on, functools.partial(advance, rows), carry)
     if least:
       number, state, samples = carry
@@ -168,10 +168,6 @@ def sample_groups(
       carry = (number, state, samples)
   _, state, samples = carry
   return samples.replace(expert_ids=_expert_ids(state.cache))
-
-
-def _has_active(least: int, carry: Any) -> jax.Array:
-  return jnp.sum(carry[1].active) > least
 
 
 def _expert_ids(cache: Any) -> jax.Array | None:

@@ -170,7 +170,10 @@ def make_prefill_batch(
     starts=rows(np.int32, [c.start for c in chunks], 0),
     before=before,
     targets=rows(np.int32, targets, -1, num_columns) if score_prompts else None,
-    slots=slot_rows([chunk.slot for chunk in chunks], settings.num_slots, num_rows),
+    # Unused rows get different ids from N on, which a scatter drops.
+    slots=rows(
+      np.int32, [*(c.slot for c in chunks), *range(settings.num_slots + len(chunks), settings.num_slots + num_rows)], 0
+    ),
     tables=tables,
     followers=rows(np.int32, [(*c.request.ids, 0)[c.stop] for c in chunks], 0),
     max_tokens=rows(np.int32, max_tokens, 1 if settings.num_beams > 1 else 0),
@@ -192,9 +195,3 @@ def filled_rows(num_rows: int, dtype: Any, values: Iterable[Any], fill: Any, *si
   for row, value in enumerate(values):
     array[(row, slice(len(value))) if size else row] = value
   return array
-
-
-def slot_rows(slots: Sequence[int], num_slots: int, num_rows: int) -> Any:
-  """Slots for the rows of a prefill, int32 [P]; unused rows get different ids from N on, which a scatter drops."""
-  unused = num_slots + np.arange(len(slots), num_rows)
-  return np.concatenate([np.asarray(slots), unused]).astype(np.int32)

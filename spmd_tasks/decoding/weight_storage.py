@@ -114,7 +114,9 @@ class WeightStorage:
       return jax.lax.with_sharding_constraint(unpad(leaf, shape), plan.sharding)
 
     def true_weight(plan, held):
-      return jax.tree.map(true, _stack(*held) if plan.num_layers else held, plan.stored, plan.true)
+      if plan.num_layers:
+        held = jax.tree.map(lambda *layers: jnp.stack(layers), *held)
+      return jax.tree.map(true, held, plan.stored, plan.true)
 
     padded, shapes = self._model.padded_state.variables, self._model.abstract_state.variables
     others = {name: jax.tree.map(true, stored[name], padded[name], shapes[name]) for name in stored if name != 'params'}
@@ -141,10 +143,6 @@ def _is_plan(leaf: Any) -> bool:
 def _of_a_layer(stack: Any) -> jax.ShapeDtypeStruct:
   spec = PartitionSpec(*spec_axes(stack.sharding.spec, stack.ndim)[1:])
   return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=NamedSharding(stack.sharding.mesh, spec))
-
-
-def _stack(*layers: Any) -> Any:
-  return jax.tree.map(lambda *each: jnp.stack(each), *layers)
 
 
 def _plan(dtype: str | None, is_apart: bool, path: Any, leaf: Any, true: Any, spec: WeightSpec) -> _Plan:

@@ -189,7 +189,7 @@ class BatchesIterator(base.InputIterator):
           logging.warning('Training leaves out batch %d of %s, which has %d rows where the first has %d.', *place)
         self._has_warned = True
         continue
-      self._before, self._digest = before, _digest(batch)
+      self._before, self._digest = before, digest(batch)
       return {name: rows[self._rows] if rows.ndim else rows for name, rows in batch.items()}
 
   def _read(self) -> Any:
@@ -221,7 +221,7 @@ class BatchesIterator(base.InputIterator):
     for stream in self._streams_before_last():
       self._stream = stream
       last = self._read()
-      if last is not _END and _digest(self._batches.checked(last)) == self._digest:
+      if last is not _END and digest(self._batches.checked(last)) == self._digest:
         return
       self.close()
     raise UserError(
@@ -317,8 +317,9 @@ def _position_of(stream: Any) -> Any:
     return None
 
 
-def _digest(batch: base.Batch) -> int:
-  digest = 0
+def digest(batch: base.Batch) -> int:
+  """Returns a checksum of a batch's bytes."""
+  found = 0
   for name in sorted(batch):
-    digest = zlib.crc32(np.ascontiguousarray(batch[name]).data.cast('B') if batch[name].size else b'', digest)
-  return digest
+    found = zlib.crc32(np.ascontiguousarray(batch[name]).data.cast('B') if batch[name].size else b'', found)
+  return found

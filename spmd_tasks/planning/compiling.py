@@ -41,17 +41,14 @@ class OutOfMemory(NamedTuple):
   is_temporaries: bool
 
 
-def compile_step(
-  job: Job, model: PartitionedModel, step: str, target: Target, *, show_progress: bool = True
-) -> tuple[Any, dict[str, float]]:
+def compile_step(job: Job, model: PartitionedModel, step: str, target: Target) -> tuple[Any, dict[str, float]]:
   """Lowers and compiles one step of a job.
 
   Args:
     job, model: the built experiment, and its task partitioned over the target's devices.
     step: a name in STEPS. `prefill` reads the longest chunk that a prompt begins with; `decode` generates one token for
       every slot; `joined` does both.
-    target: is named in the lines on stderr.
-    show_progress: whether to write such a line before and after it.
+    target: is named in the lines on stderr before and after it.
 
   Returns:
     (a jax.stages.Compiled or the compiler's OutOfMemory, trace_seconds and compile_seconds).
@@ -60,8 +57,7 @@ def compile_step(
     UserError: the task has no such step, its split is impossible, or the compiler knows an option not.
   """
   note = functools.partial(print, f'plan: compiling the {step} step for {target.name}', file=sys.stderr, flush=True)
-  if show_progress:
-    note('...')
+  note('...')
   start = time.perf_counter()
   with quiet_stderr(target.chip.platform != 'cpu'):
     # A Pallas kernel asks the context's mesh for the kind of GPU it is lowered for; there need not be one here.
@@ -75,9 +71,7 @@ def compile_step(
       if made is None:
         raise refused_option(error) or error from error.__cause__
   compiled = time.perf_counter()
-  if show_progress:
-    is_refused = isinstance(made, OutOfMemory)
-    note('needs more memory than there is' if is_refused else 'done', f'{compiled - start:.0f} s')
+  note('needs more memory than there is' if isinstance(made, OutOfMemory) else 'done', f'{compiled - start:.0f} s')
   return made, {'trace_seconds': round(traced - start, 1), 'compile_seconds': round(compiled - traced, 1)}
 
 

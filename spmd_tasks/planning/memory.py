@@ -21,6 +21,7 @@ place: into the operand of an update, into the state of the loop around it, or i
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import math
 import re
 from typing import Any, NamedTuple
@@ -237,7 +238,7 @@ class _Lifetimes:
     self._times: dict[Instruction, tuple[int, int]] = {}
     self._spans: dict[Computation, tuple[int, int]] = {}
     self._uses: dict[tuple[Instruction, Path], _Use] = {}
-    self._aliased: dict[Instruction, Mapping[Path, int]] = {}
+    self._aliases = functools.cache(_aliases)
     self._flatten(program.module.entry, 0)
 
   def buffers(self) -> Iterator[Buffer]:
@@ -305,11 +306,6 @@ class _Lifetimes:
         for result, number in self._aliases(user).items():
           if user.operands[number] is value:
             yield self._last_use(computation, user, result, depth)
-
-  def _aliases(self, instruction: Instruction) -> Mapping[Path, int]:
-    if instruction not in self._aliased:
-      self._aliased[instruction] = _aliases(instruction)
-    return self._aliased[instruction]
 
   def _written_in_place(self) -> set[tuple[Instruction, Path]]:
     """Returns the arrays that are written into what the caller has allocated, or into a donated argument."""

@@ -32,14 +32,13 @@ _JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes as it starts: docs.jax.d
 Json = dict[str, Any]
 
 
-def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), show_progress: bool = True) -> Json:
+def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',)) -> Json:
   """Partitions a job over a target and compiles its steps there.
 
   Args:
     job: the built experiment.
     target: the chips; their number must be that of the mesh.
     steps: names in STEPS, without repetition.
-    show_progress: whether to write a line on stderr while the compiler works.
 
   Returns:
     plan.json, whose keys docs/planning.md lists.
@@ -61,7 +60,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
   planned = {}
   dcn_shape = job.experiment.dcn_mesh_shape
   for step in steps:
-    compiled, seconds = compile_step(job, model, step, target, show_progress=show_progress)
+    compiled, seconds = compile_step(job, model, step, target)
     if isinstance(compiled, OutOfMemory):
       planned[step] = _refused(compiled, step, model) | seconds
       continue
@@ -148,6 +147,7 @@ def _read_compiled(
   slice_of = slice_of_device if target.chip.platform != 'cpu' else lambda device: device.id // slice_size
   found = collectives(program, mesh, slice_of)
   time = predict_time(program, found, target.chip, mesh, model_flops=model_flops, num_tokens=num_tokens)
+  names = [field.name for field in dataclasses.fields(Collective) if field.name not in ('group', 'start', 'end')]
   is_checked = target.chip.platform == 'tpu'  # their compiler refuses what does not fit
   return {
     'fits': None if hbm_bytes is None else is_checked or parts['peak_bytes'] <= hbm_bytes,
@@ -159,7 +159,7 @@ def _read_compiled(
     **parts,
     # Loop bodies count once; a GPU's compiler does not say.
     'compiler_flops': (compiled.cost_analysis() or {}).get('flops'),
-    'collectives': [_collective_json(each) for each in found],
+    'collectives': [{name: getattr(each, name) for name in names} for each in found],
     **time,
   }
 
@@ -193,11 +193,6 @@ def _refused(refused: OutOfMemory, step: str, model: PartitionedModel) -> Json:
     **dict.fromkeys((*unknown, 'tokens_per_s_per_chip', 'hidden_s', 'roofline')),
     'time_by_kind': {},
   }
-
-
-def _collective_json(collective: Collective) -> Json:
-  names = [field.name for field in dataclasses.fields(collective) if field.name not in ('group', 'start', 'end')]
-  return {name: getattr(collective, name) for name in names}
 
 
 def _notes(target: Target, needed: int) -> list[str]:

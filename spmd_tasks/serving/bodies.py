@@ -142,20 +142,16 @@ class StreamOptions(_Body):
   include_obfuscation: Any = None
 
 
-class _UnusedFields(_Body):
-  """Fields of OpenAI's that do not change what is generated."""
+class SharedBody(_Body):
+  """The fields of all generating routes; None stands for the default in the experiment's `task.decode`."""
 
+  # Fields of OpenAI's that do not change what is generated.
   user: Any = None
   metadata: Any = None
   store: Any = None
   service_tier: Any = None
   safety_identifier: Any = None
   prompt_cache_key: Any = None
-
-
-class SharedBody(_UnusedFields):
-  """The fields of all generating routes; None stands for the default in the experiment's `task.decode`."""
-
   model: str | None = None
   temperature: Annotated[float, Field(ge=0, le=100)] | None = None
   top_p: Annotated[float, Field(ge=0, le=1)] | None = None

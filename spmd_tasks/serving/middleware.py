@@ -63,9 +63,11 @@ class Guard:
       scope['client_key'] = clients[0] if clients else None  # for the routes
       if not clients and not hmac.compare_digest(given, settings.api_key.encode()):
         return RequestError('the API key is missing or wrong.', status=401, code='invalid_api_key')
-    elif is_loopback(settings.host) and not is_loopback(host_name(headers.get(b'host', b''))):
+    elif is_loopback(settings.host):
+      name = _HOST.fullmatch(headers.get(b'host', b'').decode('latin-1').strip().lower())
       # A page of another site can reach this server under a name that resolves to 127.0.0.1 (DNS rebinding).
-      return RequestError('this server answers requests to localhost only.', status=403, code='wrong_host')
+      if name is None or not is_loopback(name[1] or name[2]):
+        return RequestError('this server answers requests to localhost only.', status=403, code='wrong_host')
     return None
 
 
@@ -81,12 +83,6 @@ def presented_key(header: bytes) -> bytes:
     except binascii.Error:
       pass
   return b''
-
-
-def host_name(header: bytes) -> str:
-  """Returns the name in a Host header, without its port; empty if it is not valid."""
-  match = _HOST.fullmatch(header.decode('latin-1').strip().lower())
-  return '' if match is None else match[1] or match[2]
 
 
 def is_loopback(host: str) -> bool:

@@ -32,6 +32,7 @@ import queue
 import signal
 import threading
 import time
+import types
 from typing import Any, NoReturn
 
 from absl import logging
@@ -42,7 +43,6 @@ from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding import Request, SamplingParams
 from spmd_tasks.decoding.engine_contract import Engine, Launched, TokenMasks
 from spmd_tasks.decoding.requests import Chunk
-from spmd_tasks.decoding.step_functions import Outputs
 from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.errors import JobError
 from spmd_tasks.sigterm import ending_signals
@@ -143,8 +143,7 @@ class LeadingEngine:
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
   ) -> Launched:
     self._followers.send('prefill', list(chunks), score_prompts, pack_masks(masks))
-    call = functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts, masks=masks)
-    return _Awaited(self._await, self._await(call))
+    return self._launch(functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts, masks=masks))
 
   def step(
     self,
@@ -156,7 +155,11 @@ class LeadingEngine:
   ) -> Launched:
     pairs = list((drafts or {}).items())
     self._followers.send('step', keep.tolist(), pack_masks(masks), list(grown), pairs, list(chunks))
-    return _Awaited(self._await, self._await(self._engine.step, keep, masks, grown, drafts, chunks))
+    return self._launch(self._engine.step, keep, masks, grown, drafts, chunks)
+
+  def _launch(self, call: Callable[..., Launched], *arguments: Any) -> Any:
+    """Launches, and returns outputs that the worker thread reads."""
+    return types.SimpleNamespace(read=functools.partial(self._await, self._await(call, *arguments).read))
 
   def restore(self, step: int | None) -> tuple[Any, int]:
     """Returns a checkpoint's (weights, step), for `weights`; the other processes replace their weights themselves."""
@@ -183,17 +186,6 @@ class LeadingEngine:
     lost = self._followers.lost
     wait((future, lost), return_when=FIRST_COMPLETED)
     return lost.result() if lost.done() else future.result()
-
-
-class _Awaited:
-  """Outputs that LeadingEngine's worker thread reads."""
-
-  def __init__(self, await_call: Callable[..., Any], launched: Launched):
-    self._await = await_call
-    self._launched = launched
-
-  def read(self) -> Outputs:
-    return self._await(self._launched.read)
 
 
 class Followers:

@@ -300,7 +300,7 @@ class StreamedAnswer(StreamingResponse):
     num_ended = 0
     while num_ended < len(self._answer.sequences):
       deltas = await self._answer.next()
-      num_ended += _num_ended(deltas)
+      num_ended += sum(delta.finish_reason is not None for delta in deltas)  # the sequences may already be further
       error = _failure(deltas)
       if error is not None:
         yield _event(self._bodies.failed(error)) + b'data: [DONE]\n\n'
@@ -313,11 +313,6 @@ class StreamedAnswer(StreamingResponse):
 def _event(body: dict[str, Any]) -> bytes:
   name = f'event: {body["type"]}\n' if 'type' in body else ''  # of /v1/responses
   return f'{name}data: {json.dumps(body)}\n\n'.encode()
-
-
-def _num_ended(deltas: list[Delta]) -> int:
-  """Counts the ends among these deltas; the sequences themselves may already be further."""
-  return sum(delta.finish_reason is not None for delta in deltas)
 
 
 def _failure(deltas: list[Delta]) -> RequestError | None:

@@ -180,11 +180,6 @@ class Service:
     """Whether the engine works; if not, the process needs a restart."""
     return self.thread.error is None and self.thread.stuck_s <= self.settings.stuck_s
 
-  @property
-  def num_late_compilations(self) -> int:
-    """Number of programs compiled since the engine was warm; a number above 0 is a bug."""
-    return self._num_compilations() - self._num_expected if self.thread.is_ready else 0
-
   @contextlib.contextmanager
   def uncounted_compilations(self) -> Iterator[None]:
     """Does not count compilations of the body as late."""
@@ -264,12 +259,13 @@ class Service:
       for name, each, text in _OF_SCHEDULER
       if hasattr(scheduler, each)
     }
+    num_late = lambda: self._num_compilations() - self._num_expected if thread.is_ready else 0
     return {
       'ready': ('Whether the server takes requests.', lambda: self.is_ready),
       'queued_sequences': ('Sequences that wait for a slot.', lambda: thread.num_queued),
       'slots': ('Sequences that can be generated at once.', lambda: self._num_slots),
       'weights_step': ('Training step of the weights.', lambda: self.model.step),
-      'late_compilations': ('Compilations after the warm-up; above 0 is a bug.', lambda: self.num_late_compilations),
+      'late_compilations': ('Compilations after the warm-up; above 0 is a bug.', num_late),
       **own,
     }
 

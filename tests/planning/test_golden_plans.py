@@ -93,7 +93,7 @@ def test_the_plan_is_what_its_golden_file_says(name, target):
     version = importlib.metadata.version(package)
     if golden['versions'].get(package) != version:
       pytest.skip(f'{path.name} was made by {package} {golden["versions"].get(package)}, here is {version}')
-  made = golden_of(make_plan(job, parse_target(text), show_progress=False))
+  made = golden_of(make_plan(job, parse_target(text)))
   if IS_UPDATING:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=1) + '\n', encoding='utf-8')

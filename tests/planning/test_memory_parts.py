@@ -60,7 +60,7 @@ class Offloaded(Tiny):
 @pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
 def test_what_attention_keeps_lies_in_the_memory_of_the_host():
   job = resolve(Offloaded, ('task.model.stack.block.attention.implementation=xla',)).build()
-  step = make_plan(job, parse_target('v5e:2x2'), show_progress=False)
+  step = make_plan(job, parse_target('v5e:2x2'))
   num_tokens, width = 8 * 256 // 4, 128
   kept = 3 * num_tokens * 4 * width * 2  # by layer: the input, queries, keys and values in bfloat16
   assert step['roofline']['host_bytes'] == pytest.approx(kept, rel=0.02)

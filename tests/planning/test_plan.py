@@ -39,7 +39,7 @@ def job_of(name: str, *overrides: str):
 
 @pytest.fixture(scope='module')
 def plan():
-  return make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=STEPS[:4], show_progress=False)
+  return make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=STEPS[:4])
 
 
 def test_plan_and_run_agree_on_memory_and_flops(plan):
@@ -62,13 +62,13 @@ def test_every_step_is_planned_on_request(plan):
 
 def test_a_joined_step_is_of_jobs_that_have_one():
   with pytest.raises(UserError, match='prompts and texts take turns'):
-    make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=['joined'], show_progress=False)
+    make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=['joined'])
 
 
 def test_chips_that_are_not_the_meshs_are_refused():
   message = "target 'v5p:2x2x1' has 4 chips .* needs 8.*--target 'v5p:2x2x2'"
   with pytest.raises(UserError, match=message):
-    make_plan(job_of('synthetic.Uneven'), parse_target('v5p:2x2x1'), show_progress=False)
+    make_plan(job_of('synthetic.Uneven'), parse_target('v5p:2x2x1'))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ The description is a guess that is checked: the model of the guessed Decoder is 
 models differ is an error that names it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -83,7 +83,9 @@ def describe_model(model: Any) -> Decoder:
     decoder = _guess(model, [place.block for place in places if not place.prefix.startswith('nextn_')])
   except (AttributeError, TypeError) as error:
     raise UserError(f'the model has parts that no family of Hugging Face has ({error}).') from error
-  if differences := _differences(_settings(build_model(decoder)), _settings(model)):
+  expressible, actual = _settings(build_model(decoder)), _settings(model)
+  pairs = {path: (actual.get(path), expressible.get(path)) for path in dict.fromkeys([*expressible, *actual])}
+  if differences := [f'{path} = {here!r}, not {there!r}' for path, (here, there) in pairs.items() if here != there]:
     raise UserError(f'no family of Hugging Face has these settings of the model: {"; ".join(differences[:5])}.')
   return decoder
 
@@ -215,8 +217,3 @@ def _collect(value: Any, path: str, embed_dim: int, found: dict[str, Any]) -> No
   for name, item in fields.items():
     if name not in _NO_MATTER and not name.endswith('split_dims'):
       _collect(item, f'{path}.{name}', embed_dim, found)
-
-
-def _differences(expressible: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
-  pairs = {path: (actual.get(path), expressible.get(path)) for path in dict.fromkeys([*expressible, *actual])}
-  return [f'{path} = {here!r}, not {there!r}' for path, (here, there) in pairs.items() if here != there]

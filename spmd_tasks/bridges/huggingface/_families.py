@@ -401,7 +401,7 @@ FAMILIES: dict[str, Family] = {
     architecture='Phi3ForCausalLM',
     keys=(
       *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0)),
-      OriginalLength(4096),
+      OriginalLength(),
       AllWindowed(),
     ),
     names=TensorNames(qkv='self_attn.qkv_proj', gate_up='mlp.gate_up_proj'),

@@ -421,7 +421,9 @@ def _joined(
   index = module.slots[0].index
   num_input_dims = some[0].a[index].ndim - first - 1
   num_in = some[0].a[index].size // some[0].a[index].shape[-1] // (module.num_experts or 1)
-  num_out = _num_out(module, some[0].b[index], base)
+  num_out = len(module.slots) * some[0].b.shape[-1]  # of experts: their parts are [E, R, F]
+  if module.num_experts is None:
+    num_out = base.tensors[f'{module.name}.weight'].shape[1 if module.is_transposed else 0]
   first_a = some[0].a
   is_shared = all(each.adapter == adapter and np.array_equal(each.a.reshape(first_a.shape), first_a) for each in some)
   all_a, all_b, made_magnitude = [], [], np.empty(num_out, np.float32)
@@ -448,13 +450,6 @@ def _joined(
   a, b = module.joined(a, b)
   parts = {'lora_A.weight': np.ascontiguousarray(a), 'lora_B.weight': np.ascontiguousarray(b)}
   return adapter, parts | ({'lora_magnitude_vector': made_magnitude} if adapter.use_dora else {})
-
-
-def _num_out(module: PeftModule, b: np.ndarray, base: Folder) -> int:
-  """Returns the number of a weight's rows: for experts from B [E, R, F] of a part, else from the folder's tensor."""
-  if module.num_experts is not None:
-    return len(module.slots) * b.shape[-1]
-  return base.tensors[f'{module.name}.weight'].shape[1 if module.is_transposed else 0]
 
 
 def _set(array: np.ndarray, place: tuple[int, ...], values: np.ndarray) -> None:

@@ -171,14 +171,11 @@ class LatentHeads:
     return {'head_dim': decoder.latent.rope_head_dim} if decoder.latent else {}
 
 
-@dataclasses.dataclass(frozen=True)
 class QueryScale:
   """`query_pre_attn_scalar`: attention logits are divided by its root."""
 
-  default: int = 256
-
   def read(self, config: Config, known: Values) -> Values:
-    return {'softmax_scale': config.read('query_pre_attn_scalar', float, float(self.default)) ** -0.5}
+    return {'softmax_scale': config.read('query_pre_attn_scalar', float, 256.0) ** -0.5}
 
   def write(self, decoder: Decoder) -> Values:
     scale = decoder.head_dim**-0.5 if decoder.softmax_scale is None else decoder.softmax_scale
@@ -186,18 +183,15 @@ class QueryScale:
     return {'query_pre_attn_scalar': round(number) if abs(number - round(number)) < 1e-9 * number else number}
 
 
-@dataclasses.dataclass(frozen=True)
 class OriginalLength:
   """Phi-3's `original_max_position_embeddings`, which `Rope` reads."""
-
-  default: int
 
   def read(self, config: Config, known: Values) -> Values:
     return {}
 
   def write(self, decoder: Decoder) -> Values:
     scaling = None if decoder.rotary is None else decoder.rotary.scaling
-    return {'original_max_position_embeddings': getattr(scaling, 'original_length', self.default)}
+    return {'original_max_position_embeddings': getattr(scaling, 'original_length', 4096)}
 
 
 # `feed_forward_proj`: the name -> activation and whether there is a gate.

@@ -114,6 +114,8 @@ def export_model(
       bar.update()
       watchdog.beat(restored, 'export')
 
+    path = getattr(job.tokenizer, 'path', None)
+    tokenizer_file = Path(path) if path and Path(path).name == 'tokenizer.json' else None
     architecture = export_folder(
       local,
       job.task.model,
@@ -121,7 +123,7 @@ def export_model(
       origin=origin,
       settings=_settings(job),
       finish=functools.partial(_write_pooling, job, model),
-      tokenizer_file=_tokenizer_file(job) if origin is None else None,
+      tokenizer_file=tokenizer_file if origin is None else None,
       is_writer=is_primary(),
       on_tensor=on_tensor,
     )
@@ -152,11 +154,6 @@ def _write_pooling(job: Job, model: PartitionedModel, folder: Path) -> None:
   if embedding is not None and getattr(embedding, 'num_labels', None) == 0 and hasattr(job.experiment, 'text_reading'):
     length = model.input_layout.spec['ids'].shape[1]
     write_pooling(folder, job.experiment.text_reading(), embedding.embed_dim, length)
-
-
-def _tokenizer_file(job: Job) -> Path | None:
-  path = getattr(job.tokenizer, 'path', None)
-  return Path(path) if path and Path(path).name == 'tokenizer.json' else None
 
 
 def export_folder(

@@ -220,11 +220,13 @@ def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any], so
 
   Raises a UserError if an array has another shape or dtype.
   """
-  problems = []
+  problems, integers = [], np.integer  # which may have another width: any other conversion loses or invents digits
   for name, leaf in wanted.items():
     if (array := stored.get(name)) is None:
       problems.append(f'{name} {_describe_array(leaf)} is not in the checkpoint')
-    elif not (array.fits(leaf.shape) and _is_convertible(array.dtype, leaf.dtype)):
+      continue
+    are_integers = np.issubdtype(array.dtype, integers) and np.issubdtype(leaf.dtype, integers)
+    if not (array.fits(leaf.shape) and (array.dtype == leaf.dtype or are_integers)):
       problems.append(f'{name} must be {_describe_array(leaf)}, but the checkpoint has {_describe_array(array)}')
   for name in stored.keys() - wanted.keys():
     problems.append(f'{name} {_describe_array(stored[name])} of the checkpoint has no place in the model')
@@ -238,11 +240,6 @@ def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any], so
 
 def _describe_array(array: Any) -> str:
   return f'{np.dtype(array.dtype).name}{list(array.shape)}'
-
-
-def _is_convertible(stored: Any, wanted: Any) -> bool:
-  """Counters may have another width; for anything else a conversion would lose or invent digits."""
-  return stored == wanted or (np.issubdtype(stored, np.integer) and np.issubdtype(wanted, np.integer))
 
 
 def _read(array: StoredArray, leaf: Any) -> Any:

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import importlib
 from typing import Any
-import zlib
 
 from absl import logging
 import jax
@@ -24,7 +23,7 @@ from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.decoding.prompts import Prompt, PromptSource
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer, base
-from spmd_tasks.inputs.batches import import_tensorflow
+from spmd_tasks.inputs.batches import digest, import_tensorflow
 from spmd_tasks.own_code import place_of_error
 from spmd_tasks.wings import require
 
@@ -260,7 +259,7 @@ class SeqIoInput:
     return {'kind': 'seqio', **{name: getattr(self, name) for name in names.split()}, 'lengths': self.feature_lengths}
 
 
-class SeqIoIterator:
+class SeqIoIterator(base.InputIterator):
   """The rows of one process."""
 
   def __init__(self, settings: SeqIoInput, rows: range):
@@ -271,9 +270,6 @@ class SeqIoIterator:
     self._streams: dict[int, Iterator[Mapping[str, np.ndarray]]] | None = None
     self._num_batches = 0
     self._digests: dict[str, int] = {}
-
-  def __iter__(self) -> Iterator[base.Batch]:
-    return self
 
   def _open(self, num_skipped: int) -> None:
     size = self._rows_of_shard
@@ -307,10 +303,7 @@ class SeqIoIterator:
       part = contract_batch(features)
       if settings.prefix_is_causal:
         part.pop('prefix_mask', None)
-      digest = 0
-      for name in sorted(part):
-        digest = zlib.crc32(np.ascontiguousarray(part[name]).tobytes(), digest)
-      self._digests[str(shard)] = digest
+      self._digests[str(shard)] = digest(part)
       missing = self._rows_of_shard - len(part['ids'])
       parts.append({name: np.pad(rows, ((0, missing), (0, 0))) for name, rows in part.items()})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
