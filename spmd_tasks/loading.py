@@ -11,6 +11,7 @@ lm.model.apply(lm.variables, {'ids': ids})               # the Linen module itse
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import functools
 import json
@@ -91,14 +92,11 @@ def load(
   elif not isinstance(mesh, Mesh):
     mesh = dataclasses.replace(job.experiment.mesh_spec(), ici_mesh_shape=tuple(mesh), dcn_mesh_shape=None).build()
   partitioned = partition_job(job, mesh)
-  checkpointer = SavedSteps(directory).open_checkpoints(read_only=True)
-  try:
+  with contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True)) as checkpointer:
     part = job.task.decoding_variables
     padded_variables, restored = restore_evaluation_variables(
       partitioned, checkpointer, step, part, experiment=job.experiment
     )
-  finally:
-    checkpointer.close()
   return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_variables=padded_variables)
 
 

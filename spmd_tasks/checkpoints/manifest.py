@@ -18,10 +18,10 @@ import json
 from typing import Any, NamedTuple
 
 from etils import epath
-import jax
 
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import open_bytes, read_bytes, sync_path, write_durably
+from spmd_tasks.sharding.weights import leaves_by_name
 
 MANIFEST_FILE = 'manifest.json'
 STATE = 'state'  # below a checkpoint: the directory of the arrays; longer where store_checkpoints.py wrote it
@@ -94,10 +94,7 @@ class Manifest:
 
 def leaf_entries(tree: Any) -> tuple[LeafEntry, ...]:
   """Lists the leaves of a tree of arrays or ShapeDtypeStructs, in the tree's order."""
-  return tuple(
-    LeafEntry(jax.tree_util.keystr(path, simple=True, separator='/'), tuple(leaf.shape), str(leaf.dtype))
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-  )
+  return tuple(LeafEntry(name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves_by_name(tree).items())
 
 
 def write_digests(directory: epath.Path, process_index: int) -> None:

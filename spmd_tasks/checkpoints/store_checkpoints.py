@@ -42,6 +42,7 @@ from spmd_tasks.checkpoints.manifest import (
 from spmd_tasks.checkpoints.orbax_arrays import SLOWEST_BYTES_PER_S
 from spmd_tasks.files import glob_below
 from spmd_tasks.growing_objects import flush
+from spmd_tasks.sharding.weights import leaves_by_name
 from spmd_tasks.stores import create, exists, kvstore_spec, modified_s, read, sizes_below, write
 
 _DAMAGED = 'manifest.damaged-*'
@@ -199,12 +200,6 @@ class StoreArrays:
 
   def close(self) -> None:
     self._thread.shutdown()
-
-
-def leaves_by_name(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a tree by their key paths, in its order."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
 
 
 def _own_shards(leaf: jax.Array, turn: int) -> list[Any]:

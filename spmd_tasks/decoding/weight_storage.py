@@ -48,7 +48,7 @@ from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.padding import pad, padded_shape, unpad
 from spmd_tasks.sharding.quantized import quantize, stored_spec
 from spmd_tasks.sharding.specs import current_platform, sharding_scope, spec_axes
-from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, is_quantized
+from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, is_quantized, leaf_name
 
 _LEAST = 1 << 16  # numbers of a layer's kernel: copies of smaller ones stay in the CPU's cache
 
@@ -151,8 +151,7 @@ def _plan(dtype: str | None, is_apart: bool, path: Any, leaf: Any, true: Any, sp
   num_layers = 0
   if is_apart and spec.stacked == 1 and not spec_axes(leaf.sharding.spec, leaf.ndim)[0]:
     num_layers = leaf.shape[0]
-  name = jax.tree_util.keystr(path, simple=True, separator='/')
-  stored = stored_spec(name, spec, dtype)
+  stored = stored_spec(leaf_name(path), spec, dtype)
   if isinstance(stored, WeightSpec):
     return _Plan(jax.ShapeDtypeStruct(leaf.shape, stored.dtype, sharding=leaf.sharding), true, num_layers)
   assert isinstance(leaf.sharding, NamedSharding)

@@ -30,7 +30,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import LINEAR_TAG, current_layer_scope
 from spmd_tasks.sharding.quantized import numbers_spec
 from spmd_tasks.sharding.weight_names import matching_names
-from spmd_tasks.sharding.weights import is_quantized
+from spmd_tasks.sharding.weights import is_quantized, leaf_name
 
 # The largest number of a type that is used: of int8 -128 is not, so that it is symmetric.
 _LARGEST = {'int8': 127.0, 'float8_e4m3fn': 448.0, 'float8_e5m2': 57344.0}
@@ -120,7 +120,7 @@ def product_of(
 def check_patterns(setting: Setting, weight_specs: Any) -> None:
   """Raises a UserError if a pattern names no kernel of a Linear, or names experts. The specs are of all weights."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(weight_specs, is_leaf=is_quantized)
-  tags = {jax.tree_util.keystr(path, simple=True, separator='/'): numbers_spec(spec).tags for path, spec in leaves}
+  tags = {leaf_name(path): numbers_spec(spec).tags for path, spec in leaves}
   known = [name for name in tags if {LINEAR_TAG, 'expert'}.intersection(tags[name])]
   taken: set[str] = set()  # by an earlier pattern
   for pattern, how in rules_of(setting).items():

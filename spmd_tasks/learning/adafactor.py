@@ -34,6 +34,7 @@ from spmd_tasks.learning.layer_weights import as_layers, layer_matrix
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, chain
 from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weights import leaf_name
 
 LeafRule = Callable[[str, Any, Any], Any]  # see optimizer_specs.py
 
@@ -182,7 +183,7 @@ class Adafactor(OptimizerSettings):
     def update(grads: Any, state: optax.FactoredState, weights: Any) -> tuple[Any, optax.FactoredState]:
       def update_weight(path: Any, spec: WeightSpec, *operands: jax.Array):
         rule, given = self._rule_of(path), self.multiply_by_parameter_scale
-        is_relative = re.match(given, _name(path)) is not None if isinstance(given, str) else given
+        is_relative = re.match(given, leaf_name(path)) is not None if isinstance(given, str) else given
 
         def update_layer(count, grad, v_row, v_col, v, weight):
           old = optax.FactoredState(count=count, v_row=v_row, v_col=v_col, v=v)
@@ -209,7 +210,7 @@ class Adafactor(OptimizerSettings):
     return optax.GradientTransformation(init, update)
 
   def _rule_of(self, path: Any) -> FactorRule:
-    return next((rule for pattern, rule in self.factor_rules if re.match(pattern, _name(path))), 'largest')
+    return next((rule for pattern, rule in self.factor_rules if re.match(pattern, leaf_name(path))), 'largest')
 
   def _factored_rms(self, rule: FactorRule) -> optax.GradientTransformation:
     return optax.scale_by_factored_rms(
@@ -219,10 +220,6 @@ class Adafactor(OptimizerSettings):
       min_dim_size_to_factor=1 if rule == 'always' else self.min_dim_size_to_factor,
       epsilon=self.epsilon,
     )
-
-
-def _name(path: Any) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def _per_layer(function: Callable[..., Any], spec: WeightSpec, in_axes: Any) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.schedules import LearningRate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, skippable
+from spmd_tasks.sharding.weights import leaf_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +63,7 @@ class MultiOptimizer:
     """
 
     def owner(path: Any, spec: Any) -> int:
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
-      found = (i for i, (pattern, _) in enumerate(self.optimizers) if re.match(pattern, name))
-      return next(found, -1)
+      return next((i for i, (pattern, _) in enumerate(self.optimizers) if re.match(pattern, leaf_name(path))), -1)
 
     owners = jax.tree_util.tree_map_with_path(owner, weight_specs)
     for i, (pattern, _) in enumerate(self.optimizers):

@@ -11,6 +11,7 @@ import jax
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG
 from spmd_tasks.sharding.quantized import stored_spec
 from spmd_tasks.sharding.weight_names import matching_names
+from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 
 
 def mark_frozen(weight_specs: Any, trained: tuple[str, ...], dtype: str | None = None) -> Any:
@@ -19,15 +20,10 @@ def mark_frozen(weight_specs: Any, trained: tuple[str, ...], dtype: str | None =
   `dtype` is that in which frozen kernels are held, as `stored_spec` says (sharding/quantized.py); None: as they are.
   Raises a UserError if a pattern names no weight.
   """
-
-  def name_of(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator='/')
-
-  names = [name_of(path) for path, _ in jax.tree_util.tree_flatten_with_path(weight_specs)[0]]
-  kept = set(matching_names(trained, names, setting='task.trained'))
+  kept = set(matching_names(trained, [*leaves_by_name(weight_specs)], setting='task.trained'))
 
   def mark(path: Any, spec: Any) -> Any:
-    if (name := name_of(path)) in kept:
+    if (name := leaf_name(path)) in kept:
       return spec
     frozen = dataclasses.replace(spec, tags=(*spec.tags, FROZEN_TAG))
     if dtype is None:

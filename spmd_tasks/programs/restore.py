@@ -3,6 +3,7 @@
 state, step, origin = restore_or_init(model, checkpointer, job, iterator)
 """
 
+import contextlib
 from typing import Any
 
 from absl import logging
@@ -79,11 +80,8 @@ def initial_state(model: PartitionedModel, experiment: Experiment) -> tuple[Trai
   from spmd_tasks.programs.upcycling import initialize_from
 
   directory = absolute_path(experiment.init_from)
-  other = SavedSteps(directory).open_checkpoints(read_only=True)
-  try:
+  with contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True)) as other:
     state, step = initialize_from(model, other, experiment.seed, experiment.init_from_step)
-  finally:
-    other.close()
   return state, 0, f'starting from the weights of step {step} in {directory}'
 
 

@@ -192,8 +192,7 @@ def open_reader(
     watchdog = stack.enter_context(watch_steps(job_log_dir / activity, emergency, **limits))
     guard, saved = PreemptionGuard(), SavedSteps(job_log_dir)
     stack.callback(guard.stop)
-    checkpointer = saved.open_checkpoints(read_only=True)
-    stack.callback(checkpointer.close)
+    checkpointer = stack.enter_context(contextlib.closing(saved.open_checkpoints(read_only=True)))
     yield CheckpointReader(
       job=job, model=model, saved=saved, checkpointer=checkpointer, watchdog=watchdog, guard=guard, stack=stack
     )

@@ -36,9 +36,10 @@ from spmd_tasks.files import make_directory, write_durably
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import is_multiple
 from spmd_tasks.programs.job_directory import DEVICE_FAULTS_DIRECTORY
-from spmd_tasks.replay.fingerprints import fingerprint, name_of
+from spmd_tasks.replay.fingerprints import fingerprint
 from spmd_tasks.replay.statistics import gradient_model, gradient_state
 from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.sharding.weights import leaves_by_name
 
 Stages = Mapping[str, Mapping[str, np.ndarray]]  # stage -> leaf -> fingerprints of its shards [P, 2]
 
@@ -202,7 +203,7 @@ class CheckDevices(TrainHook):
 
   def _prints(self, run: TrainRun, mesh: Mesh, tree: Any, stage: str) -> dict[str, np.ndarray]:
     """Returns the fingerprint of every shard of every leaf, by its place: [P, 2]. A collective call."""
-    named = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    named = list(leaves_by_name(tree).items())
     leaves = [leaf for _, leaf in named]
     if (mesh, stage) not in self._programs:
       self._programs[mesh, stage] = _shard_fingerprints(mesh, tuple(leaf.sharding.spec for leaf in leaves))

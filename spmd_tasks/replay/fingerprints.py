@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.sharding.weights import leaves_by_name
+
 Prints = Mapping[str, tuple[int, ...]]
 
 
@@ -55,16 +57,10 @@ def _all(leaves: list[jax.Array]) -> jax.Array:
 
 def tree_fingerprints(tree: Any) -> dict[str, tuple[int, ...]]:
   """Returns the fingerprint of every leaf of a tree of arrays by its name. A collective call."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  if not leaves:
+  if not (leaves := leaves_by_name(tree)):
     return {}
-  prints = np.asarray(jax.device_get(_all([leaf for _, leaf in leaves]))).tolist()
-  return {name_of(path): tuple(both) for (path, _), both in zip(leaves, prints, strict=True)}
-
-
-def name_of(path: Any) -> str:
-  """The name of a leaf, such as `weights/embedding/table`."""
-  return jax.tree_util.keystr(path, simple=True, separator='/')
+  prints = np.asarray(jax.device_get(_all([*leaves.values()]))).tolist()
+  return {name: tuple(both) for name, both in zip(leaves, prints, strict=True)}
 
 
 def digest(prints: Prints) -> str:

@@ -8,6 +8,7 @@ number of the batch.
 """
 
 from collections.abc import Iterator
+import contextlib
 import functools
 from typing import Any
 
@@ -25,14 +26,11 @@ _SHOWN_TOKENS = 32
 
 def describe_rows(job: Job, position: State | None) -> list[dict[str, Any]]:
   """Reads this process's rows of the batch behind `position` (None: the first) and says of each what is known."""
-  iterator = make_training_iterator(job)
-  try:
+  with contextlib.closing(make_training_iterator(job)) as iterator:
     if position is not None:
       iterator.set_state(position)
     before, batch = iterator.get_state(), next(iterator)
     after = iterator.get_state()
-  finally:
-    iterator.close()
   num_rows = max(len(rows) for rows in batch.values() if rows.ndim)
   places, sources = _places(job.train_input, before, after, batch), source_of_rows(job.train_input, batch)
   first = jax.process_index() * num_rows
@@ -112,8 +110,7 @@ def _places_of_mixture(given: Mixture, before: State, batch: Batch) -> list[list
   for number, (name, source) in enumerate(given.sources.items()):
     rows = np.flatnonzero(is_from[:, number])
     saved = before['sources'][name]
-    iterator = source.make_iterator(index, count)
-    try:
+    with contextlib.closing(source.make_iterator(index, count)) as iterator:
       iterator.set_state(saved['position'])
       for wanted in range(saved['first_batch'], int(read[number, rows].max(initial=-1)) + 1):
         begin, own = iterator.get_state(), next(iterator)
@@ -122,6 +119,4 @@ def _places_of_mixture(given: Mixture, before: State, batch: Batch) -> list[list
         found = _places(source, begin, iterator.get_state(), own)
         for row in here:
           places[row] = found[row]
-    finally:
-      iterator.close()
   return places

@@ -21,9 +21,9 @@ import numpy as np
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.learning import LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
-from spmd_tasks.replay.fingerprints import name_of
 from spmd_tasks.runtime import PartitionedModel, TrainState, partition_spmd_model
 from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weights import leaves_by_name
 
 # Leaf -> 'norm', 'max', 'nan' -> a value, of a leaf of a stack one per layer.
 Statistics = dict[str, dict[str, float | list[float]]]
@@ -100,9 +100,8 @@ class LayerStatistics:
     tree = self._model.to_canonical(state, self._part)
     if before is not None:
       tree = jax.tree.map(jnp.subtract, tree, self._model.to_canonical(before, self._part))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    values = jax.device_get(self._compute([leaf for _, leaf in leaves]))
-    return _as_json({name_of(path): each for (path, _), each in zip(leaves, values, strict=True)})
+    leaves = leaves_by_name(tree)
+    return _as_json(dict(zip(leaves, jax.device_get(self._compute([*leaves.values()])), strict=True)))
 
   def _part(self, state: TrainState) -> Any:
     return self._model.trained_part(state).weights
@@ -117,8 +116,8 @@ def activation_statistics(model: PartitionedModel, state: TrainState, batch: dic
 
   def forward(variables: Any, batch: Any) -> Any:
     _, kept = model.task.predict(variables, batch, capture_intermediates=_is_block, mutable=['intermediates'])
-    leaves, _ = jax.tree_util.tree_flatten_with_path(kept.get('intermediates', {}))
-    return {name_of(path): _of_leaf(x, x.ndim > 3) for path, x in leaves if x.ndim > 2}  # [B, T, D], or [L, B, T, D]
+    leaves = leaves_by_name(kept.get('intermediates', {})).items()
+    return {name: _of_leaf(x, x.ndim > 3) for name, x in leaves if x.ndim > 2}  # [B, T, D], or [L, B, T, D]
 
   step = model.batch_step('activations', model.input_layout.spec, forward)
   return _as_json(jax.device_get(step(state.variables, batch)))

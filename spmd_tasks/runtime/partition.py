@@ -31,7 +31,7 @@ from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_l
 from spmd_tasks.runtime.task import Task, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope, spec_axes
-from spmd_tasks.sharding.weights import Quantized, is_quantized, replicated_spec, unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import Quantized, is_quantized, leaf_name, replicated_spec, unbox_weights, weight_specs
 
 Part = Callable[[TrainState], Any]  # selects a subtree of a TrainState, or of a tree like one
 
@@ -308,7 +308,7 @@ def partition_spmd_model(
     try:
       return split_dims_to_partition_spec(leaf.split_dims, mesh.axis_names, axis_rules)
     except ValueError as error:
-      raise UserError(f'{jax.tree_util.keystr(path, simple=True, separator="/")}: {error}') from error
+      raise UserError(f'{leaf_name(path)}: {error}') from error
 
   state_specs = jax.tree_util.tree_map_with_path(partition_spec, leaf_specs)
 

@@ -179,6 +179,16 @@ def replicated_spec(leaf: Any) -> WeightSpec:
   return WeightSpec(shape=tuple(leaf.shape), init=None, split_dims=(None,) * len(leaf.shape), dtype=leaf.dtype)
 
 
+def leaf_name(path: Any) -> str:
+  """Returns the name of a leaf by its key path, such as `weights/embedding/table`."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by their names, in its order."""
+  return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def unbox_weights(boxed_weights: Any) -> Any:
   """Returns the plain arrays of a tree of WeightBoxes."""
   return jax.tree.map(lambda leaf: leaf.value if _as_box(leaf) else leaf, boxed_weights, is_leaf=_is_box)
@@ -188,8 +198,7 @@ def refuse_plain_weights(boxed_weights: Any) -> None:
   """Raises a UserError if a weight of one layer of a stack has no box: no one would know which dim counts layers."""
   for path, leaf in jax.tree_util.tree_flatten_with_path(boxed_weights, is_leaf=_is_box)[0]:
     if not isinstance(leaf, WeightBox):
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
       raise UserError(
-        f'weight {name} of a stacked layer was declared without split dims: use Linear or declare_weight of '
+        f'weight {leaf_name(path)} of a stacked layer was declared without split dims: use Linear or declare_weight of '
         'spmd_tasks.layers, or pass a WeightSpec to self.param.'
       )

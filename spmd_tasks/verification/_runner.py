@@ -19,6 +19,7 @@ from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import without_frozen
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 from spmd_tasks.verification._settings import Setting, Source, build_job
 
 Leaves = dict[str, np.ndarray]  # name of a leaf, such as 'gradients/embedding/table' -> its values
@@ -213,9 +214,4 @@ def _split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str
 
 def leaves_of(tree: Any) -> Leaves:
   """Returns a tree's leaves in numpy by their names."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {leaf_name(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def leaf_name(path: Any) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator='/')
+  return {name: np.asarray(leaf) for name, leaf in leaves_by_name(tree).items()}

@@ -9,6 +9,7 @@ the weights that they belong to; a folder of `peft` has the adapters alone. One 
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import functools
 import json
@@ -86,8 +87,7 @@ def export_model(
     origin = None if folder is None else open_folder(folder)
     if only_adapters and origin is None:
       raise UserError(f'{job.name} starts from no folder, which adapters would belong to: use --format hf.')
-    checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
-    try:
+    with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
       is_changed = adapters_of(job.task.model) or job.task.frozen_dtype  # though nothing was trained yet
       if origin is not None and not step and not is_changed and checkpointer.is_fresh():
         restored, weights = 0, origin.lazy_weights(job.task.model, model.canonical_state.weights)
@@ -97,8 +97,6 @@ def export_model(
         if not only_adapters:  # quantized kernels become numbers, too
           params = merge_adapters(model, params)
         weights = weights_on_mesh(model, params)
-    finally:
-      checkpointer.close()
 
     if only_adapters:
       assert folder is not None

@@ -14,6 +14,7 @@ has its rules (UMT5). The position of the input is not exported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -44,6 +45,7 @@ from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.runtime.task import Variables
+from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 
 MOMENTS = ('v_row', 'v_col', 'v', 'm')
 
@@ -196,7 +198,7 @@ def open_origin(place: str, step: int | None) -> T5xOrigin:
 def moments_of(opt_state: Any, weights: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, Any]]]:
   """Returns Adafactor's moments: moment -> weight -> (place in the state, leaf); placeholders are left out."""
   found: dict[str, dict[str, tuple[str, Any]]] = {moment: {} for moment in MOMENTS}
-  for place, leaf in _by_place(opt_state).items():
+  for place, leaf in leaves_by_name(opt_state).items():
     if match := re.fullmatch(r'0/(v_row|v_col|v)/(.*)|\d+/(ema)/(.*)', place):
       found[match[1] or 'm'][match[2] or match[4]] = (place, leaf)
   whole = {name for name, (_, leaf) in found['v'].items() if leaf.shape == weights[name].shape}
@@ -212,20 +214,11 @@ def _overwritten(
   """Returns a part of the state with the arrays in their places."""
 
   def chosen(tree: Any) -> dict[str, Any]:
-    return {place: leaf for place, leaf in _by_place(part(tree)).items() if place in lazy}
+    return {place: leaf for place, leaf in leaves_by_name(part(tree)).items() if place in lazy}
 
   canonical = {place: place_on_mesh(lazy[place], leaf) for place, leaf in chosen(model.canonical_state).items()}
   placed = model.from_canonical(canonical, chosen)
-  return jax.tree_util.tree_map_with_path(
-    lambda path, old: placed.get(jax.tree_util.keystr(path, simple=True, separator='/'), old), part(state)
-  )
-
-
-def _by_place(tree: Any) -> dict[str, Any]:
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
+  return jax.tree_util.tree_map_with_path(lambda path, old: placed.get(leaf_name(path), old), part(state))
 
 
 def _is_factored(node: Any) -> bool:
@@ -246,11 +239,8 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
     opened.emergency.on_failure(),
     watch_steps(opened.directory / 'export', opened.emergency, timeout_s=limit_s, first_step_timeout_s=limit_s),
   ):
-    checkpointer = SavedSteps(opened.directory).open_checkpoints(read_only=True)
-    try:
+    with contextlib.closing(SavedSteps(opened.directory).open_checkpoints(read_only=True)) as checkpointer:
       restored = checkpointer.restore(model.canonical_state, step)
-    finally:
-      checkpointer.close()
     if restored is None:
       raise CheckpointError(f'{opened.directory / "checkpoints"} has no checkpoint: train first.')
     origin = job.experiment.origin()
