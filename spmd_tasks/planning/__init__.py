@@ -8,10 +8,10 @@
 `--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA GPUs.
 
 Read chips.py with chips.toml (published figures) and rates.toml (what is reached of them); targets.py (what `v5p:4x4x2`
-means, and compile-only devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of
-it); weights.py (why a weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py
-(XLA's protocol buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and
-time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer).
+means, and compile-only devices); plan.py (a step is compiled, or refused for its memory; what is read of it; why a
+weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py (XLA's protocol buffer as
+typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and time.py, the one model of
+time, with costs.py (an operation) and networks.py (a transfer).
 """
 
 import argparse

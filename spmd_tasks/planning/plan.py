@@ -1,29 +1,41 @@
-"""Plan: what a run will need and cost on a target, found by compiling it there."""
+"""Plan: what a run will need and cost on a target, found by compiling the very steps that it runs there.
 
-from collections.abc import Sequence
+A program that does not fit is an answer, not an error: the compiler's refusal becomes an `OutOfMemory`.
+"""
+
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import math
-from typing import Any
+import os
+import re
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+import numpy as np
 
+from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
-from spmd_tasks.planning.compiling import STEPS, OutOfMemory, compile_step
 from spmd_tasks.planning.memory import compiler_bytes, memory_parts
 from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.planning.targets import Target, target_of
 from spmd_tasks.planning.time import predict_time
-from spmd_tasks.planning.weights import weight_rows
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
-from spmd_tasks.runtime.parameter_table import bytes_per_device
+from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, parameter_rows
+from spmd_tasks.runtime.tpu_options import refused_option
+from spmd_tasks.sharding import AxisRules
 from spmd_tasks.sharding.axis_rules import stage_axis
+from spmd_tasks.sharding.specs import SplitDim, num_parts, spec_axes
 
 _COMPILER_PACKAGES = {'tpu': 'libtpu', 'gpu': 'jax-cuda13-plugin', 'cpu': 'jaxlib'}
 _JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes as it starts: docs.jax.dev, "GPU memory allocation"
@@ -164,7 +176,7 @@ def _read_compiled(
   }
 
 
-def _refused(refused: OutOfMemory, step: str, model: PartitionedModel) -> Json:
+def _refused(refused: 'OutOfMemory', step: str, model: PartitionedModel) -> Json:
   """The plan of a refused step: its state by shapes and shardings, and the rest of what the compiler needs."""
   state = model.padded_state
   held = {'weights': bytes_per_device(state.weights)}
@@ -285,3 +297,186 @@ def _forward(schedule: Schedule, stage: int, tick: int) -> str | None:
   if not is_work:
     return None
   return f'F{microbatch}.{repeat}' if schedule.num_repeats > 1 else f'F{microbatch}'
+
+
+# --- the layout of each weight ---
+
+
+def weight_rows(model: PartitionedModel) -> list[dict[str, Any]]:
+  """Makes the rows of plan.json, one per weight, the largest per device first; axes of size 1 are not mentioned.
+
+  `split_dims` and `spec` have a list of names per dim, [] for a dim that is not split; `bytes_per_device` are those of
+  the weight alone, without optimizer state; `replicated_over` has the mesh axes of more than 1 along which every device
+  holds the same; `why` says in sentences why it is replicated or padded.
+  """
+  sizes = {axis: size for axis, size in model.mesh.shape.items() if size > 1}
+  rows = [_explain(row, sizes, dict(model.mesh.shape), model.axis_rules) for row in parameter_rows(model)]
+  return sorted(rows, key=lambda row: (-row['bytes_per_device'], row['name']))
+
+
+def _explain(row: ParameterRow, sizes: dict[str, int], all_sizes: dict[str, int], rules: AxisRules) -> dict[str, Any]:
+  axes = spec_axes(row.spec, len(row.shape))
+  used = {axis for dim in axes for axis in dim}
+  replicated = tuple(axis for axis in sizes if axis not in used)
+  reasons = []
+  for dim, (true, padded) in enumerate(zip(row.shape, row.padded_shape)):
+    if true != padded:
+      parts = num_parts(axes[dim], all_sizes)
+      reasons.append(
+        f'dim {dim} is padded from {true} to {padded}, the next multiple of {parts} ({" x ".join(axes[dim])})'
+      )
+  if replicated:
+    dims = row.split_dims or (None,) * len(row.shape)
+    why = [(dim, *_why_not(entry, replicated, axes[dim], used, rules)) for dim, entry in enumerate(dims)]
+    reasons.append(f'replicated over {" and ".join(replicated)}; ' + ('; '.join(_group(why)) or 'it is a scalar'))
+  shard = math.prod(math.ceil(size / num_parts(axes[dim], all_sizes)) for dim, size in enumerate(row.padded_shape))
+  return {
+    'name': row.name,
+    'shape': list(row.shape),
+    'dtype': row.dtype,
+    'split_dims': [list(_names(dim)) for dim in row.split_dims or (None,) * len(row.shape)],
+    'spec': [list(each) for each in axes],
+    'padded_shape': list(row.padded_shape),
+    'waste': row.waste,
+    'bytes_per_device': shard * np.dtype(row.dtype).itemsize,
+    'replicated_over': list(replicated),
+    'why': '. '.join(reasons),
+  }
+
+
+def _group(reasons: Sequence[tuple[int, str, str]]) -> list[str]:
+  """Joins the dims that have the same reason: (dim, its name, reason) of each."""
+  dims_of: dict[str, list[str]] = {}
+  for dim, name, reason in reasons:
+    dims_of.setdefault(reason, []).append(f'dim {dim}' + (f' ({name})' if name else ''))
+  return [f'{" and ".join(dims)}: {reason}' for reason, dims in dims_of.items()]
+
+
+def _why_not(
+  entry: SplitDim, wanted: Sequence[str], got: Sequence[str], used: set[str], rules: AxisRules
+) -> tuple[str, str]:
+  """Returns the name of a dim and why none of the axes `wanted` splits it."""
+  names = _names(entry)
+  targets = [_names(axes) for name in names for rule, axes in rules if rule == name]
+  asked = [axes for axes in targets if set(axes) & set(wanted)]
+  taken = [axes for axes in targets if set(axes) & used and not set(axes) & set(got)]
+  if not names:
+    reason = 'no name that a rule could split'
+  elif asked or taken:
+    axes = (asked or taken)[0]
+    held = [axis for axis in axes if axis in used]
+    reason = f'a rule asks for {" x ".join(axes)}, but {" and ".join(held)} already splits another dim'
+  elif got:
+    reason = f'split over {" x ".join(got)} alone by the axis rules'
+  else:
+    reason = 'left whole by the axis rules'
+  return ' '.join(names), reason
+
+
+def _names(entry: SplitDim) -> tuple[str, ...]:
+  if isinstance(entry, str):
+    return (entry,)
+  return () if entry is None or isinstance(entry, int) else tuple(entry)
+
+
+# --- the programs ---
+
+STEPS = ('train', 'eval', 'prefill', 'decode', 'joined')
+_SIZE = r'([\d.]+)([KMGT]?)i?B?'
+_REFUSALS = (  # of all that a device holds; of temporaries alone
+  (False, re.compile(rf'[Uu]sed {_SIZE} of {_SIZE} hbm')),
+  (True, re.compile(rf'required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)')),
+)
+_UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+
+
+class OutOfMemory(NamedTuple):
+  """The compiler's refusal: bytes of one device, its own words, and whether it counts temporaries alone."""
+
+  needed_bytes: int
+  available_bytes: int
+  message: str
+  is_temporaries: bool
+
+
+def compile_step(job: Job, model: PartitionedModel, step: str, target: Target) -> tuple[Any, dict[str, float]]:
+  """Lowers and compiles one step of a job.
+
+  Args:
+    job, model: the built experiment, and its task partitioned over the target's devices.
+    step: a name in STEPS. `prefill` reads the longest chunk that a prompt begins with; `decode` generates one token for
+      every slot; `joined` does both.
+    target: is named in the lines on stderr before and after it.
+
+  Returns:
+    (a jax.stages.Compiled or the compiler's OutOfMemory, trace_seconds and compile_seconds).
+
+  Raises:
+    UserError: the task has no such step, its split is impossible, or the compiler knows an option not.
+  """
+  note = functools.partial(print, f'plan: compiling the {step} step for {target.name}', file=sys.stderr, flush=True)
+  note('...')
+  start = time.perf_counter()
+  with quiet_stderr(target.chip.platform != 'cpu'):
+    # A Pallas kernel asks the context's mesh for the kind of GPU it is lowered for; there need not be one here.
+    with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
+      lowered = _lower(job, model, step)
+    traced = time.perf_counter()
+    try:
+      made = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      made = read_refusal(str(error))
+      if made is None:
+        raise refused_option(error) or error from error.__cause__
+  compiled = time.perf_counter()
+  note('needs more memory than there is' if isinstance(made, OutOfMemory) else 'done', f'{compiled - start:.0f} s')
+  return made, {'trace_seconds': round(traced - start, 1), 'compile_seconds': round(compiled - traced, 1)}
+
+
+def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
+  if step == 'train':
+    return model.train_step.lower()
+  if step == 'eval':
+    inputs = next(iter(job.eval_inputs.values()), job.train_input)
+    return model.eval_step(inputs.element_spec()).lower()
+  steps = DecodeSteps(model)
+  if step == 'joined' and not steps.joins_prefills:
+    raise UserError(
+      'this job has no joined step: prompts and texts take turns. Set task.decode.step_tokens; '
+      'docs/decoding.md says where it has no effect.'
+    )
+  return {'prefill': steps.lower_prefill, 'decode': steps.lower_step, 'joined': steps.lower_join}[step]()
+
+
+def read_refusal(message: str) -> OutOfMemory | None:
+  """Reads the compiler's out-of-memory error; None if it is another error."""
+  if 'RESOURCE_EXHAUSTED' not in message and 'out of memory' not in message.lower():
+    return None
+  for is_temporaries, pattern in _REFUSALS:
+    if found := pattern.search(message):
+      needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+      return OutOfMemory(round(needed), round(available), message, is_temporaries)
+  return None
+
+
+@contextlib.contextmanager
+def quiet_stderr(is_quiet: bool = True) -> Iterator[None]:
+  """Keeps what libraries write to file descriptor 2; an exception gets the last lines of it as a note."""
+  if not is_quiet:
+    yield
+    return
+  sys.stderr.flush()
+  saved = os.dup(2)
+  with tempfile.TemporaryFile() as kept:
+    os.dup2(kept.fileno(), 2)
+    try:
+      yield
+    except Exception as error:
+      kept.seek(max(0, kept.seek(0, os.SEEK_END) - 4000))
+      if text := kept.read().decode(errors='replace').strip():
+        error.add_note(f'The compiler wrote:\n{text}')
+      raise
+    finally:
+      sys.stderr.flush()
+      os.dup2(saved, 2)
+      os.close(saved)

@@ -3,8 +3,8 @@
     sock = server.listen(settings)                                # a ServerSettings: address, key and limits
     exit_code = server.run_server(engine, model, settings, sock)  # a ServedModel; returns after SIGTERM
 
-A request's way, file by file: `middleware.py` checks the API key; `routes.py` reads the body; `bodies.py` (pydantic)
-and `requests.py` check it and make a GenerationRequest; `service.py` queues its sequences; `engine_thread.py` runs the
+A request's way, file by file: `routes.py` checks the API key and reads the body; `bodies.py` (pydantic) and
+`requests.py` check it and make a GenerationRequest; `service.py` queues its sequences; `engine_thread.py` runs the
 scheduler and the engine (package decoding); `responses.py` formats the answer.
 
 Read `server.py` first: it puts these parts together and ends them in order. `publisher.py` replaces the weights of a
