@@ -34,7 +34,7 @@ from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers import GatedFeedForward, RmsNorm, TransformerBlock, TransformerStack
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
-from spmd_tasks.planning.costs import program_flops
+from spmd_tasks.planning.costs import flops_by_type
 from spmd_tasks.planning.program import read_program
 from spmd_tasks.sharding import MeshSpec, stage_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
@@ -89,7 +89,7 @@ class Program:
   def flops(self) -> float:
     program = read_program(self.compiled)
     assert not program.unknown_loops, program.unknown_loops
-    return program_flops(program)
+    return sum(count * sum(flops_by_type(each).values()) for each, count in program.steps())
 
   @property
   def temp_bytes(self) -> int:

@@ -48,14 +48,15 @@ class Transpose(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(Operation):
-  """Replaces the last dims `before` by `after`, in row-major order."""
+  """Replaces the last dims `before` by `after`, in row-major order; one of each may be -1, which is what is left."""
 
   before: Shape
   after: Shape
 
   def apply(self, array: Any) -> Any:
     first = array.ndim - len(self.before)
-    if array.shape[max(first, 0) :] != self.before:
+    last = tuple(array.shape[max(first, 0) :])
+    if len(last) != len(self.before) or any(size not in (-1, own) for size, own in zip(self.before, last)):
       raise ValueError(f'an array {list(array.shape)} does not end in the dims {list(self.before)}')
     return array.reshape((*array.shape[:first], *self.after))
 
@@ -63,20 +64,9 @@ class Reshape(Operation):
     return Reshape(self.after, self.before)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitHeads(Operation):
-  """Splits the last dim [H * K] into [H, K], for any H; with `joins` the inverse of that."""
-
-  head_dim: int
-  joins: bool = False
-
-  def apply(self, array: Any) -> Any:
-    if self.joins:
-      return array.reshape((*array.shape[:-2], array.shape[-2] * self.head_dim))
-    return array.reshape((*array.shape[:-1], -1, self.head_dim))
-
-  def inverse(self) -> 'SplitHeads':
-    return SplitHeads(self.head_dim, not self.joins)
+def split_heads(head_dim: int) -> Reshape:
+  """Returns what splits the last dim [H * K] into [H, K], for any H."""
+  return Reshape((-1,), (-1, head_dim))
 
 
 @dataclasses.dataclass(frozen=True)

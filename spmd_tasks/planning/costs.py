@@ -24,7 +24,6 @@ import re
 
 from spmd_tasks.planning.chips import Chip, rate_of
 from spmd_tasks.planning.hlo import UNKNOWN_CYCLES, Computation, Instruction, Shape, nested
-from spmd_tasks.planning.program import Program
 
 _CONTROL = frozenset({'while', 'conditional', 'call', 'async-start', 'async-update', 'async-done'})
 # Custom calls that only tell the compiler something.
@@ -175,18 +174,11 @@ def filled_part(size: int, mxu_size: int | None) -> float:
   return size / (-(-size // mxu_size) * mxu_size)
 
 
-def program_flops(program: Program) -> float:
-  """Returns the FLOPs of one device in one execution of the program: products and convolutions, loops counted."""
-  return sum(count * instruction_flops(instruction) for instruction, count in program.steps())
-
-
-def instruction_flops(instruction: Instruction) -> float:
-  """Returns the FLOPs of products, convolutions and a library's products, also of those in a fusion."""
-  return sum(flops_by_type(instruction).values())
-
-
 def flops_by_type(instruction: Instruction) -> dict[str, float]:
-  """Returns these FLOPs by the wider type of the product's two operands, such as 'bf16' or 's8'."""
+  """Returns the FLOPs of products, convolutions and a library's products, also of those in a fusion, by their type.
+
+  That is the wider one of the product's two operands, such as 'bf16' or 's8'.
+  """
   found: dict[str, float] = {}
   for each in [instruction] if instruction.fused is None else instruction.fused.instructions:
     if each.fused is not None:

@@ -21,12 +21,12 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_compiled, targets
 from spmd_tasks.planning.chips import CHIPS
-from spmd_tasks.planning.costs import program_flops
 from spmd_tasks.planning.plan import STEPS, pipeline_report, read_refusal, weight_rows
 from spmd_tasks.planning.program import read_program
 from spmd_tasks.planning.targets import has_compiler
 from spmd_tasks.runtime.parameter_table import bytes_per_device
 from tests import binary
+from tests.planning.compiled_steps import program_flops
 
 XLA = 'task.model.stack.block.attention.implementation=xla'  # compiles faster than a kernel
 

@@ -21,14 +21,14 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers.quantized_products import RECIPES, quantized_product
 from spmd_tasks.planning.chips import CHIPS, CPU, Chip, rate_of
 from spmd_tasks.planning.collectives import collectives
-from spmd_tasks.planning.costs import flops_by_type, program_flops
+from spmd_tasks.planning.costs import flops_by_type
 from spmd_tasks.planning.memory import memory_parts
 from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.planning.targets import has_compiler, parse_target
 from spmd_tasks.planning.time import predict_time
 from spmd_tasks.runtime.flops import count_matmul_flops
 from spmd_tasks.runtime.parameter_table import bytes_per_device
-from tests.planning.compiled_steps import Mixture, compiled_step, program_of
+from tests.planning.compiled_steps import Mixture, compiled_step, program_flops, program_of
 
 CHIP = Chip(
   name='test', platform='tpu', peak_flops=1e6, hbm_bandwidth=1e6, clock_hz=1000.0, ici_bandwidth=100.0, ici_links=4,

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
-from spmd_tasks.planning.costs import program_flops
 from spmd_tasks.planning.program import read_program
 from spmd_tasks.runtime.flops import count_matmul_flops
-from tests.planning.compiled_steps import program_of
+from tests.planning.compiled_steps import program_flops, program_of
 
 
 @pytest.mark.parametrize(

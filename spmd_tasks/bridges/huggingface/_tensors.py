@@ -9,7 +9,7 @@ Shapes: D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E exper
 from collections.abc import Iterator, Sequence
 import dataclasses
 
-from spmd_tasks.bridges._operations import Operation, SplitHeads, Take, Transpose
+from spmd_tasks.bridges._operations import Operation, Take, Transpose, split_heads
 from spmd_tasks.bridges._operations import Split as SplitDim
 from spmd_tasks.bridges._rules import Rule
 from spmd_tasks.bridges.huggingface._decoder import Decoder
@@ -94,7 +94,7 @@ class _Layer:
 
 
 def _attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
-  heads, rotary = SplitHeads(decoder.head_dim), decoder.rotary
+  heads, rotary = split_heads(decoder.head_dim), decoder.rotary
   num_rotating = (rotary and rotary.num_features) or decoder.head_dim
   rotated = (pairs_to_halves(num_rotating, decoder.head_dim),) if names.interleaved else ()
   projections = [('query', names.query, rotated), ('key', names.key, rotated), ('value', names.value, ())]
@@ -122,7 +122,7 @@ def _attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[
 def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
   latent = decoder.latent
   assert latent is not None
-  heads, nope = SplitHeads(decoder.head_dim), latent.nope_head_dim
+  heads, nope = split_heads(decoder.head_dim), latent.nope_head_dim
   query = pairs_to_halves(latent.rope_head_dim, latent.rope_head_dim, before=nope)
   key = pairs_to_halves(latent.rope_head_dim, latent.rope_head_dim, before=latent.kv_rank)
   if latent.query_rank is None:
@@ -133,9 +133,9 @@ def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> It
     yield layer.rule('self_attn.q_b_proj.weight', 'attention/query_up/kernel', _TRANSPOSE, heads, query)
   yield layer.rule('self_attn.kv_a_proj_with_mqa.weight', 'attention/kv_down/kernel', _TRANSPOSE, key)
   yield layer.rule('self_attn.kv_a_layernorm.weight', 'attention/kv_norm/scale')
-  keys_and_values = SplitHeads(nope + latent.value_head_dim)
+  keys_and_values = split_heads(nope + latent.value_head_dim)
   yield layer.rule('self_attn.kv_b_proj.weight', 'attention/kv_up', _TRANSPOSE, keys_and_values)
-  values = SplitHeads(latent.value_head_dim)
+  values = split_heads(latent.value_head_dim)
   yield layer.rule(f'{names.out}.weight', 'attention/out/kernel', values, Transpose((1, 2, 0)))
   if decoder.qkv_bias:
     if latent.query_rank is not None:
@@ -195,7 +195,7 @@ def _interleaved_experts(layer: _Layer, hidden_dim: int, names: TensorNames) -> 
 
 def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> Iterator[Rule]:
   """Yields the rules of GPT-2, whose kernels are [in, out], with queries, keys and values in one."""
-  heads = SplitHeads(decoder.head_dim)
+  heads = split_heads(decoder.head_dim)
   yield Rule(names.table, 'embedding/table')
   yield Rule('transformer.wpe.weight', 'positions/table')
   if not decoder.tied:
@@ -219,7 +219,7 @@ def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) ->
 
 def t5_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> Iterator[Rule]:
   """Yields the rules of T5 and its kin; `places` are those of the encoder, then those of the decoder."""
-  heads, bias = SplitHeads(decoder.head_dim), 'SelfAttention.relative_attention_bias.weight'
+  heads, bias = split_heads(decoder.head_dim), 'SelfAttention.relative_attention_bias.weight'
   yield Rule(names.table, 'embedding/table')
   if not decoder.tied:
     yield Rule(names.head, 'embedding/softmax_kernel', _TRANSPOSE)
