@@ -31,6 +31,7 @@ from spmd_tasks.planning.collectives import WRAPPER, Collective, end_of_pair, un
 from spmd_tasks.planning.hlo import HOST_MEMORY, Instruction, Shape
 from spmd_tasks.planning.program import Program
 
+HOST_QUEUES = ('to the host', 'from the host')  # the link has a lane for each
 _READS = frozenset({'copy', 'copy-start', 'dynamic-slice', 'slice'})
 
 
@@ -128,39 +129,40 @@ def _coordinates(mesh: Mesh) -> np.ndarray | None:
   return None if any(coordinates is None for coordinates in found) else np.array(found)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostCopy:
-  """A copy to the host (`is_write`) or from there: bytes of one device and one execution, `count` executions a step.
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+  """A collective, or a copy to the host or from there, which takes `seconds` each of the `count` times in a step.
 
-  `start` and `end` are the instructions that start it and wait for it; no end: one does both.
+  The program starts it at `start` and waits for it at `end`; where there is none, `start` does both. Those of a `queue`
+  share a link: a network, or one direction to the host.
   """
 
   start: Instruction
   end: Instruction | None
+  op_name: str
+  queue: str
   count: float
-  num_bytes: int
-  is_write: bool
+  bytes_per_step: float
+  seconds: float
+
+  @property
+  def basis(self) -> str:
+    """What the program waits for: 'ici', 'dcn' or 'host'."""
+    return 'host' if self.queue in HOST_QUEUES else self.queue
 
 
-def host_copies(program: Program) -> list[HostCopy]:
-  """Returns the copies to the host and back, in the order of the schedule."""
-  return [
-    HostCopy(
-      start=instruction,
-      end=end_of_pair(computation, instruction) if instruction.opcode.endswith('-start') else None,
-      count=count,
-      num_bytes=abs(moved),
-      is_write=moved > 0,
-    )
-    for computation, count in unwrapped_computations(program)
-    for instruction in computation.instructions
-    for moved in _moved_by(instruction)
-  ]
-
-
-def host_bytes(copies: Sequence[HostCopy]) -> float:
-  """Returns the bytes to the host in one execution of a program, or those from it: the link has a lane for each."""
-  return max(sum(each.count * each.num_bytes for each in copies if each.is_write == way) for way in (True, False))
+def transfers(program: Program, collectives: Sequence[Collective], mesh: Mesh, chip: Chip) -> Iterator[Transfer]:
+  """Yields the collectives, which are those of the program, and its copies to the host and back."""
+  links = Links(mesh, chip)
+  for each in collectives:
+    numbers = each.count, each.bytes_per_step, links.seconds(each)
+    yield Transfer(each.start, each.end, each.op_name, each.network, *numbers)
+  for computation, count in unwrapped_computations(program):
+    for start in computation.instructions:
+      for moved in _moved_by(start):
+        end = end_of_pair(computation, start) if start.opcode.endswith('-start') else None
+        seconds = abs(moved) / chip.host_bandwidth if chip.host_bandwidth else 0.0
+        yield Transfer(start, end, start.op_name, HOST_QUEUES[moved < 0], count, count * abs(moved), seconds)
 
 
 def _moved_by(instruction: Instruction) -> Iterator[int]:

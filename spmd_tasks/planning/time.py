@@ -25,7 +25,7 @@ from spmd_tasks.planning.chips import Chip, rate_of
 from spmd_tasks.planning.collectives import Collective, is_collective
 from spmd_tasks.planning.costs import CAUSAL_SHARE, Cost, instruction_cost
 from spmd_tasks.planning.hlo import Computation, Instruction
-from spmd_tasks.planning.networks import HostCopy, Links, host_bytes, host_copies
+from spmd_tasks.planning.networks import HOST_QUEUES, Transfer, transfers
 from spmd_tasks.planning.program import Program, op_name_of
 
 CYCLES_ERROR = 0.25  # how far the sum of the compiler's cycles is assumed to be from the time on a chip, at most
@@ -61,14 +61,13 @@ def predict_time(
     top_operations: the ten that take longest in all their executions, of transfers only what the program waits for.
     assumptions: what is assumed, a sentence each.
   """
-  links = Links(mesh, chip)
-  copies = host_copies(program)
-  schedule = Schedule(program, _transfers(collectives, links, copies, chip), chip)
+  moved = list(transfers(program, collectives, mesh, chip))
+  schedule = Schedule(program, moved, chip)
   operations = schedule.operations()
   by_kind: dict[str, float] = {}
   for each in operations:
     by_kind[each['basis']] = by_kind.get(each['basis'], 0) + each['seconds']
-  roofline = _roofline(schedule, collectives, links, chip, host_bytes(copies))
+  roofline = _roofline(schedule, moved, chip)
   total = sum(by_kind.values())
   on_network = (roofline['ici_s'] or 0) + (roofline['dcn_s'] or 0)
   exposed = by_kind.get('ici', 0) + by_kind.get('dcn', 0)
@@ -90,21 +89,6 @@ def predict_time(
     'top_operations': [each | {'share': each['seconds'] / total} for each in top],
     'assumptions': _assumptions(schedule, by_kind, chip, roofline),
   }
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-  """A collective, or a copy to the host or from there, which occupies its queue's link for so many `seconds`.
-
-  The program starts it at `start` and waits for it at `end`; where there is none, `start` does both.
-  """
-
-  start: Instruction
-  end: Instruction | None
-  op_name: str
-  basis: str
-  queue: str
-  seconds: float
 
 
 class Schedule:
@@ -227,47 +211,23 @@ class _Queue:
     self._now = until
 
 
-def _transfers(
-  collectives: Sequence[Collective], links: Links, copies: Sequence[HostCopy], chip: Chip
-) -> list[Transfer]:
-  """Lists what the program may wait for; a network and each direction to the host have a queue each."""
-  return [
-    *(
-      Transfer(each.start, each.end, each.op_name, basis=each.network, queue=each.network, seconds=links.seconds(each))
-      for each in collectives
-    ),
-    *(
-      Transfer(
-        each.start,
-        each.end,
-        each.start.op_name,
-        basis='host',
-        queue='to the host' if each.is_write else 'from the host',
-        seconds=each.num_bytes / chip.host_bandwidth if chip.host_bandwidth else 0.0,
-      )
-      for each in copies
-    ),
-  ]
-
-
-def _roofline(
-  schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip, num_host_bytes: float
-) -> dict[str, float | None]:
+def _roofline(schedule: Schedule, transfers: Sequence[Transfer], chip: Chip) -> dict[str, float | None]:
   flops, at_peak, moved = schedule.totals()
-  sent, busy = {'ici': 0.0, 'dcn': 0.0}, {'ici': 0.0, 'dcn': 0.0}
-  for each in collectives:
-    sent[each.network] += each.bytes_per_step
-    busy[each.network] += links.seconds(each) * each.count
+  sent, busy = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
+  for each in transfers:
+    sent[each.queue] += each.bytes_per_step
+    busy[each.queue] += each.seconds * each.count
+  to_host = max(sent[queue] for queue in HOST_QUEUES)
   seconds = {
     'compute_s': at_peak if chip.peak_flops else None,
     'hbm_s': moved / chip.hbm_bandwidth if chip.hbm_bandwidth else None,
     'ici_s': busy['ici'] if chip.ici_bandwidth else None,
     'dcn_s': busy['dcn'] if chip.dcn_bandwidth else None,
-    'host_s': num_host_bytes / chip.host_bandwidth if chip.host_bandwidth else None,
+    'host_s': to_host / chip.host_bandwidth if chip.host_bandwidth else None,
   }
   amounts = {'flops': flops, 'hbm_bytes': moved, 'ici_bytes': sent['ici'], 'dcn_bytes': sent['dcn']}
   longest = max((each for each in seconds.values() if each is not None), default=None)
-  return {**amounts, 'host_bytes': num_host_bytes, **seconds, 'seconds': longest}
+  return {**amounts, 'host_bytes': to_host, **seconds, 'seconds': longest}
 
 
 def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, roofline: Mapping) -> list[str]:
