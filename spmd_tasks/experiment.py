@@ -358,4 +358,4 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       inputs_split_mapping=experiment.inputs_split_mapping,
       default_split_dim=experiment.default_split_dim,
     )
-  return dataclasses.replace(model, tpu_options=experiment.tpu_options)
+  return dataclasses.replace(model, tpu_options=experiment.tpu_options) if experiment.tpu_options else model

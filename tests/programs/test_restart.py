@@ -3,6 +3,7 @@
 import json
 
 from spmd_tasks import exit_codes
+from spmd_tasks.runtime.compilation import CompilationCounter
 from tests import binary
 from tests.programs.small_runs import train
 
@@ -57,7 +58,9 @@ def test_what_changes_no_number_may_change(finished_job, tmp_path):
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
   free = ('checkpoint_every_steps=3', 'eval_every_steps=None', 'prefetch_batches=1', 'step_timeout_s=99')
   overrides = [flag for each in free for flag in ('--set', each)]
-  assert train(directory, '--num_train_steps', 5, *overrides) == exit_codes.OK
+  with CompilationCounter() as compilations:
+    assert train(directory, '--num_train_steps', 5, *overrides) == exit_codes.OK
+  assert compilations.num_programs <= 1  # the steps are those of the job before (tests/shared_models.py)
   expected = binary.column(finished_job, 'loss')
   assert binary.column(directory, 'loss') == {step: expected[step] for step in range(1, 6)}
   assert binary.checkpoint_names(directory) == [f'checkpoint_{step:08d}' for step in (2, 3, 5)]
