@@ -4,9 +4,10 @@ Shapes: R rows, E groups (experts), K in, N out; S rows of a block.
 
 The backends share one signature, `backend(rows, weights, group_sizes)`:
 
-  'loop'        block by block, here; for CPUs, which have no kernel, and for GPUs without tokamax.
+  'loop'        block by block, here; for CPUs, which have no kernel.
   'megablox'    JAX's Pallas kernel (_megablox_backend.py); for TPUs.
-  'tokamax'     the kernels of the optional package tokamax; for GPUs.
+  'triton'      our Pallas kernels (_grouped_matmul_gpu.py); for GPUs.
+  'tokamax'     the same with products of the optional package tokamax; for GPUs where it is installed.
   'ragged_dot'  `jax.lax.ragged_dot`, which on CPUs and GPUs multiplies every row by every matrix; for tests and where
                 FLOPs are counted.
 """
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.moe import _grouped_matmul_gpu
 from spmd_tasks.layers.moe._megablox_backend import multiply_by_megablox
 from spmd_tasks.sharding.specs import current_platform
 
@@ -36,26 +38,32 @@ def multiply_by_ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax
   return result.astype(rows.dtype)
 
 
-def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-  """Computes `grouped_matmul` by a kernel of tokamax, by the loop if it has none for this GPU.
+def multiply_by_triton(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+  """Computes `grouped_matmul` by our kernels for GPUs, which are interpreted elsewhere, slowly, for tests."""
+  return _grouped_matmul_gpu.multiply(_grouped_matmul_gpu.grouped_product, rows, weights, group_sizes)
 
-  Left to itself, tokamax would then take `jax.lax.ragged_dot`, which multiplies every row by every matrix. Rows outside
-  of all groups must be zero.
+
+def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+  """Computes `grouped_matmul` by a kernel of tokamax, by ours if it has none for this GPU.
+
+  Left to itself, tokamax would then take `jax.lax.ragged_dot`, which multiplies every row by every matrix.
   """
   import tokamax  # optional, and slow to import
 
   if not flags.FLAGS.is_parsed():
     flags.FLAGS(sys.argv[:1])  # otherwise tokamax parses the whole command line and exits at an unknown flag
   settings: Any = {'preferred_element_type': rows.dtype, 'implementation': _TOKAMAX_KERNELS}
-  # tokamax transposes operands. Without barriers XLA gathers rows, and their gradients, inside these transpositions,
-  # which takes several times as long, and transposes the float32 weights of all layers at once.
-  rows, weights = jax.lax.optimization_barrier((rows, weights))
-  try:
-    return jax.lax.optimization_barrier(tokamax.ragged_dot(rows, weights, group_sizes, **settings))
-  except (ExceptionGroup, NotImplementedError, ValueError) as error:
-    reasons = '; '.join(map(str, getattr(error, 'exceptions', (error,))))
-    logging.log_first_n(logging.WARNING, 'No kernel of tokamax for the experts, so the loop: %s', 1, reasons)
-    return multiply_by_loop(rows, weights, group_sizes)
+
+  def product(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, is_transposed: bool) -> jax.Array:
+    weights = jax.lax.optimization_barrier(weights)  # else XLA transposes those of all layers at once, in float32
+    try:
+      return tokamax.ragged_dot(rows, weights.mT if is_transposed else weights, group_sizes, **settings)
+    except (ExceptionGroup, NotImplementedError, ValueError) as error:
+      reasons = '; '.join(map(str, getattr(error, 'exceptions', (error,))))
+      logging.log_first_n(logging.WARNING, 'No kernel of tokamax for the experts, so our own: %s', 1, reasons)
+      return _grouped_matmul_gpu.grouped_product(rows, weights, group_sizes, is_transposed)
+
+  return _grouped_matmul_gpu.multiply(product, rows, weights, group_sizes)
 
 
 def multiply_by_loop(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -148,6 +156,7 @@ def _varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 GROUPED_MATMUL_BACKENDS: dict[str, GroupedMatmul] = {
   'loop': multiply_by_loop,
   'megablox': multiply_by_megablox,
+  'triton': multiply_by_triton,
   'tokamax': multiply_by_tokamax,
   'ragged_dot': multiply_by_ragged_dot,
 }
@@ -166,7 +175,7 @@ def grouped_matmul(
     backend: a name in GROUPED_MATMUL_BACKENDS; None for the best on this platform. A UserError if it is unknown.
   """
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
-  if multiply in (multiply_by_loop, multiply_by_megablox):  # which neither read nor write rows after the last group
+  if multiply is not multiply_by_ragged_dot:  # the others neither read nor write rows after the last group
     return multiply(rows, weights, group_sizes)
   num_used = jnp.sum(group_sizes)
   return clear_rows_from(num_used, multiply(clear_rows_from(num_used, rows), weights, group_sizes))
@@ -199,15 +208,14 @@ def resolve_backend(backend: str | None) -> str:
 @functools.cache
 def best_grouped_matmul_backend(platform: str) -> str:
   """Returns the name of the best backend for a platform ('cpu', 'gpu', 'tpu'), decided and logged once per process."""
-  name = {'cpu': 'loop', 'tpu': 'megablox', 'gpu': 'tokamax'}.get(platform, 'ragged_dot')
+  name = {'cpu': 'loop', 'tpu': 'megablox', 'gpu': 'triton'}.get(platform, 'ragged_dot')
   reason = f'the platform is {platform!r}'
-  if name == 'tokamax' and jax.default_backend() != 'gpu':  # a plan
-    name, reason = 'loop', 'tokamax chooses its kernel by the devices of this process, which has no GPU'
-  elif name == 'tokamax':
+  if name == 'triton' and jax.default_backend() == 'gpu':  # tokamax chooses its kernel by the devices of this process
     try:
       import tokamax  # noqa: F401
+
+      name, reason = 'tokamax', 'tokamax is installed'
     except ImportError as error:
-      name, reason = 'loop', f"no kernels for GPUs ({error}): pip install 'spmd-tasks[tokamax]'"
-  level = logging.WARNING if reason.startswith('no kernels') else logging.INFO
-  logging.log(level, 'The experts compute grouped matmuls by %r: %s.', name, reason)
+      reason += f', without tokamax ({error})'
+  logging.info('The experts compute grouped matmuls by %r: %s.', name, reason)
   return name

@@ -24,8 +24,8 @@ def multiply_by_megablox(rows: jax.Array, weights: jax.Array, group_sizes: jax.A
   platform = current_platform()
   if platform not in ('tpu', 'cpu'):
     raise UserError(
-      f"backend='megablox' is a kernel for TPUs, and the devices are of the platform {platform!r}: choose 'tokamax' or "
-      "'ragged_dot', or None for the best."
+      f"backend='megablox' is a kernel for TPUs, and the devices are of the platform {platform!r}: choose 'triton', "
+      'or None for the best.'
     )
   num_rows, interpret = rows.shape[0], platform != 'tpu'
   tile = min(_ROWS_PER_TILE, _round_up(num_rows, _LANES))

@@ -5,6 +5,7 @@ Shapes: R = 64 rows, E = 4 groups, K = 6 in, N = 5 out.
 
 import functools
 import importlib.util
+import re
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul
-from spmd_tasks.planning import parse_target
+from spmd_tasks.planning import parse_target, plan_compiled
+from spmd_tasks.planning.targets import has_compiler
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 
@@ -29,7 +31,7 @@ GROUP_SIZES = {
   'rows past the end': (5, 9, 0, 13),
 }
 TOKAMAX = pytest.param('tokamax', marks=pytest.mark.skipif(not importlib.util.find_spec('tokamax'), reason='optional'))
-BACKENDS = ['loop', 'megablox', 'ragged_dot', TOKAMAX]
+BACKENDS = ['loop', 'megablox', 'triton', 'ragged_dot', TOKAMAX]
 TOLERANCES = {'float32': 1e-5, 'bfloat16': 2e-2}  # of the largest value; the reference reads the same rounded inputs
 
 
@@ -91,7 +93,7 @@ def test_rows_past_the_end_may_hold_anything(rng, backend):
   assert_equals_reference(spoilt, inputs, 'float32')
 
 
-def test_without_a_kernel_of_tokamax_the_loop_computes_and_says_so(rng, monkeypatch):
+def test_without_a_kernel_of_tokamax_ours_computes_and_says_so(rng, monkeypatch):
   asked, lines = [], []
 
   def ragged_dot(*arrays, implementation, **settings):
@@ -102,9 +104,31 @@ def test_without_a_kernel_of_tokamax_the_loop_computes_and_says_so(rng, monkeypa
   monkeypatch.setattr('absl.logging.log_first_n', lambda level, line, n, *values: lines.append(line % values))
   inputs = make_inputs(rng, GROUP_SIZES['skewed'], 'float32')
   found = grouped_matmul(*inputs[:3], backend='tokamax')
-  np.testing.assert_array_equal(found, compiled('loop')(*inputs)[0])
+  np.testing.assert_array_equal(found, compiled('triton')(*inputs)[0])
   assert asked == [('mosaic', 'triton')]  # never 'xla', every row times every matrix
   assert 'Not supported on cpu' in lines[0]
+
+
+@pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")
+@pytest.mark.filterwarnings('ignore:The Pallas Triton backend is deprecated:DeprecationWarning')  # from jax 0.11 on
+@pytest.mark.parametrize('target', ['h100:1', 'b200:1'])
+def test_triton_compiles_for_gpus_and_copies_no_operand(target):
+  mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(1,)).build(parse_target(target).devices())
+  place = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))
+  given = place((1024, 1408), 'bfloat16'), place((4, 1408, 1024), 'bfloat16'), place((4,), 'int32')
+
+  def compute(rows, weights, group_sizes, d_result):
+    with sharding_scope(mesh, ()):
+      result, pull_back = jax.vjp(functools.partial(grouped_matmul, group_sizes=group_sizes), rows, weights)
+      return result, *pull_back(d_result)
+
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    compiled = jax.jit(compute).lower(*given, place((1024, 1024), 'bfloat16')).compile()
+  text = compiled.as_text()
+  assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+  assert not re.search(r'= bf16\S* (transpose|copy|pad|fusion)\(', text)
+  roofline = plan_compiled(compiled, parse_target(target))['roofline']
+  assert roofline['flops'] == 3 * 2 * 1024 * 1408 * 1024
 
 
 def test_megablox_compiles_for_a_tpu():
