@@ -61,7 +61,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 def decode_generated(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
   """The text of generated ids; ids outside the vocabulary, which a model with a larger one may sample, give no text."""
-  return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+  vocab_size = tokenizer.vocab_size
+  return tokenizer.decode([token for token in ids if token < vocab_size])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

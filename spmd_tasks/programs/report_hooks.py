@@ -93,8 +93,9 @@ class LogMetrics(TrainHook):
     self._writer = make_writer(run.job_log_dir, tensorboard=run.experiment.tensorboard, primary=is_primary())
     run.stack.callback(self._writer.close)
     counted, number = count_batch(run.model.input_layout.spec)
-    peak = None
+    peak, self._num_uneven = None, 1
     if jax.devices()[0].platform != 'cpu':  # none of their peaks is known
+      self._num_uneven = 2  # the second step runs while the hooks of the first one compile
       from spmd_tasks.runtime.flops import peak_steps_per_second
 
       peak = peak_steps_per_second(run.model)
@@ -105,8 +106,9 @@ class LogMetrics(TrainHook):
 
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
     step, experiment = outcome.step, run.experiment
-    if step == run.first_step + 1:  # everything is compiled now
+    if run.first_step < step <= run.first_step + self._num_uneven:
       self._rates.start(step)
+    if step == run.first_step + 1:  # everything is compiled now
       self._num_programs = self._compilations.num_programs
     if step % experiment.log_every_steps == 0 or step in (run.first_step + 1, experiment.num_train_steps):
       metrics = self._metrics(run, outcome)
@@ -175,7 +177,7 @@ class StepRates:
   _last: tuple[int, float, float] = (-1, 0.0, 0.0)
 
   def start(self, step: int) -> None:
-    """Starts to measure after `step`, the first one, so that compilation is left out."""
+    """Starts to measure after `step`, one of the first, so that compilation is left out."""
     self._last = step, *self.goodput.loop_seconds()
 
   def since_last(self, step: int) -> dict[str, float]:
