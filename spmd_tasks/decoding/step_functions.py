@@ -278,7 +278,6 @@ def step(
     lengths=active.astype(jnp.int32),
     slots=row_slots,
     tables=tables,
-    shares_blocks=drafts is not None,
   )
   if heads:
     following, lengths = outputs.tokens[:, None], jnp.ones_like(rows.tokens)
@@ -541,7 +540,6 @@ def write_tokens(
   *,
   slots: jax.Array | None = None,
   tables: jax.Array | None = None,
-  shares_blocks: bool = False,
 ) -> Any:
   """Writes the keys and values of every row's tokens to the places of their positions.
 
@@ -553,8 +551,8 @@ def write_tokens(
     slots: int32 [P], all different, the slot of each row; rows with ids from N on are not written. None writes row i to
       slot i.
     tables: int32 [D, P/D, M], the blocks of each row among the B of its part, see CachedArray; blocks from B on are not
-      written. Where T > 1, `starts` are then multiples of b.
-    shares_blocks: whether two rows may write to one block, as tokens of one text do.
+      written. Where T > 1, `starts` are then multiples of b. Rows that write to one block, as tokens of one text do,
+      follow one another.
 
   Leaves of an encoder's text are written as a whole where `new` has them, and left as they are elsewhere.
   """
@@ -572,7 +570,7 @@ def write_tokens(
       return leaf.at[(slice(None),) * slot_dim + (slots,)].set(whole, mode='drop', unique_indices=True)
     if tables is not None and has_blocks(path):
       blocks, spec = tables, current_layer_scope().cache_specs.get(jax.tree_util.keystr(path))
-      written = None if shares_blocks else write_to_pages(leaf, tokens, tables, starts, lengths, spec)
+      written = write_to_pages(leaf, tokens, tables, starts, lengths, spec)
       if written is not None:
         return written
     else:  # a slot is a block, and without `slots` a part of its own

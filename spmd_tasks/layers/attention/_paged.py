@@ -130,7 +130,7 @@ def write_to_pages(
 
   Args:
     pages, new: of all layers.
-    tables, starts, lengths: see decoding.step_functions.write_tokens; no two rows write to one block.
+    tables, starts, lengths: see decoding.step_functions.write_tokens.
     spec: of `pages`; None where it is not known.
   """
   scope = current_sharding_scope()

@@ -36,7 +36,7 @@ def write_to_pages(
 
   Args:
     pages, new: of all layers.
-    tables: int32 [B, M], the blocks of each row; no two rows write to one.
+    tables: int32 [B, M], the blocks of each row. Rows that write to one block follow one another, in order of `starts`.
     starts: int32 [B], the position of each row's first token, where T > 1 a multiple of b.
     lengths: int32 [B], how many of the row's tokens are written.
     interpret: runs the kernel on any platform, slowly.
@@ -56,6 +56,9 @@ def write_to_pages(
   places = jnp.clip(places, 0, num_blocks * of_block - 1)
   ends = jnp.where(is_written, jnp.repeat(starts + lengths, num_tiles), 0)
   is_written = is_written.at[0].set(is_written[0] | ~jnp.any(is_written))  # one tile is read, and comes back
+  # Which steps find their tile as the one before has left it: what was read of it is older.
+  goes_on = is_written.at[0].set(False) & (places == jnp.roll(places, 1)) & (jnp.roll(last, 1) >= 0)
+  kinds = is_written.astype(jnp.int32) + goes_on
 
   of_layer = num_groups * tile * -(-features // _LANES) * _LANES * pages.dtype.itemsize
   size = max(n for n in range(1, num_layers + 1) if num_layers % n == 0 and (n == 1 or n * of_layer <= _BYTES))
@@ -64,16 +67,17 @@ def write_to_pages(
     place = places[row * num_tiles + number]
     return layers, place // of_block, 0, place % of_block, 0
 
-  def kernel(places, numbers, starts, ends, is_written, old, new, out):
+  def kernel(places, numbers, starts, ends, kinds, old, new, out):
     del places
     row = pl.program_id(1)
     step = row * num_tiles + pl.program_id(2)
 
-    @pl.when(is_written[step] != 0)
+    @pl.when(kinds[step] != 0)
     def write():
       entries = numbers[step] * tile + jax.lax.broadcasted_iota(jnp.int32, old.shape, 3)
       is_new = (entries >= starts[row]) & (entries < ends[step])
-      values = jnp.where(is_new, new[...].astype(jnp.float32), old[...].astype(jnp.float32))
+      before = jnp.where(kinds[step] == 2, out[...].astype(jnp.float32), old[...].astype(jnp.float32))
+      values = jnp.where(is_new, new[...].astype(jnp.float32), before)
       out[...] = values.astype(out.dtype)
 
   spec = pl.BlockSpec((size, 1, num_groups, tile, features), of_pages)
@@ -95,7 +99,7 @@ def write_to_pages(
     cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * tiles + new.size * new.dtype.itemsize),
     name='paged_write',
     interpret=interpret,
-  )(places, numbers.reshape(-1), starts, ends, is_written.astype(jnp.int32), pages, new.astype(pages.dtype))
+  )(places, numbers.reshape(-1), starts, ends, kinds, pages, new.astype(pages.dtype))
 
 
 def _tile(pages: jax.Array) -> int:

@@ -184,20 +184,23 @@ def test_what_a_kernel_cannot_compute_it_says(changes, scope, message, monkeypat
     assert _paged.attend_to_pages(query, (keys, keys), None, options, 1, None, None) is None
 
 
-@pytest.mark.parametrize('columns, parts', [(1, 1), (2 * BLOCK, 1), (1, 2)])
-def test_tokens_are_written_as_a_scatter_writes_them(columns, parts, monkeypatch):
+@pytest.mark.parametrize('columns, parts, of_text', [(1, 1, 1), (2 * BLOCK, 1, 1), (1, 2, 1), (1, 2, 4)])
+def test_tokens_are_written_as_a_scatter_writes_them(columns, parts, of_text, monkeypatch):
+  """`of_text` rows may be tokens of one text, of which the last ones are not written."""
   rng = np.random.default_rng(columns)
-  num_rows, num_blocks = 4, 7
+  num_rows, num_blocks = 4 * of_text, 7
   mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2)).build(jax.devices()[:4]) if parts > 1 else None
   shape = (2, parts * num_blocks, 2, 2 * BLOCK, 64)
   pages = jnp.asarray(rng.normal(size=shape), 'bfloat16')
   new = jnp.asarray(rng.normal(size=(2, num_rows, 2, columns, 64)), 'bfloat16')
-  tables = rng.permutation(num_blocks)[: num_rows // parts, None].repeat(3, 1) + np.array([0, 100, 100])
-  tables = jnp.asarray(np.stack([tables] * parts), jnp.int32)  # which has no further blocks
-  starts, lengths = (jnp.array([0, 7, 31, 16]), [0, 1, 0, 1]) if columns == 1 else (jnp.zeros(4, int), [0, 5, 32, 16])
+  tables = rng.permutation(num_blocks)[: 4 // parts, None].repeat(3, 1) + np.array([0, 100, 100])
+  tables = jnp.asarray(np.stack([tables.repeat(of_text, 0)] * parts), jnp.int32)  # which has no further blocks
+  starts, lengths = (np.array([0, 14, 31, 16]), [0, 1, 0, 1]) if columns == 1 else (np.zeros(4, int), [0, 5, 32, 16])
+  if of_text > 1:
+    starts, lengths = (starts[:, None] + np.arange(4)).reshape(-1), [0] * 4 + [1, 1, 1, 0, 1, 1, 0, 0] + [1] * 4
 
   def write():
-    given = {'starts': starts.astype(jnp.int32), 'lengths': jnp.array(lengths, jnp.int32), 'tables': tables}
+    given = {'starts': jnp.array(starts, jnp.int32), 'lengths': jnp.array(lengths, jnp.int32), 'tables': tables}
     specs = {"['key']": PartitionSpec(None, 'data', 'mdl')}
     scope = contextlib.nullcontext() if mesh is None else sharding_scope(mesh, RULES)
     with scope, layer_scope(cache_specs=specs):
