@@ -179,27 +179,30 @@ def test_drafts_change_no_text_and_are_right_where_the_formulas_say(models, shap
             sampling=SamplingParams(temperature=0.0 if length < 9 else 1.0))
     for seed, length in enumerate((3, 8, 20, 5, 19, 4, 6))
   ]  # fmt: skip
-  texts = {}
-  for num_drafts in (0, NUM):
-    settings = DecodeSettings(max_len=32, num_slots=4, prefill_rows=2, prefill_chunk=16, min_bucket=16, eos_ids=())
-    steps = DecodeSteps(model, dataclasses.replace(settings, num_drafts=num_drafts))
-    steps.step_rows = steps.step_rows[-1:]  # each number of rows is a program
-    steps.draft_sizes = lambda num_slots: (num_slots * (NUM + 1),)
-    texts[num_drafts] = dict(generate(steps, variables, requests, decode=lambda ids: ''))
-  assert [texts[NUM][i].ids for i in range(7)] == [texts[0][i].ids for i in range(7)]
+  settings = DecodeSettings(max_len=32, num_slots=4, prefill_rows=2, prefill_chunk=16, min_bucket=16, eos_ids=())
+  steps = DecodeSteps(model, dataclasses.replace(settings, num_drafts=NUM))
+  steps.step_rows = steps.step_rows[-1:]  # each number of rows is a program
+  steps.draft_sizes = lambda num_slots: (num_slots * (NUM + 1),)
+  texts, without = (
+    dict(generate(steps, variables, [dataclasses.replace(each, num_drafts=num) for each in requests], decode=str))
+    for num in (None, 0)
+  )
+  assert [texts[i].ids for i in range(7)] == [without[i].ids for i in range(7)]
+  assert not any(without[i].num_drafted for i in range(7))
   accepted = drafted = 0
   for index, request in enumerate(requests):
     if len(request.ids) > 8:
       continue
-    tokens = np.array([*request.ids, *texts[NUM][index].ids])
-    guesses = Reference(weights, tokens, np.ones_like(tokens)).guesses
-    newest, wanted = len(request.ids), [0, 0]
+    tokens = np.array([*request.ids, *texts[index].ids])
+    reference, newest, wanted = Reference(weights, tokens, np.ones_like(tokens)), len(request.ids), [0, 0]
+    greedy = np.array(allowed)[np.argmax(reference.logits[:, allowed], axis=-1)]
+    assert greedy[newest - 1 : -1].tolist() == texts[index].ids
     while (num := min(NUM, len(tokens) - newest - 2)) >= 0:
-      likeliest = [allowed[np.argmax(guesses[n][newest - 1, list(allowed)])] for n in range(num)]
+      likeliest = [allowed[np.argmax(reference.guesses[n][newest - 1, list(allowed)])] for n in range(num)]
       is_right = [*(likeliest == tokens[newest + 1 : newest + 1 + num]), False]
       wanted[0], wanted[1] = wanted[0] + is_right.index(False), wanted[1] + num
       newest += 1 + is_right.index(False)
-    assert [texts[NUM][index].num_accepted, texts[NUM][index].num_drafted] == wanted
+    assert [texts[index].num_accepted, texts[index].num_drafted] == wanted
     accepted, drafted = accepted + wanted[0], drafted + wanted[1]
   assert 10 < accepted < drafted - 4
 

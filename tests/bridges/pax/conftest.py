@@ -41,15 +41,30 @@ for flags in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope='session')
-def run_pax_together(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., list[tuple[int, str]]]:
-  """Runs several command lines in one process, which shares what it compiles; returns exit code and stderr of each."""
+def start_pax_together(start_pax: Callable[..., subprocess.Popen]) -> Callable[..., subprocess.Popen]:
+  """Starts several command lines, one after another, in one process, which shares what it compiles."""
+
+  def start(*commands: tuple[object, ...]) -> subprocess.Popen:
+    flags = [[*map(str, command), '--experiment_path', str(PAX_EXPERIMENTS)] for command in commands]
+    return start_pax(command=('-c', _TOGETHER, json.dumps(flags)))
+
+  return start
+
+
+def ends_of(stderr: str) -> list[tuple[int, str]]:
+  """Exit code and stderr of each command line that such a process has ended."""
+  *said, _ = parts = stderr.split('\n=== ')
+  codes = [int(part.partition('\n')[0]) for part in parts[1:]]
+  return list(zip(codes, said, strict=True))
+
+
+@pytest.fixture(scope='session')
+def run_pax_together(start_pax_together: Callable[..., subprocess.Popen]) -> Callable[..., list[tuple[int, str]]]:
+  """Runs such a process to its end."""
 
   def run(*commands: tuple[object, ...]) -> list[tuple[int, str]]:
-    flags = [[*map(str, command), '--experiment_path', str(PAX_EXPERIMENTS)] for command in commands]
-    finished = binary.finish(start_pax(command=('-c', _TOGETHER, json.dumps(flags))))
+    finished = binary.finish(start_pax_together(*commands))
     assert finished.returncode == 0, finished.stderr
-    *said, _ = parts = finished.stderr.split('\n=== ')
-    codes = [int(part.partition('\n')[0]) for part in parts[1:]]
-    return list(zip(codes, said, strict=True))
+    return ends_of(finished.stderr)
 
   return run

@@ -15,7 +15,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from tests import binary
-from tests.bridges.pax.conftest import PAX_EXPERIMENTS
+from tests.bridges.pax.conftest import PAX_EXPERIMENTS, ends_of
 
 DENSE, EMA, MOE = 'pax_lab.dense_lm.DenseLm', 'pax_lab.dense_lm.DenseLmEma', 'pax_lab.moe_lm.MoeLm'
 LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_text())['losses']
@@ -29,18 +29,26 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
-def dense_runs(run_pax_together, tmp_path_factory):
+def dense_runs(start_pax_together, tmp_path_factory):
   """DenseLmEma, whose loss is that of DenseLm, trained 20 steps on 8 devices; then evals by averaged and own weights.
 
-  The directory, and what each run said.
+  The directory, what each run said, and the directory of the same training, in which the process was killed.
   """
-  directory = tmp_path_factory.mktemp('dense')
+  directory, killed = (tmp_path_factory.mktemp(name) for name in ('dense', 'killed'))
   flags = ('--job_log_dir', directory, *EIGHT)
   train = ('--exp', EMA, *TRAIN, *SAVED, '--set', 'eval_with_ema=true')
   own = ('--mode', 'eval', '--set', 'eval_with_ema=false', '--accept_config_changes')
-  runs = run_pax_together((*train, *flags), ('--mode', 'eval', *flags), (*own, *flags))
+  again = (*train, '--job_log_dir', killed, *EIGHT)
+  process = start_pax_together((*train, *flags), ('--mode', 'eval', *flags), (*own, *flags), again)
+  deadline = time.monotonic() + 300
+  while not (killed / 'checkpoints' / 'checkpoint_00000010').exists():
+    assert process.poll() is None, process.stderr.read()
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+  process.send_signal(signal.SIGKILL)
+  runs = ends_of(process.communicate()[1])
   assert [code for code, _ in runs] == [0, 0, 0], runs
-  return directory, [said for _, said in runs]
+  return directory, [said for _, said in runs], killed
 
 
 @pytest.fixture
@@ -56,32 +64,24 @@ def test_the_losses_are_those_of_paxml_from_the_seed_alone(dense_job, run_pax, t
 
 
 @pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
-def test_a_killed_job_goes_on_bit_for_bit(dense_job, start_pax, run_pax, tmp_path):
+def test_a_killed_job_goes_on_bit_for_bit(dense_runs, run_pax):
   """Killed in mid-run; the input has no state of its own, so its batches are counted."""
-  flags = ('--exp', EMA, *TRAIN, *SAVED, '--set', 'eval_with_ema=true', '--job_log_dir', tmp_path)
-  process = start_pax(*flags, *EIGHT)
-  deadline = time.monotonic() + 200
-  while not (tmp_path / 'checkpoints' / 'checkpoint_00000010').exists():
-    assert process.poll() is None, process.stderr.read()
-    assert time.monotonic() < deadline
-    time.sleep(0.005)
-  process.send_signal(signal.SIGKILL)
-  process.communicate()
-  finished = run_pax('--mode', 'train', '--job_log_dir', tmp_path, *EIGHT)  # from its saved config
+  dense_job, _, killed = dense_runs
+  finished = run_pax('--mode', 'train', '--job_log_dir', killed, *EIGHT)  # from its saved config
   assert finished.returncode == 0, finished.stderr
   assert 'resuming after step 1' in finished.stderr  # 10 or 15
   for name in ('loss', 'weight_norm', 'grad_norm'):
-    assert binary.column(tmp_path, name) == binary.column(dense_job, name)
+    assert binary.column(killed, name) == binary.column(dense_job, name)
   states = [
     ocp.PyTreeCheckpointHandler().restore(job / 'checkpoints' / 'checkpoint_00000020' / 'state')
-    for job in (tmp_path, dense_job)
+    for job in (killed, dense_job)
   ]
   assert jax.tree.all(jax.tree.map(np.array_equal, *states))
 
 
 def test_an_eval_job_computes_what_the_training_job_recorded(dense_runs):
   """The averaged weights are taken out of Pax' optimizer state, which the checkpoint holds."""
-  directory, (_, averaged, own) = dense_runs
+  directory, (_, averaged, own), _ = dense_runs
   recorded = next(line for line in binary.metric_lines(directory / 'eval' / 'valid') if line['step'] == 20)
   assert f'loss {recorded["loss"]:.4f}' in averaged
   assert f'loss {recorded["loss"]:.4f}' not in own
