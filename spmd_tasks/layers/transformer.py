@@ -21,6 +21,7 @@ import jax
 from jax import checkpoint_policies
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME
@@ -265,6 +266,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
       # A check that traces a layer twice. The second trace counts random numbers on, and so do the weights of a seed.
       check_constancy_invariants=block.is_initializing(),
     )
-    return layers(block, x, given, jnp.arange(num_layers) if block.is_mutable_collection(NEW_CACHE) else None)
+    numbers = np.arange(num_layers)  # by numpy: constants where layers are unrolled, which no kernel has to slice
+    return layers(block, x, given, numbers if block.is_mutable_collection(NEW_CACHE) else None)
 
   return run
