@@ -24,7 +24,7 @@ from spmd_tasks.decoding.step_functions import Outputs
 FinishReason = Literal['stop', 'length', 'cancelled', 'cut', 'error']
 
 _UNFINISHED = '\ufffd'  # decoders return this for bytes that are not, or not yet, a character
-_WINDOW = 32  # at most this many earlier tokens are decoded again with each new one
+_WINDOW = 8  # at most this many earlier tokens are decoded again with each new one
 
 
 class IncrementalText:
