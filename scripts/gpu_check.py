@@ -481,7 +481,7 @@ def decode(size: Any) -> Iterator[Row]:
     prompts = [tuple((5 + 7 * slot + i) % 250 for i in range(prompt_len)) for slot in range(slots)]
     requests = [Request(ids=ids, max_tokens=steps.max_len - prompt_len) for ids in prompts]
     to_text = functools.partial(decode_generated, case.job.tokenizer)  # of a larger vocabulary than the tokenizer's
-    sequences = [GeneratedSequence(each, to_text, has_logprobs=compared > 0) for each in requests]
+    sequences = [GeneratedSequence(each, to_text, has_logprobs=i < min(compared, 1)) for i, each in enumerate(requests)]
     scheduler = Scheduler(engine, prefill_budget=slots * steps.max_len)
     scheduler.submit(sequences)
     start = time.perf_counter()
