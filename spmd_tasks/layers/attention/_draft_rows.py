@@ -31,20 +31,29 @@ def attend_by_text(
 
   `drafts` (LayerScope.cache_drafts) says whose these are, and `start` int32 [R] are their positions.
   """
-  (num_rows, num_groups, num_heads, _), (num_texts, num_columns) = query.shape, drafts.rows.shape
-  rows = jnp.minimum(drafts.rows, num_rows - 1)
-  first = jnp.where(drafts.rows[:, 0] < num_rows, start[rows[:, 0]], 0)
-  queries = jnp.moveaxis(query[rows], 1, 3).reshape(num_texts, num_groups, num_heads * num_columns, -1)
-  tables = drafts.tables_of_texts(cached[0].tables)
+  (num_rows, num_groups, num_heads, _), tables = query.shape, drafts.tables_of_texts(cached[0].tables)
+  (num_parts, of_part, _), num_columns = tables.shape, drafts.rows.shape[1]
+  num_texts = num_parts * of_part  # with padding
+  rows = jnp.pad(drafts.rows, ((0, num_texts - len(drafts.rows)), (0, 0)), constant_values=num_rows)
+
+  def take(x: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Returns x[numbers], each of its own part: a mesh that splits these moves nothing."""
+    parts = x.reshape(num_parts, -1, *x.shape[1:])
+    numbers_in_part = numbers.reshape(num_parts, -1) % parts.shape[1]
+    return jax.vmap(lambda part, each: part[each])(parts, numbers_in_part).reshape(*numbers.shape, *x.shape[1:])
+
+  first = jnp.where(rows[:, 0] < num_rows, take(start, rows[:, 0]), 0)
+  queries = jnp.moveaxis(take(query, rows), 1, 3).reshape(num_texts, num_groups, num_heads * num_columns, -1)
   of_texts = tuple(each._replace(tables=tables, num_rows=num_texts) for each in cached)
   found = attend_to_pages(queries, of_texts, first, options, num_columns, split_dims, kv_split_dims)
   if found is None:
     return None
-  shape, owners = (num_texts, num_groups, num_heads, num_columns, -1), jnp.minimum(drafts.owners, num_texts - 1)
-  of_pages: Any = tuple(x.reshape(shape)[owners, :, :, drafts.columns] for x in found)
+  by_columns = (jnp.moveaxis(x.reshape(num_texts, num_groups, num_heads, num_columns, -1), 3, 1) for x in found)
+  places = drafts.owners * num_columns + drafts.columns
+  of_pages: Any = tuple(take(x.reshape(-1, *x.shape[2:]), places) for x in by_columns)
 
-  before, may_see = jnp.minimum(drafts.earlier, num_rows - 1), drafts.earlier < num_rows
-  keys, values = (held.as_read(x[:, 0])[before] for held, x in zip(cached, new, strict=True))
+  keys, values = (take(held.as_read(x[:, 0]), drafts.earlier) for held, x in zip(cached, new, strict=True))
+  may_see = drafts.earlier < num_rows
   if options.window is not None:
     may_see &= jnp.arange(1, num_columns)[None, :] < options.window
   may_see = may_see[:, None, None, :]
