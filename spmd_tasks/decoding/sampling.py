@@ -96,7 +96,8 @@ def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
   """Logits [N, V] with -inf for the tokens that top_k, top_p and min_p leave out; the likeliest token always stays.
 
   top_p and min_p apply to the probabilities that top_k leaves. Tokens as likely as the least likely one kept stay too.
-  Nothing is sorted: the least logit that stays is found bit by bit, for a tenth of a sort's time on a CPU.
+  Nothing is sorted: the least logit that stays is found bit by bit, for a tenth of a sort's time on a CPU, of 32 rows
+  for a quarter.
   """
   bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)  # without -0.0
   order = jnp.where(bits < 0, ~bits, bits | jnp.int32(-(2**31))).astype(jnp.uint32)  # increases with the logit
@@ -106,8 +107,8 @@ def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
   # With top_p = 1 rounding must not cut off the tail.
   nucleus = _largest_start(order, weights, sampling.top_p * jnp.sum(weights, axis=-1))
   least = jnp.maximum(least, jnp.where(sampling.top_p < 1, nucleus, 0))
-  likeliest = jnp.max(order, axis=-1)
-  stays = (order >= jnp.minimum(least, likeliest)[:, None]) & (ratios >= sampling.min_p[:, None])
+  is_likeliest = order == jnp.max(order, axis=-1, keepdims=True)  # it may be infinite, and have no ratio
+  stays = is_likeliest | (order >= least[:, None]) & (ratios >= sampling.min_p[:, None])
   return jnp.where(stays, logits, -jnp.inf)
 
 

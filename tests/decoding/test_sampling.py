@@ -51,6 +51,8 @@ def test_what_stays():
   for (settings, expected), row in zip(CUTS, np.asarray(kept), strict=True):
     assert set(np.flatnonzero(np.isfinite(row))) == expected, settings
     np.testing.assert_array_equal(row[np.isfinite(row)], LOGITS[np.isfinite(row)])
+  infinite = np.array([[1, np.inf, 2]], np.float32)  # of a tiny temperature
+  assert keep_likeliest(infinite, _sampling([{'top_p': 0.9, 'min_p': 0.1}]))[0, 1] == np.inf
 
 
 def test_what_stays_of_many_tokens(rng):

@@ -4,7 +4,7 @@ Shapes: R rows, E groups (experts), K in, N out; S rows of a block.
 
 The backends share one signature, `backend(rows, weights, group_sizes)`:
 
-  'loop'        block by block, here; for CPUs, which have no kernel.
+  'loop'        block by block, here; for CPUs, and for GPUs for which Triton does not compile.
   'megablox'    JAX's Pallas kernel (_megablox_backend.py); for TPUs.
   'triton'      our Pallas kernels (_grouped_matmul_gpu.py); for GPUs.
   'tokamax'     the same with products of the optional package tokamax; for GPUs where it is installed.
@@ -14,6 +14,7 @@ The backends share one signature, `backend(rows, weights, group_sizes)`:
 
 from collections.abc import Callable
 import functools
+import re
 import sys
 from typing import Any
 
@@ -25,10 +26,11 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.moe import _grouped_matmul_gpu
 from spmd_tasks.layers.moe._megablox_backend import multiply_by_megablox
-from spmd_tasks.sharding.specs import current_platform
+from spmd_tasks.sharding.specs import current_device, current_platform
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _LARGEST_BLOCK = 256
+_TRITON_COMPILES = re.compile(r'([89]|\d\d)\.\d')  # for NVIDIA GPUs of these compute capabilities
 _TOKAMAX_KERNELS = ('mosaic', 'triton')  # in order of preference
 
 
@@ -68,7 +70,7 @@ def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Ar
 
 def multiply_by_loop(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
   """Computes `grouped_matmul` for a block of rows of one group at a time; reads no rows after the last group."""
-  added = max(_block_size(len(rows), len(group_sizes)) - len(rows), 0) if len(rows) else 0
+  added = max(_block_size(len(rows), len(group_sizes)) - len(rows), 0)
   padded = jnp.pad(rows, ((0, added), (0, 0))) if added else rows
   return _multiply(*_varying_alike(padded, weights, group_sizes))[: len(rows)]
 
@@ -105,8 +107,6 @@ def _for_each_block(num_rows: int, group_sizes: jax.Array, body: Callable[..., A
   A block starts at row `start`; `mask`, bool [S, 1], is true for those of its rows that are not another block's.
   """
   size = min(num_rows, _block_size(num_rows, group_sizes.shape[0]))
-  if not size:
-    return carry
   ends, counts = jnp.cumsum(group_sizes), -(-group_sizes // size)
   block_ends = jnp.cumsum(counts)
 
@@ -175,6 +175,8 @@ def grouped_matmul(
     backend: a name in GROUPED_MATMUL_BACKENDS; None for the best on this platform. A UserError if it is unknown.
   """
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
+  if not len(rows):
+    return (rows @ weights[0]).astype(rows.dtype)
   if multiply is not multiply_by_ragged_dot:  # the others neither read nor write rows after the last group
     return multiply(rows, weights, group_sizes)
   num_used = jnp.sum(group_sizes)
@@ -210,7 +212,13 @@ def best_grouped_matmul_backend(platform: str) -> str:
   """Returns the name of the best backend for a platform ('cpu', 'gpu', 'tpu'), decided and logged once per process."""
   name = {'cpu': 'loop', 'tpu': 'megablox', 'gpu': 'triton'}.get(platform, 'ragged_dot')
   reason = f'the platform is {platform!r}'
-  if name == 'triton' and jax.default_backend() == 'gpu':  # tokamax chooses its kernel by the devices of this process
+  capability = str(getattr(current_device(), 'compute_capability', None))
+  if name == 'triton' and not _TRITON_COMPILES.fullmatch(capability):
+    name, reason = (
+      'loop',
+      f'kernels need an NVIDIA GPU of compute capability 8.0 or more, and this one has {capability}',
+    )
+  elif name == 'triton' and jax.default_backend() == 'gpu':  # tokamax chooses its kernel by the devices of this process
     try:
       import tokamax  # noqa: F401
 

@@ -170,5 +170,6 @@ def _store(ref: Any, x: jax.Array, of_rows: jax.Array | None, of_columns: jax.Ar
 
 
 def _add_product(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+  x, y = (each.astype(jnp.promote_types(x.dtype, y.dtype)) for each in (x, y))  # Triton multiplies alike types only
   precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return total + jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

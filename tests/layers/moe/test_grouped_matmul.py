@@ -93,6 +93,11 @@ def test_rows_past_the_end_may_hold_anything(rng, backend):
   assert_equals_reference(spoilt, inputs, 'float32')
 
 
+def test_no_rows():
+  given = jnp.ones((0, 6)), jnp.ones((2, 6, 5)), jnp.zeros(2, jnp.int32)
+  assert [grouped_matmul(*given, backend=name).shape for name in ('loop', 'triton')] == [(0, 5)] * 2
+
+
 def test_without_a_kernel_of_tokamax_ours_computes_and_says_so(rng, monkeypatch):
   asked, lines = [], []
 
