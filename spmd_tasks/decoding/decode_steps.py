@@ -80,8 +80,8 @@ class DecodeSteps:
     prefill_chunk: C, the length at which prompts are cut: the setting's, at most max_len.
     buckets: the lengths of chunks for which prefills are compiled.
     step_rows: how many rows a step may compute, in order: the least that hold all busy slots; on GPUs and TPUs 64 or N
-      at least. One row would not have the bits of several, whose products are of another kind. Where the mesh splits
-      slots, each step computes all N.
+      at least, on GPUs never fewer than 16, which may be more than N. One row would not have the bits of several, whose
+      products are of another kind. Where the mesh splits slots, each step computes all N.
     can_reuse: whether texts that begin alike can share blocks; False where the cache of a layer is a ring, and where
       what a token reads depends on more than the tokens before it, as in encoder-decoders.
     prompt_tokens: how many tokens of prompts may be read between two steps, or by one program with a step.
