@@ -514,8 +514,10 @@ class DecodeSteps:
     return self._prefill(self.make_batch([self._any_chunk(0, self.buckets[-1])]), make=self._lower_stateful)
 
   def lower_step(self) -> Any:
-    """Returns the lowered step (jax.stages.Lowered), for inspection and planning."""
-    return self._step(self.step_rows[-1], make=self._lower_stateful)
+    """Returns the lowered step of all slots and drafts (jax.stages.Lowered), for inspection and planning."""
+    num_rows = self.step_rows[-1]
+    draft_rows = self.draft_sizes(num_rows)[-1] if self.num_drafts else 0
+    return self._step(num_rows, draft_rows=draft_rows, make=self._lower_stateful)
 
   def lower_join(self) -> Any:
     """Returns the lowered step with a prefill of the longest chunk, for inspection and planning."""
