@@ -68,14 +68,8 @@ class Departures:
 
   def explain(self, error: BaseException) -> bool:
     """Whether another process has told why it leaves, and the error is how its end looks from here."""
-    if self.describe is None or not any(departure.is_own for departure in self._known()):
-      return False
-    cause: BaseException | None = error
-    while cause is not None:
-      if _LOST_CONNECTION.match(str(cause)):
-        return True
-      cause = cause.__cause__ or cause.__context__
-    return False
+    has_told = self.describe is not None and any(departure.is_own for departure in self._known())
+    return has_told and is_lost_connection(error)
 
   def tell(self, position: Any, code: int, reason: str, *, is_own: bool) -> str:
     """Tells the others why this process leaves, at a Position; returns a report on all of them, or ''."""
@@ -121,6 +115,16 @@ class Departures:
 
     self._within(_SERVICE_LIMIT_S, look)
     return found
+
+
+def is_lost_connection(error: BaseException) -> bool:
+  """Whether an error is, or follows from, a collective whose connection to another process broke off."""
+  cause: BaseException | None = error
+  while cause is not None:
+    if _LOST_CONNECTION.match(str(cause)):
+      return True
+    cause = cause.__cause__ or cause.__context__
+  return False
 
 
 def leave_after(error: BaseException, leave: Callable[..., Any], departures: Departures | None) -> None:

@@ -43,10 +43,12 @@ from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding import Request, SamplingParams
 from spmd_tasks.decoding.engine_contract import Engine, Launched, TokenMasks
 from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.distributed.departures import is_lost_connection
 from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.errors import JobError
 from spmd_tasks.sigterm import ending_signals
 
+_NOTICE_S = 2.0  # from a broken collective to the end of the link of a process that is gone
 _LOST_LIMIT_S = 20.0  # from the loss of a process: to tell the clients, and to end in order
 _FAREWELL_LIMIT_S = 5.0  # for the others to log why they leave, before the coordination service ends with process 0
 _SETTLE_S = 0.5  # without a new operation, until the outputs of the last launch are read
@@ -281,11 +283,15 @@ def follow(
   """
   operations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
   is_over = threading.Event()
-  threading.Thread(target=_receive, args=(link, operations, leave, is_over), name='operations', daemon=True).start()
+  given = link, operations, leave, is_over
+  receiving = threading.Thread(target=_receive, args=given, name='operations', daemon=True)
+  receiving.start()
   try:
     _pass_signals_on(link)
     return _run(engine, operations, restore)
   except BaseException as error:
+    if is_lost_connection(error):  # of process 0, perhaps: then the other thread says so, and ends this process
+      receiving.join(_NOTICE_S)
     with contextlib.suppress(OSError):
       link.send(to_message({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
     raise
