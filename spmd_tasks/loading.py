@@ -227,6 +227,8 @@ class LoadedModel:
     *,
     max_tokens: int | None = None,
     temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
     seed: int | None = None,
     adapter: str | None = None,
   ) -> list[str]:
@@ -235,7 +237,8 @@ class LoadedModel:
     Args:
       prompts: texts, before each of which the token for the beginning of text is put; or Prompts, with settings of
         their own.
-      max_tokens, temperature: of the texts; None is the default of the task's DecodeSettings, `task.decode`.
+      max_tokens, temperature, top_k, top_p: of the texts; None is the default of the task's DecodeSettings,
+        `task.decode`.
       seed: of the sampling; None is the experiment's.
       adapter: the name of one of the experiment's `adapters`; None generates with the model alone.
 
@@ -246,7 +249,8 @@ class LoadedModel:
     def read(prompt: str | Prompt) -> Prompt:
       if isinstance(prompt, Prompt):
         return prompt
-      return Prompt(prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, adapter=adapter)
+      sampling: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
+      return Prompt(prompt=prompt, max_tokens=max_tokens, **sampling, adapter=adapter)
 
     texts = dict(self.complete(list(map(read, prompts))))
     return [texts[number] for number in range(len(prompts))]

@@ -77,6 +77,8 @@ def test_texts_are_those_of_decode_once(saved, tmp_path):
     lm = load(directory)
     assert lm.generate(texts, max_tokens=5, temperature=1.0, seed=3) == expected
     assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=3) == expected[:1]
+    likeliest = lm.generate(texts, max_tokens=5, temperature=0.0)
+    assert lm.generate(texts, max_tokens=5, temperature=1.0, top_k=1) == likeliest
 
 
 def test_a_draft_model_has_the_same_tokens(tmp_path):
