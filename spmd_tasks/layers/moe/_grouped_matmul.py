@@ -214,10 +214,7 @@ def best_grouped_matmul_backend(platform: str) -> str:
   reason = f'the platform is {platform!r}'
   capability = str(getattr(current_device(), 'compute_capability', None))
   if name == 'triton' and not _TRITON_COMPILES.fullmatch(capability):
-    name, reason = (
-      'loop',
-      f'kernels need an NVIDIA GPU of compute capability 8.0 or more, and this one has {capability}',
-    )
+    name, reason = 'loop', f'kernels need an NVIDIA GPU of compute capability 8.0 or more, not {capability}'
   elif name == 'triton' and jax.default_backend() == 'gpu':  # tokamax chooses its kernel by the devices of this process
     try:
       import tokamax  # noqa: F401

@@ -23,7 +23,6 @@ _TILE, _LEAST_TILE = 128, 16  # rows and columns of a result that a program comp
 _BYTES = 128  # of each row of the operands that are multiplied at a time
 _LARGE_MEMORY = re.compile(r'\b(A100|G?H\d+|G?B\d{3})\b')  # GPUs with room for four such steps in a multiprocessor
 
-
 Product = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
 
 
