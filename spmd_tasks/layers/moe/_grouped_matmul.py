@@ -7,7 +7,6 @@ The backends share one signature, `backend(rows, weights, group_sizes)`:
   'loop'        block by block, here; for CPUs, and for GPUs for which Triton does not compile.
   'megablox'    JAX's Pallas kernel (_megablox_backend.py); for TPUs.
   'triton'      our Pallas kernels (_grouped_matmul_gpu.py); for GPUs.
-  'tokamax'     the same with products of the optional package tokamax; for GPUs where it is installed.
   'ragged_dot'  `jax.lax.ragged_dot`, which on CPUs and GPUs multiplies every row by every matrix; for tests and where
                 FLOPs are counted.
 """
@@ -15,57 +14,27 @@ The backends share one signature, `backend(rows, weights, group_sizes)`:
 from collections.abc import Callable
 import functools
 import re
-import sys
 from typing import Any
 
-from absl import flags, logging
+from absl import logging
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import current_layer_scope
-from spmd_tasks.layers.moe import _grouped_matmul_gpu
+from spmd_tasks.layers.moe._grouped_matmul_gpu import multiply_by_triton
 from spmd_tasks.layers.moe._megablox_backend import multiply_by_megablox
 from spmd_tasks.sharding.specs import current_device, current_platform
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _LARGEST_BLOCK = 256
 _TRITON_COMPILES = re.compile(r'([89]|\d\d)\.\d')  # for NVIDIA GPUs of these compute capabilities
-_TOKAMAX_KERNELS = ('mosaic', 'triton')  # in order of preference
 
 
 def multiply_by_ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
   """Computes `grouped_matmul` by `jax.lax.ragged_dot`."""
   result = jax.lax.ragged_dot(rows, weights, group_sizes, preferred_element_type=jnp.float32)
   return result.astype(rows.dtype)
-
-
-def multiply_by_triton(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-  """Computes `grouped_matmul` by our kernels for GPUs, which are interpreted elsewhere, slowly, for tests."""
-  return _grouped_matmul_gpu.multiply(_grouped_matmul_gpu.grouped_product, rows, weights, group_sizes)
-
-
-def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-  """Computes `grouped_matmul` by a kernel of tokamax, by ours if it has none for this GPU.
-
-  Left to itself, tokamax would then take `jax.lax.ragged_dot`, which multiplies every row by every matrix.
-  """
-  import tokamax  # optional, and slow to import
-
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS(sys.argv[:1])  # otherwise tokamax parses the whole command line and exits at an unknown flag
-  settings: Any = {'preferred_element_type': rows.dtype, 'implementation': _TOKAMAX_KERNELS}
-
-  def product(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, is_transposed: bool) -> jax.Array:
-    weights = jax.lax.optimization_barrier(weights)  # else XLA transposes those of all layers at once, in float32
-    try:
-      return tokamax.ragged_dot(rows, weights.mT if is_transposed else weights, group_sizes, **settings)
-    except (ExceptionGroup, NotImplementedError, ValueError) as error:
-      reasons = '; '.join(map(str, getattr(error, 'exceptions', (error,))))
-      logging.log_first_n(logging.WARNING, 'No kernel of tokamax for the experts, so our own: %s', 1, reasons)
-      return _grouped_matmul_gpu.grouped_product(rows, weights, group_sizes, is_transposed)
-
-  return _grouped_matmul_gpu.multiply(product, rows, weights, group_sizes)
 
 
 def multiply_by_loop(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -157,7 +126,6 @@ GROUPED_MATMUL_BACKENDS: dict[str, GroupedMatmul] = {
   'loop': multiply_by_loop,
   'megablox': multiply_by_megablox,
   'triton': multiply_by_triton,
-  'tokamax': multiply_by_tokamax,
   'ragged_dot': multiply_by_ragged_dot,
 }
 
@@ -215,12 +183,5 @@ def best_grouped_matmul_backend(platform: str) -> str:
   capability = str(getattr(current_device(), 'compute_capability', None))
   if name == 'triton' and not _TRITON_COMPILES.fullmatch(capability):
     name, reason = 'loop', f'kernels need an NVIDIA GPU of compute capability 8.0 or more, not {capability}'
-  elif name == 'triton' and jax.default_backend() == 'gpu':  # tokamax chooses its kernel by the devices of this process
-    try:
-      import tokamax  # noqa: F401
-
-      name, reason = 'tokamax', 'tokamax is installed'
-    except ImportError as error:
-      reason += f', without tokamax ({error})'
   logging.info('The experts compute grouped matmuls by %r: %s.', name, reason)
   return name

@@ -4,10 +4,7 @@ Shapes: R = 64 rows, E = 4 groups, K = 6 in, N = 5 out.
 """
 
 import functools
-import importlib.util
 import re
-import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +27,7 @@ GROUP_SIZES = {
   'none has any': (0, 0, 0, 0),
   'rows past the end': (5, 9, 0, 13),
 }
-TOKAMAX = pytest.param('tokamax', marks=pytest.mark.skipif(not importlib.util.find_spec('tokamax'), reason='optional'))
-BACKENDS = ['loop', 'megablox', 'triton', 'ragged_dot', TOKAMAX]
+BACKENDS = ['loop', 'megablox', 'triton', 'ragged_dot']
 TOLERANCES = {'float32': 1e-5, 'bfloat16': 2e-2}  # of the largest value; the reference reads the same rounded inputs
 
 
@@ -96,22 +92,6 @@ def test_rows_past_the_end_may_hold_anything(rng, backend):
 def test_no_rows():
   given = jnp.ones((0, 6)), jnp.ones((2, 6, 5)), jnp.zeros(2, jnp.int32)
   assert [grouped_matmul(*given, backend=name).shape for name in ('loop', 'triton')] == [(0, 5)] * 2
-
-
-def test_without_a_kernel_of_tokamax_ours_computes_and_says_so(rng, monkeypatch):
-  asked, lines = [], []
-
-  def ragged_dot(*arrays, implementation, **settings):
-    asked.append(implementation)
-    raise ExceptionGroup('all implementations failed', [NotImplementedError('Not supported on cpu')])
-
-  monkeypatch.setitem(sys.modules, 'tokamax', SimpleNamespace(ragged_dot=ragged_dot))
-  monkeypatch.setattr('absl.logging.log_first_n', lambda level, line, n, *values: lines.append(line % values))
-  inputs = make_inputs(rng, GROUP_SIZES['skewed'], 'float32')
-  found = grouped_matmul(*inputs[:3], backend='tokamax')
-  np.testing.assert_array_equal(found, compiled('triton')(*inputs)[0])
-  assert asked == [('mosaic', 'triton')]  # never 'xla', every row times every matrix
-  assert 'Not supported on cpu' in lines[0]
 
 
 @pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")
