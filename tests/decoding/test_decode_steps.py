@@ -317,11 +317,10 @@ class EvenTokens:
   'name, cache_dtype, num_drafts',
   [
     ('one device', None, 0),
-    # Windows are in the last case, too.
-    pytest.param('windows', None, 0, marks=(pytest.mark.slow, exhaustive)),
+    pytest.param('windows', None, 0, marks=pytest.mark.slow),
     pytest.param('mdl 4', None, 0, marks=pytest.mark.slow),
     pytest.param('one device', 'int8', 2, marks=pytest.mark.slow),
-    pytest.param('latent attention, then windows and experts', 'int8', 0, marks=pytest.mark.slow),
+    pytest.param('latent attention, then windows and experts', 'int8', 0, marks=(pytest.mark.slow, exhaustive)),
   ],
 )
 def test_texts_are_the_same_where_one_program_reads_prompts_beside_the_steps(name, cache_dtype, num_drafts, rng):

@@ -172,7 +172,7 @@ def test_heads_guess_what_they_predict_of_the_whole_text():
   assert 4 < expected < drafted - 4
 
 
-@pytest.mark.parametrize('dtype, error', [('int8', 0.02), ('float8_e4m3fn', 0.1)])
+@pytest.mark.parametrize('dtype, error', [('int8', 0.02), pytest.param('float8_e4m3fn', 0.1, marks=exhaustive)])
 def test_a_cache_of_8_bits_changes_logprobs_little_and_has_the_same_bits_with_drafts(dtype, error):
   run = make_run('one device')
   steps = steps_of('one device', num_drafts=1, cache_dtype=dtype)

@@ -5,7 +5,6 @@ from pathlib import Path
 import fiddle as fdl
 
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, Mixture, SyntheticText, TextInput
-from spmd_tasks.learning import Sgd
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh
 
@@ -46,12 +45,3 @@ class PipelinedExperts(PipelinedLanguageModel, MoeLanguageModel):
 
   def eval_inputs(self):
     return {}
-
-
-class OfFewArrays(PipelinedExperts):
-  """By an optimizer without a state, so that less is compiled."""
-
-  def task(self):
-    task = super().task()
-    task.learner.optimizer = fdl.Config(Sgd, learning_rate=0.01)
-    return task

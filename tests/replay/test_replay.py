@@ -37,9 +37,17 @@ def dense(tmp_path_factory):
   return train(directory, SMALL, '--set', 'train_input.spikes={"4": "inf"}', '--num_train_steps', 8)
 
 
-@pytest.fixture(scope='module')
-def experts(tmp_path_factory):
-  return train(tmp_path_factory.mktemp('experts') / 'job', 'tests.replay.replayed_jobs.OfFewArrays')
+@pytest.fixture(
+  scope='module',
+  params=[
+    'tests.programs.test_mixture_jobs.Mixed',
+    pytest.param('tests.replay.replayed_jobs.PipelinedExperts', marks=pytest.mark.exhaustive),
+  ],
+)
+def of_sources(request, tmp_path_factory):
+  """Twelve steps of a mixture of inputs, with two layers in two microbatches."""
+  flags = ('--set', 'num_layers=2', '--set', 'checkpoint_every_steps=4', '--num_train_steps', 12)
+  return train(tmp_path_factory.mktemp('of_sources') / 'job', request.param, *flags)
 
 
 def norm_of(statistics):
@@ -104,13 +112,13 @@ def test_the_first_step_that_departs_is_found(dense, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_experts_on_a_pipeline_and_the_rows_of_a_mixture(experts, tmp_path):
+def test_the_rows_of_a_mixture_are_named(of_sources, tmp_path):
   """From the beginning, over two checkpoints; and the rows of one step are those that its texts say."""
-  code, report = replay(experts, tmp_path / 'out.json', '--from', 1, '--to', 9)
+  code, report = replay(of_sources, tmp_path / 'out.json', '--from', 1, '--to', 9)
   assert code == exit_codes.OK
   assert all(step['is_recorded'] for step in report['steps'])
   assert [step['step'] for step in report['steps'] if 'digest' in step] == [4, 8]
-  code, report = replay(experts, tmp_path / 'out.json', '--step', 11)
+  code, report = replay(of_sources, tmp_path / 'out.json', '--step', 11)
   assert (code, report['checkpoint'], report['is_recorded']) == (exit_codes.OK, 8, True)
   (attempt,) = report['attempts']
   assert {len(leaf['norm']) for name, leaf in attempt['gradients'].items() if name.startswith('stack')} == {2}

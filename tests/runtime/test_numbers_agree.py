@@ -95,7 +95,7 @@ BY_GATHER = ('form=gather', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 
 # name, experiment, mesh, overrides, overrides of the reference on one device
 # Dense rows share a reference: two layers, which fill half of a circular pipeline, under Adafactor. Experts have AdamW.
-FAST = ('data 2 x mdl 4', 'data 2 x expert 4', 'circular, stage 2 x data 2 x mdl 2')
+FAST = ('data 2 x mdl 4', 'data 2 x expert 4')
 SHARED = ('num_layers=2', 'batch_size=16')
 CASES = [
   ('data 2 x mdl 4', Adafactor, (1, 2, 4), SHARED, SHARED),
@@ -106,14 +106,14 @@ CASES = [
     ('task.model.balances_tokens=True', *RING, *REMAT, *UNROLLED, FOUR, *CHUNKS, *SHARED),
     SHARED,
   ),
-  ('circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), (*CIRCULAR, *SHARED), SHARED),
   ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
   ('encoder and decoder, dropout, data 4 x mdl 2', Uneven, (1, 4, 2), (), ()),
 ]
 # By default tests/learning/test_muon.py compares Muon on a mesh, tests/layers/attention prefixes, tests/layers/moe
-# experts with a capacity, tests/layers/pipeline experts in a pipeline and one forward, one backward,
-# tests/tuning/test_rewards.py the plain schedule.
+# experts with a capacity, tests/layers/pipeline every schedule and experts in them, test_quantized_training.py steps of
+# one forward, one backward, test_checkpoint_moves.py where the moments of a pipeline lie.
 ONE_BY_ONE = [
+  ('circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), (*CIRCULAR, *SHARED), SHARED),
   ('prefix', Prefix, (1, 1, 8), (), ()),
   ('encoder, experts and a dense sublayer, dropout, data 4 x mdl 2', Mixture, (1, 4, 2), (), ()),
   ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), (TWO,), ()),

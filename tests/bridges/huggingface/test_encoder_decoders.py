@@ -177,7 +177,8 @@ def test_logits_that_are_not_scaled_are_those_of_a_larger_head(reference, tmp_pa
   assert_close(logits_of(again), logits_of(reference('umt5').model), 1e-5)
 
 
-@pytest.mark.parametrize('name', ['flan_t5', pytest.param('switch', marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # by default tests/bridges/t5x/test_seqio_metrics.py decodes by whole forward passes, too
+@pytest.mark.parametrize('name', ['flan_t5', 'switch'])
 def test_greedy_tokens_and_logits_from_the_folder(name, reference):
   import torch
 
