@@ -42,3 +42,20 @@ def documents(source):
 def join(shards):
   """Returns the global batches of the batches of all shards."""
   return [{name: np.concatenate([batch[name] for batch in step]) for name in step[0]} for step in zip(*shards)]
+
+
+def check_positions(settings):
+  """Asserts that two shards have the batches of one, and that one goes on from theirs; returns its fourth batch."""
+  one = settings.make_iterator()
+  two = [settings.make_iterator(i, 2) for i in range(2)]
+  for _ in range(3):
+    batch = next(one)
+    halves = [next(each) for each in two]
+    assert all((np.concatenate([half[name] for half in halves]) == rows).all() for name, rows in batch.items())
+  states = json.loads(json.dumps([each.get_state() for each in two]))
+  [state] = settings.reshard_states(states, 1)
+  again = settings.make_iterator()
+  again.set_state(state)
+  following = next(one)
+  assert all((rows == following[name]).all() for name, rows in next(again).items())
+  return following

@@ -1,13 +1,13 @@
 """SpanCorruption: T5's layout, the numbers of its spans, and exact positions."""
 
 import collections
-import json
 
 import numpy as np
 import pytest
 
 from spmd_tasks.inputs import SpanCorruption, T5ByteTokenizer, TextFiles, TextInput
 from spmd_tasks.inputs.span_corruption import noise_mask, replace_spans, span_corruption_lengths
+from tests.inputs.batches import check_positions
 
 
 def text_input(tmp_path, **settings):
@@ -91,16 +91,5 @@ def _spans(tokens, sentinel):
 
 def test_positions_are_exact_and_independent_of_the_processes(tmp_path):
   settings = SpanCorruption(text=text_input(tmp_path), inputs_length=32, seed=3)
-  one = settings.make_iterator()
-  two = [settings.make_iterator(i, 2) for i in range(2)]
-  for _ in range(3):
-    batch = next(one)
-    halves = [next(each) for each in two]
-    assert all((np.concatenate([half[name] for half in halves]) == rows).all() for name, rows in batch.items())
-  states = json.loads(json.dumps([each.get_state() for each in two]))
-  [state] = settings.reshard_states(states, 1)
-  again = settings.make_iterator()
-  again.set_state(state)
-  following = next(one)
-  assert all((rows == following[name]).all() for name, rows in next(again).items())
+  following = check_positions(settings)
   assert (next(settings.make_iterator())['labels'] != following['labels']).any()

@@ -50,6 +50,7 @@ def test_begins_with_the_loss_of_the_dense_model(finished_job, tmp_path, capsys)
   assert f'starting from the weights of step 20 in {finished_job}' in capsys.readouterr().err
   dense, upcycled = (binary.metric_lines(job / 'eval' / 'ragged')[-1] for job in (finished_job, tmp_path / 'job'))
   np.testing.assert_allclose(upcycled['cross_entropy'], dense['cross_entropy'], rtol=1e-5)
+  np.testing.assert_allclose([len(upcycled['expert_load']), sum(upcycled['expert_load'])], [4, 1], rtol=1e-6)
   assert np.isfinite(binary.column(tmp_path / 'job', 'loss')[1])
 
 

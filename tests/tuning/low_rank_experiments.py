@@ -9,11 +9,11 @@ from tests.runtime import moe_experiments, uneven_experiments
 from tests.runtime.pipeline_experiments import PipelinedExperts
 
 
-def with_adapters(task: fdl.Config, **settings) -> fdl.Config:
-  """The task of which adapters of every projection of its blocks are trained, and the embedding."""
+def with_adapters(task: fdl.Config, trained=('lora_', 'embedding/'), **settings) -> fdl.Config:
+  """The task of which adapters of every projection of its blocks are trained, and the embedding or other weights."""
   adapter = LowRankAdapter(**{'rank': 5, 'alpha': 20.0} | settings)
   add_adapters(task.model, ('attention/', 'ffn/'), adapter)
-  task.trained = ('lora_', 'embedding/')
+  task.trained = trained
   task.learner.optimizer = fdl.Config(AdamW, learning_rate=0.02, weight_decay=0.01)
   return task
 

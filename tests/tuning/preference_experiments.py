@@ -8,11 +8,11 @@ from pathlib import Path
 import fiddle as fdl
 
 from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.learning import AdamW
 from spmd_tasks.recipes import DenseLanguageModel, PipelinedLanguageModel
-from spmd_tasks.tuning import LowRankAdapter, PreferenceInput, PreferenceLoss, Preferences, add_adapters
+from spmd_tasks.tuning import PreferenceInput, PreferenceLoss, Preferences
 from tests.runtime import moe_experiments, uneven_experiments
 from tests.runtime.pipeline_experiments import PipelinedExperts
+from tests.tuning.low_rank_experiments import with_adapters
 
 PAIRS = Path(__file__).with_name('pairs.jsonl')
 
@@ -47,11 +47,7 @@ class LowRankOnPairs(OnPairs):
   """The same with adapters, which alone are trained."""
 
   def task(self):
-    task = super().task()
-    add_adapters(task.model, ('attention/', 'ffn/'), LowRankAdapter(rank=5, alpha=20.0))
-    task.trained = ('lora_',)
-    task.learner.optimizer = fdl.Config(AdamW, learning_rate=0.02)
-    return task
+    return with_adapters(super().task(), trained=('lora_',))
 
 
 class Dpo(OnPairs, uneven_experiments.AdamW):

@@ -8,8 +8,9 @@ import fiddle as fdl
 from spmd_tasks.learning import AdamW
 from spmd_tasks.recipes import DenseLanguageModel, PipelinedLanguageModel
 from spmd_tasks.runtime import DecodeSettings
-from spmd_tasks.tuning import LowRankAdapter, RewardTuning, add_adapters
+from spmd_tasks.tuning import RewardTuning
 from tests.runtime import moe_experiments, uneven_experiments
+from tests.tuning.low_rank_experiments import with_adapters
 from tests.tuning.preference_experiments import PAIRS
 
 
@@ -58,11 +59,7 @@ class LowRankPolicy(OnRewards, uneven_experiments.AdamW):
   reference = 'base'
 
   def task(self):
-    task = super().task()
-    add_adapters(task.model, ('attention/', 'ffn/'), LowRankAdapter(rank=5, alpha=20.0))
-    task.trained = ('lora_',)
-    task.learner.optimizer = fdl.Config(AdamW, learning_rate=0.02)
-    return task
+    return with_adapters(super().task(), trained=('lora_',))
 
 
 class LowRankValuePolicy(LowRankPolicy):

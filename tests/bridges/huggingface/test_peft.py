@@ -24,7 +24,6 @@ from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.inputs import SyntheticText
 from spmd_tasks.learning import AdamW
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.tuning import LowRankTuning
@@ -41,6 +40,7 @@ from tests.bridges.huggingface.reference_models import (
   random_ids,
   tensors_of,
 )
+from tests.bridges.huggingface.test_against_transformers import OneStep
 
 # What `peft` says of transformers' names is not ours.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore::FutureWarning', 'ignore::UserWarning')]
@@ -74,25 +74,16 @@ NAMES = [pytest.param(name, marks=() if name == 'llama3' else pytest.mark.exhaus
 MESHES = [(1, 1, 1), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)]
 
 
-class Tuned(LowRankTuning):
+class Tuned(LowRankTuning, OneStep):
   """Adam without clipping on rows that the test gives."""
 
-  batch_size = B
-  seq_len = T
   adapter = 'given'
   learning_rate = LEARNING_RATE
 
   def task(self):
     task = super().task()
     task.learner.optimizer = fdl.Config(AdamW, learning_rate=self.learning_rate, epsilon=EPSILON)
-    task.learner.clip_global_norm = None
     return task
-
-  def train_input(self):
-    return fdl.Config(SyntheticText, vocab_size=259, batch_size=self.batch_size, seq_len=self.seq_len)
-
-  def eval_inputs(self):
-    return {}
 
 
 class Peft:

@@ -1,13 +1,13 @@
 """SeqIO tasks as inputs: the numbers of SeqIO's own feature converters under our names, and exact positions."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
 from spmd_tasks.bridges.t5x import SeqIoInput
 from spmd_tasks.bridges.t5x._seqio import contract_batch, import_seqio
+from tests.inputs.batches import check_positions
 
 LENGTHS = {'inputs': 24, 'targets': 10}
 CONVERTERS = {'encoder_decoder': 'EncDec', 'prefix_lm': 'PrefixLM', 'decoder_only': 'LM'}
@@ -114,18 +114,7 @@ def test_segments_of_rows_that_are_not_packed_end_with_the_tokens():
 
 def test_positions_are_exact_and_independent_of_the_processes(seqio):
   settings = an_input(packing=False)  # which takes TensorFlow less time
-  one = settings.make_iterator()
-  two = [settings.make_iterator(i, 2) for i in range(2)]
-  for _ in range(3):
-    batch = next(one)
-    halves = [next(each) for each in two]
-    assert all((np.concatenate([half[name] for half in halves]) == rows).all() for name, rows in batch.items())
-  states = json.loads(json.dumps([each.get_state() for each in two]))
-  [state] = settings.reshard_states(states, 1)
-  again = settings.make_iterator()
-  again.set_state(state)
-  following = next(one)
-  assert all((rows == following[name]).all() for name, rows in next(again).items())
+  following = check_positions(settings)
   skipping = an_input(packing=False, skip_batches=3).make_iterator()
   assert (next(skipping)['labels'] == following['labels']).all()
 
