@@ -5,7 +5,7 @@ A row's token depends on its logits, its key and its parameters only: neither th
 Shapes: N rows (slots), V vocabulary, W = ceil(V / 32) words, B = MAX_BIASES. Everything is float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -132,8 +132,7 @@ def sample(
   keys: jax.Array,
   sampling: SamplingArrays,
   active: jax.Array,
-  seen: jax.Array | None = None,
-  counts: jax.Array | None = None,
+  occurrences: Callable[[], tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:
   """One token per row, int32 [N].
 
@@ -145,18 +144,18 @@ def sample(
     keys: uint32 [N, 2], threefry key data, one per row and position.
     sampling: the rows' parameters.
     active: bool [N], the rows whose tokens matter; others cost nothing.
-    seen, counts: see `adjust`; None where no row has penalties.
+    occurrences: computes `seen` and `counts`, see `adjust`; None where no row has penalties.
   """
   is_greedy = ~active | (sampling.temperature <= 0)
 
   has_penalties = jnp.bool_(False)
-  if seen is not None and counts is not None:
+  if occurrences is not None:
     penalties = sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty - 1
     has_penalties = jnp.any(active[:, None] & (jnp.stack(penalties, axis=-1) != 0))
 
   def adjusted(logits):
     logits = logits.astype(jnp.float32)
-    return logits if seen is None or counts is None else adjust(logits, seen, counts, sampling)
+    return logits if occurrences is None else adjust(logits, *occurrences(), sampling)
 
   def draw(logits, scaled):
     noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, logits.shape[-1])

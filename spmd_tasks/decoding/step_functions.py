@@ -20,6 +20,7 @@ Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions (in a 
 
 from collections.abc import Mapping, Sequence
 import functools
+import itertools
 from typing import Any, Protocol
 
 from flax import struct
@@ -384,64 +385,84 @@ def _guess(
 def _emit_drafted(
   logits: jax.Array, state: DecodeState, drafts: DraftRows, num_top_logprobs: int
 ) -> tuple[DecodeState, Outputs]:
-  """Samples tokens of each slot one after another, while they are those drafted; outputs are [k + 1, n]."""
-  num_rows = len(logits)
-  drafted = jnp.pad(drafts.rows[:, 1:], ((0, 0), (0, 1)), constant_values=num_rows)  # the row of the next column
+  """Samples tokens of each slot, up to the first that was not drafted; logits are [R, V], outputs [k + 1, n].
 
-  def draw_column(carry: Any, columns: Any) -> Any:
-    state, going = carry
-    rows, drafted = columns
+  All rows are sampled at once, each as if the drafts before it were right: else its token is not of the text.
+  """
+  num_rows, vocab_size = logits.shape
+  take: Any = functools.partial(jnp.take, indices=drafts.owners, axis=0, mode='clip')
+  of_rows = jax.tree.map(take, state.replace(cache=None, seen=None, counts=None))
+  is_used = of_rows.active & (drafts.owners < len(state.tokens))
+  of_rows = of_rows.replace(positions=of_rows.positions + drafts.columns, active=is_used)
+  told = jnp.where(drafts.columns > 0, drafts.tokens, vocab_size)  # the scatters drop V
+  told = jnp.concatenate([told[:, None], jnp.take(told, drafts.earlier, mode='fill', fill_value=vocab_size)], axis=1)
 
-    def draw(state: DecodeState) -> Any:
-      return emit(jnp.take(logits, rows, axis=0, mode='clip'), state.replace(active=going), None, num_top_logprobs)
+  def occurrences() -> tuple[jax.Array, jax.Array]:
+    numbers, seen, counts = jnp.arange(num_rows)[:, None], take(state.seen), take(state.counts)
+    return seen.at[numbers, told].set(True, mode='drop'), counts.at[numbers, told].add(1, mode='drop')
 
-    def skip(state: DecodeState) -> Any:
-      outputs = jax.eval_shape(draw, state)[1]
-      return state.replace(active=going), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs)
-
-    drawn, outputs = jax.lax.cond(jnp.any(going), draw, skip, state)
-    is_right = (drafted < num_rows) & (jnp.take(drafts.tokens, drafted, mode='clip') == outputs.tokens)
-    return (drawn.replace(active=jnp.where(going, drawn.active, state.active)), drawn.active & is_right), outputs
-
-  (state, _), outputs = jax.lax.scan(draw_column, (state, state.active), (drafts.rows.T, drafted.T))
-  return state, outputs
+  drawn = _draw(logits, of_rows, None, None if state.seen is None else occurrences, num_top_logprobs)
+  outputs = jax.tree.map(lambda x: jnp.take(x, drafts.rows.T, axis=0, mode='clip'), drawn)
+  following = drafts.rows.T[1:]
+  is_right = (following < num_rows) & (jnp.take(drafts.tokens, following, mode='clip') == outputs.tokens[:-1])
+  is_valid = jnp.stack(
+    [*itertools.accumulate([state.active, *(is_right & ~outputs.is_finished[:-1])], jnp.logical_and)]
+  )
+  outputs = outputs.replace(is_valid=is_valid)
+  last = jnp.maximum(jnp.sum(is_valid, axis=0) - 1, 0)
+  tokens, is_finished = (x[last, jnp.arange(len(last))] for x in (outputs.tokens, outputs.is_finished))
+  told = jnp.where(is_valid, outputs.tokens, vocab_size)
+  return _with_tokens(state, tokens, state.positions + 1 + last, is_finished, told), outputs
 
 
 def emit(
   logits: jax.Array, state: DecodeState, masks: jax.Array | None, num_top_logprobs: int
 ) -> tuple[DecodeState, Outputs]:
   """Samples the token that follows each row's position."""
+  occurrences: Any = None if state.seen is None else lambda: (state.seen, state.counts)
+  outputs = _draw(logits, state, masks, occurrences, num_top_logprobs)
+  told = jnp.where(state.active, outputs.tokens, logits.shape[-1])
+  return _with_tokens(state, outputs.tokens, state.positions + 1, outputs.is_finished, told), outputs
+
+
+def _draw(
+  logits: jax.Array, state: DecodeState, masks: jax.Array | None, occurrences: Any, num_top_logprobs: int
+) -> Outputs:
+  """Samples a token of each row; `occurrences` as of `sample`."""
   positions = state.positions + 1
   allowed = logits if masks is None else mask_logits(logits, masks)
-  keys = position_keys(state.keys, positions)
-  tokens = sample(allowed, keys, state.sampling, state.active, state.seen, state.counts)
+  tokens = sample(allowed, position_keys(state.keys, positions), state.sampling, state.active, occurrences)
   # Of few tokens, from what all add to: log_softmax would write, and read, the whole vocabulary's.
   highest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
   log_total = jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - highest), axis=-1, keepdims=True))
   top_logits, top_ids = jax.lax.top_k(logits, num_top_logprobs)
-  is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)
   if current_layer_scope().batch_invariant:  # as losses compute it
     scores = predicted_label_scores({'logits': logits[:, None]}, tokens[:, None])
     logprobs = scores.label_logit - scores.log_normalizer
   else:
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1).astype(jnp.float32) - highest - log_total
-  outputs = Outputs(
+  return Outputs(
     tokens=tokens,
     logprobs=logprobs[:, 0],
     top_ids=top_ids,
     top_logprobs=top_logits.astype(jnp.float32) - highest - log_total,
     is_valid=state.active,
-    is_finished=is_finished,
+    is_finished=jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends),
   )
-  rows, told = jnp.arange(tokens.shape[0]), jnp.where(state.active, tokens, logits.shape[-1])  # the scatter drops V
-  state = state.replace(
+
+
+def _with_tokens(
+  state: DecodeState, tokens: jax.Array, positions: jax.Array, is_finished: jax.Array, told: jax.Array
+) -> DecodeState:
+  """The state after the newest tokens [N] of the active rows; `told` [N] or [k + 1, N] are all new ones, V for none."""
+  rows = jnp.arange(len(tokens))
+  return state.replace(
     tokens=jnp.where(state.active, tokens, state.tokens),
     positions=jnp.where(state.active, positions, state.positions),
     seen=None if state.seen is None else state.seen.at[rows, told].set(True, mode='drop'),
     counts=None if state.counts is None else state.counts.at[rows, told].add(1, mode='drop'),
     active=state.active & ~is_finished,
   )
-  return state, outputs
 
 
 def _score(logits: jax.Array, targets: jax.Array, num_top_logprobs: int) -> dict[str, jax.Array]:
