@@ -367,16 +367,13 @@ class DecodeSteps:
     num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
     given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
     slots, tables = self._places(busy, num_rows, blocks, by_slot=num_rows == self.settings.num_slots)
-    part = self.num_blocks // self.num_parts
     if not any((drafts or {}).values()) and (masks or not (drafts and self.heads)):
       if masks and drafts and self.draft is not None:  # it does not guess, but is to know the tokens
         self.draft.guess(state, keep, slots, tables, None, 0)
       return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
     assert drafts is not None
-    own = {slot: self.own_blocks(slot) for slot in busy.tolist()} if blocks is None else blocks
     size = next(each for each in self.draft_sizes(num_rows) if each >= len(busy) + sum(map(len, drafts.values())))
-    of_rows = np.full((self.num_parts, size // self.num_parts, self.table_len), part, np.int32)
-    rows = self._draft_rows(slots, drafts, own, of_rows)
+    rows, of_rows = self._draft_rows(slots, tables, drafts, size)
     if self.draft is not None:
       rows = rows.replace(tokens=self.draft.guess(state, keep, slots, tables, rows, self.num_drafts))
     return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, of_rows, rows)
@@ -420,25 +417,33 @@ class DecodeSteps:
       return (self.num_parts * self._slots_of_part * (self.num_drafts + 1),)
     return tuple(dict.fromkeys(num_slots * (num + 1) for num in (1, self.num_drafts)))
 
-  def _draft_rows(self, slots: Any, drafts: Mapping[int, Sequence[int]], blocks: Any, tables: Any) -> DraftRows:
-    """Assigns rows to the busy slots' tokens, each in its part, and writes their tables."""
-    num_slots, num_rows, part = len(slots), tables.shape[0] * tables.shape[1], self.num_blocks // self.num_parts
+  def _draft_rows(
+    self, slots: np.ndarray, tables: np.ndarray, drafts: Mapping[int, Sequence[int]], num_rows: int
+  ) -> tuple[DraftRows, np.ndarray]:
+    """Assigns rows to the busy slots' tokens, each in its slot's part. Returns them and their tables."""
+    (places,) = np.nonzero(slots < self.settings.num_slots)
+    tokens = [(0, *drafts.get(slot, ())) for slot in slots[places].tolist()]
+    counts, parts = np.array([*map(len, tokens)], np.int32), slots[places] // self._slots_of_part
+    before, of_part = np.cumsum(counts) - counts, num_rows // self.num_parts
+    firsts = parts * of_part + before - before[np.searchsorted(parts, parts)]
+    columns = np.arange(self.num_drafts + 1)
+    is_used = columns < counts[:, None]
     rows: Any = DraftRows(
-      owners=np.full(num_rows, num_slots, np.int32),
+      owners=np.full(num_rows, len(slots), np.int32),
       columns=np.zeros(num_rows, np.int32),
       tokens=np.zeros(num_rows, np.int32),
       earlier=np.full((num_rows, self.num_drafts), num_rows, np.int32),
-      rows=np.full((num_slots, self.num_drafts + 1), num_rows, np.int32),
+      rows=np.full((len(slots), self.num_drafts + 1), num_rows, np.int32),
     )
-    free = [iter(range(number * tables.shape[1], num_rows)) for number in range(self.num_parts)]
-    for place, slot in [each for each in enumerate(slots.tolist()) if each[1] < self.settings.num_slots]:
-      number, held = slot // self._slots_of_part, blocks.get(slot, ())
-      for column, token in enumerate((0, *drafts.get(slot, ()))):
-        row = next(free[number])
-        rows.owners[row], rows.columns[row], rows.tokens[row], rows.rows[place, column] = place, column, token, row
-        rows.earlier[row, :column] = row - 1 - np.arange(column)
-        tables.reshape(num_rows, -1)[row, : len(held)] = np.asarray(held, np.int32) - number * part
-    return rows
+    rows.rows[places] = np.where(is_used, firsts[:, None] + columns, num_rows)
+    used = rows.rows[places][is_used]
+    rows.owners[used] = np.repeat(places, counts)
+    rows.columns[used] = is_used.nonzero()[1]
+    rows.tokens[used] = [*itertools.chain(*tokens)]
+    rows.earlier[used] = np.where(columns[:-1] < rows.columns[used, None], used[:, None] - 1 - columns[:-1], num_rows)
+    of_rows = np.full((num_rows, self.table_len), self.num_blocks // self.num_parts, np.int32)
+    of_rows[used] = tables.reshape(-1, self.table_len)[rows.owners[used]]
+    return rows, of_rows.reshape(self.num_parts, of_part, -1)
 
   def score(self, variables: Variables, batch: ScoreBatch) -> Scores:
     """See step_functions.score. Each shape of batch is compiled once, on first use."""
@@ -602,10 +607,10 @@ class DecodeSteps:
       return padding.pad(state, self.padded_state), outputs
 
     num_slots = self.settings.num_slots
-    given: tuple[Any, ...] = (self._mask_rows({}, num_slots),) if masked else ()
-    tables = np.zeros((self.num_parts, -(-(draft_rows or num_rows) // self.num_parts), self.table_len), np.int32)
+    given = [self._mask_rows({}, num_slots)] if masked else []
+    tables: Any = np.zeros((self.num_parts, -(-num_rows // self.num_parts), self.table_len), np.int32)
     if draft_rows:
-      given = (self._draft_rows(np.full(num_rows, num_slots), {}, {}, tables),)
+      *given, tables = self._draft_rows(np.full(num_rows, num_slots), tables, {}, draft_rows)
     arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), tables, *given)
     return (make or self._compile_stateful)(('step', num_rows, masked, draft_rows), step, *arrays)
 
