@@ -45,7 +45,7 @@ def obstacle(query: jax.Array, keys: Any) -> str | None:
   if keys.array.shape[-1] % 16:
     return f'needs heads of a multiple of 16 features, and not {keys.array.shape[-1]}'
   if keys.array.dtype.itemsize == 1 and 2**31 < keys.array.size <= 2**32:  # Pallas counts them in 32 bits with a sign
-    return 'has no caches of between 2**31 and 2**32 numbers of 8 bits'
+    return 'has no caches of 2**31 to 2**32 numbers of 8 bits: set another task.decode.max_cache_tokens'
   return None
 
 
