@@ -94,9 +94,14 @@ class Batches:
       }
     return self._spec
 
-  def as_specified(self, batch: base.Batch) -> base.Batch:
-    """Returns a batch in the dtypes of the spec, whatever its number of rows."""
-    return {name: rows.astype(self.element_spec()[name].dtype, casting='same_kind') for name, rows in batch.items()}
+  def spec_of(self, batch: base.Batch) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the spec of a batch of any number of rows. Raises a UserError if it lacks arrays, or has others."""
+    spec = self.element_spec()
+    if batch.keys() != spec.keys():
+      raise UserError(
+        f'a batch of {self.name} has {sorted(batch)}, but the first one {sorted(spec)}: give all the same.'
+      )
+    return {name: jax.ShapeDtypeStruct(rows.shape, spec[name].dtype) for name, rows in batch.items()}
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'BatchesIterator':
     return BatchesIterator(self, shard_index, shard_count)

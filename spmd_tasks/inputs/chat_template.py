@@ -82,12 +82,12 @@ class ChatTemplate:
     return cls(template=template, stop=tuple(stop))
 
   @classmethod
-  def from_file(cls, path: str, *, stop: Sequence[str] = ()) -> 'ChatTemplate':
+  def from_file(cls, path: str) -> 'ChatTemplate':
     """Reads a Jinja file, such as chat_template.jinja. Raises a UserError if it cannot be read."""
     if str(path).endswith('.json'):
       raise UserError(f'chat template {path} must be a Jinja file: take the folder of a model by from_folder.')
     try:
-      return cls(template=epath.Path(path).expanduser().read_text(encoding='utf-8'), stop=tuple(stop))
+      return cls(template=epath.Path(path).expanduser().read_text(encoding='utf-8'), stop=())
     except (OSError, UnicodeDecodeError) as error:
       raise UserError(f'chat template {path} cannot be read: {getattr(error, "strerror", None) or error}.') from error
 

@@ -87,7 +87,6 @@ class SpanCorruption:
     noise_density: the fraction of tokens that are cut out.
     mean_span_length: of the spans, in tokens.
     seed: of the masks.
-    first_sentinel: the id of the first span; None: the last id of the text's tokenizer. The ids below it follow.
   """
 
   text: base.Input
@@ -96,7 +95,6 @@ class SpanCorruption:
   noise_density: float = 0.15
   mean_span_length: float = 3.0
   seed: int = 0
-  first_sentinel: int | None = None
 
   def __post_init__(self):
     if not 0 < self.noise_density < 1 or not self.mean_span_length >= 1:
@@ -104,6 +102,8 @@ class SpanCorruption:
         f'noise_density = {self.noise_density} must be between 0 and 1, and mean_span_length = '
         f'{self.mean_span_length} at least 1.'
       )
+    if self.tokenizer is None:
+      raise UserError('the text has no tokenizer, whose last ids stand for the spans: give an input with one.')
     tokens, targets = span_corruption_lengths(self.inputs_length, self.noise_density, self.mean_span_length)
     width = self.text.element_spec()['ids'].shape[1]
     if width > tokens:
@@ -127,9 +127,7 @@ class SpanCorruption:
     return base.source_names(self.text)
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    spec = self.text.element_spec() | base.language_model_spec(self.batch_size, self._widths()[1])
-    row = jax.ShapeDtypeStruct((self.batch_size, self.inputs_length), np.int32)
-    return spec | dict.fromkeys(('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'), row)
+    return self.text.element_spec() | encoder_decoder_spec(self.batch_size, *self._widths())
 
   def _widths(self) -> tuple[int, int]:
     """Returns S and T."""
@@ -153,20 +151,24 @@ class SpanCorruption:
   def corrupt(self, batch: base.Batch, first_row: int) -> base.Batch:
     """Makes a batch of rows of `text`; `first_row` is the number of its first row in the data, for the mask."""
     tokenizer = self.tokenizer
-    if tokenizer is None and self.first_sentinel is None:
-      raise UserError('first_sentinel must be set, because the text has no tokenizer whose last id it could be.')
-    eos, pad = (1, 0) if tokenizer is None else (tokenizer.eos_id, tokenizer.pad_id)
-    sentinel = tokenizer.vocab_size - 1 if self.first_sentinel is None else self.first_sentinel  # type: ignore[union-attr]
+    assert tokenizer is not None
     examples = []
     for row, (ids, segments) in enumerate(zip(batch['ids'], batch['segment_ids'])):
       tokens = ids[segments > 0]
       # The row is the highest word of the counter, so that no two rows have random numbers in common.
       rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, first_row + row]))
       mask = noise_mask(tokens.size, rng, self.noise_density, self.mean_span_length)
-      halves = [replace_spans(tokens, each, sentinel) for each in (mask, ~mask)] if tokens.size else []
-      examples.append([np.append(half, eos) for half in halves] or [tokens, tokens])
+      first = tokenizer.vocab_size - 1  # the sentinel of the first span
+      halves = [replace_spans(tokens, each, first) for each in (mask, ~mask)] if tokens.size else []
+      examples.append([np.append(half, tokenizer.eos_id) for half in halves] or [tokens, tokens])
     extra = {name: rows for name, rows in batch.items() if name not in base.BATCH_DTYPES}
-    return extra | encoder_decoder_batch(examples, *self._widths(), pad)
+    return extra | encoder_decoder_batch(examples, *self._widths(), tokenizer.pad_id)
+
+
+def encoder_decoder_spec(batch_size: int, inputs_length: int, targets_length: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """The element spec of an encoder-decoder's batch: [B, S] of what the encoder reads, [B, T] otherwise."""
+  encoder, decoder = (base.language_model_spec(batch_size, length) for length in (inputs_length, targets_length))
+  return decoder | {f'encoder_{name}': encoder[name] for name in ('ids', 'segment_ids', 'segment_pos')}
 
 
 def encoder_decoder_batch(
@@ -191,7 +193,7 @@ class SpanCorruptionIterator(base.InputIterator):
   def __init__(self, settings: SpanCorruption, text: base.InputIterator, rows: range):
     self._settings, self._text, self._rows = settings, text, rows
     self._num_batches = 0
-    names = ('inputs_length', 'noise_density', 'mean_span_length', 'seed', 'first_sentinel')
+    names = ('inputs_length', 'noise_density', 'mean_span_length', 'seed')
     self._identity: Mapping[str, Any] = {'kind': 'span_corruption', **{name: getattr(settings, name) for name in names}}
 
   def __next__(self) -> base.Batch:

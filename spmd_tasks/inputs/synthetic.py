@@ -14,6 +14,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
+from spmd_tasks.inputs.span_corruption import encoder_decoder_batch, encoder_decoder_spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,11 +109,10 @@ class SyntheticPairs(SyntheticText):
   encoder_len: int | None = 128
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    if self.encoder_len is not None:
+      return encoder_decoder_spec(self.batch_size, self.encoder_len, self.seq_len)
     spec = base.language_model_spec(self.batch_size, self.seq_len)
-    if self.encoder_len is None:
-      return spec | {'prefix_mask': spec['ids']}
-    encoder = base.language_model_spec(self.batch_size, self.encoder_len)
-    return spec | {f'encoder_{name}': encoder[name] for name in ('ids', 'segment_ids', 'segment_pos')}
+    return spec | {'prefix_mask': spec['ids']}
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SyntheticPairsIterator':
     return SyntheticPairsIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
@@ -132,27 +132,19 @@ class SyntheticPairsIterator(SyntheticIterator):
 
   def __next__(self) -> base.Batch:
     number = self._next_batch
-    texts = super().__next__()['ids'] + 2
-    length, seq_len = texts.shape[1], self._pairs.seq_len
-    batch = {
-      name: np.zeros((len(texts), *spec.shape[1:]), spec.dtype) for name, spec in self._pairs.element_spec().items()
-    }
-    for i, (row, text) in enumerate(zip(self._rows, texts, strict=True)):
-      text = text[: length - (row + number) % (length // 2 + 1)]
-      first = [] if self._pairs.encoder_len else list(text)
-      labels = np.array([*first, *text[: seq_len - 1 - len(first)], 1], np.int32)
-      size = len(labels)
-      batch['labels'][i, :size] = labels
-      batch['ids'][i, 1:size] = labels[:-1]
-      batch['weights'][i, len(first) : size] = 1
-      batch['segment_ids'][i, :size] = 1
-      batch['segment_pos'][i, :size] = np.arange(size)
-      if self._pairs.encoder_len is None:
-        batch['prefix_mask'][i, : 1 + len(first)] = 1
-        continue
-      batch['encoder_ids'][i, : len(text)] = text
-      batch['encoder_segment_ids'][i, : len(text)] = 1
-      batch['encoder_segment_pos'][i, : len(text)] = np.arange(len(text))
+    made = super().__next__()['ids'] + 2
+    length, seq_len, encoder_len = made.shape[1], self._pairs.seq_len, self._pairs.encoder_len
+    texts = [text[: length - (row + number) % (length // 2 + 1)] for row, text in zip(self._rows, made, strict=True)]
+    if encoder_len is not None:
+      examples = [(text, np.append(text[: seq_len - 1], 1)) for text in texts]
+      return encoder_decoder_batch(examples, encoder_len, seq_len)
+    nothing = np.zeros(0, np.int32)
+    examples = [(nothing, np.concatenate([text, text[: seq_len - 1 - len(text)], [1]])) for text in texts]
+    batch = encoder_decoder_batch(examples, 0, seq_len)
+    batch = {name: batch[name] for name in base.BATCH_DTYPES} | {'prefix_mask': np.zeros_like(batch['ids'])}
+    for row, text in enumerate(texts):
+      batch['weights'][row, : len(text)] = 0
+      batch['prefix_mask'][row, : 1 + len(text)] = 1
     return batch
 
   def _settings_of_state(self) -> base.State:

@@ -94,10 +94,8 @@ class TextInput:
       resharded.append({**states[0], **own})
     return resharded
 
-  def epochs(self, state: base.State) -> float | None:
+  def epochs(self, state: base.State) -> float:
     """Returns how often the source has been read at a position, as a mean over the lanes of its shard."""
-    if 'num_blocks' not in state:  # of an older position
-      return None
     num_lanes = self.batch_size if self.num_epochs is None else 1
     blocks_per_lane = sum(num_read for num_read, _, _ in state['lanes']) / len(state['lanes'])
     return blocks_per_lane * num_lanes / state['num_blocks']

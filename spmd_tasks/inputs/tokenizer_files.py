@@ -147,9 +147,10 @@ class FolderTokenizer(FileTokenizer):
     if (named := self._special_id('eos_token')) is not None:
       return named
     for file in ('generation_config.json', 'config.json'):
-      ids = np.atleast_1d(read_json_object(self._file(file)).get('eos_token_id') or []).tolist()
-      if ids and isinstance(ids[0], int):
-        return ids[0]
+      ids = read_json_object(self._file(file)).get('eos_token_id')
+      first = ids[0] if isinstance(ids, list) and ids else ids
+      if isinstance(first, int):
+        return first
     raise UserError(f'{self.path} names no end of text: set eos_token in its {_CONFIG}.')
 
   @functools.cached_property

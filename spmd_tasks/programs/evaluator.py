@@ -187,8 +187,7 @@ class Evaluator:
     """Returns the step for a batch of a set, and the batch on the mesh."""
     step, given = self._steps[name], cast(Any, self._inputs[name])
     if getattr(given, 'gives_whole_batches', False):
-      batch = given.as_specified(dict(batch))
-      step = self._steps_by_shape.of(batch)  # a smaller last batch has a step of its own
+      step = self._steps_by_shape.of(given.spec_of(batch))  # a smaller last batch has a step of its own
       return step, step.place(step.layout.own_rows(batch))
     if getattr(given, 'shapes_may_vary', False):
       step = self._steps_by_shape.of(batch)

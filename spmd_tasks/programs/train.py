@@ -3,7 +3,7 @@
 The loop knows only steps. Everything that is done beside them is a TrainHook (hooks.py), in the order of `job_hooks`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
 from spmd_tasks.files import storage_errors
-from spmd_tasks.inputs import InputIterator, Prefetcher
+from spmd_tasks.inputs import Batch, InputIterator, Prefetcher
 from spmd_tasks.programs.evaluator import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
@@ -240,13 +240,13 @@ def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:
   for hook in run.hooks:
     if (made := hook.batches(run, iterator)) is not None:
       return made
-  batches = Prefetcher(
-    iterator,
-    run.model.train_step.place,
-    depth=run.experiment.prefetch_batches,
-    timeout_s=run.experiment.input_timeout_s,
-    is_idle=run.loop.is_idle,
-  )
+  return read_ahead(run, iterator, run.model.train_step.place)
+
+
+def read_ahead(run: TrainRun, iterator: InputIterator, place: Callable[[Batch], Any]) -> Prefetcher:
+  """Starts to read batches ahead and to `place` them, as the experiment's settings say, until the job ends."""
+  settings = run.experiment
+  batches = Prefetcher(iterator, place, settings.prefetch_batches, settings.input_timeout_s, is_idle=run.loop.is_idle)
   run.stack.callback(batches.close)
   return batches
 

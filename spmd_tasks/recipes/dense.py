@@ -2,6 +2,7 @@
 
 import fiddle as fdl
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.layers import (
   FeedForward,
@@ -71,10 +72,16 @@ class DenseLanguageModel(TextTraining):
       num_logit_chunks=self.num_logit_chunks,
       scatters_gradients=self.scatters_gradients,
     )
-    if self.num_nextn_predict_layers:
-      from spmd_tasks.recipes.nextn import with_heads
+    if not (num := self.num_nextn_predict_layers):
+      return model
+    if num < 1:
+      raise UserError(f'num_nextn_predict_layers = {num} must be at least 0.')
+    from spmd_tasks.layers import NextnHead, NextnLanguageModel  # for few models
 
-      model = with_heads(model, self.block(self.ffn()), self.num_nextn_predict_layers, self.remat_policy)
+    stack = fdl.Config(TransformerStack, block=self.block(self.ffn()), num_layers=1, remat_policy=self.remat_policy)
+    head = fdl.Config(NextnHead, stack=stack, norm=fdl.copy_with(model.final_norm))
+    fdl.update_callable(model, NextnLanguageModel)
+    model.num_nextn_predict_layers, model.nextn_head = num, head
     return model
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:

@@ -24,28 +24,13 @@ if TYPE_CHECKING:
 _CHILDREN = {'block': 'layers', 'blocks': 'block_{}', 'stacks': 'stack_{}'}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterNames:
   """The names of an adapter's weights: of the kernel, of A, of B, and of DoRA's magnitude."""
 
-  kernel: str
-
-  @property
-  def prefix(self) -> str:
-    parent, _, name = self.kernel.rpartition('/')
-    return (f'{parent}/' if parent else '') + ('' if name == 'kernel' else f'{name}_')
-
-  @property
-  def a(self) -> str:
-    return f'{self.prefix}lora_a'
-
-  @property
-  def b(self) -> str:
-    return f'{self.prefix}lora_b'
-
-  @property
-  def magnitude(self) -> str:
-    return f'{self.prefix}lora_magnitude'
+  def __init__(self, *, kernel: str):
+    parent, slash, name = kernel.rpartition('/')
+    prefix = f'{parent}{slash}lora' if name == 'kernel' else f'{parent}{slash}{name}_lora'
+    self.kernel, self.a, self.b, self.magnitude = kernel, f'{prefix}_a', f'{prefix}_b', f'{prefix}_magnitude'
 
 
 def adaptable_weights(model: Any) -> dict[str, tuple[Any, str]]:

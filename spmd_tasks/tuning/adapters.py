@@ -132,36 +132,25 @@ class _LowRankKernel(AdaptedKernel):
 
 def declare_product(kernel: DeclaredKernel, rank: int, num_choices: int | None = None) -> tuple[jax.Array, jax.Array]:
   """Declares A and B of an adapter, or the stacks of several, [N, ...]; returns them in the computation's dtype."""
-  end = kernel.num_stacked_dims + kernel.num_input_dims
-  stacked, inputs, outputs = (
-    kernel.value.shape[: kernel.num_stacked_dims],
-    kernel.value.shape[kernel.num_stacked_dims : end],
-    kernel.value.shape[end:],
-  )
-  bound = 1 / math.sqrt(math.prod(inputs))
-  init_a = lambda rng, shape, dtype: jax.random.uniform(rng, shape, dtype, -bound, bound)
-  shapes, choices = (
-    ((*stacked, *inputs, rank), (*stacked, rank, *outputs)),
-    () if num_choices is None else (num_choices,),
-  )
-  a, b = (
-    declare_weight(
+  shape, num_stacked, end = kernel.value.shape, kernel.num_stacked_dims, kernel.num_stacked_dims + kernel.num_input_dims
+  bound = 1 / math.sqrt(math.prod(shape[num_stacked:end]))
+  choices = () if num_choices is None else (num_choices,)  # in front of all other dims, and not split
+  a_split_dims, b_split_dims = _product_split_dims(kernel)
+
+  def declare(name: str, shape: tuple[int, ...], init: Any, split_dims: Any, num_input_dims: int) -> jax.Array:
+    return declare_weight(
       kernel.module,
       f'{kernel.prefix}{name}',
-      shape=(*choices, *shape),  # choices are in front of all other dims, and not split
+      shape=(*choices, *shape),
       init=init,
-      split_dims=split_dims and (*(None for _ in choices), *split_dims),
+      split_dims=split_dims and (*[None] * len(choices), *split_dims),
       tags=(ADAPTER_TAG, *kernel.tags),
-      num_input_dims=None if choices else num_inputs,
+      num_input_dims=None if choices else num_input_dims,
     ).astype(kernel.dtype)
-    for name, shape, init, split_dims, num_inputs in zip(
-      ('lora_a', 'lora_b'),
-      shapes,
-      (init_a, jax.nn.initializers.zeros),
-      _product_split_dims(kernel),
-      (kernel.num_input_dims, 1),
-    )
-  )
+
+  uniform = lambda rng, shape, dtype: jax.random.uniform(rng, shape, dtype, -bound, bound)
+  a = declare('lora_a', (*shape[:end], rank), uniform, a_split_dims, kernel.num_input_dims)
+  b = declare('lora_b', (*shape[:num_stacked], rank, *shape[end:]), jax.nn.initializers.zeros, b_split_dims, 1)
   return a, b
 
 

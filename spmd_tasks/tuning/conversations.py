@@ -16,6 +16,7 @@ out, as `too_long` says.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Block, ChatTemplate, TextInput, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES
-from spmd_tasks.inputs.packing import TokenBlock
+from spmd_tasks.inputs.packing import BlockEncoder, TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.tuning._assistant_turns import Spans, render_turns, tokens_of_spans
@@ -93,15 +94,8 @@ class ConversationInput(TextInput):
       tokenizer=self.tokenizer, template=self.template, variables=dict(self.template_variables), date=self.date
     )
 
-  def block_encoder(self) -> Any:
-    fields = (getattr(self.source, 'messages_field', 'messages'), getattr(self.source, 'tools_field', 'tools'))
-    return ConversationEncoder(
-      renderer=self.renderer(),
-      messages_field=fields[0],
-      tools_field=fields[1],
-      seq_len=self.seq_len,
-      too_long=self.too_long,
-    )
+  def block_encoder(self) -> BlockEncoder:
+    return ConversationEncoder(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +123,12 @@ class Renderer:
     text, spans = render_turns(self.template, messages, tools, self.variables, self.now)
     return self.encode(text, spans, ends=messages[-1]['role'] == 'assistant')
 
-  def encode(self, text: str, spans: Spans, *, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+  def plain(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of texts without a template, bos, prompt, answer, eos, and which are the answer's or the eos."""
+    text = prompt + answer
+    return self.encode(text, [(len(prompt), len(text))], ends=True, is_rendered=False)
+
+  def encode(self, text: str, spans: Spans, *, ends: bool, is_rendered: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a text, int32 [N], and which of them lie in its spans, bool [N].
 
     Where the template does not write the beginning of text itself, it is put before, as before a prompt; and the end
@@ -137,7 +136,7 @@ class Renderer:
     """
     ids, offsets = self.tokenizer.encode_with_offsets(text)  # type: ignore[attr-defined]  # `make_iterator` asks
     mask = tokens_of_spans(offsets, spans)
-    if self.template.writes_bos:
+    if is_rendered and self.template.writes_bos:
       return ids, mask
     start = np.array(encode_prompt(self.tokenizer, ''), np.int32)
     if start.size and not np.array_equal(ids[: start.size], start):
@@ -153,19 +152,21 @@ class Renderer:
     return {'tokenizer': self.tokenizer.fingerprint(), 'template': digest}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RecordEncoder:
-  """A BlockEncoder of records that stay whole; each is a document, or several."""
+  """A BlockEncoder of records that stay whole; each is a document, or several. `settings` are those of its input."""
 
-  renderer: Renderer
-  seq_len: int
-  too_long: str
+  settings: ConversationInput
   keeps_whole: ClassVar[bool] = True
   dtypes: ClassVar[Mapping[str, Any]] = BATCH_DTYPES
 
+  @functools.cached_property
+  def renderer(self) -> Renderer:
+    return self.settings.renderer()
+
   @property
   def pad_id(self) -> int:
-    return self.renderer.tokenizer.pad_id
+    return self.settings.tokenizer.pad_id
 
   def encode(self, block: Block) -> TokenBlock:
     ((record, _),) = block.documents
@@ -177,38 +178,37 @@ class RecordEncoder:
 
   def fits(self, what: str, num_tokens: int, remark: str = '') -> bool:
     """Whether a record has at most T tokens; raises a UserError if not, and `too_long` says so."""
-    if num_tokens > self.seq_len and self.too_long == 'error':
+    seq_len = self.settings.seq_len
+    if num_tokens > seq_len and self.settings.too_long == 'error':
       raise UserError(
-        f'{what} has {num_tokens} tokens{remark}, but a row only seq_len = {self.seq_len}: raise seq_len, or set '
-        "too_long to 'truncate' or 'skip'."
+        f'{what} has {num_tokens} tokens{remark}, but a row only seq_len = {seq_len}: raise seq_len, or set too_long '
+        "to 'truncate' or 'skip'."
       )
-    return num_tokens <= self.seq_len
+    return num_tokens <= seq_len
 
   def left_out(self) -> TokenBlock:
     """The block of a record that is skipped."""
     return empty_block(self.dtypes)
 
   def identity(self) -> dict[str, Any]:
-    return self.renderer.identity() | {'too_long': self.too_long}
+    return self.renderer.identity() | {'too_long': self.settings.too_long}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversationEncoder(RecordEncoder):
   """The BlockEncoder of conversations."""
 
-  messages_field: str
-  tools_field: str
-
   def encode_record(self, record: Record) -> TokenBlock:
-    messages = messages_of(record.values, self.messages_field)
-    _refuse_empty_turns(messages, self.messages_field)
-    ids, mask = self.renderer.turns(messages, tools_of(record.values, self.tools_field))
+    source: Any = self.settings.source
+    messages = messages_of(record.values, source.messages_field)
+    _refuse_empty_turns(messages, source.messages_field)
+    ids, mask = self.renderer.turns(messages, tools_of(record.values, source.tools_field))
     if not mask[1:].any():
       raise UserError("no token of the conversation is the assistant's, so that nothing can be learnt: remove it.")
     is_cut = not self.fits('the conversation', ids.size - 1)
     if is_cut:
-      ids, mask = ids[: self.seq_len + 1], mask[: self.seq_len + 1]
-      if self.too_long == 'skip' or not mask[1:].any():
+      num_kept = self.settings.seq_len + 1
+      ids, mask = ids[:num_kept], mask[:num_kept]
+      if self.settings.too_long == 'skip' or not mask[1:].any():
         return self.left_out()
     weights = mask[1:].astype(np.float32)
     return TokenBlock(ids[:-1], ids[1:], (ids.size - 1,), {'weights': weights}, num_truncated=int(is_cut))

@@ -20,7 +20,7 @@ import numpy as np
 from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Batch, Prefetcher, State
+from spmd_tasks.inputs import Batch, State
 from spmd_tasks.inputs.base import shard_rows
 from spmd_tasks.inputs.mixture import sources_of
 from spmd_tasks.inputs.text_input import TextIterator
@@ -28,6 +28,7 @@ from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.train import read_ahead
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
@@ -110,24 +111,6 @@ class DistillationLoss(WithAuxLosses):
     return output.replace(loss=loss, metrics=metrics)
 
 
-class _TaughtIterator(TextIterator):
-  """Batches with a made-up teacher, for --mode verify; AskTeacher asks one."""
-
-  _settings: 'TaughtInput'
-
-  def __next__(self) -> Batch:
-    return self._settings.with_made_up(super().__next__())
-
-
-class _TaughtPrompts(PromptIterator):
-  """The same of rollouts."""
-
-  _settings: 'TaughtRollouts'
-
-  def __next__(self) -> Batch:
-    return self._settings.with_made_up(super().__next__())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithTeacher:
   """An input whose batches get what a teacher says of them.
@@ -158,13 +141,27 @@ class _WithTeacher:
     ids = {_IDS: jax.ShapeDtypeStruct(shape, np.int32)} if self.teacher_top_k else {}
     return {_LOG_PROBS: jax.ShapeDtypeStruct(shape, np.float32), **ids}
 
-  def with_made_up(self, batch: Batch) -> Batch:
-    """Adds a teacher who finds all tokens equally probable."""
-    shape = (len(batch['ids']), self.seq_len, self.teacher_top_k or self.vocab_size)
-    made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(self.vocab_size)), shape)}
-    if self.teacher_top_k:
-      made_up[_IDS] = np.broadcast_to(np.arange(self.teacher_top_k, dtype=np.int32), shape)
+
+class _MadeUpTeacher:
+  """Batches with a teacher who finds all tokens equally probable, for --mode verify; AskTeacher asks a real one."""
+
+  _settings: Any  # _WithTeacher
+
+  def __next__(self) -> Batch:
+    batch, settings = super().__next__(), self._settings  # type: ignore[misc]
+    shape = (len(batch['ids']), *settings.teacher_spec()[_LOG_PROBS].shape[1:])
+    made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(settings.vocab_size)), shape)}
+    if settings.teacher_top_k:
+      made_up[_IDS] = np.broadcast_to(np.arange(settings.teacher_top_k, dtype=np.int32), shape)
     return batch | made_up
+
+
+class _TaughtIterator(_MadeUpTeacher, TextIterator):
+  pass
+
+
+class _TaughtPrompts(_MadeUpTeacher, PromptIterator):
+  pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,14 +222,7 @@ class AskTeacher(TrainHook):
 
   def batches(self, run: TrainRun, iterator: Any) -> Any:
     self.load()
-    read = Prefetcher(
-      iterator,
-      self.place,
-      depth=run.experiment.prefetch_batches,
-      timeout_s=run.experiment.input_timeout_s,
-      is_idle=run.loop.is_idle,
-    )
-    run.stack.callback(read.close)
+    read = read_ahead(run, iterator, self.place)
 
     def make() -> tuple[dict[str, jax.Array], State]:
       batch, state = next(read)
@@ -281,7 +271,7 @@ class DistillationTuning(InstructionTuning):
     if not self.teacher:
       raise UserError(f'{type(self).__name__} needs a teacher: --set teacher=FOLDER, with the vocabulary of the model.')
     made = super().train_input()
-    for each in (made.sources if hasattr(made, 'sources') else {'': made}).values():
+    for each in made.sources.values() if hasattr(made, 'sources') else (made,):
       fdl.update_callable(each, TaughtInput)
       each.teacher, each.teacher_top_k = self.teacher, self.teacher_top_k
       each.vocab_size = self.folder.decoder.vocab_size

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
-from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.padding import pad, unpad
 from spmd_tasks.sharding.weights import is_quantized
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
@@ -32,16 +31,11 @@ def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
   specs = flat_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     names, kernel = AdapterNames(kernel=name), weights[name]
-    merge = functools.partial(merge_low_rank, adapter, num_stacked_dims=_num_stacked(specs[name]))
+    merge = functools.partial(merge_low_rank, adapter, num_stacked_dims=specs[name].num_separate_dims)
     parts = (kernel, weights[names.a], weights[names.b], weights.get(names.magnitude))
     weights[name] = jax.jit(merge, out_shardings=kernel.sharding)(*parts)
   kept = {name: weight for name, weight in weights.items() if ADAPTER_TAG not in specs[name].tags}
   return traverse_util.unflatten_dict(kept, sep='/')
-
-
-def _num_stacked(spec: WeightSpec) -> int:
-  """Returns how many leading dims of a kernel count kernels: layers and experts."""
-  return spec.stacked + ('expert' in spec.tags)
 
 
 def _numbers(model: PartitionedModel, name: str, weight: Any) -> Any:
@@ -67,7 +61,7 @@ def with_magnitudes(model: PartitionedModel, weights: Any, *, only_missing: bool
   specs = flat_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     if adapter.use_dora:
-      magnitude, stacked = AdapterNames(kernel=name).magnitude, _num_stacked(specs[name])
+      magnitude, stacked = AdapterNames(kernel=name).magnitude, specs[name].num_separate_dims
       kernel = flat[name].unbox() if is_quantized(flat[name]) else flat[name]
       lengths = column_lengths(kernel, kernel.ndim - flat[magnitude].ndim, stacked).astype(jnp.float32)
       flat[magnitude] = jnp.where(flat[magnitude] == 0, lengths, flat[magnitude]) if only_missing else lengths

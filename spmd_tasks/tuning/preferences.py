@@ -32,7 +32,7 @@ from spmd_tasks.inputs.mixture import map_sources
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.tuning._assistant_turns import render_added
-from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, messages_of, tools_of
+from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, Renderer, messages_of, tools_of
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
 _ANSWERS = ('chosen', 'rejected')
@@ -99,14 +99,7 @@ class PreferenceInput(ConversationInput):
   kind: ClassVar[str] = 'preferences'
 
   def block_encoder(self) -> 'PreferenceEncoder':
-    return PreferenceEncoder(
-      renderer=self.renderer(),
-      seq_len=self.seq_len,
-      too_long=self.too_long,
-      reference=self.reference,
-      reference_free=self.reference_free,
-      is_judged=isinstance(self.source, JudgedAnswers),
-    )
+    return PreferenceEncoder(self)
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> TextIterator:
     if self.reference is None and not self.reference_free:
@@ -131,17 +124,19 @@ class NumberedPairs(PreferenceInput):
   """Pairs whose batches have, in place of the reference, `record_index`: int32, 1 + the number of a token's record."""
 
   def block_encoder(self) -> 'PreferenceEncoder':
-    return dataclasses.replace(super().block_encoder(), numbered=True)
+    return PreferenceEncoder(self, numbered=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class PreferenceEncoder(RecordEncoder):
   """The BlockEncoder of pairs: one record is two documents, in the order chosen, rejected."""
 
-  reference: str | None = None
-  reference_free: bool = True
-  is_judged: bool = False
+  settings: PreferenceInput
   numbered: bool = False
+
+  @property
+  def is_judged(self) -> bool:
+    return isinstance(self.settings.source, JudgedAnswers)
 
   @property
   def dtypes(self) -> Mapping[str, Any]:  # type: ignore[override]
@@ -154,11 +149,11 @@ class PreferenceEncoder(RecordEncoder):
   @functools.cached_property
   def _references(self) -> np.ndarray:
     """float32 [N, 2]: of every record the log-probabilities of its chosen and its rejected answer; NaN: left out."""
-    assert self.reference is not None
-    return read_references(self.reference)
+    assert self.settings.reference is not None
+    return read_references(self.settings.reference)
 
   def encode_record(self, record: Record) -> TokenBlock:
-    pair = [self.encode_answer(record.values, name) for name in _ANSWERS]
+    pair = [encode_answer(self.renderer, record.values, name) for name in _ANSWERS]
     if self._are_same(pair):
       raise UserError(
         "'chosen' and 'rejected' are the same, so that there is nothing to prefer: remove the pair, or correct it."
@@ -166,9 +161,10 @@ class PreferenceEncoder(RecordEncoder):
     num_tokens = sum(ids.size - 1 for ids, _ in pair)
     is_cut = not self.fits('the pair', num_tokens, ', its prompt counted twice')
     if is_cut:
-      pair = [(ids[: self.seq_len // 2 + 1], mask[: self.seq_len // 2 + 1]) for ids, mask in pair]
+      num_kept = self.settings.seq_len // 2 + 1
+      pair = [(ids[:num_kept], mask[:num_kept]) for ids, mask in pair]
       has_two_answers = all(mask[1:].any() for _, mask in pair) and not self._are_same(pair)
-      if self.too_long == 'skip' or not has_two_answers:
+      if self.settings.too_long == 'skip' or not has_two_answers:
         return self.left_out()
     ids = np.concatenate([ids[:-1] for ids, _ in pair])
     labels = np.concatenate([ids[1:] for ids, _ in pair])
@@ -180,7 +176,7 @@ class PreferenceEncoder(RecordEncoder):
       own = {'record_index': np.full(ids.size, record.index + 1, np.int32)}
     else:
       own = {'reference_log_probs': np.zeros(ids.size, np.float32)}
-      if self.reference is not None:
+      if self.settings.reference is not None:
         own['reference_log_probs'][first] = self._reference_of(record.index)
     if self.is_judged:
       own['judgement'] = np.zeros(ids.size, np.float32)
@@ -193,54 +189,51 @@ class PreferenceEncoder(RecordEncoder):
 
   def _reference_of(self, index: int) -> np.ndarray:
     if index >= len(self._references) or np.isnan(self._references[index]).any():
-      raise UserError(f'{self.reference} has no log-probabilities of record {index}: it is of other data. Delete it.')
+      file = self.settings.reference
+      raise UserError(f'{file} has no log-probabilities of record {index}: it is of other data. Delete it.')
     return self._references[index]
 
-  def encode_answer(self, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of the prompt with one answer, and which of them are the answer's."""
-    missing = [each for each in _ANSWERS if record.get(each) is None]
-    if missing:
-      raise UserError(
-        f'there is no field {missing[0]!r} with a value (it has {sorted(record)[:20]}): a pair has chosen and rejected.'
-      )
-    given = {each: record[each] for each in ('prompt', *_ANSWERS) if record.get(each) is not None}
-    if all(isinstance(value, str) and not _is_messages(value) for value in given.values()):
-      prompt, answer = record.get('prompt') or '', record[name]
-      if not answer:
-        raise UserError(f'{name!r} is empty: give the pair two answers, or remove it.')
-      ids, mask = self.encode_text(prompt, answer)
-    else:
-      _refuse_texts_among_messages(given)
-      ids, mask = self._encode_messages(record, name)
-    if not mask[1:].any():
-      raise UserError(f'no token of {name!r} is behind the prompt: give the pair two answers, or remove it.')
-    return ids, mask
-
-  def encode_text(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
-    """A plain text: bos, prompt, answer, eos; the answer and the eos are what is compared."""
-    plain = dataclasses.replace(self.renderer, template=dataclasses.replace(self.renderer.template, writes_bos=False))
-    text = prompt + answer
-    return plain.encode(text, [(len(prompt), len(text))], ends=True)
-
-  def _encode_messages(self, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A conversation: what rendering the answer's messages adds to rendering the prompt's."""
-    answer, renderer = messages_of(record, name), self.renderer
-    if record.get('prompt') is None:
-      others = messages_of(record, next(each for each in _ANSWERS if each != name))
-      prompt, answer = _divide(answer, others)
-      if not prompt:
-        raise UserError("'chosen' and 'rejected' do not begin with the same messages: add a 'prompt', or correct them.")
-    else:
-      prompt = messages_of(record, 'prompt')
-    if not prompt or not answer or answer[-1]['role'] != 'assistant':
-      raise UserError(f"{name!r} must end with a message of the assistant, behind the prompt's messages.")
-    tools, whole = tools_of(record, 'tools'), [*prompt, *answer]
-    turns = [(len(prompt), len(whole))]
-    text, spans = render_added(renderer.template, whole, turns, tools, renderer.variables, renderer.now)
-    return renderer.encode(text, spans, ends=True)
-
   def identity(self) -> dict[str, Any]:
-    return super().identity() | {'reference_free': self.reference_free}
+    return super().identity() | {'reference_free': self.settings.reference_free}
+
+
+def encode_answer(renderer: Renderer, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+  """The tokens of the prompt with one answer, and which of them are the answer's."""
+  missing = [each for each in _ANSWERS if record.get(each) is None]
+  if missing:
+    raise UserError(
+      f'there is no field {missing[0]!r} with a value (it has {sorted(record)[:20]}): a pair has chosen and rejected.'
+    )
+  given = {each: record[each] for each in ('prompt', *_ANSWERS) if record.get(each) is not None}
+  if all(isinstance(value, str) and not _is_messages(value) for value in given.values()):
+    prompt, answer = record.get('prompt') or '', record[name]
+    if not answer:
+      raise UserError(f'{name!r} is empty: give the pair two answers, or remove it.')
+    ids, mask = renderer.plain(prompt, answer)
+  else:
+    _refuse_texts_among_messages(given)
+    ids, mask = _encode_messages(renderer, record, name)
+  if not mask[1:].any():
+    raise UserError(f'no token of {name!r} is behind the prompt: give the pair two answers, or remove it.')
+  return ids, mask
+
+
+def _encode_messages(renderer: Renderer, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+  """A conversation: what rendering the answer's messages adds to rendering the prompt's."""
+  answer = messages_of(record, name)
+  if record.get('prompt') is None:
+    others = messages_of(record, next(each for each in _ANSWERS if each != name))
+    prompt, answer = _divide(answer, others)
+    if not prompt:
+      raise UserError("'chosen' and 'rejected' do not begin with the same messages: add a 'prompt', or correct them.")
+  else:
+    prompt = messages_of(record, 'prompt')
+  if not prompt or not answer or answer[-1]['role'] != 'assistant':
+    raise UserError(f"{name!r} must end with a message of the assistant, behind the prompt's messages.")
+  tools, whole = tools_of(record, 'tools'), [*prompt, *answer]
+  turns = [(len(prompt), len(whole))]
+  text, spans = render_added(renderer.template, whole, turns, tools, renderer.variables, renderer.now)
+  return renderer.encode(text, spans, ends=True)
 
 
 def _is_messages(value: Any) -> bool:

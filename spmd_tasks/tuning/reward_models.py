@@ -26,7 +26,7 @@ from spmd_tasks.programs.hooks import TrainRun
 from spmd_tasks.runtime import PartitionedModel, partition_spmd_model
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import Renderer
-from spmd_tasks.tuning.preferences import PreferenceEncoder
+from spmd_tasks.tuning.preferences import encode_answer
 from spmd_tasks.tuning.reward_functions import Call
 from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.tuning.text_scorer import pooled, text_batch
@@ -68,8 +68,7 @@ class RewardModel:
       raise UserError(f'reward {name} must be a folder of ForSequenceClassification with one label: see FullReward.')
     template = ChatTemplate.from_folder(str(self._path)) or ChatTemplate()
     tokenizer = FolderTokenizer(path=str(self._path))
-    renderer = Renderer(tokenizer=tokenizer, template=template, variables={}, date='2026-01-01')
-    self._encoder = PreferenceEncoder(renderer=renderer, seq_len=seq_len, too_long='error')
+    self._renderer = Renderer(tokenizer=tokenizer, template=template, variables={}, date='2026-01-01')
     self._spec = language_model_spec(batch_size, seq_len)
     self._model = frozen_model(run, folder, self._spec)
     self._variables: Any = None
@@ -92,10 +91,10 @@ class RewardModel:
 
   def _ids(self, prompt: Any, completion: str, record: Mapping[str, Any]) -> np.ndarray:
     if isinstance(prompt, str):
-      return self._encoder.encode_text(prompt, completion)[0]
+      return self._renderer.plain(prompt, completion)[0]
     answer = [{'role': 'assistant', 'content': completion}]
     texts = {'prompt': prompt, 'chosen': answer, 'rejected': answer, 'tools': record.get('tools')}
     try:
-      return self._encoder.encode_answer(texts, 'chosen')[0]
+      return encode_answer(self._renderer, texts, 'chosen')[0]
     except UserError:  # such as of an empty answer
       return np.zeros(0, np.int32)

@@ -145,11 +145,8 @@ class RewardTuning(TextTraining):
     method = self.chosen
     return fdl.Config(
       PolicyLoss,
-      ratio=method.ratio,
-      aggregation=method.aggregation,
+      **{name: getattr(method, name) for name in ('ratio', 'aggregation', 'clip_low', 'clip_high')},
       max_tokens=self.max_tokens if method.aggregation == 'max_tokens' else None,
-      clip_low=method.clip_low,
-      clip_high=method.clip_high,
       kl_weight=0.0 if method.kl_in_reward else self.kl_weight,
       value_weight=self.value_weight if method.baseline == 'gae' else 0.0,
       value_clip=self.value_clip,

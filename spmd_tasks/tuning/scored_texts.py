@@ -12,7 +12,7 @@ record's first text, and 0 elsewhere. The two texts of a pair are segments 1 and
 from collections.abc import Mapping
 import dataclasses
 import numbers
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import BATCH_DTYPES
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, messages_of, tools_of
-from spmd_tasks.tuning.preferences import PreferenceEncoder
+from spmd_tasks.tuning.preferences import encode_answer
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
 _POOLINGS = ('last', 'mean')
@@ -85,69 +85,56 @@ class ScoredInput(ConversationInput):
       raise UserError(f'pooling = {self.pooling!r} must be one of {", ".join(map(repr, _POOLINGS))}.')
 
   def block_encoder(self) -> 'ScoredEncoder':
-    source: Any = self.source
-    return ScoredEncoder(
-      renderer=self.renderer(),
-      texts=source.texts,
-      target=source.target,
-      num_classes=source.num_classes,
-      seq_len=self.seq_len,
-      too_long=self.too_long,
-      pooling=self.pooling,
-    )
+    return ScoredEncoder(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ScoredEncoder(RecordEncoder):
   """The BlockEncoder of scored texts: one record is one document or two."""
 
-  texts: tuple[str, ...]
-  target: str
-  num_classes: int
-  pooling: str
+  settings: ScoredInput
   dtypes: ClassVar[Mapping[str, Any]] = {**BATCH_DTYPES, 'targets': np.float32}
 
   def encode_record(self, record: Record) -> TokenBlock:
-    parts = [self._ids(record.values, name) for name in self.texts]
+    settings, source = self.settings, cast(Any, self.settings.source)
+    parts = [self._ids(record.values, name) for name in source.texts]
     is_cut = not self.fits('the record', sum(each.size for each in parts))
-    if is_cut and self.too_long == 'skip':
+    if is_cut and settings.too_long == 'skip':
       return self.left_out()
     if is_cut:
-      parts = [each[: self.seq_len // len(parts)] for each in parts]
+      parts = [each[: settings.seq_len // len(parts)] for each in parts]
     sizes = [each.size for each in parts]
     ends = np.cumsum(sizes)
     weights, targets = np.zeros((2, ends[-1]), np.float32)
     weights[ends - 1] = 1
-    if self.pooling == 'mean':
+    if settings.pooling == 'mean':
       weights = np.repeat(1 / np.array(sizes), sizes).astype(np.float32)
-    targets[ends[0] - 1] = self._target(record.values)
+    targets[ends[0] - 1] = _target(record.values, source.target, source.num_classes)
     ids = np.concatenate(parts)
     arrays = {'weights': weights, 'targets': targets}
     return TokenBlock(ids, ids, tuple(ends.tolist()), arrays, num_truncated=int(is_cut))
 
   def _ids(self, record: Mapping[str, Any], name: str) -> np.ndarray:
     """The tokens of a text: bos, the text, eos; or of messages, as the chat template writes them."""
-    pairs = PreferenceEncoder(renderer=self.renderer, seq_len=self.seq_len, too_long=self.too_long)
     if name in RewardPairs.texts:
-      return pairs.encode_answer(record, name)[0]
+      return encode_answer(self.renderer, record, name)[0]
     if name == 'text' and record.get('messages') is not None:
       return self.renderer.turns(messages_of(record, 'messages'), tools_of(record, 'tools'))[0]
     if not isinstance(record.get(name), str) or not record[name]:
       raise UserError(f'there is no text {name!r} (it has {sorted(record)[:20]}): write one, or remove the record.')
-    return pairs.encode_text('', record[name])[0]
-
-  def _target(self, record: Mapping[str, Any]) -> float:
-    value = record.get(self.target, 0.0 if self.target != 'label' else None)
-    if self.target == 'margin' and value is None:
-      return 0.0
-    is_number = isinstance(value, numbers.Real | np.number | np.bool_)
-    if not is_number or not abs(value) < 1e38:
-      raise UserError(f'{self.target!r} must be a number of float32, not {value!r:.60}.')
-    if self.num_classes and value not in range(self.num_classes):
-      raise UserError(
-        f'{self.target!r} is {value}, but num_labels = {self.num_classes}: give 0 to {self.num_classes - 1}.'
-      )
-    return float(value)
+    return self.renderer.plain('', record[name])[0]
 
   def identity(self) -> dict[str, Any]:
-    return super().identity() | {'pooling': self.pooling}
+    return super().identity() | {'pooling': self.settings.pooling}
+
+
+def _target(record: Mapping[str, Any], name: str, num_classes: int) -> float:
+  value: Any = record.get(name)
+  if value is None and name != 'label':  # a pair need not have a margin
+    return 0.0
+  is_number = isinstance(value, numbers.Real | np.number | np.bool_)
+  if not is_number or not abs(value) < 1e38:
+    raise UserError(f'{name!r} must be a number of float32, not {value!r:.60}.')
+  if num_classes and value not in range(num_classes):
+    raise UserError(f'{name!r} is {value}, but num_labels = {num_classes}: give 0 to {num_classes - 1}.')
+  return float(value)

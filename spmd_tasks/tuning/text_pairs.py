@@ -19,9 +19,9 @@ import numpy as np
 
 from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Block, TextInput, Tokenizer, base
+from spmd_tasks.inputs import Block, TextInput, base
 from spmd_tasks.inputs.packing import TokenBlock
-from spmd_tasks.inputs.span_corruption import encoder_decoder_batch
+from spmd_tasks.inputs.span_corruption import encoder_decoder_batch, encoder_decoder_spec
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.tuning.conversations import empty_block
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
@@ -65,59 +65,62 @@ class PairInput(TextInput):
         f'packing = {self.packing} must be False for pairs, and too_long = {self.too_long!r} error, truncate or skip.'
       )
 
+  @property
+  def lengths(self) -> tuple[int, int]:
+    """S and T."""
+    return self.inputs_length, self.seq_len - self.inputs_length
+
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    row = jax.ShapeDtypeStruct((self.batch_size, self.inputs_length), np.int32)
-    spec = base.language_model_spec(self.batch_size, self.seq_len - self.inputs_length)
-    return spec | dict.fromkeys(('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'), row)
+    return encoder_decoder_spec(self.batch_size, *self.lengths)
 
   def block_encoder(self) -> 'PairEncoder':
-    lengths = (self.inputs_length, self.seq_len - self.inputs_length)
-    return PairEncoder(tokenizer=self.tokenizer, lengths=lengths, too_long=self.too_long)
+    return PairEncoder(self)
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PairIterator':
     return PairIterator(self, shard_index, shard_count)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class PairEncoder:
   """The BlockEncoder of pairs: one record is one document, its inputs and then its targets."""
 
-  tokenizer: Tokenizer
-  lengths: tuple[int, int]
-  too_long: str
+  settings: PairInput
   keeps_whole: ClassVar[bool] = True
   dtypes: ClassVar[Mapping[str, Any]] = {**base.BATCH_DTYPES, 'is_target': np.int32}
 
   @property
   def pad_id(self) -> int:
-    return self.tokenizer.pad_id
+    return self.settings.tokenizer.pad_id
 
   def encode(self, block: Block) -> TokenBlock:
     ((record, _),) = block.documents
     assert isinstance(record, Record)
     sides, num_truncated = [], 0
-    for name, length in zip(_SIDES, self.lengths):
+    settings, tokenizer = self.settings, self.settings.tokenizer
+    for name, length in zip(_SIDES, settings.lengths):
       text = record.values.get(name)
       if not isinstance(text, str):
         raise UserError(f'field {name!r} is {type(text).__name__}, not text: a pair has texts as inputs and targets.')
-      ids = list(self.tokenizer.encode(text))
+      ids = list(tokenizer.encode(text))
       if len(ids) >= length:
-        if self.too_long == 'error':
+        if settings.too_long == 'error':
           raise UserError(
             f'{name} have {len(ids) + 1} tokens with the end of text, but a row only {length}: raise '
             f"{'encoder_len' if name == 'inputs' else 'seq_len'}, or set too_long to 'truncate' or 'skip'."
           )
-        if self.too_long == 'skip':
+        if settings.too_long == 'skip':
           return empty_block(self.dtypes)
         num_truncated = 1
-      sides.append(np.array([*ids[: length - 1], self.tokenizer.eos_id], np.int32))
+      sides.append(np.array([*ids[: length - 1], tokenizer.eos_id], np.int32))
     tokens = np.concatenate(sides)
     is_target = np.repeat([0, 1], [side.size for side in sides])
     arrays = {'weights': np.ones(tokens.size, np.float32), 'is_target': is_target}
     return TokenBlock(tokens, tokens, (tokens.size,), arrays, num_truncated=num_truncated)
 
   def identity(self) -> dict[str, Any]:
-    return {'tokenizer': self.tokenizer.fingerprint(), 'lengths': list(self.lengths), 'too_long': self.too_long}
+    settings = self.settings
+    identity = {'lengths': list(settings.lengths), 'too_long': settings.too_long}
+    return {'tokenizer': settings.tokenizer.fingerprint(), **identity}
 
 
 class PairIterator(TextIterator):
@@ -129,7 +132,7 @@ class PairIterator(TextIterator):
     batch, s = super().__next__(), self._settings
     masks = [(batch['segment_ids'] > 0) & (batch['is_target'] == side) for side in (0, 1)]
     examples = [[row[mask[i]] for mask in masks] for i, row in enumerate(batch['ids'])]
-    return encoder_decoder_batch(examples, s.inputs_length, s.seq_len - s.inputs_length, s.tokenizer.pad_id)
+    return encoder_decoder_batch(examples, *s.lengths, s.tokenizer.pad_id)
 
 
 class PairTuning(PretrainedLanguageModel):

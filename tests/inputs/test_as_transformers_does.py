@@ -83,6 +83,12 @@ def test_tokens(folders, kind):
       assert ours.decode(ids[:split]) + text_after == ours.decode(ids)
 
 
+def test_the_end_of_text_may_be_id_0(folders, tmp_path):
+  shutil.copy(folders['byte_level'] / 'tokenizer.json', tmp_path)
+  (tmp_path / 'config.json').write_text('{"eos_token_id": 0}')
+  assert FolderTokenizer(path=str(tmp_path)).eos_id == 0
+
+
 def test_every_conversation_by_every_template(folders, tmp_path):
   shutil.copytree(folders['byte_level'], tmp_path, dirs_exist_ok=True)
   theirs, ours = reference(tmp_path), FolderTokenizer(path=str(tmp_path))
