@@ -34,6 +34,7 @@ from spmd_tasks.learning.layer_weights import as_layers, layer_matrix
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, chain
 from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weight_names import check_pattern
 from spmd_tasks.sharding.weights import leaf_name
 
 LeafRule = Callable[[str, Any, Any], Any]  # see optimizer_specs.py
@@ -122,7 +123,10 @@ class Adafactor(OptimizerSettings):
         raise UserError(f'Adafactor.{name} is {value}; it must be larger than 0.')
     if self.momentum_of not in ('directions', 'steps'):
       raise UserError(f"Adafactor.momentum_of is {self.momentum_of!r}; it must be 'directions' or 'steps'.")
+    if isinstance(self.multiply_by_parameter_scale, str):
+      check_pattern(self.multiply_by_parameter_scale, 'Adafactor.multiply_by_parameter_scale')
     for pattern, rule in self.factor_rules:
+      check_pattern(pattern, 'Adafactor.factor_rules')
       if rule not in get_args(FactorRule):
         raise UserError(
           f'Adafactor.factor_rules has {rule!r} for {pattern!r}; it must be one of {get_args(FactorRule)}.'

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.schedules import LearningRate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, skippable
+from spmd_tasks.sharding.weight_names import check_pattern
 from spmd_tasks.sharding.weights import leaf_name
 
 
@@ -40,6 +41,7 @@ class MultiOptimizer:
     if not self.optimizers:
       raise UserError('MultiOptimizer.optimizers is empty; give (pattern, optimizer) pairs.')
     for pattern, optimizer in self.optimizers:
+      check_pattern(pattern, 'MultiOptimizer.optimizers')
       if not hasattr(optimizer, 'transformation') or optimizer.learning_rate is None:
         raise UserError(
           f'MultiOptimizer.optimizers has {optimizer!r} for {pattern!r}; it must be settings with a learning rate, '

@@ -1,4 +1,4 @@
-"""matching_names: finds weights by patterns of their names, and says which names are near where none is found."""
+"""Finds weights by patterns of their names, and says which names are near where none is found."""
 
 from collections.abc import Collection, Sequence
 import difflib
@@ -8,6 +8,14 @@ import re
 from spmd_tasks.errors import UserError
 
 _NUM_NEAR = 3
+
+
+def check_pattern(pattern: str, setting: str) -> None:
+  """Raises a UserError that names the setting if the pattern is no regular expression."""
+  try:
+    re.compile(pattern)
+  except re.error as error:
+    raise UserError(f'{setting} has {pattern!r}, which is no regular expression: {error}.') from error
 
 
 def matching_names(patterns: Sequence[str], names: Collection[str], *, setting: str) -> list[str]:
@@ -24,11 +32,8 @@ def matching_names(patterns: Sequence[str], names: Collection[str], *, setting: 
     raise UserError(f'{setting} has no pattern: give one, such as ("attention/",).')
   found: set[str] = set()
   for pattern in patterns:
-    try:
-      compiled = re.compile(pattern)
-    except re.error as error:
-      raise UserError(f'{setting} has {pattern!r}, which is no regular expression: {error}.') from error
-    matched = [name for name in names if compiled.search(name)]
+    check_pattern(pattern, setting)
+    matched = [name for name in names if re.search(pattern, name)]
     if not matched:
       near = sorted(names, key=functools.partial(_likeness, pattern), reverse=True)[:_NUM_NEAR]
       near_text = ', '.join(near) or 'there are none'
