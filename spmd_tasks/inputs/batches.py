@@ -95,13 +95,8 @@ class Batches:
     return self._spec
 
   def spec_of(self, batch: base.Batch) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the spec of a batch of any number of rows. Raises a UserError if it lacks arrays, or has others."""
-    spec = self.element_spec()
-    if batch.keys() != spec.keys():
-      raise UserError(
-        f'a batch of {self.name} has {sorted(batch)}, but the first one {sorted(spec)}: give all the same.'
-      )
-    return {name: jax.ShapeDtypeStruct(rows.shape, spec[name].dtype) for name, rows in batch.items()}
+    """Returns the spec of a batch of any number of rows."""
+    return {name: jax.ShapeDtypeStruct(rows.shape, self.element_spec()[name].dtype) for name, rows in batch.items()}
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'BatchesIterator':
     return BatchesIterator(self, shard_index, shard_count)
@@ -140,10 +135,13 @@ class Batches:
       return stream
 
   def checked(self, batch: Any) -> base.Batch:
-    """Returns a batch as numpy arrays. Raises a UserError if it is no dict of arrays of as many rows."""
+    """Returns a batch as numpy arrays. Raises a UserError if it is no dict of arrays of as many rows, as the first."""
     if not isinstance(batch, Mapping) or not batch:
       raise UserError(f'a batch of {self.name} is a {type(batch).__name__}: it must be a dict of arrays by name.')
     arrays = {str(name): np.asarray(rows) for name, rows in batch.items()}
+    if self._spec is not None and arrays.keys() != self._spec.keys():
+      names = f'{sorted(arrays)}, but the first one {sorted(self._spec)}'
+      raise UserError(f'a batch of {self.name} has the arrays {names}: give the same ones in each batch.')
     for name, rows in arrays.items():
       if rows.dtype.kind not in 'biufcV':
         raise UserError(f'{name!r} in a batch of {self.name} is of dtype {rows.dtype}: give numbers.')

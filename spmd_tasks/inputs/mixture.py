@@ -164,6 +164,8 @@ class MixtureIterator(base.InputIterator):
       for number in np.unique(numbers):
         own, read = rows[numbers == number], reader.batch(int(number))
         for name, values in batch.items():
+          if values.dtype != read[name].dtype:  # the placement refuses what the spec's dtype cannot hold
+            batch[name] = values = values.astype(np.result_type(values, read[name]))
           values[own] = read[name][own]
     return {**batch, 'row_sources': is_from}
 

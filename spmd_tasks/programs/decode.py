@@ -187,7 +187,11 @@ class Decoder:
     """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`."""
     directory, wanted = self._directory / name, self._wanted[name]
     path = directory / f'step_{step}.jsonl' if self._output_path is None else absolute_path(self._output_path)
-    file = DecodedFile(path, len(wanted), lambda: map(self._record, wanted))
+
+    def begin(index: int) -> dict[str, Any]:
+      return {'index': index, 'step': step, 'request': self._record(wanted[index])}
+
+    file = DecodedFile(path, len(wanted), lambda: map(begin, range(len(wanted))))
     set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
     with contextlib.closing(file), contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
@@ -201,7 +205,7 @@ class Decoder:
         if is_primary():
           outputs = outputs_record(completions, has_text=self._tokenizer.tokenizer is not None)
           ids = {} if each.prompt.id is None else {'id': each.prompt.id}
-          file.append({'index': index, 'step': step, 'request': self._record(each)} | ids | outputs)
+          file.append(begin(index) | ids | outputs)
         progress.step(index + 1)
       if is_primary() and not path.exists():
         file.finish()

@@ -26,12 +26,12 @@ from spmd_tasks.store_files import read_growing, replace_growing
 
 
 class DecodedFile:
-  """The outputs file of `num_requests`, whose records `requests` makes; only process 0 reads and writes it."""
+  """The outputs file of `num_lines`, which begin with what `begin` makes; only process 0 reads and writes it."""
 
-  def __init__(self, path: epath.Path, num_requests: int, requests: Callable[[], Iterable[Mapping[str, Any]]]):
+  def __init__(self, path: epath.Path, num_lines: int, begin: Callable[[], Iterable[Mapping[str, Any]]]):
     self._path = path
     self._partial = path.parent / f'{path.name}.partial'
-    self._num_requests, self._requests = num_requests, requests
+    self._num_lines, self._begin = num_lines, begin
     self._lock: io.FileIO | None = None
 
   def close(self) -> None:
@@ -43,7 +43,7 @@ class DecodedFile:
     """Counts the requests, from the first on, that have a line already; cuts off an unfinished last line.
 
     Raises:
-      UserError: the file holds outputs of other prompts or another config, or another job is writing it.
+      UserError: the file holds outputs of other prompts, config or step, or another job is writing it.
       StorageError: the file cannot be read or written; as `append` and `finish`.
     """
     with storage_errors(self._path):
@@ -80,18 +80,18 @@ class DecodedFile:
 
   def _check(self, path: epath.Path, content: bytes, *, is_complete: bool) -> int:
     lines = content.splitlines()
-    is_same = len(lines) == self._num_requests if is_complete else len(lines) <= self._num_requests
+    is_same = len(lines) == self._num_lines if is_complete else len(lines) <= self._num_lines
     try:
       is_same = is_same and all(
-        json.loads(line)['request'] == request for line, request in zip(lines, self._requests(), strict=False)
+        begin.items() <= json.loads(line).items() for line, begin in zip(lines, self._begin(), strict=False)
       )
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):
       is_same = False
     if not is_same:
       self.close()
       raise UserError(
-        f'{path} holds outputs of other prompts or another config: move it away, give the prompts another name, or '
-        'name another file by --decode_output.'
+        f'{path} holds outputs of other prompts or another config, or of another step: move it away, give the prompts '
+        'another name, or name another file by --decode_output.'
       )
     return len(lines)
 

@@ -189,9 +189,9 @@ def _digest(buffer: io.BytesIO) -> str:
 def _check(path: epath.Path, identity: dict[str, object]) -> None:
   remedy = 'put it back, or train from the start in a new --job_log_dir.'
   try:
-    about = json.loads(path.with_suffix('.json').read_text())
+    about = dict(json.loads(path.with_suffix('.json').read_text()))
     content = path.read_bytes()
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, TypeError) as error:
     raise UserError(f"{path}, the reference model's log-probabilities, cannot be read ({error}): {remedy}") from error
   if _digest(io.BytesIO(content)) != about.get('digest'):
     raise UserError(f"{path}, the reference model's log-probabilities, is damaged: {remedy}")

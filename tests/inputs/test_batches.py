@@ -105,8 +105,9 @@ def test_an_eval_set_is_read_once_with_its_smaller_last_batch_which_training_lea
   eval_set = as_input('eval_inputs.valid', small, repeats=False)
   assert [len(each['row']) for each in eval_set.make_iterator()] == [NUM_ROWS] * NUM_BATCHES + [2]
   assert eval_set.spec_of(small[-1])['row'] == jax.ShapeDtypeStruct((2,), np.int32)  # numpy's int64 is checked later
-  with pytest.raises(ValueError, match=r"eval_inputs.valid has \['row'\], but the first one \["):
-    eval_set.spec_of({'row': small[-1]['row']})
+  other = as_input('eval_inputs.valid', [LIST[0], {'x': LIST[1]['x']}], repeats=False).make_iterator()
+  with pytest.raises(ValueError, match=r"eval_inputs.valid has the arrays \['x'\], but the first one \['row', 'x'\]"):
+    list(other)
   train = as_input('train_input', small, repeats=True).make_iterator()
   assert_same(take(train, 6), [*LIST, LIST[0]])
   assert 'leaves out batch 6 of train_input, which has 2 rows where the first has 6' in caplog.text

@@ -258,6 +258,13 @@ def test_progress_counts_rows_and_epochs_per_source(mixtures):
   assert progress['epochs/web'] > 0.2
 
 
+def test_numbers_beyond_the_dtype_of_the_spec_are_kept_so_that_they_can_be_refused():
+  sources = {name: [{'x': np.full(4, number)}] for name, number in {'a': 1, 'b': 2**40}.items()}
+  mixture = Mixture(sources=sources, weights={'a': 1, 'b': 1})
+  assert mixture.element_spec()['x'].dtype == np.int32
+  assert sorted(next(mixture.make_iterator())['x']) == [1, 1, 2**40, 2**40]
+
+
 SOURCES = {'a': synthetic(), 'b': synthetic(seed=1)}
 EVEN = {'a': 1, 'b': 1}
 

@@ -206,11 +206,11 @@ def test_outputs_of_other_prompts_are_not_overwritten(decoded, tmp_path, capfd):
   assert binary.snapshot(directory) == before
 
 
-@pytest.mark.parametrize('content', [b'[' * 100_000, b'\xff'])
+@pytest.mark.parametrize('content', [b'[' * 100_000, b'\xff', b'[]', b'{"step": 2}'])
 def test_lines_that_are_no_outputs_are_not_overwritten(tmp_path, content):
   (tmp_path / 'outputs.jsonl.partial').write_bytes(content + b'\n')
   with pytest.raises(UserError, match='holds outputs of other prompts or another config'):
-    DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), 1, lambda: [{}]).num_done()
+    DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), 1, lambda: [{'step': 1}]).num_done()
 
 
 def test_a_second_job_does_not_write_the_same_file(tmp_path):
