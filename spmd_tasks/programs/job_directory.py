@@ -183,14 +183,6 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   return True
 
 
-def in_use(path: epath.Path, holder: str) -> UserError:
-  """The error of a directory that another job holds, which says of itself that it is `holder`."""
-  return UserError(
-    f'job_log_dir {os.fspath(path)!r} is in use by another running job ({holder}): stop that job first, or choose '
-    'another job_log_dir.'
-  )
-
-
 def _flock(lock_file: io.FileIO) -> None:
   """Locks a file, or raises BlockingIOError; a supervised job waits until a file server forgets a dead host."""
   end = time.monotonic() + (_LEASE_S if 'SPMD_TASKS_ROUND' in os.environ else 0)
@@ -221,7 +213,10 @@ def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
   except (BlockingIOError, FileNotFoundError):
     holder = lock_file.read(1000).decode(errors='replace').strip()
     lock_file.close()
-    raise in_use(path, holder or 'no name left') from None
+    raise UserError(
+      f'job_log_dir {os.fspath(path)!r} is in use by another running job ({holder or "no name left"}): stop that job '
+      'first, or choose another job_log_dir.'
+    ) from None
   except OSError as error:
     lock_file.close()
     if error.errno not in _NO_LOCKS:

@@ -21,10 +21,9 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_tasks.errors import JobError
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import glob_below
 from spmd_tasks.growing_objects import flush
-from spmd_tasks.programs.job_directory import in_use
 from spmd_tasks.stores import create, exists, read, write
 
 BEAT_S, DEAD_AFTER_S = 10.0, 60.0
@@ -92,10 +91,10 @@ def claim_store(job_log_dir: epath.Path, prefix: str) -> StoreClaim:
   held = sorted(glob_below(job_log_dir, f'{prefix}.*'))
   number = int(held[-1].name.rpartition('.')[2]) + 1 if held else 1
   if held and not _is_free(held[-1]):
-    raise in_use(job_log_dir, _name(_read(held[-1])))
+    raise _in_use(job_log_dir, held[-1])
   claim = StoreClaim(job_log_dir, prefix, number)
   if not claim.take():
-    raise in_use(job_log_dir, _name(_read(claim._path(number))))
+    raise _in_use(job_log_dir, claim._path(number))
   for path in held[:-1]:  # the last one stays, so that a slow claimant meets it
     path.unlink(missing_ok=True)
   return claim
@@ -120,6 +119,13 @@ def _is_free(path: epath.Path) -> bool:
     if now != first:
       return False
   return True
+
+
+def _in_use(job_log_dir: epath.Path, path: epath.Path) -> UserError:
+  return UserError(
+    f'job_log_dir {os.fspath(job_log_dir)!r} is in use by another running job ({_name(_read(path))}): stop that job '
+    'first, or choose another job_log_dir.'
+  )
 
 
 def _read(path: epath.Path) -> dict[str, Any]:
