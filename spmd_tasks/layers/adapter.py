@@ -81,9 +81,14 @@ class WeightAdapter(abc.ABC):
 
 def map_adapters(model: nn.Module, change: Callable[[WeightAdapter], WeightAdapter | None]) -> nn.Module:
   """Returns an unbound module like `model` with every adapter changed, or left out where `change` returns None."""
+  return map_parts(model, WeightAdapter, change)
+
+
+def map_parts(model: nn.Module, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> nn.Module:
+  """Returns an unbound module like `model` with all that is of these classes changed, or left out of lists (None)."""
 
   def mapped(value: Any) -> Any:
-    if isinstance(value, WeightAdapter):
+    if isinstance(value, kinds):
       return change(value)
     if type(value) in (tuple, list):
       items = [mapped(item) for item in value]

@@ -98,6 +98,13 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+def dropout(rate: float, *, train: bool, broadcast_dims: tuple[int, ...] = ()) -> nn.Dropout:
+  """Returns Linen's dropout, which is on in training alone. Raises a UserError for a rate that is no share."""
+  if not 0 <= rate <= 1:
+    raise UserError(f'a dropout rate of {rate} must be from 0 to 1: it is the share of values that are dropped.')
+  return nn.Dropout(rate, broadcast_dims=broadcast_dims, deterministic=not train)
+
+
 class WithSublayers(nn.Module):
   """Base of Linen modules whose fields are templates of sublayers: each template gets its own weights.
 
@@ -116,7 +123,12 @@ class WithSublayers(nn.Module):
 
 
 # Arguments of blocks and attentions, beside the text itself, that no layer may ignore -> what of a model gives them.
-CONTEXT = {'position_bias': 'position biases of all layers', 'prefix_mask': 'prefixes', 'encoded': 'an encoder'}
+CONTEXT = {
+  'position_bias': 'position biases of all layers',
+  'prefix_mask': 'prefixes',
+  'encoded': 'an encoder',
+  'token_mask': 'masks_zeros',
+}
 
 
 def run_layer(role: str, layer: nn.Module, x: jax.Array, **others: Any) -> tuple[jax.Array, Mapping[str, Any]]:

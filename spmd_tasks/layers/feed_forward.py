@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Statistics, by_row
+from spmd_tasks.layers.base import Statistics, by_row, dropout
 from spmd_tasks.layers.linear import kernels, project
 from spmd_tasks.sharding import SplitDims
 
@@ -112,8 +112,8 @@ class FeedForward(nn.Module, kw_only=True):
   ) -> tuple[jax.Array, dict[str, Statistics]]:
     """Returns ([B, T, D], {}). `segment_ids` are unused here; mixtures of experts need them."""
     del segment_ids
-    dropout = nn.Dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, deterministic=not train)
-    hidden, model_dim, scale = dropout(self._hidden(x)), x.shape[-1], self.down_init_scale
+    drop = dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, train=train)
+    hidden, model_dim, scale = drop(self._hidden(x)), x.shape[-1], self.down_init_scale
     y = project(self, 'down', hidden, model_dim, self.down_split_dims, self.activation_split_dims, scale=scale)
     return y, {}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import attention_layout
-from spmd_tasks.layers.base import WithSublayers, is_decoding, layer_scope, run_layer
+from spmd_tasks.layers.base import WithSublayers, dropout, is_decoding, layer_scope, run_layer
 from spmd_tasks.layers.embedding import TokenEmbedding
 
 
@@ -23,7 +23,7 @@ class LanguageModel(WithSublayers, kw_only=True):
     embedding: embeds the tokens and computes the logits.
     stack: stack(x, segment_ids, segment_pos, train=...) -> x or (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
-    positions: LearnedPositions or SinusoidalPositions, added to the embeddings; None for rotary attention.
+    positions: positions(x, segment_pos) -> x, such as LearnedPositions; None for rotary attention.
     position_bias: a RelativePositionBias, which all layers of `stack` share; None: they have none, or their own.
     dropout_rate: in training, of the embeddings and of the final norm's output; needs the rng `dropout`.
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
@@ -156,8 +156,8 @@ class LanguageModel(WithSublayers, kw_only=True):
 
   @nn.nowrap
   def _dropout(self, x: jax.Array, train: bool, **settings: Any) -> jax.Array:
-    settings = {'rate': self.dropout_rate, 'broadcast_dims': self.dropout_broadcast_dims, **settings}
-    return nn.Dropout(**settings, deterministic=not train)(x)
+    settings = {'broadcast_dims': self.dropout_broadcast_dims, **settings}
+    return dropout(self.dropout_rate, train=train, **settings)(x)
 
 
 def join_aux(first: Mapping[str, jax.Array], second: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
-from spmd_tasks.sharding.specs import current_sharding_scope, gather_for_tokens, num_parts, spec_axes
+from spmd_tasks.sharding import SplitDims, padding, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import current_sharding_scope, gather_for_tokens, spec_axes
 
 
 def multiply_on_devices(
@@ -38,7 +38,7 @@ def multiply_on_devices(
     return product(x, gather_for_tokens(weight, split_dims, token_split_dims))
   weight_spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
   weight_axes = [tuple(axis for axis in axes if axis in manual) for axes in spec_axes(weight_spec, weight.ndim)]
-  even = jnp.pad(weight, [(0, -size % num_parts(axes, sizes)) for size, axes in zip(weight.shape, weight_axes)])
+  even = padding.pad_evenly(weight, PartitionSpec(*weight_axes), sizes)
   unsplit = tuple(sorted(manual.difference(*weight_axes)))
 
   def multiply(x: jax.Array, weight_part: jax.Array) -> jax.Array:

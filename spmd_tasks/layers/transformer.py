@@ -33,6 +33,7 @@ from spmd_tasks.layers.base import (
   Statistics,
   WithSublayers,
   current_layer_scope,
+  dropout,
   layer_scope,
   run_layer,
   values_per_layer,
@@ -182,7 +183,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
     y = self._norm(f'{role}_norm', x, self.pre_norm)
     y, aux = run_layer(role, layer, y if mask is None else jnp.where(mask[..., None], y, 0), **given, train=train)
     y = self._norm(f'{role}_post_norm', y, self.post_norm)
-    y = nn.Dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, deterministic=not train)(y)
+    y = dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, train=train)(y)
     return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux
 
   @nn.nowrap

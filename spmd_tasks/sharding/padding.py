@@ -23,22 +23,23 @@ def padded_shape(shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[
 
 def pad(tree: Any, shapes: Any) -> Any:
   """Zero-pads every array at the end of its dims to the shape in the congruent tree `shapes` (of ShapeDtypeStructs)."""
+  return jax.tree.map(lambda x, target: _pad_to(x, target.shape), tree, shapes)
 
-  def pad_leaf(x, target):
-    if x.shape == target.shape:
-      return x
-    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, target.shape)])
 
-  return jax.tree.map(pad_leaf, tree, shapes)
+def pad_evenly(tree: Any, specs: Any, axis_sizes: Mapping[str, int]) -> Any:
+  """Zero-pads every array to the `padded_shape` of its PartitionSpec in the congruent tree `specs`."""
+  return jax.tree.map(lambda x, spec: _pad_to(x, padded_shape(x.shape, spec, axis_sizes)), tree, specs)
+
+
+def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  return x if x.shape == shape else jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, shape)])
 
 
 def unpad(tree: Any, shapes: Any) -> Any:
   """Slices every array, from the start of its dims, to the shape in the congruent tree `shapes`."""
 
   def unpad_leaf(x, target):
-    if x.shape == target.shape:
-      return x
-    return jax.lax.slice(x, (0,) * x.ndim, target.shape)
+    return x if x.shape == target.shape else jax.lax.slice(x, (0,) * x.ndim, target.shape)
 
   return jax.tree.map(unpad_leaf, tree, shapes)
 

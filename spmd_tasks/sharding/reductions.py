@@ -45,9 +45,8 @@ def _reduce(tree: Any, weight_specs: Any, combine: Callable[[list[jax.Array]], j
   weights: list[WeightSpec] = jax.tree.leaves(weight_specs)
   for i, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):
     spec = scope.spec(weight.split_dims)
-    even = jax.ShapeDtypeStruct(padding.padded_shape(leaf.shape, spec, mesh.shape), leaf.dtype)
     split = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-    leaves[i] = padding.pad(split, even)
+    leaves[i] = padding.pad_evenly(split, spec, mesh.shape)
     specs.append(spec)
   used = [[axis for axes in spec_axes(spec, x.ndim) for axis in axes] for spec, x in zip(specs, leaves)]
   all_used = sorted(set().union(*used))

@@ -17,7 +17,7 @@ that fill up a device's part out of every sum, and the gradient of a look-up add
 be uneven: what fills them up has a place of its own, of which no sum over rows knows.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -216,6 +216,15 @@ class ShardingScope:
     if isinstance(self.mesh, Mesh):
       return self.mesh.devices.flat[0]
     return getattr(self.mesh, 'abstract_device', None)  # of a mesh inside a `shard_map`
+
+  def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns the `jax.shard_map` of a function over all axes that are free here, see `free_mesh`.
+
+    Kernels do not track over which axes their results vary, so that is not checked.
+    """
+    mesh, axis_names = self.free_mesh()
+    layout = {'in_specs': in_specs, 'out_specs': out_specs}
+    return jax.shard_map(function, mesh=mesh, axis_names=axis_names, **layout, check_vma=False)
 
   def free_mesh(self) -> tuple[Any, frozenset[str]]:
     """Returns the mesh for a `shard_map` at this place, and its axes that no enclosing `shard_map` has made manual."""

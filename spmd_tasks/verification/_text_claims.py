@@ -13,7 +13,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -21,6 +20,7 @@ from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request
 from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
+from spmd_tasks.layers.adapter import map_parts
 from spmd_tasks.layers.moe import CapacityComputation, Dropless
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
@@ -179,21 +179,13 @@ class _FullForward:
 def _without_drops(job: Job) -> Job:
   """Returns the job with experts that compute every token."""
 
-  def change(part: Any) -> Any:
-    if isinstance(part, CapacityComputation):
-      return dataclasses.replace(part, capacity_factor=0.0, eval_capacity_factor=None)
+  def change(part: CapacityComputation | Dropless) -> Any:
     if isinstance(part, Dropless):
       return dataclasses.replace(part, capacity_factor=None, overflow='drop')
-    if isinstance(part, tuple):
-      return tuple(change(each) for each in part)
-    if isinstance(part, nn.Module):
-      fields = [field.name for field in dataclasses.fields(part) if field.name not in ('parent', 'name')]
-      own = {name: getattr(part, name) for name in fields}
-      new = {name: change(value) for name, value in own.items()}
-      return part.clone(**{name: value for name, value in new.items() if value is not own[name]})
-    return part
+    return dataclasses.replace(part, capacity_factor=0.0, eval_capacity_factor=None)
 
-  return dataclasses.replace(job, task=dataclasses.replace(job.task, model=change(job.task.model)))
+  model = map_parts(job.task.model, (CapacityComputation, Dropless), change)
+  return dataclasses.replace(job, task=dataclasses.replace(job.task, model=model))
 
 
 @functools.lru_cache(maxsize=2)

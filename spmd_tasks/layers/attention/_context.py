@@ -166,16 +166,8 @@ def balance_tokens(tree: Any, layout: AttentionLayout, *, back: bool = False) ->
   scope = current_sharding_scope()
   if scope is None or layout.num_tokens == 1:
     return tree
-  mesh, axis_names = scope.free_mesh()
   spec, move = PartitionSpec(layout.rows, layout.tokens), undo_exchange if back else exchange
-  return jax.shard_map(
-    lambda tree: jax.tree.map(lambda x: move(x, layout.tokens), tree),
-    mesh=mesh,
-    axis_names=axis_names,
-    in_specs=spec,
-    out_specs=spec,
-    check_vma=False,
-  )(tree)
+  return scope.shard_map(lambda tree: jax.tree.map(lambda x: move(x, layout.tokens), tree), spec, spec)(tree)
 
 
 def exchange(x: jax.Array, axes: Axes) -> jax.Array:

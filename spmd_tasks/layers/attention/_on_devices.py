@@ -56,27 +56,15 @@ def attend_on_devices(
   if scope is None:
     attended = attend_local(query, key, value, segments, sinks, made)
   else:
-    mesh, axis_names = scope.free_mesh()
     heads_spec = PartitionSpec(layout.rows, layout.tokens, layout.heads, None)
     table_spec = None
     if made is not None:  # which asks for shapes only, and knows no axes that are manual
-      plain_mesh = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.axis_names))
+      plain_mesh = AbstractMesh(tuple(scope.mesh.shape.values()), scope.mesh.axis_names)
       table_spec = made.manual_sharding_spec(NamedSharding(plain_mesh, PartitionSpec(None, layout.tokens)))
-    attended = jax.shard_map(
-      attend_local,
-      mesh=mesh,
-      axis_names=axis_names,
-      in_specs=(
-        heads_spec,
-        heads_spec,
-        heads_spec,
-        None if segments is None else PartitionSpec(layout.rows, layout.tokens),
-        None if sinks is None else PartitionSpec(layout.heads),
-        table_spec,
-      ),
-      out_specs=heads_spec,
-      check_vma=False,  # kernels do not track varying axes
-    )(query, key, value, segments, sinks, made)
+    segments_spec = None if segments is None else PartitionSpec(layout.rows, layout.tokens)
+    sinks_spec = None if sinks is None else PartitionSpec(layout.heads)
+    in_specs = heads_spec, heads_spec, heads_spec, segments_spec, sinks_spec, table_spec
+    attended = scope.shard_map(attend_local, in_specs, heads_spec)(query, key, value, segments, sinks, made)
   return attended[:num_rows, :length, :num_heads]
 
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import AttentionOptions
-from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.base import current_layer_scope, soft_cap
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_platform, current_sharding_scope, num_parts, spec_axes, spec_entry
 
@@ -96,16 +96,9 @@ def attend_to_pages(
   scope, compute = current_sharding_scope(), local
   if specs is not None and scope is not None:
     rows, heads, queries = map(spec_entry, specs)
-    mesh, axis_names = scope.free_mesh()
     of_queries, of_array = PartitionSpec(rows, heads, queries), PartitionSpec(None, rows, heads)
-    compute = jax.shard_map(
-      local,
-      mesh=mesh,
-      axis_names=axis_names,
-      in_specs=(of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in stored)),
-      out_specs=(of_queries,) * 3,
-      check_vma=False,  # kernels do not track varying axes
-    )
+    in_specs = of_queries, PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(), *(of_array for _ in stored)
+    compute = scope.shard_map(local, in_specs, (of_queries,) * 3)
   highest, total, attended = (x[:num_rows] for x in compute(query, start, tables, layer, *stored))
   return highest, total, attended
 
@@ -116,6 +109,63 @@ def merged(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> Partial:
   factors = jnp.exp(one[0] - highest), jnp.exp(other[0] - highest)
   total, attended = (x * factors[0] + y * factors[1] for x, y in zip(one[1:], other[1:], strict=True))
   return highest, total, attended
+
+
+def attend_by_text(
+  drafts: Any,
+  query: jax.Array,
+  new: tuple[jax.Array, jax.Array],
+  cached: tuple[Any, ...],
+  start: jax.Array,
+  options: AttentionOptions,
+  split_dims: SplitDims,
+  kv_split_dims: SplitDims,
+) -> Partial | None:
+  """Computes attend_to_pages for rows that are tokens of one text, as those of a step that checks drafts.
+
+  A text's rows are queries of one call of the kernel, which so reads the text's blocks once. What each of them sees of
+  the rows before it, whose keys and values are not in the cache yet, is added.
+
+  Args:
+    drafts: LayerScope.cache_drafts, which says which of R rows are those of n texts, of T tokens at most; k = T - 1.
+    query, new: queries [R, G, Q, K], where Q is H / G, and the keys and values [R, 1, G, K] of these tokens.
+    start: int32 [R], their positions.
+    cached, options, split_dims, kv_split_dims: as those of `attend_to_pages`.
+  """
+  (num_rows, num_groups, num_heads, _), tables = query.shape, drafts.tables_of_texts(cached[0].tables)
+  (num_parts, of_part, _), num_columns = tables.shape, drafts.rows.shape[1]
+  num_texts = num_parts * of_part  # with padding
+  rows = jnp.pad(drafts.rows, ((0, num_texts - len(drafts.rows)), (0, 0)), constant_values=num_rows)
+
+  def take(x: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Returns x[numbers], each of its own part: a mesh that splits these moves nothing."""
+    parts = x.reshape(num_parts, -1, *x.shape[1:])
+    numbers_in_part = numbers.reshape(num_parts, -1) % parts.shape[1]
+    return jax.vmap(lambda part, each: part[each])(parts, numbers_in_part).reshape(*numbers.shape, *x.shape[1:])
+
+  first = jnp.where(rows[:, 0] < num_rows, take(start, rows[:, 0]), 0)
+  queries = jnp.moveaxis(take(query, rows), 1, 3).reshape(num_texts, num_groups, num_heads * num_columns, -1)
+  of_texts = tuple(each._replace(tables=tables, num_rows=num_texts) for each in cached)
+  found = attend_to_pages(queries, of_texts, first, options, num_columns, split_dims, kv_split_dims)
+  if found is None:
+    return None
+  by_columns = (jnp.moveaxis(x.reshape(num_texts, num_groups, num_heads, num_columns, -1), 3, 1) for x in found)
+  places = drafts.owners * num_columns + drafts.columns
+  of_pages: Any = tuple(take(x.reshape(-1, *x.shape[2:]), places) for x in by_columns)
+
+  keys, values = (take(held.as_read(x[:, 0]), drafts.earlier) for held, x in zip(cached, new, strict=True))
+  may_see = drafts.earlier < num_rows
+  if options.window is not None:
+    may_see &= jnp.arange(1, num_columns)[None, :] < options.window
+  may_see = may_see[:, None, None, :]
+  logits = jnp.einsum('RGQK,RkGK->RGQk', query, keys, preferred_element_type=jnp.float32)
+  logits = soft_cap(logits * options.scale(query.shape[-1]), options.logit_cap)
+  highest = jnp.max(jnp.where(may_see, logits, -1e30), axis=-1, keepdims=True)
+  weights = jnp.where(may_see, jnp.exp(logits - highest), 0)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  weights = weights.astype(values.dtype)
+  attended = jnp.einsum('RGQk,RkGV->RGQV', weights, values, preferred_element_type=jnp.float32)
+  return merged(of_pages, (highest, total, attended))
 
 
 def write_to_pages(
@@ -136,14 +186,14 @@ def write_to_pages(
   scope = current_sharding_scope()
   if current_platform() != 'tpu' or current_layer_scope().cache_attention == 'xla':
     return None
-  from spmd_tasks.layers.attention import _paged_writes
+  from spmd_tasks.layers.attention import _paged_tpu
 
   is_split = scope is not None and scope.mesh.size > 1
-  if _paged_writes.obstacle(pages, new.shape[-2]) or (is_split and spec is None):
+  if not _paged_tpu.can_write(pages, new.shape[-2]) or (is_split and spec is None):
     return None
 
   def local(pages: jax.Array, new: jax.Array, tables: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-    return _paged_writes.write_to_pages(pages, new, tables[0], starts, lengths)
+    return _paged_tpu.write_to_pages(pages, new, tables[0], starts, lengths)
 
   padding = tables.shape[0] * tables.shape[1] - len(starts)
   new = new.reshape(-1, *new.shape[-4:])
@@ -159,17 +209,9 @@ def write_to_pages(
     return None
   if num_parts((*entries, *features), sizes) > 1:
     return None
-  mesh, axis_names = scope.free_mesh()
   of_arrays, of_rows = PartitionSpec(None, spec_entry(rows), spec_entry(heads)), PartitionSpec(spec_entry(rows))
-  written = jax.shard_map(
-    local,
-    mesh=mesh,
-    axis_names=axis_names,
-    in_specs=(of_arrays, of_arrays, of_rows, of_rows, of_rows),
-    out_specs=of_arrays,
-    check_vma=False,  # kernels do not track varying axes
-  )(*given)
-  return written.reshape(pages.shape)
+  in_specs = of_arrays, of_arrays, of_rows, of_rows, of_rows
+  return scope.shard_map(local, in_specs, of_arrays)(*given).reshape(pages.shape)
 
 
 def kernel_of(platform: str) -> Any:

@@ -1,15 +1,15 @@
-"""Attention to a paged KV cache by a Pallas kernel for TPUs: each row reads its own blocks, from where they lie.
+"""Pallas kernels for TPUs that read and write a paged KV cache where its blocks lie.
 
-The cache stays in HBM as it is stored, with the blocks of all layers. The grid goes over rows, key/value heads and
-queries; each step copies the row's used blocks to vector memory, a few at a time, while it computes with those before
-them, and the first ones of the next step while it computes with its last (two buffers). The softmax is a running one
-(Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022; over pages: Kwon et al., 2023).
+In `attend_to_pages` the cache stays in HBM as it is stored, with the blocks of all layers. The grid goes over rows,
+key/value heads and queries; each step copies the row's used blocks to vector memory, a few at a time, while it computes
+with those before them, and the first ones of the next step while it computes with its last (two buffers). The softmax
+is a running one (Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022; over pages: Kwon et al., 2023).
 
 JAX has `ragged_paged_attention`, which does not serve: it wants pages [N, b, 2 G, K], keys and values of all heads side
 by side and of one layer only, and returns results that are normalised, to which no tokens of the call can be added.
 
-Shapes: B rows, G key/value heads, Q queries of one of them, K head dim, V dim of a value, R M tables, N blocks of b
-entries; a step has g heads and q queries, and computes with P blocks, n = P b entries, at a time.
+Shapes: L layers, B rows, T tokens, G key/value heads, Q queries of one of them, K head dim, V dim of a value, R M
+tables, N blocks of b entries; a step has g heads and q queries, and computes with P blocks, n = P b entries, at a time.
 """
 
 import functools
@@ -28,6 +28,7 @@ _ENTRIES = 512  # n, where the blocks are not larger
 _QUERIES, _LONG_QUERIES = 1024, 256  # g q at most, of heads of up to 256 features and of longer ones
 _BUFFERS = 2**22  # bytes of the blocks in vector memory
 _TABLES = 2**17  # blocks that all rows have: half of the memory for scalars
+_WRITTEN = 2**20  # bytes of the tiles that a step of `write_to_pages` reads
 
 
 def obstacle(query: jax.Array, keys: Any) -> str | None:
@@ -36,7 +37,7 @@ def obstacle(query: jax.Array, keys: Any) -> str | None:
     return 'has no caches of 8 bits'
   if keys.array.dtype != query.dtype:
     return f'needs keys of the dtype of the queries, and they are {keys.array.dtype} and {query.dtype}'
-  tile = _SUBLANES * 4 // keys.array.dtype.itemsize
+  tile = _tile(keys.array)
   if keys.array.shape[-2] % tile:
     return f'needs blocks of a multiple of {tile} entries in {keys.array.dtype}, and not {keys.array.shape[-2]}'
   if keys.array.shape[-1] < _LANES // 2:  # which DecodeSteps does not store by rows
@@ -212,3 +213,93 @@ def _kernel(layer, tables, starts, query, *refs, scale, cap, window, num_columns
   turn[0] = jax.lax.fori_loop(0, num_turns, add_blocks, turn[0])
   is_highest = jax.lax.broadcasted_iota(jnp.int32, (g, q, _LANES), 2) < _LANES // 2
   stats[0] = jnp.where(is_highest, highest[...], total[...])
+
+
+def can_write(pages: jax.Array, num_columns: int) -> bool:
+  """Whether `write_to_pages` can write T tokens of each row to pages [..., N, G, b, K]."""
+  tile = _tile(pages)
+  has_tiles = pages.shape[-2] % tile == 0 and (num_columns == 1 or num_columns % tile == 0)
+  return has_tiles and pages.shape[-1] >= _LANES // 2
+
+
+def write_to_pages(
+  pages: jax.Array, new: jax.Array, tables: jax.Array, starts: jax.Array, lengths: jax.Array, *, interpret: Any = False
+) -> jax.Array:
+  """Writes tokens [L, B, G, T, K] to pages [L, N, G, b, K] in place: the result takes their buffer.
+
+  A TPU's memory holds arrays in tiles of t entries and 128 features, so whoever writes one entry reads a tile and
+  writes it back. XLA's scatter does so with whole blocks of all layers, and where a device has one key/value head it
+  brings the array to another layout first, by a copy of the whole cache, and back. Here each step of the grid reads the
+  tile of one row's tokens in some layers, while the one before is written.
+
+  Args:
+    pages, new: of all layers.
+    tables: int32 [B, M], the blocks of each row. Rows that write to one block follow one another, in order of `starts`.
+    starts: int32 [B], the position of each row's first token, where T > 1 a multiple of b.
+    lengths: int32 [B], how many of the row's tokens are written.
+    interpret: runs the kernel on any platform, slowly.
+  """
+  (num_layers, num_blocks, num_groups, block, features), tile = pages.shape, _tile(pages)
+  num_rows, num_columns = new.shape[1], new.shape[3]
+  num_tiles, of_block = max(num_columns // tile, 1), block // tile
+  # The tiles that rows have tokens for; a step without takes that of the step before, and leaves it as it is.
+  numbers = starts[:, None] // tile + jnp.arange(num_tiles, dtype=jnp.int32)[None]  # [B, tiles], in the row
+  columns = numbers // of_block
+  held = jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), axis=1)
+  is_written = (numbers * tile < (starts + lengths)[:, None]) & (lengths > 0)[:, None]
+  is_written = (is_written & (columns < tables.shape[1]) & (held < num_blocks)).reshape(-1)
+  last = jax.lax.cummax(jnp.where(is_written, jnp.arange(is_written.size, dtype=jnp.int32), -1))
+  chosen = jnp.where(last < 0, jnp.argmax(is_written).astype(jnp.int32), last)
+  places = jnp.take((held * of_block + numbers % of_block).reshape(-1), chosen)
+  places = jnp.clip(places, 0, num_blocks * of_block - 1)
+  ends = jnp.where(is_written, jnp.repeat(starts + lengths, num_tiles), 0)
+  is_written = is_written.at[0].set(is_written[0] | ~jnp.any(is_written))  # one tile is read, and comes back
+  # Which steps find their tile as the one before has left it: what was read of it is older.
+  goes_on = is_written.at[0].set(False) & (places == jnp.roll(places, 1)) & (jnp.roll(last, 1) >= 0)
+  kinds = is_written.astype(jnp.int32) + goes_on
+
+  of_layer = num_groups * tile * -(-features // _LANES) * _LANES * pages.dtype.itemsize
+  size = max(n for n in range(1, num_layers + 1) if num_layers % n == 0 and (n == 1 or n * of_layer <= _WRITTEN))
+
+  def of_pages(layers, row, number, places, *_):
+    place = places[row * num_tiles + number]
+    return layers, place // of_block, 0, place % of_block, 0
+
+  def kernel(places, numbers, starts, ends, kinds, old, new, out):
+    del places
+    row = pl.program_id(1)
+    step = row * num_tiles + pl.program_id(2)
+
+    @pl.when(kinds[step] != 0)
+    def write():
+      entries = numbers[step] * tile + jax.lax.broadcasted_iota(jnp.int32, old.shape, 3)
+      is_new = (entries >= starts[row]) & (entries < ends[step])
+      before = jnp.where(kinds[step] == 2, out[...].astype(jnp.float32), old[...].astype(jnp.float32))
+      values = jnp.where(is_new, new[...].astype(jnp.float32), before)
+      out[...] = values.astype(out.dtype)
+
+  spec = pl.BlockSpec((size, 1, num_groups, tile, features), of_pages)
+  of_new = pl.BlockSpec(
+    (size, 1, num_groups, min(num_columns, tile), features), lambda layers, row, number, *_: (layers, row, 0, number, 0)
+  )
+  tiles = num_layers * is_written.size * of_layer
+  return pl.pallas_call(
+    kernel,
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=5,
+      grid=(num_layers // size, num_rows, num_tiles),
+      in_specs=[spec, of_new],
+      out_specs=spec,
+    ),
+    out_shape=pltpu.HBM(pages.shape, pages.dtype),  # where a small cache might else be brought to vector memory
+    input_output_aliases={5: 0},
+    compiler_params=pltpu.CompilerParams(dimension_semantics=('arbitrary',) * 3),
+    cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * tiles + new.size * new.dtype.itemsize),
+    name='paged_write',
+    interpret=interpret,
+  )(places, numbers.reshape(-1), starts, ends, kinds, pages, new.astype(pages.dtype))
+
+
+def _tile(pages: jax.Array) -> int:
+  """Returns t."""
+  return _SUBLANES * 4 // pages.dtype.itemsize

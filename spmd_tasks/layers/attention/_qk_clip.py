@@ -31,6 +31,8 @@ def shrinkage(
 
   Takes [B, T, H, K], [B, T, G, K] and int32 [B, T] or None; of the options, `causal`, `window` and the scale count.
   """
+  if current_layer_scope().balanced_tokens:
+    raise UserError('qk_clip compares tokens in the order of the text: set balances_tokens=False.')
   query, key = jax.lax.stop_gradient((query, key))
   num_rows, length, num_heads, head_dim = query.shape
   block = min(BLOCK, length)
@@ -70,8 +72,6 @@ def clip_logits(
   attention: Any, query: jax.Array, key: jax.Array, segment_ids: Any, options: AttentionOptions, *, train: bool
 ) -> None:
   """Leaves the factors of an `Attention`'s kernels, which shrink heads whose largest logit passed its `qk_clip`."""
-  if current_layer_scope().balanced_tokens:
-    raise UserError('qk_clip compares tokens in the order of the text: set balances_tokens=False.')
   gamma = shrinkage(query, key, segment_ids, options, attention.qk_clip)
   own_keys = key.shape[2] == attention.num_heads
   of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}

@@ -14,7 +14,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import AttentionOptions, check_gradient_keys
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.rotary import Rotary
-from spmd_tasks.layers.base import WithSublayers, declare_weight, is_decoding
+from spmd_tasks.layers.base import WithSublayers, declare_weight, dropout, is_decoding
 from spmd_tasks.layers.linear import kernels, project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims
@@ -120,7 +120,7 @@ class Attention(WithSublayers, kw_only=True):
         'them to None.'
       )
     for name in ('logit_cap', 'clip_qkv', 'qk_clip'):
-      if (bound := getattr(self, name)) is not None and not bound > 0:
+      if (bound := getattr(self, name)) is not None and not 0 < bound < float('inf'):
         raise UserError(f'{name}={bound} must be positive, or None for no bound.')
     check_gradient_keys(self.gradient_keys)
     if self.qk_clip is not None and (self.qk_norm or self.adapters):
@@ -196,7 +196,7 @@ class Attention(WithSublayers, kw_only=True):
     if self.clip_qkv is not None:
       query, key, value = (jnp.clip(x, -self.clip_qkv, self.clip_qkv) for x in (query, key, value))
     # A mask [B, S, G, 1] of the values is one [B, G, 1, S] of the probabilities.
-    value = nn.Dropout(self.dropout_rate, broadcast_dims=(-1,), deterministic=not train)(value)
+    value = dropout(self.dropout_rate, broadcast_dims=(-1,), train=train)(value)
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
@@ -232,41 +232,16 @@ class Attention(WithSublayers, kw_only=True):
 
       clip_logits(self, query, key, segment_ids, options, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
+    layout: Any = {'split_dims': self.query_activation_split_dims}
     if cached is not None:
-      attended = cache.attend_to_cache(
-        query,
-        key,
-        value,
-        cached,
-        segment_ids,
-        segment_pos,
-        options,
-        split_dims=self.query_activation_split_dims,
-        kv_split_dims=self.kv_activation_split_dims,
-      )
+      layout |= {'kv_split_dims': self.kv_activation_split_dims}
+      attended = cache.attend_to_cache(query, key, value, cached, segment_ids, segment_pos, options, **layout)
     else:
-      attended = attend(
-        query,
-        key,
-        value,
-        segment_ids,
-        options,
-        prefix_mask=prefix_mask,
-        key_segments=encoder_segment_ids if self.cross else None,
-        implementation=self.implementation,
-        split_dims=self.query_activation_split_dims,
-      )
-    return project(
-      self,
-      'out',
-      attended,
-      x.shape[-1],
-      self.out_split_dims,
-      self.activation_split_dims,
-      scale=self.out_init_scale,
-      use_bias=self.out_bias,
-      num_input_dims=2,
-    )
+      layout |= {'implementation': self.implementation, 'prefix_mask': prefix_mask}
+      key_segments = encoder_segment_ids if self.cross else None
+      attended = attend(query, key, value, segment_ids, options, key_segments=key_segments, **layout)
+    splits, scale = (self.out_split_dims, self.activation_split_dims), self.out_init_scale
+    return project(self, 'out', attended, x.shape[-1], *splits, scale=scale, use_bias=self.out_bias, num_input_dims=2)
 
   def _sink_weights(self) -> jax.Array:
     zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]

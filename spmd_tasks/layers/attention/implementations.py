@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from absl import logging
 import jax
@@ -88,20 +88,11 @@ def attend(
   if current_layer_scope().balanced_tokens and (name != 'splash' or query.shape[1] % (256 * layout.num_tokens)):
     from spmd_tasks.layers.attention._context import balance_tokens
 
-    given = (query, key, value, segment_ids, prefix_mask)
+    given = query, key, value, segment_ids, prefix_mask
     query, key, value, segment_ids, prefix_mask = balance_tokens(given, layout, back=True)
+    how: Any = {'prefix_mask': prefix_mask, 'implementation': implementation, 'split_dims': split_dims}
     with layer_scope(balanced_tokens=False):
-      attended = attend(
-        query,
-        key,
-        value,
-        segment_ids,
-        options,
-        prefix_mask=prefix_mask,
-        implementation=implementation,
-        split_dims=split_dims,
-      )
-    return balance_tokens(attended, layout)
+      return balance_tokens(attend(query, key, value, segment_ids, options, **how), layout)
   if prefix_mask is not None:
     segment_ids = jnp.ones_like(prefix_mask) if segment_ids is None else segment_ids
     segment_ids = 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)

@@ -27,8 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._draft_rows import attend_by_text
-from spmd_tasks.layers.attention._paged import attend_to_pages, merged
+from spmd_tasks.layers.attention._paged import attend_by_text, attend_to_pages, merged
 from spmd_tasks.layers.attention._paged import write_to_pages as write_to_pages
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.base import CACHE, NEW_CACHE, current_layer_scope, soft_cap

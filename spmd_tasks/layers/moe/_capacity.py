@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
-from spmd_tasks.layers.moe._expert_parallel import Axes, expert_layout
-from spmd_tasks.layers.moe._experts import ExpertWeights, batched_ffn
+from spmd_tasks.layers.moe._expert_parallel import expert_layout
+from spmd_tasks.layers.moe._experts import Axes, ExpertWeights, batched_ffn
 from spmd_tasks.layers.moe._permutation import gather_rows, sum_rows, take_rows
 from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.layers.moe._slots import (
@@ -37,7 +37,7 @@ from spmd_tasks.layers.moe._slots import (
   expert_capacity,
   tokens_per_group,
 )
-from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding import SplitDims, constrain, padding
 from spmd_tasks.sharding.specs import current_sharding_scope, num_parts
 
 
@@ -273,7 +273,8 @@ class SlotResharding:
     steps = self._steps()
     for split_dims in steps:
       rows = constrain(rows, split_dims)
-    hidden_split_dims, padded = (*steps[-1][:-1], self.hidden), self._pad_weights(weights)
+    padded = padding.pad_evenly(weights, weights.specs(self.expert, self.hidden), self.sizes)
+    hidden_split_dims = (*steps[-1][:-1], self.hidden)
     factors = self._dropout_factors(weights, num_groups, padded.up.shape)
     if factors is not None:
       factors = constrain(factors.reshape(*by_axis, 1, factors.shape[-1]), hidden_split_dims)
@@ -308,18 +309,6 @@ class SlotResharding:
     kept = jax.random.bernoulli(weights.dropout_key, 1 - weights.dropout_rate, (num_groups, num_experts, hidden_dim))
     padding = ((0, 0), (0, shape[0] - num_experts), (0, shape[2] - hidden_dim))
     return jnp.pad(kept / (1 - weights.dropout_rate), padding).swapaxes(0, 1)
-
-  def _pad_weights(self, weights: ExpertWeights) -> ExpertWeights:
-    num_experts, _, hidden_dim = weights.up.shape
-    more_experts = self.padded_num_experts(num_experts) - num_experts
-    more_hidden = _round_up(hidden_dim, num_parts(self.hidden, self.sizes)) - hidden_dim
-    experts, hidden, whole = (0, more_experts), (0, more_hidden), (0, 0)
-    return weights.map(
-      up=lambda x: jnp.pad(x, (experts, whole, hidden)),
-      down=lambda x: jnp.pad(x, (experts, hidden, whole)),
-      up_bias=lambda x: jnp.pad(x, (experts, hidden)),
-      down_bias=lambda x: jnp.pad(x, (experts, whole)),
-    )
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -6,6 +6,7 @@ rows in a send buffer, D model. Each implements `Dispatch` (_expert_parallel.py)
 
 from collections.abc import Callable
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -103,10 +104,10 @@ def padded_all_to_all(
   With a `capacity_factor`, rows that do not fit are dropped and counted. The statistics are `pair_capacity`, P, and
   with a `capacity_factor` also `fraction_dropped`.
   """
-  num_devices, num_rows = exchange.num_devices, expert_ids.size
-  capacity = exchange.capacity(
-    balanced=num_rows / num_devices, worst=x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
-  )
+  num_devices, factor = exchange.num_devices, exchange.capacity_factor
+  capacity = _most_rows(expert_ids, experts)
+  if factor is not None:
+    capacity = max(1, math.ceil(min(capacity, factor * (expert_ids.size / num_devices))))
   by_expert = sort_by_expert(expert_ids, num_devices * experts.num_experts)
   sizes = by_expert.group_sizes.reshape(num_devices, experts.num_experts)
   buffers = name_routing(_fill_buffers(by_expert, expert_ids // experts.num_experts, jnp.sum(sizes, axis=1), capacity))
@@ -122,10 +123,17 @@ def padded_all_to_all(
   rows, row_gates = send(gather_rows(x, buffers)), send(gather_gates(gates, buffers))
   y = sum_rows(send(_apply_to_received(experts, rows, received_ids, row_gates)), buffers)
   statistics = {'pair_capacity': (jnp.float32(capacity), jnp.float32(1))}
-  if exchange.capacity_factor is not None:
+  if factor is not None:
     num_assigned = jnp.sum(sizes)
-    statistics['fraction_dropped'] = exchange.fraction_dropped(num_assigned - jnp.sum(ends[:, -1]), num_assigned)
+    counts = jnp.stack([num_assigned - jnp.sum(ends[:, -1]), num_assigned]).astype(jnp.float32)
+    num_dropped, num_assigned = jax.lax.psum(counts, exchange.all_axes)
+    statistics['fraction_dropped'] = num_dropped, num_assigned
   return y, statistics
+
+
+def _most_rows(expert_ids: jax.Array, experts: ExpertWeights) -> int:
+  """Returns how many rows one device may have for another one."""
+  return expert_ids.shape[0] * min(expert_ids.shape[1], experts.num_experts)
 
 
 def _apply_to_received(experts: ExpertWeights, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
@@ -199,8 +207,8 @@ def in_passes(
   """
   assert exchange.capacity_factor is not None
   num_devices, unrouted = exchange.num_devices, exchange.num_devices * experts.num_experts
-  worst = x.shape[0] * min(expert_ids.shape[1], experts.num_experts)  # rows from one device to another
-  room = min(worst, max(1, int(exchange.capacity_factor * expert_ids.size) // num_devices))
+  worst = _most_rows(expert_ids, experts)
+  room = max(1, int(min(worst * num_devices, exchange.capacity_factor * expert_ids.size)) // num_devices)
   if room == worst:
     return dispatch(x, expert_ids, gates, experts, exchange)
 

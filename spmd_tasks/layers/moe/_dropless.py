@@ -17,15 +17,8 @@ from jax.sharding import PartitionSpec
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios, current_layer_scope
 from spmd_tasks.layers.moe._dispatches import in_passes, padded_all_to_all, ring
-from spmd_tasks.layers.moe._expert_parallel import (
-  Axes,
-  Dispatch,
-  Exchange,
-  ExpertLayout,
-  expert_layout,
-  select_assignments,
-)
-from spmd_tasks.layers.moe._experts import ExpertWeights
+from spmd_tasks.layers.moe._expert_parallel import Dispatch, Exchange, ExpertLayout, expert_layout, select_assignments
+from spmd_tasks.layers.moe._experts import Axes, ExpertWeights
 from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.sharding import SplitDims, padding
 from spmd_tasks.sharding.specs import ShardingScope, current_sharding_scope, num_parts
@@ -138,14 +131,8 @@ def apply_experts(
   if dispatch is None:
     layout = layout.with_experts_gathered()
   axis_sizes = scope.mesh.shape
-  expert_axes = layout.expert + layout.stored
   tokens_spec = PartitionSpec(layout.batch, layout.seq, None)
-  weight_specs = experts.map(
-    up=lambda _: PartitionSpec(expert_axes, layout.up_embed, layout.hidden),
-    down=lambda _: PartitionSpec(expert_axes, layout.hidden, layout.down_embed),
-    up_bias=lambda _: PartitionSpec(expert_axes, layout.hidden),
-    down_bias=lambda _: PartitionSpec(expert_axes, None),
-  )
+  weight_specs = experts.specs(layout.expert + layout.stored, layout.hidden, layout.up_embed, layout.down_embed)
   exchange = Exchange(
     axes=layout.exchange,
     num_devices=num_parts(layout.exchange, axis_sizes),
@@ -153,11 +140,7 @@ def apply_experts(
     all_axes=layout.all_axes,
   )
 
-  def pad(array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    shape = padding.padded_shape(array.shape, spec, axis_sizes)
-    return padding.pad(array, jax.ShapeDtypeStruct(shape, array.dtype))
-
-  weights = jax.tree.map(pad, experts, weight_specs)
+  weights = padding.pad_evenly(experts, weight_specs, axis_sizes)
   unrouted, num_experts = experts.num_experts, weights.num_experts
   # After the padding of E, the padded number of experts is the id that means 'not routed'.
   expert_ids = jnp.where(expert_ids == unrouted, num_experts, expert_ids)

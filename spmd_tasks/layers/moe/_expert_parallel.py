@@ -21,7 +21,6 @@ Device i of the exchange holds the experts with ids i * E to (i + 1) * E - 1; th
 
 from collections.abc import Mapping
 import dataclasses
-import math
 from typing import Protocol
 
 import jax
@@ -30,11 +29,9 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
-from spmd_tasks.layers.moe._experts import ExpertWeights
+from spmd_tasks.layers.moe._experts import Axes, ExpertWeights
 from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import ShardingScope, num_parts, spec_axes
-
-Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,18 +171,6 @@ class Exchange:
   num_devices: int
   capacity_factor: float | None
   all_axes: Axes
-
-  def capacity(self, *, balanced: float, worst: int) -> int:
-    """Returns the number of rows in a buffer, given the numbers needed in the balanced and in the worst case."""
-    if self.capacity_factor is None:
-      return worst
-    return min(worst, max(1, math.ceil(self.capacity_factor * balanced)))
-
-  def fraction_dropped(self, num_dropped: jax.Array, num_assigned: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns numerator and denominator, float32, the same on all devices, from each device's own counts."""
-    counts = jnp.stack([num_dropped, num_assigned]).astype(jnp.float32)
-    all_dropped, all_assigned = jax.lax.psum(counts, self.all_axes)
-    return all_dropped, all_assigned
 
 
 class Dispatch(Protocol):

@@ -14,7 +14,9 @@ import flax.linen as nn
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
 from spmd_tasks.layers.linear import adapted, adapter_of
@@ -29,6 +31,7 @@ from spmd_tasks.layers.moe._permutation import (
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 
+Axes = tuple[str, ...]
 Decision = TypeVar('Decision')
 
 
@@ -81,6 +84,16 @@ class ExpertWeights(struct.PyTreeNode):
     functions = {'up': up, 'gate': up, 'down': down, 'up_bias': up_bias, 'gate_bias': up_bias, 'down_bias': down_bias}
     weights = {name: getattr(self, name) for name in functions}
     return self.replace(**{name: functions[name](x) for name, x in weights.items() if x is not None})
+
+  def specs(self, expert: Axes, hidden: Axes, up_embed: Axes = (), down_embed: Axes = ()) -> Any:
+    """Returns the weights' PartitionSpecs, where these mesh axes split E, F, and D of `up` and of `down`."""
+    specs = self.map(
+      up=lambda _: PartitionSpec(expert, up_embed, hidden),
+      down=lambda _: PartitionSpec(expert, hidden, down_embed),
+      up_bias=lambda _: PartitionSpec(expert, hidden),
+      down_bias=lambda _: PartitionSpec(expert, None),
+    )
+    return specs.replace(dropout_key=None if self.dropout_key is None else PartitionSpec())
 
   def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array) -> jax.Array:
     """Applies each expert to its own rows: returns [R, D], in the rows' dtype, times the gates.
@@ -169,6 +182,8 @@ class Experts(nn.Module, kw_only=True):
   def __call__(self, model_dim: int, *, train: bool = False) -> ExpertWeights:
     """Returns the weights for inputs of `model_dim`, cast to `dtype`."""
     check_activation(self.activation, gated=self.gated)
+    if not 0 <= self.dropout_rate < 1:
+      raise UserError(f'dropout_rate={self.dropout_rate} of experts must be at least 0 and less than 1.')
 
     def declare(name: str, num_inputs: int, num_outputs: int, scale: float, split_dims: SplitDims) -> jax.Array:
       shape, init = (self.num_experts, num_inputs, num_outputs), FanInNormal(scale=scale, num_stacked_dims=1)

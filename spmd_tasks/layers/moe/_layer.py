@@ -115,10 +115,12 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       raise UserError(
         f'{type(computation).__name__} drops tokens, and decoding drops none: take Dropless or exact=False.'
       )
-    dropped: Ratios = {}
+    row_dropped: Any = None
     if self.row_capacity is not None:
-      routing, dropped = within_row_capacity(routing, self.row_capacity)
+      routing, row_dropped = within_row_capacity(routing, self.row_capacity)
     y, ratios = computation(tokens, routing, self.experts(x.shape[-1], train=train), train=train)
+    if row_dropped is not None:
+      ratios = {**ratios, 'fraction_dropped': (row_dropped[0] + ratios['fraction_dropped'][0], row_dropped[1])}
     if train and routing.balance_bias is not None:
       y = attach_balance_gradient(y, routing.balance_bias, sums)
     if self.use_bias:
@@ -131,7 +133,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
         k = self.router.num_selected
         shared, y = shared / (k + 1), y * (k / (k + 1))
       y = shared + y
-    return y, {'routing': sums.replace(ratios={**ratios, **dropped})}
+    return y, {'routing': sums.replace(ratios=ratios)}
 
   def _num_balance_shards(self, routing: RouterOutput, *, train: bool) -> int:
     tokens, shards = whole_batch_tokens(routing), self.load_balance_shards

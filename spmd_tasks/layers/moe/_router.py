@@ -24,7 +24,6 @@ from spmd_tasks.layers.base import (
   NEW_CACHE,
   REPLAYED,
   FanInNormal,
-  Ratios,
   by_row,
   current_layer_scope,
   declare_weight,
@@ -63,8 +62,8 @@ class RouterOutput(struct.PyTreeNode):
   balance_bias: jax.Array | None = None
 
 
-def within_row_capacity(routing: RouterOutput, capacity: int) -> tuple[RouterOutput, Ratios]:
-  """Drops all but each expert's first `capacity` choices in each row; returns the rest, and `fraction_dropped`."""
+def within_row_capacity(routing: RouterOutput, capacity: int) -> tuple[RouterOutput, tuple[jax.Array, jax.Array]]:
+  """Drops all but each expert's first `capacity` choices in each row; returns the rest, and (how many, of how many)."""
   assert routing.expert_ids is not None
   assert routing.gates is not None
   ids, num_experts = routing.expert_ids, routing.scores.shape[-1]
@@ -73,7 +72,7 @@ def within_row_capacity(routing: RouterOutput, capacity: int) -> tuple[RouterOut
   fits = places <= capacity
   kept = routing.replace(expert_ids=jnp.where(fits, ids, num_experts), gates=jnp.where(fits, routing.gates, 0.0))
   counts = jnp.sum(~fits, dtype=jnp.float32), jnp.sum(places > 0, dtype=jnp.float32)
-  return kept, {'fraction_dropped': counts}
+  return kept, counts
 
 
 class Router(nn.Module, kw_only=True):

@@ -65,6 +65,11 @@ class DerivedGroupSize:
   max_size: int
   num_groups_multiple_of: int
 
+  def __post_init__(self):
+    for name in ('max_size', 'num_groups_multiple_of'):
+      if getattr(self, name) < 1:
+        raise UserError(f'{name}={getattr(self, name)} of a group size must be at least 1.')
+
   def tokens(self, num_tokens: int) -> int:
     """Returns S. Raises a UserError where Flaxformer would add tokens of padding."""
     step, least = self.num_groups_multiple_of, max(num_tokens // self.max_size, self.num_groups_multiple_of)
@@ -118,7 +123,7 @@ def expert_capacity(
 
   C = 0, of factor 0 or of a rounded 0 with `min_capacity` 0, gives C = S instead, which drops nothing.
   """
-  capacity = factor * num_choices * group_size / num_experts
+  capacity = min(factor * num_choices * group_size / num_experts, group_size)
   capacity = max(min_capacity if factor else 0, int(capacity) if rounding == 'down' else round(capacity))
   return min(capacity, group_size) or group_size
 

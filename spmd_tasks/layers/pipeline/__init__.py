@@ -9,7 +9,7 @@ sends the result to the next stage. Results equal those of the TransformerStack.
 `Schedule` computes ticks and the bubble: Schedule(num_stages=4, num_microbatches=8).bubble_fraction.
 
 Read stack.py (the layer), schedule.py (which stage processes which microbatch in which tick), microbatches.py (how
-microbatches are cut and moved), stage.py (one stage), then loop.py (the schedules).
+microbatches are cut and moved), then loop.py (one stage, and the schedules).
 """
 
 from spmd_tasks.faces import lazy_face

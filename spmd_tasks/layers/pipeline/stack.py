@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, layer_scope, run_layer, values_per_layer
-from spmd_tasks.layers.pipeline.loop import run_loop, run_one_forward_one_backward
+from spmd_tasks.layers.pipeline.loop import Stage, StageWeights, run_loop, run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, check_microbatches_divide, merge_rows, split_rows
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
-from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
 from spmd_tasks.layers.transformer import remat_policy, scan_layers
+from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.axis_rules import stage_axis, without_axis
 from spmd_tasks.sharding.specs import ShardingScope, current_sharding_scope
 from spmd_tasks.sharding.weights import STACK_DIM, WeightBox, refuse_plain_weights, unbox_weights
@@ -164,7 +164,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
       return run(stage, schedule, weights, microbatches)
 
     weights = unbox_weights(self.variables['params']['layers'])  # kernels in int8 stay so until a layer reads them
-    weights = jax.tree.map(lambda w: _pad_layers(w, layers_dim, schedule.num_stages), weights)
+    # With zeros for the identity layers that fill up the stages.
+    weights = jax.tree.map(lambda w: padding.pad_evenly(w, layers_spec, scope.mesh.shape), weights)
     rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
     # check_vma tracks which arrays are equal on all stages. Every array with a gradient belongs to one stage, and
     # layers that contain a shard_map, as experts do, require it off in the enclosing one.
@@ -183,13 +184,6 @@ class PipelinedStack(WithSublayers, kw_only=True):
       return a[:, : stage.layers_per_repeat].reshape(-1, *a.shape[2:])
 
     return merge_rows(x, scope, axis), values_per_layer(jax.tree.map(by_layer, aux))
-
-
-def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:
-  """Pads with zeros for the identity layers that fill up the stages."""
-  widths = [(0, 0)] * weight.ndim
-  widths[dim] = (0, -weight.shape[dim] % num_stages)
-  return jnp.pad(weight, widths)
 
 
 def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import AttentionCall, _splash, implementations
+from spmd_tasks.layers.attention import _splash, implementations
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._context import balance_tokens
 from spmd_tasks.layers.attention._plain import AttentionOptions, attention_layout
-from spmd_tasks.layers.attention.implementations import attend, resolve_implementation
+from spmd_tasks.layers.attention.implementations import AttentionCall, attend, resolve_implementation
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning.targets import has_compiler

@@ -16,9 +16,9 @@ from spmd_tasks.layers import (
 from spmd_tasks.layers.attention import (
   Attention,
   LatentAttention,
+  LearnedPositions,
   RelativePositionBias,
   Rotary,
-  SinusoidalPositions,
   YarnScaling,
   kv_cache,
 )
@@ -73,7 +73,7 @@ MODELS = {
       remat_policy='full',
     )
   ),
-  'capped logits, scale, sinks, norm over heads, norms behind sublayers, sinusoidal positions': _model(
+  'capped logits, scale, sinks, norm over heads, norms behind sublayers, learned positions': _model(
     _stack(
       _block(
         num_kv_heads=2,
@@ -87,7 +87,7 @@ MODELS = {
         softmax_scale=0.7,
       )
     ),
-    SinusoidalPositions(),
+    LearnedPositions(max_len=NUM_POSITIONS),
   ),
   'latent attention': _model(
     _stack(

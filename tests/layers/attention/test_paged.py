@@ -15,7 +15,7 @@ import pytest
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.step_functions import write_tokens
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import _paged, _paged_gpu, _paged_tpu, _paged_writes
+from spmd_tasks.layers.attention import _paged, _paged_gpu, _paged_tpu
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.kv_cache import CachedArray, attend_to_cache, quantize
 from spmd_tasks.layers.base import layer_scope
@@ -209,8 +209,8 @@ def test_tokens_are_written_as_a_scatter_writes_them(columns, parts, of_text, mo
   expected = jax.jit(write)()
   assert (expected != pages).any()
   monkeypatch.setattr(_paged, 'current_platform', lambda: 'tpu')
-  interpreted = functools.partial(_paged_writes.write_to_pages, interpret=True)
-  monkeypatch.setattr(_paged_writes, 'write_to_pages', interpreted)
+  interpreted = functools.partial(_paged_tpu.write_to_pages, interpret=True)
+  monkeypatch.setattr(_paged_tpu, 'write_to_pages', interpreted)
   written = jax.jit(lambda: write())()
   assert (np.asarray(written, np.float32) == np.asarray(expected, np.float32)).all()
 

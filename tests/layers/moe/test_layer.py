@@ -86,7 +86,7 @@ def test_each_expert_computes_its_first_choices_of_a_row(rng):
   weights = random_weights(layer, x)
   y, aux = jax.jit(layer.apply)({'params': weights}, x)
   w = jax.tree.map(lambda each: np.asarray(each, np.float64), weights)
-  expected, num_dropped = np.zeros((B, T, D)), 0
+  expected, num_dropped, num_first = np.zeros((B, T, D)), 0, 0
   for row in range(B):
     num_taken = np.zeros(E, int)
     for t, token in enumerate(np.asarray(x[row], np.float64)):
@@ -100,9 +100,13 @@ def test_each_expert_computes_its_first_choices_of_a_row(rng):
         gate, up, down = (w['experts'][name][expert] for name in ('gate', 'up', 'down'))
         hidden = token @ gate / (1 + np.exp(-token @ gate)) * (token @ up)
         expected[row, t] += scores[expert] / scores[chosen].sum() * (hidden @ down)
+    num_first += np.count_nonzero(num_taken)
   assert num_dropped
   np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(aux['routing'].values()['fraction_dropped'], num_dropped / (2 * B * T), rtol=1e-6)
+  layer = layer.clone(computation=CapacityGather(capacity_factor=0.01, min_capacity=1))  # which drops others, too
+  aux = jax.jit(layer.apply)({'params': weights}, x)[1]
+  np.testing.assert_allclose(aux['routing'].values()['fraction_dropped'], 1 - num_first / (2 * B * T), rtol=1e-6)
   with pytest.raises(ValueError, match='row_capacity=0 must be at least 1'):
     make_layer(row_capacity=0)
 
