@@ -30,6 +30,7 @@ from spmd_tasks.operations import SUPERVISED
 from spmd_tasks.programs import goodput
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.sharding import AxisRules, MeshSpec
+from spmd_tasks.sharding.specs import axes_of
 
 _ALWAYS = ('spmd_tasks.programs.train',)
 
@@ -120,10 +121,10 @@ def why_not(spec: MeshSpec, rules: AxisRules, batch_sizes: dict[str, int], hosts
 
 def shrink_mesh(spec: MeshSpec, rules: AxisRules, hosts: int, max_hosts: int) -> MeshSpec | None:
   """Returns the mesh on `hosts` of `max_hosts` hosts; None if no batch axis can be shorter in that proportion."""
-  if -1 in spec.ici_mesh_shape and spec.axis_names[spec.ici_mesh_shape.index(-1)] in batch_axes(rules):
-    return spec  # it takes the devices that are there
   for field in ('dcn_mesh_shape', 'ici_mesh_shape'):
     shape = getattr(spec, field)
+    if shape is not None and -1 in shape and spec.axis_names[shape.index(-1)] in batch_axes(rules):
+      return spec  # it takes the devices that are there
     for axis in batch_axes(rules):
       index = spec.axis_names.index(axis) if shape is not None and axis in spec.axis_names else None
       if index is not None and shape[index] * hosts % max_hosts == 0:
@@ -134,8 +135,7 @@ def shrink_mesh(spec: MeshSpec, rules: AxisRules, hosts: int, max_hosts: int) ->
 
 def batch_axes(rules: AxisRules) -> Sequence[str]:
   """The mesh axes over which the batch is split."""
-  axes: Any = dict(rules).get('batch') or ()
-  return (axes,) if isinstance(axes, str) else tuple(map(str, axes))
+  return axes_of(next((axes for name, axes in rules if name == 'batch'), None))
 
 
 def more_microbatches(batch_size: int, num_microbatches: int, hosts: int, max_hosts: int) -> int:

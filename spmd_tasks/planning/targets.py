@@ -196,8 +196,8 @@ def target_of(chip: Chip, num_devices: int, num_slices: int = 1) -> str | None:
       return f'{chip.name}:{num_devices}'
     return None if num_devices % most else f'{chip.name}:{most}x{num_devices // most}'
   # Slices are named with their longest side first.
-  sides = (shape for shape in factorizations(count, chip.torus_dims) if shape == tuple(sorted(shape, reverse=True)))
-  shapes = [shape for shape in sides if _is_slice(chip, shape)]
+  sides = factorizations(count, [count] * chip.torus_dims)
+  shapes = [each for each in sides if each == tuple(sorted(each, reverse=True)) and _is_slice(chip, each)]
   if not shapes:
     return None
   return f'{prefix}{chip.name}:{"x".join(map(str, min(shapes, key=max)))}'

@@ -18,27 +18,19 @@ _TPU_OPTIONS = {
   'xla_tpu_overlap_compute_collective_tc': 'true',
 }
 
-
-# A v6e does four times the FLOPs of a v5e with twice the bandwidth, so its products need large tiles in vector memory,
-# of which it has 128 MiB; MaxText's figure. With it the compiler estimates a product of [8192, 8192] and [8192, 28672]
-# at 90% of peak instead of 71%.
-#
-# Reduce-scatters that layers write out (layers/scattered_gradients.py): by the next three each stays one, whichever dim
-# of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them beside products.
-# MaxText's.
-#
 # The libtpu of jax 0.11 (0.0.48) refuses to compile where this is on, but for a v5e; Ironwood's published commands turn
 # it off.
 _FUSE_GATHERS = 'xla_tpu_enable_async_collective_fusion_fuse_all_gather'
 
-# An Ironwood's vector units compute in bfloat16 too, and its SparseCores run gathers and sums beside products;
-# MaxText's published commands give its tiles 60 MiB. Without the last option a gather from all devices is a sum of
-# zeroed buffers, with twice the bytes.
-#
-# Of 64 MiB, tiles that have 60 leave little to scavenge, and the search for it is most of a compilation.
 _OPTIONS_BY_KIND = {
   'TPU v6 lite': {
+    # A v6e does four times the FLOPs of a v5e with twice the bandwidth, so its products need large tiles in vector
+    # memory, of which it has 128 MiB; MaxText's figure. With it the compiler estimates a product of [8192, 8192] and
+    # [8192, 28672] at 90% of peak instead of 71%.
     'xla_tpu_scoped_vmem_limit_kib': '98304',
+    # Reduce-scatters that layers write out (layers/scattered_gradients.py): by these three each stays one, whichever
+    # dim of a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them beside
+    # products. MaxText's.
     'xla_tpu_use_minor_sharding_for_major_trivial_input': 'true',
     'xla_tpu_relayout_group_size_threshold_for_reduce_scatter': '1',
     'xla_tpu_assign_all_reduce_scatter_layout': 'true',
@@ -46,13 +38,17 @@ _OPTIONS_BY_KIND = {
     'xla_sc_disable_megacore_partitioning': 'true',
     'xla_tpu_use_tc_device_shape_on_sc': 'true',
   },
+  # An Ironwood's vector units compute in bfloat16 too, and its SparseCores run gathers and sums beside products;
+  # MaxText's published commands give its tiles 60 MiB.
   'TPU7x': {
     _FUSE_GATHERS: 'false',
     'xla_tpu_scoped_vmem_limit_kib': '61440',
     'xla_tpu_bf16_emission_mode': 'NATIVE_EMISSION',
     'xla_tpu_enable_sparse_core_collective_offload_all_reduce': 'true',
     'xla_tpu_use_single_sparse_core_for_all_gather_offload': 'true',
+    # Without it a gather from all devices is a sum of zeroed buffers, with twice the bytes.
     'xla_tpu_prefer_async_allgather_to_allreduce': 'true',
+    # Of 64 MiB, tiles that have 60 leave little to scavenge, and the search for it is most of a compilation.
     'xla_tpu_vmem_scavenging_mode': 'NONE',
   },
 }

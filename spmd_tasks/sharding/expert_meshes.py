@@ -87,7 +87,8 @@ class DataExpertModelMesh(_ExpertMesh):
       num_devices //= size
     data_size = _data_size(num_devices, self.num_partitions)
     if self.num_expert_partitions < 1 or data_size % self.num_expert_partitions:
-      nearest = next(size for size in range(min(data_size, self.num_expert_partitions), 0, -1) if data_size % size == 0)
+      largest = max(1, min(data_size, self.num_expert_partitions))
+      nearest = next(size for size in range(largest, 0, -1) if data_size % size == 0)
       raise UserError(
         f'num_expert_partitions={self.num_expert_partitions} must be at least 1 and divide the devices of a stage over '
         f'num_partitions={self.num_partitions}, {data_size}: choose {nearest}.'
@@ -143,6 +144,8 @@ class HiddenShardingMesh(_ExpertMesh):
 
 
 def _data_size(num_devices: int, model_size: int) -> int:
+  if num_devices < 1:
+    raise UserError(f'num_devices={num_devices} must be at least 1.')
   if model_size < 1 or num_devices % model_size:
     raise UserError(
       f'{num_devices} devices are not a multiple of the model parallelism {model_size}: choose a divisor of '

@@ -12,7 +12,7 @@ for sizes such as 10 or 28.
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import math
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.experimental import mesh_utils
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding.mesh_shapes import factorizations
 
 
 def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
@@ -100,22 +101,10 @@ def split_torus(torus: np.ndarray, shape: Sequence[int]) -> np.ndarray:
       taken = [at for at, size in enumerate(sizes) if size > 1]
       return -math.prod(whole), len(taken), sum(left[at] < torus.shape[at] for at in taken), sizes
 
-    parts[:, axis] = min(_ways(shape[axis], left), key=preference)
+    parts[:, axis] = min(factorizations(shape[axis], left), key=preference)
     left = [size // part for size, part in zip(left, parts[:, axis])]
   dims = np.arange(parts.size).reshape(parts.shape)
   return torus.reshape(parts.reshape(-1)).transpose(dims.T.reshape(-1)).reshape(shape)
-
-
-def _ways(size: int, dims: Sequence[int]) -> Iterator[tuple[int, ...]]:
-  """Yields every way to write `size` as a product of one divisor of each dim; what others leave has at least one."""
-  if len(dims) == 1:
-    if dims[0] % size == 0:
-      yield (size,)
-    return
-  for part in range(1, math.gcd(size, dims[0]) + 1):
-    if size % part == 0 and dims[0] % part == 0:
-      for rest in _ways(size // part, dims[1:]):
-        yield (part, *rest)
 
 
 def _torus(devices: Sequence[Any]) -> np.ndarray:

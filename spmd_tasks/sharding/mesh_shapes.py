@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 import math
 
 
-def factorizations(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
-  """Yields every tuple of `num_axes` positive sizes whose product is `total`."""
-  if num_axes == 1:
-    yield (total,)
+def factorizations(total: int, dims: Sequence[int]) -> Iterator[tuple[int, ...]]:
+  """Yields every way to write `total` as a product of positive numbers, each of which divides its dim."""
+  if len(dims) < 2:
+    if dims and dims[0] % total == 0:
+      yield (total,)
     return
-  for size in (size for size in range(1, total + 1) if total % size == 0):
-    for rest in factorizations(total // size, num_axes - 1):
+  for size in (size for size in range(1, math.gcd(total, dims[0]) + 1) if total % size == dims[0] % size == 0):
+    for rest in factorizations(total // size, dims[1:]):
       yield (size, *rest)
 
 
@@ -29,4 +30,4 @@ def nearest_shapes(wanted: Sequence[int], total: int) -> list[tuple[int, ...]]:
     opened = sum(want == 1 < size for size, want in zip(shape, wanted))
     return round(sum(changes), 6), opened, changes[::-1]
 
-  return sorted(factorizations(total, len(wanted)), key=distance)[:2]
+  return sorted(factorizations(total, [total] * len(wanted)), key=distance)[:2]

@@ -146,11 +146,6 @@ def scaled_mesh(experiment: Experiment, num_devices: int) -> Mesh:
   return tuple(zip(names, sizes))
 
 
-def all_meshes(axis_names: Sequence[str], num_devices: int) -> list[Mesh]:
-  """Returns every mesh of exactly `num_devices` devices over these axes."""
-  return [tuple(zip(axis_names, sizes)) for sizes in factorizations(num_devices, len(axis_names))]
-
-
 def draw_meshes(axis_names: Sequence[str], sizes: Sequence[int], rng: np.random.Generator) -> Iterator[Mesh]:
   """Yields meshes without end, each time of the next of `sizes` devices, none twice before all came once.
 
@@ -159,7 +154,8 @@ def draw_meshes(axis_names: Sequence[str], sizes: Sequence[int], rng: np.random.
   decks: dict[int, list[Mesh]] = {}
   for size in itertools.cycle(sizes):
     if not decks.get(size):
-      meshes = all_meshes(axis_names, size)
+      shapes = factorizations(size, [size] * len(axis_names))
+      meshes: list[Mesh] = [tuple(zip(axis_names, shape)) for shape in shapes]
       by_width: dict[int, list[Mesh]] = {}
       for index in rng.permutation(len(meshes)):
         width = sum(part > 1 for _, part in meshes[index])

@@ -60,6 +60,7 @@ def held_ports(monkeypatch):
     ((2, 8, 1), None, 2, ((1, 8, 1), None)),  # whole replicas go first
     ((1, 8, 4), (4, 1, 1), 1, ((1, 8, 4), (1, 1, 1))),  # and slices before them
     ((1, -1, 2), None, 3, ((1, -1, 2), None)),
+    ((1, -1, 2), (4, 1, 1), 3, ((1, -1, 2), (3, 1, 1))),
     ((1, 2, 4), None, 3, None),
     ((1, 1, 4), None, 2, None),
   ],

@@ -126,6 +126,7 @@ def test_degrees_of_expert_and_hidden_sharding(world_size, num_experts, degrees)
       '8 devices are not a multiple of the model parallelism 3',
     ),
     (DataExpertModelMesh(num_devices=8, num_expert_partitions=3), 'over num_partitions=1, 8: choose 2'),
+    (DataExpertModelMesh(num_devices=8, num_expert_partitions=0), 'over num_partitions=1, 8: choose 1'),
     (HiddenShardingMesh(num_devices=8, num_experts=2, hidden_dim=18), 'hidden_dim=18 must be a multiple of 4'),
   ],
 )
