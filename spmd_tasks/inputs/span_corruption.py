@@ -111,6 +111,12 @@ class SpanCorruption:
         f'text has rows of {width} tokens, but inputs_length = {self.inputs_length} takes {tokens}: set '
         f'text.seq_len={tokens}.'
       )
+    num_spans = round(round(width * self.noise_density) / self.mean_span_length)
+    if 0 < (extra_ids := getattr(self.tokenizer, 'extra_ids', 0)) < num_spans:
+      raise UserError(
+        f'rows of {width} tokens have {num_spans} spans, but the tokenizer only extra_ids = {extra_ids}, so that words '
+        'would stand for spans: raise extra_ids, or mean_span_length.'
+      )
     if self.targets_length is not None and self.targets_length < targets:
       raise UserError(f'targets_length = {self.targets_length} must be at least {targets}, the longest targets.')
 
@@ -160,7 +166,9 @@ class SpanCorruption:
       mask = noise_mask(tokens.size, rng, self.noise_density, self.mean_span_length)
       first = tokenizer.vocab_size - 1  # the sentinel of the first span
       halves = [replace_spans(tokens, each, first) for each in (mask, ~mask)] if tokens.size else []
-      examples.append([np.append(half, tokenizer.eos_id) for half in halves] or [tokens, tokens])
+      # Where T5's two ways to round a number of tokens differ, the targets are up to two tokens too long.
+      cut = [np.append(half[: width - 1], tokenizer.eos_id) for half, width in zip(halves, self._widths())]
+      examples.append(cut or [tokens, tokens])
     extra = {name: rows for name, rows in batch.items() if name not in base.BATCH_DTYPES}
     return extra | encoder_decoder_batch(examples, *self._widths(), tokenizer.pad_id)
 

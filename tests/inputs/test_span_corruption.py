@@ -77,6 +77,19 @@ def test_a_batch_holds_the_text_once(tmp_path):
     assert restored == text['ids'][row].tolist()
 
 
+def test_targets_that_t5_rounds_to_two_lengths_are_cut(tmp_path):
+  """Of 190 tokens 28.5 are noise: 28 by T5's lengths of rows, 29 by its masks."""
+  settings = SpanCorruption(text=text_input(tmp_path, seq_len=190), inputs_length=172)
+  labels = next(settings.make_iterator())['labels']
+  assert labels.shape == (4, 38)
+  assert (labels[:, -1] == 1).all()
+
+
+def test_more_spans_than_sentinels_are_refused(tmp_path):
+  with pytest.raises(ValueError, match='568 tokens have 28 spans, but the tokenizer only extra_ids = 20'):
+    SpanCorruption(text=text_input(tmp_path, seq_len=568), inputs_length=512)
+
+
 def _spans(tokens, sentinel):
   """Yields (number of the sentinel, tokens behind it); None for those before the first."""
   name, held = None, []
