@@ -70,8 +70,9 @@ def examples_of(
     segment_ids = batch['segment_ids'][row]
     for segment in range(1, int(segment_ids.max(initial=0)) + 1):
       at = np.flatnonzero(segment_ids == segment)
-      ids = np.append(batch['ids'][row, at[:1]], batch['labels'][row, at])
-      is_learnt = np.append(False, batch['weights'][row, at] > 0)
+      first = at[:0] if 'targets' in batch else at[:1]  # the labels of a text that is scored are the text itself
+      ids = np.append(batch['ids'][row, first], batch['labels'][row, at])
+      is_learnt = np.append(np.zeros(first.size, bool), batch['weights'][row, at] > 0)
       name = f'{names[segment % len(names)]}, ' if names else ''
       place = f'{sources[row]}, row {row}' if sources else f'row {row}'
       title = f'{name}{place}, segment {segment}, {at.size} tokens, the loss on {int(is_learnt.sum())}'

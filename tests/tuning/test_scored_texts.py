@@ -8,7 +8,8 @@ import pytest
 
 from experiments.finetune import FullClassifier, FullReward
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import ByteTokenizer
+from spmd_tasks.inputs import ByteTokenizer, T5ByteTokenizer
+from spmd_tasks.programs.preview import examples_of
 from spmd_tasks.tuning import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
 from tests.inputs.batches import take
 
@@ -45,6 +46,13 @@ def test_each_text_is_a_segment_with_the_weights_of_its_tokens(tmp_path, source,
     assert ids[-1] == EOS
     np.testing.assert_allclose(weights, [0] * (ids.size - 1) + [1] if pooling == 'last' else 1 / ids.size)
     assert batch['targets'][0, at].sum() == batch['targets'][0, at][-1] == target
+
+
+def test_a_preview_shows_a_text_once(tmp_path):
+  tokenizer = T5ByteTokenizer()  # without a beginning of text, whose repetition would not show
+  batch = batch_of(tmp_path / 'records.jsonl', LabeledTexts, [{'text': 'ab', 'label': 3}], tokenizer=tokenizer)
+  ((_, pieces),) = examples_of(None, batch, tokenizer)
+  assert ''.join(text for text, _ in pieces) == 'ab'
 
 
 @pytest.mark.parametrize(
