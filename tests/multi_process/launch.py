@@ -85,7 +85,7 @@ class Job:
       fresh: starts new interpreters, so that each rank has its own seed of `hash`; otherwise ranks may be forked.
     """
     assert all(argv[0] == sys.executable for argv in argvs)
-    self._argvs = argvs
+    self.argvs = argvs
     self._fresh = fresh
     self._log_paths = [log_dir / f'rank{rank}.log' for rank in range(len(argvs))]
     self._env = {
@@ -103,7 +103,7 @@ class Job:
   def __enter__(self) -> 'Job':
     self._start_time = time.monotonic()
     try:
-      for argv, log_path in zip(self._argvs, self._log_paths, strict=True):
+      for argv, log_path in zip(self.argvs, self._log_paths, strict=True):
         with log_path.open('wb') as log:
           self._processes.append(
             binary.start_process(

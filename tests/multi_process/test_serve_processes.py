@@ -3,8 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import sys
 
 import httpx
@@ -172,10 +174,30 @@ def test_unpublish_and_publish_the_newest(client, trained, published):
   assert 'spmd_tasks_late_compilations 0.0\n' in client.get('/metrics').text
 
 
-def test_sigterm_to_both_lets_running_requests_end(client, shared_server):
+def attack(port: int, stack: contextlib.ExitStack) -> None:
+  """Random bytes, requests of other protocols, and 200 connections that stay open, some within a greeting."""
+  http2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n'
+  messages = [
+    *(os.urandom(size) for size in (1, 40, 70, 5000)),
+    b'GET / HTTP/1.1\r\nHost: localhost\r\n\r\n',
+    b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
+    http2 + os.urandom(200),
+    http2 + b'\xff\xff\xff\x04\x00\x00\x00\x00\x00',  # a frame of 16 MB
+  ]
+  for number in range(200):
+    sock = stack.enter_context(socket.create_connection(('127.0.0.1', port), timeout=5))
+    with contextlib.suppress(OSError):
+      sock.sendall(http2[:number] if number % 2 else messages[number % len(messages)])
+      if number % 3 == 0:
+        sock.close()
+
+
+def test_strangers_disturb_nothing_and_sigterm_to_both_lets_running_requests_end(client, shared_server):
   job = shared_server.job
-  with long_stream(client) as response:
-    lines = response.iter_lines()
+  port = int(re.search(r'coordinator_address=127.0.0.1:(\d+)', ' '.join(job.argvs[0]))[1])
+  with contextlib.ExitStack() as stack:
+    attack(port, stack)
+    lines = stack.enter_context(long_stream(client)).iter_lines()
     first = next(lines)
     job.send(1, signal.SIGTERM)
     job.wait_for_text(0, 'Stopping: ', limit_s=DEADLINE_S)  # to whichever process it comes
