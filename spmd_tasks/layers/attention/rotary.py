@@ -21,8 +21,9 @@ class RotaryScaling(abc.ABC):
   factor: float
 
   def __post_init__(self):
-    if not self.factor > 0:
-      raise UserError(f'factor={self.factor} must be positive: it divides the frequencies of a rotary position.')
+    for name in ('factor', 'original_length', 'beta_fast', 'beta_slow'):
+      if not getattr(self, name, 1) > 0:
+        raise UserError(f'{name}={getattr(self, name)} of the scaling of a rotary position must be positive.')
 
   def for_rows(self, num_columns: int) -> 'RotaryScaling':
     """Returns the scaling for rows of `num_columns` tokens, or for the texts that the LayerScope says."""
