@@ -243,15 +243,17 @@ def make_dropped():
 def dropout_run(mesh=None, rules=RULES, **settings):
   stack = PipelinedStack(block=make_dropped(), num_layers=6, num_microbatches=8, **settings)
   compiled, args = compile_grad(stack, 6, mesh, rules, {'dropout': jax.random.key(3)}, make_dropped)
-  return jax.device_get(compiled(*args))
+  outputs, (weights, x) = jax.device_get(compiled(*args))
+  return outputs, (merge(weights, stack.num_repeats), x)
 
 
 def test_dropout_does_not_depend_on_the_schedule_or_the_mesh():
-  gpipe = dropout_run()
-  (_, (y, _)), _ = gpipe
+  """GPipe is the circular schedule of one repeat."""
+  circular = dropout_run(schedule='circular', num_repeats=2)
+  (_, (y, _)), _ = circular
   assert 0.5**6 / 2 < np.mean(y == inputs()[0]) < 2 * 0.5**6  # what all of six layers drop
   stages_innermost = (('batch', ('data', 'stage')), *RULES[1:])
-  assert_close(dropout_run(make_mesh(data=4, stage=2), stages_innermost, schedule='one_forward_one_backward'), gpipe)
+  assert_close(dropout_run(make_mesh(data=4, stage=2), stages_innermost, schedule='one_forward_one_backward'), circular)
 
 
 def test_weights_start_as_the_stacks_and_say_where_they_lie():
