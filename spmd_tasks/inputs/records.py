@@ -266,7 +266,7 @@ class OpenParquet(OpenFiles):
 class ArrayRecord:
   """ArrayRecord files (a glob pattern or several); a record is UTF-8 text, or a JSON object with its text in `field`.
 
-  A record is a block, so shuffling is by record. Needs the `array-record` package.
+  A record is a block, so shuffling is by record.
   """
 
   pattern: str | tuple[str, ...]
@@ -325,10 +325,8 @@ class OpenArrayRecord(OpenFiles):
 
 
 def _open_array_record(path: str, size: int) -> Any:
-  try:
-    from array_record.python import array_record_data_source
-  except ImportError as e:
-    raise ImportError('reading ArrayRecord files needs the array-record package: `pip install array-record`.') from e
+  from array_record.python import array_record_data_source  # grain brings it
+
   refuse_changed_size(path, size)
   try:
     return array_record_data_source.ArrayRecordDataSource([path])

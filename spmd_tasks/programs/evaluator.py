@@ -68,8 +68,7 @@ class Evaluator:
     """Raises a UserError on a process whose sets have other files, or another tokenizer, than those of process 0."""
     if jax.process_count() > 1:
       self._iterators = {name: self._make_iterator(name) for name in self._inputs}
-      opened = self._iterators.items()
-      states = {f'eval_inputs.{name}': each.get_state() for name, each in opened if hasattr(each, 'get_state')}
+      states = {f'eval_inputs.{name}': each.get_state() for name, each in self._iterators.items()}
       refuse_other_data('data files of eval sets', states, limit_s)
 
   def compile(self) -> None:
@@ -122,8 +121,7 @@ class Evaluator:
   def close(self) -> None:
     """Closes the metrics files, and iterators that no evaluation has taken."""
     for iterator in self._iterators.values():
-      if hasattr(iterator, 'close'):
-        iterator.close()
+      iterator.close()
     for writer in self._writers.values():
       writer.close()
 

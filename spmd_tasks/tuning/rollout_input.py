@@ -303,7 +303,7 @@ class PromptIterator:
       epoch, place = divmod(self._num_read, len(self._records))
       self._num_read += 1
       if self._settings.shuffle:
-        place = int(np.random.default_rng((self._settings.seed, epoch)).permutation(len(self._records))[place])
+        place = int(_order(self._settings.seed, epoch, len(self._records))[place])
       taken.append((epoch, place))
     return self.prompts_at(taken)
 
@@ -350,6 +350,11 @@ class PromptIterator:
       'num_records': len(self._records),
       **{name: getattr(self._settings, name) for name in names},
     }
+
+
+@functools.lru_cache(2)  # a rollout asks for each of its prompts
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+  return np.random.default_rng((seed, epoch)).permutation(size)
 
 
 def record_of(records: OpenRecordFiles, index: int) -> Mapping[str, Any]:
