@@ -90,7 +90,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
       head_dim=self.head_dim,
       rotary=None,
       softmax_scale=1.0,
-      query_init_scale=1.0 / self.head_dim,
+      query_init_scale=1.0 / max(self.head_dim, 1),  # the layer refuses 0
       even_padding=True,
       dropout_rate=self.dropout_rate,
       dtype=self.dtype,
