@@ -237,6 +237,7 @@ def agree(
   expected: Trajectory,
   *,
   metrics: Sequence[str] | None = None,
+  steps: Sequence[int] | None = None,
   train: bool = True,
 ) -> Agreement:
   """Compares a setting with a reference, step by step, up to the first difference.
@@ -244,15 +245,16 @@ def agree(
   Args:
     runner, expected: the setting and the reference.
     metrics: the names of those that must agree; None: all.
+    steps: which steps (from 0) to take from the reference's state; None: all.
     train: also compare the curve of losses of training without a stop.
   """
   closest: Difference | None = None
   notes, num_compared = collections.defaultdict[str, dict](dict), 0
-  for step, batch in enumerate(expected.batches):
+  for step in range(len(expected.batches)) if steps is None else steps:
     if not np.isfinite(expected.result(step).forward['loss']):
       notes['steps'][f'{step + 1} (the loss is not finite)'] = None
       break
-    result = runner.step(expected.state(step), batch)
+    result = runner.step(expected.state(step), expected.batches[step])
     wrong, every = compare_step(expected, step, result, metrics, notes)
     if wrong is not None:
       return Agreement(first=wrong, closest=wrong, num_steps=step + 1, notes=_lines(notes))
