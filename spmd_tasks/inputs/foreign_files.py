@@ -128,7 +128,7 @@ class MegatronTokens:
     return not_empty(source, f'{self.prefix} has no tokens in part {self.part}: name other files, or a larger part.')
 
 
-class OpenMegatronTokens:
+class OpenMegatronTokens(OpenFiles):
   """Opened files. The tokens of all documents follow one another in .bin, and blocks are cut by position."""
 
   def __init__(self, path: str, index_path: str, part: tuple[float, float], block_tokens: int):
@@ -153,9 +153,8 @@ class OpenMegatronTokens:
     first, last = (round(fraction * (num_ends - 1)) for fraction in part)
     self._limits = limits[first : last + 1]
     self._block_tokens = block_tokens
-    self._fingerprint = file_fingerprint(
-      os.path.dirname(path), [path, index_path], 'megatron', int(self._limits[0]), int(self._limits[-1]), block_tokens
-    )
+    settings = 'megatron', int(self._limits[0]), int(self._limits[-1]), block_tokens
+    super().__init__([path, index_path], file_fingerprint(os.path.dirname(path), [path, index_path], *settings))
 
   def __len__(self) -> int:
     return -(-int(self._limits[-1] - self._limits[0]) // self._block_tokens)
@@ -167,9 +166,6 @@ class OpenMegatronTokens:
   def block_name(self, index: int) -> str:
     start, end = self._range(index)
     return f'{self._path} tokens {start}-{end}'
-
-  def fingerprint(self) -> str:
-    return self._fingerprint
 
   def __getitem__(self, index: int) -> Block:
     refuse_changed_size(self._path, self._size)

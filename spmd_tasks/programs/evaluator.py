@@ -47,6 +47,7 @@ class Evaluator:
     With `keeps_examples`, `examples` has the loss's per-example outputs of each set that was evaluated.
     """
     self._inputs = job.eval_inputs
+    self.names = list(self._inputs)  # of the eval sets
     self._job_log_dir = job_log_dir
     self._tensorboard = job.experiment.tensorboard
     self._input_timeout_s = job.experiment.input_timeout_s
@@ -77,11 +78,6 @@ class Evaluator:
       step.compile()
     if self._judges is not None:
       self._judges.compile()
-
-  @property
-  def names(self) -> list[str]:
-    """The eval sets."""
-    return list(self._inputs)
 
   def evaluate(
     self,

@@ -186,10 +186,6 @@ class RecordEncoder:
       )
     return num_tokens <= seq_len
 
-  def left_out(self) -> TokenBlock:
-    """The block of a record that is skipped."""
-    return empty_block(self.dtypes)
-
   def identity(self) -> dict[str, Any]:
     return self.renderer.identity() | {'too_long': self.settings.too_long}
 
@@ -209,7 +205,7 @@ class ConversationEncoder(RecordEncoder):
       num_kept = self.settings.seq_len + 1
       ids, mask = ids[:num_kept], mask[:num_kept]
       if self.settings.too_long == 'skip' or not mask[1:].any():
-        return self.left_out()
+        return empty_block(self.dtypes)
     weights = mask[1:].astype(np.float32)
     return TokenBlock(ids[:-1], ids[1:], (ids.size - 1,), {'weights': weights}, num_truncated=int(is_cut))
 

@@ -32,7 +32,14 @@ from spmd_tasks.inputs.mixture import map_sources
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.tuning._assistant_turns import render_added
-from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, Renderer, messages_of, tools_of
+from spmd_tasks.tuning.conversations import (
+  ConversationInput,
+  RecordEncoder,
+  Renderer,
+  empty_block,
+  messages_of,
+  tools_of,
+)
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
 _ANSWERS = ('chosen', 'rejected')
@@ -165,7 +172,7 @@ class PreferenceEncoder(RecordEncoder):
       pair = [(ids[:num_kept], mask[:num_kept]) for ids, mask in pair]
       has_two_answers = all(mask[1:].any() for _, mask in pair) and not self._are_same(pair)
       if self.settings.too_long == 'skip' or not has_two_answers:
-        return self.left_out()
+        return empty_block(self.dtypes)
     ids = np.concatenate([ids[:-1] for ids, _ in pair])
     labels = np.concatenate([ids[1:] for ids, _ in pair])
     weights = np.concatenate([mask[1:] for _, mask in pair]).astype(np.float32)

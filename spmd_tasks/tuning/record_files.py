@@ -16,7 +16,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Block
 from spmd_tasks.inputs.records import common_root, expand_globs, parse_json, refuse_changed_size
-from spmd_tasks.inputs.text import ListedFile, file_fingerprint
+from spmd_tasks.inputs.text import ListedFile, OpenFiles, file_fingerprint
 from spmd_tasks.wings import require
 
 _JSON_LINES, _PARQUET, _ARROW = ('.jsonl', '.json', '.ndjson'), ('.parquet', '.pq'), ('.arrow', '.feather', '.ipc')
@@ -31,7 +31,7 @@ class Record:
   values: Mapping[str, Any]
 
 
-class OpenRecordFiles:
+class OpenRecordFiles(OpenFiles):
   """Opened files of records: block `i` holds record `i`, a Record, as its one document."""
 
   def __init__(self, pattern: str | Sequence[str], required: Sequence[str], optional: Sequence[str] | None = ()):
@@ -46,7 +46,9 @@ class OpenRecordFiles:
     if len(self) == 0:
       raise UserError(f'the files of {pattern!r} have no records: correct the path, or write one record per line.')
     digests = tuple(file.digest for file in self._files)
-    self._fingerprint = file_fingerprint(common_root(paths), paths, 'records', *required, *(optional or ()), digests)
+    super().__init__(
+      paths, file_fingerprint(common_root(paths), paths, 'records', *required, *(optional or ()), digests)
+    )
 
   def __len__(self) -> int:
     return int(self._starts[-1])
@@ -58,9 +60,6 @@ class OpenRecordFiles:
   def block_name(self, index: int) -> str:
     file, number = self._place(index)
     return file.name(number)
-
-  def fingerprint(self) -> str:
-    return self._fingerprint
 
   def __getitem__(self, index: int) -> Block:
     file, number = self._place(index)

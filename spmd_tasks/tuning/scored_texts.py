@@ -19,7 +19,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import BATCH_DTYPES
 from spmd_tasks.inputs.packing import TokenBlock
-from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, messages_of, tools_of
+from spmd_tasks.tuning.conversations import ConversationInput, RecordEncoder, empty_block, messages_of, tools_of
 from spmd_tasks.tuning.preferences import encode_answer
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
@@ -100,7 +100,7 @@ class ScoredEncoder(RecordEncoder):
     parts = [self._ids(record.values, name) for name in source.texts]
     is_cut = not self.fits('the record', sum(each.size for each in parts))
     if is_cut and settings.too_long == 'skip':
-      return self.left_out()
+      return empty_block(self.dtypes)
     if is_cut:
       parts = [each[: settings.seq_len // len(parts)] for each in parts]
     sizes = [each.size for each in parts]
