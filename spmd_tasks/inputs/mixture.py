@@ -164,6 +164,11 @@ class MixtureIterator(base.InputIterator):
       for number in np.unique(numbers):
         own, read = rows[numbers == number], reader.batch(int(number))
         for name, values in batch.items():
+          if values.shape[1:] != read[name].shape[1:]:
+            raise UserError(
+              f'source {reader.name!r} of the mixture has {name!r} of the shape {list(read[name].shape)} in a batch, '
+              f'and not {list(self._spec[name].shape)}: give all batches rows of one size.'
+            )
           if values.dtype != read[name].dtype:  # the placement refuses what the spec's dtype cannot hold
             batch[name] = values = values.astype(np.result_type(values, read[name]))
           values[own] = read[name][own]

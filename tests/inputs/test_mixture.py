@@ -265,6 +265,13 @@ def test_numbers_beyond_the_dtype_of_the_spec_are_kept_so_that_they_can_be_refus
   assert sorted(next(mixture.make_iterator())['x']) == [1, 1, 2**40, 2**40]
 
 
+def test_rows_of_another_size_are_refused():
+  ragged = Mixture(sources={'a': [{'x': np.ones((4, 3))}, {'x': np.ones((4, 1))}]}, weights={'a': 1}).make_iterator()
+  next(ragged)
+  with pytest.raises(ValueError, match=r"source 'a' of the mixture has 'x' of the shape \[4, 1\] in a batch, and not"):
+    next(ragged)
+
+
 SOURCES = {'a': synthetic(), 'b': synthetic(seed=1)}
 EVEN = {'a': 1, 'b': 1}
 
