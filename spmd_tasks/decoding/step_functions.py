@@ -405,9 +405,8 @@ def _emit_drafted(
   outputs = jax.tree.map(lambda x: jnp.take(x, drafts.rows.T, axis=0, mode='clip'), drawn)
   following = drafts.rows.T[1:]
   is_right = (following < num_rows) & (jnp.take(drafts.tokens, following, mode='clip') == outputs.tokens[:-1])
-  is_valid = jnp.stack(
-    [*itertools.accumulate([state.active, *(is_right & ~outputs.is_finished[:-1])], jnp.logical_and)]
-  )
+  goes_on = is_right & ~outputs.is_finished[:-1]
+  is_valid = jnp.stack([*itertools.accumulate([state.active, *goes_on], jnp.logical_and)])
   outputs = outputs.replace(is_valid=is_valid)
   last = jnp.maximum(jnp.sum(is_valid, axis=0) - 1, 0)
   tokens, is_finished = (x[last, jnp.arange(len(last))] for x in (outputs.tokens, outputs.is_finished))
