@@ -23,7 +23,7 @@ class LanguageModel(WithSublayers, kw_only=True):
     embedding: embeds the tokens and computes the logits.
     stack: stack(x, segment_ids, segment_pos, train=...) -> x or (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
-    positions: positions(x, segment_pos) -> x, such as LearnedPositions; None for rotary attention.
+    positions: LearnedPositions or SinusoidalPositions, added to the embeddings; None for rotary attention.
     position_bias: a RelativePositionBias, which all layers of `stack` share; None: they have none, or their own.
     dropout_rate: in training, of the embeddings and of the final norm's output; needs the rng `dropout`.
     dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.

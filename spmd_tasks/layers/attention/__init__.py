@@ -15,6 +15,11 @@ from spmd_tasks.faces import lazy_face
 with lazy_face(globals()):
   from spmd_tasks.layers.attention.attention import Attention
   from spmd_tasks.layers.attention.latent import LatentAttention
-  from spmd_tasks.layers.attention.positions import LearnedPositions, PositionBias, RelativePositionBias
+  from spmd_tasks.layers.attention.positions import (
+    LearnedPositions,
+    PositionBias,
+    RelativePositionBias,
+    SinusoidalPositions,
+  )
   from spmd_tasks.layers.attention.rotary import Rotary, RotaryScaling
   from spmd_tasks.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling

@@ -1,4 +1,4 @@
-"""Positions that are added: learned vectors to embeddings, biases to attention logits. Rotary ones: rotary.py.
+"""Positions that are added: learned or sinusoidal vectors to embeddings, biases to attention logits. Rotary: rotary.py.
 
 A bias is one per head and bucket of distances (T5): near distances have a bucket each, far ones share buckets that grow
 with the logarithm of the distance.
@@ -48,6 +48,29 @@ class LearnedPositions(nn.Module, kw_only=True):
       self, 'table', shape=shape, init=self.table_init, split_dims=self.split_dims, num_input_dims=0
     )
     vectors = jnp.take(table, positions, axis=0, mode='fill', fill_value=jnp.nan)
+    return constrain(x.astype(self.dtype) + vectors.astype(self.dtype), self.activation_split_dims)
+
+
+class SinusoidalPositions(nn.Module, kw_only=True):
+  """Adds sines and cosines of the position to x [B, T, D] (Vaswani et al., 2017). Has no weights.
+
+  Feature i < D/2 is the sine of position / max_timescale^(i / (D/2 - 1)), feature i + D/2 its cosine, as in
+  Tensor2Tensor and Pax; an odd D ends in a zero.
+
+  Fields: `max_timescale` sets the slowest wave; `dtype` and `activation_split_dims` are those of the output.
+  """
+
+  max_timescale: float = 10_000.0
+  dtype: Any = 'float32'
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns x plus the vector of each position."""
+    num_waves = x.shape[-1] // 2
+    exponents = jnp.arange(num_waves, dtype=jnp.float32) / max(1, num_waves - 1)
+    angles = positions[:, :, None].astype(jnp.float32) * self.max_timescale ** -exponents[None, None, :]
+    vectors = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    vectors = jnp.pad(vectors, ((0, 0), (0, 0), (0, x.shape[-1] % 2)))
     return constrain(x.astype(self.dtype) + vectors.astype(self.dtype), self.activation_split_dims)
 
 

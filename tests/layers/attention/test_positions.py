@@ -11,6 +11,7 @@ from spmd_tasks.layers.attention import (
   Llama3Scaling,
   LongRopeScaling,
   Rotary,
+  SinusoidalPositions,
   YarnScaling,
 )
 from spmd_tasks.layers.base import layer_scope
@@ -105,3 +106,15 @@ def test_learned_positions_are_added(rng):
 def test_learned_positions_reject_a_longer_sequence():
   with pytest.raises(ValueError, match='length 5 exceeds the max_len=4'):
     LearnedPositions(max_len=4).init(jax.random.key(0), np.zeros((1, 5, 6), np.float32), np.zeros((1, 5), np.int32))
+
+
+def test_sinusoidal_positions_are_added(rng):
+  x = rng.normal(size=(2, 4, 7)).astype(np.float32)
+  positions = np.array([[0, 1, 2, 0], [300, 2, 1, 0]])
+  expected = x.astype(np.float64)
+  for i in range(3):
+    angles = positions / 500.0 ** (i / 2)
+    expected[..., i] += np.sin(angles)
+    expected[..., 3 + i] += np.cos(angles)
+  layer = SinusoidalPositions(max_timescale=500.0)
+  np.testing.assert_allclose(layer.apply({}, x, positions), expected, rtol=1e-4, atol=1e-4)  # angles up to 300
