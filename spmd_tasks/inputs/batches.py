@@ -324,5 +324,5 @@ def digest(batch: base.Batch) -> int:
   """Returns a checksum of a batch's bytes."""
   found = 0
   for name in sorted(batch):
-    found = zlib.crc32(np.ascontiguousarray(batch[name]).data.cast('B') if batch[name].size else b'', found)
+    found = zlib.crc32(np.ascontiguousarray(batch[name]).view(np.uint8).data if batch[name].size else b'', found)
   return found
