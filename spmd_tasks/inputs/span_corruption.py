@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -113,9 +114,12 @@ class SpanCorruption:
       )
     num_spans = round(round(width * self.noise_density) / self.mean_span_length)
     if 0 < (extra_ids := getattr(self.tokenizer, 'extra_ids', 0)) < num_spans:
-      raise UserError(
-        f'rows of {width} tokens have {num_spans} spans, but the tokenizer only extra_ids = {extra_ids}, so that words '
-        'would stand for spans: raise extra_ids, or mean_span_length.'
+      logging.warning(
+        'Rows of %d tokens have %d spans, but the tokenizer only extra_ids = %d: its last words stand for the others, '
+        'as in T5. Raise extra_ids, or mean_span_length, if that is not wanted.',
+        width,
+        num_spans,
+        extra_ids,
       )
     if self.targets_length is not None and self.targets_length < targets:
       raise UserError(f'targets_length = {self.targets_length} must be at least {targets}, the longest targets.')

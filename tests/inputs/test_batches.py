@@ -18,6 +18,7 @@ def batch(number, num_rows=NUM_ROWS):
 
 
 LIST = [batch(number) for number in range(NUM_BATCHES)]
+BFLOAT16 = [{'x': each['x'].astype(jax.numpy.bfloat16)} for each in LIST]
 
 
 def generator():
@@ -49,7 +50,7 @@ def tf_data():
   )
 
 
-SOURCES = [LIST, generator, rows_of_a_shard, random_access(), stream(), random_access, data_loader(), tf_data]
+SOURCES = [LIST, BFLOAT16, generator, rows_of_a_shard, random_access(), stream(), random_access, data_loader(), tf_data]
 
 
 def take(iterator, num):
