@@ -249,6 +249,11 @@ print(code, lines, len(ours), *(name for name in names if name in sys.modules), 
 """
 
 
+def test_no_function_is_longer_than_120_lines():
+  functions = (node for path in modules() for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef))
+  assert not [node.name for node in functions if (node.end_lineno or 0) - node.lineno >= 120]
+
+
 @pytest.mark.slow
 def test_a_first_training_step_imports_little(tmp_path):
   env = os.environ | {'PYTHONPATH': str(ROOT)}

@@ -210,9 +210,6 @@ class DecodeSteps:
 
     self.padded_state = jax.tree.map(self._padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(_format, self.padded_state)
-    many = self._platform != 'cpu' and not self.settings.num_drafts  # which give a slot several rows
-    fewest = _MANY_ROWS if many else _FEWEST_ROWS
-    fewer = (fewest * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
     self.num_drafts = self.settings.num_drafts
     if self.num_drafts and not all(is_pool):
       by_slot = [leaf for leaf, pooled in zip(jax.tree.leaves(abstract_cache), is_pool, strict=True) if not pooled]
@@ -222,8 +219,16 @@ class DecodeSteps:
           f'num_drafts={self.num_drafts}: a model with attention windows or an encoder checks fewer drafts than the '
           'shortest window has tokens, and none on a mesh that splits slots: set task.decode.num_drafts=0.'
         )
+    self.step_rows = self._step_sizes()
+
+  def _step_sizes(self) -> tuple[int, ...]:
+    """How many rows a step may have, in order."""
+    num_slots = self.settings.num_slots
+    many = self._platform != 'cpu' and not self.num_drafts  # which give a slot several rows
+    fewest = _MANY_ROWS if many else _FEWEST_ROWS
+    fewer = (fewest * 4**i for i in range(num_slots)) if self.num_parts == 1 else ()
     most = max(num_slots, _LEAST_ROWS.get(self._platform, 1)) if many and self.num_parts == 1 else num_slots
-    self.step_rows = (*itertools.takewhile(lambda rows: rows < num_slots, fewer), most)
+    return (*itertools.takewhile(lambda rows: rows < num_slots, fewer), most)
 
   def arrange(self, variables: Variables) -> Variables:
     """Returns stored variables as the compiled steps take them; every call of a step does it where it is not done."""

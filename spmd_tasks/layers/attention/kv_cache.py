@@ -239,18 +239,8 @@ def attend_to_cache(
   own here, [P, T], as in a call without other rows.
   """
   if cached[0].of_chunks is not None:
-    num, num_chunks = cached[0].num_rows, cached[0].of_chunks.num_rows
-    given: Any = query, key, value, segment_ids, segment_pos
-
-    def part(cut: Any, stored: list[Any]) -> jax.Array:
-      queries, keys, values, segments, positions = jax.tree.map(cut, given)
-      layout: Any = {'split_dims': split_dims, 'kv_split_dims': kv_split_dims}
-      return attend_to_cache(queries, keys, values, tuple(stored), segments, positions, options, **layout)
-
-    of_rows = part(lambda x: x[:num], [x._replace(of_chunks=None) for x in cached])
-    as_chunks = lambda x: x[num:].reshape(num_chunks, -1, *x.shape[2:])
-    of_chunks = part(as_chunks, [x.of_chunks for x in cached])
-    return jnp.concatenate([of_rows, of_chunks.reshape(-1, *of_rows.shape[1:])])
+    given = query, key, value, segment_ids, segment_pos
+    return _attend_apart(given, cached, options, split_dims=split_dims, kv_split_dims=kv_split_dims)
   if current_layer_scope().batch_invariant:
     from spmd_tasks.layers.attention._batch_invariant import attend_to_cached
 
@@ -318,10 +308,8 @@ def attend_to_cache(
       # As if the tokens before were in the cache: the bits are those of a step that finds them there.
       place = (start - 1 - jnp.arange(earlier.shape[1])[None, :]) % num_entries - first
       place = jnp.where((earlier < num_rows) & (place >= 0), place, size)
-      keys, values = (
-        held.at[jnp.arange(num_rows)[:, None], :, place].set(jnp.take(new, earlier, axis=0, mode='clip'), mode='drop')
-        for held, new in ((keys, cached[0].as_read(key[:, 0])), (values, cached[1].as_read(value[:, 0])))
-      )
+      keys = _with_earlier(keys, cached[0].as_read(key[:, 0]), earlier, place)
+      values = _with_earlier(values, cached[1].as_read(value[:, 0]), earlier, place)
     logits = masked_logits(keys, held, may_see)
     higher = jnp.maximum(highest, jnp.max(logits, axis=-1, keepdims=True))
     factor, weights = jnp.exp(highest - higher), jnp.exp(logits - higher)
@@ -338,3 +326,23 @@ def attend_to_cache(
     carry = jax.lax.fori_loop(0, (used + size - 1) // size, add_block, carry)
   _, total, attended = carry
   return jnp.moveaxis(attended / total, 3, 1).reshape(query.shape).astype(value.dtype)
+
+
+def _attend_apart(given: Any, cached: tuple[CachedArray, ...], options: AttentionOptions, **layout: Any) -> jax.Array:
+  """Computes attend_to_cache for the rows that are tokens of chunks, and for those before them."""
+  of_chunks: Any = [x.of_chunks for x in cached]
+  num, num_chunks = cached[0].num_rows, of_chunks[0].num_rows
+
+  def part(cut: Any, stored: list[CachedArray]) -> jax.Array:
+    query, key, value, segments, positions = jax.tree.map(cut, given)
+    return attend_to_cache(query, key, value, tuple(stored), segments, positions, options, **layout)
+
+  rows = part(lambda x: x[:num], [x._replace(of_chunks=None) for x in cached])
+  chunks = part(lambda x: x[num:].reshape(num_chunks, -1, *x.shape[2:]), of_chunks)
+  return jnp.concatenate([rows, chunks.reshape(-1, *rows.shape[1:])])
+
+
+def _with_earlier(held: jax.Array, new: jax.Array, earlier: jax.Array, place: jax.Array) -> jax.Array:
+  """Puts `new` [B, G, K] of the rows `earlier` [B, k] at `place` [B, k] of `held` [B, G, n, K]; n is no place."""
+  rows = jnp.arange(len(held))[:, None]
+  return held.at[rows, :, place].set(jnp.take(new, earlier, axis=0, mode='clip'), mode='drop')
