@@ -194,10 +194,11 @@ class ConversationEncoder(RecordEncoder):
   """The BlockEncoder of conversations."""
 
   def encode_record(self, record: Record) -> TokenBlock:
-    source: Any = self.settings.source
-    messages = messages_of(record.values, source.messages_field)
-    _refuse_empty_turns(messages, source.messages_field)
-    ids, mask = self.renderer.turns(messages, tools_of(record.values, source.tools_field))
+    source = self.settings.source  # a user's own one may have no such fields
+    messages_field = getattr(source, 'messages_field', 'messages')
+    messages = messages_of(record.values, messages_field)
+    _refuse_empty_turns(messages, messages_field)
+    ids, mask = self.renderer.turns(messages, tools_of(record.values, getattr(source, 'tools_field', 'tools')))
     if not mask[1:].any():
       raise UserError("no token of the conversation is the assistant's, so that nothing can be learnt: remove it.")
     is_cut = not self.fits('the conversation', ids.size - 1)
