@@ -193,8 +193,13 @@ class CheckpointDirectory:
     return sorted(path.name for path in self._list() if step_of(path) is not None or '.damaged-' in path.name)
 
   def _delete(self, step: int) -> None:
+    path = self.final(step)
+    if os.path.islink(path):
+      logging.info('Removing the link %s; the checkpoint that it leads to stays.', path)
+      path.unlink()
+      return
     # Renamed first: a half-deleted checkpoint must never look like a damaged one.
-    self.set_aside(self.final(step), 'deleting').rmtree()
+    self.set_aside(path, 'deleting').rmtree()
 
   def _list(self) -> list[epath.Path]:
     try:

@@ -129,6 +129,18 @@ def test_the_first_checkpoint_is_kept_and_each_that_is_hours_younger_than_the_la
   assert directory.complete_steps() == [0, 2, 4, 6, 7]
 
 
+def test_of_an_old_checkpoint_that_is_a_link_the_link_goes_and_the_checkpoint_stays(tmp_path):
+  elsewhere = tmp_path / 'elsewhere'
+  directory = CheckpointDirectory(path=epath.Path(tmp_path / 'checkpoints'))
+  for path in (elsewhere, directory.final(2)):
+    path.mkdir(parents=True)
+    (path / 'manifest.json').write_text('')
+  os.symlink(elsewhere, directory.final(1))
+  directory.delete_old(max_to_keep=1)
+  assert names(directory.path) == ['checkpoint_00000002']
+  assert (elsewhere / 'manifest.json').exists()
+
+
 def test_a_step_that_is_not_newer_is_refused(directory):
   checkpointer = Checkpointer(directory)
   assert_restores(checkpointer.restore(abstract_state(), step=1), 1)

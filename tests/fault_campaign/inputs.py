@@ -112,7 +112,7 @@ def bad_record(scene: Scene) -> str:
   check(str(data) in ended.stderr, f'the sentence does not name the file: {judge.sentence_of(ended)}')
   restore()
   # Other sizes, other data: whatever was trained was of another data set.
-  shutil.rmtree(scene.job_log_dir)
+  shutil.rmtree(scene.job_log_dir, ignore_errors=True)  # there is none if the first batch was refused
   scene.resume()
   return f'refused ({judge.sentence_of(ended)})'
 
