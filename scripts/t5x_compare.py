@@ -47,6 +47,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from spmd_tasks.bridges._lazy_arrays import lazy_array  # noqa: E402
+from spmd_tasks.bridges._rules import RuleTable  # noqa: E402
 from spmd_tasks.bridges.t5x._gin_translation import ADAFACTOR, NORMALIZATIONS  # noqa: E402
 from spmd_tasks.bridges.t5x._seqio import contract_batch  # noqa: E402
 from spmd_tasks.bridges.t5x._weights import Layout  # noqa: E402
@@ -203,16 +204,15 @@ class Comparison:
     """Returns a new state with T5X's weights."""
     table = self.case.layout.weights(self.shapes)
     table.check(weights, self.shapes)
-    lazy = table.convert_lazily({name: lazy_array(x) for name, x in weights.items()}, self.shapes)
     canonical = self.model.to_canonical(self.model.init(0))
-    tree = traverse_util.unflatten_dict({name: np.asarray(x) for name, x in lazy.items()}, sep='/')
+    tree = traverse_util.unflatten_dict(_convert(table, weights, self.shapes), sep='/')
     return self.model.from_canonical(canonical.replace(weights=tree))
 
   def theirs(self, tree: Any, names: Any) -> dict[str, np.ndarray]:
     """Returns a canonical tree like the weights by T5X's names."""
     table = self.case.layout.weights(self.shapes).inverse()
-    flat = traverse_util.flatten_dict(tree, sep='/')
-    return table.convert(flat, {name: jax.ShapeDtypeStruct((), 'f4') for name in names})
+    flat = {name: np.asarray(array) for name, array in traverse_util.flatten_dict(tree, sep='/').items()}
+    return _convert(table, flat, {name: jax.ShapeDtypeStruct((), 'f4') for name in names})
 
   def compare_weights(self, state: Any, undetermined: Collection[str] = ()) -> None:
     if self.case.final is not None:
@@ -420,6 +420,12 @@ class Comparison:
               ids = np.trim_zeros(found[i, -1 - j], 'f')
               found[i, -1 - j] = np.pad(ids, (0, found.shape[-1] - len(ids)))
       self.note('beam', float((ours == tokens).mean()))
+
+
+def _convert(table: RuleTable, source: dict[str, np.ndarray], target: dict[str, Any]) -> dict[str, np.ndarray]:
+  """Returns each weight of the target, in the dtype that it has there."""
+  lazy = table.convert_lazily({name: lazy_array(array) for name, array in source.items()}, target)
+  return {name: np.asarray(array) for name, array in lazy.items()}
 
 
 def _nudged(weights: Any, key: Any) -> Any:
