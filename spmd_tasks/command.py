@@ -23,16 +23,17 @@ import jax
 
 from spmd_tasks.activity import set_activity, silence
 from spmd_tasks.config import resolve, to_json
-from spmd_tasks.config.registry import add_to_search_path
 from spmd_tasks.config.resolution import Prepare, ResolvedConfig
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, is_primary, use_fake_devices
+from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.environment import backend_errors, numeric_settings
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path, is_missing, is_remote
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import process_start_time
-from spmd_tasks.programs.job_directory import PROGRAMS_DIRECTORY, has_trained
+from spmd_tasks.programs.job_directory import has_trained, refuse_lost_config
+from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.wings import prepare_job
 
@@ -98,8 +99,7 @@ class Command:
     if flags.exp is not None:
       if path is not None:
         raise UserError('--exp and --config both name an experiment: give one of them.')
-      add_to_search_path(flags.experiment_path)
-      return resolve(flags.exp, overrides, prepare)
+      return resolve(flags.exp, overrides, prepare, flags.experiment_path)
     if path is None:
       if not flags.job_log_dir:
         raise UserError(
@@ -155,6 +155,8 @@ class Command:
         self._compare('code', code_digests(), must_have_all=False)
         self._compare('config', fields_to_compare(config, is_saved=self.flags.exp is None))
       job = prepare_job(resolved.build(), self.mode, directory)
+      if not self.flags.accept_config_changes:
+        refuse_lost_config(directory)
       if has_trained(directory) and not self.flags.accept_config_changes:
         from spmd_tasks.config.changes import refuse_changed_config
 
@@ -171,13 +173,18 @@ class Command:
     asked, own = self.flags.compilation_cache, 'jax_compilation_cache_dir'
     if asked == 'none':
       jax.config.update('jax_enable_compilation_cache', False)
-    elif asked or (
-      self.flags.job_log_dir
-      and not getattr(jax.config, own)
-      and jax.default_backend() != 'cpu'
-      and (is_remote(directory) or not directory.exists() or os.access(directory, os.W_OK))  # a server may only read it
-    ):
-      path = absolute_path(asked) if asked else directory / PROGRAMS_DIRECTORY
+      return
+    path = absolute_path(asked) if asked else None
+    if path is None and self.flags.job_log_dir and jax.default_backend() != 'cpu':
+      # Process 0 decides for all: some must not read programs that others compile together.
+      def decide() -> str:
+        from spmd_tasks.programs.compiled_programs import programs_directory
+
+        return '' if getattr(jax.config, own) else os.fspath(programs_directory(directory) or '')
+
+      kept = primary_decides(decide, 'compiled programs', limit_s=LOOK_LIMIT_S)
+      path = epath.Path(kept) if kept and not getattr(jax.config, own) else None
+    if path is not None:
       if is_remote(path):
         from spmd_tasks.store_files import mirror
 

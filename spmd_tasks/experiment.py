@@ -21,6 +21,7 @@ import abc
 from collections.abc import Mapping, Sequence
 import dataclasses
 import inspect
+from pathlib import Path
 import re
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -271,6 +272,7 @@ class Job:
   train_input: Input
   eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
   decode_inputs: 'Mapping[str, PromptSource]' = dataclasses.field(default_factory=dict)
+  code_directories: tuple[Path, ...] = ()  # below which the functions lie that its config may name (references.py)
 
   def __post_init__(self):
     for field in ('eval_inputs', 'decode_inputs'):

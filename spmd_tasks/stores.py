@@ -216,6 +216,9 @@ def local_copies(url: str) -> list[str]:
     return path
 
   files = {name: about for name, about in found.items() if about['type'] == 'file' and not name.endswith('/')}
+  for name in files:
+    if '..' in name.split('/'):  # its copy would be in the place of another file of this disk
+      raise UserError(f'{scheme}://{name} has a .. in its name, and is not copied to this disk: name it otherwise.')
   with ThreadPoolExecutor(8) as pool:
     return list(pool.map(copy, files, files.values()))
 

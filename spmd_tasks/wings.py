@@ -92,7 +92,6 @@ class ExperimentKind:
   # `(experiment, parts) -> built parts` by name, in place of Fiddle: of `task`, `train_input`, `eval_inputs` and
   # `decode_inputs` as the methods of the experiment return them.
   build: Reference | None = None
-  packages: tuple[str, ...] = ()  # installed ones whose own experiments a saved config may name
   short_names: tuple[tuple[str, str], ...] = ()  # (beginning of a name that a user may give, what it stands for)
 
 
@@ -111,7 +110,10 @@ class Wing:
   unbuilt_configs: tuple[str, ...] = ()  # packages whose Fiddle configs inside a config their owner builds
   keeps_numbers: Reference | None = None  # `(path) -> bool`: whether a config's field only decides how a job runs
   fields_of_process: tuple[str, ...] = ()  # names of fields that each process of a job may have differently
-  fields_of_modules: tuple[str, ...] = ()  # that name modules to import, which a saved config alone must not decide
+  # Fields that name modules to import or functions to call, `module:name`, which a saved config alone must not decide
+  # (references.py).
+  fields_of_modules: tuple[str, ...] = ()
+  packages: tuple[str, ...] = ()  # installed ones whose modules a saved config may name, such as those of experiments
   # `(Job, mode, directory) -> Job`: what a mode (its name) runs in place of a built job, the same if nothing is to be
   # changed; raises a UserError for a job that the mode cannot run in the directory. Called for every job.
   prepare_job: Reference | None = None

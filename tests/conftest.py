@@ -11,9 +11,11 @@ files that share an import or a job go to the same worker.
 
 import collections
 import contextlib
+import functools
 import gc
 import os
 from pathlib import Path
+import shutil
 import sys
 import tempfile
 import types
@@ -21,6 +23,8 @@ import types
 from tests import xla_settings
 
 os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})
+if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers, and processes that tests start, inherit it
+  os.environ['XDG_CONFIG_HOME'] = tempfile.mkdtemp(prefix='spmd_tasks_config_')  # of the key that signs jobs
 
 import jax
 import numpy as np
@@ -45,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
   """Starts the server that forks processes for the tests: one for all workers of a run; none with --all."""
+  if not hasattr(config, 'workerinput'):
+    config.add_cleanup(functools.partial(shutil.rmtree, os.environ['XDG_CONFIG_HOME'], ignore_errors=True))
   if hasattr(config, 'workerinput') or config.getoption('--all') or config.option.collectonly:
     return
   server = contextlib.ExitStack()

@@ -1,7 +1,9 @@
 """Compiled programs are kept for the next start where the user says, and by default in the directory of the job."""
 
+import json
 import os
 from pathlib import Path
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -11,6 +13,9 @@ import pytest
 from spmd_tasks import store_files
 from spmd_tasks.command import Command
 from spmd_tasks.files import glob_below
+from spmd_tasks.programs import job_directory
+from spmd_tasks.programs.compiled_programs import programs_directory
+from spmd_tasks.signatures import secret_name
 from tests import binary
 
 DIR, ENABLED = 'jax_compilation_cache_dir', 'jax_enable_compilation_cache'
@@ -19,7 +24,7 @@ DIR, ENABLED = 'jax_compilation_cache_dir', 'jax_enable_compilation_cache'
 @pytest.mark.parametrize(
   'asked, named, platform, directory, enabled',
   [
-    (None, None, 'gpu', 'job/compiled', True),
+    (None, None, 'gpu', 'job/compiled/NAME', True),
     (None, None, 'cpu', None, True),
     (None, '/jax', 'gpu', '/jax', True),  # JAX's own variable
     ('mine', '/jax', 'cpu', 'mine', True),
@@ -33,6 +38,7 @@ def test_the_flag_comes_first_then_jax_own_variable(asked, named, platform, dire
   monkeypatch.chdir(tmp_path)
   flags = SimpleNamespace(compilation_cache=asked, job_log_dir='job')
   Command(flags=flags)._keep_programs(epath.Path(tmp_path / 'job'))
+  directory = directory and directory.replace('NAME', secret_name('compiled', tmp_path / 'job'))
   assert updates == {DIR: directory and str(tmp_path / directory), ENABLED: enabled}
 
 
@@ -41,6 +47,67 @@ def test_a_directory_that_may_only_be_read_is_left_alone(tmp_path, monkeypatch):
   monkeypatch.setattr(os, 'access', lambda path, mode: False)
   monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**{DIR: None}, update=None))
   Command(flags=SimpleNamespace(compilation_cache=None, job_log_dir=tmp_path))._keep_programs(epath.Path(tmp_path))
+
+
+def is_used(job_log_dir):
+  """Whether programs are read from the place that this user's key names, or from nowhere."""
+  found = programs_directory(epath.Path(job_log_dir))
+  assert found is None or found == epath.Path(job_log_dir) / 'compiled' / secret_name('compiled', job_log_dir)
+  return found is not None
+
+
+def test_programs_of_a_directory_that_this_user_has_not_signed_are_not_used(tmp_path, caplog):
+  job = epath.Path(tmp_path / 'job')
+  assert is_used(job)  # a new one
+  planted = job / 'compiled' / 'jit_train_step-1-cache'
+  planted.parent.mkdir(parents=True)
+  planted.write_bytes(b'a program')
+  assert is_used(job)  # begun, and killed before it had a config: what was planted is not in the place
+  job_directory.write_config(job, json.dumps({'experiment': 'a.B', 'overrides': {}, 'config': {}}))
+  assert is_used(job)
+  assert not caplog.records
+  shutil.copytree(job, tmp_path / 'copy')
+  assert not is_used(tmp_path / 'copy')
+  assert 'it was copied, moved or edited' in caplog.text
+  (job / 'config.json').write_text('{')
+  assert not is_used(job)
+
+
+def test_a_directory_that_goes_on_is_signed_and_what_was_in_it_is_still_not_used(tmp_path):
+  first, second = (epath.Path(tmp_path / name) for name in ('first', 'second'))
+  first.mkdir()
+  job_directory.write_config(first, json.dumps({'experiment': 'a.B', 'overrides': {}, 'config': {}}))
+  kept = programs_directory(first)
+  assert kept is not None
+  (kept / 'jit_train_step-1-cache').parent.mkdir(parents=True)
+  (kept / 'jit_train_step-1-cache').write_bytes(b'a program')
+  shutil.copytree(first, second)
+  job_directory.write_config(second, (second / 'config.json').read_text())
+  assert is_used(second)
+  assert not programs_directory(second).exists()
+
+
+def test_programs_that_another_user_may_have_written_are_not_used(tmp_path, monkeypatch):
+  kept = Path(programs_directory(epath.Path(tmp_path)))
+  kept.mkdir(parents=True, mode=0o777)
+  kept.chmod(0o777)
+  assert is_used(tmp_path)
+  assert kept.stat().st_mode & 0o777 == 0o700  # from now on
+  (kept / 'entry').symlink_to('/etc/passwd')
+  lstat = os.lstat
+
+  def lstat_of_two_users(path, **how):
+    is_others = str(path).endswith('/entry')
+    return SimpleNamespace(st_uid=os.geteuid() + 1) if is_others else lstat(path, **how)
+
+  monkeypatch.setattr(os, 'lstat', lstat_of_two_users)
+  assert not is_used(tmp_path)
+
+
+def test_without_a_key_there_are_no_programs(tmp_path, monkeypatch, caplog):
+  monkeypatch.setenv('XDG_CONFIG_HOME', '/proc/none')
+  assert not is_used(epath.Path(tmp_path / 'job'))
+  assert '--compilation_cache DIR names another place' in caplog.text
 
 
 def test_a_job_keeps_its_programs_where_it_is_told_to(tmp_path):
@@ -62,7 +129,7 @@ def test_programs_in_a_store_are_copied_here_and_new_ones_there(store, tmp_path,
   monkeypatch.setattr(store_files.stores, 'create', fail_once)
   monkeypatch.setattr(store_files, '_MIRROR_PERIOD_S', 0.05)
   monkeypatch.setattr('spmd_tasks.command.jax.default_backend', lambda: 'gpu')
-  for host, asked in (('a', None), ('b', str(store / 'compiled'))):
+  for host, asked in (('a', None), ('b', str(store / 'compiled' / secret_name('compiled', store)))):
     updates = {DIR: None}
     monkeypatch.setattr('spmd_tasks.command.jax.config', SimpleNamespace(**updates, update=updates.__setitem__))
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / host))
@@ -72,6 +139,6 @@ def test_programs_in_a_store_are_copied_here_and_new_ones_there(store, tmp_path,
     if host == 'a':
       (kept / 'jit_step-1-cache').write_bytes(b'program')
       end = time.monotonic() + 20
-      while not glob_below(store, 'compiled/*') and time.monotonic() < end:
+      while not glob_below(store, 'compiled/*/*') and time.monotonic() < end:
         time.sleep(0.05)
   assert [(path.name, path.read_bytes()) for path in kept.iterdir()] == [('jit_step-1-cache', b'program')]

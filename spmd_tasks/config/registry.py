@@ -225,13 +225,10 @@ def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Pa
   return resolved
 
 
-def origin_of(cls: type) -> str | None:
-  """The directory of sys.path from which a class was imported; None for one without a file."""
-  module = sys.modules[cls.__module__]
-  if getattr(module, '__file__', None) is None or cls.__module__ == '__main__':
-    return None
-  depth = cls.__module__.count('.') + hasattr(module, '__path__')
-  return str(Path(str(module.__file__)).resolve().parents[depth])
+def is_origin(directory: Path) -> bool:
+  """Whether a directory always means the same one: absolute, without links, and none of a process or a device."""
+  is_kernels = str(directory).startswith(('/proc/', '/dev/', '/sys/'))
+  return directory.is_absolute() and directory.is_dir() and directory.resolve() == directory and not is_kernels
 
 
 def symbol_of(value: Any) -> str:

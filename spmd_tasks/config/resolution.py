@@ -8,15 +8,19 @@ they see the new value. An override of `task`, `train_input`, `eval_inputs.<name
 config that the method returned.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import inspect
+import os
+from pathlib import Path
+import types
 from typing import Any
 
 import fiddle as fdl
 
-from spmd_tasks import inputs
+from spmd_tasks import inputs, references
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import encode, encode_field, show
 from spmd_tasks.config.tree import (
@@ -36,9 +40,9 @@ from spmd_tasks.config.values import is_of_type, parse_value, type_of_field
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.inputs.base import is_input
-from spmd_tasks.wings import call, kind_of, load
+from spmd_tasks.wings import call, kind_of, load, wings
 
-Path = tuple[str, ...]
+ConfigPath = tuple[str, ...]
 Prepare = Callable[[Experiment], None]
 PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 # The timeouts of an experiment, which no experiment of another framework decides.
@@ -53,6 +57,7 @@ class ResolvedConfig:
   experiment: Experiment
   parts: dict[str, Any]  # by PARTS: Fiddle configs or built objects; of the last two dicts by name
   overrides: dict[str, Any]  # what the user set, by path, as JSON
+  code_directories: tuple[Path, ...] = ()  # below which the functions lie that it may name (references.py)
 
   def build(self) -> Job:
     """Builds the parts, once and together: a config that is shared between them gives one shared object.
@@ -76,20 +81,26 @@ class ResolvedConfig:
     built['train_input'] = as_input('train_input', self.parts['train_input'], built['train_input'])
     evals, configs = built['eval_inputs'], self.parts['eval_inputs']
     built['eval_inputs'] = {name: as_input(f'eval_inputs.{name}', configs[name], each) for name, each in evals.items()}
-    return Job(name=self.name, experiment=self.experiment, **built)
+    return Job(name=self.name, experiment=self.experiment, code_directories=self.code_directories, **built)
 
 
 def resolve(
-  experiment: str | type[Experiment], overrides: Sequence[str] = (), prepare: Prepare | None = None
+  experiment: str | type[Experiment],
+  overrides: Sequence[str] = (),
+  prepare: Prepare | None = None,
+  experiment_path: Sequence[str | os.PathLike[str]] = (),
 ) -> ResolvedConfig:
   """Resolves an experiment, given by name or class, with `path=value` overrides; the later one of a path wins.
 
   `prepare` is called with the experiment before its parts are made, which may ask JAX for the number of devices. Where
   a wing adapts the experiment, which may ask as well, it is called before with one that has nothing but its timeouts,
-  and with the experiment again.
+  and with the experiment again. `experiment_path` are directories of modules, which are put in front of sys.path.
 
   Raises a UserError: the experiment or a path is unknown, a value has another type, or fields contradict each other.
   """
+  directories = registry.add_to_search_path(experiment_path)
+  with contextlib.suppress(OSError):  # there is no current directory
+    directories.append(Path.cwd().resolve())
   cls = registry.get(experiment) if isinstance(experiment, str) else experiment
 
   def timeouts() -> dict[str, Any]:
@@ -97,30 +108,74 @@ def resolve(
     own = fdl.Config(Experiment)
     return {path[0]: parse_override(own, path, text) for path, text in split if len(path) == 1 and path[0] in TIMEOUTS}
 
+  directories += references.directories_of(cls)
   cls = adapted(cls, timeouts, prepare)
-  return resolve_changed(cls, fdl.Config(cls), {}, overrides, {}, prepare)
+  return resolve_changed(cls, fdl.Config(cls), {}, overrides, prepare=prepare, code_directories=directories)
 
 
 def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
   """Returns strict JSON of the experiment's name, its overrides, and every field's value by path, with defaults."""
   config = {path: encode_field(field.value) for path, field in walk(_root_of(resolved.experiment, resolved.parts))}
   saved = {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
-  origin = None if registry.is_registered(resolved.name) else registry.origin_of(type(resolved.experiment))
-  return saved if origin is None else saved | {'origin': origin}
+  origin = _origins(resolved)
+  return saved | {'origin': origin} if origin else saved
+
+
+def _origins(resolved: ResolvedConfig) -> list[str]:
+  """The directories from which a later command imports the modules of a job, if it is this user's own."""
+  names = [] if registry.is_registered(resolved.name) else [type(resolved.experiment).__module__]
+  origins = [root for name in names if (root := references.import_root(name)) is not None]
+  for path, field in walk(_root_of(resolved.experiment, resolved.parts)):
+    for name in modules_in(tuple(path.split('.')), field.value):
+      module = name.partition(':')[0]
+      places = [place for place in resolved.code_directories if references.is_below(module, [place])]
+      origins += [place.parent if references.is_installed(place.parent) else place for place in places[:1]]
+  return [str(path) for path in dict.fromkeys(origins) if registry.is_origin(path)]
+
+
+def modules_in(path: ConfigPath, value: Any) -> Iterator[str]:
+  """Yields the modules, and the references to functions (`module:name`), that a value at a path of a config names.
+
+  Only fields of which a wing says so name any. A text without a colon is a module only inside of a list.
+  """
+  fields = {name for wing in wings() for name in wing.fields_of_modules}
+  if path[-1] not in fields:
+    return
+  waiting = [(value, False)]
+  while waiting:
+    value, is_listed = waiting.pop()
+    if isinstance(value, str):
+      if '://' not in value and (':' in value or is_listed):
+        yield value
+    elif isinstance(value, Mapping):
+      waiting += [(item, False) for pair in value.items() for item in pair]
+    elif isinstance(value, tuple | list | set | frozenset):
+      waiting += [(item, True) for item in value]
 
 
 def resolve_changed(
   cls: type,
   config: fdl.Config,
-  part_changes: Mapping[Path, Any],
+  part_changes: Mapping[ConfigPath, Any],
   overrides: Sequence[str],
-  earlier_overrides: Mapping[str, Any],
-  prepare: Prepare | None,
+  *,
+  earlier: Mapping[str, Any] = types.MappingProxyType({}),
+  prepare: Prepare | None = None,
+  checked: Callable[[dict[ConfigPath, Any]], dict[ConfigPath, Any]] = dict,
+  code_directories: Sequence[Path] = (),
 ) -> ResolvedConfig:
+  """Applies overrides to an experiment's `config`, makes its parts, and applies `part_changes` and overrides to them.
+
+  Args:
+    earlier: the overrides of the saved config, as JSON.
+    prepare: as in `resolve`.
+    checked: returns the values of overrides, or raises a UserError for one of them.
+    code_directories: of the ResolvedConfig.
+  """
   split = [split_override(override) for override in overrides]
   on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
   on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
-  changes = {path: parse_override(config, path, text) for path, text in on_experiment}
+  changes = checked({path: parse_override(config, path, text) for path, text in on_experiment})
   experiment = build_experiment(cls, apply_changes(config, changes))
   if prepare is not None:
     prepare(experiment)
@@ -128,7 +183,7 @@ def resolve_changed(
   parts = apply_changes(parts, _check_paths(parts, part_changes))
   # The experiment's fields are in the tree too, for the nearest names.
   root = _root_of(experiment, parts)
-  changed_parts = {path: parse_override(root, path, text) for path, text in on_parts}
+  changed_parts = checked({path: parse_override(root, path, text) for path, text in on_parts})
   parts = apply_changes(parts, changed_parts)
   # A subclass's own fields may be any numbers, such as how many tokens to train on; where a part has them, it counts.
   check_numbers({field.name: getattr(experiment, field.name) for field in dataclasses.fields(Experiment)} | parts)
@@ -137,7 +192,11 @@ def resolve_changed(
     check_buildable(parts)
   given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}
   return ResolvedConfig(
-    name=registry.name_of(cls), experiment=experiment, parts=parts, overrides=dict(earlier_overrides) | given
+    name=registry.name_of(cls),
+    experiment=experiment,
+    parts=parts,
+    overrides=dict(earlier) | given,
+    code_directories=tuple(dict.fromkeys(code_directories)),
   )
 
 
@@ -215,7 +274,7 @@ def _without_fiddle_context(error: UserError) -> UserError:
   return UserError(f'{path}: {message}' if path else message)
 
 
-def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
+def _check_paths(root: Any, changes: Mapping[ConfigPath, Any]) -> dict[ConfigPath, Any]:
   """Returns the changes whose paths exist in `root`; only a key that is to be dropped may be missing."""
   present = dict(walk(root))
   missing = [path for path, value in changes.items() if '.'.join(path) not in present]
@@ -228,7 +287,7 @@ def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
   return {path: value for path, value in changes.items() if path not in missing}
 
 
-def split_override(override: str) -> tuple[Path, str]:
+def split_override(override: str) -> tuple[ConfigPath, str]:
   """Splits `path=value` into the path's names and the text of the value. Raises a UserError for another form."""
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
@@ -236,7 +295,7 @@ def split_override(override: str) -> tuple[Path, str]:
   return tuple(path.strip().split('.')), text.strip()
 
 
-def parse_override(root: Any, path: Path, text: str) -> Any:
+def parse_override(root: Any, path: ConfigPath, text: str) -> Any:
   """Returns the value that `text` denotes for the field of `root` at `path`, or raises a UserError with the remedy."""
   field = find_field(root, path)
   name = '.'.join(path)
@@ -256,7 +315,7 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
     refuse_value(field, kind, name, text)
 
 
-def find_field(root: Any, path: Path) -> Field:
+def find_field(root: Any, path: ConfigPath) -> Field:
   """Returns the field of `root` at `path`. Raises a UserError with the nearest names if there is none."""
   node, field = root, None
   for depth, name in enumerate(path):

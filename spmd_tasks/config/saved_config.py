@@ -15,16 +15,22 @@ from etils import epath
 from spmd_tasks.config.encoding import show
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, read_text
+from spmd_tasks.signatures import why_unsigned
 
 _MAX_DEPTH = 50
 
 
 class SavedConfig(dict[str, Any]):
-  """A saved config that was read from the file `path`."""
+  """A saved config that was read from the file `path`.
+
+  Attributes:
+    why_unsigned: why it does not count as written by this user for the directory of the file; '' if it does.
+  """
 
   def __init__(self, saved: Mapping[str, Any], path: epath.PathLike):
-    super().__init__(saved)
+    super().__init__(checked_config(saved))
     self.path = path
+    self.why_unsigned = why_unsigned(saved, absolute_path(path).parent)
 
 
 def read_saved_config(path: epath.PathLike) -> SavedConfig:
@@ -34,7 +40,7 @@ def read_saved_config(path: epath.PathLike) -> SavedConfig:
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(f'config {path} cannot be read: {error}. Give the config.json of a job_log_dir.') from error
   try:
-    return SavedConfig(checked_config(saved), path)
+    return SavedConfig(saved, path)
   except UserError as error:
     raise UserError(f'config {path}: {error}') from error
 

@@ -28,9 +28,11 @@ from etils import epath
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE
+from spmd_tasks.checkpoints.manifest import MANIFEST_FILE
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import glob_below, is_remote, make_directory, read_text, storage_errors, write_durably
 from spmd_tasks.runtime.metrics import METRICS_FILE
+from spmd_tasks.signatures import signed
 
 if TYPE_CHECKING:
   from spmd_tasks.programs.store_claim import StoreClaim
@@ -131,10 +133,8 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
 
 
 def write_config(job_log_dir: epath.Path, config_json: str) -> None:
-  """Writes config.json, with a mark that a copy of the directory does not have (config/from_saved.py)."""
-  config = json.loads(config_json)
-  if not is_remote(job_log_dir):
-    config['mark'] = os.stat(job_log_dir).st_ino
+  """Writes config.json, signed by this user (signatures.py)."""
+  config = signed(json.loads(config_json), job_log_dir)
   write_durably(job_log_dir / CONFIG_FILE, json.dumps(config, indent=1) + '\n')
 
 
@@ -142,6 +142,17 @@ def has_trained(job_log_dir: epath.Path) -> bool:
   """Whether a job has left a state in the directory, in a checkpoint or in memory (checkpoints/peer_copies.py)."""
   has_state = glob_below(job_log_dir, 'checkpoints/checkpoint_*') or (job_log_dir / PEER_COPIES_FILE).exists()
   return (job_log_dir / CONFIG_FILE).exists() and bool(has_state)
+
+
+def refuse_lost_config(job_log_dir: epath.Path) -> None:
+  """Raises a UserError if there are checkpoints of a job without the config that says what they are of."""
+  path = job_log_dir / CONFIG_FILE
+  if not path.exists() and (left := glob_below(job_log_dir, f'checkpoints/checkpoint_*/{MANIFEST_FILE}')):
+    what = 'is a link to nothing' if not is_remote(path) and os.path.islink(path) else 'is missing'
+    raise UserError(
+      f'{path} {what}, but a job has left {left[-1].parent}, and without it nothing says with which settings: put the '
+      'file back, choose another job_log_dir, or go on with the settings of this command: --accept_config_changes.'
+    )
 
 
 def _own_paths(job_log_dir: epath.Path) -> set[epath.Path]:

@@ -1,6 +1,7 @@
 """RewardWorkers: calls users' reward functions and environments in processes of their own, with a time limit.
 
-    with RewardWorkers({'my_lab.rewards:is_correct': 1.0}, num_workers=2, timeout_s=10.0) as workers:
+    names = ['my_lab.rewards:is_correct']                                   # see references.py
+    with RewardWorkers(names, num_workers=2, timeout_s=10.0, code_directories=[Path.cwd()]) as workers:
       rewards = workers.rewards([(prompt, completion, record), ...])      # float64 [N, K]
 
 A function takes (prompt, completion, record): the prompt as the data have it, the generated text, and all fields of the
@@ -15,11 +16,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 import contextlib
 import functools
-import importlib
 import inspect
 import multiprocessing
 from multiprocessing import connection
 import numbers
+from pathlib import Path
 import signal
 import time
 from typing import Any
@@ -27,32 +28,34 @@ from typing import Any
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.references import load_reference
 
 Call = tuple[Any, str, Mapping[str, Any]]  # prompt, completion, record
 _START_LIMIT_S = 120.0  # of a process, with the imports of the user's module
 
 
-def load_reward(name: str) -> Any:
-  """Returns the function `module:function`. Raises a UserError if it cannot be imported."""
-  found = _load('reward', name)
+def load_reward(name: str, code_directories: Sequence[Path]) -> Any:
+  """Returns the function `module:function`. Raises a UserError if it may not be imported (references.py), or cannot."""
+  found = _load('reward', name, code_directories)
   if not callable(found) or inspect.isclass(found):
-    raise UserError(f'reward {name!r} must name a function as module:function, found from the current directory.')
+    raise UserError(f'reward {name!r} must name a function as module:function.')
   return found
 
 
-def load_environment(name: str) -> Any:
-  """Returns the class `module:Class`. Raises a UserError if it cannot be imported, or lacks a method."""
-  found = _load('environment', name)
+def load_environment(name: str, code_directories: Sequence[Path]) -> Any:
+  """Returns the class `module:Class`. Raises a UserError as `load_reward`, or if it lacks a method."""
+  found = _load('environment', name, code_directories)
   lacking = [method for method in ('reset', 'step') if not callable(getattr(found, method, None))]
   if not inspect.isclass(found) or lacking:
     raise UserError(f'environment {name!r} must name a class as module:Class, with the methods reset and step.')
   return found
 
 
-def _load(what: str, name: str) -> Any:
-  module, colon, attribute = name.partition(':')
+def _load(what: str, name: str, code_directories: Sequence[Path]) -> Any:
   try:
-    return getattr(importlib.import_module(module), attribute) if colon else None
+    return load_reference(name, code_directories) if ':' in name else None
+  except UserError as error:
+    raise UserError(f'{what}: {error}') from error
   except (Exception, SystemExit) as error:
     raise UserError(f'{what} {name!r} cannot be imported: {type(error).__name__}: {error}.') from error
 
@@ -85,12 +88,14 @@ def _play(environment: Any, record: Mapping[str, Any], completions: Sequence[str
   return messages or '', _reward(lambda: reward), bool(done), made.state() if keeps else None
 
 
-def _work(functions: Sequence[str], environment: str | None, link: connection.Connection) -> None:
+def _work(
+  functions: Sequence[str], environment: str | None, directories: Sequence[Path], link: connection.Connection
+) -> None:
   """Answers calls until the other end is closed: (index of a function, call) -> (value, problem, is it of the code)."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the job, which ends this process
-  callables: list[Any] = [functools.partial(_reward, load_reward(name)) for name in functions]
+  callables: list[Any] = [functools.partial(_reward, load_reward(name, directories)) for name in functions]
   if environment is not None:
-    callables.append(functools.partial(_play, load_environment(environment)))
+    callables.append(functools.partial(_play, load_environment(environment, directories)))
   link.send(None)
   while True:
     try:
@@ -114,7 +119,15 @@ class RewardWorkers:
       environment its beginnings and its steps are two.
   """
 
-  def __init__(self, names: Sequence[str], *, environment: str | None = None, num_workers: int, timeout_s: float):
+  def __init__(
+    self,
+    names: Sequence[str],
+    *,
+    environment: str | None = None,
+    num_workers: int,
+    timeout_s: float,
+    code_directories: Sequence[Path],
+  ):
     """Starts the processes, which import the functions meanwhile. Raises a UserError if one cannot be imported here.
 
     Args:
@@ -122,10 +135,11 @@ class RewardWorkers:
       environment: of a class, `module:Class`; None: there is none.
       num_workers: how many processes.
       timeout_s: what one call may take.
+      code_directories: below which the functions and the class lie (references.py).
     """
     for name in names:
-      load_reward(name)
-    self._given = (tuple(names), environment)
+      load_reward(name, code_directories)
+    self._given = (tuple(names), environment, tuple(code_directories))
     self._names = (*names, *([environment] if environment is not None else []))
     self._num_functions = len(names)
     self._timeout_s = timeout_s

@@ -34,7 +34,8 @@ class RolloutRewards:
 
   def __init__(self, settings: RolloutInput, run: TrainRun):
     """Partitions the models. Raises a UserError if a reward or the environment cannot be used."""
-    self.environment = load_environment(settings.environment) if settings.environment else None
+    directories = run.job.code_directories
+    self.environment = load_environment(settings.environment, directories) if settings.environment else None
     sizes = {'batch_size': settings.batch_size, 'seq_len': settings.seq_len}
     self._models = {name: RewardModel(name, run, **sizes) for name in settings.rewards if is_reward_model(name)}
     self._functions = [name for name in settings.rewards if name not in self._models]
@@ -48,7 +49,13 @@ class RolloutRewards:
     settings, stack = self._settings, self._run.stack
     if is_primary() and (self._functions or self.environment):
       number, limit_s = settings.num_workers, settings.reward_timeout_s
-      workers = RewardWorkers(self._functions, environment=settings.environment, num_workers=number, timeout_s=limit_s)
+      workers = RewardWorkers(
+        self._functions,
+        environment=settings.environment,
+        num_workers=number,
+        timeout_s=limit_s,
+        code_directories=self._run.job.code_directories,
+      )
       self._workers = stack.enter_context(workers)
       self._thread = futures.ThreadPoolExecutor(1)
       stack.callback(self._thread.shutdown)

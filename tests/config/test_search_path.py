@@ -11,7 +11,7 @@ import sys
 from etils import epath
 import pytest
 
-from spmd_tasks import experiments
+from spmd_tasks import experiments, references, signatures
 from spmd_tasks.config import from_saved, registry, resolve, to_json
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
@@ -50,6 +50,12 @@ def directory(tmp_path, monkeypatch):
     file = getattr(sys.modules[name], '__file__', None)
     if file is None or Path(file).is_relative_to(tmp_path):
       del sys.modules[name]
+
+
+@pytest.fixture
+def own_key(tmp_path_factory, monkeypatch):
+  """A key of this test alone."""
+  monkeypatch.setenv('XDG_CONFIG_HOME', str(tmp_path_factory.mktemp('configuration')))
 
 
 def saved(name):
@@ -117,8 +123,8 @@ def test_ones_own_experiment_goes_on_with_the_path_that_the_message_names(direct
     from_json(read)
   assert str(error.value) == (
     'the saved config names the experiment my_lab.notes.Mine, which is not registered, and a file alone never decides '
-    f'what is imported: if you trust the code in {directory}/labs, add --experiment_path {directory}/labs (in Python, '
-    'import my_lab.notes first).'
+    'what is imported (the directories that config.json names do not count, because it is not signed): if you trust '
+    f'the code in {directory}/labs, add --experiment_path {directory}/labs (in Python, import my_lab.notes first).'
   )
   assert 'my_lab.notes' not in sys.modules
   job = from_json(read, experiment_path=('labs',)).build()
@@ -208,44 +214,122 @@ def others_may_write(path):
 
 
 def copy_job(job):
+  """Into an archive that is unpacked in another place."""
   job.rename(job.with_name('first'))
-  shutil.copytree(job.with_name('first'), job)
+  shutil.copytree(job.with_name('first'), job.with_name('second'))
+  return job.with_name('second')
 
 
+def edit(job, **changes):
+  config = json.loads((job / 'config.json').read_text())
+  (job / 'config.json').write_text(json.dumps(config | changes))
+
+
+def link_config(job):
+  """A stranger's directory whose config.json is a link to a signed one."""
+  (job.parent / 'linked').mkdir()
+  (job.parent / 'linked/config.json').symlink_to(job / 'config.json')
+  return job.parent / 'linked'
+
+
+def new_key(job):
+  """As on another machine, or of another user."""
+  signatures.key_file().write_bytes(b'k' * 32)
+
+
+def lose_key(job):
+  signatures.key_file().unlink()
+
+
+def rename_package(job):
+  (job.parents[1] / 'labs/my_lab').rename(job.parents[1] / 'labs/other')
+
+
+def rename_labs(job):
+  (job.parents[1] / 'labs').rename(job.parents[1] / 'labels')
+
+
+def share_key(job):
+  signatures.key_file().chmod(0o640)
+
+
+NOT_SIGNED = 'it was copied, moved or edited, or another user or machine signed it'
 CHANGES = [
-  (lambda job: others_may_write(job), r'others may write to .*runs/job: chmod go-w'),
-  (lambda job: others_may_write(job / 'config.json'), r'others may write to .*config.json'),
   (lambda job: others_may_write(job.parents[1] / 'labs'), r'others may write to .*labs'),
   (lambda job: others_may_write(job.parents[1] / 'labs/my_lab'), r'others may write to .*my_lab'),
   (lambda job: others_may_write(job.parents[1]), r'others may write to'),
-  (copy_job, 'is a copy, or was made on another machine'),
-  (lambda job: (job.parents[1] / 'labs/my_lab').rename(job.parents[1] / 'labs/other'), 'labs has no my_lab'),
+  (lambda job: job.rename(job.with_name('moved')), NOT_SIGNED),
+  (copy_job, NOT_SIGNED),
+  (link_config, NOT_SIGNED),
+  (lambda job: edit(job, overrides={'seed': 1}), NOT_SIGNED),
+  (lambda job: edit(job, origin=['/proc/self/cwd']), NOT_SIGNED),
+  (lambda job: edit(job, signature=None), NOT_SIGNED),
+  (lambda job: edit(job, mark=job.stat().st_ino), NOT_SIGNED),
+  (new_key, NOT_SIGNED),
+  (lose_key, 'this user has no key to check it with'),
+  (share_key, 'other users may read or write the key .*: delete'),
+  (rename_package, 'is not registered'),
+  (rename_labs, 'labs, where its modules were, is no'),
 ]
 
 
 @pytest.mark.parametrize('change, words', CHANGES)
-def test_a_job_that_others_may_have_made_does_not(directory, change, words):
+def test_a_job_that_others_may_have_made_does_not(directory, own_key, change, words):
   job = begin_job(directory)
-  change(job)
+  job = change(job) or job
   with pytest.raises(UserError, match=words) as error:
     from_json(read_saved_config(job / 'config.json'))
   assert '--experiment_path' in str(error.value)
   assert 'my_lab.notes' not in sys.modules
 
 
+def test_what_is_around_the_values_of_a_signed_config_may_change(directory):
+  job = begin_job(directory)
+  edit(job)  # another indentation
+  job.chmod(0o777)
+  for _ in range(2):
+    assert from_json(read_saved_config(job / 'config.json'), ['seed=3']).experiment.seed == 3
+  shutil.copytree(job, job.with_name('copy'))
+  again = from_json(read_saved_config(job.with_name('copy') / 'config.json'), experiment_path=['labs'])
+  write_config(epath.Path(job.with_name('copy')), json.dumps(to_json(again)))  # as a job that goes on there does
+  for name in ('my_lab.notes', 'my_lab'):
+    del sys.modules[name]
+  registry._registry.clear()
+  assert from_json(read_saved_config(job.with_name('copy') / 'config.json')).name == 'my_lab.notes.Mine'
+
+
 def test_a_job_of_another_user_does_not(directory, monkeypatch):
   job = begin_job(directory)
-  monkeypatch.setattr(from_saved.os, 'geteuid', lambda: 12345)
-  if job.stat().st_uid == 0:  # root's files are trusted
-    assert from_json(read_saved_config(job / 'config.json')).name == 'my_lab.notes.Mine'
-    return
-  with pytest.raises(UserError, match='belongs to another user'):
+  monkeypatch.setattr(signatures.os, 'geteuid', lambda: 12345)
+  with pytest.raises(UserError, match=r'key .* belongs to another user'):
     from_json(read_saved_config(job / 'config.json'))
 
 
 def test_a_path_in_the_file_alone_says_nothing(directory):
-  named = saved('labs.my_lab.notes.Mine') | {'origin': str(directory), 'mark': 1}
-  (directory / 'config.json').write_text(json.dumps(named))
-  for config in (named, read_saved_config('config.json')):
-    with pytest.raises(UserError, match='not registered'):
-      from_json(config)
+  for origin in (str(directory), [str(directory)], ['/proc/self/cwd'], ['.'], [1], {}):
+    named = saved('labs.my_lab.notes.Mine') | {'origin': origin, 'mark': directory.stat().st_ino, 'signature': '0' * 64}
+    (directory / 'config.json').write_text(json.dumps(named))
+    for config in (named, read_saved_config('config.json')):
+      with pytest.raises(UserError, match='not registered'):
+        from_json(config)
+
+
+@pytest.mark.parametrize('origin', ['/proc/self/cwd', '/dev/fd', '.', 'labs', 'LINK'])
+def test_a_signed_directory_of_modules_must_always_mean_the_same_one(directory, origin):
+  """Also if a command of an older version has recorded it."""
+  (directory / 'LINK').symlink_to(directory / 'labs')
+  origin = str(directory / origin) if origin == 'LINK' else origin
+  job = begin_job(directory)
+  config = {**json.loads((job / 'config.json').read_text()), 'experiment': 'labs.my_lab.notes.Mine', 'origin': [origin]}
+  write_config(epath.Path(job), json.dumps(config))
+  with pytest.raises(UserError, match='is no directory any more'):
+    from_json(read_saved_config(job / 'config.json'))
+
+
+def test_what_is_installed_below_a_directory_is_no_part_of_it(directory, monkeypatch):
+  """A virtual environment in the directory of one's project."""
+  monkeypatch.setattr(references, '_INSTALLED', {directory / 'labs'})
+  sys.path.insert(0, str(directory / 'labs'))
+  with pytest.raises(UserError, match='not registered'):
+    from_json(saved('my_lab.notes.Mine'), experiment_path=['.'])
+  assert from_json(saved('my_lab.notes.Mine'), experiment_path=['labs']).name == 'my_lab.notes.Mine'

@@ -21,7 +21,7 @@ def test_a_run_starts_again_from_its_saved_config(tmp_path):
     assert len(first) == 5
     assert first == second
   first, second = (json.loads((tmp_path / run / 'config.json').read_text()) for run in ('first', 'second'))
-  assert first.pop('mark') != second.pop('mark')  # each of its directory
+  assert first.pop('signature') != second.pop('signature')  # each of its directory
   assert first == second
 
 

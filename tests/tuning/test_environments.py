@@ -9,12 +9,13 @@ from spmd_tasks import exit_codes
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
 from spmd_tasks.tuning.environments import Episode, Turns
 from spmd_tasks.tuning.reward_functions import RewardWorkers, _play
+from tests import binary
 from tests.tuning.reward_experiments import write_prompts
 from tests.tuning.rewards import Calculator, Echo
 from tests.tuning.test_rewards import MINIBATCHES, goes_on, numbers, train
 from tests.tuning.test_rollout_faults import Sampler
 
-NAME = 'tests.tuning.rewards'
+NAME, HERE = 'tests.tuning.rewards', [binary.REPOSITORY]
 TEMPLATE = ChatTemplate(
   template='{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|\n{% endfor %}'
   '{% if add_generation_prompt %}<assistant>{% endif %}',
@@ -80,7 +81,9 @@ def test_a_template_that_changes_earlier_messages_costs_the_episode_and_is_said(
 @pytest.mark.parametrize('environment', ['Echo', 'Remembering'])
 def test_steps_in_processes_are_those_of_the_record_and_the_texts_with_or_without_a_state(environment):
   record, texts = {'prompt': 'Hi'}, ['oka', 'no', 'yes']
-  with RewardWorkers([], environment=f'{NAME}:{environment}', num_workers=2, timeout_s=2.0) as workers:
+  with RewardWorkers(
+    [], environment=f'{NAME}:{environment}', num_workers=2, timeout_s=2.0, code_directories=HERE
+  ) as workers:
     begun, raised = workers.steps([(record, (), None), ({}, (), None)])
     assert (begun[:3], raised) == (('Hi', 0.0, False), None)
     state, found = begun[3], []
@@ -94,7 +97,7 @@ def test_steps_in_processes_are_those_of_the_record_and_the_texts_with_or_withou
 
 def test_steps_that_all_fail_are_a_fault_of_the_environment_however_its_episodes_begin():
   record = {'prompt': 'Hi'}
-  with RewardWorkers([], environment=f'{NAME}:Silent', num_workers=1, timeout_s=10.0) as workers:
+  with RewardWorkers([], environment=f'{NAME}:Silent', num_workers=1, timeout_s=10.0, code_directories=HERE) as workers:
     assert workers.steps([(record, (), None)]) != [None]
     assert workers.broken is None
     assert workers.steps([(record, ['oka'], None)]) == [None]
@@ -106,7 +109,7 @@ def test_the_engine_goes_on_with_episodes_and_agrees_with_the_trainer(monkeypatc
   """Many tokens end a text here, so that the turns are short, and one program may draw them; or the scheduler does."""
   ends = f'task.decode.eos_ids={list(range(2, 252, 5))}'
   made = {}
-  with RewardWorkers([], environment=f'{NAME}:Echo', num_workers=2, timeout_s=10.0) as workers:
+  with RewardWorkers([], environment=f'{NAME}:Echo', num_workers=2, timeout_s=10.0, code_directories=HERE) as workers:
     own = {'answer': workers.steps, 'environment': Echo}
     sampler = Sampler(f'environment={NAME}:Echo', 'task.decode.max_stop_ids=50', ends, **own)
     for stop in ((), ('\x00\x00',)):  # a string that does not come makes it the scheduler's

@@ -1,16 +1,18 @@
 """Reward functions in real processes: one that fails in any way costs its own result and nothing else."""
 
 import os
+from pathlib import Path
 import sys
 import time
+from time import sleep  # noqa: F401  (which a name must not reach)
 
 import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.tuning.reward_functions import RewardWorkers
+from spmd_tasks.tuning.reward_functions import RewardWorkers, load_environment
 
-NAME = 'tests.tuning.test_reward_functions'
+NAME, HERE = 'tests.tuning.test_reward_functions', [Path(__file__).resolve().parents[2]]
 
 
 def length(prompt, completion, record):
@@ -33,7 +35,9 @@ def fails(prompt, completion, record):
 
 def test_functions_are_called_for_all_completions_and_a_bad_one_costs_its_own_result():
   calls = [('p', text, {'bonus': 0.5}) for text in ('ok', 'raise', 'hang', 'nan', 'fine', 'die', 'text', 'ok')]
-  with RewardWorkers([f'{NAME}:length', f'{NAME}:fails'], num_workers=2, timeout_s=1.5) as workers:
+  with RewardWorkers(
+    [f'{NAME}:length', f'{NAME}:fails'], num_workers=2, timeout_s=1.5, code_directories=HERE
+  ) as workers:
     workers.rewards([('p', 'offline', {'bonus': 0})])
     assert workers.broken is None  # a service may be there again
     workers.rewards([('p', 'exit', {'bonus': 0})])
@@ -57,11 +61,16 @@ def test_functions_are_called_for_all_completions_and_a_bad_one_costs_its_own_re
   [
     ('length', 'must name a function as module:function'),
     (f'{NAME}:nothing', 'cannot be imported'),
-    ('no_such_module:length', 'cannot be imported'),
-    ('..rewards:length', 'cannot be imported: TypeError'),
-    (f'{NAME}:NAME', 'must name a function'),
+    ('no_such_module:length', 'is not below a directory of this command'),
+    ('..rewards:length', 'write module:name'),
+    ('os:system', 'names code of Python itself'),
+    ('numpy:mean', 'is not below a directory of this command'),
+    (f'{NAME}:sleep', 'is defined in time'),
+    (f'{NAME}:NAME', 'is defined in no module'),
   ],
 )
 def test_a_name_of_no_function_is_refused(name, says):
   with pytest.raises(UserError, match=says):
-    RewardWorkers([name], num_workers=1, timeout_s=1.0)
+    RewardWorkers([name], num_workers=1, timeout_s=1.0, code_directories=HERE)
+  with pytest.raises(UserError):
+    load_environment(name, HERE)

@@ -48,4 +48,5 @@ WING = Wing(
   ),
   expand=_expand,
   fields_of_modules=('modules', 'task_modules'),
+  packages=('t5', 'seqio'),
 )

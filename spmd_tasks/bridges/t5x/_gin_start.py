@@ -1,6 +1,7 @@
 """Starts a gin setup of T5X: says it by --exp and --set, or writes it as a Python file (--translate)."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 import re
 import sys
@@ -10,8 +11,11 @@ from etils import epath
 from spmd_tasks import exit_codes
 from spmd_tasks.bridges.t5x._gin import read_setup
 from spmd_tasks.bridges.t5x._gin_translation import Translation, source_file, translate
+from spmd_tasks.config.from_saved import may_be_imported
+from spmd_tasks.config.registry import add_to_search_path
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import is_remote, storage_errors, write_durably
+from spmd_tasks.references import remedy
 
 EXPERIMENTS = 'spmd_tasks.bridges.t5x.experiments'
 
@@ -41,9 +45,27 @@ def start(flags: argparse.Namespace) -> int | None:
     )
   flags.exp = f'{EXPERIMENTS}.{made.experiment}'
   flags.overrides = [f'{name}={value}' for name, value in made.fields.items()] + flags.overrides
-  directories = dict.fromkeys(str(Path(name).parent) for name in files if Path(name).exists())
-  flags.experiment_path = flags.experiment_path + [*directories, '.']
+  _allow_modules(made.fields.get('task_modules', ()), flags)
   return None
+
+
+def _allow_modules(modules: Sequence[str], flags: argparse.Namespace) -> None:
+  """Lets the modules that --gin names be found in the current directory, as those of --exp are.
+
+  Raises a UserError for one that only a file names, which anybody may have written, and that is neither below
+  --experiment_path nor of a package that configs may name.
+  """
+  is_typed = {name: any(re.search(rf'[\'"]{re.escape(name)}[\'"]', text) for text in flags.gin) for name in modules}
+  directories = add_to_search_path(flags.experiment_path)
+  for name in modules:
+    if not is_typed[name] and not may_be_imported(name, (), directories):
+      raise UserError(
+        f'the gin setup names the module {name}, and a file alone never decides what is imported: '
+        f'{remedy(name.partition(".")[0])}, or name it in the command, as in '
+        f'--gin.MIXTURE_OR_TASK_MODULE="\'{name}\'".'
+      )
+  if any(is_typed.values()):
+    flags.experiment_path = flags.experiment_path + ['.']
 
 
 def _binding(text: str) -> str:
