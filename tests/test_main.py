@@ -260,10 +260,10 @@ def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(ow
   assert json.loads((directory / 'config.json').read_text())['experiment'] == 'mypkg.mymodule.Mine'
   assert sorted(os.listdir(own_directory)) == ['mypkg', 'runs']
 
-  # Others may write to the job's directory, so it alone has nothing imported: the sentence names the flag that goes on.
+  # A directory that was moved is not signed, and has nothing imported: the sentence names the flag that goes on.
   monkeypatch.chdir(own_directory)
   monkeypatch.setattr(sys, 'path', list(sys.path))
-  directory.chmod(0o777)
+  directory = directory.rename(own_directory / 'runs' / 'moved')
   again = ('--job_log_dir', directory, '--print_config')
   assert binary.run_in_process(*again) == exit_codes.USAGE
   message = capsys.readouterr().err

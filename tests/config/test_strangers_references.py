@@ -7,14 +7,18 @@ import json
 import sys
 from typing import Any
 
+from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config import resolve
+from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.flags import all_modes
 from spmd_tasks.loading import load
+from spmd_tasks.programs.job_directory import write_config
+from spmd_tasks.tuning.reward_functions import load_reward
 from tests import binary
 from tests.tuning import reward_experiments
 
@@ -118,8 +122,20 @@ def test_in_no_real_process(archive, field):
   assert 'pty:spawn names code of Python itself, which a config may not name' in ended.stderr
 
 
-def test_ones_own_experiment_and_command_name_functions_as_before(archive):
+def test_ones_own_command_names_functions_and_later_commands_find_them(archive, tmp_path, monkeypatch):
   (archive / 'my_rewards.py').write_text('def score(*call):\n  return 1.0\n')
-  resolved = resolve(reward_experiments.Job, ['reward=my_rewards:score'])
-  assert archive in resolved.code_directories
-  assert resolved.build().code_directories == resolved.code_directories
+  resolved = resolve(reward_experiments.Job, ['reward=my_rewards:score', 'data=prompts.jsonl'])
+  config = to_json(resolved)
+  assert config['origin'] == [str(binary.REPOSITORY), str(archive)]
+  write_config(epath.Path(tmp_path), json.dumps(config))
+  monkeypatch.chdir('/')  # a later command
+  monkeypatch.setattr(sys, 'path', [each for each in sys.path if each != str(archive)])
+  job = from_json(read_saved_config(tmp_path / 'config.json'), ['data=prompts.jsonl']).build()
+  assert load_reward('my_rewards:score', job.code_directories)('p', 'c', {}) == 1.0
+  del sys.modules['my_rewards']
+  config['config']['seed'] = 7  # edited
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  with pytest.raises(UserError, match='because it is not signed'):
+    from_json(read_saved_config(tmp_path / 'config.json'))
+  again = from_json(read_saved_config(tmp_path / 'config.json'), experiment_path=[archive])
+  assert archive in again.code_directories

@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
 from spmd_tasks.programs import job_directory
 from spmd_tasks.programs.job_directory import claim
@@ -68,6 +69,28 @@ def test_a_new_job_that_is_refused_leaves_nothing_and_what_was_there_stays(tmp_p
   assert (directory / 'metrics.jsonl').exists()
   run(UserError('the job has been here before'))
   assert (directory / 'metrics.jsonl').exists()
+
+
+@pytest.mark.parametrize('kind', ['deleted', 'a link to nothing'])
+def test_checkpoints_without_the_config_are_not_gone_on_with(tmp_path, kind, capsys):
+  flags = ('--exp', 'tests.programs.own_experiments.Regression', '--ici_mesh_shape', '1,1,1', '--num_fake_devices', 1)
+  flags += ('--job_log_dir', tmp_path, '--num_train_steps')
+  config = tmp_path / 'config.json'
+  assert binary.run_in_process('--mode', 'train', *flags, 1) == exit_codes.OK
+  config.unlink()
+  if kind == 'a link to nothing':
+    config.symlink_to(tmp_path / 'nothing')
+  before = contents(tmp_path)
+  for mode in ('train', 'eval'):
+    capsys.readouterr()
+    assert binary.run_in_process('--mode', mode, *flags, 2) == exit_codes.USAGE
+    message = capsys.readouterr().err
+    assert f'{config} is {"missing" if kind == "deleted" else kind}, but a job has left' in message
+    assert message.count('\n') == 1
+  assert contents(tmp_path) == before
+  assert binary.run_in_process('--mode', 'train', *flags, 2, '--accept_config_changes') == exit_codes.OK
+  assert config.is_file()
+  assert not config.is_symlink()
 
 
 def test_another_experiment_is_refused_and_nothing_is_written(tmp_path):

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -70,6 +71,24 @@ def test_a_setup_of_t5x_is_an_experiment_of_ours(tmp_path, monkeypatch):
   saved['config']['task_modules'] = {'list': ['a_strangers']}
   with pytest.raises(ValueError, match='names the module a_strangers at task_modules, and a file alone never decides'):
     from_json(saved)
+
+
+def test_a_module_that_a_gin_file_alone_names_is_not_imported(tmp_path, monkeypatch):
+  """Unpacked with its module, and run from there."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  (tmp_path / 'a_strangers.py').write_text(f"open('{tmp_path}/ran', 'w').close()")
+  setup = tmp_path / 'setup.gin'
+  setup.write_text(Path(SUMS).read_text() + "\nMIXTURE_OR_TASK_MODULE = 'a_strangers'\n")
+  flags = ('--mode', 'train', '--gin_file', str(setup), '--gin.MODEL_DIR="runs/sums"')
+  with pytest.raises(UserError, match=f'names the module a_strangers, .* add --experiment_path {tmp_path}'):
+    expand(flags_of(*flags))
+  for own in (['--experiment_path', str(tmp_path)], ["--gin.MIXTURE_OR_TASK_MODULE='a_strangers'"]):
+    flags_now = flags_of(*flags, *own)
+    assert expand(flags_now) is None
+    assert "task_modules=('a_strangers',)" in flags_now.overrides
+  assert not (tmp_path / 'ran').exists()
+  assert expanded('--gin.MODEL_DIR="runs/sums"').experiment_path == []  # what is beside a gin file is not on sys.path
 
 
 def test_a_setup_is_written_as_python(tmp_path, monkeypatch, capsys):
