@@ -206,12 +206,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       if not wanted or kind_of(args.seed, number).name.startswith(wanted):
         numbers.append(number)
       number += 1
-  os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})
   began, lines = time.monotonic(), []
+  path = tempfile.TemporaryDirectory(prefix='fault_campaign_')
+  os.environ.update({**xla_settings.ENVIRONMENT, **os.environ, 'XDG_CONFIG_HOME': f'{path.name}/configuration'})
   with (
-    tempfile.TemporaryDirectory(prefix='fault_campaign_') as path,
+    path,
     contextlib.nullcontext() if args.out is None else args.out.open('a') as out,
-    Campaign(Path(path), args.seed, only_plain=args.plain) as campaign,
+    Campaign(Path(path.name), args.seed, only_plain=args.plain) as campaign,
   ):
     for line in campaign.run(numbers, num_lanes=args.jobs, keep=args.keep):
       lines.append(line)
