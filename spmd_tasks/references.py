@@ -71,6 +71,8 @@ def check_reference(reference: str, directories: Sequence[Path]) -> None:
       f'{reference} names code of {"spmd_tasks" if top == "spmd_tasks" else "Python itself"}, which a config may not '
       'name: name a function of your own that calls it.'
     )
+  if is_below(top, directories):
+    raise UserError(f'{reference} is in no file below {place_of(top)}, where {top} is: correct the name of the module.')
   places = ', '.join(dict.fromkeys(map(str, directories))) or 'no directory'
   raise UserError(
     f'{reference} is not below a directory of this command ({places}), and no installed package registers it: '

@@ -1,15 +1,17 @@
 """Files of a job are written whole; where that cannot be, one sentence names the file, the reason and the remedy."""
 
+import datetime
 import errno
 import os
 import re
 import resource
 import socket
+from types import SimpleNamespace
 
 from etils import epath
 import pytest
 
-from spmd_tasks import exit_codes, files
+from spmd_tasks import exit_codes, files, stores
 from spmd_tasks.errors import UserError, user_error_code
 
 
@@ -123,3 +125,18 @@ def test_a_current_directory_that_is_gone_is_one_sentence(tmp_path, monkeypatch)
   (tmp_path / 'gone').rmdir()
   with pytest.raises(files.StorageError, match='the current directory cannot be used'):
     files.absolute_path('runs/x')
+
+
+def test_an_object_whose_name_leads_out_of_its_folder_is_not_copied_to_this_disk(tmp_path, monkeypatch):
+  """A stranger's bucket may have `models/../../../key`, which would replace a file of the user's."""
+  name = 'bucket/models/../../../key'
+  store = SimpleNamespace(
+    find=lambda key, detail: {name: {'type': 'file', 'size': 1, 'mtime': datetime.datetime.now()}},
+    get_file=lambda name, path: pytest.fail(f'{name} was copied to {path}'),
+  )
+  monkeypatch.setattr(stores, '_file_system', lambda scheme: store)
+  monkeypatch.setattr(stores, 'check_store', lambda url: None)
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  with pytest.raises(UserError, match=r'gs://bucket/models/../../../key has a \.\. in its name'):
+    stores.local_copies('gs://bucket/models')
+  assert not list(tmp_path.iterdir())

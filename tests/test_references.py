@@ -110,6 +110,11 @@ def test_without_directories_nothing_is_found_and_the_message_says_where_it_woul
     load_reference('own_lab.rewards:score', [])
 
 
+def test_a_name_that_is_mistyped_is_told_from_one_that_lies_elsewhere(project):
+  with pytest.raises(UserError, match=r'own_lab.reward:score is in no file below .*project, where own_lab is: correct'):
+    load_reference('own_lab.reward:score', [project])
+
+
 def test_a_module_that_was_imported_from_elsewhere_is_not_below(project, tmp_path):
   (project / 'payload.py').write_text('def score(*call):\n  return 1.0\n')
   (tmp_path / 'elsewhere/payload.py').write_text('def score(*call):\n  return 2.0\n')

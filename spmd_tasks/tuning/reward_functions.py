@@ -55,7 +55,7 @@ def _load(what: str, name: str, code_directories: Sequence[Path]) -> Any:
   try:
     return load_reference(name, code_directories) if ':' in name else None
   except UserError as error:
-    raise UserError(f'{what}: {error}') from error
+    raise UserError(f'{what} {name!r} cannot be imported: {error}') from error
   except (Exception, SystemExit) as error:
     raise UserError(f'{what} {name!r} cannot be imported: {type(error).__name__}: {error}.') from error
 
