@@ -6,7 +6,7 @@
 MegaBlocks' expert and hidden sharding.
 
 Layers read only the axis rules, so an experiment may also write its rules by hand (`MeshAxes`). T5X's `model` is `mdl`
-here.
+here. The forms replace the rules of experts in `base_rules`, at the place of the first of them.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class DataModelMesh(_ExpertMesh):
           f'replicated evenly: choose a number of experts that divides {self.num_devices}, or use DataExpertModelMesh.'
         )
       model_size = self.num_devices // self.num_experts
-    rules = (*_without_names(self.base_rules, 'expert', 'expert_mlp'), ('expert', 'data'), ('expert_mlp', 'mdl'))
+    rules = _with_expert_rules(self.base_rules, expert='data', expert_mlp='mdl', expert_replicas=None)
     if two_data_axes:
-      rules = tuple((name, _replaced(axes, 'mdl', ())) for name, axes in rules)
+      rules = tuple((name, 'mdl' if name == 'expert_replicas' else _replaced(axes, 'mdl', ())) for name, axes in rules)
     return MeshAxes(
       mesh_axis_names=('replica', 'data', 'mdl'),
       ici_mesh_shape=(1, _data_size(self.num_devices, model_size), model_size),
@@ -66,7 +66,7 @@ class DataModelMesh(_ExpertMesh):
 class DataExpertModelMesh(_ExpertMesh):
   """Mesh (replica, data, expert, mdl): `expert` splits the experts, `data` replicates them, and both split the batch.
 
-  Model parallelism works beside them. The logical name `expert` needs no rule, because it is the name of the mesh axis.
+  Model parallelism works beside them.
 
   Fields, beside those of the other forms:
     num_expert_partitions: over how many devices the experts are split; `data` gets what the other axes leave.
@@ -93,7 +93,7 @@ class DataExpertModelMesh(_ExpertMesh):
         f'num_expert_partitions={self.num_expert_partitions} must be at least 1 and divide the devices of a stage over '
         f'num_partitions={self.num_partitions}, {data_size}: choose {nearest}.'
       )
-    own = (*_without_names(self.base_rules, 'expert', 'expert_mlp'), ('expert_mlp', 'mdl'))
+    own = _with_expert_rules(self.base_rules, expert='expert', expert_mlp='mdl', expert_replicas='data')
     rules = _with_batch_over(('expert', 'data'), own)
     names: tuple[str, ...] = ('data', 'expert', 'mdl')
     sizes: tuple[int, ...] = (data_size // self.num_expert_partitions, self.num_expert_partitions, self.num_partitions)
@@ -131,11 +131,7 @@ class HiddenShardingMesh(_ExpertMesh):
           'of them, or use DataExpertModelMesh, under which uneven sizes are padded.'
         )
     # `data` splits the experts' hidden dim and so cannot split their embed dim too.
-    rules = (
-      *_without_names(self.base_rules, 'expert', 'expert_mlp', 'expert_embed'),
-      ('expert_embed', None),
-      ('expert_mlp', ('data', 'mdl')),
-    )
+    rules = _with_expert_rules(self.base_rules, expert='expert', expert_embed=None, expert_mlp=('data', 'mdl'))
     return MeshAxes(
       mesh_axis_names=('replica', 'data', 'expert', 'mdl'),
       ici_mesh_shape=(1, hidden_size, expert_size, self.num_partitions),
@@ -154,9 +150,11 @@ def _data_size(num_devices: int, model_size: int) -> int:
   return num_devices // model_size
 
 
-def _without_names(rules: AxisRules, *names: str) -> AxisRules:
-  """Drops the rules for names that a form sets itself, because an earlier rule of the same name would win."""
-  return [(name, axes) for name, axes in rules if name not in names]
+def _with_expert_rules(base_rules: AxisRules, **rules: SplitDim) -> AxisRules:
+  """Replaces the base rules of the same names, at the place of the first base rule for experts, or at the end."""
+  place = next((i for i, (name, _) in enumerate(base_rules) if name.startswith('expert')), len(base_rules))
+  after = ((name, axes) for name, axes in base_rules[place:] if name not in rules)
+  return (*base_rules[:place], *rules.items(), *after)
 
 
 def _with_batch_over(data_axes: tuple[str, ...], rules: AxisRules) -> AxisRules:

@@ -6,9 +6,15 @@ returns PartitionSpec('data', 'mdl'). The *split dims* of a tensor say for each 
 entry is
 
 * a mesh axis (`'data'`), or several of them (`('replica', 'data')`);
-* a logical name (`'mlp'`), looked up in the axis rules: the first rule of that name whose mesh axes are all still free
-  in this tensor applies; if the axes of every such rule are taken, the dimension stays unsharded;
+* a logical name (`'mlp'`), which the axis rules map to mesh axes;
 * None or -1: unsharded.
+
+The axis rules are resolved rule by rule, as in Flax's `logical_to_mesh_axes`: in the order of the list, a rule shards
+the dimension of its name if that dimension has no rule yet and the rule's mesh axes are all free in this tensor. So an
+earlier rule takes precedence, whatever the order of the dimensions, and a dimension to which no rule applies stays
+unsharded. What Flax does not have: mesh axes as split dims, which are assigned before all rules; several names for one
+dimension; a name that two dimensions of a tensor share (the first dimension takes precedence); and an error for a name
+without a rule, which Flax leaves unsharded.
 
 `constrain` applies split dims to an activation inside a `sharding_scope`.
 
@@ -54,10 +60,13 @@ def spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> None:
-  """Raises a UserError if a rule maps to an unknown mesh axis, maps to one twice, or has the name of one."""
+  """Raises a UserError if a rule maps to an unknown mesh axis, to one twice, or has the name of another mesh axis."""
   for name, target in axis_rules:
-    if name in mesh_axis_names:
-      raise UserError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
+    if name in mesh_axis_names and axes_of(target) != (name,):
+      raise UserError(
+        f'axis rule ({name!r}, {target!r}) has the name of a mesh axis {tuple(mesh_axis_names)}, which it does not map '
+        'to itself: rename the rule.'
+      )
     for axis in axes_of(target):
       if axis not in mesh_axis_names:
         raise UserError(
@@ -73,40 +82,37 @@ def split_dims_to_partition_spec(
 ) -> PartitionSpec:
   """Returns the PartitionSpec of a tensor, one entry per dimension; of None, an unsharded tensor's.
 
-  A rule of the experiment has no mesh axis's name; one that has, as `without_axis` makes it, replaces the axis.
+  A rule with the name of a mesh axis, as `without_axis` makes it, replaces the axis.
 
   Raises a UserError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
   """
   if split_dims is None:
     return PartitionSpec()
   entries = [axes_of(entry) for entry in split_dims]
+  names = [name for entry in entries for name in entry]
   rule_names = {name for name, _ in axis_rules}
   direct_names = set(mesh_axis_names) - rule_names
-  direct = [axis for axes in entries for axis in axes if axis in direct_names]
-  for axis in direct:
-    if direct.count(axis) > 1:
+  direct = [name for name in names if name in direct_names]
+  for name in names:
+    if name not in direct_names | rule_names:
       raise UserError(
-        f'split dims {tuple(split_dims)} use mesh axis {axis!r} twice; a mesh axis can split one dim of a tensor only.'
+        f'split dims {tuple(split_dims)} name {name!r}, which is neither a mesh axis {tuple(mesh_axis_names)} nor a '
+        f'logical name of the axis rules {sorted(rule_names)}: correct it or add a rule for it.'
       )
+    if direct.count(name) > 1:
+      raise UserError(
+        f'split dims {tuple(split_dims)} use mesh axis {name!r} twice; a mesh axis can split one dim of a tensor only.'
+      )
+  assigned: list[tuple[str, ...] | None] = [(name,) if name in direct_names else None for name in names]
   used = set(direct)
-  spec = []
-  for axes in entries:
-    resolved: list[str] = []
-    for name in axes:
-      if name in direct_names:
-        resolved.append(name)
-      elif name in rule_names:
-        targets = (axes_of(target) for rule, target in axis_rules if rule == name)
-        chosen = next((t for t in targets if not used.intersection(t)), ())
-        used.update(chosen)
-        resolved.extend(chosen)
-      else:
-        raise UserError(
-          f'split dims {tuple(split_dims)} name {name!r}, which is neither a mesh axis {tuple(mesh_axis_names)} nor a '
-          f'logical name of the axis rules {sorted(rule_names)}: correct it or add a rule for it.'
-        )
-    spec.append(spec_entry(resolved))
-  return PartitionSpec(*spec)
+  for rule, target in axis_rules:
+    axes = axes_of(target)
+    for i, name in enumerate(names):
+      if name == rule and assigned[i] is None and not used.intersection(axes):
+        assigned[i] = axes
+        used.update(axes)
+  of_names = iter(assigned)
+  return PartitionSpec(*(spec_entry([axis for _ in entry for axis in next(of_names) or ()]) for entry in entries))
 
 
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

@@ -167,13 +167,13 @@ def test_a_norm_is_replicated_because_the_rules_leave_it_whole(uneven):
 
 
 def test_an_axis_that_another_dim_has_taken():
-  """Grouped-query attention with all of embed, heads and head dim over one axis: the first dim takes it."""
+  """Grouped-query attention with embed, heads and mlp over one axis: the rule that comes first in the list takes it."""
   rules = resolve('synthetic.Uneven', ()).experiment.axis_rules
   changed = tuple((name, 'mdl' if name == 'embed' else axes) for name, axes in rules)
   _, rows = rows_of('synthetic.Uneven', f'axis_rules={changed!r}')
   kernel = rows['stack/layers/ffn/up/kernel']
   assert kernel['replicated_over'] == ['data']
-  assert 'dim 2 (mlp): a rule asks for mdl, but mdl already splits another dim' in kernel['why']
+  assert 'dim 1 (embed): a rule asks for mdl, but mdl already splits another dim' in kernel['why']
 
 
 # --- pipelines ---

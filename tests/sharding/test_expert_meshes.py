@@ -1,7 +1,9 @@
 """The meshes and rules of expert parallelism: T5X's two forms, as its own tests have them, and MegaBlocks' degrees."""
 
+import itertools
 import re
 
+from flax.linen import logical_to_mesh_axes
 from jax.sharding import PartitionSpec as P
 import pytest
 
@@ -11,8 +13,10 @@ from spmd_tasks.sharding import (
   DataExpertModelMesh,
   DataModelMesh,
   HiddenShardingMesh,
+  MeshAxes,
   MeshSpec,
   split_dims_to_partition_spec,
+  stage_axis_rules,
 )
 from spmd_tasks.sharding.specs import check_axis_rules
 
@@ -28,17 +32,100 @@ T5X_RULES = (
 )
 
 
+def rules_of_t5x(activations, parameters, form):
+  """What T5X's `standard_logical_axis_rules` are, of t5x/partitioning.py and of contrib/moe, with our mesh axes.
+
+  T5X's mesh has no `replica`; a PjitPartitioner with slices adds it to the batch in the same way.
+  """
+  rules = [('batch', ('replica', 'data')), ('vocab', 'mdl'), ('mlp', 'mdl'), ('heads', 'mdl'), ('kv', None)]
+  rules += [('joined_kv', 'mdl')]
+  rules += [('embed', axis) for axis, dims in (('mdl', activations), ('data', parameters)) if dims == 2]
+  rules += [('embed', None)] if activations == parameters == 1 else []
+  rules += [(name, None) for name in ('relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack')]
+  rules += [('mlp_activations', None)]
+  if form == 'data, expert and model':
+    rules[0] = ('batch', ('replica', 'expert', 'data'))
+    rules += [('expert', 'expert'), ('expert_mlp', 'mdl'), ('expert_replicas', 'data'), ('unmodeled', None)]
+  elif form != 'dense':
+    rules += [('expert', 'data'), ('expert_mlp', 'mdl'), ('expert_group', None), ('expert_replicas', None)]
+    rules += [('unmodeled', None)]
+  rules += ADDITIONAL
+  if form == 'two data axes':  # `model` splits rows and copies of experts, and no weights
+    rules = [(name, None if axes == 'mdl' else axes) for name, axes in rules if name != 'expert_replicas']
+    rules[0] = ('batch', ('replica', 'data', 'mdl'))
+    rules += [('expert_replicas', 'mdl')]
+  return rules
+
+
+ADDITIONAL = (('additional', 'mdl'), ('expert_magic', 'data'), ('embed', 'replica'))
+FORMS = {
+  'dense': lambda rules: MeshAxes(
+    mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 4, 2), axis_rules=rules
+  ),
+  'data, expert and model': lambda rules: DataExpertModelMesh(
+    num_devices=8, num_expert_partitions=2, num_partitions=2, base_rules=rules
+  ),
+  'data and model': lambda rules: DataModelMesh(num_devices=8, num_experts=4, num_partitions=2, base_rules=rules),
+  'two data axes': lambda rules: DataModelMesh(num_devices=8, num_experts=4, base_rules=rules),
+}
+# Of weights and activations of T5X's and Flaxformer's models.
+SPLIT_DIMS_OF_T5X = [
+  ('vocab', 'embed'),
+  ('embed',),
+  ('embed', 'mlp'),
+  ('mlp', 'embed'),
+  ('embed', 'stack', 'mlp'),
+  ('embed', 'joined_kv'),
+  ('joined_kv', 'embed'),
+  ('embed', 'heads', 'kv'),
+  ('heads', 'kv', 'embed'),
+  ('heads', 'relpos_buckets'),
+  ('layers', 'embed', 'mlp'),
+  ('batch', 'length', 'embed'),
+  ('batch', 'length', 'mlp'),
+  ('batch', 'length', 'heads', 'kv'),
+  ('batch', 'length', 'vocab'),
+]
+SPLIT_DIMS_OF_EXPERTS = [
+  ('expert', 'embed', 'expert_mlp'),
+  ('expert', 'expert_mlp', 'embed'),
+  ('expert', 'unmodeled', 'expert_mlp'),
+  ('embed', 'unmodeled'),
+  ('batch', 'unmodeled', 'length', 'embed'),
+  ('expert', 'expert_replicas', 'unmodeled', 'length', 'embed'),
+  ('expert', 'expert_replicas', 'unmodeled'),
+  ('expert_replicas', 'mlp'),
+]
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('activations, parameters', [*itertools.product((1, 2), repeat=2)])
+def test_split_dims_of_t5x_resolve_as_in_t5x(activations, parameters, form):
+  rules = t5x_axis_rules(
+    DEFAULT_AXIS_RULES,
+    activation_partitioning_dims=activations,
+    parameter_partitioning_dims=parameters,
+    additional_rules=ADDITIONAL,
+  )
+  axes, published = FORMS[form](rules).axes(), rules_of_t5x(activations, parameters, form)
+  names = dict.fromkeys(name for name, _ in published)
+  check_axis_rules(axes.axis_rules, axes.mesh_axis_names)
+  listed = SPLIT_DIMS_OF_T5X + ([] if form == 'dense' else SPLIT_DIMS_OF_EXPERTS)
+  for split_dims in [*listed, *itertools.permutations(names, 2)]:
+    expected = logical_to_mesh_axes(split_dims, published)
+    assert split_dims_to_partition_spec(split_dims, axes.mesh_axis_names, axes.axis_rules) == expected, split_dims
+
+
 @pytest.mark.parametrize(
-  'activations, parameters, kernel, embedding, norm, residual',
+  'activations, parameters, kernel, embedding, norm, router, residual',
   [
-    (1, 1, P(None, 'mdl'), P('mdl', None), P(None), None),
-    (2, 1, P(None, 'mdl'), P('mdl', None), P('mdl'), 'mdl'),
-    (1, 2, P('data', 'mdl'), P('mdl', 'data'), P('data'), None),
-    (2, 2, P('data', 'mdl'), P('mdl', 'data'), P('mdl'), 'mdl'),
+    (1, 1, P(None, 'mdl'), P('mdl', None), P(None), P(None, None), None),
+    (2, 1, P(None, 'mdl'), P('mdl', None), P('mdl'), P('mdl', None), 'mdl'),
+    (1, 2, P('data', 'mdl'), P('mdl', 'data'), P('data'), P('data', None), None),
+    (2, 2, P('data', 'mdl'), P('mdl', 'data'), P('mdl'), P('mdl', None), 'mdl'),
   ],
 )
-def test_the_dims_of_t5x_standard_rules(activations, parameters, kernel, embedding, norm, residual):
-  """What T5X's standard_logical_axis_rules make of its weights and of the residual stream."""
+def test_what_the_dims_of_t5x_make_of_our_layers(activations, parameters, kernel, embedding, norm, router, residual):
   dims = {'activation_partitioning_dims': activations, 'parameter_partitioning_dims': parameters}
   rules = t5x_axis_rules(DEFAULT_AXIS_RULES, **dims)
 
@@ -46,10 +133,18 @@ def test_the_dims_of_t5x_standard_rules(activations, parameters, kernel, embeddi
     return split_dims_to_partition_spec(split_dims, ('replica', 'data', 'mdl'), rules)
 
   assert (spec_of('embed', 'mlp'), spec_of('vocab', 'embed'), spec_of('norm')) == (kernel, embedding, norm)
+  assert spec_of('kv_heads', 'head_dim', 'embed') == P('mdl', None, kernel[0])
+  assert spec_of('embed', None) == router
   assert spec_of('batch', 'seq', 'act_embed') == P(('replica', 'data'), None, residual)
   assert spec_of('expert', 'expert_embed', 'expert_mlp') == P('data', None, 'mdl')
   with pytest.raises(ValueError, match='must be 1 or 2'):
     t5x_axis_rules(DEFAULT_AXIS_RULES, activation_partitioning_dims=3)
+
+
+def test_stages_stay_where_they_are_under_the_rules_of_t5x():
+  rules = t5x_axis_rules(stage_axis_rules(DEFAULT_AXIS_RULES), activation_partitioning_dims=2)
+  spec = split_dims_to_partition_spec(('layers', 'embed', 'mlp'), ('replica', 'stage', 'data', 'mdl'), rules)
+  assert spec == P('stage', None, 'mdl')
 
 
 @pytest.mark.parametrize(

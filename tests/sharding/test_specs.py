@@ -1,5 +1,9 @@
 """Split dims and axis rules resolve to the PartitionSpecs that the rules promise, and every misuse is named."""
 
+import itertools
+import random
+
+from flax.linen import logical_to_mesh_axes
 import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -38,22 +42,69 @@ def test_entries_are_axes_several_logical_names_or_unsharded(split_dims, expecte
   assert specs.split_dims_to_partition_spec(split_dims, AXES, RULES) == expected
 
 
+# Rule lists as users write them, or as they are published; the mesh has the axes that they name.
+LISTS = {
+  'ours': RULES,
+  't5x': (('batch', 'data'), ('vocab', 'mdl'), ('mlp', 'mdl'), ('heads', 'mdl'), ('embed', 'mdl'), ('embed', 'data')),
+  'maxtext': (
+    ('batch', ['data', 'fsdp', 'expert']),
+    ('length', ['context', 'expert']),
+    ('length', ['context']),
+    ('mlp', ['fsdp_transpose', 'tensor']),
+    ('embed', ['fsdp', 'fsdp_transpose', 'context']),
+    ('embed', ['fsdp', 'context']),
+    ('kv', []),
+    ('exp', 'expert'),
+  ),
+  'after None': (('a', 'data'), ('b', None), ('b', 'mdl'), ('c', ('data', 'mdl')), ('c', 'mdl'), ('c', 'data')),
+  'axes as names': (('batch', ('expert', 'data')), ('embed', 'data'), ('expert', 'expert'), ('data', 'data')),
+}
+
+
+@pytest.mark.parametrize('rules', LISTS.values(), ids=LISTS)
+def test_rules_resolve_as_in_flax(rules):
+  names = list(dict.fromkeys(name for name, _ in rules))
+  axes = sorted({axis for _, target in rules for axis in specs.axes_of(target)})
+  specs.check_axis_rules(rules, axes)
+  for ndim in (1, 2, 3):
+    for split_dims in itertools.permutations([*names, None], ndim):
+      expected = logical_to_mesh_axes(split_dims, _without_minus_one(rules))
+      assert specs.split_dims_to_partition_spec(split_dims, axes, rules) == expected, (split_dims, rules)
+
+
+def test_random_rules_resolve_as_in_flax():
+  rng = random.Random(0)
+  axes, names = ('replica', 'data', 'expert', 'mdl'), ('a', 'b', 'c', 'd', 'e')
+  targets = [None, *axes * 3, *itertools.permutations(axes, 2), ('data', 'expert', 'mdl')]
+  for _ in range(500):
+    rules = [(rng.choice(names), rng.choice(targets)) for _ in range(rng.randint(5, 12))]
+    rules += [(name, None) for name in names]  # a name without any rule is refused here
+    split_dims = rng.sample([*names, None], rng.randint(1, 5))
+    expected = logical_to_mesh_axes(split_dims, rules)
+    assert specs.split_dims_to_partition_spec(split_dims, axes, rules) == expected, (split_dims, rules)
+
+
+def _without_minus_one(rules):
+  """Flax has no -1 for unsharded."""
+  return [(name, None if axes == -1 else axes) for name, axes in rules]
+
+
 @pytest.mark.parametrize(
   'split_dims, expected',
   [
-    # `embed` has two rules: data, else replica, else nothing.
-    (('embed', 'embed', 'embed'), P('data', 'replica', None)),
-    # A mesh axis named directly is taken, also where it comes later in the tensor.
+    # A mesh axis named directly is taken before all rules, also where it comes later in the tensor.
     (('embed', 'data'), P('replica', 'data')),
     (('mlp', 'mdl'), P(None, 'mdl')),
-    # The first dim that asks gets the axis.
-    (('mlp', 'heads'), P('mdl', None)),
-    # A rule of several axes needs all of them.
-    (('embed', 'wide'), P('data', None)),
-    (('mlp', 'batch'), P('mdl', ('replica', 'data'))),
+    # A name of several dims: `embed` has two rules, data and replica; a rule of None leaves all of them unsharded.
+    (('embed', 'embed', 'embed'), P('data', 'replica', None)),
+    (('heads', 'mlp', 'heads'), P(None, 'mdl', None)),
+    (('norm', 'norm'), P(None, None)),
+    # Several names for one dim.
+    ((('embed', 'mlp'), 'heads'), P(('data', 'mdl'), None)),
+    (('heads', ('embed', 'mlp')), P(None, ('data', 'mdl'))),
   ],
 )
-def test_the_first_rule_whose_axes_are_free_wins(split_dims, expected):
+def test_what_flax_does_not_have(split_dims, expected):
   assert specs.split_dims_to_partition_spec(split_dims, AXES, RULES) == expected
 
 
@@ -75,7 +126,8 @@ def test_a_bad_entry_is_refused_with_value_constraint_and_remedy(split_dims, wor
 @pytest.mark.parametrize(
   'rules, words',
   [
-    ((('data', 'mdl'),), ["'data'", 'name of a mesh axis', 'rename the rule']),
+    ((('data', 'mdl'),), ["('data', 'mdl')", 'name of a mesh axis', 'rename the rule']),
+    ((('data', ('data', 'mdl')),), ["('data', ('data', 'mdl'))", 'name of a mesh axis', 'rename the rule']),
     ((('mlp', 'model'),), ["('mlp', 'model')", "'model'", str(AXES), 'correct the rule or add the axis']),
     ((('mlp', ('mdl', 'mdl')),), ["('mlp', ('mdl', 'mdl'))", "'mdl' twice"]),
   ],

@@ -555,11 +555,16 @@ def _partitioner(partitioner: Node | None, made: Translation) -> None:
   dims = {'activation_partitioning_dims': default, 'parameter_partitioning_dims': 1}
   if isinstance(rules, Node) and rules.name == 'standard_logical_axis_rules':
     dims = {name: rules.get(name, value) for name, value in dims.items()}
+    if rules.get('additional_rules', None):
+      made.notes.append(f'{rules}.additional_rules: set axis_rules to t5x_axis_rules(..., additional_rules=...)')
     _report_rest(rules, made)
   elif rules is not None:
     made.notes.append(f'{partitioner}.logical_axis_rules: the layout is that of axis_rules, which has its default')
   if set(dims.values()) != {1}:  # else weights are split over `data` too, which T5X's default does not
-    made.fields['axis_rules'] = t5x_axis_rules(DEFAULT_AXIS_RULES, **dims)
+    activations, parameters = dims.values()
+    made.fields['axis_rules'] = t5x_axis_rules(
+      DEFAULT_AXIS_RULES, activation_partitioning_dims=activations, parameter_partitioning_dims=parameters
+    )
   _report_rest(partitioner, made)
 
 

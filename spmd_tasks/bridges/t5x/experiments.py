@@ -23,6 +23,7 @@ from spmd_tasks.learning import Adafactor, ProductOfFactors
 from spmd_tasks.recipes import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.sharding import AxisRules
+from spmd_tasks.sharding.specs import SplitDim
 
 
 class T5xExperiment(EncoderDecoderLanguageModel):
@@ -135,17 +136,55 @@ class T5xMoeExperiment(T5xExperiment, MoeEncoderDecoderLanguageModel):
     return task
 
 
-def t5x_axis_rules(
-  base_rules: AxisRules, *, activation_partitioning_dims: int = 1, parameter_partitioning_dims: int = 1
-) -> AxisRules:
-  """Returns the base rules with weights and the residual stream split as by T5X's `standard_logical_axis_rules`.
+# Rules of T5X for names that no layer of ours uses. Its `embed` comes after them and before the rules of experts.
+_RULES_OF_OTHER_NAMES = (
+  ('kv', None),
+  ('joined_kv', 'mdl'),
+  ('relpos_buckets', None),
+  ('abspos_buckets', None),
+  ('length', None),
+  ('stack', None),
+  ('mlp_activations', None),
+)
+_RULES_OF_OTHER_EXPERT_NAMES = (('expert_group', None), ('expert_replicas', None), ('unmodeled', None))
 
-  Two dims of parameters split the features of weights over `data`; two of activations split the residual stream over
-  `mdl`, and the scales of norms. T5X's contrib/moe has `activation_partitioning_dims=2` by default.
+
+def t5x_axis_rules(
+  base_rules: AxisRules,
+  *,
+  activation_partitioning_dims: int = 1,
+  parameter_partitioning_dims: int = 1,
+  additional_rules: AxisRules = (),
+) -> AxisRules:
+  """Returns the base rules with weights and activations split as by T5X's `standard_logical_axis_rules`.
+
+  Two dims of parameters split the features of weights over `data`. Two of activations split the residual stream over
+  `mdl`, and of the weights those whose other dims do not take `mdl`, such as the scales of norms. T5X's contrib/moe has
+  `activation_partitioning_dims=2` by default; its rules for experts are those of `DataExpertModelMesh` and
+  `DataModelMesh` with these rules as `base_rules`.
+
+  The rules have T5X's names, too, so that split dims written for T5X resolve as there.
+
+  Args:
+    base_rules: such as DEFAULT_AXIS_RULES: rules for what T5X does not name, and for `batch` and `layers`.
+    activation_partitioning_dims, parameter_partitioning_dims: 1 or 2.
+    additional_rules: come last, in T5X's form with the mesh axes of this mesh.
   """
   if {activation_partitioning_dims, parameter_partitioning_dims} - {1, 2}:
     raise UserError(f'{activation_partitioning_dims=} and {parameter_partitioning_dims=} must be 1 or 2.')
   residual = 'mdl' if activation_partitioning_dims == 2 else None
-  embed = 'data' if parameter_partitioning_dims == 2 else None
-  changed = {'embed': embed, 'norm': residual or embed, 'expert_embed': None, 'act_embed': residual}
-  return tuple((name, changed.get(name, axes)) for name, axes in base_rules)
+  axes_of_features: list[SplitDim] = [residual] if residual else []
+  if parameter_partitioning_dims == 2:
+    axes_of_features.append('data')
+  replaced = ('embed', 'norm', 'act_embed', 'expert_embed')
+  base = [(name, axes) for name, axes in base_rules if name not in replaced]
+  return (
+    *(rule for rule in base if not rule[0].startswith('expert')),
+    *_RULES_OF_OTHER_NAMES,
+    *((name, axis) for name in ('embed', 'norm') for axis in axes_of_features or [None]),
+    ('act_embed', residual),
+    *(rule for rule in base if rule[0].startswith('expert')),
+    ('expert_embed', None),
+    *_RULES_OF_OTHER_EXPERT_NAMES,
+    *additional_rules,
+  )
