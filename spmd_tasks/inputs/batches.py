@@ -8,7 +8,8 @@ Each batch is whole: its first dim counts the rows of all processes, of which pr
 So the numbers do not depend on the number of processes, which may change when a job is resumed. A function with the
 arguments `shard_index` and `shard_count` is called with them, and yields the rows of that process alone.
 
-The shapes and dtypes are those of the first batch (int64 and float64 become int32 and float32, as in JAX). Training
+The shapes and dtypes are those of the first batch (int64 and float64 become int32 and float32, as in JAX, and
+numbers in another byte order those of this machine). Training
 goes through the data again and again, and leaves out batches with fewer rows than the first, such as the last one of a
 pass. An eval set is read once, and each row counts once: a smaller last batch is a mean over fewer rows.
 
@@ -88,7 +89,8 @@ class Batches:
         stream.close()
       self._spec = {
         name: jax.ShapeDtypeStruct(
-          (len(rows) * count, *rows.shape[1:]) if rows.ndim else (), jax.dtypes.canonicalize_dtype(rows.dtype)
+          (len(rows) * count, *rows.shape[1:]) if rows.ndim else (),
+          jax.dtypes.canonicalize_dtype(rows.dtype.newbyteorder('=')),
         )
         for name, rows in batch.items()
       }

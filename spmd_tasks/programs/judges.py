@@ -96,4 +96,7 @@ class Judges:
           'per_example of its LossOutput.'
         )
       scores = -np.concatenate([each.per_example['cross_entropy'] for each in outputs])
-    return judge.metrics(step, texts, scores)
+    metrics = judge.metrics(step, texts, scores)
+    if unnamed := [key for key in metrics if not isinstance(key, str)]:
+      raise UserError(f'the judge of eval set {name!r} returned a metric with the name {unnamed[0]!r}: give a string.')
+    return metrics

@@ -268,6 +268,7 @@ def partition_spmd_model(
   """
   axis_rules = tuple((name, target) for name, target in axis_rules)
   check_axis_rules(axis_rules, mesh.axis_names)
+  input_layout = make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules)
 
   # 1. What the model declares: every weight with its split dims, in a tree like the weights. So for other variables.
   def init_boxed(rng):
@@ -335,7 +336,7 @@ def partition_spmd_model(
     state_specs=state_specs,
     padded_state=jax.tree.map(padded, abstract_state, state_specs),
     canonical_state=jax.tree.map(canonical, abstract_state, leaf_specs, state_specs),
-    input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
+    input_layout=input_layout,
     _init_variables=init_variables,
   )
 

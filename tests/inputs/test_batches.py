@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.inputs import as_input
+from spmd_tasks.runtime.input_layout import make_input_layout
 from tests.inputs.batches import assert_same
 
 NUM_BATCHES, NUM_ROWS = 5, 6
@@ -112,6 +113,16 @@ def test_an_eval_set_is_read_once_with_its_smaller_last_batch_which_training_lea
   train = as_input('train_input', small, repeats=True).make_iterator()
   assert_same(take(train, 6), [*LIST, LIST[0]])
   assert 'leaves out batch 6 of train_input, which has 2 rows where the first has 6' in caplog.text
+
+
+def test_numbers_in_another_byte_order_are_the_same_numbers():
+  x, row = np.linspace(0, 1, 24, dtype='>f8').reshape(8, 3), np.arange(8, dtype='>i2')
+  given = as_input('train_input', [{'x': x, 'row': row}], repeats=True)
+  layout = make_input_layout(given.element_spec(), jax.make_mesh((1,), ('data',)), None, ())
+  placed = layout.place(next(given.make_iterator()))
+  assert (placed['x'].dtype, placed['row'].dtype) == (np.float32, np.int16)
+  np.testing.assert_array_equal(placed['x'], x.astype(np.float32))
+  np.testing.assert_array_equal(placed['row'], row)
 
 
 def test_data_that_have_changed_do_not_go_on():

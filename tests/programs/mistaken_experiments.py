@@ -4,6 +4,7 @@ import dataclasses
 
 import fiddle as fdl
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -26,6 +27,7 @@ LOSSES = {
   'number': lambda p, b: 1.5,
   'per_row': lambda p, b: jnp.mean(jnp.square(p - b['y']), axis=-1),
   'metric_per_row': lambda p, b: (mean_of(p, b), {'error': p[:, 0]}),
+  'metric_by_number': lambda p, b: (mean_of(p, b), {'mean': jnp.mean(p), 1: jnp.max(p)}),
   'wrong_key': lambda p, b: jnp.mean(b['labels']),
   'library': optax.softmax_cross_entropy_with_integer_labels,
 }
@@ -91,6 +93,10 @@ class Input(Points):
   @property
   def make_iterator(self):
     return (lambda: iter([])) if self.how == 'shards' else super().make_iterator
+
+  def element_spec(self):
+    spec = super().element_spec()
+    return spec | ({'y': jax.ShapeDtypeStruct(spec['y'].shape, '>f4')} if self.how == 'byte_order' else {})
 
 
 class Mistaken(Regression):

@@ -18,6 +18,7 @@ MISTAKES = [
   ('loss=number', ['returned 1.5', 'scalar jax.Array', '(mean, metrics)', 'LossOutput']),
   ('loss=per_row', ['returned float32[8]', 'jnp.mean']),
   ('loss=metric_per_row', ["the metric 'error' as float32[8]", 'jnp.mean']),
+  ('loss=metric_by_number', ["the metrics {'mean': float32[], 1: float32[]}", 'a dict by name, a string']),
   ('loss=wrong_key', ["KeyError: 'labels'", "['row_weights', 'x', 'y']", HERE]),
   ('loss=library', ['softmax_cross_entropy_with_integer_labels(predictions, batch) fails']),
   ('model=NoCompact', ['NoCompact(batch) fails with AssignSubModuleError', '@compact', HERE]),
@@ -28,6 +29,7 @@ MISTAKES = [
   ('what=attribute', ["no attribute 'widht'", HERE]),
   ('what=list', ['a batch of train_input is a int', 'a dict of arrays by name']),
   ('what=shards', ['train_input.make_iterator() fails with TypeError', 'shard_index']),
+  ('what=byte_order', ["input 'y' has the dtype >f4", 'byte order of this machine']),
   ('how=dense', ['ffn/Dense_0/bias of a stacked layer', 'Linear or declare_weight']),
   ('how=shape', ['the ffn Feed returned float32[2,4,7]', 'float32[2,4,8]', '(array, {name: Statistics})']),
   ('how=number', ["{'balance': float32[]}"]),
@@ -59,6 +61,13 @@ def test_a_mean_over_rows_weighs_as_many_rows_as_there_are():
   output = as_loss_output(None, (mean, {'a': mean, 'b': (mean, 3)}), 8)
   assert (float(output.weight), float(output.metrics['a'][1]), float(output.metrics['b'][1])) == (8, 8, 3)
   assert as_loss_output(None, LossOutput(loss=mean, weight=2, metrics={'a': mean}), 8).metrics['a'][1] == 2
+
+
+@pytest.mark.parametrize('field', ['metrics', 'per_example', 'summaries'])
+@pytest.mark.parametrize('value', [{1: jnp.ones(8)}, {('a', 'b'): jnp.ones(8)}, [jnp.ones(8)]])
+def test_what_a_loss_returns_beside_its_mean_has_names(field, value):
+  with pytest.raises(ValueError, match=f'{field}.*must be a dict by name, a string'):
+    as_loss_output(None, LossOutput(loss=jnp.float32(0.5), weight=1, **{field: value}), 8)
 
 
 def test_numpys_own_dtypes_become_those_of_the_spec_where_they_hold_the_numbers():
