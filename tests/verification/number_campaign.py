@@ -1,21 +1,23 @@
 """scripts/number_campaign: random experiments on random layouts, each compared with one device.
 
-    scripts/number_campaign --cases 300 --seed 0             # exits with 1 if a number is wrong
+    scripts/number_campaign --cases 300 --seed 0             # exits with 1 if a number is wrong, or a refusal unknown
     scripts/number_campaign --seed 0 --only 17               # the layouts of one experiment again
 
 A layout is a case: a line of JSON says how it ended. Experiment e of a seed, and each of its layouts, is a function of
 (seed, e) alone. Steps are compared by spmd_tasks.verification: metrics, gradients, weights and optimizer state, within
-what rounding alone does to the reference. Every experiment runs in a fork of this process, so that imports are paid
+what rounding alone does to the reference. Layouts that are refused are counted by their sentence; each has a reason in
+REFUSALS. Every experiment runs in a fork of this process, so that imports are paid
 for once, and a program that aborts or hangs ends one experiment only.
 """
 
 import argparse
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import json
 import os
 import random
+import re
 import select
 import signal
 import sys
@@ -29,13 +31,19 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.verification import Bench, Setting, Source
 from spmd_tasks.verification.mode import compile_quickly
 from tests.verification.random_experiments import draw_settings, make_job
-from tests.verification.random_layouts import MAX_DEVICES, Settings, draw_layout, mesh_of
+from tests.verification.random_layouts import MAX_DEVICES, Settings, draw_layout, mesh_of, reference_of
 
 LAYOUTS_OF_AN_EXPERIMENT = 10
 NUM_STEPS = 2
-LIMIT_S = 900  # of one experiment; more is a hang
+LIMIT_S = 900  # of one layout; more is a hang
 BAD = ('wrong', 'crashed', 'hung')
 COMPARED = ('same', *BAD)
+# The sentence of each layout that may be refused, N for every number, and the reason. docs/verify.md has them, too.
+REFUSALS = {
+  "group_size=N makes groups of N tokens, but each of the pipeline's N microbatches has N": (
+    'experts drop tokens by group, so a group that several microbatches share would have other drops than one device'
+  ),
+}
 
 
 def draw(seed: int, experiment: int) -> tuple[Settings, list[Settings]]:
@@ -46,19 +54,50 @@ def draw(seed: int, experiment: int) -> tuple[Settings, list[Settings]]:
   ]
 
 
+def sentence_of(refusal: str) -> str:
+  """Returns a sentence without its numbers, so that equal refusals of other sizes are one."""
+  return re.sub(r'\d+(\.\d+)?', 'N', refusal)
+
+
+def reason_of(refusal: str) -> str | None:
+  """Returns the documented reason of a refusal; None: there is none, and the refusal is a fault of the product."""
+  return next((why for sentence, why in REFUSALS.items() if sentence_of(refusal).startswith(sentence)), None)
+
+
+def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """Returns the counts of verdicts, and the sentences of refusals with their counts and reasons."""
+  counts = collections.Counter(result['verdict'] for result in results)
+  refused = [result['reason'] for result in results if result['verdict'] == 'refused']
+  refusals = [
+    {'sentence': sentence, 'count': count, 'reason': reason_of(sentence)}
+    for sentence, count in collections.Counter(map(sentence_of, refused)).most_common()
+  ]
+  undocumented = sum(each['count'] for each in refusals if each['reason'] is None)
+  return {
+    'cases': sum(counts[name] for name in COMPARED),
+    'bad': sum(counts[name] for name in BAD) + undocumented,
+    **{name: counts[name] for name in ('same', *BAD, 'refused', 'not compared')},
+    'refused without a reason': undocumented,
+    'refusals': refusals,
+  }
+
+
 def compare_layouts(settings: Settings, layouts: list[Settings]) -> Iterator[dict[str, Any]]:
-  """Yields how each layout compares with one device: `verdict`, and what differs."""
+  """Yields how each layout compares with its reference, mostly one device: `verdict`, and what differs."""
 
   def resolve(overrides):
     number = next((int(text.removeprefix('layout=')) for text in overrides if text.startswith('layout=')), None)
-    return make_job(settings, {} if number is None else layouts[number]), {}
+    layout = {} if number is None else layouts[number]
+    return make_job(settings, reference_of(layout, settings) if 'is_reference=True' in overrides else layout), {}
 
   bench = Bench(Source(flags=(), resolve=resolve), num_devices=MAX_DEVICES, num_steps=NUM_STEPS)
   with contextlib.closing(bench):
     for number, layout in enumerate(layouts):
-      setting = Setting(mesh=mesh_of(layout), overrides=(f'layout={number}',))
+      setting, reference = Setting(mesh=mesh_of(layout), overrides=(f'layout={number}',)), Setting()
+      if pipeline := reference_of(layout, settings):
+        reference = Setting(mesh=mesh_of(pipeline), overrides=(*setting.overrides, 'is_reference=True'))
       try:
-        found = bench.agree(setting, Setting())
+        found = bench.agree(setting, reference)
       except UserError as error:
         yield {'verdict': 'refused', 'reason': str(error)}
         continue
@@ -107,10 +146,10 @@ def fork_experiment(seed: int, experiment: int, num_layouts: int) -> Iterator[di
     finally:
       os._exit(code)
   os.close(write_end)
-  number, ended, deadline = None, 'crashed', time.monotonic() + LIMIT_S
+  number, ended = None, 'crashed'
   with os.fdopen(read_end) as stream:
     while True:
-      if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+      if not select.select([stream], [], [], LIMIT_S)[0]:
         os.kill(pid, signal.SIGKILL)
         ended = 'hung'
       line = stream.readline()
@@ -137,21 +176,18 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument('--first', type=int, default=0, metavar='E', help='begin with this experiment')
   parser.add_argument('--only', type=int, metavar='E', help='only this experiment')
   args = parser.parse_args(argv)
-  counts: collections.Counter[str] = collections.Counter()
+  results: list[dict[str, Any]] = []
   started = time.monotonic()
   experiment = args.first if args.only is None else args.only
-  while args.only in (None, experiment) and (missing := args.cases - sum(counts[name] for name in COMPARED)) > 0:
+  while args.only in (None, experiment) and (missing := args.cases - summarize(results)['cases']) > 0:
     for result in fork_experiment(args.seed, experiment, min(missing, LAYOUTS_OF_AN_EXPERIMENT)):
-      counts[result['verdict']] += 1
+      results.append(result)
       again = f'scripts/number_campaign --seed {args.seed} --only {experiment}'
       print(json.dumps({'experiment': experiment, **result, 'again': again}), flush=True)
     experiment += 1
-  compared = sum(counts[name] for name in COMPARED)
-  wrong = sum(counts[name] for name in BAD)
-  names = ('same', *BAD, 'refused', 'not compared')
-  summary = {'cases': compared, 'bad': wrong} | {name: counts[name] for name in names}
+  summary = summarize(results)
   print(json.dumps(summary | {'next': experiment, 'seconds': round(time.monotonic() - started)}), flush=True)
-  return 1 if wrong else 0
+  return 1 if summary['bad'] else 0
 
 
 if __name__ == '__main__':

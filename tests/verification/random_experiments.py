@@ -30,12 +30,13 @@ from spmd_tasks.layers.moe import (
   TopKRouter,
 )
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.learning import Adafactor, AdamW, FromOptax, Sgd
+from spmd_tasks.learning import Adafactor, AdamW, FromOptax, MultiOptimizer, Muon, Sgd
 from spmd_tasks.recipes import SyntheticLanguageModel
 from tests.verification.formed_text import FORMS, FormedText
 from tests.verification.random_layouts import rules_of
 
 Settings = dict[str, Any]
+GROUPS = ('groups', 'groups_clipped', 'groups_resting')  # optimizers of groups of weights
 
 
 class Drawn(SyntheticLanguageModel):
@@ -52,7 +53,9 @@ class Drawn(SyntheticLanguageModel):
   rotary: bool = True
   qk_norm: bool = False
   use_bias: bool = False
+  causal: bool = True
   window: int | None = None
+  normalization: str | float = 'tokens'
   label_smoothing: float = 0.0
   dropout: float = 0.0
 
@@ -145,7 +148,8 @@ class Drawn(SyntheticLanguageModel):
     block.norm = self._norm()
     block.dropout_rate = self.dropout
     attention = block.attention
-    attention.qk_norm, attention.use_bias, attention.window = self.qk_norm, self.use_bias, self.window
+    attention.qk_norm, attention.use_bias = self.qk_norm, self.use_bias
+    attention.causal, attention.window = self.causal, self.window
     if not self.rotary:
       attention.rotary = None
     if self.ring_attention:
@@ -176,7 +180,11 @@ class Drawn(SyntheticLanguageModel):
     if self.is_moe:
       weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': 1e-3}
     return fdl.Config(
-      LanguageModelLoss, z_loss_weight=1e-4, label_smoothing=self.label_smoothing, aux_loss_weights=weights
+      LanguageModelLoss,
+      normalization=self.normalization,
+      z_loss_weight=1e-4,
+      label_smoothing=self.label_smoothing,
+      aux_loss_weights=weights,
     )
 
   @property
@@ -185,13 +193,23 @@ class Drawn(SyntheticLanguageModel):
 
   def optimizer(self):
     rate = super().optimizer().learning_rate
-    return {
+    one = {
       'adamw': fdl.Config(AdamW, learning_rate=rate, weight_decay=0.1),
       'adafactor': fdl.Config(Adafactor, learning_rate=rate, min_dim_size_to_factor=6, momentum=0.9),
       'sgd': fdl.Config(Sgd, learning_rate=rate, momentum=0.9, nesterov=True),
+      'muon': fdl.Config(Muon, learning_rate=rate),
       'lamb': fdl.Config(FromOptax, factory=optax.lamb, learning_rate=rate),
+      'clipped': fdl.Config(FromOptax, factory=_clipped_adam, learning_rate=rate),
       'optax_adafactor': fdl.Config(FromOptax, factory=_optax_adafactor, learning_rate=rate),
-    }[self.optimizer_name]
+    }
+    groups = {
+      'groups': (('.*kernel', one['adafactor']), ('', one['adamw'])),
+      'groups_clipped': (('.*attention/(query|key)', one['clipped']), ('.*attention', one['muon']), ('', one['sgd'])),
+      'groups_resting': (('.*attention', one['adamw']), ('.*scale', one['sgd'])),  # other weights stay as they are
+    }
+    if self.optimizer_name in groups:
+      return fdl.Config(MultiOptimizer, optimizers=groups[self.optimizer_name])
+    return one[self.optimizer_name]
 
   def task(self):
     cfg = super().task()
@@ -215,6 +233,10 @@ def _optax_adafactor(learning_rate: float) -> optax.GradientTransformation:
   return optax.adafactor(learning_rate, min_dim_size_to_factor=6)
 
 
+def _clipped_adam(learning_rate: float) -> optax.GradientTransformation:
+  return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(learning_rate))
+
+
 def draw_settings(rng: random.Random) -> Settings:
   """Draws an experiment: what it computes, whatever the layout. Most dims divide no mesh axis."""
   heads, kv_share = rng.choice([(2, 1), (3, 1), (4, 2), (3, 3), (6, 3), (4, 4)])
@@ -235,9 +257,10 @@ def draw_settings(rng: random.Random) -> Settings:
     'rotary': rng.random() < 0.7,
     'qk_norm': rng.random() < 0.3,
     'use_bias': rng.random() < 0.3,
-    'window': rng.choice([None, None, 3]),
+    'causal': rng.random() < 0.8,
+    'normalization': rng.choice(['tokens', 'tokens', 'sum', 'all_tokens', 'sequences', 37.0]),
     'label_smoothing': rng.choice([0.0, 0.1]),
-    'optimizer_name': rng.choice(['adamw', 'adamw', 'adafactor', 'adafactor', 'sgd', 'lamb', 'optax_adafactor']),
+    'optimizer_name': rng.choice(['adamw', 'adafactor', 'sgd', 'muon', 'lamb', 'optax_adafactor', *GROUPS]),
     'ema_decay': rng.choice([None, 0.9]),
     'clip_global_norm': rng.choice([None, 1.0, 0.1]),
     'grad_microbatches': rng.choice([1, 1, *(m for m in range(2, batch_size + 1) if batch_size % m == 0)]),
@@ -246,6 +269,7 @@ def draw_settings(rng: random.Random) -> Settings:
       ['plain', 'gated', 'gated', 'dropless', 'dropless', 'capacity', 'capacity', 'expert_choice']
     ),
   }
+  settings['window'] = rng.choice([None, None, 3]) if settings['causal'] else None
   if settings['model_dims'] // heads % 2:
     settings['model_dims'] *= 2  # rotary positions rotate pairs
   if settings['grad_microbatches'] > 1:

@@ -32,10 +32,7 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
   if is_moe:
     layout |= {'capacity_form': rng.choice(['einsum', 'gather']), 'dispatch': rng.choice(['ring', 'padded_all_to_all'])}
   num_devices = rng.choice([2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8])
-  stages = 1
-  # Dropout masks of a pipeline are others than a plain stack's (PipelinedStack says so).
-  if rng.random() < 0.45 and not settings['dropout'] and not settings.get('jitter'):
-    stages = _draw_stages(rng, settings, num_devices, layout)
+  stages = _draw_stages(rng, settings, num_devices, layout) if rng.random() < 0.45 else 1
   rest = num_devices // stages
   kind = rng.choice(['dense', 'expert', 'apart', 'two_data', 'hidden'] if is_moe else ['dense'])
   names, sizes = ['replica', 'data', 'mdl'], None
@@ -59,7 +56,7 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     layout['ring_attention'] = num_parts > 1 and rng.random() < 0.5
     # Dropout, jitter and capacities go by the order of tokens.
     is_ordered = settings['dropout'] or settings.get('jitter') or settings['ffn_kind'] in ('capacity', 'expert_choice')
-    fits = num_parts > 1 and not is_ordered and settings['seq_len'] % (2 * num_parts) == 0
+    fits = num_parts > 1 and not is_ordered and settings['causal'] and settings['seq_len'] % (2 * num_parts) == 0
     layout['balances_tokens'] = fits and rng.random() < 0.5
   if stages > 1:
     names.insert(1, 'stage')
@@ -141,8 +138,21 @@ def rules_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
   return stage_axis_rules(rules) if 'stage' in layout['mesh_axis_names'] else rules
 
 
+def reference_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Settings:
+  """The layout with which the layout must agree: {}, one device.
+
+  A pipeline draws masks of dropout and jitter for each microbatch and stage, which are others than a plain stack's
+  (PipelinedStack says so). With them the reference is the same pipeline without any other axis.
+  """
+  if 'stage' not in layout['mesh_axis_names'] or not (settings['dropout'] or settings.get('jitter')):
+    return {}
+  stages = dict(mesh_of(layout))['stage']
+  sizes = tuple(stages if name == 'stage' else 1 for name in layout['mesh_axis_names'])
+  return {**layout, 'ici_mesh_shape': sizes, 'dcn_mesh_shape': None, 'ring_attention': False}
+
+
 def mesh_of(layout: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
   """The (axis, size) pairs of a layout, over all slices."""
   ici = layout['ici_mesh_shape']
-  dcn = layout.get('dcn_mesh_shape', (1,) * len(ici))
+  dcn = layout.get('dcn_mesh_shape') or (1,) * len(ici)
   return tuple((name, i * d) for name, i, d in zip(layout['mesh_axis_names'], ici, dcn))
