@@ -190,6 +190,11 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
   model = T5xMoeExperiment(**denser.fields).language_model()
   assert [len(stack.block.blocks) for stack in (model.encoder_stack, model.stack)] == [2, 1]
   assert dict(experiment.axis_rules)['act_embed'] == 'mdl'  # 2-D activations, the default of contrib/moe
+  rules = 'partitioning.standard_logical_axis_rules'
+  further = f'MoePjitPartitioner.logical_axis_rules = @{rules}()', f"{rules}.additional_rules = [('my_dim', 'model')]"
+  other = translated(['sparse.gin'], CHECKPOINT, *further, search=[str(tmp_path)])
+  assert not other.missing
+  assert any('t5x_axis_rules(..., additional_rules=...)' in note for note in other.notes)
   block = task.model.encoder_stack.block.blocks[1]
   assert (block.ffn.computation.priority, block.ffn.computation.min_capacity) == ('score', 4)
   assert (block.ffn.experts.dropout_rate, block.dropout_rate, block.ffn.router.jitter_eps) == (0.4, 0.1, 0.01)
