@@ -95,14 +95,13 @@ def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
       'floats (jnp.mean of the losses; a number of Python or numpy has no gradient), alone or as (mean, metrics), or a '
       'LossOutput.'
     )
-  if not _is_by_name(output.metrics) or set(output.metrics).intersection(RESERVED_METRICS):
-    raise UserError(
-      f'the loss {name} returned the metrics {describe(output.metrics)}: they must be a dict by name, a string, '
-      f'without the names {", ".join(RESERVED_METRICS)}.'
-    )
-  for field in ('per_example', 'summaries'):
-    if not _is_by_name(value := getattr(output, field)):
-      raise UserError(f'the loss {name} returned {describe(value)} as {field}: it must be a dict by name, a string.')
+  for field, reserved in (('metrics', RESERVED_METRICS), ('per_example', ()), ('summaries', ())):
+    value = getattr(output, field)
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key not in reserved for key in value):
+      without = f', without the names {", ".join(reserved)}' if reserved else ''
+      raise UserError(
+        f'the loss {name} returned the {field} {describe(value)}: give a dict by name, a string{without}.'
+      )
   weight = jnp.asarray(output.weight, jnp.float32)
   metrics = {each: _as_metric(name, each, value, weight) for each, value in output.metrics.items()}
   for each, rows in output.per_example.items():
@@ -112,10 +111,6 @@ def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
         f'{num_rows} rows.'
       )
   return output.replace(loss=mean.astype(jnp.float32), weight=weight, metrics=metrics)
-
-
-def _is_by_name(value: Any) -> bool:
-  return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 def _as_metric(loss: str, name: str, value: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ MISTAKES = [
   ('loss=number', ['returned 1.5', 'scalar jax.Array', '(mean, metrics)', 'LossOutput']),
   ('loss=per_row', ['returned float32[8]', 'jnp.mean']),
   ('loss=metric_per_row', ["the metric 'error' as float32[8]", 'jnp.mean']),
-  ('loss=metric_by_number', ["the metrics {'mean': float32[], 1: float32[]}", 'a dict by name, a string']),
+  ('loss=metric_by_number', ["the metrics {'mean': float32[], 1: float32[]}", 'a dict by name, a string, without']),
   ('loss=wrong_key', ["KeyError: 'labels'", "['row_weights', 'x', 'y']", HERE]),
   ('loss=library', ['softmax_cross_entropy_with_integer_labels(predictions, batch) fails']),
   ('model=NoCompact', ['NoCompact(batch) fails with AssignSubModuleError', '@compact', HERE]),
@@ -66,7 +66,7 @@ def test_a_mean_over_rows_weighs_as_many_rows_as_there_are():
 @pytest.mark.parametrize('field', ['metrics', 'per_example', 'summaries'])
 @pytest.mark.parametrize('value', [{1: jnp.ones(8)}, {('a', 'b'): jnp.ones(8)}, [jnp.ones(8)]])
 def test_what_a_loss_returns_beside_its_mean_has_names(field, value):
-  with pytest.raises(ValueError, match=f'{field}.*must be a dict by name, a string'):
+  with pytest.raises(ValueError, match=f'{field}.*give a dict by name, a string'):
     as_loss_output(None, LossOutput(loss=jnp.float32(0.5), weight=1, **{field: value}), 8)
 
 
