@@ -197,7 +197,8 @@ def _attend(
   """Returns [B, G, R, T, V] without cap and sinks; the backward pass computes one array of the weights' size.
 
   The gradient of a softmax needs, for each query, the sum over S of weights times their cotangents. That is the sum
-  over V of results times their cotangents, which are far smaller (Dao et al., 2022: FlashAttention).
+  over V of results times their cotangents, which are far smaller (Dao et al., 2022: FlashAttention). The result of a
+  query that sees nothing, the mean of all values, has no gradient with respect to queries and keys.
   """
   return _attend_forward(queries, keys, values, bias, may_see, scale)[0]
 
@@ -206,13 +207,16 @@ def _attend_forward(queries, keys, values, bias, may_see, scale):
   logits = _products(queries, keys) * scale
   weights = masked_softmax(logits if bias is None else logits + bias, may_see[:, None, None])
   attended = _weighted_sum(weights, values)
-  return attended, (queries, keys, values, weights, attended, None if bias is None else ())
+  sees_keys = jnp.any(may_see, axis=-1)[:, None, None, :, None]
+  return attended, (queries, keys, values, weights, attended, sees_keys, None if bias is None else ())
 
 
 def _attend_backward(scale, saved, cotangent):
-  queries, keys, values, weights, attended, has_bias = saved  # None or (), as a bool would become an array
-  sums = jnp.sum(attended.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1, keepdims=True)
-  logits_cotangent = weights * (_products(cotangent, values) - sums)
+  queries, keys, values, weights, attended, sees_keys, has_bias = saved  # None or (): a bool would become an array
+  # Of a query that sees keys, the weights of others are 0; one that sees none has its weights whatever the logits.
+  seeing = jnp.where(sees_keys, cotangent, 0)
+  sums = jnp.sum(attended.astype(jnp.float32) * seeing.astype(jnp.float32), axis=-1, keepdims=True)
+  logits_cotangent = weights * (_products(seeing, values) - sums)
   bias_cotangent = jnp.sum(logits_cotangent, axis=0, keepdims=True) if has_bias is not None else None
   products_cotangent = (logits_cotangent * scale).astype(queries.dtype)
   # [K, S] and [V, S], for which the larger factor need not be transposed.

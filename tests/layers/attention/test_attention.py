@@ -89,6 +89,44 @@ def test_gradients_are_those_of_jax(rng, num_kv_heads, window):
     np.testing.assert_allclose(gradient, expected, atol=1e-5)  # float32
 
 
+@pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
+@pytest.mark.parametrize(
+  'options',
+  [{'causal': False}, {}, {'causal': False, 'even_padding': True}, {'logit_cap': 2.0, 'causal': False}],
+  ids=['of another text', 'causal', 'evenly attending padding', 'capped'],
+)
+def test_gradients_of_queries_that_see_no_key_are_finite_differences(rng, implementation, options):
+  segment_ids, key_segments = np.array([[1, 1, 2], [1, 0, 1]]), np.array([[1, 1, 3], [0, 0, 0]])
+  shapes = [(2, 3, heads, 4) for heads in (4, 4, 2, 2)]
+  cotangent, *operands = (rng.normal(size=shape) for shape in shapes)
+  settings = AttentionOptions(**options)
+
+  def ours(*operands):
+    return attend(*operands, segment_ids, settings, key_segments=key_segments, implementation=implementation)
+
+  def in_float64(query, key, value):
+    may_see = segment_ids[:, :, None] == key_segments[:, None, :]
+    may_see &= np.tri(3, dtype=bool) if settings.causal else True
+    may_see &= (segment_ids != 0)[:, :, None] if settings.even_padding else True
+    logits = np.einsum('BTGRK,BSGK->BGRTS', query.reshape(2, 3, 2, 2, 4), key) / np.sqrt(4)
+    cap = settings.logit_cap or 1e9
+    weights = np.exp(np.where(may_see[:, None, None], cap * np.tanh(logits / cap), -1e30))
+    sees_none = ~np.any(may_see, axis=-1)[:, None, None, :, None]
+    weights = np.where(sees_none, 1.0, weights)
+    weights /= np.sum(weights, axis=-1, keepdims=True)
+    return np.einsum('BGRTS,BSGK->BTGRK', weights, value).reshape(2, 3, 4, 4)
+
+  made = jax.vjp(ours, *(x.astype(np.float32) for x in operands))[1](cotangent.astype(np.float32))
+  for number, gradient in enumerate(made):
+    for place in np.ndindex(*gradient.shape[:2]):  # along one direction for each token
+      step = np.zeros_like(operands[number])
+      step[place] = rng.normal(size=step.shape[2:])
+      ahead, behind = ([*operands] for _ in range(2))
+      ahead[number], behind[number] = operands[number] + 1e-5 * step, operands[number] - 1e-5 * step
+      expected = np.sum((in_float64(*ahead) - in_float64(*behind)) * cotangent) / 2e-5
+      np.testing.assert_allclose(np.sum(gradient * step), expected, atol=1e-4, rtol=1e-4)  # float32
+
+
 @pytest.mark.parametrize(
   'fields, message',
   [
