@@ -22,6 +22,7 @@ from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import split_microbatches
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG
+from spmd_tasks.sharding.weights import leaves_by_name
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of, without_adapters
 
 _KINDS = ('sigmoid', 'ipo', 'orpo', 'kto')
@@ -144,7 +145,7 @@ class ReferenceLoss(WithAuxLosses):
 
   def check_weights(self, weight_specs: Any) -> None:
     """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
-    specs = traverse_util.flatten_dict(weight_specs, sep='/')
+    specs = leaves_by_name(weight_specs)  # of a quantized kernel its parts, which have its tags
     trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
     if self.compares_with_base and (trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values())):
       found = f'{trained[0]} is trained' if trained else 'there are no adapters'

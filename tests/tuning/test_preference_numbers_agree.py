@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.sharding.weights import is_quantized
+from spmd_tasks.tuning.adapted_weights import without_adapters
 from spmd_tasks.tuning.preference_loss import pair_log_probs
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.tuning.preference_experiments import (
@@ -71,3 +73,31 @@ def test_a_reference_from_the_base_is_the_model_before_its_adapters_were_trained
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, wanted)
   evaluated = jax.jit(lambda weights: task.compute_loss(weights, noise, train=False).loss)(at_start)
   np.testing.assert_allclose(evaluated, np.log(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'nf4', pytest.param('nf4_double', marks=pytest.mark.exhaustive)])
+def test_a_quantized_base_is_compared_with_as_the_numbers_that_it_stands_for(dtype):
+  """Of a train step and of an eval, the loss is that of the same weights in float32, with the base's answers given."""
+  overrides = ('num_layers=1', f'task.frozen_dtype={dtype}', 'task.model.stack.remat_policy=dots')
+  model, train_input = make_model(BaseDpo, (1, 1, 1), overrides=overrides)
+  task, batch = model.task, {name: jnp.asarray(values) for name, values in next(train_input.make_iterator()).items()}
+  state = model.init(0)
+  flat = traverse_util.flatten_dict(state.weights, sep='/')
+  assert any(map(is_quantized, flat.values()))
+  flat = {name: leaf + 0.05 if name.endswith('lora_b') else leaf for name, leaf in flat.items()}
+  state = state.replace(weights=traverse_util.unflatten_dict(flat, sep='/'))
+
+  numbers = {name: leaf.unbox() if is_quantized(leaf) else leaf.astype(jnp.float32) for name, leaf in flat.items()}
+  base = {name: leaf for name, leaf in numbers.items() if 'lora_' not in name}
+  numbers, base = (traverse_util.unflatten_dict(each, sep='/') for each in (numbers, base))
+  answers = jnp.asarray(without_adapters(task.model).apply({'params': base}, batch)['logits'])
+  own = jax.nn.log_softmax(answers)[jnp.arange(len(answers))[:, None], jnp.arange(answers.shape[1]), batch['labels']]
+  given = batch | {'reference_log_probs': own * (batch['weights'] > 0)}
+  loss = dataclasses.replace(task.loss, reference_from='batch')
+  expected = loss(task.model.apply({'params': numbers}, batch), given).loss
+  assert abs(expected - np.log(2)) > 1e-3  # that of a model that is its base
+
+  evaluated = jax.jit(lambda weights: task.compute_loss({'params': weights}, batch, train=False).loss)(state.weights)
+  np.testing.assert_allclose(evaluated, expected, rtol=1e-5)
+  _, metrics = model.train_step(state, model.train_step.place(batch))
+  np.testing.assert_allclose(metrics['loss'], expected, rtol=1e-5)
