@@ -24,9 +24,10 @@ from spmd_tasks.layers import (
   declare_weight,
 )
 from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.moe import CapacityGather, ExpertChoiceRouter, Experts, MixtureOfExperts
 from spmd_tasks.layers.moe._balance import attach_gradient
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, stage_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 from tests.layers.tiny_model import FfnBlock, assert_close
@@ -269,6 +270,39 @@ def test_weights_start_as_the_stacks_and_say_where_they_lie():
   assert spec.split_dims == (None, *plain.split_dims)
   assert plain.split_dims[0] == 'layers'
   assert (spec.stacked, spec.tags) == (2, plain.tags)
+
+
+BIDIRECTIONAL = TransformerBlock(
+  attention=Attention(num_heads=3, causal=False), ffn=GatedFeedForward(hidden_dim=24), norm=RmsNorm()
+)
+EXPERTS_CHOOSE = FfnBlock(
+  ffn=MixtureOfExperts(
+    router=ExpertChoiceRouter(num_experts=3), experts=Experts(num_experts=3, hidden_dim=5), computation=CapacityGather()
+  )
+)
+
+
+@pytest.mark.parametrize('block', [BIDIRECTIONAL, EXPERTS_CHOOSE], ids=['bidirectional attention', 'experts choose'])
+def test_blocks_that_see_later_tokens_start_and_compute_as_in_the_stack(block):
+  """Such blocks generate no text, and say so where a text is generated; a start draws weights."""
+  plain = TransformerStack(block=block, num_layers=2)
+  weights = jax.jit(plain.init)(jax.random.key(5), *inputs())['params']
+  pipelined = PipelinedStack(block=block, num_layers=2, num_microbatches=4)
+
+  def scoped(function, *args):
+    with sharding_scope(make_mesh(replica=1, stage=2, data=1, mdl=1), stage_axis_rules(DEFAULT_AXIS_RULES)):
+      return jax.jit(function)(*args)
+
+  started = scoped(pipelined.init, jax.random.key(5), *inputs())['params']
+  jax.tree.map(np.testing.assert_array_equal, unbox_weights(started), unbox_weights(weights))
+
+  def run(stack, weights):
+    y, _ = stack.apply({'params': weights}, *inputs(), train=True)
+    return jnp.sum(jnp.where((inputs()[1] != 0)[..., None], jnp.sin(y), 0.0))  # nobody reads the rest
+
+  compute = lambda stack: functools.partial(jax.value_and_grad(run, argnums=1), stack)
+  plain_weights = unbox_weights(weights)
+  assert_close(scoped(compute(pipelined), plain_weights), jax.jit(compute(plain))(plain_weights))
 
 
 @functools.cache
