@@ -25,6 +25,8 @@ class LossOutput(struct.PyTreeNode):
     loss: scalar, the mean over the batch's tokens, or a sum, which is differentiated.
     weight: scalar, the denominator of that mean; the weight for averaging over several batches.
     is_sum: whether `loss` is a sum: those of microbatches are added, whatever their weights.
+    aux_loss: (mean, weight) of the part of `loss` that counts once per step, however many microbatches, where the rest
+      of it is a sum or has another weight: microbatches average it by its own weight. None: there is no such part.
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar, or [E].
     per_example: name -> [B, ...], one value per row.
     summaries: name -> an array of any shape, of which TensorBoard shows a histogram; a scalar is written like a metric.
@@ -34,6 +36,7 @@ class LossOutput(struct.PyTreeNode):
   loss: jax.Array
   weight: jax.Array
   is_sum: bool = struct.field(pytree_node=False, default=False)
+  aux_loss: tuple[jax.Array, jax.Array] | None = None
   metrics: dict[str, tuple[jax.Array, jax.Array]] = struct.field(default_factory=dict)
   per_example: dict[str, jax.Array] = struct.field(default_factory=dict)
   summaries: dict[str, jax.Array] = struct.field(default_factory=dict)
@@ -110,7 +113,10 @@ def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
         f'the loss {name} returned {each!r} as {describe(rows)} in per_example: it must have one value for each of the '
         f'{num_rows} rows.'
       )
-  return output.replace(loss=mean.astype(jnp.float32), weight=weight, metrics=metrics)
+  aux_loss = output.aux_loss
+  if aux_loss is not None:
+    aux_loss = (jnp.asarray(aux_loss[0], jnp.float32), jnp.asarray(aux_loss[1], jnp.float32))
+  return output.replace(loss=mean.astype(jnp.float32), weight=weight, metrics=metrics, aux_loss=aux_loss)
 
 
 def _as_metric(loss: str, name: str, value: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -167,8 +173,9 @@ class WithAuxLosses:
 
   Fields:
     aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss. Balance losses of routers
-      enter the loss here. Every entry's mean over layers is also a metric, without this weight: a scalar, or a vector
-      [E] for an entry with one value per expert.
+      enter the loss here, once per step: whether the rest of the loss is a mean or a sum, the microbatches of a step
+      average them by their tokens. Every entry's mean over layers is also a metric, without this weight: a scalar, or
+      a vector [E] for an entry with one value per expert.
     num_aux_layers: how many layers must report each entry of `aux_loss_weights`, over all stages of a pipeline; None:
       any number. Guards against a mean over fewer layers than the model has (MegaBlocks).
   """
@@ -308,9 +315,18 @@ class LanguageModelLoss(WithAuxLosses):
       metrics['nextn_loss'] = (_divide(total, loss_weight), loss_weight)
       loss += predictions['nextn_loss_weight'] * (_divide(total, loss_weight) if divisor is None else total / divisor)
     metrics |= losses_by_source(objective, weights, batch)
-    loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
+    aux_loss, metrics = self.add_aux_losses(jnp.float32(0), weight, metrics, predictions.get('aux', {}))
+    # By a sum of its own, which accumulation over microbatches computes beforehand, without the model.
+    own_weight = jnp.sum(weights) if self.aux_loss_weights and self.normalization != 'tokens' else None
     per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}
-    return LossOutput(loss=loss, weight=loss_weight, is_sum=is_sum, metrics=metrics, per_example=per_example)
+    return LossOutput(
+      loss=loss + aux_loss,
+      weight=loss_weight,
+      is_sum=is_sum,
+      aux_loss=None if own_weight is None else (aux_loss, own_weight),
+      metrics=metrics,
+      per_example=per_example,
+    )
 
 
 def _shares_of_documents(weights: jax.Array, segment_ids: jax.Array | None) -> jax.Array:

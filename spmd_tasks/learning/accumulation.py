@@ -1,12 +1,15 @@
 """Accumulates the gradient of a large batch over microbatches: one microbatch's activations are alive at a time.
 
-If the loss is a mean over tokens, the result is the gradient of the full batch. The load-balancing loss of a mixture of
-experts is not: a product of two means, each taken over one microbatch, it balances the experts within every microbatch.
+If the loss is a mean or a sum over tokens, the result is the gradient of the full batch. Aux losses count once per step:
+the microbatches average them. The load-balancing loss of a mixture of experts is then still another number than that of
+the full batch: a product of two means, each taken over one microbatch, it balances the experts within every microbatch.
+A microbatch of weight 0 contributes nothing, even if its loss is NaN.
 
 Shapes: B batch rows, M microbatches, E experts.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, Literal
 
 import jax
@@ -85,38 +88,49 @@ def _joined(rows_M: jax.Array) -> jax.Array:
 
 
 def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
-  """Averages the microbatches' means [M, ...] by their weights [M, ...], in float32; 0 where all weights are 0."""
+  """Averages the microbatches' means [M, ...] by their weights [M, ...], in float32; 0 where all weights are 0.
+
+  A mean of weight 0 may be NaN.
+  """
   weights_M = weights_M.astype(jnp.float32)
   total = jnp.sum(weights_M, axis=0)
-  weighted = means_M.astype(jnp.float32) * weights_M.reshape(*weights_M.shape, *[1] * (means_M.ndim - weights_M.ndim))
+  weights_M = weights_M.reshape(*weights_M.shape, *[1] * (means_M.ndim - weights_M.ndim))
+  weighted = jnp.where(weights_M == 0, 0.0, means_M.astype(jnp.float32) * weights_M)
   return jnp.sum(weighted, axis=0) / jnp.where(total == 0, 1.0, total)
 
 
-def _combine(outputs_M: Any, num_used: jax.Array | None) -> Any:
-  """Combines M stacked loss outputs into one; with `num_used` those behind the first ones are zeros."""
-  loss, weight = outputs_M.loss, outputs_M.weight
-  if num_used is not None:
-    is_used = jnp.arange(len(loss)) < num_used
-    stands_in = {name: getattr(outputs_M, name) for name in ('summaries', 'updated_variables')}
-    outputs_M = outputs_M.replace(**jax.tree.map(lambda x: x[jnp.where(is_used, jnp.arange(len(x)), 0)], stands_in))
+def _combine(outputs_M: Any, *, adds_aux: bool) -> Any:
+  """Combines M stacked loss outputs into one. Those of weight 0 are left out; of all of them, the first is taken."""
+  loss, weight, aux_loss = outputs_M.loss, outputs_M.weight, outputs_M.aux_loss
+  numbers = jnp.arange(len(weight))
+  is_used = jnp.where(jnp.any(weight != 0), weight != 0, numbers == 0)
+  stands_in = jnp.where(is_used, numbers, jnp.argmax(is_used))
+  if adds_aux or aux_loss is None:
+    aux_loss = None
+  else:
+    loss = loss - aux_loss[0]
+    aux_loss = weighted_mean(*aux_loss), jnp.sum(aux_loss[1])
+  loss = jnp.sum(jnp.where(weight != 0, loss, 0.0)) if outputs_M.is_sum else weighted_mean(loss, weight)
+
+  def updated(x_M: jax.Array, *, is_factor: bool) -> jax.Array:
+    """Of a variable that each microbatch updated from the same old value; integers are the last microbatch's."""
+    if is_factor:
+      return jnp.min(x_M[stands_in], axis=0)
+    is_float = jnp.issubdtype(x_M.dtype, jnp.floating)
+    return weighted_mean(x_M, is_used).astype(x_M.dtype) if is_float else x_M[stands_in[-1]]
+
   return outputs_M.replace(
-    loss=jnp.sum(loss) if outputs_M.is_sum else weighted_mean(loss, weight),
+    loss=loss if aux_loss is None else loss + aux_loss[0],
     weight=jnp.sum(weight),
+    aux_loss=aux_loss,
     metrics={name: (weighted_mean(means, w), jnp.sum(w, axis=0)) for name, (means, w) in outputs_M.metrics.items()},
     per_example={name: _joined(rows) for name, rows in outputs_M.per_example.items()},
-    summaries={name: jnp.mean(each) if each.ndim == 1 else each for name, each in outputs_M.summaries.items()},
+    summaries={name: weighted_mean(x, is_used) if x.ndim == 1 else x[stands_in] for name, x in outputs_M.summaries.items()},
     updated_variables={
-      name: jax.tree.map((lambda x: jnp.min(x, axis=0)) if name == WEIGHT_FACTORS else _mean_of_updates, tree)
+      name: jax.tree.map(functools.partial(updated, is_factor=name == WEIGHT_FACTORS), tree)
       for name, tree in outputs_M.updated_variables.items()
     },
   )
-
-
-def _mean_of_updates(values_M: jax.Array) -> jax.Array:
-  """Averages a variable that each microbatch updated from the same old value; integers are the last microbatch's."""
-  if not jnp.issubdtype(values_M.dtype, jnp.floating):
-    return values_M[-1]
-  return jnp.mean(values_M.astype(jnp.float32), axis=0).astype(values_M.dtype)
 
 
 def accumulate_gradients(
@@ -133,46 +147,53 @@ def accumulate_gradients(
 
   Args:
     loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, or,
-      where `loss_output.is_sum`, a sum, of which gradients are added in both modes. `loss_output` is like a LossOutput.
+      where `loss_output.is_sum`, a sum, of which gradients are added in both modes. `loss_output` is a LossOutput.
     weights: the gradient is taken with respect to these.
     batch: tree of arrays [B, ...], whose B `num_microbatches`, M, must divide.
     rng: microbatch m gets `fold_in(rng, m)`. May be None.
     mode: 'mean': gradients are averaged by the microbatches' weights, which gives the full batch's gradient even if
       microbatches have different numbers of tokens. 'sum': gradients are added, as T5X does; learning rate and clipping
-      threshold must then suit M.
+      threshold must then suit M. Aux losses are added too, so that they count M times beside a loss that is a sum.
     is_sum: a tree of bools congruent to the weights: which gradients are sums over the tokens, not derivatives of the
       mean loss, and are added in both modes; None for none.
     skips_empty: whether microbatches behind the last one with a token (`segment_ids`) are not computed: their loss,
-      weight and metrics are 0, and in summaries and updated variables the first one stands for each of them.
+      weight and metrics are 0.
 
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss, metrics and `per_example` are
     those of the full batch in both modes. Summaries that are scalars are means over microbatches, others are stacked.
     Updated variables are the mean over microbatches; of factors of weights, which bound something, the smallest.
+    Microbatches of weight 0 are left out; among stacked summaries, the first with a weight stands for each of them.
   """
-  grad_fn = jax.grad(loss_fn, has_aux=True)
-  if is_sum is None or mode == 'sum':
-    is_sum = jax.tree.map(lambda _: mode == 'sum', weights)
-  batches_M = split_microbatches(batch, num_microbatches)
+  adds = mode == 'sum'
+  if is_sum is None:
+    is_sum = jax.tree.map(lambda _: False, weights)
+  batches_M, numbers = split_microbatches(batch, num_microbatches), jnp.arange(num_microbatches)
+
+  def compute(weights: Any, m: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
+    return loss_fn(weights, microbatch, None if rng is None else jax.random.fold_in(rng, m))
+
+  aux_factors_M = None if adds else _aux_factors(functools.partial(compute, weights), numbers, batches_M)
 
   def add_microbatch(total: Any, m_and_batch: tuple[jax.Array, Any]) -> tuple[Any, Any]:
     m, microbatch = m_and_batch
-    microbatch_rng = None if rng is None else jax.random.fold_in(rng, m)
-    grads, loss_output = grad_fn(weights, microbatch, microbatch_rng)
-    scale = loss_output.weight.astype(jnp.float32)
-    total = jax.tree.map(
-      lambda t, g, added: t + (1.0 if added or loss_output.is_sum else scale) * g.astype(jnp.float32),
-      total,
-      grads,
-      is_sum,
-    )
-    return total, loss_output
+
+    def scaled(weights: Any) -> tuple[jax.Array, Any]:
+      loss, output = compute(weights, m, microbatch)
+      return loss if aux_factors_M is None else loss + (aux_factors_M[m] - 1) * output.aux_loss[0], output
+
+    grads, loss_output = jax.grad(scaled, has_aux=True)(weights)
+    weight = loss_output.weight.astype(jnp.float32)
+    scale = 1.0 if adds or loss_output.is_sum else weight
+
+    def add(total: jax.Array, grad: jax.Array, counts: bool) -> jax.Array:
+      grad = grad.astype(jnp.float32)
+      return total + (grad if counts else jnp.where(weight == 0, 0.0, scale * grad))
+
+    return jax.tree.map(add, total, grads, is_sum), loss_output
 
   zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-  numbers = jnp.arange(num_microbatches)
-  num_used: jax.Array | None = None
   if skips_empty:
-    num_used = _num_with_tokens(batches_M)
     parts = jax.tree.map(lambda x: x[0], batches_M)
     outputs = jax.eval_shape(add_microbatch, zeros, (numbers[0], parts))[1]
     nothing = jax.tree.map(lambda x: jnp.zeros((num_microbatches, *x.shape), x.dtype), outputs)
@@ -181,11 +202,33 @@ def accumulate_gradients(
       total, output = add_microbatch(carry[0], (m, jax.tree.map(lambda x: x[m], batches_M)))
       return total, jax.tree.map(lambda all_of, x: all_of.at[m].set(x), carry[1], output)
 
-    grads, loss_outputs_M = jax.lax.fori_loop(0, num_used, add, (zeros, nothing))
+    grads, loss_outputs_M = jax.lax.fori_loop(0, _num_with_tokens(batches_M), add, (zeros, nothing))
   else:
     grads, loss_outputs_M = jax.lax.scan(add_microbatch, zeros, (numbers, batches_M))
-  loss_output = _combine(loss_outputs_M, num_used)
+  loss_output = _combine(loss_outputs_M, adds_aux=adds)
+  if adds or loss_output.is_sum:
+    return loss_output, grads
   total_weight = loss_output.weight.astype(jnp.float32)
   # A batch without tokens has gradient 0, and the guarded division keeps it 0.
   inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)
-  return loss_output, jax.tree.map(lambda g, added: g if added or loss_output.is_sum else g * inverse, grads, is_sum)
+  return loss_output, jax.tree.map(lambda g, counts: g if counts else g * inverse, grads, is_sum)
+
+
+def _aux_factors(compute: Callable[..., tuple[jax.Array, Any]], numbers: jax.Array, batches_M: Any) -> Any:
+  """Returns [M], by what to multiply the aux loss of each microbatch so that it counts once; None if there is none.
+
+  The loss of a microbatch, `compute(m, microbatch)`, is in the total once if it is a sum, and by its weight otherwise.
+  """
+  abstract = jax.eval_shape(compute, numbers[0], jax.tree.map(lambda x: x[0], batches_M))[1]
+  if abstract.aux_loss is None:
+    return None
+
+  def weights_of(m_and_batch: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+    output = compute(*m_and_batch)[1]
+    weight = jnp.ones((), jnp.float32) if output.is_sum else output.weight.astype(jnp.float32)
+    return weight, output.aux_loss[1].astype(jnp.float32)
+
+  # They depend on the batch alone as a rule: the compiler leaves out the model.
+  weight, aux_weight = jax.lax.map(weights_of, (numbers, batches_M))
+  shares = aux_weight / jnp.where(jnp.sum(aux_weight) == 0, 1.0, jnp.sum(aux_weight))
+  return shares if abstract.is_sum else shares * jnp.sum(weight) / jnp.where(weight == 0, 1.0, weight)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import LossOutput
+from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.learning.accumulation import accumulate_gradients, split_microbatches
 
 B, T, V = 8, 5, 7
@@ -88,6 +88,95 @@ def test_sum_adds_up_the_microbatches_mean_gradients(weights, batch):
     expected += full_batch(weights, {name: x[m::4] for name, x in batch.items()})[1]
   np.testing.assert_allclose(grads['table'], expected, rtol=1e-5, atol=1e-7)
   np.testing.assert_allclose(output.loss, full_batch(weights, batch)[0], rtol=1e-6)
+
+
+AUX_WEIGHTS = {'size': 0.3, 'mean_square': 0.2}
+
+
+def with_aux_losses(normalization):
+  """A loss function with two aux losses: one of the weights alone, one a mean over tokens."""
+  loss = LanguageModelLoss(normalization=normalization, aux_loss_weights=AUX_WEIGHTS)
+
+  def compute(weights, batch, rng):
+    logits = weights['table'][batch['ids']]
+    squares = jnp.sum(jnp.square(logits), axis=-1) * batch['weights']
+    aux = {
+      'size': jnp.sum(jnp.square(weights['table'])),
+      'mean_square': jnp.sum(squares) / jnp.maximum(jnp.sum(batch['weights']), 1.0),
+    }
+    output = loss({'logits': logits, 'aux': aux}, batch)
+    return output.loss, output
+
+  return compute
+
+
+def with_aux_losses_in_float64(weights, batch, normalization):
+  """The loss, its gradient and the aux losses, token by token."""
+  table, tokens = np.asarray(weights['table'], np.float64), batch['weights'].sum()
+  of_row = {'all_tokens': batch['ids'].size, 'tokens': tokens, 'sum': 1.0}.get(normalization, normalization)
+  num_tokens = batch['weights'].sum(axis=1)
+  aux = {'size': np.sum(table**2), 'mean_square': 0.0}
+  loss, grad = AUX_WEIGHTS['size'] * aux['size'], AUX_WEIGHTS['size'] * 2 * table
+  for b, t in zip(*np.nonzero(batch['weights']), strict=True):
+    token, label = batch['ids'][b, t], batch['labels'][b, t]
+    probs = np.exp(table[token]) / np.exp(table[token]).sum()
+    divisor = np.sum(num_tokens > 0) * num_tokens[b] if normalization == 'sequences' else of_row
+    loss -= np.log(probs[label]) / divisor
+    grad[token] += (probs - np.eye(V)[label]) / divisor
+    aux['mean_square'] += np.sum(table[token] ** 2) / tokens
+    grad[token] += AUX_WEIGHTS['mean_square'] * 2 * table[token] / tokens
+  return loss + AUX_WEIGHTS['mean_square'] * aux['mean_square'], grad, aux
+
+
+@pytest.mark.parametrize('normalization', ['tokens', 'all_tokens', 'sequences', 'sum', 10.0])
+@pytest.mark.parametrize('num_microbatches', [2, 4])
+def test_aux_losses_count_once_however_many_microbatches(normalization, num_microbatches, weights, batch):
+  """Of four microbatches one has no tokens."""
+  compute = with_aux_losses(normalization)
+  loss, grad, aux = with_aux_losses_in_float64(weights, batch, normalization)
+  output, grads = jax.jit(lambda w, b: accumulate_gradients(compute, w, b, None, num_microbatches))(weights, batch)
+  np.testing.assert_allclose(output.loss, loss, rtol=1e-5)
+  np.testing.assert_allclose(grads['table'], grad, rtol=1e-4, atol=1e-6)
+  for name, value in aux.items():
+    np.testing.assert_allclose(output.metrics[name][0], value, rtol=1e-5, err_msg=name)
+  (whole, _), of_whole = jax.value_and_grad(compute, has_aux=True)(weights, batch, None)
+  np.testing.assert_allclose(whole, loss, rtol=1e-5)
+  np.testing.assert_allclose(of_whole['table'], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_added_up_as_t5x_does_the_aux_losses_of_a_sum_count_once_per_microbatch(weights, batch):
+  output, grads = accumulate_gradients(with_aux_losses('sum'), weights, batch, None, 2, 'sum')
+  halves = [with_aux_losses_in_float64(weights, {k: x[m::2] for k, x in batch.items()}, 'sum') for m in range(2)]
+  np.testing.assert_allclose(output.loss, sum(half[0] for half in halves), rtol=1e-5)
+  np.testing.assert_allclose(grads['table'], sum(half[1] for half in halves), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('is_sum', [False, True])
+@pytest.mark.parametrize('mode', ['mean', 'sum'])
+def test_a_microbatch_of_weight_0_contributes_nothing(is_sum, mode, weights, batch):
+  """Microbatch 1 has no tokens: its loss, metrics, gradient and updated variables are 0 / 0."""
+
+  def unguarded(weights, batch, rng):
+    loss, output = loss_fn(weights, batch, rng)
+    weight = jnp.sum(batch['weights'])
+    nan = loss * (0 / weight)
+    updated = {'statistics': {'mean': jnp.sum(batch['weights'] * batch['ids']) / weight + nan}}
+    metrics = {'accuracy': (output.metrics['accuracy'][0] + nan, weight)}
+    loss = loss * (weight if is_sum else 1.0) + nan
+    return loss, output.replace(loss=loss, is_sum=is_sum, metrics=metrics, updated_variables=updated)
+
+  output, grads = accumulate_gradients(unguarded, weights, batch, None, 4, mode)
+  parts = [{name: x[m::4] for name, x in batch.items()} for m in (0, 2, 3)]
+  counts = np.array([part['weights'].sum() for part in parts])
+  losses, gradients = zip(*(full_batch(weights, part) for part in parts), strict=True)
+  scales = np.ones(3) if mode == 'sum' and not is_sum else counts
+  divisor = counts.sum() if mode == 'mean' and not is_sum else 1.0
+  expected = np.tensordot(scales, gradients, 1) / divisor
+  np.testing.assert_allclose(grads['table'], expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(output.loss, np.dot(counts, losses) / (1.0 if is_sum else counts.sum()), rtol=1e-6)
+  np.testing.assert_allclose(output.metrics['accuracy'][0], loss_fn(weights, batch, None)[1].metrics['accuracy'][0])
+  means = [np.sum(part['weights'] * part['ids']) / count for part, count in zip(parts, counts, strict=True)]
+  np.testing.assert_allclose(output.updated_variables['statistics']['mean'], np.mean(means), rtol=1e-6)
 
 
 @pytest.mark.parametrize('mode', ['mean', 'sum'])
