@@ -13,12 +13,13 @@ import inspect
 import math
 from typing import Any, cast
 
+from absl import logging
 from flax import struct
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, is_own
 from spmd_tasks.sharding import SplitDims, WeightSpec
 from spmd_tasks.sharding.weights import Initializer
 
@@ -153,28 +154,55 @@ def run_layer(role: str, layer: nn.Module, x: jax.Array, **others: Any) -> tuple
 
 
 def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]:
-  """Returns those arguments, behind the first, that `layer` names.
+  """Returns those arguments, behind the first, that `layer` names; `train` also by the other names of `train_flags`.
 
-  Raises a UserError if it takes others, say `training`, or does not take what would change its result (CONTEXT).
+  Raises a UserError if it needs others, or does not take what would change its result (CONTEXT). The log names others
+  that have a default.
   """
   _, *parameters = signature_of(layer).parameters.values()
   parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
-  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-    return named
   names = {parameter.name for parameter in parameters}
-  others = [each for each in parameters if each.name not in named]
-  if others and ('train' not in names or any(each.default is each.empty for each in others)):
+  flags = {name: value for name, value in train_flags(named['train']).items() if name in names}
+  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    return named | flags
+  others = [each for each in parameters if each.name not in named and each.name not in flags]
+  if needed := [each.name for each in others if each.default is each.empty]:
     raise UserError(
-      f'{type(layer).__name__}.__call__ takes {", ".join(each.name for each in others)}, which nobody gives: as the '
-      f'{role} it is called with its input, {", ".join(named)} (those that it names).'
+      f'{type(layer).__name__}.__call__ takes {", ".join(needed)}, which nobody gives: as the {role} it is called with '
+      f'its input, {", ".join(named)} (those that it names).'
     )
+  for each in others:
+    warn_of_default(layer, each, f'make it a field of the {role}')
   if missing := [name for name in CONTEXT if named.get(name) is not None and name not in names]:
     raise UserError(
       f'the {role} {type(layer).__name__} takes no {" and no ".join(missing)}: in a model with '
       f'{" and ".join(CONTEXT[name] for name in missing)} use another one, such as TransformerStack of '
       'TransformerBlocks with Attention.'
     )
-  return {name: value for name, value in named.items() if name in names}
+  return {name: value for name, value in named.items() if name in names} | flags
+
+
+def train_flags(train: bool) -> dict[str, bool]:
+  """Returns the arguments by which models of Flax and its relatives learn whether they train, by name."""
+  return {
+    **dict.fromkeys(('train', 'training', 'is_training'), train),
+    **dict.fromkeys(('deterministic', 'use_running_average'), not train),
+  }
+
+
+def warn_of_default(layer: nn.Module, argument: inspect.Parameter, remedy: str) -> None:
+  """Says once that an argument of a user's own layer keeps its default in all calls."""
+  if is_own(layer):
+    _warn_of_default(type(layer).__name__, argument.name, repr(argument.default)[:40], remedy)
+
+
+@functools.cache
+def _warn_of_default(*words: str) -> None:
+  logging.warning(
+    '%s.__call__ has the argument %s, which keeps its default %s in training and evaluation: %s. (One that says '
+    f'whether the model trains is set if its name is one of {", ".join(train_flags(True))}.)',
+    *words,
+  )
 
 
 def signature_of(layer: nn.Module) -> inspect.Signature:

@@ -1,6 +1,6 @@
 """Accumulates the gradient of a large batch over microbatches: one microbatch's activations are alive at a time.
 
-If the loss is a mean or a sum over tokens, the result is the gradient of the full batch. Aux losses count once per step:
+If the loss is a mean or a sum over tokens, the result is the full batch's gradient. Aux losses count once per step:
 the microbatches average them. The load-balancing loss of a mixture of experts is then still another number than that of
 the full batch: a product of two means, each taken over one microbatch, it balances the experts within every microbatch.
 A microbatch of weight 0 contributes nothing, even if its loss is NaN.
@@ -125,7 +125,9 @@ def _combine(outputs_M: Any, *, adds_aux: bool) -> Any:
     aux_loss=aux_loss,
     metrics={name: (weighted_mean(means, w), jnp.sum(w, axis=0)) for name, (means, w) in outputs_M.metrics.items()},
     per_example={name: _joined(rows) for name, rows in outputs_M.per_example.items()},
-    summaries={name: weighted_mean(x, is_used) if x.ndim == 1 else x[stands_in] for name, x in outputs_M.summaries.items()},
+    summaries={
+      name: weighted_mean(x, is_used) if x.ndim == 1 else x[stands_in] for name, x in outputs_M.summaries.items()
+    },
     updated_variables={
       name: jax.tree.map(functools.partial(updated, is_factor=name == WEIGHT_FACTORS), tree)
       for name, tree in outputs_M.updated_variables.items()

@@ -7,6 +7,7 @@ The steps are plain mathematics on whole arrays of true shapes. There is no mesh
 from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
+import inspect
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -18,7 +19,7 @@ import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput, RunsModel
-from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of
+from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of, train_flags, warn_of_default
 from spmd_tasks.layers.losses import StepOutputs, as_loss_output
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
@@ -60,8 +61,10 @@ class Task:
   Attributes:
     model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads. If its first
       argument has the name of an entry of the batch, each argument gets the entry of its name in place of the batch.
+      `train` may have another name of `layers.base.train_flags`, such as `deterministic`.
     loss: `loss(predictions, batch)`, a mean over the batch's loss weights: a LossOutput, or what `as_loss_output`
-      makes one of: a scalar, the mean over rows, or (scalar, metrics). It may run the model itself (layers.RunsModel).
+      makes one of: a scalar, the mean over rows, or (scalar, metrics). It may run the model itself (layers.RunsModel),
+      and take `train` as the model does.
     learner: turns gradients into new weights: a Learner, or an optimizer, such as `optax.adamw(1e-3)`.
     eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones; frozen ones as they are.
     decode: how text is generated.
@@ -109,10 +112,25 @@ class Task:
         raise UserError(f'{name} is {found}: it must be {wanted}, or the fdl.Config of one.')
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
-    """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
+    """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split.
+
+    What its modules `sow` is not among them: see sown_values.py. The log names arguments of the model that keep their
+    defaults, once.
+    """
     with _naming(self.model, 'model', batch):
       given, named = self.arguments(batch, train=False)
-      return dict(self.model.init({'params': rng}, *given, **named))
+      for each in () if given else signature_of(self.model).parameters.values():
+        if each.name not in named and each.default is not each.empty:
+          warn_of_default(self.model, each, 'make it an entry of the batch, or a field of the model')
+      variables = dict(self.model.init({'params': rng}, *given, **named))
+      if variables.keys() != {'params'}:
+        from spmd_tasks.runtime.sown_values import noting_sown, warn_of_sown, without_sown
+
+        with noting_sown() as sown:
+          jax.eval_shape(lambda: self.model.init({'params': rng}, *given, **named))
+        warn_of_sown(type(self.model).__name__, frozenset(sown))
+        variables = without_sown(variables, sown)
+    return variables
 
   def mark_weights(self, weight_specs: Any) -> Any:
     """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
@@ -145,22 +163,23 @@ class Task:
     return {}
 
   def arguments(self, batch: Mapping[str, Any], *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns what the model is called with: the batch, or the entries that its arguments name, and `train`."""
+    """Returns what the model is called with: the batch, or the entries that its arguments name, and its train flags."""
     first, *others = signature_of(self.model).parameters.values()
     if first.name not in batch:
       return (batch,), named_arguments('model', self.model, train=train)
-    entries = {**batch, 'train': train}
+    entries = {**batch, **train_flags(train)}
     for each in others:
-      if each.name not in entries and each.default is each.empty and each.kind is not each.VAR_KEYWORD:
+      is_needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+      if each.name not in entries and is_needed:
         raise UserError(
           f'{type(self.model).__name__}.__call__ takes {each.name}, but the batch holds {sorted(batch)}: name entries '
           'of the batch, or take the whole `batch`.'
         )
     return (), {each.name: entries[each.name] for each in (first, *others) if each.name in entries}
 
-  def _loss(self, predictions: Any, batch: Batch) -> LossOutput:
+  def _loss(self, predictions: Any, batch: Batch, train: bool) -> LossOutput:
     with _naming(self.loss, 'loss', batch):
-      returned = self.loss(predictions, batch)
+      returned = self.loss(predictions, batch, **_flags_of(self.loss, train))
     return as_loss_output(self.loss, returned, max((len(rows) for rows in batch.values() if rows.ndim), default=1))
 
   def compute_loss(
@@ -176,9 +195,12 @@ class Task:
     given, named = self.arguments(batch, train=train)
     names, read = [name for name in variables if name != 'params'], variables | self.constants(variables, batch)
     if not train or not names:
-      return self._loss(self._apply(read, *given, **named, rngs=rngs), batch)
-    predictions, updated = self._apply(read, *given, **named, rngs=rngs, mutable=names)
-    return self._loss(predictions, batch).replace(updated_variables=updated)
+      return self._loss(self._apply(read, *given, **named, rngs=rngs), batch, train)
+    from spmd_tasks.runtime.sown_values import noting_sown, without_sown
+
+    with noting_sown() as sown:
+      predictions, updated = self._apply(read, *given, **named, rngs=rngs, mutable=names)
+    return self._loss(predictions, batch, train).replace(updated_variables=without_sown(updated, sown))
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
@@ -273,6 +295,16 @@ class Task:
     means = {'loss': (output.loss, jnp.float32(1) if output.is_sum else output.weight)} | output.metrics
     averages = {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
     return averages | StepOutputs.of(output, batch, keeps_examples=keeps_examples)
+
+
+def _flags_of(loss: Any, train: bool) -> dict[str, bool]:
+  """Returns the train flags that a loss takes as arguments of these names, unless it has them already."""
+  try:
+    parameters = inspect.signature(loss).parameters
+  except (TypeError, ValueError):  # some functions of C have none
+    return {}
+  bound = getattr(loss, 'keywords', {})  # of a functools.partial
+  return {name: value for name, value in train_flags(train).items() if name in parameters and name not in bound}
 
 
 def _naming(part: Any, role: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
