@@ -197,6 +197,7 @@ class LoadedModel:
     Each row is one document from its start, and its tokens are taken as they are: training rows begin with the
     tokenizer's `bos_id`, so put it first. Logits at t are those of token t + 1. Each new [B, T] is compiled once.
     An encoder-decoder's encoder reads `encoder_ids` [B, S], every token of them, and `ids` begin with its start token.
+    A prefix language model reads a text without a prefix.
     """
     given = {'ids': np.asarray(ids)} | ({} if encoder_ids is None else {'encoder_ids': np.asarray(encoder_ids)})
     for name, array in given.items():

@@ -138,7 +138,7 @@ class DecodeSteps:
     self.encoder_len = None
     if 'encoder_ids' in spec:
       self.encoder_len = self.settings.encoder_len or spec['encoder_ids'].shape[1]
-    # A prefix sees itself in both directions.
+    # A prompt, and the context of a text that is scored, is the prefix, which sees itself in both directions.
     self._has_prefix = 'prefix_mask' in spec
     with self._scope():
       self._platform = current_platform()
@@ -565,6 +565,7 @@ class DecodeSteps:
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
         by_slot=self.num_parts == 1,
+        has_prefix=self._has_prefix,
         heads=self.heads,
       )
       return padding.pad(state, self.padded_state), outputs
@@ -693,10 +694,10 @@ class DecodeSteps:
     return arranged if LAYER_KERNELS in arranged else self.storage.true(arranged)  # one device has no padding
 
   def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    if not self.adapter_names:
-      batch = {name: each for name, each in batch.items() if name != 'adapters'}
     if self._has_prefix and cache is None:
-      batch = {**batch, 'prefix_mask': batch['segment_ids']}
+      batch = {'prefix_mask': batch['segment_ids'], **batch}
+    is_known = {'adapters': bool(self.adapter_names), 'prefix_mask': self._has_prefix}
+    batch = {name: each for name, each in batch.items() if is_known.get(name, True)}
     logits, new = _read_tokens(self._model.task, variables, cache, batch)
     return logits if self._temperature == 1 else logits / self._temperature, unbox_weights(new)
 

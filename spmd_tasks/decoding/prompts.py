@@ -48,7 +48,7 @@ class Prompt:
     repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p: see SamplingParams.
     logit_bias: at most 300 tokens, and what is added to their logits, from -100 to 100.
     stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
-    score_prompt: whether the prompt's own log-probabilities are wanted.
+    score_prompt: whether the prompt's own log-probabilities are wanted, each given the tokens before it alone.
     response_format, structured_outputs: the form of the continuations, as in requests to the server (constraints.py).
     adapter: the name of the low-rank adapter that the model has, where several were loaded; None: it has none.
     id: any JSON value; the output's line repeats it.

@@ -7,7 +7,7 @@
 Texts are sorted by length and padded to few shapes: T is min_bucket or a power of two above it, at most max_len, and C,
 the number of scored tokens, is 8 or a power of two. Each pair of these is compiled once. Padding and the other rows of
 a batch change nothing: experts drop no token here, as in generation. An encoder-decoder reads the context by its
-encoder, and the continuation by its decoder after `start_id`.
+encoder, and the continuation by its decoder after `start_id`. Of a prefix language model, the context is the prefix.
 
 Shapes: B rows, T tokens, C scored tokens.
 """

@@ -53,9 +53,10 @@ class Forward(Protocol):
         are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none.
         With `drafts` (T is 1), rows are tokens of one text that follow each other, see DraftRows. With
         `chunks` (slots, tables) the last rows are tokens of chunks, see LayerScope.cache_chunks, and with `logit_rows`
-        int32 [n] the logits are those of n rows only. To an encoder-decoder the first call for a prompt gives
-        `encoder_ids`, `encoder_segment_ids` and `encoder_segment_pos` too, and gets back leaves `encoded_*` of the
-        encoder's text; later calls read these.
+        int32 [n] the logits are those of n rows only. `prefix_mask` int32 [B, T], in a call without a cache, is what a
+        prefix language model reads in both directions; without it, all of the text.
+        To an encoder-decoder the first call for a prompt gives `encoder_ids`, `encoder_segment_ids` and
+        `encoder_segment_pos` too, and gets back leaves `encoded_*` of the encoder's text; later calls read these.
     """
 
 
@@ -101,7 +102,7 @@ class Outputs(struct.PyTreeNode):
     is_valid: bool [N], whether the row was active; the other fields mean nothing where it was not.
     is_finished: bool [N], whether the token is the row's last.
     prompt_logprobs: float32 [P, T], of the prompt's token that follows each token of the chunk, given the tokens before
-      it; 0 where there is none. None where no prompt is scored, as are the next two.
+      it alone; 0 where there is none. None where no prompt is scored, as are the next two.
     prompt_top_ids, prompt_top_logprobs: [P, T, n], the likeliest tokens there.
   """
 
@@ -146,13 +147,15 @@ def prefill(
   *,
   num_top_logprobs: int = 0,
   by_slot: bool = True,
+  has_prefix: bool = False,
   heads: Sequence[int] = (),
 ) -> tuple[DecodeState, Outputs]:
   """Reads chunks of prompts into their slots and samples the first token of each prompt that ends; outputs are [P].
 
   A first chunk replaces what its slot held before. A later chunk needs the tokens before it in its slot. With `by_slot`
-  the model reads them there; without, from a copy of the slots, where the mesh splits slots. `heads` are those of the
-  model that guess the next tokens.
+  the model reads them there; without, from a copy of the slots, where the mesh splits slots. With `has_prefix` the
+  tokens of a prompt see later ones, so that its scores are of a second call of the model, in which none does. `heads`
+  are those of the model that guess the next tokens.
   """
   model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths, batch.starts) | {'adapters': batch.adapters}
   if batch.before is None:
@@ -169,7 +172,10 @@ def prefill(
     logits, new = forward(variables, cache, model_batch | {'logit_columns': last})
   else:
     logits, new = forward(variables, cache, model_batch)
-    scores = _score(logits, batch.targets, num_top_logprobs)
+    scored = logits
+    if has_prefix:
+      scored, _ = forward(variables, cache, model_batch | {'prefix_mask': jnp.zeros_like(batch.ids)})
+    scores = _score(scored, batch.targets, num_top_logprobs)
     logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
   logits = logits[:, 0]
 
@@ -484,7 +490,7 @@ class ScoreBatch(struct.PyTreeNode):
   Attributes:
     ids: int32 [B, T], padded at the end; without the last token of each text, which nothing follows.
     lengths: int32 [B], at least 1.
-    columns: int32 [B, C], the columns of T that a scored token follows.
+    columns: int32 [B, C], the columns of T that a scored token follows, in order; the first is the context's last.
     targets: int32 [B, C], the scored tokens; -1 where there is none.
     adapters: int32 [B], the number of each row's low-rank adapter; 0 is none.
     encoder_ids, encoder_lengths: int32 [B, E] and [B], what an encoder reads; None where the model has none.
@@ -514,6 +520,8 @@ class Scores(struct.PyTreeNode):
 def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
   """Computes the log-probabilities of given tokens. Uses no slots, and logits of the asked columns only."""
   model_batch: dict[str, Any] = text_entries(batch.ids, batch.lengths)
+  is_context = jnp.arange(batch.ids.shape[1])[None, :] <= batch.columns[:, :1]
+  model_batch |= {'prefix_mask': is_context.astype(jnp.int32)}
   model_batch |= {'logit_columns': batch.columns, 'adapters': batch.adapters}
   model_batch |= encoder_entries(batch.encoder_ids, batch.encoder_lengths)
   logits, _ = forward(variables, None, model_batch)

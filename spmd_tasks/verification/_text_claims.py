@@ -133,6 +133,7 @@ def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, n
       decode_state, outputs = steps.prefill(variables, decode_state, steps.make_batch([part], score_prompts=True))
       for column, position in enumerate(range(part.start, part.stop)):
         table[slot, position, outputs.prompt_top_ids[0, column]] = outputs.prompt_top_logprobs[0, column]
+    table[slot, prompt_length - 1, outputs.top_ids[0]] = outputs.top_logprobs[0]  # by which the first token is drawn
     texts.append([*text, int(outputs.tokens[0])])
   while any(len(text) < length for text in texts):
     decode_state, outputs = steps.step(variables, decode_state, np.ones(_NUM_TEXTS, np.bool_))
@@ -170,10 +171,18 @@ class _FullForward:
     if self._step is None:
       spec = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name, values in batch.items()}
       self._step = self._runner.model.forward_step(spec)
-    predictions = self._step(self._runner.place(state).variables, self._step.place(batch))
-    logits = np.asarray(predictions['logits'], np.float64)[:, :-1]
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    variables = self._runner.place(state).variables
+
+    def of(batch: dict[str, np.ndarray]) -> np.ndarray:
+      logits = np.asarray(self._step(variables, self._step.place(batch))['logits'], np.float64)[:, :-1]
+      logits = logits - logits.max(axis=-1, keepdims=True)
+      return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+    prefix = others.get('prefix_mask')
+    if prefix is None:
+      return of(batch)
+    # The tokens of a prompt are scored as if it had no prefix: a token would see those that it predicts.
+    return np.where(prefix[:, 1:, None] > 0, of(batch | {'prefix_mask': np.zeros_like(prefix)}), of(batch))
 
 
 def _without_drops(job: Job) -> Job:
