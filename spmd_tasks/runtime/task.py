@@ -25,6 +25,7 @@ from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime.sown_values import noting_sown, warn_of_sown, without_sown
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS
 
 Batch = dict[str, jax.Array]
@@ -117,20 +118,14 @@ class Task:
     What its modules `sow` is not among them: see sown_values.py. The log names arguments of the model that keep their
     defaults, once.
     """
-    with _naming(self.model, 'model', batch):
+    with _naming(self.model, 'model', batch), noting_sown() as sown:
       given, named = self.arguments(batch, train=False)
       for each in () if given else signature_of(self.model).parameters.values():
         if each.name not in named and each.default is not each.empty:
           warn_of_default(self.model, each, 'make it an entry of the batch, or a field of the model')
-      variables = dict(self.model.init({'params': rng}, *given, **named))
-      if variables.keys() != {'params'}:
-        from spmd_tasks.runtime.sown_values import noting_sown, warn_of_sown, without_sown
-
-        with noting_sown() as sown:
-          jax.eval_shape(lambda: self.model.init({'params': rng}, *given, **named))
-        warn_of_sown(type(self.model).__name__, frozenset(sown))
-        variables = without_sown(variables, sown)
-    return variables
+      variables = self.model.init({'params': rng}, *given, **named)
+    warn_of_sown(type(self.model).__name__, frozenset(sown))
+    return without_sown(variables, sown)
 
   def mark_weights(self, weight_specs: Any) -> Any:
     """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
@@ -196,8 +191,6 @@ class Task:
     names, read = [name for name in variables if name != 'params'], variables | self.constants(variables, batch)
     if not train or not names:
       return self._loss(self._apply(read, *given, **named, rngs=rngs), batch, train)
-    from spmd_tasks.runtime.sown_values import noting_sown, without_sown
-
     with noting_sown() as sown:
       predictions, updated = self._apply(read, *given, **named, rngs=rngs, mutable=names)
     return self._loss(predictions, batch, train).replace(updated_variables=without_sown(updated, sown))

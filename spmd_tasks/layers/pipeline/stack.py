@@ -194,8 +194,9 @@ def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
 
   def layer(block, x, given):
     # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
-    first = flax.core.Scope({}, rngs=block.scope.rngs, mutable=True, flags=block.scope.flags)
-    first.rng_counters = block.scope.rng_counters
+    outer = block.scope
+    first = flax.core.Scope({}, rngs=outer.rngs, mutable=True, path=outer.path, flags=outer.flags)
+    first.rng_counters = outer.rng_counters
     for each in (block.copy(parent=first), block):
       _, aux = run_layer('block', each, x, **given, train=train)
     refuse_plain_weights(block.variables.get('params', {}))
