@@ -97,6 +97,8 @@ class Experiment(FrozenFields, abc.ABC):
   num_train_steps: int = 1000
   log_every_steps: int = 10
   eval_every_steps: int | None = None
+  # Of an eval set that has more batches, such as one without an end, only so many are evaluated, with a warning.
+  eval_limit_batches: int = 10_000
   # At this interval the job continues the sample prompts, as task.decode says, and writes the texts to
   # <job_log_dir>/samples. With `sample_as_chat`, a prompt is the first message of a conversation (`chat_template()`).
   sample_every_steps: int | None = None
@@ -169,7 +171,14 @@ class Experiment(FrozenFields, abc.ABC):
   def _check_counts(self) -> None:
     """Checks numbers of steps, intervals and other counts."""
     intervals = [field.name for field in dataclasses.fields(Experiment) if field.name.endswith('_every_steps')]
-    for name in ('num_train_steps', 'checkpoint_max_to_keep', 'prefetch_batches', 'sample_max_tokens', *intervals):
+    counts = (
+      'num_train_steps',
+      'eval_limit_batches',
+      'checkpoint_max_to_keep',
+      'prefetch_batches',
+      'sample_max_tokens',
+    )
+    for name in (*counts, *intervals):
       value, may_be_never = getattr(self, name), name in intervals and name != 'log_every_steps'
       if not _is_positive(value) and not (may_be_never and value is None):
         kind = 'number of steps, or None for never' if may_be_never else 'integer'
@@ -278,10 +287,10 @@ class Job:
     for field in ('eval_inputs', 'decode_inputs'):
       inputs = getattr(self, field)
       for name in inputs:
-        if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]+', name):
+        if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]{1,100}', name):
           raise UserError(
             f'{field} has the name {name!r}, which is also a directory and a config path: use letters, digits, _ '
-            'and - only.'
+            'and - only, at most 100 of them.'
           )
       object.__setattr__(self, field, types.MappingProxyType(dict(inputs)))
 

@@ -130,6 +130,7 @@ BAD_FIELDS = [
   ({'axis_rules': (('mlp', 'model'),)}, "'model', which is not one of the mesh axes"),
   ({'num_train_steps': 0}, 'num_train_steps = 0 must be a positive integer'),
   ({'eval_every_steps': 0}, 'eval_every_steps = 0 must be a positive number of steps, or None for never'),
+  ({'eval_limit_batches': 0}, 'eval_limit_batches = 0 must be a positive integer'),
   ({'checkpoint_keep_every_steps': True}, 'checkpoint_keep_every_steps'),
   ({'seed': -1}, 'seed'),
   ({'profile_steps': (5, 5)}, 'profile_steps'),
@@ -202,7 +203,7 @@ def test_replicas_of_a_mesh_with_experts():
     DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_replicas=3).axes()
 
 
-@pytest.mark.parametrize('name', ['a.b', '../up', 'a b', ''])
+@pytest.mark.parametrize('name', ['a.b', '../up', 'a b', '', 300 * 'x'])
 def test_an_eval_set_is_named_as_a_directory_can_be(name):
   with pytest.raises(ValueError, match=re.escape(f'eval_inputs has the name {name!r}')):
     Job(name='x', experiment=Base(), task=1, train_input=2, eval_inputs={name: 3})

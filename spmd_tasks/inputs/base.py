@@ -57,6 +57,20 @@ class InputIterator(Protocol):
     return None
 
 
+class OrderedIterator(InputIterator, Protocol):
+  """An iterator that may have its rows in one order, of which any can be picked; a Mixture then reads them in it."""
+
+  @property
+  def in_order(self) -> bool:
+    """Whether `next_rows` may be called: the same on every shard. Another source is read by rows of its batches."""
+
+  def next_rows(self, count: int, places: Sequence[int]) -> Batch:
+    """Moves on by `count` rows, of all shards together, and returns those at `places` among them, [len(places), ...].
+
+    Raises StopIteration if fewer rows are left. `__next__` is the same with the B rows of a batch and this shard's own.
+    """
+
+
 @runtime_checkable
 class Input(Protocol):
   """An input: frozen fields, from which iterators are made. `batch_size` is global: all hosts together."""
@@ -127,6 +141,11 @@ def source_of_rows(given: Any, batch: Mapping[str, np.ndarray]) -> list[str]:
 def epochs_of(source: Any, state: State) -> float | None:
   """Returns how often an input has been read at a position, by its method `epochs(state)`; None where it has none."""
   return source.epochs(state) if hasattr(source, 'epochs') else None
+
+
+def is_in_order(iterator: InputIterator) -> bool:
+  """Whether an iterator is an OrderedIterator that has its rows in one order."""
+  return getattr(iterator, 'in_order', False)
 
 
 def progress_of(source: Any, state: State) -> dict[str, float]:

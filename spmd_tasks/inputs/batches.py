@@ -9,9 +9,10 @@ So the numbers do not depend on the number of processes, which may change when a
 arguments `shard_index` and `shard_count` is called with them, and yields the rows of that process alone.
 
 The shapes and dtypes are those of the first batch (int64 and float64 become int32 and float32, as in JAX, and
-numbers in another byte order those of this machine). Training
-goes through the data again and again, and leaves out batches with fewer rows than the first, such as the last one of a
-pass. An eval set is read once, and each row counts once: a smaller last batch is a mean over fewer rows.
+numbers in another byte order those of this machine). Training goes through the data again and again, in batches of as
+many rows as the first one has: what is left of a larger or a smaller batch, such as the last one of a pass, goes with
+the rows behind it. An eval set is read once, in the batches that the data have, and each row counts once: a smaller
+batch is a mean over fewer rows.
 
 A position is found again by the state of Grain or of an object with `state_dict` and `load_state_dict`, or `state` and
 `restore`, by the index in a sequence, and otherwise by reading as many batches anew. In each case the last batch before
@@ -162,14 +163,74 @@ class BatchesIterator(base.InputIterator):
     self._batches, self._shard = batches, (shard_index, shard_count)
     size = batches.batch_size
     rows = base.shard_rows(size, shard_index, shard_count)
-    self._rows = slice(rows.start, rows.stop) if batches.gives_whole_batches else slice(None)
-    self._num_rows = size if batches.gives_whole_batches else len(rows)
+    self._num_rows = size if batches.gives_whole_batches else len(rows)  # that are read for a batch
+    self._rows = rows if batches.gives_whole_batches else range(len(rows))  # of them
     self._stream: Iterator[Any] | None = None
     self._num_passes = self._num_read = self._digest = 0
     self._before: Any = None  # the stream's own position before the last batch
+    self._last: base.Batch = {}  # the last batch that was read
+    self._num_left = 0  # rows of it that are still to come
     self._has_warned = False
 
+  @property
+  def in_order(self) -> bool:
+    """Whether rows of all processes follow one another."""
+    return self._batches.repeats and self._batches.gives_whole_batches
+
   def __next__(self) -> base.Batch:
+    if self._batches.repeats:
+      return self._rows_at(self._gather(self._num_rows), self._rows)
+    batch = self._next_batch()
+    if not self._batches.gives_whole_batches:
+      return batch
+    return self._rows_at(batch, base.shard_rows(_num_rows(batch), *self._shard))
+
+  def next_rows(self, count: int, places: Sequence[int]) -> base.Batch:
+    return self._rows_at(self._gather(count), places)
+
+  @staticmethod
+  def _rows_at(batch: base.Batch, places: Any) -> base.Batch:
+    if isinstance(places, range):  # without a copy
+      places = slice(places.start, places.stop)
+    return {name: rows[places] if rows.ndim else rows for name, rows in batch.items()}
+
+  def _gather(self, count: int) -> base.Batch:
+    """Returns the next rows of the data, those of batches that follow one another together."""
+    parts: list[base.Batch] = []
+    while count > 0:
+      if self._num_left == 0:
+        self._last = self._next_batch()
+        self._num_left = _num_rows(self._last)
+        if self._num_left != self._num_rows and not self._has_warned:
+          self._has_warned = True
+          logging.warning(
+            'Batch %d of %s has %d rows where the first has %d: training goes on with batches of %d, in which rows of '
+            'several of its batches go together.',
+            *(self._num_read, self._batches.name, self._num_left, self._num_rows, self._num_rows),
+          )
+      used = min(count, self._num_left)
+      start = _num_rows(self._last) - self._num_left
+      parts.append(self._rows_at(self._last, range(start, start + used)))
+      count, self._num_left = count - used, self._num_left - used
+    return parts[0] if len(parts) == 1 else self._joined(parts)
+
+  def _joined(self, parts: Sequence[base.Batch]) -> base.Batch:
+    """Returns the rows of several batches as one. Raises a UserError: they have other shapes, or a number each."""
+    for name, first in parts[0].items():
+      for part in parts[1:]:
+        if part[name].shape[1:] != first.shape[1:] or not (first.ndim or np.array_equal(part[name], first)):
+          what = f'rows of the shapes {[[*part[name].shape[1:]] for part in parts]}'
+          if not first.ndim:
+            what = f'one number each, {[part[name].item() for part in parts]}'
+          raise UserError(
+            f'the batches of {self._batches.name} have other numbers of rows than the first, {self._num_rows}, so that '
+            f'rows of several go together; but {name!r} has {what}: give batches of {self._num_rows} rows, or rows of '
+            'one shape, and no number for a whole batch.'
+          )
+    return {name: np.concatenate([part[name] for part in parts]) if x.ndim else x for name, x in parts[0].items()}
+
+  def _next_batch(self) -> base.Batch:
+    """Returns the next batch as the data have it; training begins anew at the end."""
     if self._stream is None:
       self._stream = self._batches.stream(*self._shard, self._num_read)
     num_ends = 0
@@ -187,15 +248,10 @@ class BatchesIterator(base.InputIterator):
         continue
       self._num_read += 1
       batch = self._batches.checked(given)
-      num_rows = next(len(rows) for rows in batch.values() if rows.ndim)
-      if self._batches.repeats and num_rows < self._num_rows:
-        if not self._has_warned:
-          place = self._num_read, self._batches.name, num_rows, self._num_rows
-          logging.warning('Training leaves out batch %d of %s, which has %d rows where the first has %d.', *place)
-        self._has_warned = True
+      if _num_rows(batch) == 0:
         continue
       self._before, self._digest = before, digest(batch)
-      return {name: rows[self._rows] if rows.ndim else rows for name, rows in batch.items()}
+      return batch
 
   def _read(self) -> Any:
     """Returns the stream's next batch, or _END."""
@@ -214,19 +270,21 @@ class BatchesIterator(base.InputIterator):
 
   def get_state(self) -> base.State:
     state = {'kind': 'batches', 'num_passes': self._num_passes, 'num_read': self._num_read, 'digest': self._digest}
+    state['num_left'] = self._num_left  # rows of the last batch
     return state if self._before is None else state | {'before': self._before}
 
   def set_state(self, state: base.State) -> None:
     base.check_state(state, {'kind': 'batches'})
     self.close()
     self._num_passes, self._num_read, self._digest = (int(state[key]) for key in ('num_passes', 'num_read', 'digest'))
-    self._before = state.get('before')
+    self._before, self._num_left = state.get('before'), int(state.get('num_left', 0))
     if self._num_read == 0:
       return
     for stream in self._streams_before_last():
       self._stream = stream
       last = self._read()
-      if last is not _END and digest(self._batches.checked(last)) == self._digest:
+      if last is not _END and digest(checked := self._batches.checked(last)) == self._digest:
+        self._last = checked
         return
       self.close()
     raise UserError(
@@ -320,6 +378,10 @@ def _position_of(stream: Any) -> Any:
     return {'json': json.loads(json.dumps(state, default=int))}  # numpy's integers are those of Python
   except (TypeError, ValueError, RuntimeError):  # bytes or tensors, as of torch's loaders: batches are read again
     return None
+
+
+def _num_rows(batch: base.Batch) -> int:
+  return next(len(rows) for rows in batch.values() if rows.ndim)
 
 
 def digest(batch: base.Batch) -> int:

@@ -61,6 +61,10 @@ class OpenTarShards(OpenFiles):
     ]
     self._block_samples = block_samples
 
+  def sizes(self) -> np.ndarray:
+    of_samples = [np.diff(places, axis=1)[:, 0] for places in self._places]
+    return np.array([of_samples[shard][first : first + self._block_samples].sum() for shard, first in self._blocks])
+
   def block_name(self, index: int) -> str:
     shard, first = self._blocks[index]
     last = min(first + self._block_samples, len(self._places[shard]))

@@ -6,9 +6,10 @@
       weight_changes=((10_000, {'code': 0.5, 'web': 0.5}),),   # for the batches behind the first 10,000
     )
 
-Row r of the mixture's batches takes the rows r of a source's batches, one after another. So each row of a source is
-used once and in its order, a host reads of every source the rows that are its own, and the batches are the same ones
-for any number of hosts. All hosts compute the choice for all rows (_row_choice.py), so they agree without a word when a
+A source that has its rows in one order (base.OrderedIterator) gives the next of them, as many as a batch takes. Of
+other sources, row r of the mixture's batches takes the rows r of the source's batches, one after another. So each row
+of a source is used once, a host reads of every source the rows that are its own, and the batches are the same ones for
+any number of hosts. All hosts compute the choice for all rows (_row_choice.py), so they agree without a word when a
 source has ended, which ends the mixture, and the saved positions fit together when the number of hosts changes.
 
 A batch has one more entry, `row_sources`, bool [B, S], which says from which of the S sources a row is, in the order of
@@ -25,7 +26,7 @@ import dataclasses
 from fractions import Fraction
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -91,7 +92,7 @@ class Mixture:
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
     for state in states:
       base.check_state(state, {'kind': 'mixture', 'names': list(self.sources)})
-    numbers = [[state['choice'], *(each['first_batch'] for each in state['sources'].values())] for state in states]
+    numbers = [[state['choice'], *(each.get('first_batch') for each in state['sources'].values())] for state in states]
     if any(each != numbers[0] for each in numbers):
       raise UserError(f'the shards were saved at different batches, {[s["choice"]["num_batches"] for s in states]}.')
     resharded: list[base.State] = [{**states[0], 'sources': {}} for _ in range(shard_count)]
@@ -139,39 +140,50 @@ class MixtureIterator(base.InputIterator):
   def __next__(self) -> base.Batch:
     if self._closed:
       raise UserError('this input iterator has been closed: make another one from its Input.')
-    # Every host makes the same choice, reads as many batches and finds the same ends.
-    choice = self._choice.choose()
+    # Every host makes the same choice, reads as many rows and finds the same ends.
+    choice = self.next_choice()
     needed = self._choice.num_batches_needed(choice)
-    ended = [reader for reader, num in zip(self._readers, needed, strict=True) if not reader.read_until(num)]
+    ended = [
+      reader
+      for reader, num in zip(self._readers, needed, strict=True)
+      if not reader.is_in_order() and not reader.read_until(num)
+    ]
+    batch = None if ended else self._assemble(choice, ended)
     for reader in ended:
-      if reader.num_read == 0:
+      if not self._choice.rows_read[self._readers.index(reader)].any():
         raise UserError(f'source {reader.name!r} of the mixture is empty: put examples in it, or leave it out.')
-    if ended:
+    if batch is None:
       raise StopIteration
-    batch = self._assemble(choice)
     self._choice.advance(choice)
     for reader, rows_read in zip(self._readers, self._choice.rows_read, strict=True):
       reader.forget_until(int(rows_read.min()))
     return batch
 
-  def _assemble(self, choice: np.ndarray) -> base.Batch:
-    """Returns this shard's rows of the batch whose rows have the sources `choice`, int32 [B]."""
-    is_from = choice[self._rows.start : self._rows.stop, None] == np.arange(len(self._readers))
+  def next_choice(self) -> np.ndarray:
+    """Returns the source of each row of the next batch, of all shards, int32 [B]."""
+    return self._choice.choose()
+
+  def _assemble(self, choice: np.ndarray, ended: 'list[_SourceReader]') -> base.Batch | None:
+    """Returns this shard's rows of the batch whose rows have the sources `choice`, int32 [B].
+
+    Returns None, and adds to `ended`, if a source that is read in order has too few rows.
+    """
+    own = slice(self._rows.start, self._rows.stop)
+    is_from = choice[own, None] == np.arange(len(self._readers))
     batch = {name: np.zeros((len(is_from), *entry.shape[1:]), entry.dtype) for name, entry in self._spec.items()}
     for source, reader in enumerate(self._readers):
       rows = np.flatnonzero(is_from[:, source])
-      numbers = self._choice.rows_read[source, self._rows.start + rows]
-      for number in np.unique(numbers):
-        own, read = rows[numbers == number], reader.batch(int(number))
-        for name, values in batch.items():
-          if values.shape[1:] != read[name].shape[1:]:
-            raise UserError(
-              f'source {reader.name!r} of the mixture has {name!r} of the shape {list(read[name].shape)} in a batch, '
-              f'and not {list(self._spec[name].shape)}: give all batches rows of one size.'
-            )
-          if values.dtype != read[name].dtype:  # the placement refuses what the spec's dtype cannot hold
-            batch[name] = values = values.astype(np.result_type(values, read[name]))
-          values[own] = read[name][own]
+      if not reader.is_in_order():
+        numbers = self._choice.rows_read[source, self._rows.start + rows]
+        for number in np.unique(numbers):
+          of_batch = rows[numbers == number]
+          _put(reader.name, batch, of_batch, {name: x[of_batch] for name, x in reader.batch(int(number)).items()})
+      elif (count := int((choice == source).sum())) > 0:
+        places = np.cumsum(choice == source)[own][rows] - 1
+        if (read := reader.next_rows(count, places.tolist())) is None:
+          ended.append(reader)
+          return None
+        _put(reader.name, batch, rows, read)
     return {**batch, 'row_sources': is_from}
 
   def _identity(self, num_batches: int) -> base.State:
@@ -188,14 +200,27 @@ class MixtureIterator(base.InputIterator):
   def set_state(self, state: base.State) -> None:
     base.check_state(state, {'kind': 'mixture'})
     base.check_state(state, self._identity(int(state['choice']['num_batches'])))
-    for reader in self._readers:
-      reader.set_state(state['sources'][reader.name])
     self._choice.set_state(state['choice'])
+    for reader, rows_read in zip(self._readers, self._choice.rows_read, strict=True):
+      reader.set_state(state['sources'][reader.name], int(rows_read.sum()))
 
   def close(self) -> None:
     self._closed = True
     for reader in self._readers:
       reader.close()
+
+
+def _put(source: str, batch: base.Batch, rows: np.ndarray, read: base.Batch) -> None:
+  """Writes what was read of a source into rows of a batch. Raises a UserError: it has other shapes."""
+  for name, values in batch.items():
+    if values.shape[1:] != read[name].shape[1:]:
+      raise UserError(
+        f'source {source!r} of the mixture has {name!r} of the shape {list(read[name].shape)} in a batch, and not '
+        f'{[len(read[name]), *values.shape[1:]]}: give all batches rows of one size.'
+      )
+    if values.dtype != read[name].dtype:  # the placement refuses what the spec's dtype cannot hold
+      batch[name] = values = values.astype(np.result_type(values, read[name]))
+    values[rows] = read[name]
 
 
 def _proportions(settings: Mixture, weights: Mapping[str, float]) -> list[Fraction]:
@@ -222,17 +247,38 @@ def map_sources(function: Callable[[str, base.Input], base.Input], given: base.I
 
 
 class _SourceReader:
-  """The batches of one source, by number, counted in `num_read`; forgets those behind the oldest one in use.
+  """The rows of one source, in their order, or by the numbers of its batches.
 
-  Its state is the position before that batch, so that a restore reads the few batches behind it again.
+  Of the batches, counted in `num_read`, it forgets those behind the oldest one in use. Its state then is the position
+  before that batch, so that a restore reads the few batches behind it again.
   """
 
   def __init__(self, name: str, source: base.Input, shard_index: int, shard_count: int):
     self.name = name
     self.num_read = 0
+    self._batch_size = source.batch_size
+    self._is_in_order: bool | None = None  # before the first row is read, None
+    self._num_repeated = 0  # rows that a position of an earlier version has read, but is before
     self._kept: deque[tuple[base.State, base.Batch]] = deque()  # each with the position before it
     with _naming(name):
       self._iterator = source.make_iterator(shard_index, shard_count)
+
+  def is_in_order(self) -> bool:
+    """Whether rows are read by `next_rows`, and not by batches."""
+    if self._is_in_order is None:
+      with _naming(self.name):
+        self._is_in_order = base.is_in_order(self._iterator)
+    return self._is_in_order
+
+  def next_rows(self, count: int, places: Sequence[int]) -> base.Batch | None:
+    """As of OrderedIterator; returns None if fewer rows are left."""
+    iterator = cast(base.OrderedIterator, self._iterator)
+    with _naming(self.name), contextlib.suppress(StopIteration):
+      if self._num_repeated:
+        iterator.next_rows(self._num_repeated, [])
+        self._num_repeated = 0
+      return iterator.next_rows(count, places)
+    return None
 
   def read_until(self, num_batches: int) -> bool:
     """Reads until so many batches have been read; returns False if the source ends before."""
@@ -257,16 +303,21 @@ class _SourceReader:
       self._kept.popleft()
 
   def get_state(self) -> base.State:
-    """The position before the oldest batch that is kept, and that batch's number."""
+    """The position; not in order, that before the oldest batch that is kept, and the number of this batch."""
     with _naming(self.name):
       position = self._kept[0][0] if self._kept else self._iterator.get_state()
+    if self._is_in_order and not self._num_repeated:
+      return {'position': position}
     return {'first_batch': self.num_read - len(self._kept), 'position': position}
 
-  def set_state(self, state: base.State) -> None:
+  def set_state(self, state: base.State, num_rows: int) -> None:
+    """Goes to a position behind so many rows."""
     with _naming(self.name):
       self._iterator.set_state(state['position'])
     self._kept.clear()
-    self.num_read = int(state['first_batch'])
+    self._is_in_order = None if 'first_batch' in state else True
+    self.num_read = int(state.get('first_batch', 0))
+    self._num_repeated = max(num_rows - self.num_read * self._batch_size, 0) if 'first_batch' in state else 0
 
   def close(self) -> None:
     self._iterator.close()

@@ -1,9 +1,8 @@
 """Packs tokenized documents, one after another, into rows of T tokens without padding between them.
 
-Rows are cut from *lanes*. A lane reads the blocks `lane, lane + num_lanes, lane + 2 * num_lanes, ...` of the (shuffled,
-repeated) source, and each row continues where the lane's last row ended. Row r of every batch comes from lane r. So
-every batch mixes B places of the text, whatever the number of hosts. A lane's position has a digest of its current
-block, so that a restore notices changed text.
+Rows are cut from *lanes*. A lane reads blocks one after another, and each row continues where the lane's last row
+ended. Which blocks these are, row_order.py says. A lane's position has a digest of its current block, so that a restore
+notices changed text.
 
 Grain's ConcatThenSplitIterDataset is not used: it packs one stream per worker, so the data would depend on their
 number, and a batch would hold neighbouring text.
@@ -11,8 +10,10 @@ number, and a batch would hold neighbouring text.
 Legend: T sequence length, N tokens of a block.
 """
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any, ClassVar, Protocol
 import zlib
 
@@ -45,11 +46,20 @@ class TokenBlock:
   num_truncated: int = 0
   num_skipped: int = 0
 
+  @functools.cached_property
   def digest(self) -> int:
     digest = zlib.crc32(self.labels.tobytes(), zlib.crc32(self.ids.tobytes()))
     for name in sorted(self.arrays):
       digest = zlib.crc32(self.arrays[name].tobytes(), digest)
     return digest
+
+  def part(self, start: int, end: int, *, is_last: bool) -> 'TokenBlock':
+    """The tokens [start, end). The last part counts the documents that were too long."""
+    inner = [stop - start for stop in self.ends if start < stop < end]
+    ends = (*inner, end - start) if end > start else ()
+    arrays = {name: values[start:end] for name, values in self.arrays.items()}
+    counts = {'num_truncated': self.num_truncated, 'num_skipped': self.num_skipped} if is_last else {}
+    return TokenBlock(self.ids[start:end], self.labels[start:end], ends, arrays, **counts)
 
 
 class BlockEncoder(Protocol):
@@ -123,73 +133,70 @@ def _checked_ids(ids: np.ndarray, is_end: bool, tokenizer: Tokenizer) -> np.ndar
 
 
 class Lane:
-  """A position in every `num_lanes`-th block, from which rows are cut.
+  """A position in a sequence of blocks, from which rows are cut.
 
   Args:
-    lane, num_lanes: which blocks: `lane`, `lane + num_lanes`, ...
-    read_block: returns a block's tokens, or None behind the last one.
-    num_blocks: of the source, once. A lane that finds no token in as many blocks in a row asks `goes_on`.
-    goes_on: whether other blocks may come, which may have tokens. If not, the lane's rows are padding from then on.
+    read_block: returns the tokens of a block by its number in the sequence, or None behind the last one.
+    num_blocks: after how many blocks the same ones come again.
+    check_has_tokens: raises an error if no block of the whole source has a token. A lane asks that when it has met none
+      for long. If others have some, but none of this lane's blocks, its rows are padding from then on.
     packing: False puts one document, or one piece of T tokens of it, in each row.
     keeps_whole: as in BlockEncoder; a block that does not fit in what is left of a row begins the next.
   """
 
   def __init__(
     self,
-    lane: int,
-    num_lanes: int,
     read_block: Callable[[int], TokenBlock | None],
     num_blocks: int,
-    goes_on: Callable[[], bool],
+    check_has_tokens: Callable[[], None],
     packing: bool = True,
     keeps_whole: bool = False,
   ):
-    self._lane, self._num_lanes = lane, num_lanes
-    self._read_block, self._num_blocks, self._goes_on = read_block, num_blocks, goes_on
+    self._read_block, self._num_blocks, self._check_has_tokens = read_block, num_blocks, check_has_tokens
     self._packing, self._keeps_whole = packing, keeps_whole
     self._is_starved = False
     self.num_too_long = np.zeros(2, np.int64)  # documents truncated and skipped in the blocks behind the current one
-    self._num_read = self._offset = self._next_document = self._digest = 0
+    self.blocks_of_row: list[int] = []  # numbers of the blocks that the last row is from
+    self._num_read = self._offset = self._next_document = 0
     self._block: TokenBlock | None = None
 
   @property
   def position(self) -> tuple[int, int, int]:
     """(blocks behind the current one, tokens used of the current one, digest of the current one or 0 if unused)."""
-    return self._num_read, self._offset, self._digest if self._offset else 0
+    return self._num_read, self._offset, self._block.digest if self._block is not None and self._offset else 0
 
-  def seek(self, num_read: int, offset: int, digest: int) -> None:
-    """Continues at a `position`. Raises a UserError if there is none such."""
+  def seek(self, num_read: int, offset: int, digest: int | None) -> None:
+    """Continues at a `position`; None for a digest asks for no comparison. Raises a UserError if there is none such."""
     self._num_read, self._offset, self._next_document, self._block = num_read, offset, 0, None
     self._is_starved = False
     if offset == 0:
       return
-    self._load()
-    if self._block is None or not 0 <= offset <= self._block.ids.size or digest != self._digest:
-      size = 'no such block' if self._block is None else f'{self._block.ids.size} tokens with digest {self._digest}'
+    block = self._block = self._read_block(num_read)
+    if block is None or not 0 <= offset <= block.ids.size or digest not in (None, block.digest):
+      size = 'no such block' if block is None else f'{block.ids.size} tokens with digest {block.digest}'
       raise UserError(
-        f'the saved position is token {offset} of block {num_read} of lane {self._lane} with digest {digest}, but '
-        f'it has {size}: the text or its tokenizer is not what it was when the state was saved.'
+        f'the saved position is token {offset} of block {num_read} of a row with digest {digest}, but there it has '
+        f'{size}: the text or its tokenizer is not what it was when the state was saved.'
       )
-    self._next_document = int(np.searchsorted(self._block.ends, offset, side='right'))
-
-  def _load(self) -> None:
-    self._block = self._read_block(self._lane + self._num_read * self._num_lanes)
-    self._digest = 0 if self._block is None else self._block.digest()
+    self._next_document = bisect.bisect_right(block.ends, offset)
 
   def _current(self) -> TokenBlock | None:
     """The block in which unused tokens remain, or None at the end."""
     num_empty, begun = 0, self._num_read
     while True:
       if self._block is None:
-        self._load()
+        self._block = self._read_block(self._num_read)
       if self._block is None or self._offset < self._block.ids.size:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
       # Asked early too: that no block has any text should not cost a whole pass to find out.
-      if num_empty in (_EARLY, self._num_blocks) and not self._goes_on() and num_empty == self._num_blocks:
+      if num_empty in (_EARLY, self._num_blocks):
+        self._check_has_tokens()
+      if num_empty == self._num_blocks:
         logging.warning(
-          'Without shuffling, some rows of the batch meet no block with text, so that they are padding: shuffle the '
-          'source, or change block_bytes or batch_size.'
+          'The %d blocks of text from which a row of each batch is read have no text, so that the row is padding: set '
+          'block_bytes to more than the longest record, or batch_size to less.',
+          num_empty,
         )
         self._is_starved, self._num_read, self._block = True, begun, None
         return None
@@ -198,6 +205,7 @@ class Lane:
 
   def fill_row(self, batch: base.Batch, row: int, positions: np.ndarray) -> bool:
     """Writes the next row into `batch`; False if the lane had ended. `positions` is arange(T)."""
+    self.blocks_of_row = []
     if self._is_starved:
       return True
     seq_len = positions.size
@@ -206,6 +214,8 @@ class Lane:
       block = self._current()
       if block is None or (self._keeps_whole and block.ids.size > self._offset + seq_len - used):
         break
+      if self._num_read not in self.blocks_of_row[-1:]:
+        self.blocks_of_row.append(self._num_read)
       start, document_end = self._offset, block.ends[self._next_document]
       count = min(seq_len - used, document_end - start)
       segment += 1

@@ -12,6 +12,8 @@ from pathlib import Path
 import re
 from typing import Any, TypeVar
 
+import numpy as np
+
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import is_remote
 from spmd_tasks.inputs.text import (
@@ -20,6 +22,7 @@ from spmd_tasks.inputs.text import (
   ListedFile,
   OpenFiles,
   OpenTextFiles,
+  byte_sizes,
   changed_file,
   cut_files,
   file_fingerprint,
@@ -164,6 +167,9 @@ class OpenJsonLines(OpenFiles):
     self._blocks = cut_files(self._sizes, block_bytes)
     self._field = field
 
+  def sizes(self) -> np.ndarray:
+    return byte_sizes(self._blocks)
+
   def __getitem__(self, index: int) -> Block:
     file, start, end = self._blocks[index]
     path, size = self._paths[file], self._sizes[file]
@@ -215,6 +221,9 @@ class OpenParquet(OpenFiles):
         num_rows = metadata.row_group(group).num_rows
         self._blocks += [(file, group, row, min(block_rows, num_rows - row)) for row in range(0, num_rows, block_rows)]
     self._last_group: tuple[tuple[int, int], Any] | None = None
+
+  def sizes(self) -> np.ndarray:
+    return np.array([num_rows for *_, num_rows in self._blocks], np.int64)
 
   def _open_file(self, path: str) -> Any:
     import pyarrow

@@ -13,7 +13,7 @@ Legend: B global batch size, N tokens of a row of text, S length of the inputs, 
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from absl import logging
 import jax
@@ -158,15 +158,15 @@ class SpanCorruption:
   def progress(self, state: base.State) -> dict[str, float]:
     return base.progress_of(self.text, state['text'])
 
-  def corrupt(self, batch: base.Batch, first_row: int) -> base.Batch:
-    """Makes a batch of rows of `text`; `first_row` is the number of its first row in the data, for the mask."""
+  def corrupt(self, batch: base.Batch, numbers: Sequence[int]) -> base.Batch:
+    """Makes a batch of rows of `text`; `numbers` are those of the rows in the data, for the masks."""
     tokenizer = self.tokenizer
     assert tokenizer is not None
     examples = []
-    for row, (ids, segments) in enumerate(zip(batch['ids'], batch['segment_ids'])):
+    for number, ids, segments in zip(numbers, batch['ids'], batch['segment_ids'], strict=True):
       tokens = ids[segments > 0]
       # The row is the highest word of the counter, so that no two rows have random numbers in common.
-      rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, first_row + row]))
+      rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, number]))
       mask = noise_mask(tokens.size, rng, self.noise_density, self.mean_span_length)
       first = tokenizer.vocab_size - 1  # the sentinel of the first span
       halves = [replace_spans(tokens, each, first) for each in (mask, ~mask)] if tokens.size else []
@@ -204,22 +204,33 @@ class SpanCorruptionIterator(base.InputIterator):
 
   def __init__(self, settings: SpanCorruption, text: base.InputIterator, rows: range):
     self._settings, self._text, self._rows = settings, text, rows
-    self._num_batches = 0
+    self._num_rows = 0  # behind the position, of all shards
     names = ('inputs_length', 'noise_density', 'mean_span_length', 'seed')
     self._identity: Mapping[str, Any] = {'kind': 'span_corruption', **{name: getattr(settings, name) for name in names}}
 
+  @property
+  def in_order(self) -> bool:
+    return base.is_in_order(self._text)
+
   def __next__(self) -> base.Batch:
-    batch = self._settings.corrupt(next(self._text), self._num_batches * self._settings.batch_size + self._rows.start)
-    self._num_batches += 1
+    return self._corrupt(next(self._text), self._settings.batch_size, self._rows)
+
+  def next_rows(self, count: int, places: Sequence[int]) -> base.Batch:
+    return self._corrupt(cast(base.OrderedIterator, self._text).next_rows(count, places), count, places)
+
+  def _corrupt(self, batch: base.Batch, count: int, places: Sequence[int]) -> base.Batch:
+    batch = self._settings.corrupt(batch, [self._num_rows + int(place) for place in places])
+    self._num_rows += count
     return batch
 
   def get_state(self) -> base.State:
-    return {**self._identity, 'num_batches': self._num_batches, 'text': self._text.get_state()}
+    return {**self._identity, 'num_rows': self._num_rows, 'text': self._text.get_state()}
 
   def set_state(self, state: base.State) -> None:
     base.check_state(state, self._identity)
     self._text.set_state(state['text'])
-    self._num_batches = int(state['num_batches'])
+    of_batches = state.get('num_batches', 0) * self._settings.batch_size  # in positions of earlier versions
+    self._num_rows = int(state.get('num_rows', of_batches))
 
   def close(self) -> None:
     self._text.close()

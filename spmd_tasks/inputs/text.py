@@ -13,6 +13,8 @@ import platform
 import sysconfig
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
+import numpy as np
+
 from spmd_tasks.errors import JobError, UserError
 
 DEFAULT_BLOCK_BYTES = 1 << 16
@@ -50,6 +52,9 @@ class OpenSource(Protocol):
   def fingerprint(self) -> str:
     """A digest that changes when the blocks change."""
 
+  # A method `sizes()`, if any, returns numbers [len(self)] to which the tokens of the blocks are about in proportion.
+  # Without it, or where it returns None, they count as equal.
+
 
 @runtime_checkable
 class TextSource(Protocol):
@@ -73,6 +78,11 @@ def cut_files(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, in
   return [
     (i, start, min(start + block_bytes, size)) for i, size in enumerate(sizes) for start in range(0, size, block_bytes)
   ]
+
+
+def byte_sizes(blocks: Sequence[tuple[int, int, int]]) -> np.ndarray:
+  """The sizes of (file, start, end) ranges, int64 [len(blocks)]."""
+  return np.array([end - start for _, start, end in blocks], np.int64)
 
 
 class ListedFile:
@@ -150,6 +160,10 @@ class OpenFiles:
   def fingerprint(self) -> str:
     return self._fingerprint
 
+  def sizes(self) -> np.ndarray | None:
+    """The sizes of the blocks, int64 [len(self)]; here None, equal ones."""
+    return None
+
 
 class OpenTextFiles(OpenFiles):
   """Opened text files: each file is one document, in one or more blocks."""
@@ -159,6 +173,9 @@ class OpenTextFiles(OpenFiles):
     self._blocks = cut_files(self._sizes, block_bytes)
     self._window = min(_CUT_WINDOW, block_bytes)
     self._errors = errors
+
+  def sizes(self) -> np.ndarray:
+    return byte_sizes(self._blocks)
 
   def __getitem__(self, index: int) -> Block:
     file, start, end = self._blocks[index]

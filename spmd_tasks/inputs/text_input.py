@@ -3,18 +3,20 @@
     TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)  # training: never ends
     TextInput(source=StdlibText(split='valid'), ..., num_epochs=1, shuffle=False)          # an eval set: one pass
 
-A training input (`num_epochs=None`) has one lane per row of the global batch (packing.py). A host reads the lanes of
-its rows. A finite input is one stream, dealt to the rows in turn. Every host reads the whole stream and keeps its own
-rows, so all hosts agree on the number of batches; only the last is padded.
+An input that repeats its source takes its rows from the shuffled rows of each epoch, or, if the source is too large for
+that, has one lane per row of the global batch, which reads a part of the source (row_order.py). A host reads the lanes
+of its own rows. A single pass, or a few over a large source, is one stream, dealt to the rows in turn. Every host reads
+the whole stream and keeps its own rows, so all hosts agree on the number of batches; only the last is padded.
 
-In both cases the config and the position alone determine the global batch, so the number of hosts may change between
-save and restore. A restore reads one block per lane again.
+In all cases the config and the position alone determine the global batch, so the number of hosts may change between
+save and restore. A restore reads one block per lane again, or a small source.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 import contextlib
 import dataclasses
 import functools
+import math
 import queue
 import threading
 from typing import Any, ClassVar
@@ -26,6 +28,16 @@ import numpy as np
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.packing import BlockEncoder, Lane, TextEncoder, TokenBlock, pack_batch
+from spmd_tasks.inputs.row_order import (
+  EpochRows,
+  Shares,
+  cut,
+  order_of_epoch,
+  read_all,
+  seems_small,
+  shuffled,
+  small_tokens,
+)
 from spmd_tasks.inputs.text import OpenSource, TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
 
@@ -88,7 +100,7 @@ class TextInput:
     for index in range(shard_count):
       rows = base.shard_rows(self.batch_size, index, shard_count)
       own: dict[str, Any] = {'shard_index': index, 'shard_count': shard_count}
-      for name in ('lanes', 'num_too_long') if endless else ():
+      for name in ('lanes', 'num_parts', 'num_too_long') if endless else ():
         if name in states[0]:
           own[name] = [lane for state in states for lane in state[name]][rows.start : rows.stop]
       resharded.append({**states[0], **own})
@@ -96,9 +108,11 @@ class TextInput:
 
   def epochs(self, state: base.State) -> float:
     """Returns how often the source has been read at a position, as a mean over the lanes of its shard."""
-    num_lanes = self.batch_size if self.num_epochs is None else 1
-    blocks_per_lane = sum(num_read for num_read, _, _ in state['lanes']) / len(state['lanes'])
-    return blocks_per_lane * num_lanes / state['num_blocks']
+    if 'num_rows' in state:
+      return state['num_rows'] / state['num_rows_of_epoch']
+    lanes = state.get('lanes', [(0, 0, 0)])
+    parts = state.get('num_parts', [state['num_blocks']] * len(lanes))  # blocks that a lane reads in an epoch
+    return sum(num_read / num for (num_read, _, _), num in zip(lanes, parts, strict=True)) / len(lanes)
 
 
 class TextIterator(base.InputIterator):
@@ -109,6 +123,7 @@ class TextIterator(base.InputIterator):
     self._shard = {'shard_index': shard_index, 'shard_count': shard_count}
     source = settings.source.open()
     self._num_blocks = len(source)
+    self._sizes: np.ndarray | None = source.sizes() if hasattr(source, 'sizes') else None
     self._encoder = settings.block_encoder()
     self._identity = {
       'kind': settings.kind,
@@ -117,22 +132,36 @@ class TextIterator(base.InputIterator):
       **{name: getattr(settings, name) for name in _IDENTITY},
     }
     self._source = source
-    rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
-    is_endless = settings.num_epochs is None
-    self._lanes, self._num_lanes = (tuple(rows), settings.batch_size) if is_endless else ((0,), 1)
-    self._rows = None if is_endless else slice(rows.start, rows.stop)
-    self._positions = np.zeros((len(self._lanes), 5), np.int64)  # Lane.position and the numbers of Lane.num_too_long
+    self._rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
+    self._num_lanes = len(self._rows) if settings.num_epochs is None else 1
+    self._positions = np.zeros((self._num_lanes, 5), np.int64)  # Lane.position and the numbers of Lane.num_too_long
     self._num_batches = 0
+    self._has_looked = settings.num_epochs == 1  # whether it is known how large the source is
+    self._epoch: EpochRows | None = None  # of a small source that is repeated
+    self._num_rows = 0  # rows behind the position, of all hosts; with `_epoch`
+    self._last_rows: list[int] = []  # of the epoch, in the last batch
+    self._set: base.State | None = None  # a position that was set, and to which the iterator has not gone yet
+    self._lanes: list[Lane] = []
     self._stream: Generator[tuple[base.Batch, np.ndarray], None, None] | None = None
     self._closed = False
     self._num_reported = 0  # documents that were too long, when that was last logged
+    self._has_warned = False
+
+  @property
+  def in_order(self) -> bool:
+    """Whether `next_rows` may be called; then the source is small, and has been read."""
+    self._prepare()
+    return self._epoch is not None
 
   def __next__(self) -> base.Batch:
-    if self._closed:
-      raise UserError('this input iterator has been closed: make another one from its Input.')
+    self._prepare()
     limit = self._settings.max_batches
     if limit is not None and self._num_batches >= limit:
       raise StopIteration
+    if self._epoch is not None:
+      if self._num_left() <= 0:
+        raise StopIteration
+      return self._take(self._settings.batch_size, self._rows)
     if self._stream is None:
       self._stream = self._batches(self._positions)
     try:
@@ -143,43 +172,160 @@ class TextIterator(base.InputIterator):
       raise
     self._num_batches += 1
     self._report_too_long()
+    return self.finish(batch)
+
+  def next_rows(self, count: int, places: Sequence[int]) -> base.Batch:
+    self._prepare()
+    limit = self._settings.max_batches
+    num_left = self._num_left()
+    if limit is not None:
+      num_left = min(num_left, limit * self._settings.batch_size - self._num_rows)
+    if num_left < count:
+      raise StopIteration
+    return self._take(count, places)
+
+  def finish(self, batch: base.Batch) -> base.Batch:
+    """What becomes of packed rows; here nothing."""
     return batch
 
-  def _batches(self, positions: np.ndarray) -> Generator[tuple[base.Batch, np.ndarray], None, None]:
-    """Yields this shard's rows of the batches, with the positions after them: int64 [len(lanes), 5]."""
-    import grain
+  def _take(self, count: int, places: Sequence[int]) -> base.Batch:
+    """Returns the rows at `places` of the next `count` of all epochs; behind the last epoch they are padding."""
+    epoch, s = self._epoch, self._settings
+    assert epoch is not None
+    if count > epoch.num_rows and not self._has_warned:
+      self._has_warned = True
+      logging.warning(
+        'An epoch has %d rows of seq_len = %d, but a batch takes %d of them, so that some are copies of one another. '
+        'Set batch_size to at most %d, or give more text.',
+        *(epoch.num_rows, s.seq_len, count, epoch.num_rows),
+      )
+    batch = base.empty_batch(len(places), s.seq_len, self._encoder.pad_id, self._encoder.dtypes)
+    num_left, self._last_rows = self._num_left(), []
+    for row, place in enumerate(places):
+      if place < num_left:
+        number, inner = divmod(self._num_rows + place, epoch.num_rows)
+        if s.shuffle:
+          inner = int(order_of_epoch(epoch.num_rows, s.batch_size, s.seed, number)[inner])
+        epoch.fill_row(batch, row, inner)
+        self._last_rows.append(inner)
+    self._num_rows += count
+    self._num_batches = self._num_rows // s.batch_size
+    return self.finish(batch)
 
+  def _num_left(self) -> float:
+    """How many rows are left behind the position, of a small source."""
+    assert self._epoch is not None
+    num_epochs = self._settings.num_epochs
+    return math.inf if num_epochs is None else num_epochs * self._epoch.num_rows - self._num_rows
+
+  def origins(self) -> list[list[str]] | None:
+    """Returns of each row of the last batch the names of its blocks; None of a single stream."""
+    if self._epoch is not None:
+      blocks = [[self._block_order[i] for i in self._epoch.blocks_of(number)] for number in self._last_rows]
+    elif self._settings.num_epochs is None:
+      blocks = [
+        [self._shares.reads(row)(number)[0] for number in lane.blocks_of_row]
+        for row, lane in zip(self._rows, self._lanes, strict=True)
+      ]
+    else:
+      return None
+    return [[self._source.block_name(int(index)) for index in indices] for indices in blocks]
+
+  def _prepare(self) -> None:
+    """Reads a small source if that has not been done, and goes to the position that was set."""
+    if self._closed:
+      raise UserError('this input iterator has been closed: make another one from its Input.')
+    if not self._has_looked:
+      self._look()
+      self._has_looked = True
+    state, self._set = self._set, None
+    if state is not None:
+      try:
+        self._go_to(state)
+      except BaseException:
+        self._set = state
+        raise
+
+  def _look(self) -> None:
+    """Reads the source, if it is small, and cuts its rows; otherwise divides it among the rows of the batch."""
+    s = self._settings
+    blocks = self._small_blocks()
+    if blocks is None:
+      if s.num_epochs is None:
+        self._shares = Shares(self._num_blocks, self._sizes, s.batch_size, s.seed, s.shuffle)
+      return
+    _check_has_tokens(blocks)
+    scratch = base.empty_batch(1, s.seq_len, self._encoder.pad_id, self._encoder.dtypes)
+    self._epoch = EpochRows(blocks, functools.partial(self._make_lane, lambda: None), scratch)
+    if any(self._epoch.num_too_long):
+      logging.warning(
+        'Of the documents of an epoch, %d were truncated and %d left out, because they have more than seq_len = %d '
+        'tokens.',
+        *(*self._epoch.num_too_long, s.seq_len),
+      )
+
+  def _small_blocks(self) -> list[TokenBlock] | None:
+    """Returns the blocks of a small source, in the order in which rows are cut; None for a large one."""
+    s = self._settings
+    limit = small_tokens(s.batch_size, s.seq_len)
+    reader = BlockReader(self._source, self._encoder, s.read_timeout_s)
+    try:
+      if not seems_small(reader.__getitem__, self._num_blocks, self._sizes, limit):
+        return None
+      order = shuffled(self._num_blocks, s.seed, 0) if s.shuffle else np.arange(self._num_blocks)
+      self._block_order = order.tolist()
+      return read_all(reader.__getitem__, self._block_order, limit)
+    finally:
+      reader.close()
+
+  def _make_lane(
+    self, check: Callable[[], None], read_block: Callable[[int], TokenBlock | None], num_blocks: int
+  ) -> Lane:
+    return Lane(read_block, num_blocks, check, self._settings.packing, self._encoder.keeps_whole)
+
+  def _batches(self, positions: np.ndarray) -> Generator[tuple[base.Batch, np.ndarray], None, None]:
+    """Yields this shard's rows of the batches, with the positions after them: int64 [lanes, 5]."""
     s = self._settings
     reader = BlockReader(self._source, self._encoder, s.read_timeout_s)
-    blocks = grain.MapDataset.source(reader)
-    if s.shuffle:
-      blocks = blocks.seed(s.seed).shuffle()
-    blocks = blocks.repeat(s.num_epochs)
-
-    def read_block(index: int) -> TokenBlock | None:
-      return blocks[index] if index < len(blocks) else None
-
-    @functools.cache
-    def goes_on() -> bool:
-      _check_has_tokens(reader)
-      return s.shuffle
-
+    check = functools.cache(lambda: _check_has_tokens(reader))
     try:
-      lanes = [
-        Lane(lane, self._num_lanes, read_block, len(reader), goes_on, s.packing, self._encoder.keeps_whole)
-        for lane in self._lanes
-      ]
+      if s.num_epochs is None:
+        lanes = [
+          self._make_lane(check, self._reads_share(reader, row), self._shares.num_blocks(row)) for row in self._rows
+        ]
+        row_lanes = lanes
+      else:
+        lanes = [self._make_lane(check, self._reads_stream(reader), self._num_blocks)]
+        row_lanes = lanes * s.batch_size
+      self._lanes = lanes
       for lane, (*position, truncated, skipped) in zip(lanes, positions.tolist(), strict=True):
         lane.seek(*position)
         lane.num_too_long[:] = truncated, skipped
-      row_lanes = lanes if self._rows is None else lanes * s.batch_size
       pad_id, dtypes = self._encoder.pad_id, self._encoder.dtypes
       while (batch := pack_batch(row_lanes, s.seq_len, pad_id, dtypes)) is not None:
-        if self._rows is not None:
-          batch = {name: rows[self._rows] for name, rows in batch.items()}
+        if row_lanes is not lanes:
+          batch = {name: rows[self._rows.start : self._rows.stop] for name, rows in batch.items()}
         yield batch, np.array([(*lane.position, *lane.num_too_long) for lane in lanes], np.int64)
     finally:
       reader.close()
+
+  def _reads_share(self, reader: 'BlockReader', row: int) -> Callable[[int], TokenBlock]:
+    s, share, keeps_whole = self._settings, self._shares.reads(row), self._encoder.keeps_whole
+
+    def read_block(number: int) -> TokenBlock:
+      index, start, end = share(number)
+      return cut(reader[index], start, end, s.seq_len, s.packing, keeps_whole)
+
+    return read_block
+
+  def _reads_stream(self, reader: 'BlockReader') -> Callable[[int], TokenBlock | None]:
+    import grain
+
+    blocks = grain.MapDataset.source(reader)
+    if self._settings.shuffle:
+      blocks = blocks.seed(self._settings.seed).shuffle()
+    blocks = blocks.repeat(self._settings.num_epochs)
+    return lambda number: blocks[number] if number < len(blocks) else None
 
   def _stop(self) -> None:
     stream, self._stream = self._stream, None
@@ -187,10 +333,18 @@ class TextIterator(base.InputIterator):
       stream.close()
 
   def get_state(self) -> base.State:
-    lanes = self._positions[:, :3].tolist()
-    progress = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks, 'lanes': lanes}
-    if self._encoder.keeps_whole:
-      progress['num_too_long'] = self._positions[:, 3:].tolist()
+    if self._set is not None:
+      return {**self._set, **self._shard}
+    progress: dict[str, Any] = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks}
+    if self._epoch is not None:
+      own = {'num_rows': self._num_rows, 'num_rows_of_epoch': self._epoch.num_rows, 'digest': self._epoch.digest}
+      return {**self._identity, **self._shard, **progress, **own}
+    if self._has_looked:  # before, it is at the beginning
+      progress['lanes'] = self._positions[:, :3].tolist()
+      if self._settings.num_epochs is None:
+        progress['num_parts'] = [self._shares.num_blocks(row) for row in self._rows]
+      if self._encoder.keeps_whole:
+        progress['num_too_long'] = self._positions[:, 3:].tolist()
     return {**self._identity, **self._shard, **progress}
 
   def set_state(self, state: base.State) -> None:
@@ -203,16 +357,38 @@ class TextIterator(base.InputIterator):
           f'{shard_count}: pass the states of all shards through `reshard_states` first, or restore with as many hosts.'
         )
       base.check_state(state, self._shard)
-    positions = np.array(state['lanes'], np.int64)
-    expected = len(self._lanes)
-    if positions.shape != (expected, 3) or positions.min() < 0:
-      raise UserError(
-        f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(expected, 3)}.'
-      )
-    too_long = np.array(state.get('num_too_long', np.zeros((expected, 2))), np.int64).reshape(expected, 2)
+    if 'lanes' in state:
+      positions = np.array(state['lanes'], np.int64)
+      if positions.shape != (self._num_lanes, 3) or positions.min() < 0:
+        raise UserError(
+          f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(self._num_lanes, 3)}.'
+        )
     self._stop()
-    self._positions = np.concatenate([positions, too_long], axis=1)
-    self._num_batches = int(state['num_batches'])
+    self._set = state
+
+  def _go_to(self, state: base.State) -> None:
+    """Goes to a saved position. Raises a UserError: it is of other text of the same size."""
+    self._num_batches, self._num_rows = int(state['num_batches']), int(state.get('num_rows', 0))
+    positions, too_long = np.zeros((self._num_lanes, 3)), np.zeros((self._num_lanes, 2))
+    if 'num_rows' in state:
+      if self._epoch is None or state['digest'] != self._epoch.digest:
+        raise UserError('the text or its tokenizer is not what it was when the input state was saved: put it back.')
+    elif self._settings.num_epochs != 1 and 'lanes' in state and self._is_of_older_order(state):
+      epochs = np.array(state['lanes'])[:, 0] * self._settings.batch_size / self._num_blocks
+      self._num_rows = self._num_batches * self._settings.batch_size
+      if self._epoch is None:
+        positions[:, 0] = [int(part * self._shares.num_blocks(row)) for part, row in zip(epochs, self._rows)]
+      logging.warning(
+        'The input state was saved by an earlier version, which read rows in another order. The input goes on as if '
+        '%d batches had been read in the new order: some text of this epoch comes again, and some is left out.',
+        self._num_batches,
+      )
+    elif 'lanes' in state:
+      positions, too_long = np.array(state['lanes']), np.array(state.get('num_too_long', too_long))
+    self._positions = np.concatenate([positions, too_long], axis=1).astype(np.int64)
+
+  def _is_of_older_order(self, state: base.State) -> bool:
+    return self._epoch is not None or (self._settings.num_epochs is None and 'num_parts' not in state)
 
   def _report_too_long(self) -> None:
     """Logs how many documents were too long: the first time, and whenever there are ten times as many."""
@@ -292,14 +468,14 @@ class BlockReader:
       self._requests = None
 
 
-def _check_has_tokens(reader: BlockReader) -> None:
+def _check_has_tokens(blocks: Sequence[TokenBlock] | BlockReader) -> None:
   """Raises a UserError if no block has any."""
   num_skipped = 0
-  for index in range(len(reader)):
-    block = reader[index]
+  for index in range(len(blocks)):
+    block = blocks[index]
     if block.ids.size:
       return
     num_skipped += block.num_skipped
   if num_skipped:
     raise UserError(f'none of the {num_skipped} records fits in a row, so that all are left out: raise seq_len.')
-  raise UserError(f'none of the {len(reader)} blocks of text has any: give a source with text to train on.')
+  raise UserError(f'none of the {len(blocks)} blocks of text has any: give a source with text to train on.')

@@ -51,6 +51,7 @@ class Evaluator:
     self._job_log_dir = job_log_dir
     self._tensorboard = job.experiment.tensorboard
     self._input_timeout_s = job.experiment.input_timeout_s
+    self._limit_batches = job.experiment.eval_limit_batches
     judges = {name: getattr(each, 'judge', None) for name, each in self._inputs.items()}
     self._judges = None
     if any(judges.values()):
@@ -142,11 +143,20 @@ class Evaluator:
     iterator = self._iterators.pop(name, None) or self._make_iterator(name)
     finished: list[BatchMetrics] = []
     in_flight: BatchMetrics | None = None
+    num_launched = 0
     place = functools.partial(self._place, name)
     with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
       for (eval_step, batch), _ in batches:
         if should_stop():
           return None
+        if num_launched == self._limit_batches:
+          logging.warning(
+            'eval set %r has more than eval_limit_batches = %d batches, of which only these are evaluated: give a set '
+            'that ends (num_epochs=1, or max_batches), or raise eval_limit_batches.',
+            *(name, num_launched),
+          )
+          break
+        num_launched += 1
         launched = eval_step(variables, batch, np.int32(step))
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))

@@ -7,18 +7,16 @@ The batch is read again from its position in the input. What is known depends on
 number of the batch.
 """
 
-from collections.abc import Iterator
 import contextlib
-import functools
-from typing import Any
+from typing import Any, cast
 
-import grain
 import jax
 import numpy as np
 
 from spmd_tasks.experiment import Job, make_training_iterator
-from spmd_tasks.inputs import Batch, Input, Mixture, State, TextInput
-from spmd_tasks.inputs.base import shard_rows, source_of_rows
+from spmd_tasks.inputs import Batch, Input, InputIterator, Mixture, State
+from spmd_tasks.inputs.base import OrderedIterator, is_in_order, source_of_rows
+from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.inputs.tokenizers import decode_all
 
 _SHOWN_TOKENS = 32
@@ -30,9 +28,9 @@ def describe_rows(job: Job, position: State | None) -> list[dict[str, Any]]:
     if position is not None:
       iterator.set_state(position)
     before, batch = iterator.get_state(), next(iterator)
-    after = iterator.get_state()
+    places = _places(job.train_input, iterator, before, batch)
   num_rows = max(len(rows) for rows in batch.values() if rows.ndim)
-  places, sources = _places(job.train_input, before, after, batch), source_of_rows(job.train_input, batch)
+  sources = source_of_rows(job.train_input, batch)
   first = jax.process_index() * num_rows
   described = []
   for row in range(num_rows):
@@ -57,66 +55,46 @@ def _contents(job: Job, batch: Batch, row: int) -> dict[str, Any]:
   return entry
 
 
-def _places(given: Input, before: State, after: State, batch: Batch) -> list[list[str]]:
-  """Returns where in the data each of this process's rows is from."""
-  num_rows = max(len(rows) for rows in batch.values() if rows.ndim)
+def _places(given: Input, iterator: InputIterator, before: State, batch: Batch) -> list[list[str]]:
+  """Returns where in the data each of this process's rows is from, of the last batch of an iterator."""
   if isinstance(given, Mixture):
     return _places_of_mixture(given, before, batch)
-  if isinstance(given, TextInput) and given.num_epochs is None:
-    lanes = shard_rows(given.batch_size, jax.process_index(), jax.process_count())
-    pairs = zip(lanes, before['lanes'], after['lanes'], strict=True)
-    blocks = _Blocks(given)
-    return [list(blocks.names(lane, begin, end)) for lane, begin, end in pairs]
+  if isinstance(iterator, TextIterator) and (origins := iterator.origins()) is not None:
+    return origins
+  after = iterator.get_state()
   numbers = {
     name: after[name] for name in ('num_passes', 'num_read', 'num_batches') if isinstance(after.get(name), int)
   }
+  num_rows = max(len(rows) for rows in batch.values() if rows.ndim)
   return [[', '.join(f'{name} {number}' for name, number in numbers.items())] if numbers else []] * num_rows
 
 
-class _Blocks:
-  """The blocks of a TextInput's source in the order of reading."""
-
-  def __init__(self, given: TextInput):
-    self._given = given
-    self._source = given.source.open()
-    order = grain.MapDataset.source(range(len(self._source)))
-    if given.shuffle:
-      order = order.seed(given.seed).shuffle()
-    self._order = order.repeat(None)
-
-  def names(self, lane: int, begin: list[int], end: list[int]) -> Iterator[str]:
-    """Names the blocks that a lane has read between two positions; see Lane of inputs/packing.py."""
-    (first, offset, _), (last, used, _) = begin, end
-    for number in range(first, last + (used > 0)):
-      index = int(self._order[lane + number * self._given.batch_size])
-      if number > first or not offset or offset < self._num_tokens(index):
-        yield self._source.block_name(index)
-
-  @functools.cached_property
-  def _encoder(self) -> Any:
-    return self._given.block_encoder()
-
-  def _num_tokens(self, index: int) -> int:
-    return int(self._encoder.encode(self._source[index]).ids.size)
-
-
 def _places_of_mixture(given: Mixture, before: State, batch: Batch) -> list[list[str]]:
-  """Reads, for each row, the batch of its source that the row is taken from."""
-  is_from = batch['row_sources']
-  choice, index, count = before['choice'], jax.process_index(), jax.process_count()
-  read = np.array(choice['rows_read'])[:, None] + np.array(choice['rows_read_beyond'])
-  read = read[:, index * len(is_from) : (index + 1) * len(is_from)]
-  places: list[list[str]] = [[] for _ in is_from]
+  """Reads the rows of each source again, from the position before the batch."""
+  index, count = jax.process_index(), jax.process_count()
+  with contextlib.closing(given.make_iterator(index, count)) as mixture:
+    mixture.set_state(before)
+    of_all = mixture.next_choice()
+  choice, num_rows = before['choice'], len(batch['row_sources'])
+  own = slice(index * num_rows, (index + 1) * num_rows)
+  read = (np.array(choice['rows_read'])[:, None] + np.array(choice['rows_read_beyond']))[:, own]
+  places: list[list[str]] = [[] for _ in range(num_rows)]
   for number, (name, source) in enumerate(given.sources.items()):
-    rows = np.flatnonzero(is_from[:, number])
+    rows = np.flatnonzero(of_all[own] == number)
     saved = before['sources'][name]
     with contextlib.closing(source.make_iterator(index, count)) as iterator:
       iterator.set_state(saved['position'])
+      if is_in_order(iterator):
+        begin, ranks = iterator.get_state(), np.cumsum(of_all == number)[own][rows] - 1
+        part = cast(OrderedIterator, iterator).next_rows(int((of_all == number).sum()), ranks.tolist())
+        for row, found in zip(rows, _places(source, iterator, begin, part), strict=True):
+          places[row] = found
+        continue
       for wanted in range(saved['first_batch'], int(read[number, rows].max(initial=-1)) + 1):
-        begin, own = iterator.get_state(), next(iterator)
+        begin, part = iterator.get_state(), next(iterator)
         if not (here := rows[read[number, rows] == wanted]).size:
           continue
-        found = _places(source, begin, iterator.get_state(), own)
+        of_batch = _places(source, iterator, begin, part)
         for row in here:
-          places[row] = found[row]
+          places[row] = of_batch[row]
   return places

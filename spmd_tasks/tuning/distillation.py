@@ -142,26 +142,25 @@ class _WithTeacher:
     return {_LOG_PROBS: jax.ShapeDtypeStruct(shape, np.float32), **ids}
 
 
-class _MadeUpTeacher:
-  """Batches with a teacher who finds all tokens equally probable, for --mode verify; AskTeacher asks a real one."""
-
+class _TaughtIterator(TextIterator):
   _settings: Any  # _WithTeacher
 
+  def finish(self, batch: Batch) -> Batch:
+    return _with_made_up_teacher(batch, self._settings)
+
+
+class _TaughtPrompts(PromptIterator):
   def __next__(self) -> Batch:
-    batch, settings = super().__next__(), self._settings  # type: ignore[misc]
-    shape = (len(batch['ids']), *settings.teacher_spec()[_LOG_PROBS].shape[1:])
-    made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(settings.vocab_size)), shape)}
-    if settings.teacher_top_k:
-      made_up[_IDS] = np.broadcast_to(np.arange(settings.teacher_top_k, dtype=np.int32), shape)
-    return batch | made_up
+    return _with_made_up_teacher(super().__next__(), self._settings)
 
 
-class _TaughtIterator(_MadeUpTeacher, TextIterator):
-  pass
-
-
-class _TaughtPrompts(_MadeUpTeacher, PromptIterator):
-  pass
+def _with_made_up_teacher(batch: Batch, settings: Any) -> Batch:
+  """A batch with a teacher who finds all tokens equally probable, for --mode verify; AskTeacher asks a real one."""
+  shape = (len(batch['ids']), *settings.teacher_spec()[_LOG_PROBS].shape[1:])
+  made_up = {_LOG_PROBS: np.broadcast_to(np.float32(-np.log(settings.vocab_size)), shape)}
+  if settings.teacher_top_k:
+    made_up[_IDS] = np.broadcast_to(np.arange(settings.teacher_top_k, dtype=np.int32), shape)
+  return batch | made_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -128,8 +128,8 @@ class PairIterator(TextIterator):
 
   _settings: PairInput
 
-  def __next__(self) -> base.Batch:
-    batch, s = super().__next__(), self._settings
+  def finish(self, batch: base.Batch) -> base.Batch:
+    s = self._settings
     masks = [(batch['segment_ids'] > 0) & (batch['is_target'] == side) for side in (0, 1)]
     examples = [[row[mask[i]] for mask in masks] for i, row in enumerate(batch['ids'])]
     return encoder_decoder_batch(examples, *s.lengths, s.tokenizer.pad_id)

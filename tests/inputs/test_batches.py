@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import as_input
 from spmd_tasks.runtime.input_layout import make_input_layout
 from tests.inputs.batches import assert_same
@@ -100,7 +101,7 @@ def test_whole_batches_may_go_on_on_another_number_of_processes():
     own_rows.reshard_states([{}, {}], 1)
 
 
-def test_an_eval_set_is_read_once_with_its_smaller_last_batch_which_training_leaves_out(caplog):
+def test_an_eval_set_is_read_once_with_its_smaller_last_batch():
   for source in (generator, random_access()):
     assert len(list(as_input('eval_inputs.valid', source, repeats=False).make_iterator())) == NUM_BATCHES
   small = [*LIST, batch(9, num_rows=2)]
@@ -110,9 +111,85 @@ def test_an_eval_set_is_read_once_with_its_smaller_last_batch_which_training_lea
   other = as_input('eval_inputs.valid', [LIST[0], {'x': LIST[1]['x']}], repeats=False).make_iterator()
   with pytest.raises(ValueError, match=r"eval_inputs.valid has the arrays \['x'\], but the first one \['row', 'x'\]"):
     list(other)
-  train = as_input('train_input', small, repeats=True).make_iterator()
-  assert_same(take(train, 6), [*LIST, LIST[0]])
-  assert 'leaves out batch 6 of train_input, which has 2 rows where the first has 6' in caplog.text
+
+
+def numbered(*sizes):
+  """Batches of so many rows, which are numbered through."""
+  ends = np.cumsum(sizes)
+  return [{'row': np.arange(end - size, end), 'half': np.arange(end - size, end) / 2} for size, end in zip(sizes, ends)]
+
+
+RAGGED = numbered(4, 7, 3, 13, 0, 1)  # 28 rows
+
+
+def ragged_generator():
+  yield from RAGGED
+
+
+def ragged_grain():
+  return grain.MapDataset.source(RAGGED)
+
+
+def ragged_tf_data():
+  tf = pytest.importorskip('tensorflow')
+  signature = {'row': tf.TensorSpec((None,), tf.int64), 'half': tf.TensorSpec((None,), tf.float64)}
+  return tf.data.Dataset.from_generator(ragged_generator, output_signature=signature)
+
+
+RAGGED_SOURCES = [RAGGED, ragged_generator, ragged_grain, ragged_tf_data]
+
+
+@pytest.mark.parametrize('source', RAGGED_SOURCES, ids=lambda source: getattr(source, '__name__', 'list'))
+def test_every_row_of_batches_of_any_size_is_read(source, caplog):
+  """Training goes on over their borders and those of passes; an eval set has its own batches."""
+  eval_set = as_input('eval_inputs.valid', source, repeats=False)
+  read = list(eval_set.make_iterator())
+  assert [len(batch['row']) for batch in read] == [4, 7, 3, 13, 1]
+  np.testing.assert_array_equal(np.concatenate([batch['row'] for batch in read]), np.arange(28))
+  train = as_input('train_input', source, repeats=True)
+  rows = np.arange(3 * 28).reshape(-1, 4) % 28
+  batches = take(train.make_iterator(), len(rows))
+  np.testing.assert_array_equal([batch['row'] for batch in batches], rows)
+  np.testing.assert_array_equal([batch['half'] for batch in batches], rows / 2)
+  (warning,) = [record.getMessage() for record in caplog.records if 'where the first has' in record.getMessage()]
+  assert 'Batch 2 of train_input has 7 rows where the first has 4' in warning
+  for num_before in (1, 2, 3, 5, 7, 12):
+    hosts = [train.make_iterator(index, 2) for index in range(2)]
+    for host in hosts:
+      take(host, num_before)
+    (state,) = train.reshard_states(json.loads(json.dumps([host.get_state() for host in hosts])), 1)
+    again = as_input('train_input', source, repeats=True).make_iterator()
+    again.set_state(state)
+    assert_same(take(again, 4), batches[num_before : num_before + 4])
+
+
+def test_each_process_reads_every_row_of_its_own():
+  def rows_of_a_process(shard_index, shard_count):
+    for batch in RAGGED:
+      yield {'row': 100 * shard_index + batch['row']}
+
+  given = as_input('train_input', rows_of_a_process, repeats=True)
+  given._spec = {'row': jax.ShapeDtypeStruct((8,), np.int32)}  # of two processes
+  for index in range(2):
+    batches = take(given.make_iterator(index, 2), 14)
+    np.testing.assert_array_equal([batch['row'] for batch in batches], 100 * index + np.arange(56).reshape(14, 4) % 28)
+
+
+@pytest.mark.parametrize(
+  'second, words',
+  [
+    ({'x': np.ones((3, 5)), 'scale': 1.0}, r"'x' has rows of the shapes \[\[5\], \[2\]\]"),
+    ({'x': np.ones((3, 2)), 'scale': 2.0}, r"'scale' has one number each, \[2.0, 1.0\]"),
+  ],
+)
+def test_rows_that_cannot_go_together_are_refused(second, words):
+  data = [{'x': np.ones((2, 2)), 'scale': 1.0}, second]
+  iterator = as_input('train_input', data, repeats=True).make_iterator()
+  take(iterator, 2)  # the second batch is cut, which needs no other
+  with pytest.raises(UserError, match='other numbers of rows than the first, 2, .*' + words):
+    next(iterator)
+  eval_set = as_input('eval_inputs.valid', data, repeats=False).make_iterator()
+  assert [len(batch['x']) for batch in eval_set] == [2, 3]
 
 
 def test_numbers_in_another_byte_order_are_the_same_numbers():

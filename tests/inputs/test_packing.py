@@ -63,11 +63,11 @@ def reference_rows(blocks, tokenizer, seq_len, packing):
   return rows
 
 
-def lane_over(blocks, tokenizer, lane=0, num_lanes=1, packing=True):
+def lane_over(blocks, tokenizer, packing=True):
   def read_block(index):
     return TextEncoder(tokenizer).encode(Block('', blocks[index])) if index < len(blocks) else None
 
-  return Lane(lane, num_lanes, read_block, 1000, lambda: True, packing=packing)
+  return Lane(read_block, 1000, lambda: None, packing=packing)
 
 
 @pytest.mark.parametrize('packing', [True, False])
@@ -111,7 +111,7 @@ def test_a_position_that_is_not_there_is_refused(position):
 
 def test_a_lane_that_will_never_get_text_gives_padding_and_keeps_its_position():
   block, empty = (TextEncoder(BYTES).encode(Block('', [(text, True)])) for text in ('abc', ''))
-  lanes = [Lane(lane, 2, lambda index: empty if index % 2 else block, 2, lambda: False) for lane in range(2)]
+  lanes = [Lane(lambda index, own=own: own, 2, lambda: None) for own in (block, empty)]
   for _ in range(3):
     batch = pack_batch(lanes, 8)
     np.testing.assert_array_equal(batch['weights'].all(axis=1), [True, False])

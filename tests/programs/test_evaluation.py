@@ -74,6 +74,19 @@ def test_metrics_are_averages_over_all_tokens(finished_job, name):
   assert expected['num_tokens'] < line['num_batches'] * 64 if name == 'ragged' else expected['num_tokens'] == 128
 
 
+def test_an_eval_set_without_an_end_is_cut_at_a_limit_that_is_named(finished_job, tmp_path, caplog):
+  """Its first three batches are those of the set with an end, whose rows are in order."""
+  directory = only_checkpoints(finished_job, tmp_path / 'job', (8,))
+  endless = ['eval_inputs.ragged.num_epochs=None', 'eval_inputs.ragged.shuffle=False', 'eval_limit_batches=3']
+  assert run_eval(directory, *(flag for each in endless for flag in ('--set', each))) == exit_codes.OK
+  (line,) = eval_lines(directory, 'ragged')
+  assert line['num_batches'] == 3
+  assert "eval set 'ragged' has more than eval_limit_batches = 3 batches" in caplog.text
+  other = only_checkpoints(finished_job, tmp_path / 'other', (8,))
+  assert run_eval(other, '--set', 'eval_inputs.ragged.max_batches=3') == exit_codes.OK
+  assert_metrics_agree(line, eval_lines(other, 'ragged')[0], rtol=1e-6)
+
+
 def test_eval_of_a_checkpoint_gives_what_training_gave(finished_job, tmp_path):
   directory = only_checkpoints(finished_job, tmp_path / 'job', (8, 16))
   assert run_eval(directory, '--checkpoint_step', 8) == exit_codes.OK

@@ -1,0 +1,188 @@
+"""Which text is in which row: no row of a batch is a copy of another, and all text of a source comes equally often.
+
+A source of few tokens (`small_tokens`) is read and cut once, by every host, into the N rows of an epoch (EpochRows).
+They are shuffled anew in each epoch, and a batch takes the next B of them. So a position is a number, and batches go on
+across the borders of epochs: the first rows of an epoch are none of the last B of the one before.
+
+Of a larger source, row r of all batches has a part of its own (Shares), which it reads again and again. No two rows
+meet the same text, however far one is ahead, and a host reads the parts of its own rows alone. The parts are equal in
+bytes, records or tokens, whatever the source can tell without reading, and end within blocks if need be.
+
+Both are functions of the source and the input's fields, so the number of hosts may change.
+
+Legend: B rows of the global batch, T tokens of a row, N rows of an epoch, n blocks of the source.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+import functools
+from typing import Any
+import zlib
+
+import grain
+import numpy as np
+
+from spmd_tasks.inputs.base import Batch
+from spmd_tasks.inputs.packing import Lane, TokenBlock
+
+_SMALL_TOKENS = 1 << 22
+_SMALL_BATCHES = 16  # so that the parts of a larger source are not few rows, of which one more or less would count
+_NUM_PROBES = 8
+
+
+def seems_small(
+  read_block: Callable[[int], TokenBlock], num_blocks: int, sizes: np.ndarray | None, max_tokens: int
+) -> bool:
+  """Whether a source has at most `max_tokens` tokens, as estimated from some blocks and the sizes [n] of all."""
+  probes = sorted({*np.linspace(0, num_blocks - 1, _NUM_PROBES).astype(int).tolist()})
+  part = len(probes) / num_blocks if sizes is None else sizes[probes].sum() / max(sizes.sum(), 1)
+  return sum(read_block(index).ids.size for index in probes) <= max_tokens * part
+
+
+def read_all(read_block: Callable[[int], TokenBlock], order: Sequence[int], max_tokens: int) -> list[TokenBlock] | None:
+  """Returns all blocks of a source in an order; None if, against all signs, they have over twice `max_tokens`."""
+  blocks, num_tokens = [], 0
+  for index in order:
+    blocks.append(read_block(index))
+    num_tokens += blocks[-1].ids.size
+    if num_tokens > 2 * max_tokens:
+      return None
+  return blocks
+
+
+def small_tokens(batch_size: int, seq_len: int) -> int:
+  """Returns up to how many tokens a source is read and cut as a whole."""
+  return max(_SMALL_TOKENS, _SMALL_BATCHES * batch_size * seq_len)
+
+
+class EpochRows:
+  """All rows of an epoch of a small source, as they were cut, one after another.
+
+  Attributes:
+    num_rows: N. The last row that is cut may have padding at its end.
+    digest: of all tokens.
+    num_too_long: how many documents were cut and how many left out because they were too long.
+  """
+
+  def __init__(self, blocks: Sequence[TokenBlock], make_lane: Callable[..., Lane], scratch: Batch):
+    """Cuts the blocks; `make_lane(read_block, num_blocks)` makes the Lane that does it, `scratch` is one row."""
+    self._lane = make_lane(lambda number: blocks[number] if number < len(blocks) else None, len(blocks))
+    self._scratch = scratch
+    self._positions = np.arange(scratch['ids'].shape[1], dtype=np.int32)
+    starts = []  # of rows: how many blocks are behind the current one, and tokens used of it
+    start = self._lane.position
+    while self._lane.fill_row(scratch, 0, self._positions):
+      starts.append(start[:2])
+      start = self._lane.position
+    self._starts = np.array(starts, np.int64)
+    self.num_rows = len(starts)
+    self.digest = zlib.crc32(np.array([block.digest for block in blocks], np.uint32).tobytes())
+    self.num_too_long = tuple(self._lane.num_too_long.tolist())
+
+  def fill_row(self, batch: Batch, row: int, number: int) -> None:
+    """Writes the row that was cut as `number`."""
+    num_read, offset = self._starts[number].tolist()
+    self._lane.seek(num_read, offset, None)
+    self._lane.fill_row(batch, row, self._positions)
+
+  def blocks_of(self, number: int) -> list[int]:
+    """The numbers of the blocks that a row is from."""
+    self.fill_row(self._scratch, 0, number)
+    return self._lane.blocks_of_row
+
+
+@functools.lru_cache(maxsize=4)
+def order_of_epoch(num_rows: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+  """Returns the permutation of an epoch's rows, int [N].
+
+  Any B rows that follow one another, also those of two epochs, are different ones if N is at least B; otherwise any N.
+  """
+  if num_rows < 3 * batch_size:
+    # One order, in which runs are shuffled that are so short that no row comes more than N - B places earlier.
+    run = max(num_rows - batch_size + 1, 1)
+    return shuffled(num_rows, seed, 0)[shuffled(num_rows, seed, epoch + 1, run)]
+  order = shuffled(num_rows, seed, epoch + 1)
+  if epoch > 0:
+    # Of the first B rows, those that were among the last B change places with rows of between that were not.
+    was_last = np.zeros(num_rows, bool)
+    was_last[shuffled(num_rows, seed, epoch)[-batch_size:]] = True
+    early = np.flatnonzero(was_last[order[:batch_size]])
+    others = batch_size + np.flatnonzero(~was_last[order[batch_size:-batch_size]])[: early.size]
+    order[early], order[others] = order[others], order[early]
+  return order
+
+
+def shuffled(size: int, seed: int, number: int, run: int | None = None) -> np.ndarray:
+  """Returns the permutation `number` of a seed; with `run`, each run of so many places is shuffled by itself."""
+  bits = np.random.Philox(key=seed % (1 << 64), counter=[0, 0, 0, number])
+  # By the order of random numbers, which is the same with every version of NumPy.
+  return np.lexsort((np.random.Generator(bits).random(size), np.arange(size) // (run or size)))
+
+
+class Shares:
+  """The parts of a larger source, one for each row of the global batch.
+
+  The blocks are in one order, shuffled or not, and cut into B parts of one size; a block on the border is divided.
+  A row reads the blocks of its part, shuffled anew each time, without end.
+  """
+
+  def __init__(self, num_blocks: int, sizes: np.ndarray | None, batch_size: int, seed: int, shuffle: bool):
+    self._seed, self._shuffle = seed % (1 << 32), shuffle
+    self._order: Any = range(num_blocks)
+    if sizes is not None:
+      self._order = shuffled(num_blocks, self._seed, 0) if shuffle else np.arange(num_blocks)
+      ends = np.concatenate([[0], np.cumsum(sizes[self._order], dtype=np.int64)])
+      wanted = [row * int(ends[-1]) // batch_size for row in range(1, batch_size)]
+      blocks = np.searchsorted(ends, wanted, 'right') - 1
+      inner = [
+        i + Fraction(place - int(ends[i]), int(ends[i + 1] - ends[i])) for i, place in zip(blocks.tolist(), wanted)
+      ]
+    else:
+      if shuffle:  # in constant memory: there may be very many records
+        self._order = grain.MapDataset.range(num_blocks).seed(self._seed).shuffle()
+      inner = [Fraction(row * num_blocks, batch_size) for row in range(1, batch_size)]
+    self._borders = [Fraction(0), *inner, Fraction(num_blocks)]
+
+  def num_blocks(self, row: int) -> int:
+    """How many blocks a row's part has, those that are divided included."""
+    start, end = self._borders[row : row + 2]
+    return max(-(-end // 1) - start // 1, 1)
+
+  def reads(self, row: int) -> Callable[[int], tuple[int, Fraction, Fraction]]:
+    """Returns a function of 0, 1, ...: which block a row reads next, and from which fraction of it to which."""
+    start, end = self._borders[row : row + 2]
+    first, count = start // 1, self.num_blocks(row)
+    own: Any = grain.MapDataset.range(count)
+    if self._shuffle:
+      own = own.shuffle(seed=int(np.random.SeedSequence([self._seed, row]).generate_state(1)[0]))
+    own = own.repeat()
+
+    def read(number: int) -> tuple[int, Fraction, Fraction]:
+      place = first + int(own[number])
+      return int(self._order[place]), max(start - place, Fraction(0)), min(end - place, Fraction(1))
+
+    return read
+
+
+def cut(
+  block: TokenBlock, start: Fraction, end: Fraction, seq_len: int, packing: bool, keeps_whole: bool
+) -> TokenBlock:
+  """Returns the part of a block between two fractions of it; the parts between neighbouring fractions are all of it.
+
+  A block that is kept whole is in one part. Without packing the cut is where a row begins.
+  """
+  if (start, end) == (0, 1):
+    return block
+
+  def place(fraction: Fraction) -> int:
+    size = block.ids.size
+    offset = int(fraction * size)
+    if keeps_whole:
+      return size if fraction > Fraction(1, 2) else 0
+    if packing or offset == size:
+      return offset
+    begin = [0, *block.ends][bisect.bisect_right(block.ends, offset)]
+    return begin + (offset - begin) // seq_len * seq_len
+
+  return block.part(place(start), place(end), is_last=end == 1)
