@@ -1,8 +1,8 @@
 """Which text is in which row: no row of a batch is a copy of another, and all text of a source comes equally often.
 
-A source of few tokens (`small_tokens`) is read and cut once, by every host, into the N rows of an epoch (EpochRows).
-They are shuffled anew in each epoch, and a batch takes the next B of them. So a position is a number, and batches go on
-across the borders of epochs: the first rows of an epoch are none of the last B of the one before.
+A source of few tokens (`small_tokens`) is read and cut once, by every host, into the N rows of an epoch
+(epoch_rows.py). They are shuffled anew in each epoch, and a batch takes the next B of them. So a position is a number,
+and batches go on across the borders of epochs: the first rows of an epoch are none of the last B of the one before.
 
 Of a larger source, row r of all batches has a part of its own (Shares), which it reads again and again. No two rows
 meet the same text, however far one is ahead, and a host reads the parts of its own rows alone. The parts are equal in
@@ -14,17 +14,14 @@ Legend: B rows of the global batch, T tokens of a row, N rows of an epoch, n blo
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
-import functools
 from typing import Any
-import zlib
 
 import grain
 import numpy as np
 
-from spmd_tasks.inputs.base import Batch
-from spmd_tasks.inputs.packing import Lane, TokenBlock
+from spmd_tasks.inputs.packing import TokenBlock
 
 _SMALL_TOKENS = 1 << 22
 _SMALL_BATCHES = 16  # so that the parts of a larger source are not few rows, of which one more or less would count
@@ -40,77 +37,9 @@ def seems_small(
   return sum(read_block(index).ids.size for index in probes) <= max_tokens * part
 
 
-def read_all(read_block: Callable[[int], TokenBlock], order: Sequence[int], max_tokens: int) -> list[TokenBlock] | None:
-  """Returns all blocks of a source in an order; None if, against all signs, they have over twice `max_tokens`."""
-  blocks, num_tokens = [], 0
-  for index in order:
-    blocks.append(read_block(index))
-    num_tokens += blocks[-1].ids.size
-    if num_tokens > 2 * max_tokens:
-      return None
-  return blocks
-
-
 def small_tokens(batch_size: int, seq_len: int) -> int:
   """Returns up to how many tokens a source is read and cut as a whole."""
   return max(_SMALL_TOKENS, _SMALL_BATCHES * batch_size * seq_len)
-
-
-class EpochRows:
-  """All rows of an epoch of a small source, as they were cut, one after another.
-
-  Attributes:
-    num_rows: N. The last row that is cut may have padding at its end.
-    digest: of all tokens.
-    num_too_long: how many documents were cut and how many left out because they were too long.
-  """
-
-  def __init__(self, blocks: Sequence[TokenBlock], make_lane: Callable[..., Lane], scratch: Batch):
-    """Cuts the blocks; `make_lane(read_block, num_blocks)` makes the Lane that does it, `scratch` is one row."""
-    self._lane = make_lane(lambda number: blocks[number] if number < len(blocks) else None, len(blocks))
-    self._scratch = scratch
-    self._positions = np.arange(scratch['ids'].shape[1], dtype=np.int32)
-    starts = []  # of rows: how many blocks are behind the current one, and tokens used of it
-    start = self._lane.position
-    while self._lane.fill_row(scratch, 0, self._positions):
-      starts.append(start[:2])
-      start = self._lane.position
-    self._starts = np.array(starts, np.int64)
-    self.num_rows = len(starts)
-    self.digest = zlib.crc32(np.array([block.digest for block in blocks], np.uint32).tobytes())
-    self.num_too_long = tuple(self._lane.num_too_long.tolist())
-
-  def fill_row(self, batch: Batch, row: int, number: int) -> None:
-    """Writes the row that was cut as `number`."""
-    num_read, offset = self._starts[number].tolist()
-    self._lane.seek(num_read, offset, None)
-    self._lane.fill_row(batch, row, self._positions)
-
-  def blocks_of(self, number: int) -> list[int]:
-    """The numbers of the blocks that a row is from."""
-    self.fill_row(self._scratch, 0, number)
-    return self._lane.blocks_of_row
-
-
-@functools.lru_cache(maxsize=4)
-def order_of_epoch(num_rows: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-  """Returns the permutation of an epoch's rows, int [N].
-
-  Any B rows that follow one another, also those of two epochs, are different ones if N is at least B; otherwise any N.
-  """
-  if num_rows < 3 * batch_size:
-    # One order, in which runs are shuffled that are so short that no row comes more than N - B places earlier.
-    run = max(num_rows - batch_size + 1, 1)
-    return shuffled(num_rows, seed, 0)[shuffled(num_rows, seed, epoch + 1, run)]
-  order = shuffled(num_rows, seed, epoch + 1)
-  if epoch > 0:
-    # Of the first B rows, those that were among the last B change places with rows of between that were not.
-    was_last = np.zeros(num_rows, bool)
-    was_last[shuffled(num_rows, seed, epoch)[-batch_size:]] = True
-    early = np.flatnonzero(was_last[order[:batch_size]])
-    others = batch_size + np.flatnonzero(~was_last[order[batch_size:-batch_size]])[: early.size]
-    order[early], order[others] = order[others], order[early]
-  return order
 
 
 def shuffled(size: int, seed: int, number: int, run: int | None = None) -> np.ndarray:

@@ -16,10 +16,9 @@ from collections.abc import Callable, Generator, Sequence
 import contextlib
 import dataclasses
 import functools
-import math
 import queue
 import threading
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from absl import logging
 import jax
@@ -28,18 +27,12 @@ import numpy as np
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.packing import BlockEncoder, Lane, TextEncoder, TokenBlock, pack_batch
-from spmd_tasks.inputs.row_order import (
-  EpochRows,
-  Shares,
-  cut,
-  order_of_epoch,
-  read_all,
-  seems_small,
-  shuffled,
-  small_tokens,
-)
+from spmd_tasks.inputs.row_order import Shares, cut, seems_small, shuffled, small_tokens
 from spmd_tasks.inputs.text import OpenSource, TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+  from spmd_tasks.inputs.epoch_rows import RowSequence
 
 _IDENTITY = ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing')  # fields that decide the batches
 
@@ -137,29 +130,26 @@ class TextIterator(base.InputIterator):
     self._positions = np.zeros((self._num_lanes, 5), np.int64)  # Lane.position and the numbers of Lane.num_too_long
     self._num_batches = 0
     self._has_looked = settings.num_epochs == 1  # whether it is known how large the source is
-    self._epoch: EpochRows | None = None  # of a small source that is repeated
-    self._num_rows = 0  # rows behind the position, of all hosts; with `_epoch`
-    self._last_rows: list[int] = []  # of the epoch, in the last batch
+    self._small: RowSequence | None = None  # of a small source that is repeated
     self._set: base.State | None = None  # a position that was set, and to which the iterator has not gone yet
     self._lanes: list[Lane] = []
     self._stream: Generator[tuple[base.Batch, np.ndarray], None, None] | None = None
     self._closed = False
     self._num_reported = 0  # documents that were too long, when that was last logged
-    self._has_warned = False
 
   @property
   def in_order(self) -> bool:
     """Whether `next_rows` may be called; then the source is small, and has been read."""
     self._prepare()
-    return self._epoch is not None
+    return self._small is not None
 
   def __next__(self) -> base.Batch:
     self._prepare()
     limit = self._settings.max_batches
     if limit is not None and self._num_batches >= limit:
       raise StopIteration
-    if self._epoch is not None:
-      if self._num_left() <= 0:
+    if self._small is not None:
+      if self._small.num_left <= 0:
         raise StopIteration
       return self._take(self._settings.batch_size, self._rows)
     if self._stream is None:
@@ -176,52 +166,30 @@ class TextIterator(base.InputIterator):
 
   def next_rows(self, count: int, places: Sequence[int]) -> base.Batch:
     self._prepare()
+    assert self._small is not None
     limit = self._settings.max_batches
-    num_left = self._num_left()
+    num_left = self._small.num_left
     if limit is not None:
-      num_left = min(num_left, limit * self._settings.batch_size - self._num_rows)
+      num_left = min(num_left, limit * self._settings.batch_size - self._small.num_read)
     if num_left < count:
       raise StopIteration
     return self._take(count, places)
+
+  def _take(self, count: int, places: Sequence[int]) -> base.Batch:
+    assert self._small is not None
+    batch = self._small.next_rows(count, places)
+    self._num_batches = self._small.num_read // self._settings.batch_size
+    return self.finish(batch)
 
   def finish(self, batch: base.Batch) -> base.Batch:
     """What becomes of packed rows; here nothing."""
     return batch
 
-  def _take(self, count: int, places: Sequence[int]) -> base.Batch:
-    """Returns the rows at `places` of the next `count` of all epochs; behind the last epoch they are padding."""
-    epoch, s = self._epoch, self._settings
-    assert epoch is not None
-    if count > epoch.num_rows and not self._has_warned:
-      self._has_warned = True
-      logging.warning(
-        'An epoch has %d rows of seq_len = %d, but a batch takes %d of them, so that some are copies of one another. '
-        'Set batch_size to at most %d, or give more text.',
-        *(epoch.num_rows, s.seq_len, count, epoch.num_rows),
-      )
-    batch = base.empty_batch(len(places), s.seq_len, self._encoder.pad_id, self._encoder.dtypes)
-    num_left, self._last_rows = self._num_left(), []
-    for row, place in enumerate(places):
-      if place < num_left:
-        number, inner = divmod(self._num_rows + place, epoch.num_rows)
-        if s.shuffle:
-          inner = int(order_of_epoch(epoch.num_rows, s.batch_size, s.seed, number)[inner])
-        epoch.fill_row(batch, row, inner)
-        self._last_rows.append(inner)
-    self._num_rows += count
-    self._num_batches = self._num_rows // s.batch_size
-    return self.finish(batch)
-
-  def _num_left(self) -> float:
-    """How many rows are left behind the position, of a small source."""
-    assert self._epoch is not None
-    num_epochs = self._settings.num_epochs
-    return math.inf if num_epochs is None else num_epochs * self._epoch.num_rows - self._num_rows
-
   def origins(self) -> list[list[str]] | None:
     """Returns of each row of the last batch the names of its blocks; None of a single stream."""
-    if self._epoch is not None:
-      blocks = [[self._block_order[i] for i in self._epoch.blocks_of(number)] for number in self._last_rows]
+    if self._small is not None:
+      of_rows = [[] if number is None else self._small.rows.blocks_of(number) for number in self._small.last]
+      blocks = [[self._block_order[i] for i in numbers] for numbers in of_rows]
     elif self._settings.num_epochs is None:
       blocks = [
         [self._shares.reads(row)(number)[0] for number in lane.blocks_of_row]
@@ -254,15 +222,12 @@ class TextIterator(base.InputIterator):
       if s.num_epochs is None:
         self._shares = Shares(self._num_blocks, self._sizes, s.batch_size, s.seed, s.shuffle)
       return
+    from spmd_tasks.inputs.epoch_rows import EpochRows, RowSequence
+
     _check_has_tokens(blocks)
-    scratch = base.empty_batch(1, s.seq_len, self._encoder.pad_id, self._encoder.dtypes)
-    self._epoch = EpochRows(blocks, functools.partial(self._make_lane, lambda: None), scratch)
-    if any(self._epoch.num_too_long):
-      logging.warning(
-        'Of the documents of an epoch, %d were truncated and %d left out, because they have more than seq_len = %d '
-        'tokens.',
-        *(*self._epoch.num_too_long, s.seq_len),
-      )
+    make_batch = lambda num: base.empty_batch(num, s.seq_len, self._encoder.pad_id, self._encoder.dtypes)
+    rows = EpochRows(blocks, functools.partial(self._make_lane, lambda: None), make_batch)
+    self._small = RowSequence(rows, s.batch_size, s.seed if s.shuffle else None, s.num_epochs)
 
   def _small_blocks(self) -> list[TokenBlock] | None:
     """Returns the blocks of a small source, in the order in which rows are cut; None for a large one."""
@@ -272,6 +237,8 @@ class TextIterator(base.InputIterator):
     try:
       if not seems_small(reader.__getitem__, self._num_blocks, self._sizes, limit):
         return None
+      from spmd_tasks.inputs.epoch_rows import read_all
+
       order = shuffled(self._num_blocks, s.seed, 0) if s.shuffle else np.arange(self._num_blocks)
       self._block_order = order.tolist()
       return read_all(reader.__getitem__, self._block_order, limit)
@@ -336,10 +303,9 @@ class TextIterator(base.InputIterator):
     if self._set is not None:
       return {**self._set, **self._shard}
     progress: dict[str, Any] = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks}
-    if self._epoch is not None:
-      own = {'num_rows': self._num_rows, 'num_rows_of_epoch': self._epoch.num_rows, 'digest': self._epoch.digest}
-      return {**self._identity, **self._shard, **progress, **own}
-    if self._has_looked:  # before, it is at the beginning
+    if self._small is not None:
+      progress |= self._small.get_state()
+    elif self._has_looked:  # before, it is at the beginning
       progress['lanes'] = self._positions[:, :3].tolist()
       if self._settings.num_epochs is None:
         progress['num_parts'] = [self._shares.num_blocks(row) for row in self._rows]
@@ -368,16 +334,18 @@ class TextIterator(base.InputIterator):
 
   def _go_to(self, state: base.State) -> None:
     """Goes to a saved position. Raises a UserError: it is of other text of the same size."""
-    self._num_batches, self._num_rows = int(state['num_batches']), int(state.get('num_rows', 0))
+    s, self._num_batches = self._settings, int(state['num_batches'])
     positions, too_long = np.zeros((self._num_lanes, 3)), np.zeros((self._num_lanes, 2))
+    num_rows = 0
     if 'num_rows' in state:
-      if self._epoch is None or state['digest'] != self._epoch.digest:
+      num_rows = int(state['num_rows'])
+      if self._small is None or state['digest'] != self._small.rows.digest:
         raise UserError('the text or its tokenizer is not what it was when the input state was saved: put it back.')
-    elif self._settings.num_epochs != 1 and 'lanes' in state and self._is_of_older_order(state):
-      epochs = np.array(state['lanes'])[:, 0] * self._settings.batch_size / self._num_blocks
-      self._num_rows = self._num_batches * self._settings.batch_size
-      if self._epoch is None:
-        positions[:, 0] = [int(part * self._shares.num_blocks(row)) for part, row in zip(epochs, self._rows)]
+    elif 'lanes' in state and (self._small is not None or (s.num_epochs is None and 'num_parts' not in state)):
+      num_rows = self._num_batches * s.batch_size
+      if self._small is None:
+        epochs = np.array(state['lanes'])[:, 0] * s.batch_size / self._num_blocks
+        positions[:, 0] = [int(num * self._shares.num_blocks(row)) for num, row in zip(epochs, self._rows, strict=True)]
       logging.warning(
         'The input state was saved by an earlier version, which read rows in another order. The input goes on as if '
         '%d batches had been read in the new order: some text of this epoch comes again, and some is left out.',
@@ -385,10 +353,9 @@ class TextIterator(base.InputIterator):
       )
     elif 'lanes' in state:
       positions, too_long = np.array(state['lanes']), np.array(state.get('num_too_long', too_long))
+    if self._small is not None:
+      self._small.num_read = num_rows
     self._positions = np.concatenate([positions, too_long], axis=1).astype(np.int64)
-
-  def _is_of_older_order(self, state: base.State) -> bool:
-    return self._epoch is not None or (self._settings.num_epochs is None and 'num_parts' not in state)
 
   def _report_too_long(self) -> None:
     """Logs how many documents were too long: the first time, and whenever there are ten times as many."""

@@ -30,6 +30,7 @@ from spmd_tasks.inputs import (
   TextInput,
   row_order,
 )
+from spmd_tasks.inputs.epoch_rows import order_of_epoch
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.tuning import ConversationInput, Conversations
 from tests.inputs.batches import assert_same, check_positions, join, take
@@ -151,7 +152,7 @@ def test_no_row_is_a_copy_of_another_of_its_batch_and_each_comes_once_an_epoch(t
 @pytest.mark.parametrize('batch_size', [1, 5, 16])
 @pytest.mark.parametrize('num_rows', [1, 2, 5, 16, 23, 47, 48, 49, 200])
 def test_neighbouring_rows_of_all_epochs_differ(num_rows, batch_size):
-  orders = [row_order.order_of_epoch(num_rows, batch_size, 7, epoch) for epoch in range(20)]
+  orders = [order_of_epoch(num_rows, batch_size, 7, epoch) for epoch in range(20)]
   assert all(sorted(order) == list(range(num_rows)) for order in orders)
   sequence = np.concatenate(orders)
   last = {}
@@ -176,7 +177,7 @@ def test_an_epoch_of_fewer_rows_than_a_batch_is_named_once(caplog):
   settings = numbered((5, 30), (12,), batch_size=8, seq_len=10)
   batches, _ = take(settings, 10)
   (warning,) = [record.getMessage() for record in caplog.records]
-  assert 'An epoch has 5 rows of seq_len = 10, but a batch takes 8 of them' in warning
+  assert 'An epoch has 5 rows, but a batch takes 8 of them' in warning
   counts = collections.Counter(itertools.chain(*map(keys, batches)))
   assert sorted(counts.values()) == [16] * 5  # 80 rows
 
@@ -201,7 +202,6 @@ def test_a_few_epochs_have_each_row_as_often(num_epochs):
 @pytest.fixture
 def large(monkeypatch):
   """Takes every source for a large one."""
-  monkeypatch.setattr(row_order, 'small_tokens', lambda *sizes: -1)
   monkeypatch.setattr('spmd_tasks.inputs.text_input.small_tokens', lambda *sizes: -1)
 
 
