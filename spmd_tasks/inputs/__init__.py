@@ -6,9 +6,10 @@ An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` gives 
 batch is a function of the fields and the position alone, so the number of hosts may change between save and restore.
 
 Read base.py (the contract and the fields of a batch), batches.py (a user's own data), then text_input.py (packed text
-from any TextSource) with packing.py, row_order.py, epoch_rows.py, text.py, sources (records.py, foreign_files.py) and tokenizers (tokenizers.py,
-tokenizer_files.py), synthetic.py (made-up tokens), mixture.py (rows of several inputs by weights),
-span_corruption.py (T5's objective), prefetch.py (reads ahead). Each module loads on first use.
+from any TextSource) with packing.py, row_order.py and epoch_rows.py (which text is in which row), text.py, sources
+(records.py, foreign_files.py) and tokenizers (tokenizers.py, tokenizer_files.py), synthetic.py (made-up tokens),
+mixture.py (rows of several inputs by weights), span_corruption.py (T5's objective), prefetch.py (reads ahead). Each
+module loads on first use.
 """
 
 from spmd_tasks.faces import lazy_face

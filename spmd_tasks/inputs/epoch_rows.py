@@ -132,7 +132,7 @@ def order_of_epoch(num_rows: int, batch_size: int, seed: int, epoch: int) -> np.
   if num_rows < 3 * batch_size:
     # One order, in which runs are shuffled that are so short that no row comes more than N - B places earlier.
     run = max(num_rows - batch_size + 1, 1)
-    return shuffled(num_rows, seed, 0)[shuffled(num_rows, seed, epoch + 1, run)]
+    return shuffled(num_rows, seed, 0)[shuffled(num_rows, seed, epoch + 1, run=run)]
   order = shuffled(num_rows, seed, epoch + 1)
   if epoch > 0:
     # Of the first B rows, those that were among the last B change places with rows of between that were not.

@@ -16,9 +16,9 @@ Legend: B rows of the global batch, T tokens of a row, N rows of an epoch, n blo
 import bisect
 from collections.abc import Callable
 from fractions import Fraction
+import functools
 from typing import Any
 
-import grain
 import numpy as np
 
 from spmd_tasks.inputs.packing import TokenBlock
@@ -26,6 +26,7 @@ from spmd_tasks.inputs.packing import TokenBlock
 _SMALL_TOKENS = 1 << 22
 _SMALL_BATCHES = 16  # so that the parts of a larger source are not few rows, of which one more or less would count
 _NUM_PROBES = 8
+_RUN = 1 << 16  # as many blocks of a part are shuffled at a time, which are in a random order already
 
 
 def seems_small(
@@ -42,9 +43,9 @@ def small_tokens(batch_size: int, seq_len: int) -> int:
   return max(_SMALL_TOKENS, _SMALL_BATCHES * batch_size * seq_len)
 
 
-def shuffled(size: int, seed: int, number: int, run: int | None = None) -> np.ndarray:
-  """Returns the permutation `number` of a seed; with `run`, each run of so many places is shuffled by itself."""
-  bits = np.random.Philox(key=seed % (1 << 64), counter=[0, 0, 0, number])
+def shuffled(size: int, seed: int, number: int, *, stream: int = 0, run: int | None = None) -> np.ndarray:
+  """Returns permutation `number` of a stream of a seed; with `run`, each run of so many places by itself."""
+  bits = np.random.Philox(key=seed % (1 << 64), counter=[0, 0, stream, number])
   # By the order of random numbers, which is the same with every version of NumPy.
   return np.lexsort((np.random.Generator(bits).random(size), np.arange(size) // (run or size)))
 
@@ -57,10 +58,12 @@ class Shares:
   """
 
   def __init__(self, num_blocks: int, sizes: np.ndarray | None, batch_size: int, seed: int, shuffle: bool):
-    self._seed, self._shuffle = seed % (1 << 32), shuffle
+    self._seed, self._shuffle = seed, shuffle
     self._order: Any = range(num_blocks)
+    if sizes is None and num_blocks <= _RUN:
+      sizes = np.ones(num_blocks, np.int64)
     if sizes is not None:
-      self._order = shuffled(num_blocks, self._seed, 0) if shuffle else np.arange(num_blocks)
+      self._order = shuffled(num_blocks, seed, 0) if shuffle else np.arange(num_blocks)
       ends = np.concatenate([[0], np.cumsum(sizes[self._order], dtype=np.int64)])
       wanted = [row * int(ends[-1]) // batch_size for row in range(1, batch_size)]
       blocks = np.searchsorted(ends, wanted, 'right') - 1
@@ -69,7 +72,9 @@ class Shares:
       ]
     else:
       if shuffle:  # in constant memory: there may be very many records
-        self._order = grain.MapDataset.range(num_blocks).seed(self._seed).shuffle()
+        import grain
+
+        self._order = grain.MapDataset.range(num_blocks).seed(seed % (1 << 32)).shuffle()
       inner = [Fraction(row * num_blocks, batch_size) for row in range(1, batch_size)]
     self._borders = [Fraction(0), *inner, Fraction(num_blocks)]
 
@@ -82,13 +87,19 @@ class Shares:
     """Returns a function of 0, 1, ...: which block a row reads next, and from which fraction of it to which."""
     start, end = self._borders[row : row + 2]
     first, count = start // 1, self.num_blocks(row)
-    own: Any = grain.MapDataset.range(count)
-    if self._shuffle:
-      own = own.shuffle(seed=int(np.random.SeedSequence([self._seed, row]).generate_state(1)[0]))
-    own = own.repeat()
+    runs = -(-count // _RUN)
+
+    @functools.lru_cache(maxsize=1)
+    def order(number: int) -> np.ndarray:
+      size = min(_RUN, count - number % runs * _RUN)
+      return shuffled(size, self._seed, number, stream=row + 1)
 
     def read(number: int) -> tuple[int, Fraction, Fraction]:
-      place = first + int(own[number])
+      epoch, inner = divmod(number, count)
+      if self._shuffle:
+        run, place = divmod(inner, _RUN)
+        inner = run * _RUN + int(order(epoch * runs + run)[place])
+      place = first + inner
       return int(self._order[place]), max(start - place, Fraction(0)), min(end - place, Fraction(1))
 
     return read
