@@ -137,7 +137,7 @@ class Lane:
 
   Args:
     read_block: returns the tokens of a block by its number in the sequence, or None behind the last one.
-    num_blocks: after how many blocks the same ones come again.
+    num_blocks: of a pass. The same blocks come again in the next one, in any order.
     check_has_tokens: raises an error if no block of the whole source has a token. A lane asks that when it has met none
       for long. If others have some, but none of this lane's blocks, its rows are padding from then on.
     packing: False puts one document, or one piece of T tokens of it, in each row.
@@ -192,11 +192,11 @@ class Lane:
       # Asked early too: that no block has any text should not cost a whole pass to find out.
       if num_empty in (_EARLY, self._num_blocks):
         self._check_has_tokens()
-      if num_empty == self._num_blocks:
+      if num_empty == 2 * self._num_blocks:  # of which some pass is whole, wherever it began
         logging.warning(
           'The %d blocks of text from which a row of each batch is read have no text, so that the row is padding: set '
           'block_bytes to more than the longest record, or batch_size to less.',
-          num_empty,
+          self._num_blocks,
         )
         self._is_starved, self._num_read, self._block = True, begun, None
         return None
