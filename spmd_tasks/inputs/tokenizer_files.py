@@ -116,6 +116,8 @@ class BpeTokenizer(FileTokenizer):
 class FolderTokenizer(FileTokenizer):
   """Reads `tokenizer.json` of a model's folder, and the names of its special tokens beside it.
 
+  Tokens that only the files beside it name, such as `added_tokens_decoder` of tokenizer_config.json, are added to it as
+  `transformers` does: they take the next ids where tokenizer.json does not have them, and are never split.
   What stands before a text (bos, or several tokens) is what the file's post-processor puts there; the `bos_token_id` of
   config.json is not read, because models have one that use none. The end of text is the `eos_token` of
   tokenizer_config.json or special_tokens_map.json, or else the first `eos_token_id` of generation_config.json or
@@ -131,9 +133,31 @@ class FolderTokenizer(FileTokenizer):
         'AutoTokenizer.from_pretrained(...).save_pretrained(...).'
       )
     tokenizer = load_tokenizer_file(path)
+    tokenizer.add_tokens(self._tokens_beside(tokenizer))
     tokenizer.no_padding()  # a file may have been saved with the settings of its training
     tokenizer.no_truncation()
     return tokenizer
+
+  def _tokens_beside(self, tokenizer: Any) -> list[Any]:
+    """Returns the tokens that are named beside a tokenizer.json and are no added tokens there."""
+    from tokenizers import AddedToken
+
+    config = read_json_object(self._file(_CONFIG))
+    extra = config.get('extra_special_tokens') or config.get('additional_special_tokens') or ()
+    special = [text for text in self.special_tokens.values() if tokenizer.token_to_id(text) is not None]
+    special += [text for text in map(_token_text, extra) if text is not None]
+    try:
+      listed = {int(i): AddedToken(**token) for i, token in (config.get('added_tokens_decoder') or {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+      raise UserError(f'{self._file(_CONFIG)} has added_tokens_decoder with an entry that is no token: {error}.') from error
+    if 'added_tokens_decoder' not in config:  # older folders
+      for text, i in read_json_object(self._file('added_tokens.json')).items():
+        is_special = text in special
+        listed[i] = AddedToken(text, normalized=not is_special, special=is_special)
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokens = {token.content: token for _, token in sorted(listed.items()) if token.content not in present}
+    named = dict.fromkeys(text for text in special if text not in present | tokens.keys())
+    return [*tokens.values(), *(AddedToken(text, special=True) for text in named)]
 
   @functools.cached_property
   def special_tokens(self) -> dict[str, str]:
@@ -190,7 +214,9 @@ class FolderTokenizer(FileTokenizer):
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def fingerprint(self) -> str:
-    return 'folder ' + digest_of(self._file('tokenizer.json'))
+    path = self._file('tokenizer.json')
+    beside = [str(token) + repr(token) for token in self._tokens_beside(load_tokenizer_file(path))]
+    return f'folder {digest_of(path)}' + (f' and {beside}' if beside else '')
 
   def _file(self, name: str) -> str:
     return os.path.join(local_folder(self.path), name)

@@ -130,7 +130,7 @@ def _source_of_job(directory: epath.Path, folder: 'Folder') -> AdapterSource:
   return AdapterSource(path=str(directory), is_job=True, adapters=found, is_averaged=task.eval_with_ema)
 
 
-def stacked_adapters(model: PartitionedModel, folder: str, sources: Mapping[str, AdapterSource]) -> Any:
+def stacked_adapters(model: PartitionedModel, folder: 'Folder', sources: Mapping[str, AdapterSource]) -> Any:
   """Returns the padded stacked adapters, a tree like all weights with None for those of the base.
 
   Args:
@@ -164,14 +164,14 @@ def stacked_adapters(model: PartitionedModel, folder: str, sources: Mapping[str,
   return _place(model, made)
 
 
-def _read(source: AdapterSource, shapes: _Shapes, folder: str, mesh: Any) -> dict[str, np.ndarray]:
+def _read(source: AdapterSource, shapes: _Shapes, folder: 'Folder', mesh: Any) -> dict[str, np.ndarray]:
   if source.is_job:
-    return _read_job(source, shapes, folder, NamedSharding(mesh, PartitionSpec()))
-  from spmd_tasks.bridges.huggingface import open_adapter, open_folder
+    return _read_job(source, shapes, str(folder.path), NamedSharding(mesh, PartitionSpec()))
+  from spmd_tasks.bridges.huggingface import open_adapter
 
   adapter = open_adapter(source.path)
-  check_base_of_folder(adapter, folder)
-  return adapter.read_arrays(shapes, open_folder(folder))
+  check_base_of_folder(adapter, str(folder.path))
+  return adapter.read_arrays(shapes, folder)
 
 
 def _read_job(source: AdapterSource, shapes: _Shapes, folder: str, everywhere: NamedSharding) -> dict[str, np.ndarray]:

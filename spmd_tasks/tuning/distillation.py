@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Batch, State
@@ -29,10 +28,9 @@ from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.train import read_ahead
-from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
-from spmd_tasks.tuning.reward_models import frozen_model
+from spmd_tasks.tuning.reward_models import frozen_model, open_beside
 from spmd_tasks.tuning.reward_tuning import Method, RewardTuning
 from spmd_tasks.tuning.rollout_input import PromptIterator, Rollout, RolloutInput
 from spmd_tasks.tuning.rollout_sampler import place
@@ -188,8 +186,8 @@ class AskTeacher(TrainHook):
 
   def prepare(self, run: TrainRun) -> None:
     settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, _WithTeacher))
-    self._folder, task = local_folder(settings.teacher), run.job.task
-    folder = open_folder(self._folder)
+    task = run.job.task
+    self._folder = folder = open_beside(run, settings.teacher)
     is_decoder = not folder.decoder.num_encoder_layers and folder.decoder.num_labels is None
     if folder.decoder.vocab_size != settings.vocab_size or not is_decoder:
       raise UserError(
@@ -213,7 +211,7 @@ class AskTeacher(TrainHook):
 
   def load(self) -> None:
     """Reads the teacher's weights."""
-    self._variables = variables_from_folder(self._model, str(self._folder))
+    self._variables = variables_from_folder(self._model, self._folder)
 
   def place(self, batch: Batch) -> dict[str, jax.Array]:
     """Places a batch on the mesh, without what the teacher adds."""

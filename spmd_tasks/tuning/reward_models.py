@@ -32,6 +32,12 @@ from spmd_tasks.tuning.rollout_task import RolloutTask
 from spmd_tasks.tuning.text_scorer import pooled, text_batch
 
 
+def open_beside(run: TrainRun, name: str) -> Folder:
+  """Opens the folder of a model beside the job's own."""
+  accepted = getattr(run.experiment, 'accept_config_keys', ())
+  return open_folder(local_folder(name), accept_config_keys=accepted)
+
+
 def frozen_model(run: TrainRun, folder: Folder, spec: Mapping[str, Any]) -> PartitionedModel:
   """Returns the model of a folder on the mesh of a job, beside the job's own; its weights are not read yet."""
   parts: dict[str, Any] = {
@@ -62,12 +68,11 @@ class RewardModel:
 
   def __init__(self, name: str, run: TrainRun, *, batch_size: int, seq_len: int):
     """Partitions the model. Raises a UserError if the folder is of another one."""
-    self._path = local_folder(name)
-    folder = open_folder(self._path)
+    self._folder = folder = open_beside(run, name)
     if folder.decoder.num_labels != 1:
       raise UserError(f'reward {name} must be a folder of ForSequenceClassification with one label: see FullReward.')
-    template = ChatTemplate.from_folder(str(self._path)) or ChatTemplate()
-    tokenizer = FolderTokenizer(path=str(self._path))
+    template = ChatTemplate.from_folder(str(folder.path)) or ChatTemplate()
+    tokenizer = FolderTokenizer(path=str(folder.path))
     self._renderer = Renderer(tokenizer=tokenizer, template=template, variables={}, date='2026-01-01')
     self._spec = language_model_spec(batch_size, seq_len)
     self._model = frozen_model(run, folder, self._spec)
@@ -79,7 +84,7 @@ class RewardModel:
   def rewards(self, calls: Sequence[Call]) -> np.ndarray:
     """Returns the scores, float64 [N]; NaN for a text that is longer than T, or that cannot be written."""
     if self._variables is None:
-      self._variables = variables_from_folder(self._model, str(self._path))
+      self._variables = variables_from_folder(self._model, self._folder)
     scores = np.full(len(calls), np.nan)
     num_rows = self._spec['ids'].shape[0]
     for start in range(0, len(calls), num_rows):

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_tasks import load
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.config import resolve
@@ -98,7 +99,7 @@ def expected(merged):
   model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1]))
   apply, found = jax.jit(model.task.model.apply), {}
   for name, folder in merged.items():
-    variables = variables_from_folder(model, str(folder))
+    variables = variables_from_folder(model, open_folder(folder))
 
     def logprobs(ids, variables=variables):
       row = np.zeros((1, 32), np.int32)

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_tasks import exit_codes
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
@@ -51,12 +52,12 @@ def asked(job, mesh_shape):
 def test_the_answers_are_those_of_the_teacher_on_any_mesh(folders):
   job = job_of(folders, 'teacher_top_k=3', 'task.learner.num_microbatches=2', 'ici_mesh_shape=1,4,1')
   model, hook, batch = asked(job, (1, 4, 1))  # 6 rows on 4 devices
-  hook._variables = variables_from_folder(hook._model, str(folders[1]))
+  hook._variables = variables_from_folder(hook._model, open_folder(folders[1]))
   answer = hook.answer(hook.place(batch))
   for name, each in model.input_layout.padded.items():
     assert (answer[name].shape, answer[name].sharding) == (each.shape, each.sharding)
   student = partition_job(job_of(folders), job.experiment.mesh_spec().build_abstract())
-  logits = jax.jit(student.task.predict)(variables_from_folder(model, str(folders[0])), batch)['logits']
+  logits = jax.jit(student.task.predict)(variables_from_folder(model, open_folder(folders[0])), batch)['logits']
   expected = np.asarray(jax.nn.log_softmax(2 * logits / 2.0))
   np.testing.assert_allclose(answer['teacher_log_probs'][:6], -np.sort(-expected)[..., :3], atol=1e-5)
   ids = np.asarray(answer['teacher_ids'])[:6]

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.checkpoints.manifest import read_manifest
 from spmd_tasks.config import resolve
@@ -41,7 +42,7 @@ def models(base):
   for shape in ((1, 1, 1), (1, 2, 4)):
     job = resolve(JOB, [f'model={base}', f'ici_mesh_shape={shape}']).build()
     model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[: int(np.prod(shape))]))
-    state = state_from_folder(model, str(base), 0)
+    state = state_from_folder(model, open_folder(base), 0)
     made[shape] = model, state.variables
   weights = jax.device_get(made[1, 1, 1][1])['params']
   flat = {jax.tree_util.keystr(p, simple=True, separator='/'): w for p, w in jax.tree.leaves_with_path(weights)}

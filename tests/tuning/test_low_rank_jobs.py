@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_tasks import load
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.checkpoints.manifest import read_manifest
 from spmd_tasks.config import resolve
@@ -49,7 +50,7 @@ def test_it_begins_with_the_numbers_of_its_base_bit_for_bit(base, logits):
   for experiment in (JOB, f'{JOB}OfAll'):
     model = partition_job(resolve(experiment, [f'model={base}']).build())
     step = model.forward_step({'ids': jax.ShapeDtypeStruct(IDS.shape, np.int32)})
-    state = state_from_folder(model, str(base), 0)
+    state = state_from_folder(model, open_folder(base), 0)
     found[experiment] = np.asarray(step(state.variables, step.place({'ids': IDS.astype(np.int32)}))['logits'])
   np.testing.assert_array_equal(*found.values())
   assert np.abs(logits - found[JOB]).max() > 1e-3  # the job was trained

@@ -7,6 +7,7 @@ from etils import epath
 import numpy as np
 import pytest
 
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
@@ -73,7 +74,7 @@ def test_references_are_the_log_probabilities_of_each_pair_in_its_own_row(folder
   given = ('too_long=skip', 'seq_len=44', f'eval_data={folder / "pairs.jsonl"}')
   job = name_references(job_of('finetune.FullDpo', folder, 'pairs.jsonl', 'ici_mesh_shape=1,2,1', *given), directory)
   model = partition_job(job, mesh_of(job))
-  state = state_from_folder(model, str(folder), 0)
+  state = state_from_folder(model, open_folder(folder), 0)
   beats = []
   lines = compute_references(job, model, state, 0, directory, on_batch=lambda: beats.append(1))
   assert len(lines) == 2

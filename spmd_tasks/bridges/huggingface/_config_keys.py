@@ -4,12 +4,15 @@
     Only('hidden_act', 'silu')                        # a key of which one value is understood here
 
 A key may be absent: then it has the default of its family in `transformers`. null counts as absent where the default is
-None. A key that no entry of the family reads is an error, unless it cannot change what the model computes.
+None. The entries of a family read every key that `transformers` reads to compute its logits. Published folders have
+others, too: one that is no setting of the computation, or whose value changes nothing, is left out; any other is an
+error, unless the user accepts it.
 """
 
 from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import operator
+import re
 from typing import Any, Protocol
 
 from spmd_tasks.bridges.huggingface._decoder import Decoder
@@ -17,49 +20,71 @@ from spmd_tasks.errors import UserError
 
 Values = dict[str, Any]
 
-# Keys of every config.json that say nothing about what the model computes. Dropout acts in training only, and is not
-# used here; auxiliary losses are the experiment's.
-INERT = {
-  *('model_type', 'architectures', 'transformers_version', '_name_or_path', 'auto_map', 'dtype', 'torch_dtype'),
-  *('use_cache', 'initializer_range', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'sep_token_id', 'unk_token_id'),
-  *('dropout_rate', 'initializer_factor', 'router_z_loss_coef'),
-  *('attention_dropout', 'resid_pdrop', 'embd_pdrop', 'attn_pdrop', 'hidden_dropout', 'classifier_dropout'),
-  *('output_router_logits', 'router_aux_loss_coef', 'aux_loss_alpha', 'seq_aux', 'router_jitter_noise'),
-  *('max_position_embeddings', 'pretraining_tp', '_attn_implementation', 'attn_implementation', 'use_return_dict'),
-  *('return_dict', 'output_hidden_states', 'output_attentions', 'torchscript', 'use_bfloat16', 'pruned_heads'),
-  *('chunk_size_feed_forward', 'is_decoder', 'cross_attention_hidden_size', 'decoder_start_token_id', 'prefix'),
-  *('finetuning_task', 'id2label', 'label2id', 'task_specific_params', 'problem_type', 'tokenizer_class'),
-  *('max_length', 'min_length', 'do_sample', 'early_stopping', 'num_beams', 'num_beam_groups', 'diversity_penalty'),
-  *('temperature', 'top_k', 'top_p', 'typical_p', 'repetition_penalty', 'length_penalty', 'no_repeat_ngram_size'),
-  *('encoder_no_repeat_ngram_size', 'bad_words_ids', 'num_return_sequences', 'output_scores', 'forced_bos_token_id'),
-  *('return_dict_in_generate', 'forced_eos_token_id', 'remove_invalid_values', 'exponential_decay_length_penalty'),
-  *('suppress_tokens', 'begin_suppress_tokens', 'tf_legacy_loss', 'cache_implementation', 'unsloth_version'),
-  'sentence_transformers',
+# Keys of every config.json that say nothing about what the model computes: files and versions, tokens, training,
+# generation, and how the computation is carried out. Dropout acts in training only, and is not used here; auxiliary
+# losses are the experiment's.
+_INERT_NAMES = {
+  *('model_type', 'architectures', 'auto_map', 'dtype', 'torch_dtype', 'name_or_path', 'prefix', 'finetuning_task'),
+  *('id2label', 'label2id', 'num_labels', 'problem_type', 'task_specific_params', 'sentence_transformers'),
+  *('use_cache', 'use_return_dict', 'return_dict', 'is_decoder', 'use_bfloat16', 'torchscript'),
+  *('pruned_heads', 'chunk_size_feed_forward', 'tf_legacy_loss', 'cross_attention_hidden_size', 'is_llama_config'),
+  *('pretraining_tp', 'ep_size', 'tp_size', 'fsdp', 'seq_aux', 'aux_loss_alpha', 'classifier_dropout'),
+  *('do_sample', 'early_stopping', 'num_beams', 'num_beam_groups', 'diversity_penalty', 'temperature', 'top_k'),
+  *('top_p', 'min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff', 'repetition_penalty', 'length_penalty'),
+  *('encoder_repetition_penalty', 'no_repeat_ngram_size', 'encoder_no_repeat_ngram_size', 'bad_words_ids'),
+  *('num_return_sequences', 'return_dict_in_generate', 'remove_invalid_values', 'exponential_decay_length_penalty'),
+  *('suppress_tokens', 'begin_suppress_tokens', 'cache_implementation', 'num_assistant_tokens'),
+  *('num_assistant_tokens_schedule', 'assistant_confidence_threshold', 'assistant_lookbehind', 'target_lookbehind'),
+  *('min_length', 'max_length', 'max_new_tokens', 'min_new_tokens', 'seq_length', 'context_length', 'n_ctx'),
+  *('max_position_embeddings', 'max_seq_len', 'max_seq_length', 'max_sequence_length', 'model_max_length'),
 }
+_INERT = re.compile(
+  '|'.join((
+    r'_.*',  # private to transformers
+    r'(.*_)?token(_ids?|_index)?|.*_token_ids',
+    r'.*dropout.*|.*_pdrop|drop_path.*',
+    r'initializer_.*|init_(std|range|method|device)|.*_init_std',
+    r'.*(aux|z|balance|balancing)_loss.*|.*jitter.*|neftune_.*|gradient_checkpointing.*|unsloth_.*',
+    r'tokenizer_.*|.*_version|transformers\.js_config',
+    r'(use_)?flash_att.*|(attn|experts)_implementation|output_(attentions|hidden_states|scores|(router_)?logits|past)',
+  ))
+)
 # Keys that change what is computed, where they have another value than this.
 _NEUTRAL = {
   'is_encoder_decoder': False,
   'add_cross_attention': False,
   'tie_encoder_decoder': False,
   'per_layer_config': None,
+  'is_causal': True,
 }
 _JSON_TYPES = (str, int, float, bool, list, dict)
 
 
-class Config:
-  """A config.json that remembers which of its keys were read."""
+def is_inert(key: str) -> bool:
+  """Whether no value of a key of config.json changes what the model computes."""
+  return key in _INERT_NAMES or _INERT.fullmatch(key) is not None
 
-  def __init__(self, values: Mapping[str, Any], path: str):
+
+def is_neutral(value: Any) -> bool:
+  """Whether a value switches nothing on, whatever its key: null, false, 0, 1 or empty."""
+  return not value or (type(value) in (int, float) and value == 1)
+
+
+class Config:
+  """A config.json that remembers which of its keys were read. `accepted` are keys that the user says change nothing."""
+
+  def __init__(self, values: Mapping[str, Any], path: str, accepted: Collection[str] = ()):
     self.values = values
     self.path = path
-    self._unread = set(values) - INERT
+    self.keys_read: set[str] = set()
+    self._accepted = accepted
 
   def read(self, key: str, kind: Any, default: Any) -> Any:
     """Returns a value of the type `kind` (one or a tuple of them), or the default where the key is absent or null.
 
     Raises a UserError if the value is of another type.
     """
-    self._unread.discard(key)
+    self.keys_read.add(key)
     value = self.values.get(key)
     if value is None:
       return default
@@ -82,15 +107,26 @@ class Config:
       raise self.error(key, f'follows from other keys and must be {value!r}')
 
   def finish(self, inert: Collection[str]) -> None:
-    """Raises a UserError that names the keys that were not read, except those in `inert`."""
+    """Raises a UserError that names the keys that were not read and may change what the model computes.
+
+    `inert` are keys of the family that do not, whatever their values.
+    """
+    unread = {key: self.values[key] for key in self.values.keys() - self.keys_read - set(inert) if not is_inert(key)}
     for key, value in _NEUTRAL.items():
-      if key in self._unread and self.values[key] != value:
+      if unread.pop(key, None) not in (value, None):
         raise self.error(key, f'must be {value!r}, as nothing else is understood here')
-    if unknown := sorted(self._unread - _NEUTRAL.keys() - set(inert)):
-      values = ', '.join(f'{key} = {self.values[key]!r:.60}' for key in unknown)
+    may_matter = {key for key, value in unread.items() if not is_neutral(value) and not self._is_repeated(key)}
+    if unknown := sorted(may_matter - set(self._accepted)):
+      values = ', '.join(f'{key} = {unread[key]!r:.60}' for key in unknown)
       raise UserError(
-        f'{self.path} has settings that are not known for this family, so that the outputs could be others: {values}.'
+        f'{self.path} has settings that are unknown here and may change the outputs: {values}; if they do not, accept '
+        f'them with --set accept_config_keys={",".join(unknown)}.'
       )
+
+  def _is_repeated(self, key: str) -> bool:
+    """Whether a key has the value of one that was read and whose name it extends: `sliding_window_size`."""
+    others = (name for name in self.keys_read & self.values.keys() if key.startswith(f'{name}_') or key.endswith(f'_{name}'))
+    return any(self.values[name] == self.values[key] for name in others)
 
 
 MAX_LAYERS = 10_000
@@ -204,26 +240,30 @@ def attention_bias(default: bool = False) -> Key:
 
 @dataclasses.dataclass(frozen=True)
 class AllWindowed:
-  """`sliding_window` of every layer; null for none."""
+  """`sliding_window` of every layer; null for none. With `use_key`, it counts only if `use_sliding_window` is true."""
 
   default: int | None = None
+  use_key: bool = False
 
   def read(self, config: Config, known: Values) -> Values:
     absent = self.default if 'sliding_window' not in config.values else None
     window = config.read('sliding_window', int, absent)
+    if self.use_key and not config.read('use_sliding_window', bool, False):
+      window = None
     return {'window': window, 'windowed': (window is not None,) * known['num_layers']}
 
   def write(self, decoder: Decoder) -> Values:
     if len(set(decoder.windowed)) > 1:
       raise UserError('some layers have a window and others have none.')
-    return {'sliding_window': decoder.window}
+    used = {'use_sliding_window': any(decoder.windowed)} if self.use_key else {}
+    return {'sliding_window': decoder.window, **used}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
   """`layer_types`, or without it the pattern of the family: `is_windowed(layer, config)`.
 
-  With `use_key`, the window counts only where `use_sliding_window` is true.
+  With `use_key`, the window counts only if `use_sliding_window` is true.
   """
 
   is_windowed: Callable[[int, Config], bool]

@@ -51,6 +51,7 @@ class Family:
 
   Attributes:
     architecture: the class in `transformers`.
+    old_architectures: names that it has had.
     keys: the settings that vary.
     fixed: fields of the Decoder, or of its parts, that are the same for all models of the family.
     names, rules: of the tensors.
@@ -63,6 +64,7 @@ class Family:
   """
 
   architecture: str
+  old_architectures: tuple[str, ...] = ()
   keys: tuple[Entry, ...]
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   names: TensorNames = dataclasses.field(default_factory=TensorNames)
@@ -77,10 +79,10 @@ class Family:
   @property
   def architectures(self) -> Mapping[str, int | None]:
     """The class with the logits, and those of a decoder with a head that scores and without any: their num_labels."""
-    others = {}
+    others: dict[str, int | None] = dict.fromkeys(self.old_architectures)
     if logits := re.search('(Gemma3)?(ForCausalLM|LMHeadModel)$', self.architecture):
       stem = self.architecture[: logits.start()] + ('Gemma3Text' if logits[1] else '')
-      others = {f'{stem}ForSequenceClassification': 1, f'{stem}Model': 0}
+      others |= {f'{stem}ForSequenceClassification': 1, f'{stem}Model': 0}
     return {self.architecture: None, **others}
 
   def architecture_of(self, decoder: Decoder) -> str:
@@ -96,7 +98,8 @@ class Family:
     check_quantization(config)
     config.finish(self.inert)
     (architecture,) = config.values.get('architectures') or [self.architecture]
-    num_labels = self.architectures.get(architecture) and len(config.values.get('id2label') or (0, 1))
+    names = config.values.get('id2label') or range(config.values.get('num_labels') or 2)
+    num_labels = self.architectures.get(architecture) and len(names)
     return decoder_of({**values, **self.fixed, 'num_labels': num_labels})
 
   def write(self, decoder: Decoder) -> Values:
@@ -189,8 +192,7 @@ def _latent_sizes(*sizes: Any) -> Iterator[Entry]:
 
 
 def _gemma_is_windowed(layer: int, config: Config) -> bool:
-  own = config.read('sliding_window_pattern', int, 6)
-  return (layer + 1) % config.read('_sliding_window_pattern', int, own) != 0
+  return (layer + 1) % config.read('sliding_window_pattern', int, 6) != 0
 
 
 def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed: Any) -> Family:
@@ -199,14 +201,15 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
   mlp = 'mlp' if name.startswith('Switch') else 'DenseReluDense'
   return Family(
     architecture=f'{name}ForConditionalGeneration',
+    old_architectures=(f'{name}WithLMHeadModel',),
     keys=(
       Key('vocab_size', 'vocab_size', int, vocab_size),
-      Key('d_model', 'embed_dim', int, embed_dim),
+      Key('d_model', 'embed_dim', int, embed_dim, aliases=('hidden_size',)),
       Key('d_ff', 'hidden_dim', int, hidden_dim),
-      Key('num_layers', 'num_encoder_layers', int, num_layers),
+      Key('num_layers', 'num_encoder_layers', int, num_layers, aliases=('num_hidden_layers',)),
       Key('num_decoder_layers', 'num_layers', int, lambda known: known['num_encoder_layers']),
-      Key('num_heads', 'num_heads', int, num_heads),
-      Key('d_kv', 'head_dim', int, 64),
+      Key('num_heads', 'num_heads', int, num_heads, aliases=('num_attention_heads',)),
+      Key('d_kv', 'head_dim', int, 64, aliases=('head_dim',)),
       Key('layer_norm_epsilon', 'norm_eps', float, 1e-6),
       Key('relative_attention_num_buckets', 'num_buckets', int, 32),
       Key('relative_attention_max_distance', 'max_distance', int, 128),
@@ -226,7 +229,10 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
     ),
     rule_maker=t5_rules,
     ignored=(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight',),
-    inert=('n_positions', 'output_past', 'add_router_probs', 'router_ignore_padding_tokens'),
+    inert=(
+      *('n_positions', 'scalable_attention', 'add_router_probs', 'router_ignore_padding_tokens', 'router_type'),
+      'batch_prioritized_routing',
+    ),
     writes_copies=mlp == 'mlp',
     table_copies=('encoder.embed_tokens.weight', 'decoder.embed_tokens.weight'),
     tied_by_files=True,
@@ -267,24 +273,26 @@ FAMILIES: dict[str, Family] = {
     architecture='Qwen2ForCausalLM',
     keys=(*_llama(151_936, 4096, 22_016, 32, 32, 32), _QWEN_WINDOW),
     fixed={'qkv_bias': True},
+    inert=('qkv_bias',),
   ),
   'qwen3': Family(
     architecture='Qwen3ForCausalLM',
     keys=(*_llama(151_936, 4096, 22_016, 32, 32, 32, 128), _QWEN_WINDOW, attention_bias()),
     fixed={'qk_norm': 'head'},
+    inert=('use_qk_norm',),
   ),
   'qwen3_moe': Family(
     architecture='Qwen3MoeForCausalLM',
     keys=(
       *_llama(151_936, 2048, 6144, 24, 32, 4),
-      Only('use_sliding_window', False),
-      Only('sliding_window', None),
+      AllWindowed(4096, use_key=True),
       attention_bias(),
       Only('decoder_sparse_step', 1),
       Only('mlp_only_layers', []),
       *experts(num_experts_key('num_experts', 128, 'num_local_experts'), 8, ('moe_intermediate_size', 768)),
     ),
     fixed={'qk_norm': 'head'},
+    inert=('max_window_layers', 'use_qk_norm'),
   ),
   'olmo2': Family(
     architecture='Olmo2ForCausalLM',
@@ -297,7 +305,7 @@ FAMILIES: dict[str, Family] = {
       *_llama(50_304, 2048, 2048, 16, 16, eps=1e-5),
       attention_bias(),
       Key('clip_qkv', 'clip_qkv', float, None, nullable=True),
-      *experts(num_experts_key('num_experts', 64), 8, ('intermediate_size', 2048)),
+      *experts(num_experts_key('num_experts', 64, 'num_local_experts'), 8, ('intermediate_size', 2048)),
     ),
     fixed={'qk_norm': 'flat'},
   ),
@@ -306,7 +314,6 @@ FAMILIES: dict[str, Family] = {
     keys=(
       *_sizes(256_000, 2304, 9216, 26, 8, 4, 256, tied=True),
       activation('hidden_activation', 'gelu_pytorch_tanh'),
-      Only('hidden_act', None, ('gelu_pytorch_tanh', 'gelu')),  # which `hidden_activation` overrides
       Rope(),
       LayerTypes(lambda layer, config: layer % 2 == 0, default_window=4096),
       attention_bias(),
@@ -316,6 +323,7 @@ FAMILIES: dict[str, Family] = {
       Only('use_bidirectional_attention', None, (False,)),
     ),
     fixed=_GEMMA,
+    inert=('hidden_act',),  # `hidden_activation` is read
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
   ),
   'gemma3_text': Family(
@@ -332,6 +340,7 @@ FAMILIES: dict[str, Family] = {
       Only('use_bidirectional_attention', None, (False,)),
     ),
     fixed=_GEMMA | {'qk_norm': 'head'},
+    inert=('hidden_act',),  # `hidden_activation` is read
     names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
   ),
   'glm4': Family(
@@ -358,6 +367,7 @@ FAMILIES: dict[str, Family] = {
       NextnHeads(),
     ),
     fixed=SIGMOID_ROUTING,
+    inert=('num_mtp_layers',),
   ),
   'gpt_oss': Family(
     architecture='GptOssForCausalLM',
@@ -383,7 +393,6 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed={'mixture.routing.normalize_gates': None},
     names=TensorNames(interleaved=True),
-    inert=('ep_size',),
   ),
   'deepseek_v3': Family(
     architecture='DeepseekV3ForCausalLM',
@@ -395,12 +404,12 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed=SIGMOID_ROUTING,
     names=TensorNames(interleaved=True),
-    inert=('ep_size',),
+    inert=('num_mtp_layers',),
   ),
   'phi3': Family(
     architecture='Phi3ForCausalLM',
     keys=(
-      *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0)),
+      *_llama(32_064, 3072, 8192, 32, 32, eps=1e-5, rope=Rope(max_length=4096, partial=1.0, is_phi3=True)),
       OriginalLength(),
       AllWindowed(),
     ),
@@ -410,9 +419,9 @@ FAMILIES: dict[str, Family] = {
     architecture='GPT2LMHeadModel',
     keys=(
       Key('vocab_size', 'vocab_size', int, 50_257),
-      Key('n_embd', 'embed_dim', int, 768),
-      Key('n_layer', 'num_layers', int, 12),
-      Key('n_head', 'num_heads', int, 12),
+      Key('n_embd', 'embed_dim', int, 768, aliases=('hidden_size',)),
+      Key('n_layer', 'num_layers', int, 12, aliases=('num_hidden_layers',)),
+      Key('n_head', 'num_heads', int, 12, aliases=('num_attention_heads',)),
       Key('n_inner', 'hidden_dim', int, lambda known: 4 * known['embed_dim']),
       Key('n_positions', 'positions', int, 1024),
       Key('layer_norm_epsilon', 'norm_eps', float, 1e-5),
@@ -428,7 +437,7 @@ FAMILIES: dict[str, Family] = {
     ignored=(r'.*\.attn\.(bias|masked_bias)',),
     inert=(
       *(f'summary_{name}' for name in ('type', 'use_proj', 'activation', 'proj_to_labels', 'first_dropout')),
-      *('n_ctx', 'gradient_checkpointing'),
+      'predict_special_tokens',
     ),
     base='transformer.',
   ),

@@ -1,6 +1,6 @@
 """Folder: a model in Hugging Face's format, its config read, its weights waiting in their files."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 import dataclasses
 import functools
 import itertools
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, lazy_array, place_on_mesh
 from spmd_tasks.bridges._rules import RuleTable
-from spmd_tasks.bridges.huggingface._config_keys import INERT, Config
+from spmd_tasks.bridges.huggingface._config_keys import Config, is_inert
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model, model_places, num_heads
 from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, SCORE_HEAD, Family
@@ -36,7 +36,7 @@ CONFIG_FILE = 'config.json'
 # or new (model.language_model.).
 _WRAPPER, _WRAPPER_ARCHITECTURE, _TEXT_TYPE = 'gemma3', 'Gemma3ForConditionalGeneration', 'gemma3_text'
 _WRAPPER_KEYS = {'text_config', 'vision_config', 'mm_tokens_per_image', 'boi_token_index', 'eoi_token_index'}
-_WRAPPER_KEYS.add('image_token_index')
+_WRAPPER_KEYS.add('tie_word_embeddings')
 _TEXT_PREFIX = re.compile(r'^language_model\.(?=lm_head\.|model\.)|(?<=^model\.)language_model\.')
 _IMAGE_PART = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
 Store = Callable[[str, jax.Array], Any]  # makes of a weight, given its name, the form in which it is held
@@ -49,8 +49,10 @@ def read_config(file: Path, remedy: str) -> dict[str, Any]:
   return read_json_object(str(file))
 
 
-def open_folder(path: os.PathLike | str) -> 'Folder':
+def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] = ()) -> 'Folder':
   """Reads the config.json of a folder. Code that the folder may have is not run.
+
+  `accept_config_keys` are keys that are unknown here and do not change what the model computes.
 
   Raises a UserError if there is none, its family is unknown here, or it has a setting that is.
   """
@@ -59,21 +61,10 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
   values = read_config(file, "give the folder of a model in Hugging Face's format")
   is_text_part = (values.get('model_type'), values.get('architectures')) == (_WRAPPER, [_WRAPPER_ARCHITECTURE])
   if is_text_part:
-    values = _text_part(values, file)
-  model_type = values.get('model_type')
-  family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-  if isinstance(model_type, str) and model_type in REFUSED:
-    raise UserError(f'{file} is of a model of type {model_type!r}, which is not known here: {REFUSED[model_type]}.')
-  architectures = values.get('architectures') or [family and family.architecture]
-  if family is None or len(architectures) != 1 or architectures[0] not in family.architectures:
-    own_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
-    raise UserError(
-      f'{file} is of a model {values.get("architectures")!r:.100} of type {model_type!r:.100}{own_code}: known here '
-      f'are {", ".join(each.architecture for each in FAMILIES.values())}, and those of decoders with a head for '
-      'ForSequenceClassification, or with none.'
-    )
+    values = _text_part(values, file, accept_config_keys)
+  family, architecture = _family_of(values, file, accept_config_keys)
   try:
-    decoder = family.read(Config(values, str(file)))
+    decoder = family.read(Config(values | {'architectures': [architecture]}, str(file), accept_config_keys))
   except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
     if isinstance(error, UserError):
       raise
@@ -81,6 +72,8 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
   folder = Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
   if family.tied_by_files and (names := tensor_names(path)):
     folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=family.names.head not in names))
+  elif decoder.tied and decoder.num_labels is None and folder.has_other_head():
+    folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=False))
   if decoder.num_nextn:
     names, layers = tensor_names(path), range(decoder.num_layers, decoder.num_layers + decoder.num_nextn)
     has_head = (decoder.num_labels is None and f'{family.names.layer.format(i)}eh_proj.weight' in names for i in layers)
@@ -88,15 +81,34 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
   return folder
 
 
-def _text_part(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _family_of(values: Mapping[str, Any], file: Path, accepted: Collection[str]) -> tuple[Family, str]:
+  """Returns the family of a config.json, and which of its architectures."""
+  model_type, named = values.get('model_type'), values.get('architectures')
+  family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+  if isinstance(model_type, str) and model_type in REFUSED:
+    raise UserError(f'{file} is of a model of type {model_type!r}, which is not known here: {REFUSED[model_type]}.')
+  if family is not None:
+    known = {name.lower(): name for name in family.architectures}  # LLaMAForCausalLM is in old folders
+    names = [family.architecture] if not named or 'architectures' in accepted else named
+    if architecture := next((known[str(name).lower()] for name in names if str(name).lower() in known), None):
+      return family, architecture
+  own_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
+  remedy = ', or with --set accept_config_keys=architectures the first of the type' if family else ''
+  raise UserError(
+    f'{file} is of a model {named!r:.100} of type {model_type!r:.100}{own_code}: known here are '
+    f'{", ".join(each.architecture for each in FAMILIES.values())}, and those of decoders with a head for '
+    f'ForSequenceClassification, or with none{remedy}.'
+  )
+
+
+def _text_part(values: Mapping[str, Any], file: Path, accepted: Collection[str]) -> dict[str, Any]:
   """Returns the config of the text model in that of a model of text and images."""
   text = values.get('text_config')
   if not isinstance(text, dict) or text.get('model_type') != _TEXT_TYPE:
     raise UserError(f'{file} has no text_config of type {_TEXT_TYPE!r}: download it again.')
-  shared = {key: values[key] for key in values if key in INERT or key == 'tie_word_embeddings'}
-  if unknown := sorted(values.keys() - shared.keys() - _WRAPPER_KEYS):
-    raise UserError(f'{file} has settings that are not known for this family: {", ".join(unknown)}.')
-  given = {key: value for key, value in shared.items() if value is not None and key != 'model_type'}
+  Config(values, str(file), accepted).finish(_WRAPPER_KEYS)
+  given = {key: value for key, value in values.items() if is_inert(key) or key == 'tie_word_embeddings'}
+  given = {key: value for key, value in given.items() if value is not None and key != 'model_type'}
   return text | given | {'architectures': [FAMILIES[_TEXT_TYPE].architecture]}
 
 
@@ -145,6 +157,13 @@ class Folder:
     """Returns the model, unbound; it computes in `dtype`, or in the folder's where that is None."""
     return build_model(self.decoder, dtype=dtype or self.dtype)
 
+  def has_other_head(self) -> bool:
+    """Whether the files have a head beside the table that differs from it: then `transformers` does not tie them."""
+    if not tensor_names(self.path):
+      return False
+    tensors, names = self._named_tensors(), self.family.names
+    return names.head in tensors and names.table in tensors and not _are_equal(tensors[names.head], tensors[names.table])
+
   @functools.cached_property
   def tensors(self) -> dict[str, LazyArray]:
     """Every tensor of the model, by the name in the files.
@@ -180,16 +199,22 @@ class Folder:
 
   @functools.cached_property
   def _all_tensors(self) -> tuple[dict[str, LazyArray], set[str]]:
+    tensors, names = self._named_tensors(), self.family.names
+    if self.decoder.tied and names.table not in tensors and names.head in tensors:
+      tensors[names.table] = tensors[names.head]
+    known = {name: tensor for name, tensor in tensors.items() if not self.family.is_ignored(name, self.decoder)}
+    rows, columns = (self.config.get('quantization_config') or {}).get('weight_block_size') or (128, 128)
+    return dequantize(known, (rows, columns))
+
+  def _named_tensors(self) -> dict[str, LazyArray]:
+    """Returns the tensors of the files by the names of the family."""
     found = read_tensors(self.path)
     if self.is_text_part:
       found = {_TEXT_PREFIX.sub('', name, 1): each for name, each in found.items() if not _IMAGE_PART.match(name)}
     self._join_copies(found)
     if self.has_new_head:
       found[SCORE_HEAD] = lazy_array(np.zeros((self.decoder.num_labels or 0, self.decoder.embed_dim), np.float32))
-    names = ((self.family.full_name(given, self.decoder), tensor) for given, tensor in found.items())
-    known = {name: tensor for name, tensor in names if not self.family.is_ignored(name, self.decoder)}
-    rows, columns = (self.config.get('quantization_config') or {}).get('weight_block_size') or (128, 128)
-    return dequantize(known, (rows, columns))
+    return {self.family.full_name(name, self.decoder): tensor for name, tensor in found.items()}
 
   def _join_copies(self, found: dict[str, LazyArray]) -> None:
     """Leaves one of the tensors that are the table. Raises a UserError where they differ."""

@@ -55,6 +55,9 @@ _KNOWN = {
   *('target_modules', 'exclude_modules', 'layers_to_transform', 'layers_pattern'),
   *('init_lora_weights', 'megatron_config', 'megatron_core', 'loftq_config', 'eva_config', 'corda_config'),
 }
+# The values of `init_lora_weights` with which `peft` leaves the base as it is. The others make it anew when an adapter is
+# loaded (pissa, olora, lora_ga, corda, loftq), or cannot be loaded at all.
+_PLAIN_INITS = (True, False, None, 'gaussian', 'orthogonal', 'eva', 'mica')
 TENSORS_FILE, BASE_FILE = 'adapter_model.safetensors', 'base.json'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(?:(lora_A|lora_B)\.weight|(lora_magnitude_vector)(?:\.weight)?)')
 
@@ -196,6 +199,13 @@ def _read_config(file: Path) -> dict[str, Any]:
     )
   if unknown := sorted(key for key, value in config.items() if value and key not in _KNOWN):
     raise UserError(f'{file} has {unknown[0]} = {config[unknown[0]]!r}, which is not known here.')
+  init = config.get('init_lora_weights')
+  if (init.lower() if isinstance(init, str) else init) not in _PLAIN_INITS:
+    raise UserError(
+      f'{file} has init_lora_weights = {init!r:.60}, with which `peft` changes the base when it loads the adapter: merge '
+      'them by PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder), and give that folder '
+      'as the model.'
+    )
   numbers = {key: config.get(key) or 0 for key in ('r', 'lora_alpha', 'lora_dropout')}
   for name in ('rank_pattern', 'alpha_pattern'):
     patterns = config.get(name) or {}
@@ -249,6 +259,8 @@ class AdapterFolder:
           f'{self.path / TENSORS_FILE} has {what}: an adapter of a Linear or of experts has floats there.'
         )
       by_prefix.setdefault(match[1], {})[match[2] or match[3]] = tensor
+    if not by_prefix:
+      raise UserError(f'{self.path / TENSORS_FILE} has no tensors: save the adapter again.')
     targets = self.config.get('target_parameters') or ()
     found = {name: by_prefix[prefix] for prefix, name in names_of_parameters([*by_prefix], targets)}
     wanted = {'lora_A', 'lora_B', *(('lora_magnitude_vector',) if self.config.get('use_dora') else ())}

@@ -8,21 +8,22 @@ from collections.abc import Mapping
 import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import Index, LazyArray
-from spmd_tasks.bridges.huggingface._config_keys import Config
+from spmd_tasks.bridges.huggingface._config_keys import Config, is_neutral
 from spmd_tasks.errors import UserError
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _MXFP4_BLOCK = 32
-_IGNORED = ('modules_to_not_convert', 'activation_scheme', 'dequantize', 'quant_method', 'fmt', 'weight_block_size')
+# Of fp8, `scale_fmt` says which scales the quantizer chose, and the others what is computed in fp8 elsewhere.
+_IGNORED = {'quant_method', 'fmt', 'scale_fmt', 'weight_block_size', 'activation_scheme', 'dequantize'}
+_IGNORED |= {'modules_to_not_convert', 'ignored_layers'}
 
 
 def check_quantization(config: Config) -> None:
   """Raises a UserError if a config's `quantization_config` is of a kind that is not read here."""
   given = config.read('quantization_config', dict, {})
-  kinds = {None: (), 'mxfp4': (), 'fp8': ('weight_block_size',)}
-  if given.get('quant_method') not in kinds or (given.get('fmt') or 'e4m3') != 'e4m3':
-    raise config.error('quantization_config', 'must be mxfp4 or fp8 (e4m3): nothing else is read')
-  unknown = sorted(set(given) - set(_IGNORED))
+  if given.get('quant_method', 'fp8') not in ('mxfp4', 'fp8') or (given.get('fmt') or 'e4m3') != 'e4m3':
+    raise config.error('quantization_config', 'must be mxfp4 or fp8 (e4m3): take the folder with unquantized weights')
+  unknown = sorted(key for key, value in given.items() if key not in _IGNORED and not is_neutral(value))
   if unknown:
     raise config.error('quantization_config', f'has the unknown setting {unknown[0]}')
 

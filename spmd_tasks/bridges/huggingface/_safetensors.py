@@ -54,9 +54,11 @@ def dtype_of(name: str) -> np.dtype:
 def read_tensors(folder: Path) -> dict[str, LazyArray]:
   """Returns every tensor of a folder. Headers are read and checked against the sizes of the files, and no data.
 
+  As in `transformers`, a whole model.safetensors comes before an index, which an earlier save may have left there.
+
   Raises a UserError if there is no safetensors file, or one is truncated, damaged or not as its index says.
   """
-  if os.path.lexists(folder / INDEX_FILE):
+  if os.path.lexists(folder / INDEX_FILE) and not os.path.isfile(folder / SINGLE_FILE):
     return _read_sharded(folder)
   if os.path.lexists(folder / SINGLE_FILE):
     return read_file(folder / SINGLE_FILE)

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from spmd_tasks.bridges.huggingface._config_keys import ACTIVATIONS, MAX_LAYERS, Config, Entry, Key, Only, Values
+from spmd_tasks.bridges.huggingface._config_keys import (
+  ACTIVATIONS,
+  MAX_LAYERS,
+  Config,
+  Entry,
+  Key,
+  Only,
+  Values,
+  is_neutral,
+)
 from spmd_tasks.bridges.huggingface._decoder import Decoder
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import (
@@ -320,6 +329,7 @@ class Rope:
     partial: the part of a head that rotates, where no key says it; None: all of it, as `transformers` ignores the key.
     default: the `rope_parameters` of a config.json that has none.
     max_length: the family's default of `max_position_embeddings`.
+    is_phi3: whether the original length is beside the dict, and `su` and `yarn` are old names of `longrope`.
   """
 
   theta: float = 10_000.0
@@ -327,6 +337,7 @@ class Rope:
   partial: float | None = None
   default: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   max_length: int = 131_072
+  is_phi3: bool = False
 
   def read(self, config: Config, known: Values) -> Values:
     given = config.read('rope_parameters', dict, {})
@@ -335,13 +346,16 @@ class Rope:
       'rope_theta': config.read('rope_theta', float, self.theta),
       'partial_rotary_factor': config.read('partial_rotary_factor', float, self.partial or 1.0),
     }
-    own_length = config.read('original_max_position_embeddings', int, None)  # Phi-3's, which comes first
+    own_length = config.read('original_max_position_embeddings', int, 4096) if self.is_phi3 else None
     lengths = (own_length, config.read('max_position_embeddings', int, self.max_length))
     head_dim = known.get('latent.rope_head_dim') or known['head_dim']
     if self.local_theta is None:
       if not given and not old and not config.has('rope_theta'):
         given = self.default
-      rotary = read_rotary(implied | (old or given), head_dim, lengths, config)
+      given = old or given
+      if self.is_phi3 and (given.get('rope_type') or given.get('type')) in ('su', 'yarn'):
+        given = {**given, 'rope_type': 'longrope'}
+      rotary = read_rotary(implied | given, head_dim, lengths, config)
       if self.partial is None and rotary.num_features is not None:
         raise UserError(f'{config.path} has a partial_rotary_factor, which transformers ignores in this family.')
       return {'rotary': rotary}
@@ -385,8 +399,8 @@ def read_rotary(given: Mapping[str, Any], head_dim: int, lengths: tuple[int | No
   scaling = None if kind == 'default' else _read_scaling(kind, values, lengths, where)
   if kind == 'default':
     values.pop(_ORIGINAL, None)  # which says nothing without a scaling
-  if values:
-    raise UserError(f'{where} of type {kind!r} with {values}, which are not known here.')
+  if unknown := {key: value for key, value in values.items() if key != 'finetuned' and not is_neutral(value)}:
+    raise UserError(f'{where} of type {kind!r} with {unknown}, which are not known here.')
   num_features = None if int(head_dim * partial) == head_dim else int(head_dim * partial)
   return Rotary(max_wavelength=float(theta), num_features=num_features, scaling=scaling)
 

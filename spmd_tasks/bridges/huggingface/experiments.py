@@ -33,6 +33,9 @@ class PretrainedLanguageModel(TextTraining):
 
   # The folder: config.json, safetensors, tokenizer.json.
   model: str = ''
+  # Keys of config.json that this project does not know and that do not change what the model computes: such a folder is
+  # read where it would be refused. Of the folders of a teacher or a reward model, too.
+  accept_config_keys: tuple[str, ...] = ()
   dtype: str | None = None  # of the computation; None: the folder's. Weights are float32 in training.
   remat_policy: str = 'none'
   # Of the folder's heads that predict further tokens (DeepSeek-V3, GLM-4-MoE), how many the model has; None: all. They
@@ -50,7 +53,8 @@ class PretrainedLanguageModel(TextTraining):
     named = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
     if not isinstance(named, FolderOrigin):
       return named
-    return dataclasses.replace(named, sources=lambda: self.adapter_sources)
+    accepted = self.accept_config_keys
+    return dataclasses.replace(named, accept_config_keys=accepted, sources=lambda: self.adapter_sources)
 
   @functools.cached_property
   def folder(self) -> Folder:
@@ -67,7 +71,7 @@ class PretrainedLanguageModel(TextTraining):
     """Reads the folder, whatever its head is."""
     if not self.model:
       raise UserError("this experiment needs a folder in Hugging Face's format: --set model=FOLDER.")
-    return open_folder(local_folder(self.model))
+    return open_folder(local_folder(self.model), accept_config_keys=self.accept_config_keys)
 
   def language_model(self) -> fdl.Config:
     """The model of the folder, as a config whose every field can be set."""

@@ -28,11 +28,11 @@ from tqdm import tqdm
 from spmd_tasks import exit_codes
 from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.bridges._rules import RuleTable
-from spmd_tasks.bridges.huggingface._config_keys import INERT, Values
+from spmd_tasks.bridges.huggingface._config_keys import Values, is_inert
 from spmd_tasks.bridges.huggingface._decoder import Decoder
 from spmd_tasks.bridges.huggingface._describe import describe_model, model_places
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
-from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, open_folder, weights_on_mesh
+from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, check_free, dtype_of, new_folder, write_tensors
 from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
@@ -84,7 +84,7 @@ def export_model(
     watch_steps(job_log_dir / 'export', emergency, timeout_s=limit_s, first_step_timeout_s=limit_s) as watchdog,
     tqdm(unit='tensor', file=sys.stderr, disable=not is_primary() or not sys.stderr.isatty()) as bar,
   ):
-    origin = None if folder is None else open_folder(folder)
+    origin = start.open() if isinstance(start, FolderOrigin) else None
     if only_adapters and origin is None:
       raise UserError(f'{job.name} starts from no folder, which adapters would belong to: use --format hf.')
     with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
@@ -249,8 +249,8 @@ def _config(
 ) -> Values:
   if origin is None:  # without these keys, transformers would take tokens of the family's own vocabulary
     settings = {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None, **settings}
-  kept_keys = INERT - {'auto_map', 'torch_dtype'}
-  kept = {} if origin is None else {key: value for key, value in origin.config.items() if key in kept_keys}
+  origin_keys: Mapping[str, Any] = {} if origin is None else origin.config
+  kept = {key: origin_keys[key] for key in origin_keys if is_inert(key) and key not in ('auto_map', 'torch_dtype')}
   if len(kept.get('id2label') or ()) == len(keys.get('id2label', ())):  # the names of labels do not change
     keys = {key: value for key, value in keys.items() if key not in ('id2label', 'label2id')}
   if origin is not None and origin.tensors_aside:  # heads that the model is without

@@ -1,8 +1,8 @@
 """FolderOrigin: the weights of a folder in Hugging Face's format, which `init_from = hf:FOLDER` names.
 
     FolderOrigin(path='models/llama')                                 # what Experiment.origin() returns
-    state = state_from_folder(model, folder, seed)                    # a new training state, at step 0
-    variables = variables_from_folder(model, folder)                  # for eval, decode and serve
+    state = state_from_folder(model, open_folder(folder), seed)       # a new training state, at step 0
+    variables = variables_from_folder(model, open_folder(folder))     # for eval, decode and serve
 
 Low-rank adapters start from a folder of `peft`, or are drawn.
 """
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from spmd_tasks.bridges.huggingface._folder import open_folder
+from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
 from spmd_tasks.bridges.huggingface._peft import open_adapter
 from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
 from spmd_tasks.checkpoints.checkpointer import Restored
@@ -51,29 +51,36 @@ class FolderOrigin(Base):
 
   Attributes:
     path: of the folder, absolute.
+    accept_config_keys: keys of its config.json that are unknown here and do not change what the model computes.
     adapter: a folder of `peft` that the adapters of the model start from; None: they are drawn.
     sources: adapters that requests choose by name; opened where they are needed.
   """
 
   path: str
+  accept_config_keys: tuple[str, ...] = ()
   adapter: str | None = None
   sources: Callable[[], Mapping[str, AdapterSource]] = dict
 
+  def open(self) -> Folder:
+    """Reads the config.json of the folder."""
+    return open_folder(self.path, accept_config_keys=self.accept_config_keys)
+
   def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
     """Returns the state of a new job at step 0."""
-    state = state_from_folder(model, self.path, seed, self.adapter)
+    state = state_from_folder(model, self.open(), seed, self.adapter)
     return state, 0, f'starting from the weights of {self.path}'
 
   def variables(self, model: PartitionedModel, storage: WeightStorage | None = None) -> Variables:
     """Returns the padded variables, with adapters to choose from if there are any."""
     if sources := self.sources():
-      held = _read(model, self.path, storage)
-      return {'params': fill_in(held, stacked_adapters(model, self.path, sources))}
-    return variables_from_folder(model, self.path, storage, self.adapter)
+      folder = self.open()
+      held = _read(model, folder, storage)
+      return {'params': fill_in(held, stacked_adapters(model, folder, sources))}
+    return variables_from_folder(model, self.open(), storage, self.adapter)
 
   def frozen(self, model: PartitionedModel, storage: WeightStorage | None = None) -> Any:
     """Returns the padded frozen weights, with None for those that are trained."""
-    return _read(model, self.path, storage, only_frozen=True)
+    return _read(model, self.open(), storage, only_frozen=True)
 
   def identity(self) -> Mapping[str, str]:
     """Returns the folder with its digest."""
@@ -101,7 +108,7 @@ def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:
   return 'hf.Model', [f'model={directory}']
 
 
-def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: str | None = None) -> TrainState:
+def state_from_folder(model: PartitionedModel, folder: Folder, seed: int, adapter: str | None = None) -> TrainState:
   """Returns a padded training state at step 0 with the weights of a folder, and of an adapter's; else those are drawn.
 
   Raises a UserError if the folder cannot be read, or its model is not that of the task.
@@ -120,7 +127,7 @@ def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: 
 
 
 def variables_from_folder(
-  model: PartitionedModel, folder: str, storage: WeightStorage | None = None, adapter: str | None = None
+  model: PartitionedModel, folder: Folder, storage: WeightStorage | None = None, adapter: str | None = None
 ) -> Variables:
   """Returns the padded variables with the weights of a folder. Raises a UserError as `state_from_folder`.
 
@@ -142,7 +149,7 @@ def variables_from_folder(
 
 
 def _read_both(
-  model: PartitionedModel, folder: str, adapter: str | None, storage: WeightStorage | None = None
+  model: PartitionedModel, folder: Folder, adapter: str | None, storage: WeightStorage | None = None
 ) -> tuple[Any, bool]:
   """Returns the weights of a folder and of an adapter's, and whether DoRA's magnitudes of some layers are in neither.
 
@@ -150,21 +157,20 @@ def _read_both(
   """
   opened = None if adapter is None else open_adapter(adapter)
   has_dora = any(each.use_dora for each in adapters_of(model.task.model).values())
-  lacks_magnitudes = has_dora and (opened is None or opened.lacks_layers(open_folder(folder)))
+  lacks_magnitudes = has_dora and (opened is None or opened.lacks_layers(folder))
   weights = _read(model, folder, None if lacks_magnitudes else storage)
   if opened is not None:
-    check_base_of_folder(opened, folder)
-    weights = fill_in(weights, opened.read_weights(model, open_folder(folder)))
+    check_base_of_folder(opened, str(folder.path))
+    weights = fill_in(weights, opened.read_weights(model, folder))
   return weights, lacks_magnitudes
 
 
 def _read(
-  model: PartitionedModel, folder: str, storage: WeightStorage | None = None, *, only_frozen: bool = False
+  model: PartitionedModel, folder: Folder, storage: WeightStorage | None = None, *, only_frozen: bool = False
 ) -> Any:
-  opened = open_folder(folder)
-  if opened.num_missing_heads:
+  if folder.num_missing_heads:
     text = '%s has num_nextn_predict_layers = %s, but no tensors of %d of these heads: the model is without them.'
-    logging.warning(text, folder, opened.config[HEADS_KEY], opened.num_missing_heads)
+    logging.warning(text, folder.path, folder.config[HEADS_KEY], folder.num_missing_heads)
   specs = flat_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:
@@ -173,5 +179,5 @@ def _read(
   names = sorted(specs.keys() - left_out, key=lambda name: (-math.prod(specs[name].shape), name))
   storage = storage or WeightStorage(model, None)  # as in training, where frozen kernels may be in int8
   is_shown = is_primary() and sys.stderr.isatty()
-  bar = tqdm(names, unit=' weights', desc=f'Reading {opened.path.name}', file=sys.stderr, disable=not is_shown)
-  return opened.read_weights(model, names=bar, dtypes=storage.dtypes, store=storage.store_one)
+  bar = tqdm(names, unit=' weights', desc=f'Reading {folder.path.name}', file=sys.stderr, disable=not is_shown)
+  return folder.read_weights(model, names=bar, dtypes=storage.dtypes, store=storage.store_one)

@@ -157,7 +157,7 @@ def take_one_step(path, mesh):
   batch = next(iter(job.train_input.make_iterator()))
   batch['ids'], batch['labels'] = (random_ids().astype(np.int32), np.roll(random_ids(), -1, 1).astype(np.int32))
   batch['weights'][:, -1] = 0.0
-  state = state_from_folder(model, str(path), 0)
+  state = state_from_folder(model, open_folder(path), 0)
   state, metrics = model.train_step(state, model.train_step.place(batch))
   return float(metrics['loss']), model, state
 

@@ -155,7 +155,7 @@ def test_the_text_part_of_a_model_of_text_and_images(prefix, tmp_path, rng):
   exported = open_folder(tmp_path / 'text')
   assert not exported.is_text_part
   assert exported.config['eos_token_id'] == [1, 2]
-  (tmp_path / 'model' / 'config.json').write_text(json.dumps(WRAPPER | {'text_config': text, 'audio_config': {}}))
+  (tmp_path / 'model' / 'config.json').write_text(json.dumps(WRAPPER | {'text_config': text, 'audio_config': {'num_layers': 2}}))
   with pytest.raises(UserError, match='audio_config'):
     open_folder(tmp_path / 'model')
 
@@ -205,12 +205,18 @@ def _fifo(path):
   os.mkfifo(path / 'model.safetensors')
 
 
+def _device(path):
+  (path / 'model.safetensors').unlink()
+  os.symlink('/dev/zero', path / INDEX)
+
+
 def _pickle(path):
   (path / 'model.safetensors').rename(path / 'pytorch_model.bin')
 
 
 def _index(path, file):
   names = load_file(path / 'model.safetensors')
+  (path / 'model.safetensors').unlink()
   (path / INDEX).write_text(json.dumps({'metadata': {}, 'weight_map': dict.fromkeys(names, file)}))
 
 
@@ -227,7 +233,7 @@ DAMAGES = {
   'overlapping offsets': (lambda path: _lie(path, data_offsets=[8, 128]), 'is no whole safetensors file'),
   'fractional offsets': (lambda path: _lie(path, data_offsets=[0.0, 120.0]), 'is no whole safetensors file'),
   'a FIFO': (_fifo, 'Not a regular file'),
-  'a device as index': (lambda path: os.symlink('/dev/zero', path / INDEX), 'Not a regular file'),
+  'a device as index': (_device, 'Not a regular file'),
   'a pickle': (_pickle, 'as pickle (pytorch_model.bin)'),
   'an index of elsewhere': (lambda path: _index(path, '../model.safetensors'), "'../model.safetensors'"),
 }
@@ -255,9 +261,41 @@ def test_weights_that_do_not_fit_are_refused(damage, whole_folder, tmp_path):
 def test_tensors_that_are_no_weights_are_left_out(whole_folder, tmp_path):
   path, model = whole_folder  # tied: files of older versions have the head all the same
   shutil.copytree(path, tmp_path / 'model')
-  _with(tmp_path / 'model', 'lm_head.weight', np.zeros((259, 30), np.float32))
+  _with(tmp_path / 'model', 'lm_head.weight', load_file(path / 'model.safetensors')['model.embed_tokens.weight'])
   _with(tmp_path / 'model', 'model.layers.0.self_attn.rotary_emb.inv_freq', np.zeros(4, np.float32))
   assert open_folder(tmp_path / 'model').lazy_weights(model, abstract_weights(model))
+
+
+def test_a_head_that_differs_from_the_table_is_not_tied_to_it(whole_folder, tmp_path, rng):
+  """As in transformers 5, whose `tie_weights` compares both; a head without a table is the table."""
+  path, tied_model = whole_folder
+  head = 2 + rng.normal(size=(259, 30)).astype(np.float32)
+  shutil.copytree(path, tmp_path / 'model')
+  _with(tmp_path / 'model', 'lm_head.weight', head)
+  folder, model, lazy = opened(tmp_path / 'model')
+  assert not folder.decoder.tied
+  np.testing.assert_array_equal(np.asarray(lazy['embedding/softmax_kernel']), head.T)
+  export_folder(tmp_path / 'out', model, lazy, origin=folder)
+  assert json.loads((tmp_path / 'out' / 'config.json').read_text())['tie_word_embeddings'] is False
+  np.testing.assert_array_equal(load_file(tmp_path / 'out' / 'model.safetensors')['lm_head.weight'], head)
+
+  _with(tmp_path / 'model', 'model.embed_tokens.weight', None)
+  lazy = open_folder(tmp_path / 'model').lazy_weights(tied_model, abstract_weights(tied_model))
+  np.testing.assert_array_equal(np.asarray(lazy['embedding/table']), head)
+
+
+def test_a_whole_file_comes_before_an_index_that_an_earlier_save_left(tmp_path, rng):
+  """As in transformers, whose `_get_resolved_checkpoint_files` looks for model.safetensors first."""
+  _, old = write_folder(tmp_path / 'old', 'llama3', rng)
+  _, new = write_folder(tmp_path / 'new', 'llama3', rng)
+  rewrite(tmp_path / 'new', lambda name: name)
+  shutil.copy(tmp_path / 'new' / 'model.safetensors', tmp_path / 'old')
+  name = 'stack/layers/attention/query/kernel'
+  np.testing.assert_array_equal(np.asarray(opened(tmp_path / 'old')[2][name]), new[name])
+  for file in (tmp_path / 'old').glob('model-0*'):  # transformers removes the shards and leaves the index
+    file.unlink()
+  np.testing.assert_array_equal(np.asarray(opened(tmp_path / 'old')[2][name]), new[name])
+  assert not np.array_equal(old[name], new[name])
 
 
 def test_weights_of_another_model_are_refused(whole_folder):

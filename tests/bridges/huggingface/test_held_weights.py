@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import weight_storage
@@ -30,11 +31,11 @@ def test_weights_are_read_as_they_are_held(dtype, platform, model_and_path, monk
   model, path = model_and_path
   monkeypatch.setattr(weight_storage, 'current_platform', lambda: platform)
   storage = WeightStorage(model, dtype)
-  converted = storage.store(variables_from_folder(model, path))
+  converted = storage.store(variables_from_folder(model, open_folder(path)))
   arrived = {}
   one_by_one = storage.store_one
   storage.store_one = lambda name, weight: [arrived.setdefault(name, weight.dtype), one_by_one(name, weight)][1]
-  read = variables_from_folder(model, path, storage)
+  read = variables_from_folder(model, open_folder(path), storage)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(read), jax.device_get(converted))
   assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, converted)
   assert storage.store(read)['params']['embedding']['table'] is read['params']['embedding']['table']

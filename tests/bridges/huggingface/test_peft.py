@@ -14,6 +14,7 @@ from flax import traverse_util
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import open_adapter, open_folder
@@ -213,7 +214,7 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   theirs = reference(name)
   model, job = partitioned(theirs, sizes)
   assert model.task.trained == ('lora_',)
-  state = state_from_folder(model, str(theirs.base.path), 0, str(theirs.adapter))
+  state = state_from_folder(model, open_folder(theirs.base.path), 0, str(theirs.adapter))
   step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   ids = random_ids().astype(np.int32)
   assert_close(np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), theirs.first_logits, 1e-4)
@@ -270,7 +271,7 @@ def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
   theirs = reference(name)
   model, job = partitioned(theirs, sizes)
   base = open_folder(theirs.base.path)
-  state = state_from_folder(model, str(theirs.base.path), 0, str(theirs.adapter))
+  state = state_from_folder(model, open_folder(theirs.base.path), 0, str(theirs.adapter))
   step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   ids = step.place({'ids': random_ids().astype(np.int32)})
   assert_close(np.asarray(step(state.variables, ids)['logits']), theirs.first_logits, 1e-4)
@@ -289,9 +290,33 @@ def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
   loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), tmp_path / 'ours').eval()
   assert_close(logits_of(loaded), expected, 1e-4)
   again, _ = partitioned(theirs, sizes, f'adapter={tmp_path / "ours"}')
-  state = state_from_folder(again, str(theirs.base.path), 0, str(tmp_path / 'ours'))
+  state = state_from_folder(again, open_folder(theirs.base.path), 0, str(tmp_path / 'ours'))
   step = again.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
   assert_close(np.asarray(step(state.variables, ids)['logits']), expected, 1e-5)
+
+
+# Those that `peft` applies to the base again when it loads an adapter; lora_ga, corda and loftq need more to be made.
+CHANGING_INITS = ('pissa', 'pissa_niter_2', 'olora', 'corda', 'loftq', 'lora_ga')
+
+
+@pytest.mark.parametrize('init', ['pissa', 'olora', 'orthogonal', 'mica', 'gaussian', 'eva'])
+def test_inits_are_refused_just_where_peft_changes_the_base(init, reference, tmp_path):
+  import peft
+
+  base = reference('llama3').base
+  before = {name: value.clone() for name, value in base.model.named_parameters()}
+  model = copy.deepcopy(base.model)
+  config = peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=init, task_type='CAUSAL_LM')
+  made = peft.get_peft_model(model, config)
+  after = {name.replace('base_layer.', ''): value for name, value in made.get_base_model().named_parameters()}
+  changes = any((after[name] != before[name]).any() for name in before)
+  assert changes == (init in CHANGING_INITS)
+  made.save_pretrained(tmp_path)
+  if not changes:
+    assert open_adapter(tmp_path).adapters(open_folder(base.path))
+    return
+  with pytest.raises(UserError, match='changes the base'):
+    open_adapter(tmp_path)
 
 
 def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
@@ -303,12 +328,16 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
     ('use_rslora', 'false', "use_rslora = 'false': true or false"),
     ('rank_pattern', {'(a+)+$': 1}, 'repeats too much'),
     ('r', 77, r'of rank .* says 77'),
+    *(('init_lora_weights', init, f"{init}.*changes the base.*merge_and_unload") for init in CHANGING_INITS),
   ]
   for key, value, said in changes:
-    shutil.copytree(theirs.adapter, tmp_path / key)
+    shutil.copytree(theirs.adapter, tmp_path / key, dirs_exist_ok=True)
     file = tmp_path / key / 'adapter_config.json'
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UserError, match=said):
       open_adapter(file.parent).adapters(open_folder(theirs.base.path))
   with pytest.raises(UserError, match='does not exist'):
     open_adapter(tmp_path)
+  save_file({}, tmp_path / 'r' / 'adapter_model.safetensors')
+  with pytest.raises(UserError, match='has no tensors: save the adapter again'):
+    open_adapter(tmp_path / 'r').adapters(open_folder(theirs.base.path))

@@ -1,0 +1,255 @@
+"""config.json of published folders (published_configs.json, by name): each is read as transformers reads it.
+
+Folders have keys that transformers does not write: of its older versions, of the code that trained them, of other
+software. Those that change nothing are left out, and others are refused by name.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import json
+from pathlib import Path
+import re
+
+import numpy as np
+import pytest
+
+from spmd_tasks import load
+from spmd_tasks.bridges.huggingface import open_folder
+from spmd_tasks.bridges.huggingface._config_keys import Config, is_inert
+from spmd_tasks.bridges.huggingface._families import FAMILIES
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.feed_forward import ACTIVATIONS
+from tests.bridges.huggingface.reference_models import (
+  assert_close,
+  logits_of,
+  quiet_transformers,
+  random_ids,
+  random_model,
+)
+
+PUBLISHED = json.loads(Path(__file__).with_name('published_configs.json').read_text())
+POSITIONS = np.array([[0, 1, 7, 100]])
+
+
+def opened(config, tmp_path, **settings):
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  return open_folder(tmp_path, **settings)
+
+
+def theirs(config, tmp_path):
+  """The config of the text model as transformers has it, from the file."""
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  return quiet_transformers().AutoConfig.from_pretrained(tmp_path).get_text_config()
+
+
+def sizes(config):
+  """What a config of transformers says of a decoder, by the names of ours."""
+  heads = config.num_attention_heads
+  facts = {
+    'vocab_size': config.vocab_size,
+    'embed_dim': config.hidden_size,
+    'num_layers': getattr(config, 'num_decoder_layers', config.num_hidden_layers),
+    'num_heads': heads,
+    'norm_eps': getattr(config, 'rms_norm_eps', getattr(config, 'layer_norm_epsilon', None)),
+    'logits_cap': getattr(config, 'final_logit_softcapping', None),
+    'attention_cap': getattr(config, 'attn_logit_softcapping', None),
+    'clip_qkv': getattr(config, 'clip_qkv', None),
+    'positions': config.n_positions if config.model_type == 'gpt2' else None,
+  }
+  if not config.is_encoder_decoder:  # where the files decide
+    facts['tied'] = config.tie_word_embeddings
+  if not getattr(config, 'kv_lora_rank', None):
+    facts['num_kv_heads'] = getattr(config, 'num_key_value_heads', None) or heads
+    facts['head_dim'] = getattr(config, 'head_dim', None) or config.hidden_size // heads
+  if not getattr(config, 'num_experts_per_tok', None):
+    hidden = [getattr(config, name, None) for name in ('intermediate_size', 'd_ff', 'n_inner')]
+    facts['hidden_dim'] = next(filter(None, hidden), 4 * config.hidden_size)
+  return facts
+
+
+ALL_WINDOWED = ('mistral', 'mixtral', 'phi3', 'qwen3_moe')  # transformers gives every layer of these the window
+
+
+def windows(config):
+  """The window of each layer, None without one."""
+  window, layers = getattr(config, 'sliding_window', None), range(config.num_hidden_layers)
+  if config.model_type in ALL_WINDOWED:
+    return [window for _ in layers]
+  types = getattr(config, 'layer_types', None) or ['full_attention'] * len(layers)
+  return [window if types[layer] == 'sliding_attention' else None for layer in layers]
+
+
+def experts(config):
+  """(E, chosen, F of an expert, whether gates are divided, their factor, groups, which layers) of a mixture."""
+  number = next(filter(None, (getattr(config, name, None) for name in ('n_routed_experts', 'num_experts'))), None)
+  first_dense = getattr(config, 'first_k_dense_replace', 0)
+  uses_groups = getattr(config, 'topk_method', None) != 'greedy' and (getattr(config, 'n_group', 1) or 1) > 1
+  return {
+    'num_experts': number or config.num_local_experts,
+    'num_selected': config.num_experts_per_tok,
+    'hidden_dim': getattr(config, 'moe_intermediate_size', None) or config.intermediate_size,
+    'divides': config.model_type != 'deepseek_v2' and getattr(config, 'norm_topk_prob', True),
+    'gate_scale': getattr(config, 'routed_scaling_factor', 1.0),
+    'groups': (config.n_group, config.topk_group) if uses_groups else (1, None),
+    'mixed': tuple(layer >= first_dense for layer in range(config.num_hidden_layers)),
+  }
+
+
+def ours(decoder):
+  mixture = decoder.mixture
+  assert mixture is not None
+  routing = mixture.routing
+  return {
+    'num_experts': routing.num_experts,
+    'num_selected': routing.num_selected,
+    'hidden_dim': mixture.hidden_dim,
+    'divides': routing.normalize_gates is not None,
+    'gate_scale': routing.gate_scale,
+    'groups': (routing.num_groups, routing.num_selected_groups),
+    'mixed': decoder.mixed,
+  }
+
+
+def angles(config, layer_type):
+  """cos and sin [T, d/2] of `POSITIONS`, as the rotary module of the family makes them."""
+  import torch
+
+  modeling = importlib.import_module(type(config).__module__.replace('configuration_', 'modeling_'))
+  (name,) = (name for name in vars(modeling) if name.endswith('RotaryEmbedding'))
+  module = getattr(modeling, name)(config)
+  prefix = f'{layer_type}_' if hasattr(module, f'{layer_type}_inv_freq') else ''
+  angle = torch.tensor(POSITIONS[0])[:, None] * getattr(module, f'{prefix}inv_freq').float()
+  scale = getattr(module, f'{prefix}attention_scaling')
+  return scale * angle.cos().numpy(), scale * angle.sin().numpy()
+
+
+def assert_rotates_as(rotary, config, layer_type):
+  cos, sin = angles(config, layer_type)
+  x = np.zeros((1, 4, 1, 2 * cos.shape[1]), np.float32)
+  x[..., : cos.shape[1]] = 1.0
+  rotated = np.asarray(dataclasses.replace(rotary, num_features=None)(x, POSITIONS))[0, :, 0]
+  np.testing.assert_allclose(rotated, np.concatenate([cos, sin], -1), atol=2e-5)
+  head_dim = getattr(config, 'qk_rope_head_dim', None) or getattr(config, 'head_dim', None)
+  head_dim = head_dim or config.hidden_size // config.num_attention_heads
+  assert (rotary.num_features or head_dim) == 2 * cos.shape[1]
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path):
+  config, decoder = theirs(PUBLISHED[name], tmp_path), opened(PUBLISHED[name], tmp_path).decoder
+  facts = sizes(config)
+  assert {key: getattr(decoder, key) for key in facts} == facts
+  assert [decoder.window if is_windowed else None for is_windowed in decoder.windowed] == windows(config)
+  if hasattr(config, 'num_experts_per_tok'):
+    assert ours(decoder) == experts(config)
+  if decoder.rotary is not None:
+    assert_rotates_as(decoder.rotary, config, 'full_attention')
+    assert_rotates_as(decoder.local_rotary or decoder.rotary, config, 'sliding_attention')
+  activation = next(getattr(config, key) for key in ACTIVATION_KEYS if getattr(config, key, None))
+  if decoder.activation != 'clamped_swiglu':  # of gpt-oss, whose `hidden_act` is not read
+    import torch
+    from transformers.activations import ACT2FN
+
+    x = np.linspace(-3, 3, 13, dtype=np.float32)
+    np.testing.assert_allclose(ACTIVATIONS[decoder.activation](x), ACT2FN[activation](torch.tensor(x)), atol=1e-6)
+
+
+ACTIVATION_KEYS = ('hidden_activation', 'dense_act_fn', 'hidden_act', 'activation_function')
+MAY_MATTER = {
+  'Qwen/Qwen2.5-7B-Instruct-1M': ('Qwen/Qwen2.5-7B-Instruct', {'dual_chunk_attention_config': {'chunk_size': 262144}}),
+  'a window in Llama': ('huggyllama/llama-7b', {'sliding_window': 4096}),
+  'a temperature of logits': ('meta-llama/Llama-3.2-1B', {'logits_scaling': 8.0}),
+  'residuals by a factor': ('Qwen/Qwen3-0.6B', {'scale_emb': 12, 'scale_depth': 1.4}),
+}
+
+
+@pytest.mark.parametrize('case', MAY_MATTER)
+def test_a_key_that_may_matter_is_refused_until_it_is_accepted(case, tmp_path):
+  name, keys = MAY_MATTER[case]
+  with pytest.raises(UserError) as refused:
+    opened(PUBLISHED[name] | keys, tmp_path)
+  for key, value in keys.items():
+    assert f'{key} = {value!r:.60}' in str(refused.value)
+  assert f'--set accept_config_keys={",".join(sorted(keys))}.' in str(refused.value)
+  assert opened(PUBLISHED[name] | keys, tmp_path, accept_config_keys=[*keys]).decoder == (
+    opened(PUBLISHED[name], tmp_path).decoder
+  )
+
+
+CHANGES_NUMBERS = {
+  'not causal (Alibaba-NLP/gte-Qwen2-7B-instruct)': ('Qwen/Qwen2.5-7B-Instruct', {'is_causal': False}),
+  'both directions (google/embeddinggemma-300m)': ('google/gemma-3-270m', {'use_bidirectional_attention': True}),
+  'experts in every second layer': ('Qwen/Qwen3-30B-A3B', {'decoder_sparse_step': 2}),
+  'rotary positions that grow': ('huggyllama/llama-7b', {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}),
+  'AWQ': ('Qwen/Qwen2.5-7B-Instruct', {'quantization_config': {'bits': 4, 'quant_method': 'awq', 'zero_point': True}}),
+  'GPTQ': ('Qwen/Qwen2.5-7B-Instruct', {'quantization_config': {'bits': 4, 'quant_method': 'gptq'}}),
+  'compressed-tensors': ('Qwen/Qwen3-8B', {'quantization_config': {'quant_method': 'compressed-tensors'}}),
+  'MLX': ('Qwen/Qwen3-8B', {'quantization_config': {'bits': 4, 'group_size': 64}}),
+}
+
+
+@pytest.mark.parametrize('case', CHANGES_NUMBERS)
+def test_a_value_that_changes_numbers_is_refused(case, tmp_path):
+  name, keys = CHANGES_NUMBERS[case]
+  with pytest.raises(UserError) as refused:
+    opened(PUBLISHED[name] | keys, tmp_path, accept_config_keys=[*keys])
+  assert '\n' not in str(refused.value)
+
+
+# Keys that only heads, images and generation read, and `sliding_window` of OLMoE, whose config has none.
+OF_OTHER_PARTS = {'num_labels', 'image_token_id', 'mm_tokens_per_image', 'text_config', 'vision_config', 'sliding_window'}
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_each_key_that_transformers_reads_is_read(name):
+  """So a key that is left out changes nothing in transformers, whatever its value."""
+  from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+  config_class = CONFIG_MAPPING[name]
+  source = inspect.getsource(importlib.import_module(config_class.__module__.replace('configuration_', 'modeling_')))
+  keys = {*re.findall(r'config\.([a-z_0-9]+)', source), *re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)}
+  defaults = config_class().to_dict()
+  if 'num_experts_per_tok' in defaults:  # which DeepSeek-V2 has no default for
+    defaults['num_experts_per_tok'] = 2
+  config = Config(defaults, 'config.json')
+  FAMILIES[name].read(config)
+  others = OF_OTHER_PARTS | set(config_class.attribute_map) | set(FAMILIES[name].inert)
+  keys = {key for key in keys - config.keys_read - others if not is_inert(key) and not key.startswith('get_')}
+  assert keys <= {'add_cross_attention'}  # which must be false
+
+
+def shrunk(config):
+  """A config with small sizes in place of its own, and its other keys as they are."""
+  sizes = {'vocab_size': 259, 'hidden_size': 32, 'intermediate_size': 44, 'num_hidden_layers': 2, 'head_dim': 8}
+  sizes |= {'num_attention_heads': 4, 'num_key_value_heads': 2, 'num_experts': 6, 'num_experts_per_tok': 2}
+  sizes |= {'moe_intermediate_size': 20, 'n_routed_experts': 6, 'kv_lora_rank': 18, 'q_lora_rank': 14}
+  sizes |= {'qk_nope_head_dim': 6, 'qk_rope_head_dim': 4, 'v_head_dim': 10, 'first_k_dense_replace': 1}
+  sizes |= {'n_group': 1, 'topk_group': 1, 'bos_token_id': None, 'eos_token_id': 2, 'pad_token_id': 0}
+  kept = {key: value for key, value in config.items() if key != 'quantization_config'}
+  window = {'sliding_window': 7} if config.get('sliding_window') else {}
+  return kept | {key: value for key, value in sizes.items() if key in config} | window | {'torch_dtype': 'float32'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'name',
+  ['Qwen/Qwen3-30B-A3B']
+  + [
+    pytest.param(name, marks=pytest.mark.exhaustive)
+    for name in ('microsoft/Phi-3-mini-4k-instruct', 'deepseek-ai/DeepSeek-V3.1', 'deepseek-ai/DeepSeek-R1-Distill-Qwen-7B')
+  ],
+)
+def test_a_small_model_with_the_keys_of_a_published_one_has_the_logits_of_transformers(name, tmp_path):
+  settings = shrunk(PUBLISHED[name])
+  model = random_model('AutoModelForCausalLM', settings, lambda key, value: 0.1 if value.ndim == 1 else 0.2)
+  model.save_pretrained(tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps(settings))
+  assert_close(np.asarray(load(str(tmp_path)).logits(random_ids())), logits_of(model), 1e-5)
+
+
+def test_an_architecture_of_another_class_can_be_accepted(tmp_path):
+  config = PUBLISHED['Qwen/Qwen2.5-7B-Instruct'] | {'architectures': ['Qwen2ForProcessRewardModel'], 'auto_map': {}}
+  with pytest.raises(UserError, match='--set accept_config_keys=architectures'):
+    opened(config, tmp_path)
+  assert opened(config, tmp_path, accept_config_keys=['architectures']).decoder.num_labels is None
