@@ -149,7 +149,9 @@ class FolderTokenizer(FileTokenizer):
     try:
       listed = {int(i): AddedToken(**token) for i, token in (config.get('added_tokens_decoder') or {}).items()}
     except (AttributeError, TypeError, ValueError) as error:
-      raise UserError(f'{self._file(_CONFIG)} has added_tokens_decoder with an entry that is no token: {error}.') from error
+      raise UserError(
+        f'{self._file(_CONFIG)} has added_tokens_decoder with an entry that is no token: {error}.'
+      ) from error
     if 'added_tokens_decoder' not in config:  # older folders
       for text, i in read_json_object(self._file('added_tokens.json')).items():
         is_special = text in special

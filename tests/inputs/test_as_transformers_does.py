@@ -1,5 +1,6 @@
 """Prompts of a folder, as transformers makes them: tokens of texts, and conversations by ten families' templates."""
 
+import json
 from pathlib import Path
 import shutil
 
@@ -81,6 +82,39 @@ def test_tokens(folders, kind):
       pieces = IncrementalText(ours.decode, before=ids[:split])
       text_after = ''.join(pieces.push(token) for token in ids[split:]) + pieces.finish()
       assert ours.decode(ids[:split]) + text_after == ours.decode(ids)
+
+
+def _token(text, **flags):
+  return {'content': text, 'lstrip': False, 'normalized': False, 'rstrip': False, 'single_word': False} | flags
+
+
+BESIDE = {  # settings of tokenizer_config.json, and the added_tokens.json of older folders
+  'listed': ({'added_tokens_decoder': {'5': _token('[GMASK]', special=True), '1': _token('<s>', special=True)}}, {}),
+  'out of order': (
+    {'added_tokens_decoder': {'990': _token('<b>', special=True), '900': _token('<a>', lstrip=True, special=False)}},
+    {},
+  ),
+  'old': ({'additional_special_tokens': ['<b>']}, {'<a>': 302, '<b>': 303}),
+  'extra': ({'added_tokens_decoder': {}, 'extra_special_tokens': ['<a>', '<b>']}, {}),
+  'a piece that ends': ({'eos_token': 'at', 'added_tokens_decoder': {}}, {}),
+}
+
+
+@pytest.mark.parametrize('case', BESIDE)
+def test_tokens_that_only_the_files_beside_name(case, tmp_path):
+  config, added = BESIDE[case]
+  folder = write_tokenizer(tmp_path / 'new', **config)
+  plain = FolderTokenizer(path=str(write_tokenizer(tmp_path / 'plain')))
+  if added:
+    (folder / 'added_tokens.json').write_text(json.dumps(added))
+  ours, theirs = FolderTokenizer(path=str(folder)), reference(folder)
+  for text in ['x <a> y<b>z', '<a><b>', '[GMASK]the cat', 'cats']:
+    ids = theirs(text)['input_ids']
+    assert list(encode_prompt(ours, text)) == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode_all(ids) == theirs.decode(ids)
+  assert (ours.eos_id, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+  assert ours.fingerprint() != plain.fingerprint()
 
 
 def test_the_end_of_text_may_be_id_0(folders, tmp_path):

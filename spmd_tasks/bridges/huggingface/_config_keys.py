@@ -24,30 +24,32 @@ Values = dict[str, Any]
 # generation, and how the computation is carried out. Dropout acts in training only, and is not used here; auxiliary
 # losses are the experiment's.
 _INERT_NAMES = {
-  *('model_type', 'architectures', 'auto_map', 'dtype', 'torch_dtype', 'name_or_path', 'prefix', 'finetuning_task'),
+  *('model_type', 'architectures', 'auto_map', 'dtype', 'torch_dtype', 'prefix', 'finetuning_task', 'processor_class'),
   *('id2label', 'label2id', 'num_labels', 'problem_type', 'task_specific_params', 'sentence_transformers'),
-  *('use_cache', 'use_return_dict', 'return_dict', 'is_decoder', 'use_bfloat16', 'torchscript'),
-  *('pruned_heads', 'chunk_size_feed_forward', 'tf_legacy_loss', 'cross_attention_hidden_size', 'is_llama_config'),
-  *('pretraining_tp', 'ep_size', 'tp_size', 'fsdp', 'seq_aux', 'aux_loss_alpha', 'classifier_dropout'),
+  *('use_cache', 'use_return_dict', 'return_dict', 'is_decoder', 'use_bfloat16', 'torchscript', 'is_llama_config'),
+  *('pruned_heads', 'chunk_size_feed_forward', 'tf_legacy_loss', 'cross_attention_hidden_size', 'model_parallel'),
+  *('pretraining_tp', 'ep_size', 'tp_size', 'fsdp', 'seq_aux', 'learning_rate', 'weight_decay', 'generation_config'),
   *('do_sample', 'early_stopping', 'num_beams', 'num_beam_groups', 'diversity_penalty', 'temperature', 'top_k'),
   *('top_p', 'min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff', 'repetition_penalty', 'length_penalty'),
   *('encoder_repetition_penalty', 'no_repeat_ngram_size', 'encoder_no_repeat_ngram_size', 'bad_words_ids'),
   *('num_return_sequences', 'return_dict_in_generate', 'remove_invalid_values', 'exponential_decay_length_penalty'),
-  *('suppress_tokens', 'begin_suppress_tokens', 'cache_implementation', 'num_assistant_tokens'),
+  *('suppress_tokens', 'begin_suppress_tokens', 'cache_implementation', 'num_assistant_tokens', 'chat_template'),
   *('num_assistant_tokens_schedule', 'assistant_confidence_threshold', 'assistant_lookbehind', 'target_lookbehind'),
   *('min_length', 'max_length', 'max_new_tokens', 'min_new_tokens', 'seq_length', 'context_length', 'n_ctx'),
-  *('max_position_embeddings', 'max_seq_len', 'max_seq_length', 'max_sequence_length', 'model_max_length'),
+  *('max_position_embeddings', 'max_seq_len', 'max_seq_length', 'max_sequence_length', 'max_model_len'),
+  'model_max_length',
 }
 _INERT = re.compile(
-  '|'.join((
-    r'_.*',  # private to transformers
-    r'(.*_)?token(_ids?|_index)?|.*_token_ids',
-    r'.*dropout.*|.*_pdrop|drop_path.*',
-    r'initializer_.*|init_(std|range|method|device)|.*_init_std',
-    r'.*(aux|z|balance|balancing)_loss.*|.*jitter.*|neftune_.*|gradient_checkpointing.*|unsloth_.*',
-    r'tokenizer_.*|.*_version|transformers\.js_config',
-    r'(use_)?flash_att.*|(attn|experts)_implementation|output_(attentions|hidden_states|scores|(router_)?logits|past)',
-  ))
+  '|'.join(
+    (
+      r'_.*|.*name_or_path',  # those with _ are private to transformers
+      r'(.*_)?token(_ids?|_index)?|.*_token_ids|tokenizer_.*|.*_version|transformers\.js_config',
+      r'.*dropout.*|.*_pdrop|drop_path.*|(.*_)?loss(_.*)?|aux_loss.*|.*jitter.*|neftune_.*|unsloth_.*',
+      r'initializer_.*|init_(std|range|method|device)|.*_init_std|gradient_checkpointing.*|train(ing)?_.*|warmup.*',
+      r'(use_)?(flash_att|fused|liger|xformers|sdpa).*|(attn|experts)_implementation',
+      r'output_(attentions|hidden_states|scores|(router_)?logits|past)',
+    )
+  )
 )
 # Keys that change what is computed, where they have another value than this.
 _NEUTRAL = {
@@ -125,7 +127,9 @@ class Config:
 
   def _is_repeated(self, key: str) -> bool:
     """Whether a key has the value of one that was read and whose name it extends: `sliding_window_size`."""
-    others = (name for name in self.keys_read & self.values.keys() if key.startswith(f'{name}_') or key.endswith(f'_{name}'))
+    others = (
+      name for name in self.keys_read & self.values.keys() if key.startswith(f'{name}_') or key.endswith(f'_{name}')
+    )
     return any(self.values[name] == self.values[key] for name in others)
 
 

@@ -162,7 +162,9 @@ class Folder:
     if not tensor_names(self.path):
       return False
     tensors, names = self._named_tensors(), self.family.names
-    return names.head in tensors and names.table in tensors and not _are_equal(tensors[names.head], tensors[names.table])
+    return (
+      names.head in tensors and names.table in tensors and not _are_equal(tensors[names.head], tensors[names.table])
+    )
 
   @functools.cached_property
   def tensors(self) -> dict[str, LazyArray]:

@@ -55,8 +55,8 @@ _KNOWN = {
   *('target_modules', 'exclude_modules', 'layers_to_transform', 'layers_pattern'),
   *('init_lora_weights', 'megatron_config', 'megatron_core', 'loftq_config', 'eva_config', 'corda_config'),
 }
-# The values of `init_lora_weights` with which `peft` leaves the base as it is. The others make it anew when an adapter is
-# loaded (pissa, olora, lora_ga, corda, loftq), or cannot be loaded at all.
+# The values of `init_lora_weights` with which `peft` leaves the base as it is. With others (pissa, olora, corda, loftq,
+# lora_ga) it changes the base whenever it loads the adapter.
 _PLAIN_INITS = (True, False, None, 'gaussian', 'orthogonal', 'eva', 'mica')
 TENSORS_FILE, BASE_FILE = 'adapter_model.safetensors', 'base.json'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(?:(lora_A|lora_B)\.weight|(lora_magnitude_vector)(?:\.weight)?)')
@@ -202,9 +202,9 @@ def _read_config(file: Path) -> dict[str, Any]:
   init = config.get('init_lora_weights')
   if (init.lower() if isinstance(init, str) else init) not in _PLAIN_INITS:
     raise UserError(
-      f'{file} has init_lora_weights = {init!r:.60}, with which `peft` changes the base when it loads the adapter: merge '
-      'them by PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder), and give that folder '
-      'as the model.'
+      f'{file} has init_lora_weights = {init!r:.60}, with which `peft` changes the base when it loads the adapter: '
+      'merge them by PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder), and use that '
+      'folder as the model.'
     )
   numbers = {key: config.get(key) or 0 for key in ('r', 'lora_alpha', 'lora_dropout')}
   for name in ('rank_pattern', 'alpha_pattern'):

@@ -155,7 +155,9 @@ def test_the_text_part_of_a_model_of_text_and_images(prefix, tmp_path, rng):
   exported = open_folder(tmp_path / 'text')
   assert not exported.is_text_part
   assert exported.config['eos_token_id'] == [1, 2]
-  (tmp_path / 'model' / 'config.json').write_text(json.dumps(WRAPPER | {'text_config': text, 'audio_config': {'num_layers': 2}}))
+  (tmp_path / 'model' / 'config.json').write_text(
+    json.dumps(WRAPPER | {'text_config': text, 'audio_config': {'num_layers': 2}})
+  )
   with pytest.raises(UserError, match='audio_config'):
     open_folder(tmp_path / 'model')
 

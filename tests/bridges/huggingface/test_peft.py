@@ -328,7 +328,7 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
     ('use_rslora', 'false', "use_rslora = 'false': true or false"),
     ('rank_pattern', {'(a+)+$': 1}, 'repeats too much'),
     ('r', 77, r'of rank .* says 77'),
-    *(('init_lora_weights', init, f"{init}.*changes the base.*merge_and_unload") for init in CHANGING_INITS),
+    *(('init_lora_weights', init, f'{init}.*changes the base.*merge_and_unload') for init in CHANGING_INITS),
   ]
   for key, value, said in changes:
     shutil.copytree(theirs.adapter, tmp_path / key, dirs_exist_ok=True)

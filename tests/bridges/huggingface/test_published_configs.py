@@ -27,6 +27,7 @@ from tests.bridges.huggingface.reference_models import (
   random_ids,
   random_model,
 )
+from tests.model_folders import write_llama
 
 PUBLISHED = json.loads(Path(__file__).with_name('published_configs.json').read_text())
 POSITIONS = np.array([[0, 1, 7, 100]])
@@ -112,7 +113,7 @@ def ours(decoder):
 
 
 def angles(config, layer_type):
-  """cos and sin [T, d/2] of `POSITIONS`, as the rotary module of the family makes them."""
+  """Cos and sin [T, d/2] of `POSITIONS`, as the rotary module of the family makes them."""
   import torch
 
   modeling = importlib.import_module(type(config).__module__.replace('configuration_', 'modeling_'))
@@ -198,7 +199,14 @@ def test_a_value_that_changes_numbers_is_refused(case, tmp_path):
 
 
 # Keys that only heads, images and generation read, and `sliding_window` of OLMoE, whose config has none.
-OF_OTHER_PARTS = {'num_labels', 'image_token_id', 'mm_tokens_per_image', 'text_config', 'vision_config', 'sliding_window'}
+OF_OTHER_PARTS = {
+  'num_labels',
+  'image_token_id',
+  'mm_tokens_per_image',
+  'text_config',
+  'vision_config',
+  'sliding_window',
+}
 
 
 @pytest.mark.parametrize('name', FAMILIES)
@@ -237,7 +245,11 @@ def shrunk(config):
   ['Qwen/Qwen3-30B-A3B']
   + [
     pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in ('microsoft/Phi-3-mini-4k-instruct', 'deepseek-ai/DeepSeek-V3.1', 'deepseek-ai/DeepSeek-R1-Distill-Qwen-7B')
+    for name in (
+      'microsoft/Phi-3-mini-4k-instruct',
+      'deepseek-ai/DeepSeek-V3.1',
+      'deepseek-ai/DeepSeek-R1-Distill-Qwen-7B',
+    )
   ],
 )
 def test_a_small_model_with_the_keys_of_a_published_one_has_the_logits_of_transformers(name, tmp_path):
@@ -246,6 +258,18 @@ def test_a_small_model_with_the_keys_of_a_published_one_has_the_logits_of_transf
   model.save_pretrained(tmp_path)
   (tmp_path / 'config.json').write_text(json.dumps(settings))
   assert_close(np.asarray(load(str(tmp_path)).logits(random_ids())), logits_of(model), 1e-5)
+
+
+@pytest.mark.slow
+def test_accepted_keys_are_a_setting_of_every_job_from_the_folder(tmp_path):
+  folder = write_llama(tmp_path / 'model')
+  expected = load(str(folder)).logits(POSITIONS)
+  config = json.loads((folder / 'config.json').read_text())
+  (folder / 'config.json').write_text(json.dumps(config | {'logits_scaling': 8.0}))
+  with pytest.raises(UserError, match='accept_config_keys=logits_scaling'):
+    load(str(folder))
+  accepted = load(str(folder), overrides=['accept_config_keys=logits_scaling'])
+  np.testing.assert_array_equal(accepted.logits(POSITIONS), expected)
 
 
 def test_an_architecture_of_another_class_can_be_accepted(tmp_path):
