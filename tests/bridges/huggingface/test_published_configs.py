@@ -4,6 +4,7 @@ Folders have keys that transformers does not write: of its older versions, of th
 software. Those that change nothing are left out, and others are refused by name.
 """
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -94,6 +95,7 @@ def experts(config):
     'gate_scale': getattr(config, 'routed_scaling_factor', 1.0),
     'groups': (config.n_group, config.topk_group) if uses_groups else (1, None),
     'mixed': tuple(layer >= first_dense for layer in range(config.num_hidden_layers)),
+    'shared_dim': (getattr(config, 'n_shared_experts', 0) or 0) * getattr(config, 'moe_intermediate_size', 0),
   }
 
 
@@ -109,7 +111,32 @@ def ours(decoder):
     'gate_scale': routing.gate_scale,
     'groups': (routing.num_groups, routing.num_selected_groups),
     'mixed': decoder.mixed,
+    'shared_dim': mixture.shared_dim or 0,
   }
+
+
+# Field of a Decoder -> the ends of the names of weights that a layer of transformers has for it.
+WEIGHTS = {
+  'qkv_bias': ('.q_proj.bias', '.qkv_proj.bias', '.c_attn.bias', '.kv_a_proj_with_mqa.bias'),
+  'out_bias': ('.o_proj.bias', '.attn.c_proj.bias'),
+  'mlp_bias': ('.mlp.down_proj.bias', '.mlp.c_proj.bias'),
+  'qk_norm': ('.q_norm.weight',),
+  'sinks': ('.sinks',),
+  'post_norm': ('.post_feedforward_layernorm.weight', '.post_mlp_layernorm.weight'),
+}
+
+
+def weight_names(config):
+  """The names of the weights of a model of one layer, which is not made."""
+  import torch
+
+  config = copy.deepcopy(config)
+  config.num_hidden_layers = 1
+  if getattr(config, 'layer_types', None):
+    config.layer_types = config.layer_types[:1]
+  with torch.device('meta'):
+    model = quiet_transformers().AutoModelForCausalLM.from_config(config)
+  return [name for name, _ in model.named_parameters()]
 
 
 def angles(config, layer_type):
@@ -136,6 +163,7 @@ def assert_rotates_as(rotary, config, layer_type):
   assert (rotary.num_features or head_dim) == 2 * cos.shape[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path):
   config, decoder = theirs(PUBLISHED[name], tmp_path), opened(PUBLISHED[name], tmp_path).decoder
@@ -144,6 +172,12 @@ def test_a_published_config_is_read_as_transformers_reads_it(name, tmp_path):
   assert [decoder.window if is_windowed else None for is_windowed in decoder.windowed] == windows(config)
   if hasattr(config, 'num_experts_per_tok'):
     assert ours(decoder) == experts(config)
+  if hasattr(config, 'query_pre_attn_scalar'):
+    assert decoder.softmax_scale == config.query_pre_attn_scalar**-0.5
+  if not decoder.num_encoder_layers:
+    names = weight_names(config)
+    has = {field: any(name.endswith(ends) for name in names) for field, ends in WEIGHTS.items()}
+    assert {field: bool(getattr(decoder, field)) for field in WEIGHTS} == has
   if decoder.rotary is not None:
     assert_rotates_as(decoder.rotary, config, 'full_attention')
     assert_rotates_as(decoder.local_rotary or decoder.rotary, config, 'sliding_attention')
@@ -209,6 +243,7 @@ OF_OTHER_PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', FAMILIES)
 def test_each_key_that_transformers_reads_is_read(name):
   """So a key that is left out changes nothing in transformers, whatever its value."""
