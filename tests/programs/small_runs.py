@@ -21,7 +21,9 @@ def train(directory: Path, *flags: object, exp: str = SMALL) -> int:
 
 
 def only_checkpoints(finished_job: Path, directory: Path, steps=(20,)) -> Path:
-  """Makes a job_log_dir with some of the finished job's checkpoints and nothing else."""
+  """Makes a job_log_dir with the config and some of the checkpoints of the finished job, and nothing else."""
+  directory.mkdir(parents=True)
+  shutil.copy(finished_job / 'config.json', directory)
   for step in steps:
     name = f'checkpoint_{step:08d}'
     shutil.copytree(finished_job / 'checkpoints' / name, directory / 'checkpoints' / name)

@@ -110,7 +110,7 @@ def test_ids_outside_the_vocabulary_make_an_eval_nan_and_say_so(finished_job, tm
 
 def test_averaged_weights(finished_job, tmp_path):
   directory = only_checkpoints(finished_job, tmp_path / 'job')
-  assert run_eval(directory, '--set', EMA) == exit_codes.OK
+  assert run_eval(directory, '--set', EMA, '--accept_config_changes') == exit_codes.OK
   saved = saved_arrays(finished_job, LAST_STEP)
   expected = reference_metrics(saved.learner.ema_weights, 'ragged')
   (line,) = eval_lines(directory, 'ragged')

@@ -73,7 +73,7 @@ def test_a_new_job_that_is_refused_leaves_nothing_and_what_was_there_stays(tmp_p
 
 @pytest.mark.parametrize('kind', ['deleted', 'a link to nothing'])
 def test_checkpoints_without_the_config_are_not_gone_on_with(tmp_path, kind, capsys):
-  flags = ('--exp', 'tests.programs.own_experiments.Regression', '--ici_mesh_shape', '1,1,1', '--num_fake_devices', 1)
+  flags = ('--exp', 'tests.programs.own_experiments.Regression', '--ici_mesh_shape', '1,8,1')
   flags += ('--job_log_dir', tmp_path, '--num_train_steps')
   config = tmp_path / 'config.json'
   assert binary.run_in_process('--mode', 'train', *flags, 1) == exit_codes.OK
