@@ -11,6 +11,7 @@ from typing import Any
 
 from etils import epath
 import jax
+from jax.sharding import Mesh
 
 from spmd_tasks import exit_codes, wings
 from spmd_tasks.activity import set_activity
@@ -67,6 +68,7 @@ def train(
   begun: float,
   config_json: str,
   hooks: Sequence[TrainHook] | None = None,
+  mesh: Mesh | None = None,
 ) -> int:
   """Runs a training job to its end; returns an exit code: OK, or that of PreemptionGuard with all saved.
 
@@ -77,6 +79,7 @@ def train(
     begun: when the process was started, in seconds since the epoch.
     config_json: the resolved config, saved as `config.json`.
     hooks: what is done beside the steps; None: `job_hooks(job)`.
+    mesh: None makes the experiment's mesh of all devices.
 
   Raises:
     UserError: the job does not fit the devices, its input or its directory; nothing is written then.
@@ -89,7 +92,7 @@ def train(
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Open. Everything that can be refused is refused before anything is written.
     keeps_examples = any(hook.wants_examples for hook in hooks)
-    model, iterator = _check(job, goodput, keeps_examples=keeps_examples)
+    model, iterator = _check(job, goodput, mesh, keeps_examples=keeps_examples)
     run = TrainRun(
       job=job, job_log_dir=job_log_dir, model=model, hooks=hooks, goodput=goodput, guard=guard, stack=stack
     )
@@ -152,10 +155,12 @@ def _own_hooks(job: Job) -> list[TrainHook]:
   return hooks
 
 
-def _check(job: Job, goodput: Goodput, *, keeps_examples: bool) -> tuple[PartitionedModel, InputIterator]:
+def _check(
+  job: Job, goodput: Goodput, mesh: Mesh | None, *, keeps_examples: bool
+) -> tuple[PartitionedModel, InputIterator]:
   """Returns the partitioned model and the training input's iterator. Raises UserError for what cannot be trained."""
   check_vocabulary(job)
-  model = partition_job(job)
+  model = partition_job(job, mesh)
   if keeps_examples:
     model = dataclasses.replace(model, keeps_examples=True)
   check_state_fits(model)

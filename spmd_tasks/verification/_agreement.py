@@ -295,7 +295,12 @@ def compare_step(
     return wrong[0], every
   updated = expected.runner.updated_from(expected.state(step), result)
   of_update = compare(
-    updated, result.updated, expected.spread_of_update(step), FLOAT32, step + 1, expected.changes(step)
+    updated,
+    result.updated,
+    expected.spread_of_update(step),
+    expected.runner.update_epsilon,
+    step + 1,
+    expected.changes(step),
   )
   for name in (*noise, *of_update[2]):
     notes['leaves that are only noise'][name] = None
@@ -304,22 +309,36 @@ def compare_step(
 
 def _compare_curves(runner: Runner, expected: Trajectory, notes: Notes) -> Difference | None:
   """Returns the first difference of training without a stop."""
-  epsilon, results = expected.runner.epsilon, runner.steps(expected.state(0), expected.batches)
-  for step, (result, loss, noise) in enumerate(zip(results, expected.losses, expected.spread_of_losses()), 1):
+  results = runner.steps(expected.state(0), expected.batches)
+  for step, result in enumerate(results, 1):
     if result.nonzero_padding:
       return Difference(step=step, leaf=f'padding of {result.nonzero_padding[0]}', is_of_curve=True)
-    allowed = SPREADS * noise + ROUNDINGS * step * epsilon * abs(loss)
-    difference = abs(float(result.forward['loss']) - loss)
+  losses = [float(result.forward['loss']) for result in results]
+  compared = compare_losses(losses, expected, notes, 'loss of training without a stop')
+  return next((each for each in compared if not each.difference <= each.allowed), None)
+
+
+def compare_losses(losses: Sequence[float], expected: Trajectory, notes: Notes, leaf: str) -> list[Difference]:
+  """Returns the differences of a curve of losses from a reference's, up to where rounding alone moves that."""
+  compared = []
+  for step, (mine, loss, noise) in enumerate(zip(losses, expected.losses, expected.spread_of_losses()), 1):
+    allowed = SPREADS * noise + ROUNDINGS * step * expected.runner.epsilon * abs(loss)
+    difference = abs(mine - loss)
+    reason = None
     if not np.isfinite(loss) or allowed > MAX_SHARE * abs(loss):
-      notes['the curve of losses from step'][f'{step} (rounding alone moves it)'] = None
-      return None
-    if not difference <= allowed:
-      if expected.spread_of_losses(True)[step - 1] > max(_JUMP * FURTHER * noise, difference / 4):
-        notes['the curve of losses from step'][f'{step} (rounding alone makes the reference jump)'] = None
-        return None
-      leaf = 'loss of training without a stop'
-      return Difference(step=step, leaf=leaf, difference=difference, allowed=float(allowed), is_of_curve=True)
-  return None
+      reason = 'rounding alone moves it'
+    elif not difference <= allowed and _jumps(expected, step - 1, max(_JUMP * FURTHER * noise, difference / 4)):
+      reason = 'rounding alone makes the reference jump'
+    if reason:
+      notes.setdefault('the curve of losses from step', {})[f'{step} ({reason})'] = None
+      break
+    compared.append(Difference(step=step, leaf=leaf, difference=difference, allowed=float(allowed), is_of_curve=True))
+  return compared
+
+
+def _jumps(expected: Trajectory, step: int, size: float) -> bool:
+  """Whether weights moved FURTHER times as far move the reference's loss of a step (from 0) by more than a size."""
+  return expected.spread_of_losses(True)[step] > size
 
 
 def _lines(notes: Notes) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Case: one claim about an experiment in one setting, and how it is decided; broken ones are reduced.
 
     bench = Bench(source, num_devices=8)     # compiles settings, and keeps them
-    verdict = case.decide(bench)                                 # held, broken or not applicable
+    verdict = case.decide(bench)                                 # held, BROKEN or skipped
 
 A broken agreement is repeated on smaller and smaller meshes, axis by axis, as long as it still breaks.
 """
@@ -50,7 +50,11 @@ class Bench:
     self.prepare([setting])
     return self._runners[setting].result()
 
-  def _compile(self, setting: Setting) -> Runner:
+  def _compile(self, setting: Setting) -> Any:
+    if setting.by_hand:
+      from spmd_tasks.verification._by_hand import ByHand
+
+      return ByHand(self.source, setting)
     runner = Runner(self.source, setting)
     runner.model.train_step.compile()
     return runner
@@ -64,9 +68,10 @@ class Bench:
     if setting not in self._trajectories:
       runner = self.runner(setting)
       # Weights are drawn once: those of a setting with the same weights are the same, and drawing compiles a program.
-      known = (each for each in self._trajectories.values() if _shapes(each.runner) == _shapes(runner))
+      drawn = (each for key, each in self._trajectories.items() if not key.by_hand)
+      known = (each for each in drawn if _shapes(each.runner) == _shapes(runner))
       same = next(known, None)
-      initial = runner.init() if same is None else same.state(0)
+      initial = runner.start(runner.init() if same is None else same.state(0))
       batches = draw_batches(runner.job.train_input, self.num_steps, self.seed)
       self._trajectories[setting] = Trajectory(runner, initial, batches, self.seed)
     return self._trajectories[setting]
@@ -85,7 +90,7 @@ def _shapes(runner: Runner) -> object:
   return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), runner.model.canonical_state)
 
 
-Status = Literal['held', 'BROKEN', 'not applicable']
+Status = Literal['held', 'BROKEN', 'ERROR', 'skipped']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,10 +98,10 @@ class Verdict:
   """The outcome of a case.
 
   Attributes:
-    status: 'not applicable' counts neither as held nor as broken.
-    detail: a phrase for the table: how near it came, what differs, or why it is not applicable.
+    status: 'ERROR' is an exception, so that nothing was decided; 'skipped' counts neither as held nor as broken.
+    detail: a phrase for the table: how near it came, what differs, or why it is skipped.
     notes: what was not compared, and why.
-    failure: of a broken case, plain JSON data for the last line.
+    failure: of a broken case, or an error, plain JSON data for the last line.
   """
 
   status: Status
@@ -112,7 +117,7 @@ class Case:
   Attributes:
     claim: the name of the claim, an entry of CLAIMS.
     subject: in which case it is checked, such as 'data 2 x mdl 4'.
-    decide: decides the case; a UserError, by which the experiment refuses a setting, makes it not applicable.
+    decide: decides the case; a UserError, by which the experiment refuses a setting, has it skipped.
     settings: what `decide` runs, to be compiled ahead.
   """
 
@@ -122,9 +127,9 @@ class Case:
   settings: Sequence[Setting] = ()
 
 
-def not_applicable(claim: str, subject: str, reason: str) -> Case:
+def skipped(claim: str, subject: str, reason: str) -> Case:
   """Returns a case that this experiment cannot have."""
-  verdict = Verdict(status='not applicable', detail=reason)
+  verdict = Verdict(status='skipped', detail=reason)
   return Case(claim=claim, subject=subject, decide=lambda bench: verdict)
 
 
@@ -173,7 +178,7 @@ def reduced(
 def held(closest: Difference | None, num_steps: int, notes: tuple[str, ...] = ()) -> Verdict:
   """Returns the verdict of a comparison without a difference that is too large; none, if nothing could be compared."""
   if not num_steps or closest is None:
-    return Verdict(status='not applicable', detail='no step could be compared', notes=notes)
+    return Verdict(status='skipped', detail='no step could be compared', notes=notes)
   share = f'{100 * closest.difference / closest.allowed:.0f}%' if closest.allowed else '0%'
   steps = '1 step' if num_steps == 1 else f'{num_steps} steps'
   return Verdict(status='held', detail=f'{steps}; at most {share} of what is allowed, {closest.leaf}', notes=notes)

@@ -19,7 +19,8 @@ from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES
 from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.sharding.specs import num_parts, row_axes
-from spmd_tasks.verification._cases import Bench, Case, Verdict, agreement, not_applicable
+from spmd_tasks.verification._by_hand import why_not_by_hand
+from spmd_tasks.verification._cases import Bench, Case, Verdict, agreement, skipped
 from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import Cut, Mesh, Setting, Source, build_job, draw_meshes
 
@@ -81,7 +82,7 @@ _MAX_TRIES = 40
 def mesh_cases(bench: Bench) -> Iterator[Case]:
   """Yields the experiment's own mesh, two others of all devices, an uneven one, and those of --cases."""
   if Setting(mesh=bench.own_mesh).num_devices == 1:
-    yield not_applicable('mesh', "the experiment's mesh", 'it is one device')
+    yield skipped('mesh', "the experiment's mesh", 'it is one device')
   else:
     yield _mesh_case(bench, bench.own_mesh)
   uneven = [n for n in (3, 6, 5, 7) if n <= bench.num_devices] or [bench.num_devices]
@@ -134,7 +135,7 @@ def pipeline_cases(bench: Bench) -> Iterator[Case]:
   paths = bench.source.paths_of(PipelinedStack)
   axis = stage_axis(job.experiment.mesh_axis_names, job.experiment.axis_rules)
   if not paths or axis is None:
-    yield not_applicable('pipeline', 'any schedule', 'the model has no pipeline, or the mesh no axis for its stages')
+    yield skipped('pipeline', 'any schedule', 'the model has no pipeline, or the mesh no axis for its stages')
     return
   num_layers, num_microbatches = (int(values[f'{paths[0]}.{name}']) for name in ('num_layers', 'num_microbatches'))
   turned_off = for_a_pipeline(bench.source)
@@ -143,7 +144,7 @@ def pipeline_cases(bench: Bench) -> Iterator[Case]:
     mesh = _pipeline_mesh(bench, schedule, axis, num_microbatches)
     if mesh is None:
       reason = f'{num_microbatches} microbatches are no multiple of 2 stages, or there is one device'
-      yield not_applicable('pipeline', schedule, reason)
+      yield skipped('pipeline', schedule, reason)
       continue
     num_repeats = next(n for n in (2, 3, num_layers) if num_layers % n == 0) if schedule == 'circular' else 1
     own = [f'{path}.{name}' for path in paths for name in (f'schedule={schedule}', f'num_repeats={num_repeats}')]
@@ -171,20 +172,24 @@ def _pipeline_mesh(bench: Bench, schedule: ScheduleName, axis: str, num_microbat
 
 
 def microbatch_cases(bench: Bench) -> Iterator[Case]:
-  """Yields the case that the learner's microbatches give the gradient of the full batch."""
+  """Yields the case that the learner's microbatches give the gradient of the full batch, and that of each by hand.
+
+  By hand, with all that depends on microbatches: aux losses count once a step, dropout has a mask for each.
+  """
   job, values = bench.source.base, bench.source.values
   path, subject = 'task.learner.num_microbatches', 'microbatches of the learner'
   batch_size, now = job.train_input.batch_size, values.get(path)
   found = _accumulation(bench, batch_size) if now == 1 else (bench.own_mesh, 1)
   if now is None or found is None:
     reason = f'{path} cannot be set' if now is None else f'neither 4 nor 2 fit the batch of {batch_size} rows'
-    yield not_applicable('microbatches', subject, reason)
+    yield skipped('microbatches', subject, reason)
     return
+  mesh, count = found
+  yield _microbatches_by_hand(bench, mesh, count)
   if values.get('task.learner.accumulation') == 'sum':
-    yield not_applicable('microbatches', subject, "accumulation 'sum' adds means, as it should")
+    yield skipped('microbatches', subject, "accumulation 'sum' adds means, as it should")
     return
   turned_off = for_accumulation(bench.source)
-  mesh, count = found
   setting = Setting(mesh=mesh, overrides=(*turned_off.overrides, f'{path}={count}'))
   reference = Setting(overrides=turned_off.overrides)
   case = agreement(
@@ -199,10 +204,22 @@ def microbatch_cases(bench: Bench) -> Iterator[Case]:
   def decide(bench: Bench) -> Verdict:
     # Variables beside the weights are statistics of a batch, so microbatches make others.
     if kept := bench.runner(reference).model.abstract_state.non_trainable:
-      return Verdict(status='not applicable', detail=f'{", ".join(kept)} are statistics of a batch')
+      return Verdict(status='skipped', detail=f'{", ".join(kept)} are statistics of a batch')
     return case.decide(bench)
 
   yield dataclasses.replace(case, decide=decide)
+
+
+def _microbatches_by_hand(bench: Bench, mesh: Mesh, count: int) -> Case:
+  """Returns the case that microbatches on a mesh give what those by hand do."""
+  if reason := why_not_by_hand(bench.source.base.task):
+    return skipped('microbatches', 'each by hand', reason)
+  axis = stage_axis(bench.source.base.experiment.mesh_axis_names, bench.source.base.experiment.axis_rules)
+  if for_a_pipeline(bench.source).overrides:  # masks depend on the microbatches of a pipeline too
+    mesh = tuple((name, 1 if name == axis else size) for name, size in mesh)
+  overrides = (f'{_MICROBATCHES}={count}',)
+  setting, reference = Setting(mesh=mesh, overrides=overrides), Setting(overrides=overrides, by_hand=True)
+  return agreement('microbatches', setting, reference, subject=f'{count} against each by hand, {setting}')
 
 
 def _accumulation(bench: Bench, batch_size: int) -> tuple[Mesh, int] | None:
@@ -228,11 +245,11 @@ def row_cases(bench: Bench) -> Iterator[Case]:
   names, rules = experiment.mesh_axis_names, experiment.axis_rules
   axes = [axis for axis in names if axis in row_axes(names, rules, experiment.inputs_split_mapping)]
   if not axes or bench.num_devices == 1:
-    yield not_applicable('rows', 'uneven rows', 'nothing splits rows')
+    yield skipped('rows', 'uneven rows', 'nothing splits rows')
     return
   is_bare = _refusal(bench, is_bare=True) is None
   if not is_bare and (refusal := _refusal(bench, is_bare=False)):
-    yield not_applicable('rows', 'uneven rows', f'the model or the loss does not take a batch of 3 rows: {refusal}')
+    yield skipped('rows', 'uneven rows', f'the model or the loss does not take a batch of 3 rows: {refusal}')
     return
   stage = stage_axis(names, rules)
   data = next((axis for axis in reversed(axes) if axis not in (stage, 'context')), axes[-1])

@@ -20,7 +20,7 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.quantized_products import rules_of
 from spmd_tasks.verification._agreement import Difference, compare, compare_step, distance, moved, nearest, spread
-from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, not_applicable
+from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, skipped
 from spmd_tasks.verification._layout_claims import other_mesh
 from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
 from spmd_tasks.verification._settings import Setting, draw_batches, with_quantization
@@ -33,7 +33,7 @@ def eval_cases(bench: Bench) -> Iterator[Case]:
   own = Setting(mesh=bench.own_mesh)
   setting = own if own.num_devices > 1 else Setting(mesh=other_mesh(bench))
   if setting.num_devices == 1:
-    yield not_applicable('eval', 'evaluation', 'there is one device')
+    yield skipped('eval', 'evaluation', 'there is one device')
     return
   yield Case(
     claim='eval',
@@ -83,7 +83,7 @@ def checkpoint_cases(bench: Bench) -> Iterator[Case]:
   """Yields the case that a checkpoint of the experiment's mesh goes on, on another mesh, as if nothing had happened."""
   saved, restored = Setting(mesh=bench.own_mesh), Setting(mesh=other_mesh(bench))
   if saved.num_devices == restored.num_devices == 1:
-    yield not_applicable('checkpoint', 'saved and restored', 'there is one device')
+    yield skipped('checkpoint', 'saved and restored', 'there is one device')
     return
   yield Case(
     claim='checkpoint',
@@ -133,7 +133,7 @@ def precision_cases(bench: Bench) -> Iterator[Case]:
   paths = own or [path for path in bench.source.paths_ending('dtype') if values[path] == 'float32']
   if not paths:
     reason = 'no part of the model has a field dtype that is float32'
-    yield not_applicable('bfloat16', 'bfloat16', reason)
+    yield skipped('bfloat16', 'bfloat16', reason)
     return
   setting = Setting(overrides=tuple(f'{path}=bfloat16' for path in paths))
   yield Case(
@@ -153,7 +153,7 @@ def quantization_cases(bench: Bench) -> Iterator[Case]:
   quantization = bench.source.quantization
   used = [how for how in rules_of(quantization or {}).values() if how]
   if not used:
-    yield not_applicable('quantization', 'int8 and fp8', 'the experiment has no task.quantization')
+    yield skipped('quantization', 'int8 and fp8', 'the experiment has no task.quantization')
     return
   setting = Setting(change=functools.partial(with_quantization, quantization))
   rounding = max(_ROUNDINGS[dtype] for how in used for dtype in (how.dtype, how.gradient_dtype) if dtype)

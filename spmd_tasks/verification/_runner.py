@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import RunsModel
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import without_frozen
 from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime.task import Task
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 from spmd_tasks.verification._settings import Setting, Source, build_job
@@ -38,21 +40,22 @@ class _GradientRecorder:
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), without_frozen(weights, weight_specs))
-    return _with_gradients(self.learner.init(weights, weight_specs), zeros)
+    return with_gradients(self.learner.init(weights, weight_specs), zeros)
 
   def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, *arguments: Any, **named: Any) -> Any:
     own = state.replace(opt_state=state.opt_state['optimizer'])
     weights, new_state, metrics = self.learner.update(grads, loss, step, own, *arguments, **named)
-    return weights, _with_gradients(new_state, grads), metrics
+    return weights, with_gradients(new_state, grads), metrics
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
     own = abstract_state.replace(opt_state=abstract_state.opt_state['optimizer'])
     float32 = jax.tree.map(lambda spec: dataclasses.replace(spec, init=None, dtype=jnp.float32), weight_specs)
     float32 = without_frozen(float32, weight_specs)
-    return _with_gradients(self.learner.state_split_dims(own, weight_specs), float32)
+    return with_gradients(self.learner.state_split_dims(own, weight_specs), float32)
 
 
-def _with_gradients(state: LearnerState, gradients: Any) -> LearnerState:
+def with_gradients(state: LearnerState, gradients: Any) -> LearnerState:
+  """Returns the state that a learner has where the gradients of a step are recorded."""
   return state.replace(opt_state={'optimizer': state.opt_state, 'gradients': gradients})
 
 
@@ -63,7 +66,7 @@ class StepResult:
   Attributes:
     forward: the task's metrics, the gradients and the variables beside the weights, by name.
     state: the whole new state, canonical.
-    updated: the learner's metrics, new weights, optimizer state and averages, by name.
+    updated: the learner's metrics, new weights, optimizer state and averages, the count of steps and the rng, by name.
     nonzero_padding: names of leaves whose padding is not zero after the step.
   """
 
@@ -73,12 +76,24 @@ class StepResult:
   nonzero_padding: tuple[str, ...]
 
 
+def check_task(task: Any) -> None:
+  """Raises a UserError if the gradients of a task's train steps cannot be recorded."""
+  if not isinstance(task, Task):
+    raise UserError(
+      f'--mode verify compares gradients and new weights of train steps, and a {type(task).__name__} keeps its learner '
+      'to itself, as one of Pax does: move the experiment to a Task of this project to verify it.'
+    )
+
+
 class Runner:
   """The experiment in one setting: a partitioned model whose train step also gives its gradients."""
+
+  update_epsilon = float(jnp.finfo(jnp.float32).eps)  # the rounding unit of what the learner computes
 
   def __init__(self, source: Source, setting: Setting):
     self.setting = setting
     self.job = build_job(source, setting)
+    check_task(self.job.task)
     recorder: Any = _GradientRecorder(self.job.task.learner)
     task = dataclasses.replace(self.job.task, learner=recorder)
     mesh = self.job.experiment.mesh_spec().build(jax.devices()[: setting.num_devices])
@@ -89,6 +104,10 @@ class Runner:
     state = self.to_numpy(self.model.init(self.job.experiment.seed))[0]
     task = self.job.task
     return _away_from_base(state) if isinstance(getattr(task, 'loss', None), RunsModel) else state
+
+  def start(self, state: TrainState) -> TrainState:
+    """Returns the state from which steps are compared."""
+    return state
 
   def place(self, canonical: TrainState) -> TrainState:
     """Returns the live state with the numbers of a canonical one, made on the host without a compiled program."""
@@ -126,7 +145,7 @@ class Runner:
     live, metrics = self.model.train_step(live, self.model.train_step.place(batch))
     canonical, nonzero_padding = self.to_numpy(live)
     metrics = {name: np.asarray(value) for name, value in jax.device_get(metrics).items() if name != 'outputs'}
-    return live, _split_result(metrics, canonical, nonzero_padding)
+    return live, split_result(metrics, canonical, nonzero_padding)
 
   def to_numpy(self, state: TrainState) -> tuple[TrainState, tuple[str, ...]]:
     """Returns a live state in canonical shapes, and the names of leaves whose padding is not zero."""
@@ -157,10 +176,11 @@ class Runner:
     weights, learner, metrics = self._update(
       reshaped(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshaped(before, true)
     )
-    state = before.replace(weights=weights, learner=learner)
+    step = before.step + (1 - np.asarray(metrics['skipped'], np.int32))
+    state = before.replace(step=step, weights=weights, learner=learner)
     state = jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), state, self.model.canonical_state)
     metrics = {name: np.asarray(value) for name, value in metrics.items()}
-    return _split_result(metrics, state, ()).updated
+    return split_result(metrics, state, ()).updated
 
   @functools.cached_property
   def _update(self) -> Callable[..., Any]:
@@ -176,9 +196,7 @@ class Runner:
   @functools.cached_property
   def epsilon(self) -> float:
     """The rounding unit of the coarsest type that the step computes in: 2^-23 for float32, 2^-7 for bfloat16."""
-    text = self.model.train_step.compile().as_text()
-    coarsest = next((name for mark, name in _COARSE_TYPES.items() if mark in text), 'float32')
-    return float(jnp.finfo(coarsest).eps)
+    return rounding_unit(self.model.train_step.compile())
 
 
 def _away_from_base(state: TrainState) -> TrainState:
@@ -195,10 +213,19 @@ def _away_from_base(state: TrainState) -> TrainState:
 
 
 _COARSE_TYPES = {'bf16[': 'bfloat16', ' f16[': 'float16'}
+
+
+def rounding_unit(program: Any) -> float:
+  """Returns the rounding unit of the coarsest type that a compiled program computes in."""
+  text = program.as_text()
+  coarsest = next((name for mark, name in _COARSE_TYPES.items() if mark in text), 'float32')
+  return float(jnp.finfo(coarsest).eps)
+
+
 _OF_LEARNER = ('grad_norm', 'weight_norm', 'learning_rate', 'skipped')
 
 
-def _split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str, ...]) -> StepResult:
+def split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str, ...]) -> StepResult:
   """Sorts what a step made into what follows from weights and batch, and what the learner made of the gradients."""
   gradients = state.learner.opt_state['gradients']
   learner = state.learner.replace(opt_state=state.learner.opt_state['optimizer'])
@@ -207,7 +234,7 @@ def _split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str
   return StepResult(
     forward=forward | leaves_of({'gradients': gradients, 'non_trainable': state.non_trainable}),
     state=state,
-    updated=updated | leaves_of({'weights': state.weights, 'learner': learner}),
+    updated=updated | leaves_of({'weights': state.weights, 'learner': learner, 'step': state.step, 'rng': state.rng}),
     nonzero_padding=nonzero_padding,
   )
 

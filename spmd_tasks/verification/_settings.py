@@ -88,12 +88,14 @@ class Setting:
     slices: dcn_mesh_shape, by which the sizes are multiplied; None: one slice.
     overrides: `path=value`, on top of the shrunk experiment.
     change: changes the built job in a way that no override can; None: it stays.
+    by_hand: whether its steps are computed from the formulas, see _by_hand.py.
   """
 
   mesh: tuple[tuple[str, int], ...] = ()
   slices: tuple[int, ...] | None = None
   overrides: tuple[str, ...] = ()
   change: Callable[[Job], Job] | None = None
+  by_hand: bool = False
 
   def __post_init__(self):
     object.__setattr__(self, 'mesh', tuple((axis, size) for axis, size in self.mesh if size > 1))

@@ -20,6 +20,7 @@ from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification._cases import Bench, Case, Verdict
+from spmd_tasks.verification._job_claims import job_cases
 from spmd_tasks.verification._layout_claims import (
   mesh_cases,
   microbatch_cases,
@@ -27,8 +28,10 @@ from spmd_tasks.verification._layout_claims import (
   row_cases,
 )
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases, quantization_cases
+from spmd_tasks.verification._runner import check_task
 from spmd_tasks.verification._settings import Source, scaled_mesh, shrink, with_quantization
-from spmd_tasks.verification._text_claims import decode_cases, sampler_cases
+from spmd_tasks.verification._step_claims import dropout_cases, step_cases
+from spmd_tasks.verification._text_claims import decode_cases, packing_cases, sampler_cases
 from spmd_tasks.xla_flags import add_xla_flags
 
 DEFAULT_NUM_DEVICES = 8
@@ -45,18 +48,24 @@ class Claim:
 
 
 CLAIMS: Mapping[str, Claim] = {
+  'step': Claim(sentence='a train step gives the numbers of its formulas', cases=step_cases),
   'mesh': Claim(sentence='every mesh gives the numbers of one device, padded or not', cases=mesh_cases),
   'pipeline': Claim(sentence='a pipeline of any schedule gives those of layers in sequence', cases=pipeline_cases),
-  'microbatches': Claim(sentence='microbatches of the learner give those of the full batch', cases=microbatch_cases),
+  'microbatches': Claim(
+    sentence='microbatches of the learner give those of the full batch, and of each alone', cases=microbatch_cases
+  ),
+  'dropout': Claim(sentence='each layer, microbatch and row has a dropout mask of its own', cases=dropout_cases),
   'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),
   'eval': Claim(sentence='evaluation gives the same on every mesh', cases=eval_cases),
-  'decode': Claim(sentence='decoding with a cache gives what a full forward pass does', cases=decode_cases),
+  'packing': Claim(sentence='documents in one row give what each gives alone', cases=packing_cases),
+  'decode': Claim(sentence='decoding and scores give what a full forward pass does', cases=decode_cases),
   'sampler': Claim(sentence='rollouts have the log-probabilities of the training pass', cases=sampler_cases),
   'bfloat16': Claim(sentence='bfloat16 is as near float32 as its roundings let expect', cases=precision_cases),
   'quantization': Claim(
     sentence='int8 and fp8 are as near float32 as their roundings let expect', cases=quantization_cases
   ),
   'checkpoint': Claim(sentence='saved, restored on another mesh and trained on: the same', cases=checkpoint_cases),
+  'job': Claim(sentence='a job that is stopped goes on, and evaluates as by hand', cases=job_cases),
 }
 
 
@@ -79,38 +88,44 @@ def format_case(case: Case, verdict: Verdict) -> str:
   return '\n'.join(lines + [f'{"":15}{"":14}{note}' for note in verdict.notes])
 
 
+_COUNTED = {
+  'held': 'held',
+  'broken': 'BROKEN',
+  'errors': 'ERROR',
+  'skipped': 'skipped',
+}  # statuses by what they are counted as
+
+
 def format_table(decided: Sequence[tuple[Case, Verdict]]) -> str:
   """Returns a line per claim: how many of its cases held and broke, and what it says."""
   rows = []
   for name, claim in CLAIMS.items():
     counts = [
-      sum(case.claim == name and verdict.status == status for case, verdict in decided)
-      for status in ('held', 'BROKEN', 'not applicable')
+      sum(case.claim == name and verdict.status == status for case, verdict in decided) for status in _COUNTED.values()
     ]
     if any(counts):
-      verdict = 'BROKEN' if counts[1] else 'held' if counts[0] else 'n.a.'
-      rows.append(f'{name:14}{verdict:8}{counts[0]:5}{counts[1]:8}{counts[2]:6}   {claim.sentence}')
-  return '\n'.join([f'{"claim":14}{"verdict":8}{"held":>5}{"broken":>8}{"n.a.":>6}', *rows])
+      verdict = 'BROKEN' if counts[1] else 'ERROR' if counts[2] else 'held' if counts[0] else 'skipped'
+      numbers = ''.join(f'{count:{len(column) + 2}}' for count, column in zip(counts, _COUNTED))
+      rows.append(f'{name:14}{verdict:7}{numbers}   {claim.sentence}')
+  return '\n'.join([f'{"claim":14}{"verdict":7}' + ''.join(f'  {column}' for column in _COUNTED), *rows])
 
 
 def summary(decided: Sequence[tuple[Case, Verdict]]) -> str:
-  """Returns the JSON of the last line: `claims`, `held`, `broken`, `not_applicable` (counts) and `failures`."""
-  counts = {
-    name: sum(verdict.status == status for _, verdict in decided)
-    for name, status in (('held', 'held'), ('broken', 'BROKEN'), ('not_applicable', 'not applicable'))
-  }
+  """Returns the JSON of the last line: `claims`, `held`, `broken`, `errors`, `skipped` (counts) and `failures`."""
+  counts = {name: sum(verdict.status == status for _, verdict in decided) for name, status in _COUNTED.items()}
   failures = [
     {'claim': case.claim, 'case': case.subject} | verdict.failure
     for case, verdict in decided
-    if verdict.status == 'BROKEN'
+    if verdict.status in ('BROKEN', 'ERROR')
   ]
-  return json.dumps({'claims': counts['held'] + counts['broken']} | counts | {'failures': failures})
+  claims = sum(counts.values()) - counts['skipped']
+  return json.dumps({'claims': claims} | counts | {'failures': failures})
 
 
 def run(command: Command) -> int:
   """Runs --mode verify, which builds the experiment again and again, with overrides of its own.
 
-  Returns the exit code: OK, or FAILED if a claim is broken.
+  Returns the exit code: OK, or FAILED if a claim is broken or ended in an error.
 
   Raises a UserError: the experiment cannot be built, or a claim is unknown.
   """
@@ -132,6 +147,7 @@ def run(command: Command) -> int:
   started = time.monotonic()
   quantization = getattr(command.resolve((), ()).build().task, 'quantization', None)
   job, values = resolve((), ())
+  check_task(job.task)
   mesh = dict(scaled_mesh(job.experiment, num_devices))
   shrunk = shrink(job, values, mesh)
   lines = [f'{path} {values[path]} -> {value}' for path, value in shrunk.items()]
@@ -158,15 +174,15 @@ def run(command: Command) -> int:
   _print(format_table(decided))
   _print(f'in {time.monotonic() - started:.0f} s')
   _print(summary(decided))
-  return exit_codes.FAILED if any(verdict.status == 'BROKEN' for _, verdict in decided) else exit_codes.OK
+  return exit_codes.FAILED if any(verdict.failure for _, verdict in decided) else exit_codes.OK
 
 
 def _decide(case: Case, bench: Bench) -> Verdict:
   try:
     return case.decide(bench)
   except UserError as error:
-    return Verdict(status='not applicable', detail=f'refused: {error}')
-  except Exception as error:  # a mesh on which the experiment cannot run at all is a finding too
+    return Verdict(status='skipped', detail=f'refused: {error}')
+  except Exception as error:  # of the experiment, or of this package: nothing was compared
     traceback.print_exc()
     message = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else "no message"}'
-    return Verdict(status='BROKEN', detail=message, failure={'error': message})
+    return Verdict(status='ERROR', detail=message, failure={'error': message})

@@ -46,6 +46,7 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.distributed import use_fake_devices
+from spmd_tasks.experiments import t5
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.layers.adapter import map_adapters
@@ -86,7 +87,23 @@ class Adapted(Uneven):
     return task
 
 
+class Prefixes(t5.PrefixTiny):
+  """A prefix language model: a prompt sees itself in both directions."""
+
+  vocab_size = Uneven.vocab_size
+  seq_len = MAX_LEN
+
+
+class TwoTexts(t5.V11Tiny):
+  """An encoder-decoder; prompts are what its decoder begins with, and its encoder reads a text of its own."""
+
+  vocab_size = Uneven.vocab_size
+  seq_len = MAX_LEN
+
+
 MESHES = runs.MESHES | {
+  'prefixes on data 2 x mdl 4': (Prefixes, (1, 2, 4)),
+  'an encoder-decoder on data 2 x mdl 4': (TwoTexts, (1, 2, 4)),
   'layers 2 x data 2 x mdl 2': (Pipelined, (1, 2, 2, 2)),
   'adapters on data 2 x mdl 4': (Adapted, (1, 2, 4)),
 }
@@ -105,6 +122,8 @@ WORLDS = (
   ('mdl 4', 3),
   (f'{LATENT}, on data 2 x mdl 4', 0),
   ('2 heads on data 2 x mdl 4', 2),
+  ('prefixes on data 2 x mdl 4', 3),
+  ('an encoder-decoder on data 2 x mdl 4', 0),
 )
 
 
@@ -179,11 +198,11 @@ class Judge:
     self._weights = run.true_weights
     self._atol = run.atol + loose
     self.num_close = self.num_tokens = 0
-    model = run.model.task.model
+    model, self._spec = run.model.task.model, run.model.input_layout.spec
 
-    def logits(weights, row, adapter):
+    def logits(weights, batch, adapter):
       chosen = map_adapters(model, lambda each: each.of_rows(adapter))
-      return chosen.apply({'params': weights}, {'ids': row})['logits'][0]
+      return chosen.apply({'params': weights}, batch)['logits'][0]
 
     def noise(seed, sample, size):
       key = jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), sample)
@@ -202,7 +221,8 @@ class Judge:
         return f'token {number} is {entry}, and alone {other}'
     row = np.zeros((1, MAX_LEN), np.int32)
     row[0, : num_prompt + len(tokens)] = [*request.ids, *tokens]
-    logits = np.asarray(self._logits(self._weights, row, np.array([request.adapter])), np.float64)
+    batch = {'ids': row, **self._beside(request)}
+    logits = np.asarray(self._logits(self._weights, batch, np.array([request.adapter])), np.float64)
     noise = np.asarray(self._noise(request.seed, request.sample, logits.shape[-1]), np.float64)
     logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     for at, entry in [*enumerate(scores[1:]), *enumerate(entries, num_prompt - 1)]:
@@ -232,6 +252,19 @@ class Judge:
     if text.finish_reason not in ('cancelled', 'error') and (ended, told) != (text.finish_reason, text.text):
       return f'it ended by {text.finish_reason} with {text.text!r}, not by {ended} with {told!r}'
     return None
+
+  def _beside(self, request: Request) -> dict[str, np.ndarray]:
+    """What the model reads beside the text: which tokens are the prefix, or the text of an encoder."""
+    if 'encoder_ids' in self._spec:
+      columns = np.arange(self._spec['encoder_ids'].shape[1], dtype=np.int32)
+      is_text = columns < len(request.encoder_ids)
+      ids = np.zeros_like(columns)
+      ids[is_text] = request.encoder_ids
+      text = {'ids': ids, 'segment_ids': is_text.astype(np.int32), 'segment_pos': columns}
+      return {f'encoder_{name}': values[None] for name, values in text.items()}
+    if 'prefix_mask' in self._spec:
+      return {'prefix_mask': (np.arange(MAX_LEN) < len(request.ids)).astype(np.int32)[None]}
+    return {}
 
   def _scores(self, logits, noise, request, before, matcher, slack) -> np.ndarray:
     """What the next token is the largest of, float64 [V]; cuts leave out less, or more, by `slack`."""
@@ -287,11 +320,17 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
   has_model = settings.num_drafts and name in ('one device', 'data 2 x mdl 4') and rng.random() < 0.5
   has_all = name == 'one device' and rng.random() < 0.5  # also programs for fewer busy slots
   scores, num_adapters = rng.random() < 0.25, 2 if 'adapters' in name else 0
+  spec = run.model.input_layout.spec
+  if 'prefix_mask' in spec:  # whose tokens see one another, and prompts are read in one piece
+    scores, settings = False, dataclasses.replace(settings, step_tokens=None)
   documents = [[rng.randrange(3, 257) for _ in range(20)] for _ in range(2)]
   documents.append([rng.randrange(3, 257), *documents[0][1:]])  # its later chunks have the same tokens
   drawn = []
   for _ in range(num_requests):
     request, form = draw_request(rng, documents, scores=scores, num_adapters=num_adapters)
+    if 'encoder_ids' in spec:
+      encoder_ids = tuple(rng.choice(documents)[: rng.randrange(1, spec['encoder_ids'].shape[1] + 1)])
+      request = dataclasses.replace(request, encoder_ids=encoder_ids)
     drawn += [(request.as_sample(sample), form) for sample in range(rng.choice((1, 1, 1, 2, 3)))]
   make = functools.partial(DecodeSteps, run.model) if has_all else run.few_programs
   steps = make(settings, draft=runs.draft_of(run, 0.5) if has_model else None)

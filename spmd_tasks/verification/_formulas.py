@@ -1,0 +1,187 @@
+"""The formulas of a train step, written down a second time: the loss of language models, and the learner's update.
+
+They are for comparison alone: no code is shared with the loss, the optimizer or the learner that they stand for. What
+has no formula here (a user's own loss, an optimizer but AdamW, a schedule but LinearWarmupCosine) is called as it is.
+
+Shapes: B batch rows, T sequence, V vocabulary, L layers.
+"""
+
+from collections.abc import Mapping
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmd_tasks.layers import LanguageModelLoss, LossOutput
+from spmd_tasks.learning import AdamW, Learner, LearnerState, LinearWarmupCosine
+from spmd_tasks.learning.expert_weights import scale_expert_grads
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
+from spmd_tasks.learning.muon import multiplied
+from spmd_tasks.learning.skipping import SkippableTransformation
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG
+
+
+def has_loss_formula(loss: Any) -> bool:
+  """Whether `language_model_loss` is the formula of a loss."""
+  return isinstance(loss, LanguageModelLoss) and type(loss).__call__ is LanguageModelLoss.__call__
+
+
+def language_model_loss(
+  loss: LanguageModelLoss, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]
+) -> LossOutput:
+  """Computes the loss of logits [B, T, V], and its metrics, from the definitions in its docstring."""
+  weights = batch['weights'].astype(jnp.float32)
+  log_probs = jax.nn.log_softmax(predictions['logits'].astype(jnp.float32))
+  vocab_size = log_probs.shape[-1]
+  is_label = jax.nn.one_hot(batch['labels'], vocab_size)
+  label_log_probs = jnp.sum(is_label * log_probs, axis=-1)
+  smoothing, target, entropy = loss.label_smoothing, is_label, 0.0
+  if smoothing and loss.smoothing == 'all':
+    target = (1 - smoothing) * is_label + smoothing / vocab_size
+  elif smoothing:
+    target = (1 - smoothing) * is_label + smoothing / (vocab_size - 1) * (1 - is_label)
+    entropy = -(1 - smoothing) * math.log(1 - smoothing) - smoothing * math.log(smoothing / (vocab_size - 1))
+  z_loss = loss.z_loss_weight * jax.nn.logsumexp(predictions['logits'].astype(jnp.float32), axis=-1) ** 2
+  objective = -jnp.sum(target * log_probs, axis=-1) - entropy + z_loss
+  highest_other = jnp.max(jnp.where(is_label > 0, -jnp.inf, log_probs), axis=-1)
+  num_tokens = jnp.sum(weights)
+
+  def mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    total = jnp.sum(weights)
+    return jnp.where(total == 0, 0.0, jnp.sum(values * weights) / jnp.where(total == 0, 1.0, total))
+
+  weight, is_sum = num_tokens, False
+  match loss.normalization:
+    case 'tokens':
+      value = mean(objective, weights)
+    case 'all_tokens':
+      weight = jnp.float32(weights.size)
+      value = jnp.sum(objective * weights) / weights.size
+    case 'sequences':
+      ids = batch.get('segment_ids', jnp.ones_like(batch['labels']))
+      is_same = ids[:, :, None] == ids[:, None, :]
+      of_document = jnp.sum(is_same * weights[:, None, :], axis=-1)
+      shares = jnp.where(of_document == 0, 0.0, weights / jnp.where(of_document == 0, 1.0, of_document))
+      weight, value = jnp.sum(shares), mean(objective, shares)
+    case divisor:
+      is_sum = True
+      value = jnp.sum(objective * weights) / (1.0 if divisor == 'sum' else divisor)
+  metrics = {
+    'cross_entropy': (mean(-label_log_probs, weights), num_tokens),
+    'accuracy': (mean((label_log_probs > highest_other).astype(jnp.float32), weights), num_tokens),
+  }
+  if loss.z_loss_weight:
+    metrics['z_loss'] = (mean(z_loss, weights), num_tokens)
+  for name, values in predictions.get('aux', {}).items():
+    of_layers = jnp.atleast_1d(values).astype(jnp.float32)
+    metrics[name] = (jnp.where(num_tokens == 0, 0.0, jnp.sum(of_layers, axis=0) / len(of_layers)), num_tokens)
+  value += sum(share * metrics[name][0] for name, share in loss.aux_loss_weights.items())
+  return LossOutput(loss=value, weight=weight, is_sum=is_sum, metrics=metrics)
+
+
+def learning_rate_at(rate: Any, step: int) -> float:
+  """Returns the learning rate of the update after `step` others."""
+  if not isinstance(rate, LinearWarmupCosine):
+    return float(rate(np.int32(step)) if callable(rate) else rate)
+  if step < rate.warmup_steps:
+    return rate.peak * step / rate.warmup_steps
+  start = rate.warmup_steps if rate.decay_start is None else rate.decay_start
+  progress = min(max((step - start) / (rate.total_steps - start), 0.0), 1.0)
+  return rate.peak * (rate.final_fraction + (1 - rate.final_fraction) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def update(
+  learner: Learner,
+  gradients: Any,
+  loss: float,
+  step: int,
+  state: LearnerState,
+  weights: Any,
+  weight_specs: Any,
+  factors: Any = None,
+) -> tuple[Any, LearnerState, dict[str, float]]:
+  """Computes what `Learner.update` does, in numpy, float64: (new weights, new state, metrics)."""
+  old, gradients, specs = (without_frozen(tree, weight_specs) for tree in (weights, gradients, weight_specs))
+  if learner.expert_grad_scale != 1:
+    gradients = scale_expert_grads(gradients, specs, learner.expert_grad_scale)
+  gradients = _float64(gradients)
+  directed, optimized, optimized_specs = (without_tag(x, specs, BALANCE_BIAS_TAG) for x in (gradients, old, specs))
+  grad_norm = _norm(directed)
+  is_finite = bool(np.isfinite(loss) and np.isfinite(grad_norm))
+  rate = learner.optimizer.learning_rate
+  learning_rate = None if rate is None else learning_rate_at(rate, step)
+  metrics = {'grad_norm': grad_norm, 'skipped': float(not is_finite)}
+  metrics |= {} if learning_rate is None else {'learning_rate': learning_rate}
+  num_skipped, in_a_row = int(state.num_skipped), int(state.num_skipped_in_a_row)
+  if not is_finite:
+    state = state.replace(num_skipped=np.int32(num_skipped + 1), num_skipped_in_a_row=np.int32(in_a_row + 1))
+    return weights, state, metrics | {'weight_norm': _norm(_float64(old))}
+  if learner.clip_global_norm is not None:
+    scale = min(1.0, learner.clip_global_norm / grad_norm) if grad_norm else 1.0
+    directed = jax.tree.map(lambda g: g * scale, directed)
+  directions, opt_state = _direction(
+    learner.optimizer, directed, state.opt_state, optimized, optimized_specs, learning_rate, loss, step
+  )
+  if not getattr(learner.optimizer, 'applies_learning_rate', False):
+    directions = jax.tree.map(lambda d: learning_rate * d, directions)
+
+  def stepped(spec, weight, gradient, direction):
+    if BALANCE_BIAS_TAG in spec.tags:
+      direction = learner.balance_bias_rate * np.sign(gradient)
+    return (np.asarray(weight, np.float64) - direction).astype(weight.dtype)
+
+  new = jax.tree.map(stepped, specs, old, gradients, directions)
+  if factors is not None:
+    new = jax.tree.map(np.asarray, multiplied(new, specs, factors))
+  average = state.ema_weights
+  if (decay := learner.ema_decay) is not None:
+    average = jax.tree.map(lambda e, w: decay * np.float64(e) + (1 - decay) * np.float64(w), average, new)
+  zero = np.int32(0)
+  state = LearnerState(
+    opt_state=opt_state, ema_weights=average, num_skipped=np.int32(num_skipped), num_skipped_in_a_row=zero
+  )
+  return fill_in(new, weights), state, metrics | {'weight_norm': _norm(_float64(new))}
+
+
+def _direction(
+  optimizer: Any, gradients: Any, state: Any, weights: Any, specs: Any, learning_rate: Any, loss: float, step: int
+) -> tuple[Any, Any]:
+  """Returns the direction of an optimizer, float64, and its new state."""
+  if type(optimizer) is AdamW:
+    return _adamw(optimizer, gradients, state, weights, specs)
+  transformation = optimizer.transformation(specs)
+  arguments: dict[str, Any] = {'learning_rate': learning_rate, 'value': np.float32(loss), 'step': np.int32(step)}
+  if isinstance(transformation, SkippableTransformation):
+    arguments['is_finite'] = True
+  float32 = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (gradients, weights))
+  directions, state = optax.with_extra_args_support(transformation).update(float32[0], state, float32[1], **arguments)
+  return _float64(directions), state
+
+
+def _adamw(optimizer: AdamW, gradients: Any, state: Any, weights: Any, specs: Any) -> tuple[Any, Any]:
+  """Adam's direction (Kingma and Ba, arXiv 1412.6980, algorithm 1), and decoupled decay of what is not exempt."""
+  moments, *rest = state
+  count = int(moments.count) + 1
+  beta1, beta2 = optimizer.beta1, optimizer.beta2
+  mu = jax.tree.map(lambda m, g: beta1 * np.float64(m) + (1 - beta1) * g, moments.mu, gradients)
+  nu = jax.tree.map(lambda v, g: beta2 * np.float64(v) + (1 - beta2) * g**2, moments.nu, gradients)
+
+  def direction(spec, m, v, weight):
+    adam = (m / (1 - beta1**count)) / (np.sqrt(v / (1 - beta2**count)) + optimizer.epsilon)
+    decays = not set(spec.tags) & set(optimizer.decay_exempt_tags)
+    return adam + (optimizer.weight_decay * np.asarray(weight, np.float64) if decays else 0.0)
+
+  directions = jax.tree.map(direction, specs, mu, nu, weights)
+  stored = jax.tree.map(lambda m, old: m.astype(np.asarray(old).dtype), mu, moments.mu)
+  return directions, (moments._replace(count=np.int32(count), mu=stored, nu=nu), *rest)
+
+
+def _float64(tree: Any) -> Any:
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def _norm(tree: Any) -> float:
+  return math.sqrt(sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(tree)))

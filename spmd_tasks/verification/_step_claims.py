@@ -1,0 +1,181 @@
+"""The claims about a train step itself, which all layouts could take wrongly alike: they need references of their own.
+
+`step`: steps of one device are those of the formulas (_by_hand.py), and a step that is not finite changes nothing.
+
+`dropout`: each layer, microbatch and row has a mask of its own. The masks are recorded where Linen's Dropout draws
+them, in a forward pass with half of all values dropped, which tells any two masks apart. That microbatches of the
+learner and steps have other random numbers follows from `step` and `microbatches`.
+
+Shapes: B rows.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.runtime.task import Task
+from spmd_tasks.sharding.axis_rules import stage_axis
+from spmd_tasks.verification._agreement import Difference
+from spmd_tasks.verification._by_hand import why_not_by_hand
+from spmd_tasks.verification._cases import Bench, Case, Verdict, agreement, broken, held, skipped
+from spmd_tasks.verification._runner import Runner, leaves_of
+from spmd_tasks.verification._settings import Setting
+
+
+def step_cases(bench: Bench) -> Iterator[Case]:
+  """Yields the case that steps are those of the formulas, and that of a step that is not finite."""
+  if reason := why_not_by_hand(bench.source.base.task):
+    yield skipped('step', 'the formulas', reason)
+    return
+  yield agreement('step', Setting(), Setting(by_hand=True), subject='the formulas, one device')
+  yield Case(claim='step', subject='weights that are NaN', settings=(Setting(),), decide=_take_no_step)
+
+
+def _take_no_step(bench: Bench) -> Verdict:
+  """Decides that a step whose loss is not finite changes nothing but the counts of such steps."""
+  step = bench.num_steps - 1
+  expected = bench.trajectory(Setting())
+  state = expected.state(step)
+
+  def spoil(x):
+    return np.full_like(x, np.nan) if np.issubdtype(x.dtype, np.floating) else x
+
+  state = state.replace(weights=jax.tree.map(spoil, state.weights))
+  result = expected.runner.step(state, expected.batches[step])
+  if np.isfinite(result.forward['loss']):
+    raise UserError('the loss does not depend on the weights.')
+  learner = state.learner.replace(
+    opt_state=state.learner.opt_state['optimizer'],
+    num_skipped=state.learner.num_skipped + 1,
+    num_skipped_in_a_row=state.learner.num_skipped_in_a_row + 1,
+  )
+  want = leaves_of({'weights': state.weights, 'learner': learner, 'step': state.step, 'rng': state.rng})
+  want |= {'skipped': np.float32(1)}
+  for name, value in want.items():
+    if not np.array_equal(value, result.updated[name], equal_nan=value.dtype.kind == 'f'):
+      difference = float(np.nanmax(np.abs(np.float64(value) - np.float64(result.updated[name])), initial=0.0))
+      return broken(bench, 'step', Setting(), Difference(step=step + 1, leaf=name, difference=difference))
+  verdict = held(Difference(step=step + 1, leaf='the state', difference=0.0), 1)
+  return dataclasses.replace(verdict, detail=f'1 step; every bit of {len(want)} leaves')
+
+
+_MIN_BITS = 32  # of a row's mask: two rows are hardly ever equal by chance
+Mask = tuple[str, bool, np.ndarray]  # path of its module, whether rows have masks of their own, bool [B, ...]
+
+
+def dropout_cases(bench: Bench) -> Iterator[Case]:
+  """Yields a case on one device and, of a model with a pipeline, one on its stages."""
+  source = bench.source
+  if not isinstance(source.base.task, Task):
+    yield skipped('dropout', 'masks', f'{type(source.base.task).__name__} has a train step of its own')
+    return
+  paths = [path for path in source.paths_ending('dropout_rate') if source.values[path]]
+  if not paths:
+    yield skipped('dropout', 'masks', 'no part of the model has a dropout_rate other than 0')
+    return
+  overrides = tuple(f'{path}=0.5' for path in paths)
+  experiment, settings = source.base.experiment, [Setting(overrides=overrides)]
+  axis = stage_axis(experiment.mesh_axis_names, experiment.axis_rules)
+  pipelines = source.paths_of(PipelinedStack)
+  if axis and pipelines and bench.num_devices > 1:
+    own = dict(bench.own_mesh)[axis]
+    count = int(source.values[f'{pipelines[0]}.num_microbatches'])
+    num_stages = own if own > 1 else 2
+    if count % num_stages == 0:
+      settings.append(Setting(mesh=((axis, num_stages),), overrides=overrides))
+  for setting in settings:
+    yield Case(claim='dropout', subject=f'masks, {setting}', decide=functools.partial(_compare_masks, setting=setting))
+
+
+def _compare_masks(bench: Bench, setting: Setting) -> Verdict:
+  runner = Runner(bench.source, setting)
+  state = bench.trajectory(Setting()).state(0)
+  batch = bench.trajectory(Setting()).batches[0]
+  masks = [_record_masks(runner, state, batch, np.uint32([bench.seed, number])) for number in range(2)]
+  if not masks[0]:
+    raise UserError("no Dropout of Linen's draws a mask.")
+  if twin := _find_twin([*masks[0], *masks[1]]):
+    first = Difference(step=1, leaf=twin, difference=0.0, allowed=0.0)
+    verdict = broken(bench, 'dropout', setting, first)
+    return dataclasses.replace(verdict, detail=twin)
+  count = len(masks[0])
+  verdict = held(Difference(step=1, leaf='masks', difference=0.0), 1)
+  return dataclasses.replace(
+    verdict, detail=f'{count} masks, with dropout_rate=0.5; no two of them or of their rows are equal'
+  )
+
+
+def _record_masks(runner: Runner, state: Any, batch: Any, key: np.ndarray) -> list[Mask]:
+  """Returns the masks that a forward pass of training draws; bubbles of a pipeline draw none that counts."""
+  masks: list[Mask] = []
+
+  def keep(path: str, has_rows: bool, mask: np.ndarray, is_work: np.ndarray) -> None:
+    if is_work:
+      masks.append((path, has_rows, np.array(mask)))
+
+  def record(next_method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    module = context.module
+    if not isinstance(module, nn.Dropout) or context.method_name != '__call__' or not module.rate:
+      return next_method(*args, **kwargs)
+    x, *others = args
+    scaled = next_method(jnp.ones_like(x), *others, **kwargs)  # the mask itself, over what is kept
+    shared = {dim % x.ndim for dim in module.broadcast_dims}
+    mask = scaled[tuple(slice(1) if dim in shared else slice(None) for dim in range(x.ndim))] != 0
+    is_work = jnp.asarray(current_layer_scope().part.is_work)
+    _call_on_host(functools.partial(keep, '/'.join(module.path), 0 not in shared), mask, is_work)
+    return x * scaled
+
+  def forward(variables: Any, batch: Any, key: jax.Array) -> jax.Array:
+    rng = jax.random.wrap_key_data(key, impl='threefry2x32')
+    with nn.intercept_methods(record):
+      return runner.model.task.compute_loss(variables, batch, train=True, rng=rng).loss
+
+  spec = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name, values in batch.items()}
+  step = runner.model.batch_step('dropout', spec, forward, jax.ShapeDtypeStruct(key.shape, key.dtype))
+  jax.block_until_ready(step(runner.place(state).variables, step.place(batch), key))
+  jax.effects_barrier()
+  return masks
+
+
+def _call_on_host(function: Any, *values: jax.Array) -> None:
+  """Calls a function with values of a compiled program, also within a stage of a pipeline on a mesh of stages alone."""
+  mesh = jax.sharding.get_abstract_mesh()
+  others = set(mesh.axis_names) - set(mesh.manual_axes)
+  if not mesh.manual_axes or not others:
+    jax.debug.callback(function, *values)
+    return
+
+  def call(*values: jax.Array) -> tuple[jax.Array, ...]:
+    jax.debug.callback(function, *values)
+    return values
+
+  specs = (PartitionSpec(),) * len(values)
+  jax.shard_map(call, in_specs=specs, out_specs=specs, axis_names=others, check_vma=False)(*values)
+
+
+def _find_twin(masks: Sequence[Mask]) -> str | None:
+  """Returns which two masks, or rows of masks, of the same shape are equal; None if all differ."""
+  seen: dict[Any, str] = {}
+  for path, has_rows, mask in masks:
+    is_trivial = mask.all() or not mask.any()
+    if is_trivial or mask.size < _MIN_BITS:
+      continue
+    key = (mask.shape, mask.tobytes())
+    if key in seen:
+      return f'the mask of {path} is that of {seen[key]}'
+    seen[key] = path
+    if has_rows and mask.ndim > 1 and mask[0].size >= _MIN_BITS:
+      rows = {row.tobytes() for row in mask}
+      if len(rows) < len(mask):
+        return f'rows of the mask of {path} are equal'
+  return None
