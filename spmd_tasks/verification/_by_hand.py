@@ -139,7 +139,7 @@ class ByHand:
 
   @functools.cached_property
   def _evaluate(self) -> Any:
-    task = self.job.task
+    task: Any = self.job.task
 
     def evaluate(variables, batch):
       with sharding_scope(self.model.mesh, self.model.axis_rules, self.model.inputs_split_mapping):
@@ -238,7 +238,7 @@ class ByHand:
     return part, gradients
 
 
-def _forward(task: Task, variables: Any, batch: Batch, rng: jax.Array) -> _Part:
+def _forward(task: Any, variables: Any, batch: dict[str, Any], rng: jax.Array) -> _Part:
   """Computes a microbatch in training."""
   beside = [name for name in variables if name != 'params']
 

@@ -30,7 +30,7 @@ def has_loss_formula(loss: Any) -> bool:
 
 
 def language_model_loss(
-  loss: LanguageModelLoss, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]
+  loss: LanguageModelLoss, predictions: Mapping[str, Any], batch: Mapping[str, Any]
 ) -> LossOutput:
   """Computes the loss of logits [B, T, V], and its metrics, from the definitions in its docstring."""
   weights = batch['weights'].astype(jnp.float32)
@@ -115,9 +115,9 @@ def update(
   learning_rate = None if rate is None else learning_rate_at(rate, step)
   metrics = {'grad_norm': grad_norm, 'skipped': float(not is_finite)}
   metrics |= {} if learning_rate is None else {'learning_rate': learning_rate}
-  num_skipped, in_a_row = int(state.num_skipped), int(state.num_skipped_in_a_row)
   if not is_finite:
-    state = state.replace(num_skipped=np.int32(num_skipped + 1), num_skipped_in_a_row=np.int32(in_a_row + 1))
+    counts = {name: np.int32(getattr(state, name) + 1) for name in ('num_skipped', 'num_skipped_in_a_row')}
+    state = state.replace(**counts)
     return weights, state, metrics | {'weight_norm': _norm(_float64(old))}
   if learner.clip_global_norm is not None:
     scale = min(1.0, learner.clip_global_norm / grad_norm) if grad_norm else 1.0
@@ -139,10 +139,7 @@ def update(
   average = state.ema_weights
   if (decay := learner.ema_decay) is not None:
     average = jax.tree.map(lambda e, w: decay * np.float64(e) + (1 - decay) * np.float64(w), average, new)
-  zero = np.int32(0)
-  state = LearnerState(
-    opt_state=opt_state, ema_weights=average, num_skipped=np.int32(num_skipped), num_skipped_in_a_row=zero
-  )
+  state = state.replace(opt_state=opt_state, ema_weights=average, num_skipped_in_a_row=np.int32(0))
   return fill_in(new, weights), state, metrics | {'weight_norm': _norm(_float64(new))}
 
 

@@ -146,13 +146,14 @@ class _Batches:
 
 def _compare_job(bench: Bench) -> Verdict:
   job = build_job(bench.source, Setting(overrides=('tensorboard=False',)))
-  sets = dict(job.eval_inputs) or {'train': job.train_input}
-  job = dataclasses.replace(job, eval_inputs={name: _EvalSet(each, bench.seed) for name, each in sets.items()})
+  inputs = dict(job.eval_inputs) or {'train': job.train_input}
+  sets = {name: _EvalSet(each, bench.seed) for name, each in inputs.items()}
+  job = dataclasses.replace(job, eval_inputs=sets)
   made = _run_in_two_parts(bench, job)
   with contextlib.closing(make_training_iterator(job)) as iterator:
     batches = [dict(batch) for batch in itertools.islice(iterator, _NUM_STEPS)]
   compared = _of_data(made, batches)
-  by_hand: ByHand = bench.runner(_BY_HAND)
+  by_hand: Any = bench.runner(_BY_HAND)
   assert made.first is not None
   zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), by_hand.gradient_shapes)
   first = made.first.replace(learner=with_gradients(made.first.learner, zeros))
@@ -161,10 +162,10 @@ def _compare_job(bench: Bench) -> Verdict:
   if not any(each.difference > each.allowed for each in compared):
     compared += compare_losses(made.losses, expected, notes, 'loss of the job')
     compared += [
-      Difference(step=_NUM_STEPS, leaf=name, difference=distance(getattr(made.last, name), want))
-      for name, want in (('step', np.int32(first.step) + _NUM_STEPS), ('rng', first.rng))
+      Difference(step=_NUM_STEPS, leaf=name, difference=distance(getattr(made.last, name), np.asarray(want)))
+      for name, want in (('step', first.step + _NUM_STEPS), ('rng', first.rng))
     ]
-    for name, each in job.eval_inputs.items():
+    for name, each in sets.items():
       compared += _of_evaluation(bench, by_hand, made, name, each.batches())
   lines = tuple(f'not compared: {kind} {", ".join(items)}' for kind, items in notes.items())
   wrong = [each for each in compared if not each.difference <= each.allowed]

@@ -60,7 +60,7 @@ def _take_no_step(bench: Bench) -> Verdict:
     num_skipped_in_a_row=state.learner.num_skipped_in_a_row + 1,
   )
   want = leaves_of({'weights': state.weights, 'learner': learner, 'step': state.step, 'rng': state.rng})
-  want |= {'skipped': np.float32(1)}
+  want['skipped'] = np.array(1, np.float32)
   for name, value in want.items():
     if not np.array_equal(value, result.updated[name], equal_nan=value.dtype.kind == 'f'):
       difference = float(np.nanmax(np.abs(np.float64(value) - np.float64(result.updated[name])), initial=0.0))
@@ -101,7 +101,7 @@ def _compare_masks(bench: Bench, setting: Setting) -> Verdict:
   runner = Runner(bench.source, setting)
   state = bench.trajectory(Setting()).state(0)
   batch = bench.trajectory(Setting()).batches[0]
-  masks = [_record_masks(runner, state, batch, np.uint32([bench.seed, number])) for number in range(2)]
+  masks = [_record_masks(runner, state, batch, np.array([bench.seed, number], np.uint32)) for number in range(2)]
   if not masks[0]:
     raise UserError("no Dropout of Linen's draws a mask.")
   if twin := _find_twin([*masks[0], *masks[1]]):

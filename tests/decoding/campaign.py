@@ -261,7 +261,9 @@ class Judge:
       ids = np.zeros_like(columns)
       ids[is_text] = request.encoder_ids
       text = {'ids': ids, 'segment_ids': is_text.astype(np.int32), 'segment_pos': columns}
-      return {f'encoder_{name}': values[None] for name, values in text.items()}
+      decoder = {'segment_ids': np.ones(MAX_LEN, np.int32), 'segment_pos': np.arange(MAX_LEN, dtype=np.int32)}
+      beside = {f'encoder_{name}': values for name, values in text.items()} | decoder  # only segments mask padding
+      return {name: values[None] for name, values in beside.items()}
     if 'prefix_mask' in self._spec:
       return {'prefix_mask': (np.arange(MAX_LEN) < len(request.ids)).astype(np.int32)[None]}
     return {}

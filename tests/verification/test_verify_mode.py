@@ -9,6 +9,10 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config.listing import list_experiments
+from spmd_tasks.errors import UserError
+from spmd_tasks.verification import mode
+from spmd_tasks.verification._cases import Case, skipped
+from spmd_tasks.verification._runner import check_task
 from spmd_tasks.verification.mode import CLAIMS
 from tests import binary
 from tests.model_folders import write_llama
@@ -38,7 +42,7 @@ def test_every_claim_about_a_users_own_experiment(capsys):
   assert 'nothing in it can be made smaller' in printed
   for claim in CLAIMS:
     assert f'\n{claim} ' in printed, claim
-  assert summary['not_applicable'] >= 1  # a plain model has no layers to pipeline
+  assert summary['skipped'] >= 1  # a plain model has no layers to pipeline
 
 
 # Of the user's own experiment above, all claims but that of pipelines are verified.
@@ -56,6 +60,34 @@ def test_wrong_flags_are_one_sentence(capsys):
   assert '--cases -1 must be 0 or more' in capsys.readouterr().err
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'eval', '--cases', '2', '--job_log_dir', 'x') == 2
   assert '--cases is for --mode verify: leave it out' in capsys.readouterr().err
+
+
+def test_an_exception_is_an_error_and_not_a_broken_claim():
+  """Of the experiment or of this package: nothing was compared."""
+
+  def fail(bench):
+    raise TypeError('list indices must be integers')
+
+  cases = [Case(claim='mesh', subject='data 2', decide=fail), skipped('eval', 'evaluation', 'there is one device')]
+  decided = [(case, mode._decide(case, None)) for case in cases]
+  assert [verdict.status for _, verdict in decided] == ['ERROR', 'skipped']
+  summary = json.loads(mode.summary(decided))
+  assert {name: summary[name] for name in ('claims', 'held', 'broken', 'errors', 'skipped')} == {
+    'claims': 1,
+    'held': 0,
+    'broken': 0,
+    'errors': 1,
+    'skipped': 1,
+  }
+  assert summary['failures'] == [
+    {'claim': 'mesh', 'case': 'data 2', 'error': 'TypeError: list indices must be integers'}
+  ]
+  assert 'mesh          ERROR' in mode.format_table(decided)
+
+
+def test_a_task_that_keeps_its_learner_to_itself_is_refused():
+  with pytest.raises(UserError, match='a PaxLikeTask keeps its learner to itself'):
+    check_task(type('PaxLikeTask', (), {})())
 
 
 @pytest.mark.exhaustive
