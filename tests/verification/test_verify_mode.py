@@ -55,7 +55,7 @@ def test_every_claim_about_every_tiny_experiment(capsys, name):
 
 def test_wrong_flags_are_one_sentence(capsys):
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'verify', '--claims', 'mesh,psum') == 2
-  assert "--claims names 'psum', which is no claim: choose from mesh, pipeline" in capsys.readouterr().err
+  assert "--claims names 'psum', which is no claim: choose from step, mesh, pipeline" in capsys.readouterr().err
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'verify', '--cases', '-1') == 2
   assert '--cases -1 must be 0 or more' in capsys.readouterr().err
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'eval', '--cases', '2', '--job_log_dir', 'x') == 2
