@@ -7,8 +7,9 @@
 
 Read `mode.py` first, with the table of the claims, and `_cases.py`, how one case is decided. `_runner.py` has the train
 step that also gives its gradients; `_agreement.py` compares its steps with a reference's and says how large a
-difference may be. `_settings.py` draws meshes, makes an experiment tiny, cuts batches and makes rows differ. The files
-`*_claims.py` have the cases.
+difference may be. `_by_hand.py` is a reference that shares no code with the train step, by `_formulas.py`.
+`_settings.py` draws meshes, makes an experiment tiny, cuts batches and makes rows differ. The files `*_claims.py` have
+the cases.
 """
 
 from spmd_tasks.faces import lazy_face

@@ -23,8 +23,7 @@ from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning import Learner
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
-from spmd_tasks.runtime import TrainState
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime import Task, TrainState
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 from spmd_tasks.verification import _formulas

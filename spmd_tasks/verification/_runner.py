@@ -18,8 +18,7 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import RunsModel
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import without_frozen
-from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime import PartitionedModel, Task, TrainState
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 from spmd_tasks.verification._settings import Setting, Source, build_job

@@ -23,7 +23,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime import Task
 from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.verification._agreement import Difference
 from spmd_tasks.verification._by_hand import why_not_by_hand

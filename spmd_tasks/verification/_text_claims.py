@@ -31,9 +31,8 @@ from spmd_tasks.inputs import TextInput
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.layers.adapter import map_parts
 from spmd_tasks.layers.moe import CapacityComputation, Dropless
-from spmd_tasks.runtime import TrainState
+from spmd_tasks.runtime import Task, TrainState
 from spmd_tasks.runtime.compilation import StepsByShape
-from spmd_tasks.runtime.task import Task
 from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, reduced, skipped
 from spmd_tasks.verification._runner import Runner
