@@ -31,8 +31,6 @@ from spmd_tasks.learning.schedules import LearningRate, check_learning_rate, lea
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
 
 _LEARNING_RATE = 'learning_rate'
-# They know weights as one vector, so that a stack makes no difference; `layerwise` does not see that.
-_ON_ALL_WEIGHTS = (optax.lbfgs,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ class FromOptax:
     `learning_rate` and `value`, the loss, or it can treat neither whole stacks nor single layers.
     """
 
-    def of_layers(names: Sequence[str], arguments: Sequence[Any]) -> Any:
+    def of_layers(names: Sequence[str]) -> Any:
       def init(weights: Any) -> Any:
         rate = None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)
         return self._build(rate).init(weights)
@@ -126,13 +124,10 @@ class FromOptax:
             f'({error}): choose an optimizer without a line search.'
           ) from error
 
-      if self.factory in _ON_ALL_WEIGHTS:
-        return init, update
-      return layerwise(init, update, weight_specs, arguments, self._name())
+      return layerwise(init, update, weight_specs, self._name())
 
     def init(weights: Any) -> Any:
-      names = ('value',) if self.learning_rate is None else (_LEARNING_RATE, 'value')
-      state = of_layers(names, [jnp.zeros(())] * len(names))[0](weights)
+      state = of_layers(())[0](weights)
       for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
           raise UserError(
@@ -153,7 +148,7 @@ class FromOptax:
     ) -> tuple[Any, Any]:
       del step  # of the train state; optax's optimizers count for themselves
       given = {name: x for name, x in extra_args.items() if x is not None}
-      updates, new_state = of_layers(tuple(given), tuple(given.values()))[1](grads, state, weights, *given.values())
+      updates, new_state = of_layers(tuple(given))[1](grads, state, weights, *given.values())
       # Optax adds updates to the weights; the learner subtracts directions.
       return jax.tree.map(jnp.negative, updates), keep_if_finite(is_finite, new_state, state)
 

@@ -1,254 +1,282 @@
-"""Runs any optax transformation so that a stack of layers learns as its layers would, one by one.
+"""Runs an optax transformation on the weights of single layers, as in a model without a scan.
 
-Some transformations read a weight as a whole: its norm (LAMB, LARS), its rms (Adafactor), its matrix (Muon), its number
-of dims (a mask). To them [L, D, F] is L matrices D x F. What a transformation reads shows in its jaxprs, one for whole
-weights and one for the weights of single layers (`layer_matrix`):
+A stack [L, D, F] is given to it as L leaves D x F (`layer_matrix`), as its WeightSpec declares them. The norm of a
+weight is then the norm of one layer, and a norm over a tree, or over a group of a mask, covers all layers, without any
+knowledge of what the transformation does.
 
-* it treats all elements alike, and reads at most sums over all weights (Adam, clipping by the global norm): a stack
-  makes no difference, so it runs on whole weights;
-* else, no weight's update depends on another weight: it runs on layers, by `jax.vmap` over stacks and experts;
-* else (`clip_by_global_norm` before LAMB) it is refused.
+The transformation is traced on such a tree, and its program is evaluated in stacks (`stacked_evaluation.py`): Adam on
+80 layers is one computation on [80, D, F]. Its state has the layout of the weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import contextvars
+import math
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 import jax.numpy as jnp
+import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.layer_weights import layer_matrix
-from spmd_tasks.learning.optimizer_specs import map_state
+from spmd_tasks.learning.stacked_evaluation import OfLayer, evaluate, own_value
 from spmd_tasks.sharding import WeightSpec
 
-# fmt: off
-_ELEMENTWISE = frozenset((
-  'abs', 'add', 'add_any', 'and', 'atan2', 'cbrt', 'ceil', 'clamp', 'convert_element_type', 'copy', 'cos', 'div',
-  'eq', 'erf', 'exp', 'exp2', 'expm1', 'floor', 'ge', 'gt', 'integer_pow', 'is_finite', 'le', 'log', 'log1p',
-  'logistic', 'lt', 'max', 'min', 'mul', 'ne', 'neg', 'not', 'or', 'pow', 'rem', 'round', 'rsqrt', 'select_n', 'sign',
-  'sin', 'sqrt', 'square', 'stop_gradient', 'sub', 'tan', 'tanh', 'xor',
-))
-# fmt: on
-_KEEPS_ORDER = frozenset(('broadcast_in_dim', 'expand_dims', 'reshape', 'squeeze'))
-_CALLS = ('closed_call', 'custom_jvp_call', 'custom_vjp_call', 'jit', 'pjit', 'remat')
-_SUMS = {'reduce_sum': 'add', 'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
+_paths_read: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar('paths_read', default=None)
+
+
+class Layers:
+  """A pytree node with one leaf per layer of a weight.
+
+  To functions that take it for a leaf, as those of `flax.traverse_util`, it looks like the weight of one layer.
+
+  Attributes:
+    layers: one leaf, or a small tree, per layer and expert.
+    weight: the index of the weight among all weights.
+  """
+
+  def __init__(self, layers: Iterable[Any], weight: int):
+    self.layers, self.weight = tuple(layers), weight
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.layers[0].shape
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+  @property
+  def dtype(self) -> Any:
+    return self.layers[0].dtype
+
+
+class _DictOfLayers(dict):
+  """A dict of weights whose Layers have no entry in key paths: every layer has the path of its weight."""
+
+
+def _flatten_layers(node: Layers) -> Any:
+  if (read := _paths_read.get()) is not None:
+    read.append(True)
+  return [(jax.tree_util.SequenceKey(i), layer) for i, layer in enumerate(node.layers)], node.weight
+
+
+def _flatten_dict(node: _DictOfLayers) -> Any:
+  keys = sorted(node)
+  counts = tuple((len(node[k].layers), node[k].weight) if isinstance(node[k], Layers) else None for k in keys)
+  children = [
+    (jax.tree_util.DictKey(k), child)
+    for k in keys
+    for child in (node[k].layers if isinstance(node[k], Layers) else (node[k],))
+  ]
+  return children, (tuple(keys), counts)
+
+
+def _unflatten_dict(aux: Any, children: Any) -> _DictOfLayers:
+  rest = iter(children)
+  return _DictOfLayers(
+    (k, next(rest) if count is None else Layers([next(rest) for _ in range(count[0])], count[1]))
+    for k, count in zip(*aux)
+  )
+
+
+jax.tree_util.register_pytree_with_keys(
+  Layers, _flatten_layers, lambda weight, layers: Layers(layers, weight), lambda node: (node.layers, node.weight)
+)
+jax.tree_util.register_pytree_with_keys(_DictOfLayers, _flatten_dict, _unflatten_dict)
+
+
+def _is_layers(node: Any) -> bool:
+  return isinstance(node, Layers)
 
 
 def layerwise(
-  init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], weight_specs: Any, arguments: Any, name: str
+  init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], weight_specs: Any, name: str
 ) -> tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]:
   """Returns (init, update) of whole weights, whose results are those of layers.
 
-  `init` is weights -> state, `update` (grads, state, weights, *arguments) -> (updates, state); the arguments may be
-  their shapes and dtypes. Raises a UserError, which names the optimizer, if it can neither run on whole weights nor on
-  layers.
+  `init` is weights -> state, `update` (grads, state, weights, *arguments) -> (updates, state), of float32 weights. A
+  state has the structure that it would have for the weights of one layer;
+  its arrays of a stacked weight are stacked. Raises a UserError, which names the optimizer, if it tells weights apart
+  both by their paths and by a tree of dicts.
   """
   specs: list[WeightSpec] = jax.tree.leaves(weight_specs)
-  num = len(specs)
-  matrices = [layer_matrix(spec) for spec in specs]
-  if matrices == [spec.shape for spec in specs]:
+  if all(layer_matrix(spec) == spec.shape for spec in specs):
     return init, update
+  stacks = [_Stack(spec, i) for i, spec in enumerate(specs)]
   structure: Any = jax.tree.structure(weight_specs)
-  tree_of = structure.unflatten
-  whole = _Trace(init, update, tree_of, [spec.shape for spec in specs], arguments)
-  layers = _Trace(init, update, tree_of, matrices, arguments)
-  if whole.treats_alike() and layers.treats_alike() and _equations(whole.update) == _equations(layers.update):
-    return init, update
-  if not layers.is_separate():
-    raise UserError(
-      f'{name} reads single weights and several at once, so it would not be the same for a stack of layers as for the '
-      'layers: clip by learner.clip_global_norm instead of in the chain, or choose an optimizer that treats each '
-      'weight by itself.'
-    )
-  separate = [spec.shape[: spec.num_separate_dims] for spec in specs]
-  groups: list[Any] = [None, *dict.fromkeys(separate)]  # None: what belongs to no weight
+  tree = structure.unflatten(stacks)
 
-  def run(function: Callable[..., Any], owners: list[int | None], shapes: Sequence[Any], inputs: list[Any]) -> Any:
-    """Calls a function of the leaves of layers for each group of weights; returns outputs by group."""
-    outputs = {}
-    for group in groups:
-      mine = [owner is not None and separate[owner] == group for owner in owners]
+  def init_layers(weights: Any) -> Any:
+    [of_init] = _traced([init], tree, (), name)
+    return _join(of_init.outputs, of_init.evaluate(_split(weights, stacks)), stacks)
 
-      def call(*mapped: jax.Array, mine: list[bool] = mine) -> list[Any]:
-        own = iter(mapped)
-        return function(
-          [
-            next(own) if is_mine else x if owner is None else jnp.zeros(shape, x.dtype)
-            for x, owner, shape, is_mine in zip(inputs, owners, shapes, mine)
-          ]
-        )
-
-      for _ in group or ():
-        call = jax.vmap(call)
-      outputs[group] = call(*[x.reshape(*group, *s) for x, s, is_mine in zip(inputs, shapes, mine) if is_mine])
-    return outputs
-
-  def pick(outputs: Any, index: int, owner: int | None) -> jax.Array:
-    if owner is None:
-      return outputs[None][index]
-    leaf = outputs[separate[owner]][index]
-    # What has the matrix's shape is stored, and split over the mesh, as the weight is.
-    return leaf.reshape(specs[owner].shape) if leaf.shape == (*separate[owner], *matrices[owner]) else leaf
-
-  weights: list[Any] = list(range(num))
-  state_tree: Any = jax.tree.structure(layers.state)
-  state_shapes = [leaf.shape for leaf in jax.tree.leaves(layers.state)]
-
-  def init_layers(weights_tree: Any) -> Any:
-    outputs = run(lambda w: jax.tree.leaves(init(tree_of(w))), weights, matrices, jax.tree.leaves(weights_tree))
-    return state_tree.unflatten([pick(outputs, k, owner) for k, owner in enumerate(layers.owners)])
-
-  def update_layers(grads: Any, state: Any, weights_tree: Any, *arguments: Any) -> tuple[Any, Any]:
-    def of_layers(x: list[Any]) -> list[Any]:
-      state = state_tree.unflatten(x[2 * num :])
-      return jax.tree.leaves(update(tree_of(x[:num]), state, tree_of(x[num : 2 * num]), *arguments))
-
-    inputs = [leaf for tree in (grads, weights_tree, state) for leaf in jax.tree.leaves(tree)]
-    shapes = [*matrices, *matrices, *state_shapes]
-    outputs = run(of_layers, [*weights, *weights, *layers.owners], shapes, inputs)
-    picked = [pick(outputs, k, owner) for k, owner in enumerate([*weights, *layers.owners])]
-    return tree_of(picked[:num]), state_tree.unflatten(picked[num:])
+  def update_layers(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
+    of_init, of_update = _traced([init, update], tree, arguments, name)
+    of_state = _split_state(of_init.outputs, state, stacks)
+    leaves = [*_split(grads, stacks), *of_state, *_split(weights, stacks), *jax.tree.leaves(arguments)]
+    return _join(of_update.outputs, of_update.evaluate(leaves), stacks)
 
   return init_layers, update_layers
 
 
-class _Trace:
-  """The jaxprs of a transformation for weights of given shapes.
+class _Stack:
+  """One weight as its layers: `dims` count them, each is a `matrix`."""
+
+  def __init__(self, spec: WeightSpec, weight: int):
+    self.shape, self.dims, self.matrix = spec.shape, spec.shape[: spec.num_separate_dims], layer_matrix(spec)
+    self.indices, self.weight = list(np.ndindex(*self.dims)), weight
+
+  def abstract(self, num: int | None = None) -> Layers:
+    """Returns the shapes of its first `num` layers, of all by default."""
+    return Layers([jax.ShapeDtypeStruct(self.matrix, jnp.float32)] * (num or len(self.indices)), self.weight)
+
+  def split(self, x: jax.Array, shape: tuple[int, ...]) -> list[Any]:
+    """Returns the values of single layers, of that shape each, of an array that holds all."""
+    if len(self.indices) == 1:
+      return [jnp.reshape(x, shape)]
+    stack = jnp.reshape(x, (*self.dims, *shape))
+    return [OfLayer(stack, self.weight, index) for index in self.indices]
+
+  def join(self, values: Sequence[Any]) -> jax.Array:
+    """Returns one array with the values of all layers; an array like the matrices has the shape of the weight."""
+    first, num = values[0], len(self.dims)
+    if isinstance(first, OfLayer) and all(
+      isinstance(x, OfLayer) and (x.key, x.weight, x.index) == (first.key, self.weight, index)
+      for x, index in zip(values, self.indices)
+    ):
+      stack = first.stack
+    elif all(x is first for x in values):
+      stack = jnp.broadcast_to(first, (*self.dims, *jnp.shape(first)))
+    else:
+      stack = jnp.stack([own_value(x, {}) for x in values])
+      stack = stack.reshape(*self.dims, *stack.shape[1:])
+    return stack.reshape(self.shape) if stack.shape[num:] == self.matrix else stack
+
+
+def _split(tree: Any, stacks: Sequence[_Stack]) -> list[OfLayer]:
+  leaves = jax.tree.leaves(tree)
+  return [value for stack, x in zip(stacks, leaves, strict=True) for value in stack.split(x, stack.matrix)]
+
+
+def _split_state(layered: Any, state: Any, stacks: Sequence[_Stack]) -> list[Any]:
+  """Returns the leaves of a state of layers, given its shapes and the state in stacks."""
+  rest, leaves = iter(jax.tree.leaves(state)), []
+  for node in jax.tree.leaves(layered, is_leaf=_is_layers):
+    if not _is_layers(node):
+      leaves.append(next(rest))
+      continue
+    of_leaves = [stacks[node.weight].split(next(rest), x.shape) for x in jax.tree.leaves(node.layers[0])]
+    leaves += [value for of_layer in zip(*of_leaves) for value in of_layer]
+  return leaves
+
+
+def _join(layered: Any, values: list[Any], stacks: Sequence[_Stack]) -> Any:
+  """Returns a tree in stacks, given the shapes of one of layers and its leaves."""
+  rest = iter(values)
+
+  def join(node: Any) -> Any:
+    if not _is_layers(node):
+      return own_value(next(rest), {})
+    treedef: Any = jax.tree.structure(node.layers[0])
+    of_layers = [[next(rest) for _ in jax.tree.leaves(layer)] for layer in node.layers]
+    return treedef.unflatten([stacks[node.weight].join(of_leaf) for of_leaf in zip(*of_layers, strict=True)])
+
+  return jax.tree.map(join, layered, is_leaf=_is_layers)
+
+
+def _with_paths(tree: Any) -> Any:
+  """Returns a tree of dicts in which layers have the key path of their weight."""
+  return _DictOfLayers((k, _with_paths(v)) for k, v in tree.items()) if isinstance(tree, dict) else tree
+
+
+def _without_paths(tree: Any) -> Any:
+  is_dict = lambda node: isinstance(node, _DictOfLayers)
+  return jax.tree.map(
+    lambda node: {k: _without_paths(v) for k, v in node.items()} if is_dict(node) else node,
+    tree,
+    is_leaf=lambda node: is_dict(node) or _is_layers(node),
+  )
+
+
+def _traced(functions: Sequence[Any], stacks: Any, arguments: Sequence[Any], name: str) -> 'list[_Program]':
+  """Traces the init, or the init and the update, of a transformation for a tree of stacks.
+
+  Labels and masks of a transformation may look for a weight in a tree of dicts, of which a stack is a leaf or a
+  subtree; or by its key path, to which Layers add an entry. If this changes anything, paths are kept and dicts are not.
+  """
+
+  def programs(weights: Any) -> list[_Program]:
+    of_init = _Program(functions[0], [weights])
+    of_update = [_Program(f, [weights, of_init.raw_outputs, weights, *arguments]) for f in functions[1:]]
+    return [of_init, *of_update]
+
+  def shown(weights: Any) -> str | None:
+    try:
+      return str([program.jaxpr for program in programs(weights)])
+    except Exception:
+      return None
+
+  with _watch_paths() as read:
+    error = None
+    try:
+      found = programs(jax.tree.map(lambda stack: stack.abstract(), stacks))
+    except Exception as raised:
+      error = raised
+  if read:
+    alone = shown(jax.tree.map(lambda stack: stack.abstract(1).layers[0], stacks))
+    if alone is None or alone != shown(jax.tree.map(lambda stack: stack.abstract(1), stacks)):
+      try:
+        return programs(_with_paths(jax.tree.map(lambda stack: stack.abstract(), stacks)))
+      except ValueError as raised:
+        raise UserError(
+          f'{name} tells weights apart by their key paths and by a tree of dicts, which it cannot do at once for '
+          f'stacked layers ({str(raised).splitlines()[0]}): make all labels and masks with '
+          'jax.tree_util.tree_map_with_path.'
+        ) from raised
+  if error is not None:
+    raise error
+  return found
+
+
+@contextlib.contextmanager
+def _watch_paths() -> Iterator[list[bool]]:
+  """Yields a list that is not empty once key paths of Layers are read, by a label or by JAX to name an argument."""
+  read: list[bool] = []
+  token = _paths_read.set(read)
+  try:
+    yield read
+  finally:
+    _paths_read.reset(token)
+
+
+class _Program:
+  """A function of trees of layers, traced.
 
   Attributes:
-    init, update: weights -> state, and (grads, state, weights, arguments) -> (updates, state).
-    state: its shapes.
-    owners: of each leaf of the state, the index of its weight; None for a leaf that belongs to no weight.
+    jaxpr: of its leaves.
+    raw_outputs: the tree of its outputs' shapes; `outputs` without _DictOfLayers.
   """
 
-  def __init__(self, init: Any, update: Any, tree_of: Any, shapes: Sequence[tuple[int, ...]], arguments: Any):
-    weights = tree_of([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    closed, self.state = jax.make_jaxpr(init, return_shape=True)(weights)
-    self.init, self.shapes, self.weights = closed.jaxpr, shapes, list(range(len(shapes)))
-    self.update = jax.make_jaxpr(update)(weights, self.state, weights, *arguments).jaxpr
-    found = map_state(lambda _, leaf, index: -1 if index is None else index, self.state, tree_of(self.weights))
-    self.owners = [None if index < 0 else index for index in jax.tree.leaves(found)]
+  def __init__(self, function: Callable[..., Any], trees: Sequence[Any]):
+    leaves, treedef = jax.tree.flatten(list(trees))
+    unflatten: Any = treedef.unflatten
+    structures: list[Any] = []
 
-  def _run(self, interpret: Callable[..., list[Any]], weights: list[Any], state: list[Any], rest: Any) -> list[Any]:
-    num_rest = len(self.update.invars) - 2 * len(weights) - len(state)
-    return interpret(self.update, [*weights, *state, *weights, *[rest] * num_rest])
+    def of_leaves(*leaves: Any) -> list[Any]:
+      outputs, structure = jax.tree.flatten(function(*unflatten(leaves)))
+      structures.append(structure)
+      return outputs
 
-  def is_separate(self) -> bool:
-    """Returns whether what belongs to a weight depends on no other weight, and the rest on none."""
-    weights: list[Any] = [frozenset((i,)) for i in self.weights]
-    state = [frozenset() if owner is None else frozenset((owner,)) for owner in self.owners]
-    found = [*_dependencies(self.init, weights), *self._run(_dependencies, weights, state, frozenset())]
-    return all(each <= own for each, own in zip(found, [*state, *weights, *state], strict=True))
+    self.jaxpr, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
+    self.raw_outputs = structures[0].unflatten(shapes)
+    self.outputs = _without_paths(self.raw_outputs)
 
-  def treats_alike(self) -> bool:
-    """Returns whether updates treat all elements of a weight alike, and read no sums but those over all weights."""
-    state = []
-    for leaf, owner in zip(jax.tree.leaves(self.state), self.owners):
-      if leaf.shape != (() if owner is None else self.shapes[owner]):
-        return False
-      state.append(owner)
-    try:
-      found = self._run(lambda jaxpr, inputs: _kinds(jaxpr, inputs, len(self.weights)), self.weights, state, None)
-    except _ReadsMoreError:
-      return False
-    return all(kind in (None, own) for kind, own in zip(found, [*self.weights, *state], strict=True))
-
-
-def _dependencies(jaxpr: Any, inputs: list[frozenset[int]]) -> list[frozenset[int]]:
-  """Returns what each output of a jaxpr depends on; outputs of a loop or operation depend on all of its inputs."""
-  known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-  def of(atom: Any) -> frozenset[int]:
-    return frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
-
-  for equation in jaxpr.eqns:
-    read = [of(atom) for atom in equation.invars]
-    if (inner := _inner(equation)) is None:
-      found = [frozenset().union(*read)] * len(equation.outvars)
-    else:
-      branches = [_dependencies(each, read[len(read) - len(each.invars) :]) for each in inner]
-      predicate = read[0] if equation.primitive.name == 'cond' else frozenset()
-      found = [predicate.union(*same) for same in zip(*branches)]
-    known.update(zip(equation.outvars, found, strict=True))
-  return [of(atom) for atom in jaxpr.outvars]
-
-
-class _ReadsMoreError(Exception):
-  """A value depends on more of a weight than single elements or sums over all weights."""
-
-
-def _kinds(jaxpr: Any, inputs: list[Any], num_weights: int) -> list[Any]:
-  """Returns what each output of a jaxpr is, given what its inputs are.
-
-  None: the same number everywhere, whatever the shapes. An int: elements of that weight. (operation, set of ints): the
-  sum, maximum, ... of all elements of these weights; of all weights, it is a number like others.
-  """
-  known = dict.fromkeys(jaxpr.constvars) | dict(zip(jaxpr.invars, inputs, strict=True))
-  for equation in jaxpr.eqns:
-    kinds = [None if isinstance(x, Literal) else known[x] for x in equation.invars]
-    if (inner := _inner(equation)) is not None:
-      branches = [_kinds(each, kinds[len(kinds) - len(each.invars) :], num_weights) for each in inner]
-      if equation.primitive.name == 'cond' and kinds[0] is not None:
-        raise _ReadsMoreError
-      found = [_joined([kind for kind in same if kind is not None]) for same in zip(*branches)]
-    else:
-      found = [_kind_of(equation, kinds, num_weights)] * len(equation.outvars)
-    known.update(zip(equation.outvars, found, strict=True))
-  return [None if isinstance(x, Literal) else known[x] for x in jaxpr.outvars]
-
-
-def _kind_of(equation: Any, kinds: list[Any], num_weights: int) -> Any:
-  name, is_scalar = equation.primitive.name, all(not x.aval.shape for x in equation.outvars)
-  read = [kind for kind in kinds if kind is not None]
-  if not read and (is_scalar or name in _ELEMENTWISE):
-    return None
-  if name in _KEEPS_ORDER and len(kinds) == 1:
-    source, target = equation.invars[0].aval, equation.outvars[0].aval
-    if source.size == target.size or (not read and source.size == 1):
-      return kinds[0]
-  elif name in _ELEMENTWISE and all(isinstance(kind, int) for kind in read):
-    return _joined(read)
-  elif is_scalar and (name in _SUMS or name == 'dot_general') and all(isinstance(kind, int) for kind in read):
-    return (_SUMS.get(name, 'add'), frozenset((_joined(read),)))
-  elif read and all(isinstance(kind, tuple) for kind in read):
-    (operation, weights), *others = read
-    zeros = [x for x in equation.invars if isinstance(x, Literal) and not x.val]
-    if name in ('convert_element_type', 'copy') or (name == operation == 'add' and len(zeros) == 1):
-      return read[0]
-    if name == operation and len(read) == len(kinds) and all(other[0] == operation for other in others):
-      weights = weights.union(*[other[1] for other in others])
-      # Of one weight alone, a sum over all weights looks like one over each.
-      return None if len(weights) == num_weights > 1 else (operation, weights)
-  return _refuse()
-
-
-def _joined(kinds: list[Any]) -> Any:
-  """Returns the one kind that there is, None for none."""
-  return _refuse() if len({*kinds}) > 1 else next(iter(kinds), None)
-
-
-def _refuse() -> Any:
-  raise _ReadsMoreError
-
-
-def _inner(equation: Any) -> list[Any] | None:
-  """Returns the jaxprs of a call or of the branches of a conditional; None of any other equation."""
-  name, params = equation.primitive.name, equation.params
-  if name == 'cond':
-    return [branch.jaxpr for branch in params['branches']]
-  if name in ('scan', 'while'):
-    return None
-  jaxpr = params.get('jaxpr') or params.get('call_jaxpr') or params.get('fun_jaxpr')
-  return None if jaxpr is None else [getattr(jaxpr, 'jaxpr', jaxpr)]
-
-
-def _equations(jaxpr: Any) -> list[Any]:
-  """Returns the operations of a jaxpr with the numbers among their operands, without shapes and changes of shape."""
-  found: list[Any] = []
-  for equation in jaxpr.eqns:
-    name, numbers = equation.primitive.name, [str(x.val) for x in equation.invars if isinstance(x, Literal)]
-    inner = [each for jaxpr in _inner(equation) or () for each in _equations(jaxpr)]
-    if numbers or inner or name not in _KEEPS_ORDER:
-      found += inner if name in _CALLS else [(name, *numbers), *inner]
-  return found
+  def evaluate(self, leaves: Sequence[Any]) -> list[Any]:
+    """Returns the outputs' leaves, given arrays and values of layers."""
+    return evaluate(self.jaxpr, leaves)

@@ -1,13 +1,18 @@
-"""Under any optax transformation that is not refused, a stack learns exactly as its layers would, one by one."""
+"""Under any optax transformation, a stack learns exactly as its layers would, one by one."""
 
+import re
+
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.learning import FromOptax, Learner
 from spmd_tasks.learning.layer_weights import layer_matrix
+from spmd_tasks.learning.layerwise import layerwise
 from spmd_tasks.sharding import WeightSpec
 
 L, D, F, H, K, E = 2, 6, 5, 3, 2, 3
@@ -58,6 +63,28 @@ def several_dims(weights):
   return jax.tree.map(lambda w: w.ndim > 1, weights)
 
 
+def in_group(transformation, group, by_path=False):
+  """The transformation for the weights of a group, and plain gradients for the others."""
+
+  def by_name(tree):
+    return {name: 'group' if name in group else 'rest' for name in tree}
+
+  def by_whole_path(tree):
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator='/')
+    label = lambda path, _: 'group' if re.fullmatch(f'({"|".join(group)})(/.*,.*)?', name(path)) else 'rest'
+    return jax.tree_util.tree_map_with_path(label, tree)
+
+  return optax.multi_transform(
+    {'group': transformation, 'rest': optax.identity()}, by_whole_path if by_path else by_name
+  )
+
+
+def of_one_norm(tree):
+  """A user's own transformation: the largest norm of a weight, of all weights."""
+  norms = jnp.stack([jnp.linalg.norm(x) for x in jax.tree.leaves(tree)])
+  return jax.tree.map(lambda x: x * jnp.mean(norms) / jnp.max(norms), tree)
+
+
 CLIP = optax.clip_by_global_norm(1.0)
 SMALL = {'min_dim_size_to_factor': 3}
 CASES = [  # fast ones first
@@ -66,6 +93,10 @@ CASES = [  # fast ones first
   ('a mask by the number of dims', lambda learning_rate: optax.adamw(learning_rate, mask=several_dims), {}),
   ('a norm over all weights', chain(CLIP, optax.scale_by_adam()), {}),
   ('factored moments and rms of layers', optax.adafactor, SMALL),
+  ('a norm over a group of one stack', chain(in_group(CLIP, ['query'])), {}),
+  ('a norm over all weights before trust ratios', chain(CLIP, optax.scale_by_trust_ratio()), {}),
+  ('a norm over all weights and a mask', chain(CLIP, optax.add_decayed_weights(0.1, several_dims)), {}),
+  ('a function of all norms', chain(optax.stateless(lambda updates, _: of_one_norm(updates))), {}),
 ]
 SLOW = [
   (
@@ -74,7 +105,12 @@ SLOW = [
     {},
   ),
 ]
-EXHAUSTIVE = [  # these read what one of those above reads
+EXHAUSTIVE = [
+  ('finite gradients of a group', chain(in_group(optax.apply_if_finite(optax.adam(1.0), 2), ['experts'])), {}),
+  ('a group by paths', chain(in_group(optax.chain(CLIP, optax.scale_by_adam()), ['up', 'norms'], by_path=True)), {}),
+  ('a group of a group', chain(in_group(in_group(optax.contrib.normalize(), ['up']), ['up', 'table'])), {}),
+  ('rms of blocks in a group', chain(in_group(optax.chain(CLIP, optax.clip_by_block_rms(0.1)), ['experts'])), {}),
+  # these read what one of those above reads
   ('a vector of all weights', optax.lbfgs, {'linesearch': None}),
   ('norms of units', chain(optax.adaptive_grad_clip(0.1)), {}),
   ('norms of layers', optax.novograd, {}),
@@ -101,14 +137,62 @@ def test_a_stack_learns_as_its_layers(factory, arguments, rng):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
+def test_a_group_of_one_stack_has_one_norm():
+  """Gradients of norm 1, 10 and 100 in three layers: the step of all three has norm 1."""
+  specs = {'kernel': WeightSpec(shape=(3, 2, 2), init=None, stacked=1, num_input_dims=1)}
+  sizes = jnp.array([1.0, 10.0, 100.0])
+  grads = {'kernel': jnp.broadcast_to(sizes[:, None, None] / 2, (3, 2, 2))}
+  start = {'kernel': jnp.zeros((3, 2, 2))}
+  for transformation in (CLIP, optax.masked(CLIP, {'kernel': True}), in_group(CLIP, ['kernel'])):
+    new = trained(optax.chain(transformation, optax.sgd(1.0)), specs, start, [grads])
+    norms = jnp.linalg.norm(new['kernel'], axis=(1, 2))
+    np.testing.assert_allclose(norms, np.array([1, 10, 100]) / np.sqrt(10101), rtol=1e-5)
+
+
+def test_all_layers_are_one_operation():
+  """The program of 20 layers has operations on whole stacks, and a few numbers of each layer for the norm."""
+  clipped = optax.chain(CLIP, optax.adamw(0.1, mask=several_dims))
+  count = {}
+  for num_layers in (2, 20):
+    specs = {'kernel': WeightSpec(shape=(num_layers, 4, 2, 3), init=None, stacked=1, num_input_dims=1)}
+    weights = {'kernel': jax.ShapeDtypeStruct((num_layers, 4, 2, 3), jnp.float32)}
+    init, update = layerwise(clipped.init, clipped.update, specs, 'it')
+    state = jax.eval_shape(init, weights)
+    assert state[1][0].mu['kernel'].shape == (num_layers, 4, 2, 3)
+    operations = jax.make_jaxpr(update)(weights, state, weights).jaxpr.eqns
+    count[num_layers] = sum(len(x.outvars[0].aval.shape) > 1 for x in operations), len(operations)
+  assert count[2][0] == count[20][0]
+  assert count[20][1] - count[2][1] == 18 * 3  # slice, reshape, add
+
+
 @pytest.mark.parametrize(
-  'factory',
-  [chain(CLIP, optax.scale_by_trust_ratio()), chain(CLIP, optax.add_decayed_weights(0.1, several_dims))],
-  ids=['clipping before trust ratios', 'clipping beside a mask by the number of dims'],
+  'label',
+  [
+    lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'bias', tree),
+    lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: [x.key for x in path] == ['a', 'bias'], tree),
+    lambda tree: flax.traverse_util.path_aware_map(lambda path, w: path[-1] == 'bias' and w.ndim == 1, tree),
+    lambda tree: {'a': {'bias': True, 'kernel': False}},
+    {'a': {'bias': True, 'kernel': False}},
+  ],
+  ids=['last key', 'all keys', 'flax', 'dict', 'tree'],
 )
-def test_what_reads_layers_and_all_weights_is_refused(factory):
-  learner = Learner(optimizer=FromOptax(factory=factory, learning_rate=0.1))
-  with pytest.raises(ValueError, match=r'clip by learner\.clip_global_norm instead of in the chain'):
-    jax.eval_shape(
-      lambda w: learner.init(w, SPECS), {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in SPECS.items()}
-    )
+def test_masks_find_weights_of_stacks(label):
+  """A mask by the path of a weight or by a tree is true of all layers of the weight."""
+  specs = {
+    'a': {
+      'bias': WeightSpec(shape=(2, 3), init=None, stacked=1, tags=('no_decay',)),
+      'kernel': WeightSpec(shape=(2, 3, 3), init=None, stacked=1, num_input_dims=1),
+    }
+  }
+  ones = jax.tree.map(lambda spec: jnp.ones(spec.shape), specs)
+  optimizer = optax.chain(optax.apply_if_finite(optax.masked(CLIP, label), 3), optax.sgd(1.0))
+  new = trained(optimizer, specs, jax.tree.map(jnp.zeros_like, ones), [ones])
+  np.testing.assert_allclose(new['a']['bias'], -np.ones((2, 3)) / np.sqrt(6), rtol=1e-5)
+  np.testing.assert_array_equal(new['a']['kernel'], -ones['a']['kernel'])
+
+
+def test_paths_and_dicts_at_once_are_refused():
+  by_path = lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'query', tree)
+  optimizer = optax.chain(optax.masked(CLIP, by_path), in_group(CLIP, ['up']))
+  with pytest.raises(UserError, match='tells weights apart by their key paths and by a tree of dicts'):
+    Learner(optimizer=optimizer).init({name: jnp.zeros(spec.shape) for name, spec in SPECS.items()}, SPECS)
