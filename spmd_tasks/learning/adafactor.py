@@ -31,7 +31,7 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.layer_weights import as_layers, layer_matrix
-from spmd_tasks.learning.optimizers import OptimizerSettings
+from spmd_tasks.learning.optimizers import OptimizerSettings, decay_mask
 from spmd_tasks.learning.skipping import SkippableTransformation, chain
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weight_names import check_pattern
@@ -142,13 +142,11 @@ class Adafactor(OptimizerSettings):
     return chain(directions, _by_learning_rate(), *average, *self._decay(weight_specs))
 
   def _decay(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    exempt = set(self.decay_exempt_tags)
+    mask = decay_mask(weight_specs, self.decay_exempt_tags)
 
     def update(steps: Any, state: Any, weights: Any = None, *, learning_rate: Any, **extra_args: Any) -> Any:
       rate = self.weight_decay * learning_rate**self.weight_decay_exponent
-      decayed = jax.tree.map(
-        lambda spec, s, w: s if exempt.intersection(spec.tags) else s + rate * w, weight_specs, steps, weights
-      )
+      decayed = jax.tree.map(lambda decays, s, w: s + rate * w if decays else s, mask, steps, weights)
       return decayed, state
 
     return [optax.GradientTransformationExtraArgs(optax.init_empty_state, update)] if self.weight_decay else []

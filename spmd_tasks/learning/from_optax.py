@@ -12,10 +12,12 @@ among the metrics. Any other transformation, or a chain of several, becomes a fu
 
 State of the optimizer is sharded, padded and checkpointed like the weights (`optimizer_specs.py`), and kept in a step
 that is not finite. The results are those of plain optax on the unsharded weights of single layers, each a matrix as
-its WeightSpec declares it (`layerwise.py`).
+its WeightSpec declares it (`layerwise.py`). Some optimizers train other weights than they evaluate
+(`evaluation_weights.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -26,9 +28,11 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.learning.evaluation_weights import LookaheadWithSlow
 from spmd_tasks.learning.layerwise import layerwise
 from spmd_tasks.learning.schedules import LearningRate, check_learning_rate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
+from spmd_tasks.sharding.weights import leaves_by_name
 
 _LEARNING_RATE = 'learning_rate'
 
@@ -81,10 +85,10 @@ class FromOptax:
     return getattr(self.factory, '__qualname__', repr(self.factory))
 
   @classmethod
-  def of(cls, transformation: optax.GradientTransformation) -> 'FromOptax':
+  def of(cls, transformation: optax.GradientTransformation | optax.MultiSteps) -> 'FromOptax':
     """Returns an optimizer that is built already as one of a config."""
 
-    def optimizer() -> optax.GradientTransformation:
+    def optimizer() -> optax.GradientTransformation | optax.MultiSteps:
       return transformation
 
     optimizer.__qualname__ = 'learner.optimizer'
@@ -92,7 +96,9 @@ class FromOptax:
 
   def _build(self, learning_rate: jax.Array | None) -> optax.GradientTransformationExtraArgs:
     given = {} if learning_rate is None else {_LEARNING_RATE: learning_rate}
-    transformation = self.factory(**given, **self.arguments)
+    transformation: Any = self.factory(**given, **self.arguments)
+    if isinstance(transformation, optax.MultiSteps):
+      transformation = transformation.gradient_transformation()
     if not isinstance(transformation, optax.GradientTransformation):
       raise UserError(
         f'FromOptax.factory {self._name()} returned {type(transformation).__name__}, not an optax transformation: '
@@ -100,29 +106,59 @@ class FromOptax:
       )
     return optax.with_extra_args_support(transformation)
 
+  @contextlib.contextmanager
+  def _one_sentence(self) -> Iterator[None]:
+    """Context in which an error of the optimizer's update says what it is called with."""
+    try:
+      yield
+    except UserError:
+      raise
+    except Exception as error:
+      raise UserError(
+        f'{self._name()} cannot train here, because its update fails ({type(error).__name__}: {error}): a train step '
+        'gives it the gradients, its state, the weights, and the loss as `value`. Choose an optimizer that needs no '
+        'more, without a line search; optax.lookahead must be the outermost one, sam have opaque_mode=False.'
+      ) from error
+
+  def _check(self, what: str, returned: Any, like: str, given: Any) -> None:
+    """Raises a UserError if what the update returned has other leaves or shapes than what it was given."""
+    shapes, wanted = ({k: jnp.shape(x) for k, x in leaves_by_name(tree).items()} for tree in (returned, given))
+    if shapes != wanted:
+      name = next(name for name in (*wanted, *shapes) if shapes.get(name) != wanted.get(name))
+      shown = [str(list(x[name])) if name in x else 'none' for x in (shapes, wanted)]
+      raise UserError(
+        f'{self._name()} returns {what} of another shape than {like}: {shown[0]} for {name}, which has {shown[1]}. '
+        'Correct it, or choose another optimizer.'
+      )
+
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to the direction to go against, for Learner.
 
     `init` and `update` raise a UserError if the state has PRNG keys, the optimizer needs other arguments than
-    `learning_rate` and `value`, the loss, or it can treat neither whole stacks nor single layers.
+    `learning_rate` and `value`, the loss, or its updates are not like the weights.
     """
 
     def of_layers(names: Sequence[str]) -> Any:
       def init(weights: Any) -> Any:
         rate = None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)
-        return self._build(rate).init(weights)
+        state = self._build(rate).init(weights)
+        return LookaheadWithSlow(state, slow=weights) if isinstance(state, optax.LookaheadState) else state
 
       def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
         given = dict(zip(names, arguments))
-        try:
-          return self._build(given.pop(_LEARNING_RATE, None)).update(grads, state, weights, **given)
-        except (TypeError, ValueError) as error:
-          if 'required keyword-only argument' not in str(error) and 'must be provided' not in str(error):
-            raise
-          raise UserError(
-            f'{self._name()} cannot train here, because its update takes arguments that a train step does not have '
-            f'({error}): choose an optimizer without a line search.'
-          ) from error
+        transformation = self._build(given.pop(_LEARNING_RATE, None))
+        with self._one_sentence():
+          if isinstance(state, LookaheadWithSlow):
+            params = optax.LookaheadParams(fast=weights, slow=state.slow)
+            updates, new = transformation.update(grads, state.lookahead, params, **given)
+            return updates.fast, LookaheadWithSlow(new, optax.apply_updates(state.slow, updates.slow))
+          try:
+            updates, new = transformation.update(grads, state, weights, **given)
+          except TypeError as error:  # as sam, also within a chain, which passes every argument on
+            if 'unexpected keyword argument' not in str(error):
+              raise
+            updates, new = transformation.update(grads, state, weights)
+        return updates, new
 
       return layerwise(init, update, weight_specs, self._name())
 
@@ -149,6 +185,8 @@ class FromOptax:
       del step  # of the train state; optax's optimizers count for themselves
       given = {name: x for name, x in extra_args.items() if x is not None}
       updates, new_state = of_layers(tuple(given))[1](grads, state, weights, *given.values())
+      self._check('an update', updates, 'a weight', weights)
+      self._check('a new state', new_state, 'a state', state)
       # Optax adds updates to the weights; the learner subtracts directions.
       return jax.tree.map(jnp.negative, updates), keep_if_finite(is_finite, new_state, state)
 

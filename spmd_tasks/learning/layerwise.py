@@ -264,12 +264,12 @@ class _Program:
   """
 
   def __init__(self, function: Callable[..., Any], trees: Sequence[Any]):
-    leaves, treedef = jax.tree.flatten(list(trees))
-    unflatten: Any = treedef.unflatten
+    leaves = jax.tree.leaves(list(trees))
+    inputs: Any = jax.tree.structure(list(trees))
     structures: list[Any] = []
 
     def of_leaves(*leaves: Any) -> list[Any]:
-      outputs, structure = jax.tree.flatten(function(*unflatten(leaves)))
+      outputs, structure = jax.tree.flatten(function(*inputs.unflatten(leaves)))
       structures.append(structure)
       return outputs
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any, Literal, Protocol
 
+from absl import logging
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,11 @@ import optax
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
+from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
+from spmd_tasks.learning.unread_gradients import unread_gradients
 from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, replicated_spec
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, leaves_by_name, replicated_spec
 
 
 class Optimizer(Protocol):
@@ -71,6 +74,21 @@ def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
+def _warn_of_narrow_weights(weight_specs: Any) -> None:
+  """Logs once if weights are stored in fewer bits than float32, in which small updates are lost."""
+  dtypes = {name: jnp.dtype(spec.dtype) for name, spec in leaves_by_name(weight_specs).items()}
+  narrow = [name for name, dtype in dtypes.items() if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4]
+  if narrow:
+    logging.log_first_n(
+      logging.WARNING,
+      '%d trained weights, such as %s, are stored in less than float32 without a float32 copy: small updates are '
+      'rounded away. Declare them in float32 (param_dtype), and compute in bfloat16 (dtype).',
+      1,
+      len(narrow),
+      narrow[0],
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
   """Settings and pure functions of one optimizer step.
@@ -80,13 +98,14 @@ class Learner:
     expert_grad_scale: factor of the gradients of experts' weights, applied first; see `expert_weights.py`.
     balance_bias_rate: the size of a step of routers' balance biases, by default DeepSeek-V3's; see `expert_weights.py`.
     clip_global_norm: gradients whose global norm exceeds this are scaled down to it; None: off.
-    ema_decay: of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`; None: no average.
+    ema_decay: of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`, from the initial
+      weights on and without a warm-up; None: no average.
     num_microbatches: into how many parts the batch is cut for differentiation; see `accumulation.py`.
     accumulation: 'mean' gives the gradient of the full batch; 'sum' adds the microbatches' mean gradients, as T5X does.
     max_consecutive_skips: the training program stops after this many consecutive steps that were not finite.
   """
 
-  optimizer: Optimizer | optax.GradientTransformation
+  optimizer: Optimizer | optax.GradientTransformation | optax.MultiSteps
   expert_grad_scale: float | Literal['t5x'] = 1.0
   balance_bias_rate: float = 1e-3
   clip_global_norm: float | None = None
@@ -96,7 +115,7 @@ class Learner:
   max_consecutive_skips: int = 10
 
   def __post_init__(self):
-    if isinstance(self.optimizer, optax.GradientTransformation):
+    if isinstance(self.optimizer, optax.GradientTransformation | optax.MultiSteps):
       from spmd_tasks.learning.from_optax import FromOptax  # only for optimizers that are not ours
 
       object.__setattr__(self, 'optimizer', FromOptax.of(self.optimizer))
@@ -124,6 +143,7 @@ class Learner:
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     """Returns the state before the first step. Traceable: `jax.eval_shape` of it gives the abstract state."""
     weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (weights, weight_specs))
+    _warn_of_narrow_weights(weight_specs)
     # copy=True: a train step donates the average and the weights, so they must not share a buffer.
     ema_weights = None
     if self.ema_decay is not None:
@@ -135,6 +155,17 @@ class Learner:
       num_skipped=jnp.zeros((), jnp.int32),
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
+
+  def evaluation_weights(self, state: LearnerState, weights: Any) -> Any:
+    """Returns the weights to evaluate with, like the weights that are trained (evaluation_weights.py).
+
+    The tree of weights may lack those that are frozen; abstract weights are returned unchanged.
+    """
+    if isinstance(self.optimizer, OptimizerSettings):
+      return weights
+    from spmd_tasks.learning.evaluation_weights import evaluation_weights
+
+    return evaluation_weights(state.opt_state, weights)
 
   def check_variables(self, variables: Mapping[str, Any]) -> None:
     """Raises a UserError if the optimizer needs factors of weights, and the model's variables have none."""
@@ -167,9 +198,10 @@ class Learner:
     Returns:
       (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
       clipping and without balance biases; `weight_norm` of all trained weights after the step; `learning_rate`, if
-      it is known; and `skipped`, 1 if loss or gradients were not finite. In a skipped step, weights, optimizer state
-      and average are bit for bit the old ones. A gradient norm that overflows float32 counts as not finite: the
-      optimizer's second moments would overflow with it.
+      it is known; and `skipped`, 1 if loss or gradients were not finite. Weights whose gradients the optimizer does not
+      read (unread_gradients.py) have no part in metrics, clipping and skipping; it gets zeros for these gradients. In a
+      skipped step, weights, optimizer state and average are bit for bit the old ones. A gradient norm that overflows
+      float32 counts as not finite: the optimizer's second moments would overflow with it.
     """
     all_weights = weights
     grads, weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (grads, weights, weight_specs))
@@ -181,25 +213,24 @@ class Learner:
     optimized_grads, optimized_weights, optimized_specs = (
       _optimized(tree, weight_specs) for tree in (grads, weights, weight_specs)
     )
+    rate = self.optimizer.learning_rate
+    learning_rate = None if rate is None else schedules.learning_rate_at(rate, step)
+    transformation = skippable(self.optimizer.transformation(optimized_specs))
+
+    def direct(grads: Any, opt_state: Any, is_finite: Any = True) -> tuple[Any, Any]:
+      extra_args = {'is_finite': is_finite, 'learning_rate': learning_rate, 'value': loss, 'step': step}
+      return transformation.update(grads, opt_state, _float32(optimized_weights), **extra_args)
+
+    rests = unread_gradients(direct, optimized_grads, state.opt_state)
+    optimized_grads = jax.tree.map(lambda g, rests: jnp.zeros_like(g) if rests else g, optimized_grads, rests)
     grad_norm = global_norm(optimized_grads, optimized_specs)
     # The norm is finite only if every gradient element is: inf and nan propagate through the sum of squares.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    rate = self.optimizer.learning_rate
-    learning_rate = None if rate is None else schedules.learning_rate_at(rate, step)
-
     if self.clip_global_norm is not None:
       # The scale is exactly 1 up to the threshold, and never divides by zero.
       scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
       optimized_grads = jax.tree.map(lambda g: g * scale, optimized_grads)
-    directions, opt_state = skippable(self.optimizer.transformation(optimized_specs)).update(
-      optimized_grads,
-      state.opt_state,
-      _float32(optimized_weights),
-      is_finite=is_finite,
-      learning_rate=learning_rate,
-      value=loss,
-      step=step,
-    )
+    directions, opt_state = direct(optimized_grads, state.opt_state, is_finite)
     steps = directions
     if not getattr(self.optimizer, 'applies_learning_rate', False):
       steps = jax.tree.map(lambda d: learning_rate * d, directions)
@@ -219,6 +250,9 @@ class Learner:
       average = jax.tree.map(lambda e, w: decay * e + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights)
       ema_weights = keep_if_finite(is_finite, average, ema_weights)
 
+    def without_rest(tree: Any) -> Any:
+      return jax.tree.map(lambda _, leaf, rests: None if rests else leaf, weight_specs, tree, rests)
+
     skipped = jnp.where(is_finite, 0, 1).astype(jnp.int32)
     new_state = LearnerState(
       opt_state=opt_state,
@@ -228,7 +262,7 @@ class Learner:
     )
     metrics = {
       'grad_norm': grad_norm,
-      'weight_norm': global_norm(new_weights, weight_specs),
+      'weight_norm': global_norm(without_rest(new_weights), without_rest(weight_specs)),
       'skipped': skipped.astype(jnp.float32),
     }
     if learning_rate is not None:

@@ -1,10 +1,12 @@
 """Settings of optimizers, and AdamW. Others have files of their own; `from_optax.py` wraps those of optax.
 
-Weight decay is decoupled and part of the direction, `weights -= learning_rate * (direction + weight_decay * weights)`;
-weights with one of `decay_exempt_tags` do not decay.
+Weight decay is decoupled and part of the direction, `weights -= learning_rate * (direction + weight_decay * weights)`.
+Weights with one of `decay_exempt_tags` do not decay. Models of other layers, as Linen's own, have no tags: of these,
+the weights that `decay_mask` describes count as `no_decay`.
 """
 
 import abc
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -15,6 +17,8 @@ import optax
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.schedules import LearningRate, check_learning_rate
 from spmd_tasks.learning.skipping import SkippableTransformation, chain, scale_by_adam
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, leaf_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,8 @@ class OptimizerSettings(abc.ABC):
   Attributes:
     learning_rate: a number, or a schedule over the train state's step.
     weight_decay: decoupled decay of the weights; the learning rate multiplies it too.
-    decay_exempt_tags: weights with one of these tags (`WeightSpec.tags`) do not decay.
+    decay_exempt_tags: weights with one of these tags (`WeightSpec.tags`) do not decay; see `decay_mask` for weights
+      without tags. (): all weights decay.
   """
 
   learning_rate: LearningRate
@@ -55,9 +60,26 @@ class OptimizerSettings(abc.ABC):
     """Returns the transformation from gradients to the direction, for a tree of WeightSpec congruent to the weights."""
     pieces = self._direction(weight_specs)
     if self.weight_decay:
-      mask = jax.tree.map(lambda spec: not set(spec.tags).intersection(self.decay_exempt_tags), weight_specs)
+      mask = decay_mask(weight_specs, self.decay_exempt_tags)
       pieces = [*pieces, optax.add_decayed_weights(self.weight_decay, mask)]
     return chain(*pieces)
+
+
+def decay_mask(weight_specs: Any, exempt_tags: Sequence[str]) -> Any:
+  """Returns a tree of bools congruent to the weights: which decay.
+
+  A weight with one of the tags does not. A weight without tags of its layer has the tag `no_decay` if it is named
+  `bias` or `scale`, as in Linen's layers, or has fewer than two dims.
+  """
+
+  def decays(path: Any, spec: WeightSpec) -> bool:
+    tags = set(spec.tags) - {SPLIT_BY_DEFAULT}
+    name = leaf_name(path).rpartition('/')[2]
+    if not tags and (name in ('bias', 'scale') or len(spec.shape) - spec.num_separate_dims < 2):
+      tags = {'no_decay'}
+    return not tags.intersection(exempt_tags)
+
+  return jax.tree_util.tree_map_with_path(decays, weight_specs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
+from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evaluation_weights
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.job_directory import SavedSteps
@@ -85,6 +86,9 @@ def restore_evaluation_variables(
   is_whole = base is None and subtree == 'weights'
   restored = checkpointer.restore_weights(weights if is_whole else trained, step, subtree=subtree)
   variables = {'params': restored.state}
+  if subtree == 'weights' and has_evaluation_weights(canonical.learner.opt_state):
+    saved = checkpointer.restore_weights(canonical.learner.opt_state, restored.step, subtree='learner/opt_state')
+    variables['params'] = evaluation_weights(saved.state, restored.state)
   if base is None and not is_whole and model.has_frozen_weights:  # the average of what is trained, beside what is not
     saved = checkpointer.restore_weights(canonical.weights, restored.step)
     variables['params'] = fill_in(restored.state, saved.state)

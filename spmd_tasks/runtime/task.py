@@ -90,7 +90,8 @@ class Task:
   quantization: str | Mapping[str, Any] | None = None
 
   def __post_init__(self):
-    if isinstance(self.learner, optax.GradientTransformation) or hasattr(self.learner, 'transformation'):
+    is_optax = isinstance(self.learner, optax.GradientTransformation | optax.MultiSteps)
+    if is_optax or hasattr(self.learner, 'transformation'):
       object.__setattr__(self, 'learner', Learner(optimizer=self.learner))
     self._refuse_other_kinds()
     if self.eval_with_ema and self.learner.ema_decay is None:
@@ -198,7 +199,7 @@ class Task:
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
     if not self.eval_with_ema:
-      return state.variables
+      return state.variables | {'params': self.learner.evaluation_weights(state.learner, state.weights)}
     average = state.learner.ema_weights
     return state.variables | {'params': average if self.trained is None else fill_in(average, state.weights)}
 

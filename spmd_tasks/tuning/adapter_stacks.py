@@ -26,6 +26,7 @@ import numpy as np
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
+from spmd_tasks.learning.evaluation_weights import names_evaluation_weights
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.weight_numbers import flat_specs
@@ -179,6 +180,12 @@ def _read_job(source: AdapterSource, shapes: _Shapes, folder: str, everywhere: N
   path, subtree = source.path, 'learner/ema_weights' if source.is_averaged else 'weights'
   with contextlib.closing(SavedSteps(epath.Path(path)).open_checkpoints(read_only=True)) as checkpointer:
     saved = {leaf.name: tuple(leaf.shape) for leaf in checkpointer.saved_leaves(subtree=subtree)}
+    state = checkpointer.saved_leaves(subtree='learner/opt_state')
+    if not source.is_averaged and names_evaluation_weights(leaf.name for leaf in state):
+      raise UserError(
+        f'the job in {path} trained other weights than those to evaluate with (schedule_free, lookahead or sam): merge '
+        'it (--mode export --format hf), and serve that folder.'
+      )
     if others := sorted(saved.keys() - shapes.keys()):
       raise UserError(
         f'the job in {path} has trained {others[0]}, which is no adapter: merge it (--mode export --format hf), and '

@@ -138,6 +138,20 @@ def test_a_built_optimizer_is_saved_as_what_its_functions_captured():
   assert ' at 0x' not in ''.join(shown)
 
 
+def of_one_number(learning_rate):
+  return optax.stateless(lambda updates, _: jax.tree.map(lambda g: -learning_rate * jnp.sum(g), updates))
+
+
+def of_growing_state(learning_rate):
+  del learning_rate
+  grow = lambda updates, state, params: (updates, jax.tree.map(lambda x: jnp.concatenate([x, x]), state))
+  return optax.GradientTransformation(lambda weights: weights, grow)
+
+
+def within_a_chain(learning_rate):
+  return optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(learning_rate), 2, 0.5))
+
+
 def no_transformation(learning_rate):
   return learning_rate
 
@@ -151,6 +165,9 @@ def no_transformation(learning_rate):
     ({'factory': optax.scale_by_adam}, 'scale_by_adam has no parameter learning_rate: pass a function'),
     ({'factory': no_transformation}, 'no_transformation returned .*, not an optax transformation'),
     ({'factory': optax.lbfgs}, 'lbfgs cannot train here.* without a line search'),
+    ({'factory': of_one_number}, r'of_one_number returns an update of another shape than a weight: \[\] for table,'),
+    ({'factory': of_growing_state}, r'of_growing_state returns a new state of another shape than a state: \[6, 2\]'),
+    ({'factory': within_a_chain}, 'within_a_chain cannot train here.*lookahead must be the outermost one'),
     ({'factory': optax.noisy_sgd, 'arguments': {'key': 0}}, r'noisy_sgd has a key<fry> at .*without random numbers'),
   ],
 )

@@ -1,5 +1,8 @@
 """One learner step: clipping, averaging, metrics, and a step that is not finite changes nothing but its counts."""
 
+import dataclasses
+
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +48,24 @@ def test_norms_of_bfloat16_are_summed_in_float32():
   # In bfloat16 a sum of ones stands still at 256.
   specs = {'w': WeightSpec(shape=(1024,), init=None)}
   assert global_norm({'w': jnp.ones((1024,), jnp.bfloat16)}, specs) == 32.0
+
+
+def test_weights_in_bfloat16_are_warned_of(monkeypatch):
+  logged = []
+  monkeypatch.setattr(logging, 'log_first_n', lambda level, message, n, *args: logged.append(message % args))
+  narrow = {name: dataclasses.replace(spec, dtype=jnp.bfloat16) for name, spec in SPECS.items()}
+  weights = jax.tree.map(lambda spec: jnp.ones(spec.shape, spec.dtype), narrow)
+  Learner(optimizer=SGD).init(weights, narrow)
+  assert len(logged) == 1
+  assert '2 trained weights, such as kernel, are stored in less than float32' in logged[0]
+  # Which is true: 50 steps of 1e-3 change nothing, and float32 weights by 0.05.
+  for specs in (narrow, SPECS):
+    weights = jax.tree.map(lambda spec: jnp.ones(spec.shape, spec.dtype), specs)
+    learner, state = Learner(optimizer=Sgd(learning_rate=1e-3)), Learner(optimizer=SGD).init(weights, specs)
+    for step in range(50):
+      ones = jax.tree.map(lambda w: jnp.ones(w.shape), weights)
+      weights, state, _ = learner.update(ones, jnp.float32(1), jnp.int32(step), state, weights, specs)
+    np.testing.assert_allclose(weights['scale'].astype(jnp.float32), 1.0 if specs is narrow else 0.95, rtol=1e-5)
 
 
 def test_ema_follows_the_new_weights(rng):

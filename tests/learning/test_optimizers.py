@@ -2,14 +2,17 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning import AdamW, Learner, Lion, Sgd
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd
+from spmd_tasks.learning.optimizers import decay_mask
 from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weights import leaves_by_name, weight_specs
 
 NUM_STEPS = 4
 SPECS = {'kernel': WeightSpec(shape=(4, 6), init=None), 'scale': WeightSpec(shape=(6,), init=None, tags=('no_decay',))}
@@ -103,3 +106,30 @@ def test_decay_exempt_tags_choose_what_decays(rng):
 def test_impossible_settings_are_refused(build, message):
   with pytest.raises(ValueError, match=message):
     build()
+
+
+def test_weights_of_other_layers_decay_by_name_and_rank():
+  """Linen's layers declare no tags; what decays of them is what common recipes let decay."""
+
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.LayerNorm(name='norm')(nn.Dense(4, name='in')(nn.Embed(7, 4, name='embed')(x)))
+      x = nn.MultiHeadDotProductAttention(num_heads=2, name='attention')(x)
+      return x * self.param('gain', nn.initializers.ones, (4,))[None, None]
+
+  abstract = jax.eval_shape(Net().init, jax.random.key(0), jnp.zeros((1, 3), jnp.int32))['params']
+  specs = weight_specs(abstract, 'embed')
+  decaying = lambda tags: {name for name, decays in leaves_by_name(decay_mask(specs, tags)).items() if decays}
+  kernels = {f'attention/{name}/kernel' for name in ('query', 'key', 'value', 'out')} | {'in/kernel'}
+  assert decaying(('no_decay',)) == {*kernels, 'embed/embedding'}
+  assert decaying(()) == {*leaves_by_name(specs)}
+
+  weights = jax.tree.map(lambda x: jnp.ones(x.shape), abstract)
+  for optimizer in (AdamW(learning_rate=0.1, weight_decay=0.5), Adafactor(learning_rate=0.1, weight_decay=0.5)):
+    learner = Learner(optimizer=optimizer)
+    zeros = jax.tree.map(jnp.zeros_like, weights)
+    new, *_ = learner.update(zeros, jnp.float32(0), jnp.int32(0), learner.init(weights, specs), weights, specs)
+    np.testing.assert_array_equal(new['norm']['scale'], np.ones(4))
+    np.testing.assert_array_equal(new['attention']['query']['bias'], np.ones((2, 2)))
+    np.testing.assert_allclose(new['in']['kernel'], np.full((4, 4), 0.95), rtol=1e-6)

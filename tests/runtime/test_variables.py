@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
@@ -136,6 +137,35 @@ def test_saved_restored_on_another_mesh_and_evaluated_with_averaged_weights(on_m
   expected = jax.jit(lambda variables: model.task.compute_loss(variables, batch, train=False).loss)(averaged)
   actual = step(variables, step.place(batch), jnp.int32(5))['loss'].compute()
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 1), (1, 2, 4)], ids=['alone', 'padded'])
+def test_the_average_of_schedule_free_is_restored_and_evaluated(shape, tmp_path):
+  """The loss at x = schedule_free_eval_params, from a live state and from a checkpoint."""
+  task = Task(
+    model=Model(TransformerStack(block=Block(), num_layers=2)),
+    loss=LanguageModelLoss(),
+    learner=optax.contrib.schedule_free_sgd(0.5),
+  )
+  mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=shape).build(jax.devices()[: np.prod(shape)])
+  model = partition_spmd_model(task, mesh, SPEC, axis_rules=DEFAULT_AXIS_RULES)
+  state, _ = run(model)
+  canonical, batch = jax.device_get(model.to_canonical(state)), next(batches())
+  average = optax.contrib.schedule_free_eval_params(canonical.learner.opt_state, canonical.weights)
+  loss = jax.jit(
+    lambda weights: task.compute_loss({'params': weights, **canonical.non_trainable}, batch, train=False).loss
+  )
+  expected = loss(average)
+  assert abs(expected - loss(canonical.weights)) > 1e-3
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(5, model.to_canonical(state))
+  checkpointer.wait()
+  restored, _ = restore_evaluation_variables(model, checkpointer)
+  checkpointer.close()
+  step = model.eval_step(SPEC)
+  for variables in (restored, task.evaluation_variables(state)):
+    actual = step(variables, step.place(batch), jnp.int32(5))['loss'].compute()
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_the_blocks_of_a_pipeline_have_none():
