@@ -19,7 +19,6 @@ from spmd_tasks.learning import optimizer_specs, schedules
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
-from spmd_tasks.learning.unread_gradients import unread_gradients
 from spmd_tasks.sharding.reductions import sum_of_squares
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, leaves_by_name, replicated_spec
 
@@ -221,7 +220,11 @@ class Learner:
       extra_args = {'is_finite': is_finite, 'learning_rate': learning_rate, 'value': loss, 'step': step}
       return transformation.update(grads, opt_state, _float32(optimized_weights), **extra_args)
 
-    rests = unread_gradients(direct, optimized_grads, state.opt_state)
+    rests = jax.tree.map(lambda _: False, optimized_grads)
+    if not isinstance(self.optimizer, OptimizerSettings):  # which read all gradients
+      from spmd_tasks.learning.unread_gradients import unread_gradients
+
+      rests = unread_gradients(direct, optimized_grads, state.opt_state)
     optimized_grads = jax.tree.map(lambda g, rests: jnp.zeros_like(g) if rests else g, optimized_grads, rests)
     grad_norm = global_norm(optimized_grads, optimized_specs)
     # The norm is finite only if every gradient element is: inf and nan propagate through the sum of squares.
