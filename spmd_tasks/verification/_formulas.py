@@ -20,8 +20,9 @@ from spmd_tasks.learning import AdamW, Learner, LearnerState, LinearWarmupCosine
 from spmd_tasks.learning.expert_weights import scale_expert_grads
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
 from spmd_tasks.learning.muon import multiplied
+from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, SPLIT_BY_DEFAULT
 
 
 def has_loss_formula(loss: Any) -> bool:
@@ -109,22 +110,31 @@ def update(
     gradients = scale_expert_grads(gradients, specs, learner.expert_grad_scale)
   gradients = _float64(gradients)
   directed, optimized, optimized_specs = (without_tag(x, specs, BALANCE_BIAS_TAG) for x in (gradients, old, specs))
-  grad_norm = _norm(directed)
-  is_finite = bool(np.isfinite(loss) and np.isfinite(grad_norm))
+
+  def direct(gradients: Any) -> tuple[Any, Any]:
+    rest = (state.opt_state, optimized, optimized_specs, learning_rate_at(rate, step) if rate is not None else None)
+    return _direction(learner.optimizer, gradients, *rest, loss, step)
+
   rate = learner.optimizer.learning_rate
+  rests = _resting(learner.optimizer, directed, direct)
+  directed = jax.tree.map(lambda g, rests: np.zeros_like(g) if rests else g, directed, rests)
+  grad_norm = _norm(directed)
+
+  def weight_norm(weights: Any) -> float:
+    return _norm(jax.tree.map(lambda _, w, rests: None if rests else np.float64(w), specs, weights, rests))
+
+  is_finite = bool(np.isfinite(loss) and np.isfinite(grad_norm))
   learning_rate = None if rate is None else learning_rate_at(rate, step)
   metrics = {'grad_norm': grad_norm, 'skipped': float(not is_finite)}
   metrics |= {} if learning_rate is None else {'learning_rate': learning_rate}
   if not is_finite:
     counts = {name: np.int32(getattr(state, name) + 1) for name in ('num_skipped', 'num_skipped_in_a_row')}
     state = state.replace(**counts)
-    return weights, state, metrics | {'weight_norm': _norm(_float64(old))}
+    return weights, state, metrics | {'weight_norm': weight_norm(old)}
   if learner.clip_global_norm is not None:
     scale = min(1.0, learner.clip_global_norm / grad_norm) if grad_norm else 1.0
     directed = jax.tree.map(lambda g: g * scale, directed)
-  directions, opt_state = _direction(
-    learner.optimizer, directed, state.opt_state, optimized, optimized_specs, learning_rate, loss, step
-  )
+  directions, opt_state = direct(directed)
   if not getattr(learner.optimizer, 'applies_learning_rate', False):
     directions = jax.tree.map(lambda d: learning_rate * d, directions)
 
@@ -140,7 +150,24 @@ def update(
   if (decay := learner.ema_decay) is not None:
     average = jax.tree.map(lambda e, w: decay * np.float64(e) + (1 - decay) * np.float64(w), average, new)
   state = state.replace(opt_state=opt_state, ema_weights=average, num_skipped_in_a_row=np.int32(0))
-  return fill_in(new, weights), state, metrics | {'weight_norm': _norm(_float64(new))}
+  return fill_in(new, weights), state, metrics | {'weight_norm': weight_norm(new)}
+
+
+def _resting(optimizer: Any, gradients: Any, direct: Any) -> Any:
+  """Returns a tree of bools: which weights stay where they are, even if their gradient is NaN."""
+  treedef: Any
+  leaves, treedef = jax.tree.flatten(gradients)
+  unmoved: list[int] = []
+  if not isinstance(optimizer, OptimizerSettings):  # one of ours trains all of its weights
+    unmoved = [i for i, direction in enumerate(jax.tree.leaves(direct(gradients)[0])) if not np.any(direction)]
+
+  def are_read(indices: list[int]) -> bool:
+    poisoned = [np.full_like(g, np.nan) if i in indices else g for i, g in enumerate(leaves)]
+    return any(np.isnan(x).any() for x in jax.tree.leaves(_float64(direct(treedef.unflatten(poisoned)))))
+
+  if unmoved and are_read(unmoved):
+    unmoved = [i for i in unmoved if not are_read([i])]
+  return treedef.unflatten([i in unmoved for i in range(len(leaves))])
 
 
 def _direction(
@@ -166,12 +193,15 @@ def _adamw(optimizer: AdamW, gradients: Any, state: Any, weights: Any, specs: An
   mu = jax.tree.map(lambda m, g: beta1 * np.float64(m) + (1 - beta1) * g, moments.mu, gradients)
   nu = jax.tree.map(lambda v, g: beta2 * np.float64(v) + (1 - beta2) * g**2, moments.nu, gradients)
 
-  def direction(spec, m, v, weight):
+  def direction(path, spec, m, v, weight):
     adam = (m / (1 - beta1**count)) / (np.sqrt(v / (1 - beta2**count)) + optimizer.epsilon)
-    decays = not set(spec.tags) & set(optimizer.decay_exempt_tags)
+    tags, is_vector = {*spec.tags} - {SPLIT_BY_DEFAULT}, len(spec.shape) - spec.num_separate_dims < 2
+    if not tags and (is_vector or path[-1].key in ('bias', 'scale')):
+      tags = {'no_decay'}
+    decays = not tags & set(optimizer.decay_exempt_tags)
     return adam + (optimizer.weight_decay * np.asarray(weight, np.float64) if decays else 0.0)
 
-  directions = jax.tree.map(direction, specs, mu, nu, weights)
+  directions = jax.tree_util.tree_map_with_path(direction, specs, mu, nu, weights)
   stored = jax.tree.map(lambda m, old: m.astype(np.asarray(old).dtype), mu, moments.mu)
   return directions, (moments._replace(count=np.int32(count), mu=stored, nu=nu), *rest)
 
