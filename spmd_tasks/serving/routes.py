@@ -373,6 +373,9 @@ class Guard:
       if b'content-length' in headers:
         message = 'the request has both Content-Length and Transfer-Encoding: leave one out.'
       return RequestError(message, code='ambiguous_length')
+    if sum(name == b'authorization' for name, _ in scope['headers']) > 1:
+      # A proxy in front may check another one than this server does.
+      return RequestError('the request has more than one Authorization header: send one.', code='ambiguous_key')
     if settings.api_key is not None:
       given = presented_key(headers.get(b'authorization', b''))
       clients = [each for each in settings.client_keys if hmac.compare_digest(given, each.key.encode())]

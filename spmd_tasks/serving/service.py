@@ -197,9 +197,9 @@ class Service:
     """Queues the sequences of a request, or raises a RequestError; `key` is that of a client who has one."""
     if not self.is_ready:
       raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
-    if key is not None and key.own_cache and isinstance(wanted, GenerationRequest):
-      own = (dataclasses.replace(each, cache_key=f'{key.key} {each.cache_key}') for each in wanted.requests)
-      wanted = dataclasses.replace(wanted, requests=tuple(own))
+    if isinstance(wanted, GenerationRequest):
+      salted = (dataclasses.replace(each, cache_key=_cache_key(key, each.cache_key)) for each in wanted.requests)
+      wanted = dataclasses.replace(wanted, requests=tuple(salted))
     answer = Answer(wanted, self.model, request, None if key is None else key.name)
     if key is not None and isinstance(wanted, GenerationRequest) and (priority := wanted.requests[0].priority) < 0:
       raise RequestError(f'priority must be at least 0 with the key of a client, not {priority}.', param='priority')
@@ -275,3 +275,9 @@ class Service:
     if self.thread.error is not None:
       return 'has failed'
     return 'has no model now' if self.thread.is_ready else 'is warming up'
+
+
+def _cache_key(key: ClientKey | None, salt: str) -> str:
+  """Returns what prompts must have in common to share cached chunks; no salt makes that of another client's key."""
+  owner = key.name if key is not None and (key.own_cache or salt) else None
+  return repr((owner, salt))

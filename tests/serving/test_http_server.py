@@ -237,6 +237,36 @@ def test_the_key_is_wanted_on_every_route():
         assert client.get(path, headers={'authorization': header}).status_code != 401, path
 
 
+def test_a_request_with_two_keys_is_refused():
+  with serving(api_key='secret') as served, served.client() as client:
+    for headers in (
+      [('authorization', 'Bearer wrong'), ('authorization', 'Bearer secret')],
+      [('Authorization', 'x')] * 2,
+    ):
+      response = client.get('/health', headers=headers)
+      assert (response.status_code, response.json()['error']['code']) == (400, 'ambiguous_key')
+
+
+def test_no_salt_opens_what_the_prompts_of_another_client_left_in_the_cache(tmp_path):
+  (tmp_path / 'keys').write_text('secret\nk-own own own_cache=1\nk-one one\nk-two two\n')
+  settings = server_settings(api_key_file=str(tmp_path / 'keys'))
+  with (
+    serving(FakeEngine(max_len=512), api_key=settings.api_key, client_keys=settings.client_keys) as served,
+    served.client() as client,
+  ):
+
+    def is_cached(key, salt):
+      asked = HELLO | {'prompt': 'a prompt of 16 or more tokens', 'cache_salt': salt}
+      answer = client.post(COMPLETIONS, json=asked, headers={'authorization': f'Bearer {key}'}).json()
+      return answer['usage']['prompt_tokens_details']['cached_tokens'] > 0
+
+    # Every key and salt twice: the first time nothing is there, whatever the others have sent before.
+    salts = ['s', 'k-own s', 'own s', "('own', 's')", 'k-own ', "('one', 's')"]
+    for key in ('k-own', 'k-one', 'k-two', 'secret'):
+      assert [(salt, is_cached(key, salt), is_cached(key, salt)) for salt in salts] == [(s, False, True) for s in salts]
+    assert [is_cached(key, '') for key in ('secret', 'k-one', 'k-own', 'k-own')] == [False, True, False, True]
+
+
 def test_clients_have_keys_of_their_own_with_limits(tmp_path, monkeypatch):
   file = tmp_path / 'keys'
   file.write_text('secret\nk-one one max_sequences=2 own_cache=1\n\nk-two two tokens_per_minute=60\n')
