@@ -29,7 +29,7 @@ from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.environment import backend_errors, numeric_settings
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.files import absolute_path, is_missing, is_remote
+from spmd_tasks.files import absolute_path, is_missing, is_remote, stay_inside
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import process_start_time
 from spmd_tasks.programs.job_directory import has_trained, refuse_lost_config
@@ -196,7 +196,9 @@ class Command:
   def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:
     """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""
     if self.flags.job_log_dir:
-      return absolute_path(self.flags.job_log_dir)
+      directory = absolute_path(self.flags.job_log_dir)
+      stay_inside(directory)
+      return directory
     if not isinstance(experiment.origin(), Base):
       raise UserError(NO_DIRECTORY)
     directory = absolute_path(tempfile.gettempdir()) / f'spmd_tasks_{secrets.token_hex(8)}'

@@ -7,6 +7,10 @@
 A local file is written beside its final name, flushed to the disk and renamed over it; the rename is flushed with the
 directory. Object stores (`gs://...`, see stores.py) make a written object visible only as a whole. A FIFO or a device
 in place of a file raises; a plain `open` of it would block for ever.
+
+A job's directory may come from anyone, so nothing is written through a link in it: a file that is a link raises, and so
+does one below a directory that is a link out of the job's directory (`stay_inside`). A file with other hard links, as
+`cp -al` makes them, gets a content of its own before it is changed.
 """
 
 from collections.abc import Iterator
@@ -60,9 +64,28 @@ def is_missing(path: epath.Path) -> bool:
     return isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
+_job_directory: epath.Path | None = None  # that of `stay_inside`
+
+
+def stay_inside(job_log_dir: epath.Path) -> None:
+  """Makes every later write below a job's directory raise an OSError if a link on the way leads out of the directory.
+
+  `job_log_dir` itself may be a link, and so may its `checkpoints`, which a user may keep on a larger disk.
+  """
+  global _job_directory
+  _job_directory = None if is_remote(job_log_dir) else job_log_dir
+
+
+def is_inside(path: epath.PathLike, directory: epath.PathLike) -> bool:
+  """Whether a path is a directory or lies below it, after links."""
+  real, root = os.path.realpath(path), os.path.realpath(directory)
+  return os.path.commonpath((real, root)) == root
+
+
 def make_directory(path: epath.Path) -> None:
   """Makes a directory and those above it; a store has none."""
   if not is_remote(path):
+    _refuse_way_out(path)
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -97,8 +120,11 @@ def write_durably(path: epath.Path, content: str | bytes, *, survives_power_fail
 
     stores.write(path, data)
     return
+  _refuse_way_out(path.parent)
   partial = path.parent / f'.{path.name}.partial'
-  with _open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+  if os.path.islink(partial) or os.path.isfile(partial):  # of a job that was killed, or a link to a file of others
+    os.unlink(partial)
+  with _open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
     try:
       _write_all(descriptor, data)
       if survives_power_failure:
@@ -122,7 +148,11 @@ def append(path: epath.Path, data: bytes) -> None:
     growing_objects.append(path, data)
     return
   with _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
-    _write_all(descriptor, data)
+    is_own = os.fstat(descriptor).st_nlink == 1
+    if is_own:
+      _write_all(descriptor, data)
+  if not is_own:
+    write_durably(path, read_bytes(path) + data)
 
 
 @contextlib.contextmanager
@@ -173,18 +203,40 @@ def storage_errors(path: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open(path: epath.PathLike, flags: int) -> Iterator[int]:
-  """Opens a regular file."""
-  # Without O_NONBLOCK a FIFO would block right here.
-  descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+  descriptor = open_descriptor(path, flags)
   try:
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-      if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-      raise OSError(errno.EINVAL, 'Not a regular file', os.fspath(path))
     yield descriptor
   finally:
     os.close(descriptor)
+
+
+def open_descriptor(path: epath.PathLike, flags: int) -> int:
+  """Opens a regular file as `os.open` does. Raises OSError, also where writing would follow a link out of the job."""
+  if flags & (os.O_WRONLY | os.O_RDWR):
+    _refuse_way_out(os.path.dirname(path))
+    if os.path.islink(path):
+      raise OSError(errno.ELOOP, 'it is a symbolic link, through which no job writes', os.fspath(path))
+    flags |= os.O_NOFOLLOW
+  # Without O_NONBLOCK a FIFO would block right here.
+  descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+  mode = os.fstat(descriptor).st_mode
+  if stat.S_ISREG(mode):
+    return descriptor
+  os.close(descriptor)
+  if stat.S_ISDIR(mode):
+    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+  raise OSError(errno.EINVAL, 'Not a regular file', os.fspath(path))
+
+
+def _refuse_way_out(directory: epath.PathLike) -> None:
+  """Raises an OSError if a directory lies in the job's, but leads out of it."""
+  path, root = epath.Path(directory), _job_directory
+  if root is None or not path.is_relative_to(root):
+    return
+  if path.is_relative_to(root / 'checkpoints'):
+    root /= 'checkpoints'
+  if not is_inside(path, root):
+    raise OSError(errno.ELOOP, f'a symbolic link leads out of {root}', os.fspath(directory))
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -16,7 +16,7 @@ _REMEDIES = {
   errno.EMFILE: 'raise the limit of open files (ulimit -n)',
   errno.ENFILE: 'raise the limit of open files',
   errno.ENAMETOOLONG: 'choose a shorter path',
-  errno.ELOOP: 'correct the symbolic link',
+  errno.ELOOP: 'put a file or directory in place of the symbolic link',
   errno.ENOENT: 'bring the directory back',
   **dict.fromkeys((errno.EACCES, errno.EPERM), 'give this user the right to read and write there'),
   **dict.fromkeys((errno.ESTALE, errno.ENODEV, errno.ENOTCONN), 'mount the storage again'),

@@ -140,3 +140,67 @@ def test_an_object_whose_name_leads_out_of_its_folder_is_not_copied_to_this_disk
   with pytest.raises(UserError, match=r'gs://bucket/models/../../../key has a \.\. in its name'):
     stores.local_copies('gs://bucket/models')
   assert not list(tmp_path.iterdir())
+
+
+# --- links ---
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+  victim = tmp_path / 'victim'
+  victim.write_text('precious')
+  directory = epath.Path(tmp_path / 'job')
+  directory.mkdir()
+  for name in ('metrics.jsonl', 'job.lock', '.config.json.partial'):
+    os.symlink(victim, directory / name)
+  for write in (files.append, lambda path, _: files.open_descriptor(path, os.O_RDWR | os.O_CREAT)):
+    for name in ('metrics.jsonl', 'job.lock'):
+      with (
+        pytest.raises(files.StorageError, match=r'symbolic link.*put a file'),
+        files.storage_errors(directory / name),
+      ):
+        write(directory / name, b'x')
+  files.write_durably(directory / 'config.json', 'own')
+  files.write_durably(directory / 'metrics.jsonl', 'own')
+  assert victim.read_text() == 'precious'
+  assert {name: (directory / name).read_text() for name in ('config.json', 'metrics.jsonl')} == {
+    'config.json': 'own',
+    'metrics.jsonl': 'own',
+  }
+
+
+def test_nothing_is_written_below_a_link_out_of_the_job(tmp_path, monkeypatch):
+  monkeypatch.setattr(files, '_job_directory', None)
+  directory, elsewhere = tmp_path / 'job', tmp_path / 'elsewhere'
+  (directory / 'own').mkdir(parents=True)
+  elsewhere.mkdir()
+  (tmp_path / 'link').symlink_to(directory)
+  for name in ('eval', 'checkpoints', 'own/deep'):
+    (directory / name).symlink_to(elsewhere)
+  (directory / 'inside').symlink_to(directory / 'own')
+  job = epath.Path(tmp_path / 'link')
+  files.stay_inside(job)
+  writes = {
+    'append': lambda path: files.append(path, b'x'),
+    'write': lambda path: files.write_durably(path, b'x'),
+    'make': files.make_directory,
+  }
+  for write in writes.values():
+    for name in ('eval/valid', 'own/deep/x'):
+      with pytest.raises(files.StorageError, match='leads out of'), files.storage_errors(job / name):
+        write(job / name)
+  assert os.listdir(elsewhere) == []
+  for name in ('metrics.jsonl', 'inside/x', 'checkpoints/x'):  # job_log_dir and its checkpoints may be links
+    files.append(job / name, b'x')
+  assert os.listdir(elsewhere) == ['x']
+
+
+def test_a_file_with_another_name_elsewhere_is_not_changed_there(tmp_path):
+  original, copy = tmp_path / 'original', epath.Path(tmp_path / 'copy')
+  original.write_bytes(b'one\n')
+  os.link(original, copy)
+  partial = tmp_path / '.replaced.partial'
+  os.link(original, partial)
+  files.append(copy, b'two\n')
+  files.append(copy, b'three\n')
+  files.write_durably(tmp_path / 'replaced', 'new')
+  assert (original.read_bytes(), copy.read_bytes()) == (b'one\n', b'one\ntwo\nthree\n')

@@ -20,7 +20,16 @@ from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import append, is_remote, make_directory, read_bytes, storage_errors, sync_path, write_durably
+from spmd_tasks.files import (
+  append,
+  is_remote,
+  make_directory,
+  open_descriptor,
+  read_bytes,
+  storage_errors,
+  sync_path,
+  write_durably,
+)
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.store_files import read_growing, replace_growing
 
@@ -67,7 +76,7 @@ class DecodedFile:
       return
     self.close()
     make_directory(self._partial.parent)
-    self._lock = io.FileIO(os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), 'w')
+    self._lock = io.FileIO(open_descriptor(self._partial, os.O_WRONLY | os.O_CREAT), 'w')
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -77,6 +86,9 @@ class DecodedFile:
       ) from None
     except OSError as error:
       logging.warning('%s: a second job that writes it will not be noticed (%s).', self._partial, error)
+    if os.fstat(self._lock.fileno()).st_nlink > 1:  # of a copy by hard links
+      write_durably(self._partial, read_bytes(self._partial))
+      self._claim()
 
   def _check(self, path: epath.Path, content: bytes, *, is_complete: bool) -> int:
     lines = content.splitlines()

@@ -30,7 +30,16 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE
 from spmd_tasks.checkpoints.manifest import MANIFEST_FILE
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import glob_below, is_remote, make_directory, read_text, storage_errors, write_durably
+from spmd_tasks.files import (
+  glob_below,
+  is_inside,
+  is_remote,
+  make_directory,
+  open_descriptor,
+  read_text,
+  storage_errors,
+  write_durably,
+)
 from spmd_tasks.runtime.metrics import METRICS_FILE
 from spmd_tasks.signatures import signed
 
@@ -171,8 +180,22 @@ def _check_kinds(job_log_dir: epath.Path) -> None:
     return
   for kind, is_kind, patterns in (('file', os.path.isfile, _FILES), ('directory', os.path.isdir, _DIRECTORIES)):
     for path in (path for pattern in patterns for path in glob_below(job_log_dir, pattern)):
-      if path.exists() and not is_kind(path):  # a link to nothing is as good as nothing
+      if path.exists() and not is_kind(path):
         raise UserError(f'{os.fspath(path)!r} is not a {kind}, but the job needs one there: move it away.')
+      if os.path.islink(path) and (kind == 'file' or _leads_away(path, job_log_dir)):
+        raise UserError(
+          f'{os.fspath(path)!r} is a symbolic link to {os.path.realpath(path)!r}, but a job writes into its own '
+          f'directory alone: put a {kind} in its place. The directory and its checkpoints may be links, but not to '
+          "another job's."
+        )
+
+
+def _leads_away(path: epath.Path, job_log_dir: epath.Path) -> bool:
+  """Whether a directory of the job is a link to where it must not write; checkpoints may lie on another disk."""
+  if is_inside(path, job_log_dir):
+    return False
+  around = os.path.dirname(os.path.realpath(path))
+  return path.name != 'checkpoints' or os.path.exists(os.path.join(around, CONFIG_FILE))
 
 
 def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
@@ -212,21 +235,27 @@ def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
     from spmd_tasks.programs.store_claim import claim_store
 
     return claim_store(path, LOCK_FILE)
-  # Close-on-exec (Python's default): a subprocess must not keep the lock after this process has died.
-  lock_file = io.FileIO(os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+')
+  # Close-on-exec: a subprocess must not keep the lock after this process has died.
+  lock_file = io.FileIO(open_descriptor(path / LOCK_FILE, os.O_RDWR | os.O_CREAT), 'r+')
   try:
     _flock(lock_file)
     if not os.path.samestat(os.fstat(lock_file.fileno()), os.stat(path / LOCK_FILE)):
       raise BlockingIOError  # a job that was refused has just removed the file, and another one has made it anew
+    if os.fstat(lock_file.fileno()).st_nlink > 1:  # of a job's copy by hard links, whose lock stays as it is
+      write_durably(path / LOCK_FILE, b'')
+      lock_file.close()
+      return _lock(path)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     lock_file.truncate(0)
     lock_file.write(f'host {socket.gethostname()}, pid {os.getpid()}, since {now}\n'.encode())
   except (BlockingIOError, FileNotFoundError):
     holder = lock_file.read(1000).decode(errors='replace').strip()
+    is_shared = os.fstat(lock_file.fileno()).st_nlink > 1
     lock_file.close()
+    copied = f', or, if it runs in a directory that this one is a copy of, remove {path / LOCK_FILE}'
     raise UserError(
       f'job_log_dir {os.fspath(path)!r} is in use by another running job ({holder or "no name left"}): stop that job '
-      'first, or choose another job_log_dir.'
+      f'first{copied if is_shared else ""}, or choose another job_log_dir.'
     ) from None
   except OSError as error:
     lock_file.close()

@@ -11,7 +11,7 @@ from etils import epath
 import jax
 
 from spmd_tasks.distributed import is_primary
-from spmd_tasks.files import is_remote, read_text, storage_errors
+from spmd_tasks.files import is_remote, make_directory, read_text, storage_errors
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
 
@@ -76,6 +76,7 @@ class Profile(TrainHook):
     is_inside = self._steps[0] <= step < self._steps[1]
     if is_inside and not self.is_running:
       with storage_errors(self._directory):
+        make_directory(self._directory)
         jax.profiler.start_trace(self._local)
       self.is_running = True
     elif not is_inside:

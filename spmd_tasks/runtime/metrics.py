@@ -21,7 +21,7 @@ from etils import epath
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import append, is_remote, make_directory, storage_errors, sync_path
+from spmd_tasks.files import append, is_remote, make_directory, open_descriptor, storage_errors, sync_path
 from spmd_tasks.wings import require
 
 METRICS_FILE = 'metrics.jsonl'
@@ -76,7 +76,7 @@ class JsonlWriter:
     self._path = directory / METRICS_FILE
     if not is_remote(directory):
       with storage_errors(self._path):
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         append(self._path, b'')
         if os.path.getsize(self._path):
           from spmd_tasks.runtime.metric_files import mend
@@ -152,7 +152,8 @@ class TensorBoardWriter:
 
           self._records = RecordWriter(GrowingFile(path))
         else:
-          self._records = RecordWriter(path.open('wb'))
+          descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+          self._records = RecordWriter(os.fdopen(descriptor, 'wb'))
       self._write_event(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
     summary = summary_pb2.Summary()
     for part in parts:

@@ -24,7 +24,7 @@ import numpy as np
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.files import make_directory, storage_errors, write_durably
 from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.inputs.mixture import map_sources, sources_of
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
@@ -130,7 +130,7 @@ def compute_references(
 
     def write(path=path, buffer=buffer, about=about) -> None:
       with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         write_durably(path, buffer.getvalue())
         write_durably(path.with_suffix('.json'), json.dumps(about, indent=1) + '\n')
 

@@ -1,6 +1,7 @@
 """Decoding jobs: outputs by prompt that follow from checkpoint, prompt and seed, whatever interrupts the job."""
 
 import json
+import os
 from pathlib import Path
 import re
 import shutil
@@ -211,6 +212,19 @@ def test_lines_that_are_no_outputs_are_not_overwritten(tmp_path, content):
   (tmp_path / 'outputs.jsonl.partial').write_bytes(content + b'\n')
   with pytest.raises(UserError, match='holds outputs of other prompts or another config'):
     DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), 1, lambda: [{'step': 1}]).num_done()
+
+
+def test_a_copy_by_hard_links_goes_on_in_a_file_of_its_own(tmp_path):
+  original = tmp_path / 'original'
+  original.write_text('{"request": {}}\n')
+  os.link(original, tmp_path / 'outputs.jsonl.partial')
+  file = DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), 2, lambda: [{}, {}])
+  assert file.num_done() == 1
+  file.append({'request': {}})
+  file.finish()
+  file.close()
+  assert (tmp_path / 'outputs.jsonl').read_text() == '{"request": {}}\n' * 2
+  assert original.read_text() == '{"request": {}}\n'
 
 
 def test_a_second_job_does_not_write_the_same_file(tmp_path):

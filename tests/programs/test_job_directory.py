@@ -156,3 +156,56 @@ def test_a_config_that_names_no_experiment_is_refused(tmp_path, text):
   (tmp_path / 'config.json').write_bytes(text)
   with pytest.raises(ValueError, match='does not say which experiment'):
     claim(tmp_path, experiment_name='lm.A')
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize('name', ['job.lock', 'metrics.jsonl', 'eval/valid/metrics.jsonl', 'eval', 'checkpoints'])
+@pytest.mark.parametrize('is_there', [True, False])
+def test_a_link_in_place_of_what_a_job_writes_is_refused_and_its_target_stays(tmp_path, name, is_there):
+  other, directory = tmp_path / 'other', tmp_path / 'job'
+  is_directory = name in ('eval', 'checkpoints')
+  claim_and_begin(other, 'lm.Other')
+  target = other / name
+  if is_there:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.mkdir() if is_directory else target.write_text('precious')
+  (directory / name).parent.mkdir(parents=True)
+  (directory / name).symlink_to(target)
+  before = contents(tmp_path)
+  with pytest.raises(UserError, match=f'{name}. is a symbolic link to .*other/{name}.*put a (file|directory) in its'):
+    claim(directory, experiment_name='lm.A')
+  assert contents(tmp_path) == before
+
+
+def test_the_directory_and_its_checkpoints_may_be_on_other_disks(tmp_path):
+  for name in ('job', 'large_disk'):
+    (tmp_path / name).mkdir()
+  (tmp_path / 'job' / 'checkpoints').symlink_to(tmp_path / 'large_disk')
+  (tmp_path / 'link').symlink_to(tmp_path / 'job')
+  claim_and_begin(tmp_path / 'link', 'lm.A')
+  assert (tmp_path / 'job' / 'job.lock').is_file()
+
+
+def test_a_copy_by_hard_links_has_a_lock_of_its_own(tmp_path):
+  original, copy = tmp_path / 'original', tmp_path / 'copy'
+
+  def link_all():
+    copy.mkdir(exist_ok=True)
+    for path in original.iterdir():
+      (copy / path.name).unlink(missing_ok=True)
+      os.link(path, copy / path.name)
+
+  with claim(original, experiment_name='lm.A') as job:
+    job_directory.write_config(job.path, json.dumps({'experiment': 'lm.A'}))
+    link_all()
+    with pytest.raises(UserError, match=r'a copy of, remove .*copy/job\.lock'):
+      claim(copy, experiment_name='lm.A')
+  before = contents(original)
+  with claim(copy, experiment_name='lm.A'):
+    assert contents(original) == before
+    claim(original, experiment_name='lm.A').release()
+  link_all()
+  with claim(original, experiment_name='lm.A'):
+    claim(copy, experiment_name='lm.A').release()

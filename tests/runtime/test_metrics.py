@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 from etils import epath
 import numpy as np
@@ -26,6 +27,18 @@ def directory(tmp_path):
     writer.write(step, metrics)
   writer.close()
   return directory
+
+
+def test_a_copy_by_hard_links_logs_into_files_of_its_own(directory, tmp_path):
+  copy = epath.Path(tmp_path / 'copy')
+  copy.mkdir()
+  before = (directory / 'metrics.jsonl').read_bytes()
+  os.link(directory / 'metrics.jsonl', copy / 'metrics.jsonl')
+  writer = make_writer(copy, tensorboard=False, primary=True)
+  writer.write(3, {'loss': 1.0})
+  writer.close()
+  assert (directory / 'metrics.jsonl').read_bytes() == before
+  assert [*read_jsonl(copy)] == [1, 2, 3]
 
 
 def test_jsonl_is_exact(directory):

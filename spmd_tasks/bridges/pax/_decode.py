@@ -34,7 +34,7 @@ from spmd_tasks.bridges.pax._input import PaxInput, flatten_batch, next_batch, t
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.files import make_directory, storage_errors, write_durably
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.metrics import make_writer
@@ -188,6 +188,6 @@ def _write_outputs(directory: epath.Path, stem: str, outputs: list[tuple[str, An
       unfinished = '.jsonl' if (made / f'{stem}.jsonl').exists() else '.pickle'
       suffixes = suffixes[: suffixes.index(unfinished)]
       logging.error('%s: process_decode_out gives what %s files cannot hold: %s', directory / stem, unfinished, error)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     for suffix in suffixes:
       write_durably(directory / f'{stem}{suffix}', (made / f'{stem}{suffix}').read_bytes())
