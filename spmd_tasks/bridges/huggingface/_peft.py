@@ -36,6 +36,7 @@ from spmd_tasks.bridges._operations import Operation
 from spmd_tasks.bridges._rules import Rule, Slot
 from spmd_tasks.bridges.huggingface._describe import model_places
 from spmd_tasks.bridges.huggingface._folder import Folder, read_config
+from spmd_tasks.bridges.huggingface._patterns import NumberByPattern
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, new_folder, read_file, write_tensors
 from spmd_tasks.bridges.huggingface._tensors import gpt2_rules
 from spmd_tasks.errors import UserError
@@ -190,7 +191,7 @@ def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-  """Returns the content of an adapter_config.json, whose numbers are numbers and whose patterns match quickly."""
+  """Returns the content of an adapter_config.json, whose numbers are numbers."""
   config = read_config(file, 'give a folder that save_pretrained of `peft` has written')
   if config.get('peft_type') != 'LORA' or config.get('bias', 'none') != 'none':
     raise UserError(
@@ -198,7 +199,7 @@ def _read_config(file: Path) -> dict[str, Any]:
       'biases is read.'
     )
   if unknown := sorted(key for key, value in config.items() if value and key not in _KNOWN):
-    raise UserError(f'{file} has {unknown[0]} = {config[unknown[0]]!r}, which is not known here.')
+    raise UserError(f'{file} has {unknown[0]:.60} = {config[unknown[0]]!r:.60}, which is not known here.')
   init = config.get('init_lora_weights')
   if (init.lower() if isinstance(init, str) else init) not in _PLAIN_INITS:
     raise UserError(
@@ -211,28 +212,17 @@ def _read_config(file: Path) -> dict[str, Any]:
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
       raise UserError(f'{file} has {name} = {patterns!r:.60}: an object with a number by pattern belongs there.')
-    for pattern in patterns:
-      try:
-        re.compile(pattern)
-      except re.error as error:
-        raise UserError(f'{file} has {name} {pattern!r:.60}, which is no regular expression: {error}.') from error
-      if re.search('[)][*+{]', pattern) or len(re.findall('[*+{]', pattern)) > 4:
-        raise UserError(f'{file} has {name} {pattern!r:.60}, which repeats too much: name the modules.')
-    numbers |= {f'{name} {pattern:.60}': value for pattern, value in patterns.items()}
+    numbers |= {f'{name} {pattern!r}': value for pattern, value in patterns.items()}
+  targets = config.get('target_parameters') or []
+  if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+    raise UserError(f'{file} has target_parameters = {targets!r:.60}: a list of names belongs there.')
   for key in ('use_rslora', 'use_dora'):
     if not isinstance(config.get(key), bool | None):
       raise UserError(f'{file} has {key} = {config[key]!r:.60}: true or false belongs there.')
   for key, value in numbers.items():
     if type(value) not in (int, float) or not 0 <= value <= _MAX_NUMBER:
-      raise UserError(f'{file} has {key} = {value!r:.60}: a number up to {_MAX_NUMBER:,} belongs there.')
+      raise UserError(f'{file} has {key:.80} = {value!r:.60}: a number up to {_MAX_NUMBER:,} belongs there.')
   return config
-
-
-def _setting_of(config: Mapping[str, Any], key: str, patterns: str, module: str) -> Any:
-  """Returns the number of one module: of the first pattern that matches its name, or else of `key`."""
-  found = (config.get(patterns) or {}).items()
-  default = 8 if config.get(key) is None else config[key]  # that of `peft`
-  return next((value for each, value in found if re.match(rf'(.*\.)?({each})$', module)), default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,6 +236,17 @@ class AdapterFolder:
     """Returns the 'folder' and the 'sha256' of the adapter's base as base.json has them; None without that file."""
     file = self.path / BASE_FILE
     return read_config(file, 'it was there') if file.exists() else None
+
+  @functools.cached_property
+  def _numbers(self) -> dict[str, NumberByPattern]:
+    file, names = self.path / _CONFIG_FILE, ('rank_pattern', 'alpha_pattern')
+    return {name: NumberByPattern(file, name, self.config.get(name) or {}) for name in names}
+
+  def _setting_of(self, key: str, patterns: str, module: str) -> Any:
+    """Returns the number of one module: of the first pattern that matches its name, or else of `key`."""
+    default = 8 if self.config.get(key) is None else self.config[key]  # that of `peft`
+    number = self._numbers[patterns].find(module)
+    return default if number is None else number
 
   @functools.cached_property
   def _tensors(self) -> dict[str, dict[str, LazyArray]]:
@@ -287,11 +288,11 @@ class AdapterFolder:
     found: dict[str, LowRankAdapter] = {}
     for module, parts in self._found(base):
       rank = module.rank(parts['lora_A'].shape[0])
-      if (said := _setting_of(self.config, 'r', 'rank_pattern', module.name)) != rank:
+      if (said := self._setting_of('r', 'rank_pattern', module.name)) != rank:
         raise UserError(f'{self.path} has {module.name} of rank {rank}, but its {_CONFIG_FILE} says {said}.')
       adapter = LowRankAdapter(
         rank=rank,
-        alpha=float(_setting_of(self.config, 'lora_alpha', 'alpha_pattern', module.name)),
+        alpha=float(self._setting_of('lora_alpha', 'alpha_pattern', module.name)),
         dropout_rate=float(self.config.get('lora_dropout') or 0.0),
         use_rslora=bool(self.config.get('use_rslora')),
         use_dora=bool(self.config.get('use_dora')),

@@ -326,7 +326,8 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
     ('lora_alpha', 'x', "lora_alpha = 'x': a number"),
     ('use_rslora', 'false', "use_rslora = 'false': true or false"),
-    ('rank_pattern', {'(a+)+$': 1}, 'repeats too much'),
+    ('rank_pattern', {'q_proj' * 999: 1}, 'name the modules'),
+    ('target_parameters', 5, 'a list of names'),
     ('r', 77, r'of rank .* says 77'),
     *(('init_lora_weights', init, f'{init}.*changes the base.*merge_and_unload') for init in CHANGING_INITS),
   ]
