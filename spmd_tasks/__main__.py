@@ -1,6 +1,10 @@
-"""`python -m spmd_tasks` is the command `spmd-tasks`."""
+"""The command `spmd-tasks`, also `python -m spmd_tasks`: main.py, after an answer to Ctrl-C is set."""
 
-from spmd_tasks.main import main
+from spmd_tasks.interrupt import leave_on_sigint
+
+leave_on_sigint()
+
+from spmd_tasks.main import main  # noqa: E402
 
 if __name__ == '__main__':
   main()

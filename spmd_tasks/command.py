@@ -27,7 +27,7 @@ from spmd_tasks.config.resolution import Prepare, ResolvedConfig
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, is_primary, use_fake_devices
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.environment import backend_errors, numeric_settings
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path, is_missing, is_remote, stay_inside
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
@@ -135,7 +135,7 @@ class Command:
 
     self.use_fake_devices()
     emergency = EmergencyExit()
-    with emergency.on_failure(), backend_errors(), contextlib.ExitStack() as stack:
+    with emergency.on_failure(), refuse_exit(), backend_errors(), contextlib.ExitStack() as stack:
       # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
       try:
         resolved = self.resolve(prepare=connect)

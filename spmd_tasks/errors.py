@@ -24,11 +24,32 @@ class JobError(RuntimeError):
   exit_code = exit_codes.FAILED
 
 
+class ExitError(JobError):
+  """The experiment's own code, or a library that it uses, has called sys.exit: the job is not finished."""
+
+  exit_code = exit_codes.EXITED
+
+
 def user_error_code(error: BaseException) -> int | None:
   """The exit code of an error that is a sentence for the user; None for any other error, which is a bug."""
   if isinstance(error, JobError):
     return error.exit_code
   return exit_codes.USAGE if isinstance(error, UserError) else None
+
+
+@contextlib.contextmanager
+def refuse_exit() -> Iterator[None]:
+  """Turns sys.exit into an ExitError that says where it was called: its code is not that of the job."""
+  try:
+    yield
+  except SystemExit as error:
+    from spmd_tasks.own_code import place_of_error
+
+    raise ExitError(
+      f'sys.exit({"" if error.code is None else repr(error.code)[:200]}) was called ({place_of_error(error)}) before '
+      'the end of the command: return, or raise an exception that says what is wrong. Checkpoints that were complete '
+      'before are intact.'
+    ) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The binary: `spmd-tasks`, or `python -m spmd_tasks.main`.
+"""The binary: `spmd-tasks`, or `python -m spmd_tasks`.
 
     spmd-tasks --list
     spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --num_fake_devices 8 --set seq_len=64
@@ -9,19 +9,27 @@ that its directory holds; an experiment of one's own then needs --experiment_pat
 the user is answered in one sentence and exit code 2; nothing is written then.
 """
 
+if __name__ == '__main__':  # python -m spmd_tasks.main; else __main__.py has done it
+  from spmd_tasks.interrupt import leave_on_sigint
+
+  leave_on_sigint()
+
+import atexit
 from collections.abc import Sequence
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity, silence
-from spmd_tasks.errors import UserError, user_error_code
-from spmd_tasks.sigterm import interrupt_on_sigint, leave_on_sigterm
-from spmd_tasks.streams import lose_output, lost_output
+from spmd_tasks.errors import UserError, refuse_exit, user_error_code
+from spmd_tasks.interrupt import SENTENCE
+from spmd_tasks.sigterm import leave_on_signals
+from spmd_tasks.streams import escaped_output, lose_output, lost_output
 
 if TYPE_CHECKING:
   import argparse
@@ -31,27 +39,24 @@ _THREADS_LIMIT_S = 5.0
 
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
-  leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
-  interrupt_on_sigint()
+  leave_on_signals()  # first of all: every other import is in a function, so that this line is reached in milliseconds
+  # The last of all: Python's own end, with nothing left to save or to interrupt, keeps the exit code.
+  atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
   lose_output()
-  code = run(argv)
+  with escaped_output():  # also the traceback of a bug
+    try:
+      code = run(argv)
+    except Exception:
+      traceback.print_exc()
+      code = exit_codes.FAILED
   sys.stdout.flush()
   # Python's own end would wait for threads in native code, such as the compiler's, and for threads of Orbax, which wait
   # for minutes for a save that has failed.
-  is_alone = code == exit_codes.INTERRUPTED and not _has_peers()  # several processes end together, as if preempted
-  if is_alone or (code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S)):
+  if code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S):
     sys.stderr.flush()
     os._exit(code)
-  # Nothing is left to save or to interrupt: Python's own end neither changes the exit code nor prints a traceback.
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
-  signal.signal(signal.SIGINT, signal.SIG_DFL)
   sys.exit(code)
-
-
-def _has_peers() -> bool:
-  """Whether this process is connected to others; does not import JAX, which Ctrl-C may just have interrupted."""
-  jax = sys.modules.get('jax')
-  return jax is not None and jax.distributed.is_initialized()
 
 
 def _threads_remain(limit_s: float) -> bool:
@@ -66,29 +71,47 @@ def _threads_remain(limit_s: float) -> bool:
 
 def run(argv: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit code."""
+  with escaped_output():
+    return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
   from spmd_tasks.flags import all_modes, make_parser
 
   args = make_parser(all_modes()).parse_args(argv)
-  if args.list:
-    from spmd_tasks.config.listing import list_experiments
-
-    experiments = list_experiments()
-    width = max(len(name) for name, _ in experiments) + 2
-    print('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
-    return _answered()
   try:
-    return _run_experiment(args)
+    with refuse_exit():
+      if args.list:
+        return _print_list()
+      return _run_experiment(args)
   except Exception as error:
     code = user_error_code(error)
-    if code is None:
+    if code is not None:
+      print(f'spmd-tasks: {error}', file=sys.stderr)
+      return code
+    from spmd_tasks.own_code import describe_raised
+
+    sentence = describe_raised(error)
+    if sentence is None:
       raise
-    print(f'spmd-tasks: {error}', file=sys.stderr)
-    return code
-  except KeyboardInterrupt:
-    print('spmd-tasks: interrupted with nothing to save; the same command goes on from here.', file=sys.stderr)
+    print(f'spmd-tasks: {sentence}', file=sys.stderr)
+    traceback.print_exception(error)
+    return exit_codes.FAILED
+  except KeyboardInterrupt:  # where the process was connected to others until just now
+    print(SENTENCE.decode().strip(), file=sys.stderr)
     return exit_codes.INTERRUPTED
   finally:
     set_activity(None)
+
+
+def _print_list() -> int:
+  """Shows the registered experiments."""
+  from spmd_tasks.config.listing import list_experiments
+
+  experiments = list_experiments()
+  width = max(len(name) for name, _ in experiments) + 2
+  print('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
+  return _answered()
 
 
 def _run_experiment(args: 'argparse.Namespace') -> int:

@@ -19,8 +19,7 @@ def describe(error: Exception, what: str, *, keys: Iterable[str], is_own: bool) 
   frames = _own_frames(error)
   if os.environ.get('JAX_TRACEBACK_FILTERING') == 'off' or not (frames or is_own):
     return None
-  message = ' '.join(str(error).partition('\n\n')[0].split())
-  message = message if len(message) <= 400 else f'{message[:400]}...'
+  message = _message(error)
   is_key = isinstance(error, KeyError) or "'dict' object" in message
   listed = f'; the batch is a dict of {sorted(keys)}' if is_key and keys else ''
   place = f' ({place_of_error(error)})' if frames else ''
@@ -28,6 +27,13 @@ def describe(error: Exception, what: str, *, keys: Iterable[str], is_own: bool) 
     f'{what} fails with {type(error).__name__}: {message}{listed}{place}: correct that code; '
     'JAX_TRACEBACK_FILTERING=off shows the whole traceback.'
   )
+
+
+def describe_raised(error: Exception) -> str | None:
+  """Returns the sentence that precedes the traceback of an error of own code, such as a hook's; None for others."""
+  if not _own_frames(error):
+    return None
+  return f'{type(error).__name__}: {_message(error)} ({place_of_error(error)}); the traceback follows.'
 
 
 def describe_out_of_memory(error: BaseException) -> str:
@@ -55,3 +61,8 @@ def _is_own_code(path: Path) -> bool:
     return True
   is_installed = not {'site-packages', 'dist-packages'}.isdisjoint(path.parts)  # the latter on Debian
   return path.is_file() and not is_installed and not any(map(path.is_relative_to, _LIBRARIES))
+
+
+def _message(error: Exception) -> str:
+  message = ' '.join(str(error).partition('\n\n')[0].split())
+  return message if len(message) <= 400 else f'{message[:400]}...'

@@ -1,4 +1,4 @@
-"""SIGTERM while a command has nothing to save: the code of preemption and one sentence, at once, at any moment."""
+"""SIGTERM or Ctrl-C while a command has nothing to save: its exit code and one sentence, at once, at any moment."""
 
 import json
 import signal
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spmd_tasks import exit_codes
+from spmd_tasks import exit_codes, interrupt
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
@@ -22,12 +22,16 @@ def handles_sigterm(process: subprocess.Popen) -> bool:
   return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def terminate(process: subprocess.Popen, delay_s: float = 0.0) -> binary.Finished:
+def wait_for_handler(process: subprocess.Popen) -> None:
   deadline = time.monotonic() + 60
   while not handles_sigterm(process):
     assert process.poll() is None
     assert time.monotonic() < deadline
     time.sleep(0.001)
+
+
+def terminate(process: subprocess.Popen, delay_s: float = 0.0) -> binary.Finished:
+  wait_for_handler(process)
   time.sleep(delay_s)
   process.send_signal(signal.SIGTERM)
   return binary.finish(process)
@@ -49,9 +53,9 @@ def test_a_start_that_is_preempted_is_started_again(tmp_path, delay_s, is_fresh)
 COMPILATION = """
 import jax
 import numpy as np
-from spmd_tasks.sigterm import leave_on_sigterm
+from spmd_tasks.sigterm import leave_on_signals
 
-leave_on_sigterm()
+leave_on_signals()
 jax.config.update('jax_platforms', 'cpu')  # libtpu would write to stderr that there is no TPU
 ones, size = np.ones((300, 300), np.float32), (300, 300)
 fold = jax.jit(lambda: jax.lax.reduce_window(jax.numpy.asarray(ones), 0.0, jax.lax.add, size, (1, 1), 'SAME'))
@@ -71,21 +75,35 @@ def test_a_long_compilation_does_not_delay_the_end():
 
 
 NATIVE_CODE = """
-import hashlib
-from spmd_tasks.sigterm import interrupt_on_sigint, leave_on_sigterm
+import hashlib, sys
+from spmd_tasks.sigterm import leave_on_signals
 
-leave_on_sigterm()
-interrupt_on_sigint()
+leave_on_signals()
+if 'connected' in sys.argv:
+  import jax
+  jax.distributed.is_initialized = lambda: True
 print('busy', flush=True)
 hashlib.pbkdf2_hmac('sha256', b'word', b'salt', 10**9)  # minutes without a line of Python, as a compilation may take
 """
+INTERRUPTED = interrupt.SENTENCE.decode()
 
 
-def test_native_code_delays_neither_the_answer_to_ctrl_c_nor_the_second_one():
-  process = binary.start_process(['-c', NATIVE_CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_native_code(*flags):
+  streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  process = binary.start_process(['-c', NATIVE_CODE, *flags], **streams)
   assert process.stdout.readline() == 'busy\n'
   time.sleep(0.1)
   process.send_signal(signal.SIGINT)
+  return process
+
+
+def test_native_code_does_not_delay_the_answer_to_ctrl_c():
+  ended = binary.finish(start_native_code())
+  assert (ended.returncode, ended.stderr) == (exit_codes.INTERRUPTED, INTERRUPTED)
+
+
+def test_a_process_that_is_connected_leaves_at_once_the_second_time():
+  process = start_native_code('connected')
   assert process.stderr.readline() == '\n'
   assert process.stderr.readline().endswith('ending as soon as what runs now returns; again: leaving at once.\n')
   process.send_signal(signal.SIGINT)
@@ -94,12 +112,45 @@ def test_native_code_delays_neither_the_answer_to_ctrl_c_nor_the_second_one():
   assert ended.stderr == '\nspmd-tasks: interrupted twice: left at once.\n'
 
 
+def test_nothing_is_imported_before_ctrl_c_is_answered():
+  """What Python needs to start is there already; `import signal` alone would take a third of the time until then."""
+  program = 'import sys; before = {*sys.modules}; import spmd_tasks.interrupt; print(*sorted({*sys.modules} - before))'
+  assert binary.run_python(program, fresh=True).stdout == 'spmd_tasks spmd_tasks.interrupt\n'
+  assert interrupt.CODE == exit_codes.INTERRUPTED
+
+
+# `spmd-tasks` is a script that imports this function.
+COMMANDS = {'module': ('-m', 'spmd_tasks'), 'script': ('-c', 'from spmd_tasks.__main__ import main; main()')}
+
+
+@pytest.mark.parametrize('delay_s', [0.0, 0.05, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize('command', COMMANDS)
+def test_ctrl_c_is_one_line_from_the_first_line_on(tmp_path, command, delay_s):
+  process = binary.start_binary(*TRAIN, '--job_log_dir', tmp_path, command=COMMANDS[command], fresh=True)
+  wait_for_handler(process)
+  time.sleep(delay_s)
+  process.send_signal(signal.SIGINT)
+  ended = binary.finish(process)
+  assert (ended.returncode, ended.stderr.splitlines()[-1:]) == (exit_codes.INTERRUPTED, [INTERRUPTED.strip()])
+  assert 'Traceback' not in ended.stderr
+  assert ended.seconds < 5
+
+
+@pytest.mark.parametrize('delay_s', [0.02, 0.04, 0.05, 0.06, 0.08])
+def test_ctrl_c_while_python_starts_finds_no_line_of_ours(delay_s):
+  process = binary.start_binary('--list', command=COMMANDS['script'], fresh=True)
+  time.sleep(delay_s)
+  process.send_signal(signal.SIGINT)
+  ended = binary.finish(process)
+  assert ended.stderr == INTERRUPTED or not [line for line in ended.stderr.splitlines() if '/spmd_tasks/' in line]
+
+
 HANDOVER = """
 import os, signal, subprocess, sys, time
 from spmd_tasks.distributed.preemption import PreemptionGuard
-from spmd_tasks.sigterm import leave_on_sigterm
+from spmd_tasks.sigterm import leave_on_signals
 
-leave_on_sigterm()
+leave_on_signals()
 read_end, write_end = os.pipe()
 pid = os.fork()
 if pid == 0:

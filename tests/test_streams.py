@@ -1,11 +1,16 @@
 """Output that cannot be written is lost, and nothing else: closed streams, full disks, readers that have left."""
 
+import io
 import os
 import subprocess
+import sys
+import warnings
 
 import pytest
+import tqdm
 
-from spmd_tasks import exit_codes, flags, main
+from spmd_tasks import exit_codes, flags, main, streams
+from spmd_tasks.errors import UserError
 from spmd_tasks.wings import Mode
 from tests import binary
 
@@ -47,3 +52,60 @@ def test_of_modes_only_those_that_answer_on_stdout_fail_there(monkeypatch, answe
   monkeypatch.setattr(flags, 'all_modes', lambda: (mode,))
   monkeypatch.setattr(main, 'lost_output', lambda: OSError(28, 'No space left on device'))
   assert main.run(['--mode', 'census']) == code
+
+
+# --- what steers a terminal ---
+
+STEERING = 'a\x1b[2Jb\rc\x08d\x7fe\x9bf\u202eg\u2066h\u2028i'
+ESCAPED = r'a\x1b[2Jb\rc\x08d\x7fe\x9bf\u202eg\u2066h\u2028i'
+
+
+def test_what_steers_a_terminal_is_escaped_and_words_and_lines_are_not():
+  assert streams.escape(STEERING) == ESCAPED
+  plain = 'naïve 日本語 עברית 🙂\u200d↔️\n\ttabs and lines'
+  assert streams.escape(plain) == plain
+
+
+def test_every_print_of_a_command_is_escaped(monkeypatch, capsys):
+  def run(command):
+    print('out', STEERING)
+    print('err', STEERING, file=sys.stderr)
+    warnings.warn(STEERING, stacklevel=1)
+    raise UserError(f'{STEERING}\nsecond line')
+
+  monkeypatch.setattr(flags, 'all_modes', lambda: (Mode(name='census', help='counts', run=run),))
+  with pytest.warns(UserWarning, match='^a'):
+    assert main.run(['--mode', 'census']) == exit_codes.USAGE
+  out, err = capsys.readouterr()
+  assert out == f'out {ESCAPED}\n'
+  assert f'err {ESCAPED}\n' in err
+  assert err.endswith(f'spmd-tasks: {ESCAPED}\nsecond line\n')
+
+
+def test_logs_and_tracebacks_of_a_process_are_escaped():
+  program = f"""
+from spmd_tasks import main
+
+def run(argv):
+  from absl import logging
+  logging.warning('%s', {STEERING!r})
+  raise ValueError({STEERING!r})
+
+main.run = run
+main.main()
+"""
+  ended = binary.run_python(program, fresh=True)
+  assert ended.returncode == exit_codes.FAILED
+  assert f'WARNING:absl:{ESCAPED}\n' in ended.stderr
+  assert ended.stderr.endswith(f'ValueError: {ESCAPED}\n')
+
+
+def test_a_progress_bar_moves_and_what_is_written_above_it_does_not():
+  stream = io.StringIO()
+  escaped = streams._EscapedStream(stream)
+  with tqdm.tqdm(total=2, file=escaped, desc='x\x1b[2J') as bar:
+    bar.update()
+    bar.write(STEERING, file=escaped)
+  assert stream.getvalue().startswith('\rx' + r'\x1b[2J: ')
+  assert f'{ESCAPED}\n' in stream.getvalue()
+  assert '\x1b' not in stream.getvalue()

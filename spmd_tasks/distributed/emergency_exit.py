@@ -27,6 +27,7 @@ import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.initialization import coordination
+from spmd_tasks.streams import escape
 
 if TYPE_CHECKING:
   from spmd_tasks.distributed.departures import Departures  # of several processes only
@@ -183,7 +184,7 @@ def _report(text: str):
   # A closed or full stderr must not keep the process alive.
   if text:
     with contextlib.suppress(OSError):
-      os.write(STDERR, (text + '\n').encode())
+      os.write(STDERR, (escape(text) + '\n').encode())
 
 
 def _within(limit_s: float, action: Callable[[], object]):

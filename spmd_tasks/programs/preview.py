@@ -19,6 +19,7 @@ from spmd_tasks.experiment import Job
 from spmd_tasks.inputs import Input, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES, source_of_rows
 from spmd_tasks.inputs.tokenizers import decode_all
+from spmd_tasks.streams import escape, unescaped
 from spmd_tasks.wings import prepare_job
 
 DEFAULT_NUM_EXAMPLES = 4
@@ -38,7 +39,7 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
 
   Raises a UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
   """
-  out, given = out or sys.stdout, job.train_input
+  out, given = out or unescaped(sys.stdout), job.train_input
   is_pairs = 'reference_log_probs' in given.element_spec()
   missing = sorted(set(BATCH_DTYPES) - set(given.element_spec()))
   if job.tokenizer is None or missing:
@@ -90,7 +91,8 @@ def _pieces(ids: np.ndarray, is_learnt: np.ndarray, tokenizer: Tokenizer) -> Ite
 
 
 def format_example(title: str, pieces: Iterable[tuple[str, bool]], is_coloured: bool) -> str:
-  """An example with its title, in the colours of a terminal or between signs."""
+  """An example with its title, in the colours of a terminal or between signs; what would steer one is escaped."""
+  title, pieces = escape(title), [(escape(text), is_learnt) for text, is_learnt in pieces]
   if not is_coloured:
     return f'--- {title}\n' + ''.join(f'«{text}»' if is_learnt else text for text, is_learnt in pieces)
   # Of each line by itself, so that a pager which shows some of the lines has their colours.

@@ -19,7 +19,7 @@ from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Batch, InputIterator, Prefetcher
@@ -89,7 +89,7 @@ def train(
   hooks = job_hooks(job) if hooks is None else tuple(hooks)
   goodput = Goodput(job_log_dir if is_primary() else None, begun=begun)
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
-  with contextlib.ExitStack() as stack, emergency.on_failure():
+  with contextlib.ExitStack() as stack, emergency.on_failure(), refuse_exit():
     # Open. Everything that can be refused is refused before anything is written.
     keeps_examples = any(hook.wants_examples for hook in hooks)
     model, iterator = _check(job, goodput, mesh, keeps_examples=keeps_examples)

@@ -40,7 +40,7 @@ from spmd_tasks.serving.scoring import TextScoring
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ClientKey, ServerSettings
 from spmd_tasks.serving.tracing import open_tracer
-from spmd_tasks.sigterm import leave_on_sigterm
+from spmd_tasks.sigterm import leave_on_signals
 from spmd_tasks.tuning.text_scorer import TextScorer, text_reading
 
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
@@ -101,7 +101,7 @@ def serve(
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:
     # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.
-    leave_on_sigterm()
+    leave_on_signals()
   announce: Callable[[str], None] = functools.partial(print, flush=True) if is_primary() else lambda line: None
   tracer = open_tracer() if is_primary() else None
   # Listen before the weights are loaded, so that a wrong address shows at once.

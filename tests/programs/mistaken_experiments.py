@@ -1,6 +1,7 @@
 """Experiments of a new user: what is taken, and what is a mistake."""
 
 import dataclasses
+import sys
 
 import fiddle as fdl
 import flax.linen as nn
@@ -11,8 +12,9 @@ import optax
 from spmd_tasks import Learner, Task
 from spmd_tasks.layers import Linear
 from spmd_tasks.learning import Sgd
+from spmd_tasks.programs.hooks import TrainHook
 from spmd_tasks.recipes import SyntheticLanguageModel
-from tests.programs.own_experiments import Points, Regression
+from tests.programs.own_experiments import Points, PointsIterator, Regression
 
 
 def mean_of(predictions, batch):
@@ -136,3 +138,71 @@ class OwnFeed(SyntheticLanguageModel):
 
   def ffn(self):
     return fdl.Config(Feed, how=self.how)
+
+
+def end_at(place: str) -> None:
+  """Ends as `at` says if that begins with the place: by sys.exit, or by an exception."""
+  name, _, code = END['at'].partition(':')
+  if name == place:
+    if code == 'raise':
+      raise OSError('the disk of the hook is full')
+    sys.exit(None if code == '' else int(code) if code.isdecimal() else code)
+
+
+END = {'at': ''}  # no field: what the classes do as they are made depends on it
+
+
+class EndingModel(Plain):
+  @nn.compact
+  def __call__(self, batch):
+    end_at('model')
+    return super().__call__(batch)
+
+
+class EndingHook(TrainHook):
+  def prepare(self, run):
+    end_at('prepare')
+
+  def after_step(self, run, outcome):
+    end_at('after_step')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndingInput(Points):
+  def make_iterator(self, shard_index=0, shard_count=1):
+    return EndingIterator(self, shard_index, shard_count)
+
+
+class EndingIterator(PointsIterator):
+  def __next__(self):
+    if self._index == 1:
+      end_at('batch')
+    return super().__next__()
+
+
+def ending_loss(predictions, batch):
+  end_at('loss')
+  return mean_of(predictions, batch)
+
+
+class Ending(Regression):
+  """An own experiment that calls sys.exit at one place."""
+
+  num_train_steps = 3
+
+  def __post_init__(self):
+    end_at('init')
+
+  def task(self):
+    end_at('task')
+    learner = fdl.Config(Learner, optimizer=fdl.Config(Sgd, learning_rate=0.1))
+    return fdl.Config(Task, model=fdl.Config(EndingModel), loss=ending_loss, learner=learner)
+
+  def train_input(self):
+    return fdl.Config(EndingInput)
+
+  def eval_inputs(self):
+    return {}
+
+  def hooks(self):
+    return [EndingHook()]

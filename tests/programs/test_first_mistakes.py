@@ -1,14 +1,17 @@
 """First mistakes of a new user: what is clear is taken; all else is one sentence, and nothing is written."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks import main
+from spmd_tasks import exit_codes, main
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.layers.losses import as_loss_output
+from tests.programs import mistaken_experiments
 
 MODULE = 'tests.programs.mistaken_experiments'
 HERE = 'mistaken_experiments.py:'
@@ -79,3 +82,29 @@ def test_numpys_own_dtypes_become_those_of_the_spec_where_they_hold_the_numbers(
     model.train_step.place(batch | {'labels': wide['labels'] << 40})
   with pytest.raises(ValueError, match='labels'):
     model.train_step.place(batch | {'labels': wide['weights']})
+
+
+# --- own code that ends the process, or fails as it runs ---
+
+
+@pytest.mark.parametrize(
+  'place, code',
+  [(place, '0') for place in ('init', 'task', 'model', 'loss', 'batch', 'prepare', 'after_step')]
+  + [('batch', code) for code in ('', '42', 'done')],
+)
+def test_an_exit_in_own_code_is_an_error_that_names_the_place(place, code, tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(mistaken_experiments.END, 'at', f'{place}:{code}')
+  flags = ('--exp', f'{MODULE}.Ending', '--mode', 'train', '--job_log_dir', str(tmp_path / 'job'), '--set', MESH)
+  assert main.run(flags) == exit_codes.EXITED
+  sentence = capsys.readouterr().err
+  shown = {'': '', 'done': "'done'"}.get(code, code)
+  assert re.search(rf'spmd-tasks: sys\.exit\({shown}\) was called \(.*{HERE}\d+\) before the end of the', sentence)
+  assert 'Traceback' not in sentence
+
+
+def test_an_error_in_a_hook_is_its_sentence_before_its_traceback(tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(mistaken_experiments.END, 'at', 'after_step:raise')
+  flags = ('--exp', f'{MODULE}.Ending', '--mode', 'train', '--job_log_dir', str(tmp_path / 'job'), '--set', MESH)
+  assert main.run(flags) == exit_codes.FAILED
+  said = capsys.readouterr().err.partition('spmd-tasks: ')[2]
+  assert re.match(rf'OSError: the disk of the hook is full \(.*{HERE}\d+\); the traceback follows\.\nTraceback', said)
