@@ -34,7 +34,7 @@ ROWS = (
   ('hub',),
   ('wings', 'references'),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
-  ('exit_codes', 'faces', 'own_code'),
+  ('exit_codes', 'faces', 'interrupt', 'own_code'),
 )
 WINGS = ROWS[0]
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
