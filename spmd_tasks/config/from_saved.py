@@ -91,7 +91,7 @@ def from_json(
   as_saved = build_experiment(cls, config)
   if prepare is not None:
     prepare(as_saved)
-  changes = checked(_changes_to(parts_of(as_saved), of_parts))
+  changes = checked(_changes_to(parts_of(as_saved, config.__arguments__), of_parts))
   return resolve_changed(
     cls,
     config,
@@ -138,9 +138,9 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[ConfigPath, Any]:
       refused.append(f'{path} was {show(value)} and is {show(now)} now')
       continue
     kind = unwrap(field.annotation)
-    if is_node(field.value) and kind is Any and (decoded is not None or path in PARTS):
+    if path in PARTS or (is_node(field.value) and kind is Any and decoded is not None):
       refused.append(f'{path} was {show(value)} and is {show(now)} now')
-    elif is_of_type(field.value, kind) and not is_of_type(decoded, kind):
+    elif (isinstance(field.value, fdl.Buildable) or is_of_type(field.value, kind)) and not is_of_type(decoded, kind):
       refused.append(f'{path} is {show(value)} and should be of type {describe_type(kind)}')
     else:
       changes[key] = decoded

@@ -60,10 +60,10 @@ def refuse_path(root: Any, node: Any, path: Sequence[str], depth: int) -> NoRetu
     )
   if not names:
     raise UserError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
-  near = [prefix + name for name in difflib.get_close_matches(path[depth], names, n=3, cutoff=0.5)]
+  near = [prefix + name for name in difflib.get_close_matches(path[depth][:100], names, n=3, cutoff=0.5)]
   if not near:  # The name exists elsewhere: `learning_rate` as `task.learner.learning_rate`.
     known = [known for known, _ in walk(root)]
-    last = difflib.get_close_matches(path[-1], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
+    last = difflib.get_close_matches(path[-1][:100], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
     near = [name for name in known if name.rpartition('.')[2] in last][:3]
   where = parent or 'the experiment'
   choice = f'Nearest: {", ".join(near)}.' if near else f'It has {_list(names)}.'

@@ -32,6 +32,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
 
 _EXPERIMENTS = 'spmd_tasks.experiments'
+_MAX_NAME_LENGTH = 500
 
 T = TypeVar('T', bound=type)
 _registry: dict[str, type] = {}
@@ -85,6 +86,11 @@ def get(name: str) -> type:
 
 def split_name(name: str) -> tuple[str, str]:
   """The module and the class of a name."""
+  if len(name) > _MAX_NAME_LENGTH:  # to look for the nearest name takes time that is quadratic in the length
+    raise UnknownExperimentError(
+      f'unknown experiment {name[:60]!r}...: a name has at most {_MAX_NAME_LENGTH} characters, and this one '
+      f'{len(name)}.'
+    )
   module_name, _, class_name = name.rpartition('.')
   if not module_name or not all(part.isidentifier() for part in name.split('.')):
     raise _unknown(name)

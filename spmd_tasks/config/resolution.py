@@ -8,7 +8,7 @@ they see the new value. An override of `task`, `train_input`, `eval_inputs.<name
 config that the method returned.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ from spmd_tasks.config.tree import (
   without_foreign_configs,
 )
 from spmd_tasks.config.values import is_of_type, parse_value, type_of_field
-from spmd_tasks.errors import UserError, naming_own_code
+from spmd_tasks.errors import JobError, UserError, naming_own_code
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.inputs.base import is_input
 from spmd_tasks.wings import call, kind_of, load, wings
@@ -73,7 +73,11 @@ class ResolvedConfig:
         else:
           built = call(kind.build, self.experiment, self.parts)
     except UserError as error:
-      raise _without_fiddle_context(error) from error
+      raise _without_fiddle_context(error, str(error)) from error
+    except _OF_VALUES as error:  # a value of a type or size that no check of the part knows
+      if 'Fiddle context:' not in str(error) or _wants_tracebacks():
+        raise
+      raise _without_fiddle_context(error, f'its fields give {_describe(error)}') from error
 
     def as_input(path: str, cfg: Any, built: Any) -> Any:  # which may be plain data
       return _as_input(path, built, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
@@ -179,7 +183,7 @@ def resolve_changed(
   experiment = build_experiment(cls, apply_changes(config, changes))
   if prepare is not None:
     prepare(experiment)
-  parts = parts_of(experiment)
+  parts = parts_of(experiment, config.__arguments__)
   parts = apply_changes(parts, _check_paths(parts, part_changes))
   # The experiment's fields are in the tree too, for the nearest names.
   root = _root_of(experiment, parts)
@@ -220,14 +224,17 @@ def build_experiment(cls: type, config: fdl.Config) -> Experiment:
         f'experiment {registry.name_of(cls)} has no value for its field {name}: give it one in the class, or '
         f'--set {name}=...'
       )
-  with naming_own_code(f'making {registry.name_of(cls)}'):
+  what = f'making {registry.name_of(cls)}'
+  with _naming_fields(what, config.__arguments__), naming_own_code(what):
     return cls(**config.__arguments__)
 
 
-def parts_of(experiment: Experiment) -> dict[str, Any]:
+def parts_of(experiment: Experiment, changed: Iterable[str]) -> dict[str, Any]:
+  """Returns what the methods of an experiment return; `changed` are the fields that have been set."""
   parts = {}
   for name in PARTS:
-    with naming_own_code(f'{name}() of {registry.name_of(type(experiment))}', part=experiment):
+    what = f'{name}() of {registry.name_of(type(experiment))}'
+    with _naming_fields(what, changed), naming_own_code(what, part=experiment):
       parts[name] = getattr(experiment, name)()
     if name.endswith('_inputs'):
       if not isinstance(parts[name], Mapping):
@@ -264,9 +271,41 @@ def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]
   return {name: field.value for name, field in fields_of(experiment).items()} | dict(parts)
 
 
-def _without_fiddle_context(error: UserError) -> UserError:
-  """Returns the error with the message `task.model: <message of the part>`, without Fiddle's context."""
-  message = str(error).partition('\n\nFiddle context:')[0]
+_OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@contextlib.contextmanager
+def _naming_fields(what: str, changed: Iterable[str]) -> Iterator[None]:
+  """Turns an error of this package's code over values that no check knows into a UserError that names the fields.
+
+  `changed` are those that another value was set for than the code has. Without any the error is a bug.
+  """
+  try:
+    yield
+  except (UserError, JobError):
+    raise
+  except _OF_VALUES as error:
+    names = sorted(changed)
+    if not names or _wants_tracebacks():
+      raise
+    more = f' and {len(names) - 8} more' if len(names) > 8 else ''
+    raise UserError(
+      f'{what} fails with {_describe(error)}: correct what was set ({", ".join(names[:8])}{more}).'
+    ) from error
+
+
+def _describe(error: Exception) -> str:
+  message = ' '.join(str(error).partition('\n\nFiddle context:')[0].split())
+  return f'{type(error).__name__}: {message[:300]} (JAX_TRACEBACK_FILTERING=off shows the traceback)'
+
+
+def _wants_tracebacks() -> bool:
+  return os.environ.get('JAX_TRACEBACK_FILTERING') == 'off'
+
+
+def _without_fiddle_context(error: Exception, message: str) -> UserError:
+  """Returns an error with the message `task.model: <message of the part>`, without Fiddle's context."""
+  message = message.partition('\n\nFiddle context:')[0]
   context = f'{error}{error.__cause__}'.partition('\n\nFiddle context:')[2]
   _, _, path = context.partition(' at <root>')
   path = path.partition(' with positional')[0]

@@ -177,9 +177,9 @@ def parse_prompt(line: bytes, where: str) -> Prompt:
   names = [field.name for field in dataclasses.fields(Prompt)]
   for name in record:
     if name not in names:
-      near = difflib.get_close_matches(name, names, n=1)
+      near = difflib.get_close_matches(name[:100], names, n=1)
       hint = f'nearest: {near[0]!r}' if near else f'there are {", ".join(names)}'
-      raise UserError(f'{where}: there is no field {name!r}; {hint}.')
+      raise UserError(f'{where}: there is no field {name[:100]!r}; {hint}.')
   if isinstance(record.get('stop'), str):
     record['stop'] = [record['stop']]
   given = {name: value for name, value in record.items() if value is not None}

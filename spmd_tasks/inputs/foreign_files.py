@@ -142,18 +142,25 @@ class OpenMegatronTokens(OpenFiles):
     if magic != _MAGIC or version != 1 or code not in _DTYPES or num_ends < 1:
       raise UserError(f'{index_path} is no index of Megatron-LM, of version 1 and with integers: name another prefix.')
     index = np.memmap(index_path, np.uint8, 'r')
-    starts = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_ends])
+    starts = [*itertools.accumulate((_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_ends))]
     if len(index) < starts[-1]:
       raise UserError(f'{index_path} has {len(index)} bytes, but its header says {starts[-1]}: copy it anew.')
-    lengths, places, firsts = (index[a:b] for a, b in itertools.pairwise(starts))
-    ends = np.concatenate([[0], np.cumsum(lengths.view('<i4'), dtype=np.int64)])
+    parts = (index[a:b] for a, b in itertools.pairwise(starts))
+    lengths, places, firsts = (part.view(kind) for part, kind in zip(parts, ('<i4', '<i8', '<i8'), strict=True))
+    rising = np.concatenate([[0], firsts, [num_sequences]])
+    if (lengths < 0).any() or (np.diff(rising) < 0).any():
+      raise UserError(
+        f'{index_path} has a sequence of negative length, or documents that do not begin one after the other among '
+        f'its {num_sequences} sequences: write it anew.'
+      )
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     self._dtype = np.dtype(_DTYPES[code])
     self._path, self._size = path, os.path.getsize(path)
-    if not np.array_equal(places.view('<i8'), ends[:-1] * self._dtype.itemsize):
+    if not np.array_equal(places, ends[:-1] * self._dtype.itemsize):
       raise UserError(f'{index_path}: its sequences do not follow one another in {path}: write both anew.')
     if self._size < ends[-1] * self._dtype.itemsize:
       raise UserError(f'{path} has {self._size} bytes, but the tokens in its index are more: copy it anew.')
-    limits = ends[firsts.view('<i8')]  # of the documents, in tokens
+    limits = ends[firsts]  # of the documents, in tokens
     first, last = (round(fraction * (num_ends - 1)) for fraction in part)
     self._limits = limits[first : last + 1]
     self._block_tokens = block_tokens

@@ -35,9 +35,9 @@ def matching_names(patterns: Sequence[str], names: Collection[str], *, setting: 
     check_pattern(pattern, setting)
     matched = [name for name in names if re.search(pattern, name)]
     if not matched:
-      near = sorted(names, key=functools.partial(_likeness, pattern), reverse=True)[:_NUM_NEAR]
+      near = sorted(names, key=functools.partial(_likeness, pattern[:200]), reverse=True)[:_NUM_NEAR]
       near_text = ', '.join(near) or 'there are none'
-      raise UserError(f'{setting} has {pattern!r}, which is in no name of a weight: near are {near_text}.')
+      raise UserError(f'{setting} has {pattern!r:.200}, which is in no name of a weight: near are {near_text}.')
     found.update(matched)
   return [name for name in names if name in found]
 

@@ -1,5 +1,6 @@
 """A saved config that somebody has edited, or that is something else, is refused in a sentence or is a config."""
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -10,7 +11,7 @@ from small_experiments import Small
 from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
-from spmd_tasks.errors import user_error_code
+from spmd_tasks.errors import UserError, user_error_code
 from tests import binary
 
 SMALL = {'experiment': 'small_experiments.Small', 'overrides': {}, 'config': {}}
@@ -68,6 +69,41 @@ def test_the_binary_answers_in_a_sentence(tmp_path, capsys):
     answer = capsys.readouterr().err
     assert answer.startswith('spmd-tasks: ')
     assert answer.count('\n') == 1
+
+
+OF_VALUES = [
+  (
+    'warmup_fraction',
+    {'float': 'nan'},
+    r'task\(\) of .* fails with ValueError: .*NaN.*correct what was set \(.*warmup',
+  ),
+  ('warmup_fraction', {'float': 'inf'}, r'task\(\) of .* fails with OverflowError: .*\(.*warmup_fraction\)'),
+  ('decode_inputs', -1, r'decode_inputs was -1 and is \{\} now'),
+  ('decode_inputs', {'dict': {'a': 1}}, 'decode_inputs was'),
+  ('eval_inputs', None, 'eval_inputs was None'),
+  ('task.learner.optimizer.learning_rate', None, 'learning_rate'),
+  ('task.learner.optimizer.learning_rate', 'a', 'learning_rate'),
+  ('task.learner.optimizer.learning_rate', [[]], 'learning_rate'),
+  ('task.learner.optimizer.momentum_dtype', '', "task.learner.optimizer: its fields give TypeError: data type ''"),
+  ('task.learner.optimizer.momentum_dtype', 'a.b', 'task.learner.optimizer: its fields give TypeError'),
+]
+
+
+@pytest.mark.parametrize('path, value, message', OF_VALUES)
+def test_a_value_that_nothing_can_be_built_from_is_refused_by_its_path(path, value, message):
+  saved = to_json(resolve('lm.StdlibTiny'))
+  saved['config'][path] = value
+  with pytest.raises(UserError, match=message):
+    from_json(saved).build()
+
+
+def test_any_value_at_any_place_of_a_published_experiment_is_a_config_or_a_sentence():
+  rng, base = random.Random(0), to_json(resolve('lm.StdlibTiny'))
+  values = [None, -1, 0, {'float': 'nan'}, {'float': '-inf'}, 10**30, '', 'x' * 1000, [], [[]], {'dict': {}}, 'float33']
+  for path in rng.sample(sorted(base['config']), 60):
+    saved = base | {'config': base['config'] | {path: rng.choice(values)}}
+    with contextlib.suppress(UserError):
+      from_json(saved).build()
 
 
 JUNK = [None, True, -1, 3, 0.5, float('nan'), '', 'task', [], [1, 'a', None], {}, {'a': 1}]

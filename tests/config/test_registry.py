@@ -3,6 +3,7 @@
 from pathlib import Path
 import re
 import sys
+import time
 
 import pytest
 import small_experiments
@@ -86,6 +87,15 @@ def test_the_current_directory_is_searched(directory):
 def test_an_unknown_name_is_answered_with_the_nearest(name, message):
   with pytest.raises(ValueError, match=message):
     registry.get(name)
+
+
+@pytest.mark.parametrize('name', ['x' * 1_000_000, 'lm.' + 'x' * 1_000_000, 'x.' * 500_000 + 'X'])
+def test_a_name_of_a_million_characters_is_answered_at_once(name):
+  began = time.monotonic()
+  with pytest.raises(registry.UnknownExperimentError, match='at most 500 characters, and this one 1000') as caught:
+    registry.get(name)
+  assert time.monotonic() - began < 2
+  assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+import struct
 import tarfile
 
 import numpy as np
@@ -70,6 +71,10 @@ def test_ids_of_megatron_are_packed_without_a_second_eos_and_resumed():
     (lambda index, data: (b'', data), 'is no index of Megatron-LM'),
     (lambda index, data: (index[:-8], data), 'has 1594 bytes, but its header says 1602'),
     (lambda index, data: (index, data[:-2]), 'the tokens in its index are more'),
+    (lambda index, data: (index[:-16] + struct.pack('<2q', 10**6, 10**6), data), 'among its 90 sequences'),
+    (lambda index, data: (index[:-8] + struct.pack('<q', -1), data), 'among its 90 sequences'),
+    (lambda index, data: (index[:34] + struct.pack('<i', -1) + index[38:], data), 'a sequence of negative length'),
+    (lambda index, data: (index[:18] + struct.pack('<Q', 2**62) + index[26:], data), 'its header says 5534'),
   ],
 )
 def test_damaged_files_of_megatron_are_refused(tmp_path, change, message):

@@ -9,6 +9,7 @@ An array's name is its path in T5X's state: `target/encoder/.../kernel`, `state/
 """
 
 from collections.abc import Collection, Iterator, Mapping
+import contextlib
 import dataclasses
 import math
 import re
@@ -38,7 +39,8 @@ class T5xCheckpoint:
 
   @property
   def step(self) -> int:
-    return int(np.asarray(self.arrays['state/step'])) if 'state/step' in self.arrays else 0
+    with _refusing_damage(f'{self.path}: state/step'):
+      return int(np.asarray(self.arrays['state/step'])) if 'state/step' in self.arrays else 0
 
   @property
   def weights(self) -> dict[str, LazyArray]:
@@ -73,17 +75,19 @@ def _ocdbt(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
   import tensorstore as ts
 
   store = {'driver': 'ocdbt', 'base': kvstore_spec(root)}
-  for key in ts.KvStore.open(store).result().list().result():
-    name, _, file = key.decode().rpartition('/')
+  with _refusing_damage(root):
+    keys = ts.KvStore.open(store).result().list().result()
+  for key in keys:
+    name, _, file = key.decode(errors='replace').rpartition('/')
     if file == '.zarray':
-      opened = ts.open({'driver': 'zarr', 'kvstore': store | {'path': f'{name}/'}}, open=True, read=True)
-      yield name.replace('.', '/'), _lazy(opened.result())
+      spec = {'driver': 'zarr', 'kvstore': store | {'path': f'{name}/'}}
+      yield name.replace('.', '/'), _lazy(root / name, spec)
 
 
 def _msgpack(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
   file = root / 'checkpoint' if root.is_dir() else root
   try:
-    contents = serialization.msgpack_restore(file.read_bytes())
+    contents = dict(serialization.msgpack_restore(file.read_bytes()))
     tree = next((contents[key] for key in ('optimizer', '_optimizer') if key in contents), contents)
     flat = traverse_util.flatten_dict(tree, is_leaf=lambda _, node: 'driver' in node, sep='/')
   except Exception as error:  # whatever msgpack raises for bytes that are none
@@ -94,29 +98,53 @@ def _msgpack(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
     if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER):
       yield name, _open_zarr(root, leaf.removeprefix(_PLACEHOLDER), None)
     elif isinstance(leaf, Mapping):
-      place = leaf.get('path') or leaf['kvstore']['path']
-      yield name, _open_zarr(root, place.strip('/'), leaf)
+      with _refusing_damage(f'{file}: {name}'):
+        place = leaf.get('path') or leaf['kvstore']['path']
+        array = _open_zarr(root, place.strip('/'), leaf)
+      yield name, array
     elif leaf is not None:
       yield name, lazy_array(np.asarray(leaf))
 
 
 def _open_zarr(root: epath.Path, name: str, spec: Mapping[str, Any] | None) -> LazyArray:
-  import tensorstore as ts
-
+  if '..' in name.split('/'):
+    raise UserError(f'{root} names an array outside of the checkpoint ({name!r:.200}): copy its arrays into it.')
   given: dict[str, Any] = {'driver': 'zarr', 'kvstore': kvstore_spec(root / name)}
   if (root / name / '.zarray').exists():
-    return _lazy(ts.open(given, open=True, read=True).result())
+    return _lazy(root / name, given)
   if spec is None or not (root / name).is_dir():
     raise UserError(f'{root / name} has no .zarray, which says what the array is: copy the checkpoint again, with it.')
   dtype = spec['dtype']
   dtype = dtype if dtype == 'bfloat16' else np.dtype(dtype).newbyteorder('<').str  # as zarr names it
   rest = {'dtype': dtype, 'fill_value': None, 'filters': None, 'order': 'C', 'zarr_format': 2}
   given['metadata'] = rest | spec['metadata']
-  return _lazy(ts.open(given, open=True, read=True, assume_metadata=True).result())
+  return _lazy(root / name, given, assume_metadata=True)
 
 
-def _lazy(store: Any) -> LazyArray:
-  return LazyArray(store.shape, store.dtype.numpy_dtype, lambda index: store[index].read().result())
+def _lazy(place: epath.Path, spec: Mapping[str, Any], **how: Any) -> LazyArray:
+  """Opens an array of zarr, whose values are read later. Raises a UserError if it is none, as does reading it."""
+  import tensorstore as ts
+
+  with _refusing_damage(place):
+    store = ts.open(spec, open=True, read=True, **how).result()
+
+  def read(index: Any) -> np.ndarray:
+    with _refusing_damage(place):
+      return store[index].read().result()
+
+  return LazyArray(store.shape, store.dtype.numpy_dtype, read)
+
+
+@contextlib.contextmanager
+def _refusing_damage(place: object) -> Iterator[None]:
+  """Turns what numpy and TensorStore raise for damaged files, and Python for unknown ones, into a UserError."""
+  try:
+    yield
+  except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+    if isinstance(error, UserError):
+      raise
+    said = ' '.join(str(error).split())[:300]
+    raise UserError(f'{place} is no array of a checkpoint of T5X, or is damaged ({said}): copy it again.') from error
 
 
 def write_checkpoint(

@@ -228,3 +228,44 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     open_checkpoint(tmp_path, 4)
   with pytest.raises(UserError, match='is no checkpoint of T5X or is damaged'):
     open_checkpoint(tmp_path)
+
+
+def refused_when_opened_or_read(path):
+  with pytest.raises(UserError, match=r'is no array of a checkpoint of T5X, or is damaged|names an array outside'):
+    np.asarray(open_checkpoint(path).arrays['target/kernel'])
+
+
+@pytest.mark.parametrize('content', ['', '{', '[]', '{"shape": [3, 4]}', None])
+def test_an_array_with_a_damaged_description_is_refused(content, tmp_path):
+  path = write_checkpoint(tmp_path, 5, {'target/kernel': np.ones((3, 4), np.float32)}, ())
+  file = path / 'target.kernel' / '.zarray'
+  file.write_text(content if content is not None else file.read_text().replace('<f4', '<f5'))
+  refused_when_opened_or_read(path)
+
+
+@pytest.mark.parametrize(
+  'leaf',
+  [
+    {'driver': 'zarr'},
+    {'driver': 'zarr', 'kvstore': 5},
+    {'driver': 'zarr', 'kvstore': {'path': 7}},
+    {'driver': 'zarr', 'kvstore': {'path': '../../elsewhere'}},
+    {'driver': 'zarr', 'path': 'target.kernel', 'dtype': 'no dtype', 'metadata': {}},
+    {'driver': 'zarr', 'path': 'target.kernel', 'dtype': 'float32', 'metadata': {'shape': 'x', 'chunks': [-1]}},
+    {'driver': 'zarr', 'path': 'target.kernel', 'dtype': 'float32'},
+  ],
+  ids=str,
+)
+def test_a_damaged_place_of_an_array_is_refused(leaf, tmp_path):
+  path = write_checkpoint(tmp_path, 5, {'target/kernel': np.ones((3, 4), np.float32)}, ())
+  (path / 'target.kernel' / '.zarray').unlink()
+  contents = {'version': 3, 'optimizer': {'target': {'kernel': leaf}}}
+  (path / 'checkpoint').write_bytes(serialization.msgpack_serialize(contents))
+  refused_when_opened_or_read(path)
+
+
+def test_a_chunk_that_is_cut_is_refused_when_it_is_read(tmp_path):
+  path = write_checkpoint(tmp_path, 5, {'target/kernel': np.ones((3, 4), np.float32)}, ())
+  chunk = path / 'target.kernel' / '0.0'
+  chunk.write_bytes(chunk.read_bytes()[:7])
+  refused_when_opened_or_read(path)
