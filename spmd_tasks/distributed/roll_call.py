@@ -280,4 +280,14 @@ def _read(lines: IO[bytes]) -> dict[str, Any]:
     message = json.loads(line)
     if isinstance(message, dict) and message.get('job') == _PROTOCOL:
       return message
-  raise ValueError(f'it says {line[:60]!r}' if line else 'it closes the connection')
+  raise ValueError(_describe(line))
+
+
+def _describe(line: bytes) -> str:
+  """Says what somebody is who does not speak as a process of a job does."""
+  if not line:
+    return 'it closes the connection'
+  if line[3:9] == b'\4\0\0\0\0\0':  # the frame with which HTTP/2 begins, and so JAX's service once all have come
+    return 'it is a gRPC service, such as that of a job whose processes have all come already'
+  text = line[:60].decode(errors='replace').strip()
+  return f'it says {text!r}' if text.isprintable() and '\ufffd' not in text else 'it sends what is no text'

@@ -59,8 +59,21 @@ def test_all_come_or_all_are_told_why_not(address, calls, told):
     assert (not each) if not expected else any(part in each for part in expected.split('|')), said
 
 
-@pytest.mark.parametrize('reply', [b'HTTP/1.1 400 Bad Request\r\n\r\n', None])
-def test_a_stranger_at_the_address_is_no_process_0(reply):
+# The first bytes of JAX's coordination service, once the processes of a job have come.
+GRPC = b'\0\0\x18\4\0\0\0\0\0\0\4\0?\xff\xff\0\5\0?\xff\xff\0\6\0\0@\0\xfe\3\0\0\0\1'
+
+
+@pytest.mark.parametrize(
+  'reply, described',
+  [
+    (b'HTTP/1.1 400 Bad Request\r\n\r\n', "(it says 'HTTP/1.1 400 Bad Request'): correct"),
+    (GRPC, '(it is a gRPC service, such as that of a job whose processes have all come already): correct'),
+    (b'\x1b[2J\n', '(it sends what is no text): correct'),
+    (b'\xff\xfe\n', '(it sends what is no text): correct'),
+    (None, ': correct'),
+  ],
+)
+def test_a_stranger_at_the_address_is_no_process_0(reply, described):
   with socket.create_server(('127.0.0.1', 0)) as stranger:
 
     def answer():
@@ -77,6 +90,8 @@ def test_a_stranger_at_the_address_is_no_process_0(reply):
     refused, [asked] = answers(address, [(0, 2, None)]), answers(address, [(1, 2, None)])
     assert 'process 0 cannot listen at 127.0.0.1' in refused[0]
     assert 'is not process 0 of this job waiting for process 1' in asked
+    assert described in asked
+    assert 'or --process_id if another process has this one too' in asked
     stranger.shutdown(socket.SHUT_RDWR)
 
 
