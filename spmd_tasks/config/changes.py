@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.config.encoding import show
+from spmd_tasks.config.encoding import one_line, show
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
@@ -74,12 +74,12 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
   """`path: old -> new` of every path at which two saved configs differ, sorted; the experiment's name first."""
   lines = []
   if old['experiment'] != new['experiment']:
-    lines.append(f'experiment: {old["experiment"]} -> {new["experiment"]}')
+    lines.append(f'experiment: {one_line(old["experiment"])} -> {new["experiment"]}')
   before, after = old['config'], new['config']
   for path in sorted({*before, *after}, key=lambda path: path.split('.')):
     sides = [show(config[path]) if path in config else 'absent' for config in (before, after)]
     if sides[0] != sides[1]:
-      lines.append(f'{path}: {sides[0]} -> {sides[1]}')
+      lines.append(f'{one_line(path)}: {sides[0]} -> {sides[1]}')
   return lines
 
 

@@ -64,8 +64,17 @@ def encode(value: Any, depth: int = 0) -> Any:
   return {'object': symbol_of(type(value))} | ({} if ' at 0x' in shown else {'repr': shown})
 
 
+def one_line(name: str) -> str:
+  """A path or a name of a file as a part of a line: newlines in it are escaped, so that it begins none of its own."""
+  return name.replace('\n', '\\n')
+
+
 def show(encoded: Any) -> str:
-  """An encoded value for people: what `--set` accepts, where it can be set at all."""
+  """An encoded value for people, in one line: what `--set` accepts, where it can be set at all."""
+  return one_line(_show(encoded))
+
+
+def _show(encoded: Any) -> str:
   if isinstance(encoded, list):
     return f'({", ".join(map(show, encoded))}{"," if len(encoded) == 1 else ""})'
   if not isinstance(encoded, dict):

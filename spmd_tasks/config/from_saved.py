@@ -27,7 +27,7 @@ import numpy as np
 
 from spmd_tasks import references, signatures
 from spmd_tasks.config import registry
-from spmd_tasks.config.encoding import encode_field, show, symbol_of
+from spmd_tasks.config.encoding import encode_field, one_line, show, symbol_of
 from spmd_tasks.config.refusals import describe_type
 from spmd_tasks.config.resolution import (
   PARTS,
@@ -121,7 +121,7 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[ConfigPath, Any]:
   refused = []
   for path, value in saved.items():
     if path not in present:
-      refused.append(f'{path} (saved as {show(value)}) does not exist any more')
+      refused.append(f'{one_line(path)} (saved as {show(value)}) does not exist any more')
       continue
     field = present[path]
     now = None if field.value is UNSET else encode_field(field.value)

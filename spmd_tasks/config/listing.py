@@ -60,7 +60,8 @@ def _source_of(module: str) -> Path | None:
 def unknown_sentence(name: str, near: Sequence[str], registered: Iterable[str]) -> str:
   """Says that there is no experiment of a name: `near` are the nearest ones; if empty, they are looked for."""
   module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
-  if (module != name and module[:1] != '.') or os.path.isfile(f'{name}.py'):  # a file, no module, or a module alone
+  is_file = module != name and module[:1] != '.' and module.isprintable()
+  if is_file or os.path.isfile(f'{name}.py'):  # a file, no module, or a module alone
     near = [module if '.' in module else f'{module}.CLASS']
   near = [*near] or _nearest(name, sorted({each for each, _ in list_experiments()} | set(registered)))
   nearest = f' Nearest: {", ".join(near)}.' if near else ''

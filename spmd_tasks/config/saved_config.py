@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.config.encoding import show
+from spmd_tasks.config.encoding import one_line, show
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, read_text
 from spmd_tasks.signatures import why_unsigned
@@ -60,8 +60,8 @@ def checked_config(saved: Any) -> dict[str, Any]:
     for path, value in saved[part].items():
       if not _is_encoded(value, _MAX_DEPTH):
         raise UserError(
-          f'this is no saved config: {path} in its {part!r} is {_shown(value)}, which stands for no value: give the '
-          'config.json of a job_log_dir as it was written, and change fields by --set.'
+          f'this is no saved config: {one_line(path)} in its {part!r} is {_shown(value)}, which stands for no value: '
+          'give the config.json of a job_log_dir as it was written, and change fields by --set.'
         )
   environment = saved.get('environment')
   return {**saved, 'environment': environment if isinstance(environment, Mapping) else {}}
@@ -72,7 +72,9 @@ def format_config(saved: Mapping[str, Any]) -> str:
   config, parts = saved['config'], ('task', 'train_input', 'eval_inputs', 'decode_inputs')
   own = sorted(path for path in config if path.split('.')[0] not in parts)
   others = sorted((path for path in config if path.split('.')[0] in parts), key=lambda path: path.split('.'))
-  lines = [f'experiment = {saved["experiment"]}'] + [f'{path} = {show(config[path])}' for path in own + others]
+  lines = [f'experiment = {saved["experiment"]}'] + [
+    f'{one_line(path)} = {show(config[path])}' for path in own + others
+  ]
   return '\n'.join(lines) + '\n'
 
 

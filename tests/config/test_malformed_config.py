@@ -71,6 +71,26 @@ def test_the_binary_answers_in_a_sentence(tmp_path, capsys):
     assert answer.count('\n') == 1
 
 
+def test_names_of_a_stranger_begin_no_line_of_their_own_and_steer_no_terminal(tmp_path, capsys):
+  base, evil = to_json(resolve(Small)), '\x1b[2J\r\u202ex\nspmd-tasks: all is well'
+  changes = [
+    {'experiment': evil},
+    {'experiment': f'a/{evil}'},
+    {'config': base['config'] | {evil: 1}},
+    {'config': base['config'] | {evil: {'unheard': 'of'}}},
+    {'config': base['config'] | {'seed': evil}},
+    {'config': base['config'] | {'task': {'symbol': evil}}},
+    {'config': base['config'] | {'task': {'object': evil, 'repr': evil}}},
+    {'config': base['config'] | {'task.reduction': {'enum': evil, 'name': evil}}},
+  ]
+  for change in changes:
+    (tmp_path / 'config.json').write_text(json.dumps(base | change))
+    assert binary.run_in_process('--config', tmp_path / 'config.json', '--print_config') == exit_codes.USAGE
+    said = capsys.readouterr().err
+    assert said.count('\n') == 1, said
+    assert said.strip().isprintable(), said
+
+
 OF_VALUES = [
   (
     'warmup_fraction',
