@@ -11,6 +11,7 @@ import tqdm
 
 from spmd_tasks import exit_codes, flags, main, streams
 from spmd_tasks.errors import UserError
+from spmd_tasks.programs.preview import format_example
 from spmd_tasks.wings import Mode
 from tests import binary
 
@@ -109,3 +110,12 @@ def test_a_progress_bar_moves_and_what_is_written_above_it_does_not():
   assert stream.getvalue().startswith('\rx' + r'\x1b[2J: ')
   assert f'{ESCAPED}\n' in stream.getvalue()
   assert '\x1b' not in stream.getvalue()
+
+
+@pytest.mark.parametrize('is_coloured', [True, False])
+def test_texts_of_a_preview_have_our_colours_alone(is_coloured):
+  shown = format_example(STEERING, [(STEERING, True), (f'{STEERING}\n', False)], is_coloured)
+  assert shown.count(ESCAPED) == 3
+  for colour in ('\x1b[1;32m', '\x1b[2m', '\x1b[36m', '\x1b[0m'):
+    shown = shown.replace(colour, '')
+  assert '\x1b' not in shown
