@@ -53,8 +53,8 @@ GOODPUT_FILE = 'goodput.json'
 PARAMETERS_FILE = 'parameters.txt'
 STARTUP_FILE = 'startup.json'
 # What a job reads or writes, by kind; a path below may be missing.
-_FILES = [CONFIG_FILE, LOCK_FILE, NEWEST_CHECKPOINT_FILE, GOODPUT_FILE, PARAMETERS_FILE, STARTUP_FILE, METRICS_FILE]
-_FILES += [f'eval/*/{METRICS_FILE}', 'samples/samples.txt']
+_CHANGED = (LOCK_FILE, METRICS_FILE, f'eval/*/{METRICS_FILE}', 'samples/samples.txt')  # all others are replaced
+_FILES = (CONFIG_FILE, NEWEST_CHECKPOINT_FILE, GOODPUT_FILE, PARAMETERS_FILE, STARTUP_FILE, *_CHANGED)
 PROGRAMS_DIRECTORY = 'compiled'
 DEVICE_FAULTS_DIRECTORY = 'device_faults'
 _DIRECTORIES = ['checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY, DEVICE_FAULTS_DIRECTORY]
@@ -182,12 +182,14 @@ def _check_kinds(job_log_dir: epath.Path) -> None:
     for path in (path for pattern in patterns for path in glob_below(job_log_dir, pattern)):
       if path.exists() and not is_kind(path):
         raise UserError(f'{os.fspath(path)!r} is not a {kind}, but the job needs one there: move it away.')
-      if os.path.islink(path) and (kind == 'file' or _leads_away(path, job_log_dir)):
-        raise UserError(
-          f'{os.fspath(path)!r} is a symbolic link to {os.path.realpath(path)!r}, but a job writes into its own '
-          f'directory alone: put a {kind} in its place. The directory and its checkpoints may be links, but not to '
-          "another job's."
-        )
+  links = [path for pattern in _CHANGED for path in glob_below(job_log_dir, pattern) if os.path.islink(path)]
+  directories = (path for pattern in _DIRECTORIES for path in glob_below(job_log_dir, pattern))
+  for path in (*links, *(path for path in directories if os.path.islink(path) and _leads_away(path, job_log_dir))):
+    raise UserError(
+      f'{os.fspath(path)!r} is a symbolic link to {os.path.realpath(path)!r}, but a job writes into its own directory '
+      f'alone: put a {"file" if path in links else "directory"} in its place. The directory and its checkpoints may be '
+      "links, but not to another job's."
+    )
 
 
 def _leads_away(path: epath.Path, job_log_dir: epath.Path) -> bool:
