@@ -83,7 +83,7 @@ def test_a_stranger_at_the_address_is_no_process_0(reply, described):
           stack.callback(sock.close)
           if reply is not None:  # else it stays silent
             sock.sendall(reply)
-            sock.close()
+            sock.shutdown(socket.SHUT_WR)  # closing resets the connection if the question has not been read
 
     threading.Thread(target=answer, daemon=True).start()
     address = f'127.0.0.1:{stranger.getsockname()[1]}'
