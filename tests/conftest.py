@@ -16,6 +16,7 @@ import gc
 import os
 from pathlib import Path
 import shutil
+import signal
 import sys
 import tempfile
 import types
@@ -39,6 +40,8 @@ from tests.store_fixtures import gcs_emulator, s3_emulator, store  # noqa: F401 
 sys.modules['triton'] = None  # type: ignore[assignment]  # importing it raises ImportError
 # TensorBoard's reader takes its own stand-in for TensorFlow where this module exists: 10 s sooner.
 sys.modules['tensorboard.compat.notf'] = types.ModuleType('notf')
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a script's `&` leaves it to all processes of the tests
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 use_fake_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
