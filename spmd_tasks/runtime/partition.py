@@ -156,7 +156,9 @@ class PartitionedModel:
   def eval_step(self, input_spec: InputSpec, *, keeps_examples: bool = False) -> CompiledStep:
     """Makes the step `(padded variables, placed batch, their train step) -> replicated clu Averages`.
 
-    With `keeps_examples` the loss's per-example outputs are among them (StepOutputs).
+    Jobs give it `task.evaluation_variables(state)`, which differ from `state.variables` with averaged weights, or with
+    an optimizer that evaluates other weights than it trains. With `keeps_examples` the loss's per-example outputs are
+    among the averages (StepOutputs).
     """
     function = functools.partial(self.task.eval_step, **_examples_argument(self.task, keeps_examples))
     return self.batch_step('eval_step', input_spec, function, jax.ShapeDtypeStruct((), jnp.int32))
