@@ -31,7 +31,7 @@ from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path, is_missing, is_remote, stay_inside
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
-from spmd_tasks.programs.goodput import process_start_time
+from spmd_tasks.programs.goodput import process_start_time, since_epoch
 from spmd_tasks.programs.job_directory import has_trained, refuse_lost_config
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.runtime.origin import Base
@@ -46,7 +46,7 @@ class OpenJob:
   directory: epath.Path  # the job's; of a model without a job, a temporary one for reports
   config: Mapping[str, Any]  # what config.json will hold
   emergency: EmergencyExit  # ends this process and tells the others when it fails
-  begun: float  # when the process was started, in seconds since the epoch
+  begun: float  # when the job's command was started, in seconds since the epoch
 
   def load_draft(self, model: Any) -> Any:
     """See loading.load_draft."""
@@ -57,10 +57,14 @@ class OpenJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command:
-  """The flags of a command, and its mode's name; '' of --print_config."""
+  """The flags of a command, its mode's name ('' of --print_config), and when it began.
+
+  `called` is the `time.monotonic()` of a call from Python; None: the process was started for this command.
+  """
 
   flags: argparse.Namespace
   mode: str = ''
+  called: float | None = None
 
   @property
   def overrides(self) -> list[str]:
@@ -161,7 +165,8 @@ class Command:
         from spmd_tasks.config.changes import refuse_changed_config
 
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
-      yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, begun=process_start_time())
+      begun = process_start_time() if self.called is None else since_epoch(self.called)
+      yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, begun=begun)
 
   def _compare(self, topic: str, values: Mapping[str, Any], **how: Any) -> None:
     from spmd_tasks.distributed.comparison import refuse_differences

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   lose_output()
   with escaped_output():  # also the traceback of a bug
     try:
-      code = run(argv)
+      code = _run(argv, called=None)
     except Exception:
       traceback.print_exc()
       code = exit_codes.FAILED
@@ -70,12 +70,13 @@ def _threads_remain(limit_s: float) -> bool:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-  """Runs one command; returns the exit code."""
+  """Runs one command from Python, such as a job of a sweep or a notebook; returns the exit code."""
   with escaped_output():
-    return _run(argv)
+    return _run(argv, called=time.monotonic())
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
+  """Runs one command. `called`: see Command."""
   from spmd_tasks.flags import all_modes, make_parser
 
   args = make_parser(all_modes()).parse_args(argv)
@@ -83,7 +84,7 @@ def _run(argv: Sequence[str] | None) -> int:
     with refuse_exit():
       if args.list:
         return _print_list()
-      return _run_experiment(args)
+      return _run_experiment(args, called)
   except Exception as error:
     code = user_error_code(error)
     if code is not None:
@@ -114,7 +115,7 @@ def _print_list() -> int:
   return _answered()
 
 
-def _run_experiment(args: 'argparse.Namespace') -> int:
+def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
   """Runs --print_config or a mode, after the checks that need no experiment."""
   from spmd_tasks.flags import NO_DIRECTORY, all_modes, check_flags_of_mode
   from spmd_tasks.wings import call, expand, require
@@ -138,7 +139,7 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   _import_jax()
   from spmd_tasks.command import Command
 
-  code = call(mode.run, Command(flags=args, mode=mode.name))
+  code = call(mode.run, Command(flags=args, mode=mode.name, called=called))
   return _answered() if mode.answers_on_stdout and code == exit_codes.OK else code
 
 

@@ -51,7 +51,12 @@ woken: float | None = None  # when a process that had waited for it began its wo
 
 def steady_now() -> float:
   """Returns the time in seconds since the epoch, by a clock that is not set while the process runs."""
-  return _OFFSET + time.monotonic()
+  return since_epoch(time.monotonic())
+
+
+def since_epoch(monotonic: float) -> float:
+  """Returns a `time.monotonic()` in seconds since the epoch."""
+  return _OFFSET + monotonic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,7 @@ class _Record:
 
 
 class Goodput:
-  """Adds up where the wall time of a job goes; see the module's docstring. `begun`: when this process was started."""
+  """Adds up where the wall time of a job goes; see the module's docstring. `begun`: when its command was started."""
 
   def __init__(self, directory: epath.Path | None, *, begun: float, now: Callable[[], float] = steady_now):
     """Begins to count for a job's directory; None keeps no record (every process but process 0). `now`: the clock."""
@@ -100,9 +105,6 @@ class Goodput:
       self._seconds['program_startup'] += self._seconds['checkpoint_restore']
       self._seconds['checkpoint_restore'] = 0.0
     if last is not None:
-      # One process can run several jobs, as a notebook does: its time before this job's last sign is not this job's.
-      startup = self._seconds['program_startup']
-      self._seconds['program_startup'] = max(0.0, startup - max(0.0, last.written - self.begun))
       productive = min(last.productive_until(step), last.seconds[_STEPS])
       for cause, seconds in last.seconds.items():
         self._seconds[cause] += seconds

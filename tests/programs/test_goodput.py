@@ -9,6 +9,8 @@ import pytest
 
 from spmd_tasks.programs.goodput import CAUSES, Goodput, process_start_time
 from spmd_tasks.programs.job_directory import GOODPUT_FILE
+from tests import binary
+from tests.programs.small_runs import train
 
 
 class Life:
@@ -134,3 +136,13 @@ def test_a_clock_that_is_set_counts_for_nothing(monkeypatch):
   expected = goodput.metrics()['wall_seconds']
   monkeypatch.setattr(time, 'time', lambda: 4e9)
   assert goodput.metrics()['wall_seconds'] < expected + 10
+
+
+def test_a_job_that_python_runs_counts_from_its_own_start(tmp_path):
+  """As one of a sweep or a notebook does: the process is older."""
+  started = time.monotonic()
+  assert train(tmp_path / 'job', '--num_train_steps', 2, '--set', 'eval_every_steps=None') == 0
+  elapsed = time.monotonic() - started
+  total = json.loads((tmp_path / 'job' / 'startup.json').read_text())['total']
+  assert 0 < total < elapsed
+  assert 0 < binary.metric_lines(tmp_path / 'job')[-1]['wall_seconds'] < elapsed
