@@ -94,10 +94,8 @@ def load(
   partitioned = partition_job(job, mesh)
   with contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True)) as checkpointer:
     part = job.task.decoding_variables
-    padded_variables, restored = restore_evaluation_variables(
-      partitioned, checkpointer, step, part, experiment=job.experiment
-    )
-  return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_variables=padded_variables)
+    restored = restore_evaluation_variables(partitioned, checkpointer, step, part, experiment=job.experiment)
+  return LoadedModel(job=job, step=restored.step, partitioned=partitioned, padded_variables=restored.variables)
 
 
 def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:

@@ -156,6 +156,11 @@ class Checkpointer:
   def path(self) -> epath.Path:
     return self._directory.path
 
+  @property
+  def is_saving(self) -> bool:
+    """Whether the last save is still being written by this process."""
+    return self._pending is not None and not self._pending[1].done()
+
   def prepare(self) -> None:
     """Makes everything that the first `save` needs, such as the import of Orbax."""
     self._arrays.prepare()
@@ -227,8 +232,8 @@ class Checkpointer:
     return max(steps, default=None)
 
   def is_fresh(self) -> bool:
-    """Whether there is no checkpoint, and nothing says that one was ever saved."""
-    return not self.all_steps() and self._directory.loss() is None
+    """Whether there is no checkpoint, whole or damaged, and nothing says that one was ever saved."""
+    return self._directory.is_unused()
 
   def restore(self, abstract_state: Any, step: int | None = None, *, subtree: str | None = None) -> Restored | None:
     """Restores a state, bit-exactly, onto the shardings of `abstract_state`.

@@ -2,7 +2,8 @@
 
 Outputs go to `<job_log_dir>/decode/<name>/step_<N>.jsonl`, one line per prompt; metrics go to the same directory. A job
 that is started again continues after the last whole line. It gives the same outputs, because an output depends only on
-the weights, the prompt and the seed.
+the weights, the prompt and the seed. A job without a checkpoint decodes with the weights that it would start from, such
+as those of `init_from`; their lines say the place.
 
 A task with `make_decoder`, as that of a Pax experiment, decodes batches of its own in its own way.
 """
@@ -39,7 +40,7 @@ from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import open_reader
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.metrics import make_writer
+from spmd_tasks.runtime.metrics import PLACE_KEY, make_writer
 
 
 def run(command: Any) -> int:
@@ -67,7 +68,8 @@ def decode(
 
   Args:
     job: the built experiment.
-    job_log_dir: the directory of a training job, which may still be running; only `decode/` below it is written.
+    job_log_dir: the directory of a training job, which may still be running, or a new one; only `decode/` below it is
+      written.
     emergency: ends this process after a failure that the other processes must learn of.
     input_path: a file of prompts (PromptFile), instead of the experiment's decode inputs; its name names the outputs.
     output_path: a file for the outputs, instead of one below `decode/`.
@@ -103,11 +105,11 @@ def decode(
       )
     part = model.task.decoding_variables
     try:
-      for weights, restored in reader.checkpoints(
+      for weights, restored, place in reader.checkpoints(
         decoder.compile, step=step, part=part, storage=storage, watch=watch, poll_s=poll_s
       ):
         for name in sources:
-          decoder.run(name, weights, restored)
+          decoder.run(name, weights, restored, place)
       return exit_codes.OK
     except PreemptedError:
       if is_primary():
@@ -183,19 +185,23 @@ class Decoder:
     self._constrains = any(each.matcher is not None for each in every)
     self._steps.compile(score_prompts=any(each.request.score_prompt for each in every), constrain=self._constrains)
 
-  def run(self, name: str, weights: Any, step: int) -> None:
-    """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`."""
+  def run(self, name: str, weights: Any, step: int, place: str | None = None) -> None:
+    """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`.
+
+    `place` says where the weights come from, if from no checkpoint of the job.
+    """
     directory, wanted = self._directory / name, self._wanted[name]
     path = directory / f'step_{step}.jsonl' if self._output_path is None else absolute_path(self._output_path)
 
     def begin(index: int) -> dict[str, Any]:
-      return {'index': index, 'step': step, 'request': self._record(wanted[index])}
+      origin = {} if place is None else {PLACE_KEY: place}
+      return {'index': index, 'step': step} | origin | {'request': self._record(wanted[index])}
 
     file = DecodedFile(path, len(wanted), lambda: map(begin, range(len(wanted))))
     set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
     with contextlib.closing(file), contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
-      title = f'step {step}  decode {name}:'
+      title = f'step {step}{"" if place is None else f" of {place}"}  decode {name}:'
       progress.message(f'{title} {len(wanted)} prompts to {path}')
       began, made = time.perf_counter(), collections.Counter[str]()
       for number, completions in _in_order(self._complete(weights, wanted[first:])):
@@ -216,7 +222,7 @@ class Decoder:
       lost = ''
       try:
         writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
-        writer.write(step, metrics)
+        writer.write(step, metrics, place)
         writer.close()
       except StorageError as error:  # the outputs of another user's job are in a file of one's own
         if self._output_path is None:

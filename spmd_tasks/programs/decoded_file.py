@@ -1,8 +1,9 @@
 """DecodedFile: a checkpoint's outputs for one set of prompts, one JSON line per prompt in their order.
 
 A line has the prompt's `index`, the checkpoint's `step`, the `request` (request_record) and its `outputs`
-(outputs_record). Until the last line is written the file's name ends in `.partial`; a job that is started again keeps
-the whole lines and continues after them.
+(outputs_record); if no checkpoint of the job holds the weights, also `weights_from`, their place. Until the last line
+is written the file's name ends in `.partial`; a job that is started again keeps the whole lines and continues after
+them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from spmd_tasks.files import (
   write_durably,
 )
 from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.runtime.metrics import PLACE_KEY
 from spmd_tasks.store_files import read_growing, replace_growing
 
 
@@ -95,15 +97,16 @@ class DecodedFile:
     is_same = len(lines) == self._num_lines if is_complete else len(lines) <= self._num_lines
     try:
       is_same = is_same and all(
-        begin.items() <= json.loads(line).items() for line, begin in zip(lines, self._begin(), strict=False)
+        begin.items() <= (done := json.loads(line)).items() and begin.get(PLACE_KEY) == done.get(PLACE_KEY)
+        for line, begin in zip(lines, self._begin(), strict=False)
       )
     except (ValueError, AttributeError, RecursionError):
       is_same = False
     if not is_same:
       self.close()
       raise UserError(
-        f'{path} holds outputs of other prompts or another config, or of another step: move it away, give the prompts '
-        'another name, or name another file by --decode_output.'
+        f'{path} holds outputs of other prompts or another config, or of another step or place of the weights: move it '
+        'away, give the prompts another name, or name another file by --decode_output.'
       )
     return len(lines)
 

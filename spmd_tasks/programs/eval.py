@@ -1,7 +1,8 @@
 """--mode=eval: evaluates a checkpoint on every eval set, once or again for each new checkpoint.
 
 Metrics go to the files that the training job's own evals write. A step that is recorded there already is shown and not
-recorded again: the file keeps one line of it, from whichever job was first. evaluator.py does the work.
+recorded again: the file keeps one line of it, from whichever job was first. A job without a checkpoint evaluates the
+weights that it would start from, such as those of `init_from`; their lines say the place. evaluator.py does the work.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def evaluate(
 
   Args:
     job: the built experiment.
-    job_log_dir: a training job's directory, running or not; only `eval/` below it is written.
+    job_log_dir: a training job's directory, running or not, or a new one; only `eval/` below it is written.
     emergency: the way out of a failure that other processes must hear of.
     step, watch, poll_s: as of `CheckpointReader.checkpoints`.
     writes_examples: write the loss's per-example outputs to `eval/<name>/step_<N>.jsonl`, one line for each example.
@@ -59,15 +60,16 @@ def evaluate(
     progress = Progress(len(job.eval_inputs), 0, primary=is_primary())
     reader.stack.callback(progress.close)
     try:
-      for variables, restored in reader.checkpoints(evaluator.compile, step=step, watch=watch, poll_s=poll_s):
+      for variables, restored, place in reader.checkpoints(evaluator.compile, step=step, watch=watch, poll_s=poll_s):
+        origin = '' if place is None else f' of {place}'
         num_finished = 0
         on_batch = functools.partial(reader.watchdog.beat, restored, 'eval')
         for name, metrics in evaluator.evaluate(variables, restored, on_batch, reader.guard.should_stop):
-          is_recorded = evaluator.is_recorded(name, restored)
+          is_recorded = evaluator.is_recorded(name, restored, place)
           note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
-          progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
+          progress.message(f'step {restored}{origin}  eval {name}: {format_metrics(metrics)}{note}')
           if not is_recorded:
-            evaluator.record(name, restored, metrics)
+            evaluator.record(name, restored, metrics, place)
           if writes_examples:
             _write_examples(job_log_dir / 'eval' / name / f'step_{restored}.jsonl', evaluator.examples[name])
           num_finished += 1

@@ -101,18 +101,21 @@ class Evaluator:
         return
       yield name, metrics
 
-  def record(self, name: str, step: int, metrics: Mapping[str, Metric]) -> None:
-    """Appends a set's metrics of train step `step` to its file; the last line of a step counts."""
-    self._writer(name).write(step, metrics)
+  def record(self, name: str, step: int, metrics: Mapping[str, Metric], place: str | None = None) -> None:
+    """Appends a set's metrics of train step `step` to its file; the last line of a step counts.
+
+    `place` says where the weights come from, if from no checkpoint of the job.
+    """
+    self._writer(name).write(step, metrics, place)
     self._writer(name).write_histograms(step, self._histograms.pop(name, {}))
 
-  def is_recorded(self, name: str, step: int) -> bool:
-    """Returns whether the set's metrics file has a line of `step`."""
-    from spmd_tasks.runtime.metric_files import read_jsonl
+  def is_recorded(self, name: str, step: int, place: str | None = None) -> bool:
+    """Returns whether the set's metrics file has a line of `step` with weights from `place`."""
+    from spmd_tasks.runtime.metric_files import read_places
 
     directory = self._directory(name)
     with storage_errors(directory / METRICS_FILE), contextlib.suppress(FileNotFoundError):
-      return step in read_jsonl(directory)
+      return (step, place) in read_places(directory)
     return False
 
   def close(self) -> None:

@@ -151,6 +151,7 @@ class TrainRun:
   progress: 'Progress' = dataclasses.field(init=False)  # from `start` on: shows steps, metrics and messages
   first_step: int = -1  # after which this process goes on
   origin: str = ''  # a phrase about where its state is from
+  is_saved: bool = True  # whether the first state needs no checkpoint: one of the job has it, or it is at step 0
   loop: 'TrainingLoop' = dataclasses.field(init=False)  # launches the steps; has the state, the counts
 
   batches: 'Prefetcher' = dataclasses.field(init=False)  # from `before_loop` on

@@ -3,7 +3,6 @@
 state, step, origin = restore_or_init(model, checkpointer, job, iterator)
 """
 
-import contextlib
 from typing import Any
 
 from absl import logging
@@ -14,10 +13,9 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning.frozen_weights import fill_in
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.origins import origin_of
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import base_of, saved_part
 
@@ -73,16 +71,9 @@ def saved_state(
 
 def initial_state(model: PartitionedModel, experiment: Experiment) -> tuple[TrainState, int, str]:
   """Returns what `restore_or_init` does for a job without a checkpoint of its own: the same weights every time."""
-  if (origin := experiment.origin()) is not None:
+  if (origin := origin_of(experiment)) is not None:
     return origin.start(model, experiment.seed)
-  if experiment.init_from is None:
-    return model.init(experiment.seed), 0, 'starting from new weights'
-  from spmd_tasks.programs.upcycling import initialize_from
-
-  directory = absolute_path(experiment.init_from)
-  with contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True)) as other:
-    state, step = initialize_from(model, other, experiment.seed, experiment.init_from_step)
-  return state, 0, f'starting from the weights of step {step} in {directory}'
+  return model.init(experiment.seed), 0, 'starting from new weights'
 
 
 def newest_step(checkpointer: Checkpointer) -> int:

@@ -1,8 +1,10 @@
 """Restores the weights of one checkpoint, or of every new one, to evaluate, decode or serve them.
 
 with open_reader(job, model, job_log_dir, 'eval', emergency) as reader:
-  for weights, step in reader.checkpoints(compile_steps, watch=True):
+  for variables, step, place in reader.checkpoints(compile_steps, watch=True):
     ...
+
+A job without a checkpoint has the weights that it would start from: those of `init_from`, or of another Origin.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from etils import epath
 import jax
@@ -19,19 +21,18 @@ from jax.sharding import Mesh
 from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.manifest import CheckpointError
-from spmd_tasks.distributed import EmergencyExit
+from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
-from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evaluation_weights
-from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.hooks import PreemptedError
-from spmd_tasks.programs.job_directory import SavedSteps
+from spmd_tasks.programs.job_directory import CONFIG_FILE, SavedSteps
+from spmd_tasks.programs.origins import origin_of, restore_variables
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.runtime.origin import Base, base_of
+from spmd_tasks.runtime.origin import RestoredVariables, base_of
 from spmd_tasks.runtime.task import Variables
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ def restore_evaluation_variables(
   *,
   experiment: Experiment | None = None,
   storage: 'WeightStorage | None' = None,
-) -> tuple[Variables, int]:
-  """Restores from one checkpoint the variables that evaluation uses, with raw or averaged weights.
+) -> RestoredVariables:
+  """Restores the variables that evaluation uses, with raw or averaged weights.
 
-  A job without a checkpoint that starts from a Base (runtime/origin.py) has that folder's weights, at step 0. Frozen
-  weights are always read from the folder.
+  A job without a checkpoint has the variables of its Origin (runtime/origin.py). Frozen weights are always read from
+  the folder of a Base.
 
   Args:
     model, checkpointer: of the training job.
@@ -62,43 +63,44 @@ def restore_evaluation_variables(
     storage: converts each weight of a folder as soon as it is read, so that all are never in float32 at once.
       Weights of a checkpoint are not converted; in both cases the caller calls `storage.store` afterwards.
 
-  Returns (padded variables on the mesh, the checkpoint's step).
-
-  Raises a CheckpointError: there is no such checkpoint, or it is damaged.
+  Raises:
+    CheckpointError: there is no such checkpoint, or it is damaged.
+    UserError: the weights of the Origin cannot be read, or are those of another model.
   """
-  origin = None if experiment is None else experiment.origin()
-  is_base = isinstance(origin, Base) and not step
-  if is_base and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
-    assert isinstance(origin, Base)
-    return origin.variables(model, storage), 0
-  base = base_of(model, origin)
-  canonical = model.canonical_state
   select = model.task.evaluation_variables if part is None else part
-  wanted = select(canonical)
-  weights = wanted.pop('params')
-  trained = without_frozen(weights, model.weight_specs) if model.has_frozen_weights else weights
-  subtree = _subtree_of(trained, canonical)
-  if subtree is None:  # they are spread over the state, as in Pax
-    restored = checkpointer.restore(canonical, step)
-    if restored is None:
-      raise CheckpointError('there is no checkpoint to restore weights from: correct the path, or train first.')
-    return model.from_canonical(select(restored.state), select), restored.step
-  is_whole = base is None and subtree == 'weights'
-  restored = checkpointer.restore_weights(weights if is_whole else trained, step, subtree=subtree)
-  variables = {'params': restored.state}
-  if subtree == 'weights' and has_evaluation_weights(canonical.learner.opt_state):
-    saved = checkpointer.restore_weights(canonical.learner.opt_state, restored.step, subtree='learner/opt_state')
-    variables['params'] = evaluation_weights(saved.state, restored.state)
-  if base is None and not is_whole and model.has_frozen_weights:  # the average of what is trained, beside what is not
-    saved = checkpointer.restore_weights(canonical.weights, restored.step)
-    variables['params'] = fill_in(restored.state, saved.state)
-  for name, abstract in wanted.items():
-    variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
-  if base is None:
-    return model.from_canonical(variables, select), restored.step
-  base.check(restored, checkpointer.path)
-  variables = model.from_canonical(variables, lambda state: select(model.trained_part(state)))
-  return variables | {'params': fill_in(variables['params'], base.frozen(model, storage))}, restored.step
+  if experiment is None or not _is_fresh(checkpointer):
+    origin = None if experiment is None else experiment.origin()
+    return restore_variables(model, checkpointer, step, select, base_of(model, origin), storage)
+  restored = _read_origin(model, checkpointer, experiment, step, select, storage)
+  if restored is None:
+    raise CheckpointError(
+      f'{checkpointer.path} has no checkpoint to restore weights from: correct the path, train first, or name weights '
+      'by --set init_from=PLACE.'
+    )
+  return restored
+
+
+def _is_fresh(checkpointer: Checkpointer) -> bool:
+  return primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S)
+
+
+@doing('reading the weights that the job starts from')
+def _read_origin(
+  model: PartitionedModel,
+  checkpointer: Checkpointer,
+  experiment: Experiment,
+  step: int | None,
+  select: Callable[[TrainState], Variables],
+  storage: 'WeightStorage | None',
+) -> RestoredVariables | None:
+  """Returns the variables that a job without a checkpoint starts from; None if they are drawn anew."""
+  origin = origin_of(experiment)
+  if origin is not None and step:
+    raise CheckpointError(
+      f'{checkpointer.path} holds no checkpoint of step {step}: --checkpoint_step names one of the job itself, '
+      "init_from_step one of the place that the job's weights come from."
+    )
+  return None if origin is None else origin.weights(model, select, storage)
 
 
 def mesh_of_all_devices(experiment: Experiment, overrides: Sequence[str]) -> Mesh:
@@ -113,15 +115,6 @@ def mesh_of_all_devices(experiment: Experiment, overrides: Sequence[str]) -> Mes
     shape = tuple(num_devices if axis == long else 1 for axis in range(len(spec.axis_names)))
     spec = dataclasses.replace(spec, ici_mesh_shape=shape, dcn_mesh_shape=None)
   return spec.build()
-
-
-def _subtree_of(weights: Any, state: TrainState) -> str | None:
-  """Returns where in a state all leaves of a tree of weights are; None if they are in several places."""
-  for name, tree in (('weights', state.weights), ('learner/ema_weights', state.learner.ema_weights)):
-    own = {id(leaf) for leaf in jax.tree.leaves(tree)}
-    if all(id(leaf) in own for leaf in jax.tree.leaves(weights)):
-      return name
-  return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,15 +138,16 @@ class CheckpointReader:
     storage: 'WeightStorage | None' = None,
     watch: bool = False,
     poll_s: float = 10.0,
-  ) -> Iterator[tuple[Variables, int]]:
-    """Yields (padded variables, step) of one checkpoint, or with `watch` of every new checkpoint of a running job.
+  ) -> Iterator[RestoredVariables]:
+    """Yields the variables of one checkpoint, or with `watch` of every new checkpoint of a running job.
 
     Args:
       compile_steps: called before each is yielded.
       step: the checkpoint's step; None takes the newest.
       part, storage: as in `restore_evaluation_variables`; the variables are stored.
       watch: wait for new checkpoints until that of the last train step, or until the job has ended early. Checkpoints
-        that a newer one has overtaken are left out.
+        that a newer one has overtaken are left out. Before the first one come the weights of the Origin; if no
+        training job has begun in the directory by then, nothing is awaited.
       poll_s: seconds between two looks for a new checkpoint.
 
     Raises:
@@ -161,28 +155,47 @@ class CheckpointReader:
       CheckpointError: there is no such checkpoint, or it is damaged.
     """
     used, experiment = -1, self.job.experiment
+    is_first = True
     while True:
       self.watchdog.beat(used, 'waiting for a checkpoint')
       if self.guard.should_stop():
         raise PreemptedError
-      if not watch or newest_step(self.checkpointer) > used:
-        with self.watchdog.allow('restore', experiment.first_step_timeout_s):
-          variables, restored = restore_evaluation_variables(
+      restored = None
+      with self.watchdog.allow('restore', experiment.first_step_timeout_s):
+        if not watch or newest_step(self.checkpointer) > used:
+          restored = restore_evaluation_variables(
             self.model, self.checkpointer, step, part, experiment=experiment, storage=storage
           )
-        if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
-          used = restored
-          with self.watchdog.allow('compile', experiment.first_step_timeout_s):
-            compile_steps()
-          variables = variables if storage is None else storage.store(variables)
-          self.guard.start()
-          yield variables, restored
+        elif is_first and _is_fresh(self.checkpointer):
+          select = self.model.task.evaluation_variables if part is None else part
+          restored = _read_origin(self.model, self.checkpointer, experiment, None, select, storage)
+      is_first = False
+      # An older step comes if the newest checkpoint is damaged and the one before it was used already.
+      if restored is not None and (restored.place is not None or restored.step > used):
+        with self.watchdog.allow('compile', experiment.first_step_timeout_s):
+          compile_steps()
+        if storage is not None:
+          restored = restored._replace(variables=storage.store(restored.variables))
+        self.guard.start()
+        yield restored
+        if restored.place is None:
+          used = restored.step
+        elif watch and not self._has_begun():
+          if is_primary():
+            directory = self.checkpointer.path.parent
+            print(f'No training job has begun in {directory}: no checkpoint is awaited.', flush=True)
+          return
       if not watch or used >= experiment.num_train_steps:
         return
       if primary_decides(functools.partial(self.saved.has_ended_at, used), 'has_ended', limit_s=LOOK_LIMIT_S):
         return
       set_activity(None)
       time.sleep(poll_s)
+
+  def _has_begun(self) -> bool:
+    """Returns whether a training job has begun in the directory."""
+    has_config = (self.checkpointer.path.parent / CONFIG_FILE).exists
+    return primary_decides(lambda: bool(has_config()), 'has_begun', limit_s=LOOK_LIMIT_S)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
 from spmd_tasks.programs.job_directory import SavedSteps, claim, write_config
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, ProfileOnRequest, ReportEnd, ShowProgress
-from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, origin_of, restore_or_init
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import base_of
@@ -76,7 +76,7 @@ def train(
     job: the built experiment.
     job_log_dir: gets checkpoints, metrics and events; claimed once everything else has been checked.
     emergency: ends this process and tells the others when it fails.
-    begun: when the process was started, in seconds since the epoch.
+    begun: when the job's command was started, in seconds since the epoch.
     config_json: the resolved config, saved as `config.json`.
     hooks: what is done beside the steps; None: `job_hooks(job)`.
     mesh: None makes the experiment's mesh of all devices.
@@ -120,12 +120,13 @@ def train(
     try:
       for hook in hooks:
         hook.before_loop(run)
-      if is_done:
+      if is_done and run.is_saved:
         run.message(f'Nothing to do: step {run.first_step} of {experiment.num_train_steps} is already saved.')
         return exit_codes.OK
 
       # Loop.
-      _run_steps(run)
+      if not is_done:
+        _run_steps(run)
 
       # End.
       for hook in hooks:
@@ -202,7 +203,7 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
   )
   run.stack.callback(run.checkpointer.close)
   with run.goodput.spend('checkpoint_restore'):
-    state, run.first_step, run.origin = _first_state(run, iterator)
+    state, run.first_step, run.origin, run.is_saved = _first_state(run, iterator)
   if is_primary():
     with storage_errors(run.job_log_dir):
       write_config(run.job_log_dir, config_json)
@@ -225,19 +226,26 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
     should_stop=lambda: run.end_reason is not None or run.should_stop(),
     before_step=before_step,
   )
+  if not run.is_saved:  # it may be saved before a step has taken a batch
+    run.loop.input_state = iterator.get_state()
 
 
-def _first_state(run: TrainRun, iterator: InputIterator) -> tuple[TrainState, int, str]:
-  """Returns the first state, its step and a phrase about its origin: of a hook, the newest checkpoint, or a new one."""
+def _first_state(run: TrainRun, iterator: InputIterator) -> tuple[TrainState, int, str, bool]:
+  """Returns the first state: of a hook, the newest checkpoint, or a new one.
+
+  Returns (state, its step, a phrase about its origin, whether it needs no checkpoint).
+  """
   newest = newest_step(run.checkpointer)
   for hook in run.hooks:
     if (restored := hook.restore(run, newest)) is not None:
       assert restored.input_state is not None
       iterator.set_state(restored.input_state)
-      return restored.state, restored.step, f'resuming after step {restored.step} from {restored.origin}'
-  if newest < 0 and run.experiment.origin() is None and run.experiment.init_from is None:
+      phrase = f'resuming after step {restored.step} from {restored.origin}'
+      return restored.state, restored.step, phrase, restored.step <= newest
+  if newest < 0 and origin_of(run.experiment) is None:
     run.model.train_step.start_compiling()  # while the new state is drawn
-  return restore_or_init(run.model, run.checkpointer, run.job, iterator)
+  state, step, phrase = restore_or_init(run.model, run.checkpointer, run.job, iterator)
+  return state, step, phrase, newest >= 0 or step == 0
 
 
 def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:

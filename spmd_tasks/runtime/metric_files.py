@@ -8,7 +8,8 @@ from etils import epath
 from spmd_tasks.files import append, read_bytes, sync_path, write_durably
 from spmd_tasks.store_files import read_growing
 
-_FILE = 'metrics.jsonl'  # METRICS_FILE of metrics.py, which imports this file where a file is to be mended
+# METRICS_FILE and PLACE_KEY of metrics.py, which imports this file if a file is to be mended.
+_FILE, _PLACE_KEY = 'metrics.jsonl', 'weights_from'
 _Metric = float | list[float]
 
 
@@ -18,7 +19,13 @@ def read_jsonl(directory: epath.Path) -> dict[int, dict[str, _Metric]]:
   Skips an unfinished last line, which another job may be writing, and lines that are no records. Raises OSError.
   """
   lines = read_growing(directory / _FILE).split(b'\n')[:-1]
-  return dict(record for line in lines if (record := _parse(line)) is not None)
+  return {step: metrics for step, metrics, _ in filter(None, map(_parse, lines))}
+
+
+def read_places(directory: epath.Path) -> set[tuple[int, str | None]]:
+  """Returns step and place of all lines; the place is None for weights of the job itself. Raises OSError."""
+  lines = read_growing(directory / _FILE).split(b'\n')[:-1]
+  return {(step, place) for step, _, place in filter(None, map(_parse, lines))}
 
 
 def mend(path: epath.Path) -> None:
@@ -36,15 +43,16 @@ def mend(path: epath.Path) -> None:
     write_durably(path, mended)
 
 
-def _parse(line: bytes) -> tuple[int, dict[str, _Metric]] | None:
-  """Returns step and metrics of a line; None if it is no record."""
+def _parse(line: bytes) -> tuple[int, dict[str, _Metric], str | None] | None:
+  """Returns step, metrics and place of a line; None if it is no record."""
   try:
     record = json.loads(line.decode())
-    step = record.pop('step')
-    if type(step) is not int:
+    step, place = record.pop('step'), record.pop(_PLACE_KEY, None)
+    if type(step) is not int or not isinstance(place, str | None):
       return None
-    return step, {
+    metrics = {
       name: [float(x) for x in value] if isinstance(value, list) else float(value) for name, value in record.items()
     }
+    return step, metrics, place
   except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
     return None

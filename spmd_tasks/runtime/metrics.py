@@ -1,9 +1,10 @@
 """Writes metrics: a JSONL file at full precision, which metric_files.py reads, and TensorBoard events.
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
-"loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job appends to the file. Steps that it executes again
-appear again, and the last line of a step counts. A line that is no such record stops nobody: readers skip it, and the
-next writer moves it to `metrics.jsonl.bad_lines`. In a store the file is kept in parts (growing_objects.py).
+"loss": 2.345..., "expert_load": [0.12..., ...]}`. An eval of weights that no checkpoint of the job holds adds
+`weights_from`, their place. A resumed job appends to the file. Steps that it executes again appear again, and the last
+line of a step counts. Readers skip a line that is no such record, and the next writer moves it to
+`metrics.jsonl.bad_lines`. In a store the file is kept in parts (growing_objects.py).
 
 Event files are written with TensorBoard's own record writer: clu's needs TensorFlow, which takes GPU memory from JAX.
 """
@@ -25,6 +26,7 @@ from spmd_tasks.files import append, is_remote, make_directory, open_descriptor,
 from spmd_tasks.wings import require
 
 METRICS_FILE = 'metrics.jsonl'
+PLACE_KEY = 'weights_from'
 
 # A number, or one number per expert.
 Metric = float | list[float]
@@ -83,8 +85,11 @@ class JsonlWriter:
 
           mend(self._path)
 
-  def write(self, step: int, metrics: Metrics) -> None:
-    record = {'step': step, 'time': round(time.time(), 3)} | {
+  def write(self, step: int, metrics: Metrics, place: str | None = None) -> None:
+    """Appends the metrics of a step; `place`: where the weights come from, if from no checkpoint of the job."""
+    record: dict[str, Any] = {'step': step, 'time': round(time.time(), 3)}
+    record |= {} if place is None else {PLACE_KEY: place}
+    record |= {
       name: [_json_number(x) for x in value] if isinstance(value, list) else _json_number(value)
       for name, value in metrics.items()
     }
@@ -113,7 +118,7 @@ class TensorBoardWriter:
     self._directory = directory
     self._records: Any = None
 
-  def write(self, step: int, metrics: Metrics) -> None:
+  def write(self, step: int, metrics: Metrics, place: str | None = None) -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
@@ -177,9 +182,9 @@ class MultiWriter:
   def __init__(self, writers: Sequence[JsonlWriter | TensorBoardWriter]):
     self._writers = writers
 
-  def write(self, step: int, metrics: Metrics) -> None:
+  def write(self, step: int, metrics: Metrics, place: str | None = None) -> None:
     for writer in self._writers:
-      writer.write(step, metrics)
+      writer.write(step, metrics, place)
 
   def write_histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
     """Writes arrays to the writers of event files; metrics.jsonl has none."""

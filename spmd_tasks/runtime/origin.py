@@ -1,12 +1,13 @@
-"""Origin: where the weights of a new job are from, if no checkpoint of ours holds them; see `Experiment.origin`.
+"""Origin: where the weights of a new job come from, if the job has no checkpoint; see `Experiment.origin`.
 
-A new job asks `start` for its first state. A Base can do more: its weights are evaluated, decoded and served as long as
-the job has no checkpoint, and checkpoints of a job that trains only some of them leave out the others.
+A new job asks `start` for its first state. Modes that only read weights (eval, decode, serve, export) ask `weights` as
+long as the job has no checkpoint. A Base does more: checkpoints of a job that trains some of its weights leave out the
+others.
 """
 
 import abc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -16,8 +17,22 @@ from spmd_tasks.runtime.task import TrainState, Variables
 from spmd_tasks.wings import call, formats
 
 
+class RestoredVariables(NamedTuple):
+  """A model's variables to evaluate, decode or serve.
+
+  Attributes:
+    variables: padded, on the mesh.
+    step: the train step after which they were saved.
+    place: the checkpoint or folder that was read; None for a checkpoint of the job itself.
+  """
+
+  variables: Variables
+  step: int
+  place: str | None = None
+
+
 class Origin(abc.ABC):
-  """Where the weights of a new job are from."""
+  """Where the weights of a new job come from."""
 
   @abc.abstractmethod
   def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
@@ -30,6 +45,21 @@ class Origin(abc.ABC):
     Raises a UserError: the weights cannot be read, or are those of another model.
     """
 
+  def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
+    """Returns the variables to evaluate, decode or serve; None if the job starts from new weights.
+
+    The default makes the whole state of a new job. Override it to read the variables alone.
+
+    Args:
+      model: of the job.
+      part: selects the variables from a state, as `task.evaluation_variables` does.
+      storage: a WeightStorage, by which weights may be converted as soon as they are read.
+
+    Raises a UserError: as `start`.
+    """
+    state, step, phrase = self.start(model, 0)
+    return RestoredVariables(part(state), step, phrase)
+
 
 class Base(Origin):
   """An Origin that stays where it is, with all weights of the model: the folder `path`."""
@@ -38,10 +68,11 @@ class Base(Origin):
 
   @abc.abstractmethod
   def variables(self, model: PartitionedModel, storage: Any = None) -> Variables:
-    """Returns the padded variables, for eval, decode and serve of a job that has no checkpoint.
+    """Returns the padded variables. A WeightStorage converts each weight as soon as it is read."""
 
-    A WeightStorage converts each weight as soon as it is read.
-    """
+  def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
+    """Returns the folder's variables, at step 0."""
+    return RestoredVariables(self.variables(model, storage), 0, str(self.path))
 
   @abc.abstractmethod
   def frozen(self, model: PartitionedModel, storage: Any = None) -> Any:

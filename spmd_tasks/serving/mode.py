@@ -119,7 +119,7 @@ def serve(
 
     def restore(step: int | None) -> tuple[Any, int]:
       with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
-        variables, restored = restore_evaluation_variables(
+        variables, restored, _ = restore_evaluation_variables(
           model, checkpointer, step, part, experiment=job.experiment, storage=storage
         )
       return variables if storage is None else storage.store(variables), restored

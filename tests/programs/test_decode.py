@@ -236,3 +236,20 @@ def test_a_second_job_does_not_write_the_same_file(tmp_path):
   first.close()
   assert second.num_done() == 1
   second.close()
+
+
+def test_a_decode_job_of_its_own_reads_another_jobs_weights(decoded, finished_job, tmp_path, capfd):
+  """`decode` ends, too, as no training job has begun here. Outputs of another place are not taken for its own."""
+  _, expected = decoded
+  own, prompts = tmp_path / 'own', write_prompts(tmp_path)
+  flags = ('--decode_input', prompts, '--set', f'init_from={finished_job}')
+  assert binary.run_in_process(*flags_of(own, *flags, mode='decode')) == 0
+  lines = lines_of(own / 'decode' / 'prompts' / 'step_20.jsonl')
+  place = f'{finished_job}/checkpoints/checkpoint_00000020'
+  assert [line.pop('weights_from') for line in lines] == [place] * len(PROMPTS)
+  assert lines == expected
+  assert binary.run_in_process(*flags_of(own, *flags)) == 0
+  assert f'all {len(PROMPTS)} prompts are done already' in capfd.readouterr().err
+  other = only_checkpoints(finished_job, tmp_path / 'other')
+  assert binary.run_in_process(*flags_of(own, *flags, '--set', f'init_from={other}')) == exit_codes.USAGE
+  assert 'or place of the weights: move it away' in capfd.readouterr().err

@@ -166,3 +166,60 @@ def test_a_step_that_the_file_has_is_shown_and_not_recorded_again(finished_job, 
   shown = {line.split()[4]: line for line in capsys.readouterr().err.splitlines() if ' eval ' in line}
   assert 'not recorded' in shown['valid:']
   assert 'not recorded' not in shown['ragged:']
+
+
+def test_an_eval_job_of_its_own_reads_another_jobs_weights(finished_job, tmp_path, capfd):
+  """Saved on 8 devices, evaluated on 1 as in that job's own directory, raw and averaged; nothing is written there."""
+  before = sorted(finished_job.rglob('*'))
+  own = tmp_path / 'own'
+  flags = ('--exp', SMALL, '--mode', 'eval', '--job_log_dir', own, '--set', f'init_from={finished_job}')
+  one = ('--num_fake_devices', 1, '--ici_mesh_shape', '1,1,1')
+  finished = binary.run_binary(*flags, *one, '--set', 'init_from_step=16')
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  place = f'{finished_job}/checkpoints/checkpoint_00000016'
+  assert f'step 16 of {place}  eval ragged: ' in finished.stderr
+  assert binary.run_in_process(*flags) == exit_codes.OK  # the newest; --watch ends, as no training job has begun here
+  assert binary.run_in_process(*flags, '--watch') == exit_codes.OK
+  assert 'not recorded: metrics.jsonl has this step' in capfd.readouterr().err
+  lines, expected = eval_lines(own, 'ragged'), {line['step']: line for line in eval_lines(finished_job, 'ragged')}
+  assert [line['step'] for line in lines] == [16, LAST_STEP]
+  assert lines[0]['weights_from'] == place
+  for line in lines:
+    assert_metrics_agree(line, expected[line['step']], rtol=1e-6)
+
+  averaged = only_checkpoints(finished_job, tmp_path / 'averaged')
+  assert run_eval(averaged, '--set', EMA, '--accept_config_changes') == exit_codes.OK
+  assert binary.run_in_process(*flags, '--job_log_dir', tmp_path / 'ema', '--set', EMA) == exit_codes.OK
+  (line,) = eval_lines(tmp_path / 'ema', 'ragged')
+  assert_metrics_agree(line, eval_lines(averaged, 'ragged')[0], rtol=1e-6)
+  assert sorted(finished_job.rglob('*')) == before
+
+
+def test_weights_of_two_places_are_two_records_of_a_step(finished_job, tmp_path):
+  other = only_checkpoints(finished_job, tmp_path / 'other')
+  for place in (finished_job, other, other):
+    assert run_eval(tmp_path / 'own', '--set', f'init_from={place}') == exit_codes.OK
+  lines = eval_lines(tmp_path / 'own', 'ragged')
+  assert [line['weights_from'] for line in lines] == [
+    f'{place}/checkpoints/checkpoint_00000020' for place in (finished_job, other)
+  ]
+
+
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (
+      (),
+      'has no checkpoint to restore weights from: correct the path, train first, or name weights by --set init_from',
+    ),
+    (('--set', 'init_from={job}/nowhere'), 'nowhere/checkpoints holds no checkpoint of a job: name the --job_log_dir'),
+    (('--set', 'init_from={job}', '--set', 'init_from_step=7'), 'no checkpoint of step 7; it has those of [2, 4'),
+    (('--set', 'init_from={job}', '--checkpoint_step', 8), '--checkpoint_step names one of the job itself, init_from'),
+    (('--set', 'init_from={job}', '--set', 'num_layers=2'), 'Give it the layers and sizes of the job'),
+  ],
+)
+def test_a_wrong_place_of_weights_is_named_in_one_sentence(finished_job, tmp_path, capfd, flags, words):
+  flags = [str(flag).format(job=finished_job) for flag in flags]
+  assert run_eval(tmp_path / 'own', *flags) == exit_codes.USAGE
+  assert words in capfd.readouterr().err
+  assert not (tmp_path / 'own' / 'eval').exists()

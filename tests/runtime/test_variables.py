@@ -129,7 +129,7 @@ def test_saved_restored_on_another_mesh_and_evaluated_with_averaged_weights(on_m
   restored = other.from_canonical(checkpointer.restore(other.canonical_state).state)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.to_canonical(restored)), canonical)
 
-  variables, _ = restore_evaluation_variables(other, checkpointer)
+  variables = restore_evaluation_variables(other, checkpointer).variables
   checkpointer.close()
   batch = next(batches())
   step = other.eval_step(SPEC)
@@ -160,7 +160,7 @@ def test_the_average_of_schedule_free_is_restored_and_evaluated(shape, tmp_path)
   checkpointer = Checkpointer(tmp_path)
   checkpointer.save(5, model.to_canonical(state))
   checkpointer.wait()
-  restored, _ = restore_evaluation_variables(model, checkpointer)
+  restored = restore_evaluation_variables(model, checkpointer).variables
   checkpointer.close()
   step = model.eval_step(SPEC)
   for variables in (restored, task.evaluation_variables(state)):

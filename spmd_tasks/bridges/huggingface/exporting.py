@@ -92,7 +92,7 @@ def export_model(
       if origin is not None and not step and not is_changed and checkpointer.is_fresh():
         restored, weights = 0, origin.lazy_weights(job.task.model, model.canonical_state.weights)
       else:
-        variables, restored = restore_evaluation_variables(model, checkpointer, step, experiment=job.experiment)
+        variables, restored, _ = restore_evaluation_variables(model, checkpointer, step, experiment=job.experiment)
         params = variables['params']
         if not only_adapters:  # quantized kernels become numbers, too
           params = merge_adapters(model, params)

@@ -58,17 +58,17 @@ def _keeps_numbers(path: str) -> bool:
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Refuses to serve, and to train beside checkpoints of Paxml, which would be taken for damaged ones of ours."""
+  """Refuses to serve, and to run in a directory of Paxml, whose checkpoints would be taken for damaged ones of ours."""
   if mode == 'serve' and getattr(type(job.experiment), '_pax_class', None) is not None:
     raise UserError(f'{job.name} is an experiment of Pax, and only models of ours are served: decode by --mode decode.')
-  if mode != 'train':
-    return job
   checkpoints = directory / 'checkpoints'
   is_ours = not checkpoints.is_dir() or (directory / 'config.json').exists()
   if not is_ours and _lazy('checkpoint_format')(checkpoints) == 'pax':
+    how = f'go on from this one by --set continue_from={directory}'
+    if mode != 'train':
+      how = f'take its weights by --set init_from={directory}'
     raise UserError(
-      f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment go on from '
-      f'this one by --set continue_from={directory}.'
+      f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment {how}.'
     )
   return job
 

@@ -5,6 +5,7 @@
 
     <job_log_dir>/decoder_out/<dataset>/decoder_out_<step>_shard_0.jsonl    a value of process_decode_out on each line
     <job_log_dir>/decoder_out/<dataset>/decoder_out_<step>_shard_0.pickle   the list of its (key, value) pairs
+    <job_log_dir>/decoder_out/<dataset>/decoder_out_<step>_weights_from.txt   the place of weights of no checkpoint here
     <job_log_dir>/summaries/decode_test_<dataset>/                          metrics: events, and metrics.jsonl
 
 Both files appear as a whole, the .jsonl last: a dataset that has one is not decoded again with the same checkpoint. A
@@ -34,7 +35,7 @@ from spmd_tasks.bridges.pax._input import PaxInput, flatten_batch, next_batch, t
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import make_directory, storage_errors, write_durably
+from spmd_tasks.files import make_directory, read_text, storage_errors, write_durably
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.metrics import make_writer
@@ -69,22 +70,44 @@ class PaxDecoder:
     for step in self._steps.values():
       step.compile()
 
-  def run(self, name: str, variables: Variables, step: int) -> None:
+  def run(self, name: str, variables: Variables, step: int, place: str | None = None) -> None:
     """Decodes a dataset with variables (padded, on the mesh) of a train step, unless its outputs are there already.
 
+    `place` says where the variables come from, if from no checkpoint of the job.
+
     Raises:
-      UserError: the dataset has no batch, or a batch has texts, which several processes cannot pass on.
+      UserError: the dataset has no batch, a batch has texts, which several processes cannot pass on, or the outputs of
+        this step are there already with variables of another place.
       StorageError: the outputs cannot be written.
     """
     dataset = self.inputs[name].make(jax.process_index(), jax.process_count())
     directory = self.job_log_dir / 'decoder_out' / dataset.name
     stem = f'decoder_out_{step}_shard_0'
     done = directory / f'{stem}.jsonl'
+    note = directory / f'decoder_out_{step}_weights_from.txt'
+    title = f'step {step}{"" if place is None else f" of {place}"}  decode {name}:'
+
+    def place_of_outputs() -> tuple[bool, str | None]:
+      return done.exists(), read_text(note).strip() if note.exists() else None
+
     with storage_errors(done):
-      if primary_decides(done.exists, 'is_decoded', limit_s=_LOOK_LIMIT_S):
-        self.report(f'step {step}  decode {name}: done already, in {done}')
-        return
-    self.report(f'step {step}  decode {name}: to {done}')
+      is_done, other = primary_decides(place_of_outputs, 'is_decoded', limit_s=_LOOK_LIMIT_S)
+    if is_done and other != place:
+      raise UserError(
+        f'{done} has the outputs of weights of {other or "the job itself"}, not of {place or "the job itself"}: choose '
+        'another --job_log_dir.'
+      )
+    if is_done:
+      self.report(f'{title} done already, in {done}')
+      return
+    self.report(f'{title} to {done}')
+    if is_primary():
+      with storage_errors(note):
+        if place is None:
+          note.unlink(missing_ok=True)
+        else:
+          make_directory(directory)
+          write_durably(note, f'{place}\n')
     decoded = _DecodedDataset(cast(Any, self.model.task).task)
     for batch, (arrays, texts) in enumerate(self._batches(dataset), start=1):
       self.on_batch()
@@ -100,11 +123,11 @@ class PaxDecoder:
     metrics = decoded.metrics()
     summaries = self.job_log_dir / 'summaries' / f'decode_test_{dataset.name}'
     writer = make_writer(summaries, tensorboard=self.tensorboard, primary=True)
-    writer.write(step, metrics)
+    writer.write(step, metrics, place)
     writer.close()
     _write_outputs(directory, stem, decoded.outputs)
     shown = ''.join(f'  {key} {value:.6g}' for key, value in metrics.items() if not key.endswith('-weight'))
-    self.report(f'step {step}  decode {name}: {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}')
+    self.report(f'{title} {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}')
 
   def _batches(self, dataset: Any) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
     """Yields (arrays, texts) of the batches that Paxml decodes. The dataset is not read ahead: it may keep a state."""

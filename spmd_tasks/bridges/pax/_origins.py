@@ -1,7 +1,9 @@
 """The states that a Pax experiment starts from when checkpoints are named: a job of Paxml, or parts of other jobs.
 
-    --set continue_from=/jobs/pax          # weights, other variables, optimizer state and step: goes on as Paxml would
+    --set continue_from=/jobs/pax          # weights, other variables, optimizer state and step, as Paxml would
     --set init_from=/jobs/pax              # weights and other variables, at step 0, with a new optimizer state
+
+Modes that only read weights take them from either, with the averages that the optimizer keeps.
 
     task.train.init_from_checkpoint_rules = {
         '/jobs/old/checkpoints': tasks_lib.CheckpointLoadingRules(
@@ -37,6 +39,8 @@ from spmd_tasks.checkpoints.verifying import choose
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.runtime import Origin, PartitionedModel, TrainState
+from spmd_tasks.runtime.origin import RestoredVariables
+from spmd_tasks.runtime.partition import Part
 
 _EMA = 'ema/'
 _AVERAGE = re.compile(r'\d+/(?:.*/)?ema/((?:params|non_trainable)/.*)')  # in a state of optimizers
@@ -65,11 +69,35 @@ class PaxJob(Origin):
 
     Raises a UserError: there is no such checkpoint, or it is not one of this model and learner.
     """
+    path = self._open().path
+    return _whole_state(model, path, seed) if self.takes_all else _variables(model, path, seed)
+
+  def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
+    """Reads the arrays that `part` selects, and no other."""
+    checkpoint, canonical = self._open(), model.canonical_state
+    leaves, structure = jax.tree_util.tree_flatten_with_path(pax_state(canonical))
+    selected = {id(leaf) for leaf in jax.tree.leaves(part(canonical))}
+    names = [checkpoint.name_of(path) for path, _ in leaves]
+    wanted = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if id(leaf) in selected}
+    # A variable of the checkpoint that the model lacks is an error, as it is when a job starts from it.
+    extra = {name for name in checkpoint.arrays if name.startswith('mdl_vars.')}.difference(names)
+    stored = {name: array for name, array in checkpoint.arrays.items() if name in extra or name in wanted}
+    arrays = read_arrays(stored, wanted, str(checkpoint.path))
+    values = [arrays.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+    read = jax.tree_util.tree_unflatten(structure, values)
+    others = dict(read.mdl_vars)
+    state = canonical.replace(
+      weights=others.pop('params'),
+      non_trainable=others,
+      learner=canonical.learner.replace(opt_state=read.opt_states),
+    )
+    return RestoredVariables(model.from_canonical(part(state), part), checkpoint.step, str(checkpoint.path))
+
+  def _open(self) -> PaxCheckpoint:
     try:
-      path = open_pax_checkpoint(_checkpoints_of(absolute_path(self.directory)), self.step).path
+      return open_pax_checkpoint(_checkpoints_of(absolute_path(self.directory)), self.step)
     except UserError as error:
       raise UserError(f'{error} (looked for by continue_from or init_from = {self.directory!r})') from error
-    return _whole_state(model, path, seed) if self.takes_all else _variables(model, path, seed)
 
 
 def _whole_state(model: PartitionedModel, path: Any, seed: int) -> tuple[TrainState, int, str]:
@@ -131,8 +159,7 @@ class LoadingRules(Origin):
     Raises a UserError: a checkpoint lacks an array that a rule names or has it in another shape, or `safe_load` is set
     and a pattern matches no variable.
     """
-    # The directory of a job, its `checkpoints`, or one checkpoint -> `paxml.tasks_lib.CheckpointLoadingRules`.
-    rules_by_place: Mapping[str, Any] = model.task.task.train.init_from_checkpoint_rules or {}  # type: ignore[attr-defined]
+    rules_by_place = self._rules(model)
     if not rules_by_place:
       return model.init(seed), 0, 'starting from new weights'
     canonical = model.canonical_state
@@ -162,6 +189,20 @@ class LoadingRules(Origin):
       state = state.replace(step=jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding))
     places = ' and '.join(map(str, rules_by_place))
     return state, step or 0, f'starting with {len(new)} of {len(variables)} variables of {places}'
+
+  def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
+    """Returns a new job's variables, averaged ones only if the rules load the optimizer's state; None without rules."""
+    rules_by_place = self._rules(model)
+    if not rules_by_place:
+      return None
+    loads_averages = any(rules.load_opt_states or rules.partial_load_opt_states for rules in rules_by_place.values())
+    state, step, _ = self.start(model, 0)
+    places = ' and '.join(map(str, rules_by_place))
+    return RestoredVariables(part(state) if loads_averages else state.variables, step, places)
+
+  def _rules(self, model: PartitionedModel) -> Mapping[str, Any]:
+    """Returns the task's `paxml.tasks_lib.CheckpointLoadingRules` by the directory of a job, or one checkpoint."""
+    return model.task.task.train.init_from_checkpoint_rules or {}  # type: ignore[attr-defined]
 
 
 def _origins(names: Iterable[str], rules: Any, *, safe: bool) -> dict[str, str]:

@@ -43,7 +43,8 @@ from spmd_tasks.learning.adafactor import T5X_HEADS_FACTOR_RULES, T5X_SCANNED_FA
 from spmd_tasks.learning.frozen_weights import without_frozen
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.runtime.origin import Base
+from spmd_tasks.runtime.origin import Base, RestoredVariables
+from spmd_tasks.runtime.partition import Part
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 
@@ -93,6 +94,11 @@ class T5xOrigin(Base):
     state = state.replace(step=step, learner=state.learner.replace(opt_state=opt_state))
     with_moments = ', with its optimizer state' if moments is not None else ''
     return state, checkpoint.step, f'{phrase}{with_moments}, after step {checkpoint.step}'
+
+  def weights(self, model: PartitionedModel, part: Part, storage: Any = None) -> RestoredVariables | None:
+    """Returns the checkpoint's variables, at its step."""
+    checkpoint = open_checkpoint(self.path, self.step)
+    return RestoredVariables(self.variables(model, storage), checkpoint.step, str(checkpoint.path))
 
   def variables(self, model: PartitionedModel, storage: Any = None) -> Variables:
     """Returns the padded variables."""

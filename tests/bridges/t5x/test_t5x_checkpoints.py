@@ -143,6 +143,7 @@ class Model:
       weights=self._abstract(state.weights, sharding),
       learner=types.SimpleNamespace(opt_state=self._abstract(state.learner.opt_state, sharding)),
     )
+    self.abstract_state = self.padded_state = self.canonical_state
 
   @staticmethod
   def _abstract(tree, sharding):
@@ -169,6 +170,9 @@ def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
   flat = traverse_util.flatten_dict(state.weights, sep='/')
   for name, array in flat.items():
     np.testing.assert_array_equal(weights[name], array, err_msg=name)
+  variables, step, place = origin.weights(model, lambda state: state.variables)  # to evaluate or decode
+  assert (step, place) == (20, str(checkpoint.path))
+  jax.tree.map(np.testing.assert_array_equal, variables['params'], state.weights)
   moments = origin._lazy_moments(model, checkpoint, read)
   wanted = [each for of in moments_of(state.learner.opt_state, flat).values() for each in of.values()]
   assert len(moments) == len(wanted) > len(flat)
