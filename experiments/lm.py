@@ -22,7 +22,7 @@ class StdlibTiny(DenseLanguageModel):
   ici_mesh_shape = (1, 4, 2)
   num_train_steps = 300
   eval_every_steps = 100
-  checkpoint_every_steps = 100
+  checkpoint_every = 100
 
 
 @register
@@ -77,7 +77,7 @@ class StdlibSmall(DenseLanguageModel):
   num_train_steps = 5000
   learning_rate = 1e-3
   eval_every_steps = 500
-  checkpoint_every_steps = 500
+  checkpoint_every = 500
   eval_batches = 32
 
 
@@ -93,7 +93,7 @@ class UnevenTiny(DenseLanguageModel):
   seq_len = 64
   batch_size = 8
   num_train_steps = 100
-  checkpoint_every_steps = 50
+  checkpoint_every = 50
 
 
 @register
@@ -115,7 +115,7 @@ class Dense1B(DenseLanguageModel):
   num_train_steps = 50_000
   learning_rate = 3e-4
   eval_every_steps = 1000
-  checkpoint_every_steps = 1000
+  checkpoint_every = 1000
   log_every_steps = 50
 
 

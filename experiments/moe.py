@@ -24,7 +24,7 @@ class StdlibTiny(MoeLanguageModel):
   hidden_dims = 192
   num_train_steps = 300
   eval_every_steps = 100
-  checkpoint_every_steps = 100
+  checkpoint_every = 100
 
 
 @register
@@ -35,7 +35,7 @@ class SwitchTiny(MoeLanguageModel):
   num_experts = 4
   num_selected_experts = 1
   num_train_steps = 300
-  checkpoint_every_steps = 100
+  checkpoint_every = 100
 
   def router(self) -> fdl.Config[TopKRouter]:
     return fdl.copy_with(super().router(), normalize_gates=None, jitter_eps=0.01)
@@ -57,7 +57,7 @@ class UnevenExperts(MoeLanguageModel):
   seq_len = 64
   batch_size = 8
   num_train_steps = 100
-  checkpoint_every_steps = 50
+  checkpoint_every = 50
 
 
 @register
@@ -81,7 +81,7 @@ class Mixtral8x7B(MoeLanguageModel):
   num_train_steps = 100_000
   learning_rate = 3e-4
   eval_every_steps = 1000
-  checkpoint_every_steps = 1000
+  checkpoint_every = 1000
   log_every_steps = 50
   rotary_wavelength: float = 1e6
 

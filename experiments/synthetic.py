@@ -21,7 +21,7 @@ class Tiny(SyntheticLanguageModel):
   eval_batches = 2
   num_train_steps = 20
   log_every_steps = 1
-  checkpoint_every_steps = 10
+  checkpoint_every = 10
 
 
 @register

@@ -63,7 +63,7 @@ class _Pretraining(EncoderDecoderLanguageModel):
   batch_size = 128
   num_train_steps = 100_000
   eval_every_steps = 1000
-  checkpoint_every_steps = 1000
+  checkpoint_every = 1000
 
 
 class Small(_Pretraining):
@@ -141,7 +141,7 @@ class _Tiny(EncoderDecoderLanguageModel):
   batch_size = 16
   num_train_steps = 200
   learning_rate = 1e-2
-  checkpoint_every_steps = 100
+  checkpoint_every = 100
 
   def optimizer(self) -> fdl.Config:
     return fdl.Config(AdamW, learning_rate=self.learning_rate)

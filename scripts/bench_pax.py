@@ -109,7 +109,7 @@ class Training:
   def of_ours(cls, experiment: str, every: int, directory: Path) -> Self:
     """Starts our binary."""
     settings = {'num_train_steps': FOR_EVER, 'log_every_steps': every, 'step_timeout_s': FOR_EVER}
-    settings |= {'input_timeout_s': FOR_EVER, 'eval_every_steps': None, 'checkpoint_every_steps': None}
+    settings |= {'input_timeout_s': FOR_EVER, 'eval_every_steps': None, 'checkpoint_every': None}
     flags = ['--exp', experiment, '--mode', 'train', '--num_fake_devices', '8', '--job_log_dir', str(directory)]
     flags += [flag for name, value in settings.items() for flag in ('--set', f'{name}={value}')]
     env = environment()

@@ -127,7 +127,7 @@ def measure_startup(num_steps: int, overrides: tuple[str, ...]) -> dict[str, Any
   """The binary itself in a process of its own, with one eval and one checkpoint halfway."""
   with tempfile.TemporaryDirectory() as directory:
     flags = f'--exp {EXPERIMENT} --mode train --num_fake_devices 8 --num_train_steps {num_steps}'
-    intervals = f'eval_every_steps={num_steps // 2}', f'checkpoint_every_steps={num_steps // 2}', 'log_every_steps=1'
+    intervals = f'eval_every_steps={num_steps // 2}', f'checkpoint_every={num_steps // 2}', 'log_every_steps=1'
     sets = [flag for override in (*intervals, *overrides) for flag in ('--set', override)]
     command = [sys.executable, '-m', 'spmd_tasks.main', *flags.split(), '--job_log_dir', directory, *sets]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -38,7 +38,7 @@ class Base(DenseLanguageModel):
   tokenizer_file: str = ''
   vocab_size = VOCAB_SIZE + len(MARKS)
   num_train_steps = 200
-  checkpoint_every_steps = 100
+  checkpoint_every = 100
   log_every_steps = 50
 
   def task(self):

@@ -55,7 +55,8 @@ DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
 class Experiment(FrozenFields, abc.ABC):
   """Everything that defines a job: mesh, axis rules, task, inputs, intervals. Frozen; subclass to vary.
 
-  Intervals are in train steps and None means never (a checkpoint is always written at the end). Times are in seconds.
+  Intervals are in train steps, or a time for checkpoints, and None means never (a checkpoint is always written at the
+  end). Other times are in seconds.
 
   Raises (on construction):
     UserError: a field has a value that does not fit; the message names it.
@@ -63,6 +64,7 @@ class Experiment(FrozenFields, abc.ABC):
 
   # The fields that name the job whose checkpoint `init_from_step` a new job starts from.
   _names_of_start: ClassVar[tuple[str, ...]] = ('init_from',)
+  _renamed: ClassVar[Mapping[str, str]] = types.MappingProxyType({'checkpoint_every_steps': 'checkpoint_every'})
 
   # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
@@ -105,7 +107,9 @@ class Experiment(FrozenFields, abc.ABC):
   sample_prompts: tuple[str, ...] = ()
   sample_max_tokens: int = 64
   sample_as_chat: bool = False
-  checkpoint_every_steps: int | None = None
+  # How often a checkpoint is saved: a number of steps, or a time ('90s', '10m', '2h', '1d') after which the next step
+  # boundary is saved. With a time, multiples of `checkpoint_keep_every_steps` are saved too.
+  checkpoint_every: int | str | None = '10m'
   # How many of the newest checkpoints are kept. Kept for ever: those at multiples of `checkpoint_keep_every_steps`, and
   # with `checkpoint_keep_every_hours` the first one and each one saved that long after the last one so kept.
   checkpoint_max_to_keep: int = 3
@@ -206,7 +210,14 @@ class Experiment(FrozenFields, abc.ABC):
       raise UserError(f'peer_copy_directory = {self.peer_copy_directory!r} must be an absolute path, or None.')
 
   def _check_times(self) -> None:
-    """Checks hours and seconds."""
+    """Checks times."""
+    if isinstance(self.checkpoint_every, str):
+      duration_s(self.checkpoint_every, 'checkpoint_every')
+    elif self.checkpoint_every is not None and not _is_positive(self.checkpoint_every):
+      raise UserError(
+        f"checkpoint_every = {self.checkpoint_every!r} must be a positive number of steps, a time such as '10m', or "
+        'None for the end alone.'
+      )
     hours = self.checkpoint_keep_every_hours
     if hours is not None and not hours > 0:
       raise UserError(f'checkpoint_keep_every_hours = {hours!r} must be a positive number of hours, or None.')
@@ -265,6 +276,15 @@ def _check_methods(name: str, value: Any, methods: Sequence[str], remedy: str = 
   kind = f'the class {value.__name__} itself' if inspect.isclass(value) else f'of type {type(value).__name__}'
   if missing or inspect.isclass(value):
     raise UserError(f'{name} is {kind}{" without " * bool(missing)}{", ".join(missing)}: {remedy}.')
+
+
+def duration_s(duration: str, name: str) -> int:
+  """Returns the seconds of a duration such as '90s', '10m', '2h' or '1d'. Raises a UserError, which has the name."""
+  match = re.fullmatch(r'(\d{1,9})([smhd])', duration)
+  seconds = 0 if match is None else int(match[1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86_400}[match[2]]
+  if not seconds:
+    raise UserError(f"{name} = {duration!r} must be a number with its unit: '90s', '10m', '2h' or '1d'.")
+  return seconds
 
 
 def _is_positive(value: Any) -> bool:

@@ -57,6 +57,8 @@ def _is_plain_value(name: str, value: Any) -> bool:
 class FrozenFields:
   """Makes every subclass a frozen, keyword-only dataclass; its plain class attributes re-default inherited fields."""
 
+  # Earlier names of fields, by which a class, an override or a saved config may still set them.
+  _renamed: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
   _fields_set_here: ClassVar[frozenset[str]] = frozenset()
   _given: ClassVar[frozenset[str]]  # of each object: the fields that its constructor was given
 
@@ -75,6 +77,11 @@ class FrozenFields:
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
     annotations = dict(inspect.get_annotations(cls))
+    for old, new in cls._renamed.items():
+      if old in vars(cls):
+        setattr(cls, new, vars(cls)[old])
+        delattr(cls, old)
+        annotations.pop(old, None)
     # Of all bases: with several, the attribute itself would be the first one's.
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, '__dataclass_fields__', ())}
     for name in annotations:

@@ -9,7 +9,7 @@ from flax.core import FrozenDict
 import pytest
 
 from spmd_tasks.config import resolve
-from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
+from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, duration_s
 from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding import DataExpertModelMesh, MeshAxes
@@ -132,6 +132,9 @@ BAD_FIELDS = [
   ({'eval_every_steps': 0}, 'eval_every_steps = 0 must be a positive number of steps, or None for never'),
   ({'eval_limit_batches': 0}, 'eval_limit_batches = 0 must be a positive integer'),
   ({'checkpoint_keep_every_steps': True}, 'checkpoint_keep_every_steps'),
+  ({'checkpoint_every': 0}, "checkpoint_every = 0 must be a positive number of steps, a time such as '10m', or None"),
+  ({'checkpoint_every': '10 min'}, "checkpoint_every = '10 min' must be a number with its unit: '90s', '10m'"),
+  ({'checkpoint_every': '0m'}, 'checkpoint_every'),
   ({'seed': -1}, 'seed'),
   ({'profile_steps': (5, 5)}, 'profile_steps'),
 ]
@@ -141,6 +144,22 @@ BAD_FIELDS = [
 def test_settings_that_do_not_fit_are_refused_by_name(fields, message):
   with pytest.raises(ValueError, match=message):
     Base(**fields)
+
+
+@pytest.mark.parametrize('text, seconds', [('90s', 90), ('10m', 600), ('2h', 7200), ('1d', 86_400)])
+def test_a_time_between_checkpoints_has_a_unit(text, seconds):
+  assert Base(checkpoint_every=text).checkpoint_every == text
+  assert duration_s(text, 'checkpoint_every') == seconds
+
+
+def test_a_field_is_set_by_its_earlier_name_too():
+  class Old(Base):
+    checkpoint_every_steps: int = 7
+
+  class Older(Old):
+    checkpoint_every_steps = None
+
+  assert (Old().checkpoint_every, Older().checkpoint_every) == (7, None)
 
 
 def test_a_mesh_axis_takes_the_place_of_a_default_rule_of_its_name():

@@ -158,7 +158,7 @@ def modules_in(path: ConfigPath, value: Any) -> Iterator[str]:
 
 
 def resolve_changed(
-  cls: type,
+  cls: type[Experiment],
   config: fdl.Config,
   part_changes: Mapping[ConfigPath, Any],
   overrides: Sequence[str],
@@ -176,7 +176,7 @@ def resolve_changed(
     checked: returns the values of overrides, or raises a UserError for one of them.
     code_directories: of the ResolvedConfig.
   """
-  split = [split_override(override) for override in overrides]
+  split = [((cls._renamed.get(path[0], path[0]), *path[1:]), text) for path, text in map(split_override, overrides)]
   on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
   on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
   changes = checked({path: parse_override(config, path, text) for path, text in on_experiment})

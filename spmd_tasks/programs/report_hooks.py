@@ -18,6 +18,7 @@ from spmd_tasks.inputs.base import progress_of, source_names
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.goodput import Goodput, steady_now
 from spmd_tasks.programs.hooks import Logged, TrainHook, TrainRun
+from spmd_tasks.programs.interval_hooks import describe_interval
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, SavedSteps
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
@@ -52,7 +53,8 @@ class ShowProgress(TrainHook):
   """Describes the model, and reports the time until the first step, every finished step, and every skipped one."""
 
   def start(self, run: TrainRun) -> None:
-    run.message(_describe(run.model, run.origin))
+    interval = describe_interval(run.experiment.checkpoint_every)
+    run.message(f'{_describe(run.model, run.origin)}; a checkpoint {interval}')
     if is_primary():
       with storage_errors(run.job_log_dir / PARAMETERS_FILE):
         write_durably(run.job_log_dir / PARAMETERS_FILE, format_parameter_table(run.model) + '\n')
@@ -63,8 +65,8 @@ class ShowProgress(TrainHook):
     step, total = run.model.train_step, steady_now() - run.goodput.begun
     phases = {'trace': step.trace_seconds, 'compile': step.compile_seconds, 'total': total}
     run.message(
-      f'first step finished {total:.1f} s after the start of the process, of which {step.trace_seconds:.1f} s traced '
-      f'and {step.compile_seconds:.1f} s compiled it'
+      f'first step finished {total:.1f} s after the start, of which {step.trace_seconds:.1f} s traced and '
+      f'{step.compile_seconds:.1f} s compiled it'
     )
     if is_primary():
       with storage_errors(run.job_log_dir / STARTUP_FILE):

@@ -24,7 +24,7 @@ def job_log_dir(tmp_path):
     ('model_dims=64', 'refused', 'refused'),
     ('task.loss.z_loss_weight=0', 'refused', 'refused'),
     ('ici_mesh_shape=1,2,4', 'free', 'free'),
-    ('checkpoint_every_steps=7', 'free', 'free'),
+    ('checkpoint_every=7', 'free', 'free'),
     ('task.learner.max_consecutive_skips=2', 'free', 'free'),
   ],
 )

@@ -181,6 +181,16 @@ def define(monkeypatch, loss=Loss, **fields):
   return Changing
 
 
+def test_an_override_and_a_saved_config_may_have_the_earlier_name_of_a_field():
+  saved = through_text(to_json(resolve(Small, ['checkpoint_every_steps=9'])))
+  assert saved['config']['checkpoint_every'] == saved['overrides']['checkpoint_every'] == 9
+  for part in ('config', 'overrides'):
+    saved[part]['checkpoint_every_steps'] = saved[part].pop('checkpoint_every')
+  again = from_json(saved)
+  assert again.experiment.checkpoint_every == again.overrides['checkpoint_every'] == 9
+  assert from_json(saved, ['checkpoint_every_steps=2h']).experiment.checkpoint_every == '2h'
+
+
 def test_defaults_that_changed_since_are_taken_from_the_save(monkeypatch):
   saved = through_text(to_json(resolve(define(monkeypatch))))
   now = define(monkeypatch, LossAfter, batch_size=32, num_layers=6)

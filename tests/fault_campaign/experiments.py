@@ -30,7 +30,7 @@ class Plain(Small):
 
   ici_mesh_shape = (1, 1, 1)
   num_train_steps = NUM_STEPS
-  checkpoint_every_steps = SAVE_INTERVAL
+  checkpoint_every = SAVE_INTERVAL
   checkpoint_max_to_keep = MAX_TO_KEEP
   eval_every_steps = EVAL_INTERVAL
   step_timeout_s = 60.0

@@ -54,7 +54,7 @@ class Light(Regression):
   shutdown_timeout_s = 5
   tensorboard = False
   log_every_steps = 1
-  checkpoint_every_steps = 5
+  checkpoint_every = 5
 
   def train_input(self):
     return fdl.Config(SlowShard, rows=fdl.Config(Points))

@@ -74,7 +74,7 @@ def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
   flags = ['--set', 'train_input.rows.batch_size=6', '--ici_mesh_shape=1,2,4']
   across = ['--ici_mesh_shape=1,2,2', '--dcn_mesh_shape=1,1,2']
   train_alone(alone, *flags)
-  train_alone(shared, *flags, '--num_train_steps=5', '--set', 'checkpoint_every_steps=3')
+  train_alone(shared, *flags, '--num_train_steps=5', '--set', 'checkpoint_every=3')
   flip_a_byte(shared / 'checkpoints' / 'checkpoint_00000005')
   # The order of a set differs between the two.
   ranks = train(tmp_path, shared, *flags, *across, '--num_train_steps=15', fresh=True)
@@ -111,7 +111,7 @@ def test_processes_that_differ_are_refused_before_anything_is_written(tmp_path):
 
 def test_a_signal_to_one_process_saves_the_same_step_on_all_also_while_they_save(tmp_path):
   """Ctrl-C; of SIGTERM test_faults.py has all cases, with a smaller worker."""
-  flags = ['--num_train_steps=100000', '--set', 'checkpoint_every_steps=1']
+  flags = ['--num_train_steps=100000', '--set', 'checkpoint_every=1']
   with Job(commands(tmp_path / 'job', *flags, exp='Light'), log_dir=tmp_path, num_devices=4) as job:
     job.wait_for_text(0, 'step 3/', limit_s=START_S)
     job.send(1, signal.SIGINT)
@@ -121,6 +121,17 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all_also_while_they_save
   assert f'Preempted: step {step} is saved' in ranks[0].log
   assert (tmp_path / 'job' / 'checkpoints' / f'checkpoint_{step:08}').is_dir()
   assert 'Traceback' not in ranks[0].log + ranks[1].log
+
+
+def test_processes_agree_on_the_steps_that_are_saved_by_time(tmp_path):
+  flags = ['--num_train_steps=40', '--set', 'checkpoint_every=1s', '--set', 'train_input.slow_s=0.1']
+  ranks = train(tmp_path, tmp_path / 'job', *flags, exp='Light')
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
+  times = {step: metrics['time'] for step, metrics in read_jsonl(tmp_path / 'job').items()}
+  steps = [int(name.removeprefix('checkpoint_')) for name in binary.checkpoint_names(tmp_path / 'job')]
+  assert len(steps) == 3
+  assert steps[-1] == 40
+  assert 0.5 < times[steps[1]] - times[steps[0]] < 2  # beside the other process's slow steps
 
 
 def test_all_processes_refuse_a_directory_that_is_in_use(tmp_path):

@@ -24,7 +24,7 @@ def commands(directory: Path, num_train_steps: int) -> list[list[str]]:
   command = [sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tests.multi_process.job_experiments.Light']
   command += ['--mode', 'train', '--job_log_dir', str(directory / 'job'), '--num_fake_devices=4']
   command += ['--set', f'train_input.slow_s={SECONDS_PER_BATCH}', f'--num_train_steps={num_train_steps}']
-  command += ['--set', 'peer_copy_every_steps=6', '--set', 'checkpoint_every_steps=4', '--set', 'prefetch_batches=1']
+  command += ['--set', 'peer_copy_every_steps=6', '--set', 'checkpoint_every=4', '--set', 'prefetch_batches=1']
   ranks = enumerate(coordinator_flags(num_processes=2))
   return [command + own + ['--set', f'peer_copy_directory={directory / f"ram{rank}"}'] for rank, own in ranks]
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 START_S = 240.0
 DEADLINE_S = 60.0
-SETTINGS = ('log_every_steps=1', 'step_timeout_s=60.0', 'checkpoint_every_steps=4', 'checkpoint_max_to_keep=2')
+SETTINGS = ('log_every_steps=1', 'step_timeout_s=60.0', 'checkpoint_every=4', 'checkpoint_max_to_keep=2')
 SETTINGS += ('eval_every_steps=None',)
 
 

@@ -162,7 +162,7 @@ def stop_and_compare(hosts: Hosts, *flags: str) -> float:
   lines = metric_lines(hosts.job)
   reference = epath.Path(hosts.directory / 'reference')
   command = ['--exp', hosts.experiment, '--mode', 'train', '--job_log_dir', reference]
-  command += ['--set', 'train_input.seconds_per_batch=0', '--set', 'checkpoint_every_steps=None']
+  command += ['--set', 'train_input.seconds_per_batch=0', '--set', 'checkpoint_every=None']
   done = run_binary(*command, '--num_train_steps', max(line['step'] for line in lines), *flags, limit_s=600)
   assert done.returncode == 0, done.stderr
   expected = {line['step']: line for line in metric_lines(reference)}

@@ -17,7 +17,7 @@ class Job(Regression):
 
   ici_mesh_shape = (1, 3, 1)
   log_every_steps = 1
-  checkpoint_every_steps = 5
+  checkpoint_every = 5
   eval_every_steps = None
   heartbeat_timeout_s = 10
   prefetch_batches = 1
@@ -54,7 +54,7 @@ class Text(Tiny):
   ici_mesh_shape = (1, 4, 1)
   vocab_size = ByteTokenizer().vocab_size
   batch_size = 24
-  checkpoint_every_steps = 5
+  checkpoint_every = 5
   eval_every_steps = None
   heartbeat_timeout_s = 10
   prefetch_batches = 1

@@ -11,7 +11,7 @@ from spmd_tasks import exit_codes
 from tests.binary import metric_lines, run_in_process
 from tests.programs.small_jobs import SMALL
 
-JOB = ('--exp', SMALL, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every_steps=10')
+JOB = ('--exp', SMALL, '--mode', 'train', '--set', 'eval_every_steps=10', '--set', 'checkpoint_every=10')
 BOTH = "trackers=('wandb', 'mlflow')"
 
 

@@ -32,7 +32,7 @@ class Small(SyntheticLanguageModel):
   eval_batches = 2
   num_train_steps = 20
   log_every_steps = 1
-  checkpoint_every_steps = 2
+  checkpoint_every = 2
   checkpoint_max_to_keep = 100
   eval_every_steps = 8
   tensorboard = False

@@ -115,9 +115,30 @@ def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path):
   assert_same_arrays(saved_arrays(directory, LAST_STEP), saved_arrays(finished_job, LAST_STEP))
 
 
+@pytest.mark.slow
+def test_kill_9_loses_at_most_the_time_between_checkpoints(finished_job, start, tmp_path, capfd):
+  """That of the steps after the newest checkpoint: a save begins at the end of the step in which the time is up."""
+  directory = tmp_path / 'job'
+  flags = (*FLAGS, '--job_log_dir', directory, '--set', 'train_input.seconds_per_batch=0.2')
+  flags += ('--set', 'checkpoint_every=1s', '--set', 'eval_every_steps=None')
+  process = start(*flags)
+  wait_until(process, lambda: len(steps_of(directory)) >= 14)
+  process.kill()
+  binary.finish(process)
+  ended = {line['step']: line['time'] for line in binary.metric_lines(directory)}
+  assert binary.run_in_process(*flags) == exit_codes.OK
+  assert '; a checkpoint every second' in capfd.readouterr().err
+  saved = steps_of(directory)[len(ended)] - 1
+  longest = max(ended[step] - ended[step - 1] for step in ended if step > 1)
+  assert 0 < saved < len(ended)
+  assert ended[len(ended)] - ended[saved] <= 1 + 2 * longest
+  assert_same_losses(directory, finished_job)
+  assert_same_arrays(saved_arrays(directory, LAST_STEP), saved_arrays(finished_job, LAST_STEP))
+
+
 def test_sigterm_saves_the_step_reached_and_the_same_command_goes_on(finished_job, start, tmp_path, capfd):
   directory = tmp_path / 'job'
-  flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_every_steps=7')
+  flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_every=7')
   process = start(*flags)
   wait_until(process, lambda: len(steps_of(directory)) >= 3)
   process.terminate()

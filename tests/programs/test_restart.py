@@ -56,7 +56,7 @@ def test_what_changes_no_number_may_change(finished_job, tmp_path):
   """More steps, other intervals."""
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
-  free = ('checkpoint_every_steps=3', 'eval_every_steps=None', 'prefetch_batches=1', 'step_timeout_s=99')
+  free = ('checkpoint_every=3', 'eval_every_steps=None', 'prefetch_batches=1', 'step_timeout_s=99')
   overrides = [flag for each in free for flag in ('--set', each)]
   with CompilationCounter() as compilations:
     assert train(directory, '--num_train_steps', 5, *overrides) == exit_codes.OK

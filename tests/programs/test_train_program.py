@@ -73,7 +73,7 @@ def test_nothing_is_compiled_after_the_first_step(finished_job):
 def test_logs_at_its_interval_at_the_first_and_at_the_last_step(finished_job, tmp_path, capsys):
   directory = tmp_path / 'job'
   flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory)
-  intervals = ('--set', 'log_every_steps=4', '--set', 'checkpoint_every_steps=None', '--set', 'eval_every_steps=None')
+  intervals = ('--set', 'log_every_steps=4', '--set', 'checkpoint_every=None', '--set', 'eval_every_steps=None')
   assert binary.run_in_process(*flags, *intervals, '--num_train_steps', 10) == 0
   lines = binary.metric_lines(directory)
   expected = binary.column(finished_job, 'loss')

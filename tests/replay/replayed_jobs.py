@@ -25,7 +25,7 @@ class PipelinedExperts(PipelinedLanguageModel, MoeLanguageModel):
   batch_size = 8
   num_train_steps = 12
   log_every_steps = 1
-  checkpoint_every_steps = 4
+  checkpoint_every = 4
   tensorboard = False
 
   def tokenizer(self):

@@ -46,7 +46,7 @@ def dense(tmp_path_factory):
 )
 def of_sources(request, tmp_path_factory):
   """Twelve steps of a mixture of inputs, with two layers in two microbatches."""
-  flags = ('--set', 'num_layers=2', '--set', 'checkpoint_every_steps=4', '--num_train_steps', 12)
+  flags = ('--set', 'num_layers=2', '--set', 'checkpoint_every=4', '--num_train_steps', 12)
   return train(tmp_path_factory.mktemp('of_sources') / 'job', request.param, *flags)
 
 

@@ -15,7 +15,7 @@ class SmallOfAll(PretrainedLanguageModel):
   batch_size = 8
   num_train_steps = 4
   log_every_steps = 1
-  checkpoint_every_steps = 2
+  checkpoint_every = 2
   tensorboard = False
 
   def train_input(self):

@@ -131,7 +131,7 @@ def test_a_job_learns_from_an_environment_and_goes_on_to_the_same_bits(tmp_path)
   data = write_prompts(tmp_path)
   # The compiled step is that of the job with staleness, which has this cap by default.
   settings = ('reward=', f'environment={NAME}:Echo', f'eval_data={data}', *MINIBATCHES, 'sampler_cap=2.0')
-  flags = [flag for each in (*settings, 'checkpoint_every_steps=9') for flag in ('--set', each)]
+  flags = [flag for each in (*settings, 'checkpoint_every=9') for flag in ('--set', each)]
   flags += ['--num_train_steps', '12']
   assert train(tmp_path / 'whole', data, *flags) == exit_codes.OK
   whole = numbers(tmp_path / 'whole')

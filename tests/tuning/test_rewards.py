@@ -67,7 +67,7 @@ def test_a_job_learns_and_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tm
   the sampler agrees. The first rollout has no reward, so that it changes nothing.
   """
   data = write_prompts(tmp_path)
-  settings = (*MINIBATCHES, f'num_iterations={times}', setting, f'checkpoint_every_steps={num_steps - 3}')
+  settings = (*MINIBATCHES, f'num_iterations={times}', setting, f'checkpoint_every={num_steps - 3}')
   flags = [flag for each in settings for flag in ('--set', each)] + ['--num_train_steps', num_steps]
   if num_steps > 6:
     flags += ['--set', f'eval_data={data}', '--set', 'eval_every_steps=8']

@@ -139,7 +139,7 @@ def log_probs_of_single_pairs(job, model, state):
 )
 def test_a_job_learns_and_goes_on_after_a_stop_as_if_there_was_none(name, data, folder, tmp_path):
   settings = [f'model={folder}', f'data={folder}/{data}.jsonl', f'eval_data={folder}/{data}.jsonl', *SMALL]
-  settings += ['learning_rate=3e-3', 'ici_mesh_shape=1,4,2', 'checkpoint_every_steps=3', *SCHEDULE]
+  settings += ['learning_rate=3e-3', 'ici_mesh_shape=1,4,2', 'checkpoint_every=3', *SCHEDULE]
   flags = ['--exp', f'finetune.{name}', '--mode', 'train', *(word for each in settings for word in ('--set', each))]
   flags += ['--num_train_steps', 6, '--job_log_dir']
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'

@@ -272,7 +272,7 @@ def _fields_of(task: Any) -> dict[str, Any]:
     'num_train_steps': int(train.num_train_steps),
     'log_every_steps': train.log_train_output_interval_steps or train.summary_interval_steps,
     'eval_every_steps': train.eval_interval_steps or None,
-    'checkpoint_every_steps': train.save_interval_steps,
+    'checkpoint_every': train.save_interval_steps,
     'checkpoint_max_to_keep': train.save_max_to_keep,
     'checkpoint_keep_every_hours': _hours(train.save_keep_interval_duration),
     'profile_steps': None if first is None else (first, first + train.profiler_num_steps),

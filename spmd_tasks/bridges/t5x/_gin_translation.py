@@ -416,7 +416,7 @@ def _training(root: Node, made: Translation) -> None:
   checkpoints = root.part('checkpoint_cfg')
   save, restore = checkpoints.part('save', None), checkpoints.part('restore', None)
   if save is not None:
-    made.fields['checkpoint_every_steps'] = save.get('period', None)
+    made.fields['checkpoint_every'] = save.get('period', None)
     _note_dtype(save, made)
     keep = save.get('keep', None)
     made.fields['checkpoint_max_to_keep'] = 1_000_000 if keep is None else keep

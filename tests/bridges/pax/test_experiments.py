@@ -23,7 +23,7 @@ LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_
 CONTINUED = [4.193216800689697, 4.155379295349121]
 TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
 EIGHT, FOUR = (('--num_fake_devices', number) for number in (8, 4))
-SAVED = ('--set', 'checkpoint_every_steps=5', '--set', 'eval_every_steps=10')
+SAVED = ('--set', 'checkpoint_every=5', '--set', 'eval_every_steps=10')
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +127,35 @@ def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices
   assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
 
 
+def test_a_checkpoint_of_paxml_is_evaluated_and_saved_as_it_is(run_pax_together, paxml_job, tmp_path):
+  """4.2121453 is what Paxml itself evaluated. A job whose last step is the checkpoint's saves it as its own."""
+  before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
+  flags = ('--exp', 'pax_lab.restored.Restored', '--num_fake_devices', 3, '--set', 'ici_mesh_shape=1,1,3')
+  evaluate = (*flags, '--mode', 'eval', '--job_log_dir', tmp_path / 'own', '--set')
+  on = (*flags, *TRAIN, '--set', f'continue_from={paxml_job}', '--job_log_dir', tmp_path / 'on', '--num_train_steps')
+  runs = run_pax_together(
+    (*evaluate, f'init_from={paxml_job}'),
+    (*evaluate, f'continue_from={paxml_job}', '--set', 'eval_with_ema=true', '--job_log_dir', tmp_path / 'ema'),
+    (*flags, '--mode', 'eval', '--job_log_dir', paxml_job),
+    (*on, 3),
+    (*on, 3),
+    (*flags, '--mode', 'eval', '--job_log_dir', tmp_path / 'on', '--set', 'eval_with_ema=true'),
+    (*on, 4),
+  )
+  assert [code for code, _ in runs] == [0, 0, exit_codes.USAGE, 0, 0, 0, 0], runs
+  (line,), (averaged,) = (binary.metric_lines(tmp_path / name / 'eval' / 'given') for name in ('own', 'ema'))
+  assert (line['step'], line['weights_from']) == (3, f'{paxml_job}/checkpoints/checkpoint_00000003')
+  assert line['loss'] == pytest.approx(4.2121453285217285, rel=2e-6)
+  assert f'let a Pax experiment take its weights by --set init_from={paxml_job}' in runs[2][1]
+  assert 'step 3 of 3 is already saved' in runs[4][1]
+  assert 'step 3 of 3 is already saved' not in runs[3][1]
+  assert f'loss {averaged["loss"]:.4f}' in runs[5][1]  # from the checkpoint that the new job has saved
+  assert averaged['loss'] != pytest.approx(line['loss'], rel=1e-3)
+  assert 'resuming after step 3' in runs[6][1]
+  assert binary.column(tmp_path / 'on', 'loss') == {4: pytest.approx(CONTINUED[0], rel=2e-6)}
+  assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
+
+
 def test_a_directory_with_checkpoints_of_paxml_is_not_taken_for_ones_own(paxml_job, capfd):
   before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
   flags = ('--exp', 'synthetic.Tiny', '--ici_mesh_shape', '1,8,1', '--mode', 'train', '--job_log_dir', paxml_job)
@@ -142,7 +171,7 @@ OVERRIDES = {
   'NUM_LAYERS=3': ('task.model.lm_tpl.stacked_transformer_tpl.x_times = 3',),
   'ICI_MESH_SHAPE=1,2,1': ('ici_mesh_shape = (1, 2, 1)', 'task.model.ici_mesh_shape = [1, 2, 1]'),
   'task.train.learner.optimizer.beta1=0.5': ('task.train.learner.optimizer.beta1 = 0.5',),
-  'num_train_steps=7': ('task.train.num_train_steps = 7', 'checkpoint_every_steps = 10'),
+  'num_train_steps=7': ('task.train.num_train_steps = 7', 'checkpoint_every = 10'),
   'train_input.seed=5': ('train_input.seed = 5', 'eval_inputs.valid.seed = 2'),
 }
 

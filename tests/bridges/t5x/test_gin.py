@@ -57,7 +57,7 @@ def test_a_setup_of_t5x_is_an_experiment_of_ours(tmp_path, monkeypatch):
   experiment, parts = resolved.experiment, resolved.parts
   assert type(experiment) is T5xExperiment
   wanted = {'model_dims': 8, 'num_heads': 4, 'head_dim': 3, 'hidden_dims': 16, 'num_encoder_layers': 2, 'num_layers': 2}
-  wanted |= {'vocab_size': 384, 'num_train_steps': 7, 'eval_every_steps': 10, 'checkpoint_every_steps': 10}
+  wanted |= {'vocab_size': 384, 'num_train_steps': 7, 'eval_every_steps': 10, 'checkpoint_every': 10}
   wanted |= {'normalization': 'sum', 'z_loss': 0.0001, 'dtype': 'float32'}
   assert {name: getattr(experiment, name) for name in wanted} == wanted
   job = resolved.build()
