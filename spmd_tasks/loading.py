@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -32,6 +33,7 @@ from spmd_tasks.decoding import DecodeSteps, generate
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import search
 from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
+from spmd_tasks.decoding.sampling import prompt_seed
 from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.errors import UserError
@@ -238,26 +240,27 @@ class LoadedModel:
         their own.
       max_tokens, temperature, top_k, top_p: of the texts; None is the default of the task's DecodeSettings,
         `task.decode`.
-      seed: of the sampling; None is the experiment's.
+      seed: of the sampling; None is the experiment's. Each prompt draws from its own noise, by its place in the list.
       adapter: the name of one of the experiment's `adapters`; None generates with the model alone.
 
     Raises a UserError: the job has no tokenizer, or a prompt does not fit the model.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
 
-    def read(prompt: str | Prompt) -> Prompt:
+    def read(number: int, prompt: str | Prompt) -> Prompt:
       if isinstance(prompt, Prompt):
         return prompt
-      sampling: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
+      own_seed = None if seed is None else prompt_seed(seed, number)
+      sampling: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': own_seed}
       return Prompt(prompt=prompt, max_tokens=max_tokens, **sampling, adapter=adapter)
 
-    texts = dict(self.complete(list(map(read, prompts))))
+    texts = dict(self.complete(list(itertools.starmap(read, enumerate(prompts)))))
     return [texts[number] for number in range(len(prompts))]
 
   def complete(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
     """Yields (number of the prompt, the text that follows it) as texts are finished. Raises as `generate`."""
     steps, tokenizer, variables = self._decoder
-    requests = [tokenizer.request(prompt, f'prompt {number}')[0] for number, prompt in enumerate(prompts, 1)]
+    requests = [tokenizer.request(prompt, f'prompt {i + 1}', i)[0] for i, prompt in enumerate(prompts)]
     if steps.settings.num_beams > 1:
       for number, beams in search(steps, variables, requests, decode=tokenizer.decode):
         yield number, beams[0].text

@@ -1,4 +1,4 @@
-"""Constrained output: a grammar says which tokens may come next (through the library llguidance).
+"""Constrained output: which tokens may come next, by a grammar (through the library llguidance) or a request's fields.
 
     grammars = Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=(2,))
     form = wanted_form(prompt)       # of `response_format` (OpenAI's) or `structured_outputs` (vLLM's); None: any text
@@ -7,10 +7,14 @@
     matcher.take(token)              # after each token
     matcher.is_over                  # whether only the end of text may follow
 
+    TokenLimits(vocab_size=V, min_tokens=5, end_ids=(2,), form=matcher)     # and what fields of a request leave of it
+
 Masks are computed on the host, between the steps. Shapes: V vocabulary, W = ceil(V / 32) words.
 """
 
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+import copy
 import dataclasses
 import functools
 import json
@@ -129,6 +133,8 @@ class Matcher:
     failure: why the grammar became too complex for llguidance's limits, a clause; None as long as it has not.
   """
 
+  is_free = False  # any token may come from now on
+
   def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], all_ends: Sequence[int]):
     """Wraps a matcher of llguidance, for which also others of `all_ends` are ends, than those that are allowed."""
     self._matcher = matcher
@@ -163,6 +169,138 @@ class Matcher:
       if token in ends:
         self.mask[token // 32] |= bit
     self.is_over = not self.mask.any()
+
+
+class Vocabulary:
+  """The bytes of all tokens, to look up which tokens begin with some bytes, or have them inside."""
+
+  def __init__(self, tokens: Sequence[bytes]):
+    """`tokens` are the bytes of each token; empty for those that add no text."""
+    self.tokens = tokens
+    order = sorted(range(len(tokens)), key=tokens.__getitem__)
+    self._ids = np.array(order, np.int64)
+    self._sorted = [tokens[token] for token in order]
+    self._joined = b''.join(self._sorted)
+    self._ends = np.cumsum([len(token) for token in self._sorted])
+
+  def beginning(self, text: bytes) -> np.ndarray:
+    """The tokens that begin with `text`."""
+    cut = lambda token: token[: len(text)]
+    return self._ids[bisect.bisect_left(self._sorted, text, key=cut) : bisect.bisect_right(self._sorted, text, key=cut)]
+
+  def containing(self, text: bytes) -> np.ndarray:
+    """The tokens that have `text` inside."""
+    places, place = [], self._joined.find(text)
+    while place >= 0:
+      number = int(np.searchsorted(self._ends, place, side='right'))
+      is_inside = place + len(text) <= self._ends[number]
+      places += [number] if is_inside else []
+      place = self._joined.find(text, int(self._ends[number]) if is_inside else place + 1)
+    return self._ids[places]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BadWords:
+  """Texts that may not appear: each token that would complete one of `words` is left out, however it is split."""
+
+  words: tuple[bytes, ...]
+  vocabulary: Vocabulary
+
+  @functools.cached_property
+  def _whole(self) -> np.ndarray:
+    return np.unique(np.concatenate([self.vocabulary.containing(word) for word in self.words]))
+
+  @property
+  def longest(self) -> int:
+    return max(map(len, self.words))
+
+  def tokens_after(self, text: bytes) -> Iterator[np.ndarray]:
+    """Yields the tokens that may not follow `text`."""
+    yield self._whole
+    for word in self.words:
+      for size in range(1, min(len(word), len(text) + 1)):
+        if text.endswith(word[:size]):
+          yield self.vocabulary.beginning(word[size:])
+
+
+class TokenLimits:
+  """The tokens that the fields of a request leave, of those that its form allows; a sequence takes it for a Matcher.
+
+  Attributes:
+    mask, is_over, failure: as of a Matcher. Where only the end may follow the form, `min_tokens` does not hold it up.
+    is_free: whether any token may come from now on, so that the mask need not be applied.
+  """
+
+  def __init__(
+    self,
+    *,
+    vocab_size: int,
+    min_tokens: int = 0,
+    end_ids: Sequence[int] = (),
+    allowed_ids: Sequence[int] | None = None,
+    bad_words: BadWords | None = None,
+    form: Matcher | None = None,
+  ):
+    """Begins a sequence.
+
+    Args:
+      vocab_size: V.
+      min_tokens: how many tokens come before one of `end_ids` may.
+      end_ids: tokens that end the sequence.
+      allowed_ids: the only tokens that may come; None allows all.
+      bad_words: what the text may not contain.
+      form: the matcher of the form that the text has.
+    """
+    self._vocab_size = vocab_size
+    self._min_tokens = min_tokens
+    self._end_ids = np.array(end_ids, np.int64)
+    self._allowed_ids = allowed_ids
+    self._bad_words = bad_words
+    self._form = form
+    self._text = b''  # as much of its end as may begin a bad word
+    self._num_taken = 0
+    allowed = np.zeros(num_words(vocab_size), np.uint32)
+    ids = np.arange(vocab_size) if allowed_ids is None else np.array(allowed_ids, np.int64)
+    np.bitwise_or.at(allowed, ids // 32, _bits(ids))
+    self._allowed = allowed
+    self._update()
+
+  def copy(self) -> 'TokenLimits':
+    """One for another sequence, at the same place."""
+    other = copy.copy(self)
+    other._form = None if self._form is None else self._form.copy()
+    return other
+
+  def take(self, token: int) -> None:
+    """Goes on after a token that the mask allows, which is no end of text."""
+    self._num_taken += 1
+    if self._form is not None:
+      self._form.take(token)
+    if self._bad_words is not None:
+      tokens = self._bad_words.vocabulary.tokens
+      added = tokens[token] if token < len(tokens) else b''
+      self._text = (self._text + added)[-self._bad_words.longest :]
+    self._update()
+
+  def _update(self) -> None:
+    form, may_end = self._form, self._num_taken >= self._min_tokens
+    self.is_free = may_end and form is None and self._bad_words is None and self._allowed_ids is None
+    self.mask = self._allowed.copy() if form is None else self._allowed & form.mask
+    if self._bad_words is not None:
+      for ids in self._bad_words.tokens_after(self._text):
+        np.bitwise_and.at(self.mask, ids // 32, ~_bits(ids))
+    can_end = self.mask.any()
+    if not may_end:
+      np.bitwise_and.at(self.mask, self._end_ids // 32, ~_bits(self._end_ids))
+    self.failure = None if form is None else form.failure
+    self.is_over = not self.mask.any() or (form is not None and form.is_over)
+    if self.is_over and (form is None or not (form.is_over or can_end)):
+      self.failure = self.failure or 'allowed_token_ids, bad_words and min_tokens leave no token that may come next'
+
+
+def _bits(ids: np.ndarray) -> np.ndarray:
+  """The bit of each token in its word of a mask."""
+  return np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
 
 
 class _Bytes:

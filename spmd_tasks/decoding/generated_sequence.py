@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from spmd_tasks.decoding.constraints import Matcher
+from spmd_tasks.decoding.constraints import Matcher, TokenLimits
 from spmd_tasks.decoding.drafts import NgramDrafts
 from spmd_tasks.decoding.requests import Chunk, Request
 from spmd_tasks.decoding.step_functions import Outputs
@@ -35,20 +35,30 @@ class IncrementalText:
 
   Attributes:
     text: all pieces so far.
+    last_piece: what the last call of `push` or `finish` decoded, before stop strings hold it back or cut it.
     stop: the stop string that ended the text, None where none did.
   """
 
-  def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, before: Sequence[int] = ()):
+  def __init__(
+    self,
+    decode: Callable[[Sequence[int]], str],
+    stop: Sequence[str] = (),
+    *,
+    kept_stops: Collection[str | int] = (),
+    before: Sequence[int] = (),
+  ):
     """Begins an empty text.
 
     Args:
       decode: turns tokens into text.
       stop: the stop strings.
+      kept_stops: those of them that stay at the end of the text.
       before: the tokens that the text continues; decoders may give a token another text at the beginning than after
         others, as those of SentencePiece models drop a space there.
     """
     self._decode = decode
     self._stops = tuple(stop)
+    self._kept_stops = kept_stops
     self._tokens = list(before[-_WINDOW:])  # the window: the last tokens, which the next token's text may depend on
     known = decode(self._tokens)
     if known.endswith(_UNFINISHED):  # half a character, which is no part of the continuation
@@ -56,11 +66,15 @@ class IncrementalText:
     self._num_taken = len(known)  # characters of the window's text that are in earlier pieces
     self._num_waiting = 0  # tokens since a character was completed
     self._held = ''
-    self.text = ''
+    self._num_exempt = 0  # characters of `_held` in which no stop string ends
+    self.text = self.last_piece = ''
     self.stop: str | None = None
 
-  def push(self, token: int) -> str:
-    """Adds a token; returns the piece of text that it completes, which may be empty."""
+  def push(self, token: int, *, may_stop: bool = True) -> str:
+    """Adds a token; returns the piece of text that it completes, which may be empty.
+
+    A stop string that the token completes ends the text if `may_stop`.
+    """
     self._tokens.append(token)
     whole = self._decode(self._tokens)
     # Bytes may still become characters. Decoders of single bytes (ByteFallback) give U+FFFD for each byte of a run,
@@ -79,7 +93,7 @@ class IncrementalText:
         if last and _UNFINISHED not in last:  # special tokens have no text
           self._tokens, self._num_taken = self._tokens[-num_kept:], len(last)
           break
-    return self._release(piece, is_last=False)
+    return self._release(piece, is_last=False, may_stop=may_stop)
 
   def push_all(self, tokens: Sequence[int]) -> None:
     """Adds the last tokens, for callers that read `text` after `finish` only."""
@@ -98,17 +112,23 @@ class IncrementalText:
     """Returns the last piece; call it when no token follows."""
     return self._release(self._decode(self._tokens)[self._num_taken :], is_last=True)
 
-  def _release(self, piece: str, *, is_last: bool) -> str:
+  def _release(self, piece: str, *, is_last: bool, may_stop: bool = True) -> str:
+    self.last_piece = piece
     if self.stop is not None:
       return ''
     held = self._held + piece
-    found = [(held.index(stop), stop) for stop in self._stops if stop in held]
-    if found:
-      end, self.stop = min(found, key=lambda at: (at[0], -len(at[1])))
+    if not may_stop:
+      self._num_exempt = len(held)
+    places = [(held.find(stop, max(0, self._num_exempt - len(stop) + 1)), stop) for stop in self._stops]
+    places = [(place, stop) for place, stop in places if place >= 0]
+    if places:
+      end, self.stop = min(places, key=lambda at: (at[0], -len(at[1])))
+      end += len(self.stop) if self.stop in self._kept_stops else 0
       released, self._held = held[:end], ''
     else:
       num_held = 0 if is_last else begun_length(held, self._stops)
       released, self._held = held[: len(held) - num_held], held[len(held) - num_held :]
+      self._num_exempt = max(0, self._num_exempt - len(released))
     self.text += released
     return released
 
@@ -119,12 +139,14 @@ class TokenLogprob:
 
   Fields:
     offset: position of the token's text in the generated text; negative for tokens of the prompt.
+    text: what the token adds to the text, so that all texts join to it; of the tokens of one character, the last has it.
     logprob: None for a prompt's first token.
     top: (token, log-probability) of the likeliest tokens at this position.
   """
 
   token: int
   offset: int
+  text: str
   logprob: float | None
   top: tuple[tuple[int, float], ...]
 
@@ -138,12 +160,14 @@ class Delta:
     text: the next characters; empty while they may still become a stop string or are part of a character.
     logprobs: of the tokens that this text comes from, and before them of the prompt's tokens; empty where the request
       wants none.
+    tokens: those that were generated since the last delta, a stop token included.
     finish_reason: None while more text follows.
   """
 
   sequence: 'GeneratedSequence'
   text: str
   logprobs: tuple[TokenLogprob, ...] = ()
+  tokens: tuple[int, ...] = ()
   finish_reason: FinishReason | None = None
 
 
@@ -170,7 +194,7 @@ class GeneratedSequence:
     *,
     index: int = 0,
     has_logprobs: bool = False,
-    matcher: Matcher | None = None,
+    matcher: Matcher | TokenLimits | None = None,
     owner: Any = None,
   ):
     self.request = request
@@ -184,7 +208,7 @@ class GeneratedSequence:
     self.num_tokens = 0
     self.logprobs: list[TokenLogprob] = []
     self.finish_reason: FinishReason | None = None
-    self._text = IncrementalText(decode, request.stop, before=request.ids)
+    self._text = IncrementalText(decode, request.stop, kept_stops=request.kept_stops, before=request.ids)
     self._prompt_text = IncrementalText(decode)
     self._num_prompt_chars = len(decode(request.ids)) if request.score_prompt else 0
     self._has_logprobs = has_logprobs
@@ -193,6 +217,7 @@ class GeneratedSequence:
     self._num_known = 0  # how many tokens are still computed again, after `begin_again`
     self._num_scored = 0  # tokens of the prompt
     self._num_released = 0  # how many logprobs are in earlier deltas; the text of the others is held back
+    self._num_told = 0  # how many of `_tokens` are in earlier deltas
 
   @property
   def text(self) -> str:
@@ -217,15 +242,16 @@ class GeneratedSequence:
     if self._drafts is not None:
       self._drafts.push(token)
     if token in self.request.stop_ids:
+      if token in self.request.kept_stops:
+        return self._finish('stop', self._push(outputs, row))
       if self.request.score_prompt:
         # Clients that score a prompt ask for one token more, and drop the last entry: it must be there.
-        self._take_logprob(outputs, row)
+        self._take_logprob(outputs, row, self._text.num_chars)
         return self._finish('stop')
       delta = self._finish('stop')
-      self._take_logprob(outputs, row)  # after the release: a stop token belongs to no text
+      self._take_logprob(outputs, row, self._text.num_chars)  # after the release: a stop token belongs to no text
       return delta
-    self._take_logprob(outputs, row)
-    piece = self._text.push(token)
+    piece = self._push(outputs, row)
     if self._text.stop is not None:
       return self._finish('stop', piece)
     if self.matcher is not None:
@@ -234,13 +260,20 @@ class GeneratedSequence:
         return self._finish('error' if self.matcher.failure else 'stop', piece)
     if bool(outputs.is_finished[row]):
       return self._finish('length', piece)
-    return Delta(sequence=self, text=piece, logprobs=self._release(len(self.logprobs)) if piece else ())
+    return self._delta(piece, self._release(len(self.logprobs))) if piece else Delta(sequence=self, text='')
+
+  @property
+  def is_constrained(self) -> bool:
+    """Whether the next token may not be any token, so that it follows from those so far."""
+    return self.matcher is not None and (self._num_known > 0 or not self.matcher.is_free)
 
   @property
   def mask(self) -> np.ndarray | None:
     """Which tokens may come next, uint32 [W]; None where the request is not constrained."""
-    if self.matcher is None or not self._num_known:
-      return None if self.matcher is None else self.matcher.mask
+    if self.matcher is None or not self.is_constrained:
+      return None
+    if not self._num_known:
+      return self.matcher.mask
     token, mask = self._tokens[-self._num_known], np.zeros_like(self.matcher.mask)
     mask[token // 32] = 1 << token % 32
     return mask
@@ -264,7 +297,7 @@ class GeneratedSequence:
     if self._num_known:
       return tuple(self._tokens[-self._num_known :][:num])
     if self._drafts is None:
-      self._drafts = NgramDrafts((*self.request.ids, *self._tokens))
+      self._drafts = NgramDrafts((*self.request.prediction, *self.request.ids, *self._tokens))
     return self._drafts.guess(num)
 
   def begin_again(self) -> None:
@@ -275,12 +308,19 @@ class GeneratedSequence:
     """Ends the sequence from outside."""
     return self._finish(reason)
 
-  def _take_logprob(self, outputs: Outputs, row: int) -> None:
+  def _push(self, outputs: Outputs, row: int) -> str:
+    """Adds the token of a row to the text, with its log-probability; returns the piece of text."""
+    offset = self._text.num_chars
+    piece = self._text.push(int(outputs.tokens[row]), may_stop=self.num_tokens > self.request.min_tokens)
+    self._take_logprob(outputs, row, offset, self._text.last_piece)
+    return piece
+
+  def _take_logprob(self, outputs: Outputs, row: int, offset: int, text: str = '') -> None:
     if self._has_logprobs:
       token = int(outputs.tokens[row])
       top = tuple(zip(outputs.top_ids[row].tolist(), outputs.top_logprobs[row].tolist(), strict=True))
       logprob = float(outputs.logprobs[row])
-      self.logprobs.append(TokenLogprob(token=token, offset=self._text.num_chars, logprob=logprob, top=top))
+      self.logprobs.append(TokenLogprob(token=token, offset=offset, text=text, logprob=logprob, top=top))
 
   def _take_scores(self, outputs: Outputs, row: int, chunk: Chunk) -> None:
     """Adds the scores of the tokens that follow the chunk's tokens; the prompt's first token has no score."""
@@ -300,8 +340,9 @@ class GeneratedSequence:
       tokens, logprobs, tops = (chunk.request.ids[0], *tokens), [None, *logprobs], [(), *tops]
     for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
       offset = len(self._prompt_text.text) - self._num_prompt_chars
-      self.logprobs.append(TokenLogprob(token=token, offset=offset, logprob=logprob, top=top))
       self._prompt_text.push(token)
+      text = self._prompt_text.last_piece
+      self.logprobs.append(TokenLogprob(token=token, offset=offset, text=text, logprob=logprob, top=top))
 
   def _finish(self, reason: FinishReason, piece: str = '') -> Delta:
     self.finish_reason = reason
@@ -309,7 +350,16 @@ class GeneratedSequence:
     end = len(self.logprobs)
     while self._text.stop is not None and end > self._num_released and self.logprobs[end - 1].offset >= len(self.text):
       end -= 1
-    return Delta(sequence=self, text=text, logprobs=self._release(end), finish_reason=reason)
+    if end > self._num_released and self.logprobs[end - 1].offset >= 0:
+      last = self.logprobs[end - 1]
+      # What no token completed, such as half a character, is the last token's; a stop string cuts it.
+      whole = (last.text + self._text.last_piece)[: len(self.text) - last.offset]
+      self.logprobs[end - 1] = dataclasses.replace(last, text=whole)
+    return self._delta(text, self._release(end), reason)
+
+  def _delta(self, text: str, logprobs: tuple[TokenLogprob, ...], reason: FinishReason | None = None) -> Delta:
+    tokens, self._num_told = tuple(self._tokens[self._num_told :]), len(self._tokens)
+    return Delta(sequence=self, text=text, logprobs=logprobs, tokens=tokens, finish_reason=reason)
 
   def _release(self, end: int) -> tuple[TokenLogprob, ...]:
     released = tuple(self.logprobs[self._num_released : end])

@@ -21,7 +21,7 @@ from annotated_types import Ge, Lt, MinLen
 from spmd_tasks.decoding.constraints import Grammars, Matcher, wanted_form
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import Request
-from spmd_tasks.decoding.sampling import MAX_BIASES
+from spmd_tasks.decoding.sampling import MAX_BIASES, prompt_seed
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.batches import import_tensorflow
@@ -212,7 +212,7 @@ class PromptTokenizer:
   Fields:
     steps: the steps.
     tokenizer: None where the experiment has none: prompts and generated sequences are then tokens only.
-    seed: of prompts without a seed.
+    seed: of prompts without a seed, each of which draws from its own noise.
     len_setting: what a user sets to have longer prompts.
   """
 
@@ -225,8 +225,13 @@ class PromptTokenizer:
     """The text of tokens; empty without a tokenizer."""
     return '' if self.tokenizer is None else decode_generated(self.tokenizer, ids)
 
-  def request(self, prompt: Prompt, where: str) -> tuple[Request, int]:
+  def request(self, prompt: Prompt, where: str, number: int = 0) -> tuple[Request, int]:
     """Returns (the first request of a prompt, how many samples or beams are wanted).
+
+    Args:
+      prompt: the prompt.
+      where: the place that errors name.
+      number: of the prompt among those that share the seed, from 0 on.
 
     Raises:
       UserError: the prompt does not fit the model or the settings; the message begins with `where`.
@@ -279,7 +284,7 @@ class PromptTokenizer:
       ids=ids,
       encoder_ids=encoder_ids,
       max_tokens=max_tokens,
-      seed=self.seed if prompt.seed is None else prompt.seed,
+      seed=prompt_seed(self.seed, number) if prompt.seed is None else prompt.seed,
       stop_ids=stop_ids,
       stop=prompt.stop,
       score_prompt=prompt.score_prompt or max_tokens == 0,

@@ -31,6 +31,8 @@ class Request:
     seed, sample: select one random draw, see sampling.request_keys.
     stop_ids: tokens that end the sequence; the result's ids contain them, its text does not.
     stop: strings that end the sequence; the text ends before the first of them.
+    kept_stops: which of `stop` and `stop_ids` stay at the end of the text.
+    min_tokens: how many tokens come before a stop string may end the sequence; a matcher withholds stop tokens.
     score_prompt: whether the prompt's own log-probabilities are wanted.
     sampling: how tokens are drawn.
     logit_bias: pairs of a token and what is added to its logit; at most MAX_BIASES.
@@ -39,6 +41,7 @@ class Request:
       time of an answer what others have asked.
     num_drafts: how many tokens a step may guess ahead (drafts.py), at most the settings' number, which None takes; the
       text is the same whatever the number.
+    prediction: tokens that the text may resemble, which n-grams then guess from.
     priority: the least takes a slot first and gives it up last; those of one priority in the order of their coming.
   """
 
@@ -49,12 +52,15 @@ class Request:
   sample: int = 0
   stop_ids: tuple[int, ...] = ()
   stop: tuple[str, ...] = ()
+  kept_stops: tuple[str | int, ...] = ()
+  min_tokens: int = 0
   score_prompt: bool = False
   sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
   logit_bias: tuple[tuple[int, float], ...] = ()
   adapter: int = 0
   cache_key: str = ''
   num_drafts: int | None = None
+  prediction: tuple[int, ...] = ()
   priority: int = 0
 
   def as_sample(self, sample: int) -> 'Request':

@@ -192,6 +192,11 @@ def _likeliest(logits: jax.Array) -> jax.Array:
   return jnp.min(jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), columns, last), axis=-1)
 
 
+def prompt_seed(seed: int, number: int) -> int:
+  """Returns the seed of prompt `number`, from 0 on, of several that are given with one seed; the first has that one."""
+  return seed if number == 0 else int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+
+
 def request_keys(seeds: jax.Array, sample_indices: jax.Array) -> jax.Array:
   """Key data uint32 [N, 2] of each request, from its seed and the index of its sample (both uint32 [N])."""
 

@@ -142,7 +142,7 @@ class Scheduler:
     self._prefill(admit)
     reading = {*self._starts, *(slot for _, slot, *_ in self._waiting)}
     generating = [slot for slot, each in enumerate(self._slots) if each is not None and slot not in reading]
-    if any(each is not None and (each.matcher is not None or self._may_draft(each)) for each in self._slots):
+    if any(each is not None and (each.is_constrained or self._may_draft(each)) for each in self._slots):
       self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far, as drafts do
     drafts = self._draft(generating)
     grown = self._grow(generating, drafts)
@@ -338,7 +338,7 @@ class Scheduler:
     """The drafts of the next step, by slot; none where a step needs token masks, and where nothing is guessed."""
     sequences = {slot: each for slot in generating if (each := self._slots[slot]) is not None}
     num, by_model = self._engine.num_drafts, self._engine.has_draft_model
-    if not num or ((is_masked := any(each.matcher is not None for each in sequences.values())) and not by_model):
+    if not num or ((is_masked := any(each.is_constrained for each in sequences.values())) and not by_model):
       return {}
     may_draft = {slot: each for slot, each in sequences.items() if self._may_draft(each)}
     drafts = {slot: () if is_masked else each.draft(num, by_model=by_model) for slot, each in may_draft.items()}

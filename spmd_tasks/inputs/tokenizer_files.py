@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from typing import Any
 
 from etils import epath
@@ -21,6 +22,7 @@ from spmd_tasks.store_files import local_folder
 from spmd_tasks.wings import require
 
 _CONFIG = 'tokenizer_config.json'
+_BYTE = re.compile(r'<0x([0-9A-F]{2})>')  # the piece of one byte in SentencePiece's vocabularies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,27 @@ class FileTokenizer(_ListTokenizer):
     Some decoders drop a space before the first token, so decode a continuation together with tokens before it.
     """
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def decode_all(self, ids: Sequence[int]) -> str:
+    """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+  def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
+    # Behind another token: decoders may drop the first space of a text.
+    before = self.encode('a')[-1:]
+    start = len(self.decode(before))
+    texts = self._tokenizer.decode_batch([[*before, int(token)] for token in ids], skip_special_tokens=True)
+    return [self._piece_bytes(token, text[start:]) for token, text in zip(ids, texts, strict=True)]
+
+  def _piece_bytes(self, token: int, text: str) -> bytes:
+    """The bytes of a token that adds `text`, where U+FFFD may stand for a part of a character."""
+    if '\ufffd' not in text:
+      return text.encode()
+    piece = self._tokenizer.id_to_token(int(token))
+    if byte := _BYTE.fullmatch(piece):
+      return bytes([int(byte[1], 16)])
+    of_char = _bytes_of_chars()
+    return bytes([of_char[char] for char in piece]) if of_char.keys() >= set(piece) else text.encode()
 
   def to_json(self) -> str:
     """The tokenizer as the text of a tokenizer.json."""
@@ -211,10 +234,6 @@ class FolderTokenizer(FileTokenizer):
     """Encodes as transformers' `tokenizer(text, pair)`, with all that the post-processor puts around and between."""
     return tuple(self._tokenizer.encode(text, pair, add_special_tokens=True).ids)
 
-  def decode_all(self, ids: Sequence[int]) -> str:
-    """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
-    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
   def fingerprint(self) -> str:
     path = self._file('tokenizer.json')
     beside = [str(token) + repr(token) for token in self._tokens_beside(load_tokenizer_file(path))]
@@ -245,6 +264,14 @@ def load_tokenizer_file(path: str) -> Any:
     return tokenizers.Tokenizer.from_buffer(read_bytes(path))
   except Exception as e:  # the library raises a bare Exception
     raise UserError(f'{path} is not a tokenizer.json of the tokenizers library: {e}') from e
+
+
+@functools.cache
+def _bytes_of_chars() -> dict[str, int]:
+  """The byte that each character stands for in the pieces of byte-level vocabularies, as GPT-2 has them."""
+  printable = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
+  others = [byte for byte in range(256) if byte not in printable]
+  return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def digest_of(path: str) -> str:
@@ -367,6 +394,17 @@ class SentencePieceTokenizer(_ListTokenizer):
 
   def decode(self, ids: Sequence[int]) -> str:
     return self._processor.decode([int(token) for token in ids if token != self.pad_id])
+
+  def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
+    return [self._piece_bytes(int(token)) for token in ids]
+
+  def _piece_bytes(self, token: int) -> bytes:
+    processor, piece = self._processor, self._processor.id_to_piece(token)
+    if processor.is_byte(token):
+      return bytes([int(piece[3:5], 16)])
+    if processor.is_control(token) or processor.is_unknown(token):
+      return self.decode([token]).encode()
+    return piece.replace('▁', ' ').encode()
 
   def fingerprint(self) -> str:
     return f'sentencepiece {self.extra_ids} {digest_of(self.path)}'

@@ -14,7 +14,8 @@ class Tokenizer(Protocol):
   """Text to ids and back. `bos_id` is None where the vocabulary has none.
 
   Some have more: `encode_prompt(text)`, ids behind those with which every text begins; `decode_all(ids)`, which shows
-  special tokens; `encode_with_offsets(text)`, also each token's characters [start, end), int64 [num_tokens, 2].
+  special tokens; `encode_with_offsets(text)`, also each token's characters [start, end), int64 [num_tokens, 2];
+  `bytes_of_tokens(ids)`, the bytes that each token adds to a text.
   """
 
   @property
@@ -65,6 +66,17 @@ def decode_generated(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
   return tokenizer.decode([token for token in ids if token < vocab_size])
 
 
+def bytes_of_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bytes]:
+  """Returns the UTF-8 bytes that each token adds to a text behind other tokens, such as one byte of a character.
+
+  Special tokens and ids outside the vocabulary add none.
+  """
+  known = [token for token in ids if token < tokenizer.vocab_size]
+  of_known = getattr(tokenizer, 'bytes_of_tokens', lambda ids: [tokenizer.decode([token]).encode() for token in ids])
+  added = dict(zip(known, of_known(known), strict=True))
+  return [added.get(token, b'') for token in ids]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteTokenizer:
   """UTF-8 bytes: ids 0, 1 and 2 are pad, bos and eos; byte b is id b + 3, so that a vocabulary has 259 entries."""
@@ -99,6 +111,10 @@ class ByteTokenizer:
     except ValueError:
       raise UserError(f'ids {min(ids)} to {max(ids)} are not all in the bytes [0, {self.vocab_size}).') from None
     return text.decode('utf-8', errors='replace')
+
+  def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
+    first = self.num_special
+    return [bytes([token - first]) if first <= token < first + 256 else b'' for token in ids]
 
   def fingerprint(self) -> str:
     return 'bytes+3'

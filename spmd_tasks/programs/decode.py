@@ -166,7 +166,7 @@ class Decoder:
       self._wanted[name] = []
       for number, prompt in enumerate(source.read(), start=1):
         where = f'{name}, prompt {number}'
-        request, num_outputs = self._tokenizer.request(prompt, where)
+        request, num_outputs = self._tokenizer.request(prompt, where, number - 1)
         matcher = self._tokenizer.matcher(prompt, where)
         self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher))
     digests = dict.fromkeys(self._wanted, 0)

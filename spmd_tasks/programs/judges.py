@@ -53,9 +53,10 @@ class Judges:
       self._tokenizer = PromptTokenizer(steps=self._steps, tokenizer=job.tokenizer, seed=job.experiment.seed)
     for name, judge in judges.items():
       if judge.wants_texts:
-        prompts = enumerate(judge.prompts(), 1)
         where = f'eval set {name}, example'
-        self._requests[name] = [self._tokenizer.request(prompt, f'{where} {i}')[0] for i, prompt in prompts]
+        self._requests[name] = [
+          self._tokenizer.request(prompt, f'{where} {i + 1}', i)[0] for i, prompt in enumerate(judge.prompts())
+        ]
 
   def compile(self) -> None:
     """Compiles what generates texts."""

@@ -81,7 +81,8 @@ class Sample(TrainHook):
     self._tokenizer = PromptTokenizer(steps=self._steps, tokenizer=job.tokenizer, seed=experiment.seed)
     self._requests: list[Request] = []
     for number, text in enumerate(self._prompts, 1):
-      request, _ = self._tokenizer.request(_prompt(experiment, job.tokenizer, text), f'sample_prompts, text {number}')
+      where = f'sample_prompts, text {number}'
+      request, _ = self._tokenizer.request(_prompt(experiment, job.tokenizer, text), where, number - 1)
       max_tokens = min(request.max_tokens, experiment.sample_max_tokens)
       self._requests.append(dataclasses.replace(request, max_tokens=max_tokens))
 

@@ -29,7 +29,7 @@ def right():
     text = [*ids, *(entry.token for entry in entries)]
     logits, logprobs = run.logits(text)[-1], run.logprobs(text)[-1]
     token = int(np.argmax(logits - 0.5 * np.isin(np.arange(len(logits)), text[len(ids) :])))
-    entries.append(TokenLogprob(token=token, offset=0, logprob=float(logprobs[token]), top=()))
+    entries.append(TokenLogprob(token=token, offset=0, text='', logprob=float(logprobs[token]), top=()))
   return campaign.Judge(run), request, entries
 
 
