@@ -139,7 +139,7 @@ class TokenLogprob:
 
   Fields:
     offset: position of the token's text in the generated text; negative for tokens of the prompt.
-    text: what the token adds to the text, so that all texts join to it; of the tokens of one character, the last has it.
+    text: what the token adds to the text, so that these join to it; of the tokens of one character the last has it.
     logprob: None for a prompt's first token.
     top: (token, log-probability) of the likeliest tokens at this position.
   """

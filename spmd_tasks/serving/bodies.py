@@ -3,7 +3,8 @@
     body = validate(ChatBody, parse_json(data))    # RequestError: 'n must be at least 1, not 0.', param='n'
 
 The models check types and fixed ranges; requests.py checks what depends on the served model. A field that would change
-the answer is either supported or refused. A field that is null counts as absent.
+the answer is either supported or refused. A field that is null counts as absent, at any depth but in JSON schemas and
+arguments of calls.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+  AfterValidator,
   BaseModel,
   BeforeValidator,
   ConfigDict,
@@ -27,6 +29,8 @@ from spmd_tasks.serving.errors import RequestError
 
 _MAX_MESSAGES = 10_000
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+_MAX_BAD_WORDS = 100
+_VALUES = ('parameters', 'schema', 'json', 'arguments')  # in which null is a value
 _INT32 = 2**31 - 1
 
 
@@ -50,15 +54,20 @@ class _Body(BaseModel):
   @model_validator(mode='before')
   @classmethod
   def _keep_relevant(cls, fields: Any) -> Any:
-    """Drops nulls, and unknown fields but for the first one: an error about each of 100,000 would take a second."""
-    if not isinstance(fields, dict):
+    """Drops unknown fields but for the first one: an error about each of 100,000 would take a second."""
+    if not isinstance(fields, dict) or fields.keys() <= cls.__pydantic_fields__.keys():
       return fields
-    known = cls.__pydantic_fields__
-    if fields.keys() <= known.keys() and None not in fields.values():
-      return fields
-    kept = {name: value for name, value in fields.items() if name in known and value is not None}
-    unknown = next((name for name in fields if name not in known), None)
-    return kept if unknown is None else kept | {unknown: fields[unknown]}
+    known = {name: value for name, value in fields.items() if name in cls.__pydantic_fields__}
+    unknown = next(name for name in fields if name not in known)
+    return known | {unknown: fields[unknown]}
+
+
+def _without_nulls(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {name: item if name in _VALUES else _without_nulls(item) for name, item in value.items() if item is not None}
+  if isinstance(value, list) and value and type(value[0]) is not int:  # tokens are many
+    return [_without_nulls(item) if isinstance(item, dict | list) else item for item in value]
+  return value
 
 
 def _is_tokens(value: Any) -> bool:
@@ -89,9 +98,9 @@ def _split_stop(value: Any) -> list[str]:
 
 def _split_texts(value: Any) -> list[str]:
   """Makes a list of texts from one or several, each a string or an object with `text`."""
-  given = value if isinstance(value, list) else [value]
-  many: list[Any] = [each.get('text') if isinstance(each, dict) else each for each in given]
-  if not many or not all(isinstance(each, str) for each in many):
+  items = value if isinstance(value, list) else [value]
+  many: list[Any] = [item.get('text') if isinstance(item, dict) else item for item in items]
+  if not many or not all(isinstance(text, str) for text in many):
     raise PydanticCustomError('texts', 'must be a string or an array of strings.')
   return many
 
@@ -120,7 +129,7 @@ def _check(is_right: Callable[[Any], Any], sentence: Any, code: Any = 'wrong') -
 
 
 def _must_be(*values: Any) -> PlainValidator:
-  """Refuses a setting of OpenAI's API that this server does not support, unless its value changes nothing."""
+  """Refuses a setting of OpenAI's or vLLM's that this server does not support, unless its value changes nothing."""
   return _check(values.__contains__, 'is not supported by this server: leave it out.', 'unsupported_parameter')
 
 
@@ -128,6 +137,24 @@ def is_function(value: Any) -> bool:
   """Whether a value is an object with a function that has a name, as tools, calls and choices of one are."""
   function = value.get('function') if isinstance(value, dict) else None
   return isinstance(function, dict) and isinstance(function.get('name'), str)
+
+
+def _is_bad_words(value: Any) -> bool:
+  return (
+    isinstance(value, list)
+    and len(value) <= _MAX_BAD_WORDS
+    and all(isinstance(word, str) and 0 < len(word) <= _MAX_STOP_CHARS for word in value)
+  )
+
+
+def _predicted_text(value: Any) -> str:
+  """Reads OpenAI's `prediction`: the text that the answer may resemble."""
+  content = value.get('content') if isinstance(value, dict) and value.get('type') == 'content' else None
+  parts = content if isinstance(content, list) else [{'text': content}]
+  texts = [part.get('text') if isinstance(part, dict) else None for part in parts]
+  if not all(isinstance(text, str) for text in texts):
+    raise PydanticCustomError('prediction', "must be an object of type 'content', whose content is text.")
+  return ''.join(texts)
 
 
 _Tokens = Annotated[list[int], _check(_is_tokens, 'must be an array of tokens.')]
@@ -140,6 +167,7 @@ class StreamOptions(_Body):
 
   include_usage: bool = False
   include_obfuscation: Any = None
+  continuous_usage_stats: Annotated[Any, _must_be(False)] = False
 
 
 class SharedBody(_Body):
@@ -152,11 +180,13 @@ class SharedBody(_Body):
   service_tier: Any = None
   safety_identifier: Any = None
   prompt_cache_key: Any = None
+  prompt_cache_options: Any = None
+  prompt_cache_retention: Any = None
   model: str | None = None
   temperature: Annotated[float, Field(ge=0, le=100)] | None = None
   top_p: Annotated[float, Field(ge=0, le=1)] | None = None
   min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-  top_k: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+  top_k: Annotated[int, Field(ge=-1, le=_INT32), AfterValidator(lambda top_k: max(top_k, 0))] | None = None
   seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
   cache_salt: str = ''
   num_drafts: Annotated[int, Field(ge=0)] | None = None
@@ -167,6 +197,7 @@ class SharedBody(_Body):
 
 class _GenerationBody(SharedBody):
   n: Annotated[int, Field(ge=1, le=_INT32)] = 1
+  best_of: Annotated[int, Field(ge=1, le=_INT32)] | None = None
   repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
   frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
   presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -174,7 +205,31 @@ class _GenerationBody(SharedBody):
   stop: Annotated[list[str], PlainValidator(_split_stop)] = []
   stop_token_ids: _Tokens = []
   ignore_eos: bool = False
+  include_stop_str_in_output: bool = False
+  min_tokens: Annotated[int, Field(ge=0, le=_INT32)] = 0
+  allowed_token_ids: _Tokens | None = None
+  bad_words: Annotated[
+    list[str],
+    _check(
+      _is_bad_words,
+      f'must be an array of at most {_MAX_BAD_WORDS} strings, of 1 to {_MAX_STOP_CHARS} characters.',
+    ),
+  ] = []
+  skip_special_tokens: bool = True
+  spaces_between_special_tokens: bool = True  # for tokenizers that are not those of the `tokenizers` library
+  truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
+  prompt_logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+  return_token_ids: bool = False
+  return_tokens_as_token_ids: bool = False
+  request_id: Annotated[str, Field(max_length=200)] | None = None
+  response_format: dict[str, Any] | None = None
+  echo: bool = False
   stream_options: StreamOptions | None = None
+  use_beam_search: Annotated[Any, _must_be(False)] = False
+  length_penalty: Annotated[Any, _must_be(1)] = 1
+  early_stopping: Annotated[Any, _must_be(False)] = False
+  logits_processors: Annotated[Any, _must_be([])] = []
+  vllm_xargs: Annotated[Any, _must_be({})] = {}
 
 
 class CompletionBody(_GenerationBody):
@@ -183,8 +238,7 @@ class CompletionBody(_GenerationBody):
   prompt: _Inputs
   max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
   logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-  echo: bool = False
-  best_of: Any = None
+  add_special_tokens: bool = True
   suffix: Annotated[Any, _must_be('')] = ''
 
 
@@ -211,10 +265,12 @@ class Message(_Body):
   name: str | None = None
   refusal: Any = None
   reasoning_content: str | None = None
+  reasoning: str | None = None
   tool_calls: list[Any] = []
   tool_call_id: str | None = None
   annotations: Annotated[Any, _must_be([])] = []
   audio: Annotated[Any, _must_be()] = None
+  function_call: Annotated[Any, _check(lambda value: False, "is OpenAI's older form: write tool_calls.")] = None
 
   @property
   def text(self) -> str:
@@ -230,9 +286,9 @@ class ChatBody(_GenerationBody):
   max_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
   logprobs: bool = False
   top_logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-  response_format: dict[str, Any] | None = None
   tools: list[Any] = []
   functions: Annotated[Any, _must_be([])] = []
+  function_call: Annotated[Any, _must_be('none', 'auto')] = None
   tool_choice: Annotated[
     Any,
     _check(
@@ -242,7 +298,17 @@ class ChatBody(_GenerationBody):
   ] = None
   documents: list[dict[str, Any]] | None = None
   chat_template_kwargs: dict[str, Any] = {}
+  enable_thinking: bool | None = None
+  reasoning_effort: Literal['none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'] | None = None
+  verbosity: Literal['low', 'medium', 'high'] | None = None
+  add_generation_prompt: bool | None = None
+  continue_final_message: bool = False
+  add_special_tokens: bool = False
+  prediction: Annotated[str, PlainValidator(_predicted_text)] = ''
   modalities: Annotated[Any, _must_be(['text'])] = None
+  audio: Annotated[Any, _must_be()] = None
+  mm_processor_kwargs: Annotated[Any, _must_be({})] = {}
+  include_reasoning: Annotated[Any, _must_be(True)] = True
   parallel_tool_calls: bool | None = None
 
 
@@ -363,6 +429,16 @@ _SENTENCES = {
   'literal_error': 'must be {expected}.',
 }
 _CODES = ('unknown_parameter', 'unsupported_parameter')
+# Fields of other servers -> what to do instead.
+_REMEDIES = {
+  'chat_template': "a template is the operator's: set the experiment's chat_template()",
+  'guided_choice': 'write structured_outputs.choice',
+  'guided_grammar': 'write structured_outputs.grammar',
+  'guided_json': 'write structured_outputs.json',
+  'guided_regex': 'write structured_outputs.regex',
+  'max_new_tokens': 'write max_tokens',
+  'prompt_embeds': 'give text or tokens as prompt',
+}
 _NESTED: dict[str, type[_Body]] = {'stream_options': StreamOptions, 'messages': Message}
 
 _Model = TypeVar('_Model', bound=_Body)
@@ -374,7 +450,7 @@ def validate(body_class: type[_Model], fields: dict[str, Any]) -> _Model:
   Raises a RequestError: a field is wrong, missing or unknown; the error names the first such field.
   """
   try:
-    return body_class.model_validate(fields)
+    return body_class.model_validate(_without_nulls(fields))
   except ValidationError as error:
     first = error.errors(include_url=False)[0]
   raise _request_error(body_class, first)
@@ -390,6 +466,7 @@ def _request_error(body_class: type[_Body], error: ErrorDetails) -> RequestError
     model: type[_Body] = _NESTED[parents[0]] if parents else body_class
     near = difflib.get_close_matches(name[:100], model.model_fields, n=1)
     remedy = f'; nearest: {near[0]!r}.' if near else ': leave it out.'
+    remedy = f': {_REMEDIES[name]}.' if name in _REMEDIES else remedy
     return RequestError(f'{path!r} is not a field that this server knows{remedy}', param=path, code='unknown_parameter')
   sentence = _SENTENCES.get(error['type'], error['msg'])
   values = {name: _short(value) if isinstance(value, float) else value for name, value in error.get('ctx', {}).items()}

@@ -25,7 +25,12 @@ from spmd_tasks.serving.settings import ServerSettings
 _SAME = {*SharedBody.model_fields, 'parallel_tool_calls', 'chat_template_kwargs'}  # as in a chat's body
 _LOGPROBS = 'message.output_text.logprobs'
 # Names of a chat's body in errors -> those of this one.
-_NAMES = {'messages': 'input', 'max_completion_tokens': 'max_output_tokens', 'reasoning_effort': 'reasoning.effort'}
+_NAMES = {
+  'messages': 'input',
+  'max_completion_tokens': 'max_output_tokens',
+  'reasoning_effort': 'reasoning.effort',
+  'verbosity': 'text.verbosity',
+}
 _NAMES |= {'response_format.json_schema': 'text.format', 'response_format': 'text.format'}
 
 
@@ -52,7 +57,9 @@ def responses_request(fields: dict[str, Any], model: ServedModel, limits: Server
   if _LOGPROBS in body.include or body.top_logprobs:
     chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs or 0}
   if effort := body.reasoning.get('effort'):
-    chat['chat_template_kwargs'] = {**body.chat_template_kwargs, 'reasoning_effort': effort}
+    chat['reasoning_effort'] = effort
+  if verbosity := body.text.get('verbosity'):
+    chat['verbosity'] = verbosity
   form = body.text.get('format') or {'type': 'text'}
   chat['response_format'] = form
   if isinstance(form, dict) and form.get('type') == 'json_schema':

@@ -9,15 +9,26 @@ limits, and gets its tokens and defaults. A RequestError names the field that is
 
 from collections.abc import Collection, Sequence
 import dataclasses
+import functools
 import secrets
 from typing import Any, Literal
 
 from spmd_tasks.decoding import DecodeSettings, Request
-from spmd_tasks.decoding.constraints import FormError, Grammars, Matcher, OutputForm, wanted_form
+from spmd_tasks.decoding.constraints import (
+  BadWords,
+  FormError,
+  Grammars,
+  Matcher,
+  OutputForm,
+  TokenLimits,
+  Vocabulary,
+  wanted_form,
+)
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.sampling import prompt_seed
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
-from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
+from spmd_tasks.inputs.tokenizers import bytes_of_tokens, decode_all, decode_generated, encode_prompt
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings
@@ -91,8 +102,17 @@ class ServedModel:
     return isinstance(self.tokenizer, FolderTokenizer) and self.chat_template.mentions('<|channel|>')
 
   def decode_all(self, ids: Sequence[int]) -> str:
-    """Decodes as `decode`, with special tokens by their names where the tokenizer is a folder's."""
-    return self.tokenizer.decode_all(ids) if isinstance(self.tokenizer, FolderTokenizer) else self.decode(ids)
+    """Decodes as `decode`, with special tokens by their names where the tokenizer has such."""
+    return decode_all(self.tokenizer, [token for token in ids if token < self.tokenizer.vocab_size])
+
+  def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
+    """The bytes that each token adds to a text; none for special tokens."""
+    return bytes_of_tokens(self.tokenizer, ids)
+
+  @functools.cached_property
+  def vocabulary(self) -> Vocabulary:
+    """The bytes of all tokens."""
+    return Vocabulary(self.bytes_of_tokens(range(self.vocab_size)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +126,11 @@ class GenerationRequest:
     echoes: the text before each choice's generated text.
     num_prompt_tokens: of all prompts, each counted once.
     num_logprobs: how many of the likeliest tokens are reported beside each token; None reports no log-probabilities.
+    num_prompt_logprobs: the same of the prompt's tokens, apart from those of `echo`.
+    returns_ids: whether the tokens of prompts and choices are reported.
+    names_by_id: whether log-probabilities name each token as `token_id:17`.
+    shows_special: whether the text has special tokens by their names.
+    id: the client's name of the request; None makes one.
     matcher: allows the tokens of the output; every choice takes a copy. None allows all.
     tool_names: of the tools that the output may call; None where it is text.
     one_call: whether the output ends after its first call.
@@ -122,7 +147,12 @@ class GenerationRequest:
   num_logprobs: int | None
   stream: bool
   include_usage: bool
-  matcher: Matcher | None = None
+  num_prompt_logprobs: int | None = None
+  returns_ids: bool = False
+  names_by_id: bool = False
+  shows_special: bool = False
+  id: str | None = None
+  matcher: Matcher | TokenLimits | None = None
   tool_names: frozenset[str] | None = None
   one_call: bool = False
   has_channels: bool = False
@@ -132,7 +162,7 @@ class GenerationRequest:
     return [
       GeneratedSequence(
         request,
-        model.decode_all if self.has_channels else model.decode,
+        model.decode_all if self.has_channels or self.shows_special else model.decode,
         index=index,
         has_logprobs=self.num_logprobs is not None,
         matcher=None if self.matcher is None else self.matcher.copy(),
@@ -150,7 +180,7 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
     raise RequestError(
       f'prompt has {len(body.prompt)} prompts, more than {limits.max_choices}: send several requests.', param='prompt'
     )
-  prompts = [_prompt(item, model) for item in body.prompt]
+  prompts = [_prompt(item, body, model) for item in body.prompt]
   _check_num_logprobs('logprobs', body.logprobs, model)
   # With echo, a client may want the prompt alone back, with its log-probabilities.
   if body.max_tokens == 0 and not body.echo:
@@ -158,13 +188,7 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
   max_tokens = body.max_tokens
   if max_tokens is None:
     max_tokens = model.settings.max_tokens or _COMPLETION_TOKENS
-  if body.best_of not in (None, 1, body.n):
-    raise RequestError(
-      'best_of is not supported by this server: leave it out.', param='best_of', code='unsupported_parameter'
-    )
-  return _generation_request(
-    body, model, limits, prompts, max_tokens=max_tokens, num_logprobs=body.logprobs, echo=body.echo
-  )
+  return _generation_request(body, model, limits, prompts, max_tokens=max_tokens, num_logprobs=body.logprobs)
 
 
 def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
@@ -185,11 +209,19 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
     room = model.max_len - len(ids)
     max_tokens = max(1, min(room, model.settings.max_tokens or room))
   num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+  echo = body.messages[-1].text if body.messages[-1].role == 'assistant' else ''
   is_single = bool(names) and body.parallel_tool_calls is False
   wanted = _generation_request(
-    body, model, limits, [(ids, '')], max_tokens=max_tokens, num_logprobs=num_logprobs, form=forced, one_call=is_single
+    body,
+    model,
+    limits,
+    [(ids, echo)],
+    max_tokens=max_tokens,
+    num_logprobs=num_logprobs,
+    form=forced,
+    one_call=is_single,
   )
-  if names and wanted.matcher is not None and forced is None:
+  if names and forced is None and wanted_form(body) is not None:
     raise RequestError('tools cannot be called in an output whose form is fixed: leave one out.', param='tools')
   return dataclasses.replace(wanted, tool_names=names, one_call=is_single, has_channels=model.has_channels)
 
@@ -215,30 +247,83 @@ _TEMPLATE_VARIABLES = ('messages', 'tools', 'documents', 'add_generation_prompt'
 def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -> tuple[int, ...]:
   """The tokens of a chat's messages."""
   template = model.chat_template
-  given = {'tools': tools, 'documents': body.documents, 'tool_calls': any(turn.tool_calls for turn in body.messages)}
-  given |= body.chat_template_kwargs
-  for name, value in given.items():
-    if name in body.chat_template_kwargs and (name in _TEMPLATE_VARIABLES or not name.isidentifier()):
-      raise RequestError(f'chat_template_kwargs cannot have {name[:100]!r}.', param='chat_template_kwargs')
+  used = {'tools': tools, 'documents': body.documents, 'messages': any(turn.tool_calls for turn in body.messages)}
+  for field, value in used.items():
+    name = 'tool_calls' if field == 'messages' else field
     if value and not template.mentions(name):
-      field = name if name in ('tools', 'documents') else 'messages' if name == 'tool_calls' else 'chat_template_kwargs'
-      raise RequestError(f"this model's chat template has no {name[:100]}: leave them out.", param=field)
+      raise RequestError(f"this model's chat template has no {name}: leave them out.", param=field)
+  variables = _template_variables(body, template)
+  if body.continue_final_message and body.add_generation_prompt:
+    raise RequestError(
+      'continue_final_message continues the last message, and add_generation_prompt begins another: set one to false.',
+      param='continue_final_message',
+    )
   messages = [_turn(turn, f'messages[{number}]', template) for number, turn in enumerate(body.messages)]
+  if body.continue_final_message:
+    messages[-1]['content'] += _OPEN_END
+  begins_reply = body.add_generation_prompt is not False and not body.continue_final_message
   try:
-    text = template.render(messages, tools=tools, documents=body.documents, **body.chat_template_kwargs)
-    return tuple(model.tokenizer.encode(text)) if template.writes_bos else model.encode(text)
+    text = template.render(
+      messages, tools=tools, documents=body.documents, add_generation_prompt=begins_reply, **variables
+    )
+    if body.continue_final_message:
+      text = _open_ended(text)
+    return model.encode(text, with_bos=body.add_special_tokens or not template.writes_bos)
   except UserError as error:
     raise RequestError(f'messages: {error}', param='messages') from error
+
+
+# Put behind the last message, which ends where the rendered text has it, as in transformers' apply_chat_template.
+_OPEN_END = 'CONTINUE_FINAL_MESSAGE_TAG '
+
+
+def _open_ended(text: str) -> str:
+  """Cuts a rendered conversation behind its last message's content."""
+  place = text.rfind(_OPEN_END.strip())
+  if place < 0:
+    raise RequestError(
+      "this model's chat template does not write the last message's content: leave continue_final_message out.",
+      param='continue_final_message',
+    )
+  is_trimmed = not text.startswith(_OPEN_END, place)
+  return text[:place].rstrip() if is_trimmed else text[:place]
+
+
+def _template_variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
+  """The variables that a request sets, by `chat_template_kwargs` or by fields of their own."""
+  variables = body.chat_template_kwargs
+  for name, value in variables.items():
+    if name in _TEMPLATE_VARIABLES or not name.isidentifier():
+      raise RequestError(f'chat_template_kwargs cannot have {name[:100]!r}.', param='chat_template_kwargs')
+    if value and not template.mentions(name):
+      raise RequestError(f"this model's chat template has no {name[:100]}: leave it out.", param='chat_template_kwargs')
+  own: dict[str, tuple[str, Any]] = {}  # by variable: the field, and the variable's value
+  if body.enable_thinking is not None:
+    own['enable_thinking'] = 'enable_thinking', body.enable_thinking
+  if (effort := body.reasoning_effort) is not None:
+    if template.mentions('reasoning_effort') or not template.mentions('enable_thinking'):
+      own['reasoning_effort'] = 'reasoning_effort', effort
+    else:  # which knows thinking or none, and no degrees
+      own.setdefault('enable_thinking', ('reasoning_effort', effort != 'none'))
+  if body.verbosity is not None:
+    own['verbosity'] = 'verbosity', body.verbosity
+  for name, (field, value) in own.items():
+    if not template.mentions(name) and value not in (False, 'none' if field == 'reasoning_effort' else 'medium'):
+      raise RequestError(f"this model's chat template has no {name}: leave {field} out.", param=field)
+    if variables.get(name, value) != value:
+      raise RequestError(f'{field} and chat_template_kwargs.{name} differ: leave one out.', param=field)
+  return variables | {name: value for name, (_, value) in own.items() if template.mentions(name)}
 
 
 def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
   """A message as templates read it."""
   role = 'system' if turn.role == 'developer' and not template.mentions('developer') else turn.role
-  made: dict[str, Any] = {'role': role, 'content': turn.text}
+  message: dict[str, Any] = {'role': role, 'content': turn.text}
   if turn.tool_calls:
-    made['tool_calls'] = calls_for_template(turn.tool_calls, path)
-  given = {name: getattr(turn, name) for name in ('name', 'tool_call_id', 'reasoning_content')}
-  return made | {name: value for name, value in given.items() if value is not None}
+    message['tool_calls'] = calls_for_template(turn.tool_calls, path)
+  reasoning = turn.reasoning if turn.reasoning_content is None else turn.reasoning_content
+  own = {'name': turn.name, 'tool_call_id': turn.tool_call_id, 'reasoning_content': reasoning}
+  return message | {name: value for name, value in own.items() if value is not None}
 
 
 def check_model_name(fields: dict[str, Any], model: ServedModel) -> None:
@@ -264,10 +349,10 @@ def _check_num_logprobs(field: str, number: int | None, model: ServedModel) -> N
     raise RequestError(f'{field} must be at most {most}, not {number}.', param=field)
 
 
-def _prompt(item: str | list[int], model: ServedModel) -> tuple[tuple[int, ...], str]:
+def _prompt(item: str | list[int], body: CompletionBody, model: ServedModel) -> tuple[tuple[int, ...], str]:
   """The tokens and the text of a prompt."""
   if isinstance(item, str):
-    ids, text = model.encode(item), item
+    ids, text = model.encode(item, with_bos=body.add_special_tokens), item
   else:
     if not all(0 <= token < model.vocab_size for token in item):
       raise RequestError(f'prompt has a token outside the vocabulary of {model.vocab_size}.', param='prompt')
@@ -285,16 +370,26 @@ def _generation_request(
   *,
   max_tokens: int,
   num_logprobs: int | None,
-  echo: bool = False,
   form: OutputForm | None = None,
   one_call: bool = False,
 ) -> GenerationRequest:
   """Checks and resolves the fields that both routes have."""
   is_chat = isinstance(body, ChatBody)
   name = model.resolve(body.model)
+  if body.truncate_prompt_tokens is not None:
+    prompts = [_truncated(prompt, body.truncate_prompt_tokens, model, max_tokens) for prompt in prompts]
   _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
-  stop = (*body.stop, *(model.chat_template.stop if is_chat else ()), *([CALL_END] if one_call else []))
+  if body.best_of not in (None, body.n):
+    raise RequestError(
+      f'best_of must equal n={body.n}, not be {body.best_of}: this server returns every text that it generates.',
+      param='best_of',
+      code='unsupported_parameter',
+    )
+  own_stop = (*(model.chat_template.stop if is_chat else ()), *([CALL_END] if one_call else []))
   stop_ids = _stop_ids(body, model)
+  _check_num_logprobs('prompt_logprobs', body.prompt_logprobs, model)
+  if body.prompt_logprobs is not None and body.stream:
+    raise RequestError('prompt_logprobs are not streamed: leave stream out.', param='prompt_logprobs')
   if body.stream_options is not None and not body.stream:
     raise RequestError('stream_options needs stream to be true.', param='stream_options')
   sampling = model.settings.sampling_for(body)
@@ -305,36 +400,90 @@ def _generation_request(
     matcher = None if form is None else form.compile(model.grammars, () if body.ignore_eos else _end_ids(model))
   except FormError as error:
     raise RequestError(str(error), param=error.field) from error
+  matcher = _limited(body, model, stop_ids, max_tokens, matcher)
+  prediction = model.encode(body.prediction, with_bos=False) if is_chat and body.prediction else ()
   requests = tuple(
     Request(
       ids=ids,
       max_tokens=max_tokens,
-      seed=secrets.randbits(32) if body.seed is None else body.seed % 2**32,
+      seed=secrets.randbits(32) if body.seed is None else prompt_seed(body.seed % 2**32, number),
       sample=sample,
       stop_ids=stop_ids,
-      stop=stop,
-      score_prompt=echo and num_logprobs is not None,
+      stop=(*body.stop, *own_stop),
+      kept_stops=(*body.stop, *stop_ids) if body.include_stop_str_in_output else (),
+      min_tokens=body.min_tokens,
+      score_prompt=body.prompt_logprobs is not None or (not is_chat and body.echo and num_logprobs is not None),
       sampling=sampling,
       logit_bias=tuple(body.logit_bias.items()),
       adapter=model.names.index(name),
       cache_key=body.cache_salt,
       num_drafts=body.num_drafts,
+      prediction=prediction,
       priority=body.priority,
     )
-    for ids, _ in prompts
+    for number, (ids, _) in enumerate(prompts)
     for sample in range(body.n)
   )
   return GenerationRequest(
     kind='chat' if is_chat else 'completion',
     model=name,
     requests=requests,
-    echoes=tuple(text if echo else '' for _, text in prompts for _ in range(body.n)),
+    echoes=tuple(text if body.echo else '' for _, text in prompts for _ in range(body.n)),
     num_prompt_tokens=sum(len(ids) for ids, _ in prompts),
     num_logprobs=num_logprobs,
     stream=body.stream,
     include_usage=body.stream_options is not None and body.stream_options.include_usage,
+    num_prompt_logprobs=body.prompt_logprobs,
+    returns_ids=body.return_token_ids,
+    names_by_id=body.return_tokens_as_token_ids,
+    shows_special=not body.skip_special_tokens,
+    id=body.request_id,
     matcher=matcher,
   )
+
+
+def _truncated(
+  prompt: tuple[tuple[int, ...], str], num_tokens: int, model: ServedModel, max_tokens: int
+) -> tuple[tuple[int, ...], str]:
+  """The last tokens of a prompt, at least one; -1 stands for as many as the model has room for."""
+  ids, text = prompt
+  kept = ids[-max(1, model.max_len - max_tokens if num_tokens == -1 else num_tokens) :]
+  return prompt if kept == ids else (kept, model.decode(kept))
+
+
+def _limited(
+  body: CompletionBody | ChatBody,
+  model: ServedModel,
+  stop_ids: tuple[int, ...],
+  max_tokens: int,
+  form: Matcher | None,
+) -> Matcher | TokenLimits | None:
+  """The matcher of a form, with the limits of the request's own fields."""
+  if body.min_tokens > max_tokens:
+    raise RequestError(
+      f'min_tokens must be at most max_tokens {max_tokens}, not {body.min_tokens}.', param='min_tokens'
+    )
+  allowed = body.allowed_token_ids
+  if allowed is not None and not (allowed and all(0 <= token < model.vocab_size for token in allowed)):
+    raise RequestError(
+      f'allowed_token_ids must have tokens below {model.vocab_size}, at least one.', param='allowed_token_ids'
+    )
+  if not (body.min_tokens or body.bad_words) and allowed is None:
+    return form
+  words = tuple(word.encode() for word in body.bad_words)
+  limits = TokenLimits(
+    vocab_size=model.vocab_size,
+    min_tokens=body.min_tokens,
+    end_ids=stop_ids,
+    allowed_ids=allowed,
+    bad_words=BadWords(words=words, vocabulary=model.vocabulary) if words else None,
+    form=form,
+  )
+  if limits.is_over and max_tokens:
+    field = 'allowed_token_ids' if allowed is not None else 'bad_words' if words else 'min_tokens'
+    reason = limits.failure or 'min_tokens and the form of the output leave no token that may come first'
+    raise RequestError(f'{reason}: leave one out.', param=field)
+  return limits
 
 
 def _check_sizes(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import json
 import secrets
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence, TokenLogprob
 from spmd_tasks.serving.errors import RequestError
@@ -26,7 +26,7 @@ class ResponseBodies:
     self._model = model
     self._wanted = wanted
     self._is_chat = wanted.kind == 'chat'
-    self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{secrets.token_hex(12)}'
+    self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{wanted.id or secrets.token_hex(12)}'
     self._created = int(time.time())
     self._parsers: dict[int, ToolCallParser | ChannelParser] = {}
     for index in range(len(wanted.requests)):
@@ -41,16 +41,30 @@ class ResponseBodies:
     sequences = list(sequences)
     texts = list(self._wanted.echoes)
     logprobs: list[list[TokenLogprob]] = [[] for _ in sequences]
+    tokens: list[list[int]] = [[] for _ in sequences]
     for delta in deltas:
       texts[delta.sequence.index] += delta.text
       logprobs[delta.sequence.index] += delta.logprobs
+      tokens[delta.sequence.index] += delta.tokens
     choices = []
+    of_prompts: dict[str, Any] = {}  # of a chat, which has one prompt
     for sequence in sequences:
-      text = texts[sequence.index]
-      choice: dict[str, Any] = {
-        'index': sequence.index,
-        'logprobs': self._logprobs(logprobs[sequence.index], sequence.index),
-      }
+      text, entries = texts[sequence.index], logprobs[sequence.index]
+      of_prompt: dict[str, Any] = {}
+      if self._wanted.num_prompt_logprobs is not None:
+        num_prompt = len(sequence.request.ids)
+        of_prompt['prompt_logprobs'] = [self._prompt_entry(entry) for entry in entries[:num_prompt]]
+        if self._is_chat or not self._wanted.echoes[sequence.index]:
+          entries = entries[num_prompt:]
+      if self._wanted.returns_ids:
+        of_prompt['prompt_token_ids'] = list(sequence.request.ids)
+      choice: dict[str, Any] = {'index': sequence.index, 'logprobs': self._logprobs(entries, sequence.index)}
+      if self._wanted.returns_ids:
+        choice['token_ids'] = tokens[sequence.index]
+      if self._is_chat:
+        of_prompts = of_prompt
+      else:
+        choice |= of_prompt
       if self._is_chat:
         message: dict[str, Any] = {'role': 'assistant', 'content': text}
         if self._parsers:
@@ -65,19 +79,21 @@ class ResponseBodies:
         choice['text'] = text
       choice['finish_reason'] = self._finish_reason(sequence.index, sequence.finish_reason)
       choices.append(choice)
-    return self._body(choices, is_chunk=False) | {'usage': self.usage(sequences)}
+    return self._body(choices, is_chunk=False) | {'usage': self.usage(sequences)} | of_prompts
 
   def opening(self) -> list[dict[str, Any]]:
     """Makes the chunks that come before the first token: the role of a chat, the echo of a completion."""
     bodies = []
-    for index, echo in enumerate(self._wanted.echoes):
+    for index, (echo, request) in enumerate(zip(self._wanted.echoes, self._wanted.requests, strict=True)):
+      ids = {'prompt_token_ids': list(request.ids)} if self._wanted.returns_ids else {}
       if self._is_chat:
-        choice = {'index': index, 'delta': {'role': 'assistant', 'content': ''}}
-      elif echo:
-        choice = {'index': index, 'text': echo}
+        choice = {'index': index, 'delta': {'role': 'assistant', 'content': echo}}
+      elif echo or ids:
+        choice = {'index': index, 'text': echo} | ids
       else:
         continue
-      bodies.append(self._body([choice | {'logprobs': None, 'finish_reason': None}], is_chunk=True))
+      body = self._body([choice | {'logprobs': None, 'finish_reason': None}], is_chunk=True)
+      bodies.append(body | ids if self._is_chat else body)
     return bodies
 
   def event(self, delta: Delta) -> bytes:
@@ -88,9 +104,10 @@ class ResponseBodies:
       'finish_reason': delta.finish_reason,
     }
     choice |= {'delta': self.chat_delta(delta)} if self._is_chat else {'text': delta.text}
+    choice |= {'token_ids': list(delta.tokens)} if self._wanted.returns_ids else {}
     if self._parsers:
       choice['finish_reason'] = self._finish_reason(delta.sequence.index, delta.finish_reason)
-      if not choice['delta'] and not choice['logprobs'] and choice['finish_reason'] is None:
+      if not (choice['delta'] or choice['logprobs'] or choice.get('token_ids')) and choice['finish_reason'] is None:
         return b''  # held back: it may become a call
     # This runs for every token, so the beginning that all chunks share is encoded only once.
     return f'{self._head}{_encode(choice)}]}}\n\n'.encode()
@@ -159,33 +176,81 @@ class ResponseBodies:
     if self._is_chat:
       return {'content': [self._chat_entry(entry) for entry in entries]}
     base = len(self._wanted.echoes[index])
+    named = [self._named(entry, self._wanted.num_logprobs) for entry in entries]
     return {
-      'tokens': [self._token_text(entry.token) for entry in entries],
+      'tokens': [own.text for own, _ in named],
       'token_logprobs': [entry.logprob for entry in entries],
-      'top_logprobs': [
-        {self._token_text(token): logprob for token, logprob in self._top(entry)} or None for entry in entries
-      ],
+      'top_logprobs': [{other.text: logprob for other, logprob in top} or None for _, top in named],
       'text_offset': [base + entry.offset for entry in entries],
     }
 
   def _chat_entry(self, entry: TokenLogprob) -> dict[str, Any]:
-    return self._chat_token(entry.token, entry.logprob) | {
-      'top_logprobs': [self._chat_token(token, logprob) for token, logprob in self._top(entry)]
+    own, top = self._named(entry, self._wanted.num_logprobs)
+    return own.as_json(entry.logprob) | {'top_logprobs': [other.as_json(logprob) for other, logprob in top]}
+
+  def _prompt_entry(self, entry: TokenLogprob) -> dict[str, Any] | None:
+    """A token of the prompt and the likeliest ones there, as vLLM has them; the rank of one that is not likely is null.
+
+    None for the first token, which has no log-probability.
+    """
+    if entry.logprob is None:
+      return None
+    own, top = self._named(entry, self._wanted.num_prompt_logprobs)
+    made = {
+      str(token): {'logprob': logprob, 'rank': rank, 'decoded_token': other.text}
+      for rank, ((token, _), (other, logprob)) in enumerate(zip(entry.top, top, strict=False), 1)
     }
+    rank = next((rank for rank, (token, _) in enumerate(entry.top, 1) if token == entry.token), None)
+    return {str(entry.token): {'logprob': entry.logprob, 'rank': rank, 'decoded_token': own.text}} | made
 
-  def _chat_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-    text = self._token_text(token)
-    is_text = not text.startswith(_NO_TEXT)
-    return {'token': text, 'logprob': logprob, 'bytes': list(text.encode('utf-8')) if is_text else None}
+  def _named(self, entry: TokenLogprob, num_top: int | None) -> tuple['_Token', list[tuple['_Token', float]]]:
+    """An entry's token, and the likeliest ones with their log-probabilities; no two have one name.
 
-  def _top(self, entry: TokenLogprob) -> tuple[tuple[int, float], ...]:
-    return entry.top[: self._wanted.num_logprobs]
+    The token is named by what it adds to the text, so that names join to the text; another one by its own text, or by
+    its number where it has none, is a part of a character, or has a name that a likelier one has.
+    """
+    top = entry.top[:num_top]
+    own, *others = self._model.bytes_of_tokens([entry.token, *(token for token, _ in top)])
+    names = {f'{_NUMBER}{entry.token}' if self._wanted.names_by_id else entry.text}
+    chosen = _Token(*names, _bytes_in_text(own, entry.text))
+    named = []
+    for (token, logprob), content in zip(top, others, strict=True):
+      if token == entry.token:
+        named.append((chosen, logprob))
+        continue
+      name = _whole_text(content) or ''
+      if not name or name in names or self._wanted.names_by_id:
+        name = f'{_NUMBER}{token}'
+      names.add(name)
+      named.append((_Token(name, content), logprob))
+    return chosen, named
 
-  def _token_text(self, token: int) -> str:
-    """Names a token by its text, or by its number if it has no text or is only a part of a character."""
-    text = self._model.decode([token])
-    return f'{_NO_TEXT}{token}' if not text or '\ufffd' in text else text
+
+class _Token(NamedTuple):
+  """A token by its name, and the bytes that it adds to a text."""
+
+  text: str
+  content: bytes
+
+  def as_json(self, logprob: float | None) -> dict[str, Any]:
+    return {'token': self.text, 'logprob': logprob, 'bytes': list(self.content)}
 
 
-_NO_TEXT = 'token_id:'
+def _whole_text(content: bytes) -> str | None:
+  """The text of a token's bytes; None where they are a part of a character."""
+  try:
+    return content.decode()
+  except UnicodeDecodeError:
+    return None
+
+
+def _bytes_in_text(content: bytes, text: str) -> bytes:
+  """The bytes of a token that adds `text`: its own where they are parts of characters, else those of the text.
+
+  These differ where a decoder drops the first space of a text, and where a stop string cuts a token.
+  """
+  return content if _whole_text(content) is None or '\ufffd' in text else text.encode()
+
+
+_NUMBER = 'token_id:'
 _encode = json.JSONEncoder().encode

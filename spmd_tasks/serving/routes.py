@@ -51,9 +51,9 @@ from spmd_tasks.serving.service import Answer, Service
 from spmd_tasks.serving.settings import ServerSettings
 
 # Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
-# those with a grammar, and chats, whose templates are programs.
+# those with a grammar or bad words, and chats, whose templates are programs.
 _QUICK_BYTES = 16_384
-_FORM_FIELD = b'"structured_outputs"'
+_SLOW_FIELDS = (b'"structured_outputs"', b'"response_format"', b'"bad_words"')
 # A body that is too large is read on, up to this multiple of the limit and for this long; see _discard.
 _DISCARD_FACTOR = 8
 _DISCARD_LIMIT_S = 2.0
@@ -165,7 +165,8 @@ class _Routes:
     def parse() -> GenerationRequest | ScoreRequest:
       return read(parse_json(data), service.model, service.settings)
 
-    is_quick = read not in (chat_request, responses_request) and len(data) <= _QUICK_BYTES and _FORM_FIELD not in data
+    is_quick = read not in (chat_request, responses_request) and len(data) <= _QUICK_BYTES
+    is_quick = is_quick and not any(field in data for field in _SLOW_FIELDS)
     wanted = parse() if is_quick else await asyncio.to_thread(parse)
     answer = service.begin(wanted, request, request.scope.get('client_key'))
     if isinstance(wanted, ScoreRequest):
