@@ -180,7 +180,6 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
     raise RequestError(
       f'prompt has {len(body.prompt)} prompts, more than {limits.max_choices}: send several requests.', param='prompt'
     )
-  prompts = [_prompt(item, body, model) for item in body.prompt]
   _check_num_logprobs('logprobs', body.logprobs, model)
   # With echo, a client may want the prompt alone back, with its log-probabilities.
   if body.max_tokens == 0 and not body.echo:
@@ -188,6 +187,7 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
   max_tokens = body.max_tokens
   if max_tokens is None:
     max_tokens = model.settings.max_tokens or _COMPLETION_TOKENS
+  prompts = [_prompt(item, body, model, max_tokens) for item in body.prompt]
   return _generation_request(body, model, limits, prompts, max_tokens=max_tokens, num_logprobs=body.logprobs)
 
 
@@ -205,6 +205,7 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   if body.top_logprobs and not body.logprobs:
     raise RequestError('top_logprobs needs logprobs to be true.', param='top_logprobs')
   max_tokens = body.max_completion_tokens or body.max_tokens
+  ids = _truncated(ids, body, model, max_tokens or 1)
   if max_tokens is None:
     room = model.max_len - len(ids)
     max_tokens = max(1, min(room, model.settings.max_tokens or room))
@@ -349,7 +350,9 @@ def _check_num_logprobs(field: str, number: int | None, model: ServedModel) -> N
     raise RequestError(f'{field} must be at most {most}, not {number}.', param=field)
 
 
-def _prompt(item: str | list[int], body: CompletionBody, model: ServedModel) -> tuple[tuple[int, ...], str]:
+def _prompt(
+  item: str | list[int], body: CompletionBody, model: ServedModel, max_tokens: int
+) -> tuple[tuple[int, ...], str]:
   """The tokens and the text of a prompt."""
   if isinstance(item, str):
     ids, text = model.encode(item, with_bos=body.add_special_tokens), item
@@ -359,7 +362,20 @@ def _prompt(item: str | list[int], body: CompletionBody, model: ServedModel) -> 
     ids, text = tuple(item), model.decode(item)
   if not ids:
     raise RequestError('prompt is empty, and this model has no token for the beginning of text.', param='prompt')
-  return ids, text
+  kept = _truncated(ids, body, model, max_tokens)
+  if kept != ids or not body.skip_special_tokens:
+    text = model.decode(kept) if body.skip_special_tokens else model.decode_all(kept)
+  return kept, text
+
+
+def _truncated(
+  ids: tuple[int, ...], body: CompletionBody | ChatBody, model: ServedModel, max_tokens: int
+) -> tuple[int, ...]:
+  """The last tokens of a prompt, at least one, where the request wants that; -1 is as many as there is room for."""
+  num_kept = body.truncate_prompt_tokens
+  if num_kept is None:
+    return ids
+  return ids[-max(1, model.max_len - max_tokens if num_kept == -1 else num_kept) :]
 
 
 def _generation_request(
@@ -376,8 +392,6 @@ def _generation_request(
   """Checks and resolves the fields that both routes have."""
   is_chat = isinstance(body, ChatBody)
   name = model.resolve(body.model)
-  if body.truncate_prompt_tokens is not None:
-    prompts = [_truncated(prompt, body.truncate_prompt_tokens, model, max_tokens) for prompt in prompts]
   _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
   if body.best_of not in (None, body.n):
     raise RequestError(
@@ -440,15 +454,6 @@ def _generation_request(
     id=body.request_id,
     matcher=matcher,
   )
-
-
-def _truncated(
-  prompt: tuple[tuple[int, ...], str], num_tokens: int, model: ServedModel, max_tokens: int
-) -> tuple[tuple[int, ...], str]:
-  """The last tokens of a prompt, at least one; -1 stands for as many as the model has room for."""
-  ids, text = prompt
-  kept = ids[-max(1, model.max_len - max_tokens if num_tokens == -1 else num_tokens) :]
-  return prompt if kept == ids else (kept, model.decode(kept))
 
 
 def _limited(

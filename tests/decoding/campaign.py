@@ -5,8 +5,9 @@
 
 A world is a model on a mesh with settings of its own (slots, chunks, a pool that is too small for all texts, drafts by
 n-grams, heads or a model, prompts beside steps, a cache of 8 bits), and its share of the requests: prompts that begin
-alike, samples, penalties, biases, cuts, forms, stop strings, scores, adapters, priorities, cache keys. They come while
-others run; some are cancelled, the engine sleeps and fails. Then come the cancellations, and the first texts again.
+alike, samples, penalties, biases, cuts, forms, allowed tokens, bad words, least numbers of tokens, stop strings, scores,
+adapters, priorities, cache keys. They come while others run; some are cancelled, the engine sleeps and fails. Then come
+the cancellations, and the first texts again.
 World w of a seed is a function of (seed, w, requests), and runs in a process of its own.
 
 Each token must be the one that the logits of a full forward pass over the text before it give, with the request's own
@@ -41,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams
-from spmd_tasks.decoding.constraints import Grammars
+from spmd_tasks.decoding.constraints import BadWords, Grammars, TokenLimits, Vocabulary
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
@@ -146,7 +147,7 @@ def draw_settings(rng: random.Random, name: str, most_drafts: int) -> DecodeSett
 
 
 def draw_request(rng: random.Random, documents: list[list[int]], *, scores: bool, num_adapters: int) -> Any:
-  """Draws a request, and its form or None."""
+  """Draws a request, and what limits its tokens: its form or None, its allowed tokens or None, and its bad words."""
   often = lambda share, one, other: one if rng.random() < share else other
   document = rng.choice(documents)
   ids = document[: rng.randrange(1, 20)] + often(0.5, [], [rng.randrange(3, 257)])
@@ -162,12 +163,16 @@ def draw_request(rng: random.Random, documents: list[list[int]], *, scores: bool
     top_p=often(0.2, 0.9, 1.0),
     min_p=often(0.1, 0.05, 0.0),
   )
+  max_tokens, stop = rng.randrange(1, MAX_LEN + 1 - len(ids)), often(0.3, ('e', 'at', ' t'), ())
+  stop_ids = (EOS, *often(0.2, tuple(rng.sample(range(3, 257), 3)), ()))
   request = Request(
     ids=tuple(ids),
-    max_tokens=rng.randrange(1, MAX_LEN + 1 - len(ids)),
+    max_tokens=max_tokens,
     seed=rng.randrange(1000),
-    stop_ids=(EOS, *often(0.2, tuple(rng.sample(range(3, 257), 3)), ())),
-    stop=often(0.3, ('e', 'at', ' t'), ()),
+    stop_ids=stop_ids,
+    stop=stop,
+    kept_stops=often(0.3, (*stop, *stop_ids), ()),
+    min_tokens=often(0.3, rng.randrange(max_tokens + 1), 0),
     score_prompt=scores and rng.random() < 0.2,
     sampling=sampling,
     logit_bias=bias,
@@ -176,7 +181,8 @@ def draw_request(rng: random.Random, documents: list[list[int]], *, scores: bool
     num_drafts=rng.choice((None, None, 0, 1)),
     priority=rng.choice((0, 0, 0, -1, 2)),
   )
-  return request, often(0.2, rng.choice(FORMS), None)
+  allowed = often(0.1, sorted(rng.sample(range(257), 80)), None)
+  return request, (often(0.2, rng.choice(FORMS), None), allowed, often(0.15, (b'e', b'at', b's t'), ()))
 
 
 def split(text: GeneratedSequence) -> tuple[list[Any], list[Any]]:
@@ -242,9 +248,14 @@ class Judge:
           return f'token {number} is {token}, of score {exact[token]}, not {np.argmax(exact)}, of {np.max(exact)}'
         self.num_close += 1
       is_stop = token in request.stop_ids
-      told = TOKENIZER.decode(tokens[: number + (not is_stop)])
-      found = [told.index(stop) for stop in request.stop if stop in told]
-      told = told[: min(found)] if found else told
+      told = TOKENIZER.decode(tokens[: number + (not is_stop or token in request.kept_stops)])
+      found, first = [], len(TOKENIZER.decode(tokens[: request.min_tokens]).rstrip('\ufffd'))
+      for stop in request.stop if number >= request.min_tokens else ():
+        place = told.find(stop, max(0, first - len(stop) + 1))
+        found += [(place, -len(stop), stop)] if place >= 0 else []
+      if found:
+        place, _, stop = min(found)
+        told = told[: place + (len(stop) if stop in request.kept_stops else 0)]
       if matcher is not None and not is_stop:
         matcher.take(token)
       ended = 'length' if number + 1 == request.max_tokens else None
@@ -329,22 +340,36 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
   documents.append([rng.randrange(3, 257), *documents[0][1:]])  # its later chunks have the same tokens
   drawn = []
   for _ in range(num_requests):
-    request, form = draw_request(rng, documents, scores=scores, num_adapters=num_adapters)
+    request, limits = draw_request(rng, documents, scores=scores, num_adapters=num_adapters)
     if 'encoder_ids' in spec:
       encoder_ids = tuple(rng.choice(documents)[: rng.randrange(1, spec['encoder_ids'].shape[1] + 1)])
       request = dataclasses.replace(request, encoder_ids=encoder_ids)
-    drawn += [(request.as_sample(sample), form) for sample in range(rng.choice((1, 1, 1, 2, 3)))]
+    drawn += [(request.as_sample(sample), limits) for sample in range(rng.choice((1, 1, 1, 2, 3)))]
   make = functools.partial(DecodeSteps, run.model) if has_all else run.few_programs
   steps = make(settings, draft=runs.draft_of(run, 0.5) if has_model else None)
   engine = ModelEngine(steps, run.variables, score_prompts=scores, constrain=True)
   with mock.patch.dict(kv_cache._BLOCK, cpu=5):  # entries of the cache that a step reads at a time
     engine.warm_up()
   grammars = Grammars(TOKENIZER, vocab_size=steps.vocab_size, end_ids=(EOS,))
-  matcher_of = lambda request, form: form and grammars.compile(*form, end_ids=request.stop_ids)
+  vocabulary = Vocabulary(TOKENIZER.bytes_of_tokens(range(steps.vocab_size)))
+
+  def matcher_of(request: Request, limits: Any) -> Any:
+    form, allowed, words = limits
+    matcher = form and grammars.compile(*form, end_ids=request.stop_ids)
+    limited = TokenLimits(
+      vocab_size=steps.vocab_size,
+      min_tokens=request.min_tokens,
+      end_ids=request.stop_ids,
+      allowed_ids=allowed,
+      bad_words=BadWords(words=words, vocabulary=vocabulary) if words else None,
+      form=matcher and matcher.copy(),
+    )
+    # A server refuses a request that no token can begin.
+    return matcher if limited.is_free or limited.is_over else limited
 
   def text_of(index: int, **fields: Any) -> GeneratedSequence:
-    request, form = dataclasses.replace(drawn[index][0], **fields), drawn[index][1]
-    given = {'index': index, 'has_logprobs': True, 'matcher': matcher_of(request, form)}
+    request, limits = dataclasses.replace(drawn[index][0], **fields), drawn[index][1]
+    given = {'index': index, 'has_logprobs': True, 'matcher': matcher_of(request, limits)}
     return GeneratedSequence(request, TOKENIZER.decode, **given)
 
   loose = OTHER_EXPERTS if settings.cache_dtype and 'expert' in name else LOOSE[settings.cache_dtype]
@@ -368,9 +393,9 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
     leaked += abs(scheduler.num_used_blocks)
   faults = []
   for text in [*texts, *last]:
-    form = drawn[text.index][1]
-    if fault := judge.fault_of(text, matcher_of(text.request, form), alone.get(text.index)):
-      faults.append({'fault': fault, 'form': form, 'request': dataclasses.asdict(text.request)})
+    limits = drawn[text.index][1]
+    if fault := judge.fault_of(text, matcher_of(text.request, limits), alone.get(text.index)):
+      faults.append({'fault': fault, 'limits': str(limits), 'request': dataclasses.asdict(text.request)})
   counted = ('preemptions', 'reused_tokens', 'drafted_tokens', 'accepted_tokens')
   return {
     'world': world,

@@ -307,7 +307,7 @@ class EvenTokens:
   """A matcher that allows half of the tokens."""
 
   mask = np.full(-(-257 // 32), 0x55555555, np.uint32)
-  is_over, failure = False, None
+  is_over, is_free, failure = False, False, None
 
   def take(self, token):
     assert token % 2 == 0

@@ -117,7 +117,7 @@ def test_what_was_read_before_is_counted_and_not_read_again(client):
 def test_logprobs_of_chats_in_both_forms(client):
   wanted = ASK | {'logprobs': True, 'top_logprobs': 1}
   content = client.post(CHAT, json=wanted).json()['choices'][0]['logprobs']['content']
-  assert [entry['token'] for entry in content] == ['token_id:1', *'use']  # bos is no text
+  assert [entry['token'] for entry in content] == ['', *'use']  # bos adds no text
   assert content[1]['bytes'] == [ord('u')]
   assert [len(entry['top_logprobs']) for entry in content] == [1] * 4
   with client.stream('POST', CHAT, json=wanted | {'stream': True}) as response:
