@@ -24,7 +24,7 @@ JOBS = {
   'moe': ('moe.UnevenExperts', ['num_layers=1', 'seq_len=16', 'task.decode.num_slots=2', 'task.decode.min_bucket=16']),
 }
 IDS = np.random.default_rng(0).integers(1, 257, (3, 7))
-PROMPTS = [{'prompt': 'def f', 'max_tokens': 5, 'temperature': 1.0, 'seed': 3}]
+PROMPTS = [{'prompt': 'def f', 'max_tokens': 5, 'temperature': 1.0}]
 PROMPTS += [PROMPTS[0] | {'prompt': prompt} for prompt in ('ñ', 'x' * 9)]
 
 
@@ -75,8 +75,13 @@ def test_texts_are_those_of_decode_once(saved, tmp_path):
   texts = [prompt['prompt'] for prompt in PROMPTS]
   with shared_models():
     lm = load(directory)
-    assert lm.generate(texts, max_tokens=5, temperature=1.0, seed=3) == expected
-    assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=3) == expected[:1]
+    seed = lm.job.experiment.seed
+    for given in ({}, {'seed': seed}):
+      assert lm.generate(texts, max_tokens=5, temperature=1.0, **given) == expected
+    assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=seed) == expected[:1]
+    alike = lm.generate(texts[:1] * 3, max_tokens=5, temperature=1.0)
+    assert alike[0] == expected[0]
+    assert len(set(alike)) == 3  # each prompt draws from its own noise
     likeliest = lm.generate(texts, max_tokens=5, temperature=0.0)
     assert lm.generate(texts, max_tokens=5, temperature=1.0, top_k=1) == likeliest
 

@@ -5,9 +5,9 @@
 
 A world is a model on a mesh with settings of its own (slots, chunks, a pool that is too small for all texts, drafts by
 n-grams, heads or a model, prompts beside steps, a cache of 8 bits), and its share of the requests: prompts that begin
-alike, samples, penalties, biases, cuts, forms, allowed tokens, bad words, least numbers of tokens, stop strings, scores,
-adapters, priorities, cache keys. They come while others run; some are cancelled, the engine sleeps and fails. Then come
-the cancellations, and the first texts again.
+alike, samples, penalties, biases, cuts, forms, allowed tokens, bad words, least numbers of tokens, stop strings,
+scores, adapters, priorities, cache keys. They come while others run; some are cancelled, the engine sleeps and fails.
+Then come the cancellations, and the first texts again.
 World w of a seed is a function of (seed, w, requests), and runs in a process of its own.
 
 Each token must be the one that the logits of a full forward pass over the text before it give, with the request's own

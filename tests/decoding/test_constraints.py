@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding.constraints import Grammars, mask_rows
+from spmd_tasks.decoding.constraints import BadWords, Grammars, TokenLimits, Vocabulary, mask_rows
 from spmd_tasks.decoding.sampling import mask_logits
 from spmd_tasks.inputs import ByteTokenizer, FolderTokenizer
+from spmd_tasks.inputs.tokenizers import bytes_of_tokens
 from tests.model_folders import write_tokenizer
 
 SCHEMA = {
@@ -129,3 +130,67 @@ def test_masks_of_rows_leave_other_rows_as_they_are(rng):
   masked = np.asarray(mask_logits(logits, mask_rows({1: mask}, 3, 70)))
   np.testing.assert_array_equal(masked[[0, 2]], np.asarray(logits)[[0, 2]])
   assert np.flatnonzero(masked[1] > -np.inf).tolist() == [0, 2, 69]
+
+
+@pytest.fixture(scope='module')
+def vocabulary(tokenizer):
+  return Vocabulary(bytes_of_tokens(tokenizer, range(tokenizer.vocab_size + NUM_BEYOND)))
+
+
+def test_bad_words_leave_out_each_token_that_would_complete_one(tokenizer, vocabulary, rng):
+  """By the definition: the text with the token contains the word; tokens split words in any way."""
+  words = tuple(word.encode() for word in ('cat', 'at t', 'e', 'aa', '漢'))
+  bad_words = BadWords(words=words, vocabulary=vocabulary)
+  size = len(vocabulary.tokens)
+  prone = [token for token in range(size) if {*vocabulary.tokens[token]} & {*b'cat' + '漢'.encode()}]
+  num_left_out = 0
+  for _ in range(5):
+    limits, text = TokenLimits(vocab_size=size, bad_words=bad_words), b''
+    for _ in range(12):
+      right = [t for t in range(size) if not any(word in text + vocabulary.tokens[t] for word in words)]
+      assert allowed_ids(limits).tolist() == right
+      num_left_out += size - len(right)
+      token = int(rng.choice(np.intersect1d(right, prone)))
+      limits.take(token)
+      text += vocabulary.tokens[token]
+    assert not any(word.decode() in text.decode(errors='replace') for word in words)
+  assert num_left_out > 12 * 5
+
+
+def test_an_end_comes_after_the_least_number_of_tokens_and_limits_join_a_form(tokenizer, vocabulary):
+  eos, size = tokenizer.eos_id, len(vocabulary.tokens)
+  limits = TokenLimits(vocab_size=size, min_tokens=2, end_ids=(eos,))
+  copied = limits.copy()
+  for _ in range(2):
+    assert not limits.is_free
+    assert np.setdiff1d(np.arange(size), allowed_ids(limits)).tolist() == [eos]
+    limits.take(size - 1)
+  assert limits.is_free
+  assert eos not in allowed_ids(copied)
+
+  a = tokenizer.encode('a')[-1]
+  form = Grammars(tokenizer, vocab_size=size, end_ids=(eos,)).compile('regex', 'a?a?a?')
+  limits = TokenLimits(vocab_size=size, min_tokens=2, end_ids=(eos,), allowed_ids=[a, eos, size - 1], form=form)
+  for ends in ([], [], [eos]):
+    assert np.setdiff1d(allowed_ids(limits), [a]).tolist() == ends
+    limits.take(a)
+  assert limits.is_over or allowed_ids(limits).tolist() == [eos]
+  assert limits.failure is None
+
+
+@pytest.mark.parametrize(
+  'form, fields, failure',
+  [
+    (None, {'allowed_ids': [2], 'min_tokens': 1}, 'leave no token'),
+    ('b*', {'allowed_ids': [ord('a') + 3]}, 'leave no token'),
+    ('(ab)?', {'allowed_ids': [ord('a') + 3, 2], 'min_tokens': 1}, 'leave no token'),  # after the a
+    ('a', {'min_tokens': 9}, None),  # the form is whole
+  ],
+)
+def test_limits_that_leave_no_token_fail_where_the_form_is_not_whole(form, fields, failure):
+  matcher = form and Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,)).compile('regex', form)
+  limits = TokenLimits(vocab_size=259, end_ids=(2,), form=matcher, **fields)
+  if not limits.is_over:
+    limits.take(ord('a') + 3)
+  assert limits.is_over
+  assert limits.failure is None if failure is None else failure in limits.failure

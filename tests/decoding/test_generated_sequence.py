@@ -48,6 +48,22 @@ def test_stop_strings(text, stop, expected, found):
   assert (''.join(pieces), done.text, done.stop) == (expected, expected, found)
 
 
+@pytest.mark.parametrize(
+  'text, min_tokens, kept, expected',
+  [
+    ('stop, stop.', 4, (), 'stop, '),  # the first one ends with the fourth token
+    ('stop, stop.', 3, (), ''),
+    ('stop, stop.', 4, ('stop',), 'stop, stop'),
+    ('sstop', 0, ('stop',), 'sstop'),
+    ('aaaa', 2, (), 'a'),  # the stop 'aa' may begin before
+  ],
+)
+def test_stop_strings_end_a_text_after_its_least_number_of_tokens_and_may_stay(text, min_tokens, kept, expected):
+  incremental = IncrementalText(decode, ('stop', 'aa'), kept_stops=kept)
+  pieces = [incremental.push(byte, may_stop=number > min_tokens) for number, byte in enumerate(text.encode(), 1)]
+  assert ''.join(pieces) + incremental.finish() == incremental.text == expected
+
+
 def test_the_beginning_of_a_stop_string_is_held_back():
   text = IncrementalText(decode, ('stop',))
   assert [text.push(byte) for byte in b'a sto-'] == ['a', ' ', '', '', '', 'sto-']

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_tasks.decoding.generated_sequence import IncrementalText
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
-from spmd_tasks.inputs.tokenizers import encode_prompt
+from spmd_tasks.inputs.tokenizers import bytes_of_tokens, encode_prompt
 from tests.model_folders import PREFIXES, TEXTS, write_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / 'data' / 'chat_templates'
@@ -82,6 +82,23 @@ def test_tokens(folders, kind):
       pieces = IncrementalText(ours.decode, before=ids[:split])
       text_after = ''.join(pieces.push(token) for token in ids[split:]) + pieces.finish()
       assert ours.decode(ids[:split]) + text_after == ours.decode(ids)
+
+
+@pytest.mark.parametrize('kind', PREFIXES)
+def test_bytes_of_tokens_are_those_of_llguidance_and_join_to_the_text(folders, kind):
+  import llguidance
+
+  ours = FolderTokenizer(path=str(folders[kind]))
+  theirs = llguidance.LLTokenizer(ours.to_json(), n_vocab=ours.vocab_size, eos_token=ours.eos_id)
+  of_tokens = bytes_of_tokens(ours, range(ours.vocab_size + 2))
+  assert of_tokens[ours.vocab_size :] == [b'', b'']
+  for token, content in enumerate(of_tokens[: ours.vocab_size]):
+    is_special = ours.decode([token]) == '' and ours.decode_all([token]) != ''
+    # llguidance drops the byte 0xff, its mark of special tokens.
+    assert content.removeprefix(b'\xff') == (b'' if is_special else theirs.decode_bytes([token])), token
+  for text in (*TEXTS, ' 漢<tool_call>é'):
+    ids = ours.encode(f'the {text}')
+    assert b''.join(of_tokens[token] for token in ids).removeprefix(b' ') == f'the {text}'.encode()
 
 
 def _token(text, **flags):

@@ -15,7 +15,7 @@ from spmd_tasks.inputs import (
   Tokenizer,
   train_bpe,
 )
-from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
+from spmd_tasks.inputs.tokenizers import bytes_of_tokens, decode_generated, encode_prompt
 
 TEXTS = ['', 'hello', ' two  spaces\n\ttab', 'déjà vu', '漢字 🙂 \x00\x7f', 'a' * 300]
 
@@ -132,4 +132,6 @@ def test_pieces_are_those_of_seqio(sentencepiece_model):
     assert tokenizer.encode(text) == vocabulary.encode(text) == tokenizer.encode_array(text).tolist()
   assert tokenizer.encode('<extra_id_0>')[-1] == 22
   assert tokenizer.decode([*tokenizer.encode('the hat'), 1, 0, 0]) == 'the hat'
+  pieces = bytes_of_tokens(tokenizer, [*tokenizer.encode('the hat'), 1, 0, 22, 99])
+  assert (b''.join(pieces[:-4]), pieces[-4:]) == (b' the hat', [b'', b'', b' <extra_id_0>', b''])
   assert tokenizer.fingerprint() != SentencePieceTokenizer(path=sentencepiece_model).fingerprint()

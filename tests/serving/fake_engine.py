@@ -205,7 +205,7 @@ class FakeEngine:
     return Outputs(
       tokens=tokens,
       logprobs=-tokens.astype(np.float32) / 100,
-      top_ids=(tokens[:, None] + np.arange(self.num_top)) % TOKENIZER.vocab_size,
+      top_ids=(tokens[:, None] + np.arange(self.num_top)) % 512,
       top_logprobs=self._top_logprobs(len(rows)),
       is_valid=np.array([row is not None for row in rows]),
       is_finished=np.array([row is not None and row[1] for row in rows]),
@@ -218,7 +218,7 @@ class FakeEngine:
       targets[row, : len(following)] = following
     return outputs.replace(
       prompt_logprobs=-targets.astype(np.float32) / 100,
-      prompt_top_ids=(targets[..., None] + np.arange(self.num_top)) % TOKENIZER.vocab_size,
+      prompt_top_ids=(targets[..., None] + np.arange(self.num_top)) % 512,
       prompt_top_logprobs=self._top_logprobs(self.prefill_rows, self.prefill_chunk),
     )
 
