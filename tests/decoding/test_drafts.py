@@ -39,6 +39,12 @@ def test_what_followed_the_same_tokens_before_is_guessed():
   assert NgramDrafts([5, 6, 5, 6]).guess(5) == (5, 6, 5, 6, 5)
 
 
+def test_a_prediction_is_guessed_from():
+  for prediction, guessed in (((7, 1, 2, 3, 4), (3, 4)), ((), ())):
+    request = Request(ids=(1, 2), max_tokens=9, prediction=prediction)
+    assert GeneratedSequence(request, lambda ids: '').draft(2) == guessed
+
+
 def _run(run, steps, requests, *, one_by_one=False, constrain=False):
   """Returns (tokens and logprobs of each request, the scheduler)."""
   engine = ModelEngine(steps, run.variables, constrain=constrain)

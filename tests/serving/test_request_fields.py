@@ -4,6 +4,7 @@ Where a token may not come, the fake engine takes the next one of the vocabulary
 """
 
 import dataclasses
+from pathlib import Path
 
 import openai
 import pytest
@@ -11,6 +12,7 @@ import tokenizers
 from tokenizers import decoders
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
+from spmd_tasks.serving.bodies import ChatBody, CompletionBody
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import chat_request, completion_request
 from spmd_tasks.serving.settings import ServerSettings
@@ -381,3 +383,11 @@ def test_values_that_change_nothing_are_taken(model):
   neutral = {'best_of': 1, 'use_beam_search': False, 'length_penalty': 1.0, 'logits_processors': [], 'user': 'u'}
   neutral |= {'service_tier': 'auto', 'store': False, 'metadata': {}, 'modalities': ['text'], 'function_call': 'none'}
   assert chat_request({'messages': [{'role': 'user', 'content': 'hi'}]} | neutral, model, ServerSettings()).requests
+
+
+@pytest.mark.parametrize('body', [CompletionBody, ChatBody])
+def test_the_page_lists_all_fields(body):
+  page = (Path(__file__).parents[2] / 'docs' / 'serving.md').read_text()
+  table = page[page.index('## Fields of a request') :].partition('\n## ')[0]
+  names = {name for name in body.model_fields if name not in ('model', 'messages', 'prompt')}
+  assert names == {name for name in names if f'`{name}`' in table}
