@@ -69,11 +69,14 @@ class FileTokenizer(_ListTokenizer):
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
-    # Behind another token: decoders may drop the first space of a text.
-    before = self.encode('a')[-1:]
-    start = len(self.decode(before))
-    texts = self._tokenizer.decode_batch([[*before, int(token)] for token in ids], skip_special_tokens=True)
-    return [self._piece_bytes(token, text[start:]) for token, text in zip(ids, texts, strict=True)]
+    before, start = self._any_token
+    return [self._piece_bytes(token, self.decode([*before, token])[start:]) for token in ids]
+
+  @functools.cached_property
+  def _any_token(self) -> tuple[list[int], int]:
+    """A token, behind which decoders do not drop a space, and the length of its text."""
+    ids = self.encode('a')[-1:]
+    return ids, len(self.decode(ids))
 
   def _piece_bytes(self, token: int, text: str) -> bytes:
     """The bytes of a token that adds `text`, where U+FFFD may stand for a part of a character."""

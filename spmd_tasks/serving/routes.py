@@ -323,7 +323,7 @@ def _event(body: dict[str, Any]) -> bytes:
 def _failure(deltas: list[Delta]) -> RequestError | None:
   for delta in deltas:
     if delta.finish_reason == 'error' and delta.sequence.matcher is not None and delta.sequence.matcher.failure:
-      return RequestError(f'the form of the output cannot be used: {delta.sequence.matcher.failure}.')
+      return RequestError(f'the output cannot be continued: {delta.sequence.matcher.failure}.')
   reasons = {delta.finish_reason for delta in deltas}
   return _FAILED if 'error' in reasons else _CUT if reasons & {'cut', 'cancelled'} else None
 
