@@ -333,6 +333,7 @@ class ResponsesBody(SharedBody):
   include: list[str] = []
   reasoning: dict[str, Any] = {}
   chat_template_kwargs: dict[str, Any] = {}
+  enable_thinking: bool | None = None
   # Nothing is stored here, so that none of these has a meaning.
   previous_response_id: Annotated[Any, _must_be()] = None
   conversation: Annotated[Any, _must_be()] = None

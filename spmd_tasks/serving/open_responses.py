@@ -22,7 +22,7 @@ from spmd_tasks.serving.requests import GenerationRequest, ServedModel, chat_req
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.settings import ServerSettings
 
-_SAME = {*SharedBody.model_fields, 'parallel_tool_calls', 'chat_template_kwargs'}  # as in a chat's body
+_SAME = {*SharedBody.model_fields, 'parallel_tool_calls', 'chat_template_kwargs', 'enable_thinking'}  # as in a chat
 _LOGPROBS = 'message.output_text.logprobs'
 # Names of a chat's body in errors -> those of this one.
 _NAMES = {

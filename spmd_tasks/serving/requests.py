@@ -304,7 +304,7 @@ def _template_variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any
   if (effort := body.reasoning_effort) is not None:
     if template.mentions('reasoning_effort') or not template.mentions('enable_thinking'):
       own['reasoning_effort'] = 'reasoning_effort', effort
-    else:  # which knows thinking or none, and no degrees
+    else:  # the template knows thinking or none, and no degrees of it
       own.setdefault('enable_thinking', ('reasoning_effort', effort != 'none'))
   if body.verbosity is not None:
     own['verbosity'] = 'verbosity', body.verbosity

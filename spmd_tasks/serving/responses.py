@@ -196,12 +196,12 @@ class ResponseBodies:
     if entry.logprob is None:
       return None
     own, top = self._named(entry, self._wanted.num_prompt_logprobs)
-    made = {
+    likely = {
       str(token): {'logprob': logprob, 'rank': rank, 'decoded_token': other.text}
       for rank, ((token, _), (other, logprob)) in enumerate(zip(entry.top, top, strict=False), 1)
     }
     rank = next((rank for rank, (token, _) in enumerate(entry.top, 1) if token == entry.token), None)
-    return {str(entry.token): {'logprob': entry.logprob, 'rank': rank, 'decoded_token': own.text}} | made
+    return {str(entry.token): {'logprob': entry.logprob, 'rank': rank, 'decoded_token': own.text}} | likely
 
   def _named(self, entry: TokenLogprob, num_top: int | None) -> tuple['_Token', list[tuple['_Token', float]]]:
     """An entry's token, and the likeliest ones with their log-probabilities; no two have one name.
