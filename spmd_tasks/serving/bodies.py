@@ -151,7 +151,7 @@ def _predicted_text(value: Any) -> str:
   """Reads OpenAI's `prediction`: the text that the answer may resemble."""
   content = value.get('content') if isinstance(value, dict) and value.get('type') == 'content' else None
   parts = content if isinstance(content, list) else [{'text': content}]
-  texts = [part.get('text') if isinstance(part, dict) else None for part in parts]
+  texts: list[Any] = [part.get('text') if isinstance(part, dict) else None for part in parts]
   if not all(isinstance(text, str) for text in texts):
     raise PydanticCustomError('prediction', "must be an object of type 'content', whose content is text.")
   return ''.join(texts)

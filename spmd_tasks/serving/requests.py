@@ -414,8 +414,9 @@ def _generation_request(
     matcher = None if form is None else form.compile(model.grammars, () if body.ignore_eos else _end_ids(model))
   except FormError as error:
     raise RequestError(str(error), param=error.field) from error
-  matcher = _limited(body, model, stop_ids, max_tokens, matcher)
-  prediction = model.encode(body.prediction, with_bos=False) if is_chat and body.prediction else ()
+  limited = _limited(body, model, stop_ids, max_tokens, matcher)
+  predicted = body.prediction if isinstance(body, ChatBody) else ''
+  prediction = model.encode(predicted, with_bos=False) if predicted else ()
   requests = tuple(
     Request(
       ids=ids,
@@ -452,7 +453,7 @@ def _generation_request(
     names_by_id=body.return_tokens_as_token_ids,
     shows_special=not body.skip_special_tokens,
     id=body.request_id,
-    matcher=matcher,
+    matcher=limited,
   )
 
 

@@ -211,8 +211,8 @@ class ResponseBodies:
     """
     top = entry.top[:num_top]
     own, *others = self._model.bytes_of_tokens([entry.token, *(token for token, _ in top)])
-    names = {f'{_NUMBER}{entry.token}' if self._wanted.names_by_id else entry.text}
-    chosen = _Token(*names, _bytes_in_text(own, entry.text))
+    chosen_name = f'{_NUMBER}{entry.token}' if self._wanted.names_by_id else entry.text
+    chosen, names = _Token(chosen_name, _bytes_in_text(own, entry.text)), {chosen_name}
     named = []
     for (token, logprob), content in zip(top, others, strict=True):
       if token == entry.token:
