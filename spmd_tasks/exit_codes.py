@@ -11,7 +11,6 @@ USAGE = 2  # a bad flag, path or value: nothing was started
 PREEMPTED = 42  # SIGTERM: the state was saved, or there was none to save; start the same command again to continue
 STUCK = 43  # no progress within the watchdog's limit; the stacks are in the log
 PEER_FAILED = 44  # this process was well, another one reported its failure
-CORRUPTED = 45  # a device computed other bits than another one; the log names it. Take it out, then start again
 EXITED = 46  # the experiment's own code called sys.exit, whatever its code: the job is not finished
 INTERRUPTED = 130  # Ctrl-C, as shells say it: the state was saved, or there was none to save
 

@@ -115,10 +115,6 @@ class Experiment(FrozenFields, abc.ABC):
   checkpoint_max_to_keep: int = 3
   checkpoint_keep_every_steps: int | None = None
   checkpoint_keep_every_hours: float | None = None
-  # At this interval each process copies its part of the state to its RAM disk and to that of the next process, so that
-  # a restart in place reads no checkpoint (docs/operations.md). Each needs up to four times its part of the state.
-  peer_copy_every_steps: int | None = None
-  peer_copy_directory: str | None = None  # None: /dev/shm
   # The steps [first, last) that JAX's profiler captures.
   profile_steps: tuple[int, int] | None = None
   # Whether to write event files for TensorBoard; metrics.jsonl is always written.
@@ -194,7 +190,7 @@ class Experiment(FrozenFields, abc.ABC):
       raise UserError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
 
   def _check_starts_and_samples(self) -> None:
-    """Checks where a job starts from, what it samples, and where it copies its state."""
+    """Checks where a job starts from and what it samples."""
     start = next((getattr(self, name) for name in self._names_of_start if getattr(self, name) is not None), None)
     if self.init_from_step is not None and (start is None or not _is_positive(self.init_from_step)):
       raise UserError(
@@ -206,8 +202,6 @@ class Experiment(FrozenFields, abc.ABC):
       raise UserError(f'sample_prompts = {prompts!r} must be a tuple of texts that are not empty.')
     if self.sample_every_steps is not None and not prompts:
       raise UserError(f'sample_every_steps = {self.sample_every_steps} needs prompts: set sample_prompts.')
-    if self.peer_copy_directory is not None and not self.peer_copy_directory.startswith('/'):
-      raise UserError(f'peer_copy_directory = {self.peer_copy_directory!r} must be an absolute path, or None.')
 
   def _check_times(self) -> None:
     """Checks times."""

@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # Files of long cases that share little. Their cases go to whichever worker is free.
-_SPREAD = ('multi_process/test_binary.py', 'multi_process/test_faults.py', 'operations/test_supervise.py')
+_SPREAD = ('multi_process/test_binary.py', 'multi_process/test_faults.py')
 _SPREAD += ('test_benchmarks.py', 'test_docs.py')
 
 

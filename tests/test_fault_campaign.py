@@ -36,8 +36,8 @@ def campaign(tmp_path_factory):
   'number',
   [
     *numbers_of(CHEAP, 1),
-    # By default tests/operations/test_supervise.py kills a job in a bucket; in tests/tuning/test_rewards.py one goes
-    # on in the middle of a rollout.
+    # By default tests/multi_process/test_store_processes.py kills a job in a bucket, and tests/tuning/test_rewards.py
+    # resumes one in the middle of a rollout.
     *(pytest.param(each, marks=pytest.mark.exhaustive) for kind in LONG for each in numbers_of((kind,), 1)),
   ],
 )

@@ -114,11 +114,6 @@ BAD_INPUT = {
   ),
   'cache in a file': ((*TINY, *TRAIN, '--compilation_cache', 'HERE/file'), ['HERE/file is no directory']),
   'too many fake devices': ((*TINY, *TRAIN, '--num_fake_devices', '1000000000'), ['must be from 1 to 10,000']),
-  'an address without supervisors': ((*TINY, *TRAIN, '--supervisor_address', 'x'), ['is for --supervise MIN:MAX']),
-  'an address of another host': (
-    (*TINY, *TRAIN, '--supervise', '1:1', '--supervisor_address', '192.0.2.1'),
-    ['--supervisor_address 192.0.2.1 is no address of this host'],
-  ),
   'devices of one of several': ((*TINY, *TRAIN, '--local_device_ids', '0'), ['are for one of several processes']),
   'eval without batches': ((*TINY, *TRAIN, '--set', 'eval_batches=0'), ['num_batches 0 must be at least 1']),
   'experts in no block': (

@@ -10,8 +10,7 @@ falls back from a damaged checkpoint to the one before it. A checkpoint holds un
 in one dim, so any mesh, stage count or expert-parallel degree can restore it.
 
 Read checkpointer.py (what a program calls), checkpoint_directory.py (names, deleting), verifying.py (choosing),
-manifest.py (digests), orbax_arrays.py (array files). peer_copies.py keeps copies in the memory of two hosts beside all
-that, and memory_copies.py is their files.
+manifest.py (digests), orbax_arrays.py (array files).
 """
 
 from spmd_tasks.faces import lazy_face

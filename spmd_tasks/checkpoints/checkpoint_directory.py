@@ -32,7 +32,6 @@ from spmd_tasks.checkpoints.manifest import (
 )
 from spmd_tasks.files import sync_path
 
-PEER_COPIES_FILE = 'peer_copies.json'  # in the job's directory: the random name by which it knows its copies in memory
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
 _LEFTOVER = re.compile(r'(checkpoint_\d+)\.(partial|deleting(-\d+)?)')
 

@@ -71,10 +71,10 @@ def fields_to_compare(config: Mapping[str, Any], *, is_saved: bool) -> dict[str,
   """Returns the fields of a config, as `to_json` gives it, that all processes of a job must have alike.
 
   Unless the config `is_saved`, an input whose fields the experiment's own code chose, and no flag, may differ: each
-  process can read files of its own. So may the place of its copies in memory, and what a wing says of its own fields.
+  process can read files of its own. So may what a wing says of its own fields.
   """
   given = tuple(f'{name}.' for name in config['overrides'])
-  of_process = {'peer_copy_directory', *(name for wing in wings() for name in wing.fields_of_process)}
+  of_process = {name for wing in wings() for name in wing.fields_of_process}
 
   def may_differ(path: str) -> bool:
     is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))

@@ -11,7 +11,6 @@ import contextlib
 import glob
 import importlib.util
 import json
-import os
 import queue
 import re
 import socket
@@ -156,8 +155,7 @@ def _listen(address: str) -> socket.socket:
   while True:
     try:
       family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-      is_held = 'SPMD_TASKS_ROUND' in os.environ  # by this host's supervisor, which does not listen there
-      return socket.create_server(found[:2], family=family, backlog=1024, reuse_port=is_held)
+      return socket.create_server(found[:2], family=family, backlog=1024)
     except OSError as error:
       if time.monotonic() > end or isinstance(error, socket.gaierror):
         raise UserError(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
   import numpy as np
 
   from spmd_tasks.checkpoints import Checkpointer
-  from spmd_tasks.checkpoints.peer_copies import RestoredCopy
   from spmd_tasks.distributed.preemption import PreemptionGuard
   from spmd_tasks.distributed.watchdog import StepWatchdog
   from spmd_tasks.experiment import Experiment, Job
@@ -63,6 +62,15 @@ class Logged(NamedTuple):
   metrics: 'Metrics' = {}
 
 
+class FirstState(NamedTuple):
+  """The state that a job goes on from after `step`, the input's position there, and a phrase about its origin."""
+
+  step: int
+  state: 'TrainState'
+  input_state: Any
+  origin: str
+
+
 class TrainHook:
   """Base class of hooks: every method does nothing. What a method raises ends the job; a UserError in one sentence.
 
@@ -79,7 +87,7 @@ class TrainHook:
   def open(self, run: 'TrainRun') -> None:
     """Opens files, threads and connections in the directory, now the job's own; `run.stack` closes them at its end."""
 
-  def restore(self, run: 'TrainRun', newest_checkpoint: int) -> 'RestoredCopy | None':
+  def restore(self, run: 'TrainRun', newest_checkpoint: int) -> 'FirstState | None':
     """Returns a state to go on from instead of the newest checkpoint (-1: there is none); the first answer counts."""
     return None
 

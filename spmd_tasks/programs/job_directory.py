@@ -20,14 +20,12 @@ import json
 import os
 import shutil
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
 from etils import epath
 
 from spmd_tasks.checkpoints import Checkpointer
-from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE
 from spmd_tasks.checkpoints.manifest import MANIFEST_FILE
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import (
@@ -56,9 +54,7 @@ STARTUP_FILE = 'startup.json'
 _CHANGED = (LOCK_FILE, METRICS_FILE, f'eval/*/{METRICS_FILE}', 'samples/samples.txt')  # all others are replaced
 _FILES = (CONFIG_FILE, NEWEST_CHECKPOINT_FILE, GOODPUT_FILE, PARAMETERS_FILE, STARTUP_FILE, *_CHANGED)
 PROGRAMS_DIRECTORY = 'compiled'
-DEVICE_FAULTS_DIRECTORY = 'device_faults'
-_DIRECTORIES = ['checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY, DEVICE_FAULTS_DIRECTORY]
-_LEASE_S = 120.0  # more than that of NFS
+_DIRECTORIES = ['checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY]
 # The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -148,9 +144,8 @@ def write_config(job_log_dir: epath.Path, config_json: str) -> None:
 
 
 def has_trained(job_log_dir: epath.Path) -> bool:
-  """Whether a job has left a state in the directory, in a checkpoint or in memory (checkpoints/peer_copies.py)."""
-  has_state = glob_below(job_log_dir, 'checkpoints/checkpoint_*') or (job_log_dir / PEER_COPIES_FILE).exists()
-  return (job_log_dir / CONFIG_FILE).exists() and bool(has_state)
+  """Whether a job has left a checkpoint in the directory."""
+  return (job_log_dir / CONFIG_FILE).exists() and bool(glob_below(job_log_dir, 'checkpoints/checkpoint_*'))
 
 
 def refuse_lost_config(job_log_dir: epath.Path) -> None:
@@ -166,7 +161,7 @@ def refuse_lost_config(job_log_dir: epath.Path) -> None:
 
 def _own_paths(job_log_dir: epath.Path) -> set[epath.Path]:
   """Returns the files and directories of a job that are in its directory."""
-  patterns = (*_DIRECTORIES, *_FILES, PEER_COPIES_FILE, 'events.out.tfevents.*')
+  patterns = (*_DIRECTORIES, *_FILES, 'events.out.tfevents.*')
   if is_remote(job_log_dir):
     parts = tuple(f'{name}.*' for name in (METRICS_FILE, LOCK_FILE))
     found = glob_below(job_log_dir, '*')
@@ -219,18 +214,6 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   return True
 
 
-def _flock(lock_file: io.FileIO) -> None:
-  """Locks a file, or raises BlockingIOError; a supervised job waits until a file server forgets a dead host."""
-  end = time.monotonic() + (_LEASE_S if 'SPMD_TASKS_ROUND' in os.environ else 0)
-  while True:
-    try:
-      return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      if time.monotonic() > end:
-        raise
-    time.sleep(0.5)
-
-
 def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
   """Locks the lock file and writes the holder into it; returns None on a file system without locks."""
   if is_remote(path):
@@ -240,7 +223,7 @@ def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
   # Close-on-exec: a subprocess must not keep the lock after this process has died.
   lock_file = io.FileIO(open_descriptor(path / LOCK_FILE, os.O_RDWR | os.O_CREAT), 'r+')
   try:
-    _flock(lock_file)
+    fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if not os.path.samestat(os.fstat(lock_file.fileno()), os.stat(path / LOCK_FILE)):
       raise BlockingIOError  # a job that was refused has just removed the file, and another one has made it anew
     if os.fstat(lock_file.fileno()).st_nlink > 1:  # of a job's copy by hard links, whose lock stays as it is

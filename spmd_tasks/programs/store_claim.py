@@ -4,9 +4,8 @@
     job.lock.000002      the next one's; the highest number holds the directory
 
 A claim is a conditional write of the next number: of several jobs one succeeds. A number follows another whose holder
-has released it, is a dead process of this machine, is of an earlier round of the same supervised job
-(SPMD_TASKS_ROUND), or has not raised its counter for a minute. A holder that was only kept from running finds the next
-number before it publishes a checkpoint, and ends: `check`.
+has released it, is a dead process of this machine, or has not raised its counter for a minute. A holder that was only
+kept from running finds the next number before it publishes a checkpoint, and ends: `check`.
 """
 
 import datetime
@@ -39,7 +38,6 @@ class StoreClaim:
       'pid': os.getpid(),
       'machine': _machine(),
       'since': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-      'round': _round(),
       'token': secrets.token_hex(8),
       'beat': 0,
     }
@@ -105,8 +103,6 @@ def _is_free(path: epath.Path) -> bool:
   first = _read(path)
   if first.get('released'):
     return True
-  if 0 < first.get('round', 0) < _round():  # its hosts have agreed to go on without it
-    return True
   if first.get('machine') == _machine() and not os.path.exists(f'/proc/{first.get("pid")}'):
     return True
   logging.warning('%s is held by %s: waiting for up to %.0f s for a sign of life.', path, _name(first), DEAD_AFTER_S)
@@ -137,11 +133,6 @@ def _read(path: epath.Path) -> dict[str, Any]:
 
 def _name(holder: dict[str, Any]) -> str:
   return f'host {holder.get("host")}, pid {holder.get("pid")}, since {holder.get("since")}'
-
-
-def _round() -> int:
-  """The round of a supervised job; 0 without supervisors."""
-  return int(os.environ.get('SPMD_TASKS_ROUND', 0))
 
 
 def _machine() -> str:

@@ -43,9 +43,9 @@ def job_hooks(job: Job) -> tuple[TrainHook, ...]:
     CountGoodput(),  # first: the time of the others is not that of steps
     ShowProgress(),
     *wings.train_hooks(job),
+    *_if_asked(job.experiment.trackers or None, 'spmd_tasks.programs.trackers:Track'),
     LogMetrics(),
     SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and one that fails loses nothing
-    *_if_asked(job.experiment.peer_copy_every_steps, 'spmd_tasks.programs.copy_to_peers:CopyToPeers'),
     Evaluate(),
     *_if_asked(job.experiment.sample_every_steps, 'spmd_tasks.programs.samples:Sample'),
     *_own_hooks(job),  # these find the evals of the step in `run.evals`

@@ -1,21 +1,16 @@
-"""Makes past steps of a job again, bit for bit, and finds devices that compute wrongly.
+"""Replays past steps of a job, bit for bit.
 
     spmd-tasks --mode replay --job_log_dir runs/tiny --step 137 --out step137.json
     spmd-tasks --mode replay --job_log_dir runs/tiny --from 120 --to 160
 
-Read `mode.py` first: how the training program goes on from an earlier checkpoint, and what a replay reports.
-`statistics.py` looks into one step, layer by layer; `rows.py` names the rows of a batch; `fingerprints.py` makes two
-numbers of any array. `device_check.py` has the hook CheckDevices, and reads alone.
+Read `mode.py` first: it runs the training program from an earlier checkpoint and reports what differs. `statistics.py`
+summarizes one step layer by layer; `rows.py` names the rows of a batch.
 """
 
 import argparse
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.faces import lazy_face
 from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, Flag, Mode, Wing
-
-with lazy_face(globals(), 'WING'):
-  from spmd_tasks.replay.device_check import CheckDevices, CorruptionError
 
 
 def _check_flags(flags: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import tempfile
@@ -18,10 +19,10 @@ from typing import Any
 
 from etils import epath
 import jax
+import numpy as np
 
 from spmd_tasks import exit_codes, wings
 from spmd_tasks.activity import set_activity
-from spmd_tasks.checkpoints.peer_copies import RestoredCopy
 from spmd_tasks.command import Command, OpenJob
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import gather, primary_decides
@@ -29,12 +30,11 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.inputs.base import source_names
 from spmd_tasks.programs import train
-from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.hooks import FirstState, TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.report_hooks import CountGoodput
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, saved_state
 from spmd_tasks.programs.training_loop import Outcome, TrainingDivergedError
-from spmd_tasks.replay.fingerprints import Prints, digest, tree_fingerprints
 from spmd_tasks.replay.rows import describe_rows
 from spmd_tasks.replay.statistics import (
   LayerStatistics,
@@ -48,6 +48,34 @@ from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, Metrics, finish_metrics
 from spmd_tasks.runtime.origin import saved_part
+from spmd_tasks.sharding.weights import leaves_by_name
+
+Digests = Mapping[str, str]  # leaf -> 64 hexadecimal digits
+
+
+def tree_digests(tree: Any, limit_s: int) -> dict[str, str]:
+  """Returns the SHA-256 of every leaf of a tree of arrays, by name. Equal only for equal bits and equal shardings.
+
+  A collective call: each process hashes its own shards, and waits for the others for at most `limit_s`.
+  """
+  own = {name: _shards_digest(leaf) for name, leaf in leaves_by_name(tree).items()}
+  every = gather(own, 'digests', limit_s=limit_s)
+  return {name: hashlib.sha256(''.join(each[name] for each in every).encode()).hexdigest() for name in own}
+
+
+def _shards_digest(x: jax.Array) -> str:
+  digest = hashlib.sha256()
+  data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+  for shard in data.addressable_shards:
+    if shard.replica_id == 0:
+      digest.update(np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8))
+  return digest.hexdigest()
+
+
+def _digest(digests: Digests) -> str:
+  """Returns 16 hexadecimal digits for all leaves."""
+  text = '\n'.join(f'{name} {digests[name]}' for name in sorted(digests))
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Watch(TrainHook):
@@ -57,28 +85,28 @@ class Watch(TrainHook):
 
   Attributes:
     checkpoint: the step of the checkpoint that the run went on from; 0: newly made weights.
-    fingerprints: of the states at steps at which `reference` has a checkpoint: step -> (replayed, saved).
+    digests: of the states at steps of which `reference` has a checkpoint: step -> (replayed, saved).
   """
 
   def __init__(self, *, directory: epath.Path, reference: epath.Path, first: int, last: int):
     self._directory, self._reference = directory, reference
     self._first, self._last = first, last
-    self._saved: dict[int, Prints] = {}
+    self._saved: dict[int, Digests] = {}
     self._position: Any = None
     self.checkpoint = 0
-    self.fingerprints: dict[int, tuple[Prints, Prints]] = {}
+    self.digests: dict[int, tuple[Digests, Digests]] = {}
 
   def prepare(self, run: TrainRun) -> None:
     if self._last > run.experiment.num_train_steps:
       raise UserError(f'step {self._last} is behind the last of the job, {run.experiment.num_train_steps}.')
     self._part = saved_part(run.model, run.experiment.origin())
 
-  def restore(self, run: TrainRun, newest_checkpoint: int) -> RestoredCopy | None:
+  def restore(self, run: TrainRun, newest_checkpoint: int) -> FirstState | None:
     with _checkpoints(self._reference) as reference:
       wanted = [step for step in _steps(reference) if self._first <= step <= self._last]
       for step in wanted:
         restored = reference.restore(self._part(run.model.canonical_state), step)
-        self._saved[step] = tree_fingerprints(restored.state)
+        self._saved[step] = tree_digests(restored.state, run.limit_s)
         del restored
     with _checkpoints(self._directory) as own:
       earlier = [step for step in _steps(own) if step < self._first]
@@ -88,7 +116,7 @@ class Watch(TrainHook):
     assert saved is not None
     state, self.checkpoint, self._position = saved
     origin = f'the checkpoint of step {self.checkpoint}'
-    return RestoredCopy(step=self.checkpoint, state=state, input_state=self._position, origin=origin)
+    return FirstState(step=self.checkpoint, state=state, input_state=self._position, origin=origin)
 
   def needs_state(self, step: int) -> bool:
     return step == self._first - 1 or step >= self._last or step in self._saved
@@ -103,7 +131,7 @@ class Watch(TrainHook):
       return
     if outcome.step in self._saved:
       state = run.model.to_canonical(run.state, self._part)
-      self.fingerprints[outcome.step] = tree_fingerprints(state), self._saved[outcome.step]
+      self.digests[outcome.step] = tree_digests(state, run.limit_s), self._saved[outcome.step]
     if not self.see(run, outcome, step_metrics(run, outcome)) or outcome.step == self._last:
       run.end_early('all steps that were asked for are made again')
 
@@ -271,7 +299,7 @@ def _walk(opened: OpenJob, settings: dict[str, Any], recorded: Mapping[int, Metr
   elif stopped is not None:
     _show(f'the job cannot go on: {stopped}')
   else:
-    states = f'; the states of the checkpoints of {sorted(walk.fingerprints)} too' * bool(walk.fingerprints)
+    states = f'; the states of the checkpoints of {sorted(walk.digests)} too' * bool(walk.digests)
     _show(
       f'steps {settings["first"]} to {settings["last"]}, from {_origin(walk)}: the {len(with_record)} steps that are '
       f'recorded are the same{states}'
@@ -316,10 +344,10 @@ def _compared(
   is_missing = line is not None and not metrics  # the job made it, and the replay could not
   found: dict[str, Any] = {'is_recorded': line is not None, 'differences': different}
   found['departs'] = bool(different) or is_missing
-  if (both := watch.fingerprints.get(step)) is not None:
+  if (both := watch.digests.get(step)) is not None:
     own, saved = both
     leaves = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    found |= {'digest': digest(own), 'saved_digest': digest(saved), 'different_leaves': leaves}
+    found |= {'digest': _digest(own), 'saved_digest': _digest(saved), 'different_leaves': leaves}
     found['departs'] = found['departs'] or bool(leaves)
   return found
 

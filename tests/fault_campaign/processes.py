@@ -116,13 +116,12 @@ def killed_at_a_place(scene: Scene) -> str:
   return _killed_by(scene, rank, point)
 
 
-def _killed_by(scene: Scene, rank: int, point: Point, flags: Sequence[object] = ()) -> str:
-  ended = Pair(scene, *flags, points={rank: [point]}).finish()
+def _killed_by(scene: Scene, rank: int, point: Point) -> str:
+  ended = Pair(scene, points={rank: [point]}).finish()
   if finished(scene, ended):
     return 'the place was passed too rarely'
   codes = check_ends(ended, signalled={rank: signal.SIGKILL})
-  go_on(scene, *flags)
-  check(not flags or not copies(scene), 'copies are left in memory')
+  go_on(scene)
   return f'exit codes {codes}; went on, bit for bit'
 
 
@@ -294,73 +293,3 @@ def strangers(scene: Scene) -> str:
   judge.check_digests(scene.job_log_dir, scene.reference)
   go_on(scene)
   return f'exit codes {codes}; without strangers it went on, bit for bit'
-
-
-# --- copies of the state in memory ---
-
-COPY_INTERVAL = 2
-
-
-def begin_with_copies(scene: Scene) -> list[object]:
-  """The flags of a job that copies its state every two steps to a directory of the scene's."""
-  scene.job = 'Pair'
-  memory = scene.path / 'memory'
-  memory.mkdir(mode=0o700)
-  return ['--set', f'peer_copy_every_steps={COPY_INTERVAL}', '--set', f'peer_copy_directory={memory}']
-
-
-def copies(scene: Scene) -> list[Path]:
-  return sorted(path for path in (scene.path / 'memory').rglob('*') if path.is_file() and path.stat().st_size)
-
-
-def go_on_with_copies(scene: Scene, flags: list[object], max_lost: int) -> None:
-  """The restart goes on bit for bit, and a good end leaves no copy behind."""
-  go_on(scene, *flags, max_lost=max_lost)
-  check(not copies(scene), f'copies are left in memory: {[path.name for path in copies(scene)][:5]}')
-
-
-@kind('processes/one is lost, with copies in memory', share=2)
-def lost(scene: Scene) -> str:
-  flags = begin_with_copies(scene)
-  wanted, rank = scene.rng.randrange(4, 19), scene.rng.randrange(2)
-  scene.where = f'process {rank} after step {wanted}'
-  pair = Pair(scene, *flags)
-  check(pair.wait_for_steps(wanted), f'ended before step {wanted}')
-  pair.ranks[rank].send(signal.SIGKILL)
-  ended = pair.finish()
-  if finished(scene, ended):
-    return 'the job was faster'
-  codes = check_ends(ended, signalled={rank: signal.SIGKILL})
-  # A copy is sent in the background, and the next one waits for it.
-  go_on_with_copies(scene, flags, max_lost=2 * COPY_INTERVAL)
-  return f'exit codes {codes}; went on from the copies or a checkpoint, bit for bit'
-
-
-@kind('processes/killed while it copies to memory', share=2)
-def killed_while_copying(scene: Scene) -> str:
-  flags = begin_with_copies(scene)
-  rank, count = scene.rng.randrange(2), scene.rng.randrange(0, 40)
-  scene.where = f'process {rank}, operation {count} of the copies'
-  point = Point(operations=('write', 'rename', 'remove', 'mkdir'), path='^memory', count=count, action='signal',
-                value=signal.SIGKILL)  # fmt: skip
-  return _killed_by(scene, rank, point, flags)
-
-
-@kind('processes/damaged copies in memory', share=2)
-def damaged_copies(scene: Scene) -> str:
-  flags = begin_with_copies(scene)
-  wanted = scene.rng.randrange(5, 17)
-  pair = Pair(scene, *flags)
-  check(pair.wait_for_steps(wanted), f'ended before step {wanted}')
-  for rank in pair.ranks:
-    rank.send(signal.SIGKILL)
-  pair.finish()
-  found = copies(scene)
-  check(found, 'there are no copies in memory')
-  name = scene.rng.choice(sorted(damage.DAMAGES))
-  chosen = scene.rng.sample(found, scene.rng.randrange(1, len(found) + 1))
-  scene.where = f'after step {wanted}, {name}: {len(chosen)} of {len(found)} files'
-  for path in chosen:
-    damage.DAMAGES[name](path, scene.rng)
-  go_on_with_copies(scene, flags, max_lost=7)
-  return 'went on, bit for bit'

@@ -117,7 +117,7 @@ def test_a_stopped_process_is_named_and_leaves_when_continued(tmp_path):
   assert ranks[0].returncode == exit_codes.STUCK
 
 
-@pytest.mark.parametrize('preempted', [1, pytest.param(-1, marks=pytest.mark.exhaustive)])  # all: test_supervise.py
+@pytest.mark.parametrize('preempted', [1, pytest.param(-1, marks=pytest.mark.exhaustive)])
 def test_sigterm_to_one_process_or_all_stops_all_at_the_same_step(tmp_path, preempted):
   # The worker gets a second SIGTERM in the middle of its save.
   ranks = run_worker(tmp_path, '--fault=sigterm', f'--fault_rank={preempted}', '--num_steps=2000', '--step_s=0.02')

@@ -108,7 +108,7 @@ def test_a_job_calls_the_hook_of_its_experiment_in_the_order_of_its_life(tmp_pat
 
 
 def job_with(hook, **settings):
-  own = dict.fromkeys(('peer_copy_every_steps', 'sample_every_steps', 'profile_steps')) | {'trackers': ()}
+  own = dict.fromkeys(('sample_every_steps', 'profile_steps')) | {'trackers': ()}
   experiment = types.SimpleNamespace(hooks=lambda: [hook], **own | settings)
   return types.SimpleNamespace(name='X', train_input=None, eval_inputs={}, experiment=experiment)
 
@@ -118,6 +118,6 @@ def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_repor
   assert names[0] == 'CountGoodput'
   assert names.index('SaveCheckpoints') < names.index('Evaluate') < names.index('Needs')
   assert names[-1] == 'ReportEnd'
-  asked = job_hooks(job_with(Needs(), peer_copy_every_steps=4, sample_every_steps=2, profile_steps=(0, 1)))
+  asked = job_hooks(job_with(Needs(), sample_every_steps=2, profile_steps=(0, 1)))
   few = [type(hook).__name__ for hook in asked if type(hook).__name__ not in names[:-3]]
-  assert few == ['CopyToPeers', 'Sample', 'Needs', 'Profile', 'ProfileOnRequest', 'ReportEnd']
+  assert few == ['Sample', 'Needs', 'Profile', 'ProfileOnRequest', 'ReportEnd']

@@ -21,7 +21,7 @@ from tests.programs.test_decode import flags_of
 from tests.store_fixtures import one_kind_of_store
 
 
-@one_kind_of_store  # several processes that share a store are in tests/operations/test_supervise.py
+@one_kind_of_store  # several processes that share a store are in tests/multi_process/test_store_processes.py
 def test_a_job_in_a_store_is_that_on_a_disk(store, finished_job, tmp_path, monkeypatch):
   """Trained, ended, resumed, evaluated, decoded."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))

@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 from spmd_tasks.flags import all_modes, make_parser
-from spmd_tasks.operations.supervisor import _limits
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / 'scripts' / 'launch'
 SCHEMA = json.loads((ROOT / 'tests' / 'data' / 'launch' / 'jobset_schema.json').read_text())
 # Of `man sbatch`, with what their values look like; None: no value.
@@ -29,18 +28,17 @@ SBATCH = {
   'gpus-per-node': r'(\w+:)?\d+',
   'time': r'(\d+-)?\d+:\d\d:\d\d',
   'requeue': None,
-  'no-kill': None,
   'open-mode': r'append|truncate',
   'signal': r'([BR]+:)?\w+(@\d+)?',
 }
 
 
 def check_command(words: list[str]) -> None:
-  """The command is one that the binary takes, of a supervised training job."""
+  """The binary accepts the command of a training job."""
   assert words[0].endswith('spmd-tasks')
   args = make_parser(all_modes()).parse_args(words[1:])
   assert args.mode == 'train'
-  assert _limits(args.supervise) == (3, 4)
+  assert args.num_processes in (None, 4)
 
 
 def test_the_batch_script_of_slurm():
@@ -68,7 +66,7 @@ def test_the_manifest_of_jobset():
   (workers,) = manifest['spec']['replicatedJobs']
   job = workers['template']['spec']
   (container,) = job['template']['spec']['containers']
-  check_command(container['command'])
+  check_command([word.replace('$(PROCESS_ID)', '3') for word in container['command']])
   assert job['completions'] == job['parallelism'] == 4
   assert all(rule['onExitCodes']['containerName'] == container['name'] for rule in job['podFailurePolicy']['rules'])
   assert job['template']['spec']['restartPolicy'] == 'Never'  # podFailurePolicy needs it
@@ -79,14 +77,12 @@ def test_the_manifest_of_jobset():
 
 def test_the_driver_of_ray_runs_the_command_once_per_host(tmp_path):
   pytest.importorskip('ray')
-  program = (
-    f'import sys, os, uuid; open(os.path.join({str(tmp_path)!r}, uuid.uuid4().hex), "w").write(" ".join(sys.argv[1:]))'
-  )
+  program = f'import sys, os; open(os.path.join({str(tmp_path)!r}, sys.argv[-1]), "w").write(" ".join(sys.argv[1:]))'
   done = subprocess.run(
-    [sys.executable, LAUNCH / 'on_ray.py', '--hosts', '1:2', '--cpus', '0.5', '--', sys.executable, '-c', program],
+    [sys.executable, LAUNCH / 'on_ray.py', '--hosts', '2', '--cpus', '0.5', '--', sys.executable, '-c', program],
     capture_output=True, text=True, timeout=240,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  for path in tmp_path.iterdir():
-    assert re.fullmatch(r'--supervise 1:2 --supervisor_address \d+\.\d+\.\d+\.\d+', path.read_text())
-  assert len(list(tmp_path.iterdir())) >= 1
+  for rank in range(2):
+    flags = r'--coordinator_address \d+\.\d+\.\d+\.\d+:\d+ --num_processes 2 --process_id ' + str(rank)
+    assert re.fullmatch(flags, (tmp_path / str(rank)).read_text())
