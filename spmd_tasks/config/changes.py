@@ -23,7 +23,7 @@ _HOW_IT_RUNS = ('read_timeout_s', 'max_consecutive_skips')
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
-_OFF = (': absent -> None', ': absent -> False')  # a setting of a newer version
+_OFF = (': absent -> None', ': absent -> False', ': None -> absent', ': False -> absent')  # of another version
 
 
 def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *, mode: str) -> None:

@@ -1,6 +1,7 @@
 """Resolves a saved config to one of today, as `resolve` does a name: `resolved = from_json(saved, ['seed=1'])`.
 
-Saved values replace the code's defaults of today. A field that the code added since then has its default.
+Saved values replace the code's defaults of today. A field that the code added since then has its default. One that is
+gone must have been off (None or False).
 
 A config.json may come from anyone, and importing a module runs it. So the name in a file imports only
 * what is part of this package, of an installed package that a wing names, or registered by an entry point,
@@ -48,7 +49,6 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS
 from spmd_tasks.experiments import is_own_module, modules_of_others
 from spmd_tasks.wings import wings
-
 
 def from_json(
   saved: Mapping[str, Any],
@@ -122,6 +122,8 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[ConfigPath, Any]:
   refused = []
   for path, value in saved.items():
     if path not in present:
+      if value is None or value is False:  # a setting of an older version, which was off
+        continue
       refused.append(f'{one_line(path)} (saved as {show(value)}) does not exist any more')
       continue
     field = present[path]
