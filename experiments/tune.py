@@ -4,13 +4,11 @@
       --mode train --job_log_dir runs/grpo
 
 Another method: --set method=dr_grpo (dapo, gspo, rloo, ppo, reinforce++).
-
-Eagle and EagleText train a head that guesses tokens for the decoding of a frozen model; see docs/decoding.md.
 """
 
 from spmd_tasks import register
 from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
-from spmd_tasks.tuning import EagleTuning, InstructionTuning, LowRankTuning, RewardTuning, SampledDistillation
+from spmd_tasks.tuning import LowRankTuning, RewardTuning, SampledDistillation
 
 
 @register
@@ -36,15 +34,3 @@ class LoraDistill(SampledDistillation, LowRankTuning):
   """Low-rank adapters, taught on own samples: --set model=FOLDER --set data=FILE --set teacher=FOLDER."""
 
   learning_rate = 1e-5
-
-
-@register
-class Eagle(EagleTuning, InstructionTuning):
-  """An EAGLE-3 head of a frozen model, trained on conversations: --set model=FOLDER --set data=FILE."""
-
-  learning_rate = 1e-4
-
-
-@register
-class EagleText(EagleTuning):
-  """An EAGLE-3 head of a frozen model, trained on text: --set model=FOLDER."""

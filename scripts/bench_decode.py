@@ -295,12 +295,12 @@ def measure_draft_jobs(target, draft=None, *, quick=False):
   lm = load(target, overrides=[] if draft is None else ['task.decode.num_drafts=4', f'task.decode.draft_model={draft}'])
   rows = next(lm.job.eval_inputs['valid'].make_iterator())['ids'][:8, :TEXT].tolist()
   draft_model, model = load_draft(lm.job, lm.partitioned), lm.job.task.model
-  who = 'eagle' if hasattr(model, 'chains_drafts') else 'heads' if hasattr(model, 'nextn_head') else 'ngrams'
+  who = 'heads' if hasattr(model, 'nextn_head') else 'ngrams'
   for num in (8,) if quick else (8, 1):
     settings = DecodeSettings(max_len=2 * TEXT, num_slots=num, eos_ids=())
     kinds = {
       f'{who}_{k}': DecodeSteps(lm.partitioned, dataclasses.replace(settings, num_drafts=k))
-      for k in {'eagle': (1, 2, 4), 'heads': (1, 2), 'ngrams': (4,)}[who]
+      for k in {'heads': (1, 2), 'ngrams': (4,)}[who]
     }
     if draft_model is not None:
       kinds['model_4'] = DecodeSteps(lm.partitioned, dataclasses.replace(settings, num_drafts=4), draft=draft_model)

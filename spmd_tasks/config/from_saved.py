@@ -50,6 +50,7 @@ from spmd_tasks.experiment import MESH_FIELDS
 from spmd_tasks.experiments import is_own_module, modules_of_others
 from spmd_tasks.wings import wings
 
+
 def from_json(
   saved: Mapping[str, Any],
   overrides: Sequence[str] = (),

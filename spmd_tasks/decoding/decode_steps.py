@@ -92,7 +92,7 @@ class DecodeSteps:
       a text of max_len has, M.
     num_drafts: k, how many drafts of a slot a step may check.
     draft: the steps of the model that guesses them; None where n-grams or the model's own heads do.
-    heads: the number of the head that guesses each draft, or CHAINED (nextn_drafts.py); () where they do not.
+    heads: the number of the head that guesses each draft; () where none do.
     num_parts: D, into how many parts the mesh splits slots and blocks; a slot's blocks are of its own part.
     vocab_size: V.
     adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
@@ -154,11 +154,8 @@ class DecodeSteps:
     longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
     self.buckets = self.settings.buckets(longest)
     num_heads = getattr(model.task.model, 'num_nextn_predict_layers', 0) if draft is None else 0
-    is_chained = draft is None and getattr(model.task.model, 'chains_drafts', False)  # as an EagleLanguageModel does
-    num_guessed = self.settings.num_drafts if (num_heads or is_chained) and self.settings.num_beams == 1 else 0
+    num_guessed = self.settings.num_drafts if num_heads and self.settings.num_beams == 1 else 0
     self.heads = tuple(min(number, num_heads - 1) for number in range(num_guessed))
-    if is_chained:
-      self.heads = (0, *[nextn_drafts.CHAINED] * num_guessed)[:num_guessed]
     self._compiled: dict[Any, Any] = {}
     self._pool: concurrent.futures.Executor | None = None
     self._cache_specs: dict[str, PartitionSpec] = {}  # by paths
@@ -719,7 +716,7 @@ class DecodeSteps:
       logits, new = forward(variables, None, batch | returned)
       if self.heads:
         given = {'following': batch['ids'], 'lengths': (first := batch['ids'][:, 0]), 'draw': lambda logits: first}
-        _, new, _ = nextn_drafts.guess(forward, variables, None, batch, new, self.heads, **given)
+        _, new = nextn_drafts.guess(forward, variables, None, batch, new, self.heads, **given)
       return logits, new
 
     def as_pool(path, leaf):

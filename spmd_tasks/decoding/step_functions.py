@@ -202,18 +202,15 @@ def prefill(
     drafts=jnp.zeros((num_rows, len(heads)), jnp.int32) if heads else None,
   )
   placed, outputs = emit(logits, placed, batch.masks, num_top_logprobs)
-  pools = state.cache
-  write = functools.partial(
-    write_tokens, starts=batch.starts, lengths=batch.lengths, slots=batch.slots, tables=batch.tables
-  )
   if heads:
     follower = jnp.where(batch.max_tokens > 0, outputs.tokens, batch.followers)
     following = shift(batch.ids, 1).at[jnp.arange(num_rows), last[:, 0]].set(follower)
     call = forward, variables, cache, model_batch, new, heads
-    texts = {'positions': ends - 1, 'is_text': batch.lengths > 0, 'tables': batch.tables}
-    placed, new, pools = _guess(placed, *call, pools, write, texts, following=following, lengths=batch.lengths)
+    placed, new = _guess(placed, *call, following=following, lengths=batch.lengths)
   inserted = _put_rows(state.replace(cache=None), placed, batch.slots)
-  written = write(pools, new)
+  written = write_tokens(
+    state.cache, new, starts=batch.starts, lengths=batch.lengths, slots=batch.slots, tables=batch.tables
+  )
   return inserted.replace(cache=written), outputs.replace(**scores)
 
 
@@ -272,30 +269,22 @@ def step(
     **({'returns_hidden': True} if heads else {}),
   }
   logits, new = forward(variables, state.cache, batch)
-  first, is_text, pools, of_texts = rows.positions, rows.active, state.cache, tables
   if drafts is None:
     rows, outputs = emit(logits[:, 0], rows, masks, num_top_logprobs)
   else:
     rows, outputs = _emit_drafted(logits[:, 0], rows, drafts, num_top_logprobs)
     num_read = jnp.sum(outputs.is_valid, axis=0)  # as many as were drawn: each after one that belongs to the text
     active &= drafts.columns < jnp.take(num_read, drafts.owners, mode='clip')
-  write = functools.partial(
-    write_tokens,
-    starts=positions,
-    lengths=active.astype(jnp.int32),
-    slots=row_slots,
-    tables=tables,
-  )
   if heads:
     following, lengths = outputs.tokens[:, None], jnp.ones_like(rows.tokens)
-    assert tables is not None
     if drafts is not None:
-      following, lengths, of_texts = outputs.tokens.T, num_read, drafts.tables_of_texts(tables)
+      following, lengths = outputs.tokens.T, num_read
     batch |= {'segment_ids': active[:, None].astype(jnp.int32)}
     call = forward, variables, state.cache, batch, new, heads
-    texts = {'positions': first + lengths - 1, 'is_text': is_text & (lengths > 0), 'tables': of_texts}
-    rows, new, pools = _guess(rows, *call, pools, write, texts, following=following, lengths=lengths, rows=drafts)
-  cache = write(pools, new)
+    rows, new = _guess(rows, *call, following=following, lengths=lengths, rows=drafts)
+  cache = write_tokens(
+    state.cache, new, starts=positions, lengths=active.astype(jnp.int32), slots=row_slots, tables=tables
+  )
   if slots is not None:
     rows = _put_rows(kept.replace(cache=None), rows, slots)
 
@@ -363,14 +352,11 @@ def _guess(
   batch: Mapping[str, Any],
   new: Any,
   heads: Sequence[int],
-  pools: Any,
-  write: Any,
-  texts: Mapping[str, Any],
   **given: Any,
-) -> tuple[DecodeState, Any, Any]:
-  """Puts the guesses of the model's heads into the state of some rows. Returns it, and what to write to which pools.
+) -> tuple[DecodeState, Any]:
+  """Puts the guesses of the model's heads into the state of some rows; returns it and the keys and values to write.
 
-  `texts` are `positions`, `is_text` and `tables` of nextn_drafts.go_on, further arguments those of nextn_drafts.guess.
+  Further arguments are those of nextn_drafts.guess.
   """
   drawn = state
 
@@ -379,13 +365,8 @@ def _guess(
     drawn, outputs = emit(logits, drawn, None, 0)
     return outputs.tokens
 
-  drafts, new, hidden = nextn_drafts.guess(forward, variables, cache, batch, new, heads, **given, draw=draw)
-  if num := heads.count(nextn_drafts.CHAINED):
-    name = nextn_drafts.cache_name(0)
-    call = forward, variables, write(pools[name], new.pop(name)), drafts, hidden, num
-    drafts, pool = nextn_drafts.go_on(*call, draw=draw, write=write_tokens, **texts)
-    pools = {**pools, name: pool}
-  return state.replace(drafts=drafts), new, pools
+  drafts, new = nextn_drafts.guess(forward, variables, cache, batch, new, heads, **given, draw=draw)
+  return state.replace(drafts=drafts), new
 
 
 def _emit_drafted(

@@ -9,7 +9,7 @@ A dense feed-forward network becomes E equal experts (Komatsuzaki et al., "Spars
 
 and likewise `gate` and `down`. Layer g * n + i of a plain stack becomes layer g of `block_i` in a stack of BlockGroups
 of n blocks, so that every n-th layer of a dense model can become a mixture. Weights of the same name are copied, so
-that the same model can be trained further on other data. Routers, low-rank adapters and EAGLE-3 heads are drawn anew.
+that the same model can be trained further on other data. Routers and low-rank adapters are drawn anew.
 Any other weight without a source is an error, and so is any weight of the source that the new model has no use for.
 """
 
@@ -33,7 +33,7 @@ from spmd_tasks.sharding import evenly_divided_spec
 _BLOCK = re.compile(r'(.*/layers/)block_(\d+)/(.*)')
 _EXPERTS = re.compile(r'(.*/)?experts/(up|gate|down)')
 _SHARED = re.compile(r'(.*/)?shared_expert/(.*)')
-_is_drawn = re.compile(r'eagle/|(.*/)?(router/|(\w+_)?lora_[ab]$)').match
+_is_drawn = re.compile(r'(.*/)?(router/|(\w+_)?lora_[ab]$)').match
 _is_ffn_bias = re.compile(r'(.*/)?(up|gate|down)/bias$').match
 
 

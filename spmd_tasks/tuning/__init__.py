@@ -7,8 +7,8 @@ Read `conversations.py` (which tokens the loss is on), `preferences.py` and `pre
 `score_loss.py` (reward models, classifiers, embeddings), `text_scorer.py` (their scores), `rollout_input.py`,
 `rollout_sampler.py`, `environments.py`, `rollout_rewards.py`, `rollout_packing.py`, `rollouts.py` and `policy_loss.py`
 (rewards), `low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters
-belongs to one base), `adapter_stacks.py` (several adapters beside one model), `eagle.py` and `eagle_tuning.py` (heads
-that guess tokens), then `text_pairs.py` (encoder-decoders). The names below are imported when first used.
+belongs to one base), `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders).
+The names below are imported when first used.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,6 @@ with lazy_face(globals(), 'WING'):
     TaughtInput,
     TaughtRollouts,
   )
-  from spmd_tasks.tuning.eagle_tuning import EagleTuning, add_head
   from spmd_tasks.tuning.instruction_tuning import FolderScorer, InstructionTuning, PreferenceTuning, ScoreTuning
   from spmd_tasks.tuning.low_rank import LowRankTuning
   from spmd_tasks.tuning.policy_loss import PolicyLoss

@@ -185,7 +185,6 @@ _NO_MATTER = {
   *('dropout_broadcast_dims', 'even_padding'),
   *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),
   *('adapters', 'adapter'),  # weights of their own, beside those of the base
-  'feature_layers',  # what else a block keeps, see tuning/eagle.py
 }
 
 
