@@ -110,11 +110,6 @@ def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
     return None
   assert isinstance(model.mesh, Mesh)
   draft = load(path, mesh=model.mesh)
-  if getattr(draft.job.task.model, 'chains_drafts', False):
-    raise UserError(
-      f'draft_model={path!r} is a head beside a model, and no smaller model: load or serve {path} itself, with '
-      'task.decode.num_drafts, and leave draft_model out.'
-    )
   if not _same_tokens(job.tokenizer, draft.job.tokenizer):
     raise UserError(f'draft_model={path!r} has other tokens than {job.name}: name a model with the same tokenizer.')
   return DraftModel(

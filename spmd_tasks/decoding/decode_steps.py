@@ -743,7 +743,7 @@ class DecodeSteps:
 
   def _layer_scope(self):
     task = self._model.task
-    facts = {name: getattr(task, name, False) for name in ('batch_invariant', 'records_routing')}
+    facts = {'records_routing': getattr(task, 'records_routing', False)}
     facts |= {'quantization': getattr(task, 'quantization', None)}
     facts |= {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
     return layer_scope(longest_text=self.max_len, cache_specs=self._cache_specs, **facts)

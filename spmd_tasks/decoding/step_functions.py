@@ -33,7 +33,6 @@ from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, mask_logits, position_keys, request_keys, sample
 from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot, write_to_pages
 from spmd_tasks.layers.base import current_layer_scope
-from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.nextn import shift
 from spmd_tasks.runtime import SamplingParams
 
@@ -422,11 +421,7 @@ def _draw(
   highest = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
   log_total = jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - highest), axis=-1, keepdims=True))
   top_logits, top_ids = jax.lax.top_k(logits, num_top_logprobs)
-  if current_layer_scope().batch_invariant:  # as losses compute it
-    scores = predicted_label_scores({'logits': logits[:, None]}, tokens[:, None])
-    logprobs = scores.label_logit - scores.log_normalizer
-  else:
-    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1).astype(jnp.float32) - highest - log_total
+  logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1).astype(jnp.float32) - highest - log_total
   return Outputs(
     tokens=tokens,
     logprobs=logprobs[:, 0],

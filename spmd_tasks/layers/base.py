@@ -271,7 +271,6 @@ class LayerScope:
     cache_attention: what computes attention to a paged cache, see _paged.py; None: the best there is.
     cache_specs: in generation, the PartitionSpecs of the cache's arrays, by jax.tree_util.keystr of their paths.
     records_routing: in generation, whether the cache also keeps which experts computed each token.
-    batch_invariant: the bits of a token's results depend on no other tokens of the call, see batch_invariant.py.
     quantization: which Linears multiply in int8 or fp8, see quantized_products.py; None: none.
     balanced_tokens: tokens that are split over devices are in the order that balances attention, see _context.py.
     path: of the module whose weights a pipeline's stage was given, below which its layers lie.
@@ -291,7 +290,6 @@ class LayerScope:
   cache_attention: str | None = None
   cache_specs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   records_routing: bool = False
-  batch_invariant: bool = False
   quantization: Any = None
   balanced_tokens: bool = False
   path: tuple[str, ...] = ()
@@ -314,15 +312,6 @@ def layer_scope(**facts: Any) -> Iterator[None]:
 def current_layer_scope() -> LayerScope:
   """Returns the innermost LayerScope."""
   return _layer_scope.get()
-
-
-def by_row(function: Callable[..., Any], *rows: jax.Array, num_dims: int, shared: tuple[Any, ...] = ()) -> Any:
-  """Returns function(*rows, *shared), in tiles where the LayerScope says so; see batch_invariant.by_tiles."""
-  if not current_layer_scope().batch_invariant:
-    return function(*rows, *shared)
-  from spmd_tasks.layers.batch_invariant import by_tiles
-
-  return by_tiles(function, rows, shared, num_dims)
 
 
 CACHE = 'cache'  # the collection of what earlier calls of a text's layers left

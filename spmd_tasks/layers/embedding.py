@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import FanInNormal, by_row, current_layer_scope, declare_weight, float32_product, soft_cap
+from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, float32_product, soft_cap
 from spmd_tasks.layers.label_scores import LabelScores, in_chunks, predicted_label_scores
 from spmd_tasks.layers.linear import adapted, adapter_of, multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
@@ -105,7 +105,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     else:
       x = rows_of(ids, constrain(self.table, self.lookup_split_dims))
     if self.scale_sqrt_depth:
-      x = by_row(lambda x: x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype), x, num_dims=x.ndim - 1)
+      x = x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype)
     return constrain(x, self.activation_split_dims)
 
   def attend(self, x: jax.Array) -> jax.Array:
@@ -135,10 +135,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
     if self.logits_split_dims is not None and x.size >= kernel.size:  # see Linear
       token_split_dims = self.logits_split_dims[:2]
     multiply = float32_product(equation)
-    product = lambda x, kernel: by_row(multiply, x, num_dims=2, shared=(kernel,))
 
     def logits_of(kernel: jax.Array, x: jax.Array) -> jax.Array:
-      logits = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, split_dims, token_split_dims)
+      logits = multiply_gathered(multiply, x.astype(self.dtype), kernel, self.dtype, split_dims, token_split_dims)
       if self.adapted is not None:
         logits = self.adapted.outputs(x.astype(self.dtype), logits)
       if self.scale_logits:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Statistics, by_row, dropout
+from spmd_tasks.layers.base import Statistics, dropout
 from spmd_tasks.layers.linear import kernels, project
 from spmd_tasks.sharding import SplitDims
 
@@ -57,9 +57,10 @@ def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) 
   """Computes the hidden layer from pre-activations [..., F]: act(up), or with a gate act(gate) * up."""
   check_activation(activation, gated=gate is not None)
   if gate is None:
-    return by_row(ACTIVATIONS[activation], up, num_dims=up.ndim - 1)
-  plain_gated = lambda up, gate: ACTIVATIONS[activation](gate) * up
-  return by_row(GATED_ACTIVATIONS.get(activation, plain_gated), up, gate, num_dims=up.ndim - 1)
+    return ACTIVATIONS[activation](up)
+  if activation in GATED_ACTIVATIONS:
+    return GATED_ACTIVATIONS[activation](up, gate)
+  return ACTIVATIONS[activation](gate) * up
 
 
 class FeedForward(nn.Module, kw_only=True):

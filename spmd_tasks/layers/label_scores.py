@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import by_row
 
 
 class LabelScores(struct.PyTreeNode):
@@ -58,7 +57,7 @@ def label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
 def predicted_label_scores(predictions: Mapping[str, Any], labels: jax.Array) -> LabelScores:
   """Returns the `label_scores` of a model's predictions [B, T], or those of its `logits` [B, T, V]."""
   scores = predictions.get('label_scores')
-  return by_row(label_scores, predictions['logits'], labels, num_dims=2) if scores is None else scores
+  return label_scores(predictions['logits'], labels) if scores is None else scores
 
 
 def in_chunks(function: Callable[..., Any], weights: Any, *given: jax.Array, num_chunks: int) -> Any:

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import LAYER_KERNELS, LINEAR_TAG, FanInNormal, by_row, current_layer_scope, declare_weight
+from spmd_tasks.layers.base import LAYER_KERNELS, LINEAR_TAG, FanInNormal, current_layer_scope, declare_weight
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import gather_for_tokens, gathered_axes
 from spmd_tasks.sharding.weights import Initializer
@@ -95,10 +95,9 @@ class Linear(nn.Module, kw_only=True):
       from spmd_tasks.layers.quantized_products import product_of
 
       multiply = product_of(quantization, self, num_inputs, multiply)
-    product = lambda x, kernel: by_row(multiply, x, num_dims=num_token_dims, shared=(kernel,))
     kernels: Any = self.get_variable(LAYER_KERNELS, 'kernel')
     if kernels is not None:
-      branches = [lambda x, kernel=kernel: product(x, kernel.astype(self.dtype)) for kernel in kernels]
+      branches = [lambda x, kernel=kernel: multiply(x, kernel.astype(self.dtype)) for kernel in kernels]
       y = jax.lax.switch(current_layer_scope().layers[0], branches, x.astype(self.dtype))
       return self._with_bias(y, output_dims)
     tags = (LINEAR_TAG,)
@@ -108,7 +107,7 @@ class Linear(nn.Module, kw_only=True):
     token_split_dims = None
     if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead
       token_split_dims = self.activation_split_dims[:num_token_dims]
-    y = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, self.split_dims, token_split_dims)
+    y = multiply_gathered(multiply, x.astype(self.dtype), kernel, self.dtype, self.split_dims, token_split_dims)
     adapted_kernel = adapted(
       self.adapter,
       module=self,

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import by_row, declare_weight
+from spmd_tasks.layers.base import declare_weight
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.weights import Initializer
 
@@ -50,12 +50,9 @@ class RmsNorm(nn.Module, kw_only=True):
     if self.scale_plus_one:
       scale = 1.0 + scale
 
-    def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
-      x = x.astype(jnp.float32)
-      mean_square = jnp.mean(jnp.square(x), axis=tuple(range(-self.num_dims, 0)), keepdims=True)
-      return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
-
-    return by_row(normalize, x, num_dims=x.ndim - self.num_dims, shared=(scale,))
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=tuple(range(-self.num_dims, 0)), keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
 
 
 class LayerNorm(nn.Module, kw_only=True):
@@ -76,11 +73,8 @@ class LayerNorm(nn.Module, kw_only=True):
     scale = declare_vector(self, 'scale', x, jax.nn.initializers.ones, self.split_dims)
     bias = declare_vector(self, 'bias', x, jax.nn.initializers.zeros, self.split_dims) if self.use_bias else 0.0
 
-    def normalize(x: jax.Array, scale: jax.Array, bias: jax.Array | float) -> jax.Array:
-      x = x.astype(jnp.float32)
-      # Two passes (centre, then square): E[x^2] - E[x]^2 cancels badly in float32.
-      centred = x - jnp.mean(x, axis=-1, keepdims=True)
-      variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-      return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)
-
-    return by_row(normalize, x, num_dims=x.ndim - 1, shared=(scale, bias))
+    x = x.astype(jnp.float32)
+    # Two passes (centre, then square): E[x^2] - E[x]^2 cancels badly in float32.
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)

@@ -109,11 +109,6 @@ def product_of(
   how = next((how for pattern, how in rules_of(setting).items() if re.search(pattern, name)), None)
   if how is None or scope.plain_products:
     return multiply
-  if how.scale == 'tensor' and scope.batch_invariant:
-    raise UserError(
-      f"{name} has one scale for all tokens, so that a token's bits depend on the others: with exact=True, quantize it "
-      "by channels (scale='channel')."
-    )
   return functools.partial(quantized_product, how, num_inputs)
 
 

@@ -14,7 +14,6 @@ Shapes: I the dims of a kernel that are contracted, O the others, R rank, E expe
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter, declare_weight
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.base import by_row
 from spmd_tasks.sharding import constrain
 from spmd_tasks.sharding.specs import gather_for_tokens
 
@@ -106,11 +104,10 @@ class _LowRankKernel(AdaptedKernel):
   def outputs(self, x: jax.Array, y: jax.Array) -> jax.Array:
     declared, num_token_dims = self.declared, x.ndim - self.declared.num_input_dims
     x = self._dropped(x, x.shape).astype(self.a.dtype)
-    multiply, scale = functools.partial(jnp.tensordot, axes=declared.num_input_dims), self.adapter.scale
-    low = by_row(lambda x, a: multiply(x, a) * scale, x, num_dims=num_token_dims, shared=(self.a,))
+    low = jnp.tensordot(x, self.a, axes=declared.num_input_dims) * self.adapter.scale
     if declared.token_split_dims is not None:
       low = constrain(low, (*declared.token_split_dims, None))
-    added = by_row(functools.partial(jnp.tensordot, axes=1), low, num_dims=num_token_dims, shared=(self.b,))
+    added = jnp.tensordot(low, self.b, axes=1)
     y = y + added.astype(y.dtype)
     return y if self.scale is None else y * self.scale.reshape((1,) * num_token_dims + self.scale.shape)
 

@@ -48,7 +48,7 @@ def frozen_model(run: TrainRun, folder: Folder, spec: Mapping[str, Any]) -> Part
   if folder.dtype == 'bfloat16':  # then kernels are held in it; nothing is trained, but a pattern must name something
     parts |= {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
   if isinstance(run.job.task, RolloutTask):  # of the model that is trained
-    parts |= {'batch_invariant': False, 'records_routing': False}
+    parts |= {'records_routing': False}
   return partition_spmd_model(
     dataclasses.replace(run.job.task, **{'trained': None, 'frozen_dtype': None, **parts}),
     run.model.mesh,

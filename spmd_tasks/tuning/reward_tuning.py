@@ -23,7 +23,7 @@ Files = str | tuple[str, ...]
 # Settings that RolloutInput has by the same names.
 _SAME = (
   *('environment', 'max_turns', 'batch_size', 'seq_len', 'group_size', 'num_minibatches', 'num_iterations'),
-  *('staleness', 'max_tokens', 'temperature', 'top_k', 'top_p', 'overlong_margin', 'gamma', 'lam', 'exact'),
+  *('staleness', 'max_tokens', 'temperature', 'top_k', 'top_p', 'overlong_margin', 'gamma', 'lam'),
   *('packing', 'reward_timeout_s', 'seed'),
 )
 
@@ -101,8 +101,6 @@ class RewardTuning(TextTraining):
   kl_weight: float = 0.0
   reference: str = 'start'
   sampler_cap: float | None = None  # None: 2 with staleness, else none
-  # Whether the sampler's log-probabilities have the bits of the trainer's, on CPUs; they are then the old ones.
-  exact: bool = False
   # Whether updates have several short texts in a row; microbatches that are left over are not computed.
   packing: bool = True
   # Whether the trainer computes tokens by the experts that the sampler took, with gates of its own.
@@ -124,9 +122,9 @@ class RewardTuning(TextTraining):
   def task(self) -> fdl.Config:
     """The task, whose model has a head for values if the method needs them."""
     task = super().task()
-    if self.exact or self.replays_routing:
+    if self.replays_routing:
       fdl.update_callable(task, RolloutTask)
-      task.batch_invariant, task.records_routing = self.exact, self.replays_routing
+      task.records_routing = True
     if self.chosen.baseline == 'gae':
       if fdl.get_callable(task.model) is not LanguageModel:
         raise UserError(f'method = {self.method!r} needs the values of a decoder: train one, or take another method.')

@@ -71,8 +71,7 @@ class RolloutInput:
     reward_kl_weight: how much of log q - log r, of the models that sampled and of reference, is taken off the reward.
     drops_equal: leaves out prompts all of whose completions have one reward, and completes others in their place
       (DAPO's dynamic sampling).
-    packing: whether updates have several short texts in a row (rollout_packing.py); with `exact` they never have, as a
-      token's bits depend on where its row begins.
+    packing: whether updates have several short texts in a row (rollout_packing.py).
     num_choices: n, the choices of experts that are recorded and replayed; 0: none are.
     has_reference: whether batches have the log-probabilities under the weights that training starts from.
     num_slots, num_workers: completions that are generated at once, and processes for rewards.
@@ -103,7 +102,6 @@ class RolloutInput:
   reward_kl_weight: float = 0.0
   drops_equal: bool = False
   overlong_margin: int = 0
-  exact: bool = False
   packing: bool = True
   num_choices: int = 0
   has_reference: bool = False
@@ -180,24 +178,19 @@ class RolloutInput:
     """How many updates one rollout serves."""
     return self.num_minibatches * self.num_iterations
 
-  @property
-  def packs(self) -> bool:
-    """Whether batches have several texts in a row."""
-    return self.packing and not self.exact
-
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     spec = self.rollout_spec()
-    per_token = dict.fromkeys(('advantages', 'completion_lengths') if self.packs else (), np.float32)
+    per_token = dict.fromkeys(('advantages', 'completion_lengths') if self.packing else (), np.float32)
     return spec | {name: jax.ShapeDtypeStruct(spec['ids'].shape, dtype) for name, dtype in per_token.items()}
 
   def batch_of(self, rollout: Rollout, num_parts: int) -> Batch:
     """The batch of B rows of a rollout, for an update in so many microbatches."""
-    return pack(rollout, num_parts, self.tokenizer.pad_id) if self.packs else rollout
+    return pack(rollout, num_parts, self.tokenizer.pad_id) if self.packing else rollout
 
   def rollout_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """What batches have of a rollout, before several texts share a row."""
     has_values = self.baseline == 'gae'
-    has_old = self.exact or has_values or self.num_updates > 1 or self.reward_kl_weight > 0
+    has_old = has_values or self.num_updates > 1 or self.reward_kl_weight > 0
     names = ['sampler_log_probs', *['old_log_probs'] * has_old, *['reference_log_probs'] * self.has_reference]
     names += ['old_values', 'returns', 'advantages'] * has_values
     of_tokens = dict.fromkeys(names, np.float32)

@@ -21,7 +21,6 @@ from spmd_tasks.decoding.generation import can_sample, complete_groups
 from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import shard_rows
-from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.runtime import PartitionedModel, Task
 from spmd_tasks.runtime.compilation import CompiledStep
@@ -73,8 +72,6 @@ class RolloutSampler:
     own: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
     own |= {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
     own['prefill_rows'] = given.prefill_rows and min(given.prefill_rows, settings.num_rows)
-    if settings.exact:
-      own |= {'num_drafts': 0, 'draft_model': None, 'cache_dtype': None}
     self.steps = DecodeSteps(model, dataclasses.replace(given, **own), temperature=settings.temperature)
     self.stop = tuple(getattr(environment, 'stop', ()))
     self._settings = settings
@@ -180,7 +177,7 @@ class RolloutScorer:
   def __init__(self, settings: RolloutInput, model: PartitionedModel):
     """Compiles nothing yet."""
     self._settings, self._num_parts = settings, model.task.learner.num_microbatches
-    score = functools.partial(_score, model.task, settings.exact, settings.temperature, self._num_parts)
+    score = functools.partial(_score, model.task, settings.temperature, self._num_parts)
     self._step = model.batch_step('score_rollouts', settings.text_spec(), score)
 
   def score(self, variables: Any, rollout: Rollout) -> tuple[np.ndarray, np.ndarray | None]:
@@ -206,11 +203,10 @@ class RolloutScorer:
     return jax.tree.map(unpacked, *made)
 
 
-def _score(task: Task, is_exact: bool, temperature: float, num_parts: int, variables: Any, batch: Any) -> Any:
+def _score(task: Task, temperature: float, num_parts: int, variables: Any, batch: Any) -> Any:
   def of(part: Any) -> Any:
     predictions = task.predict(variables, part)
-    with layer_scope(batch_invariant=is_exact):
-      return answer_log_probs(predictions, part, temperature), predictions.get('values')
+    return answer_log_probs(predictions, part, temperature), predictions.get('values')
 
   return compute_in_parts(of, batch, num_parts, skips_empty=True)
 

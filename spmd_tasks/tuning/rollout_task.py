@@ -1,8 +1,7 @@
-"""RolloutTask, which computes of rollouts what their sampler computed (the same bits, or by the same experts), and
-LanguageModelWithValues, a model with the value head of PPO.
+"""RolloutTask, which routes the tokens of rollouts to the experts that the sampler chose, and LanguageModelWithValues,
+a model with the value head of PPO.
 
-layers/batch_invariant.py says how bits agree, and docs/rewards.md what it costs. The choices of a mixture's experts are
-flat: int32 [..., n], those of all layers one after another.
+The chosen experts are flat: int32 [..., n], the choices of all layers in order.
 
 Shapes: B batch, T sequence, D model.
 """
@@ -17,31 +16,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers import LanguageModel, LossOutput, declare_weight
+from spmd_tasks.layers import LanguageModel, declare_weight
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.base import REPLAYED, layer_scope
+from spmd_tasks.layers.base import REPLAYED
 from spmd_tasks.runtime import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutTask(Task):
-  """A Task in a LayerScope of its own, in which DecodeSteps samples too.
+  """A Task whose routers can replay the experts that were chosen in sampling.
 
   Fields (beside Task's):
-    batch_invariant: whether a token has the same bits in any batch, on CPUs.
     records_routing: whether sampling records the choices of experts; batches that have `expert_ids` replay them.
   """
 
-  batch_invariant: bool = False
   records_routing: bool = False
-
-  def compute_loss(self, *args: Any, **settings: Any) -> LossOutput:
-    with layer_scope(batch_invariant=self.batch_invariant):
-      return super().compute_loss(*args, **settings)
-
-  def predict(self, *args: Any, **settings: Any) -> Any:
-    with layer_scope(batch_invariant=self.batch_invariant):
-      return super().predict(*args, **settings)
 
   def constants(self, variables: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
     if not self.records_routing or 'expert_ids' not in batch:

@@ -265,10 +265,7 @@ class MakeRollouts(TrainHook):
 
   def _with_log_probs(self, variables: Any, rollout: Rollout) -> Rollout:
     """Adds what the batches have of the sampling model and of the reference model."""
-    settings, spec = self._input, self._input.rollout_spec()
-    if settings.exact and settings.baseline != 'gae' and not settings.staleness:
-      rollout = rollout | {'old_log_probs': rollout['sampler_log_probs']}
-    elif 'old_log_probs' in spec:
+    if 'old_log_probs' in self._input.rollout_spec():
       log_probs, values = self._scorer.score(variables, rollout)
       rollout = rollout | {'old_log_probs': log_probs} | ({} if values is None else {'old_values': values})
     if self._reference is not None:
@@ -277,7 +274,7 @@ class MakeRollouts(TrainHook):
 
   def _largest_mismatch(self, variables: Any, rollout: Rollout) -> float:
     """The largest difference between a token's log-probability in sampling and by the forward pass of training."""
-    log_probs = None if self._input.exact else rollout.get('old_log_probs')
+    log_probs = rollout.get('old_log_probs')
     log_probs = self._scorer.score(variables, rollout)[0] if log_probs is None else log_probs
     return float(np.abs(log_probs - rollout['sampler_log_probs']).max())
 

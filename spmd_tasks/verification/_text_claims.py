@@ -379,8 +379,5 @@ def _compare_log_probs(bench: Bench, setting: Setting) -> Verdict:
   place = column - int(np.argmax(is_sampled[row])) + 1
   mean = float(sizes[is_sampled].mean())
   leaf = f'log-probability of token {place} of completion {row + 1} (the mean of all differs by {mean:.2g})'
-  if settings.exact:
-    found = Difference(step=bench.num_steps - 1, leaf=leaf, difference=float(sizes.max()))
-  else:
-    found = _judged(bench, leaf, float(sizes.max()), log_probs, state, runner.epsilon, 42)
+  found = _judged(bench, leaf, float(sizes.max()), log_probs, state, runner.epsilon, 42)
   return held(found, 1) if found.difference <= found.allowed else broken(bench, 'sampler', setting, found)

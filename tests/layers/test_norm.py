@@ -4,8 +4,7 @@ import pytest
 import transformer_reference as reference
 
 from spmd_tasks.layers import LayerNorm, RmsNorm
-from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights
 
 
 def test_rms_norm(rng):
@@ -39,16 +38,3 @@ def test_bfloat16_inputs_are_normalized_in_float32(rng, norm):
   exact = type(norm)().apply(variables, np.asarray(x, np.float32))
   # One rounding of the exact result, not an accumulation of them.
   np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(exact.astype('bfloat16'), np.float32))
-
-
-@pytest.mark.parametrize('norm', [RmsNorm(), LayerNorm()])
-def test_the_bits_of_a_batch_invariant_row_depend_on_no_other_rows(rng, norm):
-  x = rng.normal(size=(80, 1, 256)).astype(np.float32)  # 3 tiles, in each of which XLA sums 256 squares
-  variables = norm.init(jax.random.key(0), x)
-  specs = weight_specs(variables['params']).values()
-  assert {(spec.tags, spec.split_dims) for spec in specs} == {(('no_decay',), ('norm',))}
-  with layer_scope(batch_invariant=True):
-    apply = jax.jit(norm.apply)
-    together = apply(variables, x)
-    for rows in (slice(32), slice(70, 71)):  # a tile each
-      np.testing.assert_array_equal(apply(variables, x[rows]), together[rows])

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 def run_on(num_devices):
   """A running job, as far as a reward model reads it."""
-  given = [f'ici_mesh_shape=1,{num_devices},1', 'model_dims=16', 'num_layers=1', 'exact=True']
+  given = [f'ici_mesh_shape=1,{num_devices},1', 'model_dims=16', 'num_layers=1']
   job = resolve('tests.tuning.reward_experiments.Job', given).build()
   model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:num_devices]))
   return SimpleNamespace(job=job, experiment=job.experiment, model=model)
@@ -42,7 +42,6 @@ def run_on(num_devices):
 def test_scores_are_those_of_each_text_alone(folder):
   calls = [('the cat', text, {}) for text in (' sat', ' sat on the mat', '', ' ate', ' x' * 40)]
   model = RewardModel(str(folder), run_on(4), batch_size=3, seq_len=32)
-  assert not model._model.task.batch_invariant  # as the model that is trained is
   found = model.rewards(calls)
   (_, ours, weights), tokenizer = opened(folder), FolderTokenizer(path=str(folder))
   tree = as_tree(weights)

@@ -130,12 +130,6 @@ def test_texts_that_share_rows_are_scored_and_valued_as_those_of_their_own():
     np.testing.assert_allclose(each, expected, atol=2e-6)
 
 
-@pytest.mark.slow
-def test_ppo_scores_the_bits_that_were_sampled_with_exact():
-  given = Sampler('exact=True', 'task.learner.num_microbatches=4', experiment=ValuePolicy)
-  assert given.mismatch(given.rollout()) == 0
-
-
 @pytest.mark.parametrize(
   'fault', [pytest.param(name, marks=pytest.mark.slow if FAULTS[name] is after_the_cut else ()) for name in FAULTS]
 )

@@ -99,10 +99,6 @@ def attend(
     options = dataclasses.replace(options, has_prefix=True)
   heads = Heads(query, key, value, segment_ids, segment_ids if key_segments is None else key_segments)
   # An implementation is imported where it is used.
-  if current_layer_scope().batch_invariant:
-    from spmd_tasks.layers.attention._batch_invariant import attend_to_one_another
-
-    return attend_to_one_another(heads, options)
   if name == 'ring':
     from spmd_tasks.layers.attention._context import attend_by_ring
 

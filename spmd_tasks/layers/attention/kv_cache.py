@@ -60,8 +60,6 @@ def write_new_cache(
   """
   rows, columns, heads, features = split_dims or (None,) * 4
   longest = current_layer_scope().longest_text
-  if current_layer_scope().batch_invariant:  # each position has a place of its own
-    window = None
   kind = RING if window is not None and longest is not None and window < longest else ''
   for name, x in arrays.items():
     num_columns = x.shape[1]
@@ -241,10 +239,6 @@ def attend_to_cache(
   if cached[0].of_chunks is not None:
     given = query, key, value, segment_ids, segment_pos
     return _attend_apart(given, cached, options, split_dims=split_dims, kv_split_dims=kv_split_dims)
-  if current_layer_scope().batch_invariant:
-    from spmd_tasks.layers.attention._batch_invariant import attend_to_cached
-
-    return attend_to_cached(query, key, value, cached, segment_ids, segment_pos, options)
   (num_rows, num_columns, _, head_dim), num_groups, window = query.shape, key.shape[2], options.window
   grouped = jnp.moveaxis(query.reshape(num_rows, num_columns, num_groups, -1, head_dim), 1, 3)  # [B, G, H/G, T, K]
   columns, start = jnp.arange(num_columns), segment_pos[:, :1]

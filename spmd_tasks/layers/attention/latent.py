@@ -29,7 +29,7 @@ from spmd_tasks.layers.attention._qk_clip import leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, read_cache, write_new_cache
 from spmd_tasks.layers.attention.rotary import Rotary
-from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, is_decoding
+from spmd_tasks.layers.base import FanInNormal, declare_weight, is_decoding
 from spmd_tasks.layers.linear import adapted, adapter_of, kernels, project
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims, constrain
@@ -114,8 +114,6 @@ class LatentAttention(nn.Module, kw_only=True):
       raise UserError(f'qk_clip={self.qk_clip} must be positive and goes without adapters: unset one of them.')
     if segment_pos is None:
       raise UserError('latent attention needs segment_pos: pass it.')
-    if current_layer_scope().batch_invariant:
-      raise UserError('latent attention decodes by other products than it trains by: set exact=False.')
     query, query_rope = jnp.split(self._query(x), [self.nope_head_dim], axis=-1)
     query_rope = self.rotary(query_rope, segment_pos)
     latent, key_rope = jnp.split(self._down('kv_down', self.kv_rank + self.rope_head_dim, x), [self.kv_rank], axis=-1)

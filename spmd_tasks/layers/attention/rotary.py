@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import by_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +71,10 @@ class Rotary:
     if scaling is not None:
       frequencies = scaling.scale(frequencies, self.max_wavelength)
 
-    def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
-      angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-      sin, cos = jnp.sin(angles), jnp.cos(angles)  # [B, T, 1, d/2]
-      if scaling is not None:
-        sin, cos = sin * scaling.amplitude(), cos * scaling.amplitude()
-      first, second = jnp.split(x[..., :num_features].astype(jnp.float32), 2, axis=-1)
-      rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-      return rotated if num_features == head_dim else jnp.concatenate([rotated, x[..., num_features:]], axis=-1)
-
-    return by_row(rotate, x, positions, num_dims=2, shared=(frequencies,))
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
+    sin, cos = jnp.sin(angles), jnp.cos(angles)  # [B, T, 1, d/2]
+    if scaling is not None:
+      sin, cos = sin * scaling.amplitude(), cos * scaling.amplitude()
+    first, second = jnp.split(x[..., :num_features].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if num_features == head_dim else jnp.concatenate([rotated, x[..., num_features:]], axis=-1)

@@ -91,12 +91,8 @@ def _for_each_block(num_rows: int, group_sizes: jax.Array, body: Callable[..., A
 
 
 def _block_size(num_rows: int, num_groups: int) -> int:
-  """Half of the mean group, or a tile as batch_invariant.py has it."""
-  if not current_layer_scope().batch_invariant:
-    return min(num_rows, _LARGEST_BLOCK, max(8, num_rows // (2 * num_groups)))
-  from spmd_tasks.layers.batch_invariant import TILE
-
-  return TILE
+  """Half of the mean group."""
+  return min(num_rows, _LARGEST_BLOCK, max(8, num_rows // (2 * num_groups)))
 
 
 def _read(x: jax.Array, start: jax.Array, mask: jax.Array) -> jax.Array:

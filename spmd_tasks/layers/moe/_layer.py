@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Ratios, WithSublayers, current_layer_scope, declare_weight, is_decoding
+from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight, is_decoding
 from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_tokens
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
@@ -111,10 +111,6 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     num_shards = 1 if decoding else self._num_balance_shards(routing, train=train)
     sums = routing_sums(counted, num_shards=num_shards, divide_by_k=self.load_balance_divide_by_k)
     computation = self._without_drops(routing) if decoding else self.computation
-    if current_layer_scope().batch_invariant and not isinstance(computation, Dropless):
-      raise UserError(
-        f'{type(computation).__name__} drops tokens, and decoding drops none: take Dropless or exact=False.'
-      )
     row_dropped: Any = None
     if self.row_capacity is not None:
       routing, row_dropped = within_row_capacity(routing, self.row_capacity)

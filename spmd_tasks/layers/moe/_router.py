@@ -24,7 +24,6 @@ from spmd_tasks.layers.base import (
   NEW_CACHE,
   REPLAYED,
   FanInNormal,
-  by_row,
   current_layer_scope,
   declare_weight,
   is_decoding,
@@ -109,7 +108,7 @@ class Router(nn.Module, kw_only=True):
     shape, init = (x.shape[-1], self.num_experts), FanInNormal(scale=self.init_scale)
     kernel = declare_weight(self, 'kernel', shape=shape, init=init, split_dims=self.split_dims, num_input_dims=1)
     multiply = functools.partial(jnp.einsum, 'btd,de->bte', precision='highest')
-    logits = by_row(multiply, x, num_dims=2, shared=(kernel,))
+    logits = multiply(x, kernel)
     if self.use_bias:
       logits = logits + self._per_expert('bias', tags=('no_decay',))[None, None, :]
     return constrain(logits, self.activation_split_dims)
@@ -175,7 +174,7 @@ class TopKRouter(Router, kw_only=True):
   def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
     """Routes x [B, T, D]; token_mask is bool [B, T], or None if every token is real."""
     logits = self._logits(x, train=train)
-    log_affinities = by_row(LOG_AFFINITIES[self.score_function], logits, num_dims=2)
+    log_affinities = LOG_AFFINITIES[self.score_function](logits)
     # Logits order the experts as the scores do, but have no ties where scores round to 0 or 1.
     preferences, bias = logits, None
     if self.balance_bias or self.group_score == 'top2_sum':
@@ -193,7 +192,7 @@ class TopKRouter(Router, kw_only=True):
       box = WeightBox(value=chosen_ids[:, None], split_dims=split_dims, tags=(), stacked=0)
       self.put_variable(NEW_CACHE, 'cached_expert_ids', box)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
-    gates, expert_ids = by_row(self._gates, log_affinities, chosen_ids, num_dims=2), chosen_ids
+    gates, expert_ids = self._gates(log_affinities, chosen_ids), chosen_ids
     if token_mask is not None:
       expert_ids = jnp.where(token_mask[..., None], expert_ids, self.num_experts)
       gates = jnp.where(token_mask[..., None], gates, 0.0)
