@@ -11,7 +11,7 @@ import fiddle as fdl
 from spmd_tasks import register
 from spmd_tasks.layers import TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Attention, LatentAttention, Rotary
-from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, TopKRouter
+from spmd_tasks.layers.moe import CapacityGather, Dropless, TopKRouter
 from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, DataModelMesh
 
@@ -40,8 +40,8 @@ class SwitchTiny(MoeLanguageModel):
   def router(self) -> fdl.Config[TopKRouter]:
     return fdl.copy_with(super().router(), normalize_gates=None, jitter_eps=0.01)
 
-  def computation(self) -> fdl.Config[CapacityEinsum]:
-    return fdl.Config(CapacityEinsum, capacity_factor=1.25, eval_capacity_factor=2.0)
+  def computation(self) -> fdl.Config[CapacityGather]:
+    return fdl.Config(CapacityGather, capacity_factor=1.25, eval_capacity_factor=2.0)
 
 
 @register

@@ -33,7 +33,7 @@ import numpy as np
 
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
-from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, ExpertWeights, RouterOutput
+from spmd_tasks.layers.moe import CapacityGather, Dropless, ExpertWeights, RouterOutput
 from spmd_tasks.layers.moe._grouped_matmul import best_grouped_matmul_backend
 
 ACTIVATION = 'gelu'
@@ -160,7 +160,6 @@ def measure_memory(dims: Dims) -> dict[str, dict[str, int]]:
   forms = {
     'dropless': Dropless(),
     'capacity': CapacityGather(),
-    'capacity_einsum': CapacityEinsum(),
   }
   sizes: dict[str, dict[str, int]] = {'dense': {'e1': dense(dims).temp_bytes}}
   for name, form in forms.items():

@@ -30,7 +30,7 @@ from spmd_tasks.experiment import Job
 from spmd_tasks.inputs import TextInput
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.layers.adapter import map_parts
-from spmd_tasks.layers.moe import CapacityComputation, Dropless
+from spmd_tasks.layers.moe import CapacityGather, Dropless
 from spmd_tasks.runtime import Task, TrainState
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
@@ -344,12 +344,12 @@ def _check_batches(bench: Bench) -> Verdict:
 def _without_drops(job: Job) -> Job:
   """Returns the job with experts that compute every token."""
 
-  def change(part: CapacityComputation | Dropless) -> Any:
+  def change(part: CapacityGather | Dropless) -> Any:
     if isinstance(part, Dropless):
       return dataclasses.replace(part, capacity_factor=None, overflow='drop')
     return dataclasses.replace(part, capacity_factor=0.0, eval_capacity_factor=None)
 
-  model = map_parts(job.task.model, (CapacityComputation, Dropless), change)
+  model = map_parts(job.task.model, (CapacityGather, Dropless), change)
   return dataclasses.replace(job, task=dataclasses.replace(job.task, model=model))
 
 

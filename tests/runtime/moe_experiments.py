@@ -3,7 +3,7 @@
 import fiddle as fdl
 
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless
+from spmd_tasks.layers.moe import CapacityGather, Dropless
 from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
 
@@ -18,13 +18,12 @@ class AlongData(Uneven, MoeLanguageModel):
   num_experts = 6
   hidden_dims = 45
   form: str = 'dropless'
-  capacity_factor: float = 1.5  # of the capacity forms; drops tokens
+  capacity_factor: float = 1.5  # of 'capacity'; drops tokens
 
   def computation(self):
     if self.form == 'dropless':
       return fdl.Config(Dropless)
-    form = {'einsum': CapacityEinsum, 'gather': CapacityGather}[self.form]
-    return fdl.Config(form, capacity_factor=self.capacity_factor, min_capacity=1)
+    return fdl.Config(CapacityGather, capacity_factor=self.capacity_factor, min_capacity=1)
 
 
 class ExpertAxis(AlongData):

@@ -91,7 +91,7 @@ BIASES = (f'{FFN}.experts.use_bias=True', f'{FFN}.router.use_bias=True')
 # biases, which follow the load by its sign; tokens dropped from groups of two rows.
 CIRCULAR, ONE_F_ONE_B = ('schedule=circular', 'num_repeats=2'), ('schedule=one_forward_one_backward',)
 SHARDS = f'{FFN}.load_balance_shards=4'
-BY_GATHER = ('form=gather', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
+BY_GATHER = ('form=capacity', f'{FFN}.computation.group_size=32', *BIAS, SHARDS)
 
 # name, experiment, mesh, overrides, overrides of the reference on one device
 # Dense rows share a reference: two layers, which fill half of a circular pipeline, under Adafactor. Experts have AdamW.
@@ -119,15 +119,15 @@ ONE_BY_ONE = [
   ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), (TWO,), ()),
   ('gradients scattered, logits in chunks', AdamW, (2, 4, 1), SCATTERED + CHUNKS, ()),
   ('context 2 x mdl 4, ring, window, remat', Context, (1, 1, 2, 4), (*RING, *WINDOW, *REMAT), WINDOW),
-  ('two data axes, einsum, never drop', TwoDataAxes, (1, 4, 2), ('form=einsum', 'capacity_factor=0'), ()),
+  ('two data axes, capacity, never drop', TwoDataAxes, (1, 4, 2), ('form=capacity', 'capacity_factor=0'), ()),
   ('expert 2 x mdl 4, 2 microbatches', ExpertAxis, (1, 1, 2, 4), (*MICROBATCHES, *BIAS, TWO), (*MICROBATCHES, *BIAS)),
   ('hidden sharding', HiddenSharded, (1, 2, 4, 1), (), ()),
   (
-    'gather with biases, data 2 x expert 4',
+    'capacity with biases, data 2 x expert 4',
     ExpertAxis,
     (1, 2, 4, 1),
-    ('form=gather', *BIASES),
-    ('form=einsum', *BIASES),
+    ('form=capacity', *BIASES),
+    ('form=capacity', *BIASES),
   ),
   ('data 2 x expert 4, all-to-all in passes', ExpertAxis, (1, 2, 4, 1), PASSES, ()),
   ('3 rows, data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), (*ALL_TO_ALL, *THREE_ROWS), THREE_ROWS),

@@ -21,7 +21,6 @@ from spmd_tasks.experiment import Job
 from spmd_tasks.layers import BlockGroup, FeedForward, GatedFeedForward, LanguageModelLoss, LayerNorm
 from spmd_tasks.layers.attention import LearnedPositions
 from spmd_tasks.layers.moe import (
-  CapacityEinsum,
   CapacityGather,
   Dropless,
   ExpertChoiceRouter,
@@ -86,7 +85,6 @@ class Drawn(SyntheticLanguageModel):
   num_microbatches: int = 1
   num_repeats: int = 1
   scan: bool = True
-  capacity_form: str = 'einsum'
   dispatch: str = 'ring'
   ring_attention: bool = False
   balances_tokens: bool = False
@@ -117,7 +115,7 @@ class Drawn(SyntheticLanguageModel):
       computation = fdl.Config(Dropless, dispatch=self.dispatch)
     else:
       computation = fdl.Config(
-        {'einsum': CapacityEinsum, 'gather': CapacityGather}[self.capacity_form],
+        CapacityGather,
         capacity_factor=self.capacity_factor,
         min_capacity=1,
         group_size=self.group_size,

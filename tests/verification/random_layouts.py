@@ -30,7 +30,7 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     'scan': rng.random() < 0.8,
   }
   if is_moe:
-    layout |= {'capacity_form': rng.choice(['einsum', 'gather']), 'dispatch': rng.choice(['ring', 'padded_all_to_all'])}
+    layout['dispatch'] = rng.choice(['ring', 'padded_all_to_all'])
   num_devices = rng.choice([2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8])
   stages = _draw_stages(rng, settings, num_devices, layout) if rng.random() < 0.45 else 1
   rest = num_devices // stages

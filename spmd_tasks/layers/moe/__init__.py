@@ -7,8 +7,8 @@
     )
 
 A router decides (`TopKRouter`, or `ExpertChoiceRouter`), `Experts` declares the weights, and a computation applies
-them: `Dropless` computes every choice; `CapacityEinsum` and `CapacityGather` give each expert a fixed number of slots
-and drop the rest. The layer reports `RoutingSums`: balance losses and load statistics.
+them: `Dropless` computes every choice; `CapacityGather` gives each expert a fixed number of slots and drops the rest.
+The layer reports `RoutingSums`: balance losses and load statistics.
 
 Reading order: _layer.py, _router.py, _balance.py; _experts.py with _permutation.py (sorting tokens by expert) and
 _grouped_matmul.py; _dropless.py with _expert_parallel.py (the meaning of each mesh axis) and _dispatches.py (two ways
@@ -19,7 +19,7 @@ from spmd_tasks.faces import lazy_face
 
 with lazy_face(globals()):
   from spmd_tasks.layers.moe._balance import RoutingSums, load_balance_loss, router_z_loss
-  from spmd_tasks.layers.moe._capacity import CapacityComputation, CapacityEinsum, CapacityGather
+  from spmd_tasks.layers.moe._capacity import CapacityGather
   from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME
   from spmd_tasks.layers.moe._dropless import Dropless
   from spmd_tasks.layers.moe._experts import Experts, ExpertWeights

@@ -3,9 +3,8 @@
 Shapes: B batch, T sequence, D model, F ffn; G groups of S tokens, k choices per token, E experts, C slots per expert
 and group.
 
-Two forms give the same numbers and differ in how tokens move into the slots and back: `CapacityEinsum` multiplies by
-one-hot masks (GShard: Lepikhin et al., 2020), `CapacityGather` gathers rows. Which token takes which slot is decided in
-_slots.py.
+This is the dispatch of GShard (Lepikhin et al., 2020) by gathers in place of one-hot products. Which token takes which
+slot is decided in _slots.py.
 
 `SlotResharding` moves slots from the devices that hold their tokens to the devices that hold their experts, and back.
 Sharding constraints describe every move, and the partitioner derives the collectives: good ones (all-to-alls) where one
@@ -14,7 +13,6 @@ arrays on every device. Therefore G and E are padded, G is written as one dim pe
 step.
 """
 
-import abc
 from collections.abc import Mapping
 import dataclasses
 import math
@@ -42,8 +40,11 @@ from spmd_tasks.sharding.specs import current_sharding_scope, num_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CapacityComputation(abc.ABC):
-  """Base class: moves tokens into slots, applies every expert to its slots, and moves the results back to the tokens.
+class CapacityGather:
+  """Gathers tokens into slots, applies every expert to its slots, and gathers the results back to the tokens.
+
+  Time and memory follow the number of slots. If tokens choose, both directions and their gradients are gathers. If
+  experts choose, a token may have any number of slots, and the sums over them are scatter-adds.
 
   Fields:
     capacity_factor: slots per expert relative to balanced top-1 routing, C = factor * S / E, see `expert_capacity`; 0
@@ -54,8 +55,8 @@ class CapacityComputation(abc.ABC):
     capacity_rounding: of C, 'nearest' (T5X) or 'down' (MegaBlocks).
     min_capacity: least number of slots of an expert in a group; with 0, a group whose C is rounded to 0 drops nothing
       (MegaBlocks).
-    group_size: S: a divisor of B * T, a `DerivedGroupSize`, or None for one group per row. Small groups make the einsum
-      form cheaper, and drops more likely.
+    group_size: S: a divisor of B * T, a `DerivedGroupSize`, or None for one group per row. Small groups make drops
+      more likely.
     priority: which choice gets a slot first. 'position' (T5X): all first choices before all second ones, each in the
       order of tokens. 'score': the same, in the order of the scores of the tokens' first choices (batch prioritized
       routing, V-MoE: Riquelme et al., 2021); a causal model then looks ahead. 'token' (MegaBlocks): all choices of the
@@ -82,14 +83,6 @@ class CapacityComputation(abc.ABC):
     for name, known in (('priority', ('position', 'score', 'token')), ('capacity_rounding', ('nearest', 'down'))):
       if getattr(self, name) not in known:
         raise UserError(f'{name}={getattr(self, name)!r} must be one of {known}.')
-
-  @abc.abstractmethod
-  def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    """Returns [G, E, C, D] for x [G, S, D]: the token in each slot, 0 for an empty slot."""
-
-  @abc.abstractmethod
-  def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    """Returns [G, S, D] for rows [G, E, C, D], which are times their gates: each token's rows summed."""
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
@@ -152,36 +145,6 @@ class CapacityComputation(abc.ABC):
       ),
       is_by_token=self.priority == 'token',
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CapacityEinsum(CapacityComputation):
-  """Moves tokens into and out of the slots by products with one-hot masks (GShard).
-
-  Any partitioner understands this form and derives the all-to-alls if tokens and experts are split.
-
-  The mask [G, E, C, S] has E * C elements per token: f * S at capacity factor f. The two products with it cost as much
-  as a dense plain network with F = f * S, so `group_size` should keep S small against F. CapacityGather has no mask.
-  """
-
-  def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    return jnp.einsum('gecs,gsd->gecd', self._mask(assignment, x), x)
-
-  def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    return jnp.einsum('gecs,gecd->gsd', self._mask(assignment, rows), rows)
-
-  def _mask(self, assignment: SlotAssignment, x: jax.Array) -> jax.Array:
-    """Returns [G, E, C, S]: 1 where the slot holds the token."""
-    return jax.nn.one_hot(assignment.slots.token_ids, assignment.group_size, dtype=x.dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CapacityGather(CapacityComputation):
-  """Moves tokens into and out of the slots by gathers. Time and memory follow the number of slots, whatever S.
-
-  If tokens choose, both directions and their gradients are gathers. If experts choose, a token may have any number of
-  slots, and the sums over them are scatter-adds.
-  """
 
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
     token_ids = assignment.slots.token_ids

@@ -77,8 +77,7 @@ class Dropless:
     del train
     if routing.expert_ids is None or routing.gates is None:
       raise UserError(
-        'Dropless needs a router in which tokens choose, but with this router experts choose: use CapacityGather or '
-        'CapacityEinsum.'
+        'Dropless needs a router in which tokens choose, but with this router experts choose: use CapacityGather.'
       )
     expert_ids, gates, is_work = routing.expert_ids, routing.gates, current_layer_scope().part.is_work
     if is_work is not True:  # nothing is routed in a bubble of a pipeline: groups without rows cost no work

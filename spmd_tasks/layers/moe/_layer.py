@@ -21,7 +21,7 @@ from spmd_tasks.layers.transformer import Aux, TransformerBlock
 
 
 class ExpertComputation(Protocol):
-  """Computes the experts' outputs from a router's decision: Dropless, CapacityEinsum or CapacityGather."""
+  """Computes the experts' outputs from a router's decision: Dropless or CapacityGather."""
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
@@ -79,9 +79,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     if (row := self.row_capacity) is not None and (row < 1 or not hasattr(self.router, 'num_selected')):
       raise UserError(f'row_capacity={row} must be at least 1, with a router whose tokens choose experts.')
     if self.experts.dropout_rate and isinstance(self.computation, Dropless):
-      raise UserError(
-        f'experts.dropout_rate={self.experts.dropout_rate} needs slots: take CapacityGather or CapacityEinsum.'
-      )
+      raise UserError(f'experts.dropout_rate={self.experts.dropout_rate} needs slots: take CapacityGather.')
     num_routed = getattr(self.router, 'num_experts', self.experts.num_experts)
     if num_routed != self.experts.num_experts:
       raise UserError(
@@ -135,7 +133,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     tokens, shards = whole_batch_tokens(routing), self.load_balance_shards
     if shards == 'groups':
       if not hasattr(self.computation, 'group_size'):
-        raise UserError("load_balance_shards='groups' needs groups: take CapacityGather or CapacityEinsum.")
+        raise UserError("load_balance_shards='groups' needs groups: take CapacityGather.")
       if routing.slots is not None:
         return tokens[1]
       return tokens[0] // tokens_per_group(

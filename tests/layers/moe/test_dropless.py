@@ -211,7 +211,7 @@ def test_settings_that_make_no_sense(settings, message):
 def test_a_router_by_which_experts_choose(rng):
   inputs, _ = draw_inputs(rng)
   routing = dataclasses.replace(routing_of(draw_expert_ids(rng, 'mixed'), None), expert_ids=None)
-  with pytest.raises(ValueError, match='with this router experts choose: use CapacityGather or CapacityEinsum'):
+  with pytest.raises(ValueError, match='with this router experts choose: use CapacityGather'):
     Dropless()(inputs['x'], routing, expert_weights(inputs), train=True)
 
 

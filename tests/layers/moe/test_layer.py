@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import FeedForward, GatedFeedForward
-from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, Experts, MixtureOfExperts, TopKRouter
+from spmd_tasks.layers.moe import CapacityGather, Dropless, Experts, MixtureOfExperts, TopKRouter
 from tests.layers.tiny_model import random_weights
 
 B, T, D, F, E = 2, 6, 8, 12, 4
@@ -27,7 +27,7 @@ def tokens(rng):
 
 @pytest.mark.parametrize(
   'computation, gated',
-  [(Dropless(), True), (CapacityEinsum(capacity_factor=1.0), False), (CapacityGather(), True)],
+  [(Dropless(), True), (CapacityGather(capacity_factor=1.0), False), (CapacityGather(), True)],
   ids=str,
 )
 def test_one_expert_is_the_dense_network(computation, gated, rng):

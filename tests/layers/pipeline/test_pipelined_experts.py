@@ -16,7 +16,6 @@ import pytest
 
 from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.moe import (
-  CapacityEinsum,
   CapacityGather,
   Dropless,
   ExpertChoiceRouter,
@@ -49,7 +48,7 @@ def groups_of(num_rows, form, **settings):
   return form(capacity_factor=1.0, min_capacity=1, group_size=num_rows * T, **settings)
 
 
-BY_SCORE = groups_of(4, CapacityEinsum, priority='score')
+BY_SCORE = groups_of(4, CapacityGather, priority='score')
 
 # name: layers, layout, the pipeline, router, computation, shards of the balance loss
 CASES = {
@@ -205,7 +204,7 @@ def activation_collectives(text):
 def test_rows_move_within_their_stage_and_are_not_gathered(num_microbatches):
   """On 2 stages x data 2: nothing moves for one microbatch in a stage; an all-to-all sorts the rows of several."""
   settings = {'num_microbatches': num_microbatches}
-  _, pipelined, weights = stacks(2, settings, make_block(TOP_K, groups_of(1, CapacityEinsum), 1))
+  _, pipelined, weights = stacks(2, settings, make_block(TOP_K, groups_of(1, CapacityGather), 1))
   _, text = run(pipelined, weights, 'layers 2 x data 2', train=False)
   assert activation_collectives(text) == ({'all-to-all'} if num_microbatches > 2 else set())
 
@@ -231,7 +230,7 @@ def test_evaluation_of_another_batch_size_has_the_numbers_of_one_device(batch_si
 )
 def test_parts_that_do_not_fit_the_training_batch_are_refused(num_microbatches, num_rows, num_shards, message):
   def train():
-    block = make_block(TOP_K, groups_of(num_rows, CapacityEinsum), num_shards)
+    block = make_block(TOP_K, groups_of(num_rows, CapacityGather), num_shards)
     _, pipelined, weights = stacks(2, {'num_microbatches': num_microbatches}, block)
     run(pipelined, weights, 'layers 2 x data 2')
 
