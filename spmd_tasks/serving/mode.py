@@ -24,7 +24,7 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.emergency_exit import Position
-from spmd_tasks.distributed.links import connect_pairs
+from spmd_tasks.distributed.links import connect_to_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.inputs import Tokenizer
@@ -190,19 +190,13 @@ def _serve_together(
   bind_address: str | None,
 ) -> int:
   """Serves with several processes: `run` runs the server on process 0, which has the socket."""
-  joined, admitted = connect_pairs(
-    'serve',
-    [(process, 0) for process in range(1, jax.process_count())],
-    limit_s=limit_s,
-    bind_address=bind_address,
-    silence_limit_s=_SILENCE_LIMIT_S,
-  )
+  links = connect_to_primary(limit_s=limit_s, bind_address=bind_address, silence_limit_s=_SILENCE_LIMIT_S)
   emergency.attach(None)  # from here on, links tell of an end
   leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
   if sock is None:
-    code = follow(engine, joined[0], restore=restore, leave=leave)
+    code = follow(engine, links[0], restore=restore, leave=leave)
   else:
-    with lead(engine, [*admitted.values()], restore=restore, leave=leave) as leader:
+    with lead(engine, links, restore=restore, leave=leave) as leader:
       code = run(leader, sock=sock, restore=leader.restore, restore_pauses=True, stop=leader.stop, leave=leader.leave)
       leader.end(code)
   barrier('serve_end', limit_s=_END_LIMIT_S)

@@ -1,12 +1,12 @@
 """Serving with several processes: process 0 leads, all other processes follow.
 
-    joined, admitted = connect_pairs('serve', pairs, limit_s=600)   # distributed; every process calls it
+    links = connect_to_primary(limit_s=600)   # distributed/links.py; every process calls it
     if jax.process_index() == 0:
-      with lead(engine, admitted.values(), restore=restore, leave=leave) as leader:
+      with lead(engine, links, restore=restore, leave=leave) as leader:
         code = run_server(leader, ..., stop=leader.stop, leave=leader.leave)
         leader.end(code)
     else:
-      code = follow(engine, joined[0], restore=restore, leave=leave)
+      code = follow(engine, links[0], restore=restore, leave=leave)
 
 Each process holds its part of the weights and runs its own engine. Process 0 answers HTTP and schedules; its
 `LeadingEngine` sends every call to the other processes as a numbered operation before it makes the call itself, so that

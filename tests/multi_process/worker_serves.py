@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, barrier, initialize
-from spmd_tasks.distributed.links import connect_pairs
+from spmd_tasks.distributed.links import connect_to_primary
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings
@@ -44,18 +44,17 @@ def run(args: argparse.Namespace, emergency: EmergencyExit) -> int:
       shutdown_timeout_s=2,
     )
   )
-  pairs = [(process, 0) for process in range(1, args.num_processes)]
-  joined, admitted = connect_pairs('serve', pairs, limit_s=60, silence_limit_s=args.silence_limit_s)
+  links = connect_to_primary(limit_s=60, silence_limit_s=args.silence_limit_s)
   leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
   if jax.process_index() > 0:
-    code = follow(Engine(max_len=MAX_LEN), joined[0], restore=restore, leave=leave)
+    code = follow(Engine(max_len=MAX_LEN), links[0], restore=restore, leave=leave)
   else:
     settings = ServerSettings(port=0, api_key='secret', drain_s=2.0)
     model = dataclasses.replace(MODEL, max_len=MAX_LEN)
     announce = functools.partial(print, flush=True)
     with (
       contextlib.closing(listen(settings)) as sock,
-      lead(Engine(max_len=MAX_LEN), [*admitted.values()], restore=restore, leave=leave) as leader,
+      lead(Engine(max_len=MAX_LEN), links, restore=restore, leave=leave) as leader,
     ):
       code = run_server(leader, model, settings, sock, announce=announce, stop=leader.stop, leave=leader.leave)
       leader.end(code)

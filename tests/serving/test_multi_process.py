@@ -12,7 +12,7 @@ from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.distributed.links import admit, join, listen_for_processes
+from spmd_tasks.distributed.links import admit, join, listen
 from spmd_tasks.errors import JobError
 from spmd_tasks.serving.multi_process import Followers, LeadingEngine, PeerFailedError, follow
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
@@ -25,10 +25,9 @@ def restore(step):
 def links(num_others=1):
   """(process 0's links, the others')"""
   others = range(1, num_others + 1)
-  with listen_for_processes('127.0.0.1') as listener, ThreadPoolExecutor() as pool:
-    port = listener.getsockname()[1]
-    joined = [pool.submit(join, '127.0.0.1', port, b'secret', (0, index)) for index in others]
-    return admit(listener, b'secret', 0, others), [each.result() for each in joined]
+  with listen('127.0.0.1') as listener, ThreadPoolExecutor() as pool:
+    joined = [pool.submit(join, listener.getsockname(), b'secret', index) for index in others]
+    return admit(listener, b'secret', num_others), [link.result() for link in joined]
 
 
 def follow_in_background(engine, link, left) -> Future:
