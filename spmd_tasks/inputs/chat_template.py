@@ -19,7 +19,7 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs._template_process import Job, Spans, render_in_process
+from spmd_tasks.inputs._template_sandbox import Job, Spans, render
 from spmd_tasks.inputs.tokenizer_files import FolderTokenizer, read_json_object
 
 _TRANSCRIPT = """\
@@ -61,7 +61,7 @@ class ChatTemplate:
 
   def __post_init__(self):
     for source in {self.template, self.tool_template or self.template} - {_TRANSCRIPT}:
-      render_in_process(source)
+      render(source)
 
   @classmethod
   def from_turns(
@@ -146,7 +146,7 @@ class ChatTemplate:
       add_generation_prompt: whether the text ends where the answer begins.
       **variables: further variables of the template, such as enable_thinking.
 
-    Raises a UserError: the template refuses the messages, fails, or takes too much time or memory.
+    Raises a UserError: the template refuses the messages, fails, or writes too long a text.
     """
     ((text, _),) = self._render([(messages, add_generation_prompt)], tools, documents, variables, None)
     return text
@@ -204,7 +204,7 @@ class ChatTemplate:
     for messages, add_prompt in conversations:
       own = {'messages': [_with_reasoning(each) for each in messages], 'add_generation_prompt': add_prompt}
       jobs.append((given | own, now))
-    return render_in_process(self._source(tools), jobs)
+    return render(self._source(tools), jobs)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
