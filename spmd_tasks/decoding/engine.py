@@ -59,7 +59,6 @@ class ModelEngine:
     self._blocks: dict[int, list[int]] = {}  # by slot
     self._weights: Any = weights
     self._arranged: Any = steps.arrange(weights)
-    self._asleep: tuple[Any, Any] | None = None  # the weights on the host, and their shardings
     self.cache_epoch = 0
 
   @property
@@ -69,7 +68,6 @@ class ModelEngine:
   @weights.setter
   def weights(self, weights: Any) -> None:
     self._weights, self._arranged = weights, None if weights is None else self._steps.arrange(weights)
-    self._asleep = None
     self.cache_epoch += 1
     if weights is not None and self._state is None:
       self.reset()
@@ -98,20 +96,6 @@ class ModelEngine:
     self.cache_epoch += 1
     self._state = None  # before `init`: memory may have no room for two states
     self._state = self._steps.init()
-
-  def sleep(self) -> None:
-    """Moves the weights to the host's memory and frees the KV cache until `wake`; no sequence is in a slot."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, self._weights)
-    held = jax.device_get(self._weights)
-    self.weights = self._state = None
-    self._asleep = held, shardings
-    if self._steps.draft is not None:
-      self._steps.draft.free()
-
-  def wake(self) -> None:
-    """Brings the weights back, with an empty cache."""
-    assert self._asleep is not None
-    self.weights = jax.device_put(*self._asleep)
 
   def take_kept(self) -> None:
     """Begins with the state that an earlier engine of the same steps left, if there is one, or with a new one."""

@@ -381,12 +381,6 @@ class RerankBody(_ScoringBody):
   return_documents: bool = True
 
 
-class ClassifyBody(_ScoringBody):
-  """POST /classify."""
-
-  input: _Inputs
-
-
 class TokenizeBody(_Body):
   """POST /tokenize; `add_special_tokens` puts before the prompt what completions put there."""
 
@@ -409,7 +403,7 @@ class PublishBody(_Body):
 
 
 class NoFieldsBody(_Body):
-  """POST /admin/unpublish, /admin/sleep and /admin/wake."""
+  """POST /admin/unpublish."""
 
 
 # --- errors ---

@@ -9,7 +9,7 @@ Events are counted as they happen; values that other objects hold are read when 
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -28,8 +28,6 @@ class ServerMetrics:
     self._registry.register(_ReadMetrics(read))
     # Clients must not choose label values: new values would fill the memory.
     self.http_requests = self._counter('http_requests', 'HTTP responses.', 'route', 'status')
-    self.open_connections = Gauge(PREFIX + 'open_connections', 'Connections.', registry=self._registry)
-    self.closed_connections = self._counter('closed_connections', 'Connections closed by a limit.', 'reason')
     self.sequences = self._counter('sequences', 'Sequences that have ended.', 'finish_reason', 'model')
     self.tokens_of = self._counter('model_generated_tokens', 'Tokens of sequences that have ended.', 'model')
     self.tokens_of_client = self._counter('client_tokens', 'Tokens of prompts and answers.', 'client')

@@ -234,7 +234,7 @@ def _read_api_keys(path: str) -> dict[str, Any]:
   if len({*(each.key for each in clients), first}) <= len(clients):
     raise UserError(f'--api_key_file {path} has a key twice: give each line its own.')
   if len({each.name for each in clients}) < len(clients):
-    raise UserError(f'--api_key_file {path} has a name twice: limits and metrics are by name, so give each its own.')
+    raise UserError(f'--api_key_file {path} has a name twice: metrics are by name, so give each its own.')
   return {'api_key': first.strip(), 'client_keys': clients}
 
 

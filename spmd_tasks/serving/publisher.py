@@ -2,7 +2,6 @@
 
     step = await publisher.publish(300)    # None: the newest checkpoint
     await publisher.unpublish()            # frees the weights and refuses requests until the next publish
-    await publisher.sleep()                # the same, but the host keeps them until `wake`
 
 Sequences in slots end with the weights with which they began; queued sequences wait for that and get the new weights.
 No sequence is dropped, and no text comes from two checkpoints.
@@ -51,7 +50,6 @@ class Publisher:
     self._lock = asyncio.Lock()
     self._reader = ThreadPoolExecutor(1, thread_name_prefix='publisher')
     self.is_reading = False
-    self._is_asleep = False
 
   async def publish(self, step: int | None) -> int:
     """Serves the checkpoint of `step` (None: the newest) from now on; returns its step.
@@ -77,30 +75,6 @@ class Publisher:
     self._check_key()
     async with self._lock:
       await self._when_idle(self._use, None)
-
-  async def sleep(self) -> None:
-    """Refuses new requests, waits until the running ones have ended, and moves the weights to the host's memory."""
-    async with self._lock:
-      engine = self._may_sleep(self._service.is_published, 'has no weights to move away')
-      await self._when_idle(engine.sleep)
-      self._is_asleep = True
-
-  async def wake(self) -> None:
-    """Goes on with the weights from the host's memory."""
-    async with self._lock:
-      engine = self._may_sleep(self._is_asleep, 'does not sleep')
-      with self._service.uncounted_compilations():
-        await self._between_sequences(engine.wake)
-      self._is_asleep, self._service.is_published = False, True
-
-  def _may_sleep(self, is_possible: bool, why_not: str) -> Any:
-    """The engine, if it can sleep now."""
-    self._check_key()
-    if not hasattr(self._engine, 'sleep'):
-      raise RequestError('this server cannot sleep: unpublish the weights instead.', status=409)
-    if not is_possible:
-      raise RequestError(f'the server {why_not}.', status=409)
-    return self._engine
 
   async def _when_idle(self, action: Callable[..., Any], *arguments: Any) -> None:
     self._service.is_published = False
@@ -144,7 +118,6 @@ class Publisher:
 
   def _use(self, weights: Any) -> None:
     self._engine.weights = weights
-    self._is_asleep = False  # nothing is left on the host
 
   async def _between_sequences(self, action: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.wrap_future(self._service.thread.between_sequences(lambda: action(*arguments)))

@@ -80,7 +80,7 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
     Route('/tokenizer_info', routes.tokenizer_info),
     Route('/admin/publish', routes.publish, methods=['POST']),
   ]
-  for name, action in (('unpublish', publisher.unpublish), ('sleep', publisher.sleep), ('wake', publisher.wake)):
+  for name, action in (('unpublish', publisher.unpublish),):
     table.append(Route(f'/admin/{name}', functools.partial(routes.administer, action), methods=['POST']))
   readers: dict[str, _Read] = {path: functools.partial(score_request, path) for path in ROUTES}
   if service.model.reading is None:

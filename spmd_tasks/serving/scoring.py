@@ -1,11 +1,11 @@
-"""A model that scores or embeds texts behind HTTP: /v1/embeddings, /v1/score, /v1/rerank and /classify.
+"""A model that scores or embeds texts behind HTTP: /v1/embeddings, /v1/score and /v1/rerank.
 
     scoring = TextScoring(scorer, variables)      # engine and scheduler in one, for run_server
     wanted = score_request('/v1/rerank', fields, model, limits)
     wanted.whole(sequences, deltas)               # the body of the answer
 
 Texts of all requests wait in one queue, and each batch takes the first one and as many of its length as fit. Requests
-and answers have the shapes of OpenAI (embeddings), vLLM (score, classify) and Jina (rerank).
+and answers have the shapes of OpenAI (embeddings), vLLM (score) and Jina (rerank).
 
 Shapes: N labels, or features of a vector.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.generated_sequence import Delta, FinishReason
 from spmd_tasks.errors import UserError
-from spmd_tasks.serving.bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody, validate
+from spmd_tasks.serving.bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import ServedModel, check_model_name
 from spmd_tasks.serving.settings import ServerSettings
@@ -188,7 +188,9 @@ class _Asked:
     """The texts that pairs are scored by, and what makes the scores of their vectors."""
     labels, prompt = self.reading.labels, self.reading.prompt
     if len(labels) > 1:
-      raise RequestError(f'this model has {len(labels)} labels, and a score needs one: ask /classify.')
+      raise RequestError(
+        f'this model has {len(labels)} labels, and a score needs one: ask /v1/embeddings, which gives one value per label.'
+      )
     self.check_number(names[1], len(seconds) if labels else len(firsts) + len(seconds))
     if labels:
       many = firsts * len(seconds) if len(firsts) == 1 else firsts
@@ -299,23 +301,6 @@ def _rerank(asked: _Asked) -> ScoreRequest:
   return ScoreRequest(texts=texts, make=make)
 
 
-def _classify(asked: _Asked) -> ScoreRequest:
-  """/classify: texts that get a label, and the probability, or the score, of each."""
-  labels = asked.reading.labels
-  if not labels:
-    raise RequestError('this model gives vectors and has no labels: ask /v1/embeddings.')
-
-  def make(vectors: np.ndarray, num_tokens: int) -> dict[str, Any]:
-    found = enumerate(asked.activated(vectors))
-    data = [
-      {'index': index, 'label': labels[int(np.argmax(each))], 'probs': each.tolist(), 'num_classes': len(labels)}
-      for index, each in found
-    ]
-    return asked.answer('classify', num_tokens, object='list', data=data)
-
-  return ScoreRequest(texts=asked.inputs(), make=make)
-
-
 def score_request(path: str, fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ScoreRequest:
   """Reads the body of a request to one of ROUTES. Raises a RequestError: names the field that is wrong."""
   check_model_name(fields, model)
@@ -327,5 +312,4 @@ ROUTES: dict[str, tuple[type[PoolingBody], Callable[[_Asked], ScoreRequest]]] = 
   '/v1/embeddings': (EmbeddingBody, _embedding),
   **dict.fromkeys(('/v1/score', '/score'), (ScoreBody, _score)),
   **dict.fromkeys(('/v1/rerank', '/v2/rerank', '/rerank'), (RerankBody, _rerank)),
-  '/classify': (ClassifyBody, _classify),
 }

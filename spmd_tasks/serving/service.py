@@ -45,39 +45,6 @@ _OF_SCHEDULER = (
 )
 
 
-class ClientUsage:
-  """What a client with a key of its own uses: sequences now, and tokens, of which each minute forgets its limit."""
-
-  def __init__(self, key: ClientKey):
-    self._key = key
-    self._num_sequences = 0
-    self._tokens, self._counted_at = 0.0, time.monotonic()
-
-  def begin(self, num_sequences: int) -> None:
-    """Counts sequences. Raises a RequestError if they are too many, or the client has had its tokens."""
-    key, rate = self._key, (self._key.tokens_per_minute or 0) / 60
-    if key.max_sequences is not None and num_sequences > key.max_sequences:
-      message = f'this key may have {key.max_sequences} texts at once: ask for fewer than {num_sequences} in a request.'
-      raise RequestError(message, code='key_limit')
-    self.add_tokens(0)
-    if rate and self._tokens >= 60 * rate:
-      wait_s = int((self._tokens - 60 * rate) / rate) + 1
-      message = f'this key has had its {key.tokens_per_minute} tokens per minute: try again in {wait_s} s.'
-      raise RequestError(message, status=429, code='key_limit', retry_after_s=wait_s)
-    if key.max_sequences is not None and self._num_sequences + num_sequences > key.max_sequences:
-      message = f'this key may have {key.max_sequences} texts at once, and has {self._num_sequences}: try again later.'
-      raise RequestError(message, status=429, code='key_limit', retry_after_s=1)
-    self._num_sequences += num_sequences
-
-  def end(self, num_sequences: int) -> None:
-    self._num_sequences -= num_sequences
-
-  def add_tokens(self, number: int) -> None:
-    now = time.monotonic()
-    forgotten = (now - self._counted_at) * (self._key.tokens_per_minute or 0) / 60
-    self._tokens, self._counted_at = max(self._tokens - forgotten, 0.0) + number, now
-
-
 class Answer:
   """The sequences of one HTTP request, and their deltas for the request's handler.
 
@@ -169,7 +136,6 @@ class Service:
     self._num_slots = num_slots
     self._num_compilations = num_compilations
     self._num_expected = 0
-    self._usages: dict[str, ClientUsage] = {}
 
   @property
   def is_ready(self) -> bool:
@@ -203,31 +169,19 @@ class Service:
     answer = Answer(wanted, self.model, request, None if key is None else key.name)
     if key is not None and isinstance(wanted, GenerationRequest) and (priority := wanted.requests[0].priority) < 0:
       raise RequestError(f'priority must be at least 0 with the key of a client, not {priority}.', param='priority')
-    if key is not None:
-      self._usages.setdefault(key.name, ClientUsage(key)).begin(len(answer.sequences))
-    try:
-      self.thread.submit(answer.sequences)
-    except RequestError:
-      self._end_usage(answer, 0)
-      raise
-    self._end_usage(answer, wanted.num_prompt_tokens, is_over=False)
+    self.thread.submit(answer.sequences)
+    self._count_tokens(answer.client, wanted.num_prompt_tokens)
     return answer
 
-  def _end_usage(self, answer: Answer, num_tokens: int, *, is_over: bool = True) -> None:
-    """Counts tokens of a client, and the end of its sequences."""
-    if answer.client is None:
-      return
-    usage = self._usages[answer.client]
-    usage.add_tokens(num_tokens)
-    self.metrics.tokens_of_client.labels(answer.client).inc(num_tokens)
-    if is_over:
-      usage.end(len(answer.sequences))
+  def _count_tokens(self, client: str | None, number: int) -> None:
+    if client is not None:
+      self.metrics.tokens_of_client.labels(client).inc(number)
 
   def end(self, answer: Answer) -> None:
     """Cancels what is unfinished of an answer, and records its time; called once when its handler is done."""
     if not answer.is_finished:
       self.thread.cancel(answer.sequences)
-    self._end_usage(answer, sum(sequence.num_tokens for sequence in answer.sequences))
+    self._count_tokens(answer.client, sum(sequence.num_tokens for sequence in answer.sequences))
     self.metrics.request_s.observe(time.monotonic() - answer.begun)
     if self._tracer is not None:
       self._tracer.record(answer, self.model.names[answer.sequences[0].request.adapter])

@@ -1,4 +1,4 @@
-"""ServerSettings: the server's address, and the limits on its clients; ClientKey: those on one of them."""
+"""ServerSettings: the server's address and its limits; ClientKey: a key of one client."""
 
 import dataclasses
 import re
@@ -12,37 +12,23 @@ class ClientKey:
 
   Fields:
     key: the key; `name` stands for it in metrics.
-    max_sequences: how many of its sequences may wait and run at once; further ones are answered 429.
-    tokens_per_minute: of prompts and answers; a client that has had more is answered 429 until they are a minute's.
     own_cache: whether its prompts share what the KV cache holds among themselves only.
   """
 
   key: str
   name: str
-  max_sequences: int | None = None
-  tokens_per_minute: int | None = None
   own_cache: bool = False
-
-  def __post_init__(self):
-    for name in ('max_sequences', 'tokens_per_minute'):
-      if getattr(self, name) is not None and getattr(self, name) < 1:
-        raise UserError(f'client {self.name}: {name}={getattr(self, name)} must be at least 1.')
 
   @classmethod
   def from_line(cls, line: str) -> 'ClientKey':
-    """Reads `KEY NAME max_sequences=8 tokens_per_minute=20000`; limits may be left out."""
-    match = re.fullmatch(
-      r'(\S+)\s+([^\s=]+)((?:\s+(?:(?:max_sequences|tokens_per_minute)=\d+|own_cache=1))*)', line.strip()
-    )
+    """Reads `KEY NAME` or `KEY NAME own_cache=1`."""
+    match = re.fullmatch(r'(\S+)\s+([^\s=]+)(\s+own_cache=1)?', line.strip())
     if match is None:
       raise UserError(
-        'a line of a client in the file of keys must be KEY NAME, and then max_sequences=N and tokens_per_minute=N '
-        'where they have a limit, and own_cache=1 where others do not share what its prompts leave in the KV cache.'
+        'a line of a client in the file of keys must be KEY NAME, and then own_cache=1 if other clients must not share '
+        'what its prompts leave in the KV cache. Limits of a client are for the proxy in front (docs/serving.md).'
       )
-    limits = dict(limit.split('=') for limit in match[3].split())
-    own_cache = bool(limits.pop('own_cache', False))
-    numbers = {name: int(number) for name, number in limits.items()}
-    return cls(key=match[1], name=match[2], own_cache=own_cache, **numbers)
+    return cls(key=match[1], name=match[2], own_cache=match[3] is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +38,12 @@ class ServerSettings:
   Fields:
     host, port: the address to listen on; port 0 takes any free port.
     api_key: the key that every request to any route must carry; None asks for no key.
-    client_keys: keys that open all routes but those of /admin, each with its own limits.
+    client_keys: keys that open all routes but those of /admin.
     max_queued: how many sequences of all requests together may wait for a slot; further ones are answered 429.
     max_body_bytes: size of a body; larger ones are answered 413.
     max_choices: how many texts one request may ask for: its prompts times n.
     max_connections: how many connections may be open; a request on a further one is answered 503.
-    header_timeout_s: seconds from a connection's begin within which a client must send its first request's header.
     body_timeout_s: seconds within which a client must send its body; otherwise the answer is 408.
-    send_timeout_s: seconds within which a client must read what was sent; otherwise the client counts as gone.
     drain_s: seconds after SIGTERM within which running requests may end; then the rest is cut and told so.
     stuck_s: a step that takes more seconds makes /health fail.
   """
@@ -72,9 +56,7 @@ class ServerSettings:
   max_body_bytes: int = 2_000_000
   max_choices: int = 16
   max_connections: int = 1000
-  header_timeout_s: float = 10.0
   body_timeout_s: float = 20.0
-  send_timeout_s: float = 60.0
   drain_s: float = 30.0
   stuck_s: float = 600.0
 
@@ -86,9 +68,8 @@ class ServerSettings:
     for name in ('max_queued', 'max_body_bytes', 'max_choices', 'max_connections'):
       if getattr(self, name) < 1:
         raise UserError(f'{name}={getattr(self, name)} must be at least 1.')
-    for name in ('header_timeout_s', 'body_timeout_s', 'send_timeout_s'):
-      if not getattr(self, name) > 0:
-        raise UserError(f'{name}={getattr(self, name)} must be more than 0 seconds.')
+    if not self.body_timeout_s > 0:
+      raise UserError(f'body_timeout_s={self.body_timeout_s} must be more than 0 seconds.')
     for name in ('drain_s', 'stuck_s'):
       if not getattr(self, name) >= 0:
         raise UserError(f'{name}={getattr(self, name)} must not be negative.')

@@ -83,7 +83,6 @@ class FakeEngine:
     self.gate = gate
     self.is_warm = False
     self.cache_epoch = 0
-    self._asleep: int | None = None  # the weights meanwhile
     self._weights = 0  # added to each token, as is the number of the request's adapter
     self._empty()
 
@@ -93,22 +92,11 @@ class FakeEngine:
 
   @weights.setter
   def weights(self, weights):
-    self._weights, self._asleep = weights, None
+    self._weights = weights
     self.cache_epoch += 1
 
   def warm_up(self):
     self.is_warm = True
-
-  def sleep(self):
-    self.log.append(('sleep',))
-    asleep, self.weights = self._weights, None
-    assert asleep is not None
-    self._asleep = asleep
-
-  def wake(self):
-    self.log.append(('wake',))
-    assert self._asleep is not None
-    self.weights = self._asleep
 
   def reset(self):
     self._empty()

@@ -57,29 +57,6 @@ def test_newest_unpublish_and_publish_again():
     assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'
 
 
-def test_a_server_sleeps_and_goes_on_with_the_same_weights():
-  engine = FakeEngine()
-  with serving(engine, restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
-    assert client.post('/admin/publish', json={'step': 2}).json()['step'] == 2
-    assert client.post('/admin/wake', json={}).status_code == 409
-    assert client.post('/admin/sleep', json={}).json()['step'] is None
-    assert engine.log[-1] == ('sleep',)
-    assert client.post('/v1/completions', json=ASK).status_code == client.get('/ready').status_code == 503
-    assert client.post('/admin/sleep', json={}).status_code == 409
-    assert client.post('/admin/wake', json={}).json()['step'] == 2
-    assert engine.log[-1] == ('wake',)
-    assert text(client.post('/v1/completions', json=ASK)) == 'cdecde'
-    for path in ('sleep', 'unpublish'):  # which frees what the host has kept
-      assert client.post(f'/admin/{path}', json={}).status_code == 200
-    assert client.post('/admin/wake', json={}).status_code == 409
-    assert client.post('/admin/publish', json={'step': 2}).status_code == 200
-    assert client.post('/admin/sleep', json={}).status_code == 200
-    with ThreadPoolExecutor(2) as pool:  # a wake that is asked for again before it is over
-      both = [pool.submit(client.post, '/admin/wake', json={}) for _ in range(2)]
-    assert sorted(each.result().status_code for each in both) == [200, 409]
-    assert text(client.post('/v1/completions', json=ASK)) == 'cdecde'
-
-
 def test_what_cannot_be_published_changes_nothing():
   with serving(restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
     for body, status in ({'step': 404}, 409), ({'step': -1}, 400), ({'step': '3'}, 400), ({'path': '/etc'}, 400):
@@ -114,6 +91,6 @@ def test_the_end_does_not_wait_for_a_checkpoint_that_is_being_read(monkeypatch):
 
 def test_without_a_key_nobody_publishes():
   with serving(restore=restore) as served, served.client() as client:
-    for path in ('/admin/publish', '/admin/unpublish', '/admin/sleep', '/admin/wake'):
+    for path in ('/admin/publish', '/admin/unpublish'):
       assert client.post(path, json={}).status_code == 403
     assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'

@@ -99,16 +99,11 @@ def test_scores_and_the_order_of_documents():
     assert [(each['index'], each['document']['text']) for each in ranked['results']] == [(1, 'ccc'), (2, 'dd')]
     assert ranked['results'][0]['relevance_score'] == answer['data'][1]['score']
     assert ranked['usage'] == answer['usage']
-    assert client.post('/classify', json={'input': 'abc'}).json()['data'][0]['num_classes'] == 1
 
 
-def test_classes_get_probabilities_and_embeddings_are_scored_by_their_cosine():
+def test_classes_have_no_score_and_embeddings_are_scored_by_their_cosine():
   _, server = scored(TextReading(labels=('good', 'bad'), activation='softmax'))
   with server as served, served.client() as client:
-    (found,) = client.post('/classify', json={'input': 'abc'}).json()['data']
-    assert found['label'] == 'bad'
-    odds = np.exp(0.125 * num_tokens('abc'))
-    np.testing.assert_allclose(found['probs'], [1 / (1 + odds), odds / (1 + odds)], rtol=1e-6)
     assert 'has 2 labels' in client.post('/v1/score', json={'text_1': 'a', 'text_2': 'b'}).text
   _, server = scored(TextReading())
   with server as served, served.client() as client:
@@ -127,7 +122,6 @@ def test_what_cannot_be_scored_is_one_sentence_and_a_failure_ends_its_own_batch(
     ('/v1/embeddings', {'input': 'a', 'model': 'other'}, 404, "'fake.Model' is"),
     ('/v1/score', {'text_1': ['a', 'b'], 'text_2': ['a']}, 400, 'text_1 has 2 texts, but text_2 1'),
     ('/v1/rerank', {'query': 'a', 'documents': [5]}, 400, 'must be a string or an array of strings'),
-    ('/classify', {'input': 'a'}, 400, 'has no labels'),
     ('/v1/completions', {'prompt': 'a'}, 404, 'no such path'),
   ]
   with server as served, served.client() as client:
