@@ -189,7 +189,7 @@ class _Asked:
     labels, prompt = self.reading.labels, self.reading.prompt
     if len(labels) > 1:
       raise RequestError(
-        f'this model has {len(labels)} labels, and a score needs one: ask /v1/embeddings, which gives one value per label.'
+        f'this model has {len(labels)} labels, and a score needs one: ask /v1/embeddings, with one value per label.'
       )
     self.check_number(names[1], len(seconds) if labels else len(firsts) + len(seconds))
     if labels:
