@@ -21,8 +21,8 @@ class RecordingEngine:
   """An engine without a model: records what each launch does in each slot, and gives every sequence the same token."""
 
   num_slots = 3
-  prefill_chunk = prompt_tokens = 8
-  can_reuse = joins_prefills = False
+  prefill_chunk = 8
+  can_reuse = False
   num_drafts, has_draft_model = 0, False
   max_len = 64
   block_tokens, num_blocks, num_parts = 8, 24, 1

@@ -84,10 +84,6 @@ class DecodeSteps:
       products are of another kind. Where the mesh splits slots, each step computes all N.
     can_reuse: whether texts that begin alike can share blocks; False where the cache of a layer is a ring, and where
       what a token reads depends on more than the tokens before it, as in encoder-decoders.
-    prompt_tokens: how many tokens of prompts may be read between two steps, or by one program with a step.
-    joins_prefills: whether one program computes both: where the settings have step_tokens, the mesh splits no slots,
-      texts are longer than a chunk, and there is no encoder, no drafts by a model, and no adapters by name, of which
-      each token would read its own.
     block_tokens, num_blocks, table_len: b positions of a block of the KV cache, how many blocks there are, and how many
       a text of max_len has, M.
     num_drafts: k, how many drafts of a slot a step may check.
@@ -144,10 +140,7 @@ class DecodeSteps:
       self._platform = current_platform()
     chunk = _CHUNK.get(self._platform, _LONG_CHUNK)
     block = _BLOCK_TOKENS.get(self._platform, _SHORT_BLOCK_TOKENS)
-    num_slots, room = self.settings.num_slots, None
-    if self.settings.step_tokens is not None:
-      room = self.settings.step_tokens - num_slots
-      chunk = min(chunk, max(room - room % block, self.settings.min_bucket))
+    num_slots = self.settings.num_slots
     chunk = self.settings.prefill_chunk or chunk
     self.prefill_chunk = self.max_len if self._has_prefix else min(max(chunk, self.settings.min_bucket), self.max_len)
     # Beam search reads whole prompts.
@@ -182,9 +175,6 @@ class DecodeSteps:
     self.can_reuse = all(is_pool) and self.encoder_len is None and not self._has_prefix
     # One program then reads first and later chunks, by tables; texts without later chunks need no tables.
     self._reads_cache = shares and self.num_parts == 1 and self.encoder_len is None
-    self.prompt_tokens = room or self.prefill_chunk
-    others = self.heads or draft or self.adapter_names or self.settings.num_beams > 1
-    self.joins_prefills = room is not None and self._reads_cache and not others
     of_blocks = functools.partial(self._abstract_cache, num_slots)
     sizes = {'max_len': self.max_len, 'prefill_chunk': self.prefill_chunk, 'max_cache_tokens': num_slots * self.max_len}
     is_counted = self.settings.max_cache_tokens is not None
@@ -333,8 +323,6 @@ class DecodeSteps:
     """
     if self.settings.prefill_rows is not None:
       return self.settings.prefill_rows
-    if self.joins_prefills and not score_prompts:
-      return max(min(_PREFILL_ROWS, self.settings.num_slots, self.prompt_tokens // bucket), 1)
     if score_prompts or self.settings.num_beams > 1 or (num_chunks == 1 and bucket > 1):
       return 1
     num_tokens = _PREFILL_TOKENS if self.settings.prefill_chunk is None else self.prefill_chunk
@@ -379,23 +367,6 @@ class DecodeSteps:
     if self.draft is not None:
       rows = rows.replace(tokens=self.draft.guess(state, keep, slots, tables, rows, self.num_drafts))
     return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, of_rows, rows)
-
-  def join(
-    self,
-    variables: Variables,
-    state: DecodeState,
-    batch: PrefillBatch,
-    keep: np.ndarray | None = None,
-    masks: Mapping[int, np.ndarray] | None = None,
-    blocks: Mapping[int, Sequence[int]] | None = None,
-  ) -> tuple[DecodeState, Outputs]:
-    """See step_functions.step_and_prefill; where `keep` is None, no slot takes a step or is abandoned."""
-    num_slots = self.settings.num_slots
-    busy = np.zeros(0, np.int32) if keep is None else np.nonzero(keep)[0]
-    keep = np.ones(num_slots, np.bool_) if keep is None else keep
-    of_slots = None if batch.masks is None else self._mask_rows(masks or {}, num_slots)
-    places = self._places(busy, num_slots, blocks)
-    return self._join(batch)(self.arrange(variables), state, keep, *places, of_slots, batch)
 
   def _places(
     self, busy: np.ndarray, num_rows: int, blocks: Mapping[int, Sequence[int]] | None, *, by_slot: bool = False
@@ -512,7 +483,7 @@ class DecodeSteps:
     for score in (False, True) if score_prompts else (False,):
       for chunks in self.any_chunks(score):
         batch = self.make_batch(chunks, score_prompts=score, masks={} if constrain else None)
-        (self._join if self.joins_prefills and not score else self._prefill)(batch)
+        self._prefill(batch)
         if self.draft is not None:
           self.draft.steps._prefill(own_batch(batch))
 
@@ -525,10 +496,6 @@ class DecodeSteps:
     num_rows = self.step_rows[-1]
     draft_rows = self.draft_sizes(num_rows)[-1] if self.num_drafts else 0
     return self._step(num_rows, draft_rows=draft_rows, make=self._lower_stateful)
-
-  def lower_join(self) -> Any:
-    """Returns the lowered step with a prefill of the longest chunk, for inspection and planning."""
-    return self._join(self.make_batch([self._any_chunk(0, self.buckets[-1])]), make=self._lower_stateful)
 
   def bucket(self, length: int) -> int:
     """The shortest bucket that holds a chunk of `length` tokens."""
@@ -569,27 +536,6 @@ class DecodeSteps:
 
     name = ('prefill', *batch.ids.shape, batch.before is None, batch.targets is None, batch.masks is None)
     return (make or self._compile_stateful)(name, prefill, batch)
-
-  def _join(self, batch: PrefillBatch, make: Callable[..., Any] | None = None) -> Any:
-    def join(padded_variables, padded_state, keep, slots, tables, masks, batch):
-      state, outputs = step_functions.step_and_prefill(
-        self._forward,
-        self._true(padded_variables),
-        padding.unpad(padded_state, self.abstract_state),
-        keep,
-        batch,
-        tables,
-        masks,
-        slots,
-        num_top_logprobs=self.settings.num_top_logprobs,
-      )
-      return padding.pad(state, self.padded_state), outputs
-
-    num_slots = self.settings.num_slots
-    masks = None if batch.masks is None else self._mask_rows({}, num_slots)
-    arrays = (np.zeros(num_slots, np.bool_), *self._places(np.zeros(0, np.int32), num_slots, None), masks, batch)
-    name = ('step and prefill', *batch.ids.shape, masks is None)
-    return (make or self._compile_stateful)(name, join, *arrays)
 
   def _step(
     self, num_rows: int, *, masked: bool = False, draft_rows: int = 0, make: Callable[..., Any] | None = None
@@ -763,7 +709,7 @@ def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[st
   if numbers is not None:
     model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
   given, named = task.arguments(batch, train=False)
-  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'drafts', 'chunks')}):
+  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'drafts')}):
     outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
   if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
     raise UserError(

@@ -25,16 +25,15 @@ from spmd_tasks.decoding.step_functions import Outputs
 class _OnDevice:
   """Outputs whose copy to the host has begun."""
 
-  def __init__(self, outputs: Outputs, first: int = 0):
-    """`first` is the first row that is read."""
-    self._outputs, self._first = outputs, first
+  def __init__(self, outputs: Outputs):
+    self._outputs = outputs
     for leaf in jax.tree.leaves(outputs):
       if leaf.size:
         leaf.copy_to_host_async()
 
   def read(self) -> Outputs:
     read = lambda leaf: np.asarray(leaf) if leaf.size else np.zeros(leaf.shape, leaf.dtype)
-    return jax.tree.map(lambda leaf: read(leaf)[self._first :], self._outputs)
+    return jax.tree.map(read, self._outputs)
 
 
 class ModelEngine:
@@ -50,7 +49,6 @@ class ModelEngine:
     self.num_slots, self.max_len, self.prefill_chunk = steps.settings.num_slots, steps.max_len, steps.prefill_chunk
     self.block_tokens, self.num_blocks, self.num_parts = steps.block_tokens, steps.num_blocks, steps.num_parts
     self.can_reuse, self.num_drafts = steps.can_reuse, steps.num_drafts
-    self.prompt_tokens, self.joins_prefills = steps.prompt_tokens, steps.joins_prefills
     self.has_draft_model = steps.draft is not None or bool(steps.heads)
     self._steps = steps
     self._score_prompts = score_prompts
@@ -115,9 +113,6 @@ class ModelEngine:
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
   ) -> _OnDevice:
     batch = self._batch(chunks, masks or {}, score_prompts)
-    if self.joins_prefills and not score_prompts:  # by the program that reads all chunks: with the same bits
-      self._state, outputs = self._steps.join(self._arranged, self._state, batch)
-      return _OnDevice(outputs, first=self.num_slots)
     self._state, outputs = self._steps.prefill(self._arranged, self._state, batch)
     return _OnDevice(outputs)
 
@@ -132,17 +127,8 @@ class ModelEngine:
     masks: TokenMasks | None = None,
     grown: Sequence[tuple[int, int]] = (),
     drafts: Mapping[int, Sequence[int]] | None = None,
-    chunks: Sequence[Chunk] = (),
   ) -> _OnDevice:
     for slot, block in grown:
       self._blocks[slot].append(block)
-    if chunks:
-      of_slots: dict[int, np.ndarray] = {}
-      of_chunks: dict[int, np.ndarray] = {}
-      for row, mask in (masks or {}).items():
-        (of_slots if row < self.num_slots else of_chunks)[row % self.num_slots] = mask
-      given = self._batch(chunks, of_chunks), keep, of_slots, self._blocks
-      self._state, outputs = self._steps.join(self._arranged, self._state, *given)
-      return _OnDevice(outputs)
     self._state, outputs = self._steps.step(self._arranged, self._state, keep, masks, self._blocks, drafts)
     return _OnDevice(outputs)

@@ -46,8 +46,6 @@ class Engine(Protocol):
     prefill_chunk: C.
     num_drafts: k, see `step`; 0 for none.
     has_draft_model: whether the engine itself guesses the drafts, of which the caller says how many it wants.
-    prompt_tokens: how many tokens of prompts, padding included, the settings want between two steps, or with one.
-    joins_prefills: whether a step may read chunks of prompts that are not scored, too.
     can_reuse: whether a prompt may continue after chunks that were read for another prompt.
     max_len: positions of a slot, for prompt and generated tokens.
     block_tokens, num_blocks, num_parts: positions of a block, B and D; a part has blocks for max_len positions or more.
@@ -59,8 +57,6 @@ class Engine(Protocol):
   prefill_chunk: int
   num_drafts: int
   has_draft_model: bool
-  prompt_tokens: int
-  joins_prefills: bool
   can_reuse: bool
   max_len: int
   block_tokens: int
@@ -99,15 +95,13 @@ class Engine(Protocol):
     masks: TokenMasks | None = None,
     grown: Sequence[tuple[int, int]] = (),
     drafts: Mapping[int, Sequence[int]] | None = None,
-    chunks: Sequence[Chunk] = (),
   ) -> Launched:
-    """Computes the next token of every slot, and reads chunks as `prefill` does: row N + i is the token after chunk i.
+    """Computes the next token of every slot.
 
     Args:
       keep: bool [N]; where it is False, the slot's sequence is abandoned.
-      masks: of the slots, and rows of chunks, whose token is constrained.
+      masks: of the slots whose token is constrained.
       grown: (slot, block) of the slots whose text goes on in a new block from this step on.
       drafts: of some slots, without masks: up to k tokens that may come next. Outputs are then [k + 1, N]: of each
         slot as many tokens, from the first one on, as `is_valid` says.
-      chunks: in slots that `keep` leaves out; without drafts, and where `joins_prefills` says so.
     """

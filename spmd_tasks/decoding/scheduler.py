@@ -72,7 +72,7 @@ class Scheduler:
       on_admit: called when a sequence gets a slot.
     """
     self._engine = engine
-    self._prefill_budget = engine.prompt_tokens if prefill_budget is None else prefill_budget
+    self._prefill_budget = engine.prefill_chunk if prefill_budget is None else prefill_budget
     self._on_admit = on_admit
     self._pool = BlockPool(engine)
     self._epoch = engine.cache_epoch
@@ -83,7 +83,6 @@ class Scheduler:
     self._slots: list[GeneratedSequence | None] = [None] * engine.num_slots
     self._free = list(range(engine.num_slots))  # least recently used first
     self._starts: dict[int, int] = {}  # slots whose prompt is being read, oldest first: where the next chunk starts
-    self._waiting: list[_Row] = []  # of a prefill that may go with the next step
     self._in_flight: deque[tuple[Launched, list[_Row]]] = deque()
     self._outbox: list[Delta] = []
     self.num_steps = self.num_slot_steps = self.num_prefills = self.num_chunks = self.num_preemptions = 0
@@ -130,7 +129,6 @@ class Scheduler:
     """Ends every sequence without another launch."""
     self.end([*self._queue, *self._preempted, *self._launched()], reason)
     self._in_flight.clear()
-    self._waiting = []
     return self._take_outbox()
 
   def advance(self, *, admit: bool = True) -> list[Delta]:
@@ -140,8 +138,7 @@ class Scheduler:
       admit: whether queued sequences may take slots, other than those that have begun.
     """
     self._prefill(admit)
-    reading = {*self._starts, *(slot for _, slot, *_ in self._waiting)}
-    generating = [slot for slot, each in enumerate(self._slots) if each is not None and slot not in reading]
+    generating = [slot for slot, each in enumerate(self._slots) if each is not None and slot not in self._starts]
     if any(each is not None and (each.is_constrained or self._may_draft(each)) for each in self._slots):
       self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far, as drafts do
     drafts = self._draft(generating)
@@ -153,19 +150,13 @@ class Scheduler:
       keep = np.zeros(len(self._slots), np.bool_)
       keep[[slot for slot, *_ in rows]] = True
       given: dict[str, Any] = {'drafts': drafts} if drafts else {}
-      joined: list[_Row] = []
-      if self._waiting and not drafts:
-        given['chunks'] = _chunks(self._waiting)
-        joined = [(len(self._slots) + row, slot, each, chunk) for row, slot, each, chunk in self._waiting]
-        self._waiting = []
-      launched = self._engine.step(keep, _masks([*rows, *joined]), grown, **given)
+      launched = self._engine.step(keep, _masks(rows), grown, **given)
       for slot, _, sequence, _ in rows:
         sequence.num_drafted += len(drafts.get(slot, ()))
       self.num_drafted_tokens += sum(map(len, drafts.values()))
-      self._launch(launched, [*rows, *joined])
+      self._launch(launched, rows)
       self.num_steps += 1
       self.num_slot_steps += len(rows)
-    self._prefill_waiting()
     self._fetch_all(but=1 if self.num_active else 0)
     return self._take_outbox()
 
@@ -173,7 +164,6 @@ class Scheduler:
     """Call it after an exception of `advance`: ends the launched sequences as errors and empties the engine."""
     self.end(self._launched(), 'error')
     self._in_flight.clear()
-    self._waiting = []
     self._engine.reset()
     return self._take_outbox()
 
@@ -181,14 +171,11 @@ class Scheduler:
     budget = self._prefill_budget
     while reads := self._next_reads(admit):
       num_tokens, num_rows = self._engine.prefill_shape(reads[0][0])
-      cost = num_tokens * (num_rows if len(reads) > 1 or self._engine.joins_prefills else 1)
+      cost = num_tokens * (num_rows if len(reads) > 1 else 1)
       if cost > budget and budget < self._prefill_budget:
         return
       budget -= cost
-      self._prefill_waiting()
-      self._begin_prefill(reads)
-      if reads[0][0].request.score_prompt or not self._engine.joins_prefills:
-        self._prefill_waiting()
+      self._read(reads)
 
   def _next_reads(self, admit: bool) -> list[_Read]:
     """The chunks of the next prefill: of prompts that are being read, then of the queue. Changes nothing.
@@ -286,8 +273,8 @@ class Scheduler:
       and ids[: other.stop] == other.request.ids[: other.stop]
     )
 
-  def _begin_prefill(self, reads: list[_Read]) -> None:
-    """Admits the prompts of a prefill, which waits for its launch."""
+  def _read(self, reads: list[_Read]) -> None:
+    """Admits the prompts of a prefill and launches it."""
     for chunk, sequence in reads:
       if self._slots[chunk.slot] is None:
         self._admit(chunk, sequence)
@@ -297,7 +284,7 @@ class Scheduler:
       assert has_blocks
       chunk = dataclasses.replace(chunk, blocks=tuple(self._texts[chunk.slot].blocks))
       read.append((chunk, sequence))
-    self._waiting = [(row, chunk.slot, sequence, chunk) for row, (chunk, sequence) in enumerate(read)]
+    rows: list[_Row] = [(row, chunk.slot, sequence, chunk) for row, (chunk, sequence) in enumerate(read)]
     self.num_prefills += 1
     for chunk, sequence in read:
       for key in self._keys(sequence)[chunk.start // self._engine.prefill_chunk :][:1]:
@@ -308,15 +295,9 @@ class Scheduler:
         self._starts[chunk.slot] = chunk.stop
       else:
         self._starts.pop(chunk.slot, None)
-
-  def _prefill_waiting(self) -> list[int]:
-    """Launches the prefill that waits, if there is one, without a step; returns the slots whose prompts it ends."""
-    rows, self._waiting = self._waiting, []
-    if rows:
-      chunks = _chunks(rows)
-      score = chunks[0].request.score_prompt
-      self._launch(self._engine.prefill(chunks, score_prompts=score, masks=_masks(rows)), rows)
-    return [slot for _, slot, *_ in rows if slot not in self._starts]
+    chunks = [chunk for chunk, _ in read]
+    score = chunks[0].request.score_prompt
+    self._launch(self._engine.prefill(chunks, score_prompts=score, masks=_masks(rows)), rows)
 
   def _admit(self, chunk: Chunk, sequence: GeneratedSequence) -> None:
     """Gives the slot of a prompt's first chunk to its sequence, which waits."""
@@ -368,9 +349,6 @@ class Scheduler:
         if self._pool.grow(text, num_tokens):
           grown += [(slot, block) for block in text.blocks[num_blocks:]]
           break
-        late = self._prefill_waiting()  # as its sequences may be preempted
-        slots += late
-        generating += late
         if self._in_flight:
           self._fetch_all()  # some sequences may have ended
         else:
@@ -449,10 +427,6 @@ class Scheduler:
         self._release(slot)
       if delta.text or delta.logprobs or delta.finish_reason is not None:
         self._outbox.append(delta)
-
-
-def _chunks(rows: list[_Row]) -> list[Chunk]:
-  return [chunk for *_, chunk in rows if chunk is not None]
 
 
 def _masks(rows: list[_Row]) -> dict[int, np.ndarray] | None:

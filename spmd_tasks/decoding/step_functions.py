@@ -2,7 +2,6 @@
 
     state, first = prefill(forward, variables, state, batch)      # prompts into slots, and the first token of each
     state, outputs = step(forward, variables, state, keep)        # the next token of every slot
-    state, outputs = step_and_prefill(forward, variables, state, keep, batch)    # both, of one call of the model
 
 A long prompt is read in chunks, by one prefill after another; only its last chunk gives the first token.
 
@@ -50,10 +49,9 @@ class Forward(Protocol):
         the leaves are [..., N, G, S, K], and row i's tokens are in slot slots[i].
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
         are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none.
-        With `drafts` (T is 1), rows are tokens of one text that follow each other, see DraftRows. With
-        `chunks` (slots, tables) the last rows are tokens of chunks, see LayerScope.cache_chunks, and with `logit_rows`
-        int32 [n] the logits are those of n rows only. `prefix_mask` int32 [B, T], in a call without a cache, is what a
-        prefix language model reads in both directions; without it, all of the text.
+        With `drafts` (T is 1), rows are tokens of one text that follow each other, see DraftRows, and with
+        `logit_rows` int32 [n] the logits are those of n rows only. `prefix_mask` int32 [B, T], in a call without a
+        cache, is what a prefix language model reads in both directions; without it, all of the text.
         To an encoder-decoder the first call for a prompt gives `encoder_ids`, `encoder_segment_ids` and
         `encoder_segment_pos` too, and gets back leaves `encoded_*` of the encoder's text; later calls read these.
     """
@@ -294,53 +292,6 @@ def step(
 
     outputs = jax.tree.map(put, outputs)
   return rows.replace(cache=cache), outputs
-
-
-def step_and_prefill(
-  forward: Forward,
-  variables: Any,
-  state: DecodeState,
-  keep: jax.Array,
-  batch: PrefillBatch,
-  tables: jax.Array,
-  masks: jax.Array | None,
-  slots: jax.Array,
-  *,
-  num_top_logprobs: int = 0,
-) -> tuple[DecodeState, Outputs]:
-  """Computes `step` and `prefill` by one call of the model, which reads its weights once; outputs are [N + P].
-
-  Each token is a row of that call: R of the step, then those of the chunks, which read the cache by the batch's tables
-  (`before` is given). No slot is in both.
-  """
-  of_chunks: Any = None
-
-  def of_both(variables: Any, cache: Any, rows: Mapping[str, Any]) -> tuple[jax.Array, Any]:
-    nonlocal of_chunks
-    num_rows, (num_chunks, num_columns) = len(rows['ids']), batch.ids.shape
-    chunks = text_entries(batch.ids, batch.lengths, batch.starts)
-    joined: dict[str, Any] = {name: jnp.concatenate([rows[name], each.reshape(-1, 1)]) for name, each in chunks.items()}
-    last = num_rows + jnp.arange(num_chunks) * num_columns + jnp.maximum(batch.lengths - 1, 0)
-    joined |= {
-      'adapters': jnp.concatenate([rows['adapters'], jnp.repeat(batch.adapters, num_columns)]),
-      'slots': slots,
-      'tables': tables,
-      'chunks': (batch.slots, batch.tables),
-      'logit_rows': jnp.concatenate([jnp.arange(num_rows), last]),
-    }
-    logits, new = forward(variables, cache, joined)
-
-    def as_chunks(x: jax.Array) -> jax.Array:  # [..., P T, G, 1, K] to [..., P, G, T, K]
-      x = jax.lax.slice_in_dim(x, num_rows, None, axis=-4)
-      return jnp.swapaxes(x.reshape(*x.shape[:-4], num_chunks, num_columns, x.shape[-3], x.shape[-1]), -3, -2)
-
-    of_chunks = logits[num_rows:], jax.tree.map(as_chunks, new)
-    return logits[:num_rows], jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, num_rows, axis=-4), new)
-
-  both: Any = of_both
-  state, outputs = step(both, variables, state, keep, tables, masks, slots, num_top_logprobs=num_top_logprobs)
-  state, first = prefill(lambda *_: of_chunks, variables, state, batch, num_top_logprobs=num_top_logprobs)
-  return state, jax.tree.map(lambda *rows: jnp.concatenate(rows), outputs, first)
 
 
 def _guess(

@@ -265,8 +265,6 @@ class LayerScope:
     cache_slots: in generation, int32 [B], the slot of each row in the KV cache; None where row i is in slot i.
     cache_tables: in generation, int32 [D, R, M], the blocks of each row, see CachedArray; None where caches are whole.
     cache_drafts: where rows are tokens of one text that follow each other, which (decoding.drafts.DraftRows); T is 1.
-    cache_chunks: where the call's last rows are tokens of P chunks, one after another: the chunks' slots [P] and tables
-      [1, P, M], int32; T is 1, and `cache_slots` and `cache_tables` are of the rows before them.
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
     cache_attention: what computes attention to a paged cache, see _paged.py; None: the best there is.
     cache_specs: in generation, the PartitionSpecs of the cache's arrays, by jax.tree_util.keystr of their paths.
@@ -285,7 +283,6 @@ class LayerScope:
   cache_slots: jax.Array | None = None
   cache_tables: jax.Array | None = None
   cache_drafts: Any = None
-  cache_chunks: tuple[jax.Array, jax.Array] | None = None
   cache_dtype: str | None = None
   cache_attention: str | None = None
   cache_specs: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -381,7 +381,7 @@ def _names(entry: SplitDim) -> tuple[str, ...]:
 
 # --- the programs ---
 
-STEPS = ('train', 'eval', 'prefill', 'decode', 'joined')
+STEPS = ('train', 'eval', 'prefill', 'decode')
 _SIZE = r'([\d.]+)([KMGT]?)i?B?'
 _REFUSALS = (  # of all that a device holds; of temporaries alone
   (False, re.compile(rf'[Uu]sed {_SIZE} of {_SIZE} hbm')),
@@ -405,7 +405,7 @@ def compile_step(job: Job, model: PartitionedModel, step: str, target: Target) -
   Args:
     job, model: the built experiment, and its task partitioned over the target's devices.
     step: a name in STEPS. `prefill` reads the longest chunk that a prompt begins with; `decode` generates one token for
-      every slot; `joined` does both.
+      every slot.
     target: is named in the lines on stderr before and after it.
 
   Returns:
@@ -440,12 +440,7 @@ def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
     inputs = next(iter(job.eval_inputs.values()), job.train_input)
     return model.eval_step(inputs.element_spec()).lower()
   steps = DecodeSteps(model)
-  if step == 'joined' and not steps.joins_prefills:
-    raise UserError(
-      'this job has no joined step: prompts and texts take turns. Set task.decode.step_tokens; '
-      'docs/decoding.md says where it has no effect.'
-    )
-  return {'prefill': steps.lower_prefill, 'decode': steps.lower_step, 'joined': steps.lower_join}[step]()
+  return {'prefill': steps.lower_prefill, 'decode': steps.lower_step}[step]()
 
 
 def read_refusal(message: str) -> OutOfMemory | None:

@@ -68,8 +68,6 @@ class DecodeSettings(SamplingParams):
     prefill_rows: P, how many prompts one prefill reads; None: as many of like lengths as make up a chunk, at most 8.
     prefill_chunk: longer prompts are read in chunks of this many tokens; best a multiple of 16 (TPUs: 64), as blocks
       of the KV cache divide it; None is 64 on CPUs and 256 elsewhere. Beam search reads whole prompts.
-    step_tokens: how many tokens a step may have, padding included: the next one of each slot, and prompts' tokens in
-      the room left, by one program, which reads the weights once for both. None: prompts and texts take turns.
     num_drafts: how many tokens of a text a step guesses ahead and checks (decoding/drafts.py); the text stays the same.
     draft_model: a folder, or the directory of a job, of a smaller model with the same tokens, which guesses them; None:
       the model's own heads do (`num_nextn_predict_layers`), or, of a model without any, n-grams of the text.
@@ -96,7 +94,6 @@ class DecodeSettings(SamplingParams):
   memory_fraction: float = 0.9
   prefill_rows: int | None = None
   prefill_chunk: int | None = None
-  step_tokens: int | None = None
   num_drafts: int = 0
   draft_model: str | None = None
   min_bucket: int = 16
@@ -123,12 +120,6 @@ class DecodeSettings(SamplingParams):
       raise UserError(f'memory_fraction={self.memory_fraction} must be above 0 and at most 1.')
     if self.prefill_chunk is not None and self.prefill_chunk < self.min_bucket:
       raise UserError(f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}: raise it.')
-    least = self.num_slots + (self.prefill_chunk or self.min_bucket)
-    if self.step_tokens is not None and self.step_tokens < least:
-      raise UserError(
-        f'step_tokens={self.step_tokens} must be at least {least}: one for each of num_slots={self.num_slots} texts, '
-        'and a chunk (prefill_chunk, or min_bucket where it is None).'
-      )
     if self.prefill_rows is not None and self.prefill_rows > self.num_slots:
       raise UserError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
     choices: dict[str, tuple[str | None, ...]] = {

@@ -107,7 +107,6 @@ class LeadingEngine:
     self.block_tokens, self.num_blocks, self.num_parts = engine.block_tokens, engine.num_blocks, engine.num_parts
     self.prefill_chunk, self.can_reuse = engine.prefill_chunk, engine.can_reuse
     self.num_drafts, self.has_draft_model = engine.num_drafts, engine.has_draft_model
-    self.prompt_tokens, self.joins_prefills = engine.prompt_tokens, engine.joins_prefills
     self._engine = engine
     self._followers = followers
     self._restore = restore
@@ -153,11 +152,10 @@ class LeadingEngine:
     masks: TokenMasks | None = None,
     grown: Sequence[tuple[int, int]] = (),
     drafts: Mapping[int, Sequence[int]] | None = None,
-    chunks: Sequence[Chunk] = (),
   ) -> Launched:
     pairs = list((drafts or {}).items())
-    self._followers.send('step', keep.tolist(), pack_masks(masks), list(grown), pairs, list(chunks))
-    return self._launch(self._engine.step, keep, masks, grown, drafts, chunks)
+    self._followers.send('step', keep.tolist(), pack_masks(masks), list(grown), pairs)
+    return self._launch(self._engine.step, keep, masks, grown, drafts)
 
   def _launch(self, call: Callable[..., Launched], *arguments: Any) -> Any:
     """Launches, and returns outputs that the worker thread reads."""
@@ -312,8 +310,8 @@ def _run(engine: Engine, operations: queue.SimpleQueue, restore: Callable[[int |
   calls: dict[str, Callable[..., Launched | None]] = {
     'warm_up': engine.warm_up,
     'prefill': lambda chunks, score, masks: engine.prefill(chunks, score_prompts=score, masks=unpack_masks(masks)),
-    'step': lambda keep, masks, grown, drafts, chunks: engine.step(
-      np.array(keep, np.bool_), unpack_masks(masks), grown, dict(drafts), chunks
+    'step': lambda keep, masks, grown, drafts: engine.step(
+      np.array(keep, np.bool_), unpack_masks(masks), grown, dict(drafts)
     ),
     'restore': restore_weights,
     'drop_weights': lambda: setattr(engine, 'weights', None),

@@ -139,7 +139,6 @@ def draw_settings(rng: random.Random, name: str, most_drafts: int) -> DecodeSett
     prefill_rows=rng.choice((None, 2, 2)),
     prefill_chunk=chunk,
     min_bucket=rng.choice((4, chunk, chunk)),
-    step_tokens=num_slots + 2 * chunk if rng.random() < 0.3 else None,
     num_drafts=rng.randrange(most_drafts + 1),
     cache_dtype=rng.choice((None, None, None, None, 'int8', 'float8_e4m3fn')),
     num_top_logprobs=2,
@@ -312,8 +311,7 @@ def play(scheduler: Scheduler, engine: ModelEngine, texts, rng: random.Random, *
     if fault < faults:
       while scheduler.num_active:
         scheduler.advance(admit=False)
-      engine.sleep()
-      engine.wake()
+      engine.weights = engine.weights  # published again: the cache is emptied
     elif fault < 2 * faults:
       with mock.patch.object(engine, 'step', side_effect=RuntimeError('drawn')):
         try:
@@ -335,7 +333,7 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
   scores, num_adapters = rng.random() < 0.25, 2 if 'adapters' in name else 0
   spec = run.model.input_layout.spec
   if 'prefix_mask' in spec:  # whose tokens see one another, and prompts are read in one piece
-    scores, settings = False, dataclasses.replace(settings, step_tokens=None)
+    scores = False
   documents = [[rng.randrange(3, 257) for _ in range(20)] for _ in range(2)]
   documents.append([rng.randrange(3, 257), *documents[0][1:]])  # its later chunks have the same tokens
   drawn = []
@@ -400,7 +398,7 @@ def run_world(seed: int, world: int, num_requests: int, num_cancellations: int) 
   return {
     'world': world,
     'name': name,
-    'settings': {each: getattr(settings, each) for each in ('num_slots', 'step_tokens', 'num_drafts', 'cache_dtype')},
+    'settings': {each: getattr(settings, each) for each in ('num_slots', 'num_drafts', 'cache_dtype')},
     'requests': num_requests,
     'texts': len(texts) + len(last),
     'tokens': judge.num_tokens,

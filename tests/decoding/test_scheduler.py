@@ -165,7 +165,6 @@ def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
     can_reuse=seed % 10 != 9,
     max_len=120,
     num_parts=1 + seed // 2 % 2,
-    joins_prefills=seed % 3 == 0,
     num_blocks=(1 + seed // 2 % 2) * int(rng.integers(30, 60)) if seed % 4 else None,
   )
   scheduler = Scheduler(engine, prefill_budget=None if seed % 2 else int(rng.integers(1, 60)))

@@ -52,15 +52,10 @@ def test_plan_and_run_agree_on_memory_and_flops(plan):
 
 
 def test_every_step_is_planned_on_request(plan):
-  assert list(plan['steps']) == list(STEPS[:4])
+  assert list(plan['steps']) == list(STEPS)
   assert plan['steps']['eval']['peak_bytes'] < plan['steps']['train']['peak_bytes']
   text = format_plan(plan)
   assert 'memory per device, decode step:' in text
-
-
-def test_a_joined_step_is_of_jobs_that_have_one():
-  with pytest.raises(UserError, match='prompts and texts take turns'):
-    make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=['joined'])
 
 
 def test_chips_that_are_not_the_meshs_are_refused():

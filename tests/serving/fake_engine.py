@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import dataclasses
 import threading
 
-import jax
 import numpy as np
 
 from spmd_tasks.decoding import Request
@@ -69,12 +68,10 @@ class FakeEngine:
     can_reuse=True,
     num_parts=1,
     num_blocks=None,
-    joins_prefills=False,
     gate: threading.Event | None = None,
   ):
     self.num_slots, self.prefill_rows, self.max_len, self.num_top = num_slots, prefill_rows, max_len, num_top
     self.prefill_chunk, self.can_reuse = prefill_chunk, can_reuse
-    self.prompt_tokens, self.joins_prefills = prefill_chunk * (prefill_rows if joins_prefills else 1), joins_prefills
     self.block_tokens, self.num_parts, self.num_drafts = 4, num_parts, 0
     self.num_blocks = num_blocks or num_parts * -(-num_slots // num_parts) * -(-max_len // 4)
     self.log: list[tuple] = []
@@ -149,7 +146,7 @@ class FakeEngine:
     is_next = held is not None and held.request is request and held.length == chunk.start
     assert chunk.start == 0 or is_next or (self.can_reuse and not score_prompts)
 
-  def step(self, keep: np.ndarray, masks=None, grown=(), drafts=None, chunks=()) -> Launched:
+  def step(self, keep: np.ndarray, masks=None, grown=(), drafts=None) -> Launched:
     assert not drafts  # num_drafts is 0
     if self.gate is not None:
       self.gate.wait(10)
@@ -162,12 +159,6 @@ class FakeEngine:
         self.slots[slot] = None
     error, self.fail_next = self.fail_next, None
     outputs = self._outputs([self._next(slot, (masks or {}).get(slot)) for slot in range(self.num_slots)])
-    if chunks:
-      assert self.joins_prefills
-      assert not keep[[chunk.slot for chunk in chunks]].any()
-      rows = {row - self.num_slots: mask for row, mask in (masks or {}).items()}
-      read = self.prefill(chunks, masks=rows).outputs
-      outputs = jax.tree.map(lambda *both: np.concatenate(both), outputs, read)
     return Launched(outputs, error)
 
   def _next(self, slot: int, mask=None):

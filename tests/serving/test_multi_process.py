@@ -88,7 +88,6 @@ def settled(pair):
   assert pair.followed.result(10) == 0
 
 
-@pytest.mark.parametrize('pair', [{}, {'joins_prefills': True}], ids=['turns', 'joined'], indirect=True)
 def test_token_masks_reach_the_others(pair):
   grammars = Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, end_ids=())
   scheduler = Scheduler(pair.engine)

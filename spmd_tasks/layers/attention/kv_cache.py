@@ -99,7 +99,6 @@ class CachedArray(NamedTuple):
       the entries of the part's blocks tables[d, r], in this order. None: row i has the entries at i.
     num_rows: B; the last of the D R rows may be padding.
     scale: of an array in one of CACHE_DTYPES, its scales.
-    of_chunks: the same array for the P chunks of `LayerScope.cache_chunks`; None where there are none.
   """
 
   array: jax.Array
@@ -107,7 +106,6 @@ class CachedArray(NamedTuple):
   tables: jax.Array | None
   num_rows: int
   scale: 'CachedArray | None' = None
-  of_chunks: 'CachedArray | None' = None
 
   @property
   def num_entries(self) -> int:
@@ -182,12 +180,7 @@ def read_cache(module: nn.Module, num_rows: int, *names: str) -> tuple[CachedArr
     return CachedArray(array, scope.layers[: array.ndim - 4], tables, num_rows, scale)
 
   names = tuple(f'cached_{kinds[0]}{name}' for name in names)
-  if scope.cache_chunks is None:
-    return tuple(read(name, scope.cache_slots, scope.cache_tables, num_rows) for name in names)
-  assert scope.cache_slots is not None
-  rows = scope.cache_slots, scope.cache_tables, len(scope.cache_slots)
-  chunks = *scope.cache_chunks, len(scope.cache_chunks[0])
-  return tuple(read(name, *rows)._replace(of_chunks=read(name, *chunks)) for name in names)
+  return tuple(read(name, scope.cache_slots, scope.cache_tables, num_rows) for name in names)
 
 
 def write_encoded(
@@ -233,12 +226,8 @@ def attend_to_cache(
     split_dims, kv_split_dims: of queries, and of keys and values; a kernel runs on each device's rows and heads.
 
   Where rows are tokens of one text that follow each other (`LayerScope.cache_drafts`; T is 1), each also attends to
-  the rows before it. Where the last rows are those of chunks (`LayerScope.cache_chunks`), each chunk is a row of its
-  own here, [P, T], as in a call without other rows.
+  the rows before it.
   """
-  if cached[0].of_chunks is not None:
-    given = query, key, value, segment_ids, segment_pos
-    return _attend_apart(given, cached, options, split_dims=split_dims, kv_split_dims=kv_split_dims)
   (num_rows, num_columns, _, head_dim), num_groups, window = query.shape, key.shape[2], options.window
   grouped = jnp.moveaxis(query.reshape(num_rows, num_columns, num_groups, -1, head_dim), 1, 3)  # [B, G, H/G, T, K]
   columns, start = jnp.arange(num_columns), segment_pos[:, :1]
@@ -320,20 +309,6 @@ def attend_to_cache(
     carry = jax.lax.fori_loop(0, (used + size - 1) // size, add_block, carry)
   _, total, attended = carry
   return jnp.moveaxis(attended / total, 3, 1).reshape(query.shape).astype(value.dtype)
-
-
-def _attend_apart(given: Any, cached: tuple[CachedArray, ...], options: AttentionOptions, **layout: Any) -> jax.Array:
-  """Computes attend_to_cache for the rows that are tokens of chunks, and for those before them."""
-  of_chunks: Any = [x.of_chunks for x in cached]
-  num, num_chunks = cached[0].num_rows, of_chunks[0].num_rows
-
-  def part(cut: Any, stored: list[CachedArray]) -> jax.Array:
-    query, key, value, segments, positions = jax.tree.map(cut, given)
-    return attend_to_cache(query, key, value, tuple(stored), segments, positions, options, **layout)
-
-  rows = part(lambda x: x[:num], [x._replace(of_chunks=None) for x in cached])
-  chunks = part(lambda x: x[num:].reshape(num_chunks, -1, *x.shape[2:]), of_chunks)
-  return jnp.concatenate([rows, chunks.reshape(-1, *rows.shape[1:])])
 
 
 def _with_earlier(held: jax.Array, new: jax.Array, earlier: jax.Array, place: jax.Array) -> jax.Array:
