@@ -112,15 +112,16 @@ class _Routes:
     # The page loads nothing from other sites, and no other site can frame it.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     headers = {'content-security-policy': f"{policy}; frame-ancestors 'none'", 'x-content-type-options': 'nosniff'}
-    return HTMLResponse(self._page, headers=headers)
+    return HTMLResponse(self._page.replace('{{is_ready}}', json.dumps(self._service.is_ready)), headers=headers)
 
   async def health(self, request: Request) -> Response:
     is_healthy = self._service.is_healthy
     return JSONResponse({'status': 'ok' if is_healthy else 'failed'}, 200 if is_healthy else 503)
 
   async def ready(self, request: Request) -> Response:
-    is_ready = self._service.is_ready
-    return JSONResponse({'status': 'ready' if is_ready else 'not ready'}, 200 if is_ready else 503)
+    if self._service.is_ready:
+      return JSONResponse({'status': 'ready'})
+    return JSONResponse({'status': 'not ready', 'message': f'The server {self._service.state}.'}, 503)
 
   async def metrics(self, request: Request) -> Response:
     return PlainTextResponse(self._service.metrics.exposition(), media_type='text/plain; version=0.0.4')

@@ -162,7 +162,7 @@ class Service:
   def begin(self, wanted: GenerationRequest | ScoreRequest, request: Request, key: ClientKey | None = None) -> Answer:
     """Queues the sequences of a request, or raises a RequestError; `key` is that of a client who has one."""
     if not self.is_ready:
-      raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
+      raise RequestError(f'the server {self.state}.', status=503, code='not_ready', retry_after_s=5)
     if isinstance(wanted, GenerationRequest):
       salted = (dataclasses.replace(each, cache_key=_cache_key(key, each.cache_key)) for each in wanted.requests)
       wanted = dataclasses.replace(wanted, requests=tuple(salted))
@@ -223,7 +223,9 @@ class Service:
       **own,
     }
 
-  def _state(self) -> str:
+  @property
+  def state(self) -> str:
+    """Why the server takes no requests, as the end of a sentence: 'is warming up'."""
     if self.is_draining:
       return 'is going down'
     if self.thread.error is not None:
