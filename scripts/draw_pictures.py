@@ -1,13 +1,12 @@
 """Draws the pictures of the docs from the real objects: `.venv/bin/python scripts/draw_pictures.py [DIRECTORY]`.
 
 Every number in a picture comes from a resolved experiment, a partitioned model, a schedule or a scheduler, so that a
-picture cannot disagree with the code; tests/test_pictures.py draws them again and compares. loss_curve.svg alone comes
-from a run: `--loss_curve runs/quickstart`.
+picture cannot disagree with the code; tests/test_pictures.py draws them again and compares. same_losses.svg comes from
+jobs, which scripts/draw_losses.py runs.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -284,48 +283,12 @@ PICTURES_BY_NAME: dict[str, Callable[[], str]] = {
 }
 
 
-def loss_curve(job_log_dir: Path) -> str:
-  """Training loss and eval loss of a run, from its metrics files."""
-  train = [json.loads(line) for line in (job_log_dir / 'metrics.jsonl').read_text().splitlines()]
-  evals = [json.loads(line) for line in (job_log_dir / 'eval' / 'valid' / 'metrics.jsonl').read_text().splitlines()]
-  left, top, width, height, most = 70, 50, 740, 300, 7.0
-  last = max(line['step'] for line in train)
-  drawing = svg.Drawing(860, 410, 'Loss of the quickstart')
-
-  def place(line: dict[str, float]) -> tuple[float, float]:
-    loss = line['cross_entropy']
-    return round(left + width * line['step'] / last, 1), round(top + height * (1 - loss / most), 1)
-
-  for value in range(0, int(most) + 1):
-    y = top + height * (1 - value / most)
-    drawing.line([(left, y), (left + width, y)], color=svg.PADDING, width=1)
-    drawing.text(left - 10, y + 5, str(value), size=13, color=svg.FAINT, anchor='end')
-  for step in range(0, last + 1, 50):
-    drawing.text(left + width * step / last, top + height + 22, str(step), size=13, color=svg.FAINT, anchor='middle')
-  drawing.text(left + width / 2, top + height + 46, 'step', size=13, anchor='middle')
-  drawing.text(left, 28, 'cross entropy, nats per byte', size=14, bold=True)
-  drawing.line([place(line) for line in train], color='#3b6fc4', width=2)
-  for line in evals:
-    x, y = place(line)
-    drawing.rect(x - 5, y - 5, 10, 10, fill='#d9822b', line='#d9822b', radius=5)
-    drawing.text(x - 2, y - 14, f'{line["cross_entropy"]:.2f}', size=13, anchor='middle')
-  drawing.line([(500, 80), (530, 80)], color='#3b6fc4', width=2)
-  drawing.text(540, 85, 'training batch', size=13)
-  drawing.rect(510, 99, 10, 10, fill='#d9822b', line='#d9822b', radius=5)
-  drawing.text(540, 109, 'held-out text', size=13)
-  return drawing.svg()
-
-
 def main() -> None:
-  """Writes all pictures, or the loss curve of one run."""
+  """Writes all pictures."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('directory', nargs='?', type=Path, default=PICTURES)
-  parser.add_argument('--loss_curve', type=Path, metavar='JOB_LOG_DIR', help='draw loss_curve.svg of this run only')
   args = parser.parse_args()
   args.directory.mkdir(parents=True, exist_ok=True)
-  if args.loss_curve is not None:
-    (args.directory / 'loss_curve.svg').write_text(loss_curve(args.loss_curve), encoding='utf-8')
-    return
   use_fake_devices(8)
   for name, draw in PICTURES_BY_NAME.items():
     (args.directory / f'{name}.svg').write_text(draw(), encoding='utf-8')

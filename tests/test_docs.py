@@ -232,7 +232,7 @@ def test_the_page_of_flags_has_every_flag():
 
 
 def test_readme_is_short():
-  assert len(README.read_bytes()) <= 9 * 1024
+  assert len(README.read_bytes()) <= 8 * 1024
 
 
 def test_the_multi_host_guide_has_every_exit_code():
