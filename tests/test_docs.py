@@ -231,6 +231,29 @@ def test_the_page_of_flags_has_every_flag():
   assert [flag for flag in sorted(flags) if f'`{flag}' not in text] == []
 
 
+def sentences_of_the_package() -> list[str]:
+  """Every string in the package, with ... for each value that is formatted into it."""
+  sentences = []
+  for path in (ROOT / 'spmd_tasks').rglob('*.py'):
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+      if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else '...' for part in node.values]
+        sentences.append(''.join(str(part) for part in parts))
+      elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        sentences.append(node.value)
+  return sentences
+
+
+def test_messages_in_the_troubleshooting_page_are_printed_by_the_package():
+  text = (ROOT / 'docs' / 'troubleshooting.md').read_text(encoding='utf-8')
+  messages = re.findall(r'^\| (?:\d+, )?`([^`]* [^`]*)`', text, flags=re.MULTILINE)
+  assert len(messages) > 20
+  sentences = sentences_of_the_package()
+  for message in messages:
+    pattern = re.compile('.*'.join(re.escape(part.strip()) for part in message.split('...')), flags=re.DOTALL)
+    assert any(pattern.search(sentence) for sentence in sentences), f'nothing prints {message!r}'
+
+
 def test_readme_is_short():
   assert len(README.read_bytes()) <= 8 * 1024
 
