@@ -20,7 +20,13 @@ import svg
 PICTURES = Path(__file__).parents[1] / 'docs' / 'pictures'
 NUM_STEPS, KILLED_AFTER = 100, 60
 SIZES = ('model_dims=48', 'num_heads=6', 'hidden_dims=96', 'num_layers=6', 'seq_len=64')
-SETTINGS = (*SIZES, f'num_train_steps={NUM_STEPS}', 'log_every_steps=1', 'checkpoint_every_steps=25', 'tensorboard=False')
+SETTINGS = (
+  *SIZES,
+  f'num_train_steps={NUM_STEPS}',
+  'log_every_steps=1',
+  'checkpoint_every_steps=25',
+  'tensorboard=False',
+)
 # Directory: experiment, mesh, devices, what the picture calls it. pipeline.StdlibTiny is lm.StdlibTiny with stages.
 RUNS = {
   'one': ('lm.StdlibTiny', '1,1,1', 1, '1 device'),

@@ -254,6 +254,13 @@ def test_messages_in_the_troubleshooting_page_are_printed_by_the_package():
     assert any(pattern.search(sentence) for sentence in sentences), f'nothing prints {message!r}'
 
 
+@pytest.mark.parametrize('path', [path for path in ALL if path.name != 'CHANGELOG.md'], ids=lambda path: path.stem)
+def test_code_has_at_most_88_columns(path):
+  """What the site shows without scrolling on a screen of 1,400 pixels (docs/code.css)."""
+  wide = [f'{block}: {line}' for block in blocks_of(path) for line in block.text.splitlines() if len(line) > 88]
+  assert wide == []
+
+
 def test_readme_is_short():
   assert len(README.read_bytes()) <= 8 * 1024
 

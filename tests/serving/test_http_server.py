@@ -409,7 +409,8 @@ def test_ready_comes_after_the_warm_up():
   engine.warm_up = lambda: warm.wait(10)
   with serving(engine, wait=False) as served, served.client() as client:
     assert client.get('/health').status_code == 200
-    assert client.get('/ready').status_code == 503
+    waiting = client.get('/ready')
+    assert (waiting.status_code, waiting.json()['message']) == (503, 'The server is warming up.')
     assert client.post(COMPLETIONS, json=HELLO).status_code == 503
     warm.set()
     assert 'Serving fake.Model' in served.lines.get(timeout=5)

@@ -240,7 +240,9 @@ def test_the_input_is_below_the_text_and_fits(page, browser, width):
     assert page['prompt'].rect['y'] > page['text'].rect['y']
     inner = 'document.documentElement.scrollWidth - document.documentElement.clientWidth'
     assert browser.execute_script(f'return {inner}') == 0  # nothing to scroll sideways
-    in_view = 'const at = e => e.getBoundingClientRect(); return [at(arguments[0]).bottom, at(arguments[1]).top, innerHeight]'
+    in_view = (
+      'const at = e => e.getBoundingClientRect(); return [at(arguments[0]).bottom, at(arguments[1]).top, innerHeight]'
+    )
     end_of_text, top_of_form, height = browser.execute_script(in_view, page['new'], page['form'])
     assert end_of_text <= top_of_form + 1
     assert top_of_form < height
