@@ -2,7 +2,8 @@
 
     .venv/bin/python scripts/draw_losses.py DIRECTORY
 
-Runs each job of RUNS in DIRECTORY, unless its metrics are there already, and draws their losses. Five minutes on two cores.
+Runs each job of RUNS in DIRECTORY, unless its metrics are there already, and draws their losses. It takes five minutes
+on two cores.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def same_losses(directory: Path) -> str:
     y = top + height * (1 - value / most)
     drawing.line([(left, y), (left + width, y)], color=svg.PADDING, width=1)
     drawing.text(left - 10, y + 5, str(value), size=12, color=svg.FAINT, anchor='end')
-  for i, (name, curve) in enumerate(losses.items()):
+  for i, curve in enumerate(losses.values()):
     points = [(x_of(step), round(top + height * (1 - loss / most), 1)) for step, loss in enumerate(curve, 1)]
     drawing.line(points, color=COLORS[i], width=14 - 3 * i)
   for i, name in enumerate(RUNS):
