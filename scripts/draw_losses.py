@@ -25,7 +25,7 @@ SETTINGS = (
   *SIZES,
   f'num_train_steps={NUM_STEPS}',
   'log_every_steps=1',
-  'checkpoint_every_steps=25',
+  'checkpoint_every=25',
   'tensorboard=False',
 )
 # Directory: experiment, mesh, devices, what the picture calls it. pipeline.StdlibTiny is lm.StdlibTiny with stages.
