@@ -8,9 +8,8 @@ and the exit code is 0 if nothing failed. With --tiny all sizes are small, and a
 
 A row has what applies of: ms, busy_ms (of it the GPU's), tokens_per_s, tflops, mfu, peak_gb, compile_s; `kernels`, the
 longest; `error`, relative in the 2-norm to the plain computation, or absolute in `unit`, with the `limit` under which
-it must be; `failure`. Section `plan` is what --mode plan predicts: made here where TensorFlow is, which brings the
-format of compiled programs, and else read from gpu_check_plans.json, which any machine with jax[cuda13] writes:
-`--sections plan --target h100 --write_plans`.
+it must be; `failure`. Section `plan` is what --mode plan predicts: made here if protobuf is installed, else read from
+gpu_check_plans.json, which any machine with jax[cuda13] writes: `--sections plan --target h100 --write_plans`.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim; R rows, E experts, D in, F out.
 """
@@ -566,9 +565,9 @@ def pytorch(size: Any) -> Iterator[Row]:
 
 def plan(size: Any) -> Iterator[Row]:
   """What --mode plan says of the steps of `dense`, `moe` and `decode`."""
-  if not importlib.util.find_spec('tensorflow'):
+  if 'protobuf' not in importlib.metadata.packages_distributions().get('google', ()):
     kept = json.loads(PLANS.read_text(encoding='utf-8')) if PLANS.exists() else {}
-    yield from kept.get(size.target, [{'what': size.target, 'skipped': f'no TensorFlow, and no plan in {PLANS.name}'}])
+    yield from kept.get(size.target, [{'what': size.target, 'skipped': f'no protobuf, and no plan in {PLANS.name}'}])
     return
 
   def measure(step: str, job: tuple[str, tuple[str, ...]]) -> Row:
@@ -704,7 +703,7 @@ def main() -> int:
   parser.add_argument('--budget', type=float, default=570, help='seconds for all sections')
   parser.add_argument('--tiny', action='store_true', help='small sizes, on the CPU')
   parser.add_argument('--target', help='the chip of `plan`; default: that of this machine')
-  parser.add_argument('--write_plans', action='store_true', help='keep the plans for machines without TensorFlow')
+  parser.add_argument('--write_plans', action='store_true', help='keep the plans for machines without protobuf')
   parser.add_argument('--section', choices=RUN, help=argparse.SUPPRESS)
   parser.add_argument('--to', type=Path, help=argparse.SUPPRESS)
   args = parser.parse_args()

@@ -10,6 +10,7 @@ from etils import epath
 import pytest
 
 from spmd_tasks import main
+from spmd_tasks.decoding.prompts import PromptFile
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import BpeTokenizer, Parquet
@@ -41,6 +42,7 @@ def test_a_server(bare, tmp_path, capsys):
     ('huggingface', lambda place: BpeTokenizer(path=f'{place}/tokenizer.json').vocab_size),
     ('parquet', lambda place: Parquet(pattern=f'{place}/*.parquet').open()),
     ('stores', lambda place: absolute_path('gs://no-bucket/job')),
+    ('tf-data', lambda place: PromptFile(path=f'{place}/prompts.tfrecord').read()),
   ],
 )
 def test_what_an_experiment_uses(bare, tmp_path, extra, use):

@@ -137,7 +137,7 @@ class Prompts:
 
 def _read_examples(path: str, key: str) -> list[Prompt]:
   """Reads the prompts of a TFRecord file of tf.train.Examples."""
-  tf, prompts = import_tensorflow(), []
+  tf, prompts = import_tensorflow(f'the TFRecord file {path}'), []
   try:
     for number, record in enumerate(tf.data.TFRecordDataset(path).as_numpy_iterator(), 1):
       features = tf.train.Example.FromString(record).features.feature

@@ -33,6 +33,7 @@ import numpy as np
 
 from spmd_tasks.errors import JobError, UserError, naming_own_code
 from spmd_tasks.inputs import base
+from spmd_tasks.wings import require
 
 _END = object()
 
@@ -345,8 +346,13 @@ def _state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]
   return None
 
 
-def import_tensorflow() -> Any:
-  """TensorFlow with the accelerators hidden from it: JAX owns them."""
+def import_tensorflow(wants: str = 'tf.data') -> Any:
+  """Imports TensorFlow and hides the accelerators from it, because JAX owns them.
+
+  Raises:
+    UserError: TensorFlow is not installed; `wants` names what needs it.
+  """
+  require('tf-data', 'tensorflow', wants=wants)
   import tensorflow as tf
 
   for kind in ('GPU', 'TPU'):

@@ -40,6 +40,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.planning.hlo import Computation, Instruction, nested
+from spmd_tasks.planning.hlo_schema import NEW_FIELDS_FROM
 from spmd_tasks.planning.program import Program, op_name_of
 
 _KINDS = (
@@ -329,7 +330,7 @@ def replica_groups(proto: Any, num_devices: int) -> Groups:
   except (ValueError, IndexError) as error:
     raise UserError(
       f'the compiled program has a collective {proto.name} whose groups of devices cannot be read ({error}): plan with '
-      'the versions of jax, jaxlib, libtpu and tensorflow in uv.lock, or add this form to planning/collectives.py.'
+      'the versions of jax, jaxlib and libtpu in uv.lock, or add this form to planning/collectives.py.'
     ) from None
 
 
@@ -364,8 +365,10 @@ def _mesh_devices(mesh: Any, num_devices: int) -> np.ndarray:
 
 
 def _refuse_unknown_fields(proto: Any) -> None:
-  if numbers := [field.field_number for field in unknown_fields.UnknownFieldSet(proto)]:
-    raise ValueError(f'field {numbers[0]} of its {type(proto).__name__} is not in the schema that TensorFlow has')
+  name = type(proto).__name__
+  numbers = [field.field_number for field in unknown_fields.UnknownFieldSet(proto)]
+  if new := [number for number in numbers if number >= NEW_FIELDS_FROM[name]]:
+    raise ValueError(f'field {new[0]} of its {name} is newer than planning/hlo_schema.py')
 
 
 def _iota(dims: Sequence[int], order: Sequence[int]) -> np.ndarray:

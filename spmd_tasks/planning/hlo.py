@@ -3,31 +3,18 @@
     module = read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     module.entry.instructions[0].shape.stored_bytes
 
-TensorFlow's wheel has the schema as generated Python modules. Only the descriptors that stand in these files are taken,
-because importing them imports all of TensorFlow, which takes seconds.
+The fields that it reads are declared in hlo_schema.py.
 """
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
-import pathlib
 import re
 from typing import Any
 
-from google.protobuf import (
-  any_pb2,
-  descriptor_pb2,
-  descriptor_pool,
-  duration_pb2,
-  message_factory,
-  timestamp_pb2,
-)
-
-from spmd_tasks.errors import UserError
+from spmd_tasks.planning.hlo_schema import DTYPES, schema
 
 HOST_MEMORY = 5  # a layout's memory space; 0 is the device's main memory (HBM), 1 a TPU's vector memory
 UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes where it has no estimate
@@ -230,9 +217,7 @@ def origin_of(instruction: Instruction, path: tuple[int, ...] = ()) -> tuple[Ins
 
 def read_module(serialized: bytes) -> Module:
   """Reads a serialized HloModuleProto."""
-  schema = _schema()
-  proto = schema.FromString(serialized)
-  dtypes = schema.DESCRIPTOR.file.pool.FindEnumTypeByName('xla.PrimitiveType').values_by_number
+  proto = schema()['HloModuleProto'].FromString(serialized)
   computations: dict[int, Computation] = {}
   for each in proto.computations:  # after those that it calls, and an instruction after its operands
     found: dict[int, Instruction] = {}
@@ -240,7 +225,7 @@ def read_module(serialized: bytes) -> Module:
       found[written.id] = Instruction(
         name=written.name,
         opcode=written.opcode,
-        shape=_shape(written.shape, dtypes),
+        shape=_shape(written.shape),
         operands=tuple(found[operand] for operand in written.operand_ids),
         called=tuple(computations[called] for called in written.called_computation_ids),
         proto=written,
@@ -251,47 +236,12 @@ def read_module(serialized: bytes) -> Module:
   return Module(tuple(computations.values()), computations[proto.entry_computation_id], donated)
 
 
-def _shape(proto: Any, dtypes: Mapping[int, Any]) -> Shape:
+def _shape(proto: Any) -> Shape:
   return Shape(
-    dtype=dtypes[proto.element_type].name.lower() if proto.element_type in dtypes else 'opaque_type',
+    dtype=DTYPES.get(proto.element_type, 'opaque_type'),
     dims=tuple(proto.dimensions),
     minor_to_major=tuple(proto.layout.minor_to_major),
     tile=tuple(proto.layout.tiles[0].dimensions) if proto.layout.tiles else (),
     memory_space=proto.layout.memory_space,
-    elements=tuple(_shape(element, dtypes) for element in proto.tuple_shapes),
+    elements=tuple(_shape(element) for element in proto.tuple_shapes),
   )
-
-
-@functools.cache
-def _schema() -> Any:
-  """Returns the class of HloModuleProto."""
-  package = importlib.util.find_spec('tensorflow')
-  if package is None or package.origin is None:
-    raise UserError('a plan reads the compiled program by the format that TensorFlow brings: pip install tensorflow.')
-  folder = pathlib.Path(package.origin).parent / 'compiler' / 'xla'
-  pool = descriptor_pool.DescriptorPool()  # its own: TensorFlow registers the same files
-  for module in (any_pb2, duration_pb2, timestamp_pb2):
-    pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
-  for name in ('service/metrics_pb2.py', 'xla_data_pb2.py', 'service/hlo_pb2.py'):
-    pool.Add(_with_iota_devices(_descriptor((folder / name).read_text(encoding='utf-8'))))
-  return message_factory.GetMessageClass(pool.FindMessageTypeByName('xla.HloModuleProto'))
-
-
-def _descriptor(source: str) -> descriptor_pb2.FileDescriptorProto:
-  """Returns the descriptor that a generated module registers: the argument of its `AddSerializedFile`."""
-  calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-  serialized = next(call.args[0] for call in calls if getattr(call.func, 'attr', '') == 'AddSerializedFile')
-  return descriptor_pb2.FileDescriptorProto.FromString(ast.literal_eval(serialized))
-
-
-def _with_iota_devices(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:
-  """Adds field 3 of MeshProto, which jaxlib 0.10 writes and TensorFlow 2.21 does not know: devices as an iota array."""
-  field = descriptor_pb2.FieldDescriptorProto
-  for mesh in file.message_type:
-    if mesh.name == 'MeshProto' and all(each.number != 3 for each in mesh.field):
-      iota = mesh.nested_type.add(name='Iota')
-      for number, name in ((1, 'reshape_dims'), (2, 'transpose_perm')):
-        iota.field.add(name=name, number=number, type=field.TYPE_INT64, label=field.LABEL_REPEATED)
-      of_iota = {'type': field.TYPE_MESSAGE, 'label': field.LABEL_OPTIONAL, 'type_name': '.xla.MeshProto.Iota'}
-      mesh.field.add(name='iota_device_ids', number=3, **of_iota)
-  return file
