@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-import difflib
 import functools
 import sys
 from typing import Any, NoReturn
@@ -24,7 +23,15 @@ _MAY_DIFFER = {
 class _Parser(argparse.ArgumentParser):
   """Answers a wrong flag in one sentence, as the binary answers every mistake of the user."""
 
-  modes: Sequence[str] = ()
+  modes: Sequence[Mode] = ()
+  _argv: Sequence[str] = ()
+
+  def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    """Reads all words of a command, or says what to write in place of the wrong ones."""
+    parsed, unknown = self.parse_known_args(args, namespace)
+    if unknown:
+      self._refuse(' Also: '.join(self._hints(parsed).unknown(unknown)))
+    return parsed
 
   def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
     """Reads `--fdl.PATH=VALUE`, as Paxml has it, as `--set PATH=VALUE`, and such flags of wings."""
@@ -32,19 +39,29 @@ class _Parser(argparse.ArgumentParser):
     given = list(sys.argv[1:] if args is None else args)
     for prefix, name in prefixes.items():
       given = [f'{name}={flag.removeprefix(prefix)}' if flag.startswith(prefix) else flag for flag in given]
+    self._argv = given
     return super().parse_known_args(given, namespace)
 
   def error(self, message: str) -> NoReturn:
-    flags = [flag for action in self._actions for flag in action.option_strings]
-    wrong = [word.partition('=')[0].strip(':,') for word in message.split() if word.startswith('--')]
-    near = difflib.get_close_matches(wrong[0], flags, n=1, cutoff=0.7) if wrong and wrong[0] not in flags else []
-    nearest = f' Nearest: {near[0]}.' if near else ''
-    if not near and message.startswith('unrecognized arguments: '):
-      word, _, value = message.removeprefix('unrecognized arguments: ').split()[0].partition('=')
-      nearest = f' A field of the experiment is set by --set {word.lstrip("-")}={value or "VALUE"}.'
-      if word in self.modes or ('.' in word and not value):
-        nearest = f' Write --{"mode" if word in self.modes else "exp"} {word}.'
-    self.exit(2, f'{self.prog}: {message}.{nearest} --help lists the flags.\n')
+    self._refuse(f'{message.rstrip(".")}. {self._hints(argparse.Namespace()).wrong(message)}'.rstrip())
+
+  def _refuse(self, sentences: str) -> NoReturn:
+    self.exit(2, f'{self.prog}: {sentences} --help lists the flags.\n')
+
+  def _hints(self, parsed: argparse.Namespace) -> Any:
+    from spmd_tasks.flag_hints import Hints
+
+    actions = {flag.removeprefix('--'): each for each in self._actions for flag in each.option_strings if len(flag) > 2}
+    others = [mode.name for mode in self.modes if getattr(parsed, 'mode', None) not in (None, mode.name)]
+    own = {flag.name for mode in self.modes if mode.name not in others for flag in mode.flags}
+    return Hints(
+      argv=self._argv,
+      parsed=parsed,
+      actions=actions,
+      of_mode={*actions} - {flag.name for mode in self.modes for flag in mode.flags} | own,
+      modes=[mode.name for mode in self.modes],
+      others={name: text for wing in (CORE, *wings()) for name, text in wing.foreign_flags.items()},
+    )
 
 
 @functools.cache
@@ -61,7 +78,7 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
     description='Train, evaluate, decode and serve large JAX models over a device mesh.',
     epilog='Modes: ' + '; '.join(f'{mode.name}: {mode.help}' for mode in modes) + '.',
   )
-  parser.modes = [mode.name for mode in modes]
+  parser.modes = modes
   parser.add_argument(
     '--exp', metavar='NAME', help='registered experiment, such as lm.StdlibTiny, or package.module.Class'
   )
@@ -73,7 +90,7 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
     default=[],
     help="a directory of your own modules: a saved config's experiment may be imported from it; repeatable",
   )
-  parser.add_argument('--mode', choices=parser.modes, help='what to run')
+  parser.add_argument('--mode', choices=[mode.name for mode in modes], help='what to run')
   parser.add_argument(
     '--job_log_dir',
     metavar='DIR',
@@ -88,6 +105,7 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
     help='set any field of the config; repeatable; --print_config shows the paths',
   )
   parser.add_argument('--list', action='store_true', help='list the registered experiments')
+  parser.add_argument('--version', action='store_true', help='print the versions of spmd-tasks, JAX and Python')
   parser.add_argument('--print_config', action='store_true', help='print every field of the config and exit')
   shortcuts = parser.add_argument_group('shortcuts for --set')
   shortcuts.add_argument('--num_train_steps', metavar='N')

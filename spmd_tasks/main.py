@@ -82,6 +82,8 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
   args = make_parser(all_modes()).parse_args(argv)
   try:
     with refuse_exit():
+      if args.version:
+        return _print_version()
       if args.list:
         return _print_list()
       return _run_experiment(args, called)
@@ -103,6 +105,21 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
     return exit_codes.INTERRUPTED
   finally:
     set_activity(None)
+
+
+def _print_version() -> int:
+  """Shows the versions that a report of a bug should name; imports none of the packages."""
+  from importlib import metadata
+  import platform
+
+  def version(package: str) -> str:
+    try:
+      return f'{package} {metadata.version(package)}'
+    except metadata.PackageNotFoundError:
+      return f'{package} (not installed)'
+
+  print(', '.join([*map(version, ('spmd-tasks', 'jax', 'jaxlib')), f'Python {platform.python_version()}']))
+  return _answered()
 
 
 def _print_list() -> int:

@@ -64,8 +64,26 @@ def _check_preview(flags: argparse.Namespace) -> None:
     raise UserError(f'--num_examples {flags.num_examples} must be at least 1.')
 
 
+_STEPS = 'Write --num_train_steps N.'
+_DIRECTORY = 'Write --job_log_dir DIR.'
+_CONTINUES = 'A job continues from its newest checkpoint whenever --job_log_dir has one: leave it out.'
+_DEVICES = 'A job uses all devices that JAX sees; --num_fake_devices N makes a CPU act as N devices.'
+_CONTINUES_FROM = 'A new job starts from the weights of another one by --set init_from=DIR.'
+_DECODE = 'Write --mode decode_once.'
+
 CORE = Wing(
   name='core',
+  foreign_flags={  # of training scripts in general
+    **dict.fromkeys(('experiment', 'experiment_name', 'exp_name'), 'Write --exp NAME.'),
+    **dict.fromkeys(('steps', 'max_steps', 'num_steps', 'train_steps', 'total_steps'), _STEPS),
+    **dict.fromkeys(('epochs', 'num_epochs', 'num_train_epochs'), f'A job counts steps, not epochs. {_STEPS}'),
+    **dict.fromkeys(('workdir', 'work_dir', 'output_dir', 'model_dir', 'save_dir', 'run_dir'), _DIRECTORY),
+    **dict.fromkeys(('resume', 'resume_from_checkpoint', 'continue'), _CONTINUES),
+    **dict.fromkeys(('init_checkpoint', 'load_checkpoint', 'pretrained'), _CONTINUES_FROM),
+    **dict.fromkeys(('gpus', 'num_gpus', 'devices', 'num_devices', 'device'), _DEVICES),
+    **dict.fromkeys(('mode=infer', 'mode=inference', 'mode=predict', 'mode=generate', 'mode=sample'), _DECODE),
+    **dict.fromkeys(('mode=test', 'mode=validate'), 'Write --mode eval.'),
+  },
   modes=(
     Mode(
       name='train',

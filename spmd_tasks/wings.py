@@ -107,6 +107,9 @@ class Wing:
   # those of the core, such as a setup's file by --exp and --set; an exit code ends the command.
   flags: tuple[Flag, ...] = ()
   expand: Reference | None = None
+  # By a flag of another program, without the dashes, or by FLAG=CHOICE: a sentence that says what to write instead. The
+  # error of an unknown flag ends in it.
+  foreign_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
   unbuilt_configs: tuple[str, ...] = ()  # packages whose Fiddle configs inside a config their owner builds
   keeps_numbers: Reference | None = None  # `(path) -> bool`: whether a config's field only decides how a job runs
   fields_of_process: tuple[str, ...] = ()  # names of fields that each process of a job may have differently

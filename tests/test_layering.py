@@ -18,7 +18,7 @@ PACKAGE = ROOT / 'spmd_tasks'
 # Top row first: the wings, then the core. Parts of the first two rows may import one another; those of others may not.
 ROWS = (
   ('planning', 'serving', 'tuning', 'verification', 'replay', 'evaluation', 'bridges'),
-  ('main', 'command', 'experiments', 'recipes', 'config', 'flags', 'loading', 'modes'),
+  ('main', 'command', 'experiments', 'recipes', 'config', 'flags', 'flag_hints', 'loading', 'modes'),
   ('programs',),
   ('experiment',),
   ('decoding',),

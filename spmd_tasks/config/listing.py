@@ -62,7 +62,7 @@ def unknown_sentence(name: str, near: Sequence[str], registered: Iterable[str]) 
   module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
   is_file = module != name and module[:1] != '.' and module.isprintable()
   if is_file or os.path.isfile(f'{name}.py'):  # a file, no module, or a module alone
-    near = [module if '.' in module else f'{module}.CLASS']
+    near = [f'{module}.CLASS' if name.endswith('.py') or '.' not in module else module]
   near = [*near] or _nearest(name, sorted({each for each, _ in list_experiments()} | set(registered)))
   nearest = f' Nearest: {", ".join(near)}.' if near else ''
   return (

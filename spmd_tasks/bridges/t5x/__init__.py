@@ -47,6 +47,16 @@ WING = Wing(
     Flag(name='translate', metavar='FILE', help='write the gin setup as a Python file, and exit'),
   ),
   expand=_expand,
+  foreign_flags={
+    'gin_bindings': 'Write --gin.NAME=VALUE.',
+    'run_mode': 'Write --mode: train, eval, decode_once for infer, or plan for precompile.',
+    'dry_run': 'Write --print_config, which shows the config and runs nothing.',
+    'process_count': 'Write --num_processes N.',
+    'process_index': 'Write --process_id I.',
+    'multiprocess_gpu': 'Processes of Slurm, Kubernetes and Open MPI are found by themselves: leave it out.',
+    'tfds_data_dir': 'TensorFlow Datasets reads the environment variable TFDS_DATA_DIR.',
+    'seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module of the tasks.',
+  },
   fields_of_modules=('modules', 'task_modules'),
   packages=('t5', 'seqio'),
 )
