@@ -172,8 +172,7 @@ def _likeness(name: str, other: str) -> float:
   words, others = name[:100].split('_'), other.split('_')
   if 1 < len(name) <= 3 and len(others) > 1 and name == ''.join(word[:1] for word in others):
     return 1.0
-  if other.startswith(f'{name}_') and 2 * len(name) > len(other):  # batch, batch_size
-    return _NEAR
   shared = sum(bool(difflib.get_close_matches(word, others, n=1, cutoff=0.75)) for word in words)
   letters = difflib.SequenceMatcher(None, ''.join(words), ''.join(others)).ratio()
-  return max(2 * shared / (len(words) + len(others)), letters)
+  is_most = other.startswith(f'{name}_') and 2 * len(name) > len(other)  # batch, batch_size
+  return max(2 * shared / (len(words) + len(others)), letters, 0.85 * is_most)
