@@ -174,5 +174,5 @@ def _likeness(name: str, other: str) -> float:
     return 1.0
   shared = sum(bool(difflib.get_close_matches(word, others, n=1, cutoff=0.75)) for word in words)
   letters = difflib.SequenceMatcher(None, ''.join(words), ''.join(others)).ratio()
-  is_most = other.startswith(f'{name}_') and 2 * len(name) > len(other)  # batch, batch_size
+  is_most = other.startswith(f'{name}_') and 2 * len(name) >= len(other)  # batch, batch_size
   return max(2 * shared / (len(words) + len(others)), letters, 0.85 * is_most)
