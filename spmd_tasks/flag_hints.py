@@ -172,7 +172,11 @@ def _likeness(name: str, other: str) -> float:
   words, others = name[:100].split('_'), other.split('_')
   if 1 < len(name) <= 3 and len(others) > 1 and name == ''.join(word[:1] for word in others):
     return 1.0
-  shared = sum(bool(difflib.get_close_matches(word, others, n=1, cutoff=0.75)) for word in words)
-  letters = difflib.SequenceMatcher(None, ''.join(words), ''.join(others)).ratio()
+  nearest = [max(_ratio(word, other) for other in others) for word in words]
+  shared = sum(ratio for ratio in nearest if ratio >= _NEAR)
   is_most = other.startswith(f'{name}_') and 2 * len(name) >= len(other)  # batch, batch_size
-  return max(2 * shared / (len(words) + len(others)), letters, 0.85 * is_most)
+  return max(2 * shared / (len(words) + len(others)), _ratio(''.join(words), ''.join(others)), 0.85 * is_most)
+
+
+def _ratio(text: str, other: str) -> float:
+  return difflib.SequenceMatcher(None, text, other).ratio()
