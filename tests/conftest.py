@@ -62,6 +62,45 @@ def pytest_configure(config: pytest.Config) -> None:
   server.enter_context(forked.running_server(directory))
 
 
+# What some tests compare with: the group `torch` of pyproject.toml, several GB.
+_REFERENCES = ('torch', 'transformers', 'peft', 'accelerate')
+_NO_REFERENCE = 'it compares with PyTorch, transformers or peft, which are not installed'
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item):
+  """Skips a test whose fixtures import a reference that is not installed."""
+  with _skipping_without_reference():
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+  """Skips a test that imports a reference that is not installed."""
+  with _skipping_without_reference():
+    return (yield)
+
+
+@contextlib.contextmanager
+def _skipping_without_reference():
+  try:
+    yield
+  except ModuleNotFoundError as error:
+    if (error.name or '').partition('.')[0] not in _REFERENCES:
+      raise
+    pytest.skip(_NO_REFERENCE)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+  """Says how many tests compare with a reference that is not installed."""
+  skipped = [report for report in terminalreporter.stats.get('skipped', ()) if _NO_REFERENCE in str(report.longrepr)]
+  if skipped:
+    terminalreporter.write_line(
+      f'{len(skipped)} tests were skipped because they compare with PyTorch, transformers or peft: scripts/test '
+      '--torch installs these and runs them.'
+    )
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
   """Garbage is looked for among what the tests make alone, and seldom: JAX makes much while it traces, little garbage.

@@ -43,7 +43,8 @@ def test_loss_and_gradient_are_those_of_trl(name):
 
 def test_loss_and_gradients_with_values_are_those_of_ppo():
   """The formulas of TRL's PPOTrainer (trl/experimental/ppo), by torch in float64."""
-  torch = pytest.importorskip('torch')
+  import torch
+
   batch, logits = rollouts()
   rng, shape = np.random.default_rng(7), batch['weights'].shape
   values, old_values, returns, advantages = rng.normal(size=(4, *shape)).astype(np.float32)
