@@ -95,6 +95,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
   """Says how many tests compare with a reference that is not installed."""
   skipped = [report for report in terminalreporter.stats.get('skipped', ()) if _NO_REFERENCE in str(report.longrepr)]
   if skipped:
+    terminalreporter.ensure_newline()
     terminalreporter.write_line(
       f'{len(skipped)} tests were skipped because they compare with PyTorch, transformers or peft: scripts/test '
       '--torch installs these and runs them.'

@@ -330,7 +330,8 @@ def split_override(override: str) -> tuple[ConfigPath, str]:
   """Splits `path=value` into the path's names and the text of the value. Raises a UserError for another form."""
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
-    raise UserError(f'{override[:80]!r} is not an override: write path=value, for example num_train_steps=100.')
+    example = 'num_train_steps=100' if equals else f'{override[:80].strip().lstrip("-") or "num_train_steps"}=100'
+    raise UserError(f'{override[:80]!r} is not an override: write path=value, for example {example}.')
   return tuple(path.strip().split('.')), text.strip()
 
 
