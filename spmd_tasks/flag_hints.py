@@ -1,11 +1,11 @@
 """Says what to write in place of a wrong flag or argument: the nearest that is right. Used for an error alone.
 
-    hints = Hints(argv=argv, parsed=namespace, actions=actions, flags_of_mode=names, modes=names, others=hints_by_flag)
+    hints = Hints(argv=argv, parsed=namespace, actions=actions, of_mode=names, modes=names, others=hints_by_flag)
     hints.unknown(['--num_step', '3'])   # ['unknown flag --num_step. Nearest: --num_train_steps.']
 
 A flag is compared with the flags that the mode reads, with flags of other programs (`foreign_flags` in wings.py), and
-with the fields of the experiment that the command names, which is resolved to list them. So a hint never names a flag
-that the mode refuses, or a field that the experiment does not have.
+with the fields of the experiment that the command names, which is resolved to list them. So "Nearest" never names a
+flag that the mode refuses, or a field that the experiment does not have.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import shlex
 
 _DASHES = '-\u2013\u2014'  # also the longer ones that a word processor makes of two
 _NEAR, _NEARLY_SAME = 0.75, 0.9
+_SHOWN = 100  # characters of a word
 _OF_ARGPARSE = re.compile(r'argument (?:-\w, ?)?--(\w+)(?:/\S+)?: (.*)', re.DOTALL)
 _EVERY = 'Every argument belongs to a flag: --exp NAME, --mode MODE, --job_log_dir DIR, --set PATH=VALUE.'
 
@@ -50,11 +51,13 @@ class Hints:
       word, rest = words[index], words[index + 1 :]
       if word[:1] in _DASHES and word.strip(_DASHES):
         has_value = '=' not in word and rest and rest[0][:1] not in _DASHES and self._follows(rest[0], word)
-        texts.append(f'unknown flag {word.partition("=")[0]}. {self._of_flag(word, rest[0] if has_value else "")}')
+        texts.append(
+          f'unknown flag {word.partition("=")[0][:_SHOWN]}. {self._of_flag(word, rest[0] if has_value else "")}'
+        )
         index += 1 + bool(has_value)
       else:
         end = next((i for i, other in enumerate(rest, index + 1) if other.startswith('--')), len(words))
-        texts.append(f'unknown argument {shlex.quote(word)}. {self._of_words(words[index:end])}')
+        texts.append(f'unknown argument {shlex.quote(word[:_SHOWN])}. {self._of_words(words[index:end])}')
         index = end
     return texts
 
@@ -138,6 +141,8 @@ class Hints:
   def _fields(self) -> Sequence[str]:
     """The paths of the fields of the experiment that the command names; () if it names none, or is wrong otherwise."""
     flags = self.parsed
+    if not (flags.exp or flags.config or flags.job_log_dir):
+      return ()
     try:
       import jax
 
@@ -150,9 +155,8 @@ class Hints:
         use_fake_devices(flags.num_fake_devices)
       if flags.exp:
         return tuple(to_json(resolve(flags.exp, flags.overrides, None, flags.experiment_path))['config'])
-      path = flags.config or (flags.job_log_dir and f'{flags.job_log_dir}/config.json')
-      return tuple(read_saved_config(path)['config']) if path else ()
-    except Exception:  # another mistake, which is answered when this one is mended
+      return tuple(read_saved_config(flags.config or f'{flags.job_log_dir}/config.json')['config'])
+    except (Exception, SystemExit):  # another mistake, which is answered when this one is mended
       return ()
 
 

@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
   def _hints(self, parsed: argparse.Namespace) -> Any:
     from spmd_tasks.flag_hints import Hints
 
-    actions = {flag.removeprefix('--'): each for each in self._actions for flag in each.option_strings if len(flag) > 2}
+    actions = {flag[2:]: action for action in self._actions for flag in action.option_strings if flag.startswith('--')}
     others = [mode.name for mode in self.modes if getattr(parsed, 'mode', None) not in (None, mode.name)]
     own = {flag.name for mode in self.modes if mode.name not in others for flag in mode.flags}
     return Hints(
