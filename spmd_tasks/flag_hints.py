@@ -93,7 +93,7 @@ class Hints:
     flag, likeness = _nearest(name, {*self.of_mode, *self.others})
     if likeness < _NEARLY_SAME:
       field, of_field = _nearest(name, {path.rpartition('.')[2] for path in self._fields})
-      if of_field >= max(likeness, _NEAR):
+      if of_field >= _NEAR and of_field > likeness:
         paths = [path for path in self._fields if path.rpartition('.')[2] == field]
         override = f'{min(paths, key=lambda path: path.count("."))}={value or "VALUE"}'
         return f'Nearest, a field of the experiment: --set {shlex.quote(override)}.'

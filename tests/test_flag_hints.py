@@ -26,7 +26,8 @@ MISTAKES = [
   (TINY + '--num_step 3', 'Write --num_train_steps N.'),
   (TRAIN + '--num_train_step 3', 'Nearest: --num_train_steps.'),
   (TINY + '--mode eval --checkpoint 3', 'Nearest: --checkpoint_step.'),
-  (TRAIN + '--checkpoint 3', '--set init_from=DIR.'),
+  (TRAIN + '--checkpoint 3', '--set checkpoint_every=3.'),
+  (TRAIN + '--load_checkpoint runs/x', '--set init_from=DIR.'),
   # fields
   (TINY + '--batch_size 3', '--set batch_size=3.'),
   (TINY + '--batch 3', '--set batch_size=3.'),
