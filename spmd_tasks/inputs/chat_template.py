@@ -31,6 +31,7 @@ _TRANSCRIPT = """\
 _TRANSCRIPT_STOP = ('\nuser:', '\nsystem:')
 
 _MARK = re.compile(r'\{%[-+]?\s*generation\s*[-+]?%\}')
+_TESTS_NONE = re.compile(r"""\bcontent['"\]]*\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,18 +201,72 @@ class ChatTemplate:
       'tools': None if tools is None else list(tools),
       'documents': None if documents is None else list(documents),
     }
+    source = self._source(tools)
     jobs: list[Job] = []
     for messages, add_prompt in conversations:
-      own = {'messages': [_with_reasoning(each) for each in messages], 'add_generation_prompt': add_prompt}
-      jobs.append((given | own, now))
-    return render(self._source(tools), jobs)
+      read = [self._readable(message, f'messages[{number}]', source) for number, message in enumerate(messages)]
+      jobs.append((given | {'messages': read, 'add_generation_prompt': add_prompt}, now))
+    return render(source, jobs)
+
+  def _readable(self, message: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
+    """Returns a message in the form that this template reads."""
+    message = normalized_message(message, where)
+    if message.get('role') == 'developer' and not self.mentions('developer'):
+      message['role'] = 'system'
+    if message.get('tool_calls') and not message.get('content') and _TESTS_NONE.search(source):
+      message['content'] = None  # without content, such templates write the calls; with an empty one, they may not
+    names = ('reasoning_content', 'thinking', 'reasoning')
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    return message if reasoning is None else {'thinking': reasoning, **message, 'reasoning_content': reasoning}
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-  """A message whose reasoning has all the names that templates read."""
-  names = ('reasoning_content', 'thinking', 'reasoning')
-  reasoning = next((message[name] for name in names if message.get(name) is not None), None)
-  return message if reasoning is None else {'thinking': reasoning, **message, 'reasoning_content': reasoning}
+def normalized_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+  """Returns a message of OpenAI's API in the form that chat templates read.
+
+  Null content and content without parts is empty, parts of text are joined, and the arguments of tool calls are objects
+  instead of JSON text. Other keys that are null, as in the `model_dump()` of a client's message, and an empty list of
+  tool calls are left out. A message in this form is returned as it is.
+
+  Raises a UserError: the arguments of a tool call are not a JSON object; `where` names the message.
+  """
+  message = {name: value for name, value in message.items() if value is not None}
+  if calls := message.pop('tool_calls', None):
+    message['tool_calls'] = calls
+    if isinstance(calls, Sequence) and not isinstance(calls, str):
+      message['tool_calls'] = [_normalized_call(call, f'{where}.tool_calls[{i}]') for i, call in enumerate(calls)]
+  content = message.setdefault('content', '')
+  if isinstance(content, Sequence) and not isinstance(content, str):
+    texts = [part.get('text') for part in content if isinstance(part, Mapping) and part.get('type') == 'text']
+    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+      message['content'] = ''.join(texts)
+  return message
+
+
+def _normalized_call(call: Any, where: str) -> Any:
+  """Returns a tool call, or its function, whose arguments are an object."""
+  if not isinstance(call, Mapping):
+    return call
+  call = {name: value for name, value in call.items() if value is not None or name == 'arguments'}
+  if 'function' in call:
+    return {'type': 'function', **call, 'function': _normalized_call(call['function'], f'{where}.function')}
+  if 'arguments' not in call and 'name' not in call:
+    return call
+  arguments = _parsed_arguments(call.get('arguments'))
+  if not isinstance(arguments, Mapping):
+    raise UserError(f'{where}.arguments must be a JSON object, or its text, not {call["arguments"]!r:.100}.')
+  return {**call, 'arguments': arguments}
+
+
+def _parsed_arguments(value: Any) -> Any:
+  """Returns the arguments of a call: an object, or what is no object. No arguments are written as '', null or {}."""
+  if isinstance(value, str) and value.strip():
+    try:
+      value = json.loads(value)
+      json.dumps(value, allow_nan=False)  # a template would write 1e400 as Infinity
+    except (ValueError, RecursionError):
+      return None
+    return {} if value is None else value
+  return value or {}
 
 
 def _named_templates(config: Mapping[str, Any]) -> dict[str, str]:

@@ -27,6 +27,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Block, ChatTemplate, TextInput, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES
+from spmd_tasks.inputs.chat_template import normalized_message
 from spmd_tasks.inputs.packing import BlockEncoder, TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.inputs.tokenizers import encode_prompt
@@ -224,7 +225,7 @@ def empty_block(dtypes: Mapping[str, Any]) -> TokenBlock:
 
 
 def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
-  """The messages in a field of a record.
+  """The messages in a field of a record, in the form that chat templates read.
 
   Raises:
     UserError: they are missing, or are not a list of objects with a role and something said.
@@ -242,17 +243,14 @@ def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     where = f'{field}[{number}]'
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
       raise UserError(f"{where} must be an object with a text 'role', not {_show(message)}.")
-    if message.get('content') is None and not message.get('tool_calls'):
+    if message.get('content') is None and not message.get('tool_calls') and message['role'] != 'tool':
       raise UserError(f"{where}, of the role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
     if not _is_list_of_objects(message.get('tool_calls') or []):
       raise UserError(f"{where} must have a list of objects as its 'tool_calls', not {_show(message['tool_calls'])}.")
-    content = message.get('content')
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get('type') == 'text' for part in content):
-      texts = [part.get('text') for part in content]
-      content = ''.join(texts) if all(isinstance(text, str) for text in texts) else content  # as the server does
-    if not isinstance(content, str | None):
-      raise UserError(f"{where} must have a text as its 'content', or parts of it, not {_show(content)}.")
-    read.append(message if content is message.get('content') else {**message, 'content': content})
+    message = normalized_message(message, where)
+    if not isinstance(message['content'], str):
+      raise UserError(f"{where} must have a text as its 'content', or parts of it, not {_show(message['content'])}.")
+    read.append(message)
   return read
 
 

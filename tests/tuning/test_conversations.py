@@ -9,7 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
+from spmd_tasks.serving.bodies import Message
+from spmd_tasks.serving.requests import _turn
 from spmd_tasks.tuning import ConversationInput, Conversations
+from spmd_tasks.tuning.conversations import messages_of
+from spmd_tasks.tuning.preferences import encode_answer
+from spmd_tasks.tuning.scored_texts import ScoredEncoder, ScoredInput
 from tests.inputs.batches import assert_same, take
 
 TEMPLATE = ChatTemplate(
@@ -103,6 +108,45 @@ def test_tools_and_variables_reach_the_template(training, tmp_path):
   assert [text for text, _ in segments(batches)] == ['0calm!', json.dumps([tool]) + 'calm!', '0calm!']
 
 
+CALLS = {
+  'guarded': '{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}'
+  '{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}',
+  'unguarded': "{% for m in messages %}<{{ m.role }}>{{ '' + m.content }}"
+  "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.name + '{' }}"
+  '{% for k, v in c.function.arguments | items %}"{{ k }}": {{ v | tojson }}{% endfor %}}{% endfor %}{% endif %};'
+  '{% endfor %}',
+  'null content': "{% for m in messages %}<{{ m.role }}>{% if m['content'] is none %}{% for c in m.tool_calls %}"
+  '{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %};'
+  '{% endfor %}',
+}
+
+
+@pytest.mark.parametrize('source', CALLS.values(), ids=CALLS)
+def test_tool_calls_are_written_as_the_server_writes_them(source, training):
+  """Messages as OpenAI's client has them: arguments are JSON text, content is null, and so is what is not used."""
+  from openai.types.chat import ChatCompletionMessage
+
+  call = {'id': 'c1', 'type': 'function', 'function': {'name': 'f', 'arguments': '{"city": "Zürich"}'}}
+  said = ChatCompletionMessage(role='assistant', content=None, tool_calls=[call]).model_dump()
+  assert (said['content'], said['refusal']) == (None, None)
+  prompt = [{'role': 'developer', 'content': 'D'}, {'role': 'user', 'content': [{'type': 'text', 'text': 'U'}]}]
+  prompt += [said, {'role': 'tool', 'tool_call_id': 'c1', 'content': None}]
+  answer = ChatCompletionMessage(role='assistant', content='7').model_dump()
+  before = '<system>D;<user>U;<assistant>f{"city": "Zürich"};<tool>;'
+  template = ChatTemplate(template=source, writes_bos=True)
+  renderer, decode = dataclasses.replace(training, template=template).renderer(), ByteTokenizer().decode
+  assert decode(renderer.turns(messages_of({'messages': [*prompt, answer]}, 'messages'), None)[0]) == (
+    before + '<assistant>7;'
+  )
+  pair = {'prompt': prompt, 'chosen': [answer], 'rejected': [said]}
+  assert decode(encode_answer(renderer, pair, 'rejected')[0]) == before + '<assistant>f{"city": "Zürich"};'
+  text = ScoredEncoder(ScoredInput(source=None, tokenizer=ByteTokenizer(), template=template, batch_size=1, seq_len=9))
+  assert decode(text._ids({'messages': [*prompt, answer]}, 'text')) == before + '<assistant>7;'
+  assert template.render(prompt, add_generation_prompt=False) == before
+  server = [_turn(Message(role='assistant', tool_calls=[call]), 'messages', template)]
+  assert template.render(server, add_generation_prompt=False) == '<assistant>f{"city": "Zürich"};'
+
+
 def test_a_conversation_longer_than_a_row(training, caplog):
   lengths = [len(rendered(talk)) - 1 for talk in TALKS]
   with pytest.raises(
@@ -146,6 +190,10 @@ def talk(**turns):
     (talk(user='a', assistant=' '), r'messages\[1\], a turn of the assistant, is empty, .* to say nothing: remove'),
     (talk(user=[{'type': 'image'}], assistant='a'), NO_TEXT),
     (talk(user=[{'type': 'text', 'text': None}]), NO_TEXT),
+    (
+      '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "7 °C"}}]}]}',
+      r"messages\[0\]\.tool_calls\[0\]\.function\.arguments must be a JSON object, or its text, not '7 °C'",
+    ),
     (talk(human='a', gpt='b'), r'\(its roles are human, gpt\): name its role assistant, or remove'),
   ],
 )
