@@ -20,7 +20,7 @@ from etils import epath
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs._template_sandbox import Job, Spans, render
-from spmd_tasks.inputs.tokenizer_files import FolderTokenizer, read_json_object
+from spmd_tasks.inputs.tokenizer_files import FileTokenizer, FolderTokenizer, read_json_object
 
 _TRANSCRIPT = """\
 {% for message in messages %}
@@ -30,6 +30,7 @@ _TRANSCRIPT = """\
 
 _TRANSCRIPT_STOP = ('\nuser:', '\nsystem:')
 
+_ANSWER = 'Quite so'  # of the assistant, in conversations that show how a template ends a turn
 _MARK = re.compile(r'\{%[-+]?\s*generation\s*[-+]?%\}')
 _TESTS_NONE = re.compile(r"""\bcontent['"\]]*\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
 
@@ -124,6 +125,55 @@ class ChatTemplate:
       eos_token=tokenizer.special_tokens.get('eos_token', ''),
       writes_bos=True,
     )
+
+  def turn_ends(self, tokenizer: FileTokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a turn of the assistant: behind a text and, if they differ, behind tool calls.
+
+    The template renders short conversations. A text ends at the first added token behind it, such as <|im_end|>, calls
+    end at the last special one. If nothing is behind it, it ends where the next message begins, such as <|user|>.
+
+    Raises a UserError: there is no such token behind a text, or the template refuses short conversations.
+    """
+    question, answer = {'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': _ANSWER}
+    refusal = None
+    for system in ([], [{'role': 'system', 'content': 'Hi'}]):  # some templates need one
+      try:
+        talk = [*system, question, answer]
+        rest = self._behind_answer(talk)
+        following = rest if rest.strip() else self._behind_answer([*talk, question])
+        break
+      except UserError as error:
+        refusal = refusal or error
+    else:
+      raise UserError(f'the end of a turn is not found: {refusal}')
+    tokens = tokenizer.added_tokens_in(following)
+    if not tokens:
+      raise UserError(f'the chat template ends a turn by {rest!r:.60}, which has no added token of the tokenizer.')
+    return tuple(dict.fromkeys((tokens[0], *self._call_ends(tokenizer, [*system, question]))))
+
+  def _call_ends(self, tokenizer: FileTokenizer, before: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the token that ends a turn of tool calls; none if the template has no calls."""
+    if not self.mentions('tool_calls'):
+      return []
+    called, said = {'name': 'f', 'arguments': {'x': _ANSWER}}, {'role': 'assistant', 'content': ''}
+    call = said | {'tool_calls': [{'id': 'call00001', 'type': 'function', 'function': called}]}
+    result = {'role': 'tool', 'tool_call_id': 'call00001', 'name': 'f', 'content': 'Hi'}
+    schema = {'type': 'object', 'properties': {'x': {'type': 'string', 'description': 'x'}}}
+    tools = [{'type': 'function', 'function': {'name': 'f', 'description': 'f', 'parameters': schema}}]
+    try:
+      tokens = tokenizer.added_tokens_in(self._behind_answer([*before, call], tools), only_special=True)
+      if tokens:
+        return tokens[-1:]
+      return tokenizer.added_tokens_in(self._behind_answer([*before, call, result], tools), only_special=True)[:1]
+    except UserError:  # it takes other calls
+      return []
+
+  def _behind_answer(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    """Returns what the template writes behind _ANSWER. Raises a UserError if there is none."""
+    text = self.render(messages, tools=tools, add_generation_prompt=False)
+    if _ANSWER not in text:
+      raise UserError('the chat template does not write what the assistant says.')
+    return text.rpartition(_ANSWER)[2]
 
   def mentions(self, name: str) -> bool:
     """Whether the template has this word, without which it cannot use a variable or a role of that name."""

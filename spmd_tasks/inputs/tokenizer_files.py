@@ -88,6 +88,12 @@ class FileTokenizer(_ListTokenizer):
     of_char = _bytes_of_chars()
     return bytes([of_char[char] for char in piece]) if of_char.keys() >= set(piece) else text.encode()
 
+  def added_tokens_in(self, text: str, *, only_special: bool = False) -> list[int]:
+    """The tokens of a text that were added to the vocabulary, such as <|im_end|>, but no white space; in order."""
+    added = self._tokenizer.get_added_tokens_decoder()
+    ids = [token for token in self.encode(text) if token in added and added[token].content.strip()]
+    return [token for token in ids if added[token].special or not only_special]
+
   def to_json(self) -> str:
     """The tokenizer as the text of a tokenizer.json."""
     return self._tokenizer.to_str()

@@ -1,11 +1,16 @@
-"""generation_config.json: the defaults of requests, and where texts end."""
+"""generation_config.json and chat templates: the defaults of requests, and where texts end."""
 
 import json
 
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.bridges.huggingface.experiments import generation_defaults
+from spmd_tasks.config import resolve
 from spmd_tasks.runtime import DecodeSettings, SamplingParams
+from tests.binary import run_in_process
+from tests.bridges.huggingface.reference_models import quiet_transformers
+from tests.model_folders import write_llama
 
 GREEDY = SamplingParams()
 
@@ -46,3 +51,42 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
   (tmp_path / 'generation_config.json').write_text(text)
   with pytest.raises(ValueError, match=rf'generation_config.json.*{message}'):
     generation_defaults(str(tmp_path))
+
+
+CHATML = (
+  "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}"
+  '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+END, TURN_END = 2, 4  # </s> and <|im_end|>
+
+
+def tuned_settings(folder, *overrides):
+  data = ('data=none.jsonl', f'model={folder}')
+  return resolve('finetune.FullSft', [*data, *overrides]).build().task.decode
+
+
+def test_texts_end_with_the_turn_of_the_template_that_was_tuned_with(tmp_path):
+  """In generation and serving, which read `task.decode`, and in an export."""
+  folder, template = write_llama(tmp_path / 'base', eos_token_id=END), tmp_path / 'chatml.jinja'
+  template.write_text(CHATML)
+  assert tuned_settings(folder).end_ids(END) == (END,)
+  tuned = f'chat_template_file={template}'
+  assert tuned_settings(folder, tuned).end_ids(END) == (END, TURN_END)
+  (tmp_path / 'talks.jsonl').write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
+  job = ('--exp', 'finetune.FullSft', '--set', f'model={folder}', '--set', tuned)
+  job += ('--set', f'data={tmp_path}/talks.jsonl', '--job_log_dir', tmp_path / 'job')
+  exported = tmp_path / 'exported'
+  assert run_in_process('--mode', 'export', '--format', 'hf', '--out', exported, *job) == exit_codes.OK
+  transformers = quiet_transformers()
+  assert transformers.AutoTokenizer.from_pretrained(exported).chat_template == CHATML
+  assert transformers.GenerationConfig.from_pretrained(exported).eos_token_id == [END, TURN_END]
+  assert transformers.AutoConfig.from_pretrained(exported).eos_token_id == [END, TURN_END]
+  assert resolve('hf.Model', [f'model={exported}']).build().task.decode.end_ids(END) == (END, TURN_END)
+
+
+def test_a_template_whose_end_is_no_token_is_warned_of(tmp_path, caplog):
+  folder, template = write_llama(tmp_path / 'base'), tmp_path / 'other.jinja'
+  template.write_text(CHATML.replace('<|im_end|>', '<eot>'))
+  assert tuned_settings(folder, f'chat_template_file={template}').end_ids(END) == (END,)
+  assert "the chat template ends a turn by '<eot>\\n'" in caplog.text
+  assert 'set task.decode.eos_ids' in caplog.text

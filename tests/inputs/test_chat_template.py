@@ -1,10 +1,12 @@
 """Conversations as text: templates in Hugging Face's format, and errors in them."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import tokenizers
 
-from spmd_tasks.inputs import ChatTemplate
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 
 MESSAGES = [
   {'role': 'system', 'content': 'be brief'},
@@ -74,3 +76,53 @@ def test_threads_render_at_the_same_time():
   with ThreadPoolExecutor(4) as pool:
     texts = pool.map(lambda number: template.render([{'role': 'user', 'content': f'{number},'}]), range(40))
   assert [text[:3] for text in texts] == [f'{number},{number}'[:3] for number in range(40)]
+
+
+PUBLISHED = Path(__file__).parents[1] / 'data' / 'chat_templates'
+ENDS = {
+  'chatml': ['<|im_end|>'],
+  'deepseek': ['</s>'],
+  'gemma': ['<end_of_turn>'],
+  'glm4': ['<|user|>', '<|observation|>'],  # which begin the next message: turns have no end of their own
+  'harmony': ['<|return|>', '<|call|>'],
+  'llama3': ['<|eot_id|>'],
+  'mistral': ['</s>'],
+  'phi4': ['<|end|>'],
+  'qwen3': ['<|im_end|>'],
+  'zephyr': ['</s>'],
+}
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  """A tokenizer with the special tokens of all these templates, and added tokens that are not special."""
+  special = ['<|start|>', '<|message|>', '<|channel|>', '<|end|>', '<start_of_turn>', '<|im_start|>', '<|assistant|>']
+  special = sorted({*special, *(end for ends in ENDS.values() for end in ends)})
+  built = tokenizers.Tokenizer(tokenizers.models.BPE())
+  built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  built.train_from_iterator([], tokenizers.trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+  built.add_tokens(['<tool_call>', '</tool_call>', '</arg_value>', '\n', '\n\n'])
+  folder = tmp_path_factory.mktemp('ends')
+  built.save(str(folder / 'tokenizer.json'))
+  return FolderTokenizer(path=str(folder))
+
+
+def test_turns_end_where_the_template_ends_them(tokenizer):
+  sources = {path.stem: path.read_text() for path in PUBLISHED.glob('*.jinja')}
+  assert sources.keys() == ENDS.keys()
+  for name, source in sources.items():
+    template = ChatTemplate(template=source, bos_token='<s>', eos_token='</s>', writes_bos=True)
+    assert [tokenizer.decode_all([end]) for end in template.turn_ends(tokenizer)] == ENDS[name], name
+
+
+@pytest.mark.parametrize(
+  'source, message',
+  [
+    ('{% for m in messages %}{{ m.role }}: {{ m.content }}<eot>\n{% endfor %}', r"ends a turn by '<eot>\\n', which"),
+    ('{{ raise_exception("no talk today") }}', 'the end of a turn is not found: .*no talk today'),
+  ],
+)
+def test_an_end_that_is_no_token_is_said(tokenizer, source, message):
+  with pytest.raises(ValueError, match=message):
+    ChatTemplate(template=source).turn_ends(tokenizer)

@@ -1,6 +1,6 @@
 """Language models that start from a folder in Hugging Face's format: the base of the registered `hf` experiments."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import functools
 import os
@@ -16,7 +16,7 @@ from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer, SpanCorruption, span_corruption_lengths
-from spmd_tasks.inputs.tokenizer_files import read_json_object
+from spmd_tasks.inputs.tokenizer_files import FileTokenizer, read_json_object
 from spmd_tasks.recipes import TextTraining
 from spmd_tasks.recipes.pipelined import Pipelined
 from spmd_tasks.runtime import DecodeSettings, Origin, Task
@@ -96,10 +96,33 @@ class PretrainedLanguageModel(TextTraining):
     return fdl.copy_with(super().task(), decode=self.decode())
 
   def decode(self) -> fdl.Config[DecodeSettings]:
-    """Generation as the folder's files say; its weights are held in bfloat16 where the model computes in it."""
-    lengths = {'max_len': self.seq_len + 1} if self.folder.decoder.num_encoder_layers else {}
+    """Generation as the folder's files say; its weights are held in bfloat16 where the model computes in it.
+
+    Texts end at the folder's ends of text, and where the chat template ends a turn of the assistant.
+    """
+    defaults = generation_defaults(str(self.folder.path))
+    if self.folder.decoder.num_encoder_layers:
+      defaults['max_len'] = self.seq_len + 1
+    elif ends := self._turn_ends:
+      own = defaults['eos_ids'] if 'eos_ids' in defaults else (fdl.build(self.tokenizer()).eos_id,)
+      defaults |= _ending_at((*own, *ends))
     held = 'bfloat16' if (self.dtype or self.folder.dtype) == 'bfloat16' else None
-    return fdl.Config(DecodeSettings, weights_dtype=held, **lengths, **generation_defaults(str(self.folder.path)))
+    return fdl.Config(DecodeSettings, weights_dtype=held, **defaults)
+
+  @functools.cached_property
+  def _turn_ends(self) -> tuple[int, ...]:
+    """The tokens by which the chat template ends a turn of the assistant."""
+    tokenizer = fdl.build(self.tokenizer())
+    if not isinstance(tokenizer, FileTokenizer):
+      return ()
+    try:
+      template = self.chat_template()
+      return () if template == ChatTemplate() else template.turn_ends(tokenizer)
+    except UserError as error:
+      remedy = 'end turns by a token in the template, such as {{ eos_token }}, or set task.decode.eos_ids'
+      text = '%s: %s Generated texts end at the end of text alone: %s.'
+      logging.log_first_n(logging.WARNING, text, 1, self.model, error, remedy)
+      return ()
 
   def _packed_text(self, split: str, **settings: Any) -> fdl.Config:
     text = super()._packed_text(split, **settings)
@@ -195,9 +218,14 @@ def generation_defaults(folder: str) -> dict[str, Any]:
     ids = np.atleast_1d(ends).tolist()
     if not all(type(token) is int and token >= 0 for token in ids):
       raise UserError(f'{path}: eos_token_id = {ends!r} must be a token or a list of tokens.')
-    defaults['eos_ids'] = tuple(dict.fromkeys(ids))
-    defaults['max_stop_ids'] = max(_MIN_STOP_IDS, len(ids) + 4)
+    defaults |= _ending_at(ids)
   return defaults
+
+
+def _ending_at(tokens: Iterable[int]) -> dict[str, Any]:
+  """Returns the fields of DecodeSettings for texts that end at these tokens."""
+  ids = tuple(dict.fromkeys(tokens))
+  return {'eos_ids': ids, 'max_stop_ids': max(_MIN_STOP_IDS, len(ids) + 4)}
 
 
 def _number(config: dict[str, Any], name: str, path: str) -> int | float:

@@ -44,6 +44,8 @@ from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import write_durably
+from spmd_tasks.inputs import ChatTemplate
+from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
@@ -53,11 +55,12 @@ from spmd_tasks.tuning.base_digest import describe_base
 from spmd_tasks.tuning.merging import merge_adapters
 
 _HEAD = 'embedding/softmax_kernel'
+_MORE_TEMPLATES = 'additional_chat_templates'
 _COPIED = (
   *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
   'spiece.model',
   *('vocab.json', 'merges.txt', 'vocab.txt', 'generation_config.json', 'chat_template.jinja', 'chat_template.json'),
-  'additional_chat_templates',
+  _MORE_TEMPLATES,
 )
 
 
@@ -120,7 +123,7 @@ def export_model(
       weights,
       origin=origin,
       settings=_settings(job),
-      finish=functools.partial(_write_pooling, job, model),
+      finish=functools.partial(_finish, job, model),
       tokenizer_file=tokenizer_file if origin is None else None,
       is_writer=is_primary(),
       on_tensor=on_tensor,
@@ -144,6 +147,54 @@ def _settings(job: Job) -> Mapping[str, Any]:
     start = {'decoder_start_token_id': decode.start_id, 'pad_token_id': getattr(tokenizer, 'pad_id', 0)}
     return ids | ends | start
   return ids | {'max_position_embeddings': max(lengths)} if lengths else ids
+
+
+def _finish(job: Job, model: PartitionedModel, folder: Path) -> None:
+  """Writes the files beside the weights: the ends of text, the chat template, the pooling."""
+  _write_ends(job, folder)
+  _write_chat_template(job, folder)
+  _write_pooling(job, model, folder)
+
+
+def _write_ends(job: Job, folder: Path) -> None:
+  """Writes where generated texts end as `eos_token_id`, in generation_config.json and config.json."""
+  is_scorer = getattr(getattr(job.task.model, 'embedding', None), 'num_labels', None) is not None
+  if is_scorer or isinstance(job.task.model, EncoderDecoderLm):
+    return
+  decode, tokenizer = job.task.decode or DecodeSettings(), job.tokenizer
+  ends = list(decode.end_ids(None if tokenizer is None else tokenizer.eos_id))
+  config = read_json_object(str(folder / CONFIG_FILE))
+  names = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+  inherited = {name: config[name] for name in names if config.get(name) is not None}
+  for name, absent in (('generation_config.json', inherited), (CONFIG_FILE, {})):
+    values = read_json_object(str(folder / name)) or absent
+    are_same = sorted(np.atleast_1d(values.get('eos_token_id') or []).tolist()) == sorted(ends)
+    if are_same and (folder / name).exists():
+      continue
+    if ends and not are_same:
+      values['eos_token_id'] = ends if len(ends) > 1 else ends[0]
+    write_durably(folder / name, json.dumps(values, indent=2, sort_keys=True) + '\n')
+
+
+def _write_chat_template(job: Job, folder: Path) -> None:
+  """Writes the chat template of a job, unless the folder has it already."""
+  template, has_tokenizer = job.experiment.chat_template(), (folder / 'tokenizer.json').exists()
+  if template == ChatTemplate() or not has_tokenizer:
+    return
+  names = ('template', 'tool_template')
+  own = ChatTemplate.from_folder(str(folder))
+  if own is not None and all(getattr(own, name) == getattr(template, name) for name in names):
+    return
+  (folder / 'chat_template.json').unlink(missing_ok=True)
+  shutil.rmtree(folder / _MORE_TEMPLATES, ignore_errors=True)
+  path = folder / 'tokenizer_config.json'
+  config = read_json_object(str(path))
+  if config.pop('chat_template', None):
+    write_durably(path, json.dumps(config, indent=2, ensure_ascii=False) + '\n')
+  write_durably(folder / 'chat_template.jinja', template.template)
+  if template.tool_template is not None:
+    (folder / _MORE_TEMPLATES).mkdir()
+    write_durably(folder / _MORE_TEMPLATES / 'tool_use.jinja', template.tool_template)
 
 
 def _write_pooling(job: Job, model: PartitionedModel, folder: Path) -> None:
