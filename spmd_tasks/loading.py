@@ -5,12 +5,13 @@ from spmd_tasks import load
 lm = load('runs/tiny')                                    # the newest checkpoint, on the devices that are there
 lm = load('models/llama')                                 # or a folder in Hugging Face's format, or hf://org/name
 lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
+lm.chat('How warm is it?', max_tokens=40)                 # one message or a conversation, by the chat template
 lm.generate(['import '], adapter='french')                # if the experiment has `adapters`
 lm.logits(ids)                                            # float32 [B, T, V]
 lm.model.apply(lm.variables, {'ids': ids})               # the Linen module itself
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -29,10 +30,10 @@ from spmd_tasks.activity import doing
 from spmd_tasks.config import resolve
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
-from spmd_tasks.decoding import DecodeSteps, generate
+from spmd_tasks.decoding import DecodeSteps, Prompt, generate
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import search
-from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
+from spmd_tasks.decoding.prompts import PromptTokenizer, chat_prompt
 from spmd_tasks.decoding.sampling import prompt_seed
 from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed.initialization import skip_absent_tpu
@@ -251,6 +252,52 @@ class LoadedModel:
 
     texts = dict(self.complete(list(itertools.starmap(read, enumerate(prompts)))))
     return [texts[number] for number in range(len(prompts))]
+
+  def chat(
+    self,
+    messages: str | Sequence[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] = {},
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    adapter: str | None = None,
+  ) -> list[str]:
+    """Returns the assistant's answer to each conversation, the same as the server gives.
+
+    The experiment's chat template writes the conversation: a folder's own, or a plain transcript. Answers end where the
+    template ends a turn.
+
+    Args:
+      messages: a conversation: a text, which is one message of the user, or a list of messages with `role` and
+        `content`; or several conversations, as a list of texts or of lists of messages.
+      tools: descriptions of functions that the answers may call, in the format of OpenAI's API.
+      template_variables: further variables of the template, such as {'enable_thinking': False}.
+      max_tokens, temperature, top_k, top_p, seed, adapter: as in `generate`.
+
+    Raises a UserError: as `generate`, or the template refuses the messages.
+    """
+    if self.tokenizer is None:
+      raise UserError(f'{self.job.name} has no tokenizer in its inputs, so that it cannot chat: use lm.logits(ids).')
+    conversations: Any = [messages] if isinstance(messages, str) else list(messages)
+    if conversations and all(isinstance(message, Mapping) for message in conversations):
+      conversations = [conversations]
+    template = self.job.experiment.chat_template()
+    given: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'adapter': adapter}
+    given |= {'max_tokens': max_tokens, 'tools': tools, 'variables': template_variables}
+    prompts = []
+    for number, turns in enumerate(conversations):
+      turns = [{'role': 'user', 'content': turns}] if isinstance(turns, str) else turns
+      if isinstance(turns, Mapping) or not all(isinstance(turn, Mapping) and 'role' in turn for turn in turns):
+        raise UserError(
+          f'conversation {number + 1} must be a text or a list of messages, each with role and content, not {turns!r:.100}.'
+        )
+      own_seed = None if seed is None else prompt_seed(seed, number)
+      prompts.append(chat_prompt(turns, template, self.tokenizer, seed=own_seed, **given))
+    return self.generate(prompts)
 
   def complete(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
     """Yields (number of the prompt, the text that follows it) as texts are finished. Raises as `generate`."""

@@ -10,8 +10,8 @@ import pytest
 from spmd_tasks import UserError, exit_codes, load
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve, to_json
-from spmd_tasks.decoding import generate
-from spmd_tasks.decoding.prompts import Prompt
+from spmd_tasks.decoding import Prompt, generate
+from spmd_tasks.decoding.sampling import prompt_seed
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.sharding import MeshSpec
 from tests import binary
@@ -84,6 +84,33 @@ def test_texts_are_those_of_decode_once(saved, tmp_path):
     assert len(set(alike)) == 3  # each prompt draws from its own noise
     likeliest = lm.generate(texts, max_tokens=5, temperature=0.0)
     assert lm.generate(texts, max_tokens=5, temperature=1.0, top_k=1) == likeliest
+
+
+def test_chat_continues_what_the_chat_template_writes(saved, tmp_path):
+  asked = {'max_tokens': 6, 'temperature': 1.0, 'seed': 3}
+  hello = [{'role': 'user', 'content': 'the cat'}]
+  talk = [*hello, {'role': 'assistant', 'content': 'sat'}, *hello]
+  chatml = '{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}{{ mood }}<|im_start|>'
+  with shared_models():
+    lm = load(write_llama(tmp_path / 'model', chat_template=chatml), overrides=['task.decode.max_len=64'])
+  first = '<|im_start|>user the cat<|im_end|>'
+  texts = [f'{first}<|im_start|>', f'{first}<|im_start|>assistant sat<|im_end|>{first}<|im_start|>']
+  seeds = [asked | {'seed': prompt_seed(3, number)} for number in range(2)]
+  ids = [tuple(lm.tokenizer.encode(text)) for text in texts]
+  expected = lm.generate([Prompt(prompt_ids=ids[number], **seeds[number]) for number in range(2)])
+  assert expected[0] != expected[1]
+  assert lm.chat([hello, talk], **asked) == expected
+  assert lm.chat('the cat', **asked) == lm.chat(hello, **asked) == lm.chat(['the cat'], **asked) == expected[:1]
+  calm = Prompt(prompt_ids=tuple(lm.tokenizer.encode(f'{first}calm<|im_start|>')), **asked)
+  assert lm.chat(hello, template_variables={'mood': 'calm'}, **asked) == lm.generate([calm])
+  with pytest.raises(UserError, match=r"conversation 2 must be .* a list of messages, .* not {'role': 'user'"):
+    lm.chat(['a', hello[0]])
+  with shared_models():
+    transcript = load(saved['moe'][0], overrides=['task.decode.max_len=32'])  # a transcript: no folder's template
+    prompt = Prompt(prompt='user: d\nassistant: ', stop=('\nuser:', '\nsystem:'), **asked)
+    assert transcript.chat('d', **asked) == transcript.generate([prompt])
+    with pytest.raises(UserError, match='has no tokenizer in its inputs, so that it cannot chat'):
+      load(saved['dense'][0]).chat('a')
 
 
 def test_a_draft_model_has_the_same_tokens(tmp_path):

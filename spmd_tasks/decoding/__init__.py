@@ -24,6 +24,6 @@ from spmd_tasks.faces import lazy_face
 with lazy_face(globals()):
   from spmd_tasks.decoding.decode_steps import DecodeSteps
   from spmd_tasks.decoding.generation import generate
-  from spmd_tasks.decoding.prompts import PromptFile, Prompts
+  from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts
   from spmd_tasks.decoding.requests import Request
   from spmd_tasks.runtime import DecodeSettings, SamplingParams

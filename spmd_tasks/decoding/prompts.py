@@ -8,7 +8,7 @@ r"""Prompts: JSON lines that a decoding job continues, and the requests that the
 Every field except the prompt has a default in the task's DecodeSettings; null stands for the default.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import difflib
 import functools
@@ -23,7 +23,7 @@ from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.sampling import MAX_BIASES, prompt_seed
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.inputs import ChatTemplate, Tokenizer
 from spmd_tasks.inputs.batches import import_tensorflow
 from spmd_tasks.inputs.records import parse_json
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
@@ -77,6 +77,26 @@ class Prompt:
   structured_outputs: dict[str, Any] | None = None
   adapter: str | None = None
   id: Any = None
+
+
+def chat_prompt(
+  messages: Sequence[Mapping[str, Any]],
+  template: ChatTemplate,
+  tokenizer: Tokenizer,
+  *,
+  tools: Sequence[Mapping[str, Any]] | None = None,
+  variables: Mapping[str, Any] = {},
+  **settings: Any,
+) -> Prompt:
+  """Returns the Prompt for the answer to a conversation; `settings` are fields of it.
+
+  Its text is what the template writes, after the tokenizer's beginning of text unless the template writes that itself.
+
+  Raises a UserError: the template refuses the messages.
+  """
+  text = template.render(messages, tools=tools, **variables)
+  prompt: Any = {'prompt_ids': tuple(tokenizer.encode(text))} if template.writes_bos else {'prompt': text}
+  return Prompt(**prompt, stop=template.stop, **settings)
 
 
 class PromptSource(Protocol):

@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from spmd_tasks.decoding.prompts import Prompt
+from spmd_tasks.decoding import Prompt
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer

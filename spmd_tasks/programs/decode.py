@@ -22,11 +22,11 @@ from etils import epath
 
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
-from spmd_tasks.decoding import DecodeSteps, Request, generate
+from spmd_tasks.decoding import DecodeSteps, Prompt, Request, generate
 from spmd_tasks.decoding.constraints import Matcher
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import Completion, search
-from spmd_tasks.decoding.prompts import Prompt, PromptSource, PromptTokenizer
+from spmd_tasks.decoding.prompts import PromptSource, PromptTokenizer
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import primary_decides

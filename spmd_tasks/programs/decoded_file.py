@@ -17,9 +17,8 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_tasks.decoding import Request
+from spmd_tasks.decoding import Prompt, Request
 from spmd_tasks.decoding.generation import Completion
-from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import (
   append,

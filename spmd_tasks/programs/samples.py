@@ -22,9 +22,9 @@ import time
 
 from etils import epath
 
-from spmd_tasks.decoding import DecodeSteps, Request
+from spmd_tasks.decoding import DecodeSteps, Prompt, Request
 from spmd_tasks.decoding.generation import complete_all
-from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
+from spmd_tasks.decoding.prompts import PromptTokenizer, chat_prompt
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
@@ -47,11 +47,7 @@ def _prompt(experiment: Experiment, tokenizer: Tokenizer, text: str) -> Prompt:
   """The prompt of a text, or of a conversation that begins with it."""
   if not experiment.sample_as_chat:
     return Prompt(prompt=text)
-  template = experiment.chat_template()
-  rendered = template.render([{'role': 'user', 'content': text}])
-  if template.writes_bos:
-    return Prompt(prompt_ids=tuple(tokenizer.encode(rendered)), stop=template.stop)
-  return Prompt(prompt=rendered, stop=template.stop)
+  return chat_prompt([{'role': 'user', 'content': text}], experiment.chat_template(), tokenizer)
 
 
 def _markdown(prompt: str, text: str) -> str:

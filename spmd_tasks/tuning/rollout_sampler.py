@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd_tasks.decoding import DecodeSteps, generate
+from spmd_tasks.decoding import DecodeSteps, Prompt, generate
 from spmd_tasks.decoding.generation import can_sample, complete_groups
-from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
+from spmd_tasks.decoding.prompts import PromptTokenizer
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import shard_rows
 from spmd_tasks.learning.accumulation import compute_in_parts

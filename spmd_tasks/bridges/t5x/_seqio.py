@@ -19,8 +19,9 @@ from absl import logging
 import jax
 import numpy as np
 
+from spmd_tasks.decoding import Prompt
 from spmd_tasks.decoding.generation import Completion
-from spmd_tasks.decoding.prompts import Prompt, PromptSource
+from spmd_tasks.decoding.prompts import PromptSource
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer, base
 from spmd_tasks.inputs.batches import digest, import_tensorflow

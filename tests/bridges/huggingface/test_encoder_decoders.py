@@ -15,7 +15,7 @@ from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface._describe import model_places
 from spmd_tasks.bridges.huggingface.exporting import export_folder
-from spmd_tasks.decoding.prompts import Prompt
+from spmd_tasks.decoding import Prompt
 from tests.bridges.huggingface.reference_models import assert_close, quiet_transformers, random_model, tensors_of
 from tests.bridges.huggingface.test_folders import abstract_weights
 
