@@ -110,7 +110,8 @@ def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
   if not path:
     return None
   assert isinstance(model.mesh, Mesh)
-  draft = load(path, mesh=model.mesh)
+  folder, _, overrides = path.partition('?')
+  draft = load(folder, mesh=model.mesh, overrides=overrides.split('&') if overrides else ())
   if not _same_tokens(job.tokenizer, draft.job.tokenizer):
     raise UserError(f'draft_model={path!r} has other tokens than {job.name}: name a model with the same tokenizer.')
   return DraftModel(
@@ -293,7 +294,8 @@ class LoadedModel:
       turns = [{'role': 'user', 'content': turns}] if isinstance(turns, str) else turns
       if isinstance(turns, Mapping) or not all(isinstance(turn, Mapping) and 'role' in turn for turn in turns):
         raise UserError(
-          f'conversation {number + 1} must be a text or a list of messages, each with role and content, not {turns!r:.100}.'
+          f'conversation {number + 1} must be a text or a list of messages, each with role and content, not '
+          f'{turns!r:.100}.'
         )
       own_seed = None if seed is None else prompt_seed(seed, number)
       prompts.append(chat_prompt(turns, template, self.tokenizer, seed=own_seed, **given))

@@ -131,7 +131,10 @@ def test_a_draft_model_has_the_same_tokens(tmp_path):
     return load(folders[0], overrides=[*settings, *drafts], mesh=one_device)
 
   asked = {'max_tokens': 9, 'temperature': 1.0, 'seed': 3}
-  steps, tokenizer, variables = load_with(folders[1])._decoder
+  config = json.loads((folders[1] / 'config.json').read_text())
+  (folders[1] / 'config.json').write_text(json.dumps(config | {'logits_scaling': 8.0}))  # unknown, and not read
+  draft = f'{folders[1]}?accept_config_keys=logits_scaling'
+  steps, tokenizer, variables = load_with(draft)._decoder
   request, _ = tokenizer.request(Prompt(prompt='the cat', **asked), 'here')
   ((_, completion),) = generate(steps, variables, [request], decode=tokenizer.decode)
   assert completion.num_accepted == completion.num_drafted > 0

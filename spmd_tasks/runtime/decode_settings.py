@@ -70,7 +70,8 @@ class DecodeSettings(SamplingParams):
       of the KV cache divide it; None is 64 on CPUs and 256 elsewhere. Beam search reads whole prompts.
     num_drafts: how many tokens of a text a step guesses ahead and checks (decoding/drafts.py); the text stays the same.
     draft_model: a folder, or the directory of a job, of a smaller model with the same tokens, which guesses them; None:
-      the model's own heads do (`num_nextn_predict_layers`), or, of a model without any, n-grams of the text.
+      the model's own heads do (`num_nextn_predict_layers`), or, of a model without any, n-grams of the text. Its own
+      settings follow a question mark: FOLDER?accept_config_keys=KEY&dtype=float32.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
     eos_ids: tokens that end a text; None is the tokenizer's end of text.
     max_stop_ids: how many stop tokens a request may have, the end of text included.

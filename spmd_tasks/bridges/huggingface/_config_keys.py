@@ -120,9 +120,10 @@ class Config:
     may_matter = {key for key, value in unread.items() if not is_neutral(value) and not self._is_repeated(key)}
     if unknown := sorted(may_matter - set(self._accepted)):
       values = ', '.join(f'{key} = {unread[key]!r:.60}' for key in unknown)
+      accept = f'accept_config_keys={",".join(unknown)}'
       raise UserError(
         f'{self.path} has settings that are unknown here and may change the outputs: {values}; if they do not, accept '
-        f'them with --set accept_config_keys={",".join(unknown)}.'
+        f'them with --set {accept}, or in init_from and draft_model with FOLDER?{accept}.'
       )
 
   def _is_repeated(self, key: str) -> bool:

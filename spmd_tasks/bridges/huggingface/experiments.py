@@ -53,7 +53,7 @@ class PretrainedLanguageModel(TextTraining):
     named = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
     if not isinstance(named, FolderOrigin):
       return named
-    accepted = self.accept_config_keys
+    accepted = (*named.accept_config_keys, *self.accept_config_keys)
     return dataclasses.replace(named, accept_config_keys=accepted, sources=lambda: self.adapter_sources)
 
   @functools.cached_property

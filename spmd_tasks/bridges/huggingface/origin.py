@@ -92,10 +92,18 @@ class FolderOrigin(Base):
 
 
 def open_origin(place: str, step: int | None) -> FolderOrigin:
-  """Returns the origin that `init_from = hf:PLACE` names. Raises a UserError for a step."""
+  """Returns the origin that `init_from = hf:PLACE` or `hf:PLACE?accept_config_keys=KEY,KEY` names.
+
+  Raises a UserError: there is a step, or another setting.
+  """
   if step is not None:
     raise UserError(f'init_from_step = {step} has no meaning for hf:{place}: leave it out.')
-  return FolderOrigin(path=str(local_folder(f'hf:{place}' if place.startswith('//') else place)))
+  folder, _, setting = place.partition('?')
+  name, _, keys = setting.partition('=')
+  if setting and (name != 'accept_config_keys' or not keys):
+    raise UserError(f'init_from = hf:{place} has {setting!r}, but a folder has one setting, accept_config_keys=KEY.')
+  path = str(local_folder(f'hf:{folder}' if folder.startswith('//') else folder))
+  return FolderOrigin(path=path, accept_config_keys=tuple(keys.split(',')) if keys else ())
 
 
 def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:

@@ -21,6 +21,7 @@ from spmd_tasks.bridges.huggingface._config_keys import Config, is_inert
 from spmd_tasks.bridges.huggingface._families import FAMILIES
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
+from spmd_tasks.runtime.origin import origin_named
 from tests.bridges.huggingface.reference_models import (
   assert_close,
   logits_of,
@@ -206,7 +207,7 @@ def test_a_key_that_may_matter_is_refused_until_it_is_accepted(case, tmp_path):
     opened(PUBLISHED[name] | keys, tmp_path)
   for key, value in keys.items():
     assert f'{key} = {value!r:.60}' in str(refused.value)
-  assert f'--set accept_config_keys={",".join(sorted(keys))}.' in str(refused.value)
+  assert f'--set accept_config_keys={",".join(sorted(keys))}, or in init_from' in str(refused.value)
   assert opened(PUBLISHED[name] | keys, tmp_path, accept_config_keys=[*keys]).decoder == (
     opened(PUBLISHED[name], tmp_path).decoder
   )
@@ -303,8 +304,14 @@ def test_accepted_keys_are_a_setting_of_every_job_from_the_folder(tmp_path):
   (folder / 'config.json').write_text(json.dumps(config | {'logits_scaling': 8.0}))
   with pytest.raises(UserError, match='accept_config_keys=logits_scaling'):
     load(str(folder))
-  accepted = load(str(folder), overrides=['accept_config_keys=logits_scaling'])
+  accept = 'accept_config_keys=logits_scaling'
+  accepted = load(str(folder), overrides=[accept])
   np.testing.assert_array_equal(accepted.logits(POSITIONS), expected)
+  assert origin_named(f'hf:{folder}?{accept},other', None).open().decoder == accepted.job.experiment.folder.decoder
+  with pytest.raises(UserError, match=f'has settings .* or in init_from and draft_model with FOLDER.{accept}'):
+    origin_named(f'hf:{folder}', None).open()
+  with pytest.raises(UserError, match="has 'accept=all', but a folder has one setting, accept_config_keys=KEY"):
+    origin_named(f'hf:{folder}?accept=all', None)
 
 
 def test_an_architecture_of_another_class_can_be_accepted(tmp_path):
