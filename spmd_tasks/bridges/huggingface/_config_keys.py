@@ -3,10 +3,10 @@
     Key('num_hidden_layers', 'num_layers', int, 32)   # one key, one field, the family's default
     Only('hidden_act', 'silu')                        # a key of which one value is understood here
 
-A key may be absent: then it has the default of its family in `transformers`. null counts as absent where the default is
-None. The entries of a family read every key that `transformers` reads to compute its logits. Published folders have
-others, too: one that is no setting of the computation, or whose value changes nothing, is left out; any other is an
-error, unless the user accepts it.
+A key may be absent: then it has the default of its family in `transformers`. null counts as absent if that default is
+None, and is refused otherwise, as `transformers` refuses it. The entries of a family read every key that `transformers`
+reads to compute its logits. Published folders have others, too: one that is no setting of the computation, or whose
+value changes nothing, is left out; any other is an error, unless the user accepts it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -103,6 +103,9 @@ class Config:
   def has(self, key: str) -> bool:
     return self.values.get(key) is not None
 
+  def is_null(self, key: str) -> bool:
+    return key in self.values and self.values[key] is None
+
   def expect(self, key: str, value: Any) -> None:
     """Raises a UserError if a key is there and is not `value`, which other keys say."""
     if self.read(key, type(value), value) != value:
@@ -157,7 +160,8 @@ class Key:
     aliases: other names of the key.
     names: where the values have other names here, of all that are known; of two that mean the same, the first is
       written.
-    nullable: whether null means None, and not the default.
+    nullable: whether null means None.
+    null: what null means if it is neither that nor the default: a function of the fields that are known.
   """
 
   key: str
@@ -167,15 +171,19 @@ class Key:
   aliases: tuple[str, ...] = ()
   names: Mapping[Any, Any] | None = None
   nullable: bool = False
+  null: Callable[[Values], Any] | None = None
 
   @property
   def _fields(self) -> tuple[str, ...]:
     return (self.field,) if isinstance(self.field, str) else self.field
 
   def read(self, config: Config, known: Values) -> Values:
-    value = self.default(known) if callable(self.default) else self.default
+    default = self.null if self.null is not None and self.key in config.values else self.default
+    value = default(known) if callable(default) else default
     if self.nullable and self.key in config.values:
       value = None
+    elif value is not None and not callable(default) and config.is_null(self.key):
+      raise config.error(self.key, f'must have a value, such as the {value!r} of its family')
     for key in (self.key, *self.aliases):
       value = config.read(key, self.kind, value)
     if self.names is not None:
@@ -251,8 +259,7 @@ class AllWindowed:
   use_key: bool = False
 
   def read(self, config: Config, known: Values) -> Values:
-    absent = self.default if 'sliding_window' not in config.values else None
-    window = config.read('sliding_window', int, absent)
+    window = config.read('sliding_window', int, None if config.is_null('sliding_window') else self.default)
     if self.use_key and not config.read('use_sliding_window', bool, False):
       window = None
     return {'window': window, 'windowed': (window is not None,) * known['num_layers']}
@@ -276,7 +283,7 @@ class LayerTypes:
   use_key: bool = False
 
   def read(self, config: Config, known: Values) -> Values:
-    window = config.read('sliding_window', int, self.default_window)
+    window = config.read('sliding_window', int, None if config.is_null('sliding_window') else self.default_window)
     layers = range(known['num_layers'])
     is_used = config.read('use_sliding_window', bool, False) if self.use_key else True
     types = config.read('layer_types', list, None)
@@ -285,8 +292,10 @@ class LayerTypes:
       if len(types) < len(layers) or set(types) - {'full_attention', 'sliding_attention'}:
         raise config.error('layer_types', f"must name 'full_attention' or 'sliding_attention' for {len(layers)} layers")
       windowed = tuple(types[layer] == 'sliding_attention' for layer in layers)
-    if not is_used or window is None:
+    if not is_used or (window is None and self.use_key and types is None):
       windowed = (False,) * len(layers)
+    if window is None and any(windowed):
+      raise config.error('sliding_window', 'must have a value, because some layers have a window')
     return {'window': window if any(windowed) else None, 'windowed': windowed}
 
   def write(self, decoder: Decoder) -> Values:

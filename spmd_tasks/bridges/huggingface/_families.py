@@ -155,6 +155,10 @@ class Family:
     return tables | {f'{layer}shared_head.head.weight': kernel for layer in layers}
 
 
+def _num_heads(known: Values) -> int:
+  return known['num_heads']
+
+
 def _sizes(
   vocab_size: int,
   hidden_size: int,
@@ -173,7 +177,7 @@ def _sizes(
     Key('intermediate_size', 'hidden_dim', int, intermediate_size),
     Key('num_hidden_layers', 'num_layers', int, num_layers),
     Key('num_attention_heads', 'num_heads', int, num_heads),
-    Key('num_key_value_heads', 'num_kv_heads', int, num_kv_heads or (lambda known: known['num_heads'])),
+    Key('num_key_value_heads', 'num_kv_heads', int, num_kv_heads or _num_heads, null=_num_heads),
     Key('head_dim', 'head_dim', int, head_dim or (lambda known: known['embed_dim'] // known['num_heads'])),
     Key('rms_norm_eps', 'norm_eps', float, eps),
     Key('tie_word_embeddings', 'tied', bool, tied),

@@ -342,15 +342,16 @@ class Rope:
   def read(self, config: Config, known: Values) -> Values:
     given = config.read('rope_parameters', dict, {})
     old = config.read('rope_scaling', dict, {})
+    partial = 1.0 if self.partial is None or config.is_null('partial_rotary_factor') else self.partial
     implied = {
       'rope_theta': config.read('rope_theta', float, self.theta),
-      'partial_rotary_factor': config.read('partial_rotary_factor', float, self.partial or 1.0),
+      'partial_rotary_factor': config.read('partial_rotary_factor', float, partial),
     }
     own_length = config.read('original_max_position_embeddings', int, 4096) if self.is_phi3 else None
     lengths = (own_length, config.read('max_position_embeddings', int, self.max_length))
     head_dim = known.get('latent.rope_head_dim') or known['head_dim']
     if self.local_theta is None:
-      if not given and not old and not config.has('rope_theta'):
+      if not old and not config.has('rope_parameters'):
         given = self.default
       given = old or given
       if self.is_phi3 and (given.get('rope_type') or given.get('type')) in ('su', 'yarn'):

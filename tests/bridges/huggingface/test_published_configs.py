@@ -233,6 +233,38 @@ def test_a_value_that_changes_numbers_is_refused(case, tmp_path):
   assert '\n' not in str(refused.value)
 
 
+NULLS = {
+  'Qwen/Qwen2.5-7B-Instruct': {'num_key_value_heads': None},
+  'Qwen/Qwen3-8B': {'num_key_value_heads': None, 'sliding_window': None},
+  'huggyllama/llama-7b': {'num_key_value_heads': None, 'head_dim': None, 'rope_scaling': None},
+  'openai/gpt-oss-20b': {'rope_scaling': None},  # the family's own, with the rope_theta of the file
+  'THUDM/GLM-4-9B-0414': {'partial_rotary_factor': None},
+}
+
+
+@pytest.mark.parametrize('name', NULLS)
+def test_null_is_read_as_transformers_reads_it(name, tmp_path):
+  values = PUBLISHED[name] | NULLS[name]
+  config, decoder = theirs(values, tmp_path), opened(values, tmp_path).decoder
+  facts = sizes(config)
+  assert {key: getattr(decoder, key) for key in facts} == facts
+  assert_rotates_as(decoder.rotary, config, 'full_attention')
+  windowed = opened(
+    PUBLISHED['Qwen/Qwen2.5-7B-Instruct'] | {'use_sliding_window': True, 'sliding_window': None}, tmp_path
+  )
+  assert windowed.decoder.window is None
+
+
+@pytest.mark.parametrize('key', ['hidden_size', 'rms_norm_eps', 'hidden_act', 'tie_word_embeddings', 'vocab_size'])
+def test_null_for_what_must_have_a_value_is_refused(key, tmp_path):
+  """As transformers refuses it; the default of the family would be a guess."""
+  values = PUBLISHED['Qwen/Qwen3-8B'] | {key: None}
+  with pytest.raises(Exception, match=key):
+    theirs(values, tmp_path)
+  with pytest.raises(UserError, match=f'{key} = None, but it must have a value'):
+    opened(values, tmp_path)
+
+
 # Keys that only heads, images and generation read, and `sliding_window` of OLMoE, whose config has none.
 OF_OTHER_PARTS = {
   'num_labels',
