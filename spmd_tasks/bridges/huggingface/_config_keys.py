@@ -120,6 +120,8 @@ class Config:
     for key, value in _NEUTRAL.items():
       if unread.pop(key, None) not in (value, None):
         raise self.error(key, f'must be {value!r}, as nothing else is understood here')
+    if set(unread.get('layer_types') or ()) == {'full_attention'} and not self.has('sliding_window'):
+      del unread['layer_types']
     may_matter = {key for key, value in unread.items() if not is_neutral(value) and not self._is_repeated(key)}
     if unknown := sorted(may_matter - set(self._accepted)):
       values = ', '.join(f'{key} = {unread[key]!r:.60}' for key in unknown)

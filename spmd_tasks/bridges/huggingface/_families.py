@@ -252,7 +252,12 @@ _QWEN_WINDOW = LayerTypes(
 FAMILIES: dict[str, Family] = {
   'llama': Family(
     architecture='LlamaForCausalLM',
-    keys=(*_llama(32_000, 4096, 11_008, 32, 32), attention_bias(), Key('mlp_bias', 'mlp_bias', bool, False)),
+    keys=(
+      *_llama(32_000, 4096, 11_008, 32, 32),
+      attention_bias(),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+      Only('activation', None, ('swiglu',)),  # Falcon 3 says again what `hidden_act` does
+    ),
   ),
   'mistral': Family(
     architecture='MistralForCausalLM',
@@ -277,7 +282,7 @@ FAMILIES: dict[str, Family] = {
     architecture='Qwen2ForCausalLM',
     keys=(*_llama(151_936, 4096, 22_016, 32, 32, 32), _QWEN_WINDOW),
     fixed={'qkv_bias': True},
-    inert=('qkv_bias',),
+    inert=('qkv_bias', 'attention_bias'),  # always of q, k and v
   ),
   'qwen3': Family(
     architecture='Qwen3ForCausalLM',

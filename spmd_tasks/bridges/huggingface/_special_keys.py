@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+from absl import logging
+
 from spmd_tasks.bridges.huggingface._config_keys import (
   ACTIVATIONS,
   MAX_LAYERS,
@@ -400,7 +402,10 @@ def read_rotary(given: Mapping[str, Any], head_dim: int, lengths: tuple[int | No
   scaling = None if kind == 'default' else _read_scaling(kind, values, lengths, where)
   if kind == 'default':
     values.pop(_ORIGINAL, None)  # which says nothing without a scaling
-  if unknown := {key: value for key, value in values.items() if key != 'finetuned' and not is_neutral(value)}:
+  ignored = ('finetuned', 'attn_factor')
+  if values.get('attn_factor'):
+    logging.warning('%s with attn_factor = %s, which is ignored, as by transformers.', where, values['attn_factor'])
+  if unknown := {key: value for key, value in values.items() if key not in ignored and not is_neutral(value)}:
     raise UserError(f'{where} of type {kind!r} with {unknown}, which are not known here.')
   num_features = None if int(head_dim * partial) == head_dim else int(head_dim * partial)
   return Rotary(max_wavelength=float(theta), num_features=num_features, scaling=scaling)

@@ -238,7 +238,7 @@ NULLS = {
   'Qwen/Qwen3-8B': {'num_key_value_heads': None, 'sliding_window': None},
   'huggyllama/llama-7b': {'num_key_value_heads': None, 'head_dim': None, 'rope_scaling': None},
   'openai/gpt-oss-20b': {'rope_scaling': None},  # the family's own, with the rope_theta of the file
-  'THUDM/GLM-4-9B-0414': {'partial_rotary_factor': None},
+  'zai-org/GLM-4-9B-0414': {'partial_rotary_factor': None},
 }
 
 
@@ -253,6 +253,12 @@ def test_null_is_read_as_transformers_reads_it(name, tmp_path):
     PUBLISHED['Qwen/Qwen2.5-7B-Instruct'] | {'use_sliding_window': True, 'sliding_window': None}, tmp_path
   )
   assert windowed.decoder.window is None
+
+
+def test_layer_types_of_full_attention_say_nothing(tmp_path):
+  values = PUBLISHED['huggyllama/llama-7b']
+  same = opened(values | {'layer_types': ['full_attention'] * values['num_hidden_layers']}, tmp_path)
+  assert same.decoder == opened(values, tmp_path).decoder
 
 
 @pytest.mark.parametrize('key', ['hidden_size', 'rms_norm_eps', 'hidden_act', 'tie_word_embeddings', 'vocab_size'])
