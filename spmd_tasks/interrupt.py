@@ -14,7 +14,7 @@ if TYPE_CHECKING:
   from types import FrameType
 
 CODE = 130  # INTERRUPTED of exit_codes.py, which the signal may find half imported
-SENTENCE = b'spmd-tasks: interrupted with nothing to save; the same command goes on from here.\n'
+SENTENCE = b'spmd-tasks: interrupted with nothing to save; run the same command again.\n'
 
 
 def leave_on_sigint() -> None:

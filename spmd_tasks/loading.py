@@ -31,6 +31,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.decoding import DecodeSteps, Prompt, generate
+from spmd_tasks.decoding.decode_steps import check_reads_tokens
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import search
 from spmd_tasks.decoding.prompts import PromptTokenizer, chat_prompt
@@ -202,6 +203,7 @@ class LoadedModel:
         raise UserError(
           f'{name} {array.dtype}{list(array.shape)} must be integers [batch, length]: wrap one text in a list.'
         )
+    check_reads_tokens(self.job.train_input.element_spec(), self.job.task.decode)
     if isinstance(self.model, EncoderDecoderLm) != (encoder_ids is not None):
       raise UserError('encoder_ids are for models with an encoder, which need them: leave them out, or give them.')
     batch = {name: array.astype(np.int32) for name, array in given.items()}
@@ -281,8 +283,9 @@ class LoadedModel:
 
     Raises a UserError: as `generate`, or the template refuses the messages.
     """
+    check_reads_tokens(self.job.train_input.element_spec(), self.job.task.decode)
     if self.tokenizer is None:
-      raise UserError(f'{self.job.name} has no tokenizer in its inputs, so that it cannot chat: use lm.logits(ids).')
+      raise UserError(f'{self.job.name} has no tokenizer in its inputs, so that it cannot chat: give them one.')
     conversations: Any = [messages] if isinstance(messages, str) else list(messages)
     if conversations and all(isinstance(message, Mapping) for message in conversations):
       conversations = [conversations]

@@ -39,8 +39,9 @@ def describe_raised(error: Exception) -> str | None:
 def describe_out_of_memory(error: BaseException) -> str:
   """Returns the sentence for the error of a device that has no memory left."""
   return (
-    f'the memory of the devices is not enough ({" ".join(str(error).split())[:300]}): lower batch_size or seq_len, '
-    'raise task.learner.num_microbatches, or split the model over more devices; --mode plan says what takes it.'
+    f'the memory of the devices is not enough ({" ".join(str(error).split())[:300]}): make the batches smaller '
+    '(batch_size, seq_len), raise task.learner.num_microbatches, or split the model over more devices; --mode plan '
+    'says what takes it.'
   )
 
 

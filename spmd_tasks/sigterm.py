@@ -24,7 +24,7 @@ import types
 
 from spmd_tasks import exit_codes, interrupt
 
-_SENTENCE = b'spmd-tasks: preempted by SIGTERM with nothing to save; the same command goes on from here.\n'
+_SENTENCE = b'spmd-tasks: preempted by SIGTERM with nothing to save; run the same command again.\n'
 
 _WAITS = b'\nspmd-tasks: Ctrl-C: ending as soon as what runs now returns; again: leaving at once.\n'
 _TWICE = b'\nspmd-tasks: interrupted twice: left at once.\n'

@@ -11,7 +11,7 @@ from spmd_tasks import exit_codes, interrupt
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
-SENTENCE = 'spmd-tasks: preempted by SIGTERM with nothing to save; the same command goes on from here.\n'
+SENTENCE = 'spmd-tasks: preempted by SIGTERM with nothing to save; run the same command again.\n'
 TRAIN = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8)
 
 

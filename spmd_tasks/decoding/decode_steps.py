@@ -116,7 +116,7 @@ class DecodeSteps:
         model without, n-grams (drafts.py).
 
     Raises:
-      UserError: the model cannot generate text, or its training input has no length to take as max_len.
+      UserError: the model cannot generate text.
     """
     self.settings = model.task.decode if settings is None else settings
     self.storage = WeightStorage(model, self.settings.weights_dtype)
@@ -129,7 +129,8 @@ class DecodeSteps:
     # A call has few tokens, and the cache grows by them: devices that split a training sequence all compute the same.
     self._axis_rules = tuple((name, None if name == 'seq' else axes) for name, axes in rules)
     self._replicated = NamedSharding(model.mesh, PartitionSpec())
-    self.max_len = self.settings.max_len or _training_length(model)
+    check_reads_tokens(model.input_layout.spec, self.settings)
+    self.max_len = self.settings.max_len or model.input_layout.spec['ids'].shape[1]
     spec = model.input_layout.spec
     self.encoder_len = None
     if 'encoder_ids' in spec:
@@ -740,8 +741,11 @@ def _search_arguments(batch: PrefillBatch) -> tuple[Any, ...]:
   return arrays if batch.encoder_ids is None else (*arrays, batch.encoder_ids, batch.encoder_lengths)
 
 
-def _training_length(model: PartitionedModel) -> int:
-  ids = model.input_layout.spec.get('ids')
-  if ids is None:
-    raise UserError("the training input has no 'ids', whose length would be max_len: set task.decode.max_len.")
-  return ids.shape[1]
+def check_reads_tokens(spec: Mapping[str, Any], settings: DecodeSettings | None) -> None:
+  """Raises a UserError if the batches of a model have no tokens, so that it can continue no text."""
+  if 'ids' not in spec and (settings is None or settings.max_len is None):
+    raise UserError(
+      f'the model generates no text, because its batches have {", ".join(sorted(spec))} and no `ids`, the tokens of a '
+      'language model: take --mode eval, or `model.apply` in Python; a language model with other training data needs '
+      'task.decode.max_len.'
+    )

@@ -24,6 +24,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.decoding import DecodeSteps, Prompt, Request, generate
 from spmd_tasks.decoding.constraints import Matcher
+from spmd_tasks.decoding.decode_steps import check_reads_tokens
 from spmd_tasks.decoding.draft_model import DraftModel
 from spmd_tasks.decoding.generation import Completion, search
 from spmd_tasks.decoding.prompts import PromptSource, PromptTokenizer
@@ -81,6 +82,8 @@ def decode(
     UserError: there are no prompts, they do not fit the model, or a file holds the outputs of other prompts.
   """
   task: Any = job.task
+  if not hasattr(task, 'make_decoder'):
+    check_reads_tokens(job.train_input.element_spec(), getattr(task, 'decode', None))
   sources = _sources(job, input_path, decodes_batches=hasattr(task, 'make_decoder'))
   model = partition_job(job)
   with open_reader(job, model, job_log_dir, 'decode', emergency) as reader:

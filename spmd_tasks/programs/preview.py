@@ -43,7 +43,7 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
   is_pairs = 'reference_log_probs' in given.element_spec()
   missing = sorted(set(BATCH_DTYPES) - set(given.element_spec()))
   if job.tokenizer is None or missing:
-    lacks = f'has no {missing[0]}' if missing else 'has no tokenizer'
+    lacks = f'has {", ".join(sorted(given.element_spec()))} and no {missing[0]}' if missing else 'has no tokenizer'
     raise UserError(f'the training input {lacks}, so that its examples cannot be shown as text.')
   is_coloured = out.isatty() and 'NO_COLOR' not in os.environ
   shown = 0

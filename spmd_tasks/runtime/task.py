@@ -302,6 +302,11 @@ def _flags_of(loss: Any, train: bool) -> dict[str, bool]:
 
 
 def _naming(part: Any, role: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
-  """Context in which an error of a model or loss of the experiment's own names it."""
-  name, inputs = getattr(part, '__name__', type(part).__name__), {'model': 'batch', 'loss': 'predictions, batch'}
-  return naming_own_code(f'the {role} {name}({inputs[role]})', keys=batch, part=part)
+  """Context in which an error of a model or loss of the experiment's own names it, and what it is called with."""
+  name, keys = getattr(part, '__name__', type(part).__name__), tuple(batch)
+  inputs = 'predictions, batch' if role == 'loss' else next(iter(signature_of(part).parameters))
+  what = f'the {role} {name}({inputs})'
+  if role == 'model' and inputs not in ('batch', *keys):
+    what += f', which gets the whole batch because no entry ({", ".join(sorted(keys))}) is named {inputs},'
+    keys = ()
+  return naming_own_code(what, keys=keys, part=part)

@@ -20,6 +20,7 @@ import jax
 from spmd_tasks.command import Command
 from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.decoding.constraints import Grammars
+from spmd_tasks.decoding.decode_steps import check_reads_tokens
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
@@ -93,6 +94,7 @@ def serve(
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   tokenizer = job.tokenizer
+  check_reads_tokens(job.train_input.element_spec(), getattr(job.task, 'decode', None))
   if tokenizer is None:
     raise UserError(
       f'experiment {job.name} has no tokenizer in its inputs, so its model cannot be served as text: give its training '

@@ -12,6 +12,7 @@ import dataclasses
 import io
 import itertools
 import json
+import signal
 import tempfile
 import time
 from typing import Any
@@ -193,6 +194,10 @@ def _run_in_two_parts(bench: Bench, job: Job) -> _Recorder:
           hooks=[SaveCheckpoints(), Evaluate(), recorder],
           mesh=mesh,
         )
+      if code == exit_codes.PREEMPTED:  # the job took the signal that ends this mode
+        signal.raise_signal(signal.SIGTERM)
+      if code == exit_codes.INTERRUPTED:
+        signal.raise_signal(signal.SIGINT)
       if code != exit_codes.OK:
         raise JobError(f'the job ended with exit code {code}.')
   return recorder

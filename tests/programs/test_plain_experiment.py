@@ -1,12 +1,16 @@
 """A researcher's file of 25 lines trains, evaluates, resumes bit for bit, is sharded and padded."""
 
+import dataclasses
 from pathlib import Path
 
 import fiddle as fdl
+import flax.linen as nn
 import numpy as np
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from tests import binary
 from tests.programs.plain_experiment import Shapes, batches
@@ -72,3 +76,30 @@ def test_a_generator_is_asked_for_again_and_the_arguments_of_its_function_can_be
   for _ in range(2):
     first = next(job.eval_inputs['valid'].make_iterator())
     np.testing.assert_array_equal(first['label'], next(batches(0))['label'])
+
+
+@pytest.mark.parametrize('mode', ['decode_once', 'decode', 'serve'])
+def test_it_is_not_asked_for_prompts(mode, tmp_path, capsys):
+  assert binary.run_in_process('--exp', NAME, '--mode', mode, '--job_log_dir', tmp_path) == exit_codes.USAGE
+  sentence = capsys.readouterr().err
+  assert 'the model generates no text, because its batches have image, label and no `ids`' in sentence
+  assert 'decode_input' not in sentence
+  assert 'tokenizer' not in sentence
+
+
+class Unnamed(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+class TakesX(Shapes):
+  """Its model's argument has the name of no entry of the batch."""
+
+  def task(self):
+    return dataclasses.replace(super().task(), model=Unnamed())
+
+
+def test_an_argument_that_is_no_entry_is_named_beside_the_entries():
+  with pytest.raises(UserError, match=r'Unnamed\(x\), .* whole batch because no entry \(image, label\) is named x'):
+    partition_job(resolve(f'{__name__}.TakesX', []).build())
