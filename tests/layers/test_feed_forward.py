@@ -36,5 +36,5 @@ def test_plain(rng, activation):
 
 
 def test_unknown_activation_lists_the_names():
-  with pytest.raises(ValueError, match=r"'mish' is unknown: choose one of \['gelu', 'gelu_exact', 'linear', 'relu', "):
-    FeedForward(hidden_dim=9, activation='mish').init(jax.random.key(0), np.zeros((2, 3, 6), np.float32))
+  with pytest.raises(ValueError, match=r"'no_such' is unknown: choose one of \[.*'gelu', 'gelu_exact', .*'relu', "):
+    FeedForward(hidden_dim=9, activation='no_such').init(jax.random.key(0), np.zeros((2, 3, 6), np.float32))

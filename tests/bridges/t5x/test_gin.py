@@ -376,7 +376,7 @@ def test_a_file_of_the_user_reads_macros_of_t5x(run, wanted, tmp_path):
     ('OPTIMIZER = @optimizers.adamw()', 'only t5x.adafactor.Adafactor is translated'),
     ('network.T5Config.sparse_layers = 2', 'has no counterpart'),
     ('network.T5Config.scale_attn_logits = True', 'is not scaled'),
-    ("network.T5Config.mlp_activations = ('elu', 'linear')", "'elu' is none of"),
+    ("network.T5Config.mlp_activations = ('no_such', 'linear')", "'no_such' is none of"),
   ],
 )
 def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
