@@ -287,8 +287,9 @@ def normalized_message(message: Mapping[str, Any], where: str) -> dict[str, Any]
   content = message.setdefault('content', '')
   if isinstance(content, Sequence) and not isinstance(content, str):
     texts = [part.get('text') for part in content if isinstance(part, Mapping) and part.get('type') == 'text']
-    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-      message['content'] = ''.join(texts)
+    written = [text for text in texts if isinstance(text, str)]
+    if len(written) == len(content):
+      message['content'] = ''.join(written)
   return message
 
 
