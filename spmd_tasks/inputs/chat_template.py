@@ -50,6 +50,7 @@ class ChatTemplate:
     bos_token, eos_token: texts for the template.
     writes_bos: whether the template itself writes the beginning of text, where the model has one. If not, the server
       puts the tokenizer's bos before the text, unless it is there.
+    response_template: how answers are read, the JSON of a `response_template` of transformers; None goes by `template`.
 
   Raises a UserError: the template is not valid Jinja; the message has its line.
   """
@@ -60,6 +61,7 @@ class ChatTemplate:
   bos_token: str = ''
   eos_token: str = ''
   writes_bos: bool = False
+  response_template: str | None = None
 
   def __post_init__(self):
     for source in {self.template, self.tool_template or self.template} - {_TRANSCRIPT}:
@@ -111,7 +113,8 @@ class ChatTemplate:
       templates = {name: file.read_text(encoding='utf-8') for name, file in named.items() if file.exists()}
     except (OSError, UnicodeDecodeError) as error:
       raise UserError(f'the chat templates of {path} cannot be read: {error}.') from error
-    templates = templates or _named_templates(read_json_object(str(folder / 'tokenizer_config.json')))
+    config = read_json_object(str(folder / 'tokenizer_config.json'))
+    templates = templates or _named_templates(config)
     if not templates:
       return None
     if 'default' not in templates:
@@ -124,6 +127,7 @@ class ChatTemplate:
       bos_token=tokenizer.special_tokens.get('bos_token', ''),
       eos_token=tokenizer.special_tokens.get('eos_token', ''),
       writes_bos=True,
+      response_template=json.dumps(response) if (response := config.get('response_template')) is not None else None,
     )
 
   def turn_ends(self, tokenizer: FileTokenizer) -> tuple[int, ...]:

@@ -68,6 +68,12 @@ class FileTokenizer(_ListTokenizer):
     """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+  @functools.cached_property
+  def added_tokens(self) -> dict[str, tuple[int, bool]]:
+    """The tokens that are never split, by their texts: the id, and whether `decode` leaves it out."""
+    added = self._tokenizer.get_added_tokens_decoder()
+    return {token.content: (i, token.special) for i, token in added.items()}
+
   def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
     before, start = self._any_token
     return [self._piece_bytes(token, self.decode([*before, token])[start:]) for token in ids]

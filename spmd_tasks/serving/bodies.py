@@ -289,13 +289,7 @@ class ChatBody(_GenerationBody):
   tools: list[Any] = []
   functions: Annotated[Any, _must_be([])] = []
   function_call: Annotated[Any, _must_be('none', 'auto')] = None
-  tool_choice: Annotated[
-    Any,
-    _check(
-      lambda value: value in ('none', 'auto', 'required') or (is_function(value) and value.get('type') == 'function'),
-      "must be 'none', 'auto', 'required', or an object of type function with a function that has a name.",
-    ),
-  ] = None
+  tool_choice: Any = None
   documents: list[dict[str, Any]] | None = None
   chat_template_kwargs: dict[str, Any] = {}
   enable_thinking: bool | None = None

@@ -51,9 +51,7 @@ def responses_request(fields: dict[str, Any], model: ServedModel, limits: Server
   if body.tools:
     chat['tools'] = [_chat_tool(tool, index) for index, tool in enumerate(body.tools)]
   if body.tool_choice is not None:
-    choice = body.tool_choice
-    named = {'type': 'function', 'function': {'name': choice.get('name')}} if isinstance(choice, dict) else choice
-    chat['tool_choice'] = named
+    chat['tool_choice'] = _chat_choice(body.tool_choice)
   if _LOGPROBS in body.include or body.top_logprobs:
     chat |= {'logprobs': True, 'top_logprobs': body.top_logprobs or 0}
   if effort := body.reasoning.get('effort'):
@@ -127,6 +125,16 @@ def _chat_tool(tool: Any, index: int) -> dict[str, Any]:
   return {'type': 'function', 'function': {name: value for name, value in tool.items() if name != 'type'}}
 
 
+def _chat_choice(choice: Any) -> Any:
+  if not isinstance(choice, dict) or choice.get('type') not in ('function', 'allowed_tools'):
+    return choice
+  if choice['type'] == 'function':
+    return {'type': 'function', 'function': {'name': choice.get('name')}}
+  tools = choice.get('tools')
+  allowed = [_chat_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+  return {'type': 'allowed_tools', 'allowed_tools': {'mode': choice.get('mode'), 'tools': allowed}}
+
+
 class ResponsesBodies:
   """The bodies and events of one response; what routes.py wants of ResponseBodies."""
 
@@ -167,11 +175,11 @@ class ResponsesBodies:
 
   def _add(self, delta: Delta) -> list[dict[str, Any]]:
     """Adds a delta to the items; returns the events."""
-    made, events = self._chat.chat_delta(delta), []
+    made, events = self._chat.chat_delta(delta), list[dict[str, Any]]()
     entries = self._chat.chat_logprobs(delta)
     if made.keys() <= {'content'}:
       entries = self._held + entries
-    self._held = [] if made or self._wanted.has_channels else entries  # channels hold back markup only
+    self._held = entries if not made and self._chat.may_hold_content(delta.sequence.index) else []
     for kind, name in (('reasoning', 'reasoning_content'), ('message', 'content')):
       if text := made.get(name):
         events += self._open(kind)

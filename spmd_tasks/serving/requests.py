@@ -29,10 +29,12 @@ from spmd_tasks.decoding.sampling import prompt_seed
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
 from spmd_tasks.inputs.tokenizers import bytes_of_tokens, decode_all, decode_generated, encode_prompt
+from spmd_tasks.serving.answer_parsers import THINK, Parser
+from spmd_tasks.serving.answers import AnswerForm, answer_form
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings
-from spmd_tasks.serving.tool_calls import CALL_END, call_schema, calls_for_template, tool_names
+from spmd_tasks.serving.tool_calls import ToolChoice, Tools, calls_for_template, read_choice, read_tools
 from spmd_tasks.tuning.text_scorer import TextReading
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
@@ -96,10 +98,10 @@ class ServedModel:
     """Turns tokens into text; ids beyond the tokenizer's vocabulary, which a padded model may have, add no text."""
     return decode_generated(self.tokenizer, ids)
 
-  @property
-  def has_channels(self) -> bool:
-    """Whether answers have messages in channels, as those of gpt-oss."""
-    return isinstance(self.tokenizer, FolderTokenizer) and self.chat_template.mentions('<|channel|>')
+  @functools.cached_property
+  def answer_form(self) -> AnswerForm:
+    """How answers are written."""
+    return answer_form(self.chat_template, self.tokenizer)
 
   def decode_all(self, ids: Sequence[int]) -> str:
     """Decodes as `decode`, with special tokens by their names where the tokenizer has such."""
@@ -113,6 +115,29 @@ class ServedModel:
   def vocabulary(self) -> Vocabulary:
     """The bytes of all tokens."""
     return Vocabulary(self.bytes_of_tokens(range(self.vocab_size)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerReading:
+  """How the texts of a chat's answers are read.
+
+  Fields:
+    form: in which the model writes.
+    tools: that may be called; None if calls are content.
+    prompt: the text before the answer, which may have begun its reasoning.
+    is_fixed: whether a grammar decides what the answer is.
+    one_call: whether what follows the first call is dropped.
+  """
+
+  form: AnswerForm
+  tools: Tools | None
+  prompt: str
+  is_fixed: bool
+  one_call: bool
+
+  def parser(self) -> Parser:
+    """Makes the parser of one answer."""
+    return self.form.parser(self.tools, prompt=self.prompt, is_fixed=self.is_fixed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,9 +157,7 @@ class GenerationRequest:
     shows_special: whether the text has special tokens by their names.
     id: the client's name of the request; None makes one.
     matcher: allows the tokens of the output; every choice takes a copy. None allows all.
-    tool_names: of the tools that the output may call; None where it is text.
-    one_call: whether the output ends after its first call.
-    has_channels: whether the output's special tokens part it into messages.
+    reading: how the output is read, if it has more than content.
     stream: whether the answer is a stream of events.
     include_usage: whether the stream's last event counts tokens.
   """
@@ -153,16 +176,15 @@ class GenerationRequest:
   shows_special: bool = False
   id: str | None = None
   matcher: Matcher | TokenLimits | None = None
-  tool_names: frozenset[str] | None = None
-  one_call: bool = False
-  has_channels: bool = False
+  reading: 'AnswerReading | None' = None
 
   def sequences(self, model: ServedModel, owner: Any) -> list[GeneratedSequence]:
     """The sequences of the choices, for the engine."""
+    decode = model.decode if self.reading is None else self.reading.form.decoder(self.reading.tools)
     return [
       GeneratedSequence(
         request,
-        model.decode_all if self.has_channels or self.shows_special else model.decode,
+        model.decode_all if self.shows_special else decode,
         index=index,
         has_logprobs=self.num_logprobs is not None,
         matcher=None if self.matcher is None else self.matcher.copy(),
@@ -195,10 +217,8 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   """Reads the body of /v1/chat/completions."""
   check_model_name(fields, model)
   body = validate(ChatBody, fields)
-  tools = None if body.tool_choice == 'none' else body.tools or None
-  names = None if tools is None else tool_names(tools)
-  forced = _forced_call(body, tools)
-  ids = _conversation(body, model, tools)
+  choice = read_choice(body.tool_choice, read_tools(body.tools))
+  ids, prompt = _conversation(body, model, _shown_tools(body, choice))
   if not ids:
     raise RequestError('messages render as no tokens: give one some content.', param='messages')
   _check_num_logprobs('top_logprobs', body.top_logprobs, model)
@@ -211,42 +231,55 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
     max_tokens = max(1, min(room, model.settings.max_tokens or room))
   num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
   echo = body.messages[-1].text if body.messages[-1].role == 'assistant' else ''
-  is_single = bool(names) and body.parallel_tool_calls is False
+  output, opens_text = _output_form(body, model, choice, prompt)
   wanted = _generation_request(
-    body,
-    model,
-    limits,
-    [(ids, echo)],
-    max_tokens=max_tokens,
-    num_logprobs=num_logprobs,
-    form=forced,
-    one_call=is_single,
+    body, model, limits, [(ids, echo)], max_tokens=max_tokens, num_logprobs=num_logprobs, form=output
   )
-  if names and forced is None and wanted_form(body) is not None:
-    raise RequestError('tools cannot be called in an output whose form is fixed: leave one out.', param='tools')
-  return dataclasses.replace(wanted, tool_names=names, one_call=is_single, has_channels=model.has_channels)
+  tools, is_fixed = choice.tools or None, output is not None
+  if not model.answer_form.needs_parser(tools):
+    return wanted
+  reading = AnswerReading(
+    form=model.answer_form,
+    tools=tools,
+    prompt=prompt if opens_text else '',
+    is_fixed=is_fixed,
+    one_call=body.parallel_tool_calls is False,
+  )
+  return dataclasses.replace(wanted, reading=reading)
 
 
-def _forced_call(body: ChatBody, tools: list[Any] | None) -> OutputForm | None:
-  """The form of an answer that is a call, of a certain function or of any; None where a call is left to the model."""
-  if body.tool_choice in (None, 'none', 'auto'):
+def _shown_tools(body: ChatBody, choice: ToolChoice) -> list[Any] | None:
+  """The tools that the template is given: those that may be called, unless a grammar leaves the others out."""
+  if choice.mode == 'none':
     return None
-  chosen = tools or []
-  if body.tool_choice != 'required':
-    name = body.tool_choice['function']['name']
-    chosen = [tool for tool in chosen if tool['function']['name'] == name]
-    if not chosen:
-      raise RequestError(f'tool_choice names {name[:100]!r}, which is not among the tools.', param='tool_choice')
-  elif not chosen:
-    raise RequestError("tool_choice 'required' needs tools to choose from.", param='tool_choice')
-  return OutputForm(field='tool_choice', kind='json_schema', value=call_schema(chosen))
+  is_all = choice.mode == 'required'
+  return [tool for tool in body.tools if is_all or tool['function']['name'] in choice.tools] or None
+
+
+def _output_form(body: ChatBody, model: ServedModel, choice: ToolChoice, prompt: str) -> tuple[OutputForm | None, bool]:
+  """The form of the whole output, None for any, and whether the output goes on with what the prompt has begun."""
+  grammar = functools.partial(model.answer_form.grammar, prompt=prompt)
+  try:
+    text = wanted_form(body)
+    if choice.mode == 'required':
+      if text is not None and body.structured_outputs:
+        raise RequestError(f'a call has no other form: leave {text.field} or tool_choice out.', param=text.field)
+      return grammar(choice.tools, field='tool_choice'), True
+    if text is None or not (choice.tools or prompt.rstrip().endswith(THINK)):
+      return text, True
+    if not choice.tools and text.kind == 'grammar':  # which may have the reasoning in it
+      return text, False
+    several = body.parallel_tool_calls is not False
+    return grammar(choice.tools, field=text.field, text=text, several=several), True
+  except FormError as error:
+    raise RequestError(str(error), param=error.field) from error
 
 
 _TEMPLATE_VARIABLES = ('messages', 'tools', 'documents', 'add_generation_prompt', 'self')
 
 
-def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -> tuple[int, ...]:
-  """The tokens of a chat's messages."""
+def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -> tuple[tuple[int, ...], str]:
+  """The tokens and the text of a chat's messages."""
   template = model.chat_template
   used = {'tools': tools, 'documents': body.documents, 'messages': any(turn.tool_calls for turn in body.messages)}
   for field, value in used.items():
@@ -269,7 +302,7 @@ def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -
     )
     if body.continue_final_message:
       text = _open_ended(text)
-    return model.encode(text, with_bos=body.add_special_tokens or not template.writes_bos)
+    return model.encode(text, with_bos=body.add_special_tokens or not template.writes_bos), text
   except UserError as error:
     raise RequestError(f'messages: {error}', param='messages') from error
 
@@ -321,7 +354,7 @@ def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
   role = 'system' if turn.role == 'developer' and not template.mentions('developer') else turn.role
   message: dict[str, Any] = {'role': role, 'content': turn.text}
   if turn.tool_calls:
-    message['tool_calls'] = calls_for_template(turn.tool_calls, path)
+    message['tool_calls'] = calls_for_template(turn.tool_calls, path, template)
   reasoning = turn.reasoning if turn.reasoning_content is None else turn.reasoning_content
   own = {'name': turn.name, 'tool_call_id': turn.tool_call_id, 'reasoning_content': reasoning}
   return message | {name: value for name, value in own.items() if value is not None}
@@ -387,7 +420,6 @@ def _generation_request(
   max_tokens: int,
   num_logprobs: int | None,
   form: OutputForm | None = None,
-  one_call: bool = False,
 ) -> GenerationRequest:
   """Checks and resolves the fields that both routes have."""
   is_chat = isinstance(body, ChatBody)
@@ -399,7 +431,7 @@ def _generation_request(
       param='best_of',
       code='unsupported_parameter',
     )
-  own_stop = (*(model.chat_template.stop if is_chat else ()), *([CALL_END] if one_call else []))
+  own_stop = model.chat_template.stop if is_chat else ()
   stop_ids = _stop_ids(body, model)
   _check_num_logprobs('prompt_logprobs', body.prompt_logprobs, model)
   if body.prompt_logprobs is not None and body.stream:
@@ -410,7 +442,7 @@ def _generation_request(
   if not all(token < model.vocab_size for token in body.logit_bias):
     raise RequestError(f'logit_bias must have tokens below {model.vocab_size}.', param='logit_bias')
   try:
-    form = wanted_form(body, *([] if form is None else [form]))
+    form = wanted_form(body) if form is None else form
     matcher = None if form is None else form.compile(model.grammars, () if body.ignore_eos else _end_ids(model))
   except FormError as error:
     raise RequestError(str(error), param=error.field) from error

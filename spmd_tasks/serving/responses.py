@@ -14,9 +14,9 @@ import time
 from typing import Any, NamedTuple
 
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence, TokenLogprob
+from spmd_tasks.serving.answer_parsers import Part
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
-from spmd_tasks.serving.tool_calls import ChannelParser, ToolCallParser
 
 
 class ResponseBodies:
@@ -28,12 +28,9 @@ class ResponseBodies:
     self._is_chat = wanted.kind == 'chat'
     self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{wanted.id or secrets.token_hex(12)}'
     self._created = int(time.time())
-    self._parsers: dict[int, ToolCallParser | ChannelParser] = {}
-    for index in range(len(wanted.requests)):
-      if wanted.has_channels:
-        self._parsers[index] = ChannelParser(wanted.tool_names or ())
-      elif wanted.tool_names is not None:
-        self._parsers[index] = ToolCallParser(wanted.tool_names, one_call=wanted.one_call)
+    reading = wanted.reading
+    self._parsers = {} if reading is None else {i: reading.parser() for i in range(len(wanted.requests))}
+    self._one_call = reading is not None and reading.one_call
     self._head = f'data: {_encode(self._body([], is_chunk=True))}'.removesuffix(']}')
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
@@ -68,12 +65,12 @@ class ResponseBodies:
       if self._is_chat:
         message: dict[str, Any] = {'role': 'assistant', 'content': text}
         if self._parsers:
-          parser = self._parsers[sequence.index]
-          message['content'], calls = parser.push(text, is_last=True)
-          if reasoning := parser.take_reasoning():
-            message['reasoning_content'] = reasoning
-          if calls:
-            message |= {'content': message['content'] or None, 'tool_calls': [call.as_json() for call in calls]}
+          part = self._parse(sequence.index, text, is_last=True)
+          message['content'] = part.content
+          if part.reasoning:
+            message |= _reasoning(part.reasoning)
+          if part.calls:
+            message |= {'content': part.content or None, 'tool_calls': [call.as_json() for call in part.calls]}
         choice['message'] = message
       else:
         choice['text'] = text
@@ -114,21 +111,35 @@ class ResponseBodies:
 
   def chat_delta(self, delta: Delta) -> dict[str, Any]:
     """What a delta adds to a message: `content`, `reasoning_content` and `tool_calls`, each if there is any."""
-    parser = self._parsers.get(delta.sequence.index)
-    if parser is None:
+    index = delta.sequence.index
+    if index not in self._parsers:
       return {'content': delta.text} if delta.text else {}
-    first = parser.num_calls
-    content, calls = parser.push(delta.text, is_last=delta.finish_reason is not None)
-    made: dict[str, Any] = {'content': content} if content else {}
-    if reasoning := parser.take_reasoning():
-      made['reasoning_content'] = reasoning
-    if calls:
-      made['tool_calls'] = [{'index': first + place} | call.as_json() for place, call in enumerate(calls)]
-    return made
+    first = self._parsers[index].num_calls
+    part = self._parse(index, delta.text, is_last=delta.finish_reason is not None)
+    added: dict[str, Any] = {'content': part.content} if part.content else {}
+    if part.reasoning:
+      added |= _reasoning(part.reasoning)
+    if part.calls:
+      added['tool_calls'] = [{'index': first + place} | call.as_json() for place, call in enumerate(part.calls)]
+    return added
+
+  def may_hold_content(self, index: int) -> bool:
+    """Whether text of a choice that is held back may become content."""
+    return index in self._parsers and self._parsers[index].may_hold_content
+
+  def _parse(self, index: int, text: str, *, is_last: bool) -> Part:
+    """What a text adds to a message; nothing behind its first call if it may have only one."""
+    parser = self._parsers[index]
+    had_calls = parser.num_calls > 0
+    part = parser.push(text, is_last=is_last)
+    if not self._one_call:
+      return part
+    return Part('') if had_calls else part._replace(calls=part.calls[:1])
 
   def _finish_reason(self, index: int, reason: str | None) -> str | None:
     has_calls = index in self._parsers and self._parsers[index].num_calls > 0
-    return 'tool_calls' if has_calls and reason == 'stop' else reason
+    is_over = reason == 'stop' or (self._one_call and reason == 'length')
+    return 'tool_calls' if has_calls and is_over else reason
 
   def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
     """Makes the chunk that counts tokens."""
@@ -224,6 +235,11 @@ class ResponseBodies:
       names.add(name)
       named.append((_Token(name, content), logprob))
     return chosen, named
+
+
+def _reasoning(text: str) -> dict[str, str]:
+  """Reasoning by both names that clients read."""
+  return {'reasoning_content': text, 'reasoning': text}
 
 
 class _Token(NamedTuple):

@@ -1,43 +1,30 @@
-"""Tool calls in a conversation: in the messages of a request, and in the text that a model generates.
+"""The tools of a request: their schemas, the choice among them, and the calls in its messages.
 
-    parser = ToolCallParser({'weather'})
-    content, calls = parser.push('<tool_call>{"name": "weather", "arguments": {}}</tool_call>', is_last=True)
+    tools = read_tools(body.tools)                # {'weather': the JSON schema of its arguments}
+    choice = read_choice(body.tool_choice, tools)
+    call_schema(tools)                            # of a call as an object with `name` and `arguments`
 
-    parser = ChannelParser({'weather'})        # of texts in the harmony format (gpt-oss)
-    text = '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>7 °C'
-    parser.push(text, is_last=True)            # ('7 °C', []), and parser.take_reasoning() is 'Hm.'
-
-A parser splits one growing text, and holds back what may become a call or a marker. A call is read only where it names
-a tool of the request.
-
-ToolCallParser reads two forms: `<tool_call>{...}</tool_call>` (Hermes, Qwen), any number of them in a text, and one
-JSON object that is the whole text (Llama 3). The object has `name` and `arguments` (or `parameters`).
-
-ChannelParser reads messages: a header, `<|message|>` and a body, up to `<|end|>`, `<|call|>` or `<|return|>`. The
-header names a channel: `analysis` is reasoning, `final` and `commentary` are content. With `to=functions.NAME`, the
-body is a call's arguments. A text without a header, as a grammar makes it, is content.
-
-Why not transformers' ResponseParser? It raises where a call is malformed or cut by max_tokens, takes any name for a
-tool, and goes by a `response_template` that folders of models do not have yet.
+call_forms.py has the forms in which models write calls.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import re
 import secrets
-from typing import Any
+import sys
+from typing import Any, Literal
 
-from spmd_tasks.decoding.generated_sequence import begun_length
+from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.bodies import is_function
 from spmd_tasks.serving.errors import RequestError
 
-_START, CALL_END = '<tool_call>', '</tool_call>'
-_BARE = re.compile(r'\s*\{\s*"(name|type)"\s*:')
-_CALL_KEYS = {'name', 'arguments', 'parameters', 'type', 'id'}
-_MESSAGE = '<|message|>'
-_ENDS = ('<|end|>', '<|call|>', '<|return|>', '<|start|>')
-_OPENINGS = ('<|channel|>', '<|start|>', _MESSAGE, 'to=')
+Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of a tool's arguments by the tool's name
+
+_NO_ARGUMENTS = {'type': 'object', 'properties': {}, 'additionalProperties': False}
+# As json.dumps writes JSON and models have seen it. If any white space is allowed, small models write it for ever.
+_SPACES = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
+_DATA_KEYS = ('const', 'enum', 'default', 'examples')  # of a schema, whose values are no schemas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,147 +40,8 @@ class ToolCall:
     return {'id': f'call_{secrets.token_hex(12)}', 'type': 'function', 'function': function}
 
 
-class ToolCallParser:
-  """Splits a text into content and calls, `num_calls` so far."""
-
-  def __init__(self, names: Collection[str], *, one_call: bool = False):
-    """Knows a request's tools by name; with `one_call` the text is ended before its first CALL_END, or has none."""
-    self._names = names
-    self._one_call = one_call
-    self._held = ''
-    self._may_be_bare = True  # whether the text so far may be the beginning of one JSON object
-    self._gap: str | None = None  # white space since the last call, which is content only where text follows
-    self.num_calls = 0
-
-  def push(self, piece: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-    """Adds a piece; returns (content, calls) that are certain now."""
-    text, self._held = self._held + piece, ''
-    if is_last and self._one_call and self._call(text.rpartition(_START)[2]) is not None and _START in text:
-      text += CALL_END
-    content, calls = '', list[ToolCall]()
-    if self._may_be_bare:
-      self._may_be_bare = _may_begin_bare_call(text)
-      if self._may_be_bare and not is_last:
-        self._held = text
-        return '', []
-      if self._may_be_bare and (call := self._call(text)) is not None:
-        calls, text = [call], ''
-    while (start := text.find(_START)) >= 0 and (end := text.find(CALL_END, start)) >= 0:
-      call = self._call(text[start + len(_START) : end])
-      end += len(CALL_END)
-      content += self._content(text[: end if call is None else start])
-      if call is not None:
-        calls.append(call)
-        self._gap = ''
-      text = text[end:]
-    if not is_last:
-      kept = start if start >= 0 else len(text) - begun_length(text, (_START,))
-      text, self._held = text[:kept], text[kept:]
-    self.num_calls += len(calls)
-    return content + self._content(text), calls
-
-  def take_reasoning(self) -> str:
-    """Returns '': these texts have no reasoning apart from their content."""
-    return ''
-
-  def _content(self, text: str) -> str:
-    """The text that is content for certain."""
-    if self._gap is None:
-      return text
-    text, self._gap = self._gap + text, None
-    if not text.strip():
-      text, self._gap = '', text
-    return text
-
-  def _call(self, text: str) -> ToolCall | None:
-    value = _object(text)
-    if value is None or not value.keys() <= _CALL_KEYS or value.get('name') not in self._names:
-      return None
-    arguments = value.get('arguments', value.get('parameters'))
-    if not isinstance(arguments, dict):
-      return None
-    return ToolCall(name=value['name'], arguments=json.dumps(arguments, ensure_ascii=False))
-
-
-class ChannelParser:
-  """Splits a text into content, calls (`num_calls` so far) and reasoning."""
-
-  def __init__(self, names: Collection[str]):
-    """Knows a request's tools by name."""
-    self._names = names
-    self._held = ''
-    self._kind: str | None = None  # of the message whose body is read: content, reasoning or call; None in a header
-    self._callee = ''
-    self._is_first = True
-    self._content_begun = False
-    self._separator = ''  # between two messages of content
-    self._reasoning = ''
-    self.num_calls = 0
-
-  def push(self, piece: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-    """Adds a piece; returns (content, calls) that are certain now."""
-    text, self._held = self._held + piece, ''
-    content, calls = '', list[ToolCall]()
-    while True:
-      if self._kind is None:
-        if self._is_first and not _may_be_header(text):
-          self._kind = 'content'
-          continue
-        header, marker, rest = text.partition(_MESSAGE)
-        if not marker:
-          self._held = '' if is_last else text
-          break
-        self._begin(header)
-        text = rest
-        continue
-      ends = [(place, end) for end in _ENDS if (place := text.find(end)) >= 0]
-      if ends:
-        place, end = min(ends)
-        body, text = text[:place], text[place + len(end) :]
-      elif self._kind == 'call' and not is_last:
-        self._held = text  # a call is given whole
-        break
-      else:
-        kept = 0 if is_last else begun_length(text, _ENDS)
-        body, text = text[: len(text) - kept], text[len(text) - kept :]
-      if self._kind == 'reasoning':
-        self._reasoning += body
-      elif self._kind == 'call' and (arguments := _object(body)) is not None:
-        calls.append(ToolCall(name=self._callee, arguments=json.dumps(arguments, ensure_ascii=False)))
-      elif body:
-        content, self._separator, self._content_begun = content + self._separator + body, '', True
-      if not ends:
-        self._held = text
-        break
-      self._kind = None
-    self.num_calls += len(calls)
-    return content, calls
-
-  def take_reasoning(self) -> str:
-    """Returns the reasoning since the last time."""
-    taken, self._reasoning = self._reasoning, ''
-    return taken
-
-  def _begin(self, header: str) -> None:
-    self._is_first = False
-    channel = re.search(r'<\|channel\|>\s*(\w+)', header)
-    callee = re.search(r'\bto=(?:functions\.)?([^\s<]+)', header)
-    self._callee = callee[1] if callee else ''
-    if self._callee in self._names:
-      self._kind = 'call'
-    elif self._callee or (channel and channel[1] == 'analysis'):
-      self._kind = 'reasoning'
-    else:
-      self._kind, self._separator = 'content', '\n' if self._content_begun else ''
-
-
-def _may_be_header(text: str) -> bool:
-  text = text.lstrip()
-  return any(text.startswith(opening) or opening.startswith(text) for opening in _OPENINGS)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-  """The object that a text is in JSON; None where it is none."""
+def parse_object(text: str) -> dict[str, Any] | None:
+  """Returns the object that a text is in JSON; None if it is none."""
   try:
     value = json.loads(text)
   except (ValueError, RecursionError):
@@ -201,55 +49,182 @@ def _object(text: str) -> dict[str, Any] | None:
   return value if isinstance(value, dict) else None
 
 
-def _may_begin_bare_call(text: str) -> bool:
-  compact = re.sub(r'\s', '', text[:200])
-  return bool(_BARE.match(text)) or any(form.startswith(compact) for form in ('{"name":', '{"type":'))
+# --- tools and the choice among them ---
 
 
-def calls_for_template(calls: Any, path: str) -> list[dict[str, Any]]:
-  """The `tool_calls` of an assistant's message as chat templates read them: their arguments as objects.
+def read_tools(tools: Sequence[Any]) -> Tools:
+  """Returns the schemas of a request's tools by name.
 
-  Raises a RequestError: a call is not one of OpenAI's format; `path` names the message.
+  Raises a RequestError: a tool is not a function in OpenAI's format, its parameters are no schema of an object, or two
+  different tools have one name.
   """
-  made = []
+  schemas = dict[str, Mapping[str, Any]]()
+  for number, tool in enumerate(tools):
+    where = f'tools[{number}]'
+    if not is_function(tool) or tool.get('type', 'function') != 'function':
+      raise RequestError(f'{where} must be an object of type function, with a function that has a name.', param=where)
+    name, parameters = tool['function']['name'], tool['function'].get('parameters')
+    parameters = _NO_ARGUMENTS if parameters is None else parameters
+    where += '.function.parameters'
+    if not isinstance(parameters, dict) or not _is_object_type(parameters.get('type', 'object')):
+      raise RequestError(f'{where} must be the JSON schema of an object.', param=where)
+    schema = {**parameters, 'type': 'object'}
+    if schemas.setdefault(name, schema) != schema:
+      raise RequestError(f'tools has two functions with the name {name[:100]!r}: rename one.', param=f'tools[{number}]')
+  return schemas
+
+
+def _is_object_type(kind: Any) -> bool:
+  return kind == 'object' or (isinstance(kind, list) and 'object' in kind)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolChoice:
+  """Which tools an answer may call, and whether it is a call."""
+
+  mode: Literal['none', 'auto', 'required']
+  tools: Tools
+
+
+def read_choice(choice: Any, tools: Tools) -> ToolChoice:
+  """Reads a `tool_choice`, which may be null.
+
+  Raises a RequestError: it is not in OpenAI's format, or names a tool that is not among `tools`.
+  """
+  if choice in (None, 'none', 'auto', 'required'):
+    mode, names = choice or 'auto', list(tools)
+  elif is_function(choice) and choice.get('type') == 'function':
+    mode, names = 'required', [choice['function']['name']]
+  else:
+    allowed = (
+      choice.get('allowed_tools') if isinstance(choice, dict) and choice.get('type') == 'allowed_tools' else None
+    )
+    listed = allowed.get('tools') if isinstance(allowed, dict) else None
+    if not isinstance(listed, list) or not listed or not all(map(is_function, listed)):
+      raise RequestError(
+        "tool_choice must be 'none', 'auto', 'required', an object of type function with a function that has a name, "
+        'or one of type allowed_tools with a mode and such functions as tools.',
+        param='tool_choice',
+      )
+    mode, names = allowed.get('mode'), [tool['function']['name'] for tool in listed]
+    if mode not in ('auto', 'required'):
+      raise RequestError("tool_choice.allowed_tools.mode must be 'auto' or 'required'.", param='tool_choice')
+  missing = next((name for name in names if name not in tools), None)
+  if missing is not None:
+    raise RequestError(f'tool_choice names {missing[:100]!r}, which is not among the tools.', param='tool_choice')
+  if mode == 'required' and not names:
+    raise RequestError("tool_choice 'required' needs tools to choose from.", param='tool_choice')
+  return ToolChoice(mode=mode, tools={} if mode == 'none' else {name: tools[name] for name in names})
+
+
+# --- schemas ---
+
+
+def call_schema(tools: Tools, *, key: str = 'arguments', text: Mapping[str, Any] | None = None) -> dict[str, Any]:
+  """Returns the JSON schema of an object with `name` and `key` that calls one of the tools.
+
+  With `text` the value may also be one of that schema. Each schema keeps its own definitions, and its `$ref`s to them.
+  """
+  definitions: dict[str, Any] = {}
+  choices = list[Any]()
+  spaces: Mapping[str, Any] = {}
+  if text is not None:
+    definitions['text'] = moved(text, '#/$defs/text')
+    choices.append({'$ref': '#/$defs/text'})
+    spaces = _own_spaces(text)
+  for number, (name, schema) in enumerate(tools.items()):
+    place = f'tool{number}'
+    definitions[place] = moved(schema, f'#/$defs/{place}')
+    call = {'name': {'const': name}, key: {'$ref': f'#/$defs/{place}'}}
+    choices.append({'type': 'object', 'properties': call, 'required': ['name', key], 'additionalProperties': False})
+    spaces = spaces or _own_spaces(schema)
+  whole = choices[0] if len(choices) == 1 else {'anyOf': choices}
+  return {**whole, '$defs': definitions, 'x-guidance': {**_SPACES, **spaces}}
+
+
+def spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a schema whose JSON has the white space of json.dumps, unless the schema has a rule of its own."""
+  return {**schema, 'x-guidance': {**_SPACES, **_own_spaces(schema)}}
+
+
+def _own_spaces(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+  rules = schema.get('x-guidance')
+  return rules if isinstance(rules, dict) else {}
+
+
+def moved(schema: Any, place: str) -> Any:
+  """Returns a schema whose references to itself hold where it stands at `place` of another one."""
+  top = {'$id', '$schema', 'x-guidance'}  # what only the root of a schema has
+  if not isinstance(schema, Mapping):
+    return schema
+  return _moved({name: value for name, value in schema.items() if name not in top}, place)
+
+
+def _moved(value: Any, place: str) -> Any:
+  if isinstance(value, list):
+    return [_moved(item, place) for item in value]
+  if not isinstance(value, dict):
+    return value
+  own = dict[str, Any]()
+  for name, item in value.items():
+    if name == '$ref' and isinstance(item, str) and item.startswith('#'):
+      own[name] = place + item[1:]
+    else:
+      own[name] = item if name in _DATA_KEYS else _moved(item, place)
+  return own
+
+
+# --- calls in messages ---
+
+_ARGUMENTS = r'\barguments[\'"]?\]?\s*'
+_AS_TEXT = re.compile(r'(\+|~|\{\{-?)\s*[\w.\[\]\'"]*' + _ARGUMENTS + r'(\+|~|-?\}\})')
+_AS_OBJECT = re.compile(_ARGUMENTS + r'(\|\s*(tojson|items)|\.items|is\s)')
+
+
+def calls_for_template(calls: Any, path: str, template: ChatTemplate) -> list[dict[str, Any]]:
+  """Returns the `tool_calls` of an assistant's message as a template reads them.
+
+  Their arguments are objects, or texts for a template that joins them to others as they are. Arguments that are null,
+  empty or left out are an empty object.
+
+  Raises a RequestError: a call is not in OpenAI's format; `path` names the message.
+  """
+  source = template.tool_template or template.template
+  wants_text = _AS_TEXT.search(source) is not None and _AS_OBJECT.search(source) is None
+  converted = list[dict[str, Any]]()
   for number, call in enumerate(calls):
     where = f'{path}.tool_calls[{number}]'
     if not is_function(call):
       raise RequestError(f'{where} must be an object with a function that has a name.', param=where)
     function = call['function']
-    arguments = function.get('arguments') or {}
-    if isinstance(arguments, str):
-      arguments = _object(arguments)
-    if not isinstance(arguments, dict):
+    arguments = _arguments(function.get('arguments'))
+    if arguments is None:
       where += '.function.arguments'
       raise RequestError(f'{where} must be a JSON object, as text.', param=where)
-    made.append({'type': 'function', **call, 'function': {**function, 'arguments': arguments}})
-  return made
+    given = json.dumps(arguments, ensure_ascii=False) if wants_text else arguments
+    converted.append({'type': 'function', **call, 'function': {**function, 'arguments': given}})
+  return converted
 
 
-def call_schema(tools: list[Any]) -> dict[str, Any]:
-  """The JSON schema of one call of any of these tools, as the parser reads it."""
-  calls = [
-    {
-      'type': 'object',
-      'properties': {
-        'name': {'const': tool['function']['name']},
-        'arguments': {'type': 'object'} | (tool['function'].get('parameters') or {}),
-      },
-      'required': ['name', 'arguments'],
-      'additionalProperties': False,
-    }
-    for tool in tools
-  ]
-  # As json.dumps writes it and models have seen it. Where any white space may stand, small models write it for ever.
-  spaces = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
-  return (calls[0] if len(calls) == 1 else {'anyOf': calls}) | {'x-guidance': spaces}
+def _arguments(value: Any) -> dict[str, Any] | None:
+  """The arguments of a call as an object; None if they are none."""
+  if isinstance(value, str) and value.strip():
+    try:
+      value = json.loads(without_surrogates(value), parse_float=finite)
+      # Templates write them into text, which has no surrogates.
+      value = json.loads(without_surrogates(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+      return None
+  if value is None or value == '':
+    return {}
+  return value if isinstance(value, dict) else None
 
 
-def tool_names(tools: list[Any]) -> frozenset[str]:
-  """The names of a request's tools. Raises a RequestError: one is not a function of OpenAI's format."""
-  for number, tool in enumerate(tools):
-    if not is_function(tool) or tool.get('type', 'function') != 'function':
-      where = f'tools[{number}]'
-      raise RequestError(f'{where} must be an object of type function, with a function that has a name.', param=where)
-  return frozenset(tool['function']['name'] for tool in tools)
+def finite(text: str) -> float:
+  """A number in JSON as a float; one beyond floats is the largest float, because JSON has no infinity."""
+  return max(-sys.float_info.max, min(float(text), sys.float_info.max))
+
+
+def without_surrogates(text: str) -> str:
+  """A text with U+FFFD in place of lone surrogates, which are no characters."""
+  return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
