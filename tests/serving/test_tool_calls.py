@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
-from spmd_tasks.serving.tool_calls import ChannelParser, ToolCallParser
+from spmd_tasks.serving.answer_parsers import AnswerParser, ChannelParser
+from spmd_tasks.serving.call_forms import CALL_FORMS, typed_json
 from tests.serving.served import CHAT, events, serving
 
 TOOLS = [{'type': 'function', 'function': {'name': name, 'parameters': {}}} for name in ('weather', 'time')]
@@ -28,15 +29,27 @@ EARLY = f' to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<
 HARMONY_ECHO = '{% for m in messages %}{{ m.content }}{% endfor %}<|return|>{# <|channel|> tools #}'
 
 
+WEATHER = {'type': 'object', 'properties': {'city': {'type': 'string'}, 'days': {'type': ['integer', 'null']}}}
+SCHEMAS = {'weather': WEATHER, 'time': {'type': 'object'}}
+
+
 def check_parser(make, text, content, calls, reasoning=''):
   for size in (1, 2, 7, 1000):
-    parser = make({'weather', 'time'})
-    thought, said, made = '', '', []
+    parser = make()
+    said, thought, called = '', '', []
     for piece in [text[start : start + size] for start in range(0, len(text), size)] + [None]:
-      found, new = parser.push(piece or '', is_last=piece is None)
-      said, made, thought = said + found, made + new, thought + parser.take_reasoning()
-    assert (thought, said, [(call.name, call.arguments) for call in made]) == (reasoning, content, calls), size
+      part = parser.push(piece or '', is_last=piece is None)
+      said, thought, called = said + part.content, thought + part.reasoning, called + list(part.calls)
+    assert (thought, said, [(call.name, call.arguments) for call in called]) == (reasoning, content, calls), size
     assert parser.num_calls == len(calls)
+
+
+def read_by(name, **settings):
+  return lambda: AnswerParser(CALL_FORMS[name], SCHEMAS, **settings)
+
+
+def hermes(arguments):
+  return f'<tool_call>\n{{"name": "weather"{arguments}}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -47,14 +60,86 @@ def check_parser(make, text, content, calls, reasoning=''):
     (BARE, '', [('time', '{}')]),
     (f'{BARE} more', f'{BARE} more', []),
     ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
-    (CALL[:-3], CALL[:-3], []),
+    (CALL[:-3], '', [ZURICH]),  # the model ended it
+    (CALL[:-16], CALL[:-16], []),  # cut in its arguments
     (CALL.replace('weather', 'rm'), CALL.replace('weather', 'rm'), []),
     (CALL.replace('{"city"', '{city'), CALL.replace('{"city"', '{city'), []),
     ('<tool_call>[]</tool_call>' + CALL, '<tool_call>[]</tool_call>', [ZURICH]),
+    (hermes(', "arguments": {"city": "</tool_call>"}'), '', [('weather', '{"city": "</tool_call>"}')]),
+    (hermes(', "arguments": {"x": 1e400}'), '', [('weather', '{"x": 1e400}')]),
+    (hermes(', "arguments": "{\\"x\\": 1}"'), '', [('weather', '{"x": 1}')]),
+    (hermes(', "arguments": null'), '', [('weather', '{}')]),
+    (hermes(''), '', [('weather', '{}')]),
+    (hermes(', "arguments": {"x": Infinity}'), hermes(', "arguments": {"x": Infinity}'), []),
+    (hermes(', "arguments": [1]'), hermes(', "arguments": [1]'), []),
   ],
 )
 def test_calls_are_found_however_the_text_is_cut(text, content, calls):
-  check_parser(ToolCallParser, text, content, calls)
+  check_parser(read_by('hermes'), text, content, calls)
+
+
+TAGGED = (
+  'I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</tool_call>\n</parameter>\n'
+  '<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n'
+  '<tool_call>\n<function=time>\n</function>\n</tool_call>'
+)
+PAIRS = '<arg_key>city</arg_key>\n<arg_value>7</arg_value>\n<arg_key>days</arg_key>\n<arg_value>7</arg_value>\n'
+BLOCK = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "7"}\n```<｜tool▁call▁end｜>'  # noqa: RUF001
+SHORT = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "7"}<｜tool▁call▁end｜>'  # noqa: RUF001
+SEVEN = ('weather', '{"city": "7"}')
+
+
+@pytest.mark.parametrize(
+  'form, text, content, calls',
+  [
+    ('qwen_coder', TAGGED, 'I look.\n', [('weather', '{"city": "Bern\\n</tool_call>", "days": 2}'), ('time', '{}')]),
+    ('qwen_coder', TAGGED.removeprefix('I look.\n<tool_call>\n').split('</tool_call>\n<tool_')[0], '',
+     [('weather', '{"city": "Bern\\n</tool_call>", "days": 2}')]),
+    ('hermes', f'<tool_call>weather\n{PAIRS}</tool_call>', '', [('weather', '{"city": "7", "days": 7}')]),
+    ('mistral', '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "7"}, "id": "123456789"}]', '', [SEVEN]),
+    ('mistral_named', 'so[TOOL_CALLS]weather[ARGS]{"city": "7"}[TOOL_CALLS]time{}', 'so', [SEVEN, ('time', '{}')]),
+    ('mistral', '[TOOL_CALLS]rm[ARGS]{}', '[TOOL_CALLS]rm[ARGS]{}', []),
+    ('deepseek_v3', f'Hm.<｜tool▁calls▁begin｜>{BLOCK}\n{BLOCK}<｜tool▁calls▁end｜>', 'Hm.', [SEVEN] * 2),  # noqa: RUF001
+    ('deepseek_v31', f'<｜tool▁calls▁begin｜>{SHORT}{SHORT}<｜tool▁calls▁end｜>', '', [SEVEN] * 2),  # noqa: RUF001
+    ('phi', '<|tool_call|>[{"name": "weather", "arguments": {"city": "7"}}]<|/tool_call|>', '', [SEVEN]),
+    ('functools', 'functools[{"name": "weather", "arguments": {"city": "7"}}]', '', [SEVEN]),
+    ('glm4', 'weather\n{"city": "7"}', '', [SEVEN]),
+    ('glm4', 'weather is\n{"city": "7"}', 'weather is\n{"city": "7"}', []),
+    ('llama', '<|python_tag|>{"name": "weather", "parameters": {"city": "7"}}; {"name": "time"}', '',
+     [SEVEN, ('time', '{}')]),
+  ],
+)  # fmt: skip
+def test_each_form_of_calls_is_read(form, text, content, calls):
+  check_parser(read_by(form), text, content, calls)
+
+
+@pytest.mark.parametrize(
+  'text, schema, value',
+  [
+    ('7', {'type': 'string'}, '7'), ('7', {'type': 'integer'}, 7), ('7.5', {'type': 'number'}, 7.5), ('7', {}, 7),
+    ('null', {'anyOf': [{'type': 'string'}, {'type': 'null'}]}, None), ('True', {'type': 'boolean'}, True),
+    ('7', {'enum': ['7']}, '7'), ('x', {'type': 'integer'}, 'x'), ('[1]', {'type': 'array'}, [1]),
+    ('{"a": 1}', {'$ref': '#/$defs/A'}, {'a': 1}), ('[1', {'type': 'array'}, '[1'),
+  ],
+)  # fmt: skip
+def test_bare_texts_get_the_type_of_their_schema(text, schema, value):
+  assert json.loads(typed_json(text, schema, {'$defs': {'A': {'type': 'object'}}})) == value
+
+
+@pytest.mark.parametrize(
+  'text, settings, reasoning, content, calls',
+  [
+    ('<think>\nwhy?\n</think>\n\n7 °C', {}, 'why?', '7 °C', []),
+    (f'<think>a</thi b</think>{CALL}', {}, 'a</thi b', '', [ZURICH]),
+    ('why?\n</think>\n\n7', {'is_thinking': True}, 'why?', '7', []),
+    ('<think> cut', {}, 'cut', '', []),
+    (' <thinner> 7', {}, '', ' <thinner> 7', []),
+    ('7 <think>', {}, '', '7 <think>', []),
+    (f'<think>{CALL}</think>7', {}, CALL, '7', []),
+  ],
+)
+def test_reasoning_is_apart_from_content(text, settings, reasoning, content, calls):
+  check_parser(read_by('hermes', thinks=True, **settings), text, content, calls, reasoning)
 
 
 @pytest.mark.parametrize(
@@ -66,23 +151,30 @@ def test_calls_are_found_however_the_text_is_cut(text, content, calls):
     (EARLY, '', '', [ZURICH]),  # the callee in the role
     (LOOK.removeprefix('<|start|>assistant') + FINAL, '', 'I look.\n7 °C', []),
     (HARMONY_CALL.replace(ARGUMENTS, '[7'), '', '[7', []),
+    (EARLY.replace('Zürich', '<|end|>'), '', '', [('weather', '{"city": "<|end|>"}')]),
+    (EARLY.replace(ARGUMENTS, '{"x": 1e400}'), '', '', [('weather', '{"x": 1e400}')]),
     ('{"a": "<|"}', '', '{"a": "<|"}', []),  # without a header
     (HM + '<|start|>assis', 'Hm <b>.', '', []),
   ],
 )
 def test_messages_in_channels_are_found_however_the_text_is_cut(text, reasoning, content, calls):
-  check_parser(ChannelParser, text, content, calls, reasoning)
+  check_parser(lambda: ChannelParser(SCHEMAS), text, content, calls, reasoning)
 
 
 def test_content_is_not_held_back():
-  parser = ChannelParser(())
+  parser = ChannelParser(None)
   pieces = [HM, '<|start|>assistant<|channel|>final<|message|>', '7 ', '<', 'b']
-  assert [parser.push(piece, is_last=False)[0] for piece in pieces] == ['', '', '7 ', '', '<b']
+  assert [parser.push(piece, is_last=False).content for piece in pieces] == ['', '', '7 ', '', '<b']
+  parser = AnswerParser(CALL_FORMS['mistral'], SCHEMAS, thinks=True)
+  pieces = ['<th', 'ink>a', ' b', '</think>', '7', ' <', 'x']
+  parts = [parser.push(piece, is_last=False) for piece in pieces]
+  assert [part.reasoning for part in parts] == ['', 'a', ' b', '', '', '', '']
+  assert [part.content for part in parts] == ['', '', '', '', '7', ' ', '<x']
 
 
 def test_a_plain_object_is_not_held_back():
-  parser = ToolCallParser({'time'})
-  assert [parser.push(piece, is_last=False)[0] for piece in ('{', '"na', 'ms":', '1')] == ['', '', '{"nams":', '1']
+  parser = read_by('llama')()
+  assert [parser.push(piece, is_last=False).content for piece in ('{', '"na', 'ms":', '1')] == ['', '', '{"nams":', '1']
 
 
 ECHO = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{# tools tool_calls enable_thinking #}"
