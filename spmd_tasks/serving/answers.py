@@ -113,7 +113,8 @@ class AnswerForm:
       names = [f'call{number}' for number in range(len(calls))]
       one = ' | '.join(names)
       repeats = several and form.closed and '{calls}' not in form.forced
-      alternatives.append(f'({one}) ({self._literal(form.closed)} ({one}))*' if repeats else one)
+      closed = self._literal(form.closed)
+      alternatives.append(f'({one}) ({closed} "\\n"? ({one}))* ({closed})?' if repeats else one)
     begin = f'{self._literal(_AFTER_THINKING)} ' if self._is_thinking(prompt) else ''
     start = f'start: {begin}({" | ".join(alternatives)})'
     return OutputForm(field=field, kind='grammar', value='\n'.join([start, *rules]))
