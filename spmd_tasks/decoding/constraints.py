@@ -18,11 +18,13 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 import threading
 from typing import Any, Literal
 
 import numpy as np
 
+from spmd_tasks.decoding.json_schemas import rewrite
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, FolderTokenizer, Tokenizer
 from spmd_tasks.wings import require
@@ -79,7 +81,7 @@ class Grammars:
     try:
       if kind == 'json_schema':
         rules: Any = {} if '"whitespace_flexible"' in text else {'whitespace_pattern': _WHITE_SPACE}
-        schema = '{}' if text.strip() == 'true' else text  # only an object takes options
+        schema = '{}' if text.strip() == 'true' else _rewritten(text)  # only an object takes options
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=rules)
       elif kind == 'regex':
         grammar = llguidance.LLMatcher.grammar_from_regex(text)
@@ -315,9 +317,24 @@ class _Bytes:
     return [byte + len(self.special_token_ids) for byte in text]
 
 
+def _rewritten(schema: str) -> str:
+  """A JSON schema in the keywords that llguidance has."""
+  try:
+    return json.dumps(rewrite(json.loads(schema)))
+  except (ValueError, RecursionError):
+    return schema  # which llguidance refuses
+
+
+_NO_KEYWORDS = re.compile(r'.*Unimplemented keys: \[(.*?)\]')
+_PLACE = re.compile(r'^at \d+\(\d+\): (failed to compile JSON schema: )?')
+
+
 def _clause(message: str) -> str:
   """An error of llguidance on one line, without the picture of its place."""
-  first, *rest = message.strip().splitlines() or ['it is not valid']
+  if keywords := _NO_KEYWORDS.match(message):
+    named = keywords[1].replace('"', '')
+    return f'grammars have no {named}: leave it out, or let "x-guidance": {{"lenient": true}} in the schema ignore it'
+  first, *rest = _PLACE.sub('', message.strip()).splitlines() or ['it is not valid']
   return ' '.join([first, *(line for line in rest if line.startswith('error:'))]).rstrip('.')[:300]
 
 

@@ -14,6 +14,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from spmd_tasks.decoding.json_schemas import resolve
 from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.tool_calls import ToolCall, Tools
 
@@ -182,11 +183,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> tuple[set[str], 
   listed = schema.get('enum', [schema['const']] if 'const' in schema else [])
   values = [value for value in (listed if isinstance(listed, list) else []) if isinstance(value, str)]
   parts = [part for name in ('anyOf', 'oneOf', 'allOf') for part in _list(schema.get(name))]
-  if isinstance(ref := schema.get('$ref'), str) and ref.startswith('#'):
-    part: Any = root
-    for name in ref[1:].split('/')[1:]:
-      part = part.get(name.replace('~1', '/').replace('~0', '~')) if isinstance(part, Mapping) else None
-    parts.append(part)
+  parts.append(resolve(schema.get('$ref'), root))
   for part in parts:
     more_types, more_values = _types(part, root, depth + 1)
     types |= more_types

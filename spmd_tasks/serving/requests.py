@@ -232,9 +232,14 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
   echo = body.messages[-1].text if body.messages[-1].role == 'assistant' else ''
   output, opens_text = _output_form(body, model, choice, prompt)
-  wanted = _generation_request(
-    body, model, limits, [(ids, echo)], max_tokens=max_tokens, num_logprobs=num_logprobs, form=output
-  )
+  try:
+    wanted = _generation_request(
+      body, model, limits, [(ids, echo)], max_tokens=max_tokens, num_logprobs=num_logprobs, form=output
+    )
+  except RequestError as error:
+    if output is not None and error.param == output.field:
+      _check_parts(body, model, choice)  # whose error is clearer
+    raise
   tools, is_fixed = choice.tools or None, output is not None
   if not model.answer_form.needs_parser(tools):
     return wanted
@@ -271,6 +276,19 @@ def _output_form(body: ChatBody, model: ServedModel, choice: ToolChoice, prompt:
       return text, False
     several = body.parallel_tool_calls is not False
     return grammar(choice.tools, field=text.field, text=text, several=several), True
+  except FormError as error:
+    raise RequestError(str(error), param=error.field) from error
+
+
+def _check_parts(body: ChatBody, model: ServedModel, choice: ToolChoice) -> None:
+  """Raises a RequestError if one schema of a form cannot be had alone; the error names it."""
+  names = [tool['function']['name'] for tool in body.tools]
+  try:
+    if (text := wanted_form(body)) is not None:
+      text.compile(model.grammars)
+    for name, schema in choice.tools.items():
+      field = f'tools[{names.index(name)}].function.parameters'
+      OutputForm(field=field, kind='json_schema', value=schema).compile(model.grammars)
   except FormError as error:
     raise RequestError(str(error), param=error.field) from error
 

@@ -15,6 +15,7 @@ import secrets
 import sys
 from typing import Any, Literal
 
+from spmd_tasks.decoding.json_schemas import moved, rewrite
 from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.bodies import is_function
 from spmd_tasks.serving.errors import RequestError
@@ -24,7 +25,6 @@ Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of a tool's arguments
 _NO_ARGUMENTS = {'type': 'object', 'properties': {}, 'additionalProperties': False}
 # As json.dumps writes JSON and models have seen it. If any white space is allowed, small models write it for ever.
 _SPACES = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
-_DATA_KEYS = ('const', 'enum', 'default', 'examples')  # of a schema, whose values are no schemas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,12 +129,12 @@ def call_schema(tools: Tools, *, key: str = 'arguments', text: Mapping[str, Any]
   choices = list[Any]()
   spaces: Mapping[str, Any] = {}
   if text is not None:
-    definitions['text'] = moved(text, '#/$defs/text')
+    definitions['text'] = moved(rewrite(text), '#/$defs/text')
     choices.append({'$ref': '#/$defs/text'})
     spaces = _own_spaces(text)
   for number, (name, schema) in enumerate(tools.items()):
     place = f'tool{number}'
-    definitions[place] = moved(schema, f'#/$defs/{place}')
+    definitions[place] = moved(rewrite(schema), f'#/$defs/{place}')
     call = {'name': {'const': name}, key: {'$ref': f'#/$defs/{place}'}}
     choices.append({'type': 'object', 'properties': call, 'required': ['name', key], 'additionalProperties': False})
     spaces = spaces or _own_spaces(schema)
@@ -143,35 +143,13 @@ def call_schema(tools: Tools, *, key: str = 'arguments', text: Mapping[str, Any]
 
 
 def spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a schema whose JSON has the white space of json.dumps, unless the schema has a rule of its own."""
-  return {**schema, 'x-guidance': {**_SPACES, **_own_spaces(schema)}}
+  """Returns a schema for a grammar; its JSON has the white space of json.dumps, or what the schema's own rule says."""
+  return {**rewrite(schema), 'x-guidance': {**_SPACES, **_own_spaces(schema)}}
 
 
 def _own_spaces(schema: Mapping[str, Any]) -> Mapping[str, Any]:
   rules = schema.get('x-guidance')
   return rules if isinstance(rules, dict) else {}
-
-
-def moved(schema: Any, place: str) -> Any:
-  """Returns a schema whose references to itself hold where it stands at `place` of another one."""
-  top = {'$id', '$schema', 'x-guidance'}  # what only the root of a schema has
-  if not isinstance(schema, Mapping):
-    return schema
-  return _moved({name: value for name, value in schema.items() if name not in top}, place)
-
-
-def _moved(value: Any, place: str) -> Any:
-  if isinstance(value, list):
-    return [_moved(item, place) for item in value]
-  if not isinstance(value, dict):
-    return value
-  own = dict[str, Any]()
-  for name, item in value.items():
-    if name == '$ref' and isinstance(item, str) and item.startswith('#'):
-      own[name] = place + item[1:]
-    else:
-      own[name] = item if name in _DATA_KEYS else _moved(item, place)
-  return own
 
 
 # --- calls in messages ---

@@ -93,7 +93,7 @@ def test_the_end_is_allowed_only_where_the_grammar_accepts_it(tokenizer):
   [
     ('regex', '(', 'unclosed group'),
     ('json_schema', '{"type": "foo"}', 'Invalid type'),
-    ('json_schema', '{"not": {"type": "string"}}', 'not'),
+    ('json_schema', '{"type": "string", "not": {"const": "x"}}', 'no not: leave it out'),
     ('regex', 'a' * 100_001, '100001 characters'),
     ('grammar', 'start: a\na: a', 'no token of this model can begin it'),
     # What is too complex for llguidance once a token has come.
