@@ -10,6 +10,8 @@ limits, and gets its tokens and defaults. A RequestError names the field that is
 from collections.abc import Collection, Sequence
 import dataclasses
 import functools
+import json
+import re
 import secrets
 from typing import Any, Literal
 
@@ -296,6 +298,9 @@ def _check_parts(body: ChatBody, model: ServedModel, choice: ToolChoice) -> None
 _TEMPLATE_VARIABLES = ('messages', 'tools', 'documents', 'add_generation_prompt', 'self')
 
 
+_TOOLS_IN_MESSAGE = re.compile(r"\bmessage(\.|\[['\"])tools\b")  # of the system, as Phi-4-mini's template reads them
+
+
 def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -> tuple[tuple[int, ...], str]:
   """The tokens and the text of a chat's messages."""
   template = model.chat_template
@@ -311,6 +316,9 @@ def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -
       param='continue_final_message',
     )
   messages = [_turn(turn, f'messages[{number}]', template) for number, turn in enumerate(body.messages)]
+  if tools and _TOOLS_IN_MESSAGE.search(template.template):
+    messages = [*([] if messages[0]['role'] == 'system' else [{'role': 'system', 'content': ''}]), *messages]
+    messages[0]['tools'] = json.dumps([tool['function'] for tool in tools], ensure_ascii=False)
   if body.continue_final_message:
     messages[-1]['content'] += _OPEN_END
   begins_reply = body.add_generation_prompt is not False and not body.continue_final_message

@@ -120,11 +120,14 @@ def read_choice(choice: Any, tools: Tools) -> ToolChoice:
 # --- schemas ---
 
 
-def call_schema(tools: Tools, *, key: str = 'arguments', text: Mapping[str, Any] | None = None) -> dict[str, Any]:
-  """Returns the JSON schema of an object with `name` and `key` that calls one of the tools.
+def call_schema(
+  tools: Tools | Sequence[Any], *, key: str = 'arguments', text: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+  """Returns the JSON schema of an object with `name` and `key` that calls one of a request's tools.
 
   With `text` the value may also be one of that schema. Each schema keeps its own definitions, and its `$ref`s to them.
   """
+  tools = tools if isinstance(tools, Mapping) else read_tools(tools)
   definitions: dict[str, Any] = {}
   choices = list[Any]()
   spaces: Mapping[str, Any] = {}
