@@ -1,5 +1,6 @@
 """Tool calls in and out, harmony's messages, and outputs of a fixed form; the fake engine repeats its prompt."""
 
+import dataclasses
 import json
 import re
 
@@ -10,8 +11,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 from spmd_tasks.serving.answer_parsers import AnswerParser, ChannelParser
+from spmd_tasks.serving.answers import answer_form
 from spmd_tasks.serving.call_forms import CALL_FORMS, typed_json
-from tests.serving.served import CHAT, events, serving
+from spmd_tasks.serving.requests import chat_request
+from spmd_tasks.serving.settings import ServerSettings
+from tests.serving.served import CHAT, MODEL, TOKENIZER, events, serving
 
 TOOLS = [{'type': 'function', 'function': {'name': name, 'parameters': {}}} for name in ('weather', 'time')]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
@@ -273,6 +277,75 @@ def test_a_conversation_with_calls_goes_to_the_template():
   ]  # fmt: skip
 
 
+def rendered(template, **body):
+  """The prompt of a chat, and how its answer is read."""
+  model = dataclasses.replace(MODEL, max_len=4096, chat_template=ChatTemplate(template=template, stop=()))
+  wanted = chat_request({'messages': [{'role': 'user', 'content': 'Hi'}], 'max_tokens': 99} | body, model, LIMITS)
+  return model.decode(wanted.requests[0].ids), wanted
+
+
+LIMITS = ServerSettings()
+ARGUMENTS_OF = '{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}'
+
+
+@pytest.mark.parametrize(
+  'arguments, read',
+  [
+    ('null', {}), ('', {}), (None, {}), ('{}', {}), ({'a': 1}, {'a': 1}), ('{"a": "\\ud800é"}', {'a': '\ufffdé'}),
+    ('{"a": 1e400}', {'a': 1.7976931348623157e308}),
+  ],
+)  # fmt: skip
+def test_arguments_come_back_as_clients_send_them(arguments, read):
+  function = {'name': 'time', 'arguments': arguments}
+  turns = [{'role': 'assistant', 'tool_calls': [{'id': 'c', 'type': 'function', 'function': function}]}]
+  assert json.loads(rendered(ARGUMENTS_OF, messages=turns)[0]) == read
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text():
+  """As DeepSeek's published templates do."""
+  source = (
+    "{% for m in messages if m.tool_calls %}{{ '<' + m.tool_calls[0]['function']['arguments'] + '>' }}{% endfor %}"
+  )
+  call = {'id': 'c', 'type': 'function', 'function': {'name': 'time', 'arguments': '{"zone":"é"}'}}
+  assert rendered(source, messages=[{'role': 'assistant', 'tool_calls': [call]}])[0] == '<{"zone": "é"}>'
+
+
+def test_a_template_that_reads_tools_in_the_system_message_gets_them_there():
+  """As Phi-4-mini's does."""
+  source = "{% for m in messages %}{% set message = m %}{{ m.role }}{{ message['tools'] }};{% endfor %}"
+  prompt, _ = rendered(source, tools=TOOLS[:1])
+  assert prompt == f'system{json.dumps([TOOLS[0]["function"]])};user;'
+
+
+THINKING = '{{ messages[0].content }}<think>\n{# </think> tools #}'
+
+
+def test_a_prompt_may_begin_the_reasoning():
+  _, wanted = rendered(THINKING)
+  assert wanted.reading.parser().push('Hm.\n</think>\n\n7', is_last=True) == ('7', 'Hm.', [])
+  for settings, text in (
+    ({'response_format': JSON_SCHEMA}, '{"n": 7}'),
+    ({'tools': TOOLS[:1], **REQUIRED}, BARE_WEATHER),
+  ):
+    _, wanted = rendered(THINKING, **settings)
+    matcher = wanted.matcher.copy()
+    for token in TOKENIZER.encode(f'</think>\n\n{text}'):  # the grammar ends the reasoning first
+      assert int(matcher.mask[token // 32]) >> token % 32 & 1
+      matcher.take(token)
+    part = wanted.reading.parser().push(f'</think>\n\n{text}', is_last=True)
+    assert (part.content, len(part.calls)) == (('', 1) if 'tools' in settings else (text, 0))
+
+
+def test_marks_are_read_that_are_special_tokens(tokenizer):
+  form = answer_form(ChatTemplate(template='<|call|> </think>'), tokenizer)
+  ids = tokenizer.encode('<|start|>a<think>b<|end|>')
+  assert form.decoder(None)(ids) == 'a<think>b'  # which is no special token of this tokenizer
+  form = dataclasses.replace(form, calls=dataclasses.replace(form.calls, markers=('<|end|>',)))
+  assert (form.decoder(None)(ids), form.decoder(SCHEMAS)(ids)) == ('a<think>b', 'a<think>b<|end|>')
+
+
+REQUIRED = {'tool_choice': 'required'}
+BARE_WEATHER = '{"name": "weather", "parameters": {}}'
 SCHEMA = {'type': 'object', 'properties': {'n': {'type': 'integer'}}, 'required': ['n'], 'additionalProperties': False}
 JSON_SCHEMA = {'type': 'json_schema', 'json_schema': {'name': 'n', 'schema': SCHEMA}}
 
@@ -296,11 +369,37 @@ def test_the_output_has_the_form_that_was_asked_for(client, content, settings, p
   assert ''.join(streamed) == whole.choices[0].message.content
 
 
+UNIQUE = {'properties': {'a': {'type': 'array', 'uniqueItems': True}}, 'required': ['a']}
+
+
+def tool_of(parameters):
+  return {'type': 'function', 'function': {'name': 'f', 'parameters': parameters}}
+
+
+def allowed(mode, *names):
+  return {'type': 'allowed_tools', 'allowed_tools': {'mode': mode, 'tools': [choice_of(name) for name in names]}}
+
+
 @pytest.mark.parametrize(
   'settings, field, message',
   [
     ({'tools': TOOLS, 'tool_choice': 'any'}, 'tool_choice', "must be 'none', 'auto', 'required'"),
     ({'tools': TOOLS, 'tool_choice': choice_of('rm')}, 'tool_choice', 'not among the tools'),
+    ({'tools': TOOLS, 'tool_choice': allowed('any', 'time')}, 'tool_choice', "mode must be 'auto' or 'required'"),
+    ({'tools': TOOLS, 'tool_choice': allowed('auto', 'rm')}, 'tool_choice', 'not among the tools'),
+    ({'tools': TOOLS, 'tool_choice': allowed('auto')}, 'tool_choice', "must be 'none', 'auto', 'required'"),
+    *(
+      ({'tools': [tool_of(parameters)]}, 'tools[0].function.parameters', 'must be the JSON schema of an object')
+      for parameters in ('x', [], 7, True, {'type': 'string'})
+    ),
+    ({'tools': [tool_of({}), tool_of({'required': ['a']})]}, 'tools[1]', "two functions with the name 'f'"),
+    ({'tools': [tool_of(UNIQUE)], **REQUIRED}, 'tools[0].function.parameters', 'no uniqueItems: leave it out'),
+    ({'tools': [tool_of({'$ref': '#/$defs/x'})], **REQUIRED}, 'tools[0].function.parameters', 'does not exist'),
+    (
+      {'tools': TOOLS, 'extra_body': {'structured_outputs': {'grammar': 'start: "a"'}}},
+      'structured_outputs.grammar',
+      'beside tools',
+    ),
     ({'response_format': {'type': 'json_schema'}}, 'response_format.json_schema.schema', 'must be a JSON schema'),
     ({'extra_body': {'structured_outputs': {'regex': '('}}}, 'structured_outputs.regex', 'unclosed group'),
     ({'extra_body': {'structured_outputs': {'structural_tag': 'x'}}}, 'structured_outputs.structural_tag', 'not supp'),
