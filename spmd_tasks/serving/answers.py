@@ -189,8 +189,14 @@ def answer_form(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerForm:
       logging.warning('The response_template of the tokenizer is not used: %s.', error)
   added = tokenizer.added_tokens if isinstance(tokenizer, FileTokenizer) else {}
   has_channels = template.mentions('<|channel|>')
+  calls = _CHANNELS if has_channels else call_form(template)
+  # As long texts, marks would cost many tokens, and no published model writes them so: a shorter form is forced.
+  marks = [mark for mark in (*calls.openings, *calls.markers) if mark[0] in '<[' and mark in calls.forced]
+  if not all(mark in added for mark in marks):
+    short = 'to=functions.{name}<|message|>{arguments}' if has_channels else '{call}'
+    calls = dataclasses.replace(calls, forced=short, closed='')
   return AnswerForm(
-    calls=_CHANNELS if has_channels else call_form(template),
+    calls=calls,
     has_channels=has_channels,
     thinks=template.mentions(END_THINK) or template.mentions(THINK),
     response_template=response_template,
@@ -203,6 +209,6 @@ def answer_form(template: ChatTemplate, tokenizer: Tokenizer) -> AnswerForm:
 # Only forced by this form: a ChannelParser reads it.
 _CHANNELS = dataclasses.replace(
   call_form(ChatTemplate()),
-  openings=(),
+  openings=('<|channel|>', '<|message|>'),
   forced='<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}',
 )
