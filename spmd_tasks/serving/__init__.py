@@ -5,7 +5,8 @@
 
 A request's way, file by file: `routes.py` checks the API key and reads the body; `bodies.py` (pydantic) and
 `requests.py` check it and make a GenerationRequest; `service.py` queues its sequences; `engine_thread.py` runs the
-scheduler and the engine (package decoding); `responses.py` formats the answer.
+scheduler and the engine (package decoding); `responses.py` formats the answer. `answers.py` knows by the chat template
+how a model writes reasoning and tool calls: `call_forms.py` is the table, `answer_parsers.py` reads texts.
 
 Read `server.py` first: it puts these parts together and ends them in order. `publisher.py` replaces the weights of a
 running server, `metrics.py` counts for Prometheus, `tracing.py` records requests for OpenTelemetry, and
