@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 import itertools
 from typing import Any
 
-_ONE = ('items', 'additionalItems', 'additionalProperties', 'unevaluatedProperties', 'unevaluatedItems', 'contains')
-_ONE += ('not', 'if', 'then', 'else', 'propertyNames')  # keywords whose value is a schema
+_ONE = (  # keywords whose value is a schema
+  *('items', 'additionalItems', 'unevaluatedItems', 'additionalProperties', 'unevaluatedProperties', 'contains'),
+  *('not', 'if', 'then', 'else', 'propertyNames'),
+)
 _LISTS = ('anyOf', 'oneOf', 'allOf', 'prefixItems')
 _MAPS = ('properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas')
 _TYPES = ('null', 'boolean', 'object', 'array', 'number', 'string')
@@ -38,8 +40,9 @@ def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
 
   def move(part: dict[str, Any]) -> dict[str, Any]:
     reference = part.get('$ref')
-    is_own = isinstance(reference, str) and reference.startswith('#')
-    return {**part, '$ref': place + reference[1:]} if is_own else part
+    if not isinstance(reference, str) or not reference.startswith('#'):
+      return part
+    return {**part, '$ref': place + reference[1:]}
 
   of_root = ('$id', '$schema', 'x-guidance')
   return map_schemas({name: value for name, value in schema.items() if name not in of_root}, move)

@@ -380,7 +380,7 @@ def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
   role = 'system' if turn.role == 'developer' and not template.mentions('developer') else turn.role
   message: dict[str, Any] = {'role': role, 'content': turn.text}
   if turn.tool_calls:
-    message['tool_calls'] = calls_for_template(turn.tool_calls, path, template)
+    message['tool_calls'] = calls_for_template(turn.tool_calls, path)
   reasoning = turn.reasoning if turn.reasoning_content is None else turn.reasoning_content
   own = {'name': turn.name, 'tool_call_id': turn.tool_call_id, 'reasoning_content': reasoning}
   return message | {name: value for name, value in own.items() if value is not None}

@@ -10,13 +10,11 @@ call_forms.py has the forms in which models write calls.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import json
-import re
 import secrets
 import sys
 from typing import Any, Literal
 
 from spmd_tasks.decoding.json_schemas import moved, rewrite
-from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.bodies import is_function
 from spmd_tasks.serving.errors import RequestError
 
@@ -157,21 +155,14 @@ def _own_spaces(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # --- calls in messages ---
 
-_ARGUMENTS = r'\barguments[\'"]?\]?\s*'
-_AS_TEXT = re.compile(r'(\+|~|\{\{-?)\s*[\w.\[\]\'"]*' + _ARGUMENTS + r'(\+|~|-?\}\})')
-_AS_OBJECT = re.compile(_ARGUMENTS + r'(\|\s*(tojson|items)|\.items|is\s)')
 
+def calls_for_template(calls: Any, path: str) -> list[dict[str, Any]]:
+  """Returns the `tool_calls` of an assistant's message as templates read them: their arguments as objects.
 
-def calls_for_template(calls: Any, path: str, template: ChatTemplate) -> list[dict[str, Any]]:
-  """Returns the `tool_calls` of an assistant's message as a template reads them.
-
-  Their arguments are objects, or texts for a template that joins them to others as they are. Arguments that are null,
-  empty or left out are an empty object.
+  Arguments that are null, empty or left out are an empty object.
 
   Raises a RequestError: a call is not in OpenAI's format; `path` names the message.
   """
-  source = template.tool_template or template.template
-  wants_text = _AS_TEXT.search(source) is not None and _AS_OBJECT.search(source) is None
   converted = list[dict[str, Any]]()
   for number, call in enumerate(calls):
     where = f'{path}.tool_calls[{number}]'
@@ -182,8 +173,7 @@ def calls_for_template(calls: Any, path: str, template: ChatTemplate) -> list[di
     if arguments is None:
       where += '.function.arguments'
       raise RequestError(f'{where} must be a JSON object, as text.', param=where)
-    given = json.dumps(arguments, ensure_ascii=False) if wants_text else arguments
-    converted.append({'type': 'function', **call, 'function': {**function, 'arguments': given}})
+    converted.append({'type': 'function', **call, 'function': {**function, 'arguments': arguments}})
   return converted
 
 

@@ -149,6 +149,7 @@ class Renderer:
   def identity(self) -> dict[str, Any]:
     """Plain data that differ where the same messages would give other tokens."""
     written = dataclasses.asdict(self.template) | {'variables': self.variables, 'date': self.date}
+    written.pop('response_template')  # by which no tokens are made
     digest = hashlib.blake2b(json.dumps(written, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
     return {'tokenizer': self.tokenizer.fingerprint(), 'template': digest}
 
