@@ -19,6 +19,7 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.inputs._call_arguments import with_arguments_as_read
 from spmd_tasks.inputs._template_sandbox import Job, Spans, render
 from spmd_tasks.inputs.tokenizer_files import FileTokenizer, FolderTokenizer, read_json_object
 
@@ -259,7 +260,8 @@ class ChatTemplate:
     jobs: list[Job] = []
     for messages, add_prompt in conversations:
       read = [self._readable(message, f'messages[{number}]', source) for number, message in enumerate(messages)]
-      jobs.append((given | {'messages': read, 'add_generation_prompt': add_prompt}, now))
+      variables = given | {'messages': read, 'add_generation_prompt': add_prompt}
+      jobs.append((with_arguments_as_read(source, variables), now))
     return render(source, jobs)
 
   def _readable(self, message: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
