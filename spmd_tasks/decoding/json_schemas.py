@@ -8,6 +8,7 @@ What cannot be written otherwise stays, and llguidance refuses it by name.
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
+import json
 from typing import Any
 
 _ONE = (  # keywords whose value is a schema
@@ -17,6 +18,7 @@ _ONE = (  # keywords whose value is a schema
 _LISTS = ('anyOf', 'oneOf', 'allOf', 'prefixItems')
 _MAPS = ('properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas')
 _TYPES = ('null', 'boolean', 'object', 'array', 'number', 'string')
+_MAX_COPIED = 20_000  # characters of a schema that stands once for each name; nested copies would multiply
 _MAX_UNIQUE = 4  # values, which have 65 orders of some of them
 
 
@@ -116,6 +118,8 @@ def _without_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
   known = schema.get('properties', {})
   names = _values(rule)
   if names is not None and set(rule) <= {'enum', 'const'} and isinstance(known, Mapping):
+    if len(names) * len(json.dumps(rest)) > _MAX_COPIED:
+      return schema
     properties = {name: known.get(name, rest) for name in names if isinstance(name, str)}
     return {**others, 'properties': properties, 'additionalProperties': False}
   if set(rule) <= {'minLength', 'maxLength'}:

@@ -10,6 +10,7 @@ limits, and gets its tokens and defaults. A RequestError names the field that is
 from collections.abc import Collection, Sequence
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import secrets
@@ -282,13 +283,16 @@ def _output_form(body: ChatBody, model: ServedModel, choice: ToolChoice, prompt:
     raise RequestError(str(error), param=error.field) from error
 
 
+_MAX_CHECKED = 64  # tools, of which each takes time
+
+
 def _check_parts(body: ChatBody, model: ServedModel, choice: ToolChoice) -> None:
   """Raises a RequestError if one schema of a form cannot be had alone; the error names it."""
   names = [tool['function']['name'] for tool in body.tools]
   try:
     if (text := wanted_form(body)) is not None:
       text.compile(model.grammars)
-    for name, schema in choice.tools.items():
+    for name, schema in itertools.islice(choice.tools.items(), _MAX_CHECKED):
       field = f'tools[{names.index(name)}].function.parameters'
       OutputForm(field=field, kind='json_schema', value=schema).compile(model.grammars)
   except FormError as error:

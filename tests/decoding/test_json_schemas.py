@@ -76,6 +76,14 @@ def test_a_schema_may_have_a_keyword_ignored():
   assert allows(schema, ['a', 'a'])
 
 
+def test_nested_copies_do_not_multiply():
+  schema = {'type': 'integer'}
+  for _ in range(40):
+    schema = {'type': 'object', 'propertyNames': {'enum': ['a', 'b', 'c']}, 'additionalProperties': schema}
+  with pytest.raises(FormError, match='no propertyNames'):
+    allows(schema, {})
+
+
 def test_references_move_with_their_schema():
   ref = {'$ref': '#/$defs/City'}
   schema = {'$id': 'x', 'properties': {'enum': ref, 'me': {'$ref': '#'}}, 'default': ref, '$defs': {'City': {}}}
