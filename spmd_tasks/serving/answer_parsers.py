@@ -43,11 +43,14 @@ class Parser(Protocol):
 
   Attributes:
     num_calls: how many calls it has.
-    may_hold_content: whether text that is held back may become content.
   """
 
   num_calls: int
-  may_hold_content: bool
+
+  @property
+  def may_hold_content(self) -> bool:
+    """Whether text that is held back may become content."""
+    ...
 
   def push(self, piece: str, *, is_last: bool) -> Part:
     """Adds a piece; returns what is certain."""

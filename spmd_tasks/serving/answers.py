@@ -1,7 +1,7 @@
 r"""AnswerForm: how a model's answers are written, by its chat template: how they are read, and how calls are forced.
 
 form = answer_form(chat_template, tokenizer)
-form.parser(tools, prompt='...<|im_start|>assistant\n')       # of one answer, whose tokens form.decode turns to text
+form.parser(tools, prompt='...<|im_start|>assistant\n')       # of one answer
 form.grammar(tools, prompt='...')                              # of an answer that must be a call
 """
 

@@ -279,7 +279,9 @@ def _calls(field: _Field, body: str, groups: Mapping[str, str], tools: Tools) ->
   calls = list[ToolCall]()
   for one in shaped if len(shaped) != 1 or not isinstance(shaped[0], list) else shaped[0]:
     function = one.get('function', one) if isinstance(one, dict) else None
-    name = function.get('name') if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+      return []
+    name = function.get('name')
     if not isinstance(name, str) or name not in tools:
       return []
     arguments = function.get('arguments', function.get('parameters'))
@@ -331,8 +333,9 @@ def _value(text: str, content: Any, arguments: Mapping[str, Any], tags: Any = No
       (key.strip(), value.strip()) for key, found, value in (line.partition(separator) for line in lines) if found
     ]
   else:
-    convert = {'int': int, 'float': float, 'bool': lambda text: text.lower() in ('true', '1')}.get(content, str)
-    return convert(bare)
+    if content == 'bool':
+      return bare.lower() in ('true', '1')
+    return int(bare) if content == 'int' else float(bare) if content == 'float' else bare
   parser = arguments.get('value_parser') or {}
   read = lambda text: _value(text, parser.get('name', 'text'), parser.get('args', {})) if parser else text
   return {key: read(value) for key, value in pairs}

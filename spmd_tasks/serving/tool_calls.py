@@ -89,15 +89,16 @@ def read_choice(choice: Any, tools: Tools) -> ToolChoice:
 
   Raises a RequestError: it is not in OpenAI's format, or names a tool that is not among `tools`.
   """
+  mode: Any
   if choice in (None, 'none', 'auto', 'required'):
     mode, names = choice or 'auto', list(tools)
   elif is_function(choice) and choice.get('type') == 'function':
     mode, names = 'required', [choice['function']['name']]
   else:
-    allowed = (
-      choice.get('allowed_tools') if isinstance(choice, dict) and choice.get('type') == 'allowed_tools' else None
-    )
-    listed = allowed.get('tools') if isinstance(allowed, dict) else None
+    is_allowed = isinstance(choice, dict) and choice.get('type') == 'allowed_tools'
+    allowed = choice.get('allowed_tools') if is_allowed else None
+    allowed = allowed if isinstance(allowed, dict) else {}
+    listed = allowed.get('tools')
     if not isinstance(listed, list) or not listed or not all(map(is_function, listed)):
       raise RequestError(
         "tool_choice must be 'none', 'auto', 'required', an object of type function with a function that has a name, "
