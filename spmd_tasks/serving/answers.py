@@ -1,8 +1,10 @@
 r"""AnswerForm: how a model's answers are written, by its chat template: how they are read, and how calls are forced.
 
-form = answer_form(chat_template, tokenizer)
-form.parser(tools, prompt='...<|im_start|>assistant\n')       # of one answer
-form.grammar(tools, prompt='...')                              # of an answer that must be a call
+    form = answer_form(chat_template, tokenizer)
+    form.parser(tools, prompt='...<|im_start|>assistant\n', is_fixed=False)       # of one answer
+    form.grammar(tools, prompt='...', field='tool_choice')                         # of an answer that must be a call
+
+call_forms.py has the forms of calls, answer_parsers.py and response_templates.py the parsers.
 """
 
 from collections.abc import Callable, Sequence
