@@ -44,7 +44,7 @@ from spmd_tasks.replay.statistics import (
   gradient_model,
   gradient_state,
 )
-from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime import PartitionedModel, Task
 from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, Metrics, finish_metrics
 from spmd_tasks.runtime.origin import saved_part
@@ -220,7 +220,10 @@ class LookInto(Watch):
   def prepare(self, run: TrainRun) -> None:
     super().prepare(run)
     self._statistics = LayerStatistics(run.model)
-    self._gradients: PartitionedModel = gradient_model(run.model, run.experiment)
+    # None: a task of another kind gives neither its gradients nor what its layers return.
+    self._gradients: PartitionedModel | None = None
+    if isinstance(run.job.task, Task):
+      self._gradients = gradient_model(run.model, run.experiment)
     self._own_batches = any(type(hook).batches is not TrainHook.batches for hook in run.hooks)
 
   def look(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
@@ -229,21 +232,19 @@ class LookInto(Watch):
       if not self._own_batches:
         rows = [row for each in gather(describe_rows(run.job, position), 'rows', limit_s=run.limit_s) for row in each]
       self._before = gradient_state(run.state)
-      gradients, metrics = self._gradients.train_step(gradient_state(run.state), batch)
-      attempt = {
-        'skipped': True,  # until it counts
-        'loss': float(metrics['loss']),
-        'rows': rows,
-        'weights': self._statistics(run.state),
-        'gradients': self._statistics(gradients),
-        'activations': activation_statistics(run.model, run.state, batch),
-      }
+      attempt = {'skipped': True, 'loss': None, 'rows': rows, 'weights': self._statistics(run.state)}  # until it counts
+      if self._gradients is not None:
+        gradients, metrics = self._gradients.train_step(gradient_state(run.state), batch)
+        attempt['loss'] = float(metrics['loss'])
+        attempt['gradients'] = self._statistics(gradients)
+        attempt['activations'] = activation_statistics(run.model, run.state, batch)
       self.attempts.append(attempt)
 
   def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:
     self.metrics = metrics
     with run.timed('replay', 'compilation'):
-      self.attempts[-1] |= {'skipped': False, 'updates': self._statistics(run.state, self._before)}
+      updates = self._statistics(run.state, self._before)
+      self.attempts[-1] |= {'skipped': False, 'loss': metrics['loss'], 'updates': updates}
     return False
 
 
@@ -263,6 +264,8 @@ def _look_into(
     for row in attempt['rows']:
       _show(format_row(row))
     _show(format_table(kinds))
+    if 'gradients' not in attempt:
+      _show(f'gradients and activations are left out: a {type(opened.job.task).__name__} keeps them to itself')
   if stopped is not None:
     _show(f'the job cannot make step {step}: {stopped}')
   _show(_verdict(report, step))

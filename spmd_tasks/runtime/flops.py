@@ -74,11 +74,13 @@ def model_flops_per_train_step(
   """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
 
   Attention counts in full, masked or not, an embedding lookup nothing, and of a mixture of experts only those that a
-  token chose. The products for gradients of frozen weights of `weight_specs` are left out. Where the loss runs the
-  model itself, that forward pass alone counts.
+  token chose. The products for gradients of frozen weights of `weight_specs` are left out. If the loss runs the
+  model itself, that forward pass alone counts. The forward pass of a task of another kind is its eval step.
   """
 
   def forward(variables, batch, rng):
+    if not isinstance(task, Task):
+      return task.eval_step(variables, batch, jnp.int32(0))
     return task.compute_loss(variables, batch, train=True, rng=rng).loss
 
   def backward(trained, variables, batch, rng):

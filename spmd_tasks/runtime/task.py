@@ -291,6 +291,15 @@ class Task:
     return averages | StepOutputs.of(output, batch, keeps_examples=keeps_examples)
 
 
+def require_task(task: Any, what: str) -> None:
+  """Raises a UserError if `what`, such as '--mode serve', needs a Task and `task` is of another kind, as Pax's is."""
+  if not isinstance(task, Task):
+    raise UserError(
+      f'{what} reads the model, the loss and the learner of a Task, and a {type(task).__name__} keeps them to itself: '
+      'train, evaluate and decode it, or write the experiment with a Task of this project.'
+    )
+
+
 def _flags_of(loss: Any, train: bool) -> dict[str, bool]:
   """Returns the train flags that a loss takes as arguments of these names, unless it has them already."""
   try:

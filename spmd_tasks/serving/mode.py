@@ -35,6 +35,7 @@ from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.origin import Base
+from spmd_tasks.runtime.task import require_task
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.scoring import TextScoring
@@ -93,6 +94,7 @@ def serve(
       cannot listen.
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
+  require_task(job.task, '--mode serve')
   tokenizer = job.tokenizer
   check_reads_tokens(job.train_input.element_spec(), getattr(job.task, 'decode', None))
   if tokenizer is None:

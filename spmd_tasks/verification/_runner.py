@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import RunsModel
 from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import without_frozen
-from spmd_tasks.runtime import PartitionedModel, Task, TrainState
+from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime.task import require_task
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 from spmd_tasks.verification._settings import Setting, Source, build_job
@@ -75,15 +75,6 @@ class StepResult:
   nonzero_padding: tuple[str, ...]
 
 
-def check_task(task: Any) -> None:
-  """Raises a UserError if the gradients of a task's train steps cannot be recorded."""
-  if not isinstance(task, Task):
-    raise UserError(
-      f'--mode verify compares gradients and new weights of train steps, and a {type(task).__name__} keeps its learner '
-      'to itself, as one of Pax does: move the experiment to a Task of this project to verify it.'
-    )
-
-
 class Runner:
   """The experiment in one setting: a partitioned model whose train step also gives its gradients."""
 
@@ -92,7 +83,7 @@ class Runner:
   def __init__(self, source: Source, setting: Setting):
     self.setting = setting
     self.job = build_job(source, setting)
-    check_task(self.job.task)
+    require_task(self.job.task, '--mode verify')
     recorder: Any = _GradientRecorder(self.job.task.learner)
     task = dataclasses.replace(self.job.task, learner=recorder)
     mesh = self.job.experiment.mesh_spec().build(jax.devices()[: setting.num_devices])

@@ -23,7 +23,6 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.runtime import Task
 from spmd_tasks.sharding.axis_rules import stage_axis
 from spmd_tasks.verification._agreement import Difference
 from spmd_tasks.verification._by_hand import why_not_by_hand
@@ -76,9 +75,6 @@ Mask = tuple[str, bool, np.ndarray]  # path of its module, whether rows have mas
 def dropout_cases(bench: Bench) -> Iterator[Case]:
   """Yields a case on one device and, of a model with a pipeline, one on its stages."""
   source = bench.source
-  if not isinstance(source.base.task, Task):
-    yield skipped('dropout', 'masks', f'{type(source.base.task).__name__} has a train step of its own')
-    return
   paths = [path for path in source.paths_ending('dropout_rate') if source.values[path]]
   if not paths:
     yield skipped('dropout', 'masks', 'no part of the model has a dropout_rate other than 0')

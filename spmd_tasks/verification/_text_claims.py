@@ -31,7 +31,7 @@ from spmd_tasks.inputs import TextInput
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.layers.adapter import map_parts
 from spmd_tasks.layers.moe import CapacityGather, Dropless
-from spmd_tasks.runtime import Task, TrainState
+from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, reduced, skipped
@@ -261,9 +261,6 @@ def packing_cases(bench: Bench) -> Iterator[Case]:
   shapes = {spec[name].shape for name in ('ids', 'segment_ids', 'segment_pos') if name in spec}
   if len(shapes) != 1 or 'segment_pos' not in spec or len(shape := shapes.pop()) != 2 or shape[1] < 4:
     yield skipped('packing', 'documents in a row', 'the batches have no ids, segment_ids and segment_pos [B, T]')
-    return
-  if not isinstance(job.task, Task):
-    yield skipped('packing', 'documents in a row', f'{type(job.task).__name__} has a step of its own')
     return
   yield Case(claim='packing', subject='three documents in a row', settings=(Setting(),), decide=_compare_packing)
   if isinstance(job.train_input, TextInput):

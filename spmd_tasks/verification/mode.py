@@ -19,6 +19,7 @@ from spmd_tasks.command import Command
 from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
+from spmd_tasks.runtime.task import require_task
 from spmd_tasks.verification._cases import Bench, Case, Verdict
 from spmd_tasks.verification._job_claims import job_cases
 from spmd_tasks.verification._layout_claims import (
@@ -28,7 +29,6 @@ from spmd_tasks.verification._layout_claims import (
   row_cases,
 )
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases, quantization_cases
-from spmd_tasks.verification._runner import check_task
 from spmd_tasks.verification._settings import Source, scaled_mesh, shrink, with_quantization
 from spmd_tasks.verification._step_claims import dropout_cases, step_cases
 from spmd_tasks.verification._text_claims import decode_cases, packing_cases, sampler_cases
@@ -147,7 +147,7 @@ def run(command: Command) -> int:
   started = time.monotonic()
   quantization = getattr(command.resolve((), ()).build().task, 'quantization', None)
   job, values = resolve((), ())
-  check_task(job.task)
+  require_task(job.task, '--mode verify')
   mesh = dict(scaled_mesh(job.experiment, num_devices))
   shrunk = shrink(job, values, mesh)
   lines = [f'{path} {values[path]} -> {value}' for path, value in shrunk.items()]

@@ -9,10 +9,8 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config.listing import list_experiments
-from spmd_tasks.errors import UserError
 from spmd_tasks.verification import mode
 from spmd_tasks.verification._cases import Case, skipped
-from spmd_tasks.verification._runner import check_task
 from spmd_tasks.verification.mode import CLAIMS
 from tests import binary
 from tests.model_folders import write_llama
@@ -83,11 +81,6 @@ def test_an_exception_is_an_error_and_not_a_broken_claim():
     {'claim': 'mesh', 'case': 'data 2', 'error': 'TypeError: list indices must be integers'}
   ]
   assert 'mesh          ERROR' in mode.format_table(decided)
-
-
-def test_a_task_that_keeps_its_learner_to_itself_is_refused():
-  with pytest.raises(UserError, match='a PaxLikeTask keeps its learner to itself'):
-    check_task(type('PaxLikeTask', (), {})())
 
 
 @pytest.mark.exhaustive

@@ -50,6 +50,7 @@ from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
+from spmd_tasks.runtime.task import require_task
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base
 from spmd_tasks.tuning.merging import merge_adapters
@@ -77,6 +78,7 @@ def export_model(
   """
   job, job_log_dir, emergency = opened.job, opened.directory, opened.emergency
   local = Path(os.fspath(target))
+  require_task(job.task, '--mode export')
   check_free(local)
   model = partition_job(job, mesh)
   start = job.experiment.origin()

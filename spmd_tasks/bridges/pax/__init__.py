@@ -58,9 +58,9 @@ def _keeps_numbers(path: str) -> bool:
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Refuses to serve, and to run in a directory of Paxml, whose checkpoints would be taken for damaged ones of ours."""
-  if mode == 'serve' and getattr(type(job.experiment), '_pax_class', None) is not None:
-    raise UserError(f'{job.name} is an experiment of Pax, and only models of ours are served: decode by --mode decode.')
+  """Refuses to run in a directory of Paxml, whose checkpoints would be taken for damaged ones of ours."""
+  if directory is None:  # the mode reads none
+    return job
   checkpoints = directory / 'checkpoints'
   is_ours = not checkpoints.is_dir() or (directory / 'config.json').exists()
   if not is_ours and _lazy('checkpoint_format')(checkpoints) == 'pax':

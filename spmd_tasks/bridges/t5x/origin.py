@@ -45,7 +45,7 @@ from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, RestoredVariables
 from spmd_tasks.runtime.partition import Part
-from spmd_tasks.runtime.task import Variables
+from spmd_tasks.runtime.task import Variables, require_task
 from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 
 MOMENTS = ('v_row', 'v_col', 'v', 'm')
@@ -239,6 +239,7 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
     UserError: the model is none of T5X's, or the target has that step already.
   """
   job = opened.job
+  require_task(job.task, '--mode export')
   model = partition_job(job, mesh)
   limit_s = job.experiment.first_step_timeout_s
   with (
