@@ -61,7 +61,8 @@ def naming_own_code(what: str, *, keys: Iterable[str] = (), part: object = None)
   Args:
     what: is computed in the context.
     keys: of the batch, which the sentence lists where a key is wrong or the dict was taken for an array.
-    part: is called in the context; if it is the experiment's own, so are errors that come from a library alone.
+    part: is called in the context; if it is the experiment's own, so are errors that come from a library alone, and the
+      sentence says where it is defined.
   """
   try:
     yield
@@ -70,7 +71,7 @@ def naming_own_code(what: str, *, keys: Iterable[str] = (), part: object = None)
   except Exception as error:
     from spmd_tasks.own_code import describe
 
-    sentence = describe(error, what, keys=keys, is_own=part is not None and is_own(part))
+    sentence = describe(error, what, keys=keys, part=part if part is not None and is_own(part) else None)
     if sentence is None:
       raise
     raise UserError(sentence) from error

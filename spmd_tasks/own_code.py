@@ -2,29 +2,31 @@
 
 import ast
 from collections.abc import Iterable
+import inspect
 import os
 from pathlib import Path
 import traceback
+from typing import Any
 
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = (_PACKAGE, Path(ast.__file__).parent)
 _REGISTERED = (_PACKAGE / '_experiments', _PACKAGE.parent / 'experiments')  # where experiments.py finds them
 
 
-def describe(error: Exception, what: str, *, keys: Iterable[str], is_own: bool) -> str | None:
+def describe(error: Exception, what: str, *, keys: Iterable[str], part: object) -> str | None:
   """Returns the sentence for an error in what is computed; None if it is not of own code, or its traceback is wanted.
 
-  Args: as of errors.naming_own_code; `is_own` says that errors which come from a library alone are own ones, too.
+  Args: as of errors.naming_own_code; `part` is None unless it is own code.
   """
   frames = _own_frames(error)
-  if os.environ.get('JAX_TRACEBACK_FILTERING') == 'off' or not (frames or is_own):
+  if os.environ.get('JAX_TRACEBACK_FILTERING') == 'off' or not (frames or part is not None):
     return None
   message = _message(error)
   is_key = isinstance(error, KeyError) or "'dict' object" in message
   listed = f'; the batch is a dict of {sorted(keys)}' if is_key and keys else ''
-  place = f' ({place_of_error(error)})' if frames else ''
+  place = place_of_error(error) if frames else _place_of_definition(part)
   return (
-    f'{what} fails with {type(error).__name__}: {message}{listed}{place}: correct that code; '
+    f'{what} fails with {type(error).__name__}: {message}{listed}{place and f" ({place})"}: correct that code; '
     'JAX_TRACEBACK_FILTERING=off shows the whole traceback.'
   )
 
@@ -51,6 +53,16 @@ def place_of_error(error: BaseException) -> str:
     return f'{error.filename}:{error.lineno}'
   last = (_own_frames(error) or traceback.extract_tb(error.__traceback__))[-1]
   return f'{last.filename}:{last.lineno}'
+
+
+def _place_of_definition(part: object) -> str:
+  """Returns file:line of a function, or of a class or its instance; '' if it is not in an experiment's own code."""
+  definition: Any = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
+  try:
+    file, (_, line) = inspect.getsourcefile(definition), inspect.getsourcelines(definition)
+  except (OSError, TypeError):
+    return ''
+  return f'{file}:{line}' if file and _is_own_code(Path(file)) else ''
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -170,7 +170,14 @@ class _DecodedDataset:
     per_example = output.per_example_out
     per_example.update(texts)
     with jax.default_device(jax.local_devices(backend='cpu')[0]):
-      scalars, pairs, clu_metrics = self._task.model.process_decode_out(dataset, per_example)
+      processed = self._task.model.process_decode_out(dataset, per_example)
+    if not isinstance(processed, tuple | list) or len(processed) != 3:
+      model = type(self._task.model).__name__
+      kind = f'{len(processed)} values' if isinstance(processed, tuple | list) else f'a {type(processed).__name__}'
+      raise UserError(
+        f'{model}.process_decode_out returns {kind}: return weighted scalars, (key, value) pairs and metrics.'
+      )
+    scalars, pairs, clu_metrics = processed
     self._process_metrics.store(scalars)
     self.outputs.extend(pairs)
     if clu_metrics:

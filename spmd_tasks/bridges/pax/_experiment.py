@@ -10,6 +10,8 @@ its config are paths of ours: `--set task.train.learner.optimizer.learning_rate=
 
 from collections.abc import Mapping, Sequence
 import functools
+import math
+import numbers
 import os
 import re
 import time
@@ -22,10 +24,10 @@ from praxis import base_hyperparams
 
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._origins import LoadingRules, PaxJob, is_pax_job
-from spmd_tasks.bridges.pax._support import refuse_unsupported
+from spmd_tasks.bridges.pax._support import check_datasets, naming_method, refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._variables import partition_of, remove_split_dims
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.programs.early_end import EarlyEnd, StepReport
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
@@ -53,7 +55,7 @@ class PaxExperiment(Experiment):
 
   def __post_init__(self):
     if self._changed_settings():  # which may have changed the mesh or the steps
-      for name, value in _fields_of(self.pax_experiment().task()).items():
+      for name, value in _fields_of(_task_of(self.pax_experiment())).items():
         if name not in self._given:
           object.__setattr__(self, name, value)
     super().__post_init__()
@@ -63,7 +65,7 @@ class PaxExperiment(Experiment):
     cls, changed = self._pax_class, self._changed_settings()
     if changed:
       cls = type(cls.__name__, (cls,), changed | {'__module__': cls.__module__, '__doc__': cls.__doc__})
-    return cls()
+    return _make(cls)
 
   def _changed_settings(self) -> dict[str, Any]:
     defaults = {name: getattr(self._pax_class, name) for name in self._pax_settings}
@@ -73,9 +75,9 @@ class PaxExperiment(Experiment):
   def task(self) -> Any:
     """Returns Pax' config of the task, with this experiment's mesh, steps and seed."""
     experiment = self.pax_experiment()
-    experiment.validate()
-    task = experiment.task()
-    refuse_unsupported(experiment, task)
+    with naming_method(self._pax_class, 'validate()'):
+      experiment.validate()
+    task = _task_of(experiment)
     if _is_for_pmap(task.model):  # then Paxml reads no split dims
       task.train.inputs_split_mapping = None
       remove_split_dims(task.model)
@@ -93,23 +95,34 @@ class PaxExperiment(Experiment):
     Without one, the first dataset to evaluate or to decode stands for it: the model's variables follow from its
     batches, and its iterator, which only training asks for, is refused.
     """
-    experiment = self.pax_experiment()
-    datasets = experiment.train_datasets()
+    datasets = self._datasets('train_datasets')
     if len(datasets) > 1:
       has = f'{self._pax_class.__name__} has {len(datasets)} training datasets'
       raise UserError(f'{has}; at most one can be used: mix several in one input.')
-    if found := [*datasets, *experiment.eval_datasets(), *self.decode_inputs().values()]:
+    if found := [*datasets, *self._datasets('eval_datasets'), *self.decode_inputs().values()]:
       return found[0]
     raise UserError(f'{self._pax_class.__name__} has no datasets: return some from its datasets().')
 
   def eval_inputs(self) -> Mapping[str, Any]:
     """Returns Pax' configs of the datasets that are not for training, by name."""
-    return _by_name(self.pax_experiment().eval_datasets())
+    return _by_name(self._datasets('eval_datasets'))
 
   def decode_inputs(self) -> Mapping[str, Any]:
     """Returns Pax' configs of the datasets to decode, by name."""
     with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
-      return _by_name(self.pax_experiment().decode_datasets())
+      return _by_name(self._datasets('decode_datasets'))
+
+  def _datasets(self, method: str) -> Sequence[Any]:
+    """Returns what a method of the Pax experiment returns, the configs of inputs. Raises a UserError for others."""
+    experiment = self.pax_experiment()
+    if method != 'decode_datasets':  # the others pick of what datasets() returns
+      with naming_method(self._pax_class, 'datasets()'):
+        datasets = experiment.datasets()
+      check_datasets(self._pax_class, 'datasets()', datasets)
+    with naming_method(self._pax_class, f'{method}()'):
+      datasets = getattr(experiment, method)()
+    check_datasets(self._pax_class, f'{method}()', datasets)
+    return datasets
 
   def origin(self) -> Origin | None:
     """Returns what a new job starts from, if it is Paxml's: a job, or the loading rules of the task."""
@@ -133,9 +146,9 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
 
   Raises a UserError if the experiment uses what is not supported; the message names it.
   """
-  experiment: Any = pax_class()
-  task = experiment.task()
-  refuse_unsupported(experiment, task)
+  if missing := ', '.join(f'{name}()' for name in sorted(getattr(pax_class, '__abstractmethods__', ()))):
+    raise UserError(f'{pax_class.__name__} does not define {missing}: define it, or name a subclass.')
+  task = _task_of(_make(pax_class))
   settings = _plain_attributes(pax_class)
   # An int may become a float. Other types are read off the value.
   annotations = {name: int | float if type(value) is int else Any for name, value in settings.items()}
@@ -152,6 +165,19 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
   return type(pax_class.__name__, (PaxExperiment,), namespace)
 
 
+def _make(pax_class: Any) -> Any:
+  with naming_method(pax_class, '__init__()'):
+    return pax_class()
+
+
+def _task_of(experiment: Any) -> Any:
+  """Returns the config of a Pax experiment's task. Raises a UserError for one that cannot run here."""
+  with naming_method(type(experiment), 'task()'):
+    task = experiment.task()
+  refuse_unsupported(experiment, task)
+  return task
+
+
 def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str, Any]:
   """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.
 
@@ -162,11 +188,13 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
   for name, value in now.items():
     if value != before[name]:
       raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
+  with naming_own_code('building the task', part=experiment._pax_class):
+    task = base_hyperparams.instantiate(parts['task'])
   train_input = PaxInput(config=_on_this_host(parts['train_input'], experiment.train_input()))
   own = {'eval_inputs': experiment.eval_inputs(), 'decode_inputs': experiment.decode_inputs()}
   return {
     'task': PaxTask(
-      task=base_hyperparams.instantiate(parts['task']),
+      task=task,
       input_spec=train_input.element_spec(),
       eval_with_ema=experiment.eval_with_ema,
     ),
@@ -229,16 +257,17 @@ class PaxEarlyEnd(EarlyEnd):
     metrics = {}
     if is_last or evals is not None or os.getenv(_ALWAYS_TRAIN_METRICS) == 'true':
       metrics = {name: float(x) for name, x in report.metrics.items() if x.ndim == 0 and name != 'skipped'}
-    stops = tuning_lib.should_early_stop(
-      function,
-      report.step,
-      is_last,
-      train_weighted_scalars=metrics or None,
-      eval_metrics=evals,
-      num_params=self._num_params,
-      train_steps_per_sec=self._steps_per_second(report.step),
-      checkpoint_path=self._checkpoints,
-    )
+    with naming_own_code('task.early_stopping_fn', part=function):
+      stops = tuning_lib.should_early_stop(
+        function,
+        report.step,
+        is_last,
+        train_weighted_scalars=metrics or None,
+        eval_metrics=evals,
+        num_params=self._num_params,
+        train_steps_per_sec=self._steps_per_second(report.step),
+        checkpoint_path=self._checkpoints,
+      )
     name = getattr(function, '__qualname__', type(function).__qualname__)
     return f'task.early_stopping_fn, {name}, says so' if stops else None
 
@@ -260,16 +289,22 @@ def _fields_of(task: Any) -> dict[str, Any]:
   """Returns the fields of Experiment that Pax' config of the task decides. A task for pmap has one axis, of size 1."""
   train, model = task.train, task.model
   is_for_pmap = _is_for_pmap(model)
-  axis_names = ('data',) if is_for_pmap else tuple(model.mesh_axis_names)
-  dcn = model.dcn_mesh_shape
+  axis_names = ('data',) if is_for_pmap else _sequence('task.model.mesh_axis_names', model.mesh_axis_names, str)
+  ici, dcn = (
+    None if shape is None else _sequence(f'task.model.{name}', shape, numbers.Integral)
+    for name, shape in (('ici_mesh_shape', model.ici_mesh_shape), ('dcn_mesh_shape', model.dcn_mesh_shape))
+  )
+  num_train_steps = train.num_train_steps
+  if not isinstance(num_train_steps, numbers.Real) or not 1 <= num_train_steps < math.inf:
+    raise UserError(f'task.train.num_train_steps = {num_train_steps!r} must be a positive number of steps.')
   first = train.profiler_capture_step
   return {
     'mesh_axis_names': axis_names,
-    'ici_mesh_shape': (1,) if is_for_pmap else tuple(model.ici_mesh_shape),
-    'dcn_mesh_shape': None if dcn is None or set(dcn) == {1} else tuple(dcn),
+    'ici_mesh_shape': (1,) if is_for_pmap else ici,
+    'dcn_mesh_shape': None if dcn is None or set(dcn) == {1} else dcn,
     'inputs_split_mapping': None if is_for_pmap else _split_mapping(train.inputs_split_mapping, axis_names),
     'seed': train.random_seed,
-    'num_train_steps': int(train.num_train_steps),
+    'num_train_steps': int(num_train_steps),
     'log_every_steps': train.log_train_output_interval_steps or train.summary_interval_steps,
     'eval_every_steps': train.eval_interval_steps or None,
     'checkpoint_every': train.save_interval_steps,
@@ -278,6 +313,13 @@ def _fields_of(task: Any) -> dict[str, Any]:
     'profile_steps': None if first is None else (first, first + train.profiler_num_steps),
     'eval_with_ema': train.eval_use_ema_states,
   }
+
+
+def _sequence(path: str, value: Any, kind: type) -> tuple[Any, ...]:
+  if isinstance(value, str) or not hasattr(value, '__len__') or not all(isinstance(item, kind) for item in value):
+    kinds = {str: 'names', numbers.Integral: 'integers'}[kind]
+    raise UserError(f'{path} = {value!r} must be a list of {kinds}, one per mesh axis.')
+  return tuple(value) if kind is str else tuple(map(int, value))
 
 
 def _hours(duration: str | None) -> float | None:
@@ -295,6 +337,10 @@ def _split_mapping(mapping: Any, axis_names: Sequence[str]) -> Any:
     where = f'the split dims of task.train.inputs_split_mapping.{name}'
     return None if dims is None else tuple(partition_of(dims, axis_names, where))
 
+  if mapping is not None and not hasattr(mapping, 'items'):
+    raise UserError(
+      f'task.train.inputs_split_mapping = {mapping!r} must be a NestedMap, such as NestedMap(map_1d=(axes,)).'
+    )
   return None if mapping is None else FrozenDict({name: split_dims(name, dims) for name, dims in mapping.items()})
 
 

@@ -11,6 +11,7 @@ is `~0` (RFC 6901). The elements of a list are `views/[0]`, ....
 
 import base64
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import re
@@ -22,8 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from praxis import base_hyperparams, py_utils
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.inputs import Batch, InputIterator, State
+
+_END = object()  # in place of a batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,13 +53,19 @@ class PaxInput:
 
   @functools.cached_property
   def _spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    try:
-      first = flatten_batch(next_batch(self.make(0, jax.process_count())))
-    except StopIteration as error:
+    pax_input = self.make(0, jax.process_count())
+    with self._naming('get_next()'):
+      batch = next(iter(functools.partial(next_batch, pax_input), object()), _END)
+    if batch is _END:
       remedy = f'let {self.config.cls.__name__}.get_next return one'
-      raise UserError(f'input {self.config.name!r} ends before its first batch: {remedy}.') from error
+      raise UserError(f'input {self.config.name!r} ends before its first batch: {remedy}.')
+    if not isinstance(batch, Mapping):
+      raise UserError(
+        f'{self.config.cls.__name__}.get_next of the input {self.config.name!r} returns {type(batch).__name__}: return '
+        'a NestedMap of arrays.'
+      )
     spec = {}
-    for name, rows in first.items():
+    for name, rows in flatten_batch(batch).items():
       if rows.ndim == 0:
         raise UserError(f'input {self.config.name!r} gives {name!r} without a batch dim: give it a row per example.')
       spec[name] = jax.ShapeDtypeStruct((rows.shape[0] * jax.process_count(), *rows.shape[1:]), rows.dtype)
@@ -106,7 +115,12 @@ class PaxInput:
         f'input {config.name!r} has infeed_host_index = {config.infeed_host_index} of num_infeed_hosts = '
         f'{config.num_infeed_hosts}: count from 0, or leave both at 0, which takes this process of all.'
       )
-    return base_hyperparams.instantiate(config)
+    with self._naming('the construction'):
+      return base_hyperparams.instantiate(config)
+
+  def _naming(self, what: str) -> contextlib.AbstractContextManager[None]:
+    cls = self.config.cls
+    return naming_own_code(f'{what} of the input {self.config.name!r} ({cls.__name__})', part=cls)
 
 
 class PaxInputIterator(InputIterator):

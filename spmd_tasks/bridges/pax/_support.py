@@ -1,6 +1,7 @@
 """Refuses what a Pax experiment asks for and a run here does not do, by name and with the reason."""
 
 from collections.abc import Iterator
+import contextlib
 import inspect
 import re
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 from absl import logging
 import jax
 from paxml import base_experiment, learners, tasks_lib
-from praxis import layers, optimizers, pax_fiddle, py_utils
+from praxis import base_input, layers, optimizers, pax_fiddle, py_utils
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, naming_own_code
 
 # Methods of an experiment that replace a part of Paxml's own loop, and what to do instead.
 _REPLACED_PARTS = {
@@ -26,6 +27,11 @@ _TRAIN_FIELDS = {
 }
 
 
+def naming_method(cls: type, method: str) -> contextlib.AbstractContextManager[None]:
+  """Context of a call of a method, such as 'task()', of the class of a Pax experiment: its errors become UserErrors."""
+  return naming_own_code(f'{method} of {cls.__module__}.{cls.__qualname__}', part=cls)
+
+
 def refuse_unsupported(experiment: Any, task: Any) -> None:
   """Checks a Pax experiment and the config of its task.
 
@@ -36,16 +42,32 @@ def refuse_unsupported(experiment: Any, task: Any) -> None:
     raise UserError(f'{type(experiment).__name__} cannot run here: {"; ".join(reasons)}.')
 
 
+def check_datasets(cls: type, method: str, datasets: Any) -> None:
+  """Raises a UserError if what a method of a Pax experiment's class returned is no list of configs of inputs."""
+  wrong = [] if isinstance(datasets, list | tuple) else [datasets]
+  wrong = wrong or [dataset for dataset in datasets if not _is_config_of(dataset, base_input.BaseInput)]
+  if wrong:
+    shown = f'a config of {getattr(wrong[0].cls, "__name__", "")}' if hasattr(wrong[0], 'cls') else _kind(wrong[0])
+    shown = shown if wrong[0] is datasets else f'a list with {shown}'
+    raise UserError(
+      f'{method} of {cls.__module__}.{cls.__qualname__} returns {shown}: return a list of pax_fiddle.Config of a '
+      'base_input.BaseInput.'
+    )
+
+
 def _reasons(experiment: Any, task: Any) -> Iterator[str]:
   if not _is_config_of(task, tasks_lib.SingleTask):
-    cls = task.cls if isinstance(task, pax_fiddle.Config) else type(task)
-    if isinstance(cls, type) and issubclass(cls, tasks_lib.SingleTask):
-      yield f'task() returns a {cls.__name__} that is built: return its pax_fiddle.Config'
+    if isinstance(task, tasks_lib.SingleTask):
+      yield f'task() returns {_kind(task)} that is built: return its pax_fiddle.Config'
     else:
-      yield f'task() returns a {cls.__name__}, which is no tasks_lib.SingleTask, whose steps run here: derive it'
+      kind = f'a {getattr(task.cls, "__name__", task.cls)}' if isinstance(task, pax_fiddle.Config) else _kind(task)
+      yield f'task() returns {kind}, which is no tasks_lib.SingleTask, whose steps run here: derive it'
+    return
+  if not _is_config_of(task.train, tasks_lib.SingleTask.Train):
+    yield f'task.train is {_kind(task.train)}: give it the config of a SingleTask.Train, as task.train is by default'
     return
   if not isinstance(task.model, pax_fiddle.Config):
-    yield f'task.model is {task.model!r}: give it the config of a base_model.BaseModel'
+    yield f'task.model is {_kind(task.model)}: give it the config of a base_model.BaseModel'
     return
   for name, reason in _REPLACED_PARTS.items():
     if getattr(type(experiment), name) is not getattr(base_experiment.BaseExperiment, name):
@@ -64,11 +86,13 @@ def _reasons(experiment: Any, task: Any) -> Iterator[str]:
 def _learner_reasons(task: Any) -> Iterator[str]:
   learner = task.train.learner
   if not isinstance(learner, pax_fiddle.Config):
-    yield f'task.train.learner is {learner!r}: give it the config of a learners.Learner'
+    yield f'task.train.learner is {_kind(learner)}: give it the config of a learners.Learner'
     return
   optimizer = getattr(learner, 'optimizer', None)  # which has no default
   if not isinstance(optimizer, pax_fiddle.Config):
-    yield f'task.train.learner.optimizer is {optimizer!r}: give it the config of one, as of optimizers.Adam'
+    yield f'task.train.learner.optimizer is {_kind(optimizer)}: give it the config of one, as of optimizers.Adam'
+  elif getattr(optimizer, 'lr_schedule', '') is None:
+    yield 'task.train.learner.optimizer.lr_schedule is None: give it the config of one, as of schedules.Constant'
   if learner.loss_name is None and task.loss_aggregator is None:
     yield "task.train.learner.loss_name is None: name an entry of what compute_loss returns first, such as 'total_loss'"
 
@@ -87,8 +111,15 @@ def _shampoo_reasons(learner: Any) -> Iterator[str]:
 def check_trained_variables(learner: learners.Learner, weight_hparams: Any) -> None:
   """Checks which of the model's variables (WeightHParams by collection) the optimizers of a built learner have.
 
-  Raises a UserError if regular expressions of the learner leave nothing to train, or contradict one another.
+  Raises a UserError if regular expressions of the learner are none, leave nothing to train, or contradict one another.
   """
+  for name in ('bprop_variable_inclusion', 'bprop_variable_exclusion', 'auxiliary_regex'):
+    regexes = getattr(learner, name, None) or ()
+    for regex in [regexes] if isinstance(regexes, str) else regexes:
+      try:
+        re.compile(regex)
+      except re.error as error:
+        raise UserError(f'task.train.learner.{name} has {regex!r}, which is no regular expression: {error}.') from error
   inclusion, exclusion = learner.bprop_variable_inclusion, learner.bprop_variable_exclusion
   if inclusion and exclusion:
     raise UserError(
@@ -134,6 +165,10 @@ def _configs(root: Any, cls: type) -> Iterator[tuple[Any, str]]:
   for value, path in pax_fiddle.daglish.iterate(root):
     if _is_config_of(value, cls):
       yield value, pax_fiddle.daglish.path_str(path)
+
+
+def _kind(value: Any) -> str:
+  return 'None' if value is None else f'a {type(value).__name__}'
 
 
 def _is_config_of(value: Any, cls: type) -> bool:

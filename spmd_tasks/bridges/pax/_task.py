@@ -9,6 +9,8 @@ The random numbers are drawn as `paxml.main` draws them: the generator is `rbg`;
 split into a key for the initial variables and the root of the train, eval and decode keys.
 """
 
+from collections.abc import Iterable, Iterator
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -30,7 +32,7 @@ from spmd_tasks.bridges.pax._variables import (
   praxis_context,
   spec_of_partition,
 )
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.learning import LearnerState
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.input_layout import InputSpec
@@ -86,10 +88,17 @@ class PaxTask:
   @functools.cached_property
   def weight_hparams(self) -> Any:
     """The model's variables as Praxis declares them: a tree of WeightHParams by collection."""
-    with praxis_context():
+    with self._calling('the declaration of variables', self.input_spec):
       declared = dict(self.model.abstract_init_with_metadata(to_nested_map(self.input_spec)))
     declared.pop('params_axes', None)
     return declared
+
+  @contextlib.contextmanager
+  def _calling(self, what: str, batch: Iterable[str] = (), do_eval: bool | None = None) -> Iterator[None]:
+    """Enters the context of Praxis; errors of the model's code, or of Praxis about its fields, become UserErrors."""
+    named = naming_own_code(f'{what} of {type(self.model).__name__}', keys=batch, part=self.model)
+    with named, praxis_context(do_eval=do_eval):
+      yield
 
   def make_key(self, seed: int) -> jax.Array:
     """Returns Paxml's root key of the seed."""
@@ -100,7 +109,7 @@ class PaxTask:
 
     Raises a UserError if the learner trains no variable.
     """
-    with praxis_context():
+    with self._calling('the initialization', batch):
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(
         self.task,
@@ -115,7 +124,7 @@ class PaxTask:
 
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
     """Returns the state at step 0 with Paxml's optimizer state."""
-    with praxis_context():
+    with self._calling('the optimizer state'):
       state = self.task.create_train_state(variables, self.weight_hparams)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -150,7 +159,7 @@ class PaxTask:
 
   def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies Paxml's `train_step_single_learner`; returns the new state and its metrics (`_train_metrics`)."""
-    with praxis_context():
+    with self._calling('the train step', batch):
       root, _ = jax.random.split(state.rng)
       train_key, _, _ = jax.random.split(root, 3)
       new_state, output = trainer_lib.train_step_single_learner(
@@ -181,7 +190,7 @@ class PaxTask:
 
     What a model draws at random in evaluation, such as BERT's masks, depends on the train step, as Paxml's does.
     """
-    with praxis_context():
+    with self._calling('the eval step', batch):
       root, _ = jax.random.split(jax.random.PRNGKey(self.task.train.random_seed))
       _, eval_key, _ = jax.random.split(root, 3)
       _, output = trainer_lib.eval_step_single_learner(
@@ -197,7 +206,7 @@ class PaxTask:
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
     model = self.model
-    with praxis_context(do_eval=True):
+    with self._calling('compute_predictions', batch, do_eval=True):
       predictions, _ = model.apply(
         cast_variables(variables, self.weight_hparams, model.fprop_dtype),
         cast_floats(to_nested_map(complete_tokens(batch)), model.fprop_dtype),  # paddings too, as in a train step
@@ -212,7 +221,7 @@ class PaxTask:
     `step` (int32) is the train step of the variables, `number` (int32) that of the batch in its dataset, from 1.
     """
     settings = self.task.decode
-    with praxis_context():
+    with self._calling('the decode step', batch):
       root, _ = jax.random.split(jax.random.PRNGKey(settings.random_seed))
       key, _ = jax.random.split(root)
       if settings.prng_key_fold_with_batch_index:

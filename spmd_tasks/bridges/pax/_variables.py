@@ -48,6 +48,8 @@ def partition_of(split_dims: Sequence[Any], mesh_axis_names: Sequence[str], what
 
   Raises a UserError if they name an axis that the mesh does not have.
   """
+  if isinstance(split_dims, str) or not hasattr(split_dims, '__iter__'):
+    raise UserError(f'{what}, {split_dims!r}, must be a list with one entry per dim: a mesh axis, several, or None.')
   for entry in split_dims:
     for axis in entry if isinstance(entry, list | tuple) else (entry,):
       known = mesh_axis_names if isinstance(axis, str) else range(-1, len(mesh_axis_names))
