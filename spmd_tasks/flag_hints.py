@@ -84,8 +84,8 @@ class Hints:
     name, value = name.replace('-', '_').lower(), own_value or value
     if name in self.actions:  # by another spelling
       return f'Write {_form(name, self.actions[name], value)}.'
-    if name in self.others:
-      return self.others[name]
+    if hint := self.others.get(name) or self.others.get(name.removeprefix('no')):  # absl's --noNAME
+      return hint
     if name in self.modes:
       return f'Write --mode {name}.'
     if name.startswith('no') and getattr(self.actions.get(name.removeprefix('no')), 'nargs', None) == 0:

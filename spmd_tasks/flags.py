@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
     given = list(sys.argv[1:] if args is None else args)
     for prefix, name in prefixes.items():
       given = [f'{name}={flag.removeprefix(prefix)}' if flag.startswith(prefix) else flag for flag in given]
-    self._argv = given
+    self._argv = given = [word for flag in given for word in _without_bool(flag)]
     return super().parse_known_args(given, namespace)
 
   def error(self, message: str) -> NoReturn:
@@ -158,6 +158,15 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(','))
   except ValueError:
     raise argparse.ArgumentTypeError(f'{text!r} must be numbers with commas between them, such as 0,1') from None
+
+
+def _without_bool(word: str) -> list[str]:
+  """Returns `--NAME`, or nothing, for a switch of a wing in absl's forms: `--NAME=true`, `--NAME=false`, `--noNAME`."""
+  switches = {f'--{flag.name}' for flag in _flags_of_wings() if flag.is_switch}
+  name, _, value = word.partition('=')
+  if name in switches and value.lower() in ('true', '1', 'false', '0'):
+    return [name] if value.lower() in ('true', '1') else []
+  return [] if word.startswith('--no') and f'--{word.removeprefix("--no")}' in switches else [word]
 
 
 def _flags_of_wings() -> list[Flag]:

@@ -11,12 +11,14 @@ Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pur
 `_input.py` and `_decode.py` (decode jobs); `_checkpoints.py` and `_origins.py` (what a new job takes from others).
 """
 
+import dataclasses
 import sys
 from typing import Any
 
+from spmd_tasks.bridges.pax._flags import FLAGS
 from spmd_tasks.errors import UserError
 from spmd_tasks.faces import lazy_face
-from spmd_tasks.wings import ExperimentKind, Wing
+from spmd_tasks.wings import ExperimentKind, Flag, Wing
 
 with lazy_face(globals(), 'WING'):
   from spmd_tasks.bridges.pax._checkpoints import (
@@ -54,11 +56,15 @@ _NUMBERS_OF_TRAIN = ('task.train.learner', 'task.train.apply_mutable_list')
 def _keeps_numbers(path: str) -> bool:
   if path.startswith('task.train.'):
     return not path.startswith(_NUMBERS_OF_TRAIN)
+  if path in ('eval_on_test', 'decode_during_train'):
+    return True
   return path.startswith('task.early_stopping_fn') or path.rpartition('.')[2] in _PLACES
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
   """Refuses to run in a directory of Paxml, whose checkpoints would be taken for damaged ones of ours."""
+  if getattr(type(job.experiment), '_pax_class', None) is not None:
+    job = _prepare_pax_job(job, mode)
   if directory is None:  # the mode reads none
     return job
   checkpoints = directory / 'checkpoints'
@@ -72,6 +78,33 @@ def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
     )
   return job
 
+
+def _prepare_pax_job(job: Any, mode: str) -> Any:
+  """Returns a Pax job without the evals that its training does not make, and names settings that have no effect."""
+  from absl import logging
+
+  from spmd_tasks.bridges.pax._unread import unread_settings
+  from spmd_tasks.distributed import is_primary
+
+  if is_primary() and (sentence := unread_settings(job, mode)):
+    logging.warning('%s', sentence)
+  if mode == 'train' and job.experiment.eval_every_steps is None:
+    return dataclasses.replace(job, eval_inputs={})
+  if mode == 'decode':
+    first = job.task.task.train.decode_start_after_n_steps
+    return dataclasses.replace(job, task=dataclasses.replace(job.task, first_decoded_step=first))
+  return job
+
+
+def _expand(flags: Any) -> None:
+  """Turns Paxml's switches into fields of its experiments."""
+  flags.overrides[:0] = [f'{switch.name}=true' for switch in _SWITCHES if getattr(flags, switch.name)]
+
+
+_SWITCHES = (
+  Flag(name='eval_on_test', is_switch=True, help='evaluate in the training of a Pax experiment, as in Paxml'),
+  Flag(name='decode_during_train', is_switch=True, help='decode in the training of a Pax experiment, as in Paxml'),
+)
 
 WING = Wing(
   name='pax',
@@ -90,5 +123,8 @@ WING = Wing(
   packages=('paxml', 'praxis'),
   keeps_numbers=_keeps_numbers,
   fields_of_process=('infeed_host_index',),
+  flags=_SWITCHES,
+  expand=_expand,
+  foreign_flags=FLAGS,
   prepare_job=_prepare_job,
 )

@@ -17,10 +17,11 @@ processes and writes the outputs of all processes, as in Paxml.
 import collections
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import functools
 import itertools
 import pathlib
 import tempfile
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from absl import logging
 from clu import values as clu_values
@@ -58,10 +59,12 @@ class PaxDecoder:
   tensorboard: bool
   on_batch: Callable[[], None]
   report: Callable[[str], None]
+  first_step: int = 0  # checkpoints of earlier steps are not decoded
+  in_training: bool = False
 
   def __post_init__(self):
     model, number = self.model, jax.ShapeDtypeStruct((), jnp.int32)
-    decode_step = cast(Any, model.task).decode_step
+    decode_step = functools.partial(cast(Any, model.task).decode_step, in_training=self.in_training)
     self._steps_by_shape = StepsByShape(lambda spec: model.batch_step('decode_step', spec, decode_step, number, number))
     self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in self.inputs.items()}
 
@@ -70,16 +73,21 @@ class PaxDecoder:
     for step in self._steps.values():
       step.compile()
 
-  def run(self, name: str, variables: Variables, step: int, place: str | None = None) -> None:
+  def run(self, name: str, variables: Variables, step: int, place: str | None = None) -> 'Decoded | None':
     """Decodes a dataset with variables (padded, on the mesh) of a train step, unless its outputs are there already.
 
-    `place` says where the variables come from, if from no checkpoint of the job.
+    `place` says where the variables come from, if from no checkpoint of the job. Returns what was decoded, on process 0.
 
     Raises:
       UserError: the dataset has no batch, a batch has texts, which several processes cannot pass on, or the outputs of
         this step are there already with variables of another place.
       StorageError: the outputs cannot be written.
     """
+    if step < self.first_step:
+      self.report(
+        f'step {step}  decode {name}: not before step {self.first_step}, task.train.decode_start_after_n_steps'
+      )
+      return None
     dataset = self.inputs[name].make(jax.process_index(), jax.process_count())
     directory = self.job_log_dir / 'decoder_out' / dataset.name
     stem = f'decoder_out_{step}_shard_0'
@@ -99,7 +107,7 @@ class PaxDecoder:
       )
     if is_done:
       self.report(f'{title} done already, in {done}')
-      return
+      return None
     self.report(f'{title} to {done}')
     if is_primary():
       with storage_errors(note):
@@ -117,7 +125,7 @@ class PaxDecoder:
       if is_primary():
         decoded.add(dataset, output, texts)
     if not is_primary():
-      return
+      return None
     if not decoded.num_batches:
       raise UserError(f'decode dataset {name!r} has no batch, its source is empty: correct decode_datasets().')
     metrics = decoded.metrics()
@@ -128,6 +136,8 @@ class PaxDecoder:
     _write_outputs(directory, stem, decoded.outputs)
     shown = ''.join(f'  {key} {value:.6g}' for key, value in metrics.items() if not key.endswith('-weight'))
     self.report(f'{title} {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}')
+    of_decode, of_processing = decoded.by_origin
+    return Decoded(dataset.name, of_decode, of_processing, decoded.num_batches)
 
   def _batches(self, dataset: Any) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
     """Yields (arrays, texts) of the batches that Paxml decodes. The dataset is not read ahead: it may keep a state."""
@@ -146,6 +156,15 @@ class PaxDecoder:
       yield flatten_batch(batch), texts
 
 
+class Decoded(NamedTuple):
+  """The metrics of one dataset, as `task.early_stopping_fn` gets them."""
+
+  dataset: str  # its name in Pax
+  decoded: Mapping[str, float]  # of decode
+  processed: Mapping[str, float]  # of process_decode_out
+  num_batches: int
+
+
 class _DecodedDataset:
   """Gathers what one dataset's batches give, as Paxml's decode program does."""
 
@@ -159,6 +178,7 @@ class _DecodedDataset:
     self._summaries: dict[str, list[Any]] = collections.defaultdict(list)
     self.outputs: list[tuple[str, Any]] = []  # (key, value) pairs of process_decode_out
     self.num_batches = 0
+    self.by_origin: list[dict[str, float]] = []  # metrics of decode and of process_decode_out, once they are computed
 
   def add(self, dataset: Any, output: Any, texts: Mapping[str, Any]) -> None:
     """Adds the outputs (host arrays) of a decode step, and the texts of its batch, to what there is."""
@@ -185,23 +205,27 @@ class _DecodedDataset:
 
   def metrics(self) -> dict[str, float]:
     """Returns the metrics over all batches, by the names of Paxml's summaries; images and the like are left out."""
-    found = {}
-    for prefix, means in (('decode_metrics', self._decode_metrics), ('process_decode_metrics', self._process_metrics)):
-      for name, (value, weight) in means.finalize().items():
+    found, left_out = {}, []
+    for prefix, means, metrics in (
+      ('decode_metrics', self._decode_metrics, self._clu_metrics),
+      ('process_decode_metrics', self._process_metrics, self._process_clu_metrics),
+    ):
+      values = means.finalize()
+      for name, (value, weight) in values.items():
         found[f'{prefix}/{name}'] = value
         found[f'{prefix}/{name}-weight'] = weight
-    left_out = []
+      own = metric_utils.as_float_dict(values)
+      for name, value in metric_utils.compute_metric_values(metrics).items():
+        if isinstance(value, clu_values.Scalar):
+          found[self._task.decode.metrics_prefix + name] = own[name] = value.value
+        else:
+          left_out.append(name)
+      self.by_origin.append(own)
     for name, values in self._summaries.items():
       if base_layer.get_summary_base_type(base_layer.get_summary_type_from_key(name)) is base_layer.SummaryType.SCALAR:
         found[name] = np.mean([np.mean(value) for value in values])
       else:
         left_out.append(name)
-    for metrics in (self._clu_metrics, self._process_clu_metrics):
-      for name, value in metric_utils.compute_metric_values(metrics).items():
-        if isinstance(value, clu_values.Scalar):
-          found[self._task.decode.metrics_prefix + name] = value.value
-        else:
-          left_out.append(name)
     if left_out:
       logging.warning('These summaries of decoding are no numbers and are not written: %s.', ', '.join(left_out))
     return {name: float(np.mean(value)) for name, value in found.items()}

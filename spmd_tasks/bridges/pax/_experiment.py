@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 import functools
 import math
 import numbers
-import os
 import re
-import time
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 import warnings
 
 from flax.core import FrozenDict
-from paxml import trainer_lib
+import jax.numpy as jnp
 from praxis import base_hyperparams
 
+from spmd_tasks.bridges.pax._hooks import DecodeInTraining, PaxEarlyEnd
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._origins import LoadingRules, PaxJob, is_pax_job
 from spmd_tasks.bridges.pax._support import check_datasets, naming_method, refuse_unsupported
@@ -29,14 +28,9 @@ from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._variables import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.programs.early_end import EarlyEnd, StepReport
-from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.hooks import TrainHook
 from spmd_tasks.runtime import Origin
-from spmd_tasks.runtime.metrics import scalars
 from spmd_tasks.sharding import AxisRules
-
-# Paxml's own switch: metrics of the training step for every call, not only for those with evals.
-_ALWAYS_TRAIN_METRICS = 'PAXML_EARLY_STOP_ALWAYS_AGGREGATE_TRAIN_METRICS'
 
 
 class PaxExperiment(Experiment):
@@ -44,6 +38,10 @@ class PaxExperiment(Experiment):
 
   _names_of_start: ClassVar[tuple[str, ...]] = ('init_from', 'continue_from')
   axis_rules: AxisRules = ()
+  # Paxml's flags of these names: whether training evaluates every `eval_interval_steps` of task.train, which is then
+  # `eval_every_steps`, and decodes every `decode_interval_steps`.
+  eval_on_test: bool = False
+  decode_during_train: bool = False
   # Evaluate the averaged weights that the optimizer keeps.
   eval_with_ema: bool = False
   # A job of Paxml, whose newest checkpoint (or that of `init_from_step`) a new job goes on from: variables, optimizer
@@ -54,8 +52,8 @@ class PaxExperiment(Experiment):
   _pax_settings: ClassVar[tuple[str, ...]] = ()
 
   def __post_init__(self):
-    if self._changed_settings():  # which may have changed the mesh or the steps
-      for name, value in _fields_of(_task_of(self.pax_experiment())).items():
+    if self._changed_settings() or self.eval_on_test:  # which may have changed the mesh or the steps
+      for name, value in _fields_of(_task_of(self.pax_experiment()), self.eval_on_test).items():
         if name not in self._given:
           object.__setattr__(self, name, value)
     super().__post_init__()
@@ -86,7 +84,9 @@ class PaxExperiment(Experiment):
     task.model.dcn_mesh_shape = None if self.dcn_mesh_shape is None else list(self.dcn_mesh_shape)
     task.train.num_train_steps = self.num_train_steps
     task.train.random_seed = self.seed
-    object.__setattr__(self, '_fields_of_task', _fields_of(task))
+    if isinstance(task.model.fprop_dtype, str):  # as Paxml takes it, too
+      task.model.fprop_dtype = jnp.dtype(task.model.fprop_dtype).type
+    object.__setattr__(self, '_fields_of_task', _fields_of(task, self.eval_on_test))
     return task
 
   def train_input(self) -> Any:
@@ -135,9 +135,10 @@ class PaxExperiment(Experiment):
     return LoadingRules() if self.init_from is None else super().origin()
 
   def hooks(self) -> Sequence[TrainHook]:
-    """Returns what asks `task.early_stopping_fn`."""
+    """Returns what decodes in training, if that is wanted, and what asks `task.early_stopping_fn`."""
     names = {name: dataset.name or name for name, dataset in self.eval_inputs().items()}
-    return [PaxEarlyEnd(input_names=names)]
+    decodes = DecodeInTraining() if self.decode_during_train else None
+    return [*([] if decodes is None else [decodes]), PaxEarlyEnd(input_names=names, decodes=decodes)]
 
 
 @functools.cache
@@ -154,7 +155,7 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
   annotations = {name: int | float if type(value) is int else Any for name, value in settings.items()}
   namespace = {
     **settings,
-    **_fields_of(task),
+    **_fields_of(task, eval_on_test=False),
     '__module__': pax_class.__module__,
     '__qualname__': pax_class.__qualname__,
     '__doc__': pax_class.__doc__ or f'{pax_class.__name__}, an experiment of Pax.',
@@ -183,8 +184,8 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
 
   Raises a UserError if an override of `task` changed what a field of the experiment decides.
   """
-  before = vars(experiment).get('_fields_of_task') or _fields_of(experiment.task())
-  now = _fields_of(parts['task'])
+  before = vars(experiment).get('_fields_of_task') or _fields_of(experiment.task(), experiment.eval_on_test)
+  now = _fields_of(parts['task'], experiment.eval_on_test)
   for name, value in now.items():
     if value != before[name]:
       raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
@@ -209,83 +210,11 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
   }
 
 
-class PaxEarlyEnd(EarlyEnd):
-  """Asks a task's `early_stopping_fn` as Paxml does, after every training step, and ends a job where it answers True.
-
-  The arguments are made by Paxml's own `tuning_lib`. There are no metrics of an eval on the next training batch
-  (`eval_train/`), which is not made here.
-  """
-
-  def __init__(self, *, input_names: Mapping[str, str]):
-    """`input_names` gives Pax' names of the eval sets by ours."""
-    self._input_names = input_names
-    self._last: tuple[int, float] | None = None
-
-  def prepare(self, run: TrainRun) -> None:
-    self._task = cast(Any, run.model.task).task
-    self.every_step = self._task.early_stopping_fn is not None
-    self._num_params = run.model.total_num_params
-    self._checkpoints = run.job_log_dir / 'checkpoints'
-    self._num_train_steps, self._eval_every_steps = run.experiment.num_train_steps, run.experiment.eval_every_steps
-
-  def reason(self, report: StepReport) -> str | None:
-    """Returns the function's name where it answers True."""
-    if self._task.early_stopping_fn is None:
-      return None
-    from paxml import tuning_lib  # with PyGlove, which is seldom needed
-
-    function, train, evals = self._task.early_stopping_fn, self._task.train, None
-    if report.evals:
-      values = [dict(scalars(metrics)) for metrics in report.evals.values()]
-      num_batches = sum(each.pop('num_batches') for each in values)
-      evals = tuning_lib.EvalMetrics(
-        metrics_list=values,
-        scoring_metrics_list=[None] * len(values),
-        steps_per_sec=num_batches / report.eval_seconds,
-        input_names=[self._input_names.get(name, name) for name in report.evals],
-      )
-    has = {'has_train_metrics': True, 'has_eval_metrics': evals is not None, 'has_decode_metrics': False}
-    is_last = tuning_lib.is_last_checkpoint(
-      trainer_lib.RunningMode.detect(**has),
-      report.step,
-      self._num_train_steps,
-      self._eval_every_steps or 0,
-      train.decode_interval_steps,
-      train.save_interval_steps,
-      train_to_end=getattr(function, 'train_to_end', False),
-    )
-    metrics = {}
-    if is_last or evals is not None or os.getenv(_ALWAYS_TRAIN_METRICS) == 'true':
-      metrics = {name: float(x) for name, x in report.metrics.items() if x.ndim == 0 and name != 'skipped'}
-    with naming_own_code('task.early_stopping_fn', part=function):
-      stops = tuning_lib.should_early_stop(
-        function,
-        report.step,
-        is_last,
-        train_weighted_scalars=metrics or None,
-        eval_metrics=evals,
-        num_params=self._num_params,
-        train_steps_per_sec=self._steps_per_second(report.step),
-        checkpoint_path=self._checkpoints,
-      )
-    name = getattr(function, '__qualname__', type(function).__qualname__)
-    return f'task.early_stopping_fn, {name}, says so' if stops else None
-
-  def _steps_per_second(self, step: int) -> float | None:
-    """Returns steps per second since the last call that gave them; None between Paxml's intervals for it."""
-    now = time.time()
-    last_step, last = self._last = self._last or (step - 1, now)
-    if step % self._task.train.compute_steps_per_sec_interval_steps or now <= last:
-      return None
-    self._last = step, now
-    return (step - last_step) / (now - last)
-
-
 def _is_for_pmap(model: Any) -> bool:
   return model.ici_mesh_shape is None or model.mesh_axis_names is None
 
 
-def _fields_of(task: Any) -> dict[str, Any]:
+def _fields_of(task: Any, eval_on_test: bool) -> dict[str, Any]:
   """Returns the fields of Experiment that Pax' config of the task decides. A task for pmap has one axis, of size 1."""
   train, model = task.train, task.model
   is_for_pmap = _is_for_pmap(model)
@@ -306,7 +235,7 @@ def _fields_of(task: Any) -> dict[str, Any]:
     'seed': train.random_seed,
     'num_train_steps': int(num_train_steps),
     'log_every_steps': train.log_train_output_interval_steps or train.summary_interval_steps,
-    'eval_every_steps': train.eval_interval_steps or None,
+    'eval_every_steps': (train.eval_interval_steps or None) if eval_on_test else None,
     'checkpoint_every': train.save_interval_steps,
     'checkpoint_max_to_keep': train.save_max_to_keep,
     'checkpoint_keep_every_hours': _hours(train.save_keep_interval_duration),

@@ -60,12 +60,14 @@ class PaxTask:
     task: the SingleTask, with its model and its learner.
     input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
     eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
+    first_decoded_step: a decode job leaves out earlier checkpoints (`decode_start_after_n_steps`).
   """
 
   task: tasks_lib.SingleTask
   input_spec: InputSpec
   eval_with_ema: bool = False
   learner: PaxLearner = PaxLearner()
+  first_decoded_step: int = 0
 
   def __post_init__(self):
     if self.eval_with_ema and not tasks_lib.has_ema(self.task):
@@ -215,15 +217,19 @@ class PaxTask:
       )
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, predictions)
 
-  def decode_step(self, variables: Variables, batch: Batch, step: jax.Array, number: jax.Array) -> Any:
+  def decode_step(
+    self, variables: Variables, batch: Batch, step: jax.Array, number: jax.Array, *, in_training: bool = False
+  ) -> Any:
     """Decodes a batch by Paxml's `decode_step`; returns a `trainer_lib.StepFnOutput` without a loss.
 
     `step` (int32) is the train step of the variables, `number` (int32) that of the batch in its dataset, from 1.
+    A training job draws from the seed of training, a decode job from that of decoding.
     """
     settings = self.task.decode
     with self._calling('the decode step', batch):
-      root, _ = jax.random.split(jax.random.PRNGKey(settings.random_seed))
-      key, _ = jax.random.split(root)
+      seed = self.task.train.random_seed if in_training else settings.random_seed
+      root, _ = jax.random.split(jax.random.PRNGKey(seed))
+      key = jax.random.split(root, 3)[2] if in_training else jax.random.split(root)[0]
       if settings.prng_key_fold_with_batch_index:
         key = jax.random.fold_in(key, number)
       (scalars, per_example, clu_metrics), updated = trainer_lib.decode_step(
@@ -253,17 +259,18 @@ class PaxTask:
       raise UserError(f'{name} has no decode(), which makes what decode jobs write: define it, or use --mode eval.')
     from spmd_tasks.bridges.pax._decode import PaxDecoder
 
-    return PaxDecoder(*arguments, **named)
+    return PaxDecoder(*arguments, first_step=self.first_decoded_step, **named)
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState that evaluation uses: raw, or averaged by the optimizer."""
-    return self._averaged_variables(state) if self.eval_with_ema else state.variables
+    return self.averaged_variables(state) if self.eval_with_ema else state.variables
 
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables that Paxml's decode jobs use: averaged wherever the optimizer averages."""
-    return self._averaged_variables(state) if tasks_lib.has_ema(self.task) else state.variables
+    return self.averaged_variables(state) if tasks_lib.has_ema(self.task) else state.variables
 
-  def _averaged_variables(self, state: TrainState) -> Variables:
+  def averaged_variables(self, state: TrainState) -> Variables:
+    """Returns the variables of a TrainState, averaged by the optimizer where it averages them."""
     averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars  # those of batch normalization too
     return state.variables | {name: averaged[name] for name in state.variables if averaged.get(name) is not None}
 

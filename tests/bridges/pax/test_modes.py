@@ -1,0 +1,148 @@
+"""Every mode on a Pax experiment: it works, or refuses in one sentence. Pax experiments decode as Paxml does."""
+
+import json
+from pathlib import Path
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.flags import all_modes
+from tests import binary
+
+DECODE = 'pax_lab.decode_lm.DecodeLm'
+SCRIPT = Path(__file__).with_name('paxml_decoding.py')
+FAKE = ('--num_fake_devices', 8)
+IN_TRAINING = (
+  *('--eval_on_test', '--decode_during_train=true', '--set', 'task.train.decode_interval_steps=1'),
+  *('--set', 'task.train.decode_start_after_n_steps=3', '--set', 'task.train.decode_use_ema_states=true'),
+  *('--set', 'task.train.max_inflight_steps=5'),
+)
+
+# Words of what each command says; of a mode that is not listed, only that it works, or refuses in one sentence.
+WORDS = {
+  'train': 'step 3/3  loss',
+  'eval': 'step 3  eval valid: ',
+  'decode': 'step 3  decode prompts: 14 outputs of 2 batches',
+  'decode_once': 'decode prompts: done already',
+  'plan': 'plan: compiling the eval step',
+  'replay': '',
+  'replay one step': '',
+  'print_config': '',
+  'preview': 'the training input has no tokenizer',
+  'serve': '--mode serve reads the model, the loss and the learner of a Task',
+  'verify': '--mode verify reads the model, the loss and the learner of a Task',
+  'export': '--mode export reads the model, the loss and the learner of a Task',
+  'export t5x': '--mode export reads the model, the loss and the learner of a Task',
+  'plan decode': 'decode the datasets of a Pax experiment by --mode decode',
+  'decode a file': 'decodes batches of its own datasets',
+  'decode none': 'return some from its decode_datasets()',
+}
+REFUSED = [*WORDS][[*WORDS].index('preview') :]
+CASES = list(dict.fromkeys((*(mode.name for mode in all_modes()), *WORDS)))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope='module')
+def runs(run_pax_together, tmp_path_factory):
+  """The directories of two jobs of DecodeLm, 3 steps on a mesh 1 x 4 x 2, and how every command on the second ended.
+
+  The first one evaluates and decodes in its training.
+  """
+  first, second, empty = (tmp_path_factory.mktemp(name) for name in ('first', 'second', 'empty'))
+
+  def flags(directory, exp=DECODE):
+    steps = ('--num_train_steps', 3, '--set', 'log_every_steps=1', '--set', 'tensorboard=true')
+    return '--exp', exp, '--job_log_dir', directory, *steps
+
+  more = {
+    'replay': ('--from', 1, '--to', 3),
+    'replay one step': ('--mode', 'replay', '--step', 2),
+    'plan': ('--target', 'cpu:8', '--plan_steps', 'eval'),
+    'plan decode': ('--mode', 'plan', '--target', 'cpu:8', '--plan_steps', 'decode'),
+    'export': ('--out', tmp_path_factory.getbasetemp() / 'exported'),
+    'export t5x': ('--mode', 'export', '--format', 't5x', '--out', tmp_path_factory.getbasetemp() / 'exported'),
+    'decode a file': ('--mode', 'decode_once', '--decode_input', 'prompts.jsonl'),
+    'decode none': ('--mode', 'decode_once'),
+    'print_config': ('--print_config',),
+  }
+  commands = {'in training': (*flags(first), '--mode', 'train', *IN_TRAINING, *FAKE)}
+  for case in CASES:
+    own = more.get(case, ())
+    own = own if '--mode' in own or case == 'print_config' else ('--mode', case, *own)
+    where = flags(empty, 'pax_lab.dense_lm.DenseLm') if case == 'decode none' else flags(second)
+    commands[case] = (*where, *own, *(() if case.startswith('plan') else FAKE))
+  return first, second, dict(zip(commands, run_pax_together(*commands.values()), strict=True))
+
+
+@pytest.fixture
+def job(runs):
+  return runs[1]
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_every_mode_works_or_refuses_in_one_sentence(runs, case):
+  code, said = runs[2][case]
+  assert code in (exit_codes.OK, exit_codes.USAGE), said
+  assert len(re.findall('^spmd-tasks: ', said, re.MULTILINE)) == (code == exit_codes.USAGE), said
+  assert 'Traceback' not in said
+  if case in WORDS:
+    assert (code == exit_codes.USAGE) == (case in REFUSED), said
+    assert WORDS[case] in said
+
+
+def test_training_evaluates_and_decodes_if_it_is_asked_to(runs):
+  """With averaged weights, as a decode job; settings that are not read are named."""
+  first, second, ends = runs
+  code, said = ends['in training']
+  assert code == exit_codes.OK, said
+  assert list(binary.column(first / 'eval' / 'valid', 'loss')) == [3]
+  assert outputs(first) == outputs(second)  # those of step 3 alone
+  assert 'Without effect here: task.train.max_inflight_steps = 5 (one step is launched ahead).' in said
+  _, said = ends['train']
+  assert 'eval valid' not in said
+  assert 'decode prompts' not in said
+  assert 'task.train.eval_interval_steps = 10 (evals in training need --eval_on_test)' in said
+
+
+def outputs(directory: Path) -> dict[str, list]:
+  """The values of every dataset, as the .jsonl holds them."""
+  return {
+    str(file.relative_to(directory)): [json.loads(line) for line in file.read_text().splitlines()]
+    for file in sorted(directory.glob('decoder_out/*/*.jsonl'))
+  }
+
+
+def scalars(directory: Path) -> dict[str, float]:
+  """The last value of every tag of TensorBoard's, which Paxml writes as tensors."""
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  from tensorboard.util import tensor_util
+
+  events = EventAccumulator(str(directory)).Reload()
+  found = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()['scalars']}
+  tensors = {tag: events.Tensors(tag)[-1].tensor_proto for tag in events.Tags()['tensors']}
+  return found | {tag: float(tensor_util.make_ndarray(each)) for tag, each in tensors.items()}
+
+
+def test_a_decode_job_writes_what_paxmls_decode_program_writes(job, run_pax, tmp_path):
+  """Weights averaged, texts passed on; all of a dataset that is reset for eval, else one batch. Ours on 8 devices."""
+  finished = run_pax(job, tmp_path, command=[SCRIPT])
+  assert finished.returncode == 0, finished.stderr
+  ours, theirs = outputs(job), outputs(tmp_path)
+  assert [(name, len(values)) for name, values in ours.items()] == [
+    ('decoder_out/first/decoder_out_3_shard_0.jsonl', 7),
+    ('decoder_out/prompts/decoder_out_3_shard_0.jsonl', 14),
+  ]
+  for name, values in theirs.items():
+    for our, their in zip(ours[name], values, strict=True):
+      np.testing.assert_allclose(our.pop('logprobs'), their.pop('logprobs'), atol=1e-5)
+      assert our == their
+    pickled = [pickle.loads((root / name).with_suffix('.pickle').read_bytes()) for root in (job, tmp_path)]
+    assert [key for key, _ in pickled[0]] == [key for key, _ in pickled[1]]
+  for dataset in ('prompts', 'first'):
+    assert scalars(job / 'summaries' / f'decode_test_{dataset}') == pytest.approx(
+      scalars(tmp_path / 'summaries' / f'decode_test_{dataset}')
+    )
