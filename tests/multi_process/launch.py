@@ -74,6 +74,7 @@ class Job:
     num_devices: int,
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
+    server: str | None = None,
   ):
     """Prepares, but does not start.
 
@@ -83,10 +84,11 @@ class Job:
       num_devices: fake CPU devices per process.
       env: variables on top of this process's.
       fresh: starts new interpreters, so that each rank has its own seed of `hash`; otherwise ranks may be forked.
+      server: the socket of the fork server; None takes the one that all processes use.
     """
     assert all(argv[0] == sys.executable for argv in argvs)
     self.argvs = argvs
-    self._fresh = fresh
+    self._fresh, self._server = fresh, {} if server is None else {'server': server}
     self._log_paths = [log_dir / f'rank{rank}.log' for rank in range(len(argvs))]
     self._env = {
       **os.environ,
@@ -109,6 +111,7 @@ class Job:
             binary.start_process(
               argv[1:],
               fresh=self._fresh,
+              **self._server,
               env=self._env,
               stdin=subprocess.DEVNULL,
               stdout=log,

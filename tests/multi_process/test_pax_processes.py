@@ -1,5 +1,6 @@
 """A Pax experiment whose hosts read their own rows, as two processes: the curve of one process, also after a resume."""
 
+import os
 from pathlib import Path
 import sys
 
@@ -8,13 +9,16 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.runtime.metric_files import read_jsonl
+from tests import forked
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]  # nine imports of Paxml
+pytestmark = pytest.mark.slow
 
 EXPERIMENTS = Path(__file__).parents[1] / 'data'
+TRAIN = ('--exp', 'pax_cases.inputs.Hosts', '--mode', 'train', '--eval_on_test', '--set', 'log_every_steps=1')
 
 
 def run(tmp_path: Path, num_processes: int, *flags: object) -> None:
+  """Runs the binary on four devices, as processes that have imported Paxml already."""
   command = [sys.executable, '-m', 'spmd_tasks.main', f'--num_fake_devices={4 // num_processes}', *map(str, flags)]
   command += ['--experiment_path', str(EXPERIMENTS)]
   ranks = [command]
@@ -22,7 +26,8 @@ def run(tmp_path: Path, num_processes: int, *flags: object) -> None:
     ranks = [[*command, *rank] for rank in coordinator_flags(num_processes=num_processes)]
   log_dir = tmp_path / f'logs_{len(list(tmp_path.iterdir()))}'
   log_dir.mkdir()
-  with Job(ranks, log_dir=log_dir, num_devices=4 // num_processes) as job:
+  server = os.environ[forked.PAX_SOCKET_VARIABLE] if forked.is_running() else None
+  with Job(ranks, log_dir=log_dir, num_devices=4 // num_processes, server=server) as job:
     results = job.wait(deadline_s=300)
   assert [result.returncode for result in results] == [exit_codes.OK] * num_processes, [r.log for r in results]
 
@@ -31,18 +36,32 @@ def losses(job: Path) -> list[float]:
   return [line['loss'] for _, line in sorted(read_jsonl(job).items())]
 
 
-def test_two_processes_follow_one_and_hand_their_state_to_paxml_and_back(tmp_path):
-  """Losses with dropout, bit for bit. The state goes to Paxml's format and back; the input begins anew there."""
-  alone, shared, on_alone, on_shared = (tmp_path / name for name in ('alone', 'shared', 'on_alone', 'on_shared'))
-  train = ('--exp', 'pax_cases.inputs.Hosts', '--mode', 'train', '--set', 'log_every_steps=1', '--job_log_dir')
-  run(tmp_path, 1, *train, alone)
-  run(tmp_path, 2, *train, shared, '--num_train_steps', 4)
-  run(tmp_path, 2, *train, shared, '--num_train_steps', 6)
+@pytest.fixture(scope='module')
+def alone(tmp_path_factory):
+  """The job of one process, 6 steps."""
+  directory = tmp_path_factory.mktemp('alone')
+  run(directory.parent, 1, *TRAIN, '--job_log_dir', directory)
+  assert len(losses(directory)) == 6
+  return directory
+
+
+def test_two_processes_follow_one(alone, tmp_path):
+  """Losses with dropout and evals, bit for bit."""
+  shared = tmp_path / 'shared'
+  run(tmp_path, 2, *TRAIN, '--job_log_dir', shared, '--num_train_steps', 3)
+  assert losses(shared) == losses(alone)[:3]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_two_processes_resume_and_evaluate(alone, tmp_path):
+  """Each continues by its own input's state; an eval job of two processes records what training did."""
+  shared = tmp_path / 'shared'
+  for num_steps in (4, 6):
+    run(tmp_path, 2, *TRAIN, '--job_log_dir', shared, '--num_train_steps', num_steps)
   assert losses(shared) == losses(alone)
-  assert len(losses(alone)) == 6
-  run(tmp_path, 2, '--mode', 'export', '--job_log_dir', shared, '--out', tmp_path / 'paxml')
-  on = ('--num_train_steps', 8, '--set', f'continue_from={tmp_path / "paxml"}')
-  run(tmp_path, 1, *train, on_alone, *on)
-  run(tmp_path, 2, *train, on_shared, *on)
-  assert losses(on_shared) == losses(on_alone)
-  assert len(losses(on_alone)) == 2
+  evals = read_jsonl(shared / 'eval' / 'valid')
+  assert evals[6]['loss'] == read_jsonl(alone / 'eval' / 'valid')[6]['loss']
+  (shared / 'eval' / 'valid' / 'metrics.jsonl').unlink()
+  run(tmp_path, 2, '--mode', 'eval', '--job_log_dir', shared)
+  assert read_jsonl(shared / 'eval' / 'valid')[6]['loss'] == evals[6]['loss']
