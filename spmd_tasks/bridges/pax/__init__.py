@@ -125,6 +125,6 @@ WING = Wing(
   fields_of_process=('infeed_host_index',),
   flags=_SWITCHES,
   expand=_expand,
-  foreign_flags=FLAGS,
+  foreign_flags={name: hint.replace('`', '') for name, hint in FLAGS.items()},
   prepare_job=_prepare_job,
 )
