@@ -6,7 +6,7 @@ The names are those of paxml/main.py 1.4.0 and of what it imports, JAX's, Fiddle
 _TUNING = 'There is no tuning service: start a job for each setting, by `--set PATH=VALUE`.'
 _TF_DATA_SERVICE = 'There is no tf.data service: an input reads in the process that trains.'
 _STDERR = 'Messages are on stderr: leave it out.'
-_FIDDLE = 'Write `--exp NAME`, and `--set PATH=VALUE` or `--fdl.PATH=VALUE` for its fields.'
+_FIDDLE = 'Write `--exp NAME`, and `--set PATH=VALUE` for its fields.'
 
 # By flag, or FLAG=CHOICE.
 FLAGS: dict[str, str] = {
@@ -41,7 +41,7 @@ FLAGS: dict[str, str] = {
   'tfds_data_dir': 'TensorFlow Datasets reads the environment variable `TFDS_DATA_DIR`.',
   'fdl': _FIDDLE,
   'fdl_config': _FIDDLE,
-  'fdl_set': 'Write `--set PATH=VALUE` or `--fdl.PATH=VALUE`.',
+  'fdl_set': 'Write `--set PATH=VALUE`.',
   'fdl_config_file': 'Write `--config FILE`, with the `config.json` of a job.',
   'fiddler': 'Change the config in `task()` of a subclass of the experiment, and name that class by `--exp`.',
   'fdl_tags_set': 'Fields are set by their paths alone, `--set PATH=VALUE`.',
@@ -54,5 +54,5 @@ FLAGS: dict[str, str] = {
       *('data_transfer_address', 'work_dir', 'fault_tolerant_mode'),
     )
   },
-  **dict.fromkeys(('alsologtostderr', 'logtostderr', 'stderrthreshold', 'verbosity', 'log_dir'), _STDERR),
+  **dict.fromkeys(('alsologtostderr', 'logtostderr', 'stderrthreshold', 'verbosity'), _STDERR),
 }

@@ -69,7 +69,7 @@ _IGNORED = {
   'evaluate': 'output_dir inference_evaluator_cls summarize_config_fn',
   'infer': 'output_dir mode checkpoint_period shard_id num_shards',
   'DatasetConfig': 'use_memory_cache num_workers num_prefetch_threads',
-  'PjitPartitioner': 'backend params_on_devices use_cpu_pjit',
+  'PjitPartitioner': 'backend use_cpu_pjit',
   'SaveCheckpointConfig': 'save_dataset keep_dataset_checkpoints dtype checkpointer_cls',
   'RestoreCheckpointConfig': 'mode dtype strict restore_dataset checkpointer_cls',
   'T5Config': 'param_scan_axis float32_attention_logits',
@@ -412,6 +412,8 @@ def _training(root: Node, made: Translation) -> None:
   made.fields['num_microbatches'] = trainer.get('num_microbatches', None) or 1
   if trainer.name == 'MoeTrainer':
     made.fields['expert_grad_scale'] = trainer.get('num_expert_partitions')
+  if trainer.get('weight_metrics_computer', None) is not None:
+    made.notes.append(f'{trainer}.weight_metrics_computer: --mode replay --step N shows weights, gradients and updates')
   _report_rest(trainer, made)
   checkpoints = root.part('checkpoint_cfg')
   save, restore = checkpoints.part('save', None), checkpoints.part('restore', None)
@@ -551,6 +553,8 @@ def _partitioner(partitioner: Node | None, made: Translation) -> None:
   if number and submesh and number != math.prod(submesh) and partitioner.name == 'MoePjitPartitioner':
     raise UserError(f'num_partitions={number} and model_parallel_submesh={submesh} are inconsistent: bind one of them.')
   made.fields['ici_mesh_shape'] = (1, -1, math.prod(submesh) if submesh else number or 1)
+  if not partitioner.get('params_on_devices', True):
+    made.notes.append(f'{partitioner}.params_on_devices = False: each process restores its own shards to its devices')
   rules, default = partitioner.get('logical_axis_rules', None), 2 if partitioner.name == 'MoePjitPartitioner' else 1
   dims = {'activation_partitioning_dims': default, 'parameter_partitioning_dims': 1}
   if isinstance(rules, Node) and rules.name == 'standard_logical_axis_rules':

@@ -38,7 +38,7 @@ def test_every_flag_has_a_hint_or_is_ours(module):
 def test_hints_name_flags_and_fields_that_exist():
   said = ' '.join(FLAGS.values())
   fields = {field.name for field in dataclasses.fields(Experiment)} | set(getattr(Experiment, '_renamed', ()))
-  assert set(re.findall(r'--(\w+)', said)) - OWN - {'fdl'} == set()
+  assert set(re.findall(r'--(\w+)', said)) - OWN == set()
   assert set(re.findall(r'--set (\w+)=', said)) - fields - {'PATH'} == set()
   assert not OWN & set(FLAGS)
 

@@ -391,6 +391,8 @@ def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
     ('utils.SaveCheckpointConfig.dtype = "bfloat16"', 'weights stay in float32'),
     ('my_lab.report.name = "x"', 'my_lab.report: nothing that runs refers to it'),
     ('train_script.train.run_eval_before_training = True', '--mode eval gives the metrics'),
+    ('partitioning.PjitPartitioner.params_on_devices = False', 'restores its own shards'),
+    ('trainer.Trainer.weight_metrics_computer = @trainer.WeightMetricsComputer()', '--mode replay --step N'),
     ("train_script.train.actions = {'TRAIN': [@trainer.TerminateOnNanAction()]}", 'a step whose loss is not finite'),
     ('models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample\ntrain_script.train.random_seed = 0', None),
   ],
