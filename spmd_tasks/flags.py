@@ -133,7 +133,7 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
       groups[title] = parser.add_argument_group(title)
     _add_flag(groups[title], flag, text)
   for wing in wings():
-    group = parser.add_argument_group(f'setups of {wing.name}') if wing.flags else None
+    group = parser.add_argument_group(f'of the extension {wing.name}') if wing.flags else None
     for flag in wing.flags:
       _add_flag(group, flag, flag.help)
   processes = parser.add_argument_group('several processes without a known launcher')

@@ -84,8 +84,6 @@ class PaxExperiment(Experiment):
     task.model.dcn_mesh_shape = None if self.dcn_mesh_shape is None else list(self.dcn_mesh_shape)
     task.train.num_train_steps = self.num_train_steps
     task.train.random_seed = self.seed
-    if isinstance(task.model.fprop_dtype, str):  # as Paxml takes it, too
-      task.model.fprop_dtype = jnp.dtype(task.model.fprop_dtype).type
     object.__setattr__(self, '_fields_of_task', _fields_of(task, self.eval_on_test))
     return task
 
@@ -190,7 +188,10 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
     if value != before[name]:
       raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
   with naming_own_code('building the task', part=experiment._pax_class):
-    task = base_hyperparams.instantiate(parts['task'])
+    config = parts['task'].clone()
+    if isinstance(config.model.fprop_dtype, str):  # which Paxml takes too, and compares with jnp.bfloat16
+      config.model.fprop_dtype = jnp.dtype(config.model.fprop_dtype).type
+    task = base_hyperparams.instantiate(config)
   train_input = PaxInput(config=_on_this_host(parts['train_input'], experiment.train_input()))
   own = {'eval_inputs': experiment.eval_inputs(), 'decode_inputs': experiment.decode_inputs()}
   return {
