@@ -140,7 +140,7 @@ CORE = Wing(
       help='writes the model in the format of another program',
       run='spmd_tasks.programs.export:run',
       flags=(
-        Flag(name='out', metavar='PATH', help="a new folder; of --format t5x, a MODEL_DIR"),
+        Flag(name='out', metavar='PATH', help='a new folder; of --format t5x, a MODEL_DIR'),
         Flag(
           name='format',
           choices=tuple(each.name for each in formats() if each.export is not None),

@@ -103,11 +103,11 @@ class DecodeInTraining(TrainHook):
       return
     self.step = run.step
     self.metrics = tuning_lib.DecodeMetrics(
-      metrics_list=[each.decoded for each in decoded.values()],
-      processed_metrics_list=[each.processed for each in decoded.values()],
+      metrics_list=[outputs.decoded for outputs in decoded.values()],
+      processed_metrics_list=[outputs.processed for outputs in decoded.values()],
       seqio_metrics_list=[None] * len(decoded),
-      steps_per_sec=sum(each.num_batches for each in decoded.values()) / (time.perf_counter() - began),
-      input_names=[each.dataset for each in decoded.values()],
+      steps_per_sec=sum(outputs.num_batches for outputs in decoded.values()) / (time.perf_counter() - began),
+      input_names=[outputs.dataset for outputs in decoded.values()],
     )
 
 
@@ -139,7 +139,7 @@ class PaxEarlyEnd(EarlyEnd):
     function, train, evals = self._task.early_stopping_fn, self._task.train, None
     if report.evals:
       values = [dict(scalars(metrics)) for metrics in report.evals.values()]
-      num_batches = sum(each.pop('num_batches') for each in values)
+      num_batches = sum(metrics.pop('num_batches') for metrics in values)
       evals = tuning_lib.EvalMetrics(
         metrics_list=values,
         scoring_metrics_list=[None] * len(values),

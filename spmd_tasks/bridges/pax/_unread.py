@@ -55,7 +55,7 @@ UNREAD: Mapping[str, Mapping[str, str]] = {
 
 def unread_settings(job: Any, mode: str) -> str:
   """Returns the sentence that names a job's settings without effect in a mode; '' if there are none."""
-  table = UNREAD['every'] | UNREAD.get('decode' if mode == 'decode_once' else mode, {})
+  table = {**UNREAD['every'], **UNREAD.get('decode' if mode == 'decode_once' else mode, {})}
   read = set(_read_now(job))
   named = [text for path, why in table.items() if path not in read for text in _changed(job, path, why)]
   return f'Without effect here: {"; ".join(named)}.' if named else ''

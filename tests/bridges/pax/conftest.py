@@ -63,7 +63,7 @@ def run_pax_together(start_pax_together: Callable[..., subprocess.Popen]) -> Cal
   """Runs such a process to its end."""
 
   def run(*commands: tuple[object, ...]) -> list[tuple[int, str]]:
-    finished = binary.finish(start_pax_together(*commands))
+    finished = binary.finish(start_pax_together(*commands), limit_s=200 + 20 * len(commands))
     assert finished.returncode == 0, finished.stderr
     return ends_of(finished.stderr)
 

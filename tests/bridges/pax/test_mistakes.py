@@ -6,7 +6,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = r'mistakes\.py:\d+\)'
 TRAIN, EVAL, DECODE = 'train', 'eval', 'decode_once'

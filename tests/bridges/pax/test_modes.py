@@ -29,7 +29,6 @@ WORDS = {
   'decode_once': 'decode prompts: done already',
   'plan': 'plan: compiling the eval step',
   'replay': '',
-  'replay one step': '',
   'print_config': '',
   'preview': 'the training input has no tokenizer',
   'serve': '--mode serve reads the model, the loss and the learner of a Task',
@@ -43,7 +42,7 @@ WORDS = {
 REFUSED = [*WORDS][[*WORDS].index('preview') :]
 CASES = list(dict.fromkeys((*(mode.name for mode in all_modes()), *WORDS)))
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope='module')
@@ -59,8 +58,7 @@ def runs(run_pax_together, tmp_path_factory):
     return '--exp', exp, '--job_log_dir', directory, *steps
 
   more = {
-    'replay': ('--from', 1, '--to', 3),
-    'replay one step': ('--mode', 'replay', '--step', 2),
+    'replay': ('--step', 2),
     'plan': ('--target', 'cpu:8', '--plan_steps', 'eval'),
     'plan decode': ('--mode', 'plan', '--target', 'cpu:8', '--plan_steps', 'decode'),
     'export': ('--out', tmp_path_factory.getbasetemp() / 'exported'),
