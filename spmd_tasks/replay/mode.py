@@ -232,7 +232,8 @@ class LookInto(Watch):
       if not self._own_batches:
         rows = [row for each in gather(describe_rows(run.job, position), 'rows', limit_s=run.limit_s) for row in each]
       self._before = gradient_state(run.state)
-      attempt = {'skipped': True, 'loss': None, 'rows': rows, 'weights': self._statistics(run.state)}  # until it counts
+      # Skipped until it counts.
+      attempt: dict[str, Any] = {'skipped': True, 'loss': None, 'rows': rows, 'weights': self._statistics(run.state)}
       if self._gradients is not None:
         gradients, metrics = self._gradients.train_step(gradient_state(run.state), batch)
         attempt['loss'] = float(metrics['loss'])

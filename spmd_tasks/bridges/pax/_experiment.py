@@ -224,7 +224,7 @@ def _fields_of(task: Any, eval_on_test: bool) -> dict[str, Any]:
     None if shape is None else _sequence(f'task.model.{name}', shape, numbers.Integral)
     for name, shape in (('ici_mesh_shape', model.ici_mesh_shape), ('dcn_mesh_shape', model.dcn_mesh_shape))
   )
-  num_train_steps = train.num_train_steps
+  num_train_steps: Any = train.num_train_steps
   if not isinstance(num_train_steps, numbers.Real) or not 1 <= num_train_steps < math.inf:
     raise UserError(f'task.train.num_train_steps = {num_train_steps!r} must be a positive number of steps.')
   first = train.profiler_capture_step
@@ -247,7 +247,7 @@ def _fields_of(task: Any, eval_on_test: bool) -> dict[str, Any]:
 
 def _sequence(path: str, value: Any, kind: type) -> tuple[Any, ...]:
   if isinstance(value, str) or not hasattr(value, '__len__') or not all(isinstance(item, kind) for item in value):
-    kinds = {str: 'names', numbers.Integral: 'integers'}[kind]
+    kinds = 'names' if kind is str else 'integers'
     raise UserError(f'{path} = {value!r} must be a list of {kinds}, one per mesh axis.')
   return tuple(value) if kind is str else tuple(map(int, value))
 
