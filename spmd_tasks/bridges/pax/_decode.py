@@ -76,7 +76,7 @@ class PaxDecoder:
   def run(self, name: str, variables: Variables, step: int, place: str | None = None) -> 'Decoded | None':
     """Decodes a dataset with variables (padded, on the mesh) of a train step, unless its outputs are there already.
 
-    `place` says where the variables come from, if from no checkpoint of the job. Returns what was decoded, on process 0.
+    `place` says where the variables come from, if from no checkpoint of the job. Process 0 gets what was decoded.
 
     Raises:
       UserError: the dataset has no batch, a batch has texts, which several processes cannot pass on, or the outputs of

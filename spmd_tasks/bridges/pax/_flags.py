@@ -18,7 +18,7 @@ FLAGS: dict[str, str] = {
   'decode_output_pickle': 'Both files are always written: leave it out.',
   'enable_summary_writer': 'Write `--set tensorboard=false`; `metrics.jsonl` is always written.',
   'pax_only_aggregate_summaries': 'Write `--set tensorboard=false`; `metrics.jsonl` has only numbers.',
-  'enable_checkpoint_saving': 'Write `--set checkpoint_every_steps=None`; the last step is always saved.',
+  'enable_checkpoint_saving': 'Write `--set checkpoint_every=None`; the last step is always saved.',
   'jax_fully_async_checkpoint': 'Training always continues while a checkpoint is written: leave it out.',
   'async_timeout_secs': 'Write `--set first_step_timeout_s=S`, which bounds the saving of a checkpoint, too.',
   'exit_after_ondemand_checkpoint': 'A job always exits after it has saved on SIGTERM: leave it out.',

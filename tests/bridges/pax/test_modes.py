@@ -5,7 +5,9 @@ from pathlib import Path
 import pickle
 import re
 
+from etils import epath
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from spmd_tasks import exit_codes
@@ -144,3 +146,37 @@ def test_a_decode_job_writes_what_paxmls_decode_program_writes(job, run_pax, tmp
     assert scalars(job / 'summaries' / f'decode_test_{dataset}') == pytest.approx(
       scalars(tmp_path / 'summaries' / f'decode_test_{dataset}')
     )
+
+
+@pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
+def test_a_checkpoint_of_paxml_decodes_to_the_same_text(job, run_pax_together, tmp_path):
+  """The job's checkpoint in Paxml's format, decoded by jobs of their own, on 2 devices; another place is refused."""
+  places = [tmp_path / name for name in ('paxml', 'copy')]
+  for place in places:
+    write_as_paxml(job / 'checkpoints' / 'checkpoint_00000003', place / 'checkpoints' / 'checkpoint_00000003')
+  own = ('--exp', DECODE, '--num_fake_devices', 2, '--set', 'ici_mesh_shape=1,1,2', '--job_log_dir', tmp_path / 'own')
+  decode = (
+    ('--mode', mode, *own, '--set', f'init_from={place}') for mode in ('decode', 'decode_once') for place in places
+  )
+  runs = run_pax_together(*decode)
+  assert [code for code, _ in runs] == [0, exit_codes.USAGE, 0, exit_codes.USAGE], runs
+  assert f'has the outputs of weights of {places[0]}/checkpoints/checkpoint_00000003, not of {places[1]}' in runs[1][1]
+  assert 'done already' in runs[2][1]
+  for name, values in outputs(tmp_path / 'own').items():
+    for our, expected in zip(values, outputs(job)[name], strict=True):
+      np.testing.assert_allclose(our.pop('logprobs'), expected.pop('logprobs'), atol=1e-5)
+      assert our == expected
+  assert outputs(tmp_path / 'own').keys() == outputs(job).keys()
+
+
+def write_as_paxml(checkpoint: Path, path: Path) -> None:
+  """Writes a checkpoint of ours as Paxml does with `tensorstore_use_ocdbt`."""
+  handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+  state = handler.restore(checkpoint / 'state')
+  variables = {'params': state['weights'], **(state.get('non_trainable') or {})}
+  (path / 'metadata').mkdir(parents=True)
+  (path / 'metadata/metadata').write_text('{"version": 1.2, "train_state_metadata": {}}')
+  paxml = {'step': np.uint32(3), 'mdl_vars': variables, 'opt_states': state['learner']['opt_state']}
+  handler.save(epath.Path(path / 'state'), args=ocp.args.PyTreeSave(paxml))
+  handler.finalize(epath.Path(path / 'state'))
+  handler.close()
