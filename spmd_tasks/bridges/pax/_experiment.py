@@ -224,8 +224,8 @@ def _fields_of(task: Any, eval_on_test: bool) -> dict[str, Any]:
     None if shape is None else _sequence(f'task.model.{name}', shape, numbers.Integral)
     for name, shape in (('ici_mesh_shape', model.ici_mesh_shape), ('dcn_mesh_shape', model.dcn_mesh_shape))
   )
-  num_train_steps: Any = train.num_train_steps
-  if not isinstance(num_train_steps, numbers.Real) or not 1 <= num_train_steps < math.inf:
+  num_train_steps = train.num_train_steps
+  if not isinstance(num_train_steps, int | float) or not 1 <= num_train_steps < math.inf:
     raise UserError(f'task.train.num_train_steps = {num_train_steps!r} must be a positive number of steps.')
   first = train.profiler_capture_step
   return {
