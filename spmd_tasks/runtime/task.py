@@ -25,7 +25,7 @@ from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.runtime.sown_values import noting_sown, warn_of_sown, without_sown
+from spmd_tasks.runtime.sown_values import of_state, sown_values, warn_of_sown, without_sown
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS
 
 Batch = dict[str, jax.Array]
@@ -116,15 +116,18 @@ class Task:
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split.
 
-    What its modules `sow` is not among them: see sown_values.py. The log names arguments of the model that keep their
-    defaults, once.
+    Sown values are not among them, see sown_values.py. The log names arguments of the model that keep their defaults,
+    once.
     """
-    with _naming(self.model, 'model', batch), noting_sown() as sown:
-      given, named = self.arguments(batch, train=False)
-      for each in () if given else signature_of(self.model).parameters.values():
-        if each.name not in named and each.default is not each.empty:
-          warn_of_default(self.model, each, 'make it an entry of the batch, or a field of the model')
-      variables = self.model.init({'params': rng}, *given, **named)
+    with _naming(self.model, 'model', batch):
+      positional, named = self.arguments(batch, train=False)
+      for argument in () if positional else signature_of(self.model).parameters.values():
+        if argument.name not in named and argument.default is not argument.empty:
+          warn_of_default(self.model, argument, 'make it an entry of the batch, or a field of the model')
+      variables, sown = sown_values(
+        lambda: self.model.init({'params': rng}, *positional, **named),
+        lambda variables: self._apply_in_training(variables, batch, {'dropout': rng}),
+      )
     warn_of_sown(type(self.model).__name__, frozenset(sown))
     return without_sown(variables, sown)
 
@@ -187,14 +190,17 @@ class Task:
     """
     if isinstance(self.loss, RunsModel):
       batch = self.loss.with_model(self, variables, batch)
-    rngs = {} if rng is None else {'dropout': rng}
-    given, named = self.arguments(batch, train=train)
-    names, read = [name for name in variables if name != 'params'], variables | self.constants(variables, batch)
-    if not train or not names:
-      return self._loss(self._apply(read, *given, **named, rngs=rngs), batch, train)
-    with noting_sown() as sown:
-      predictions, updated = self._apply(read, *given, **named, rngs=rngs, mutable=names)
-    return self._loss(predictions, batch, train).replace(updated_variables=without_sown(updated, sown))
+    if not train:
+      return self._loss(self.predict(variables, batch), batch, train)
+    predictions, updated = self._apply_in_training(variables, batch, {} if rng is None else {'dropout': rng})
+    return self._loss(predictions, batch, train).replace(updated_variables=of_state(updated, variables))
+
+  def _apply_in_training(self, variables: Variables, batch: Batch, rngs: Mapping[str, jax.Array]) -> Any:
+    """Returns predictions and the variables of the mutable collections, all but the weights."""
+    positional, named = self.arguments(batch, train=True)
+    mutable = [name for name in variables if name != 'params']
+    read = variables | self.constants(variables, batch)
+    return self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""

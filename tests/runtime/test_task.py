@@ -205,8 +205,26 @@ def test_what_the_blocks_of_a_stack_sow_is_no_state():
       self.sow('losses', 'size', jnp.sum(x))
       return x
 
-  variables = {}
-  with sown_values.noting_sown() as sown:
-    variables = TransformerStack(block=Block(), num_layers=2).init(jax.random.key(0), jnp.zeros((1, 2, 3)))
+  stack, x = TransformerStack(block=Block(), num_layers=2), jnp.zeros((1, 2, 3))
+  variables, sown = sown_values.sown_values(
+    lambda: stack.init(jax.random.key(0), x), lambda variables: stack.apply(variables, x, mutable=True)
+  )
   assert variables['losses']
   assert sown_values.without_sown(variables, sown) == {}
+
+
+class HeadOfTraining(nn.Module):
+  """Has a head that only training calls, whose weights and averages `init` creates."""
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    if train or self.is_initializing():
+      nn.BatchNorm(use_running_average=not train, name='norm')(nn.Dense(2, name='head')(x))
+    self.sow('batch_stats', 'total', jnp.sum(x), **ADD)
+    return jnp.sum(x, axis=-1)
+
+
+def test_what_only_training_reads_is_state():
+  task = Task(model=HeadOfTraining(), loss=lambda p, batch: jnp.mean((p - batch['y']) ** 2), learner=optax.sgd(0.0))
+  variables = jax.eval_shape(task.init_variables, jax.random.key(0), batch_of())
+  assert {name: set(tree) for name, tree in variables.items()} == {'params': {'head', 'norm'}, 'batch_stats': {'norm'}}
