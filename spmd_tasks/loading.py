@@ -48,6 +48,7 @@ from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import mesh_of_all_devices, restore_evaluation_variables
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
+from spmd_tasks.runtime.partition import EvaluationStep
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.store_files import local_folder, place_to_read
@@ -208,7 +209,7 @@ class LoadedModel:
       raise UserError('encoder_ids are for models with an encoder, which need them: leave them out, or give them.')
     batch = {name: array.astype(np.int32) for name, array in given.items()}
     step = self._forward_steps.of(batch)
-    logits = step(self.padded_variables, step.place(batch))['logits']
+    logits = step.with_variables(self.padded_variables, step.place(batch))['logits']
     for name, array in given.items():
       if array.size and not 0 <= array.min() <= array.max() < logits.shape[-1]:
         raise UserError(
@@ -335,7 +336,7 @@ class LoadedModel:
     return score_texts(steps, variables, texts, num_rows=num_rows, adapter=number)
 
   @functools.cached_property
-  def _forward_steps(self) -> StepsByShape:
+  def _forward_steps(self) -> StepsByShape[EvaluationStep]:
     return StepsByShape(self.partitioned.forward_step)
 
   @functools.cached_property

@@ -4,7 +4,7 @@
     optax.lookahead               trains the fast weights, and evaluates the slow ones
     optax.contrib.sam             between two of its updates trains weights that are moved uphill, and evaluates others
 
-Evaluation, generation and exports take these. A moving average of the learner (`ema_decay`) is apart from them.
+Evaluation, generation and exports take these, or the learner's moving average (`ema_decay`) where the task says so.
 """
 
 from collections.abc import Iterable

@@ -155,11 +155,22 @@ class Learner:
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
 
-  def evaluation_weights(self, state: LearnerState, weights: Any) -> Any:
-    """Returns the weights to evaluate with, like the weights that are trained (evaluation_weights.py).
+  def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
+    """Returns whether `evaluation_weights` are the trained weights themselves; the state may be abstract."""
+    if averaged or isinstance(self.optimizer, OptimizerSettings):
+      return not averaged
+    from spmd_tasks.learning.evaluation_weights import has_evaluation_weights
 
-    The tree of weights may lack those that are frozen; abstract weights are returned unchanged.
+    return not has_evaluation_weights(state.opt_state)
+
+  def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
+    """Returns the weights to evaluate with: the moving average, or what the optimizer evaluates.
+
+    The tree of weights may lack those that are frozen. What an optimizer evaluates of abstract weights is returned as
+    the weights.
     """
+    if averaged:
+      return fill_in(state.ema_weights, weights)
     if isinstance(self.optimizer, OptimizerSettings):
       return weights
     from spmd_tasks.learning.evaluation_weights import evaluation_weights

@@ -21,8 +21,9 @@ from spmd_tasks.inputs.base import data_of, source_names
 from spmd_tasks.layers.losses import StepOutputs
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.compilation import CompiledStep, StepsByShape
+from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MultiWriter, finish_metrics, make_writer, split_summaries
+from spmd_tasks.runtime.partition import EvaluationStep
 
 BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`
 
@@ -90,7 +91,7 @@ class Evaluator:
     """Yields (eval set, its metrics) for each set. Ends early if `should_stop`: an unfinished set gives no metrics.
 
     Args:
-      variables: of the model, padded, on the mesh.
+      variables: those of the model to evaluate with, padded, on the mesh.
       step: their train step.
       on_batch: called after every launched batch.
       should_stop: asked before every batch.
@@ -160,7 +161,7 @@ class Evaluator:
           )
           break
         num_launched += 1
-        launched = eval_step(variables, batch, np.int32(step))
+        launched = eval_step.with_variables(variables, batch, np.int32(step))
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))
         in_flight = launched
@@ -190,7 +191,7 @@ class Evaluator:
       return None
     return metrics | {f'task_{key}' if key in metrics else key: value for key, value in judged.items()}
 
-  def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
+  def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[EvaluationStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""
     step, given = self._steps[name], cast(Any, self._inputs[name])
     if getattr(given, 'gives_whole_batches', False):

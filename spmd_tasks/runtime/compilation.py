@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import os
 import time
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 
@@ -106,14 +106,17 @@ class CompiledStep:
     return (self._compiled or self.compile())(*arguments)
 
 
-class StepsByShape:
+Step = TypeVar('Step', bound=CompiledStep)
+
+
+class StepsByShape(Generic[Step]):
   """The steps of one function, one for each shape of batch: a second caller with the same shapes gets the same step."""
 
-  def __init__(self, make: Callable[[InputSpec], CompiledStep]):
+  def __init__(self, make: Callable[[InputSpec], Step]):
     self._make = make
-    self._steps: dict[tuple[Any, ...], CompiledStep] = {}
+    self._steps: dict[tuple[Any, ...], Step] = {}
 
-  def of(self, batch: Mapping[str, Any]) -> CompiledStep:
+  def of(self, batch: Mapping[str, Any]) -> Step:
     """Returns the step for a batch, or for its spec: a mapping from names to arrays or to jax.ShapeDtypeStruct."""
     key = tuple(sorted((name, tuple(rows.shape), str(rows.dtype)) for name, rows in batch.items()))
     if key not in self._steps:

@@ -153,19 +153,23 @@ class PartitionedModel:
     )
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 
-  def eval_step(self, input_spec: InputSpec, *, keeps_examples: bool = False) -> CompiledStep:
-    """Makes the step `(padded variables, placed batch, their train step) -> replicated clu Averages`.
+  def eval_step(self, input_spec: InputSpec, *, keeps_examples: bool = False) -> 'EvaluationStep':
+    """Makes the step `(padded state, placed batch) -> replicated clu Averages`.
 
-    Jobs give it `task.evaluation_variables(state)`, which differ from `state.variables` with averaged weights, or with
-    an optimizer that evaluates other weights than it trains. With `keeps_examples` the loss's per-example outputs are
-    among the averages (StepOutputs).
+    It evaluates the state's `task.evaluation_variables`. `with_variables(padded variables, placed batch, train step)`
+    takes variables without a state. With `keeps_examples` the loss's per-example outputs are among the averages
+    (StepOutputs).
     """
     function = functools.partial(self.task.eval_step, **_examples_argument(self.task, keeps_examples))
-    return self.batch_step('eval_step', input_spec, function, jax.ShapeDtypeStruct((), jnp.int32))
+    return self._evaluation_step('eval_step', input_spec, function, jax.ShapeDtypeStruct((), jnp.int32))
 
-  def forward_step(self, input_spec: InputSpec) -> CompiledStep:
-    """Makes the step `(padded variables, placed batch) -> replicated predictions`, without dropout."""
-    return self.batch_step('forward_step', input_spec, self.task.predict)
+  def forward_step(self, input_spec: InputSpec) -> 'EvaluationStep':
+    """Makes the step `(padded state, placed batch) -> replicated predictions`, without dropout, as in evaluation."""
+    return self._evaluation_step('forward_step', input_spec, self.task.predict)
+
+  def _evaluation_step(self, *arguments: Any) -> 'EvaluationStep':
+    step: Any = self.batch_step(*arguments, make=functools.partial(EvaluationStep, self))
+    return step
 
   def true_variables(self, padded_variables: Variables) -> Variables:
     """Slices the padding off the model's variables, inside a compiled step under the mesh's axis rules."""
@@ -179,6 +183,7 @@ class PartitionedModel:
     function: Callable[..., Any],
     *arguments: jax.ShapeDtypeStruct,
     output_spec: InputSpec | None = None,
+    make: Callable[..., CompiledStep] = CompiledStep,
   ) -> CompiledStep:
     """Compiles `function(variables, batch, *arguments) -> outputs` to one of padded variables and a placed batch.
 
@@ -188,8 +193,9 @@ class PartitionedModel:
       function: of true variables and a batch; its outputs, any tree of arrays, are replicated.
       arguments: shapes and dtypes of further arguments, the same host arrays on every process.
       output_spec: of a dict of arrays that the function returns, which are then placed like a batch's.
+      make: makes the step, as CompiledStep does.
     """
-    layout, made = (
+    layout, output_layout = (
       make_input_layout(spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
       for spec in (input_spec, output_spec or {})
     )
@@ -198,15 +204,15 @@ class PartitionedModel:
     def step(padded_variables, padded_batch, *arguments):
       with self._scope():
         outputs = function(self.true_variables(padded_variables), self._true_batch(padded_batch, layout), *arguments)
-        return made.with_zero_rows(outputs) if output_spec else outputs
+        return output_layout.with_zero_rows(outputs) if output_spec else outputs
 
     step.__name__ = name
     jitted = jax.jit(
       step,
       in_shardings=(_shardings(self.padded_state.variables), _shardings(layout.padded), *[replicated] * len(arguments)),
-      out_shardings=_shardings(made.padded) if output_spec else replicated,
+      out_shardings=_shardings(output_layout.padded) if output_spec else replicated,
     )
-    return CompiledStep(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
+    return make(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
 
   def to_canonical(self, state: TrainState, part: Part = whole_state) -> Any:
     """Converts a part of the padded state to the layout of checkpoints, `canonical_state`."""
@@ -243,6 +249,37 @@ class PartitionedModel:
     batch = layout.true_rows(padded_batch)
     split = {name: spec for name, spec in layout.split_specs.items() if spec is not None}
     return batch | _constrain({name: batch[name] for name in split}, split, self.mesh)
+
+
+class EvaluationStep(CompiledStep):
+  """A step that reads the variables to evaluate with, which averages and some optimizers tell from the trained ones."""
+
+  def __init__(self, model: PartitionedModel, *arguments: Any):
+    super().__init__(*arguments)
+    self._model = model
+
+  def __call__(self, state: TrainState | Variables, batch: Any, *arguments: Any) -> Any:
+    """Runs the step on a state. Variables are taken as they are, if the task evaluates what it trains.
+
+    Raises a UserError: `state` is variables of a task that evaluates other weights than it trains.
+    """
+    task = self._model.task
+    if isinstance(state, TrainState):
+      arguments = (task.evaluation_variables(state), batch, *(arguments or (state.step,)))
+      return super().__call__(*arguments[: len(self._abstract_arguments)])
+    if not task.evaluates_trained_weights(self._model.abstract_state):
+      raise UserError(
+        f'the {self._name} needs a TrainState, not variables: the task evaluates other weights than it trains. Pass '
+        'the state, or restored evaluation variables to with_variables().'
+      )
+    return self.with_variables(state, batch, *arguments)
+
+  def with_variables(self, variables: Variables, batch: Any, *arguments: Any) -> Any:
+    """Runs the step on variables, such as `task.evaluation_variables(state)` or restored ones.
+
+    An eval step takes the variables' train step, int32, as its third argument.
+    """
+    return super().__call__(variables, batch, *arguments)
 
 
 def partition_spmd_model(

@@ -4,13 +4,13 @@ Linen stores sown values beside the variables that modules declare. Kept from st
 appends to them, or adds to them. So the state has declared variables alone, and a step updates what the state has.
 """
 
-import collections
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 import contextlib
 import functools
 from typing import Any
 
 from absl import logging
+import flax
 from flax import traverse_util
 import flax.linen as nn
 import jax
@@ -18,44 +18,43 @@ import jax
 Path = tuple[str, ...]  # a variable's collection, the names of its modules, and its own
 
 
-def sown_values(init: Callable[[], Any], apply: Callable[[Any], Any]) -> tuple[Any, Set[Path]]:
-  """Returns the variables that `init` gives, and the paths of those that no module declares.
+def sown_values(
+  model: nn.Module, rngs: Mapping[str, jax.Array], *positional: Any, **named: Any
+) -> tuple[Any, set[Path]]:
+  """Returns the variables of `model.init` with these arguments, and the paths of those that no module declares.
 
-  A module reserves the name of a variable that it declares in each call, but that of a sown value only in the call that
-  adds it. `apply(variables)` calls the model with these variables, all of them mutable. Modules that only `init` calls
-  keep what they have.
+  A module reserves the name of a variable that it declares in each call, but that of a sown value only in a call that
+  adds it. So the model is initialized twice, the second time (traced only) with the variables of the first.
   """
   with _noting_names() as in_init:
-    variables = init()
+    variables = model.init(rngs, *positional, **named)
   if variables.keys() <= {'params'}:
     return variables, set()
+
+  def init_again(variables: Any) -> Any:
+    scope = flax.core.bind(variables, rngs, mutable=list(variables), flags={'initializing': True})
+    return model.clone(parent=scope)(*positional, **named)
+
   with _noting_names() as declared:
-    jax.eval_shape(apply, nn.meta.unbox(variables))
-  sown = {
-    (collection, *module, name)
-    for module in declared
-    for collection, name in in_init[module] - declared[module]
-    if collection != 'params'
-  }
-  return variables, sown
+    jax.eval_shape(init_again, variables)
+  return variables, in_init - declared
 
 
 @contextlib.contextmanager
-def _noting_names() -> Iterator[dict[Path, set[tuple[str, str]]]]:
-  """Context in which a model is called (traced). It gets the collections and names that each module reserves."""
-  names = collections.defaultdict[Path, set[tuple[str, str]]](set)
+def _noting_names() -> Iterator[set[Path]]:
+  """Context in which a model is called. It gets the paths of the variables whose names modules reserve."""
+  paths: set[Path] = set()
 
   def note(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     returned = next_fun(*args, **kwargs)
     module = context.module
     if module.scope is not None:
-      reserved = names[module.path]
-      for name, of_name in module.scope.reservations.items():
-        reserved.update((collection, name) for collection in of_name if collection is not None)
+      for name, collections in module.scope.reservations.items():
+        paths.update((collection, *module.path, name) for collection in collections if collection is not None)
     return returned
 
   with nn.intercept_methods(note):
-    yield names
+    yield paths
 
 
 def without_sown(variables: Mapping[str, Any], sown: Set[Path]) -> dict[str, Any]:

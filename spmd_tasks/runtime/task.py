@@ -124,10 +124,7 @@ class Task:
       for argument in () if positional else signature_of(self.model).parameters.values():
         if argument.name not in named and argument.default is not argument.empty:
           warn_of_default(self.model, argument, 'make it an entry of the batch, or a field of the model')
-      variables, sown = sown_values(
-        lambda: self.model.init({'params': rng}, *positional, **named),
-        lambda variables: self._apply_in_training(variables, batch, {'dropout': rng}),
-      )
+      variables, sown = sown_values(self.model, {'params': rng}, *positional, **named)
     warn_of_sown(type(self.model).__name__, frozenset(sown))
     return without_sown(variables, sown)
 
@@ -192,22 +189,21 @@ class Task:
       batch = self.loss.with_model(self, variables, batch)
     if not train:
       return self._loss(self.predict(variables, batch), batch, train)
-    predictions, updated = self._apply_in_training(variables, batch, {} if rng is None else {'dropout': rng})
-    return self._loss(predictions, batch, train).replace(updated_variables=of_state(updated, variables))
-
-  def _apply_in_training(self, variables: Variables, batch: Batch, rngs: Mapping[str, jax.Array]) -> Any:
-    """Returns predictions and the variables of the mutable collections, all but the weights."""
     positional, named = self.arguments(batch, train=True)
+    rngs = {} if rng is None else {'dropout': rng}
     mutable = [name for name in variables if name != 'params']
     read = variables | self.constants(variables, batch)
-    return self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
+    predictions, updated = self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
+    return self._loss(predictions, batch, train).replace(updated_variables=of_state(updated, variables))
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
-    if not self.eval_with_ema:
-      return state.variables | {'params': self.learner.evaluation_weights(state.learner, state.weights)}
-    average = state.learner.ema_weights
-    return state.variables | {'params': average if self.trained is None else fill_in(average, state.weights)}
+    weights = self.learner.evaluation_weights(state.learner, state.weights, averaged=self.eval_with_ema)
+    return state.variables | {'params': weights}
+
+  def evaluates_trained_weights(self, state: TrainState) -> bool:
+    """Returns whether `evaluation_variables` of a state, or of its shapes, are `state.variables`."""
+    return self.learner.evaluates_trained_weights(state.learner, averaged=self.eval_with_ema)
 
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState that text is generated with."""

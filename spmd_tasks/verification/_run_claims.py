@@ -69,7 +69,9 @@ def _evaluate(runner: Runner, states: list[Any], batch: Mapping[str, np.ndarray]
   results = []
   for state in states:
     placed = runner.place(state)
-    averages = jax.device_get(eval_step(placed.variables, eval_step.place(batch), np.asarray(placed.step)))
+    averages = jax.device_get(
+      eval_step.with_variables(placed.variables, eval_step.place(batch), np.asarray(placed.step))
+    )
     averages.pop('outputs', None)
     results.append({name: _mean(average) for name, average in averages.items()})
   return results

@@ -217,7 +217,7 @@ class _FullForward:
   def log_probabilities(self, state: TrainState, batch: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the log-probabilities after every token of a batch, float64 [B, T, V]."""
     step = self._steps.of(batch)
-    predictions = step(self._runner.place(state).variables, step.place(batch))
+    predictions = step.with_variables(self._runner.place(state).variables, step.place(batch))
     if not isinstance(predictions, Mapping) or 'logits' not in predictions:
       raise UserError('the model does not predict logits, so this is no model of texts.')
     logits = np.asarray(predictions['logits'], np.float64)

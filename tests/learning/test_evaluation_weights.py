@@ -38,7 +38,7 @@ def trained(optimizer, num_steps, start):
   update = jax.jit(lambda w, state: learner.update(gradient(w), jnp.float32(1), jnp.int32(0), state, w, SPECS)[:2])
   for _ in range(num_steps):
     weights, state = update(weights, state)
-  return weights, learner.evaluation_weights(state, weights)
+  return weights, learner.evaluation_weights(state, weights, averaged=False)
 
 
 def plain(optimizer, num_steps, start):

@@ -11,9 +11,11 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import TransformerStack, base
+from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.learning import Learner
 from spmd_tasks.runtime import Task, partition_spmd_model, sown_values
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, stage_axis_rules
+from spmd_tasks.sharding.specs import sharding_scope
 
 B, D = 4, 3
 SPEC = {'x': jax.ShapeDtypeStruct((B, D), jnp.float32), 'y': jax.ShapeDtypeStruct((B,), jnp.float32)}
@@ -198,17 +200,19 @@ def test_what_a_model_sows_is_no_state_and_said_once(is_scanned, num_microbatche
   assert 'the model Sowing sows losses/layers/size, losses/layers/total, statistics/layers/mean: ' in line
 
 
-def test_what_the_blocks_of_a_stack_sow_is_no_state():
+@pytest.mark.parametrize('stack', [TransformerStack, PipelinedStack])
+def test_what_the_blocks_of_a_stack_sow_is_no_state(stack):
   class Block(nn.Module):
     @nn.compact
-    def __call__(self, x, train=False):
+    def __call__(self, x, segment_ids=None, segment_pos=None, train=False):
       self.sow('losses', 'size', jnp.sum(x))
       return x
 
-  stack, x = TransformerStack(block=Block(), num_layers=2), jnp.zeros((1, 2, 3))
-  variables, sown = sown_values.sown_values(
-    lambda: stack.init(jax.random.key(0), x), lambda variables: stack.apply(variables, x, mutable=True)
-  )
+  fields = {'num_microbatches': 2} if stack is PipelinedStack else {}
+  mesh = MeshSpec(axis_names=('stage',), ici_mesh_shape=(2,)).build(jax.devices()[:2])
+  with sharding_scope(mesh, stage_axis_rules(())):
+    arguments = stack(block=Block(), num_layers=2, **fields), {'params': jax.random.key(0)}, jnp.zeros((2, 2, 3))
+    variables, sown = sown_values.sown_values(*arguments)
   assert variables['losses']
   assert sown_values.without_sown(variables, sown) == {}
 

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LanguageModelLoss, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.learning import AdamW, Learner
@@ -135,8 +136,10 @@ def test_saved_restored_on_another_mesh_and_evaluated_with_averaged_weights(on_m
   step = other.eval_step(SPEC)
   averaged = {'params': canonical.learner.ema_weights, **canonical.non_trainable}
   expected = jax.jit(lambda variables: model.task.compute_loss(variables, batch, train=False).loss)(averaged)
-  actual = step(variables, step.place(batch), jnp.int32(5))['loss'].compute()
+  actual = step.with_variables(variables, step.place(batch), jnp.int32(5))['loss'].compute()
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
+  live = step(restored, step.place(batch))['loss'].compute()
+  np.testing.assert_allclose(live, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize('shape', [(1, 1, 1), (1, 2, 4)], ids=['alone', 'padded'])
@@ -163,9 +166,11 @@ def test_the_average_of_schedule_free_is_restored_and_evaluated(shape, tmp_path)
   restored = restore_evaluation_variables(model, checkpointer).variables
   checkpointer.close()
   step = model.eval_step(SPEC)
-  for variables in (restored, task.evaluation_variables(state)):
-    actual = step(variables, step.place(batch), jnp.int32(5))['loss'].compute()
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+  placed = step.place(batch)
+  for averages in (step.with_variables(restored, placed, jnp.int32(5)), step(state, placed)):
+    np.testing.assert_allclose(averages['loss'].compute(), expected, rtol=1e-5)
+  with pytest.raises(UserError, match='needs a TrainState'):
+    step(state.variables, placed, jnp.int32(5))
 
 
 def test_the_blocks_of_a_pipeline_have_none():

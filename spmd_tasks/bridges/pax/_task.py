@@ -265,6 +265,10 @@ class PaxTask:
     """Returns the variables of a TrainState that evaluation uses: raw, or averaged by the optimizer."""
     return self.averaged_variables(state) if self.eval_with_ema else state.variables
 
+  def evaluates_trained_weights(self, state: TrainState) -> bool:
+    """Returns whether `evaluation_variables` of a state, or of its shapes, are `state.variables`."""
+    return not self.eval_with_ema
+
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables that Paxml's decode jobs use: averaged wherever the optimizer averages."""
     return self.averaged_variables(state) if tasks_lib.has_ema(self.task) else state.variables

@@ -195,7 +195,8 @@ def _map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
   def layer(block, x, given):
     # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
     outer = block.scope
-    first = flax.core.Scope({}, rngs=outer.rngs, mutable=True, path=outer.path, flags=outer.flags)
+    known = {name: dict(outer.variables()[name]) for name in outer.variables()}  # none, unless init is traced again
+    first = flax.core.Scope(known, rngs=outer.rngs, mutable=True, path=outer.path, flags=outer.flags)
     first.rng_counters = outer.rng_counters
     for each in (block.copy(parent=first), block):
       _, aux = run_layer('block', each, x, **given, train=train)
