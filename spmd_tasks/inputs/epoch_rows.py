@@ -4,7 +4,6 @@ Legend: B rows of the global batch, T tokens of a row, N rows of an epoch.
 """
 
 from collections.abc import Callable, Sequence
-import functools
 import math
 import zlib
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.packing import Lane, TokenBlock
-from spmd_tasks.inputs.row_order import shuffled
+from spmd_tasks.inputs.row_order import order_of_epoch
 
 
 def read_all(read_block: Callable[[int], TokenBlock], order: Sequence[int], max_tokens: int) -> list[TokenBlock] | None:
@@ -121,24 +120,3 @@ class RowSequence:
 
   def get_state(self) -> base.State:
     return {'num_rows': self.num_read, 'num_rows_of_epoch': self.rows.num_rows, 'digest': self.rows.digest}
-
-
-@functools.lru_cache(maxsize=4)
-def order_of_epoch(num_rows: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-  """Returns the permutation of an epoch's rows, int [N].
-
-  Any B rows that follow one another, also those of two epochs, are different ones if N is at least B; otherwise any N.
-  """
-  if num_rows < 3 * batch_size:
-    # One order, in which runs are shuffled that are so short that no row comes more than N - B places earlier.
-    run = max(num_rows - batch_size + 1, 1)
-    return shuffled(num_rows, seed, 0)[shuffled(num_rows, seed, epoch + 1, run=run)]
-  order = shuffled(num_rows, seed, epoch + 1)
-  if epoch > 0:
-    # Of the first B rows, those that were among the last B change places with rows of between that were not.
-    was_last = np.zeros(num_rows, bool)
-    was_last[shuffled(num_rows, seed, epoch)[-batch_size:]] = True
-    early = np.flatnonzero(was_last[order[:batch_size]])
-    others = batch_size + np.flatnonzero(~was_last[order[batch_size:-batch_size]])[: early.size]
-    order[early], order[others] = order[others], order[early]
-  return order

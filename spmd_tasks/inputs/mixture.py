@@ -12,6 +12,8 @@ of a source is used once, a host reads of every source the rows that are its own
 any number of hosts. All hosts compute the choice for all rows (_row_choice.py), so they agree without a word when a
 source has ended, which ends the mixture, and the saved positions fit together when the number of hosts changes.
 
+The sources of a mixture within a mixture are mixed with all others, by the products of the weights.
+
 A batch has one more entry, `row_sources`, bool [B, S], which says from which of the S sources a row is, in the order of
 `source_names`. With it losses report `loss/<source>` and `loss_weight/<source>` (layers.losses_by_source).
 
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 from fractions import Fraction
+import functools
 import math
 import re
 from typing import Any, cast
@@ -47,7 +50,7 @@ class Mixture:
       ends before the first batch that lacks a row of a source: `num_epochs=None` repeats one.
     weights: name -> the source's part of the rows, in proportion to their sum; 0 leaves it out for now.
     weight_changes: (number of batches, weights) pairs: behind that many batches other weights hold.
-    seed: of the numbers that decide which rows of a batch are from which source.
+    seed: of the numbers that decide which rows of a batch are from which source; that of the outermost mixture counts.
   """
 
   sources: Mapping[str, base.Input]
@@ -78,6 +81,29 @@ class Mixture:
   def source_names(self) -> tuple[str, ...]:
     return tuple(self.sources)
 
+  @functools.cached_property
+  def leaves(self) -> dict[str, base.Input]:
+    """The sources that are no mixtures by name, `name.inner` for those of a mixture within this one."""
+    leaves: dict[str, base.Input] = {}
+    for name, source in self.sources.items():
+      inner = source.leaves if isinstance(source, Mixture) else None
+      leaves |= {name: source} if inner is None else {f'{name}.{key}': leaf for key, leaf in inner.items()}
+    return leaves
+
+  @functools.cached_property
+  def schedule(self) -> list[tuple[int, list[Fraction]]]:
+    """(first batch, proportions of the leaves) pairs; the first pair begins at batch 0."""
+    own = [(first, _proportions(self, weights)) for first, weights in ((0, self.weights), *self.weight_changes)]
+    inner = [
+      _schedule_within(source, [(first, shares[i]) for first, shares in own])
+      for i, source in enumerate(self.sources.values())
+    ]
+    at = lambda schedule, batch: [weights for first, weights in schedule if first <= batch][-1]
+    return [
+      (first, [share * part for share, within in zip(at(own, first), inner) for part in at(within, first)])
+      for first in sorted({first for schedule in (own, *inner) for first, _ in schedule})
+    ]
+
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """The spec of all sources, and `row_sources`.
 
@@ -91,12 +117,12 @@ class Mixture:
 
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
     for state in states:
-      base.check_state(state, {'kind': 'mixture', 'names': list(self.sources)})
+      base.check_state(state, {'kind': 'mixture', 'names': list(self.leaves)})
     numbers = [[state['choice'], *(each.get('first_batch') for each in state['sources'].values())] for state in states]
     if any(each != numbers[0] for each in numbers):
       raise UserError(f'the shards were saved at different batches, {[s["choice"]["num_batches"] for s in states]}.')
     resharded: list[base.State] = [{**states[0], 'sources': {}} for _ in range(shard_count)]
-    for name, source in self.sources.items():
+    for name, source in self.leaves.items():
       own = [state['sources'][name] for state in states]
       with _naming(name):
         positions = source.reshard_states([each['position'] for each in own], shard_count)
@@ -105,11 +131,17 @@ class Mixture:
     return resharded
 
   def progress(self, state: base.State) -> dict[str, float]:
-    """Metrics of a position: `rows/<source>`, the rows that it has given, and `epochs/<source>` where that is known."""
-    choice, metrics = state['choice'], {}
+    """Metrics of a position: `rows/<source>`, the rows that it has given, and `epochs/<source>` where that is known.
+
+    Of a mixture within this one, the sources have these too, as `<source>.<its source>`.
+    """
+    choice, metrics = state['choice'], dict[str, float]()
     for name, least, beyond in zip(state['names'], choice['rows_read'], choice['rows_read_beyond'], strict=True):
-      metrics[f'rows/{name}'] = float(least * len(beyond) + sum(beyond))
-    for name, source in self.sources.items():
+      path = name.split('.')
+      for length in range(1, len(path) + 1):
+        counted = f'rows/{".".join(path[:length])}'
+        metrics[counted] = metrics.get(counted, 0.0) + float(least * len(beyond) + sum(beyond))
+    for name, source in self.leaves.items():
       epochs = base.epochs_of(source, state['sources'][name]['position'])
       if epochs is not None:
         metrics[f'epochs/{name}'] = epochs
@@ -122,16 +154,16 @@ class MixtureIterator(base.InputIterator):
   def __init__(self, settings: Mixture, shard_index: int, shard_count: int):
     spec = settings.element_spec()
     _check_tokenizers(settings.sources)
-    self._settings = settings
-    self._schedule = [(0, _proportions(settings, settings.weights))]
-    self._schedule += [(first, _proportions(settings, weights)) for first, weights in settings.weight_changes]
+    self._settings, self._schedule = settings, settings.schedule
+    names = list(settings.sources)
+    self._top_sources = np.array([names.index(leaf.split('.')[0]) for leaf in settings.leaves])  # of the leaves
     self._rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
     self._spec = {name: entry for name, entry in spec.items() if name != 'row_sources'}
     self._choice = RowChoice(settings.batch_size, self._schedule, settings.seed)
     self._closed = False
     self._readers: list[_SourceReader] = []
     try:
-      for name, source in settings.sources.items():
+      for name, source in settings.leaves.items():
         self._readers.append(_SourceReader(name, source, shard_index, shard_count))
     except BaseException:
       self.close()
@@ -160,11 +192,11 @@ class MixtureIterator(base.InputIterator):
     return batch
 
   def next_choice(self) -> np.ndarray:
-    """Returns the source of each row of the next batch, of all shards, int32 [B]."""
+    """Returns the leaf of each row of the next batch, of all shards, int32 [B]."""
     return self._choice.choose()
 
   def _assemble(self, choice: np.ndarray, ended: 'list[_SourceReader]') -> base.Batch | None:
-    """Returns this shard's rows of the batch whose rows have the sources `choice`, int32 [B].
+    """Returns this shard's rows of the batch whose rows have the leaves `choice`, int32 [B].
 
     Returns None, and adds to `ended`, if a source that is read in order has too few rows.
     """
@@ -184,13 +216,14 @@ class MixtureIterator(base.InputIterator):
           ended.append(reader)
           return None
         _put(reader.name, batch, rows, read)
-    return {**batch, 'row_sources': is_from}
+    top_sources = self._top_sources[choice[own], None]
+    return {**batch, 'row_sources': top_sources == np.arange(len(self._settings.sources))}
 
   def _identity(self, num_batches: int) -> base.State:
     """Returns the fields that a position depends on; of the weights, those of the first `num_batches` batches."""
     s = self._settings
     decided = [[first, [str(weight) for weight in weights]] for first, weights in self._schedule if first < num_batches]
-    identity = {'kind': 'mixture', 'names': list(s.sources), 'batch_size': s.batch_size, 'seed': s.seed}
+    identity = {'kind': 'mixture', 'names': list(s.leaves), 'batch_size': s.batch_size, 'seed': s.seed}
     return {**identity, 'weights': decided}
 
   def get_state(self) -> base.State:
@@ -227,6 +260,26 @@ def _proportions(settings: Mixture, weights: Mapping[str, float]) -> list[Fracti
   """The weights in the order of the sources, exactly as they are written, divided by their sum."""
   exact = [Fraction(str(weights[name])) for name in settings.sources]
   return [weight / sum(exact) for weight in exact]
+
+
+def _schedule_within(source: base.Input, shares: Sequence[tuple[int, Fraction]]) -> list[tuple[int, list[Fraction]]]:
+  """Returns the schedule of a source in batches of the mixture, of which it gives `shares` from these batches on."""
+  if not isinstance(source, Mixture):
+    return [(0, [Fraction(1)])]
+  moved = [(_first_batch_behind(number, shares), proportions) for number, proportions in source.schedule]
+  return [(first, proportions) for first, proportions in moved if first is not None]
+
+
+def _first_batch_behind(number: int, shares: Sequence[tuple[int, Fraction]]) -> int | None:
+  """Returns before which batch of a mixture a source has given `number` batches of rows; None if it never has."""
+  left = Fraction(number)
+  for (first, share), (end, _) in zip(shares, [*shares[1:], (None, None)]):
+    if not left:
+      return first
+    if share and (end is None or left <= share * (end - first)):
+      return first + math.ceil(left / share)
+    left -= share * (0 if end is None else end - first)
+  return None
 
 
 def sources_of(given: base.Input) -> Iterator[base.Input]:

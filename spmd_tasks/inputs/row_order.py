@@ -8,15 +8,19 @@ Of a larger source, row r of all batches has a part of its own (Shares), which i
 meet the same text, however far one is ahead, and a host reads the parts of its own rows alone. The parts are equal in
 bytes, records or tokens, whatever the source can tell without reading, and end within blocks if need be.
 
-Both are functions of the source and the input's fields, so the number of hosts may change.
+A few passes over a larger source are one stream of its blocks (`stream_order`). The first blocks of a pass are none of
+the last blocks of the pass before.
+
+All are functions of the source and the input's fields, so the number of hosts may change.
 
 Legend: B rows of the global batch, T tokens of a row, N rows of an epoch, n blocks of the source.
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from fractions import Fraction
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -48,6 +52,61 @@ def shuffled(size: int, seed: int, number: int, *, stream: int = 0, run: int | N
   bits = np.random.Philox(key=seed % (1 << 64), counter=[0, 0, stream, number])
   # By the order of random numbers, which is the same with every version of NumPy.
   return np.lexsort((np.random.Generator(bits).random(size), np.arange(size) // (run or size)))
+
+
+@functools.lru_cache(maxsize=4)
+def order_of_epoch(num_rows: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+  """Returns the permutation of an epoch's rows, int [N].
+
+  Any B rows that follow one another, also those of two epochs, are different ones if N is at least B; otherwise any N.
+  """
+  if num_rows < 3 * batch_size:
+    # One order, in which runs are shuffled that are so short that no row comes more than N - B places earlier.
+    run = max(num_rows - batch_size + 1, 1)
+    return shuffled(num_rows, seed, 0)[shuffled(num_rows, seed, epoch + 1, run=run)]
+  order = shuffled(num_rows, seed, epoch + 1)
+  if epoch > 0:
+    last = {*shuffled(num_rows, seed, epoch)[-batch_size:].tolist()}
+    for place, number in exchanges(lambda place: int(order[place]), last, batch_size).items():
+      order[place] = number
+  return order
+
+
+def exchanges(order: Callable[[int], int], last: Container[int], window: int) -> dict[int, int]:
+  """Returns the numbers that change places, by place, so that the first `window` of an epoch are none of `last`.
+
+  `order(place)` is the number at a place of the epoch. An epoch has at least 3 `window` places; `last` has `window`.
+  """
+  early = [place for place in range(window) if order(place) in last]
+  others = (place for place in itertools.count(window) if order(place) not in last)
+  pairs = list(zip(early, others))
+  return {a: order(b) for a, b in pairs} | {b: order(a) for a, b in pairs}
+
+
+def stream_order(num_blocks: int, num_epochs: int, seed: int, batch_size: int) -> Callable[[int], int]:
+  """Returns a function of 0, 1, ...: which block comes next in shuffled passes over a larger source.
+
+  The first blocks of a pass, at least as many as a batch takes, are none of the last blocks of the pass before: B rows
+  take at most B blocks if none is empty, and n / 16 on average.
+  """
+  if batch_size <= num_blocks < 3 * batch_size:
+    return lambda number: int(order_of_epoch(num_blocks, batch_size, seed, number // num_blocks)[number % num_blocks])
+  import grain
+
+  order = grain.MapDataset.range(num_blocks).seed(seed).shuffle().repeat(num_epochs)
+  window = max(min(batch_size, num_blocks // 3), min(8 * batch_size, num_blocks // 4))
+
+  @functools.lru_cache(maxsize=2)
+  def exchanged(epoch: int) -> dict[int, int]:
+    start = epoch * num_blocks
+    last = {order[start - 1 - place] for place in range(window)} if epoch else set[int]()
+    return exchanges(lambda place: order[start + place], last, window)
+
+  def read(number: int) -> int:
+    epoch, place = divmod(number, num_blocks)
+    return int(exchanged(epoch).get(place, order[number]))
+
+  return read
 
 
 class Shares:

@@ -27,7 +27,7 @@ import numpy as np
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.packing import BlockEncoder, Lane, TextEncoder, TokenBlock, pack_batch
-from spmd_tasks.inputs.row_order import Shares, cut, seems_small, shuffled, small_tokens
+from spmd_tasks.inputs.row_order import Shares, cut, seems_small, shuffled, small_tokens, stream_order
 from spmd_tasks.inputs.text import OpenSource, TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
 
@@ -286,13 +286,13 @@ class TextIterator(base.InputIterator):
     return read_block
 
   def _reads_stream(self, reader: 'BlockReader') -> Callable[[int], TokenBlock | None]:
-    import grain
-
-    blocks = grain.MapDataset.source(reader)
-    if self._settings.shuffle:
-      blocks = blocks.seed(self._settings.seed).shuffle()
-    blocks = blocks.repeat(self._settings.num_epochs)
-    return lambda number: blocks[number] if number < len(blocks) else None
+    s, num_blocks = self._settings, len(reader)
+    assert s.num_epochs is not None
+    num_all = num_blocks * s.num_epochs
+    order = lambda number: number % num_blocks
+    if s.shuffle:
+      order = stream_order(num_blocks, s.num_epochs, s.seed, s.batch_size)
+    return lambda number: reader[order(number)] if number < num_all else None
 
   def _stop(self) -> None:
     stream, self._stream = self._stream, None

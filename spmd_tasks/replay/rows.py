@@ -79,7 +79,7 @@ def _places_of_mixture(given: Mixture, before: State, batch: Batch) -> list[list
   own = slice(index * num_rows, (index + 1) * num_rows)
   read = (np.array(choice['rows_read'])[:, None] + np.array(choice['rows_read_beyond']))[:, own]
   places: list[list[str]] = [[] for _ in range(num_rows)]
-  for number, (name, source) in enumerate(given.sources.items()):
+  for number, (name, source) in enumerate(given.leaves.items()):
     rows = np.flatnonzero(of_all[own] == number)
     saved = before['sources'][name]
     with contextlib.closing(source.make_iterator(index, count)) as iterator:

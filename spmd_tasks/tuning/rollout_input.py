@@ -19,12 +19,14 @@ import io
 import math
 from typing import Any, ClassVar
 
+from absl import logging
 import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Batch, ChatTemplate, State, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES, check_state, empty_batch, language_model_spec, shard_rows
+from spmd_tasks.inputs.row_order import order_of_epoch
 from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.runtime import SamplingParams
 from spmd_tasks.tuning.advantages import BASELINES, SCALES
@@ -261,6 +263,13 @@ class PromptIterator:
   def __init__(self, settings: RolloutInput):
     self._settings = settings
     self._records = settings.source.open()
+    num_prompts = settings.num_rows // settings.group_size
+    if num_prompts > len(self._records):
+      logging.warning(
+        'A rollout takes %d prompts, and the data have %d, so that some come more than once: give more prompts, or lower '
+        'batch_size or num_minibatches.',
+        *(num_prompts, len(self._records)),
+      )
     self._num_read = 0
     self.rollout: Rollout | None = None
     self.num_made, self.metrics = 0, dict[str, float]()
@@ -296,9 +305,17 @@ class PromptIterator:
       epoch, place = divmod(self._num_read, len(self._records))
       self._num_read += 1
       if self._settings.shuffle:
-        place = int(_order(self._settings.seed, epoch, len(self._records))[place])
+        place = int(self._order(epoch)[place])
       taken.append((epoch, place))
     return self.prompts_at(taken)
+
+  def _order(self, epoch: int) -> np.ndarray:
+    """Returns the order of an epoch's prompts, in which those of a rollout differ, also at the border of two epochs."""
+    settings, num_records = self._settings, len(self._records)
+    num_prompts = settings.num_rows // settings.group_size
+    # More than one rollout's: others may come in the place of prompts that are left out.
+    window = max(num_prompts, min(8 * num_prompts, num_records // 4))
+    return order_of_epoch(num_records, window, settings.seed, epoch)
 
   def prompts_at(self, places: Sequence[tuple[int, int]]) -> list[RewardPrompt]:
     """The prompts of epochs and numbers of records."""
@@ -343,11 +360,6 @@ class PromptIterator:
       'num_records': len(self._records),
       **{name: getattr(self._settings, name) for name in names},
     }
-
-
-@functools.lru_cache(2)  # a rollout asks for each of its prompts
-def _order(seed: int, epoch: int, size: int) -> np.ndarray:
-  return np.random.default_rng((seed, epoch)).permutation(size)
 
 
 def record_of(records: OpenRecordFiles, index: int) -> Mapping[str, Any]:

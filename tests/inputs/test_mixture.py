@@ -193,7 +193,7 @@ def test_killed_and_resumed_on_other_hosts_it_reads_the_same_examples(mixtures, 
   assert len(steps) > 12
 
 
-@pytest.mark.parametrize('kind', ['endless', 'changing', 'nested'])
+@pytest.mark.parametrize('kind', ['endless', 'changing'])
 def test_every_row_of_a_source_is_used_once_and_in_order(mixtures, kind):
   settings = mixtures[kind]
   names = list(settings.sources)

@@ -28,10 +28,11 @@ from spmd_tasks.inputs import (
   TarShards,
   TextFiles,
   TextInput,
+  base,
   row_order,
 )
-from spmd_tasks.inputs.epoch_rows import order_of_epoch
 from spmd_tasks.inputs.packing import TokenBlock
+from spmd_tasks.inputs.row_order import order_of_epoch
 from spmd_tasks.tuning import ConversationInput, Conversations
 from tests.inputs.batches import assert_same, check_positions, join, take
 
@@ -257,6 +258,20 @@ def test_records_of_a_large_source_stay_whole(large, tmp_path):
   check_positions(settings)
 
 
+@pytest.mark.parametrize('num_documents', [20, 40, 64, 300])
+def test_a_few_epochs_of_a_large_source_have_no_copies_at_their_borders(large, num_documents):
+  """Every third document is empty."""
+  documents = [(0 if i % 3 == 2 and num_documents > 64 else 10,) for i in range(num_documents)]
+  settings = numbered(*documents, batch_size=16, seq_len=10, packing=False, num_epochs=40)
+  batches, _ = take(settings)
+  rows = [keys(batch) for batch in batches[:-1]]
+  assert all(len({*batch}) == 16 for batch in rows)
+  counts = collections.Counter(itertools.chain(*map(keys, batches)))
+  del counts[keys(base.empty_batch(1, 10))[0]]
+  assert {*counts.values()} == {40}
+  check_positions(settings)
+
+
 @pytest.mark.parametrize('keeps_whole, packing', [(False, True), (False, False), (True, True)])
 def test_parts_of_a_block_are_all_of_it(keeps_whole, packing):
   ids = np.arange(53, dtype=np.int32)
@@ -288,6 +303,26 @@ def test_the_rows_of_a_mixture_are_no_copies(sources, num_few):
     counts.update(few)
   assert len(counts) == num_few
   assert max(counts.values()) - min(counts.values()) <= 1
+  check_positions(mixture)
+
+
+def test_the_rows_of_a_mixture_within_a_mixture_are_no_copies():
+  """Its sources have the products of the weights; behind 5 of its batches, 6 2/3 of the whole, it has other weights."""
+  inner = Mixture(
+    sources={'few': PLAIN, 'many': [{'ids': np.arange(100, 112)}]},
+    weights={'few': 0.8, 'many': 0.2},
+    weight_changes=((5, {'few': 0.25, 'many': 0.75}),),
+  )
+  rest = [{'ids': np.arange(200, 212)}]
+  mixture = Mixture(sources={'inner': inner, 'rest': rest}, weights={'inner': 0.75, 'rest': 0.25})
+  batches, position = take(mixture, 60)
+  few = np.array([np.sum(batch['ids'] < 15) for batch in batches])
+  assert [few[:7].sum(), few[7:].sum()] == pytest.approx([7 * 12 * 0.6, 53 * 12 * 0.1875], abs=1)
+  for batch in batches:
+    assert len({*batch['ids'].tolist()}) == 12
+    np.testing.assert_array_equal(batch['row_sources'][:, 1], batch['ids'] >= 200)
+  progress = mixture.progress(position)
+  assert progress['rows/inner'] == progress['rows/inner.few'] + progress['rows/inner.many'] == 60 * 12 * 0.75
   check_positions(mixture)
 
 

@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
-from spmd_tasks.tuning.rollout_input import RewardPrompts, record_of
+from spmd_tasks.inputs import ByteTokenizer
+from spmd_tasks.tuning.rollout_input import RewardPrompts, RolloutInput, record_of
 from tests import binary
 from tests.runtime.loss_curves import assert_same_run, reference, runner, table
 from tests.tuning.reward_experiments import (
@@ -107,6 +109,35 @@ def test_a_mistake_gets_one_sentence_and_nothing_is_written(tmp_path, capfd, fla
   assert train(tmp_path / 'job', data, *flags) == exit_codes.USAGE
   assert says in capfd.readouterr().err
   assert not (tmp_path / 'job').exists()
+
+
+@pytest.mark.parametrize('num_prompts', [4, 6, 40])
+def test_the_prompts_of_a_rollout_differ(tmp_path, num_prompts):
+  """A rollout of 4 prompts, also at the border of two epochs, with as many prompts as an epoch has and more."""
+  path = tmp_path / 'prompts.jsonl'
+  path.write_text(''.join(json.dumps({'prompt': f'{i}?'}) + '\n' for i in range(num_prompts)))
+  settings = RolloutInput(
+    source=RewardPrompts(pattern=str(path)),
+    tokenizer=ByteTokenizer(),
+    rewards={'made:up': 1.0},
+    batch_size=8,
+    seq_len=64,
+    group_size=2,
+    max_tokens=8,
+  )
+  prompts = settings.make_iterator()
+  rollouts = [[place for _, place, _ in prompts.take(4)] for _ in range(30 * num_prompts // 4)]
+  assert all(len({*places}) == 4 for places in rollouts)
+  assert {*np.bincount(np.concatenate(rollouts))} == {30}
+
+
+def test_fewer_prompts_than_a_rollout_takes_are_named_once(tmp_path, caplog):
+  path = tmp_path / 'prompts.jsonl'
+  path.write_text(json.dumps({'prompt': '1?'}) + '\n')
+  sizes = {'batch_size': 8, 'seq_len': 64, 'group_size': 2, 'max_tokens': 8}
+  source, rewards = RewardPrompts(pattern=str(path)), {'made:up': 1.0}
+  RolloutInput(source=source, tokenizer=ByteTokenizer(), rewards=rewards, **sizes).make_iterator()
+  assert 'A rollout takes 4 prompts, and the data have 1' in caplog.text
 
 
 def test_a_prompt_that_cannot_be_used_is_named_by_its_line(tmp_path):
