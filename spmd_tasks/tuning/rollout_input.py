@@ -266,8 +266,8 @@ class PromptIterator:
     num_prompts = settings.num_rows // settings.group_size
     if num_prompts > len(self._records):
       logging.warning(
-        'A rollout takes %d prompts, and the data have %d, so that some come more than once: give more prompts, or lower '
-        'batch_size or num_minibatches.',
+        'A rollout takes %d prompts, and the data have %d, so that some come more than once: give more prompts, or '
+        'lower batch_size or num_minibatches.',
         *(num_prompts, len(self._records)),
       )
     self._num_read = 0
