@@ -19,7 +19,6 @@ Shapes: T... dims that count tokens, I... dims that are contracted, O... dims of
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -29,7 +28,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import LINEAR_TAG, current_layer_scope
 from spmd_tasks.sharding.quantized import numbers_spec
-from spmd_tasks.sharding.weight_names import matching_names
+from spmd_tasks.sharding.weight_names import compile_pattern, matching_names
 from spmd_tasks.sharding.weights import is_quantized, leaf_name
 
 # The largest number of a type that is used: of int8 -128 is not, so that it is symmetric.
@@ -106,7 +105,7 @@ def product_of(
   """Returns the product (x [T..., I...], kernel [I..., O...]) -> [T..., O...] of a Linear, by default `multiply`."""
   scope = current_layer_scope()
   name = '/'.join((*scope.path, *layer.path, 'kernel'))
-  how = next((how for pattern, how in rules_of(setting).items() if re.search(pattern, name)), None)
+  how = next((how for pattern, how in rules_of(setting).items() if compile_pattern(pattern).search(name)), None)
   if how is None or scope.plain_products:
     return multiply
   return functools.partial(quantized_product, how, num_inputs)

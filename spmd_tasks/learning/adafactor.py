@@ -21,7 +21,6 @@ Shapes: L layers of a scanned stack, E experts, R and C the two largest dims of 
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import re
 from typing import Any, Literal, get_args
 
 import jax
@@ -34,7 +33,7 @@ from spmd_tasks.learning.layer_weights import as_layers, layer_matrix
 from spmd_tasks.learning.optimizers import OptimizerSettings, decay_mask
 from spmd_tasks.learning.skipping import SkippableTransformation, chain
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.weight_names import check_pattern
+from spmd_tasks.sharding.weight_names import check_pattern, compile_pattern
 from spmd_tasks.sharding.weights import leaf_name
 
 LeafRule = Callable[[str, Any, Any], Any]  # see optimizer_specs.py
@@ -185,7 +184,7 @@ class Adafactor(OptimizerSettings):
     def update(grads: Any, state: optax.FactoredState, weights: Any) -> tuple[Any, optax.FactoredState]:
       def update_weight(path: Any, spec: WeightSpec, *operands: jax.Array):
         rule, given = self._rule_of(path), self.multiply_by_parameter_scale
-        is_relative = re.match(given, leaf_name(path)) is not None if isinstance(given, str) else given
+        is_relative = bool(compile_pattern(given).match(leaf_name(path))) if isinstance(given, str) else given
 
         def update_layer(count, grad, v_row, v_col, v, weight):
           old = optax.FactoredState(count=count, v_row=v_row, v_col=v_col, v=v)
@@ -212,7 +211,9 @@ class Adafactor(OptimizerSettings):
     return optax.GradientTransformation(init, update)
 
   def _rule_of(self, path: Any) -> FactorRule:
-    return next((rule for pattern, rule in self.factor_rules if re.match(pattern, leaf_name(path))), 'largest')
+    return next(
+      (rule for pattern, rule in self.factor_rules if compile_pattern(pattern).match(leaf_name(path))), 'largest'
+    )
 
   def _factored_rms(self, rule: FactorRule) -> optax.GradientTransformation:
     return optax.scale_by_factored_rms(

@@ -10,7 +10,6 @@ MultiOptimizer(
 
 from collections.abc import Sequence
 import dataclasses
-import re
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.schedules import LearningRate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, skippable
-from spmd_tasks.sharding.weight_names import check_pattern
+from spmd_tasks.sharding.weight_names import check_pattern, compile_pattern
 from spmd_tasks.sharding.weights import leaf_name
 
 
@@ -65,7 +64,8 @@ class MultiOptimizer:
     """
 
     def owner(path: Any, spec: Any) -> int:
-      return next((i for i, (pattern, _) in enumerate(self.optimizers) if re.match(pattern, leaf_name(path))), -1)
+      name = leaf_name(path)
+      return next((i for i, (pattern, _) in enumerate(self.optimizers) if compile_pattern(pattern).match(name)), -1)
 
     owners = jax.tree_util.tree_map_with_path(owner, weight_specs)
     for i, (pattern, _) in enumerate(self.optimizers):
