@@ -102,7 +102,7 @@ def coordination() -> Any:
   Unlike `jax.process_index`, this starts no backend. It is None, too, in a version of JAX that does not tell.
   """
   try:
-    # No public name of JAX (0.10 to 0.12) reaches the client, whose key-value store and barriers work without a backend:
+    # No public name of JAX (0.10 to 0.12) reaches the client, whose key-value store and barriers need no backend:
     # jax.distributed only starts and ends it, and jax.experimental.multihost_utils, which Orbax uses beside this, runs
     # its collectives on devices.
     from jax._src import distributed
