@@ -6,7 +6,7 @@
 MegaBlocks' expert and hidden sharding.
 
 Layers read only the axis rules, so an experiment may also write its rules by hand (`MeshAxes`). T5X's `model` is `mdl`
-here. The forms replace the rules of experts in `base_rules`, at the place of the first of them.
+here. The forms replace the first rule of each name of experts in `base_rules`, at the place of the first of them.
 """
 
 import dataclasses
@@ -151,9 +151,14 @@ def _data_size(num_devices: int, model_size: int) -> int:
 
 
 def _with_expert_rules(base_rules: AxisRules, **rules: SplitDim) -> AxisRules:
-  """Replaces the base rules of the same names, at the place of the first base rule for experts, or at the end."""
-  place = next((i for i, (name, _) in enumerate(base_rules) if name.startswith('expert')), len(base_rules))
-  after = ((name, axes) for name, axes in base_rules[place:] if name not in rules)
+  """Replaces the first base rule of each name, at the place of the first base rule for experts, or at the end.
+
+  Further rules of a name are for dims whose axes the first one cannot have.
+  """
+  names = [name for name, _ in base_rules]
+  place = next((i for i, name in enumerate(names) if name.startswith('expert')), len(base_rules))
+  replaced = {names.index(name) for name in rules if name in names}
+  after = (rule for i, rule in enumerate(base_rules) if i >= place and i not in replaced)
   return (*base_rules[:place], *rules.items(), *after)
 
 

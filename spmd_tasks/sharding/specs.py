@@ -60,9 +60,15 @@ def spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> None:
-  """Raises a UserError if a rule maps to an unknown mesh axis, to one twice, or has the name of another mesh axis."""
+  """Raises a UserError if a rule maps to an unknown mesh axis or to one twice, or the first of a name to another axis.
+
+  The first rule with the name of a mesh axis maps to that axis; further ones may map to others.
+  """
+  seen: set[str] = set()
   for name, target in axis_rules:
-    if name in mesh_axis_names and axes_of(target) != (name,):
+    is_first = name not in seen
+    seen.add(name)
+    if is_first and name in mesh_axis_names and axes_of(target) != (name,):
       raise UserError(
         f'axis rule ({name!r}, {target!r}) has the name of a mesh axis {tuple(mesh_axis_names)}, which it does not map '
         'to itself: rename the rule.'

@@ -49,7 +49,7 @@ def rules_of_t5x(activations, parameters, form):
   elif form != 'dense':
     rules += [('expert', 'data'), ('expert_mlp', 'mdl'), ('expert_group', None), ('expert_replicas', None)]
     rules += [('unmodeled', None)]
-  rules += ADDITIONAL
+  rules += additional_rules(form)
   if form == 'two data axes':  # `model` splits rows and copies of experts, and no weights
     rules = [(name, None if axes == 'mdl' else axes) for name, axes in rules if name != 'expert_replicas']
     rules[0] = ('batch', ('replica', 'data', 'mdl'))
@@ -57,7 +57,22 @@ def rules_of_t5x(activations, parameters, form):
   return rules
 
 
-ADDITIONAL = (('additional', 'mdl'), ('expert_magic', 'data'), ('embed', 'replica'))
+ADDITIONAL = (
+  ('additional', 'mdl'),
+  ('expert_magic', 'data'),
+  ('embed', 'replica'),
+)
+OF_EXPERTS = (  # whose names the forms have rules for
+  ('expert', 'mdl'),
+  ('expert_mlp', 'data'),
+  ('expert_replicas', 'replica'),
+)
+
+
+def additional_rules(form):
+  return ADDITIONAL + (OF_EXPERTS if form != 'dense' else ())  # of no experts, ours has rules that T5X has not
+
+
 FORMS = {
   'dense': lambda rules: MeshAxes(
     mesh_axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 4, 2), axis_rules=rules
@@ -105,7 +120,7 @@ def test_split_dims_of_t5x_resolve_as_in_t5x(activations, parameters, form):
     DEFAULT_AXIS_RULES,
     activation_partitioning_dims=activations,
     parameter_partitioning_dims=parameters,
-    additional_rules=ADDITIONAL,
+    additional_rules=additional_rules(form),
   )
   axes, published = FORMS[form](rules).axes(), rules_of_t5x(activations, parameters, form)
   names = dict.fromkeys(name for name, _ in published)

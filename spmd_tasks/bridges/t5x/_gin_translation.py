@@ -21,6 +21,7 @@ from spmd_tasks.bridges.t5x.experiments import t5x_axis_rules
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES
+from spmd_tasks.sharding.specs import AxisRules, SplitDim
 
 _NUMBER = (int, float)
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
@@ -79,6 +80,8 @@ _IGNORED = {
   'DecoderParams': 'return_all_decodes',
   'create_task_from_tfexample_file': 'features targets_key task_id',
 }
+# Of T5X's mesh: here `data` splits experts, too.
+_AXES = {'data': 'data', 'model': 'mdl', 'expert': 'data'}
 _DROPOUTS = ('dropout_factory', 'input_dropout_factory', 'output_dropout_factory')
 # Of Flaxformer's layers, which module is built of what: initializers, names, types and layouts, and what is read by
 # `_flaxformer` of another module.
@@ -557,19 +560,38 @@ def _partitioner(partitioner: Node | None, made: Translation) -> None:
     made.notes.append(f'{partitioner}.params_on_devices = False: each process restores its own shards to its devices')
   rules, default = partitioner.get('logical_axis_rules', None), 2 if partitioner.name == 'MoePjitPartitioner' else 1
   dims = {'activation_partitioning_dims': default, 'parameter_partitioning_dims': 1}
+  additional: AxisRules = ()
   if isinstance(rules, Node) and rules.name == 'standard_logical_axis_rules':
     dims = {name: rules.get(name, value) for name, value in dims.items()}
-    if rules.get('additional_rules', None):
-      made.notes.append(f'{rules}.additional_rules: set axis_rules to t5x_axis_rules(..., additional_rules=...)')
+    additional = _additional_rules(rules, made)
     _report_rest(rules, made)
   elif rules is not None:
     made.notes.append(f'{partitioner}.logical_axis_rules: the layout is that of axis_rules, which has its default')
-  if set(dims.values()) != {1}:  # else weights are split over `data` too, which T5X's default does not
+  if additional or set(dims.values()) != {1}:  # else weights are split over `data` too, which T5X's default does not
     activations, parameters = dims.values()
     made.fields['axis_rules'] = t5x_axis_rules(
-      DEFAULT_AXIS_RULES, activation_partitioning_dims=activations, parameter_partitioning_dims=parameters
+      DEFAULT_AXIS_RULES,
+      activation_partitioning_dims=activations,
+      parameter_partitioning_dims=parameters,
+      additional_rules=additional,
     )
   _report_rest(partitioner, made)
+
+
+def _additional_rules(rules: Node, made: Translation) -> AxisRules:
+  """Returns the additional rules of a function of axis rules, with the axes of our mesh."""
+  additional: list[tuple[str, SplitDim]] = []
+  for rule in rules.get('additional_rules', None, (list, tuple)) or ():
+    is_pair = isinstance(rule, (list, tuple)) and len(rule) == 2 and isinstance(rule[0], str)
+    target = rule[1] if is_pair else MISSING
+    axes = (target,) if isinstance(target, str) else () if target is None else target
+    if not isinstance(axes, (list, tuple)) or not all(isinstance(axis, str) and axis in _AXES for axis in axes):
+      known = ', '.join(_AXES)
+      made.lacks(f'{rules}.additional_rules has {rule!r}', f'a rule has a name, and axes among {known}, or None')
+      continue
+    of_mesh = tuple(dict.fromkeys(_AXES[axis] for axis in axes))
+    additional.append((rule[0], of_mesh if len(of_mesh) > 1 else next(iter(of_mesh), None)))
+  return tuple(additional)
 
 
 def _report_rest(node: Node, made: Translation, also_ignored: str = '') -> None:

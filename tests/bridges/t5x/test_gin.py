@@ -191,10 +191,12 @@ def test_a_setup_of_experts_has_its_mesh_losses_and_scale_of_gradients(tmp_path)
   assert [len(stack.block.blocks) for stack in (model.encoder_stack, model.stack)] == [2, 1]
   assert dict(experiment.axis_rules)['act_embed'] == 'mdl'  # 2-D activations, the default of contrib/moe
   rules = 'partitioning.standard_logical_axis_rules'
-  further = f'MoePjitPartitioner.logical_axis_rules = @{rules}()', f"{rules}.additional_rules = [('my_dim', 'model')]"
+  own = "[('my_dim', 'model'), ('expert_mlp', ('expert', 'data')), ('embed', None), ('bad', 'stage')]"
+  further = f'MoePjitPartitioner.logical_axis_rules = @{rules}()', f'{rules}.additional_rules = {own}'
   other = translated(['sparse.gin'], CHECKPOINT, *further, search=[str(tmp_path)])
-  assert not other.missing
-  assert any('t5x_axis_rules(..., additional_rules=...)' in note for note in other.notes)
+  assert other.fields['axis_rules'][-3:] == (('my_dim', 'mdl'), ('expert_mlp', 'data'), ('embed', None))
+  (missing,) = other.missing
+  assert "additional_rules has ('bad', 'stage')" in missing
   block = task.model.encoder_stack.block.blocks[1]
   assert (block.ffn.computation.priority, block.ffn.computation.min_capacity) == ('score', 4)
   assert (block.ffn.experts.dropout_rate, block.dropout_rate, block.ffn.router.jitter_eps) == (0.4, 0.1, 0.01)
