@@ -1,14 +1,17 @@
 """Compares a case that the real T5X computed with ours: `scripts/t5x_compare CASE_DIR`.
 
 A case is a folder with config.json, batch.npz, initial_weights.npz, initial_logits.npz, initial_grads.json,
-curves.json, final_weights.npz, decoded.json and checkpoint_20, as ../shared/t5x/README.md says; what is not there is
-not compared. scripts/run_t5x.py makes such folders with the real T5X.
+curves.json, weights_step_1.npz, final_weights.npz, decoded.json and checkpoint_20, as ../shared/t5x/README.md says;
+what is not there is not compared. scripts/run_t5x.py makes such folders with the real T5X.
 Each part runs on one device and on 8 (data 4 x model 2), from the weights and from the checkpoint alone. The last line
 has the worst differences, or null:
 
     logits           largest difference relative to the largest logit
     gradients        of the first loss and of the norm of each weight's gradient, relative
-    losses           of each of the steps, relative
+    steps            one step from each of T5X's own states in the folder, the initial weights and checkpoint_N: its
+                     loss, relative, and each weight after it, relative to the largest entry, if the folder has them
+                     (weights_step_1.npz, final_weights.npz, the next checkpoint)
+    losses           of each of the steps from our own states, relative
     final_weights    after the steps and in the checkpoint, relative to the largest entry of each weight
     checkpoint       whether one of ours, of the state that was read, has T5X's files byte for byte
     scores           of the batch's texts, relative
@@ -16,7 +19,8 @@ has the worst differences, or null:
     undetermined     losses, final weights and scores that float32 does not determine to the tolerance: moving our
                      weights by one ulp (before each step) moves them by more than it, or the last bit of a text's
                      logits is more, and T5X's are at most 4 times as far from ours. They are listed, [difference,
-                     spread], in place of the above. Also elements of the first gradient that are so small beside
+                     spread], in place of the above; where none is determined, it is null and the output says what is
+                     compared in its place. Also elements of the first gradient that are so small beside
                      their array's, [element, root mean square], that rounding decides their sign, which alone
                      decides the first update: those with which all agrees are taken with the other sign
     unknown          keys of config.json that are not read here; without gradients or losses, which would differ if
@@ -113,6 +117,10 @@ class Case:
       return None
     with np.load(path) as archive:
       return dict(archive)
+
+  def checkpoints(self) -> dict[int, Path]:
+    """Returns the folders of checkpoints by their steps."""
+    return {int(path.name.removeprefix('checkpoint_')): path for path in self.directory.glob('checkpoint_*')}
 
   def json(self, name: str) -> Any:
     path = self.directory / f'{name}.json'
@@ -215,14 +223,54 @@ class Comparison:
     return _convert(table, flat, {name: jax.ShapeDtypeStruct((), 'f4') for name in names})
 
   def compare_weights(self, state: Any, undetermined: Collection[str] = ()) -> None:
-    if self.case.final is not None:
-      differences = self.weight_differences(state)
-      self.note('final_weights', float(np.max([d for n, d in differences.items() if n not in undetermined])))
+    self.note_determined('final_weights', self.weight_differences(state), undetermined)
 
   def weight_differences(self, state: Any) -> dict[str, float]:
     final = self.case.final or {}
     ours = self.theirs(self.model.to_canonical(state).weights, final)
     return {n: float(np.abs(ours[n] - x).max() / np.abs(x).max()) for n, x in final.items()}
+
+  def note_determined(self, name: str, differences: dict[str, float], undetermined: Collection[str]) -> None:
+    """Keeps the worst of what float32 determines, if it determines any."""
+    if determined := [d for n, d in differences.items() if n not in undetermined]:
+      self.note(name, float(np.max(determined)))
+    elif differences:
+      print(
+        f'{self.model.mesh.size} devices: float32 determines none of the {len(differences)} {name}: the losses that it '
+        "determines are compared, and one step from each of T5X's own states that the folder has"
+      )
+
+  def compare_steps(self) -> None:
+    """Compares one step from each of T5X's states with the state after it."""
+    curve, step = self.case.json('curves')['1 device']['curve'], self.model.train_step
+    checkpoints = self.case.checkpoints()
+    for i, at in enumerate(curve):
+      if i not in checkpoints and (i > 0 or self.case.initial is None):
+        continue
+      state = self.read(checkpoints[i]) if i else self.state_of(self.case.initial or {})
+      state, metrics = step(state, step.place(self.case.batch))
+      self.note('steps', abs(float(metrics['loss']) / at['loss'] - 1))
+      if (want := self.weights_after(i + 1)) is not None:
+        ours = self.weights_of(state)
+        for name, x in want.items():
+          is_signed = np.ones(x.shape, bool)
+          if i == 0 and name in self.first_gradients:
+            is_signed = ~_is_unsigned(self.first_gradients[name])
+          self.note('steps', float(np.abs(np.where(is_signed, ours[name] - x, 0)).max() / np.abs(x).max()))
+
+  def weights_after(self, number: int) -> dict[str, np.ndarray] | None:
+    """Returns T5X's weights after a number of steps by our names, if the folder has them."""
+    weights = self.case.npz(f'weights_step_{number}')
+    if weights is None and number == len(self.case.json('curves')['1 device']['curve']):
+      weights = self.case.final
+    if weights is not None:
+      return _convert(self.case.layout.weights(self.shapes), weights, self.shapes)
+    path = self.case.checkpoints().get(number)
+    return None if path is None else self.weights_of(self.read(path))
+
+  def read(self, path: Path) -> Any:
+    """Returns the state in a checkpoint of T5X."""
+    return T5xOrigin(path=str(path)).start(self.model, 0)[0]
 
   def compare_start(self, state: Any) -> None:
     """Compares initial logits and gradients."""
@@ -285,8 +333,8 @@ class Comparison:
     """Returns the elements of the first gradient whose sign rounding decides, the smallest first, three at most."""
     found = []
     for name, gradient in self.first_gradients.items():
-      shares = np.abs(gradient) / max(float(np.sqrt(np.mean(np.square(gradient)))), 1e-30)
-      found += [(shares[index], name, index) for index in zip(*np.nonzero((shares > 0) & (shares < ROUNDED_SHARE)))]
+      size = np.sqrt(np.mean(np.square(gradient)))
+      found += [(abs(gradient[index]) / size, name, index) for index in zip(*np.nonzero(_is_unsigned(gradient)))]
     return [(name, index) for _, name, index in sorted(found)[:3]]
 
   def train_turned(self, want: np.ndarray) -> tuple[Any, np.ndarray] | None:
@@ -325,7 +373,7 @@ class Comparison:
         moved |= {n: float(np.abs(arrays[n] - x).max() / np.abs(x).max()) for n, x in ours.items()}
         spread = {name: max(old, moved[name]) for name, old in spread.items()}
       undetermined = self.undetermined({**differences, **weights}, spread)
-    self.note('losses', float(np.max([d for name, d in differences.items() if name not in undetermined])))
+    self.note_determined('losses', differences, undetermined)
     self.compare_weights(state, undetermined)
 
   def undetermined(self, differences: dict[str, float], spread: dict[str, float]) -> list[str]:
@@ -340,8 +388,8 @@ class Comparison:
 
   def compare_checkpoint(self) -> Any:
     """Compares the state that `checkpoint_20` gives, and that state as we write it; returns it."""
-    path = next(iter(self.case.directory.glob('checkpoint_*')))
-    state = T5xOrigin(path=str(path)).start(self.model, 0)[0]
+    _, path = max(self.case.checkpoints().items())
+    state = self.read(path)
     self.compare_weights(state)
     with tempfile.TemporaryDirectory() as directory:
       layout = Layout.of(self.case.final or {}, str(path))
@@ -428,25 +476,34 @@ def _convert(table: RuleTable, source: dict[str, np.ndarray], target: dict[str, 
   return {name: np.asarray(array) for name, array in lazy.items()}
 
 
+def _is_unsigned(gradient: np.ndarray) -> np.ndarray:
+  """Returns which elements, of the array's shape, have a sign that rounding decides."""
+  sizes = np.abs(gradient)
+  return (sizes > 0) & (sizes < ROUNDED_SHARE * np.sqrt(np.mean(np.square(gradient))))
+
+
 def _nudged(weights: Any, key: Any) -> Any:
   leaves, tree = jax.tree.flatten(weights)
   up = [jax.random.bernoulli(k, 0.5, leaf.shape) for k, leaf in zip(jax.random.split(key, len(leaves)), leaves)]
   return tree.unflatten([jnp.nextafter(leaf, jnp.where(u, jnp.inf, -jnp.inf)) for u, leaf in zip(up, leaves)])
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('case', type=Path, metavar='CASE_DIR')
-  case = Case(parser.parse_args().case)
-  names = ('logits', 'gradients', 'losses', 'final_weights', 'checkpoint', 'scores', *SHARES)
+  parser.add_argument('--num_devices', type=int, nargs='+', default=[1, 8], choices=[1, 8], help='run on so many alone')
+  args = parser.parse_args(argv)
+  case = Case(args.case)
+  names = ('logits', 'gradients', 'steps', 'losses', 'final_weights', 'checkpoint', 'scores', *SHARES)
   found: dict[str, Any] = dict.fromkeys(names)
-  for num_devices in (1, 8):
+  for num_devices in args.num_devices:
     comparison = Comparison(case, num_devices, found)
     if case.initial is not None:
       comparison.compare_start(comparison.state_of(case.initial))
       if case.json('curves') is not None:
+        comparison.compare_steps()
         comparison.compare_training()
-    if any(case.directory.glob('checkpoint_*')):
+    if case.checkpoints():
       comparison.compare_decoding(comparison.compare_checkpoint())
     elif case.final is not None:
       comparison.compare_decoding(comparison.state_of(case.final))

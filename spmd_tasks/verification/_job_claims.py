@@ -6,7 +6,7 @@ state, and its last evaluation is the weighted mean over all examples by hand, o
 up the last batch of a set. The directory of the job is a temporary one; hooks of the experiment are left out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import io
@@ -25,7 +25,6 @@ from spmd_tasks import exit_codes
 from spmd_tasks.distributed import EmergencyExit
 from spmd_tasks.errors import JobError
 from spmd_tasks.experiment import Job, make_training_iterator
-from spmd_tasks.inputs import Input
 from spmd_tasks.programs import train
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
@@ -44,7 +43,7 @@ from spmd_tasks.verification._agreement import (
 from spmd_tasks.verification._by_hand import ByHand, why_not_by_hand
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, skipped
 from spmd_tasks.verification._runner import with_gradients
-from spmd_tasks.verification._settings import Batch, Setting, build_job, draw_batches
+from spmd_tasks.verification._settings import Batch, OtherBatches, Setting, build_job, draw_batches
 
 _NUM_STEPS, _STOPPED_AFTER = 4, 2
 _BY_HAND = Setting(by_hand=True)
@@ -95,54 +94,18 @@ class _Recorder(TrainHook):
 
 
 @dataclasses.dataclass(frozen=True)
-class _EvalSet:
+class _EvalSet(OtherBatches):
   """The first two batches of an input: the second one is ragged, and half of its rows fill up."""
 
-  whole: Input
   seed: int
 
-  @property
-  def batch_size(self) -> int:
-    return self.whole.batch_size
-
-  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    return self.whole.element_spec()
-
-  def reshard_states(self, states: Sequence[Any], shard_count: int) -> Any:
-    raise NotImplementedError('an evaluation is always from the start')
-
-  def batches(self) -> list[Batch]:
+  def batches(self) -> Iterator[Batch]:
     first, second = draw_batches(self.whole, 2, self.seed)
     if 'weights' in second and len(second['weights']) > 1:
       for values in second.values():
         if values.ndim:
           values[-(len(values) // 2) :] = 0
-    return [first, second]
-
-  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> Any:
-    return _Batches(iter(self.batches()))
-
-
-@dataclasses.dataclass
-class _Batches:
-  """Iterates over batches."""
-
-  remaining: Iterator[Batch]
-
-  def __iter__(self) -> Iterator[Batch]:
-    return self
-
-  def __next__(self) -> Batch:
-    return next(self.remaining)
-
-  def get_state(self) -> dict[str, Any]:
-    return {}
-
-  def set_state(self, state: Any) -> None:
-    raise NotImplementedError('an evaluation is always from the start')
-
-  def close(self) -> None:
-    return None
+    yield from (first, second)
 
 
 def _compare_job(bench: Bench) -> Verdict:
@@ -167,7 +130,7 @@ def _compare_job(bench: Bench) -> Verdict:
       for name, want in (('step', first.step + _NUM_STEPS), ('rng', first.rng))
     ]
     for name, each in sets.items():
-      compared += _of_evaluation(bench, by_hand, made, name, each.batches())
+      compared += _of_evaluation(bench, by_hand, made, name, list(each.batches()))
   lines = tuple(f'not compared: {kind} {", ".join(items)}' for kind, items in notes.items())
   wrong = [each for each in compared if not each.difference <= each.allowed]
   if wrong:

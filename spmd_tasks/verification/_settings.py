@@ -24,7 +24,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.inputs import Input
+from spmd_tasks.inputs import Input, InputIterator
 from spmd_tasks.inputs.mixture import sources_of
 from spmd_tasks.sharding.mesh_shapes import factorizations
 from spmd_tasks.tuning import ConversationInput, RolloutInput
@@ -287,10 +287,47 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CutInput:
-  """Another input, cut."""
+class OtherBatches:
+  """Batches made of those of another input, for one process that reads them from the start; a base class."""
 
   whole: Input
+
+  @property
+  def batch_size(self) -> int:
+    return self.whole.batch_size
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return self.whole.element_spec()
+
+  def batches(self) -> Iterator[Batch]:
+    raise NotImplementedError
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> '_WithoutPosition':
+    assert shard_count == 1
+    return _WithoutPosition(self.batches())
+
+  def reshard_states(self, states: Sequence[Any], shard_count: int) -> Any:
+    raise NotImplementedError('its iterators have no position to save')
+
+
+@dataclasses.dataclass
+class _WithoutPosition(InputIterator):
+  remaining: Iterator[Batch]
+
+  def __next__(self) -> Batch:
+    return next(self.remaining)
+
+  def get_state(self) -> dict[str, Any]:
+    return {}
+
+  def set_state(self, state: Any) -> None:
+    raise NotImplementedError('it has no position to go to')
+
+
+@dataclasses.dataclass(frozen=True)
+class _CutInput(OtherBatches):
+  """Another input, cut."""
+
   cut: Cut
 
   @property
@@ -306,12 +343,7 @@ class _CutInput:
 
     return {name: cut(spec) for name, spec in self.whole.element_spec().items() if self._is_kept(name)}
 
-  def reshard_states(self, states: Any, shard_count: int) -> Any:
-    raise NotImplementedError('its iterators have no position to save')
-
-  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> Any:
-    """Yields the batches, of a single process."""
-    assert shard_count == 1
+  def batches(self) -> Iterator[Batch]:
     num_rows, num_columns = self.cut.num_rows, self.cut.num_columns
     num_batches = -(-num_rows // self.whole.batch_size)
     with contextlib.closing(without_references(self.whole).make_iterator()) as iterator:

@@ -1,0 +1,89 @@
+"""scripts/t5x_compare compares a folder with our numbers, and compares something where rounding decides the weights.
+
+The logits are T5X's own (tests/data/t5x/networks.npz); losses and weights are ours, as no small folder of T5X has them.
+"""
+
+import json
+from pathlib import Path
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / 'scripts'))
+
+import t5x_compare
+
+from tests.layers import t5x_networks
+
+CONFIG = {
+  'kind': 'decoder',
+  'vocab': t5x_networks.VOCAB_SIZE,
+  'emb': t5x_networks.MODEL_DIM,
+  'heads': t5x_networks.NUM_HEADS,
+  'head_dim': t5x_networks.HEAD_DIM,
+  'mlp': t5x_networks.HIDDEN_DIM,
+  'enc': 0,
+  'dec': t5x_networks.NUM_LAYERS,
+  'activations': ['silu', 'linear'],
+  'learning_rate': 'constant * rsqrt_decay, 0.1, warmup 10',
+}
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope='module')
+def directory(tmp_path_factory):
+  """A case of T5X's network of prefixes."""
+  directory, arrays = tmp_path_factory.mktemp('case'), t5x_networks.case('prefix')
+  weights = {name.removeprefix('weights/'): x for name, x in arrays.items() if name.startswith('weights/')}
+  batch = {name: x for name, x in arrays.items() if name.startswith('decoder_')}
+  batch['decoder_loss_weights'] = (batch['decoder_target_tokens'] > 0).astype(np.float32)
+  (directory / 'config.json').write_text(json.dumps(CONFIG))
+  np.savez(directory / 'batch.npz', **batch)
+  np.savez(directory / 'initial_weights.npz', **weights)
+  np.savez(directory / 'initial_logits.npz', logits=arrays['logits'])
+  case = t5x_compare.Case(directory)
+  comparison = t5x_compare.Comparison(case, 1, {})
+  state, step, losses = comparison.state_of(case.initial), comparison.model.train_step, []
+  for number in range(1, NUM_STEPS + 1):
+    state, metrics = step(state, step.place(case.batch))
+    losses.append({'loss': float(metrics['loss'])})
+    name = 'final_weights' if number == NUM_STEPS else f'weights_step_{number}'
+    np.savez(directory / f'{name}.npz', **comparison.theirs(comparison.model.to_canonical(state).weights, weights))
+  (directory / 'curves.json').write_text(json.dumps({'1 device': {'curve': losses}}))
+  return directory
+
+
+def compare(directory, capsys):
+  """(exit code, the last line, what is said before) of a run on one device."""
+  code = t5x_compare.main([str(directory), '--num_devices', '1'])
+  *said, last = capsys.readouterr().out.splitlines()
+  return code, json.loads(last), '\n'.join(said)
+
+
+def change(directory, tmp_path, name, factor):
+  """A copy of the case with other weights of that name."""
+  for path in directory.iterdir():
+    (tmp_path / path.name).write_bytes(path.read_bytes())
+  with np.load(directory / f'{name}.npz') as weights:
+    np.savez(tmp_path / f'{name}.npz', **{key: factor * x for key, x in weights.items()})
+  return tmp_path
+
+
+def test_a_case_holds(directory, capsys):
+  code, found, _ = compare(directory, capsys)
+  assert code == 0
+  assert max(found[name] for name in ('logits', 'steps', 'losses', 'final_weights')) <= 1e-5
+
+
+def test_where_rounding_decides_all_weights_steps_are_compared(directory, tmp_path, capsys, monkeypatch):
+  """Weights that one ulp would move by more than the difference, after training and after one step of it."""
+  undetermined = lambda self, differences, spread: [name for name in differences if 'loss' not in name]
+  monkeypatch.setattr(t5x_compare.Comparison, 'undetermined', undetermined)
+  code, found, said = compare(change(directory, tmp_path, 'final_weights', 1.01), capsys)
+  assert (code, found['final_weights']) == (0, None)
+  assert max(found['steps'], found['losses']) <= 1e-5
+  assert 'float32 determines none of the' in said
+  code, found, _ = compare(change(directory, tmp_path, 'weights_step_1', 1.01), capsys)
+  assert code == 1
+  assert found['steps'] == pytest.approx(0.01, rel=0.01)
