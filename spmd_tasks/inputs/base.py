@@ -162,12 +162,14 @@ def data_of(state: State) -> dict[str, Any]:
   return found
 
 
-def check_state(state: State, expected: Mapping[str, Any]) -> None:
-  """Checks that a saved state was taken from an input with the same fields.
+def check_state(state: State, expected: Mapping[str, Any], source: Any = None) -> None:
+  """Checks that a saved state was taken from an input with the same fields; `source` is of files of a `pattern`.
 
   Raises a UserError: a field differs or is missing; the message names it and both sides.
   """
   afresh = 'or start the input afresh from its beginning.'
+  pattern = getattr(source, 'pattern', None)
+  files = '' if pattern is None else f' than now match {pattern!r}'
   for name, value in expected.items():
     if name not in state:
       raise UserError(
@@ -175,8 +177,8 @@ def check_state(state: State, expected: Mapping[str, Any]) -> None:
       )
     if state[name] != value and name == 'source':  # digests, which say nothing to a person
       raise UserError(
-        'the saved input state was taken from other data: files with other names or sizes, or another config of the '
-        f'source. Put the files and the config back, {afresh}'
+        f'the saved input state was taken from other data{files}: files with other names or sizes, or another config '
+        f'of the source. Put the files and the config back, {afresh}'
       )
     if state[name] != value:
       raise UserError(

@@ -314,7 +314,7 @@ class TextIterator(base.InputIterator):
     return {**self._identity, **self._shard, **progress}
 
   def set_state(self, state: base.State) -> None:
-    base.check_state(state, self._identity)
+    base.check_state(state, self._identity, self._settings.source)
     shard_count = self._shard['shard_count']
     if self._settings.num_epochs is None:
       if state.get('shard_count') != shard_count:

@@ -329,7 +329,7 @@ class PromptIterator:
     return state | {'rollout': self._rollout_text(), 'metrics': metrics}
 
   def set_state(self, state: State) -> None:
-    check_state(state, self._identity)
+    check_state(state, self._identity, self._settings.source)
     self._num_read, self.num_made, self.drawn = state['num_read'], state['num_made'], state['drawn']
     self.rollout, self._text, self.metrics = None, state['rollout'], state['metrics']
     if self._text is not None:

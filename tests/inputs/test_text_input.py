@@ -90,7 +90,7 @@ def test_other_text_or_tokenizer_refuses_the_state(training, jsonl, tmp_path):
   with pytest.raises(ValueError, match='not what it was'):
     next(iterator)
   jsonl.write_text(text + '\n')
-  with pytest.raises(ValueError, match='taken from other data'):
+  with pytest.raises(ValueError, match=f'taken from other data than now match {str(jsonl)!r}'):
     training.make_iterator().set_state(state)
 
 
