@@ -18,9 +18,7 @@ import jax
 Path = tuple[str, ...]  # a variable's collection, the names of its modules, and its own
 
 
-def sown_values(
-  model: nn.Module, rngs: Mapping[str, jax.Array], *positional: Any, **named: Any
-) -> tuple[Any, set[Path]]:
+def sown_values(model: nn.Module, rngs: dict[str, jax.Array], *positional: Any, **named: Any) -> tuple[Any, set[Path]]:
   """Returns the variables of `model.init` with these arguments, and the paths of those that no module declares.
 
   A module reserves the name of a variable that it declares in each call, but that of a sown value only in a call that

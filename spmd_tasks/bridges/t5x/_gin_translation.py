@@ -20,8 +20,8 @@ from spmd_tasks.bridges.t5x._gin import MISSING, Node, Setup
 from spmd_tasks.bridges.t5x.experiments import t5x_axis_rules
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.feed_forward import ACTIVATIONS
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES
-from spmd_tasks.sharding.specs import AxisRules, SplitDim
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules
+from spmd_tasks.sharding.specs import SplitDim
 
 _NUMBER = (int, float)
 _RUNS = {'train': 'train', 'evaluate': 'eval', 'infer': 'decode'}
