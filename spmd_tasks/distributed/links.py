@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import logging
 import jax
@@ -139,7 +139,7 @@ def connect_to_primary(
     JobError: a process did not connect.
   """
   with contextlib.ExitStack() as stack:
-    said: list[str | int] = []
+    said: list[Any] = []
     if jax.process_index() == 0:
       try:
         host = coordinator_host()

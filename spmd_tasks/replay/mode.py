@@ -68,7 +68,7 @@ def _shards_digest(x: jax.Array) -> str:
   data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
   for shard in data.addressable_shards:
     if shard.replica_id == 0:
-      digest.update(np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8))
+      digest.update(np.ascontiguousarray(shard.data).tobytes())
   return digest.hexdigest()
 
 
