@@ -57,9 +57,9 @@ def faces(root: Path = ROOT) -> list[Face]:
 
 
 def public_names(tree: ast.Module) -> tuple[str, ...]:
-  """The names that a face imports and defines by `lazy_face`, sorted, or else the entries of `__all__`."""
+  """The names that a face imports and defines by `lazy_exports`, sorted, or else the entries of `__all__`."""
   for node in tree.body:
-    if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr).startswith('lazy_face('):
+    if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr).startswith('lazy_exports('):
       _, *own = node.items[0].context_expr.args
       return tuple(sorted([*bound_names(node.body), *(name.value for name in own)]))
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':

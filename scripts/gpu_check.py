@@ -623,15 +623,15 @@ def table(result: dict[str, Any]) -> str:
 
 
 def child_environment(work: Path, tiny: bool) -> dict[str, str]:
-  """The variables of sections; in a checkout that nobody has installed, also what names the project's wings."""
+  """The variables of sections; in a checkout that nobody has installed, also what names the project's extensions."""
   variables = {'JAX_COMPILATION_CACHE_DIR': str(work / 'cache'), 'XLA_CLIENT_MEM_FRACTION': '0.92', **os.environ}
   variables |= {'JAX_PLATFORMS': 'cpu'} if tiny else {}
-  if not importlib.metadata.entry_points(group='spmd_tasks.wings'):
+  if not importlib.metadata.entry_points(group='spmd_tasks.extensions'):
     folder = work / 'site' / 'spmd_tasks-0.dist-info'
     folder.mkdir(parents=True)
     (folder / 'METADATA').write_text('Metadata-Version: 2.1\nName: spmd-tasks\nVersion: 0\n', encoding='utf-8')
-    points = (f'{name} = {value}' for name, value in PROJECT['entry-points']['spmd_tasks.wings'].items())
-    (folder / 'entry_points.txt').write_text('\n'.join(['[spmd_tasks.wings]', *points]), encoding='utf-8')
+    points = (f'{name} = {value}' for name, value in PROJECT['entry-points']['spmd_tasks.extensions'].items())
+    (folder / 'entry_points.txt').write_text('\n'.join(['[spmd_tasks.extensions]', *points]), encoding='utf-8')
     variables['PYTHONPATH'] = f'{folder.parent}:{variables.get("PYTHONPATH", ROOT)}'
   return variables
 

@@ -1,6 +1,6 @@
 """One command of the binary: its flags, its experiment, and the job that they make together.
 
-    def run(command: Command) -> int:                    # what a Mode names, see wings.py
+    def run(command: Command) -> int:                    # what a Mode names, see extensions.py
       with command.open_job() as opened:                 # processes connected, configs compared, experiment built
         return census(opened.job, opened.directory, step=command.flags.checkpoint_step)
 
@@ -29,13 +29,13 @@ from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.environment import backend_errors, numeric_settings
 from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.extensions import prepare_job
 from spmd_tasks.files import absolute_path, is_missing, is_remote, stay_inside
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs.goodput import process_start_time, since_epoch
 from spmd_tasks.programs.job_directory import has_trained, refuse_lost_config
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.runtime.origin import Base
-from spmd_tasks.wings import prepare_job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Command:
         resolved = self.resolve(prepare=connect)
       except Exception as error:
         if (settings := self._distributed_settings()).is_explicit:
-          from spmd_tasks.distributed.roll_call import report_absence
+          from spmd_tasks.distributed.rendezvous import report_absence
 
           report_absence(settings, str(error))
         raise

@@ -43,7 +43,7 @@ def refuse_exit() -> Iterator[None]:
   try:
     yield
   except SystemExit as error:
-    from spmd_tasks.own_code import place_of_error
+    from spmd_tasks.user_code import place_of_error
 
     raise ExitError(
       f'sys.exit({"" if error.code is None else repr(error.code)[:200]}) was called ({place_of_error(error)}) before '
@@ -69,7 +69,7 @@ def naming_own_code(what: str, *, keys: Iterable[str] = (), part: object = None)
   except (UserError, JobError):
     raise
   except Exception as error:
-    from spmd_tasks.own_code import describe
+    from spmd_tasks.user_code import describe
 
     sentence = describe(error, what, keys=keys, part=part if part is not None and is_own(part) else None)
     if sentence is None:

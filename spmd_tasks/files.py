@@ -101,7 +101,7 @@ def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
 def sync_path(path: epath.Path) -> None:
   """Flushes a local file's content, or a local directory's names, to the disk; in a store, all that was appended."""
   if is_remote(path):
-    from spmd_tasks.growing_objects import flush
+    from spmd_tasks.append_objects import flush
 
     flush()
     return
@@ -140,12 +140,12 @@ def write_durably(path: epath.Path, content: str | bytes, *, survives_power_fail
 def append(path: epath.Path, data: bytes) -> None:
   """Appends to a file, which is created if need be. The data survive a kill, not a power failure.
 
-  In a store the file is kept in parts, which are written a little later (growing_objects.py).
+  In a store the file is kept in parts, which are written a little later (append_objects.py).
   """
   if is_remote(path):
-    from spmd_tasks import growing_objects
+    from spmd_tasks import append_objects
 
-    growing_objects.append(path, data)
+    append_objects.append(path, data)
     return
   with _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
     is_own = os.fstat(descriptor).st_nlink == 1

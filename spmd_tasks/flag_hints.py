@@ -3,7 +3,7 @@
     hints = Hints(argv=argv, parsed=namespace, actions=actions, of_mode=names, modes=names, others=hints_by_flag)
     hints.unknown(['--num_step', '3'])   # ['unknown flag --num_step. Nearest: --num_train_steps.']
 
-A flag is compared with the flags that the mode reads, with flags of other programs (`foreign_flags` in wings.py), and
+A flag is compared with the flags that the mode reads, with other programs' flags (`foreign_flags`, extensions.py), and
 with the fields of the experiment that the command names, which is resolved to list them. So "Nearest" never names a
 flag that the mode refuses, or a field that the experiment does not have.
 """

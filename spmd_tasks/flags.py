@@ -1,4 +1,4 @@
-"""Defines the binary's flags: those of every mode, and those that the modes declare (wings.py)."""
+"""Defines the binary's flags: those of every mode, and those that the modes declare (extensions.py)."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ import sys
 from typing import Any, NoReturn
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import Flag, Mode, call, extensions
 from spmd_tasks.modes import CORE
-from spmd_tasks.wings import Flag, Mode, call, wings
 
 NO_DIRECTORY = 'nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.'
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
@@ -34,8 +34,10 @@ class _Parser(argparse.ArgumentParser):
     return parsed
 
   def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-    """Reads `--fdl.PATH=VALUE`, as Paxml has it, as `--set PATH=VALUE`, and such flags of wings."""
-    prefixes = {_FDL: '--set'} | {f'--{flag.name}.': f'--{flag.name}' for flag in _flags_of_wings() if flag.repeats}
+    """Reads `--fdl.PATH=VALUE`, as Paxml has it, as `--set PATH=VALUE`, and such flags of extensions."""
+    prefixes = {_FDL: '--set'} | {
+      f'--{flag.name}.': f'--{flag.name}' for flag in _flags_of_extensions() if flag.repeats
+    }
     given = list(sys.argv[1:] if args is None else args)
     for prefix, name in prefixes.items():
       given = [f'{name}={flag.removeprefix(prefix)}' if flag.startswith(prefix) else flag for flag in given]
@@ -60,14 +62,14 @@ class _Parser(argparse.ArgumentParser):
       actions=actions,
       of_mode={*actions} - {flag.name for mode in self.modes for flag in mode.flags} | own,
       modes=[mode.name for mode in self.modes],
-      others={name: text for wing in (CORE, *wings()) for name, text in wing.foreign_flags.items()},
+      others={name: text for extension in (CORE, *extensions()) for name, text in extension.foreign_flags.items()},
     )
 
 
 @functools.cache
 def all_modes() -> tuple[Mode, ...]:
-  """The modes of the core and of all wings."""
-  return tuple(mode for wing in (CORE, *wings()) for mode in wing.modes)
+  """The modes of the core and of all extensions."""
+  return tuple(mode for extension in (CORE, *extensions()) for mode in extension.modes)
 
 
 def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
@@ -132,9 +134,9 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
     if title not in groups:
       groups[title] = parser.add_argument_group(title)
     _add_flag(groups[title], flag, text)
-  for wing in wings():
-    group = parser.add_argument_group(f'of the extension {wing.name}') if wing.flags else None
-    for flag in wing.flags:
+  for extension in extensions():
+    group = parser.add_argument_group(f'of the extension {extension.name}') if extension.flags else None
+    for flag in extension.flags:
       _add_flag(group, flag, flag.help)
   processes = parser.add_argument_group('several processes without a known launcher')
   processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='the address of process 0 for all others')
@@ -161,16 +163,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _without_bool(word: str) -> list[str]:
-  """Returns `--NAME`, or nothing, for a switch of a wing in absl's forms: `--NAME=true`, `--NAME=false`, `--noNAME`."""
-  switches = {f'--{flag.name}' for flag in _flags_of_wings() if flag.is_switch}
+  """Returns `--NAME`, or nothing, for a switch in absl's forms: `--NAME=true`, `--NAME=false`, `--noNAME`."""
+  switches = {f'--{flag.name}' for flag in _flags_of_extensions() if flag.is_switch}
   name, _, value = word.partition('=')
   if name in switches and value.lower() in ('true', '1', 'false', '0'):
     return [name] if value.lower() in ('true', '1') else []
   return [] if word.startswith('--no') and f'--{word.removeprefix("--no")}' in switches else [word]
 
 
-def _flags_of_wings() -> list[Flag]:
-  return [flag for wing in wings() for flag in wing.flags]
+def _flags_of_extensions() -> list[Flag]:
+  return [flag for extension in extensions() for flag in extension.flags]
 
 
 def _add_flag(group: Any, flag: Flag, text: str) -> None:
@@ -210,6 +212,6 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 def common_flags(args: argparse.Namespace, modes: Sequence[Mode]) -> dict[str, Any]:
   """Returns the flags that all processes of a job must give alike, apart from those that become part of the config."""
-  flags = [*_flags_of_wings(), *(flag for mode in modes for flag in mode.flags)]
+  flags = [*_flags_of_extensions(), *(flag for mode in modes for flag in mode.flags)]
   differing = _MAY_DIFFER | {flag.name for flag in flags if flag.may_differ}
   return {f'--{name}': value for name, value in vars(args).items() if name not in differing}

@@ -13,7 +13,7 @@ import os
 import re
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import require
+from spmd_tasks.extensions import require
 
 _URL = re.compile(r'hf://(datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?')
 _OTHER_WEIGHTS = ('*.bin', '*.pt', '*.pth', '*.h5', '*.msgpack', '*.onnx', '*.gguf', '*.ot', 'original/*', 'onnx/*')

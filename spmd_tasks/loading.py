@@ -40,6 +40,7 @@ from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.extensions import call, formats
 from spmd_tasks.files import is_remote, read_text
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.tokenizer_files import FileTokenizer
@@ -52,7 +53,6 @@ from spmd_tasks.runtime.partition import EvaluationStep
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.store_files import local_folder, place_to_read
-from spmd_tasks.wings import call, formats
 
 
 @doing('loading the model')

@@ -92,7 +92,7 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
     if code is not None:
       print(f'spmd-tasks: {error}', file=sys.stderr)
       return code
-    from spmd_tasks.own_code import describe_raised
+    from spmd_tasks.user_code import describe_raised
 
     sentence = describe_raised(error)
     if sentence is None:
@@ -134,8 +134,8 @@ def _print_list() -> int:
 
 def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
   """Runs --print_config or a mode, after the checks that need no experiment."""
+  from spmd_tasks.extensions import call, expand, require
   from spmd_tasks.flags import NO_DIRECTORY, all_modes, check_flags_of_mode
-  from spmd_tasks.wings import call, expand, require
 
   if (code := expand(args)) is not None:
     return code

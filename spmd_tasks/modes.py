@@ -1,16 +1,16 @@
-"""The core's own modes, declared as any wing declares its (wings.py): train, eval, decode, export, preview."""
+"""The modes of the core, declared as an extension declares its own: train, eval, decode, export, preview."""
 
 import argparse
 import json
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import (
+from spmd_tasks.extensions import (
   ACCEPT_CONFIG_CHANGES,
   CHECKPOINT_STEP,
+  Extension,
   Flag,
   Mode,
-  Wing,
   formats,
 )
 
@@ -71,7 +71,7 @@ _DEVICES = 'A job uses all devices that JAX sees; --num_fake_devices N makes a C
 _CONTINUES_FROM = 'A new job starts from the weights of another one by --set init_from=DIR.'
 _DECODE = 'Write --mode decode_once.'
 
-CORE = Wing(
+CORE = Extension(
   name='core',
   foreign_flags={  # of training scripts in general
     **dict.fromkeys(('experiment', 'experiment_name', 'exp_name'), 'Write --exp NAME.'),

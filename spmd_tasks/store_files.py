@@ -1,4 +1,4 @@
-"""Files on a disk or in a store: those that files.py's `append` has written (growing_objects.py), and whole folders."""
+"""Files on a disk or in a store: those that files.py's `append` has written (append_objects.py), and whole folders."""
 
 import io
 import os
@@ -8,21 +8,21 @@ import time
 from absl import logging
 from etils import epath
 
-from spmd_tasks import growing_objects, stores
+from spmd_tasks import append_objects, stores
 from spmd_tasks.files import absolute_path, append, is_remote, read_bytes, write_durably
 
 _MIRROR_PERIOD_S = 2.0
 
 
-def read_growing(path: epath.Path) -> bytes:
+def read_appended(path: epath.Path) -> bytes:
   """Reads a whole file. Raises OSError as `read_bytes`."""
-  return growing_objects.read(path) if is_remote(path) else read_bytes(path)
+  return append_objects.read(path) if is_remote(path) else read_bytes(path)
 
 
-def replace_growing(path: epath.Path, data: bytes) -> None:
+def replace_appended(path: epath.Path, data: bytes) -> None:
   """Gives a file another content, which `append` goes on from."""
   if is_remote(path):
-    growing_objects.replace(path, data)
+    append_objects.replace(path, data)
   else:
     write_durably(path, data)
 
@@ -82,5 +82,5 @@ class GrowingFile(io.BytesIO):
   def close(self) -> None:
     if not self.closed:
       self.flush()
-      growing_objects.flush()
+      append_objects.flush()
     super().close()

@@ -27,7 +27,7 @@ import secrets
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import require
+from spmd_tasks.extensions import require
 
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 _LOGIN = {

@@ -69,8 +69,8 @@ _WITH_DECODE_STEPS = ('spmd_tasks.loading', 'spmd_tasks.tuning.rollout_sampler')
 def shared_models() -> Iterator[None]:
   with contextlib.ExitStack() as patches:
     patches.enter_context(mock.patch.object(experiment, 'partition_spmd_model', _models))
-    wings = [sys.modules[name] for name in _WITH_DECODE_STEPS if name in sys.modules]
-    for module in (decode, judges, samples, *wings):
+    extensions = [sys.modules[name] for name in _WITH_DECODE_STEPS if name in sys.modules]
+    for module in (decode, judges, samples, *extensions):
       patches.enter_context(mock.patch.object(module, 'DecodeSteps', _decode_steps))
     yield
 

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from spmd_tasks import exit_codes, main
+from spmd_tasks.extensions import extensions
 from spmd_tasks.flags import all_modes, make_parser
 from spmd_tasks.modes import CORE
-from spmd_tasks.wings import wings
 
 TINY = '--exp lm.StdlibTiny '
 TRAIN = TINY + '--mode train '
@@ -92,7 +92,7 @@ def test_several_mistakes_are_all_answered(capsys):
 
 def test_hints_for_flags_of_other_programs_name_flags_that_exist():
   known = {flag for action in make_parser(all_modes())._actions for flag in action.option_strings}
-  foreign = {name: text for wing in (CORE, *wings()) for name, text in wing.foreign_flags.items()}
+  foreign = {name: text for extension in (CORE, *extensions()) for name, text in extension.foreign_flags.items()}
   assert not known & {f'--{name}' for name in foreign}
   wrong = {name: text for name, text in foreign.items() if not set(re.findall(r'--\w+', text)) <= known}
   assert not wrong

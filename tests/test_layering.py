@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / 'spmd_tasks'
 
-# Top row first: the wings, then the core. Parts of the first two rows may import one another; those of others may not.
+# Top row first: the extensions, then the core. Parts of the first two rows may import one another; others may not.
 ROWS = (
   ('planning', 'serving', 'tuning', 'verification', 'replay', 'evaluation', 'bridges'),
   ('main', 'command', 'experiments', 'recipes', 'config', 'flags', 'flag_hints', 'loading', 'modes'),
@@ -29,16 +29,16 @@ ROWS = (
   ('store_files', 'signatures'),
   ('files', 'frozen_fields'),
   ('storage_problems',),
-  ('growing_objects',),
+  ('append_objects',),
   ('stores',),
   ('hub',),
-  ('wings', 'references'),
+  ('extensions', 'references'),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
-  ('exit_codes', 'faces', 'interrupt', 'own_code'),
+  ('exit_codes', 'faces', 'interrupt', 'user_code'),
 )
-WINGS = ROWS[0]
+EXTENSIONS = ROWS[0]
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
-MAY_IMPORT_FIDDLE = {'main', 'command', 'config', 'experiments', 'recipes', 'loading', *WINGS}
+MAY_IMPORT_FIDDLE = {'main', 'command', 'config', 'experiments', 'recipes', 'loading', *EXTENSIONS}
 
 
 class Import(NamedTuple):
@@ -94,7 +94,7 @@ def part_of(name: str) -> str | None:
 
 def may_import(importer: str, imported: str) -> bool:
   above, below = ROW_OF_PART[importer], ROW_OF_PART[imported]
-  return importer == imported or below > above or above == below <= 1  # wings, and the top of the core
+  return importer == imported or below > above or above == below <= 1  # extensions, and the top of the core
 
 
 def test_every_module_belongs_to_a_row():
@@ -115,15 +115,15 @@ def test_rows_import_only_rows_below_them():
   assert not wrong, '\n'.join(wrong)
 
 
-def test_the_core_names_no_wing():
-  """Not even in a text that is imported later: wings are found by entry points alone."""
+def test_the_core_names_no_extension():
+  """Not even in a text that is imported later: extensions are found by entry points alone."""
   wrong = []
   for path in modules():
-    if part_of(dotted_name(path)) in WINGS:
+    if part_of(dotted_name(path)) in EXTENSIONS:
       continue
     nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant)]
     texts = [(node.lineno, node.value) for node in nodes if isinstance(node.value, str) and ' ' not in node.value]
-    named = [(line, text) for line, text in texts if part_of(text.partition(':')[0]) in WINGS]
+    named = [(line, text) for line, text in texts if part_of(text.partition(':')[0]) in EXTENSIONS]
     wrong += [f'{path.relative_to(ROOT)}:{line} names {text}' for line, text in named]
   assert not wrong, '\n'.join(wrong)
 

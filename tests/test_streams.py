@@ -11,8 +11,8 @@ import tqdm
 
 from spmd_tasks import exit_codes, flags, main, streams
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import Mode
 from spmd_tasks.programs.preview import format_example
-from spmd_tasks.wings import Mode
 from tests import binary
 
 CODE = """

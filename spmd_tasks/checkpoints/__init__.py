@@ -13,7 +13,7 @@ Read checkpointer.py (what a program calls), checkpoint_directory.py (names, del
 manifest.py (digests), orbax_arrays.py (array files).
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.checkpoints.checkpointer import Checkpointer

@@ -27,6 +27,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from spmd_tasks.append_objects import flush
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
@@ -41,7 +42,6 @@ from spmd_tasks.checkpoints.manifest import (
 )
 from spmd_tasks.checkpoints.orbax_arrays import SLOWEST_BYTES_PER_S
 from spmd_tasks.files import glob_below
-from spmd_tasks.growing_objects import flush
 from spmd_tasks.sharding.weights import leaves_by_name
 from spmd_tasks.stores import create, exists, kvstore_spec, modified_s, read, sizes_below, write
 

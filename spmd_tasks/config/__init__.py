@@ -16,8 +16,8 @@ Read in this order:
 A name below is imported when it is first used, because --list must wait for neither JAX nor Fiddle.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.config.registry import register
   from spmd_tasks.config.resolution import resolve, to_json

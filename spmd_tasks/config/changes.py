@@ -13,12 +13,12 @@ from etils import epath
 from spmd_tasks.config.encoding import one_line, show
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import keeps_numbers
 from spmd_tasks.files import read_text
-from spmd_tasks.wings import keeps_numbers
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
-# Fields of inputs and learners that decide how a job runs, not what it computes. Wings may know more.
+# Fields of inputs and learners that decide how a job runs, not what it computes. Extensions may know more.
 _HOW_IT_RUNS = ('read_timeout_s', 'max_consecutive_skips')
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')

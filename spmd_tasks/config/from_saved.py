@@ -4,7 +4,7 @@ Saved values replace the code's defaults of today. A field that the code added s
 gone must have been off (None or False).
 
 A config.json may come from anyone, and importing a module runs it. So the name in a file imports only
-* what is part of this package, of an installed package that a wing names, or registered by an entry point,
+* what is part of this package, of an installed package that an extension names, or registered by an entry point,
 * modules whose files lie below a directory of --experiment_path, and
 * those of the directories that the job was begun from, if this user signed the job's directory (`own_directories`).
 A module that the process has imported already is only looked up. Nothing is imported to find that out. Functions that
@@ -48,7 +48,7 @@ from spmd_tasks.config.values import is_dtype, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS
 from spmd_tasks.experiments import is_own_module, modules_of_others
-from spmd_tasks.wings import wings
+from spmd_tasks.extensions import extensions
 
 
 def from_json(
@@ -270,11 +270,11 @@ def may_be_imported(module_name: str, registered: Iterable[str], directories: Se
 
 
 def _installed_place(top: str) -> list[Path]:
-  """Returns where `top` was installed if it is a package whose modules a wing lets configs name; else an empty list.
+  """Returns where `top` was installed if an extension lets configs name its modules; else an empty list.
 
   A folder of that name elsewhere on the search path is another one.
   """
-  if any(top in wing.packages for wing in wings()):
+  if any(top in extension.packages for extension in extensions()):
     with contextlib.suppress(metadata.PackageNotFoundError):
       return [Path(str(metadata.distribution(top).locate_file(top))).resolve()]
   return []

@@ -9,7 +9,7 @@ A name is one of three:
       vision = "their_package.experiments.vision"
 
 * `package.module.Class`: any importable class; the current directory counts. It may be an experiment of another
-  framework, of a kind that a wing recognizes (wings.py).
+  framework, of a kind that an extension recognizes (extensions.py).
 
 A saved config names other classes and functions as `package:QualName` of the nearest package that exports them
 (`symbol_of`), so that files can move inside a package. Its experiment's name may have less imported than one that the
@@ -27,7 +27,7 @@ import sys
 from types import ModuleType
 from typing import Any, TypeVar
 
-from spmd_tasks import wings
+from spmd_tasks import extensions
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
 
@@ -68,7 +68,7 @@ def known(name: str) -> type | None:
 def get(name: str) -> type:
   """The experiment class of a name that the user typed; the current directory is put in front of sys.path.
 
-  It is a subclass of Experiment, or one that a wing recognizes and adapts.
+  It is a subclass of Experiment, or one that an extension recognizes and adapts.
 
   Raises:
     UnknownExperimentError: there is no such module or class; the message has the nearest names.
@@ -78,7 +78,7 @@ def get(name: str) -> type:
   try:
     return _registry.get(name) or find_class(name, is_typed=True)
   except UnknownExperimentError:
-    for short, whole in (pair for kind in wings.kinds() for pair in kind.short_names):
+    for short, whole in (pair for kind in extensions.kinds() for pair in kind.short_names):
       if name.startswith(short):
         return find_class(f'{whole}{name.removeprefix(short)}', is_typed=True)
     raise
@@ -101,7 +101,7 @@ def find_class(name: str, *, is_typed: bool) -> type:
   """Imports what `get` or a saved config (not `is_typed`) names."""
   module_name, class_name = split_name(name)
   module = _find_module(name, module_name, in_current_directory=is_typed)
-  # A name in a file meets no module's own __getattr__, which might import others, except for our faces.
+  # A name in a file meets no module's own __getattr__, which might import others, except for our lazy exports.
   may_be_lazy = is_typed or module_name.partition('.')[0] == 'spmd_tasks'
   cls = getattr(module, class_name, None) if may_be_lazy else vars(module).get(class_name)
   if cls is None:
@@ -110,7 +110,7 @@ def find_class(name: str, *, is_typed: bool) -> type:
       module_name, near = name, _experiment_names(import_module(name, name))[:3]
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
   if not is_experiment(cls) and foreign_kind(cls) is None:
-    others = ''.join(f', or of an experiment of {kind.name}' for kind in wings.kinds())
+    others = ''.join(f', or of an experiment of {kind.name}' for kind in extensions.kinds())
     raise UserError(
       f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment{others}.'
     )
@@ -173,12 +173,12 @@ def registered_modules() -> set[str]:
 def import_module(name: str, module_name: str) -> ModuleType:
   """Imports the module of an experiment `name`; a UserError has the module's own error and line."""
   try:
-    for kind in wings.kinds() if not module_name.startswith('spmd_tasks.') else ():
+    for kind in extensions.kinds() if not module_name.startswith('spmd_tasks.') else ():
       if kind.before_import is not None:
-        wings.call(kind.before_import, module_name)
+        extensions.call(kind.before_import, module_name)
     return importlib.import_module(module_name)
   except Exception as error:
-    from spmd_tasks.own_code import place_of_error
+    from spmd_tasks.user_code import place_of_error
 
     remedy = 'install what is missing, or correct' if isinstance(error, ModuleNotFoundError) else 'correct'
     raise UserError(
@@ -194,9 +194,9 @@ def is_experiment(value: object) -> bool:
   return inspect.isclass(value) and issubclass(value, Experiment)
 
 
-def foreign_kind(value: object) -> wings.ExperimentKind | None:
+def foreign_kind(value: object) -> extensions.ExperimentKind | None:
   """The kind of experiments that a value is a class of; None for our own, and for all else."""
-  return next((kind for kind in wings.kinds() if wings.call(kind.recognizes, value)), None)
+  return next((kind for kind in extensions.kinds() if extensions.call(kind.recognizes, value)), None)
 
 
 def _experiment_names(module: ModuleType) -> list[str]:
@@ -263,7 +263,7 @@ def _exports(package: str, name: str, value: Any) -> bool:
   found = _loaded(package)
   if name in found:
     return found[name] is value
-  return name in found.get('__all__', ()) and getattr(sys.modules[package], name, None) is value  # a lazy face
+  return name in found.get('__all__', ()) and getattr(sys.modules[package], name, None) is value  # a lazy export
 
 
 def _loaded(module: str) -> dict[str, Any]:

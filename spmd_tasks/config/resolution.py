@@ -39,8 +39,8 @@ from spmd_tasks.config.tree import (
 from spmd_tasks.config.values import is_of_type, parse_value, type_of_field
 from spmd_tasks.errors import JobError, UserError, naming_own_code
 from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.extensions import call, extensions, kind_of, load
 from spmd_tasks.inputs.base import is_input
-from spmd_tasks.wings import call, kind_of, load, wings
 
 ConfigPath = tuple[str, ...]
 Prepare = Callable[[Experiment], None]
@@ -96,9 +96,9 @@ def resolve(
 ) -> ResolvedConfig:
   """Resolves an experiment, given by name or class, with `path=value` overrides; the later one of a path wins.
 
-  `prepare` is called with the experiment before its parts are made, which may ask JAX for the number of devices. Where
-  a wing adapts the experiment, which may ask as well, it is called before with one that has nothing but its timeouts,
-  and with the experiment again. `experiment_path` are directories of modules, which are put in front of sys.path.
+  `prepare` is called with the experiment before its parts are made, which may ask JAX for the number of devices. If an
+  extension adapts the experiment, which may ask as well, it is called before with one that has only its timeouts, and
+  with the experiment again. `experiment_path` are directories of modules, which are put in front of sys.path.
 
   Raises a UserError: the experiment or a path is unknown, a value has another type, or fields contradict each other.
   """
@@ -140,9 +140,9 @@ def _origins(resolved: ResolvedConfig) -> list[str]:
 def modules_in(path: ConfigPath, value: Any) -> Iterator[str]:
   """Yields the modules, and the references to functions (`module:name`), that a value at a path of a config names.
 
-  Only fields of which a wing says so name any. A text without a colon is a module only inside of a list.
+  Only fields of which an extension says so name any. A text without a colon is a module only inside of a list.
   """
-  fields = {name for wing in wings() for name in wing.fields_of_modules}
+  fields = {name for extension in extensions() for name in extension.fields_of_modules}
   if path[-1] not in fields:
     return
   waiting = [(value, False)]
@@ -205,7 +205,7 @@ def resolve_changed(
 
 
 def adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepare | None) -> type[Experiment]:
-  """Returns a subclass of Experiment: the class itself, or what a wing makes of it after `prepare`."""
+  """Returns a subclass of Experiment: the class itself, or what an extension makes of it after `prepare`."""
   kind = None if registry.is_experiment(cls) else registry.foreign_kind(cls)
   if kind is None:
     return cls
@@ -264,7 +264,7 @@ def _unbuilt_input(experiment: Experiment, path: str, given: Any) -> Any:
 
 
 def _as_input(path: str, given: Any, **how: Any) -> Any:
-  return given if is_input(given) else inputs.as_input(path, given, **how)  # a lazy face: plain data are rare
+  return given if is_input(given) else inputs.as_input(path, given, **how)  # a lazy export: plain data are rare
 
 
 def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]:

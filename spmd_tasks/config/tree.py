@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import wings
+from spmd_tasks.extensions import extensions
 
 UNSET = types.SimpleNamespace()  # a parameter without a default that has no value yet
 DROP = types.SimpleNamespace()  # as a change: leave this key of a dict out
@@ -46,11 +46,11 @@ def copy_config(root: Any) -> Any:
 
 
 def without_foreign_configs(root: Any) -> Any:
-  """Returns a config of which `fdl.build` hands configs that a wing names over as they are: their owner builds them.
+  """Returns a config in which `fdl.build` leaves configs that an extension names as they are: their owner builds them.
 
   Those of Praxis hold templates, which it leaves unbuilt and Fiddle would build.
   """
-  packages = {package for wing in wings() for package in wing.unbuilt_configs}
+  packages = {package for extension in extensions() for package in extension.unbuilt_configs}
 
   def wrap(value: Any, state: daglish.State) -> Any:
     if isinstance(value, fdl.Buildable) and type(value).__module__.partition('.')[0] in packages:

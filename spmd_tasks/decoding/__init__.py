@@ -19,9 +19,9 @@ Read in this order:
   prompts.py             what a request is made from: a line of JSON
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.decoding.decode_steps import DecodeSteps
   from spmd_tasks.decoding.generation import generate
   from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts

@@ -26,8 +26,8 @@ import numpy as np
 
 from spmd_tasks.decoding.json_schemas import rewrite
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, FolderTokenizer, Tokenizer
-from spmd_tasks.wings import require
 
 Kind = Literal['json_schema', 'regex', 'grammar', 'choice']
 _KINDS: dict[str, Kind] = {'json': 'json_schema', 'regex': 'regex', 'choice': 'choice', 'grammar': 'grammar'}

@@ -6,16 +6,16 @@
       with StepWatchdog(timeout_s=600, emergency=emergency) as watchdog, PreemptionGuard() as guard:
         ...
 
-Read initialization.py (launchers, fake devices) and roll_call.py (how processes connect), environment.py and
+Read initialization.py (launchers, fake devices) and rendezvous.py (how processes connect), environment.py and
 comparison.py (what all must have alike), agreement.py (decisions of process 0, barriers), preemption.py (SIGTERM,
 Ctrl-C), links.py (authenticated messages), then the parts of failure handling: watchdog.py (no progress),
-rank_records.py and departures.py (what processes tell each other), emergency_exit.py (how a process ends).
+rank_records.py and shutdown.py (what processes tell each other), emergency_exit.py (how a process ends).
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.distributed.agreement import barrier, is_primary
   from spmd_tasks.distributed.emergency_exit import EmergencyExit
   from spmd_tasks.distributed.initialization import DistributedSettings, initialize, use_fake_devices

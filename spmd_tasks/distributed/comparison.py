@@ -16,7 +16,7 @@ import jax
 from spmd_tasks.distributed.environment import numeric_settings, setting
 from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.wings import wings
+from spmd_tasks.extensions import extensions
 
 # JAX's settings that decide how programs are compiled: one for all processes, but a job may go on with others.
 _COMPILATION = ('jax_use_shardy_partitioner', 'jax_optimization_level', 'jax_disable_most_optimizations')
@@ -71,10 +71,10 @@ def fields_to_compare(config: Mapping[str, Any], *, is_saved: bool) -> dict[str,
   """Returns the fields of a config, as `to_json` gives it, that all processes of a job must have alike.
 
   Unless the config `is_saved`, an input whose fields the experiment's own code chose, and no flag, may differ: each
-  process can read files of its own. So may what a wing says of its own fields.
+  process can read files of its own. So may what an extension says of its own fields.
   """
   given = tuple(f'{name}.' for name in config['overrides'])
-  of_process = {name for wing in wings() for name in wing.fields_of_process}
+  of_process = {name for extension in extensions() for name in extension.fields_of_process}
 
   def may_differ(path: str) -> bool:
     is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))

@@ -6,7 +6,7 @@
       emergency.watch_departures()
 
 An exception that unwinds one of several processes would end in JAX's shutdown barrier and wait there for processes that
-wait for it. Therefore the failing process reports the exception, tells the others (departures.py), and leaves by
+wait for it. Therefore the failing process reports the exception, tells the others (shutdown.py), and leaves by
 `os._exit`.
 """
 
@@ -30,7 +30,7 @@ from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.streams import escape
 
 if TYPE_CHECKING:
-  from spmd_tasks.distributed.departures import Departures  # of several processes only
+  from spmd_tasks.distributed.shutdown import Departures  # of several processes only
 
 STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
 
@@ -75,7 +75,7 @@ class EmergencyExit:
 
     Else they would wait until JAX aborts them at the heartbeat's limit.
     """
-    from spmd_tasks.distributed.departures import Departures
+    from spmd_tasks.distributed.shutdown import Departures
 
     self._departures = Departures(coordination(), leave=self.leave, within=_within)
     threading.Thread(target=self._departures.watch, name='departures', daemon=True).start()
@@ -121,7 +121,7 @@ class EmergencyExit:
       yield
     except BaseException as error:
       if jax.distributed.is_initialized():
-        from spmd_tasks.distributed.departures import leave_after
+        from spmd_tasks.distributed.shutdown import leave_after
 
         leave_after(error, self.leave, self._departures)
       raise

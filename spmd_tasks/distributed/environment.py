@@ -69,7 +69,7 @@ def backend_errors() -> Iterator[None]:
     yield
   except (RuntimeError, AssertionError) as error:
     if 'RESOURCE_EXHAUSTED' in str(error):
-      from spmd_tasks.own_code import describe_out_of_memory
+      from spmd_tasks.user_code import describe_out_of_memory
 
       raise JobError(describe_out_of_memory(error)) from error
     given = [f'{name}={value}' for name in ('JAX_PLATFORMS', 'JAX_PLATFORM_NAME') if (value := os.environ.get(name))]

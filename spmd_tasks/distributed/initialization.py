@@ -60,7 +60,7 @@ class DistributedSettings:
     if self.cluster not in ('auto', 'none', *CLUSTERS):
       raise UserError(f"cluster={self.cluster!r} is not known: choose 'auto', 'none' or one of {', '.join(CLUSTERS)}.")
     if (self.coordinator_address, self.num_processes, self.process_id) != (None, None, None):
-      from spmd_tasks.distributed.roll_call import check_explicit
+      from spmd_tasks.distributed.rendezvous import check_explicit
 
       check_explicit(self)
 
@@ -74,7 +74,7 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
   """Connects this process to the other processes of the job; returns whether the job has several (or may have).
 
   Call this before the first use of a device; a second call changes nothing. `environ` replaces the process's own
-  environment in tests. Raises a UserError or RuntimeError as `connect` of roll_call.py.
+  environment in tests. Raises a UserError or RuntimeError as `connect` of rendezvous.py.
   """
   if jax.distributed.is_initialized():
     return True
@@ -90,7 +90,7 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     raise UserError('local_device_ids and coordinator_bind_address are for one of several processes: leave them out.')
   if is_alone:
     return False
-  from spmd_tasks.distributed.roll_call import connect
+  from spmd_tasks.distributed.rendezvous import connect
 
   connect(settings, cluster, environ)
   return True

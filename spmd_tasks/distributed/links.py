@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from absl import logging
 import jax
 
-from spmd_tasks.distributed import roll_call
+from spmd_tasks.distributed import rendezvous
 from spmd_tasks.distributed.agreement import gather
 from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.errors import JobError, UserError
@@ -245,7 +245,7 @@ def coordinator_host() -> str:
 
   Raises a UserError: a launcher chose the address, and this version of JAX does not tell it.
   """
-  address = roll_call.explicit_coordinator or getattr(coordination(), 'coordinator_address', None)
+  address = rendezvous.explicit_coordinator or getattr(coordination(), 'coordinator_address', None)
   if address is None:
     raise UserError(
       f'jax {jax.__version__} does not tell the address of process 0, which serving needs: give --coordinator_address, '

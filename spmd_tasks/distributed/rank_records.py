@@ -20,8 +20,8 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from spmd_tasks.distributed.departures import Departure
 from spmd_tasks.distributed.emergency_exit import Position
+from spmd_tasks.distributed.shutdown import Departure
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import make_directory, read_text, storage_errors, write_durably
 

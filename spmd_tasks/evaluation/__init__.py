@@ -12,7 +12,7 @@ The package lm-eval is optional: the extra `evaluation`. A server is evaluated b
 `local-completions` and `local-chat-completions` instead (docs/evaluation.md).
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.evaluation.harness_model import HarnessModel

@@ -4,7 +4,7 @@ import importlib
 import sys
 
 from spmd_tasks.errors import user_error_code
-from spmd_tasks.wings import require
+from spmd_tasks.extensions import require
 
 
 def main() -> None:

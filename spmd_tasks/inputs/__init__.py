@@ -12,9 +12,9 @@ mixture.py (rows of several inputs by weights), span_corruption.py (T5's objecti
 module loads on first use.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.inputs.base import Batch, Input, InputIterator, State
   from spmd_tasks.inputs.batches import Batches, as_input
   from spmd_tasks.inputs.chat_template import ChatTemplate

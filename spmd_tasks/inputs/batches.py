@@ -32,8 +32,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.errors import JobError, UserError, naming_own_code
+from spmd_tasks.extensions import require
 from spmd_tasks.inputs import base
-from spmd_tasks.wings import require
 
 _END = object()
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.files import is_remote
 from spmd_tasks.inputs.text import (
   DEFAULT_BLOCK_BYTES,
@@ -28,7 +29,6 @@ from spmd_tasks.inputs.text import (
   file_fingerprint,
   in_split,
 )
-from spmd_tasks.wings import require
 
 OpenSourceT = TypeVar('OpenSourceT', bound=Sized)
 

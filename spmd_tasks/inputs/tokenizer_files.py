@@ -16,10 +16,10 @@ from etils import epath
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.files import read_bytes, read_text
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 from spmd_tasks.store_files import local_folder
-from spmd_tasks.wings import require
 
 _CONFIG = 'tokenizer_config.json'
 _BYTE = re.compile(r'<0x([0-9A-F]{2})>')  # the piece of one byte in SentencePiece's vocabularies

@@ -11,9 +11,9 @@ declares weights), linear.py, transformer.py, language_model.py and losses.py; a
 adapters.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter
   from spmd_tasks.layers.base import FanInNormal, Statistics, WithSublayers, declare_weight
   from spmd_tasks.layers.embedding import TokenEmbedding

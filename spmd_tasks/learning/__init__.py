@@ -12,9 +12,9 @@ Optimizer state is laid out over the mesh like the weights. A step whose loss or
 weights. Read learner.py, then optimizers.py and schedules.py; the other files say by their first lines what they add.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.learning.adafactor import Adafactor
   from spmd_tasks.learning.from_optax import FromOptax
   from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer

@@ -18,10 +18,10 @@ import argparse
 import os
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.faces import lazy_face
-from spmd_tasks.wings import Flag, Mode, Wing
+from spmd_tasks.extensions import Extension, Flag, Mode
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals(), 'WING'):
+with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.planning.plan import make_plan, plan_compiled
   from spmd_tasks.planning.report import format_plan, plan_page
   from spmd_tasks.planning.targets import parse_target
@@ -36,7 +36,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
     raise UserError(f'--plan_out {flags.plan_out} is a file: name a directory.')
 
 
-WING = Wing(
+EXTENSION = Extension(
   name='planning',
   modes=(
     Mode(

@@ -15,7 +15,7 @@ running job a directory; a lost job never starts again unasked).
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.programs import decode, eval, preview, train

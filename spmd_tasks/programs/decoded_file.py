@@ -32,7 +32,7 @@ from spmd_tasks.files import (
 )
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.runtime.metrics import PLACE_KEY
-from spmd_tasks.store_files import read_growing, replace_growing
+from spmd_tasks.store_files import read_appended, replace_appended
 
 
 class DecodedFile:
@@ -61,13 +61,13 @@ class DecodedFile:
         return self._check(self._path, read_bytes(self._path), is_complete=True)
       self._claim()
       try:
-        content = read_growing(self._partial)
+        content = read_appended(self._partial)
       except FileNotFoundError:
         return 0
       whole = content[: content.rfind(b'\n') + 1]
       num_done = self._check(self._partial, whole, is_complete=False)
       if whole != content:
-        replace_growing(self._partial, whole)
+        replace_appended(self._partial, whole)
         self._claim()  # the new file
       return num_done
 
@@ -120,10 +120,10 @@ class DecodedFile:
     """Gives the file its final name; call it when all requests have a line."""
     with storage_errors(self._path):
       if is_remote(self._path):
-        write_durably(self._path, read_growing(self._partial))
-        from spmd_tasks import growing_objects
+        write_durably(self._path, read_appended(self._partial))
+        from spmd_tasks import append_objects
 
-        growing_objects.remove(self._partial)
+        append_objects.remove(self._partial)
         return
       sync_path(self._partial)
       os.replace(self._partial, self._path)

@@ -1,4 +1,4 @@
-"""--mode export: writes a checkpoint in a format of a wing (wings.py)."""
+"""--mode export: writes a checkpoint in a format of an extension (extensions.py)."""
 
 import os
 import tempfile
@@ -9,9 +9,9 @@ from etils import epath
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import call, formats
 from spmd_tasks.files import absolute_path, is_remote, storage_errors
 from spmd_tasks.programs.restored_weights import mesh_of_all_devices
-from spmd_tasks.wings import call, formats
 
 
 def run(command: Any) -> int:

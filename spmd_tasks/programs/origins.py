@@ -15,6 +15,7 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.manifest import CheckpointError, leaf_entries
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.experiment import Experiment
+from spmd_tasks.extensions import formats
 from spmd_tasks.files import absolute_path
 from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evaluation_weights
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
@@ -23,7 +24,6 @@ from spmd_tasks.runtime import Origin, PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, RestoredVariables
 from spmd_tasks.runtime.partition import Part
 from spmd_tasks.runtime.task import Variables
-from spmd_tasks.wings import formats
 
 if TYPE_CHECKING:
   from spmd_tasks.decoding.weight_storage import WeightStorage

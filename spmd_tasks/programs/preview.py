@@ -16,11 +16,11 @@ from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
+from spmd_tasks.extensions import prepare_job
 from spmd_tasks.inputs import Input, Tokenizer
 from spmd_tasks.inputs.base import BATCH_DTYPES, source_of_rows
 from spmd_tasks.inputs.tokenizers import decode_all
 from spmd_tasks.streams import escape, unescaped
-from spmd_tasks.wings import prepare_job
 
 DEFAULT_NUM_EXAMPLES = 4
 _LEARNT, _READ, _TITLE, _OFF = '\x1b[1;32m', '\x1b[2m', '\x1b[36m', '\x1b[0m'

@@ -36,7 +36,7 @@ from spmd_tasks.programs.interval_hooks import is_multiple
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.metrics import TensorBoardWriter, can_write_events
-from spmd_tasks.store_files import read_growing, replace_growing
+from spmd_tasks.store_files import read_appended, replace_appended
 
 SAMPLES_DIRECTORY = 'samples'
 SAMPLES_FILE = 'samples.txt'
@@ -144,12 +144,12 @@ def _cut_off(path: epath.Path, last_step: int) -> int | None:
   """Cuts off the samples of steps after `last_step`, and what a kill left of a step; returns the last one's step."""
   with storage_errors(path):
     try:
-      content = read_growing(path)
+      content = read_appended(path)
     except FileNotFoundError:
       return None
     end, newest = 0, None
     while (block := _BLOCK.match(content, end)) and int(block[1]) <= last_step:
       end, newest = block.end(), int(block[1])
     if end < len(content):
-      replace_growing(path, content[:end])
+      replace_appended(path, content[:end])
     return newest

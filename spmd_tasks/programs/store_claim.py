@@ -20,9 +20,9 @@ from typing import Any
 from absl import logging
 from etils import epath
 
+from spmd_tasks.append_objects import flush
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import glob_below
-from spmd_tasks.growing_objects import flush
 from spmd_tasks.stores import create, exists, read, write
 
 BEAT_S, DEAD_AFTER_S = 10.0, 60.0

@@ -20,10 +20,10 @@ from typing import Any
 
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.files import is_remote, read_text, write_durably
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
-from spmd_tasks.wings import require
 
 RUNS_FILE = 'trackers.json'
 _PROJECT = 'spmd_tasks'

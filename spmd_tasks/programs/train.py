@@ -13,7 +13,7 @@ from etils import epath
 import jax
 from jax.sharding import Mesh
 
-from spmd_tasks import exit_codes, wings
+from spmd_tasks import exit_codes, extensions
 from spmd_tasks.activity import set_activity
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
@@ -42,7 +42,7 @@ def job_hooks(job: Job) -> tuple[TrainHook, ...]:
   return (
     CountGoodput(),  # first: the time of the others is not that of steps
     ShowProgress(),
-    *wings.train_hooks(job),
+    *extensions.train_hooks(job),
     *_if_asked(job.experiment.trackers or None, 'spmd_tasks.programs.trackers:Track'),
     LogMetrics(),
     SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and one that fails loses nothing
@@ -57,7 +57,7 @@ def job_hooks(job: Job) -> tuple[TrainHook, ...]:
 
 def _if_asked(setting: Any, hook: str) -> list[TrainHook]:
   """Returns a hook that few jobs have, which is imported for those alone."""
-  return [] if setting is None else [wings.load(hook)()]
+  return [] if setting is None else [extensions.load(hook)()]
 
 
 def train(

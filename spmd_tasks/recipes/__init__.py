@@ -10,9 +10,9 @@ from `loss()`, `optimizer()`, `tokenizer()` and `source(split)`: override one an
 format are in `bridges/huggingface/experiments.py`; the package `tuning` tunes such a model.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.recipes.dense import DenseLanguageModel
   from spmd_tasks.recipes.encoder_decoder import EncoderDecoderLanguageModel, MoeEncoderDecoderLanguageModel
   from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel

@@ -10,7 +10,7 @@ summarizes one step layer by layer; `rows.py` names the rows of a batch.
 import argparse
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, Flag, Mode, Wing
+from spmd_tasks.extensions import ACCEPT_CONFIG_CHANGES, Extension, Flag, Mode
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
@@ -27,7 +27,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
     raise UserError(f'--tolerance {flags.tolerance} must be at least 0.')
 
 
-WING = Wing(
+EXTENSION = Extension(
   name='replay',
   modes=(
     Mode(

@@ -21,7 +21,7 @@ from etils import epath
 import jax
 import numpy as np
 
-from spmd_tasks import exit_codes, wings
+from spmd_tasks import exit_codes, extensions
 from spmd_tasks.activity import set_activity
 from spmd_tasks.command import Command, OpenJob
 from spmd_tasks.distributed import is_primary
@@ -164,7 +164,7 @@ def rerun(opened: OpenJob, watch: Watch) -> str | None:
         emergency=opened.emergency,
         begun=opened.begun,
         config_json=json.dumps(opened.config) + '\n',
-        hooks=(CountGoodput(), *wings.train_hooks(opened.job), *own, watch),
+        hooks=(CountGoodput(), *extensions.train_hooks(opened.job), *own, watch),
       )
     except TrainingDivergedError as error:
       return str(error)

@@ -12,9 +12,9 @@ reports is made by `metrics.py` (files of metrics), `parameter_table.py` (also w
 `decode_settings.py` holds what a task says about generating text, `origin.py` where a new job's weights are from.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
   from spmd_tasks.runtime.origin import Origin
   from spmd_tasks.runtime.parameter_table import format_parameter_table

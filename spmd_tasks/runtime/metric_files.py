@@ -6,7 +6,7 @@ from absl import logging
 from etils import epath
 
 from spmd_tasks.files import append, read_bytes, sync_path, write_durably
-from spmd_tasks.store_files import read_growing
+from spmd_tasks.store_files import read_appended
 
 # METRICS_FILE and PLACE_KEY of metrics.py, which imports this file if a file is to be mended.
 _FILE, _PLACE_KEY = 'metrics.jsonl', 'weights_from'
@@ -18,13 +18,13 @@ def read_jsonl(directory: epath.Path) -> dict[int, dict[str, _Metric]]:
 
   Skips an unfinished last line, which another job may be writing, and lines that are no records. Raises OSError.
   """
-  lines = read_growing(directory / _FILE).split(b'\n')[:-1]
+  lines = read_appended(directory / _FILE).split(b'\n')[:-1]
   return {step: metrics for step, metrics, _ in filter(None, map(_parse, lines))}
 
 
 def read_places(directory: epath.Path) -> set[tuple[int, str | None]]:
   """Returns step and place of all lines; the place is None for weights of the job itself. Raises OSError."""
-  lines = read_growing(directory / _FILE).split(b'\n')[:-1]
+  lines = read_appended(directory / _FILE).split(b'\n')[:-1]
   return {(step, place) for step, _, place in filter(None, map(_parse, lines))}
 
 

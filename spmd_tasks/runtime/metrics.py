@@ -4,7 +4,7 @@
 "loss": 2.345..., "expert_load": [0.12..., ...]}`. An eval of weights that no checkpoint of the job holds adds
 `weights_from`, their place. A resumed job appends to the file. Steps that it executes again appear again, and the last
 line of a step counts. Readers skip a line that is no such record, and the next writer moves it to
-`metrics.jsonl.bad_lines`. In a store the file is kept in parts (growing_objects.py).
+`metrics.jsonl.bad_lines`. In a store the file is kept in parts (append_objects.py).
 
 Event files are written with TensorBoard's own record writer: clu's needs TensorFlow, which takes GPU memory from JAX.
 """
@@ -22,8 +22,8 @@ from etils import epath
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.files import append, is_remote, make_directory, open_descriptor, storage_errors, sync_path
-from spmd_tasks.wings import require
 
 METRICS_FILE = 'metrics.jsonl'
 PLACE_KEY = 'weights_from'

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from spmd_tasks.checkpoints.checkpointer import Restored
+from spmd_tasks.extensions import call, formats
 from spmd_tasks.runtime.partition import Part, PartitionedModel, whole_state
 from spmd_tasks.runtime.task import TrainState, Variables
-from spmd_tasks.wings import call, formats
 
 
 class RestoredVariables(NamedTuple):

@@ -14,11 +14,11 @@ running server, `metrics.py` counts for Prometheus, `tracing.py` records request
 Two kinds of threads matter: the event loop's thread runs everything but the engine, which one thread of its own calls.
 """
 
-from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Flag, Mode, Wing
+from spmd_tasks.extensions import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Extension, Flag, Mode
 
-__all__ = ['WING']
+__all__ = ['EXTENSION']
 
-WING = Wing(
+EXTENSION = Extension(
   name='serving',
   modes=(
     Mode(

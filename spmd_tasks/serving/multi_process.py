@@ -43,8 +43,8 @@ from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding import Request, SamplingParams
 from spmd_tasks.decoding.engine_contract import Engine, Launched, TokenMasks
 from spmd_tasks.decoding.requests import Chunk
-from spmd_tasks.distributed.departures import is_lost_connection
 from spmd_tasks.distributed.links import Link, LinkError
+from spmd_tasks.distributed.shutdown import is_lost_connection
 from spmd_tasks.errors import JobError
 from spmd_tasks.sigterm import ending_signals
 

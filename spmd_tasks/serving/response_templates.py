@@ -20,10 +20,10 @@ from typing import Any
 
 from spmd_tasks.decoding.generated_sequence import begun_length
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.serving.answer_parsers import Part
 from spmd_tasks.serving.call_forms import named_call, typed_json
 from spmd_tasks.serving.tool_calls import ToolCall, Tools, finite, without_surrogates
-from spmd_tasks.wings import require
 
 _BEHIND = 128  # the longest match of a pattern that a stream waits for
 _MAX_FIELDS, _MAX_MARKS, _MAX_LENGTH = 16, 32, 1000

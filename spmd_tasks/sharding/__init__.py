@@ -14,9 +14,9 @@ field of an experiment), weights.py (the declaration of a weight), padding.py (u
 sharded trees), weight_names.py (patterns of names) and quantized.py (fewer bits).
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
   from spmd_tasks.sharding.mesh import (
     DEFAULT_AXIS_RULES,

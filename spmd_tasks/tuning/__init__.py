@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.faces import lazy_face
-from spmd_tasks.wings import Wing, load
+from spmd_tasks.extensions import Extension, load
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals(), 'WING'):
+with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.tuning.adapted_weights import add_adapters
   from spmd_tasks.tuning.adapters import LowRankAdapter
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
@@ -84,7 +84,7 @@ def _kinds(job: Any) -> set[str]:
   return {getattr(each, 'kind', '') for each in inputs}
 
 
-WING = Wing(
+EXTENSION = Extension(
   name='tuning',
   prepare_job=_prepare_job,
   train_hooks=_train_hooks,

@@ -14,10 +14,10 @@ import zlib
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.inputs import Block
 from spmd_tasks.inputs.records import common_root, expand_globs, parse_json, refuse_changed_size
 from spmd_tasks.inputs.text import ListedFile, OpenFiles, file_fingerprint
-from spmd_tasks.wings import require
 
 _JSON_LINES, _PARQUET, _ARROW = ('.jsonl', '.json', '.ndjson'), ('.parquet', '.pq'), ('.arrow', '.feather', '.ipc')
 _CHUNK = 1 << 20

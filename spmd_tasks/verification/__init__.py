@@ -12,14 +12,14 @@ difference may be. `_by_hand.py` is a reference that shares no code with the tra
 the cases.
 """
 
-from spmd_tasks.faces import lazy_face
-from spmd_tasks.wings import Flag, Mode, Wing
+from spmd_tasks.extensions import Extension, Flag, Mode
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals(), 'WING'):
+with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.verification._cases import Bench
   from spmd_tasks.verification._settings import Setting, Source
 
-WING = Wing(
+EXTENSION = Extension(
   name='verification',
   modes=(
     Mode(

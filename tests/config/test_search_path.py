@@ -86,7 +86,7 @@ def test_a_file_has_nothing_imported(directory, name, experiment_path):
     from_json(saved(name), experiment_path=experiment_path)
   assert not (directory / 'ran').exists()
   imported = set(sys.modules) - before
-  assert not [module for module in imported if not module.startswith('spmd_tasks.')]  # whose wings are asked
+  assert not [module for module in imported if not module.startswith('spmd_tasks.')]  # whose extensions are asked
   assert '\n' not in str(error.value)
   assert sys.path[-len(path) :] == path
 

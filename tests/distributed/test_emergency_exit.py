@@ -115,8 +115,8 @@ def test_an_abort_shows_the_stacks():
 SERVICE = """
 import dataclasses, json, types
 from spmd_tasks.checkpoints.manifest import CheckpointSaveError
-from spmd_tasks.distributed import departures
-from spmd_tasks.distributed.departures import Departure
+from spmd_tasks.distributed import shutdown
+from spmd_tasks.distributed.shutdown import Departure
 from spmd_tasks.distributed.rank_records import RankRecords
 from spmd_tasks.errors import UserError
 said = {}

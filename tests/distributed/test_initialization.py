@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from spmd_tasks.distributed import DistributedSettings, initialization, initialize, roll_call
+from spmd_tasks.distributed import DistributedSettings, initialization, initialize, rendezvous
 from spmd_tasks.distributed.environment import backend_errors
 from spmd_tasks.distributed.initialization import detect_cluster
 from spmd_tasks.errors import JobError, UserError
@@ -34,7 +34,7 @@ def calls(monkeypatch):
   """The arguments with which jax.distributed.initialize would have been called."""
   calls = []
   monkeypatch.setattr(jax.distributed, 'initialize', lambda **arguments: calls.append(arguments))
-  monkeypatch.setattr(roll_call, 'call_roll', lambda *who: None)
+  monkeypatch.setattr(rendezvous, 'meet', lambda *who: None)
   monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=false')
   return calls
 
@@ -194,4 +194,4 @@ def test_variables_of_a_launcher_that_cannot_be_read_are_one_sentence(monkeypatc
 
   monkeypatch.setattr(jax.distributed, 'initialize', fails)
   with pytest.raises(UserError, match='launcher ompi cannot be read'):
-    roll_call.connect(DistributedSettings(), 'ompi', {})
+    rendezvous.connect(DistributedSettings(), 'ompi', {})

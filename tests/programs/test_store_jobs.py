@@ -6,13 +6,13 @@ from etils import epath
 import pytest
 
 from spmd_tasks import files
+from spmd_tasks.append_objects import _writer
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.growing_objects import _writer
 from spmd_tasks.inputs import TextFiles
 from spmd_tasks.programs import store_claim
 from spmd_tasks.programs.job_directory import claim
 from spmd_tasks.runtime.metric_files import read_jsonl
-from spmd_tasks.store_files import local_folder, read_growing, replace_growing
+from spmd_tasks.store_files import local_folder, read_appended, replace_appended
 from spmd_tasks.stores import upload, write
 from tests import binary
 from tests.programs.small_jobs import SMALL
@@ -81,11 +81,11 @@ def test_a_file_grows_by_parts(store):
     files.append(path, line)
     files.sync_path(path)
     content += line
-  assert read_growing(path) == content
+  assert read_appended(path) == content
   assert len(files.glob_below(store, 'log.txt.*')) == 4
-  replace_growing(path, b'cut')
+  replace_appended(path, b'cut')
   files.append(path, b' off')
-  assert read_growing(path) == b'cut off'
+  assert read_appended(path) == b'cut off'
 
 
 @one_kind_of_store

@@ -1,17 +1,17 @@
-"""The wing's mode, also where the environment was installed before there was one."""
+"""The extension's mode, also where the environment was installed before there was one."""
 
 import pytest
 
-from spmd_tasks import flags, replay, wings
+from spmd_tasks import extensions, flags, replay
 
 
 @pytest.fixture(scope='package', autouse=True)
 def registered():
-  installed = wings.wings()
+  installed = extensions.extensions()
   with pytest.MonkeyPatch.context() as patch:
-    if replay.WING not in installed:
-      for module in (wings, flags):
-        patch.setattr(module, 'wings', lambda: (*installed, replay.WING))
+    if replay.EXTENSION not in installed:
+      for module in (extensions, flags):
+        patch.setattr(module, 'extensions', lambda: (*installed, replay.EXTENSION))
     flags.all_modes.cache_clear()
     yield
   flags.all_modes.cache_clear()

@@ -12,7 +12,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import FolderTokenizer
-from spmd_tasks.tuning import WING
+from spmd_tasks.tuning import EXTENSION
 from spmd_tasks.tuning.reward_models import RewardModel, is_reward_model
 from tests.bridges.huggingface.test_folders import as_tree, opened
 from tests.model_folders import write_llama
@@ -67,4 +67,4 @@ def test_a_model_of_scores_generates_no_text(folder):
     resolve('hf.Model', [f'model={folder}'])
   job = resolve('finetune.FullReward', [f'model={folder}', 'data=pairs.jsonl']).build()
   with pytest.raises(UserError, match='predicts no tokens, which --mode decode_once needs'):
-    WING.prepare_job(job, 'decode_once', None)
+    EXTENSION.prepare_job(job, 'decode_once', None)

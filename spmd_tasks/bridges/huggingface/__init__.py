@@ -14,16 +14,16 @@ Read `_families.py` (one table per family), then `_config_keys.py` and `_special
 defaults of requests, `origin.py` reads its weights, `exporting.py` writes folders and runs --mode export.
 """
 
-from spmd_tasks.faces import lazy_face
-from spmd_tasks.wings import Format, Wing
+from spmd_tasks.extensions import Extension, Format
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals(), 'WING'):
+with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
   from spmd_tasks.bridges.huggingface._peft import AdapterFolder, open_adapter
   from spmd_tasks.bridges.huggingface.experiments import PipelinedPretrainedModel, PretrainedLanguageModel
   from spmd_tasks.bridges.huggingface.exporting import export_folder
 
-WING = Wing(
+EXTENSION = Extension(
   name='huggingface',
   formats=(
     Format(

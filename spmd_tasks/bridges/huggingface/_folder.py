@@ -92,10 +92,10 @@ def _family_of(values: Mapping[str, Any], file: Path, accepted: Collection[str])
     names = [family.architecture] if not named or 'architectures' in accepted else named
     if architecture := next((known[str(name).lower()] for name in names if str(name).lower() in known), None):
       return family, architecture
-  own_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
+  user_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
   remedy = ', or with --set accept_config_keys=architectures the first of the type' if family else ''
   raise UserError(
-    f'{file} is of a model {named!r:.100} of type {model_type!r:.100}{own_code}: known here are '
+    f'{file} is of a model {named!r:.100} of type {model_type!r:.100}{user_code}: known here are '
     f'{", ".join(each.architecture for each in FAMILIES.values())}, and those of decoders with a head for '
     f'ForSequenceClassification, or with none{remedy}.'
   )

@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import require
+from spmd_tasks.extensions import require
 
 _MAX_LENGTH, _MAX_PATTERNS = 1000, 100  # of a pattern, and of those that are no plain names
 _NAME = re.compile(r'(?:[\w-]|\\[.-])+')

@@ -26,8 +26,8 @@ import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import Index, LazyArray, contiguous
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.files import open_bytes, read_text, storage_errors, sync_path
-from spmd_tasks.wings import require
 
 _DTYPES = {
   **{f'F{bits}': np.dtype(f'float{bits}') for bits in (64, 32, 16)},

@@ -17,10 +17,10 @@ from typing import Any
 
 from spmd_tasks.bridges.pax._flags import FLAGS
 from spmd_tasks.errors import UserError
-from spmd_tasks.faces import lazy_face
-from spmd_tasks.wings import ExperimentKind, Flag, Wing
+from spmd_tasks.extensions import ExperimentKind, Extension, Flag
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals(), 'WING'):
+with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.bridges.pax._checkpoints import (
     checkpoint_format,
     open_pax_checkpoint,
@@ -106,7 +106,7 @@ _SWITCHES = (
   Flag(name='decode_during_train', is_switch=True, help='decode in the training of a Pax experiment, as in Paxml'),
 )
 
-WING = Wing(
+EXTENSION = Extension(
   name='pax',
   kinds=(
     ExperimentKind(

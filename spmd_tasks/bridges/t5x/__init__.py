@@ -12,10 +12,10 @@ their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` (what those of T
 
 from typing import Any
 
-from spmd_tasks.faces import lazy_face
-from spmd_tasks.wings import Flag, Format, Wing
+from spmd_tasks.extensions import Extension, Flag, Format
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals(), 'WING'):
+with lazy_exports(globals(), 'EXTENSION'):
   from spmd_tasks.bridges.t5x._files import open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput, SeqIoPrompts, TfExampleInput
   from spmd_tasks.bridges.t5x.experiments import T5xExperiment, T5xMoeExperiment, t5x_axis_rules
@@ -30,7 +30,7 @@ def _expand(flags: Any) -> int | None:
   return _gin_start.start(flags)
 
 
-WING = Wing(
+EXTENSION = Extension(
   name='t5x',
   formats=(
     Format(

@@ -17,7 +17,7 @@ from typing import Any
 
 from spmd_tasks.bridges.t5x._gin_files import REQUIRED, flaxformer_file, shipped_file
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import require
+from spmd_tasks.extensions import require
 
 MISSING: Any = object()
 _MAX_FILES = 100

@@ -23,10 +23,10 @@ from spmd_tasks.decoding import Prompt
 from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.decoding.prompts import PromptSource
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.extensions import require
 from spmd_tasks.inputs import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer, base
 from spmd_tasks.inputs.batches import digest, import_tensorflow
-from spmd_tasks.own_code import place_of_error
-from spmd_tasks.wings import require
+from spmd_tasks.user_code import place_of_error
 
 ARCHITECTURES = {'encoder_decoder': 'EncDec', 'prefix_lm': 'PrefixLM', 'decoder_only': 'LM'}  # SeqIO's converters
 

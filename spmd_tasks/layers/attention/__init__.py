@@ -10,9 +10,9 @@ Read attention.py and rotary.py, then implementations.py (which of them computes
 positions.py, rotary_scaling.py and latent.py; kv_cache.py explains generation.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.layers.attention.attention import Attention
   from spmd_tasks.layers.attention.latent import LatentAttention
   from spmd_tasks.layers.attention.positions import (

@@ -15,9 +15,9 @@ _grouped_matmul.py; _dropless.py with _expert_parallel.py (the meaning of each m
 to move tokens between devices); _capacity.py with _slots.py.
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.layers.moe._balance import RoutingSums, load_balance_loss, router_z_loss
   from spmd_tasks.layers.moe._capacity import CapacityGather
   from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME

@@ -12,8 +12,8 @@ Read stack.py (the layer), schedule.py (which stage processes which microbatch i
 microbatches are cut and moved), then loop.py (one stage, and the schedules).
 """
 
-from spmd_tasks.faces import lazy_face
+from spmd_tasks.lazy_exports import lazy_exports
 
-with lazy_face(globals()):
+with lazy_exports(globals()):
   from spmd_tasks.layers.pipeline.schedule import Schedule, ScheduleName
   from spmd_tasks.layers.pipeline.stack import PipelinedStack

@@ -21,9 +21,9 @@ from spmd_tasks.bridges.t5x._gin_translation import translate
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.errors import UserError
+from spmd_tasks.extensions import expand
 from spmd_tasks.flags import all_modes, make_parser
 from spmd_tasks.learning import Adafactor
-from spmd_tasks.wings import expand
 from tests import binary
 
 SUMS = str(Path(__file__).parents[2] / 'data' / 't5x' / 'made_up_sums.gin')

@@ -7,16 +7,16 @@ import threading
 
 import pytest
 
-from spmd_tasks.distributed import DistributedSettings, roll_call
-from spmd_tasks.distributed.roll_call import call_roll
+from spmd_tasks.distributed import DistributedSettings, rendezvous
+from spmd_tasks.distributed.rendezvous import meet
 from spmd_tasks.errors import UserError
 
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch):
   for name in ('_LINE_LIMIT_S', '_PORT_LIMIT_S', '_STRANGER_LIMIT_S', '_PROBLEM_LIMIT_S'):
-    monkeypatch.setattr(roll_call, name, 0.5)
-  monkeypatch.setattr(roll_call, '_RETRY_S', 0.02)
+    monkeypatch.setattr(rendezvous, name, 0.5)
+  monkeypatch.setattr(rendezvous, '_RETRY_S', 0.02)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def answers(address, calls, limit_s=1.0) -> list[str]:
     try:
       index, number, problem = process
       found = {'coordinator_address': address, 'initialization_timeout_s': limit_s}
-      call_roll(DistributedSettings(process_id=index, num_processes=number, **found), problem)
+      meet(DistributedSettings(process_id=index, num_processes=number, **found), problem)
     except UserError as error:
       return str(error)
     return ''

@@ -1,4 +1,4 @@
-"""Connects the processes of a job: a roll call, then jax.distributed. For jobs of several processes only.
+"""Connects the processes of a job: a rendezvous, then jax.distributed. For jobs of several processes only.
 
 JAX answers a port in use, an id given twice or a stranger at the address by aborting, with stacks of C++. So processes
 that flags number meet at process 0's address before jax.distributed starts there, and each such case gets a sentence. A
@@ -24,7 +24,7 @@ import jax
 from spmd_tasks.errors import UserError
 from spmd_tasks.xla_flags import add_xla_flags
 
-_PROTOCOL = 'spmd_tasks roll call 1'
+_PROTOCOL = 'spmd_tasks rendezvous 2'
 _LINE_LIMIT_S = 5.0
 _RETRY_S = 0.2
 _PORT_LIMIT_S = 5.0  # a job that is started again may come before the last one has freed its port,
@@ -32,7 +32,7 @@ _STRANGER_LIMIT_S = 10.0  # or be answered by it
 _PROBLEM_LIMIT_S = 10.0  # for the others to come and hear that this process does not
 
 explicit_coordinator: str | None = None  # the address that `connect` was given
-_has_called_roll = False
+_has_met = False
 
 
 def check_explicit(settings: Any) -> None:
@@ -65,10 +65,10 @@ def connect(settings: Any, cluster: str, environ: Mapping[str, str]) -> None:
   """Starts jax.distributed with DistributedSettings, and JAX's name of the launcher; 'deactivate': flags say it all.
 
   Raises:
-    UserError: a package is missing, or the processes do not find each other (`call_roll`).
+    UserError: a package is missing, or the processes do not find each other (`meet`).
     RuntimeError: JAX is already in use, or the processes of a launcher did not find each other in time.
   """
-  global explicit_coordinator, _has_called_roll
+  global explicit_coordinator, _has_met
   connection = {'cluster_detection_method': cluster, 'coordinator_bind_address': settings.coordinator_bind_address}
   if settings.is_explicit:
     explicit_coordinator = settings.coordinator_address
@@ -90,8 +90,8 @@ def connect(settings: Any, cluster: str, environ: Mapping[str, str]) -> None:
   add_xla_flags(f'--xla_cpu_collective_timeout_seconds={settings.collective_timeout_s}')  # gloo's waits, on CPUs
   logging.info('waiting for the other processes for at most %d s: %s', settings.initialization_timeout_s, connection)
   if settings.is_explicit:
-    _has_called_roll = True
-    call_roll(settings)
+    _has_met = True
+    meet(settings)
   try:
     jax.distributed.initialize(
       heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
@@ -109,9 +109,9 @@ def connect(settings: Any, cluster: str, environ: Mapping[str, str]) -> None:
 
 def report_absence(settings: Any, problem: str) -> None:
   """Tells the processes that wait for this one that it does not come, and why; does nothing where a launcher knows."""
-  if settings.is_explicit and settings.num_processes != 1 and not _has_called_roll:
+  if settings.is_explicit and settings.num_processes != 1 and not _has_met:
     with contextlib.suppress(UserError):  # nobody waits
-      call_roll(settings, problem)
+      meet(settings, problem)
 
 
 def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:
@@ -128,7 +128,7 @@ def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | No
   return tuple(range(len(gpus))) if is_alone and gpus else None
 
 
-def call_roll(settings: Any, problem: str | None = None) -> None:
+def meet(settings: Any, problem: str | None = None) -> None:
   """Returns once all processes have come; with a `problem` of this process, once the others know it.
 
   Raises a UserError: on every process: process 0 cannot listen, an id is given twice, the numbers of processes differ,

@@ -1,15 +1,16 @@
 """The protocol by which other packages add to the core: modes, kinds of experiments, hooks of a training run, formats.
 
-The core trains, evaluates and decodes. Everything else (serving, plans, tuning, the bridges) is a wing: a package that
-the core never imports by name. A wing declares what it adds, and its pyproject.toml names the declaration:
+The core trains, evaluates and decodes. Everything else (serving, plans, tuning, the bridges) is an extension: a package
+that the core never imports by name. An extension declares what it adds, and its pyproject.toml names the declaration:
 
-    WING = Wing(name='census', modes=(Mode(name='census', run='census.counting:run', help='counts the weights'),))
+    COUNT = Mode(name='census', run='census.counting:run', help='counts the weights')
+    EXTENSION = Extension(name='census', modes=(COUNT,))
 
-    [project.entry-points."spmd_tasks.wings"]
-    census = "census:WING"
+    [project.entry-points."spmd_tasks.extensions"]
+    census = "census:EXTENSION"
 
-Our own wings are found in the same way. Declarations are read whenever the binary starts, `--help` included, so the
-module with a declaration imports nothing heavy: code is named as `module:function` and imported when it is called.
+Our own extensions are found in the same way. Declarations are read whenever the binary starts, `--help` included, so
+the module with a declaration imports nothing heavy: code is named as `module:function` and imported when it is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from typing import Any
 
 from spmd_tasks.errors import UserError
 
-ENTRY_POINTS = 'spmd_tasks.wings'  # the group
+ENTRY_POINTS = 'spmd_tasks.extensions'  # the group
 
 # A function, or `module:function`, which is imported when it is called.
 Reference = str | Callable[..., Any]
@@ -96,7 +97,7 @@ class ExperimentKind:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wing:
+class Extension:
   """What a package adds to the core: modes, kinds of experiments, formats of weights, and what follows."""
 
   name: str
@@ -126,17 +127,17 @@ class Wing:
 
 
 @functools.cache
-def wings() -> tuple[Wing, ...]:
-  """The wings of all installed packages. One whose declaration fails is named on stderr and left out."""
+def extensions() -> tuple[Extension, ...]:
+  """The extensions of all installed packages. One whose declaration fails is named on stderr and left out."""
   found = []
   for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
     try:
-      wing = point.load()
-      assert isinstance(wing, Wing), f'{wing!r} is no Wing'
+      extension = point.load()
+      assert isinstance(extension, Extension), f'{extension!r} is no Extension'
     except Exception as error:  # one broken package must not take the others' modes away
-      print(f'spmd-tasks: wing {point.name} ({point.value}) cannot be loaded: {error}', file=sys.stderr)
+      print(f'spmd-tasks: extension {point.name} ({point.value}) cannot be loaded: {error}', file=sys.stderr)
     else:
-      found.append(wing)
+      found.append(extension)
   return tuple(found)
 
 
@@ -154,13 +155,13 @@ def load(reference: Reference) -> Any:
 
 
 def formats() -> tuple[Format, ...]:
-  """The formats of all wings."""
-  return tuple(each for wing in wings() for each in wing.formats)
+  """The formats of all extensions."""
+  return tuple(each for extension in extensions() for each in extension.formats)
 
 
 def kinds() -> tuple[ExperimentKind, ...]:
-  """The kinds of experiments of all wings."""
-  return tuple(each for wing in wings() for each in wing.kinds)
+  """The kinds of experiments of all extensions."""
+  return tuple(each for extension in extensions() for each in extension.kinds)
 
 
 def kind_of(cls: type) -> ExperimentKind | None:
@@ -173,29 +174,29 @@ def kind_of(cls: type) -> ExperimentKind | None:
 
 
 def expand(flags: Any) -> int | None:
-  """Lets each wing say its own flags by those of the core; returns an exit code if that was all."""
-  codes = (call(wing.expand, flags) for wing in wings() if wing.expand is not None)
+  """Lets each extension say its own flags by those of the core; returns an exit code if that was all."""
+  codes = (call(extension.expand, flags) for extension in extensions() if extension.expand is not None)
   return next((code for code in codes if code is not None), None)
 
 
 def keeps_numbers(path: str) -> bool:
-  """Whether a wing says that a field only decides how a job runs."""
-  return any(call(wing.keeps_numbers, path) for wing in wings() if wing.keeps_numbers is not None)
+  """Whether an extension says that a field only decides how a job runs."""
+  return any(call(extension.keeps_numbers, path) for extension in extensions() if extension.keeps_numbers is not None)
 
 
 def prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Returns a job as the wings prepare it for a mode, or raises a UserError if one says that the mode cannot run it."""
-  for wing in wings():
-    if wing.prepare_job is not None:
-      job = call(wing.prepare_job, job, mode, directory)
+  """Returns a job as the extensions prepare it for a mode. Raises a UserError if the mode cannot run it."""
+  for extension in extensions():
+    if extension.prepare_job is not None:
+      job = call(extension.prepare_job, job, mode, directory)
   return job
 
 
 def train_hooks(job: Any) -> Iterator[Any]:
-  """Yields the hooks that wings add to the training of a job."""
-  for wing in wings():
-    if wing.train_hooks is not None:
-      yield from call(wing.train_hooks, job)
+  """Yields the hooks that extensions add to the training of a job."""
+  for extension in extensions():
+    if extension.train_hooks is not None:
+      yield from call(extension.train_hooks, job)
 
 
 def require(extra: str, *packages: str, wants: str) -> None:
