@@ -34,7 +34,7 @@ ROWS = (
   ('hub',),
   ('extensions', 'references'),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
-  ('exit_codes', 'faces', 'interrupt', 'user_code'),
+  ('exit_codes', 'lazy_exports', 'interrupt', 'user_code'),
 )
 EXTENSIONS = ROWS[0]
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
