@@ -33,7 +33,7 @@ class Shared:
     self._kept: deque[tuple[Any, Any]] = deque(maxlen=max_kept)
 
   def __call__(self, *args: Any, **settings: Any) -> Any:
-    asked = [_parts(each) for each in (*args, settings)]
+    asked = [*map(_parts, args), {name: _parts(value) for name, value in settings.items()}]
     place = next((place for place, (known, _) in enumerate(self._kept) if known == asked), None)
     if place is None:
       found = asked, self._function(*args, **settings)

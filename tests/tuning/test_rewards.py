@@ -61,7 +61,7 @@ def goes_on(whole, step, data, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('setting, times, num_steps', [('method=ppo', 2, 6), ('staleness=1', 1, 16)])
+@pytest.mark.parametrize('setting, times, num_steps', [('method=ppo', 2, 6), ('staleness=1', 1, 24)])
 def test_a_job_learns_and_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tmp_path, setting, times, num_steps):
   """Two minibatches, perhaps twice, are the updates of a rollout; the job goes on three steps before its end.
 
@@ -83,7 +83,7 @@ def test_a_job_learns_and_goes_on_in_the_middle_of_a_rollout_to_the_same_bits(tm
   assert (lines[5]['sampler_mismatch'] > 1e-3) == (setting == 'staleness=1')
   if num_steps > 6:
     evals = [json.loads(line) for line in (tmp_path / 'whole/eval_rewards/metrics.jsonl').read_text().splitlines()]
-    assert [line['step'] for line in evals] == [0, 8, 16]
+    assert [line['step'] for line in evals] == [0, 8, 16, 24]
     assert evals[-1]['reward'] > evals[0]['reward'] + 0.3
 
 
