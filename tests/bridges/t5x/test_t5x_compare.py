@@ -54,6 +54,12 @@ def directory(tmp_path_factory):
   return directory
 
 
+@pytest.fixture(autouse=True)
+def own_gradients(monkeypatch):
+  """The script changes attention for its whole process, which other tests share."""
+  monkeypatch.setattr(t5x_compare, 'pass_gradients_as_t5x', lambda: None)
+
+
 def compare(directory, capsys):
   """(exit code, the last line, what is said before) of a run on one device."""
   code = t5x_compare.main([str(directory), '--num_devices', '1'])
