@@ -40,7 +40,7 @@ ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT /
 LONG = {'checkpoints', 'coming_from_pax', 'configuring', 'decoding', 'evaluation', 'hooks', 'inputs', 'layers'}
 LONG |= {'loading', 'mixture_of_experts', 'multi_host', 'operations', 'own_model', 'pipelining', 'planning', 'serving'}
 LONG |= {'verify'}
-KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json'}
+KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json', 'nginx'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent
 
