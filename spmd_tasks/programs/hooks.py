@@ -72,69 +72,69 @@ class FirstState(NamedTuple):
 
 
 class TrainHook:
-  """Base class of hooks: every method does nothing. What a method raises ends the job; a UserError in one sentence.
+  """Base class of hooks, whose methods do nothing. An exception of a method ends the job, a UserError in one sentence.
 
   Attributes:
-    wants_examples: whether it reads the loss's per-example outputs, `outcome.outputs.examples()` of a step and
-      `run.evals.examples` of evals, which are then copied to every process.
+    wants_examples: whether the hook reads the loss's per-example outputs (`outcome.outputs.examples()` of a step and
+      `run.evals.examples` of evals), which are then copied to every process.
   """
 
   wants_examples: bool = False
 
   def prepare(self, run: 'TrainRun') -> None:
-    """Checks what the hook needs, and raises a UserError if it is not there. Nothing may be written yet."""
+    """Checks that the hook has what it needs, and raises a UserError if not. Nothing may be written yet."""
 
   def open(self, run: 'TrainRun') -> None:
-    """Opens files, threads and connections in the directory, now the job's own; `run.stack` closes them at its end."""
+    """Opens files, threads and connections in the claimed job directory; `run.stack` closes them when the job ends."""
 
   def restore(self, run: 'TrainRun', newest_checkpoint: int) -> 'FirstState | None':
-    """Returns a state to go on from instead of the newest checkpoint (-1: there is none); the first answer counts."""
+    """Returns a state to resume from instead of the newest checkpoint (-1: none), or None. The first answer counts."""
     return None
 
   def start(self, run: 'TrainRun') -> None:
-    """Does what needs the first state, of step `run.first_step`, which may be that of the last step."""
+    """Called with the first state, after step `run.first_step`, which may be the last step."""
 
   def batches(self, run: 'TrainRun', iterator: 'InputIterator') -> Any:
-    """Returns what the loop takes its batches from in place of reading the input ahead; the first answer counts.
+    """Returns an iterator of batches in place of a Prefetcher of the input, or None. The first answer counts.
 
-    It is an iterator of (placed batch, position after it) with the attribute `seconds_waited`, as a Prefetcher.
+    It yields (placed batch, position after it) and has the attribute `seconds_waited`, like a Prefetcher.
     """
     return None
 
   def before_loop(self, run: 'TrainRun') -> None:
-    """Does what an earlier process of the job was ended in; all is compiled, and SIGTERM is kept for `should_stop`.
+    """Finishes what an earlier process of the job was stopped in. All is compiled; SIGTERM sets `run.should_stop()`.
 
     Raises PreemptedError if `run.should_stop()` came first.
     """
 
   def needs_state(self, step: int) -> bool:
-    """Returns whether `after_step` reads `run.state` after this step. The next step is launched only then.
+    """Returns whether `after_step` reads `run.state` after this step; the next step is then launched afterwards.
 
-    Decides by `step` alone, so that all processes answer alike. Otherwise the device already computes the next step
-    while the hook runs, and `run.state` raises a RuntimeError.
+    Must depend on `step` alone, so that all processes agree. If no hook needs the state, the device already computes
+    the next step while the hooks run, and `run.state` raises a RuntimeError.
     """
     return False
 
   def before_step(self, run: 'TrainRun', batch: 'dict[str, jax.Array]') -> None:
-    """Looks at the placed batch of the next step, which what it raises prevents; `run.state` needs `needs_state`."""
+    """Called with the placed batch before a step. An exception cancels the step. `run.state` needs `needs_state`."""
 
   def after_first_step(self, run: 'TrainRun') -> None:
-    """Compiles, after this process's first step, what is first needed at an interval: it should fail at the start."""
+    """Called after this process's first step. Compile here what an interval needs later, so that it fails early."""
 
   def after_step(self, run: 'TrainRun', outcome: 'Outcome') -> None:
-    """Does what is due after a step that counts: `outcome.step` updates are applied, its metrics are on the devices.
+    """Called after a step that counts: `outcome.step` updates are applied, and its metrics are on the devices.
 
-    Returns early if `run.should_stop()`: the loop then ends after this step.
+    Return early if `run.should_stop()`; the loop then ends after this step.
     """
 
   def after_skipped_step(self, run: 'TrainRun', outcome: 'Outcome') -> None:
-    """Hears that a step changed nothing, because its loss or a gradient was not finite."""
+    """Called after a skipped step, whose loss or gradients were not finite."""
 
   def after_loop(self, run: 'TrainRun') -> None:
-    """Keeps what is to be kept, whatever has ended the loop; `run.state` is that of `run.step`."""
+    """Called when the loop has ended, for whatever reason. `run.state` is the state after `run.step`."""
 
   def finish(self, run: 'TrainRun') -> None:
-    """Does what is due at the end of a complete training. Raises PreemptedError if `run.should_stop()` came first."""
+    """Called at the end of a complete training. Raises PreemptedError if `run.should_stop()` came first."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
