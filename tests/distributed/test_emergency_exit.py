@@ -145,7 +145,7 @@ def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failur
     MULTI_PROCESS
     + SERVICE
     + textwrap.dedent(f"""
-    departures._PERIOD_S = 3600
+    shutdown._PERIOD_S = 3600
     emergency.watch_departures()
     time.sleep(0.2)
     emergency.attach(RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).describe)

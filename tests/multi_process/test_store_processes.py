@@ -28,13 +28,13 @@ def flags(job_log_dir: epath.PathLike) -> list[str]:
 
 
 def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
-  command = [sys.executable, '-m', 'spmd_tasks.main', *flags(job_log_dir), '--num_fake_devices=2']
+  command = [sys.executable, '-m', 'spmd_tasks.main', *flags(job_log_dir), '--num_fake_devices=4']
   return [[*command, '--set', 'train_input.slow_s=1.0', *own] for own in coordinator_flags(num_processes=2)]
 
 
 @pytest.mark.parametrize('store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True)
 def test_a_job_of_two_processes_is_killed_and_resumed_bit_for_bit(store, tmp_path: Path):
-  with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
+  with Job(commands(store), log_dir=tmp_path, num_devices=4) as job:
     job.wait_for_text(0, 'step 5/', limit_s=START_S)
     while max(read_jsonl(store), default=0) < 5:  # lines are written every second
       time.sleep(0.1)
@@ -43,7 +43,7 @@ def test_a_job_of_two_processes_is_killed_and_resumed_bit_for_bit(store, tmp_pat
     job.wait(deadline_s=DEADLINE_S)
   before = read_jsonl(store)
   assert 5 <= max(before) < 12
-  with Job(commands(store), log_dir=tmp_path, num_devices=2) as job:
+  with Job(commands(store), log_dir=tmp_path, num_devices=4) as job:
     ranks = job.wait(deadline_s=START_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, '\n'.join(rank.log for rank in ranks)
   assert 'resuming after step 4' in ranks[0].log
