@@ -134,7 +134,7 @@ BAD_INPUT = {
   ),
   'eval without a checkpoint': (
     (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job'),
-    ['HERE/job/checkpoints has no checkpoint', 'correct the path, or train first'],
+    ['HERE/job/checkpoints has no checkpoint', 'correct the path, train first, or name weights'],
   ),
   'config that is cut off': (
     ('--config', 'HERE/cut.json', *TRAIN),
@@ -147,7 +147,7 @@ BAD_INPUT = {
   ),
   'origin without a checkpoint': (
     (*TINY, *TRAIN, '--set', 'init_from=HERE/none'),
-    ['HERE/none/checkpoints has no checkpoint that can be read'],
+    ['HERE/none', 'name the --job_log_dir of a job that has saved one'],
   ),
   'origin at a URL': ((*TINY, *TRAIN, '--set', 'init_from=hf:ftp://b/m'), ["'ftp://b/m' is a URL", 'mount other']),
   'more steps than int32': ((*TINY, *TRAIN, '--num_train_steps', f'{10**12}'), ['num_train_steps', 'less than 2,147']),
