@@ -284,7 +284,7 @@ def test_a_job_that_failed_ends_although_a_thread_does_not():
     import threading, time
     from spmd_tasks import main
     main._THREADS_LIMIT_S = 0.2
-    main.run = lambda argv: {exit_codes.FAILED}
+    main._run = lambda argv, called: {exit_codes.FAILED}
     threading.Thread(target=time.sleep, args=(3600,)).start()
     main.main()
   """
@@ -295,7 +295,7 @@ def test_sigterm_while_python_ends_does_not_change_the_exit_code():
   code = """if True:
     import atexit, time
     from spmd_tasks import main
-    main.run = lambda argv: 0
+    main._run = lambda argv, called: 0
     atexit.register(lambda: (print('ending', flush=True), time.sleep(1)))
     main.main()
   """

@@ -87,12 +87,12 @@ def test_logs_and_tracebacks_of_a_process_are_escaped():
   program = f"""
 from spmd_tasks import main
 
-def run(argv):
+def run(argv, called):
   from absl import logging
   logging.warning('%s', {STEERING!r})
   raise ValueError({STEERING!r})
 
-main.run = run
+main._run = run
 main.main()
 """
   ended = binary.run_python(program, fresh=True)
