@@ -73,7 +73,9 @@ _DECODE = 'Write --mode decode_once.'
 
 CORE = Extension(
   name='core',
-  foreign_flags={  # of training scripts in general
+  foreign_flags={  # of training scripts in general, and of earlier versions
+    'supervise': 'The launcher restarts the job: see Launch files in docs/multi_host.md.',
+    'supervisor_address': 'The launcher restarts the job: see Launch files in docs/multi_host.md.',
     **dict.fromkeys(('experiment', 'experiment_name', 'exp_name'), 'Write --exp NAME.'),
     **dict.fromkeys(('steps', 'max_steps', 'num_steps', 'train_steps', 'total_steps'), _STEPS),
     **dict.fromkeys(('epochs', 'num_epochs', 'num_train_epochs'), f'A job counts steps, not epochs. {_STEPS}'),
