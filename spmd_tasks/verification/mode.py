@@ -50,9 +50,9 @@ class Claim:
 CLAIMS: Mapping[str, Claim] = {
   'step': Claim(sentence='a train step gives the numbers of its formulas', cases=step_cases),
   'mesh': Claim(sentence='every mesh gives the numbers of one device, padded or not', cases=mesh_cases),
-  'pipeline': Claim(sentence='a pipeline of any schedule gives those of layers in sequence', cases=pipeline_cases),
+  'pipeline': Claim(sentence='a pipeline of any schedule equals its layers in sequence', cases=pipeline_cases),
   'microbatches': Claim(
-    sentence='microbatches of the learner give those of the full batch, and of each alone', cases=microbatch_cases
+    sentence="the learner's microbatches equal the full batch, and each alone", cases=microbatch_cases
   ),
   'dropout': Claim(sentence='each layer, microbatch and row has a dropout mask of its own', cases=dropout_cases),
   'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),

@@ -31,7 +31,7 @@ FLAGS: dict[str, str] = {
   'num_hosts': 'Write `--num_processes N`.',
   'host_idx': 'Write `--process_id I`.',
   'multiprocess_gpu': 'Processes of Slurm, Kubernetes and Open MPI are found by themselves: leave it out.',
-  'globally_use_hardware_rng': "Random numbers are those of JAX's generator rbg, Paxml's default: leave it out.",
+  'globally_use_hardware_rng': "Random numbers come from JAX's generator rbg, Paxml's default: leave it out.",
   'enable_auto_sharding': 'Weights are sharded as their split dims say: leave it out.',
   'jax_profiler_port': 'Write `--set profile_steps=A,B`, or a number of steps to `JOB_LOG_DIR/profile_now`.',
   'jax_traceback_filtering_option': 'JAX reads the environment variable `JAX_TRACEBACK_FILTERING`.',
