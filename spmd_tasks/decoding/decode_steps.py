@@ -4,7 +4,7 @@
     state = steps.init()
     variables = steps.storage.store(variables)      # the model's, unless the settings have a weights_dtype
     state, first = steps.prefill(variables, state, steps.make_batch(chunks))
-    state, outputs = steps.step(variables, state, keep)
+    state, outputs = steps.step(variables, state, steps.make_inputs(keep))
 
 As in training, stored arrays are padded, and the steps slice variables and caches to their true shapes before they
 compute. The state is donated: it is updated in place. Every process passes the same batches, as host arrays. Outputs
@@ -35,7 +35,7 @@ from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps, own_batch
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
-from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
+from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores, StepInputs
 from spmd_tasks.decoding.weight_storage import (
   WeightStorage,
   find_kernels,
@@ -337,37 +337,56 @@ class DecodeSteps:
       row[: len(each)] = each
     return tables
 
-  def step(
+  def step(self, variables: Variables, state: DecodeState, inputs: StepInputs) -> tuple[DecodeState, Outputs]:
+    """See step_functions.step."""
+    return self._step(inputs)(self.arrange(variables), state, inputs)
+
+  def make_inputs(
     self,
-    variables: Variables,
-    state: DecodeState,
     keep: np.ndarray,
+    *,
     masks: Mapping[int, np.ndarray] | None = None,
     blocks: Mapping[int, Sequence[int]] | None = None,
     drafts: Mapping[int, Sequence[int]] | None = None,
-  ) -> tuple[DecodeState, Outputs]:
-    """See step_functions.step.
+  ) -> StepInputs:
+    """Returns the inputs of the smallest step for these slots, as host arrays.
 
-    `masks` are the token masks of some slots, and without any another program runs. `blocks` are those of the slots to
-    keep, if they have any; None where each slot has its own. `drafts`, of some slots and up to k of each, go without
-    masks, and with other programs; where a model guesses them, they say only how many, or none of a slot that may have
-    some later.
+    Args:
+      keep: bool [N].
+      masks: the token masks of some slots; without any another program runs.
+      blocks: the blocks of the slots to keep; None: each slot has its own.
+      drafts: up to k tokens of some slots, which masks exclude. If a model guesses them, they say only how many; a slot
+        that may have some later has none here.
     """
-    variables = self.arrange(variables)
     (busy,) = np.nonzero(keep)
+    num_slots = self.settings.num_slots
     num_rows = next(rows for rows in self.step_rows if rows >= len(busy))
-    given = (self._mask_rows(masks, self.settings.num_slots),) if masks else ()
-    slots, tables = self._places(busy, num_rows, blocks, by_slot=num_rows == self.settings.num_slots)
-    if not any((drafts or {}).values()) and (masks or not (drafts and self.heads)):
-      if masks and drafts and self.draft is not None:  # it does not guess, but is to know the tokens
-        self.draft.guess(state, keep, slots, tables, None, 0)
-      return self._step(num_rows, masked=bool(masks))(variables, state, keep, slots, tables, *given)
-    assert drafts is not None
-    size = next(each for each in self.draft_sizes(num_rows) if each >= len(busy) + sum(map(len, drafts.values())))
-    rows, of_rows = self._draft_rows(slots, tables, drafts, size)
-    if self.draft is not None:
-      rows = rows.replace(tokens=self.draft.guess(state, keep, slots, tables, rows, self.num_drafts))
-    return self._step(num_rows, draft_rows=size)(variables, state, keep, slots, of_rows, rows)
+    slots, tables = self._places(busy, num_rows, blocks, by_slot=num_rows == num_slots)
+    if drafts and (any(drafts.values()) or (self.heads and not masks)):
+      size = next(size for size in self.draft_sizes(num_rows) if size >= len(busy) + sum(map(len, drafts.values())))
+      rows, tables = self._draft_rows(slots, tables, drafts, size)
+      return StepInputs(keep=keep, slots=slots, tables=tables, drafts=rows)
+    return StepInputs(
+      keep=keep,
+      slots=None if num_rows == num_slots else slots,
+      tables=tables,
+      masks=self._mask_rows(masks, num_slots) if masks else None,
+    )
+
+  def _any_inputs(self, num_rows: int, *, masked: bool = False, draft_rows: int = 0) -> StepInputs:
+    """The inputs of a step of this size that keeps no slot."""
+    num_slots = self.settings.num_slots
+    tables: Any = np.zeros((self.num_parts, -(-num_rows // self.num_parts), self.table_len), np.int32)
+    slots, drafts = np.full(num_rows, num_slots, np.int32), None
+    if draft_rows:
+      drafts, tables = self._draft_rows(slots, tables, {}, draft_rows)
+    return StepInputs(
+      keep=np.zeros(num_slots, np.bool_),
+      slots=None if num_rows == num_slots and not draft_rows else slots,
+      tables=tables,
+      masks=self._mask_rows({}, num_slots) if masked else None,
+      drafts=drafts,
+    )
 
   def _places(
     self, busy: np.ndarray, num_rows: int, blocks: Mapping[int, Sequence[int]] | None, *, by_slot: bool = False
@@ -474,13 +493,14 @@ class DecodeSteps:
   def _compile_all(self, score_prompts: bool, constrain: bool) -> None:
     for num_rows in self.step_rows:
       for masked in (False, True) if constrain else (False,):
-        self._step(num_rows, masked=masked)
+        self._step(self._any_inputs(num_rows, masked=masked))
       for size in self.draft_sizes(num_rows) if self.num_drafts else ():
-        self._step(num_rows, draft_rows=size)
+        inputs = self._any_inputs(num_rows, draft_rows=size)
+        self._step(inputs)
         if self.draft is not None:
-          self.draft.compile(self.abstract_state, num_rows, size, self.num_drafts)
+          self.draft.compile(self.abstract_state, inputs)
       if self.draft is not None and constrain:
-        self.draft.compile(self.abstract_state, num_rows, 1, 0)
+        self.draft.compile(self.abstract_state, self._any_inputs(num_rows))
     for score in (False, True) if score_prompts else (False,):
       for chunks in self.any_chunks(score):
         batch = self.make_batch(chunks, score_prompts=score, masks={} if constrain else None)
@@ -496,7 +516,7 @@ class DecodeSteps:
     """Returns the lowered step of all slots and drafts (jax.stages.Lowered), for inspection and planning."""
     num_rows = self.step_rows[-1]
     draft_rows = self.draft_sizes(num_rows)[-1] if self.num_drafts else 0
-    return self._step(num_rows, draft_rows=draft_rows, make=self._lower_stateful)
+    return self._step(self._any_inputs(num_rows, draft_rows=draft_rows), make=self._lower_stateful)
 
   def bucket(self, length: int) -> int:
     """The shortest bucket that holds a chunk of `length` tokens."""
@@ -538,31 +558,21 @@ class DecodeSteps:
     name = ('prefill', *batch.ids.shape, batch.before is None, batch.targets is None, batch.masks is None)
     return (make or self._compile_stateful)(name, prefill, batch)
 
-  def _step(
-    self, num_rows: int, *, masked: bool = False, draft_rows: int = 0, make: Callable[..., Any] | None = None
-  ) -> Any:
-    def step(padded_variables, padded_state, keep, slots, tables, given=None):
+  def _step(self, inputs: StepInputs, make: Callable[..., Any] | None = None) -> Any:
+    def step(padded_variables, padded_state, inputs):
       state, outputs = step_functions.step(
         self._forward,
         self._true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
-        keep,
-        tables,
-        given if masked else None,
-        None if num_rows == num_slots and not draft_rows else slots,
-        given if draft_rows else None,
+        inputs,
         num_top_logprobs=self.settings.num_top_logprobs,
-        heads=self.heads if masked or draft_rows else (),
+        heads=() if inputs.masks is None and inputs.drafts is None else self.heads,
       )
       return padding.pad(state, self.padded_state), outputs
 
-    num_slots = self.settings.num_slots
-    given = [self._mask_rows({}, num_slots)] if masked else []
-    tables: Any = np.zeros((self.num_parts, -(-num_rows // self.num_parts), self.table_len), np.int32)
-    if draft_rows:
-      *given, tables = self._draft_rows(np.full(num_rows, num_slots), tables, {}, draft_rows)
-    arrays = (np.zeros(num_slots, np.bool_), np.zeros(num_rows, np.int32), tables, *given)
-    return (make or self._compile_stateful)(('step', num_rows, masked, draft_rows), step, *arrays)
+    num_rows = self.settings.num_slots if inputs.slots is None else len(inputs.slots)
+    name = ('step', num_rows, inputs.masks is not None, inputs.drafts and len(inputs.drafts.owners))
+    return (make or self._compile_stateful)(name, step, inputs)
 
   def _mask_rows(self, masks: Mapping[int, np.ndarray], num_rows: int) -> Any:
     return mask_rows(masks, num_rows, self.vocab_size)

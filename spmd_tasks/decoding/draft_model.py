@@ -1,7 +1,8 @@
 """DraftModel: a smaller model that guesses the next tokens of texts, which a step of a larger model then checks.
 
     steps = DecodeSteps(model, settings, draft=DraftModel(model=small, variables=weights))
-    state, outputs = steps.step(variables, state, keep, drafts={0: (0, 0, 0), 2: (0, 0)})     # how many, of which slots
+    inputs = steps.make_inputs(keep, drafts={0: (0, 0, 0), 2: (0, 0)})       # how many drafts, of which slots
+    state, outputs = steps.step(variables, state, steps.draft.guess(state, inputs))
 
 It reads the same prompts into a cache of its own with blocks of the same numbers, so that what is shared, evicted or
 freed is so for both. It keeps nothing else: it goes on from the larger model's newest token, with that model's sampling
@@ -20,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.requests import PrefillBatch
-from spmd_tasks.decoding.step_functions import DecodeState, Forward, step
+from spmd_tasks.decoding.step_functions import DecodeState, Forward, StepInputs, step
 from spmd_tasks.decoding.weight_storage import local_bytes
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
@@ -94,42 +94,42 @@ class DraftSteps:
     """Reads the chunks that the larger model reads."""
     self._state, _ = self.steps.prefill(self._variables, self._state, own_batch(batch))
 
-  def guess(
-    self, state: DecodeState, keep: np.ndarray, slots: np.ndarray, tables: np.ndarray, rows: DraftRows | None, num: int
-  ) -> Any:
-    """Reads the newest tokens of slots, and guesses the next ones.
+  def guess(self, state: DecodeState, inputs: StepInputs) -> StepInputs:
+    """Reads the newest tokens of a step's slots, and guesses the next ones if the step has rows for drafts.
 
     Args:
-      state: of the larger model.
-      keep: bool [N], the slots that are busy.
-      slots: int32 [n], of which as many as are busy stand first, or each at its own place where n is N.
-      tables: int32 [D, n / D, M], their blocks.
-      rows: int32 [R] etc., whose owners are places among these slots; None where num is 0.
-      num: k.
+      state: the state of the larger model.
+      inputs: the inputs of its step.
 
     Returns:
-      int32 [R], the drafts of the rows, on the device; 0 in rows of newest tokens. None without `rows`.
+      The inputs with the drafts, which stay on the device.
     """
-    num_slots = len(keep)
-    whole = len(slots) == num_slots
-    columns = np.zeros(1, np.int32) if rows is None else rows.columns
-    owners = np.zeros(1, np.int32) if rows is None else np.minimum(rows.owners, len(slots) - 1)
-    places = np.minimum(slots[owners], num_slots - 1) if whole else owners
-    of_rows = np.arange(num_slots, dtype=np.int32) if whole else slots
-    given = (state.replace(cache=None), keep, of_rows, tables, columns, places.astype(np.int32))
-    self._state, tokens = self._program(given, num)(self._variables, self._state, *given)
-    return None if rows is None else tokens
+    arguments = self._arguments(state, inputs)
+    self._state, tokens = self._program(inputs, arguments)(self._variables, self._state, *arguments)
+    return inputs if inputs.drafts is None else inputs.replace(drafts=inputs.drafts.replace(tokens=tokens))
 
-  def compile(self, state: DecodeState, num_slots: int, num_rows: int, num: int) -> None:
-    """Compiles a guess for so many slots and rows; `state` has the shapes of the larger model's."""
-    steps = self.steps
-    tables = np.zeros((steps.num_parts, -(-num_slots // steps.num_parts), steps.table_len), np.int32)
-    slots, columns = np.zeros(num_slots, np.int32), np.zeros(num_rows, np.int32)
-    keep = np.zeros(steps.settings.num_slots, np.bool_)
-    self._program((state.replace(cache=None), keep, slots, tables, columns, columns), num)
+  def compile(self, state: DecodeState, inputs: StepInputs) -> None:
+    """Compiles `guess` for inputs of these shapes; `state` has the shapes of the larger model's state."""
+    self._program(inputs, self._arguments(state, inputs))
 
-  def _program(self, given: tuple[Any, ...], num: int) -> Any:
-    return self.steps._compile_stateful(('guess', len(given[2]), num, len(given[4])), self._guess(num), *given)
+  def _arguments(self, state: DecodeState, inputs: StepInputs) -> tuple[Any, ...]:
+    """Returns the arrays that the program takes: the state, `keep`, n slots, their tables, columns and owners of R."""
+    steps, drafts, tables = self.steps, inputs.drafts, inputs.tables
+    num_slots = steps.settings.num_slots
+    slots = inputs.slots
+    if slots is None or len(slots) == num_slots:
+      slots = np.arange(num_slots, dtype=np.int32)
+    if drafts is None:
+      columns = owners = np.zeros(1, np.int32)
+    else:
+      columns, owners = drafts.columns, np.minimum(drafts.owners, len(slots) - 1)
+      tables = drafts.tables_of_slots(tables, steps.num_blocks // steps.num_parts)
+    return (state.replace(cache=None), inputs.keep, slots, tables, columns, owners)
+
+  def _program(self, inputs: StepInputs, arguments: tuple[Any, ...]) -> Any:
+    num = 0 if inputs.drafts is None else inputs.drafts.rows.shape[1] - 1
+    name = ('guess', len(arguments[2]), num, len(arguments[4]))
+    return self.steps._compile_stateful(name, self._guess(num), *arguments)
 
   def _guess(self, num: int) -> Callable[..., Any]:
     steps = self.steps
@@ -143,7 +143,8 @@ class DraftSteps:
       variables = steps._true(padded_variables)
 
       def one(rows: DecodeState, _: Any) -> Any:
-        rows, outputs = step(forward, variables, rows, jnp.ones(len(slots), jnp.bool_), tables)
+        inputs = StepInputs(keep=jnp.ones(len(slots), jnp.bool_), tables=tables)
+        rows, outputs = step(forward, variables, rows, inputs)
         return rows, outputs.tokens
 
       # Once more than there are drafts: the last one may be right, and is then to be in the cache.

@@ -16,6 +16,7 @@ from typing import Any
 
 from flax import struct
 import jax.numpy as jnp
+import numpy as np
 
 _SIZES = (3, 2)  # of n-grams, the longest first
 
@@ -62,6 +63,14 @@ class DraftRows(struct.PyTreeNode):
   tokens: Any
   earlier: Any
   rows: Any
+
+  def tables_of_slots(self, tables: np.ndarray, none: int) -> np.ndarray:
+    """Returns the tables of the n slots, int32 [D, n/D, M], from those of the rows, on the host; `none` fills them."""
+    num_parts, _, size = tables.shape
+    of_slots = np.full((num_parts * -(-len(self.rows) // num_parts), size), none, np.int32)
+    (busy,) = np.nonzero(self.rows[:, 0] < len(self.owners))
+    of_slots[busy] = tables.reshape(-1, size)[self.rows[busy, 0]]
+    return of_slots.reshape(num_parts, -1, size)
 
   def tables_of_texts(self, tables: Any) -> Any:
     """The blocks of the n texts, int32 [D, n/D, M], from those of the rows [D, R/D, M]."""

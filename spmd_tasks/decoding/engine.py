@@ -130,5 +130,10 @@ class ModelEngine:
   ) -> _OnDevice:
     for slot, block in grown:
       self._blocks[slot].append(block)
-    self._state, outputs = self._steps.step(self._arranged, self._state, keep, masks, self._blocks, drafts)
+    inputs = self._steps.make_inputs(keep, masks=masks, blocks=self._blocks, drafts=drafts)
+    draft = self._steps.draft
+    # A draft model guesses nothing beside token masks, but it is to know the tokens.
+    if draft is not None and drafts and (masks or inputs.drafts is not None):
+      inputs = draft.guess(self._state, inputs)
+    self._state, outputs = self._steps.step(self._arranged, self._state, inputs)
     return _OnDevice(outputs)

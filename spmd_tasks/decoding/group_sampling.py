@@ -25,6 +25,7 @@ from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
 from spmd_tasks.decoding.step_functions import (
   DecodeState,
   Forward,
+  StepInputs,
   emit,
   step,
   take_slots,
@@ -145,7 +146,8 @@ def sample_groups(
 
   def advance(rows: Any, carry: Any) -> Any:
     number, state, samples = carry
-    state, outputs = step(forward, variables, state, jnp.ones(len(state.tokens), jnp.bool_))
+    inputs = StepInputs(keep=jnp.ones(len(state.tokens), jnp.bool_))
+    state, outputs = step(forward, variables, state, inputs)
     return number + 1, state, add(samples, number, outputs, rows)
 
   shape = (max_new_tokens, num_rows)

@@ -1,7 +1,7 @@
 """Prefill and step: the computations of decoding, as pure functions of variables, state and host arrays.
 
     state, first = prefill(forward, variables, state, batch)      # prompts into slots, and the first token of each
-    state, outputs = step(forward, variables, state, keep)        # the next token of every slot
+    state, outputs = step(forward, variables, state, inputs)      # the next token of every slot
 
 A long prompt is read in chunks, by one prefill after another; only its last chunk gives the first token.
 
@@ -114,6 +114,25 @@ class Outputs(struct.PyTreeNode):
   prompt_top_logprobs: jax.Array | None = None
 
 
+class StepInputs(struct.PyTreeNode):
+  """What a step takes besides the variables and the state.
+
+  Attributes:
+    keep: bool [N]; slots where it is False become inactive.
+    slots: int32 [n], all different: the slots that a step of n rows computes; ids from N on stand for none. None
+      computes all N.
+    tables: int32 [D, R/D, M], the blocks of each row, see `write_tokens`; None if all of the cache is by slots.
+    masks: uint32 [N, W], the tokens that each slot may take (constraints.py); None allows all.
+    drafts: the R rows of the slots' newest tokens and drafts; None: the rows are the slots.
+  """
+
+  keep: Any
+  slots: Any = None
+  tables: Any = None
+  masks: Any = None
+  drafts: DraftRows | None = None
+
+
 def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int, num_drafts: int = 0) -> DecodeState:
   """The state in which no slot is active; `cache` gives the shapes of the cache (arrays or abstract values)."""
 
@@ -220,24 +239,17 @@ def step(
   forward: Forward,
   variables: Any,
   state: DecodeState,
-  keep: jax.Array,
-  tables: jax.Array | None = None,
-  masks: jax.Array | None = None,
-  slots: jax.Array | None = None,
-  drafts: DraftRows | None = None,
+  inputs: StepInputs,
   *,
   num_top_logprobs: int = 0,
   heads: Sequence[int] = (),
 ) -> tuple[DecodeState, Outputs]:
-  """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead.
+  """Samples the next token of every active slot. Outputs are [N].
 
-  With `masks`, uint32 [N, W], the tokens are those that constraints.py allows. `slots`, int32 [R], all different, are
-  those that may be kept; ids from N on stand for none. Only these rows are computed; None: all N. `tables` has their
-  blocks, see `write_tokens`.
-
-  With `drafts` of slots `slots` the model computes R rows, whose blocks `tables` has; outputs are [k + 1, N], of up to
-  k + 1 tokens of each slot. `heads` of the model have guessed them, if there are any, and guess the next ones.
+  With drafts, outputs are [k + 1, N], up to k + 1 tokens of each slot. If the model has `heads`, they guessed these
+  drafts in the step before, and guess the next ones now.
   """
+  keep, slots, tables, masks, drafts = inputs.keep, inputs.slots, inputs.tables, inputs.masks, inputs.drafts
   kept = state.replace(active=state.active & keep)
   rows = kept.replace(cache=None)
   if slots is not None:

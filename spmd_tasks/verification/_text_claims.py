@@ -157,7 +157,7 @@ def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, n
     table[slot, prompt_length - 1, outputs.top_ids[0]] = outputs.top_logprobs[0]  # by which the first token is drawn
     texts.append([*text, int(outputs.tokens[0])])
   while any(len(text) < length for text in texts):
-    decode_state, outputs = steps.step(variables, decode_state, np.ones(_NUM_TEXTS, np.bool_))
+    decode_state, outputs = steps.step(variables, decode_state, steps.make_inputs(np.ones(_NUM_TEXTS, np.bool_)))
     outputs = jax.device_get(outputs)
     for slot, text in enumerate(texts):
       if outputs.is_valid[slot]:
