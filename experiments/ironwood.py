@@ -5,6 +5,8 @@
 docs/benchmarks/plans_tpu.md has the published seconds. A chip is two devices.
 """
 
+from collections.abc import Mapping
+
 import fiddle as fdl
 
 from spmd_tasks import register
@@ -23,8 +25,10 @@ class Llama70B(lm.Llama70B):
   ici_mesh_shape = (1, 128, 1)
   batch_size = 256
   remat_policy = 'attention'
-  tpu_options = {}
   num_logit_chunks = 1
+
+  def tpu_options(self) -> Mapping[str, str]:
+    return {}
 
 
 @register
@@ -39,9 +43,11 @@ class Llama405B(Llama70B):
   hidden_dims = 53_248
   batch_size = 1536
   remat_policy = 'full_offloaded'
-  tpu_options = {'xla_tpu_enable_offloading_copy_to_sparsecore': 'false'}  # else steps wait for the copies to the hosts
   num_logit_chunks = 4
   learning_rate = 8e-5
+
+  def tpu_options(self) -> Mapping[str, str]:
+    return {'xla_tpu_enable_offloading_copy_to_sparsecore': 'false'}  # else steps wait for the copies to the hosts
 
 
 @register
@@ -55,7 +61,9 @@ class LongLlama70B(lm.Llama70B):
   seq_len = 131_072
   batch_size = 64
   remat_policy = 'attention'
-  tpu_options = {}
+
+  def tpu_options(self) -> Mapping[str, str]:
+    return {}
 
   def language_model(self) -> fdl.Config[LanguageModel]:
     model = fdl.copy_with(super().language_model(), balances_tokens=True)

@@ -67,7 +67,7 @@ class Mixtral8x7B(MoeLanguageModel):
   # A layer's experts, 2.8 GB in bfloat16, are gathered from 128 chips; tokens stay where they are. (Of all chips of a
   # slice, the TPU compiler gathers by an all-reduce, which takes twice as long.)
   mesh = DataExpertModelMesh(num_devices=256, num_expert_partitions=1, num_replicas=2)
-  target = 'v5p:8x8x4'
+  target: str = 'v5p:8x8x4'  # of --mode plan
   vocab_size = 32_000
   model_dims = 4096
   num_layers = 32

@@ -158,7 +158,7 @@ class Workload:
     self.job = self._directory / f'job{number}'
     settings = {'model': self._folder, 'data': self._prompts, 'reward': 'bench_rl:share_of_e'}
     settings |= {'seq_len': self._seq_len, 'max_tokens': NUM_TOKENS, 'batch_size': NUM_ROWS, 'group_size': GROUP}
-    settings |= {'task.learner.num_microbatches': NUM_ROWS // 4, 'log_every_steps': FIRST, 'tensorboard': False}
+    settings |= {'task.learner.num_microbatches': NUM_ROWS // 4, 'log_every_steps': FIRST, 'trackers': ()}
     flags = [part for name, value in settings.items() for part in ('--set', f'{name}={value}')]
     flags += ['--job_log_dir', str(self.job), '--num_train_steps', str(LAST)]
     watched = self.job / 'metrics.jsonl'

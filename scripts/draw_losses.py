@@ -26,7 +26,7 @@ SETTINGS = (
   f'num_train_steps={NUM_STEPS}',
   'log_every_steps=1',
   'checkpoint_every=25',
-  'tensorboard=False',
+  'trackers=()',
 )
 # Directory: experiment, mesh, devices, what the picture calls it. pipeline.StdlibTiny is lm.StdlibTiny with stages.
 RUNS = {

@@ -23,7 +23,7 @@ class Dense(SyntheticLanguageModel):
   batch_size = 16
   remat_policy = 'full'
   learning_rate = 1e-3
-  tensorboard = False
+  trackers = ()
 
   def ffn(self):
     return fdl.Config(FeedForward, hidden_dim=self.hidden_dims, activation='gelu', use_bias=True, dtype=self.dtype)

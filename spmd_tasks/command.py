@@ -211,11 +211,9 @@ class Command:
     return directory
 
   def _distributed_settings(self, experiment: Experiment | None = None) -> DistributedSettings:
-    """The settings of the flags and of the experiment's timeouts, if there is one."""
-    timeouts: dict[str, Any] = {}
-    if experiment is not None:
-      timeouts = {name: getattr(experiment, name) for name in ('heartbeat_timeout_s', 'shutdown_timeout_s')}
-      timeouts['collective_timeout_s'] = math.ceil(experiment.first_step_timeout_s)
-    named = ('coordinator_address', 'num_processes', 'process_id', 'local_device_ids', 'coordinator_bind_address')
-    flags = {name: getattr(self.flags, name) for name in (*named, 'cluster', 'initialization_timeout_s')}
-    return DistributedSettings(**flags, **timeouts)
+    """Returns the settings from the flags; collectives may wait as long as the experiment's first step."""
+    fields = {field.name for field in dataclasses.fields(DistributedSettings)} - {'collective_timeout_s'}
+    settings = DistributedSettings(**{name: getattr(self.flags, name) for name in fields})
+    if experiment is None:
+      return settings
+    return dataclasses.replace(settings, collective_timeout_s=math.ceil(experiment.first_step_timeout_s))

@@ -65,6 +65,15 @@ class Experiment(FrozenFields, abc.ABC):
   # The fields that name the job whose checkpoint `init_from_step` a new job starts from.
   _names_of_start: ClassVar[tuple[str, ...]] = ('init_from',)
   _renamed: ClassVar[Mapping[str, str]] = types.MappingProxyType({'checkpoint_every_steps': 'checkpoint_every'})
+  _removed: ClassVar[Mapping[str, str]] = types.MappingProxyType(
+    {
+      'target': "give --target to --mode plan, or declare the field in the class: target: str = 'v5p:4x4x2'",
+      'tpu_options': 'define the method tpu_options(), or set the environment variable LIBTPU_INIT_ARGS',
+      'heartbeat_timeout_s': 'give the flag --heartbeat_timeout_s',
+      'shutdown_timeout_s': 'give the flag --shutdown_timeout_s',
+      'tensorboard': "set trackers, which is ('tensorboard',) by default; () writes metrics.jsonl alone",
+    }
+  )
 
   # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
@@ -82,13 +91,6 @@ class Experiment(FrozenFields, abc.ABC):
   # The split dim (a name of the axis rules, or a mesh axis) of the largest dim of each kernel that names none itself,
   # as those of Linen's own layers; None: such kernels lie whole on every device.
   default_split_dim: str | None = 'embed'
-
-  # The accelerators that --mode plan plans for, such as 'v5p:4x4x2'. Training ignores this field and uses the devices
-  # of the machine.
-  target: str | None = None
-  # Options of the TPU's compiler for the train step, such as {'xla_tpu_scoped_vmem_limit_kib': '65536'}. They win over
-  # those of runtime/tpu_options.py, and LIBTPU_INIT_ARGS over them. Other devices do without.
-  tpu_options: Mapping[str, str] = FrozenDict()
 
   seed: int = 0
   # Where a new job takes its weights from: the job_log_dir of another job (its newest checkpoint, or that of
@@ -117,10 +119,9 @@ class Experiment(FrozenFields, abc.ABC):
   checkpoint_keep_every_hours: float | None = None
   # The steps [first, last) that JAX's profiler captures.
   profile_steps: tuple[int, int] | None = None
-  # Whether to write event files for TensorBoard; metrics.jsonl is always written.
-  tensorboard: bool = True
-  # Services that get the metrics, too: 'wandb' (Weights & Biases) and 'mlflow'; see docs/operations.md.
-  trackers: tuple[str, ...] = ()
+  # Who gets the metrics beside metrics.jsonl, which is always written: 'tensorboard' (event files), 'wandb' (Weights &
+  # Biases) and 'mlflow'; see docs/operations.md.
+  trackers: tuple[str, ...] = ('tensorboard',)
 
   # How many batches are kept ready on the devices, and how long one may take before the job fails with a hung input.
   prefetch_batches: int = 2
@@ -129,9 +130,6 @@ class Experiment(FrozenFields, abc.ABC):
   # How long a process may make no progress before it ends itself and its peers. The first step includes compilation.
   step_timeout_s: float = 600.0
   first_step_timeout_s: float = 3600.0
-  # How long a peer may send no heartbeat before it counts as dead, and how long to wait for peers at the end.
-  heartbeat_timeout_s: int = 30
-  shutdown_timeout_s: int = 10
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -227,6 +225,14 @@ class Experiment(FrozenFields, abc.ABC):
       axis_names=self.mesh_axis_names, ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape
     )
 
+  @classmethod
+  def fields_of_today(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved values by the field names of today; removed fields are left out."""
+    values = super().fields_of_today(saved)
+    if 'tensorboard' in saved:
+      values['trackers'] = [*['tensorboard'] * bool(saved['tensorboard']), *saved.get('trackers', ())]
+    return values
+
   @abc.abstractmethod
   def task(self) -> Any:
     """The task, or the `fdl.Config` of one: model, loss, learner."""
@@ -256,6 +262,13 @@ class Experiment(FrozenFields, abc.ABC):
   def hooks(self) -> Sequence[Any]:
     """What a training job does beside its steps, after what every job does: TrainHooks of programs/hooks.py."""
     return ()
+
+  def tpu_options(self) -> Mapping[str, str]:
+    """Returns options of the TPU's compiler for the train step, such as {'xla_tpu_scoped_vmem_limit_kib': '65536'}.
+
+    They win over the options in runtime/tpu_options.py, and LIBTPU_INIT_ARGS over both. Other devices ignore them.
+    """
+    return {}
 
   def chat_template(self) -> 'ChatTemplate':
     """The template by which a conversation with the served model becomes text."""
@@ -383,4 +396,4 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       inputs_split_mapping=experiment.inputs_split_mapping,
       default_split_dim=experiment.default_split_dim,
     )
-  return dataclasses.replace(model, tpu_options=experiment.tpu_options) if experiment.tpu_options else model
+  return dataclasses.replace(model, tpu_options=options) if (options := experiment.tpu_options()) else model

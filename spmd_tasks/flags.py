@@ -149,9 +149,12 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
   processes.add_argument(
     '--cluster', metavar='NAME', default='auto', help='the launcher to use; none: a single process'
   )
-  processes.add_argument(
-    '--initialization_timeout_s', type=int, default=300, metavar='S', help='for all processes to connect'
-  )
+  for name, default, text in (
+    ('initialization_timeout_s', 300, 'for all processes to connect'),
+    ('heartbeat_timeout_s', 30, 'without a heartbeat after which a process counts as dead'),
+    ('shutdown_timeout_s', 10, 'to wait for the other processes at the end'),
+  ):
+    processes.add_argument(f'--{name}', type=int, default=default, metavar='S', help=text)
   return parser
 
 

@@ -11,7 +11,7 @@
 Lists become tuples and dicts FrozenDicts. Experiment is one (experiment.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 import dataclasses
 import functools
 import inspect
@@ -59,6 +59,9 @@ class FrozenFields:
 
   # Earlier names of fields, by which a class, an override or a saved config may still set them.
   _renamed: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
+  # Fields that are gone, and what to do instead, for the error of a class or an override that sets one. Saved values of
+  # them are ignored. A subclass may declare a field of the name.
+  _removed: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
   _fields_set_here: ClassVar[frozenset[str]] = frozenset()
   _given: ClassVar[frozenset[str]]  # of each object: the fields that its constructor was given
 
@@ -73,6 +76,19 @@ class FrozenFields:
       return 0
     setters = (vars(cls).get('_fields_set_here', ()) for cls in type(self).__mro__)
     return next((rank for rank, names in enumerate(setters, 1) if name in names), math.inf)
+
+  @classmethod
+  def fields_of_today(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved values by the field names of today; removed fields are left out."""
+    values = {cls._renamed.get(name, name): value for name, value in saved.items()}
+    removed = cls._removed.keys() - {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in values.items() if name not in removed}
+
+  @classmethod
+  def refuse_removed(cls, name: str, fields: Container[str]) -> None:
+    """Raises a UserError if `name` is a field that is gone, and none of `fields`."""
+    if name in cls._removed and name not in fields:
+      raise UserError(f'{cls.__qualname__} has no field {name!r} any more: {cls._removed[name]}.')
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
@@ -96,6 +112,8 @@ class FrozenFields:
           f'{cls.__qualname__}.{name} is a property of a base, so that the field needs a default: `{name}: ... = ...`.'
         )
     for name, value in list(vars(cls).items()):
+      if _is_plain_value(name, value):
+        cls.refuse_removed(name, {*inherited, *annotations})
       if name in inherited:
         if isinstance(value, (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)):
           raise UserError(

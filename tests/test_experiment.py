@@ -9,6 +9,7 @@ from flax.core import FrozenDict
 import pytest
 
 from spmd_tasks.config import resolve
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, duration_s
 from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
@@ -160,6 +161,21 @@ def test_a_field_is_set_by_its_earlier_name_too():
     checkpoint_every_steps = None
 
   assert (Old().checkpoint_every, Older().checkpoint_every) == (7, None)
+
+
+def test_a_field_that_is_gone_says_what_to_set_instead():
+  with pytest.raises(UserError, match='trackers'):
+
+    class Quiet(Base):
+      tensorboard = False
+
+  class Podded(Base):
+    target: str = 'v5p:4x4x2'
+
+  class OnH200(Podded):
+    target = 'h200:8'
+
+  assert OnH200().target == 'h200:8'
 
 
 def test_a_mesh_axis_takes_the_place_of_a_default_rule_of_its_name():

@@ -52,7 +52,7 @@ def test_what_an_experiment_uses(bare, tmp_path, extra, use):
 
 
 def test_without_tensorboard_metrics_are_written_all_the_same(bare, tmp_path):
-  writer = make_writer(epath.Path(tmp_path), tensorboard=True, primary=True)
+  writer = make_writer(epath.Path(tmp_path), trackers=('tensorboard',), primary=True)
   writer.write(1, {'loss': 2.0})
   writer.close()
   assert [path.name for path in tmp_path.iterdir()] == ['metrics.jsonl']

@@ -225,7 +225,7 @@ class Mine(Tiny):
   hidden_dims = 4
   num_layers = 1
   num_train_steps = 3
-  tensorboard = False
+  trackers = ()
 
 
 class Broken(Tiny):

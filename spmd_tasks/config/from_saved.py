@@ -83,8 +83,8 @@ def from_json(
   cls = adapted(cls, timeouts, prepare)
   config = fdl.Config(cls)
   of_parts = {path: value for path, value in saved['config'].items() if path.split('.')[0] in PARTS}
-  renamed = cls._renamed
-  of_experiment = {renamed.get(path, path): value for path, value in saved['config'].items() if path not in of_parts}
+  fields = {path: value for path, value in saved['config'].items() if path not in of_parts}
+  of_experiment = cls.fields_of_today(fields)
   config = apply_changes(config, checked(_changes_to(config, of_experiment)))
   for name in MESH_FIELDS:
     if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
@@ -99,7 +99,7 @@ def from_json(
     config,
     changes,
     overrides,
-    earlier={renamed.get(path, path): value for path, value in saved['overrides'].items()},
+    earlier=cls.fields_of_today(saved['overrides']),
     checked=checked,
     code_directories=[*directories, *references.directories_of(cls)],
   )

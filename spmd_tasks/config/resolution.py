@@ -45,8 +45,8 @@ from spmd_tasks.inputs.base import is_input
 ConfigPath = tuple[str, ...]
 Prepare = Callable[[Experiment], None]
 PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
-# The timeouts of an experiment, which no experiment of another framework decides.
-TIMEOUTS = ('heartbeat_timeout_s', 'shutdown_timeout_s', 'first_step_timeout_s')
+# Fields that connecting the processes reads, before an experiment of another framework is adapted.
+TIMEOUTS = ('first_step_timeout_s',)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,6 +177,8 @@ def resolve_changed(
     code_directories: of the ResolvedConfig.
   """
   split = [((cls._renamed.get(path[0], path[0]), *path[1:]), text) for path, text in map(split_override, overrides)]
+  for path, _ in split:
+    cls.refuse_removed(path[0], fields_of(config))
   on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
   on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
   changes = checked({path: parse_override(config, path, text) for path, text in on_experiment})

@@ -33,10 +33,10 @@ def run(command: Command) -> int:
   def start_devices(experiment: Experiment) -> None:
     # The experiment's inputs may ask JAX for its devices, so it starts before they are made: with those of the plan.
     nonlocal target
-    text = flags.target or experiment.target
+    text = flags.target or getattr(experiment, 'target', None)
     if text is None:
       raise UserError(
-        'no target is named and the experiment has none of its own: give --target, such as v5p:4x4x2, v5e:8x4, '
+        'no target is named and the experiment has no field `target`: give --target, such as v5p:4x4x2, v5e:8x4, '
         'h200:8 or cpu for fake devices.'
       )
     target = parse_target(text, num_cpu_devices=mesh_devices(experiment))

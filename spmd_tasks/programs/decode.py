@@ -102,9 +102,9 @@ def decode(
     else:
       progress = Progress(len(sources), 0, primary=is_primary())
       reader.stack.callback(progress.close)
-      tensorboard = job.experiment.tensorboard
+      trackers = job.experiment.trackers
       decoder = task.make_decoder(
-        model, sources, job_log_dir, tensorboard=tensorboard, on_batch=on_step, report=progress.message
+        model, sources, job_log_dir, trackers=trackers, on_batch=on_step, report=progress.message
       )
     part = model.task.decoding_variables
     try:
@@ -162,7 +162,7 @@ class Decoder:
     self._directory = job_log_dir / 'decode'
     self._output_path = output_path
     self._on_step = on_step
-    self._tensorboard = job.experiment.tensorboard
+    self._trackers = job.experiment.trackers
     self._tokenizer = PromptTokenizer(steps=steps, tokenizer=job.tokenizer, seed=job.experiment.seed)
     self._wanted: dict[str, list[_PromptRequest]] = {}
     for name, source in sources.items():
@@ -224,7 +224,7 @@ class Decoder:
       metrics = _metrics(len(wanted) - first, made, time.perf_counter() - began)
       lost = ''
       try:
-        writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
+        writer = make_writer(directory, trackers=self._trackers, primary=is_primary())
         writer.write(step, metrics, place)
         writer.close()
       except StorageError as error:  # the outputs of another user's job are in a file of one's own

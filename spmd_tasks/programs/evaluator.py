@@ -50,7 +50,7 @@ class Evaluator:
     self._inputs = job.eval_inputs
     self.names = list(self._inputs)  # of the eval sets
     self._job_log_dir = job_log_dir
-    self._tensorboard = job.experiment.tensorboard
+    self._trackers = job.experiment.trackers
     self._input_timeout_s = job.experiment.input_timeout_s
     self._limit_batches = job.experiment.eval_limit_batches
     judges = {name: getattr(each, 'judge', None) for name, each in self._inputs.items()}
@@ -129,7 +129,7 @@ class Evaluator:
   def _writer(self, name: str) -> MultiWriter:
     """Returns the set's writer, made on first use: a run that ends before its first eval writes nothing."""
     if name not in self._writers:
-      self._writers[name] = make_writer(self._directory(name), tensorboard=self._tensorboard, primary=is_primary())
+      self._writers[name] = make_writer(self._directory(name), trackers=self._trackers, primary=is_primary())
     return self._writers[name]
 
   def _directory(self, name: str) -> epath.Path:

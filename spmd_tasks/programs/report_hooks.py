@@ -92,7 +92,7 @@ class LogMetrics(TrainHook):
     """A collective call."""
     loss = getattr(run.job.task, 'loss', None)  # Pax' tasks have none
     self._is_own_loss = loss is not None and is_own(loss)
-    self._writer = make_writer(run.job_log_dir, tensorboard=run.experiment.tensorboard, primary=is_primary())
+    self._writer = make_writer(run.job_log_dir, trackers=run.experiment.trackers, primary=is_primary())
     run.stack.callback(self._writer.close)
     counted, number = count_batch(run.model.input_layout.spec)
     peak, self._num_uneven = None, 1

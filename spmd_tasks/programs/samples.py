@@ -85,7 +85,7 @@ class Sample(TrainHook):
   def start(self, run: TrainRun) -> None:
     directory = run.job_log_dir / SAMPLES_DIRECTORY
     self._path, self._events = directory / SAMPLES_FILE, None
-    if run.experiment.tensorboard and is_primary() and can_write_events():
+    if 'tensorboard' in run.experiment.trackers and is_primary() and can_write_events():
       self._events = TensorBoardWriter(directory)
       run.stack.callback(self._events.close)
     cut = functools.partial(_cut_off, self._path, run.first_step)

@@ -1,6 +1,6 @@
 """Track: the hook that also gives a job's metrics to Weights & Biases and to MLflow.
 
-    spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --set 'trackers=("wandb", "mlflow")'
+    spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --set trackers=wandb,mlflow
 
 Both are configured by their own environment variables: WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI,
 MLFLOW_EXPERIMENT_NAME. A job that goes on continues the same run, whose id is in <job_log_dir>/trackers.json. A service
@@ -103,9 +103,11 @@ class Track(TrainHook):
 
   def prepare(self, run: TrainRun) -> None:
     """Raises a UserError for a tracker that is not known or not installed."""
-    for name in run.experiment.trackers:
+    self._services = [name for name in run.experiment.trackers if name != 'tensorboard']
+    for name in self._services:
       if name not in TRACKERS:
-        raise UserError(f'trackers = {run.experiment.trackers} has {name!r}: the known ones are {", ".join(TRACKERS)}.')
+        known = ', '.join(('tensorboard', *TRACKERS))
+        raise UserError(f'trackers = {run.experiment.trackers} has {name!r}: the known ones are {known}.')
       require(name, name, wants=f'trackers = {run.experiment.trackers}')
 
   def start(self, run: TrainRun) -> None:
@@ -117,7 +119,7 @@ class Track(TrainHook):
     ids = json.loads(read_text(path)) if path.exists() else {}
     config = json.loads(read_text(run.job_log_dir / 'config.json'))['config']
     directory = tempfile.mkdtemp(prefix='spmd_tasks_') if is_remote(run.job_log_dir) else str(run.job_log_dir)
-    for name in run.experiment.trackers:
+    for name in self._services:
       with self._kept_apart(run, name):
         tracker = self._trackers[name] = TRACKERS[name](run.job.name, config, directory, ids.get(name))
         ids[name] = tracker.id

@@ -43,7 +43,7 @@ def job_hooks(job: Job) -> tuple[TrainHook, ...]:
     CountGoodput(),  # first: the time of the others is not that of steps
     ShowProgress(),
     *extensions.train_hooks(job),
-    *_if_asked(job.experiment.trackers or None, 'spmd_tasks.programs.trackers:Track'),
+    *_if_asked({*job.experiment.trackers} - {'tensorboard'} or None, 'spmd_tasks.programs.trackers:Track'),
     LogMetrics(),
     SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and one that fails loses nothing
     Evaluate(),

@@ -207,11 +207,14 @@ def can_write_events() -> bool:
   return True
 
 
-def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> MultiWriter:
-  """Makes the writers of one metrics directory; only the primary process (index 0) writes."""
+def make_writer(directory: epath.Path, *, trackers: Sequence[str], primary: bool) -> MultiWriter:
+  """Makes the writers of a directory: of metrics.jsonl, and of event files if 'tensorboard' is one of the trackers.
+
+  Only the primary process (index 0) writes.
+  """
   if not primary:
     return MultiWriter([])
   writers: list[JsonlWriter | TensorBoardWriter] = [JsonlWriter(directory)]
-  if tensorboard and can_write_events():
+  if 'tensorboard' in trackers and can_write_events():
     writers.append(TensorBoardWriter(directory))
   return MultiWriter(writers)

@@ -105,7 +105,7 @@ class MakeRollouts(TrainHook):
       self._reference = initial_state(run.model, run.experiment)[0].variables
     if self._eval_records is not None:
       directory = run.job_log_dir / 'eval_rewards'
-      self._writer = make_writer(directory, tensorboard=run.experiment.tensorboard, primary=is_primary())
+      self._writer = make_writer(directory, trackers=run.experiment.trackers, primary=is_primary())
       run.stack.callback(self._writer.close)
 
   def batches(self, run: TrainRun, iterator: Any) -> Any:

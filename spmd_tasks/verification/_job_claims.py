@@ -109,7 +109,7 @@ class _EvalSet(OtherBatches):
 
 
 def _compare_job(bench: Bench) -> Verdict:
-  job = build_job(bench.source, Setting(overrides=('tensorboard=False',)))
+  job = build_job(bench.source, Setting(overrides=('trackers=()',)))
   inputs = dict(job.eval_inputs) or {'train': job.train_input}
   sets = {name: _EvalSet(each, bench.seed) for name, each in inputs.items()}
   job = dataclasses.replace(job, eval_inputs=sets)
@@ -145,7 +145,7 @@ def _run_in_two_parts(bench: Bench, job: Job) -> _Recorder:
   with tempfile.TemporaryDirectory(prefix='spmd_tasks_verify_') as directory:
     for num_steps in (_STOPPED_AFTER, _NUM_STEPS):
       # The learning rate stays that of the whole job, for the task is.
-      overrides = ('tensorboard=False', f'num_train_steps={num_steps}')
+      overrides = ('trackers=()', f'num_train_steps={num_steps}')
       part = dataclasses.replace(job, experiment=build_job(bench.source, Setting(overrides=overrides)).experiment)
       with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         code = train.train(

@@ -22,6 +22,7 @@ from spmd_tasks.config.changes import diff
 from spmd_tasks.config.encoding import encode, show
 from spmd_tasks.config.from_saved import decode, from_json
 from spmd_tasks.config.saved_config import format_config
+from spmd_tasks.errors import UserError
 
 
 def through_text(saved):
@@ -189,6 +190,22 @@ def test_an_override_and_a_saved_config_may_have_the_earlier_name_of_a_field():
   again = from_json(saved)
   assert again.experiment.checkpoint_every == again.overrides['checkpoint_every'] == 9
   assert from_json(saved, ['checkpoint_every_steps=2h']).experiment.checkpoint_every == '2h'
+
+
+@pytest.mark.parametrize(
+  'old, trackers',
+  [({'tensorboard': True}, ('tensorboard',)), ({'tensorboard': False, 'trackers': ['wandb']}, ('wandb',))],
+)
+def test_fields_that_are_gone_are_read_from_a_save_and_refused_as_overrides(old, trackers):
+  saved = through_text(to_json(resolve(Small)))
+  del saved['config']['trackers']
+  saved['config'] |= {'heartbeat_timeout_s': 30, 'target': 'h200:8', 'tpu_options': {'dict': {'a': 'b'}}} | old
+  saved['overrides'] = {'shutdown_timeout_s': 9}
+  again = from_json(saved)
+  assert again.experiment.trackers == trackers
+  assert again.overrides == {}
+  with pytest.raises(UserError, match='give the flag --heartbeat_timeout_s'):
+    from_json(saved, ['heartbeat_timeout_s=9'])
 
 
 def test_defaults_that_changed_since_are_taken_from_the_save(monkeypatch):

@@ -155,8 +155,6 @@ class Pair(Plain):
 
   ici_mesh_shape = (1, 2, 2)
   step_timeout_s = 20.0
-  heartbeat_timeout_s = 15
-  shutdown_timeout_s = 5
 
 
 class PairText(Pair, Text):

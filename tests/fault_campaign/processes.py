@@ -26,7 +26,8 @@ from tests.fault_campaign.kills import CHANGES, PLACES, signal_at_place
 from tests.fault_campaign.scene import DEADLINE_S, Ended, Scene, Started
 from tests.multi_process.launch import coordinator_flags
 
-# From a fault until the last process is gone: the limits of `Pair` and 30 s.
+LIMITS = ('--heartbeat_timeout_s', 15, '--shutdown_timeout_s', 5)
+# From a fault until the last process is gone: the limits above and of `Pair`, and 30 s.
 END_LIMIT_S = 60.0
 GOOD_ENDS = (exit_codes.FAILED, exit_codes.STUCK, exit_codes.PEER_FAILED, -signal.SIGABRT)
 
@@ -40,7 +41,9 @@ class Pair:
     self.ranks: list[Started] = []
     for rank, own in enumerate(coordinator_flags(num_processes=2)):
       name = scene.free_name(f'rank_{rank}')
-      self.ranks.append(scene.start(*scene.command(mode), *flags, *own, points=points.get(rank, ()), name=name))
+      self.ranks.append(
+        scene.start(*scene.command(mode), *LIMITS, *flags, *own, points=points.get(rank, ()), name=name)
+      )
 
   def finish(self, limit_s: float = END_LIMIT_S) -> list[Ended]:
     """Waits for both; the ends must lie within the limit of one another."""

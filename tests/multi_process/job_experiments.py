@@ -50,9 +50,7 @@ class Light(Regression):
 
   ici_mesh_shape = (1, 4, 2)
   step_timeout_s = 15.0
-  heartbeat_timeout_s = 10
-  shutdown_timeout_s = 5
-  tensorboard = False
+  trackers = ()
   log_every_steps = 1
   checkpoint_every = 5
 
@@ -80,7 +78,7 @@ class Plain(Shapes):
 
   num_train_steps = 12
   log_every_steps = 1
-  tensorboard = False
+  trackers = ()
   step_timeout_s = 60.0
 
   def eval_inputs(self):

@@ -29,7 +29,8 @@ def own_flags(job_log_dir: Path, *flags: str, exp: str = 'Dropout') -> list[str]
 def commands(job_log_dir: Path, *flags: str, exp: str = 'Dropout') -> list[list[str]]:
   """The commands of two processes of four devices."""
   command = [sys.executable, '-m', 'spmd_tasks.main', *own_flags(job_log_dir, *flags, exp=exp), '--num_fake_devices=4']
-  return [command + rank_flags for rank_flags in coordinator_flags(num_processes=2)]
+  limits = ['--heartbeat_timeout_s=10', '--shutdown_timeout_s=5']
+  return [command + limits + rank_flags for rank_flags in coordinator_flags(num_processes=2)]
 
 
 def train_alone(job_log_dir: Path, *flags: str, exp: str = 'Dropout') -> None:

@@ -29,7 +29,8 @@ def flags(job_log_dir: epath.PathLike) -> list[str]:
 
 def commands(job_log_dir: epath.PathLike) -> list[list[str]]:
   command = [sys.executable, '-m', 'spmd_tasks.main', *flags(job_log_dir), '--num_fake_devices=4']
-  return [[*command, '--set', 'train_input.slow_s=1.0', *own] for own in coordinator_flags(num_processes=2)]
+  command += ['--heartbeat_timeout_s=10', '--shutdown_timeout_s=5', '--set', 'train_input.slow_s=1.0']
+  return [[*command, *own] for own in coordinator_flags(num_processes=2)]
 
 
 @pytest.mark.parametrize('store', ['gs', pytest.param('s3', marks=pytest.mark.exhaustive)], indirect=True)

@@ -81,7 +81,7 @@ def differences(golden: dict, made: dict) -> list[str]:
 def test_the_plan_is_what_its_golden_file_says(name, target):
   path = GOLDEN / f'{name}.json'
   job = resolve(name, ()).build()
-  text = target or job.experiment.target
+  text = target or getattr(job.experiment, 'target', None)
   platform = parse_target(text).chip.platform
   if not has_compiler(platform):
     pytest.skip(f"the compiler for {text} is not installed: pip install '.[plan-{platform}]'")
@@ -112,7 +112,7 @@ def test_every_recipe_for_a_pod_names_its_target():
     experiment = resolve(name, overrides).experiment
     is_pod = (mesh_devices(experiment) or 0) >= MIN_POD
     assert is_pod == (name in RECIPES), name
-    assert (experiment.target is not None) == (name in RECIPES + NODES), name
-    if experiment.target is not None:
+    assert hasattr(experiment, 'target') == (name in RECIPES + NODES), name
+    if hasattr(experiment, 'target'):
       target = parse_target(experiment.target)
       assert target.num_devices == mesh_devices(experiment)

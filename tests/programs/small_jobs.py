@@ -35,7 +35,7 @@ class Small(SyntheticLanguageModel):
   checkpoint_every = 2
   checkpoint_max_to_keep = 100
   eval_every_steps = 8
-  tensorboard = False
+  trackers = ()
 
   def task(self):
     task = super().task()

@@ -16,7 +16,7 @@ from tests import binary
 from tests.programs.plain_experiment import Shapes, batches
 
 NAME = 'tests.programs.plain_experiment.Shapes'
-FLAGS = ('--exp', NAME, '--mode', 'train', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
+FLAGS = ('--exp', NAME, '--mode', 'train', '--set', 'log_every_steps=1', '--set', 'trackers=()')
 
 
 def test_the_file_has_at_most_25_lines():

@@ -78,7 +78,7 @@ def test_another_mesh_goes_on_with_the_same_numbers(finished_job, tmp_path):
 def test_a_job_of_an_older_version_goes_on_as_if_it_had_not_been_interrupted(tmp_path):
   shutil.copytree(OLD, tmp_path / 'resumed')
   for name in ('resumed', 'whole'):
-    flags = ('--set', 'tensorboard=false', '--accept_config_changes')
+    flags = ('--set', 'trackers=()', '--accept_config_changes')
     assert train(tmp_path / name, *flags, exp='synthetic.Uneven') == 0
   losses, undisturbed = (binary.column(tmp_path / name, 'loss') for name in ('resumed', 'whole'))
   assert list(losses) == list(range(1, 21))

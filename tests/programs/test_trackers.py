@@ -47,7 +47,7 @@ def losses_of(directory) -> tuple[dict[int, float], dict[int, float]]:
 
 def test_a_tracker_that_is_not_known_is_refused(tmp_path, capsys):
   assert run_in_process(*JOB, '--job_log_dir', tmp_path / 'job', '--set', "trackers=('comet',)") == exit_codes.USAGE
-  assert "has 'comet': the known ones are wandb, mlflow" in capsys.readouterr().err
+  assert "has 'comet': the known ones are tensorboard, wandb, mlflow" in capsys.readouterr().err
   assert not (tmp_path / 'job').exists()
 
 

@@ -26,7 +26,7 @@ class PipelinedExperts(PipelinedLanguageModel, MoeLanguageModel):
   num_train_steps = 12
   log_every_steps = 1
   checkpoint_every = 4
-  tensorboard = False
+  trackers = ()
 
   def tokenizer(self):
     return fdl.Config(ByteTokenizer)

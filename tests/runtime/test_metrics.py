@@ -22,7 +22,7 @@ STEPS = {
 @pytest.fixture
 def directory(tmp_path):
   directory = epath.Path(tmp_path)
-  writer = make_writer(directory, tensorboard=True, primary=True)
+  writer = make_writer(directory, trackers=('tensorboard',), primary=True)
   for step, metrics in STEPS.items():
     writer.write(step, metrics)
   writer.close()
@@ -34,7 +34,7 @@ def test_a_copy_by_hard_links_logs_into_files_of_its_own(directory, tmp_path):
   copy.mkdir()
   before = (directory / 'metrics.jsonl').read_bytes()
   os.link(directory / 'metrics.jsonl', copy / 'metrics.jsonl')
-  writer = make_writer(copy, tensorboard=False, primary=True)
+  writer = make_writer(copy, trackers=(), primary=True)
   writer.write(3, {'loss': 1.0})
   writer.close()
   assert (directory / 'metrics.jsonl').read_bytes() == before
@@ -77,7 +77,7 @@ def test_events_have_a_scalar_per_expert_and_a_histogram(directory):
 
 def test_what_is_not_finite_is_written_all_the_same(tmp_path):
   directory = epath.Path(tmp_path)
-  writer = make_writer(directory, tensorboard=True, primary=True)
+  writer = make_writer(directory, trackers=('tensorboard',), primary=True)
   writer.write(3, {'loss': math.inf, 'expert_load': [math.nan, -math.inf, 1.0]})
   writer.close()
   assert json.loads((directory / 'metrics.jsonl').read_text())['expert_load'] == ['nan', '-inf', 1.0]
@@ -101,7 +101,7 @@ def test_texts(tmp_path):
 def test_an_interrupted_line_is_dropped_and_the_last_of_a_step_counts(directory):
   with (directory / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 3, "expert_l')
-  writer = make_writer(directory, tensorboard=False, primary=True)
+  writer = make_writer(directory, trackers=(), primary=True)
   writer.write(2, {'loss': 5.0, 'expert_load': [1.0]})
   writer.close()
   records = read_jsonl(directory)
@@ -110,7 +110,7 @@ def test_an_interrupted_line_is_dropped_and_the_last_of_a_step_counts(directory)
 
 
 def test_only_the_primary_process_writes(tmp_path):
-  writer = make_writer(epath.Path(tmp_path / 'job'), tensorboard=True, primary=False)
+  writer = make_writer(epath.Path(tmp_path / 'job'), trackers=('tensorboard',), primary=False)
   writer.write(1, STEPS[1])
   writer.close()
   assert not (tmp_path / 'job').exists()
@@ -136,7 +136,7 @@ def test_a_bad_line_is_skipped_by_readers_and_set_aside_by_the_next_writer(direc
   assert list(read_jsonl(directory)) == [1, 2]
   assert [record['loss'] for record in read_jsonl(directory).values()] == [1 / 3, 2 / 3]
   for _ in range(2):
-    make_writer(directory, tensorboard=False, primary=True).close()
+    make_writer(directory, trackers=(), primary=True).close()
   assert path.read_bytes() == b''.join(lines)
   assert (directory / 'metrics.jsonl.bad_lines').read_bytes() == bad
   assert caplog.text.count('moved to metrics.jsonl.bad_lines') == 1
@@ -146,7 +146,7 @@ def test_a_bad_line_is_skipped_by_readers_and_set_aside_by_the_next_writer(direc
 def test_an_unfinished_last_line_is_dropped_and_one_without_its_newline_is_kept(directory, end, kept):
   path = directory / 'metrics.jsonl'
   path.write_bytes(path.read_bytes() + end)
-  writer = make_writer(directory, tensorboard=False, primary=True)
+  writer = make_writer(directory, trackers=(), primary=True)
   writer.write(9, {'loss': 1})
   writer.close()
   assert list(read_jsonl(directory)) == [*range(1, kept + 1), 9]

@@ -24,7 +24,7 @@ from tests.serving.served import client_of_binary, one_device
 
 MODEL = 'lm.UnevenTiny'
 SHAPE = ('--exp', MODEL, '--num_train_steps', 3)
-for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2', 'tensorboard=False'):
+for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2', 'trackers=()'):
   SHAPE += ('--set', _setting)
 SHAPE += ('--set', 'eval_every_steps=None', '--set', 'eval_batches=1')
 

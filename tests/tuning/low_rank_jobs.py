@@ -16,7 +16,7 @@ class SmallOfAll(PretrainedLanguageModel):
   num_train_steps = 4
   log_every_steps = 1
   checkpoint_every = 2
-  tensorboard = False
+  trackers = ()
 
   def train_input(self):
     return fdl.Config(SyntheticText, vocab_size=259, batch_size=self.batch_size, seq_len=self.seq_len)

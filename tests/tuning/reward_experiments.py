@@ -96,7 +96,7 @@ class Job(RewardTuning, DenseLanguageModel):
   max_tokens = 12
   num_train_steps = 4
   log_every_steps = 1
-  tensorboard = False
+  trackers = ()
 
   def optimizer(self):
     return fdl.Config(AdamW, learning_rate=0.02)

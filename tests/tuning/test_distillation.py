@@ -90,7 +90,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(folders, tmp_path):
 def test_a_job_learns_from_the_teacher_what_it_samples_itself(folders, tmp_path):
   """Rows are the model's own texts, of prompts without answers; the divergence of each step is that of its samples."""
   (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps({'prompt': text}) + '\n' for text in ('the cat', 'a dog')))
-  settings = [f'model={folders[0]}', f'teacher={folders[1]}', f'data={tmp_path / "prompts.jsonl"}', 'tensorboard=False']
+  settings = [f'model={folders[0]}', f'teacher={folders[1]}', f'data={tmp_path / "prompts.jsonl"}', 'trackers=()']
   settings += ['batch_size=16', 'seq_len=16', 'max_tokens=8', 'num_rollout_slots=16', 'log_every_steps=1', 'beta=1.0']
   flags = [flag for setting in (*settings, 'learning_rate=1e-2', 'teacher_top_k=300') for flag in ('--set', setting)]
   directory = tmp_path / 'job'

@@ -23,7 +23,7 @@ TEMPLATE = (
   "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
   '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
 )
-SMALL = ('seq_len=64', 'batch_size=4', 'tensorboard=False', 'log_every_steps=1', 'prefetch_batches=1')
+SMALL = ('seq_len=64', 'batch_size=4', 'trackers=()', 'log_every_steps=1', 'prefetch_batches=1')
 SCHEDULE = tuple(f'task.learner.optimizer.learning_rate.{each}' for each in ('warmup_steps=0', 'total_steps=600'))
 
 

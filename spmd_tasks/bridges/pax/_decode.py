@@ -1,6 +1,6 @@
 """PaxDecoder: decodes the datasets of a Pax experiment by the model's own `decode`, and writes what Paxml writes.
 
-    decoder = PaxDecoder(model, job.decode_inputs, job_log_dir, tensorboard=True, on_batch=..., report=print)
+    decoder = PaxDecoder(model, job.decode_inputs, job_log_dir, trackers=('tensorboard',), on_batch=..., report=print)
     decoder.run('valid', variables, step)
 
     <job_log_dir>/decoder_out/<dataset>/decoder_out_<step>_shard_0.jsonl    a value of process_decode_out on each line
@@ -15,7 +15,7 @@ processes and writes the outputs of all processes, as in Paxml.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -56,7 +56,7 @@ class PaxDecoder:
   inputs: Mapping[str, PaxInput]
   job_log_dir: epath.Path
   _: dataclasses.KW_ONLY
-  tensorboard: bool
+  trackers: Sequence[str]
   on_batch: Callable[[], None]
   report: Callable[[str], None]
   first_step: int = 0  # checkpoints of earlier steps are not decoded
@@ -130,7 +130,7 @@ class PaxDecoder:
       raise UserError(f'decode dataset {name!r} has no batch, its source is empty: correct decode_datasets().')
     metrics = decoded.metrics()
     summaries = self.job_log_dir / 'summaries' / f'decode_test_{dataset.name}'
-    writer = make_writer(summaries, tensorboard=self.tensorboard, primary=True)
+    writer = make_writer(summaries, trackers=self.trackers, primary=True)
     writer.write(step, metrics, place)
     writer.close()
     _write_outputs(directory, stem, decoded.outputs)

@@ -59,7 +59,7 @@ class DecodeInTraining(TrainHook):
       run.model,
       run.job.decode_inputs,
       run.job_log_dir,
-      tensorboard=run.experiment.tensorboard,
+      trackers=run.experiment.trackers,
       on_batch=on_batch,
       report=lambda text: run.message(text),
       in_training=True,

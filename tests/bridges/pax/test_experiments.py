@@ -21,7 +21,7 @@ DENSE, EMA, MOE = 'pax_lab.dense_lm.DenseLm', 'pax_lab.dense_lm.DenseLmEma', 'pa
 LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_text())['losses']
 # Steps 4 and 5 from Paxml's checkpoint by Paxml's own step, its arrays read by TensorStore, on one device.
 CONTINUED = [4.193216800689697, 4.155379295349121]
-TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
+TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1', '--set', 'trackers=()')
 EIGHT, FOUR = (('--num_fake_devices', number) for number in (8, 4))
 SAVED = ('--set', 'checkpoint_every=5', '--set', 'eval_every_steps=10')
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.exhaustive
 
 def train(run_pax, name, job, other, num_steps):
   flags = ('--exp', f'pax_cases.warm_start.{name}', '--mode', 'train', '--job_log_dir', job, '--num_fake_devices', 8)
-  flags += ('--num_train_steps', num_steps, '--set', 'eval_every_steps=100', '--set', 'tensorboard=false')
+  flags += ('--num_train_steps', num_steps, '--set', 'eval_every_steps=100', '--set', 'trackers=()')
   return run_pax(*flags, env={'OTHER_JOB': str(other)})
 
 

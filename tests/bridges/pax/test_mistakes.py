@@ -44,7 +44,7 @@ MISTAKES = [
 def ends(run_pax_together, tmp_path_factory):
   """(exit code, stderr) by mistake. Those of decoding have the checkpoint of the experiment without a mistake."""
   jobs = {mode: tmp_path_factory.mktemp(mode) for mode in (EVAL, DECODE)}
-  flags = ('--num_fake_devices', 4, '--set', 'tensorboard=false', '--accept_config_changes')
+  flags = ('--num_fake_devices', 4, '--set', 'trackers=()', '--accept_config_changes')
 
   def command(name, mode, directory=None):
     directory = directory or jobs.get(mode) or tmp_path_factory.getbasetemp() / f'no_{name}'

@@ -56,7 +56,7 @@ def runs(run_pax_together, tmp_path_factory):
   first, second, empty = (tmp_path_factory.mktemp(name) for name in ('first', 'second', 'empty'))
 
   def flags(directory, exp=DECODE):
-    steps = ('--num_train_steps', 3, '--set', 'log_every_steps=1', '--set', 'tensorboard=true')
+    steps = ('--num_train_steps', 3, '--set', 'log_every_steps=1', '--set', 'trackers=tensorboard')
     return '--exp', exp, '--job_log_dir', directory, *steps
 
   more = {

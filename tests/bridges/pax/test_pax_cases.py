@@ -17,7 +17,7 @@ EXPECTED = json.loads((PAX_EXPERIMENTS / 'pax_cases' / 'paxml_losses.json').read
 # It has much of what the others have one by one.
 ALWAYS = ('pipelines.PipelinedStreams',)
 FOUR = ('--num_fake_devices', 4)
-FLAGS = ('--mode', 'train', '--eval_on_test', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
+FLAGS = ('--mode', 'train', '--eval_on_test', '--set', 'log_every_steps=1', '--set', 'trackers=()')
 
 pytestmark = pytest.mark.slow
 
