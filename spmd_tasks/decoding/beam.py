@@ -9,14 +9,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.decoding.step_functions import (
-  Forward,
-  encoder_entries,
-  is_encoded,
-  take_slots,
-  text_entries,
-  write_tokens,
-)
+from spmd_tasks.decoding.cache_arrays import is_encoded, take_slots, write_tokens
+from spmd_tasks.decoding.step_functions import Forward, encoder_entries, text_entries
 
 
 class Beams(struct.PyTreeNode):

@@ -30,6 +30,7 @@ import numpy as np
 
 from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, nextn_drafts, step_functions
+from spmd_tasks.decoding.cache_arrays import has_blocks
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.draft_model import DraftModel, DraftSteps, own_batch
 from spmd_tasks.decoding.drafts import DraftRows
@@ -152,7 +153,6 @@ class DecodeSteps:
     self.heads = tuple(min(number, num_heads - 1) for number in range(num_guessed))
     self._compiled: dict[Any, Any] = {}
     self._pool: concurrent.futures.Executor | None = None
-    self._cache_specs: dict[str, PartitionSpec] = {}  # by paths
     self.kept_state: DecodeState | None = None
 
     self._prefills: dict[int, Any] = {}  # by the number of rows: the shapes that a prefill returns
@@ -172,7 +172,7 @@ class DecodeSteps:
     self.block_tokens = math.gcd(self.prefill_chunk, block) if shares else min(self.max_len, block)
     self.table_len = -(-self.max_len // self.block_tokens)
     self._slots_of_part = -(-num_slots // self.num_parts)
-    is_pool = [step_functions.has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_cache)[0]]
+    is_pool = [has_blocks(path) for path, _ in jax.tree_util.tree_flatten_with_path(abstract_cache)[0]]
     self.can_reuse = all(is_pool) and self.encoder_len is None and not self._has_prefix
     # One program then reads first and later chunks, by tables; texts without later chunks need no tables.
     self._reads_cache = shares and self.num_parts == 1 and self.encoder_len is None
@@ -184,7 +184,6 @@ class DecodeSteps:
     if draft is not None:
       self.draft = self._draft_steps(draft, **sizes | {'max_cache_tokens': self.num_blocks * self.block_tokens})
     abstract_cache, specs, _ = of_blocks((self.num_blocks, self.block_tokens))
-    self._cache_specs = {jax.tree_util.keystr(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
     empty = functools.partial(
       step_functions.empty_state,
       num_slots=self.settings.num_slots,
@@ -677,7 +676,7 @@ class DecodeSteps:
       return logits, new
 
     def as_pool(path, leaf):
-      if blocks is None or not step_functions.has_blocks(path):
+      if blocks is None or not has_blocks(path):
         return leaf
       shape = (*leaf.shape[:-4], blocks[0], leaf.shape[-3], blocks[1], leaf.shape[-1])
       return jax.ShapeDtypeStruct(shape, leaf.dtype)
@@ -703,7 +702,7 @@ class DecodeSteps:
     facts = {'records_routing': getattr(task, 'records_routing', False)}
     facts |= {'quantization': getattr(task, 'quantization', None)}
     facts |= {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
-    return layer_scope(longest_text=self.max_len, cache_specs=self._cache_specs, **facts)
+    return layer_scope(longest_text=self.max_len, **facts)
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)

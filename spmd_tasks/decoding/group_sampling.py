@@ -20,18 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.decoding.cache_arrays import take_slots, write_tokens
 from spmd_tasks.decoding.requests import Request, filled_rows
 from spmd_tasks.decoding.sampling import SamplingArrays, request_keys
-from spmd_tasks.decoding.step_functions import (
-  DecodeState,
-  Forward,
-  StepInputs,
-  emit,
-  step,
-  take_slots,
-  text_entries,
-  write_tokens,
-)
+from spmd_tasks.decoding.step_functions import DecodeState, Forward, StepInputs, emit, step, text_entries
 
 _EXPERT_IDS = 'cached_expert_ids'
 _MIN_ROWS = 32  # from which on there are loops for fewer

@@ -27,11 +27,10 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.decoding import nextn_drafts
+from spmd_tasks.decoding.cache_arrays import take_slots, write_tokens
 from spmd_tasks.decoding.drafts import DraftRows
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, mask_logits, position_keys, request_keys, sample
-from spmd_tasks.layers.attention.kv_cache import ENCODED, is_by_slot, write_to_pages
-from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.nextn import shift
 from spmd_tasks.runtime import SamplingParams
 
@@ -483,109 +482,3 @@ def encoder_entries(ids: jax.Array | None, lengths: jax.Array | None) -> dict[st
   if ids is None or lengths is None:
     return {}
   return {f'encoder_{name}': entry for name, entry in text_entries(ids, lengths).items()}
-
-
-def is_encoded(path: Any) -> bool:
-  """Returns whether a leaf of the cache, by its path, is of an encoder's text, which no token changes."""
-  return _name(path).startswith('cached_' + ENCODED)
-
-
-def has_blocks(path: Any) -> bool:
-  """Returns whether a leaf of the cache, by its path, is a pool of blocks where the caller has tables."""
-  return not is_by_slot(_name(path))
-
-
-def _name(path: Any) -> str:
-  return str(getattr(path[-1], 'key', '')) if path else ''
-
-
-def write_tokens(
-  cache: Any,
-  new: Any,
-  starts: jax.Array,
-  lengths: jax.Array,
-  *,
-  slots: jax.Array | None = None,
-  tables: jax.Array | None = None,
-) -> Any:
-  """Writes the keys and values of every row's tokens to the places of their positions.
-
-  Args:
-    cache: leaves [..., N, G, S, K], or with `tables` [..., D B, G, b, K] where `has_blocks` says so.
-    new: leaves [..., P, G, R, K]: all T tokens of the rows, or where S is less than T the last R >= S of each row.
-    starts: int32 [P], position of each row's first token.
-    lengths: int32 [P], number of tokens, without the padding behind them; 0 writes nothing.
-    slots: int32 [P], all different, the slot of each row; rows with ids from N on are not written. None writes row i to
-      slot i.
-    tables: int32 [D, P/D, M], the blocks of each row among the B of its part, see CachedArray; blocks from B on are not
-      written. Where T > 1, `starts` are then multiples of b. Rows that write to one block, as tokens of one text do,
-      follow one another.
-
-  Leaves of an encoder's text are written as a whole where `new` has them, and left as they are elsewhere.
-  """
-  given = dict(jax.tree_util.tree_flatten_with_path(new)[0])
-
-  def write(path: Any, leaf: jax.Array) -> jax.Array:
-    tokens = given.get(path)
-    if tokens is None:
-      return leaf
-    slot_dim = leaf.ndim - 4
-    if is_encoded(path):
-      whole = tokens.astype(leaf.dtype)
-      if slots is None:
-        return whole
-      return leaf.at[(slice(None),) * slot_dim + (slots,)].set(whole, mode='drop', unique_indices=True)
-    if tables is not None and has_blocks(path):
-      blocks, spec = tables, current_layer_scope().cache_specs.get(jax.tree_util.keystr(path))
-      written = write_to_pages(leaf, tokens, tables, starts, lengths, spec)
-      if written is not None:
-        return written
-    else:  # a slot is a block, and without `slots` a part of its own
-      blocks = jnp.zeros((leaf.shape[slot_dim], 1, 1), jnp.int32) if slots is None else slots[None, :, None]
-    num_parts, rows_of_part, num_blocks = blocks.shape
-    all_blocks, num_groups, block, num_features = leaf.shape[slot_dim:]
-    layers, part, num_columns = leaf.shape[:slot_dim], all_blocks // num_parts, tokens.shape[slot_dim + 2]
-    columns = jnp.arange(num_columns, dtype=starts.dtype)[None, :]
-    offsets = jnp.maximum(lengths - num_columns, 0)[:, None] + columns
-    places = (starts[:, None] + offsets) % (num_blocks * block)
-    added = num_parts * rows_of_part - len(starts)
-    is_token = (columns < lengths[:, None]) & (offsets >= lengths[:, None] - num_blocks * block)
-    is_token = jnp.pad(is_token, ((0, added), (0, 0)))
-    places = jnp.pad(places, ((0, added), (0, 0)))
-    tokens = jnp.pad(tokens, [(0, added if dim == slot_dim else 0) for dim in range(tokens.ndim)])
-    held = jnp.take_along_axis(blocks.reshape(-1, num_blocks), places // block, axis=1)
-    # Padding gets places behind the pool, each a different one, which the scatter drops.
-    behind = all_blocks + jnp.arange(len(held), dtype=held.dtype)[:, None]
-    indices = jnp.stack([jnp.where(is_token, held, behind), jnp.where(is_token, places % block, columns)], axis=-1)
-    # Parts are a batch dim of the scatter: they stay split over the mesh, and the scatter works in place.
-    numbers = jax.lax.ScatterDimensionNumbers(
-      update_window_dims=(*range(slot_dim), slot_dim + 2, slot_dim + 4),
-      inserted_window_dims=(slot_dim + 1, slot_dim + 3),
-      scatter_dims_to_operand_dims=(slot_dim + 1, slot_dim + 3),
-      operand_batching_dims=(slot_dim,),
-      scatter_indices_batching_dims=(0,),
-    )
-    written = jax.lax.scatter(
-      leaf.reshape(*layers, num_parts, part, num_groups, block, num_features),
-      indices.reshape(num_parts, rows_of_part, num_columns, 2),
-      tokens.astype(leaf.dtype).reshape(*layers, num_parts, rows_of_part, num_groups, num_columns, num_features),
-      numbers,
-      mode='drop',
-      unique_indices=True,
-    )
-    return written.reshape(leaf.shape)
-
-  return jax.tree_util.tree_map_with_path(write, cache)
-
-
-def take_slots(cache: Any, slots: jax.Array, tables: jax.Array | None = None) -> Any:
-  """A cache [..., P, G, S, K] whose row i is slot slots[i] of the given one; pools are read by `tables` [1, P, M]."""
-
-  def take(path: Any, leaf: jax.Array) -> jax.Array:
-    slot_dim = leaf.ndim - 4
-    if tables is None or not has_blocks(path):
-      return jnp.take(leaf, slots, axis=slot_dim, mode='clip')
-    blocks = jnp.moveaxis(jnp.take(leaf, tables[0], axis=slot_dim, mode='clip'), slot_dim + 1, slot_dim + 2)
-    return blocks.reshape(*blocks.shape[: slot_dim + 2], -1, leaf.shape[-1])
-
-  return jax.tree_util.tree_map_with_path(take, cache)

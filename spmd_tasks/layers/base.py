@@ -267,7 +267,6 @@ class LayerScope:
     cache_drafts: where rows are tokens of one text that follow each other, which (decoding.drafts.DraftRows); T is 1.
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
     cache_attention: what computes attention to a paged cache, see _paged.py; None: the best there is.
-    cache_specs: in generation, the PartitionSpecs of the cache's arrays, by jax.tree_util.keystr of their paths.
     records_routing: in generation, whether the cache also keeps which experts computed each token.
     quantization: which Linears multiply in int8 or fp8, see quantized_products.py; None: none.
     balanced_tokens: tokens that are split over devices are in the order that balances attention, see _context.py.
@@ -285,7 +284,6 @@ class LayerScope:
   cache_drafts: Any = None
   cache_dtype: str | None = None
   cache_attention: str | None = None
-  cache_specs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   records_routing: bool = False
   quantization: Any = None
   balanced_tokens: bool = False

@@ -41,7 +41,7 @@ _ATTENTION_PRODUCTS = (
 )
 # Our grouped matmuls on GPUs: the gradient of weights, and all others.
 _GROUPED = re.compile(r'\bgrouped_matmul(_of_weights)?\b')
-_READS_PARTS = re.compile(r'\bpaged_(attention|write)\b')  # of their operands; they say how many bytes
+_PAGED_ATTENTION = re.compile(r'\bpaged_attention\b')  # our kernel for GPUs
 CAUSAL_SHARE = 0.5  # of the products of all queries with all keys, that attention kernels do not skip
 _GEMM_TARGETS = ('gemm', 'matmul', 'dot')
 _NO_TRAFFIC = frozenset({
@@ -95,11 +95,9 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
       stated = nested(instruction.backend_config, 'custom_call_config', 'cost_estimate') or {}
       if of_kernel := float(stated.get('flops') or 0) or _grouped_flops(instruction):
         by_type = {'bf16': of_kernel}
-      if _READS_PARTS.search(instruction.op_name):
-        if 'triton' in instruction.target:  # which states nothing
-          stated = _of_pages(instruction)
-          by_type = {'bf16': stated['flops']}
-        moved = min(moved, int(stated.get('bytes_accessed') or moved))
+      if 'triton' in instruction.target and _PAGED_ATTENTION.search(instruction.op_name):
+        paged_flops, paged_bytes = _of_pages(instruction)
+        by_type, moved = {'bf16': paged_flops}, min(moved, int(paged_bytes))
       efficiency = rate_of(chip, 'grouped').value
     basis = 'kernel' if sum(by_type.values()) or instruction.target == 'tpu_custom_call' else 'roofline'
   flops, cycles = sum(by_type.values()), instruction.estimated_cycles
@@ -153,18 +151,16 @@ def _grouped_flops(instruction: Instruction) -> float | None:
   return 2.0 * left.size * (right.dims[-1] if found[1] else instruction.shape.dims[-1])
 
 
-def _of_pages(instruction: Instruction) -> dict[str, float]:
-  """The cost of attention to pages by our kernel for GPUs (_paged_gpu.py), of rows that are full."""
+def _of_pages(instruction: Instruction) -> tuple[float, float]:
+  """Returns the FLOPs and the bytes of attention to pages by our kernel for GPUs, for rows that are full."""
   tables, query, *stored = (operand.shape for operand in instruction.operands[2:])
   num_layers, num_blocks, _, block, head_dim = stored[0].dims
   num_rows, table_len = tables.dims
   result = [*instruction.shape.leaves()][-1]
   of_pages = sum(map(_in_hbm, stored))
   read = of_pages / num_layers * min(num_rows * table_len / num_blocks, 1)
-  return {
-    'flops': 2.0 * query.size * table_len * block * (1 + result.dims[-1] / head_dim),
-    'bytes_accessed': hbm_bytes(instruction) - of_pages + read,
-  }
+  flops = 2.0 * query.size * table_len * block * (1 + result.dims[-1] / head_dim)
+  return flops, hbm_bytes(instruction) - of_pages + read
 
 
 def filled_part(size: int, mxu_size: int | None) -> float:

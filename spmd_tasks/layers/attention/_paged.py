@@ -1,7 +1,12 @@
 """Attention to a paged KV cache by the kernel of the platform; where it cannot, kv_cache.py computes it by a loop.
 
 'xla'     the loop over blocks of the cache, which it copies out; on every platform.
-'pallas'  a kernel that reads each row's blocks where they lie: for TPUs (_paged_tpu.py) and GPUs (_paged_gpu.py).
+'pallas'  a kernel that reads each row's blocks in place; on GPUs (_paged_gpu.py).
+
+TPUs use the loop. JAX's kernels for TPUs (`paged_attention` and `ragged_paged_attention` in
+jax.experimental.pallas.ops.tpu, JAX 0.10 to 0.12) do not fit: they take the pages of one layer, [G, N, b, K] or [N, b,
+2 G, K], with this call's tokens among them, and return normalized results. Here all layers share one array, of which
+each layer would copy its part, and a call's own tokens are written after its last layer.
 
 `task.decode.cache_attention` names one, which must be possible where there are pages: rings, of layers with a short
 attention window, and whole rows have none. None takes the kernel where it can compute a call, and logs once what is
@@ -168,60 +173,10 @@ def attend_by_text(
   return merged(of_pages, (highest, total, attended))
 
 
-def write_to_pages(
-  pages: jax.Array,
-  new: jax.Array,
-  tables: jax.Array,
-  starts: jax.Array,
-  lengths: jax.Array,
-  spec: PartitionSpec | None,
-) -> jax.Array | None:
-  """Writes tokens [..., B, G, T, K] to pages [..., N, G, b, K] in place; None where a scatter is to do so.
-
-  Args:
-    pages, new: of all layers.
-    tables, starts, lengths: see decoding.step_functions.write_tokens.
-    spec: of `pages`; None where it is not known.
-  """
-  scope = current_sharding_scope()
-  if current_platform() != 'tpu' or current_layer_scope().cache_attention == 'xla':
-    return None
-  from spmd_tasks.layers.attention import _paged_tpu
-
-  is_split = scope is not None and scope.mesh.size > 1
-  if not _paged_tpu.can_write(pages, new.shape[-2]) or (is_split and spec is None):
-    return None
-
-  def local(pages: jax.Array, new: jax.Array, tables: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-    return _paged_tpu.write_to_pages(pages, new, tables[0], starts, lengths)
-
-  padding = tables.shape[0] * tables.shape[1] - len(starts)
-  new = new.reshape(-1, *new.shape[-4:])
-  if padding:
-    new = jnp.pad(new, ((0, 0), (0, padding), *((0, 0),) * 3))
-    starts, lengths = jnp.pad(starts, (0, padding)), jnp.pad(lengths, (0, padding))
-  given = pages.reshape(-1, *pages.shape[-4:]), new, tables, starts, lengths
-  if not is_split or scope is None or spec is None:
-    return local(*given).reshape(pages.shape)
-  sizes = scope.mesh.shape
-  *_, rows, heads, entries, features = spec_axes(spec, pages.ndim)
-  if num_parts(rows, sizes) != len(tables) or pages.shape[-3] % num_parts(heads, sizes):
-    return None
-  if num_parts((*entries, *features), sizes) > 1:
-    return None
-  of_arrays, of_rows = PartitionSpec(None, spec_entry(rows), spec_entry(heads)), PartitionSpec(spec_entry(rows))
-  in_specs = of_arrays, of_arrays, of_rows, of_rows, of_rows
-  return scope.shard_map(local, in_specs, of_arrays)(*given).reshape(pages.shape)
-
-
 def kernel_of(platform: str) -> Any:
   """Returns the module with the kernel of a platform, None where there is none."""
-  if platform == 'tpu':
-    from spmd_tasks.layers.attention import _paged_tpu  # Pallas takes a second to import
-
-    return _paged_tpu
   if platform == 'gpu':
-    from spmd_tasks.layers.attention import _paged_gpu
+    from spmd_tasks.layers.attention import _paged_gpu  # Pallas takes a second to import
 
     return _paged_gpu
   return None
@@ -230,7 +185,7 @@ def kernel_of(platform: str) -> Any:
 def _obstacle(kernel: Any, query: jax.Array, keys: Any, options: AttentionOptions) -> str | None:
   """Returns why a kernel cannot compute a call, None if it can."""
   if kernel is None:
-    return f"is a kernel for TPUs and GPUs, and the mesh's devices are of the platform {current_platform()!r}"
+    return f"is a kernel for GPUs, and the mesh's devices are of the platform {current_platform()!r}"
   if options.bias is not None:
     return 'has no relative position biases'
   return kernel.obstacle(query, keys)

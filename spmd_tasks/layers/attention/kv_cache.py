@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.attention._paged import attend_by_text, attend_to_pages, merged
-from spmd_tasks.layers.attention._paged import write_to_pages as write_to_pages
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.base import CACHE, NEW_CACHE, current_layer_scope, soft_cap
 from spmd_tasks.sharding import SplitDims
