@@ -26,14 +26,14 @@ from bench_low_rank import LLAMA_8B
 import jax
 import numpy as np
 
+from spmd_tasks.adapters import add_adapters
+from spmd_tasks.adapters.choices import AdapterChoices
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps, Request
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.planning import make_plan, parse_target
-from spmd_tasks.tuning import add_adapters
-from spmd_tasks.tuning.adapter_choices import AdapterChoices
 
 RANK, NUMBERS, TARGETS = 16, (0, 1, 4, 16), ('attention/', 'ffn/')
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')

@@ -242,6 +242,17 @@ def symbol_of(value: Any) -> str:
   return f'{public_module_of(value)}:{value.__qualname__}'
 
 
+def current_symbol(symbol: str) -> str:
+  """Returns today's name of a class of ours that has moved and is still exported by its former package."""
+  module, _, name = symbol.partition(':')
+  if not module.startswith('spmd_tasks.') or name not in _loaded(module).get('__all__', ()):
+    return symbol
+  try:
+    return symbol_of(getattr(sys.modules[module], name))
+  except ImportError:  # it needs an extra, and whatever needs the class says so
+    return symbol
+
+
 def public_module_of(value: Any) -> str:
   """The nearest package around a class or function that exports it by its own name, else its module.
 

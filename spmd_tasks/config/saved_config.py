@@ -13,6 +13,7 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks.config.encoding import one_line, show
+from spmd_tasks.config.registry import current_symbol
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, read_text
 from spmd_tasks.signatures import why_unsigned
@@ -63,8 +64,17 @@ def checked_config(saved: Any) -> dict[str, Any]:
           f'this is no saved config: {one_line(path)} in its {part!r} is {_shown(value)}, which stands for no value: '
           'give the config.json of a job_log_dir as it was written, and change fields by --set.'
         )
+  config = {path: _with_current_symbol(value) for path, value in saved['config'].items()}
   environment = saved.get('environment')
-  return {**saved, 'environment': environment if isinstance(environment, Mapping) else {}}
+  return {**saved, 'config': config, 'environment': environment if isinstance(environment, Mapping) else {}}
+
+
+def _with_current_symbol(value: Any) -> Any:
+  """Returns the encoded value with today's name of its class."""
+  match value:
+    case {'symbol': symbol}:
+      return {**value, 'symbol': current_symbol(symbol)}
+  return value
 
 
 def format_config(saved: Mapping[str, Any]) -> str:

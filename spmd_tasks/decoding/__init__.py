@@ -15,6 +15,7 @@ Read in this order:
                          drafts.py guesses tokens that a step then checks
   generated_sequence.py  a request's tokens and text as they grow; constraints.py says which tokens may come next
   generation.py          `generate` and `search`, for batch jobs; scoring.py scores texts that are given
+  text_scorer.py         scores or vectors of texts, by a model that predicts no tokens
   group_sampling.py      many samples of prompts that are known at once, by one program
   prompts.py             what a request is made from: a line of JSON
 """

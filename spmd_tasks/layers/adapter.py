@@ -1,4 +1,4 @@
-"""The seam by which an object changes what layers compute with their kernels, as tuning/adapters.py (LoRA) does.
+"""The seam by which an object changes what layers compute with their kernels, as adapters/low_rank.py (LoRA) does.
 
     Linear(output_dims=64, adapter=LowRankAdapter(rank=8, alpha=16.0))
 

@@ -22,6 +22,7 @@ from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.decode_steps import check_reads_tokens
 from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.text_scorer import TextScorer, text_reading
 from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.emergency_exit import Position
@@ -43,7 +44,6 @@ from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ClientKey, ServerSettings
 from spmd_tasks.serving.tracing import open_tracer
 from spmd_tasks.sigterm import leave_on_signals
-from spmd_tasks.tuning.text_scorer import TextScorer, text_reading
 
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5

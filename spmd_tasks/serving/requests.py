@@ -29,6 +29,7 @@ from spmd_tasks.decoding.constraints import (
 )
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.sampling import prompt_seed
+from spmd_tasks.decoding.text_scorer import TextReading
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
 from spmd_tasks.inputs.tokenizers import bytes_of_tokens, decode_all, decode_generated, encode_prompt
@@ -38,7 +39,6 @@ from spmd_tasks.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, 
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.tool_calls import ToolChoice, Tools, calls_for_template, read_choice, read_tools
-from spmd_tasks.tuning.text_scorer import TextReading
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 

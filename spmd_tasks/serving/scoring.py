@@ -22,12 +22,12 @@ import numpy as np
 
 from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.generated_sequence import Delta, FinishReason
+from spmd_tasks.decoding.text_scorer import TextReading, TextScorer
 from spmd_tasks.errors import UserError
 from spmd_tasks.serving.bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import ServedModel, check_model_name
 from spmd_tasks.serving.settings import ServerSettings
-from spmd_tasks.tuning.text_scorer import TextReading, TextScorer
 
 _MAX_TEXTS = 2048  # of a request, as OpenAI's
 

@@ -4,10 +4,9 @@
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
 `references.py` (the reference model's log-probabilities), `distillation.py` (a teacher), `scored_texts.py` and
-`score_loss.py` (reward models, classifiers, embeddings), `text_scorer.py` (their scores), `rollout_input.py`,
-`rollout_sampler.py`, `environments.py`, `rollout_rewards.py`, `rollout_packing.py`, `rollouts.py` and `policy_loss.py`
-(rewards), `low_rank.py` and `adapted_weights.py` (adapters of a model), `base_digest.py` (a checkpoint of adapters
-belongs to one base), `adapter_stacks.py` (several adapters beside one model), then `text_pairs.py` (encoder-decoders).
+`score_loss.py` (reward models, classifiers, embeddings), `rollout_input.py`, `rollout_sampler.py`, `environments.py`,
+`rollout_rewards.py`, `rollout_packing.py`, `rollouts.py` and `policy_loss.py` (rewards), `low_rank.py` (adapters alone;
+the package `adapters` implements them), then `text_pairs.py` (encoder-decoders).
 The names below are imported when first used.
 """
 
@@ -19,8 +18,7 @@ from spmd_tasks.extensions import Extension, load
 from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals(), 'EXTENSION'):
-  from spmd_tasks.tuning.adapted_weights import add_adapters
-  from spmd_tasks.tuning.adapters import LowRankAdapter
+  from spmd_tasks.adapters import LowRankAdapter, add_adapters
   from spmd_tasks.tuning.conversations import ConversationInput, Conversations
   from spmd_tasks.tuning.distillation import (
     DistillationLoss,

@@ -17,6 +17,7 @@ from flax.core import FrozenDict
 
 from spmd_tasks.bridges.huggingface import Folder, PretrainedLanguageModel
 from spmd_tasks.bridges.huggingface.sentence_transformers import label_names, read_text_reading
+from spmd_tasks.decoding.text_scorer import TextReading
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
 from spmd_tasks.store_files import local_folder
@@ -25,7 +26,6 @@ from spmd_tasks.tuning.preference_loss import PreferenceLoss, reference_from
 from spmd_tasks.tuning.preferences import JudgedAnswers, PreferenceInput, Preferences
 from spmd_tasks.tuning.score_loss import ScoreLoss
 from spmd_tasks.tuning.scored_texts import LabeledTexts, RewardPairs, ScoredInput, SimilarTexts
-from spmd_tasks.tuning.text_scorer import TextReading
 
 Files = str | tuple[str, ...]
 

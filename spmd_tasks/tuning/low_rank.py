@@ -4,6 +4,7 @@ import dataclasses
 
 import fiddle as fdl
 
+from spmd_tasks.adapters import LowRankAdapter, add_adapters
 from spmd_tasks.bridges.huggingface import PretrainedLanguageModel, open_adapter
 from spmd_tasks.bridges.huggingface.experiments import stacks_of
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
@@ -11,8 +12,6 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import Origin, Task
 from spmd_tasks.sharding.weights import QUANTIZED_DTYPES
 from spmd_tasks.store_files import local_folder
-from spmd_tasks.tuning.adapted_weights import add_adapters
-from spmd_tasks.tuning.adapters import LowRankAdapter
 
 
 class LowRankTuning(PretrainedLanguageModel):

@@ -15,6 +15,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.adapters.adapted_weights import AdapterNames, adapters_of, without_adapters
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput, losses_by_source
 from spmd_tasks.layers.adapter import ADAPTER_TAG
@@ -23,7 +24,6 @@ from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import split_microbatches
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG
 from spmd_tasks.sharding.weights import leaves_by_name
-from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of, without_adapters
 
 _KINDS = ('sigmoid', 'ipo', 'orpo', 'kto')
 _REFERENCES = {'start': 'batch', 'base': 'base'}

@@ -18,6 +18,7 @@ import numpy as np
 
 from spmd_tasks.bridges.huggingface import Folder, open_folder
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
+from spmd_tasks.decoding.text_scorer import pooled, text_batch
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 from spmd_tasks.inputs.base import language_model_spec
@@ -29,7 +30,6 @@ from spmd_tasks.tuning.conversations import Renderer
 from spmd_tasks.tuning.preferences import encode_answer
 from spmd_tasks.tuning.reward_functions import Call
 from spmd_tasks.tuning.rollout_task import RolloutTask
-from spmd_tasks.tuning.text_scorer import pooled, text_batch
 
 
 def open_beside(run: TrainRun, name: str) -> Folder:

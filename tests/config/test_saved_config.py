@@ -21,7 +21,7 @@ from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.changes import diff
 from spmd_tasks.config.encoding import encode, show
 from spmd_tasks.config.from_saved import decode, from_json
-from spmd_tasks.config.saved_config import format_config
+from spmd_tasks.config.saved_config import checked_config, format_config
 from spmd_tasks.errors import UserError
 
 
@@ -265,3 +265,12 @@ def test_the_printed_config_has_one_line_per_path_and_its_values_can_be_set():
   settable = [path for path, value in saved['config'].items() if not (isinstance(value, dict) and 'symbol' in value)]
   again = resolve(Small, [f'{path}={texts[path]}' for path in settable])
   assert to_json(again)['config'] == saved['config']
+
+
+def test_a_class_that_moved_to_another_package_is_the_same_class():
+  saved = {
+    'experiment': 'a.B',
+    'overrides': {},
+    'config': {'task.adapter': {'symbol': 'spmd_tasks.tuning:LowRankAdapter'}},
+  }
+  assert checked_config(saved)['config'] == {'task.adapter': {'symbol': 'spmd_tasks.adapters:LowRankAdapter'}}

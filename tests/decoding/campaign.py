@@ -41,6 +41,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.adapters import adapted_weights
+from spmd_tasks.adapters.choices import AdapterChoices
 from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams
 from spmd_tasks.decoding.constraints import BadWords, Grammars, TokenLimits, Vocabulary
 from spmd_tasks.decoding.engine import ModelEngine
@@ -54,8 +56,6 @@ from spmd_tasks.layers.adapter import map_adapters
 from spmd_tasks.layers.attention import kv_cache
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.tuning import adapted_weights
-from spmd_tasks.tuning.adapter_choices import AdapterChoices
 from tests.decoding import runs
 
 MAX_LEN = 32

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import openai
 
+from spmd_tasks.decoding.text_scorer import TextReading
 from spmd_tasks.serving.scoring import TextScoring
-from spmd_tasks.tuning.text_scorer import TextReading
 from tests.serving.fake_engine import TOKENIZER
 from tests.serving.served import MODEL, metric, serving, wait_for
 

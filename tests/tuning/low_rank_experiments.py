@@ -2,9 +2,9 @@
 
 import fiddle as fdl
 
+from spmd_tasks.adapters import LowRankAdapter, add_adapters
 from spmd_tasks.learning import AdamW
 from spmd_tasks.recipes import PipelinedLanguageModel
-from spmd_tasks.tuning import LowRankAdapter, add_adapters
 from tests.runtime import moe_experiments, uneven_experiments
 from tests.runtime.pipeline_experiments import PipelinedExperts
 

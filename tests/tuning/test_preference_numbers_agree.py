@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.adapters.adapted_weights import without_adapters
 from spmd_tasks.sharding.weights import is_quantized
-from spmd_tasks.tuning.adapted_weights import without_adapters
 from spmd_tasks.tuning.preference_loss import pair_log_probs
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.tuning.preference_experiments import (

@@ -9,9 +9,11 @@ No code of a folder is run, and no pickle is read. A key of config.json or a ten
 
 Read `_families.py` (one table per family), then `_config_keys.py` and `_special_keys.py` (kinds of keys), `_decoder.py`
 (what a config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
-`_safetensors.py` (reading and writing), `_peft.py` (low-rank adapters in folders of `peft`), `sentence_transformers.py`
-(how vectors of texts are pooled). `experiments.py` has the bases of experiments that start from a folder, with its
-defaults of requests, `origin.py` reads its weights, `exporting.py` writes folders and runs --mode export.
+`_safetensors.py` (reading and writing), `_peft.py` (low-rank adapters in folders of `peft`), `adapter_stacks.py`
+(several adapters beside one model), `base_digest.py` (the base that a checkpoint of adapters belongs to),
+`sentence_transformers.py` (how token vectors are pooled). `experiments.py` has the bases of experiments that start from
+a folder, with its defaults of requests, `origin.py` reads its weights, `exporting.py` writes folders and runs
+--mode export.
 """
 
 from spmd_tasks.extensions import Extension, Format

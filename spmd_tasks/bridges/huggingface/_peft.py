@@ -31,6 +31,8 @@ from typing import Any
 from flax import traverse_util
 import numpy as np
 
+from spmd_tasks.adapters import LowRankAdapter
+from spmd_tasks.adapters.adapted_weights import AdapterNames, adaptable_weights, adapters_of
 from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array, place_on_mesh
 from spmd_tasks.bridges._operations import Operation
 from spmd_tasks.bridges._rules import Rule, Slot
@@ -41,8 +43,6 @@ from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, new_folder,
 from spmd_tasks.bridges.huggingface._tensors import gpt2_rules
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.tuning import LowRankAdapter
-from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of
 
 _CONFIG_FILE = 'adapter_config.json'
 _MAX_NUMBER = 1_000_000

@@ -13,6 +13,7 @@ import flax.linen as nn
 import numpy as np
 
 from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
+from spmd_tasks.bridges.huggingface.adapter_stacks import AdapterSource, add_choices, open_sources
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer, SpanCorruption, span_corruption_lengths
@@ -21,7 +22,6 @@ from spmd_tasks.recipes import TextTraining
 from spmd_tasks.recipes.pipelined import Pipelined
 from spmd_tasks.runtime import DecodeSettings, Origin, Task
 from spmd_tasks.store_files import local_folder
-from spmd_tasks.tuning.adapter_stacks import AdapterSource, add_choices, open_sources
 
 
 class PretrainedLanguageModel(TextTraining):

@@ -26,6 +26,8 @@ import numpy as np
 from tqdm import tqdm
 
 from spmd_tasks import exit_codes
+from spmd_tasks.adapters.adapted_weights import adapters_of
+from spmd_tasks.adapters.merging import merge_adapters
 from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Values, is_inert
@@ -36,6 +38,7 @@ from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, weights_
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, check_free, dtype_of, new_folder, write_tensors
 from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
+from spmd_tasks.bridges.huggingface.base_digest import describe_base
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.bridges.huggingface.sentence_transformers import write_pooling
 from spmd_tasks.command import OpenJob
@@ -51,9 +54,6 @@ from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.task import require_task
-from spmd_tasks.tuning.adapted_weights import adapters_of
-from spmd_tasks.tuning.base_digest import describe_base
-from spmd_tasks.tuning.merging import merge_adapters
 
 _HEAD = 'embedding/softmax_kernel'
 _MORE_TEMPLATES = 'additional_chat_templates'

@@ -23,9 +23,13 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from spmd_tasks.adapters.adapted_weights import adapters_of
+from spmd_tasks.adapters.merging import with_magnitudes
 from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
 from spmd_tasks.bridges.huggingface._peft import open_adapter
 from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
+from spmd_tasks.bridges.huggingface.adapter_stacks import AdapterSource, stacked_adapters
+from spmd_tasks.bridges.huggingface.base_digest import check_base, check_base_of_folder, describe_base
 from spmd_tasks.checkpoints.checkpointer import Restored
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import is_primary
@@ -39,10 +43,6 @@ from spmd_tasks.runtime.task import Variables
 from spmd_tasks.runtime.weight_numbers import flat_specs
 from spmd_tasks.sharding import padding
 from spmd_tasks.store_files import local_folder
-from spmd_tasks.tuning.adapted_weights import adapters_of
-from spmd_tasks.tuning.adapter_stacks import AdapterSource, stacked_adapters
-from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base
-from spmd_tasks.tuning.merging import with_magnitudes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

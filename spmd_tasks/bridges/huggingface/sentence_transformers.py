@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from spmd_tasks.bridges.huggingface._folder import Folder, read_config
+from spmd_tasks.decoding.text_scorer import TextReading
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import write_durably
 from spmd_tasks.inputs import FolderTokenizer
 from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.inputs.tokenizers import encode_prompt
-from spmd_tasks.tuning.text_scorer import TextReading
 
 MODULES = 'modules.json'
 _SETTINGS, _POOLING = 'config_sentence_transformers.json', '1_Pooling'

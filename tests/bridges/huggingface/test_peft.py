@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from spmd_tasks.adapters.merging import merge_adapters
 from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import open_adapter, open_folder
 from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
+from spmd_tasks.bridges.huggingface.base_digest import folder_digest
 from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
@@ -28,8 +30,6 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.learning import AdamW
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.tuning import LowRankTuning
-from spmd_tasks.tuning.base_digest import folder_digest
-from spmd_tasks.tuning.merging import merge_adapters
 from tests.bridges.huggingface.reference_models import (
   B,
   Reference,

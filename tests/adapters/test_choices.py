@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.adapters import LowRankAdapter
+from spmd_tasks.adapters.choices import AdapterChoices
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import Linear
 from spmd_tasks.layers.adapter import adapter_choices
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
-from spmd_tasks.tuning import LowRankAdapter
-from spmd_tasks.tuning.adapter_choices import AdapterChoices
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 5, 3, 4)).astype(np.float32)

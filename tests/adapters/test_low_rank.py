@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_tasks.adapters import LowRankAdapter
+from spmd_tasks.adapters.adapted_weights import AdapterNames, adaptable_weights, adapters_of, without_adapters
+from spmd_tasks.adapters.low_rank import merge_low_rank
 from spmd_tasks.layers import GatedFeedForward, Linear, TokenEmbedding
 from spmd_tasks.layers.attention import Attention, LatentAttention
 from spmd_tasks.layers.moe import Experts
 from spmd_tasks.sharding.weights import unbox_weights
-from spmd_tasks.tuning import LowRankAdapter
-from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, without_adapters
-from spmd_tasks.tuning.adapters import merge_low_rank
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3, 4)).astype(np.float32)
 KINDS = {

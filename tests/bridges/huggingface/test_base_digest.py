@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from spmd_tasks.bridges.huggingface.base_digest import folder_digest
 from spmd_tasks.errors import UserError
-from spmd_tasks.tuning.base_digest import folder_digest
 
 
 def change_tensor(folder):

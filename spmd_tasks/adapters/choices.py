@@ -18,10 +18,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.adapters.low_rank import declare_product
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter
 from spmd_tasks.sharding import constrain
-from spmd_tasks.tuning.adapters import declare_product
 
 # With more adapters per row than this, a step gathers those of its rows instead of multiplying by all. A gathered copy
 # is read, written and read again: three times the traffic; the rest of the factor is a guess.

@@ -12,15 +12,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spmd_tasks.bridges.huggingface._peft import AdapterFolder
 from spmd_tasks.checkpoints.checkpointer import Restored
 from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
-
-if TYPE_CHECKING:  # most jobs begin without a folder
-  from spmd_tasks.bridges.huggingface import AdapterFolder
 
 _LIMIT_S = 3600
 _BYTES_PER_TENSOR = 4096
@@ -64,7 +62,7 @@ def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.Path
     raise CheckpointError(f'the checkpoint of step {restored.step} in {checkpoints} {said}')
 
 
-def check_base_of_folder(adapter: 'AdapterFolder', folder: str) -> None:
+def check_base_of_folder(adapter: AdapterFolder, folder: str) -> None:
   """Raises a UserError if a folder of `peft` says that it belongs to another base; all processes call it.
 
   One without base.json, as `peft` writes them, belongs to any base that it fits.

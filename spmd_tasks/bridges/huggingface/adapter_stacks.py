@@ -3,7 +3,7 @@
     spmd-tasks --exp hf.Model --set model=FOLDER --mode serve --set 'adapters={"french": "peft/fr", "law": "runs/lora"}'
 
 An adapter is a folder of `peft`, or the directory of a job that trains adapters of the same folder. `open_sources`
-finds out what each is, `add_choices` makes room for all of them beside each kernel (adapter_choices.py), and
+finds out what each is, `add_choices` makes room for all of them beside each kernel (adapters/choices.py), and
 `stacked_adapters` reads and stacks them on the mesh. Ranks are filled up with zeros, and each adapter's scale is
 multiplied into its B. A kernel that an adapter does not adapt has zeros.
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import contextlib
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 import fiddle as fdl
@@ -23,6 +23,12 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from spmd_tasks.adapters import LowRankAdapter, add_adapters
+from spmd_tasks.adapters.adapted_weights import AdapterNames, adaptable_weights, adapters_of
+from spmd_tasks.adapters.choices import AdapterChoices
+from spmd_tasks.bridges.huggingface._folder import Folder
+from spmd_tasks.bridges.huggingface._peft import open_adapter
+from spmd_tasks.bridges.huggingface.base_digest import check_base, check_base_of_folder, describe_base
 from spmd_tasks.config.from_saved import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
@@ -31,13 +37,6 @@ from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.weight_numbers import flat_specs
 from spmd_tasks.store_files import place_to_read
-from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, add_adapters
-from spmd_tasks.tuning.adapter_choices import AdapterChoices
-from spmd_tasks.tuning.adapters import LowRankAdapter
-from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base
-
-if TYPE_CHECKING:
-  from spmd_tasks.bridges.huggingface import Folder
 
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}')
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -60,7 +59,7 @@ class AdapterSource:
   is_averaged: bool = False
 
 
-def open_sources(adapters: Mapping[str, str], folder: 'Folder') -> dict[str, AdapterSource]:
+def open_sources(adapters: Mapping[str, str], folder: Folder) -> dict[str, AdapterSource]:
   """Finds out what each adapter is, by name.
 
   Args:
@@ -70,8 +69,6 @@ def open_sources(adapters: Mapping[str, str], folder: 'Folder') -> dict[str, Ada
   Raises:
     UserError: a name or a place cannot be used.
   """
-  from spmd_tasks.bridges.huggingface import open_adapter
-
   sources = {}
   for name, path in adapters.items():
     if not _NAME.fullmatch(name):
@@ -111,7 +108,7 @@ def add_choices(model: fdl.Config, sources: Mapping[str, AdapterSource]) -> None
     add_adapters(model, [f'^{re.escape(kernel)}$'], choice, setting='adapters')
 
 
-def _source_of_job(directory: epath.Path, folder: 'Folder') -> AdapterSource:
+def _source_of_job(directory: epath.Path, folder: Folder) -> AdapterSource:
   saved = read_saved_config(directory / 'config.json')
   # The digest of the folder says whether it is the same; its path need not be.
   overrides = [f'model={folder.path}'] if 'model' in saved['config'] else []
@@ -131,7 +128,7 @@ def _source_of_job(directory: epath.Path, folder: 'Folder') -> AdapterSource:
   return AdapterSource(path=str(directory), is_job=True, adapters=found, is_averaged=task.eval_with_ema)
 
 
-def stacked_adapters(model: PartitionedModel, folder: 'Folder', sources: Mapping[str, AdapterSource]) -> Any:
+def stacked_adapters(model: PartitionedModel, folder: Folder, sources: Mapping[str, AdapterSource]) -> Any:
   """Returns the padded stacked adapters, a tree like all weights with None for those of the base.
 
   Args:
@@ -165,11 +162,9 @@ def stacked_adapters(model: PartitionedModel, folder: 'Folder', sources: Mapping
   return _place(model, made)
 
 
-def _read(source: AdapterSource, shapes: _Shapes, folder: 'Folder', mesh: Any) -> dict[str, np.ndarray]:
+def _read(source: AdapterSource, shapes: _Shapes, folder: Folder, mesh: Any) -> dict[str, np.ndarray]:
   if source.is_job:
     return _read_job(source, shapes, str(folder.path), NamedSharding(mesh, PartitionSpec()))
-  from spmd_tasks.bridges.huggingface import open_adapter
-
   adapter = open_adapter(source.path)
   check_base_of_folder(adapter, str(folder.path))
   return adapter.read_arrays(shapes, folder)

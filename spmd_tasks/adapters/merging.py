@@ -10,13 +10,13 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.adapters.adapted_weights import AdapterNames, adapters_of
+from spmd_tasks.adapters.low_rank import column_lengths, merge_low_rank
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
 from spmd_tasks.sharding.padding import pad, unpad
 from spmd_tasks.sharding.weights import is_quantized
-from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
-from spmd_tasks.tuning.adapters import column_lengths, merge_low_rank
 
 
 def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
