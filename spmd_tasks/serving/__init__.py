@@ -1,17 +1,19 @@
-"""Serving: an engine behind OpenAI's HTTP API, with continuous batching, streams and metrics.
+"""Serves a model over OpenAI's HTTP API, with continuous batching, streaming and metrics.
 
     sock = server.listen(settings)                                # a ServerSettings: address, key and limits
     exit_code = server.run_server(engine, model, settings, sock)  # a ServedModel; returns after SIGTERM
 
-A request's way, file by file: `routes.py` checks the API key and reads the body; `bodies.py` (pydantic) and
-`requests.py` check it and make a GenerationRequest; `service.py` queues its sequences; `engine_thread.py` runs the
-scheduler and the engine (package decoding); `responses.py` formats the answer. `answers.py` knows by the chat template
-how a model writes reasoning and tool calls: `call_forms.py` is the table, `answer_parsers.py` reads texts.
+The path of a request, file by file: `routes.py` checks the API key and reads the body. `request_bodies.py` (pydantic)
+and `requests.py` validate it and build a GenerationRequest. `service.py` queues its sequences. `engine_thread.py` runs
+the scheduler and the engine (package decoding). `response_bodies.py` formats the answer. `answer_format.py` derives
+from the chat template how the model writes reasoning and tool calls: `tool_call_formats.py` is the table of formats,
+`answer_parsers.py` parses the generated text.
 
-Read `server.py` first: it puts these parts together and ends them in order. `publisher.py` replaces the weights of a
+Read `server.py` first: it assembles these parts and shuts them down in order. `publisher.py` replaces the weights of a
 running server, `metrics.py` counts for Prometheus, `tracing.py` records requests for OpenTelemetry, and
-`multi_process.py` serves a model that needs several processes.
-Two kinds of threads matter: the event loop's thread runs everything but the engine, which one thread of its own calls.
+`multi_process.py` serves a model that spans several processes.
+
+Everything runs on the event loop's thread, except the engine, which has a thread of its own.
 """
 
 from spmd_tasks.extensions import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Extension, Flag, Mode

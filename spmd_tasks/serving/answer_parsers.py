@@ -1,19 +1,20 @@
-"""Parsers of answers: what of a growing text is content, what reasoning, and what tool calls.
+"""Splits the streamed text of an answer into content, reasoning and tool calls.
 
-    parser = AnswerParser(form, {'weather': schema})
+    parser = AnswerParser(call_format, {'weather': schema})
     parser.push('<tool_call>{"name": "weather", "arguments": {}}</tool_call>', is_last=True).calls
 
-    parser = ChannelParser({'weather': schema})        # of texts in the harmony format (gpt-oss)
+    parser = ChannelParser({'weather': schema})        # for the harmony format of gpt-oss
     text = '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>7 °C'
-    parser.push(text, is_last=True)                    # Part(content='7 °C', reasoning='Hm.', calls=[])
+    parser.push(text, is_last=True)                    # MessageDelta(content='7 °C', reasoning='Hm.', calls=[])
 
-A parser returns what is certain, and holds back what may become a call or a marker. A text that only looks like a call,
-or names no tool of the request, is content.
+A parser buffers text that may still become a tool call or a marker, and returns the rest at once. Text that only
+resembles a call, or that calls a tool which the request does not define, is content.
 
-AnswerParser reads reasoning between `<think>` and `</think>` at the beginning, and then calls in a form of
-call_forms.py. ChannelParser reads messages: a header, `<|message|>` and a body, up to `<|end|>`, `<|call|>` or
-`<|return|>`. The header names a channel: `analysis` is reasoning, `final` and `commentary` are content. With
-`to=functions.NAME`, the body is a call's arguments. A text without a header, as a grammar makes it, is content.
+AnswerParser reads reasoning between `<think>` and `</think>` at the start, and then calls in one of the formats of
+tool_call_formats.py. ChannelParser reads messages: a header, `<|message|>` and a body, terminated by `<|end|>`,
+`<|call|>` or `<|return|>`. The header names a channel: `analysis` is reasoning; `final` and `commentary` are content.
+If the header has `to=functions.NAME`, the body is the arguments of a call. Text without a header, which a grammar may
+produce, is content.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import re
 from typing import NamedTuple, Protocol
 
 from spmd_tasks.decoding.generated_sequence import begun_length
-from spmd_tasks.serving.call_forms import CALL_FORMS, JSON_ANSWER, CallForm, json_end, named_call
+from spmd_tasks.serving.tool_call_formats import JSON_ANSWER, TOOL_CALL_FORMATS, ToolCallFormat, json_end, named_call
 from spmd_tasks.serving.tool_calls import ToolCall, Tools
 
 THINK, END_THINK = '<think>', '</think>'
@@ -30,8 +31,8 @@ _ENDS = ('<|end|>', '<|call|>', '<|return|>', '<|start|>')
 _OPENINGS = ('<|channel|>', '<|start|>', _MESSAGE, 'to=')
 
 
-class Part(NamedTuple):
-  """What a piece of an answer adds to the message."""
+class MessageDelta(NamedTuple):
+  """The content, reasoning and tool calls that a piece of text adds to a message."""
 
   content: str
   reasoning: str = ''
@@ -39,105 +40,110 @@ class Part(NamedTuple):
 
 
 class Parser(Protocol):
-  """Parses one answer.
+  """Parses the text of one answer.
 
   Attributes:
-    num_calls: how many calls it has.
+    num_calls: number of calls parsed so far.
   """
 
   num_calls: int
 
   @property
   def may_hold_content(self) -> bool:
-    """Whether text that is held back may become content."""
+    """Whether buffered text may become content."""
     ...
 
-  def push(self, piece: str, *, is_last: bool) -> Part:
-    """Adds a piece; returns what is certain."""
+  def push(self, piece: str, *, is_last: bool) -> MessageDelta:
+    """Parses one more piece of the text; returns everything that no later piece can change."""
     ...
 
 
 class AnswerParser:
-  """Parses an answer with reasoning in tags and calls in one form."""
+  """Parses an answer with reasoning in `<think>` tags and calls in one format."""
 
-  def __init__(self, form: CallForm, tools: Tools | None, *, thinks: bool = False, is_thinking: bool = False):
-    """Begins an answer.
+  def __init__(
+    self, call_format: ToolCallFormat, tools: Tools | None, *, thinks: bool = False, is_thinking: bool = False
+  ):
+    """Initializes the parser at the start of an answer.
 
     Args:
-      form: how calls are written; Hermes' form and answers that are JSON are read beside it.
-      tools: that may be called; None if an answer without calls is wanted.
-      thinks: whether the answer may begin with reasoning.
-      is_thinking: whether the prompt has begun the reasoning.
+      call_format: the model's format of tool calls. The Hermes format and bare JSON are recognized in addition.
+      tools: the tools that may be called; None if the answer must not be parsed for calls.
+      thinks: whether the answer may start with reasoning.
+      is_thinking: whether the prompt already ends inside the reasoning.
     """
     self._tools = tools or {}
-    forms = [] if tools is None else [form, CALL_FORMS['hermes']]
-    self._readers = {opening: form.read for form in reversed(forms) for opening in form.openings}
-    self._whole_readers = [form.read for form in (*forms, JSON_ANSWER) if forms and not form.openings]
+    formats = [] if tools is None else [call_format, TOOL_CALL_FORMATS['hermes']]
+    self._readers = {opening: call_format.read for call_format in reversed(formats) for opening in call_format.openings}
+    self._whole_readers = [
+      call_format.read for call_format in (*formats, JSON_ANSWER) if formats and not call_format.openings
+    ]
     self._phase = 'reasoning' if is_thinking else 'beginning' if thinks else 'body'
-    self._is_trimming = thinks or is_thinking  # white space around the tags
-    self._held = ''
-    self._waits_for_call = False  # whether what is held begins with the opening of a call
-    self._gap: str | None = None if tools is None else ''  # white space that is content only if text follows
+    self._is_trimming = thinks or is_thinking  # strips white space around the tags
+    self._buffer = ''
+    self._is_in_call = False  # whether the buffer starts with the opening of a call
+    # Leading white space, which is content only if text follows; None once text has followed.
+    self._pending_space: str | None = None if tools is None else ''
     self.num_calls = 0
 
   @property
   def may_hold_content(self) -> bool:
-    return bool(self._held) and self._phase != 'reasoning'
+    return bool(self._buffer) and self._phase != 'reasoning'
 
-  def push(self, piece: str, *, is_last: bool) -> Part:
-    """Adds a piece; returns what is certain."""
-    if self._waits_for_call and not is_last and not any(mark in piece for mark in '}]>`'):
-      self._held += piece  # none of its characters ends a call
-      return Part('')
-    text, self._held = self._held + piece, ''
+  def push(self, piece: str, *, is_last: bool) -> MessageDelta:
+    """Parses one more piece of the text; returns everything that no later piece can change."""
+    if self._is_in_call and not is_last and not any(mark in piece for mark in '}]>`'):
+      self._buffer += piece  # none of its characters can end a call
+      return MessageDelta('')
+    text, self._buffer = self._buffer + piece, ''
     reasoning = ''
     if self._phase == 'beginning':
       begun = text.lstrip()
       if begun.startswith(THINK):
         self._phase, text = 'reasoning', begun.removeprefix(THINK)
       elif THINK.startswith(begun) and not is_last:
-        self._held = text
-        return Part('')
+        self._buffer = text
+        return MessageDelta('')
       else:
         self._phase, self._is_trimming = 'body', False
     if self._phase == 'reasoning':
-      reasoning, text = self._reason(text, is_last=is_last)
+      reasoning, text = self._parse_reasoning(text, is_last=is_last)
       if self._phase == 'reasoning':
-        return Part('', reasoning)
+        return MessageDelta('', reasoning)
     if self._is_trimming:
       text = text.lstrip()
       self._is_trimming = not text
-    content, calls = self._read(text, is_last=is_last)
+    content, calls = self._parse_body(text, is_last=is_last)
     self.num_calls += len(calls)
-    if is_last and self._gap and not self.num_calls:
-      content, self._gap = content + self._gap, None
-    return Part(content, reasoning, calls)
+    if is_last and self._pending_space and not self.num_calls:
+      content, self._pending_space = content + self._pending_space, None
+    return MessageDelta(content, reasoning, calls)
 
-  def _reason(self, text: str, *, is_last: bool) -> tuple[str, str]:
-    """Returns the reasoning that is certain, and the text behind it."""
+  def _parse_reasoning(self, text: str, *, is_last: bool) -> tuple[str, str]:
+    """Returns the reasoning parsed so far and the text after it."""
     if self._is_trimming:
       text = text.lstrip()
       if THINK.startswith(text) and not is_last:
-        self._held = text
+        self._buffer = text
         return '', ''
       text, self._is_trimming = text.removeprefix(THINK).lstrip(), False
     thought, end, rest = text.partition(END_THINK)
     if end:
       self._phase, self._is_trimming = 'body', True
       return thought.rstrip(), rest
-    kept = 0 if is_last else begun_length(text, (END_THINK,))
-    certain = text[: len(text) - kept].rstrip()
-    self._held = '' if is_last else text[len(certain) :]
+    num_held = 0 if is_last else begun_length(text, (END_THINK,))
+    certain = text[: len(text) - num_held].rstrip()
+    self._buffer = '' if is_last else text[len(certain) :]
     return certain, ''
 
-  def _read(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-    """Returns the content and the calls that are certain."""
+  def _parse_body(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+    """Returns the content and the calls parsed so far; buffers the rest."""
     content, calls = '', list[ToolCall]()
-    self._waits_for_call = False
+    self._is_in_call = False
     for read in list(self._whole_readers):
       reading = read(text, self._tools, is_last)
       if reading is None:
-        self._held = text
+        self._buffer = text
         return content, calls
       if reading.calls:
         return content, list(reading.calls)
@@ -145,58 +151,58 @@ class AnswerParser:
     while text:
       places = [(place, opening) for opening in self._readers if (place := text.find(opening)) >= 0]
       if not places:
-        kept = 0 if is_last else begun_length(text, self._readers)
-        content += self._shown(text[: len(text) - kept])
-        self._held = text[len(text) - kept :]
+        num_held = 0 if is_last else begun_length(text, self._readers)
+        content += self._emit(text[: len(text) - num_held])
+        self._buffer = text[len(text) - num_held :]
         break
       place, opening = min(places)
-      content += self._shown(text[:place])
+      content += self._emit(text[:place])
       text = text[place:]
       reading = self._readers[opening](text, self._tools, is_last)
       if reading is None:
-        self._held, self._waits_for_call = text, True
+        self._buffer, self._is_in_call = text, True
         break
       length = max(reading.length, 1)
       if reading.calls:
         calls += reading.calls
-        self._gap = ''
+        self._pending_space = ''
       elif not reading.is_markup:
-        content += self._shown(text[:length])
+        content += self._emit(text[:length])
       text = text[length:]
     return content, calls
 
-  def _shown(self, text: str) -> str:
-    """The text that is content for certain."""
-    if self._gap is None:
+  def _emit(self, text: str) -> str:
+    """Returns the delta of `text` to send as content; keeps leading white space back until text follows."""
+    if self._pending_space is None:
       return text
-    text, self._gap = self._gap + text, None
+    text, self._pending_space = self._pending_space + text, None
     if not text.strip():
-      text, self._gap = '', text
+      text, self._pending_space = '', text
     return text
 
 
 class ChannelParser:
-  """Parses an answer of messages in channels."""
+  """Parses an answer in the harmony format: messages in channels."""
 
-  may_hold_content = False  # only markup is held back
+  may_hold_content = False  # only markup is buffered
 
   def __init__(self, tools: Tools | None):
-    """Begins an answer that may call `tools`."""
+    """Initializes the parser at the start of an answer that may call `tools`."""
     self._tools = tools or {}
-    self._held = ''
-    self._kind: str | None = None  # of the message whose body is read: content, reasoning or call; None in a header
+    self._buffer = ''
+    self._kind: str | None = None  # of the current message: content, reasoning or call; None inside a header
     self._callee = ''
     self._is_first = True
     self._content_begun = False
     self._separator = ''  # between two messages of content
     self.num_calls = 0
 
-  def push(self, piece: str, *, is_last: bool) -> Part:
-    """Adds a piece; returns what is certain."""
+  def push(self, piece: str, *, is_last: bool) -> MessageDelta:
+    """Parses one more piece of the text; returns everything that no later piece can change."""
     if self._kind == 'call' and not is_last and '>' not in piece:
-      self._held += piece  # which ends no message
-      return Part('')
-    text, self._held = self._held + piece, ''
+      self._buffer += piece  # cannot end the message
+      return MessageDelta('')
+    text, self._buffer = self._buffer + piece, ''
     content, reasoning, calls = '', '', list[ToolCall]()
     while True:
       if self._kind is None:
@@ -205,16 +211,16 @@ class ChannelParser:
           continue
         header, marker, rest = text.partition(_MESSAGE)
         if not marker:
-          self._held = '' if is_last else text
+          self._buffer = '' if is_last else text
           break
-        self._begin(header)
+        self._start_message(header)
         text = rest
         continue
       start = 0
       if self._kind == 'call' and (begin := text.find('{')) >= 0:
-        json_stop = json_end(text, begin)  # an end in a string of a call's arguments is a part of it
+        json_stop = json_end(text, begin)  # an end marker inside the arguments' JSON does not end the message
         if json_stop is None and not is_last:
-          self._held = text
+          self._buffer = text
           break
         start = json_stop or 0
       ends = [(place, end) for end in _ENDS if (place := text.find(end, start)) >= 0]
@@ -222,11 +228,11 @@ class ChannelParser:
         place, end = min(ends)
         body, text = text[:place], text[place + len(end) :]
       elif self._kind == 'call' and not is_last:
-        self._held = text  # a call is given whole
+        self._buffer = text  # calls are returned whole
         break
       else:
-        kept = 0 if is_last else begun_length(text, _ENDS)
-        body, text = text[: len(text) - kept], text[len(text) - kept :]
+        num_held = 0 if is_last else begun_length(text, _ENDS)
+        body, text = text[: len(text) - num_held], text[len(text) - num_held :]
       call = named_call(self._callee, body, self._tools) if self._kind == 'call' and (ends or body.strip()) else None
       if call is not None:
         calls.append(call)
@@ -235,13 +241,13 @@ class ChannelParser:
       elif body:
         content, self._separator, self._content_begun = content + self._separator + body, '', True
       if not ends:
-        self._held = text
+        self._buffer = text
         break
       self._kind = None
     self.num_calls += len(calls)
-    return Part(content, reasoning, calls)
+    return MessageDelta(content, reasoning, calls)
 
-  def _begin(self, header: str) -> None:
+  def _start_message(self, header: str) -> None:
     self._is_first = False
     channel = re.search(r'<\|channel\|>\s*(\w+)', header)
     callee = re.search(r'\bto=(?:functions\.)?([^\s<]+)', header)

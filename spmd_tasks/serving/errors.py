@@ -1,4 +1,4 @@
-"""RequestError: an error that a client is told, and the HTTP response that carries it."""
+"""Errors of requests, and the HTTP responses that report them to clients."""
 
 import dataclasses
 from typing import Any
@@ -11,11 +11,11 @@ class RequestError(Exception):
   """A request that cannot be served.
 
   Fields:
-    message: one sentence: the value, the constraint, the remedy.
+    message: one sentence with the value, the constraint and the remedy.
     status: the HTTP status.
-    param: the field of the body that is wrong, such as `messages[0].role`.
-    code: a name for programs, such as `queue_full`.
-    retry_after_s: seconds after which the client may try again.
+    param: the invalid field of the body, such as `messages[0].role`.
+    code: a machine-readable name, such as `queue_full`.
+    retry_after_s: seconds after which the client may retry.
   """
 
   message: str
@@ -27,14 +27,14 @@ class RequestError(Exception):
 
   @property
   def body(self) -> dict[str, Any]:
-    """The error as OpenAI's API formats it."""
+    """The JSON body of the error, in the format of OpenAI's API."""
     kinds = {401: 'authentication_error', 404: 'not_found_error', 429: 'rate_limit_error'}
     kind = kinds.get(self.status, 'invalid_request_error' if self.status < 500 else 'server_error')
     return {'error': {'message': self.message, 'type': kind, 'param': self.param, 'code': self.code}}
 
 
 def error_response(error: RequestError) -> Response:
-  """Makes the JSON response of an error."""
+  """Returns the JSON response that reports an error."""
   headers = {} if error.retry_after_s is None else {'retry-after': str(error.retry_after_s)}
   if error.status == 401:
     headers['www-authenticate'] = 'Basic realm="spmd-tasks", charset="UTF-8"'

@@ -1,6 +1,6 @@
-"""--mode=serve: serves a checkpoint's weights over HTTP until a signal ends the server.
+"""--mode=serve: serves the weights of a checkpoint over HTTP until a signal stops the server.
 
-With several processes, each holds its part of the weights; process 0 answers HTTP, and all others follow it
+With several processes, each has its shards of the weights; process 0 answers HTTP and the others follow it
 (multi_process.py).
 """
 
@@ -39,31 +39,31 @@ from spmd_tasks.runtime.origin import Base
 from spmd_tasks.runtime.task import require_task
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
-from spmd_tasks.serving.scoring import TextScoring
+from spmd_tasks.serving.scoring import ScoringEngine
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ClientKey, ServerSettings
 from spmd_tasks.serving.tracing import open_tracer
 from spmd_tasks.sigterm import leave_on_signals
 
-# Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
+# OpenAI's API allows requests for this many top log-probabilities; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5
-# Less than JAX's limit for heartbeats (30 s by default), after which JAX ends a process without a word to its clients.
+# Less than JAX's heartbeat timeout (30 s by default), after which JAX kills a process without telling its clients.
 _SILENCE_LIMIT_S = 20.0
-_MAX_SCORED = 4096  # texts that may wait to be scored, where no flag says how many
-_END_LIMIT_S = 30  # for the last process to come to the end
+_MAX_SCORED = 4096  # default of max_queued for models that score texts
+_END_LIMIT_S = 30  # for all processes to reach the end
 
 
 def run(command: Command) -> int:
   """Runs --mode serve; returns an exit code."""
   flags = command.flags
   with command.open_job() as opened:
-    given = {name: getattr(flags, name) for name in ('host', 'port', 'max_queued', 'max_connections', 'drain_s')}
+    limits = {name: getattr(flags, name) for name in ('host', 'port', 'max_queued', 'max_connections', 'drain_s')}
     if flags.max_queued is None and text_reading(opened.job):
-      given['max_queued'] = _MAX_SCORED
+      limits['max_queued'] = _MAX_SCORED
     return serve(
       opened.job,
       opened.directory,
-      server_settings(api_key_file=flags.api_key_file, **given),
+      server_settings(api_key_file=flags.api_key_file, **limits),
       emergency=opened.emergency,
       step=flags.checkpoint_step,
       bind_address=flags.coordinator_bind_address,
@@ -79,45 +79,46 @@ def serve(
   step: int | None = None,
   bind_address: str | None = None,
 ) -> int:
-  """Serves the job's model until a signal ends the server; returns an exit code.
+  """Serves the job's model until a signal stops the server; returns an exit code.
 
   Args:
     job: the built experiment.
-    job_log_dir: a training job's directory, running or not; nothing is written to it but compiled programs.
+    job_log_dir: the directory of a training job, which may be running; only compiled programs are written to it.
     settings: the server's address and limits.
-    emergency: the way out when another process has failed.
-    step: the step of the checkpoint that is served first; None is the newest.
-    bind_address: HOST:PORT of which process 0 listens on HOST for the others; None is the coordinator's address.
+    emergency: exits this process if another process has failed.
+    step: the step of the checkpoint to serve first; None serves the newest.
+    bind_address: HOST:PORT; process 0 listens on HOST for the other processes. None uses the coordinator's address.
 
   Raises:
-    UserError: the job has no tokenizer, an adapter has the model's name, the model does not fit the mesh, or process 0
-      cannot listen.
-    CheckpointError: there is no such checkpoint, or it is damaged.
+    UserError: the job has no tokenizer, an adapter has the model's name, the model cannot be served on this mesh, or
+      process 0 cannot listen.
+    CheckpointError: the checkpoint does not exist or is damaged.
   """
   require_task(job.task, '--mode serve')
   tokenizer = job.tokenizer
   check_reads_tokens(job.train_input.element_spec(), getattr(job.task, 'decode', None))
   if tokenizer is None:
     raise UserError(
-      f'experiment {job.name} has no tokenizer in its inputs, so its model cannot be served as text: give its training '
-      'input a tokenizer.'
+      f'experiment {job.name} cannot be served without a tokenizer: set the tokenizer of its training input.'
     )
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:
-    # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.
+    # JAX's handler would make all processes save a checkpoint. Until the server runs, exiting at once loses nothing.
     leave_on_signals()
   announce: Callable[[str], None] = functools.partial(print, flush=True) if is_primary() else lambda line: None
   tracer = open_tracer() if is_primary() else None
-  # Listen before the weights are loaded, so that a wrong address shows at once.
+  # Listen before loading the weights, to report a wrong address at once.
   with _listen_on_primary(settings, limit_s) as sock:
     model = partition_job(job)
     if 'encoder_ids' in model.input_layout.spec:
       raise UserError(
-        f'experiment {job.name} is an encoder-decoder, which no server has: decode prompts from files by --mode decode.'
+        f'experiment {job.name} is an encoder-decoder, which cannot be served: use --mode decode on files of prompts.'
       )
     reading = text_reading(job)
     if reading is not None and jax.process_count() > 1:
-      raise UserError(f'{jax.process_count()} processes cannot serve a model that scores texts: start one.')
+      raise UserError(
+        f'{jax.process_count()} processes cannot serve a model that scores texts: start a single process.'
+      )
     steps = _decode_steps(job, model, tokenizer, announce) if reading is None else None
     storage, part = (None, None) if steps is None else (steps.storage, model.task.decoding_variables)
 
@@ -136,8 +137,8 @@ def serve(
     announce(f'Restoring {source}.' if folder is None else f'Loading the weights of {folder}.')
     began = time.monotonic()
     weights, restored = restore(step)
-    what = f'Restored step {restored}' if folder is None else 'Loaded the weights'
-    announce(f'{what} in {time.monotonic() - began:.1f} s. Compiling.')
+    action = f'Restored step {restored}' if folder is None else 'Loaded the weights'
+    announce(f'{action} in {time.monotonic() - began:.1f} s. Compiling.')
     if steps is not None:
       num_texts = min(steps.num_blocks // steps.table_len, steps.settings.num_slots)
       size = f'{steps.num_blocks} blocks of {steps.block_tokens} tokens'
@@ -158,13 +159,13 @@ def serve(
       grammars=Grammars(tokenizer, vocab_size=vocab_size, end_ids=served_settings.end_ids(tokenizer.eos_id)),
       reading=reading,
     )
-    engine: ModelEngine | TextScoring
+    engine: ModelEngine | ScoringEngine
     if steps is not None:
       engine = ModelEngine(steps, weights, score_prompts=True, constrain=True)
     else:
       assert reading is not None
-      engine = TextScoring(TextScorer(model, reading, max_len=served.max_len), weights)
-    del weights  # the engine holds them, and may free them
+      engine = ScoringEngine(TextScorer(model, reading, max_len=served.max_len), weights)
+    del weights  # only the engine refers to them, so that it can free them
     run = functools.partial(run_server, model=served, settings=settings, announce=announce, tracer=tracer)
     if jax.process_count() == 1:
       assert sock is not None
@@ -193,9 +194,9 @@ def _serve_together(
   limit_s: int,
   bind_address: str | None,
 ) -> int:
-  """Serves with several processes: `run` runs the server on process 0, which has the socket."""
+  """Serves with several processes; `run` runs the server on process 0, the only one with a socket."""
   links = connect_to_primary(limit_s=limit_s, bind_address=bind_address, silence_limit_s=_SILENCE_LIMIT_S)
-  emergency.attach(None)  # from here on, links tell of an end
+  emergency.attach(None)  # from here on, links detect lost processes
   leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
   if sock is None:
     code = follow(engine, links[0], restore=restore, leave=leave)
@@ -208,7 +209,7 @@ def _serve_together(
 
 
 def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str | None:
-  """The folder in Hugging Face's format whose own weights are served; None where a checkpoint's are."""
+  """Returns the Hugging Face folder to load weights from; None if a checkpoint is served."""
   origin = job.experiment.origin()
   if step is not None or not isinstance(origin, Base):
     return None
@@ -218,12 +219,12 @@ def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str |
 
 
 def server_settings(*, api_key_file: str | None, **flags: Any) -> ServerSettings:
-  """Makes ServerSettings from command-line flags; a flag that is None keeps its default.
+  """Builds ServerSettings from command-line flags; a flag that is None keeps its default.
 
-  Raises a UserError: a flag's value is out of range, or the key cannot be read.
+  Raises a UserError if a flag is out of range, or if the key file cannot be read.
   """
-  given = {name: value for name, value in flags.items() if value is not None}
-  return ServerSettings(**({} if api_key_file is None else _read_api_keys(api_key_file)), **given)
+  keys = {} if api_key_file is None else _read_api_keys(api_key_file)
+  return ServerSettings(**keys, **{name: value for name, value in flags.items() if value is not None})
 
 
 def _read_api_keys(path: str) -> dict[str, Any]:
@@ -233,17 +234,17 @@ def _read_api_keys(path: str) -> dict[str, Any]:
     raise UserError(f'--api_key_file {path} cannot be read: {error}.') from error
   first, *others = text.splitlines() or ['']
   if len(first.split()) != 1 or not text.isascii():
-    raise UserError(f'--api_key_file {path} must begin with a key: ASCII characters without spaces, on one line.')
+    raise UserError(f'the first line of --api_key_file {path} must be a key: ASCII characters without spaces.')
   clients = tuple(ClientKey.from_line(line) for line in others if line.strip())
-  if len({*(each.key for each in clients), first}) <= len(clients):
-    raise UserError(f'--api_key_file {path} has a key twice: give each line its own.')
-  if len({each.name for each in clients}) < len(clients):
-    raise UserError(f'--api_key_file {path} has a name twice: metrics are by name, so give each its own.')
+  if len({*(client.key for client in clients), first}) <= len(clients):
+    raise UserError(f'--api_key_file {path} has the same key twice: use a different key on each line.')
+  if len({client.name for client in clients}) < len(clients):
+    raise UserError(f'--api_key_file {path} has the same name twice: use a different name on each line.')
   return {'api_key': first.strip(), 'client_keys': clients}
 
 
 def _listen_on_primary(settings: ServerSettings, limit_s: int) -> contextlib.AbstractContextManager[Any]:
-  """The server's socket on process 0 and None elsewhere; an address that cannot be used raises everywhere."""
+  """Opens the server's socket on process 0, None elsewhere; raises a UserError on all processes if that fails."""
   opened: list[socket.socket] = []
   try:
     primary_decides(lambda: opened.append(listen(settings)), 'serve_listen', limit_s=limit_s)

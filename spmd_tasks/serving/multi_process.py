@@ -1,4 +1,4 @@
-"""Serving with several processes: process 0 leads, all other processes follow.
+"""Serves a model that spans several processes: process 0 leads, all other processes follow.
 
     links = connect_to_primary(limit_s=600)   # distributed/links.py; every process calls it
     if jax.process_index() == 0:
@@ -8,17 +8,17 @@
     else:
       code = follow(engine, links[0], restore=restore, leave=leave)
 
-Each process holds its part of the weights and runs its own engine. Process 0 answers HTTP and schedules; its
-`LeadingEngine` sends every call to the other processes as a numbered operation before it makes the call itself, so that
-all devices run the same programs in the same order. An operation that fails anywhere ends the job.
+Each process has its shards of the weights and runs its own engine. Process 0 answers HTTP and schedules. Its
+`LeadingEngine` sends every call to the other processes as a numbered operation before it makes the call itself, so all
+devices run the same programs in the same order. An operation that fails on any process ends the job.
 
-A collective with a dead process may never return, so that a worker thread makes process 0's calls: when `Followers`
-sees that a process is lost, the caller gets a PeerFailedError at once and the worker is abandoned. A link (package
-distributed) shows the end of its process at once: a failing process sends its reason and then closes the link, and the
-kernel closes the link of a killed process. JAX's heartbeats find a machine that vanishes.
+A collective with a dead process may never return. Process 0 therefore makes its calls on a worker thread: when
+`Followers` detects a lost process, the caller gets a PeerFailedError at once, and the worker thread is abandoned. A
+link (package distributed) reports the end of its process immediately: a failing process sends its reason and closes
+the link, and the kernel closes the link of a killed process. JAX's heartbeats detect a machine that disappears.
 
-A message is JSON, with the engine's chunks, requests and sampling settings in it, and never a pickle: nothing in it can
-name code.
+Messages are JSON with the engine's chunks, requests and sampling settings. They are never pickled, so a message cannot
+execute code.
 """
 
 import base64
@@ -48,18 +48,18 @@ from spmd_tasks.distributed.shutdown import is_lost_connection
 from spmd_tasks.errors import JobError
 from spmd_tasks.sigterm import ending_signals
 
-_NOTICE_S = 2.0  # from a broken collective to the end of the link of a process that is gone
-_LOST_LIMIT_S = 20.0  # from the loss of a process: to tell the clients, and to end in order
-_FAREWELL_LIMIT_S = 5.0  # for the others to log why they leave, before the coordination service ends with process 0
-_SETTLE_S = 0.5  # without a new operation, until the outputs of the last launch are read
+_NOTICE_S = 2.0  # for the link of a dead process to close, after a collective failed
+_LOST_LIMIT_S = 20.0  # after the loss of a process, to report errors to clients and shut down
+_FAREWELL_LIMIT_S = 5.0  # for the others to log why they exit, before the coordination service ends with process 0
+_SETTLE_S = 0.5  # without a new operation, before the outputs of the last launch are read
 _MAX_REASON_CHARS = 500
-_GONE = 'is gone: it was killed, or its log says why it ended'
-# What a message may contain beside JSON's own types.
+_GONE = 'is gone: it was killed, or its log has the reason'
+# Classes that a message may contain in addition to JSON types.
 _TYPES = {'Chunk': Chunk, 'Request': Request, 'SamplingParams': SamplingParams}
 
 
 class PeerFailedError(JobError):
-  """Another process has ended or failed; the message names the process and its reason."""
+  """Another process has exited or failed; the message has its index and the reason."""
 
 
 # --- process 0 ---
@@ -73,13 +73,13 @@ def lead(
   restore: Callable[[int | None], tuple[Any, int]],
   leave: Callable[[int, str], object],
 ) -> Iterator['LeadingEngine']:
-  """Leads the other processes while the body runs, and makes them leave if it raises.
+  """Leads the other processes inside the `with` block; makes them exit if the block raises.
 
   Args:
-    engine: this process's own engine.
+    engine: this process's engine.
     links: links to all other processes.
-    restore: returns a checkpoint's (weights, step) when every process calls it.
-    leave: ends this process at once, given an exit code and a reason; called when another process is lost.
+    restore: returns (weights, step) of a checkpoint; every process must call it.
+    leave: exits this process at once with an exit code and a reason; called when another process is lost.
   """
   followers = Followers(links, leave=functools.partial(leave, exit_codes.PEER_FAILED))
   try:
@@ -93,12 +93,12 @@ def lead(
 
 
 class LeadingEngine:
-  """An Engine (decoding/engine_contract.py) that every process runs.
+  """An Engine (decoding/engine_contract.py) that repeats every call on all processes.
 
   Every method raises a PeerFailedError at once when a process is lost.
 
   Attributes:
-    stop: an event, set when the server must end because a process got a signal or is lost.
+    stop: an event that is set when the server must stop because a process got a signal or is lost.
   """
 
   def __init__(self, engine: Engine, followers: 'Followers', restore: Callable[[int | None], tuple[Any, int]]):
@@ -118,7 +118,7 @@ class LeadingEngine:
 
   @property
   def weights(self) -> Any:
-    """The weights that process 0 holds; `restore` gave the other processes their parts."""
+    """Process 0's shards of the weights; `restore` loads the shards of the other processes."""
     return self._engine.weights
 
   @weights.setter
@@ -132,10 +132,10 @@ class LeadingEngine:
     self._await(self._engine.warm_up)
 
   def reset(self) -> None:
-    """Never empties the slots of all processes: a failed call may have been launched on some of them only."""
+    """Always raises: a failed call may have been launched on some processes only, so slots cannot be reset."""
     if self._followers.lost.done():
       self._followers.lost.result()
-    raise JobError('a step failed, and a server of several processes does not go on after that: start it again.')
+    raise JobError('a step failed, and a server of several processes cannot recover from that: restart it.')
 
   def prefill_shape(self, chunk: Chunk) -> tuple[int, int]:
     return self._engine.prefill_shape(chunk)
@@ -158,30 +158,30 @@ class LeadingEngine:
     return self._launch(self._engine.step, keep, masks, grown, drafts)
 
   def _launch(self, call: Callable[..., Launched], *arguments: Any) -> Any:
-    """Launches, and returns outputs that the worker thread reads."""
+    """Launches a call on the worker thread; `read` of the result waits on the worker thread too."""
     return types.SimpleNamespace(read=functools.partial(self._await, self._await(call, *arguments).read))
 
   def restore(self, step: int | None) -> tuple[Any, int]:
-    """Returns a checkpoint's (weights, step), for `weights`; the other processes replace their weights themselves."""
+    """Returns (weights, step) of a checkpoint, for `weights`; the other processes set their own weights."""
     self._followers.send('restore', step)
     return self._await(self._restore, step)
 
   def leave(self, code: int) -> NoReturn:
-    """Ends every process at once, because process 0 ends in the middle of an operation."""
+    """Exits every process at once; for an end of process 0 in the middle of an operation."""
     self._followers.dismiss(code, 'process 0 ended in the middle of an operation')
     os._exit(code)
 
   def end(self, code: int) -> None:
-    """Makes every other process end with this exit code, after all operations sent so far.
+    """Makes every other process exit with this code after all operations sent so far.
 
-    Raises a PeerFailedError: a process is lost.
+    Raises a PeerFailedError if a process is lost.
     """
     if self._followers.lost.done():
       self._followers.lost.result()
     self._followers.end(code)
 
   def _await(self, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns or raises what the call does, unless a process is lost first."""
+    """Makes a call on the worker thread; raises a PeerFailedError if a process is lost before it returns."""
     future = self._caller.submit(call, *arguments)
     lost = self._followers.lost
     wait((future, lost), return_when=FIRST_COMPLETED)
@@ -189,15 +189,15 @@ class LeadingEngine:
 
 
 class Followers:
-  """All other processes, as process 0 sees them: sends operations to them, and watches for their end.
+  """Process 0's links to all other processes: sends operations and watches for lost processes.
 
   Attributes:
-    stop: set when the server must end because a process got a signal or is lost.
+    stop: set when the server must stop because a process got a signal or is lost.
     lost: a future that raises the PeerFailedError once a process is lost.
   """
 
   def __init__(self, links: Sequence[Link], *, leave: Callable[[str], object]):
-    """Watches one link to each process; calls `leave` with a reason if this one still runs 20 s after a loss."""
+    """Starts to watch the links; calls `leave` with a reason if this process still runs 20 s after a loss."""
     self.stop = threading.Event()
     self.lost: Future[Any] = Future()
     self._links = links
@@ -212,23 +212,23 @@ class Followers:
       thread.start()
 
   def send(self, name: str, *arguments: Any) -> None:
-    """Makes every process run an operation, after all operations sent before."""
+    """Sends an operation to every process, to run after all operations sent before."""
     with self._lock:
       self._send(name=name, arguments=arguments)
 
   def end(self, code: int) -> None:
-    """Makes every process end with this exit code, after all operations sent before."""
+    """Makes every process exit with this code after all operations sent before."""
     self._close(name='end', arguments=[code])
 
   def dismiss(self, code: int, reason: str) -> None:
-    """Makes every process leave at once, whatever it is doing; waits at most 5 s for that."""
+    """Makes every process exit at once; waits at most 5 s."""
     self._close(leave=code, reason=reason)
 
   def _send(self, **message: Any) -> None:
     data = to_message({'number': self._num_sent, **message})
     self._num_sent += 1
     for link in self._links:
-      with contextlib.suppress(OSError):  # the thread that watches the link notices that it is closed
+      with contextlib.suppress(OSError):  # the thread that watches the link detects a closed link
         link.send(data)
 
   def _close(self, **message: Any) -> None:
@@ -275,21 +275,25 @@ def follow(
 ) -> int:
   """Runs process 0's operations until process 0 ends the job; returns the exit code.
 
-  Passes SIGTERM and Ctrl-C on to process 0, which ends the job in order. `engine` and `restore` are as of `lead`; so is
-  `leave`, called on another thread because process 0 orders it or is gone. Raises whatever failed here, after process 0
-  was told.
+  Forwards SIGTERM and Ctrl-C to process 0, which shuts the job down. If an operation fails here, reports the error to
+  process 0 and raises it.
+
+  Args:
+    engine: this process's engine.
+    link: the link to process 0.
+    restore: see `lead`.
+    leave: see `lead`; called on another thread if process 0 orders an exit or is lost.
   """
   operations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
   is_over = threading.Event()
-  given = link, operations, leave, is_over
-  receiving = threading.Thread(target=_receive, args=given, name='operations', daemon=True)
-  receiving.start()
+  receiver = threading.Thread(target=_receive, args=(link, operations, leave, is_over), name='operations', daemon=True)
+  receiver.start()
   try:
-    _pass_signals_on(link)
+    _forward_signals(link)
     return _run(engine, operations, restore)
   except BaseException as error:
-    if is_lost_connection(error):  # of process 0, perhaps: then the other thread says so, and ends this process
-      receiving.join(_NOTICE_S)
+    if is_lost_connection(error):  # if process 0 is lost, the receiver thread logs that and exits this process
+      receiver.join(_NOTICE_S)
     with contextlib.suppress(OSError):
       link.send(to_message({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
     raise
@@ -299,13 +303,13 @@ def follow(
 
 
 def _run(engine: Engine, operations: queue.SimpleQueue, restore: Callable[[int | None], tuple[Any, int]]) -> int:
-  """Runs operations up to the last one, and returns its exit code."""
+  """Runs operations until `end`; returns its exit code."""
 
   def restore_weights(step: int | None) -> None:
     try:
       engine.weights, _ = restore(step)
     except CheckpointChoiceError as error:
-      logging.warning('the weights stay as they are: %s', error)
+      logging.warning('the weights are not replaced: %s', error)
 
   calls: dict[str, Callable[..., Launched | None]] = {
     'warm_up': engine.warm_up,
@@ -316,7 +320,7 @@ def _run(engine: Engine, operations: queue.SimpleQueue, restore: Callable[[int |
     'restore': restore_weights,
     'drop_weights': lambda: setattr(engine, 'weights', None),
   }
-  launched: Launched | None = None  # the last one, whose error is not known yet
+  launched: Launched | None = None  # the last launch, which may still fail
   number = 0
   while True:
     try:
@@ -328,13 +332,13 @@ def _run(engine: Engine, operations: queue.SimpleQueue, restore: Callable[[int |
       raise RuntimeError(f'received operation {operation["number"]} instead of {number}: this is a bug.')
     if operation['name'] == 'end':
       return operation['arguments'][0]
-    before, launched = launched, calls[operation['name']](*operation['arguments'])
-    _settle(before)
+    previous, launched = launched, calls[operation['name']](*operation['arguments'])
+    _settle(previous)
     number += 1
 
 
 def _settle(launched: Launched | None) -> None:
-  """Reads the outputs of the last launch, as process 0 does, so that its error becomes known."""
+  """Reads the outputs of a launch, as process 0 does, to surface its error."""
   if launched is not None:
     launched.read()
 
@@ -353,43 +357,43 @@ def _receive(
         return
   except LinkError as error:
     reason = str(error)
-  if not is_over.is_set():  # otherwise this process closed the link itself, and reports why
+  if not is_over.is_set():  # otherwise this process closed the link itself, and has reported why
     leave(exit_codes.PEER_FAILED, f'process 0 {reason}')
 
 
-def _pass_signals_on(link: Link) -> None:
+def _forward_signals(link: Link) -> None:
   def send(number: int) -> None:
     with contextlib.suppress(OSError):
       link.send(to_message({'signal': number}))
 
-  def pass_on(number: int, _: Any) -> None:
+  def forward(number: int, _: Any) -> None:
     threading.Thread(target=send, args=(number,), daemon=True).start()  # the handler may have interrupted a send
 
   if threading.current_thread() is threading.main_thread():
     for number in ending_signals():
-      signal.signal(number, pass_on)
+      signal.signal(number, forward)
 
 
 # --- messages ---
 
 
 def to_message(fields: Mapping[str, Any]) -> bytes:
-  """Encodes an object of JSON's types, chunks, requests and sampling settings."""
+  """Encodes a message of JSON types, chunks, requests and sampling settings."""
   return json.dumps(fields, default=_to_json).encode()
 
 
 def from_message(message: bytes) -> dict[str, Any]:
-  """Decodes what `to_message` has encoded; arrays inside the three classes become tuples."""
+  """Decodes a message of `to_message`; arrays inside chunks, requests and sampling settings become tuples."""
   return json.loads(message, object_hook=_from_json)
 
 
 def pack_masks(masks: TokenMasks | None) -> list[list[Any]]:
-  """Token masks for a message: pairs of a row and its words in base64. Process 0 alone computes them."""
+  """Encodes token masks as pairs of a row and its uint32 words in base64; only process 0 computes masks."""
   return [[row, base64.b64encode(mask.astype('<u4').tobytes()).decode()] for row, mask in (masks or {}).items()]
 
 
 def unpack_masks(pairs: list[list[Any]]) -> TokenMasks | None:
-  """The masks that `pack_masks` packed."""
+  """Decodes the masks of `pack_masks`."""
   return {row: np.frombuffer(base64.b64decode(words), '<u4') for row, words in pairs} or None
 
 
@@ -398,10 +402,10 @@ def _to_json(value: Any) -> dict[str, Any]:
 
 
 def _from_json(fields: dict[str, Any]) -> Any:
-  made = _TYPES.get(fields.get('type', ''))
-  if made is None:
+  cls = _TYPES.get(fields.get('type', ''))
+  if cls is None:
     return fields
-  return made(**{name: _to_tuples(value) for name, value in fields.items() if name != 'type'})
+  return cls(**{name: _to_tuples(value) for name, value in fields.items() if name != 'type'})
 
 
 def _to_tuples(value: Any) -> Any:

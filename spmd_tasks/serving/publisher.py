@@ -1,13 +1,13 @@
-"""Publisher: replaces the weights by those of another checkpoint while the server runs.
+"""Replaces the weights of a running server with another checkpoint.
 
     step = await publisher.publish(300)    # None: the newest checkpoint
-    await publisher.unpublish()            # frees the weights and refuses requests until the next publish
+    await publisher.unpublish()            # frees the weights and rejects requests until the next publish
 
-Sequences in slots end with the weights with which they began; queued sequences wait for that and get the new weights.
-No sequence is dropped, and no text comes from two checkpoints.
+Running sequences finish with their weights; queued sequences wait for them, and then use the new weights. No sequence
+is dropped, and no text mixes two checkpoints.
 
-A single process goes on serving while it reads a checkpoint. Several processes read it together, as one of the
-operations that they all run in the same order, and generate nothing meanwhile.
+A single process keeps serving while it reads a checkpoint. Several processes read it together, as one of the operations
+that all of them run in the same order, and pause generation meanwhile.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from absl import logging
 from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding.engine_contract import Engine
 from spmd_tasks.serving.errors import RequestError
-from spmd_tasks.serving.scoring import TextScoring
+from spmd_tasks.serving.scoring import ScoringEngine
 from spmd_tasks.serving.service import Service
 
 _Restore = Callable[[int | None], tuple[Any, int]]
@@ -30,18 +30,24 @@ _POLL_S = 0.02
 
 
 class Publisher:
-  """Publishes one checkpoint at a time; while `is_reading`, its own thread reads one, which nothing can interrupt."""
+  """Publishes one checkpoint at a time.
 
-  def __init__(self, service: Service, engine: Engine | TextScoring, restore: _Restore | None, *, pauses: bool = False):
-    """Publishes nothing yet.
+  Attributes:
+    is_reading: whether a thread is reading a checkpoint, which cannot be interrupted.
+  """
+
+  def __init__(
+    self, service: Service, engine: Engine | ScoringEngine, restore: _Restore | None, *, pauses: bool = False
+  ):
+    """Initializes the publisher.
 
     Args:
-      service: the service whose model is replaced.
-      engine: gets the new weights, on its own thread.
-      restore: returns the (weights, step) of a checkpoint, None naming the newest, on a thread of its own, so that
-        reading files does not delay the streams. If `restore` is None, nothing can be published.
-      pauses: run `restore` on the engine's thread instead, between sequences. A CheckpointChoiceError then means that
-        nothing has changed; any other error ends the engine.
+      service: the service that serves the model.
+      engine: the engine that gets the new weights.
+      restore: returns (weights, step) of the checkpoint of a step, or of the newest for None. It runs on a separate
+        thread, so that reading files does not delay the streams. If `restore` is None, nothing can be published.
+      pauses: whether to run `restore` on the engine's thread instead, while no slot is in use. A CheckpointChoiceError
+        then means that nothing has changed; any other error ends the engine.
     """
     self._service = service
     self._engine = engine
@@ -52,9 +58,10 @@ class Publisher:
     self.is_reading = False
 
   async def publish(self, step: int | None) -> int:
-    """Serves the checkpoint of `step` (None: the newest) from now on; returns its step.
+    """Switches to the checkpoint of `step`, None for the newest; returns its step.
 
-    Raises a RequestError: there is no such checkpoint, or nothing can be published now.
+    Raises:
+      RequestError: there is no such checkpoint, the server is not ready, or it has no API key.
     """
     self._check_key()
     async with self._lock:
@@ -62,36 +69,33 @@ class Publisher:
         raise RequestError('the server is not ready.', status=503, code='not_ready', retry_after_s=5)
       try:
         with self._service.uncounted_compilations():
-          restored = await (self._pause(step) if self._pauses else self._go_on(step))
+          restored = await (self._publish_paused(step) if self._pauses else self._publish_while_serving(step))
       except (ValueError, RuntimeError) as error:
-        logging.warning('nothing is published: %s', error)
+        logging.warning('publishing failed, and the weights stay as they are: %s', error)
         raise RequestError(f'step cannot be published: {error}', status=409, param='step') from error
       self._service.model = dataclasses.replace(self._service.model, step=restored, created=int(time.time()))
       self._service.is_published = True
       return restored
 
   async def unpublish(self) -> None:
-    """Refuses new requests, waits until the running ones have ended, and frees the weights."""
+    """Rejects new requests, waits for the running ones, and frees the weights."""
     self._check_key()
     async with self._lock:
-      await self._when_idle(self._use, None)
-
-  async def _when_idle(self, action: Callable[..., Any], *arguments: Any) -> None:
-    self._service.is_published = False
-    while not self._service.thread.is_idle:
-      await asyncio.sleep(_POLL_S)
-    await self._between_sequences(action, *arguments)
+      self._service.is_published = False
+      while not self._service.thread.is_idle:
+        await asyncio.sleep(_POLL_S)
+      await self._between_sequences(self._set_weights, None)
 
   def _check_key(self) -> None:
     if self._service.settings.api_key is None or self._restore is None:
       raise RequestError(
-        'only a server with an API key can publish other weights: start it with one.', status=403, code='no_admin'
+        'publishing needs a server with an API key: start it with --api_key_file.', status=403, code='no_admin'
       )
 
-  async def _go_on(self, step: int | None) -> int:
-    # Not asyncio's own executor: the end of the event loop would wait for its threads.
+  async def _publish_while_serving(self, step: int | None) -> int:
+    # Not asyncio's default executor, because the event loop would wait for its threads at the end.
     weights, restored = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, step)
-    await self._between_sequences(self._use, weights)
+    await self._between_sequences(self._set_weights, weights)
     return restored
 
   def _read(self, step: int | None) -> tuple[Any, int]:
@@ -102,21 +106,21 @@ class Publisher:
     finally:
       self.is_reading = False
 
-  async def _pause(self, step: int | None) -> int:
-    def restore_and_use() -> int | CheckpointChoiceError:
+  async def _publish_paused(self, step: int | None) -> int:
+    def restore_and_set() -> int | CheckpointChoiceError:
       try:
         weights, restored = self._read(step)
       except CheckpointChoiceError as error:
         return error
-      self._use(weights)
+      self._set_weights(weights)
       return restored
 
-    outcome = await self._between_sequences(restore_and_use)
+    outcome = await self._between_sequences(restore_and_set)
     if isinstance(outcome, CheckpointChoiceError):
       raise outcome
     return outcome
 
-  def _use(self, weights: Any) -> None:
+  def _set_weights(self, weights: Any) -> None:
     self._engine.weights = weights
 
   async def _between_sequences(self, action: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Turns the bodies of /v1/completions and /v1/chat/completions into the requests that the scheduler runs.
+"""Converts the bodies of /v1/completions and /v1/chat/completions to requests for the scheduler.
 
-    wanted = completion_request({'model': 'lm.Tiny', 'prompt': 'def ', 'n': 2}, model, limits)
-    len(wanted.requests)   # 2: one per choice
+    parsed = completion_request({'model': 'lm.Tiny', 'prompt': 'def ', 'n': 2}, model, limits)
+    len(parsed.requests)   # 2: one per choice
 
-bodies.py has checked types and fixed ranges; here each request is checked against the served model and the server's
-limits, and gets its tokens and defaults. A RequestError names the field that is wrong.
+request_bodies.py checks types and fixed ranges. This file checks each request against the served model and the server's
+limits, tokenizes its prompts and fills in defaults. A RequestError names the invalid field.
 """
 
 from collections.abc import Collection, Sequence
@@ -33,10 +33,10 @@ from spmd_tasks.decoding.text_scorer import TextReading
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
 from spmd_tasks.inputs.tokenizers import bytes_of_tokens, decode_all, decode_generated, encode_prompt
+from spmd_tasks.serving.answer_format import AnswerFormat, answer_format
 from spmd_tasks.serving.answer_parsers import THINK, Parser
-from spmd_tasks.serving.answers import AnswerForm, answer_form
-from spmd_tasks.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, validate
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.request_bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody, validate
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.tool_calls import ToolChoice, Tools, calls_for_template, read_choice, read_tools
 
@@ -44,25 +44,25 @@ _COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 def check_adapter_names(names: Sequence[str], adapters: Collection[str]) -> None:
-  """Raises a UserError if one of a model's adapters has a name of the model itself."""
+  """Raises a UserError if an adapter has the same name as the model."""
   for name in set(names).intersection(adapters):
-    raise UserError(f'adapters has the name {name!r}, which is that of the model itself: choose another one.')
+    raise UserError(f'adapter {name!r} has the name of the model itself: rename the adapter.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
-  """The model that requests are checked against.
+  """The served model, against which requests are checked.
 
   Fields:
-    name: the name that requests give, if any; `alias` is another one, the experiment's where the name is a folder's.
-    adapters: the names that requests give instead where they want the model with one of its low-rank adapters, in the
-      order of the adapters' numbers from 1 on.
-    created: when the weights were loaded, in seconds since 1970.
+    name: the model's name in requests, which may omit it.
+    alias: a second name: the experiment's, if `name` is the name of a model folder.
+    adapters: the names of the low-rank adapters, numbered from 1. A request gives one as its `model` to use it.
+    created: Unix time at which the weights were loaded.
     step: the training step of the weights.
-    tokenizer, chat_template: those of the experiment.
-    grammars: compiles the forms that requests give for their output.
-    settings, max_len, vocab_size: those of the compiled steps.
-    reading: of a model that scores or embeds texts, and generates none.
+    tokenizer, chat_template: the experiment's.
+    grammars: compiles the constraints of requests on their output.
+    settings, max_len, vocab_size: the compiled decode steps' settings, maximum tokens per sequence and vocabulary size.
+    reading: how texts are scored or embedded, if the model does this instead of generating.
   """
 
   name: str
@@ -80,17 +80,17 @@ class ServedModel:
 
   @property
   def names(self) -> tuple[str, ...]:
-    """The names that requests can give: a name's place is the number of its adapter, 0 for none."""
+    """The names that requests can give; the index of a name is the number of its adapter, 0 for none."""
     return (self.name, *self.adapters)
 
   def resolve(self, name: str | None) -> str:
-    """Returns the one of `names` that a request means, which leaves the name out or gives one that is served."""
+    """Returns the element of `names` for the `model` of a request: None and the alias stand for the model's name."""
     return self.name if name in (None, self.alias) else str(name)
 
   def encode(self, text: str, *, with_bos: bool = True) -> tuple[int, ...]:
-    """Turns a prompt into tokens, after the token for the beginning of text if there is one.
+    """Tokenizes a prompt, with a leading BOS token if the tokenizer has one and `with_bos`.
 
-    Raises a RequestError: the tokenizer refuses the text, as one of ids refuses words.
+    Raises a RequestError if the tokenizer cannot encode the text, as a tokenizer of numeric ids cannot encode words.
     """
     try:
       return encode_prompt(self.tokenizer, text) if with_bos else tuple(self.tokenizer.encode(text))
@@ -98,71 +98,71 @@ class ServedModel:
       raise RequestError(f'{error}') from error
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Turns tokens into text; ids beyond the tokenizer's vocabulary, which a padded model may have, add no text."""
+    """Decodes tokens; ids beyond the tokenizer's vocabulary, which a padded model may generate, add no text."""
     return decode_generated(self.tokenizer, ids)
 
   @functools.cached_property
-  def answer_form(self) -> AnswerForm:
-    """How answers are written."""
-    return answer_form(self.chat_template, self.tokenizer)
+  def answer_format(self) -> AnswerFormat:
+    """The format of the model's answers."""
+    return answer_format(self.chat_template, self.tokenizer)
 
   def decode_all(self, ids: Sequence[int]) -> str:
-    """Decodes as `decode`, with special tokens by their names where the tokenizer has such."""
+    """Decodes like `decode`, but shows the text of special tokens if the tokenizer has it."""
     return decode_all(self.tokenizer, [token for token in ids if token < self.tokenizer.vocab_size])
 
   def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
-    """The bytes that each token adds to a text; none for special tokens."""
+    """Returns the bytes that each token adds to a text; empty for special tokens."""
     return bytes_of_tokens(self.tokenizer, ids)
 
   @functools.cached_property
   def vocabulary(self) -> Vocabulary:
-    """The bytes of all tokens."""
+    """The bytes of every token in the vocabulary."""
     return Vocabulary(self.bytes_of_tokens(range(self.vocab_size)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerReading:
-  """How the texts of a chat's answers are read.
+class ParserSettings:
+  """How to parse the answers of one chat request.
 
   Fields:
-    form: in which the model writes.
-    tools: that may be called; None if calls are content.
-    prompt: the text before the answer, which may have begun its reasoning.
-    is_fixed: whether a grammar decides what the answer is.
-    one_call: whether what follows the first call is dropped.
+    answer_format: the model's format of answers.
+    tools: the tools that may be called; None if answers must not be parsed for calls.
+    prompt: the text before the answer, which may already open its reasoning.
+    is_constrained: whether a grammar constrains the answer.
+    one_call: whether everything after the first call is dropped.
   """
 
-  form: AnswerForm
+  answer_format: AnswerFormat
   tools: Tools | None
   prompt: str
-  is_fixed: bool
+  is_constrained: bool
   one_call: bool
 
   def parser(self) -> Parser:
-    """Makes the parser of one answer."""
-    return self.form.parser(self.tools, prompt=self.prompt, is_fixed=self.is_fixed)
+    """Returns a parser for one answer."""
+    return self.answer_format.parser(self.tools, prompt=self.prompt, is_constrained=self.is_constrained)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-  """One HTTP request, checked and tokenized.
+  """One HTTP request, validated and tokenized.
 
   Fields:
-    kind: the route.
-    model: the name of the model, or of its adapter, that answers.
-    requests: one per choice, in the order of the choices: all samples of the first prompt, then of the next.
-    echoes: the text before each choice's generated text.
-    num_prompt_tokens: of all prompts, each counted once.
-    num_logprobs: how many of the likeliest tokens are reported beside each token; None reports no log-probabilities.
-    num_prompt_logprobs: the same of the prompt's tokens, apart from those of `echo`.
-    returns_ids: whether the tokens of prompts and choices are reported.
-    names_by_id: whether log-probabilities name each token as `token_id:17`.
-    shows_special: whether the text has special tokens by their names.
-    id: the client's name of the request; None makes one.
-    matcher: allows the tokens of the output; every choice takes a copy. None allows all.
-    reading: how the output is read, if it has more than content.
-    stream: whether the answer is a stream of events.
-    include_usage: whether the stream's last event counts tokens.
+    kind: the route: a completion or a chat.
+    model: the name of the model or adapter that answers.
+    requests: one per choice, in order: all samples of the first prompt, then all of the second, and so on.
+    echoes: per choice, the text to put before the generated text.
+    num_prompt_tokens: total tokens of the prompts, each prompt counted once.
+    num_logprobs: number of top alternatives to report per generated token; None reports no log-probabilities.
+    num_prompt_logprobs: the same for `prompt_logprobs`, which covers the tokens of the prompt.
+    returns_ids: whether the token ids of prompts and choices are returned.
+    names_by_id: whether log-probabilities name tokens by id, as `token_id:17`.
+    shows_special: whether the text shows special tokens.
+    id: the client's id of the request; None generates one.
+    matcher: restricts the tokens of the output; every choice gets a copy. None allows all tokens.
+    parser_settings: how to parse the output; None if it is content only.
+    stream: whether to stream the answer as server-sent events.
+    include_usage: whether the stream ends with token counts.
   """
 
   kind: Literal['completion', 'chat']
@@ -179,11 +179,12 @@ class GenerationRequest:
   shows_special: bool = False
   id: str | None = None
   matcher: Matcher | TokenLimits | None = None
-  reading: 'AnswerReading | None' = None
+  parser_settings: ParserSettings | None = None
 
   def sequences(self, model: ServedModel, owner: Any) -> list[GeneratedSequence]:
-    """The sequences of the choices, for the engine."""
-    decode = model.decode if self.reading is None else self.reading.form.decoder(self.reading.tools)
+    """Returns one sequence per choice, for the engine; `owner` gets their deltas."""
+    settings = self.parser_settings
+    decode = model.decode if settings is None else settings.answer_format.decoder(settings.tools)
     return [
       GeneratedSequence(
         request,
@@ -198,7 +199,7 @@ class GenerationRequest:
 
 
 def completion_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
-  """Reads the body of /v1/completions."""
+  """Validates the body of /v1/completions."""
   check_model_name(fields, model)
   body = validate(CompletionBody, fields)
   if len(body.prompt) > limits.max_choices:
@@ -206,7 +207,7 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
       f'prompt has {len(body.prompt)} prompts, more than {limits.max_choices}: send several requests.', param='prompt'
     )
   _check_num_logprobs('logprobs', body.logprobs, model)
-  # With echo, a client may want the prompt alone back, with its log-probabilities.
+  # With echo, a client may ask for the prompt alone, to get its log-probabilities.
   if body.max_tokens == 0 and not body.echo:
     raise RequestError('max_tokens must be at least 1, not 0, unless echo is true.', param='max_tokens')
   max_tokens = body.max_tokens
@@ -217,65 +218,75 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
 
 
 def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
-  """Reads the body of /v1/chat/completions."""
+  """Validates the body of /v1/chat/completions."""
   check_model_name(fields, model)
   body = validate(ChatBody, fields)
   choice = read_choice(body.tool_choice, read_tools(body.tools))
-  ids, prompt = _conversation(body, model, _shown_tools(body, choice))
+  ids, prompt = _render(body, model, _tools_for_template(body, choice))
   if not ids:
-    raise RequestError('messages render as no tokens: give one some content.', param='messages')
+    raise RequestError('messages render to an empty prompt: add some content.', param='messages')
   _check_num_logprobs('top_logprobs', body.top_logprobs, model)
   if body.top_logprobs and not body.logprobs:
     raise RequestError('top_logprobs needs logprobs to be true.', param='top_logprobs')
   max_tokens = body.max_completion_tokens or body.max_tokens
   ids = _truncated(ids, body, model, max_tokens or 1)
   if max_tokens is None:
-    room = model.max_len - len(ids)
-    max_tokens = max(1, min(room, model.settings.max_tokens or room))
+    num_free = model.max_len - len(ids)
+    max_tokens = max(1, min(num_free, model.settings.max_tokens or num_free))
   num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
   echo = body.messages[-1].text if body.messages[-1].role == 'assistant' else ''
-  output, opens_text = _output_form(body, model, choice, prompt)
+  output, continues_prompt = _output_form(body, model, choice, prompt)
   try:
-    wanted = _generation_request(
+    parsed = _generation_request(
       body, model, limits, [(ids, echo)], max_tokens=max_tokens, num_logprobs=num_logprobs, form=output
     )
   except RequestError as error:
     if output is not None and error.param == output.field:
-      _check_parts(body, model, choice)  # whose error is clearer
+      _check_parts(body, model, choice)  # raises a clearer error if it finds one
     raise
-  tools, is_fixed = choice.tools or None, output is not None
-  if not model.answer_form.needs_parser(tools):
-    return wanted
-  reading = AnswerReading(
-    form=model.answer_form,
+  tools = choice.tools or None
+  if not model.answer_format.needs_parser(tools):
+    return parsed
+  settings = ParserSettings(
+    answer_format=model.answer_format,
     tools=tools,
-    prompt=prompt if opens_text else '',
-    is_fixed=is_fixed,
+    prompt=prompt if continues_prompt else '',
+    is_constrained=output is not None,
     one_call=body.parallel_tool_calls is False,
   )
-  return dataclasses.replace(wanted, reading=reading)
+  return dataclasses.replace(parsed, parser_settings=settings)
 
 
-def _shown_tools(body: ChatBody, choice: ToolChoice) -> list[Any] | None:
-  """The tools that the template is given: those that may be called, unless a grammar leaves the others out."""
+def _tools_for_template(body: ChatBody, choice: ToolChoice) -> list[Any] | None:
+  """Returns the tools to pass to the chat template.
+
+  With mode 'required' these are all tools, because a grammar restricts the call; otherwise only the callable ones.
+  """
   if choice.mode == 'none':
     return None
-  is_all = choice.mode == 'required'
-  return [tool for tool in body.tools if is_all or tool['function']['name'] in choice.tools] or None
+  passes_all = choice.mode == 'required'
+  return [tool for tool in body.tools if passes_all or tool['function']['name'] in choice.tools] or None
 
 
 def _output_form(body: ChatBody, model: ServedModel, choice: ToolChoice, prompt: str) -> tuple[OutputForm | None, bool]:
-  """The form of the whole output, None for any, and whether the output goes on with what the prompt has begun."""
-  grammar = functools.partial(model.answer_form.grammar, prompt=prompt)
+  """Returns the form that constrains the whole output, and whether the parser gets the prompt.
+
+  The form is None if nothing constrains the output. The parser does not get the prompt if the client's own grammar may
+  cover the reasoning.
+  """
+  grammar = functools.partial(model.answer_format.grammar, prompt=prompt)
   try:
     text = wanted_form(body)
     if choice.mode == 'required':
       if text is not None and body.structured_outputs:
-        raise RequestError(f'a call has no other form: leave {text.field} or tool_choice out.', param=text.field)
+        raise RequestError(
+          f'{text.field} cannot constrain a required tool call: leave {text.field} or tool_choice out.',
+          param=text.field,
+        )
       return grammar(choice.tools, field='tool_choice'), True
     if text is None or not (choice.tools or prompt.rstrip().endswith(THINK)):
       return text, True
-    if not choice.tools and text.kind == 'grammar':  # which may have the reasoning in it
+    if not choice.tools and text.kind == 'grammar':  # the client's grammar may include the reasoning
       return text, False
     several = body.parallel_tool_calls is not False
     return grammar(choice.tools, field=text.field, text=text, several=several), True
@@ -283,11 +294,11 @@ def _output_form(body: ChatBody, model: ServedModel, choice: ToolChoice, prompt:
     raise RequestError(str(error), param=error.field) from error
 
 
-_MAX_CHECKED = 64  # tools, of which each takes time
+_MAX_CHECKED = 64  # tools; compiling each schema takes time
 
 
 def _check_parts(body: ChatBody, model: ServedModel, choice: ToolChoice) -> None:
-  """Raises a RequestError if one schema of a form cannot be had alone; the error names it."""
+  """Raises a RequestError that names the first schema of a combined grammar that cannot be compiled by itself."""
   names = [tool['function']['name'] for tool in body.tools]
   try:
     if (text := wanted_form(body)) is not None:
@@ -300,19 +311,17 @@ def _check_parts(body: ChatBody, model: ServedModel, choice: ToolChoice) -> None
 
 
 _TEMPLATE_VARIABLES = ('messages', 'tools', 'documents', 'add_generation_prompt', 'self')
+_TOOLS_IN_MESSAGE = re.compile(r"\bmessage(\.|\[['\"])tools\b")  # Phi-4-mini reads tools from the system message
 
 
-_TOOLS_IN_MESSAGE = re.compile(r"\bmessage(\.|\[['\"])tools\b")  # of the system, as Phi-4-mini's template reads them
-
-
-def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -> tuple[tuple[int, ...], str]:
-  """The tokens and the text of a chat's messages."""
+def _render(body: ChatBody, model: ServedModel, tools: list[Any] | None) -> tuple[tuple[int, ...], str]:
+  """Renders a chat's messages with the chat template; returns the tokens and the text."""
   template = model.chat_template
   used = {'tools': tools, 'documents': body.documents, 'messages': any(turn.tool_calls for turn in body.messages)}
   for field, value in used.items():
     name = 'tool_calls' if field == 'messages' else field
     if value and not template.mentions(name):
-      raise RequestError(f"this model's chat template has no {name}: leave them out.", param=field)
+      raise RequestError(f"this model's chat template does not use {name}: leave them out.", param=field)
   variables = _template_variables(body, template)
   if body.continue_final_message and body.add_generation_prompt:
     raise RequestError(
@@ -337,50 +346,52 @@ def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -
     raise RequestError(f'messages: {error}', param='messages') from error
 
 
-# Put behind the last message, which ends where the rendered text has it, as in transformers' apply_chat_template.
+# Appended to the last message to find its end in the rendered text, as transformers' apply_chat_template does.
 _OPEN_END = 'CONTINUE_FINAL_MESSAGE_TAG '
 
 
 def _open_ended(text: str) -> str:
-  """Cuts a rendered conversation behind its last message's content."""
-  place = text.rfind(_OPEN_END.strip())
-  if place < 0:
+  """Truncates a rendered conversation after the content of its last message."""
+  index = text.rfind(_OPEN_END.strip())
+  if index < 0:
     raise RequestError(
-      "this model's chat template does not write the last message's content: leave continue_final_message out.",
+      "this model's chat template does not render the content of the last message: leave continue_final_message out.",
       param='continue_final_message',
     )
-  is_trimmed = not text.startswith(_OPEN_END, place)
-  return text[:place].rstrip() if is_trimmed else text[:place]
+  is_stripped = not text.startswith(_OPEN_END, index)
+  return text[:index].rstrip() if is_stripped else text[:index]
 
 
 def _template_variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
-  """The variables that a request sets, by `chat_template_kwargs` or by fields of their own."""
+  """Returns the template variables that a request sets, by `chat_template_kwargs` or by its own fields."""
   variables = body.chat_template_kwargs
   for name, value in variables.items():
     if name in _TEMPLATE_VARIABLES or not name.isidentifier():
-      raise RequestError(f'chat_template_kwargs cannot have {name[:100]!r}.', param='chat_template_kwargs')
+      raise RequestError(f'chat_template_kwargs cannot set {name[:100]!r}.', param='chat_template_kwargs')
     if value and not template.mentions(name):
-      raise RequestError(f"this model's chat template has no {name[:100]}: leave it out.", param='chat_template_kwargs')
-  own: dict[str, tuple[str, Any]] = {}  # by variable: the field, and the variable's value
+      raise RequestError(
+        f"this model's chat template does not use {name[:100]}: leave it out.", param='chat_template_kwargs'
+      )
+  own: dict[str, tuple[str, Any]] = {}  # variable -> (field of the request, value)
   if body.enable_thinking is not None:
     own['enable_thinking'] = 'enable_thinking', body.enable_thinking
   if (effort := body.reasoning_effort) is not None:
     if template.mentions('reasoning_effort') or not template.mentions('enable_thinking'):
       own['reasoning_effort'] = 'reasoning_effort', effort
-    else:  # the template knows thinking or none, and no degrees of it
+    else:  # the template can only switch thinking on or off
       own.setdefault('enable_thinking', ('reasoning_effort', effort != 'none'))
   if body.verbosity is not None:
     own['verbosity'] = 'verbosity', body.verbosity
   for name, (field, value) in own.items():
     if not template.mentions(name) and value not in (False, 'none' if field == 'reasoning_effort' else 'medium'):
-      raise RequestError(f"this model's chat template has no {name}: leave {field} out.", param=field)
+      raise RequestError(f"this model's chat template does not use {name}: leave {field} out.", param=field)
     if variables.get(name, value) != value:
-      raise RequestError(f'{field} and chat_template_kwargs.{name} differ: leave one out.', param=field)
+      raise RequestError(f'{field} and chat_template_kwargs.{name} conflict: leave one out.', param=field)
   return variables | {name: value for name, (_, value) in own.items() if template.mentions(name)}
 
 
 def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
-  """A message as templates read it."""
+  """Converts a message to the dict that chat templates read."""
   role = 'system' if turn.role == 'developer' and not template.mentions('developer') else turn.role
   message: dict[str, Any] = {'role': role, 'content': turn.text}
   if turn.tool_calls:
@@ -391,7 +402,7 @@ def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
 
 
 def check_model_name(fields: dict[str, Any], model: ServedModel) -> None:
-  """Refuses a request for another model; a request may leave the name out."""
+  """Raises a RequestError (404) if a request names a model that is not served; a request may omit the name."""
   name = fields.get('model')
   if isinstance(name, str) and model.resolve(name) not in model.names:
     raise RequestError(
@@ -416,15 +427,15 @@ def _check_num_logprobs(field: str, number: int | None, model: ServedModel) -> N
 def _prompt(
   item: str | list[int], body: CompletionBody, model: ServedModel, max_tokens: int
 ) -> tuple[tuple[int, ...], str]:
-  """The tokens and the text of a prompt."""
+  """Returns the tokens and the text of a prompt."""
   if isinstance(item, str):
     ids, text = model.encode(item, with_bos=body.add_special_tokens), item
   else:
     if not all(0 <= token < model.vocab_size for token in item):
-      raise RequestError(f'prompt has a token outside the vocabulary of {model.vocab_size}.', param='prompt')
+      raise RequestError(f'prompt must have tokens below {model.vocab_size}.', param='prompt')
     ids, text = tuple(item), model.decode(item)
   if not ids:
-    raise RequestError('prompt is empty, and this model has no token for the beginning of text.', param='prompt')
+    raise RequestError('prompt must not be empty, because this model has no BOS token.', param='prompt')
   kept = _truncated(ids, body, model, max_tokens)
   if kept != ids or not body.skip_special_tokens:
     text = model.decode(kept) if body.skip_special_tokens else model.decode_all(kept)
@@ -434,7 +445,7 @@ def _prompt(
 def _truncated(
   ids: tuple[int, ...], body: CompletionBody | ChatBody, model: ServedModel, max_tokens: int
 ) -> tuple[int, ...]:
-  """The last tokens of a prompt, at least one, where the request wants that; -1 is as many as there is room for."""
+  """Truncates a prompt to its last `truncate_prompt_tokens` tokens, at least one; -1 keeps as many as fit."""
   num_kept = body.truncate_prompt_tokens
   if num_kept is None:
     return ids
@@ -451,13 +462,23 @@ def _generation_request(
   num_logprobs: int | None,
   form: OutputForm | None = None,
 ) -> GenerationRequest:
-  """Checks and resolves the fields that both routes have."""
+  """Checks the fields that both routes have, and builds the requests.
+
+  Args:
+    body: the validated body.
+    model: the served model.
+    limits: the server's limits.
+    prompts: the tokens and the text of each prompt.
+    max_tokens: the maximum number of tokens to generate.
+    num_logprobs: see GenerationRequest.
+    form: the form that constrains the output; None derives it from `body`.
+  """
   is_chat = isinstance(body, ChatBody)
   name = model.resolve(body.model)
   _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
   if body.best_of not in (None, body.n):
     raise RequestError(
-      f'best_of must equal n={body.n}, not be {body.best_of}: this server returns every text that it generates.',
+      f'best_of must equal n={body.n}, not {body.best_of}: this server returns every text that it generates.',
       param='best_of',
       code='unsupported_parameter',
     )
@@ -465,7 +486,7 @@ def _generation_request(
   stop_ids = _stop_ids(body, model)
   _check_num_logprobs('prompt_logprobs', body.prompt_logprobs, model)
   if body.prompt_logprobs is not None and body.stream:
-    raise RequestError('prompt_logprobs are not streamed: leave stream out.', param='prompt_logprobs')
+    raise RequestError('prompt_logprobs cannot be streamed: leave stream out.', param='prompt_logprobs')
   if body.stream_options is not None and not body.stream:
     raise RequestError('stream_options needs stream to be true.', param='stream_options')
   sampling = model.settings.sampling_for(body)
@@ -526,7 +547,7 @@ def _limited(
   max_tokens: int,
   form: Matcher | None,
 ) -> Matcher | TokenLimits | None:
-  """The matcher of a form, with the limits of the request's own fields."""
+  """Combines the matcher of the output's form with min_tokens, allowed_token_ids and bad_words."""
   if body.min_tokens > max_tokens:
     raise RequestError(
       f'min_tokens must be at most max_tokens {max_tokens}, not {body.min_tokens}.', param='min_tokens'
@@ -534,7 +555,7 @@ def _limited(
   allowed = body.allowed_token_ids
   if allowed is not None and not (allowed and all(0 <= token < model.vocab_size for token in allowed)):
     raise RequestError(
-      f'allowed_token_ids must have tokens below {model.vocab_size}, at least one.', param='allowed_token_ids'
+      f'allowed_token_ids must have at least one token, all below {model.vocab_size}.', param='allowed_token_ids'
     )
   if not (body.min_tokens or body.bad_words) and allowed is None:
     return form
@@ -549,7 +570,7 @@ def _limited(
   )
   if limits.is_over and max_tokens:
     field = 'allowed_token_ids' if allowed is not None else 'bad_words' if words else 'min_tokens'
-    reason = limits.failure or 'min_tokens and the form of the output leave no token that may come first'
+    reason = limits.failure or 'min_tokens and the form of the output allow no first token'
     raise RequestError(f'{reason}: leave one out.', param=field)
   return limits
 
@@ -561,10 +582,10 @@ def _check_sizes(
   prompts: list[tuple[int, ...]],
   max_tokens: int,
 ) -> None:
-  most = min(limits.max_choices, limits.max_queued)  # even an empty queue has no room for more
-  if len(prompts) * body.n > most:
+  max_choices = min(limits.max_choices, limits.max_queued)  # more would not fit in an empty queue
+  if len(prompts) * body.n > max_choices:
     raise RequestError(
-      f'n={body.n} for {len(prompts)} prompt(s) is more than {most} texts: ask for fewer, or send several requests.',
+      f'n={body.n} for {len(prompts)} prompt(s) is more than {max_choices} choices: lower n, or send several requests.',
       param='n',
     )
   for ids in prompts:
@@ -572,8 +593,8 @@ def _check_sizes(
       prompt_field = 'messages' if isinstance(body, ChatBody) else 'prompt'
       field = prompt_field if len(ids) >= model.max_len else 'max_tokens'
       raise RequestError(
-        f'{field} is too large: {len(ids)} tokens of prompt and max_tokens {max_tokens} exceed the {model.max_len} of '
-        'this model.',
+        f'{field} is too large: {len(ids)} prompt tokens plus max_tokens {max_tokens} exceed {model.max_len}, the '
+        "model's maximum.",
         param=field,
         code='context_length_exceeded',
       )
@@ -581,12 +602,13 @@ def _check_sizes(
 
 def _stop_ids(body: CompletionBody | ChatBody, model: ServedModel) -> tuple[int, ...]:
   if not all(0 <= token < model.vocab_size for token in body.stop_token_ids):
-    raise RequestError(f'stop_token_ids must be tokens below {model.vocab_size}.', param='stop_token_ids')
+    raise RequestError(f'stop_token_ids must have tokens below {model.vocab_size}.', param='stop_token_ids')
   end = () if body.ignore_eos else _end_ids(model)
   stop_ids = tuple(dict.fromkeys((*end, *body.stop_token_ids)))
   if len(stop_ids) > model.settings.max_stop_ids:
     raise RequestError(
-      f'stop_token_ids and the end of text are more than {model.settings.max_stop_ids} tokens.', param='stop_token_ids'
+      f'stop_token_ids and the EOS tokens must be at most {model.settings.max_stop_ids} tokens together.',
+      param='stop_token_ids',
     )
   return stop_ids
 
@@ -595,14 +617,13 @@ def _end_ids(model: ServedModel) -> tuple[int, ...]:
   return model.settings.end_ids(model.tokenizer.eos_id)
 
 
-# --- the tokenizer, as vLLM's server has it: evaluation harnesses then need none of their own ---
+# --- vLLM's tokenizer routes, so that evaluation harnesses need no tokenizer of their own ---
 
 
 def tokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
   """Answers /tokenize: `{"prompt": "def ", "add_special_tokens": false}` with tokens, count and max_model_len.
 
-  A special token is named by its text, or as `token_id:2` where the tokenizer has no text for it. A prompt that is such
-  a name alone is that token.
+  A prompt that is just the name of a special token without text, such as `token_id:2`, encodes to that token.
   """
   check_model_name(fields, model)
   body = validate(TokenizeBody, fields)
@@ -620,12 +641,12 @@ def detokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
   check_model_name(fields, model)
   body = validate(DetokenizeBody, fields)
   if not all(0 <= token < model.vocab_size for token in body.tokens):
-    raise RequestError(f'tokens has a token outside the vocabulary of {model.vocab_size}.', param='tokens')
+    raise RequestError(f'tokens must be below {model.vocab_size}.', param='tokens')
   return {'prompt': model.decode_all(body.tokens)}
 
 
 def tokenizer_info(model: ServedModel) -> dict[str, Any]:
-  """Answers /tokenizer_info: the names of special tokens, and the chat template; null for a token that is not there."""
+  """Answers /tokenizer_info: the chat template and the names of special tokens, null if the tokenizer lacks one."""
   texts = model.tokenizer.special_tokens if isinstance(model.tokenizer, FolderTokenizer) else {}
   ids = _special_ids(model.tokenizer)
   special = ('bos_token', 'eos_token', 'pad_token')

@@ -1,16 +1,16 @@
-"""The HTTP application: OpenAI's completions and chat, routes for operators, and a page to try the model.
+"""The HTTP application: OpenAI's API, routes for operators, and a page to try the model.
 
     app = make_app(service, publisher)    # an ASGI application, for uvicorn
 
-A request passes the Guard, and then its route reads the body, has it checked (bodies.py, requests.py), and sends
-the answer (responses.py) as one JSON body or as server-sent events. When the client disconnects, its slots are free. An
-invalid request gets a 4xx status and JSON that names the wrong field.
+Guard checks the key of each request. The route then reads and validates the body (request_bodies.py, requests.py), and
+sends the answer (response_bodies.py) as one JSON body or as server-sent events. If the client disconnects, its
+sequences are cancelled. An invalid request gets a 4xx status and a JSON error that names the field.
 """
 
 import asyncio
 import base64
 import binascii
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 import contextlib
 import functools
 import hmac
@@ -31,10 +31,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.inputs import ChatTemplate
-from spmd_tasks.serving.bodies import NoFieldsBody, PublishBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError, error_response
-from spmd_tasks.serving.open_responses import ResponsesBodies, ResponsesRequest, responses_request
 from spmd_tasks.serving.publisher import Publisher
+from spmd_tasks.serving.request_bodies import NoFieldsBody, PublishBody, parse_json, validate
 from spmd_tasks.serving.requests import (
   GenerationRequest,
   ServedModel,
@@ -45,20 +44,22 @@ from spmd_tasks.serving.requests import (
   tokenize,
   tokenizer_info,
 )
-from spmd_tasks.serving.responses import ResponseBodies
+from spmd_tasks.serving.response_bodies import CompletionBodies
+from spmd_tasks.serving.responses_api import ResponsesApiBodies, ResponsesRequest, responses_request
 from spmd_tasks.serving.scoring import ROUTES, ScoreRequest, score_request
 from spmd_tasks.serving.service import Answer, Service
 from spmd_tasks.serving.settings import ServerSettings
 
-# Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
-# those with a grammar or bad words, and chats, whose templates are programs.
+# Larger bodies are parsed and tokenized on another thread, to keep the event loop free for the streams. So are bodies
+# with a grammar or bad words, and chats, because rendering a template can take long.
 _QUICK_BYTES = 16_384
 _SLOW_FIELDS = (b'"structured_outputs"', b'"response_format"', b'"bad_words"')
-# A body that is too large is read on, up to this multiple of the limit and for this long; see _discard.
+# The rest of a body that is too large is read and dropped, up to this multiple of the limit; see _discard.
 _DISCARD_FACTOR = 8
 _DISCARD_LIMIT_S = 2.0
 
-_QUICK_SEQUENCES = 16  # more have their answer, megabytes of vectors, encoded on another thread
+_QUICK_SEQUENCES = 16  # larger answers, which can be megabytes of vectors, are encoded on another thread
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status; only the metrics see it
 _CUT = RequestError('the server shut down before this answer was complete.', status=503, code='cut')
 _FAILED = RequestError('the model failed while it generated this answer.', status=500, code='engine_failed')
 
@@ -66,7 +67,7 @@ _Read = Callable[[dict[str, Any], ServedModel, ServerSettings], GenerationReques
 
 
 def make_app(service: Service, publisher: Publisher) -> Starlette:
-  """Makes the ASGI application."""
+  """Returns the ASGI application."""
   page = importlib.resources.files('spmd_tasks.serving').joinpath('page.html').read_text(encoding='utf-8')
   routes = _Routes(service, publisher, page)
   table = [
@@ -79,9 +80,8 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
     Route('/detokenize', functools.partial(routes.compute, detokenize), methods=['POST']),
     Route('/tokenizer_info', routes.tokenizer_info),
     Route('/admin/publish', routes.publish, methods=['POST']),
+    Route('/admin/unpublish', routes.unpublish, methods=['POST']),
   ]
-  for name, action in (('unpublish', publisher.unpublish),):
-    table.append(Route(f'/admin/{name}', functools.partial(routes.administer, action), methods=['POST']))
   readers: dict[str, _Read] = {path: functools.partial(score_request, path) for path in ROUTES}
   if service.model.reading is None:
     chats = {'/v1/chat/completions': chat_request, '/v1/responses': responses_request}
@@ -94,8 +94,8 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
     exception_handlers={
       RequestError: _request_error,
       HTTPException: _http_error,
-      ClientDisconnect: _client_left,
-      Exception: _bug,
+      ClientDisconnect: _client_disconnected,
+      Exception: _internal_error,
     },
   )
 
@@ -105,11 +105,11 @@ class _Routes:
     self._service = service
     self._publisher = publisher
     names = json.dumps(service.model.names).replace('<', '\\u003c')
-    is_chat = service.model.chat_template != ChatTemplate()  # a model's own, rather than the plain transcript
+    is_chat = service.model.chat_template != ChatTemplate()  # whether the model has a chat template of its own
     self._page = page.replace('{{models}}', names).replace('{{is_chat}}', json.dumps(is_chat))
 
   async def page(self, request: Request) -> Response:
-    # The page loads nothing from other sites, and no other site can frame it.
+    # The page loads nothing from other sites, and other sites cannot embed it.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     headers = {'content-security-policy': f"{policy}; frame-ancestors 'none'", 'x-content-type-options': 'nosniff'}
     return HTMLResponse(self._page.replace('{{is_ready}}', json.dumps(self._service.is_ready)), headers=headers)
@@ -149,11 +149,10 @@ class _Routes:
     body = validate(PublishBody, parse_json(await self._read_body(request)))
     return JSONResponse({'model': self._service.model.name, 'step': await self._publisher.publish(body.step)})
 
-  async def administer(self, action: Callable[[], Awaitable[None]], request: Request) -> Response:
+  async def unpublish(self, request: Request) -> Response:
     validate(NoFieldsBody, parse_json(await self._read_body(request)))
-    await action()
-    service = self._service
-    return JSONResponse({'model': service.model.name, 'step': service.model.step if service.is_published else None})
+    await self._publisher.unpublish()
+    return JSONResponse({'model': self._service.model.name, 'step': None})
 
   async def _read_body(self, request: Request) -> bytes:
     settings = self._service.settings
@@ -168,19 +167,19 @@ class _Routes:
 
     is_quick = read not in (chat_request, responses_request) and len(data) <= _QUICK_BYTES
     is_quick = is_quick and not any(field in data for field in _SLOW_FIELDS)
-    wanted = parse() if is_quick else await asyncio.to_thread(parse)
-    answer = service.begin(wanted, request, request.scope.get('client_key'))
-    if isinstance(wanted, ScoreRequest):
-      return await whole_answer(service, answer, wanted, request.receive)
-    bodies: ResponseBodies | ResponsesBodies = ResponseBodies(service.model, wanted)
-    if isinstance(wanted, ResponsesRequest):
-      bodies = ResponsesBodies(service.model, wanted)
-    if wanted.stream:
-      return StreamedAnswer(service, answer, bodies, include_usage=wanted.include_usage)
+    parsed = parse() if is_quick else await asyncio.to_thread(parse)
+    answer = service.begin(parsed, request, request.scope.get('client_key'))
+    if isinstance(parsed, ScoreRequest):
+      return await whole_answer(service, answer, parsed, request.receive)
+    bodies: CompletionBodies | ResponsesApiBodies = CompletionBodies(service.model, parsed)
+    if isinstance(parsed, ResponsesRequest):
+      bodies = ResponsesApiBodies(service.model, parsed)
+    if parsed.stream:
+      return StreamedAnswer(service, answer, bodies, include_usage=parsed.include_usage)
     return await whole_answer(service, answer, bodies, request.receive)
 
   def _card(self, name: str) -> dict[str, Any]:
-    """Returns the entry in the list of models of the model, or of an adapter, whose `parent` is the model."""
+    """Returns the entry of the model or an adapter in the list of models; `parent` is the model of an adapter."""
     model = self._service.model
     return {
       'id': name,
@@ -194,13 +193,14 @@ class _Routes:
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-  """Reads the body of a request that declares it as JSON.
+  """Reads the body of a request.
 
-  Raises a RequestError: 413 the body is too large, 415 it has another type, 408 it does not arrive in time.
+  Raises:
+    RequestError: the body is too large (413), is not declared as JSON (415), or does not arrive in time (408).
   """
   kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
   if kind != 'application/json':
-    # This also keeps other sites' pages out: a browser asks the server before it sends this type for them.
+    # This also blocks cross-site requests: a browser sends this type for another site only after a CORS preflight.
     raise RequestError('the content-type must be application/json.', status=415, code='unsupported_media_type')
   length = request.headers.get('content-length', '0')
   data = bytearray()
@@ -220,7 +220,7 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> by
 
 
 async def _discard(chunks: AsyncIterator[bytes], max_bytes: int) -> None:
-  """Reads what a client still sends: if the server closed earlier, the client would see no answer."""
+  """Reads and drops the rest of a body: a client that is still sending would otherwise miss the answer."""
   num_bytes = 0
   with contextlib.suppress(TimeoutError):
     async with asyncio.timeout(_DISCARD_LIMIT_S):
@@ -235,19 +235,18 @@ async def _request_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
   assert isinstance(error, HTTPException)
-  sentence = {404: 'there is no such path.', 405: 'this path does not take this method.'}.get(
-    error.status_code, error.detail
-  )
-  response = error_response(RequestError(sentence, status=error.status_code))
+  messages = {404: 'there is no such path.', 405: 'this path does not allow this method.'}
+  message = messages.get(error.status_code, error.detail)
+  response = error_response(RequestError(message, status=error.status_code))
   response.headers.update(error.headers or {})
   return response
 
 
-async def _client_left(request: Request, error: Exception) -> Response:
-  return Response(status_code=499)  # for the metrics: nobody reads it
+async def _client_disconnected(request: Request, error: Exception) -> Response:
+  return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _bug(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
   logging.error('a request failed', exc_info=error)
   return error_response(RequestError('the server failed to handle this request.', status=500, code='internal_error'))
 
@@ -256,9 +255,9 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 async def whole_answer(
-  service: Service, answer: Answer, bodies: ResponseBodies | ResponsesBodies | ScoreRequest, receive: Receive
+  service: Service, answer: Answer, bodies: CompletionBodies | ResponsesApiBodies | ScoreRequest, receive: Receive
 ) -> Response:
-  """Returns one JSON body when all choices have ended; stops waiting if the client disconnects."""
+  """Waits until all choices have ended and returns one JSON body; stops waiting if the client disconnects."""
 
   async def listen() -> None:
     while (await receive())['type'] != 'http.disconnect':
@@ -268,14 +267,12 @@ async def whole_answer(
   try:
     await asyncio.wait((collecting, listening), return_when=asyncio.FIRST_COMPLETED)
     if not collecting.done():
-      return Response(status_code=499)  # for the metrics: nobody reads it
+      return Response(status_code=_CLIENT_CLOSED_REQUEST)
     error = _failure(collecting.result())
     if error is not None:
       return JSONResponse(error.body, error.status)
-    make = functools.partial(bodies.whole, answer.sequences, collecting.result())
-    if len(answer.sequences) <= _QUICK_SEQUENCES:
-      return JSONResponse(make())
-    return await asyncio.to_thread(lambda: JSONResponse(make()))
+    make_response = lambda: JSONResponse(bodies.whole(answer.sequences, collecting.result()))
+    return make_response() if len(answer.sequences) <= _QUICK_SEQUENCES else await asyncio.to_thread(make_response)
   finally:
     collecting.cancel()
     listening.cancel()
@@ -283,21 +280,21 @@ async def whole_answer(
 
 
 class StreamedAnswer(StreamingResponse):
-  """Server-sent events: chunks as steps produce them, then `[DONE]`; an event with an error if the answer is cut."""
+  """Streams server-sent events: one chunk per delta, then `[DONE]`; an error event if the answer is cut off."""
 
   def __init__(
-    self, service: Service, answer: Answer, bodies: ResponseBodies | ResponsesBodies, *, include_usage: bool
+    self, service: Service, answer: Answer, bodies: CompletionBodies | ResponsesApiBodies, *, include_usage: bool
   ):
     self._service = service
     self._answer = answer
     self._bodies = bodies
     self._include_usage = include_usage
-    headers = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}  # no proxy shall buffer events
+    headers = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}  # keeps proxies from buffering events
     super().__init__(self._events(), media_type='text/event-stream', headers=headers)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     try:
-      await super().__call__(scope, receive, send)  # which is cancelled when the client disconnects
+      await super().__call__(scope, receive, send)  # cancelled when the client disconnects
     finally:
       self._service.end(self._answer)
 
@@ -306,7 +303,8 @@ class StreamedAnswer(StreamingResponse):
     num_ended = 0
     while num_ended < len(self._answer.sequences):
       deltas = await self._answer.next()
-      num_ended += sum(delta.finish_reason is not None for delta in deltas)  # the sequences may already be further
+      # Count deltas, because the sequences themselves may already be further.
+      num_ended += sum(delta.finish_reason is not None for delta in deltas)
       error = _failure(deltas)
       if error is not None:
         yield _event(self._bodies.failed(error)) + b'data: [DONE]\n\n'
@@ -317,7 +315,7 @@ class StreamedAnswer(StreamingResponse):
 
 
 def _event(body: dict[str, Any]) -> bytes:
-  name = f'event: {body["type"]}\n' if 'type' in body else ''  # of /v1/responses
+  name = f'event: {body["type"]}\n' if 'type' in body else ''  # only events of /v1/responses have types
   return f'{name}data: {json.dumps(body)}\n\n'.encode()
 
 
@@ -335,10 +333,11 @@ _HOST = re.compile(r'(?:\[([0-9a-f:.]+)\]|([^:@\[\]]*))(?::\d*)?')
 
 
 class Guard:
-  """ASGI middleware around the whole application: checks each request, before any route, and counts its response.
+  """ASGI middleware that checks the key of every request before any route runs, and counts responses.
 
-  With a key, every route requires it: as `Authorization: Bearer <key>`, or as the password of HTTP's Basic scheme, with
-  which a browser asks for it. Without a key, a server on the loopback address answers only requests for that host.
+  If the server has a key, every route requires it: as `Authorization: Bearer <key>`, or as the password of HTTP Basic
+  authentication, for which browsers prompt. Without a key, a server on a loopback address answers only requests whose
+  Host is a loopback name.
   """
 
   def __init__(self, app: ASGIApp, *, service: Service, routes: frozenset[str]):
@@ -356,7 +355,7 @@ class Guard:
 
     async def counting_send(message: Message) -> None:
       if message['type'] == 'http.response.start':
-        # Only names of routes: paths that clients choose would fill the memory.
+        # Label by known routes only: arbitrary paths from clients would grow memory without bound.
         route = scope['path'] if scope['path'] in self._routes else 'other'
         self._service.metrics.http_requests.labels(route, str(message['status'])).inc()
       await send(message)
@@ -370,32 +369,32 @@ class Guard:
   def _refusal(self, scope: Scope, headers: dict[bytes, bytes], http_version: str) -> RequestError | None:
     settings = self._service.settings
     if b'transfer-encoding' in headers and (b'content-length' in headers or http_version == '1.0'):
-      # A proxy in front may see another end of this request, and so another next request (RFC 9112, 6.1).
-      message = 'HTTP/1.0 has no Transfer-Encoding: leave it out.'
+      # A proxy might disagree about where this request ends (request smuggling; RFC 9112, 6.1).
+      message = 'HTTP/1.0 does not allow Transfer-Encoding: leave it out.'
       if b'content-length' in headers:
         message = 'the request has both Content-Length and Transfer-Encoding: leave one out.'
       return RequestError(message, code='ambiguous_length')
     if sum(name == b'authorization' for name, _ in scope['headers']) > 1:
-      # A proxy in front may check another one than this server does.
+      # A proxy might check a different header than this server does.
       return RequestError('the request has more than one Authorization header: send one.', code='ambiguous_key')
     if settings.api_key is not None:
-      given = presented_key(headers.get(b'authorization', b''))
-      clients = [each for each in settings.client_keys if hmac.compare_digest(given, each.key.encode())]
+      request_key = presented_key(headers.get(b'authorization', b''))
+      clients = [client for client in settings.client_keys if hmac.compare_digest(request_key, client.key.encode())]
       if clients and scope['path'].startswith('/admin/'):
-        return RequestError('this key does not open the routes of operators.', status=403, code='no_admin')
+        return RequestError('this key cannot access /admin routes.', status=403, code='no_admin')
       scope['client_key'] = clients[0] if clients else None  # for the routes
-      if not clients and not hmac.compare_digest(given, settings.api_key.encode()):
+      if not clients and not hmac.compare_digest(request_key, settings.api_key.encode()):
         return RequestError('the API key is missing or wrong.', status=401, code='invalid_api_key')
     elif is_loopback(settings.host):
       name = _HOST.fullmatch(headers.get(b'host', b'').decode('latin-1').strip().lower())
-      # A page of another site can reach this server under a name that resolves to 127.0.0.1 (DNS rebinding).
+      # Another site's page can reach this server by a name that resolves to 127.0.0.1 (DNS rebinding).
       if name is None or not is_loopback(name[1] or name[2]):
         return RequestError('this server answers requests to localhost only.', status=403, code='wrong_host')
     return None
 
 
 def presented_key(header: bytes) -> bytes:
-  """Returns the key in an Authorization header; empty if there is none."""
+  """Returns the key in an Authorization header; empty if there is no key."""
   scheme, _, value = header.partition(b' ')
   value = value.strip()
   if scheme.lower() == b'bearer':
@@ -409,7 +408,7 @@ def presented_key(header: bytes) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-  """Whether a host is this machine's localhost: by that name, or by an address such as 127.0.0.1 or ::1."""
+  """Whether a host is `localhost` or a loopback address such as 127.0.0.1 or ::1."""
   try:
     return host == 'localhost' or ipaddress.ip_address(host).is_loopback
   except ValueError:

@@ -1,11 +1,11 @@
-"""run_server: serves an engine over HTTP until a signal ends the server.
+"""Serves an engine over HTTP until a signal stops the server.
 
     sock = listen(settings)
     exit_code = run_server(engine, model, settings, sock)
 
-The server answers /health at once, and is ready when the engine is warm. On SIGTERM it refuses new requests, lets the
-running ones end within `drain_s` seconds, and tells the clients of the rest that their answers were cut. A second
-signal ends the server without that wait.
+The server answers /health at once, and is ready once the engine is warm. On SIGTERM it rejects new requests, waits up
+to `drain_s` seconds for running requests, and ends the answers of the remaining ones with an error. A second signal
+skips the wait.
 """
 
 import asyncio
@@ -33,31 +33,33 @@ from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.routes import make_app
-from spmd_tasks.serving.scoring import TextScoring
+from spmd_tasks.serving.scoring import ScoringEngine
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.tracing import RequestTracer
 from spmd_tasks.sigterm import ending_signals
 
-_BACKLOG = 128  # connections that may wait to be accepted: all at once, before one of them is refused
-_SEND_BUFFER = 1 << 18  # bytes; by default a stream that nobody reads would block only after megabytes
+_BACKLOG = 128  # connections that may wait to be accepted
+_SEND_BUFFER = (
+  1 << 18
+)  # bytes; with the default size, a stream that its client does not read blocks only after megabytes
 _DISPATCH_LIMIT_S = 5.0
 _MAX_UNDISPATCHED = 4  # steps whose deltas may wait for the event loop
 _POLL_S = 0.02
-_KEEP_ALIVE_S = 30  # without a byte after an answer, until the connection is closed
-_CLOSE_LIMIT_S = 5  # for connections to close after everything was sent
+_KEEP_ALIVE_S = 30  # closes a connection that is idle for this long after an answer
+_CLOSE_LIMIT_S = 5  # for connections to close after all data is sent
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-  """Opens the server's socket. Raises a UserError: the process cannot listen at that address."""
+  """Opens the server's socket. Raises a UserError if the process cannot listen on the address."""
   try:
     family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    both = settings.host == '::' and socket.has_dualstack_ipv6()  # all addresses, those of IPv4 too
-    sock = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    is_dualstack = settings.host == '::' and socket.has_dualstack_ipv6()  # `::` also listens on IPv4
+    sock = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_dualstack)
   except OSError as error:
     where = f'{settings.host}:{settings.port}'
     raise UserError(
-      f'cannot listen on {where}: {error.strerror}. Name another --host or --port; port 0 takes any free port.'
+      f'cannot listen on {where}: {error.strerror}. Set another --host or --port; port 0 takes any free port.'
     ) from error
   sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
   return sock
@@ -70,7 +72,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 def run_server(
-  engine: Engine | TextScoring,
+  engine: Engine | ScoringEngine,
   model: ServedModel,
   settings: ServerSettings,
   sock: socket.socket,
@@ -85,18 +87,19 @@ def run_server(
   """Serves until SIGTERM, Ctrl-C or `stop`; returns an exit code.
 
   Args:
-    engine: an engine; the server warms it up.
+    engine: the engine; the server warms it up.
     model: the served model.
     settings: the address and the limits.
     sock: a socket from `listen`.
-    restore, restore_pauses: how to read another checkpoint's weights, see Publisher.
-    announce: called with a line when the server is ready, when it begins to drain, and when it has drained.
-    stop: an event that acts as SIGTERM, for callers that get no signals (other threads, other processes).
-    leave: ends the process with an exit code; called if a thread is in native code, in a step or reading a checkpoint,
-      because an orderly end of Python would crash or wait for that thread.
-    tracer: records requests; it is closed at the end.
+    restore: reads the weights of another checkpoint; see Publisher.
+    restore_pauses: whether `restore` must run on the engine's thread; see `pauses` of Publisher.
+    announce: called with a line when the server is ready, starts to drain, and has drained.
+    stop: an event that acts like SIGTERM, for callers that get no signals (other threads, other processes).
+    leave: exits the process with a code. Called if a thread is still in native code at the end, in a step or reading a
+      checkpoint, because a normal exit of Python would crash or wait for that thread.
+    tracer: records requests; closed at the end.
 
-  Raises whatever ended the engine.
+  Raises the engine's error if the engine failed.
   """
   with CompilationCounter() as compilations:
     publishing = {'restore': restore, 'pauses': restore_pauses}
@@ -115,7 +118,7 @@ def run_server(
 
 
 class _Uvicorn(uvicorn.Server):
-  """A uvicorn server that leaves signals alone; its own handlers would cut streams without an error event."""
+  """A uvicorn server without signal handlers, because uvicorn's would cut streams without an error event."""
 
   @contextlib.contextmanager
   def capture_signals(self) -> Iterator[None]:
@@ -125,7 +128,7 @@ class _Uvicorn(uvicorn.Server):
 class _Server:
   def __init__(
     self,
-    engine: Engine | TextScoring,
+    engine: Engine | ScoringEngine,
     model: ServedModel,
     settings: ServerSettings,
     announce: Callable[[str], None],
@@ -142,7 +145,7 @@ class _Server:
     self._undispatched = threading.Semaphore(_MAX_UNDISPATCHED)
     self.thread = EngineThread(
       engine
-      if isinstance(engine, TextScoring)
+      if isinstance(engine, ScoringEngine)
       else Scheduler(engine, on_admit=lambda sequence: sequence.owner.note_admission()),
       warm_up=engine.warm_up,
       post=self._post,
@@ -166,7 +169,7 @@ class _Server:
         loop='asyncio',
         lifespan='off',
         log_config=None,
-        log_level='error',  # it warns of each request that is not HTTP
+        log_level='error',  # uvicorn warns about every request that is not HTTP
         access_log=False,
         server_header=False,
         backlog=_BACKLOG,
@@ -207,7 +210,7 @@ class _Server:
 
   def _post(self, deltas: list[Delta]) -> None:
     assert self._loop is not None
-    # The engine waits for an event loop that is behind; otherwise deltas would pile up without a bound.
+    # Let the engine wait if the event loop falls behind; otherwise deltas would queue up without bound.
     is_counted = self._undispatched.acquire(timeout=_DISPATCH_LIMIT_S)
     try:
       self._loop.call_soon_threadsafe(self._dispatch, deltas, is_counted)

@@ -1,10 +1,10 @@
-"""Service: the state that the routes share: the served model, access to the engine, and the metrics.
+"""The state that all routes share: the served model, access to the engine, and the metrics.
 
-    answer = service.begin(wanted, request)   # queues the sequences, or raises a RequestError
-    deltas = await answer.next()              # of each step that brought something
-    service.end(answer)                       # frees the slots
+    answer = service.begin(parsed, request)   # queues the sequences, or raises a RequestError
+    deltas = await answer.next()              # waits for the next deltas
+    service.end(answer)                       # cancels what is unfinished
 
-Everything here runs on the event loop's thread. The engine's thread posts each step's deltas with
+Everything here runs on the event loop's thread. The engine's thread posts the deltas of each step with
 `loop.call_soon_threadsafe(service.dispatch, deltas)`.
 """
 
@@ -27,20 +27,20 @@ from spmd_tasks.serving.scoring import ScoreRequest
 from spmd_tasks.serving.settings import ClientKey, ServerSettings
 from spmd_tasks.serving.tracing import RequestTracer
 
-# (metric, attribute of the scheduler, text); a scheduler that lacks the attribute has no such metric.
-_OF_SCHEDULER = (
+# (metric, attribute of the scheduler, help text); metrics of attributes that a scheduler lacks are left out.
+_SCHEDULER_METRICS = (
   ('active_slots', 'num_active', 'Slots in use.'),
   ('used_cache_blocks', 'num_used_blocks', 'Blocks of the KV cache of running sequences.'),
   ('cache_blocks', 'num_blocks', 'Blocks of the KV cache.'),
-  ('preemptions_total', 'num_preemptions', 'Sequences that had to begin again for want of blocks.'),
+  ('preemptions_total', 'num_preemptions', 'Sequences restarted because the KV cache ran out of blocks.'),
   ('decode_steps_total', 'num_steps', 'Decode steps.'),
   ('slot_steps_total', 'num_slot_steps', 'Slots in use, summed over decode steps.'),
   ('prefills_total', 'num_prefills', 'Prefills.'),
-  ('prefill_chunks_total', 'num_chunks', 'Chunks of prompts that prefills read.'),
-  ('prompt_tokens_total', 'num_prompt_tokens', 'Tokens of prompts that prefills read.'),
-  ('reused_prompt_tokens_total', 'num_reused_tokens', 'Tokens that the cache held already.'),
-  ('drafted_tokens_total', 'num_drafted_tokens', 'Tokens that were guessed ahead.'),
-  ('accepted_draft_tokens_total', 'num_accepted_tokens', 'Those that were right.'),
+  ('prefill_chunks_total', 'num_chunks', 'Chunks of prompts that were prefilled.'),
+  ('prompt_tokens_total', 'num_prompt_tokens', 'Tokens of prompts that were prefilled.'),
+  ('reused_prompt_tokens_total', 'num_reused_tokens', 'Tokens of prompts that the KV cache already had.'),
+  ('drafted_tokens_total', 'num_drafted_tokens', 'Draft tokens proposed.'),
+  ('accepted_draft_tokens_total', 'num_accepted_tokens', 'Draft tokens accepted.'),
   ('generated_tokens_total', 'num_generated_tokens', 'Tokens generated.'),
 )
 
@@ -48,23 +48,26 @@ _OF_SCHEDULER = (
 class Answer:
   """The sequences of one HTTP request, and their deltas for the request's handler.
 
+  Times are in seconds of `time.monotonic`, or None before the event.
+
   Attributes:
-    sequences: in the order of the choices.
-    client: the name of the client's key; None where it has none of its own.
+    sequences: one per choice, in order.
+    client: the name of the client's key; None if the client used the server's key.
     request: the HTTP request.
-    num_prompt_tokens: of all sequences.
-    begun: when the request was queued, in seconds of the monotonic clock, as are the next.
-    admitted: when the first of the sequences got a slot, or None; the engine's thread says it.
-    first_text, last_token: when the first and the last text came, or None.
+    num_prompt_tokens: number of prompt tokens, each prompt counted once.
+    begun: when the request was queued.
+    admitted: when the first sequence got a slot; set by the engine's thread.
+    first_text: when the first text was generated.
+    last_token: when the last text so far was generated.
   """
 
   def __init__(
-    self, wanted: GenerationRequest | ScoreRequest, model: ServedModel, request: Request, client: str | None = None
+    self, parsed: GenerationRequest | ScoreRequest, model: ServedModel, request: Request, client: str | None = None
   ):
-    self.sequences: list[Any] = wanted.sequences(model, self)
+    self.sequences: list[Any] = parsed.sequences(model, self)
     self.client = client
     self.request = request
-    self.num_prompt_tokens = wanted.num_prompt_tokens
+    self.num_prompt_tokens = parsed.num_prompt_tokens
     self.begun = time.monotonic()
     self.admitted: float | None = None
     self.first_text: float | None = None
@@ -78,7 +81,7 @@ class Answer:
     return all(sequence.finish_reason is not None for sequence in self.sequences)
 
   def note_admission(self) -> None:
-    """Called when one of the sequences gets a slot, by the engine's thread."""
+    """Called on the engine's thread when one of the sequences gets a slot."""
     if self.admitted is None:
       self.admitted = time.monotonic()
 
@@ -91,28 +94,28 @@ class Answer:
       self._has_ended.set()
 
   async def next(self) -> list[Delta]:
-    """Waits for deltas and returns all since the last call, at least one."""
+    """Waits for at least one delta; returns all deltas since the last call."""
     await self._has_news.wait()
     self._has_news.clear()
     deltas, self._deltas = self._deltas, []
     return deltas
 
   async def all(self) -> list[Delta]:
-    """Waits for the end of all sequences and returns their deltas; wakes once."""
+    """Waits until all sequences have ended, waking only once; returns all their deltas."""
     if self._num_ended < len(self.sequences):
       await self._has_ended.wait()
     return self._deltas
 
 
 class Service:
-  """One served model, alone and with each of its adapters.
+  """One served model with its adapters.
 
   Attributes:
-    model: the served model; the publisher replaces it.
+    model: the served model; replaced by the publisher.
     settings: the server's limits.
     thread: the engine's thread.
-    metrics: what the server counts.
-    is_draining: whether the server refuses new requests because it will end.
+    metrics: the server's metrics.
+    is_draining: whether the server rejects new requests because it is shutting down.
     is_published: whether there are weights to serve.
   """
 
@@ -125,7 +128,16 @@ class Service:
     num_compilations: Callable[[], int] = lambda: 0,
     tracer: RequestTracer | None = None,
   ):
-    """Counts `num_compilations` of this process, and says that the engine has `num_slots`."""
+    """Initializes the service.
+
+    Args:
+      model: the served model.
+      settings: the server's limits.
+      thread: the engine's thread.
+      num_slots: number of slots of the engine, for the metrics.
+      num_compilations: returns the number of programs that this process has compiled.
+      tracer: records requests, if not None.
+    """
     self.model = model
     self.settings = settings
     self.thread = thread
@@ -148,7 +160,7 @@ class Service:
 
   @contextlib.contextmanager
   def uncounted_compilations(self) -> Iterator[None]:
-    """Does not count compilations of the body as late."""
+    """Excludes compilations inside the `with` block from the metric of late compilations."""
     before = self._num_compilations()
     try:
       yield
@@ -156,21 +168,34 @@ class Service:
       self._num_expected += self._num_compilations() - before
 
   def count_late_compilations(self) -> None:
-    """Counts compilations from now on as late."""
+    """Counts every compilation from now on as late; called after the warm-up."""
     self._num_expected = self._num_compilations()
 
-  def begin(self, wanted: GenerationRequest | ScoreRequest, request: Request, key: ClientKey | None = None) -> Answer:
-    """Queues the sequences of a request, or raises a RequestError; `key` is that of a client who has one."""
+  def begin(self, parsed: GenerationRequest | ScoreRequest, request: Request, key: ClientKey | None = None) -> Answer:
+    """Queues the sequences of a request.
+
+    Args:
+      parsed: the validated request.
+      request: the HTTP request.
+      key: the client's key; None if the client used the server's key.
+
+    Raises:
+      RequestError: the server is not ready, too many sequences are queued, or the client may not set this priority.
+    """
     if not self.is_ready:
       raise RequestError(f'the server {self.state}.', status=503, code='not_ready', retry_after_s=5)
-    if isinstance(wanted, GenerationRequest):
-      salted = (dataclasses.replace(each, cache_key=_cache_key(key, each.cache_key)) for each in wanted.requests)
-      wanted = dataclasses.replace(wanted, requests=tuple(salted))
-    answer = Answer(wanted, self.model, request, None if key is None else key.name)
-    if key is not None and isinstance(wanted, GenerationRequest) and (priority := wanted.requests[0].priority) < 0:
-      raise RequestError(f'priority must be at least 0 with the key of a client, not {priority}.', param='priority')
+    if isinstance(parsed, GenerationRequest):
+      parsed = dataclasses.replace(
+        parsed,
+        requests=tuple(
+          dataclasses.replace(sample, cache_key=_cache_key(key, sample.cache_key)) for sample in parsed.requests
+        ),
+      )
+    answer = Answer(parsed, self.model, request, None if key is None else key.name)
+    if key is not None and isinstance(parsed, GenerationRequest) and (priority := parsed.requests[0].priority) < 0:
+      raise RequestError(f'priority must be at least 0 with a client key, not {priority}.', param='priority')
     self.thread.submit(answer.sequences)
-    self._count_tokens(answer.client, wanted.num_prompt_tokens)
+    self._count_tokens(answer.client, parsed.num_prompt_tokens)
     return answer
 
   def _count_tokens(self, client: str | None, number: int) -> None:
@@ -178,7 +203,7 @@ class Service:
       self.metrics.tokens_of_client.labels(client).inc(number)
 
   def end(self, answer: Answer) -> None:
-    """Cancels what is unfinished of an answer, and records its time; called once when its handler is done."""
+    """Cancels the answer's unfinished sequences and records its metrics; called once, when its handler is done."""
     if not answer.is_finished:
       self.thread.cancel(answer.sequences)
     self._count_tokens(answer.client, sum(sequence.num_tokens for sequence in answer.sequences))
@@ -187,7 +212,7 @@ class Service:
       self._tracer.record(answer, self.model.names[answer.sequences[0].request.adapter])
 
   def dispatch(self, deltas: list[Delta]) -> None:
-    """Gives one step's deltas to the handlers that wait for them."""
+    """Passes the deltas of one step to the handlers that wait for them."""
     now = time.monotonic()
     seen: set[int] = set()
     for delta in deltas:
@@ -208,32 +233,35 @@ class Service:
 
   def _metrics_to_read(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
     thread, scheduler = self.thread, self.thread.scheduler
-    own = {
-      name: (text, functools.partial(getattr, scheduler, each))
-      for name, each, text in _OF_SCHEDULER
-      if hasattr(scheduler, each)
+    scheduler_metrics = {
+      name: (text, functools.partial(getattr, scheduler, attribute))
+      for name, attribute, text in _SCHEDULER_METRICS
+      if hasattr(scheduler, attribute)
     }
     num_late = lambda: self._num_compilations() - self._num_expected if thread.is_ready else 0
     return {
-      'ready': ('Whether the server takes requests.', lambda: self.is_ready),
-      'queued_sequences': ('Sequences that wait for a slot.', lambda: thread.num_queued),
+      'ready': ('Whether the server accepts requests.', lambda: self.is_ready),
+      'queued_sequences': ('Sequences waiting for a slot.', lambda: thread.num_queued),
       'slots': ('Sequences that can be generated at once.', lambda: self._num_slots),
       'weights_step': ('Training step of the weights.', lambda: self.model.step),
       'late_compilations': ('Compilations after the warm-up; above 0 is a bug.', num_late),
-      **own,
+      **scheduler_metrics,
     }
 
   @property
   def state(self) -> str:
-    """Why the server takes no requests, as the end of a sentence: 'is warming up'."""
+    """Why the server rejects requests, as the end of a sentence: 'is warming up'."""
     if self.is_draining:
-      return 'is going down'
+      return 'is shutting down'
     if self.thread.error is not None:
       return 'has failed'
-    return 'has no model now' if self.thread.is_ready else 'is warming up'
+    return 'has no published model' if self.thread.is_ready else 'is warming up'
 
 
 def _cache_key(key: ClientKey | None, salt: str) -> str:
-  """Returns what prompts must have in common to share cached chunks; no salt makes that of another client's key."""
+  """Returns the key of a prompt in the prefix cache: prompts share cached chunks only if their keys are equal.
+
+  The client's name is part of the key if a salt is given, so no client can construct the key of another.
+  """
   owner = key.name if key is not None and (key.own_cache or salt) else None
   return repr((owner, salt))

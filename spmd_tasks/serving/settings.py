@@ -1,4 +1,4 @@
-"""ServerSettings: the server's address and its limits; ClientKey: a key of one client."""
+"""The server's address, keys and limits."""
 
 import dataclasses
 import re
@@ -8,11 +8,12 @@ from spmd_tasks.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientKey:
-  """A key that opens all routes but those of /admin.
+  """A client's key, which is valid for all routes except /admin.
 
   Fields:
-    key: the key; `name` stands for it in metrics.
-    own_cache: whether its prompts share what the KV cache holds among themselves only.
+    key: the key.
+    name: the client's name in metrics.
+    own_cache: whether the client's prompts reuse cached tokens only of its own prompts.
   """
 
   key: str
@@ -25,27 +26,28 @@ class ClientKey:
     match = re.fullmatch(r'(\S+)\s+([^\s=]+)(\s+own_cache=1)?', line.strip())
     if match is None:
       raise UserError(
-        'a line of a client in the file of keys must be KEY NAME, and then own_cache=1 if other clients must not share '
-        'what its prompts leave in the KV cache. Limits of a client are for the proxy in front (docs/serving.md).'
+        'each client line of the key file must be KEY NAME, optionally followed by own_cache=1 to keep its prompts out '
+        'of the cache that clients share. Set limits per client in a proxy (docs/serving.md).'
       )
     return cls(key=match[1], name=match[2], own_cache=match[3] is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-  """The address and the limits of a server; limits hold per request unless stated otherwise.
+  """The address, keys and limits of a server.
 
   Fields:
-    host, port: the address to listen on; port 0 takes any free port.
-    api_key: the key that every request to any route must carry; None asks for no key.
-    client_keys: keys that open all routes but those of /admin.
-    max_queued: how many sequences of all requests together may wait for a slot; further ones are answered 429.
-    max_body_bytes: size of a body; larger ones are answered 413.
-    max_choices: how many texts one request may ask for: its prompts times n.
-    max_connections: how many connections may be open; a request on a further one is answered 503.
+    host: the address to listen on.
+    port: the port to listen on; 0 takes any free port.
+    api_key: the key that every request must present; None requires no key.
+    client_keys: further keys, valid for all routes except /admin.
+    max_queued: maximum number of sequences of all requests waiting for a slot; more are answered with 429.
+    max_body_bytes: maximum size of a request's body; larger ones are answered with 413.
+    max_choices: maximum number of texts per request: its prompts times n.
+    max_connections: maximum number of open connections; requests on more are answered with 503.
     body_timeout_s: seconds within which a client must send its body; otherwise the answer is 408.
-    drain_s: seconds after SIGTERM within which running requests may end; then the rest is cut and told so.
-    stuck_s: a step that takes more seconds makes /health fail.
+    drain_s: seconds that running requests may take after SIGTERM before they are cut off with an error.
+    stuck_s: seconds after which a running step makes /health fail.
   """
 
   host: str = '127.0.0.1'

@@ -1,10 +1,10 @@
-"""The tools of a request: their schemas, the choice among them, and the calls in its messages.
+"""Validates the tools of a request, its `tool_choice`, and the tool calls in its messages.
 
     tools = read_tools(body.tools)                # {'weather': the JSON schema of its arguments}
     choice = read_choice(body.tool_choice, tools)
-    call_schema(tools)                            # of a call as an object with `name` and `arguments`
+    call_schema(tools)                            # JSON schema of a call: an object with `name` and `arguments`
 
-call_forms.py has the forms in which models write calls.
+tool_call_formats.py has the formats in which models write calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,31 +15,32 @@ import sys
 from typing import Any, Literal
 
 from spmd_tasks.decoding.json_schemas import moved, rewrite
-from spmd_tasks.serving.bodies import is_function
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.request_bodies import is_function
 
-Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of a tool's arguments by the tool's name
+Tools = Mapping[str, Mapping[str, Any]]  # name of a tool -> JSON schema of its arguments
 
 _NO_ARGUMENTS = {'type': 'object', 'properties': {}, 'additionalProperties': False}
-# As json.dumps writes JSON and models have seen it. If any white space is allowed, small models write it for ever.
+# The white space of json.dumps, as models have seen it. If a grammar allows any white space, small models never stop
+# writing it.
 _SPACES = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolCall:
-  """A function's name, and its arguments as the text of a JSON object."""
+  """A call of the function `name`; `arguments` is the text of a JSON object."""
 
   name: str
   arguments: str
 
   def as_json(self) -> dict[str, Any]:
-    """In the format of OpenAI's API, with a new id."""
+    """Returns the call in the format of OpenAI's API, with a new id."""
     function = {'name': self.name, 'arguments': self.arguments}
     return {'id': f'call_{secrets.token_hex(12)}', 'type': 'function', 'function': function}
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-  """Returns the object that a text is in JSON; None if it is none."""
+  """Parses a JSON object; returns None if the text is not one."""
   try:
     value = json.loads(text)
   except (ValueError, RecursionError):
@@ -47,20 +48,21 @@ def parse_object(text: str) -> dict[str, Any] | None:
   return value if isinstance(value, dict) else None
 
 
-# --- tools and the choice among them ---
+# --- tools and tool_choice ---
 
 
 def read_tools(tools: Sequence[Any]) -> Tools:
-  """Returns the schemas of a request's tools by name.
+  """Returns the argument schemas of a request's tools, by name.
 
-  Raises a RequestError: a tool is not a function in OpenAI's format, its parameters are no schema of an object, or two
-  different tools have one name.
+  Raises:
+    RequestError: a tool is not a function in OpenAI's format, its parameters are not the schema of an object, or two
+      different tools have the same name.
   """
   schemas = dict[str, Mapping[str, Any]]()
   for number, tool in enumerate(tools):
     where = f'tools[{number}]'
     if not is_function(tool) or tool.get('type', 'function') != 'function':
-      raise RequestError(f'{where} must be an object of type function, with a function that has a name.', param=where)
+      raise RequestError(f'{where} must be an object of type function with a named function.', param=where)
     name, parameters = tool['function']['name'], tool['function'].get('parameters')
     parameters = _NO_ARGUMENTS if parameters is None else parameters
     where += '.function.parameters'
@@ -68,7 +70,7 @@ def read_tools(tools: Sequence[Any]) -> Tools:
       raise RequestError(f'{where} must be the JSON schema of an object.', param=where)
     schema = {**parameters, 'type': 'object'}
     if schemas.setdefault(name, schema) != schema:
-      raise RequestError(f'tools has two functions with the name {name[:100]!r}: rename one.', param=f'tools[{number}]')
+      raise RequestError(f'tools has two functions named {name[:100]!r}: rename one.', param=f'tools[{number}]')
   return schemas
 
 
@@ -78,16 +80,17 @@ def _is_object_type(kind: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolChoice:
-  """Which tools an answer may call, and whether it is a call."""
+  """The tools that an answer may call, and whether it must be a call (mode `required`)."""
 
   mode: Literal['none', 'auto', 'required']
   tools: Tools
 
 
 def read_choice(choice: Any, tools: Tools) -> ToolChoice:
-  """Reads a `tool_choice`, which may be null.
+  """Validates a `tool_choice`, which may be null.
 
-  Raises a RequestError: it is not in OpenAI's format, or names a tool that is not among `tools`.
+  Raises:
+    RequestError: it is not in OpenAI's format, or names a tool that is not in `tools`.
   """
   mode: Any
   if choice in (None, 'none', 'auto', 'required'):
@@ -101,8 +104,8 @@ def read_choice(choice: Any, tools: Tools) -> ToolChoice:
     listed = allowed.get('tools')
     if not isinstance(listed, list) or not listed or not all(map(is_function, listed)):
       raise RequestError(
-        "tool_choice must be 'none', 'auto', 'required', an object of type function with a function that has a name, "
-        'or one of type allowed_tools with a mode and such functions as tools.',
+        "tool_choice must be 'none', 'auto', 'required', an object of type function with a named function, or an "
+        'object of type allowed_tools with a mode and such functions as tools.',
         param='tool_choice',
       )
     mode, names = allowed.get('mode'), [tool['function']['name'] for tool in listed]
@@ -110,7 +113,7 @@ def read_choice(choice: Any, tools: Tools) -> ToolChoice:
       raise RequestError("tool_choice.allowed_tools.mode must be 'auto' or 'required'.", param='tool_choice')
   missing = next((name for name in names if name not in tools), None)
   if missing is not None:
-    raise RequestError(f'tool_choice names {missing[:100]!r}, which is not among the tools.', param='tool_choice')
+    raise RequestError(f'tool_choice names {missing[:100]!r}, which is not in tools.', param='tool_choice')
   if mode == 'required' and not names:
     raise RequestError("tool_choice 'required' needs tools to choose from.", param='tool_choice')
   return ToolChoice(mode=mode, tools={} if mode == 'none' else {name: tools[name] for name in names})
@@ -122,9 +125,14 @@ def read_choice(choice: Any, tools: Tools) -> ToolChoice:
 def call_schema(
   tools: Tools | Sequence[Any], *, key: str = 'arguments', text: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """Returns the JSON schema of an object with `name` and `key` that calls one of a request's tools.
+  """Returns the JSON schema of a call of one of the tools.
 
-  With `text` the value may also be one of that schema. Each schema keeps its own definitions, and its `$ref`s to them.
+  Args:
+    tools: the tools, or the `tools` of a request.
+    key: the key of the arguments; the name has the key `name`.
+    text: another schema, which the value may match instead of a call.
+
+  Each schema keeps its own definitions and its `$ref`s to them.
   """
   tools = tools if isinstance(tools, Mapping) else read_tools(tools)
   definitions: dict[str, Any] = {}
@@ -135,9 +143,9 @@ def call_schema(
     choices.append({'$ref': '#/$defs/text'})
     spaces = _own_spaces(text)
   for number, (name, schema) in enumerate(tools.items()):
-    place = f'tool{number}'
-    definitions[place] = moved(rewrite(schema), f'#/$defs/{place}')
-    call = {'name': {'const': name}, key: {'$ref': f'#/$defs/{place}'}}
+    definition = f'tool{number}'
+    definitions[definition] = moved(rewrite(schema), f'#/$defs/{definition}')
+    call = {'name': {'const': name}, key: {'$ref': f'#/$defs/{definition}'}}
     choices.append({'type': 'object', 'properties': call, 'required': ['name', key], 'additionalProperties': False})
     spaces = spaces or _own_spaces(schema)
   whole = choices[0] if len(choices) == 1 else {'anyOf': choices}
@@ -145,7 +153,7 @@ def call_schema(
 
 
 def spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a schema for a grammar; its JSON has the white space of json.dumps, or what the schema's own rule says."""
+  """Returns a schema for a grammar, with the white space of json.dumps unless its own `x-guidance` sets another."""
   return {**rewrite(schema), 'x-guidance': {**_SPACES, **_own_spaces(schema)}}
 
 
@@ -158,32 +166,37 @@ def _own_spaces(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def calls_for_template(calls: Any, path: str) -> list[dict[str, Any]]:
-  """Returns the `tool_calls` of an assistant's message as templates read them: their arguments as objects.
+  """Converts the `tool_calls` of an assistant's message for chat templates, which read arguments as objects.
 
-  Arguments that are null, empty or left out are an empty object.
+  Arguments that are null, empty or missing become an empty object.
 
-  Raises a RequestError: a call is not in OpenAI's format; `path` names the message.
+  Args:
+    calls: the `tool_calls` of the message.
+    path: the message's path in the body, for errors.
+
+  Raises:
+    RequestError: a call is not in OpenAI's format.
   """
   converted = list[dict[str, Any]]()
   for number, call in enumerate(calls):
     where = f'{path}.tool_calls[{number}]'
     if not is_function(call):
-      raise RequestError(f'{where} must be an object with a function that has a name.', param=where)
+      raise RequestError(f'{where} must be an object with a named function.', param=where)
     function = call['function']
     arguments = _arguments(function.get('arguments'))
     if arguments is None:
       where += '.function.arguments'
-      raise RequestError(f'{where} must be a JSON object, as text.', param=where)
+      raise RequestError(f'{where} must be a JSON object as text.', param=where)
     converted.append({'type': 'function', **call, 'function': {**function, 'arguments': arguments}})
   return converted
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-  """The arguments of a call as an object; None if they are none."""
+  """Returns the arguments of a call as a dict; None if they are not a JSON object."""
   if isinstance(value, str) and value.strip():
     try:
       value = json.loads(without_surrogates(value), parse_float=finite)
-      # Templates write them into text, which has no surrogates.
+      # Templates render the arguments into text, which cannot contain lone surrogates.
       value = json.loads(without_surrogates(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
       return None
@@ -193,10 +206,10 @@ def _arguments(value: Any) -> dict[str, Any] | None:
 
 
 def finite(text: str) -> float:
-  """A number in JSON as a float; one beyond floats is the largest float, because JSON has no infinity."""
+  """Parses a JSON number, clipped to finite floats because JSON has no infinity."""
   return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 def without_surrogates(text: str) -> str:
-  """A text with U+FFFD in place of lone surrogates, which are no characters."""
+  """Replaces lone surrogates by U+FFFD."""
   return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')

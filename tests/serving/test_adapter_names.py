@@ -66,7 +66,7 @@ def test_an_unknown_name_is_an_error_that_lists_those_that_are_served(client, ro
 
 
 def test_an_adapter_cannot_have_the_name_of_the_model():
-  with pytest.raises(UserError, match=r"the name 'fake.Model', which is that of the model itself"):
+  with pytest.raises(UserError, match=r"'fake.Model' has the name of the model itself"):
     check_adapter_names(('folder', 'fake.Model'), ('one', 'fake.Model'))
 
 

@@ -51,8 +51,8 @@ def test_streams_are_the_same_text_in_pieces(client):
 
 
 def test_a_chat_stream_begins_with_the_role_and_counts_at_the_end(client):
-  wanted = ASK | {'stream': True, 'stream_options': {'include_usage': True}}
-  with client.stream('POST', CHAT, json=wanted) as response:
+  body = ASK | {'stream': True, 'stream_options': {'include_usage': True}}
+  with client.stream('POST', CHAT, json=body) as response:
     chunks = events(response)
   assert chunks[0]['choices'][0]['delta'] == {'role': 'assistant', 'content': ''}
   assert {chunk['object'] for chunk in chunks} == {'chat.completion.chunk'}
@@ -84,8 +84,8 @@ def test_models_health_readiness_metrics_and_the_page(client):
 @pytest.mark.parametrize('max_tokens', [0, 2])
 def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tokens):
   prompt = 'a prompt of three chunks'
-  wanted = HELLO | {'prompt': TOKENIZER.encode(prompt), 'logprobs': 2, 'echo': True, 'max_tokens': max_tokens}
-  choice = client.post(COMPLETIONS, json=wanted).json()['choices'][0]
+  body = HELLO | {'prompt': TOKENIZER.encode(prompt), 'logprobs': 2, 'echo': True, 'max_tokens': max_tokens}
+  choice = client.post(COMPLETIONS, json=body).json()['choices'][0]
   text = prompt + prompt[:max_tokens]
   assert choice['text'] == text
   logprobs = choice['logprobs']
@@ -94,7 +94,7 @@ def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tok
   assert logprobs['token_logprobs'][0] is logprobs['top_logprobs'][0] is None
   assert logprobs['token_logprobs'][1:] == pytest.approx([-token / 100 for token in TOKENIZER.encode(text)[1:]])
   assert [next(iter(top)) for top in logprobs['top_logprobs'][1:]] == list(text[1:])
-  with client.stream('POST', COMPLETIONS, json=wanted | {'stream': True}) as response:
+  with client.stream('POST', COMPLETIONS, json=body | {'stream': True}) as response:
     choices = [chunk['choices'][0] for chunk in events(response)]
   assert ''.join(each['text'] for each in choices) == choice['text']
   streamed = [each['logprobs'] for each in choices if each['logprobs']]
@@ -113,12 +113,12 @@ def test_what_was_read_before_is_counted_and_not_read_again(client):
 
 
 def test_logprobs_of_chats_in_both_forms(client):
-  wanted = ASK | {'logprobs': True, 'top_logprobs': 1}
-  content = client.post(CHAT, json=wanted).json()['choices'][0]['logprobs']['content']
+  body = ASK | {'logprobs': True, 'top_logprobs': 1}
+  content = client.post(CHAT, json=body).json()['choices'][0]['logprobs']['content']
   assert [entry['token'] for entry in content] == ['', *'use']  # bos adds no text
   assert content[1]['bytes'] == [ord('u')]
   assert [len(entry['top_logprobs']) for entry in content] == [1] * 4
-  with client.stream('POST', CHAT, json=wanted | {'stream': True}) as response:
+  with client.stream('POST', CHAT, json=body | {'stream': True}) as response:
     chunks = events(response)
   streamed = [entry for c in chunks if c['choices'][0]['logprobs'] for entry in c['choices'][0]['logprobs']['content']]
   assert streamed == content
@@ -293,11 +293,11 @@ def test_clients_have_keys_of_their_own(tmp_path):
 @pytest.mark.parametrize(
   'content, message',
   [
-    ('two words\n', 'must begin with a key'),
+    ('two words\n', 'must be a key'),
     ('secret\nk-one\n', 'must be KEY NAME'),
     ('secret\nk-one one max_tokens=7\n', 'must be KEY NAME'),
-    ('secret\nsecret one\n', 'has a key twice'),
-    ('secret\nk-one one\nk-two one\n', 'has a name twice'),
+    ('secret\nsecret one\n', 'same key twice'),
+    ('secret\nk-one one\nk-two one\n', 'same name twice'),
   ],
 )
 def test_files_of_keys_that_are_wrong(tmp_path, content, message):

@@ -110,7 +110,7 @@ def test_a_step_that_fails_ends_the_job(pair, culprit):
   if culprit == 0:
     with pytest.raises(RuntimeError, match='out of memory'):
       run(scheduler)
-    with pytest.raises(JobError, match='does not go on after that'):
+    with pytest.raises(JobError, match='cannot recover from that'):
       scheduler.recover()
     return
   with contextlib.suppress(PeerFailedError):

@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import decoders
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
-from spmd_tasks.serving.bodies import ChatBody, CompletionBody
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.request_bodies import ChatBody, CompletionBody
 from spmd_tasks.serving.requests import chat_request, completion_request
 from spmd_tasks.serving.settings import ServerSettings
 from tests.model_folders import write_tokenizer
@@ -310,12 +310,12 @@ def model():
 
 def test_requests_of_the_fields(model):
   limits = ServerSettings()
-  wanted = completion_request({'prompt': ['a', 'a', 'b'], 'n': 2, 'seed': 7, 'top_k': -1}, model, limits)
-  seeds = [request.seed for request in wanted.requests]
+  parsed = completion_request({'prompt': ['a', 'a', 'b'], 'n': 2, 'seed': 7, 'top_k': -1}, model, limits)
+  seeds = [request.seed for request in parsed.requests]
   assert seeds[0] == seeds[1] == 7
   assert len(set(seeds)) == 3  # each prompt draws from its own noise
-  assert [request.sample for request in wanted.requests] == [0, 1] * 3
-  assert {request.sampling.top_k for request in wanted.requests} == {0}
+  assert [request.sample for request in parsed.requests] == [0, 1] * 3
+  assert {request.sampling.top_k for request in parsed.requests} == {0}
 
   def prompt_of(**fields):
     fields = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'so '}]} | fields

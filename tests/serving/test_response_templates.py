@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate
-from spmd_tasks.serving.answers import answer_form
+from spmd_tasks.serving.answer_format import answer_format
 from spmd_tasks.serving.response_templates import ResponseTemplate, ResponseTemplateParser
 from tests.model_folders import write_tokenizer
 
@@ -137,18 +136,18 @@ def changed(**field):
     ({}, 'must have 1 to 16 fields'),
     ({'fields': {'content': {}}}, 'neither start_anchor nor'),
     ({**JSON_CALLS, 'version': 2}, 'of version 1'),
-    ({**JSON_CALLS, 'run': 'x'}, "'run' is not known"),
-    (changed(open_pattern='(?=<)a'), 'RE2 cannot read'),
+    ({**JSON_CALLS, 'run': 'x'}, "'run' is not supported"),
+    (changed(open_pattern='(?=<)a'), 'RE2 cannot compile'),
     (changed(open_pattern='a' * 1001), 'at most 1000 characters'),
     (changed(open='<a>', open_pattern='a'), 'both open and open_pattern'),
-    (changed(), 'have no opening'),
-    (changed(open='<a>', content='python'), 'must have a content of'),
-    (changed(open='<a>', content='xml-inline'), 'no text'),
+    (changed(), 'may have no opening'),
+    (changed(open='<a>', content='python'), 'must have a content from'),
+    (changed(open='<a>', content='xml-inline'), 'not a text'),
     (changed(open=''), 'texts of 1 to 128 characters'),
   ],
 )
 def test_a_template_that_cannot_be_used_is_refused_in_a_clause(template, message):
-  with pytest.raises(UserError, match=message):
+  with pytest.raises(ValueError, match=message):
     ResponseTemplate.from_json(json.dumps(template))
 
 
@@ -162,8 +161,8 @@ def test_a_stranger_s_pattern_takes_no_time():
 def test_a_folder_s_template_comes_before_the_form_of_its_chat_template(tmp_path):
   write_tokenizer(tmp_path, chat_template='<tool_call> tools', response_template=JSON_CALLS)
   template = ChatTemplate.from_folder(str(tmp_path))
-  form = answer_form(template, None)
-  assert form.parser(SCHEMAS, prompt=PROMPT, is_fixed=False).push(ONE, is_last=True).calls[0].name == 'weather'
+  form = answer_format(template, None)
+  assert form.parser(SCHEMAS, prompt=PROMPT, is_constrained=False).push(ONE, is_last=True).calls[0].name == 'weather'
   assert (
-    form.parser(SCHEMAS, prompt=PROMPT, is_fixed=True).push(ONE, is_last=True).calls == []
+    form.parser(SCHEMAS, prompt=PROMPT, is_constrained=True).push(ONE, is_last=True).calls == []
   )  # a grammar has the other

@@ -86,18 +86,18 @@ def metric(url, name):
   return float(re.search(rf'^spmd_tasks_{name} (\S+)$', text, re.MULTILINE)[1])
 
 
-def complete(client, **wanted):
-  return client.completions.create(**{'model': MODEL, 'prompt': 'def ', 'max_tokens': 12} | wanted)
+def complete(client, **body):
+  return client.completions.create(**{'model': MODEL, 'prompt': 'def ', 'max_tokens': 12} | body)
 
 
 def test_a_request_has_its_tokens_alone_and_in_company(client):
-  wanted = [
+  body = [
     {'prompt': 'x' * (1 + 5 * i % 40), 'seed': i, 'temperature': i % 3 / 2, 'max_tokens': 3 + i, 'logprobs': 2}
     for i in range(12)
   ]
-  alone = [complete(client, **each).choices[0] for each in wanted]
+  alone = [complete(client, **each).choices[0] for each in body]
   with ThreadPoolExecutor(12) as pool:
-    together = list(pool.map(lambda each: complete(client, **each).choices[0], wanted))
+    together = list(pool.map(lambda each: complete(client, **each).choices[0], body))
   assert [choice.text for choice in together] == [choice.text for choice in alone]
   assert [choice.logprobs.tokens for choice in together] == [choice.logprobs.tokens for choice in alone]
 
@@ -106,7 +106,7 @@ def test_nothing_is_compiled_after_the_warm_up(client, rng):
   """80 requests: long prompts that begin alike, samples, scores, and streams that are left."""
 
   def draw():
-    wanted = {
+    body = {
       'prompt': 'ab c' * int(rng.integers(1, 12)) + 'de'[int(rng.integers(2)) :],
       'max_tokens': int(rng.integers(1, 16)),
       'temperature': float(rng.choice([0.0, 0.7])),
@@ -118,11 +118,11 @@ def test_nothing_is_compiled_after_the_warm_up(client, rng):
       'stream': bool(rng.random() < 0.2),
       'extra_body': {'top_k': int(rng.integers(0, 50)), 'min_p': float(rng.choice([0.0, 0.1]))},
     }
-    return wanted | {'max_tokens': 0} if wanted['echo'] and rng.random() < 0.5 else wanted
+    return body | {'max_tokens': 0} if body['echo'] and rng.random() < 0.5 else body
 
-  def ask(wanted):
-    answer = complete(client, **wanted)
-    if not wanted['stream']:
+  def ask(body):
+    answer = complete(client, **body)
+    if not body['stream']:
       return all(choice.finish_reason for choice in answer.choices)
     next(iter(answer))
     answer.close()

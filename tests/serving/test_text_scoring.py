@@ -8,7 +8,7 @@ import numpy as np
 import openai
 
 from spmd_tasks.decoding.text_scorer import TextReading
-from spmd_tasks.serving.scoring import TextScoring
+from spmd_tasks.serving.scoring import ScoringEngine
 from tests.serving.fake_engine import TOKENIZER
 from tests.serving.served import MODEL, metric, serving, wait_for
 
@@ -44,7 +44,7 @@ def scored(reading, **settings):
   """A server of a fake scorer, whose weights are the factor 0.125."""
   scorer = FakeScorer(len(reading.labels) or 3)
   model = dataclasses.replace(MODEL, reading=reading, max_len=32)
-  return scorer, serving(TextScoring(scorer, 0.125), model=model, **{'max_queued': 64} | settings)
+  return scorer, serving(ScoringEngine(scorer, 0.125), model=model, **{'max_queued': 64} | settings)
 
 
 def num_tokens(text):
@@ -115,7 +115,7 @@ def test_what_cannot_be_scored_is_one_sentence_and_a_failure_ends_its_own_batch(
   scorer, server = scored(TextReading())
   cases = [
     ('/v1/embeddings', {'input': 'x' * 40}, 400, 'input[0] has'),
-    ('/v1/embeddings', {'input': [9999]}, 400, 'must have tokens below'),
+    ('/v1/embeddings', {'input': [9999]}, 400, 'all below'),
     ('/v1/embeddings', {'input': 'a', 'dimensions': 4}, 400, 'dimensions must be at most 3, not 4'),
     ('/v1/embeddings', {'input': ['a'] * 65}, 400, 'input must have 1 to 64 texts, not 65'),
     ('/v1/embeddings', {'input': 'a', 'encoding_format': 'hex'}, 400, "must be 'float' or 'base64'"),

@@ -10,11 +10,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
+from spmd_tasks.serving.answer_format import answer_format
 from spmd_tasks.serving.answer_parsers import AnswerParser, ChannelParser
-from spmd_tasks.serving.answers import answer_form
-from spmd_tasks.serving.call_forms import CALL_FORMS, typed_json
 from spmd_tasks.serving.requests import chat_request
 from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving.tool_call_formats import TOOL_CALL_FORMATS, typed_json
 from tests.serving.served import CHAT, MODEL, TOKENIZER, events, serving
 
 TOOLS = [{'type': 'function', 'function': {'name': name, 'parameters': {}}} for name in ('weather', 'time')]
@@ -49,7 +49,7 @@ def check_parser(make, text, content, calls, reasoning=''):
 
 
 def read_by(name, **settings):
-  return lambda: AnswerParser(CALL_FORMS[name], SCHEMAS, **settings)
+  return lambda: AnswerParser(TOOL_CALL_FORMATS[name], SCHEMAS, **settings)
 
 
 def hermes(arguments):
@@ -169,7 +169,7 @@ def test_content_is_not_held_back():
   parser = ChannelParser(None)
   pieces = [HM, '<|start|>assistant<|channel|>final<|message|>', '7 ', '<', 'b']
   assert [parser.push(piece, is_last=False).content for piece in pieces] == ['', '', '7 ', '', '<b']
-  parser = AnswerParser(CALL_FORMS['mistral'], SCHEMAS, thinks=True)
+  parser = AnswerParser(TOOL_CALL_FORMATS['mistral'], SCHEMAS, thinks=True)
   pieces = ['<th', 'ink>a', ' b', '</think>', '7', ' <', 'x']
   parts = [parser.push(piece, is_last=False) for piece in pieces]
   assert [part.reasoning for part in parts] == ['', 'a', ' b', '', '', '', '']
@@ -280,8 +280,8 @@ def test_a_conversation_with_calls_goes_to_the_template():
 def rendered(template, **body):
   """The prompt of a chat, and how its answer is read."""
   model = dataclasses.replace(MODEL, max_len=4096, chat_template=ChatTemplate(template=template, stop=()))
-  wanted = chat_request({'messages': [{'role': 'user', 'content': 'Hi'}], 'max_tokens': 99} | body, model, LIMITS)
-  return model.decode(wanted.requests[0].ids), wanted
+  parsed = chat_request({'messages': [{'role': 'user', 'content': 'Hi'}], 'max_tokens': 99} | body, model, LIMITS)
+  return model.decode(parsed.requests[0].ids), parsed
 
 
 LIMITS = ServerSettings()
@@ -321,23 +321,23 @@ THINKING = '{{ messages[0].content }}<think>\n{# </think> tools #}'
 
 
 def test_a_prompt_may_begin_the_reasoning():
-  _, wanted = rendered(THINKING)
-  assert wanted.reading.parser().push('Hm.\n</think>\n\n7', is_last=True) == ('7', 'Hm.', [])
+  _, parsed = rendered(THINKING)
+  assert parsed.parser_settings.parser().push('Hm.\n</think>\n\n7', is_last=True) == ('7', 'Hm.', [])
   for settings, text in (
     ({'response_format': JSON_SCHEMA}, '{"n": 7}'),
     ({'tools': TOOLS[:1], **REQUIRED}, BARE_WEATHER),
   ):
-    _, wanted = rendered(THINKING, **settings)
-    matcher = wanted.matcher.copy()
+    _, parsed = rendered(THINKING, **settings)
+    matcher = parsed.matcher.copy()
     for token in TOKENIZER.encode(f'</think>\n\n{text}'):  # the grammar ends the reasoning first
       assert int(matcher.mask[token // 32]) >> token % 32 & 1
       matcher.take(token)
-    part = wanted.reading.parser().push(f'</think>\n\n{text}', is_last=True)
+    part = parsed.parser_settings.parser().push(f'</think>\n\n{text}', is_last=True)
     assert (part.content, len(part.calls)) == (('', 1) if 'tools' in settings else (text, 0))
 
 
 def test_marks_are_read_that_are_special_tokens(tokenizer):
-  form = answer_form(ChatTemplate(template='<|call|> </think>'), tokenizer)
+  form = answer_format(ChatTemplate(template='<|call|> </think>'), tokenizer)
   ids = tokenizer.encode('<|start|>a<think>b<|end|>')
   assert form.decoder(None)(ids) == 'a<think>b'  # which is no special token of this tokenizer
   form = dataclasses.replace(form, calls=dataclasses.replace(form.calls, markers=('<|end|>',)))
@@ -384,21 +384,21 @@ def allowed(mode, *names):
   'settings, field, message',
   [
     ({'tools': TOOLS, 'tool_choice': 'any'}, 'tool_choice', "must be 'none', 'auto', 'required'"),
-    ({'tools': TOOLS, 'tool_choice': choice_of('rm')}, 'tool_choice', 'not among the tools'),
+    ({'tools': TOOLS, 'tool_choice': choice_of('rm')}, 'tool_choice', 'not in tools'),
     ({'tools': TOOLS, 'tool_choice': allowed('any', 'time')}, 'tool_choice', "mode must be 'auto' or 'required'"),
-    ({'tools': TOOLS, 'tool_choice': allowed('auto', 'rm')}, 'tool_choice', 'not among the tools'),
+    ({'tools': TOOLS, 'tool_choice': allowed('auto', 'rm')}, 'tool_choice', 'not in tools'),
     ({'tools': TOOLS, 'tool_choice': allowed('auto')}, 'tool_choice', "must be 'none', 'auto', 'required'"),
     *(
       ({'tools': [tool_of(parameters)]}, 'tools[0].function.parameters', 'must be the JSON schema of an object')
       for parameters in ('x', [], 7, True, {'type': 'string'})
     ),
-    ({'tools': [tool_of({}), tool_of({'required': ['a']})]}, 'tools[1]', "two functions with the name 'f'"),
+    ({'tools': [tool_of({}), tool_of({'required': ['a']})]}, 'tools[1]', "two functions named 'f'"),
     ({'tools': [tool_of(UNIQUE)], **REQUIRED}, 'tools[0].function.parameters', 'no uniqueItems: leave it out'),
     ({'tools': [tool_of({'$ref': '#/$defs/x'})], **REQUIRED}, 'tools[0].function.parameters', 'does not exist'),
     (
       {'tools': TOOLS, 'extra_body': {'structured_outputs': {'grammar': 'start: "a"'}}},
       'structured_outputs.grammar',
-      'beside tools',
+      'combined with tools',
     ),
     ({'response_format': {'type': 'json_schema'}}, 'response_format.json_schema.schema', 'must be a JSON schema'),
     ({'extra_body': {'structured_outputs': {'regex': '('}}}, 'structured_outputs.regex', 'unclosed group'),
@@ -415,7 +415,7 @@ def test_a_template_without_tools_refuses_them():
   with serving() as served, served.client() as client:
     answer = client.post('/v1/chat/completions', json={'messages': [{'role': 'user', 'content': 'x'}], 'tools': TOOLS})
   assert answer.status_code == 400
-  assert answer.json()['error']['message'] == "this model's chat template has no tools: leave them out."
+  assert answer.json()['error']['message'] == "this model's chat template does not use tools: leave them out."
 
 
 @pytest.fixture(scope='module')

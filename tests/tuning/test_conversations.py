@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
-from spmd_tasks.serving.bodies import Message
+from spmd_tasks.serving.request_bodies import Message
 from spmd_tasks.serving.requests import _turn
 from spmd_tasks.tuning import ConversationInput, Conversations
 from spmd_tasks.tuning.conversations import messages_of

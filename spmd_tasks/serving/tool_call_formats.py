@@ -1,11 +1,11 @@
-r"""The forms in which models write tool calls: one table, by which calls are recognized, read and forced.
+r"""The formats in which models write tool calls: one table for detecting, parsing and constraining them.
 
-    form = call_form(chat_template)               # by the marks in the template: CALL_FORMS['hermes'], ...
-    form.forced                                   # '<tool_call>\n{call}': what a grammar makes a model write
-    form.read(text, tools, is_last=False)         # the calls at the beginning of a text, or None: more text is needed
+    call_format = tool_call_format(chat_template)    # such as TOOL_CALL_FORMATS['hermes']
+    call_format.forced                               # '<tool_call>\n{call}', for grammars
+    call_format.read(text, tools, False)             # a ParsedPrefix, or None if more text is needed
 
-A text with a call names a tool of the request; any other text is content. Arguments keep the text that the model wrote,
-so that a number like 1e400 stays as it is.
+Text is a call only if it names a tool of the request; otherwise it is content. Arguments keep the model's own text, so
+a number such as 1e400 is not changed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.tool_calls import ToolCall, Tools
 
 
-class Reading(NamedTuple):
-  """The first `length` characters of a text: calls, markup that nobody is shown, or content."""
+class ParsedPrefix(NamedTuple):
+  """What the first `length` characters of a text are: tool calls, markup to drop, or (with neither) content."""
 
   length: int
   calls: Sequence[ToolCall] = ()
@@ -28,31 +28,31 @@ class Reading(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CallForm:
-  """A form of tool calls.
+class ToolCallFormat:
+  """One format of tool calls.
 
   Fields:
-    signs: texts that a chat template of this form has.
-    openings: texts that a call begins with; without any, calls are the whole answer.
-    read: reads the beginning of a text, which is one of `openings`; None asks for more text, which may come unless
-      `is_last`.
-    forced: what a grammar leaves of an answer that must be a call: `{call}` stands for an object with the name and the
-      arguments, `{calls}` for an array of one, or `{name}` and `{arguments}` for these two.
-    closed: the end of a call, which another one may follow.
-    markers: further texts with a meaning, which a tokenizer may have as special tokens.
-    key: the name of the arguments in `{call}`.
+    template_marks: texts that identify a chat template of this format; all of them must occur in it.
+    openings: texts that start a call. If there are none, the whole answer is the call.
+    read: parses the start of a text that begins with one of `openings`, given (text, tools, is_last). Returns None if
+      it needs more text.
+    forced: the text of a call under constrained decoding. `{call}` stands for a JSON object with the name and the
+      arguments, `{calls}` for an array with one such object, `{name}` and `{arguments}` for the two separately.
+    closing: the text after a call, before another call may follow.
+    markers: further markup, which the tokenizer may have as special tokens.
+    key: the key of the arguments in `{call}`.
   """
 
-  signs: tuple[str, ...]
+  template_marks: tuple[str, ...]
   openings: tuple[str, ...] = ()
-  read: Callable[[str, Tools, bool], Reading | None]
+  read: Callable[[str, Tools, bool], ParsedPrefix | None]
   forced: str
-  closed: str = ''
+  closing: str = ''
   markers: tuple[str, ...] = ()
   key: str = 'arguments'
 
 
-# --- JSON in a longer text ---
+# --- JSON inside a longer text ---
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
 _DECODER = json.JSONDecoder()
@@ -61,7 +61,7 @@ _CALL_KEYS = {'name', 'arguments', 'parameters', 'type', 'id'}
 
 
 def json_end(text: str, start: int) -> int | None:
-  """Returns where the object or array at `start` ends; None if the text ends before it."""
+  """Returns the end index of the JSON object or array at `start`; None if it is incomplete."""
   depth = 0
   for match in _BRACKETS.finditer(text, start):
     if (mark := match[0]) in '{[':
@@ -78,7 +78,7 @@ def _refuse(constant: str) -> float:
 
 
 def _parse(text: str) -> Any:
-  """The value of a JSON text. Raises a ValueError: the text is not JSON, which has neither NaN nor Infinity."""
+  """Parses JSON. Raises a ValueError if the text is not JSON; NaN and Infinity are not JSON."""
   try:
     return json.loads(text, parse_constant=_refuse)
   except RecursionError as error:
@@ -86,7 +86,7 @@ def _parse(text: str) -> Any:
 
 
 def _members(text: str) -> dict[str, str] | None:
-  """The members of a JSON object, each as it is written; None if the text is no object."""
+  """Returns the members of a JSON object with their values unparsed; None if the text is not a JSON object."""
   try:
     value = _parse(text)
   except ValueError:
@@ -103,7 +103,7 @@ def _members(text: str) -> dict[str, str] | None:
 
 
 def _call(text: str, tools: Tools) -> ToolCall | None:
-  """The call that an object with a name and arguments is; None if it is none."""
+  """Parses a JSON object with `name` and `arguments` (or `parameters`) as a call; None if it is not a call."""
   members = _members(text)
   if members is not None and 'function' in members and 'name' not in members:
     members = _members(members['function'])
@@ -113,9 +113,12 @@ def _call(text: str, tools: Tools) -> ToolCall | None:
 
 
 def named_call(name: Any, arguments: str, tools: Tools) -> ToolCall | None:
-  """Returns the call of a tool with arguments in JSON; None if there is no such tool, or they are no object.
+  """Returns the call of the tool `name`; None if there is no such tool or the arguments are not a JSON object.
 
-  Arguments that are left out or null are an empty object. A JSON string is read as the JSON in it.
+  Args:
+    name: the tool's name; any JSON value.
+    arguments: a JSON object, or a JSON string that contains one. Empty text and null stand for an empty object.
+    tools: the tools of the request.
   """
   arguments = arguments.strip()
   if arguments.startswith('"'):
@@ -132,7 +135,7 @@ def named_call(name: Any, arguments: str, tools: Tools) -> ToolCall | None:
 
 
 def _calls(text: str, tools: Tools) -> list[ToolCall]:
-  """The calls in an object or an array of objects; none if one of them is no call."""
+  """Parses a JSON object or an array of objects as calls; returns an empty list if any object is not a call."""
   text = text.strip()
   if text.startswith('['):
     calls, place = [], 1
@@ -148,15 +151,16 @@ def _calls(text: str, tools: Tools) -> list[ToolCall]:
   return [] if call is None else [call]
 
 
-# --- arguments as tagged text ---
+# --- arguments written as text between tags ---
 
 
 def typed_json(text: str, schema: Any, root: Mapping[str, Any]) -> str:
-  """Returns an argument that is written as bare text as JSON of the type that its schema has.
+  """Converts an unquoted argument to JSON, as a value of the type that its schema declares.
 
   Args:
-    text: as it is written.
-    schema: of the argument; None if there is none. `root` is the schema of all arguments, which it may refer to.
+    text: the argument as the model wrote it.
+    schema: the argument's schema; None if the tool declares none.
+    root: the schema of all arguments, which `schema` may reference by `$ref`.
   """
   types, values = _types(schema, root, 0)
   bare = {'True': 'true', 'False': 'false', 'None': 'null'}.get(text.strip(), text.strip())
@@ -175,7 +179,7 @@ def typed_json(text: str, schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> tuple[set[str], list[str]]:
-  """The types that a schema allows, and its strings if it lists values."""
+  """Returns the JSON types that a schema allows, and the strings in its `enum` or `const`."""
   if not isinstance(schema, Mapping) or depth > 8:
     return set(), []
   declared = schema.get('type', [])
@@ -196,7 +200,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def tagged_call(name: str, texts: Sequence[tuple[str, str]], tools: Tools) -> ToolCall | None:
-  """Returns the call of a tool whose arguments are bare texts; None if there is no such tool."""
+  """Returns the call of the tool `name` with unquoted arguments; None if there is no such tool."""
   if name not in tools:
     return None
   root = tools[name]
@@ -208,15 +212,15 @@ def tagged_call(name: str, texts: Sequence[tuple[str, str]], tools: Tools) -> To
 
 # --- readers ---
 
-# Reads what is between an opening and a closing: where it ends and the calls in it, none if it is no call; None if the
-# text ends before it.
+# Parses the text between an opening and a closing, given (text, start, tools). Returns its end and its calls, an empty
+# list if it is not a call; None if the text is incomplete.
 _Body = Callable[[str, int, Tools], tuple[int, Sequence[ToolCall]] | None]
 
 
-def _enclosed(opening: str, closing: str, body: _Body) -> Callable[[str, Tools, bool], Reading | None]:
-  """Makes the reader of a form that encloses calls; a whole call at the end of an answer needs no closing."""
+def _enclosed(opening: str, closing: str, body: _Body) -> Callable[[str, Tools, bool], ParsedPrefix | None]:
+  """Returns the reader of calls between `opening` and `closing`; at the end of an answer, `closing` may be missing."""
 
-  def read(text: str, tools: Tools, is_last: bool) -> Reading | None:
+  def read(text: str, tools: Tools, is_last: bool) -> ParsedPrefix | None:
     start = len(text) - len(text[len(opening) :].lstrip())
     content = body(text, start, tools) if start < len(text) else None
     if content is None and not is_last:
@@ -225,15 +229,15 @@ def _enclosed(opening: str, closing: str, body: _Body) -> Callable[[str, Tools, 
     place = text.find(closing, end)
     if place < 0:
       is_whole = closing.startswith(text[end:].strip())
-      return Reading(len(text), calls if is_whole else ()) if is_last else None
-    return Reading(place + len(closing), () if text[end:place].strip() else calls)
+      return ParsedPrefix(len(text), calls if is_whole else ()) if is_last else None
+    return ParsedPrefix(place + len(closing), () if text[end:place].strip() else calls)
 
   return read
 
 
-def _markup(text: str, tools: Tools, is_last: bool) -> Reading:
-  """Reads one of the openings that belong to no call."""
-  return Reading(next(len(marker) for marker in _OUTER_MARKERS if text.startswith(marker)), is_markup=True)
+def _markup(text: str, tools: Tools, is_last: bool) -> ParsedPrefix:
+  """Reads a marker around calls, which is dropped."""
+  return ParsedPrefix(next(len(marker) for marker in _OUTER_MARKERS if text.startswith(marker)), is_markup=True)
 
 
 def _json_body(text: str, start: int, tools: Tools) -> tuple[int, Sequence[ToolCall]] | None:
@@ -243,7 +247,7 @@ def _json_body(text: str, start: int, tools: Tools) -> tuple[int, Sequence[ToolC
   return None if end is None else (end, _calls(text[start:end], tools))
 
 
-# <tool_call>{...}</tool_call> is Hermes' and Qwen's; Qwen3-Coder and GLM-4.5 have tagged text there.
+# Hermes and Qwen write <tool_call>{...}</tool_call>; Qwen3-Coder and GLM-4.5 write tagged text inside these tags.
 _FUNCTION = re.compile(r'<function=([^>\n]+)>\s*')
 _PARAMETER = re.compile(r'<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)', re.DOTALL)
 _PAIR = re.compile(r'<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*', re.DOTALL)
@@ -271,27 +275,27 @@ def _tool_call_body(text: str, start: int, tools: Tools) -> tuple[int, Sequence[
   return place + len(closing), [] if call is None else [call]
 
 
-def _read_function(text: str, tools: Tools, is_last: bool) -> Reading | None:
-  """Reads `<function=NAME>...</function>` without the tag that should be around it."""
+def _read_function(text: str, tools: Tools, is_last: bool) -> ParsedPrefix | None:
+  """Reads `<function=NAME>...</function>` without the enclosing `<tool_call>`, which Qwen3-Coder sometimes omits."""
   body = _tool_call_body(text, 0, tools)
   if body is None:
-    return Reading(len(text)) if is_last else None
+    return ParsedPrefix(len(text)) if is_last else None
   end, calls = body
   rest = text[end:].lstrip()
   if not is_last and len(rest) < len(_END_TOOL_CALL) and _END_TOOL_CALL.startswith(rest):
     return None
-  return Reading(len(text) - len(rest.removeprefix(_END_TOOL_CALL)) if calls else end, calls)
+  return ParsedPrefix(len(text) - len(rest.removeprefix(_END_TOOL_CALL)) if calls else end, calls)
 
 
 _END_TOOL_CALL = '</tool_call>'
 _read_tool_call = _enclosed('<tool_call>', _END_TOOL_CALL, _tool_call_body)
 
 
-def _read_tool_call_or_function(text: str, tools: Tools, is_last: bool) -> Reading | None:
+def _read_tool_call_or_function(text: str, tools: Tools, is_last: bool) -> ParsedPrefix | None:
   return (_read_function if text.startswith('<function=') else _read_tool_call)(text, tools, is_last)
 
 
-# [TOOL_CALLS] is Mistral's: before an array, or before each call's name and arguments.
+# Mistral writes [TOOL_CALLS] before an array of calls, or before the name and arguments of each call.
 _NAME_BEFORE_ARGUMENTS = re.compile(r'([^\s\[{]+)\s*(?:\[CALL_ID\]\s*[^\s\[{]*\s*)?(?:\[ARGS\])?\s*(?=\{)')
 
 
@@ -306,7 +310,7 @@ def _mistral_body(text: str, start: int, tools: Tools) -> tuple[int, Sequence[To
   return None if end is None else (end, [] if call is None else [call])
 
 
-# DeepSeek-V3.1 has the name before the separator, V3 and R1 behind it, in front of a block of code.
+# DeepSeek-V3.1 writes the name before the separator; V3 and R1 write it after, followed by a fenced block of JSON.
 _CALL_BEGIN, _CALL_END, _SEPARATOR = '<｜tool▁call▁begin｜>', '<｜tool▁call▁end｜>', '<｜tool▁sep｜>'  # noqa: RUF001
 _OUTER_MARKERS = ('<｜tool▁calls▁begin｜>', '<｜tool▁calls▁end｜>', '<|python_tag|>')  # noqa: RUF001
 _DEEPSEEK = re.compile(rf'([^{{]*?){_SEPARATOR}([^{{]*?)\s*(?=\{{)')
@@ -325,23 +329,23 @@ def _deepseek_body(text: str, start: int, tools: Tools) -> tuple[int, Sequence[T
   return end if fence is None else fence.end(), [] if call is None else [call]
 
 
-def _read_deepseek(text: str, tools: Tools, is_last: bool) -> Reading | None:
+def _read_deepseek(text: str, tools: Tools, is_last: bool) -> ParsedPrefix | None:
   return (_enclosed_deepseek if text.startswith(_CALL_BEGIN) else _markup)(text, tools, is_last)
 
 
 _enclosed_deepseek = _enclosed(_CALL_BEGIN, _CALL_END, _deepseek_body)
 
 
-# Whole answers: a JSON object or several, as Llama 3 writes, or a name in a line before the arguments, as GLM-4 does.
+# Calls that are the whole answer: JSON objects (Llama 3), or the name on a line before the arguments (GLM-4).
 _GAP = re.compile(r'[\s;,]*')
 
 
-def _read_json_answer(text: str, tools: Tools, is_last: bool) -> Reading | None:
+def _read_json_answer(text: str, tools: Tools, is_last: bool) -> ParsedPrefix | None:
   body = text.lstrip().removeprefix('<|python_tag|>').lstrip()
   begun = re.sub(r'\s', '', body[:200])
   begins = (f'{bracket}{{"{key}":' for bracket in ('', '[') for key in ('name', 'type'))
   if not any(begin.startswith(begun) or begun.startswith(begin) for begin in (*begins, '<|python_tag|>')):
-    return Reading(0)
+    return ParsedPrefix(0)
   if not is_last:
     return None
   calls, place = list[ToolCall](), 0
@@ -349,94 +353,99 @@ def _read_json_answer(text: str, tools: Tools, is_last: bool) -> Reading | None:
     end = json_end(body, place) if body[place] in '[{' else None
     more = [] if end is None else _calls(body[place:end], tools)
     if end is None or not more:
-      return Reading(0)
+      return ParsedPrefix(0)
     calls += more
     place = end
-  return Reading(len(text) if calls else 0, calls)
+  return ParsedPrefix(len(text) if calls else 0, calls)
 
 
-def _read_named_answer(text: str, tools: Tools, is_last: bool) -> Reading | None:
+def _read_named_answer(text: str, tools: Tools, is_last: bool) -> ParsedPrefix | None:
   name, line_end, arguments = text.lstrip().partition('\n')
   is_begun = any(tool.startswith(name.strip()) for tool in tools) and (not line_end or name.strip() in tools)
   if not is_begun or arguments.strip()[:1] not in ('', '{'):
-    return Reading(0)
+    return ParsedPrefix(0)
   if not is_last:
     return None
   call = named_call(name.strip(), arguments, tools) if arguments.strip() else None
-  return Reading(0) if call is None else Reading(len(text), [call])
+  return ParsedPrefix(0) if call is None else ParsedPrefix(len(text), [call])
 
 
 # --- the table ---
 
-_PHI = CallForm(
-  signs=('<|tool_call|>',),
+_PHI = ToolCallFormat(
+  template_marks=('<|tool_call|>',),
   openings=('<|tool_call|>',),
   read=_enclosed('<|tool_call|>', '<|/tool_call|>', _json_body),
   forced='<|tool_call|>{calls}',
-  closed='<|/tool_call|>',
+  closing='<|/tool_call|>',
   markers=('<|/tool_call|>',),
 )
-CALL_FORMS: Mapping[str, CallForm] = {
-  'deepseek_v3': CallForm(
-    signs=(_CALL_BEGIN, '```json'),
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
+  'deepseek_v3': ToolCallFormat(
+    template_marks=(_CALL_BEGIN, '```json'),
     openings=(_CALL_BEGIN, *_OUTER_MARKERS[:2]),
     read=_read_deepseek,
     forced=f'{_OUTER_MARKERS[0]}{_CALL_BEGIN}function{_SEPARATOR}{{name}}\n```json\n{{arguments}}',
-    closed=f'\n```{_CALL_END}',
+    closing=f'\n```{_CALL_END}',
     markers=(_SEPARATOR, _CALL_END),
   ),
-  'deepseek_v31': CallForm(
-    signs=(_CALL_BEGIN,),
+  'deepseek_v31': ToolCallFormat(
+    template_marks=(_CALL_BEGIN,),
     openings=(_CALL_BEGIN, *_OUTER_MARKERS[:2]),
     read=_read_deepseek,
     forced=f'{_OUTER_MARKERS[0]}{_CALL_BEGIN}{{name}}{_SEPARATOR}{{arguments}}',
-    closed=_CALL_END,
+    closing=_CALL_END,
     markers=(_SEPARATOR, _CALL_END),
   ),
-  'mistral_named': CallForm(
-    signs=('[TOOL_CALLS]', '[ARGS]'),
+  'mistral_named': ToolCallFormat(
+    template_marks=('[TOOL_CALLS]', '[ARGS]'),
     openings=('[TOOL_CALLS]',),
     read=_enclosed('[TOOL_CALLS]', '', _mistral_body),
     forced='[TOOL_CALLS]{name}[ARGS]{arguments}',
     markers=('[ARGS]', '[CALL_ID]'),
   ),
-  'mistral': CallForm(
-    signs=('[TOOL_CALLS]',),
+  'mistral': ToolCallFormat(
+    template_marks=('[TOOL_CALLS]',),
     openings=('[TOOL_CALLS]',),
     read=_enclosed('[TOOL_CALLS]', '', _mistral_body),
     forced='[TOOL_CALLS]{calls}',
     markers=('[ARGS]', '[CALL_ID]'),
   ),
   'phi': _PHI,
-  'phi_by_tools': dataclasses.replace(_PHI, signs=('<|/tool|>',)),  # the published template writes no calls
-  'functools': CallForm(
-    signs=('functools[',),
+  # The published template of Phi-4-mini lists tools but writes no calls.
+  'phi_by_tools': dataclasses.replace(_PHI, template_marks=('<|/tool|>',)),
+  'functools': ToolCallFormat(
+    template_marks=('functools[',),
     openings=('functools',),
     read=_enclosed('functools', '', _json_body),
     forced='functools{calls}',
   ),
-  'qwen_coder': CallForm(
-    signs=('<function=',),
+  'qwen_coder': ToolCallFormat(
+    template_marks=('<function=',),
     openings=('<tool_call>', '<function='),
     read=_read_tool_call_or_function,
     forced='<tool_call>\n{call}',
-    closed=f'\n{_END_TOOL_CALL}',
+    closing=f'\n{_END_TOOL_CALL}',
     markers=(_END_TOOL_CALL,),
   ),
-  'hermes': CallForm(  # and GLM-4.5
-    signs=('<tool_call>',),
+  'hermes': ToolCallFormat(  # GLM-4.5 too
+    template_marks=('<tool_call>',),
     openings=('<tool_call>',),
     read=_read_tool_call,
     forced='<tool_call>\n{call}',
-    closed=f'\n{_END_TOOL_CALL}',
+    closing=f'\n{_END_TOOL_CALL}',
     markers=(_END_TOOL_CALL, '<arg_key>', '</arg_key>', '<arg_value>', '</arg_value>'),
   ),
-  'glm4': CallForm(signs=('.metadata',), read=_read_named_answer, forced='{name}\n{arguments}'),
-  'llama': CallForm(signs=(), openings=('<|python_tag|>',), read=_markup, forced='{call}', key='parameters'),
+  'glm4': ToolCallFormat(template_marks=('.metadata',), read=_read_named_answer, forced='{name}\n{arguments}'),
+  'llama': ToolCallFormat(
+    template_marks=(), openings=('<|python_tag|>',), read=_markup, forced='{call}', key='parameters'
+  ),
 }
-JSON_ANSWER = CallForm(signs=(), read=_read_json_answer, forced='{call}', key='parameters')
+JSON_ANSWER = ToolCallFormat(template_marks=(), read=_read_json_answer, forced='{call}', key='parameters')
 
 
-def call_form(template: ChatTemplate) -> CallForm:
-  """Returns the form in which a template writes calls: the first one whose signs it has; Llama's without any."""
-  return next(form for form in CALL_FORMS.values() if all(map(template.mentions, form.signs)))
+def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
+  """Returns the first format of the table that matches a chat template; the last, Llama's, matches every template."""
+  return next(
+    call_format for call_format in TOOL_CALL_FORMATS.values() if all(map(template.mentions, call_format.template_marks))
+  )

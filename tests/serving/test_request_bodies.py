@@ -10,8 +10,8 @@ import pytest
 from spmd_tasks.decoding import SamplingParams
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ChatTemplate
-from spmd_tasks.serving.bodies import ChatBody, CompletionBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.request_bodies import ChatBody, CompletionBody, parse_json, validate
 from spmd_tasks.serving.requests import chat_request, completion_request
 from spmd_tasks.serving.settings import ServerSettings
 from tests.serving.served import ASK, HELLO, MODEL
@@ -27,9 +27,9 @@ def error_of(body_class, fields) -> RequestError:
   return raised.value
 
 
-UNKNOWN = "'{}' is not a field that this server knows; nearest: '{}'."
+UNKNOWN = "'{}' is not a known field; nearest: '{}'."
 BIASES = [
-  *((tokens, 'be an object whose names are tokens, such as {"5": -100}.') for tokens in (3, {'a': 1}, {'9' * 5000: 1})),
+  *((tokens, 'be an object with token ids as keys, such as {"5": -100}.') for tokens in (3, {'a': 1}, {'9' * 5000: 1})),
   *(({'5': bias}, 'have numbers from -100 to 100.') for bias in (101, True, '1', 10**400)),
   ({str(token): 1 for token in range(301)}, 'have at most 300 tokens.'),
 ]
@@ -40,7 +40,7 @@ BIASES = [
   [
     (CompletionBody, {'n': 0}, 'n must be at least 1, not 0.', 'n'),
     (CompletionBody, {'n': 2.0}, 'n must be an integer, not 2.0.', 'n'),
-    (CompletionBody, {'n': 10**400}, 'n must be at most 2147483647, not a number so large.', 'n'),
+    (CompletionBody, {'n': 10**400}, 'n must be at most 2147483647, not a much larger number.', 'n'),
     (CompletionBody, {'max_token': 3}, UNKNOWN.format('max_token', 'max_tokens'), 'max_token'),
     *((CompletionBody, {'logit_bias': value}, f'logit_bias must {says}', 'logit_bias') for value, says in BIASES),
     *(
@@ -100,13 +100,13 @@ def test_what_is_no_json_object_is_refused_in_one_sentence(data, reason):
 
 @pytest.mark.parametrize('field', sorted({*CompletionBody.model_fields, *ChatBody.model_fields}))
 def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
-  """To the depth that JSON is parsed to, and numbers of as many digits as are read."""
+  """Up to the depth and the number of digits that the JSON parser accepts."""
   for value in ('[' * 190 + ']' * 190, '{"a":' * 190 + '1' + '}' * 190, '9' * 4000, '1e999', '-1e-4000'):
     for body_class, fields in ((CompletionBody, GOOD), (ChatBody, CHAT)):
       data = json.dumps({name: value for name, value in fields.items() if name != field})
-      parsed = parse_json(f'{data[:-1]}, "{field}": {value}}}'.encode())
+      fields = parse_json(f'{data[:-1]}, "{field}": {value}}}'.encode())
       with contextlib.suppress(RequestError):
-        validate(body_class, parsed)
+        validate(body_class, fields)
 
 
 @pytest.mark.parametrize('name, value', [('port', 65536), ('api_key', 'two\nlines'), ('drain_s', -1)])
@@ -132,11 +132,11 @@ def test_messages_that_the_template_refuses_are_the_clients_error():
 def test_what_a_request_leaves_out_is_the_experiments_default():
   settings = dataclasses.replace(MODEL.settings, temperature=0.7, top_k=5, max_tokens=9)
   model = dataclasses.replace(MODEL, settings=settings)
-  wanted = completion_request({'model': MODEL.name, 'prompt': ['a', 'b'], 'n': 2, 'top_k': 3}, model, SETTINGS)
-  assert [request.sampling for request in wanted.requests] == [SamplingParams(temperature=0.7, top_k=3)] * 4
-  assert [request.max_tokens for request in wanted.requests] == [9] * 4
-  assert [request.sample for request in wanted.requests] == [0, 1, 0, 1]
-  assert len({request.seed for request in wanted.requests}) == 4
+  parsed = completion_request({'model': MODEL.name, 'prompt': ['a', 'b'], 'n': 2, 'top_k': 3}, model, SETTINGS)
+  assert [request.sampling for request in parsed.requests] == [SamplingParams(temperature=0.7, top_k=3)] * 4
+  assert [request.max_tokens for request in parsed.requests] == [9] * 4
+  assert [request.sample for request in parsed.requests] == [0, 1, 0, 1]
+  assert len({request.seed for request in parsed.requests}) == 4
   assert {request.seed for request in completion_request(HELLO | {'seed': -1}, model, SETTINGS).requests} == {2**32 - 1}
   chat = chat_request({name: value for name, value in ASK.items() if name != 'max_tokens'}, model, SETTINGS)
   assert chat.requests[0].max_tokens == 9

@@ -1,11 +1,11 @@
-"""OpenAI's /v1/responses on top of chats: its body becomes that of a chat, and a chat's answer its items and events.
+"""Implements OpenAI's /v1/responses by chats: converts its body to a chat's, and the answer to items and events.
 
-    wanted = responses_request({'input': 'Hello', 'max_output_tokens': 9}, model, limits)
-    bodies = ResponsesBodies(model, wanted)
+    parsed = responses_request({'input': 'Hello', 'max_output_tokens': 9}, model, limits)
+    bodies = ResponsesApiBodies(model, parsed)
     bodies.whole(sequences, deltas)       # or bodies.opening(), .event(delta), .usage_chunk(sequences)
 
-Nothing is stored: a conversation's earlier items stand in `input`. Items are messages, function calls with their
-outputs, and reasoning.
+The server stores nothing: `input` must contain the earlier items of a conversation. Items are messages, function calls,
+their outputs, and reasoning.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,35 +16,35 @@ import time
 from typing import Any
 
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
-from spmd_tasks.serving.bodies import ResponsesBody, SharedBody, validate
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.request_bodies import ResponsesBody, SharedBody, validate
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel, chat_request
-from spmd_tasks.serving.responses import ResponseBodies
+from spmd_tasks.serving.response_bodies import CompletionBodies
 from spmd_tasks.serving.settings import ServerSettings
 
-_SAME = {*SharedBody.model_fields, 'parallel_tool_calls', 'chat_template_kwargs', 'enable_thinking'}  # as in a chat
+_SHARED_FIELDS = {*SharedBody.model_fields, 'parallel_tool_calls', 'chat_template_kwargs', 'enable_thinking'}
 _LOGPROBS = 'message.output_text.logprobs'
-# Names of a chat's body in errors -> those of this one.
-_NAMES = {
+# Fields of a chat's body, as named in errors -> fields of this body.
+_FIELD_NAMES = {
   'messages': 'input',
   'max_completion_tokens': 'max_output_tokens',
   'reasoning_effort': 'reasoning.effort',
   'verbosity': 'text.verbosity',
 }
-_NAMES |= {'response_format.json_schema': 'text.format', 'response_format': 'text.format'}
+_FIELD_NAMES |= {'response_format.json_schema': 'text.format', 'response_format': 'text.format'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponsesRequest(GenerationRequest):
-  """A chat that was asked for by /v1/responses, with that body."""
+  """A chat that answers /v1/responses, and the body of that request."""
 
   body: ResponsesBody
 
 
 def responses_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> ResponsesRequest:
-  """Reads the body of /v1/responses; a RequestError names the field that is wrong."""
+  """Validates the body of /v1/responses. Raises a RequestError that names the invalid field."""
   body = validate(ResponsesBody, fields)
-  chat = {name: getattr(body, name) for name in _SAME & body.model_fields_set}
+  chat = {name: getattr(body, name) for name in _SHARED_FIELDS & body.model_fields_set}
   chat['messages'] = _messages(body)
   if body.max_output_tokens is not None:
     chat['max_completion_tokens'] = body.max_output_tokens
@@ -63,21 +63,21 @@ def responses_request(fields: dict[str, Any], model: ServedModel, limits: Server
   if isinstance(form, dict) and form.get('type') == 'json_schema':
     chat['response_format'] = {'type': 'json_schema', 'json_schema': form}
   try:
-    wanted = chat_request(chat, model, limits)
+    parsed = chat_request(chat, model, limits)
   except RequestError as error:
-    for name, own in _NAMES.items():
-      error.message = error.message.replace(name, own)
-      error.param = error.param and error.param.replace(name, own)
+    for chat_name, name in _FIELD_NAMES.items():
+      error.message = error.message.replace(chat_name, name)
+      error.param = error.param and error.param.replace(chat_name, name)
     raise
-  return ResponsesRequest(**vars(wanted) | {'include_usage': True}, body=body)
+  return ResponsesRequest(**vars(parsed) | {'include_usage': True}, body=body)
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-  """The items of a request as a chat's messages; calls and reasoning belong to the assistant's message with them."""
+  """Converts the items of `input` to the messages of a chat; calls and reasoning join the assistant's message."""
   messages: list[dict[str, Any]] = [] if body.instructions is None else [_message('system', body.instructions)]
   if isinstance(body.input, str):
     return [*messages, _message('user', body.input)]
-  turn: dict[str, Any] | None = None  # of the assistant, which further items may belong to
+  turn: dict[str, Any] | None = None  # the assistant's current message, which later items may join
   for index, item in enumerate(body.input):
     kind = item.get('type', 'message')
     if kind == 'message' and item.get('role') != 'assistant':
@@ -100,7 +100,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         call = {'id': item.get('call_id'), 'type': 'function', 'function': function}
         turn.setdefault('tool_calls', []).append(call)
     else:
-      raise RequestError(f'input[{index}] has the type {str(kind)[:50]!r}, which is not supported.', param='input')
+      raise RequestError(f'input[{index}] has type {str(kind)[:50]!r}, which is not supported.', param='input')
   return messages
 
 
@@ -109,13 +109,13 @@ def _message(role: Any, text: str) -> dict[str, Any]:
 
 
 def _text(content: Any, index: int) -> str:
-  """The text of an item's content: a string, or parts with texts."""
+  """Returns the text of an item's content, which is a string or a list of text parts."""
   parts = [content] if isinstance(content, str) else content
   if not isinstance(parts, list):
-    raise RequestError(f'input[{index}] must have a string or an array of text parts.', param='input')
+    raise RequestError(f'input[{index}] must have a string or an array of text parts as content.', param='input')
   texts: list[Any] = [part.get('text') if isinstance(part, dict) else part for part in parts]
   if not all(isinstance(text, str) for text in texts):
-    raise RequestError(f'input[{index}] has a part that is no text, which is not supported.', param='input')
+    raise RequestError(f'input[{index}] has a part that is not text, which is not supported.', param='input')
   return ''.join(texts)
 
 
@@ -135,53 +135,53 @@ def _chat_choice(choice: Any) -> Any:
   return {'type': 'allowed_tools', 'allowed_tools': {'mode': choice.get('mode'), 'tools': allowed}}
 
 
-class ResponsesBodies:
-  """The bodies and events of one response; what routes.py wants of ResponseBodies."""
+class ResponsesApiBodies:
+  """Formats the body or the events of one response; has the methods of CompletionBodies that routes.py calls."""
 
-  def __init__(self, model: ServedModel, wanted: ResponsesRequest):
-    self._chat = ResponseBodies(model, wanted)
-    self._wanted = wanted
-    self._body = wanted.body
+  def __init__(self, model: ServedModel, parsed: ResponsesRequest):
+    self._chat = CompletionBodies(model, parsed)
+    self._parsed = parsed
+    self._body = parsed.body
     self._id, self._created = f'resp_{secrets.token_hex(16)}', int(time.time())
     self._items: list[dict[str, Any]] = []
-    self._is_open = False  # whether the last item goes on
-    self._held: list[dict[str, Any]] = []  # log-probabilities of text that may become a call
-    self._number = 0  # of the next event
+    self._is_open = False  # whether the last item is still in progress
+    self._pending_logprobs: list[dict[str, Any]] = []  # of buffered text, which may become a call
+    self._next_event = 0
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
-    """Makes the body of an answer that is not streamed."""
+    """Formats the body of an answer that is not streamed."""
     for delta in deltas:
       self._add(delta)
     return self._response(list(sequences))
 
   def opening(self) -> list[dict[str, Any]]:
-    """Makes the events before the first token."""
+    """Formats the events before the first token."""
     kinds = ('response.created', 'response.in_progress')
     return [self._event(kind, response=self._response(None)) for kind in kinds]
 
   def event(self, delta: Delta) -> bytes:
-    """Makes the events of one delta."""
-    return b''.join(f'event: {each["type"]}\ndata: {json.dumps(each)}\n\n'.encode() for each in self._add(delta))
+    """Formats the events of one delta."""
+    return b''.join(f'event: {event["type"]}\ndata: {json.dumps(event)}\n\n'.encode() for event in self._add(delta))
 
   def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
-    """Makes the last event."""
+    """Formats the last event."""
     response = self._response(list(sequences))
     return self._event(f'response.{response["status"]}', response=response)
 
   def failed(self, error: RequestError) -> dict[str, Any]:
-    """Makes the last event of an answer that is cut."""
-    told = {'code': 'invalid_prompt' if error.status < 500 else 'server_error', 'message': error.message}
-    return self._event('response.failed', response=self._response(None) | {'status': 'failed', 'error': told})
+    """Formats the last event of an answer that failed."""
+    fields = {'code': 'invalid_prompt' if error.status < 500 else 'server_error', 'message': error.message}
+    return self._event('response.failed', response=self._response(None) | {'status': 'failed', 'error': fields})
 
   def _add(self, delta: Delta) -> list[dict[str, Any]]:
     """Adds a delta to the items; returns the events."""
-    made, events = self._chat.chat_delta(delta), list[dict[str, Any]]()
+    message, events = self._chat.chat_delta(delta), list[dict[str, Any]]()
     entries = self._chat.chat_logprobs(delta)
-    if made.keys() <= {'content'}:
-      entries = self._held + entries
-    self._held = entries if not made and self._chat.may_hold_content(delta.sequence.index) else []
+    if message.keys() <= {'content'}:
+      entries = self._pending_logprobs + entries
+    self._pending_logprobs = entries if not message and self._chat.may_hold_content(delta.sequence.index) else []
     for kind, name in (('reasoning', 'reasoning_content'), ('message', 'content')):
-      if text := made.get(name):
+      if text := message.get(name):
         events += self._open(kind)
         item = self._items[-1]
         part = item['content'][0]
@@ -190,7 +190,7 @@ class ResponsesBodies:
         if kind == 'message':
           part['logprobs'] += entries
         events.append(self._event(f'response.{part["type"]}.delta', **self._place(0), delta=text, **logprobs))
-    for call in made.get('tool_calls', ()):
+    for call in message.get('tool_calls', ()):
       events += self._close()
       function = {'name': call['function']['name'], 'arguments': call['function']['arguments']}
       item = {'type': 'function_call', 'id': f'fc_{secrets.token_hex(16)}', 'call_id': call['id'], **function}
@@ -208,7 +208,7 @@ class ResponsesBodies:
     return events
 
   def _open(self, kind: str) -> list[dict[str, Any]]:
-    """Begins an item with one part of text, unless the last one goes on."""
+    """Starts an item with one text part, unless the last item is in progress and of this kind; returns the events."""
     if self._is_open and self._items[-1]['type'] == kind:
       return []
     events, is_message = self._close(), kind == 'message'
@@ -227,7 +227,7 @@ class ResponsesBodies:
     ]
 
   def _close(self, status: str = 'completed') -> list[dict[str, Any]]:
-    """Ends the item that goes on, if there is one."""
+    """Ends the item in progress, if any; returns the events."""
     if not self._is_open:
       return []
     self._is_open = False
@@ -240,16 +240,17 @@ class ResponsesBodies:
       self._event('response.output_item.done', output_index=place['output_index'], item=item),
     ]
 
-  def _place(self, *content: int) -> dict[str, Any]:
+  def _place(self, content_index: int | None = None) -> dict[str, Any]:
+    """Returns the fields that identify the last item in an event."""
     place = {'item_id': self._items[-1]['id'], 'output_index': len(self._items) - 1}
-    return place | ({'content_index': content[0]} if content else {})
+    return place if content_index is None else place | {'content_index': content_index}
 
   def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-    self._number += 1
-    return {'type': kind, 'sequence_number': self._number - 1, **fields}
+    self._next_event += 1
+    return {'type': kind, 'sequence_number': self._next_event - 1, **fields}
 
   def _response(self, sequences: Sequence[GeneratedSequence] | None) -> dict[str, Any]:
-    """The response object; in progress without sequences."""
+    """Returns the response object; its status is `in_progress` if `sequences` is None."""
     body, status, reason, usage = self._body, 'in_progress', None, None
     if sequences is not None:
       is_cut = any(sequence.finish_reason == 'length' for sequence in sequences)
@@ -262,7 +263,7 @@ class ResponsesBodies:
         'output_tokens_details': {'reasoning_tokens': 0},
         'total_tokens': chat['total_tokens'],
       }
-    sampling = self._wanted.requests[0].sampling
+    sampling = self._parsed.requests[0].sampling
     return {
       'id': self._id,
       'object': 'response',
@@ -274,7 +275,7 @@ class ResponsesBodies:
       'instructions': body.instructions,
       'max_output_tokens': body.max_output_tokens,
       'metadata': body.metadata or {},
-      'model': self._wanted.model,
+      'model': self._parsed.model,
       'output': [dict(item) for item in self._items],
       'parallel_tool_calls': body.parallel_tool_calls is not False,
       'previous_response_id': None,

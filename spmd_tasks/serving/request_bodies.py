@@ -1,10 +1,10 @@
-"""The JSON bodies that clients send, as pydantic models; a wrong field is refused in one sentence.
+"""Pydantic models of the JSON bodies that clients send, with one sentence for each invalid field.
 
     body = validate(ChatBody, parse_json(data))    # RequestError: 'n must be at least 1, not 0.', param='n'
 
-The models check types and fixed ranges; requests.py checks what depends on the served model. A field that would change
-the answer is either supported or refused. A field that is null counts as absent, at any depth but in JSON schemas and
-arguments of calls.
+The models check types and fixed ranges; requests.py checks what depends on the served model. Fields that would change
+the answer are either supported or rejected, never ignored. A null field is treated as absent at any depth, except in
+JSON schemas and in the arguments of calls.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ from spmd_tasks.serving.errors import RequestError
 _MAX_MESSAGES = 10_000
 _MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _MAX_BAD_WORDS = 100
-_VALUES = ('parameters', 'schema', 'json', 'arguments')  # in which null is a value
+_NULL_IS_VALUE = ('parameters', 'schema', 'json', 'arguments')  # JSON schemas and arguments of calls
 _INT32 = 2**31 - 1
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-  """Parses a JSON object. Raises a RequestError: the data are not a JSON object."""
+  """Parses a JSON object; raises a RequestError if `data` is not one."""
   try:
     body = from_json(data, allow_inf_nan=False)
   except ValueError as error:
@@ -54,7 +54,7 @@ class _Body(BaseModel):
   @model_validator(mode='before')
   @classmethod
   def _keep_relevant(cls, fields: Any) -> Any:
-    """Drops unknown fields but for the first one: an error about each of 100,000 would take a second."""
+    """Drops all unknown fields except the first, since reporting 100,000 of them would take a second."""
     if not isinstance(fields, dict) or fields.keys() <= cls.__pydantic_fields__.keys():
       return fields
     known = {name: value for name, value in fields.items() if name in cls.__pydantic_fields__}
@@ -64,8 +64,10 @@ class _Body(BaseModel):
 
 def _without_nulls(value: Any) -> Any:
   if isinstance(value, dict):
-    return {name: item if name in _VALUES else _without_nulls(item) for name, item in value.items() if item is not None}
-  if isinstance(value, list) and value and type(value[0]) is not int:  # tokens are many
+    return {
+      name: item if name in _NULL_IS_VALUE else _without_nulls(item) for name, item in value.items() if item is not None
+    }
+  if isinstance(value, list) and value and type(value[0]) is not int:  # skips token ids, which can be many
     return [_without_nulls(item) if isinstance(item, dict | list) else item for item in value]
   return value
 
@@ -79,37 +81,37 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _split_prompts(value: Any) -> list[str | list[int]]:
-  """Makes a list of prompts, each a text or tokens, from one prompt or several."""
-  many = [value] if _is_prompt(value) else value
-  if not isinstance(many, list) or not many or not all(_is_prompt(item) for item in many):
-    raise PydanticCustomError('prompt', 'must be a string, an array of tokens, or an array of those.')
-  return many
+  """Returns a list of prompts (text or token ids) from one prompt or a list of them."""
+  prompts = [value] if _is_prompt(value) else value
+  if not isinstance(prompts, list) or not prompts or not all(_is_prompt(prompt) for prompt in prompts):
+    raise PydanticCustomError('prompt', 'must be a string, an array of tokens, or an array of strings or token arrays.')
+  return prompts
 
 
 def _split_stop(value: Any) -> list[str]:
-  """Makes a list of strings from one or several."""
-  many = [value] if isinstance(value, str) else value
-  if not isinstance(many, list) or not all(isinstance(item, str) for item in many):
+  """Returns a list of stop strings from one string or a list of them."""
+  stops = [value] if isinstance(value, str) else value
+  if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
     raise PydanticCustomError('stop', 'must be a string or an array of strings.')
-  if len(many) > _MAX_STOPS or not all(0 < len(text) <= _MAX_STOP_CHARS for text in many):
+  if len(stops) > _MAX_STOPS or not all(0 < len(stop) <= _MAX_STOP_CHARS for stop in stops):
     raise PydanticCustomError('stop', f'must have at most {_MAX_STOPS} strings, of 1 to {_MAX_STOP_CHARS} characters.')
-  return many
+  return stops
 
 
 def _split_texts(value: Any) -> list[str]:
-  """Makes a list of texts from one or several, each a string or an object with `text`."""
+  """Returns a list of texts from one text or a list of them; a text is a string or an object with `text`."""
   items = value if isinstance(value, list) else [value]
-  many: list[Any] = [item.get('text') if isinstance(item, dict) else item for item in items]
-  if not many or not all(isinstance(text, str) for text in many):
+  texts: list[Any] = [item.get('text') if isinstance(item, dict) else item for item in items]
+  if not texts or not all(isinstance(text, str) for text in texts):
     raise PydanticCustomError('texts', 'must be a string or an array of strings.')
-  return many
+  return texts
 
 
 def _check_biases(value: Any) -> dict[int, float]:
   if not isinstance(value, dict) or not all(
     len(token) < 11 and token.isdecimal() and str(int(token)) == token for token in value
   ):
-    raise PydanticCustomError('biases', 'must be an object whose names are tokens, such as {{"5": -100}}.')
+    raise PydanticCustomError('biases', 'must be an object with token ids as keys, such as {{"5": -100}}.')
   if len(value) > MAX_BIASES:
     raise PydanticCustomError('biases', f'must have at most {MAX_BIASES} tokens.')
   if not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values()):
@@ -117,11 +119,11 @@ def _check_biases(value: Any) -> dict[int, float]:
   return {int(token): float(bias) for token, bias in value.items()}
 
 
-def _check(is_right: Callable[[Any], Any], sentence: Any, code: Any = 'wrong') -> PlainValidator:
-  """Refuses other values with a sentence that follows the field's name."""
+def _check(is_valid: Callable[[Any], Any], sentence: Any, code: Any = 'wrong') -> PlainValidator:
+  """Returns a validator that rejects other values with a sentence, which follows the field's name."""
 
   def check(value: Any) -> Any:
-    if not is_right(value):
+    if not is_valid(value):
       raise PydanticCustomError(code, sentence)
     return value
 
@@ -129,12 +131,12 @@ def _check(is_right: Callable[[Any], Any], sentence: Any, code: Any = 'wrong') -
 
 
 def _must_be(*values: Any) -> PlainValidator:
-  """Refuses a setting of OpenAI's or vLLM's that this server does not support, unless its value changes nothing."""
+  """Returns a validator for a field of OpenAI or vLLM that is not supported: accepts only values without effect."""
   return _check(values.__contains__, 'is not supported by this server: leave it out.', 'unsupported_parameter')
 
 
 def is_function(value: Any) -> bool:
-  """Whether a value is an object with a function that has a name, as tools, calls and choices of one are."""
+  """Whether a value is an object with a named `function`, the shape of tools, tool calls and tool choices."""
   function = value.get('function') if isinstance(value, dict) else None
   return isinstance(function, dict) and isinstance(function.get('name'), str)
 
@@ -148,12 +150,12 @@ def _is_bad_words(value: Any) -> bool:
 
 
 def _predicted_text(value: Any) -> str:
-  """Reads OpenAI's `prediction`: the text that the answer may resemble."""
+  """Returns the text of OpenAI's `prediction`, which the answer is expected to resemble."""
   content = value.get('content') if isinstance(value, dict) and value.get('type') == 'content' else None
   parts = content if isinstance(content, list) else [{'text': content}]
   texts: list[Any] = [part.get('text') if isinstance(part, dict) else None for part in parts]
   if not all(isinstance(text, str) for text in texts):
-    raise PydanticCustomError('prediction', "must be an object of type 'content', whose content is text.")
+    raise PydanticCustomError('prediction', "must be an object of type 'content' with text as its content.")
   return ''.join(texts)
 
 
@@ -163,7 +165,7 @@ _Inputs = Annotated[list[str | list[int]], PlainValidator(_split_prompts)]
 
 
 class StreamOptions(_Body):
-  """`stream_options`; with include_usage, the stream's last chunk counts tokens."""
+  """`stream_options`; with include_usage, the last chunk of the stream has the token counts."""
 
   include_usage: bool = False
   include_obfuscation: Any = None
@@ -171,9 +173,9 @@ class StreamOptions(_Body):
 
 
 class SharedBody(_Body):
-  """The fields of all generating routes; None stands for the default in the experiment's `task.decode`."""
+  """The fields of all routes that generate; None stands for the default in the experiment's `task.decode`."""
 
-  # Fields of OpenAI's that do not change what is generated.
+  # OpenAI fields that do not affect generation.
   user: Any = None
   metadata: Any = None
   store: Any = None
@@ -216,7 +218,7 @@ class _GenerationBody(SharedBody):
     ),
   ] = []
   skip_special_tokens: bool = True
-  spaces_between_special_tokens: bool = True  # for tokenizers that are not those of the `tokenizers` library
+  spaces_between_special_tokens: bool = True  # affects only slow tokenizers of transformers, which are not used here
   truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
   prompt_logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
   return_token_ids: bool = False
@@ -307,7 +309,7 @@ class ChatBody(_GenerationBody):
 
 
 class ResponsesBody(SharedBody):
-  """POST /v1/responses; requests.py checks the rest of it as the body of a chat."""
+  """POST /v1/responses; responses_api.py converts it to the body of a chat, which is validated in turn."""
 
   input: Annotated[
     Any,
@@ -328,7 +330,7 @@ class ResponsesBody(SharedBody):
   reasoning: dict[str, Any] = {}
   chat_template_kwargs: dict[str, Any] = {}
   enable_thinking: bool | None = None
-  # Nothing is stored here, so that none of these has a meaning.
+  # The server stores nothing, so these have no meaning.
   previous_response_id: Annotated[Any, _must_be()] = None
   conversation: Annotated[Any, _must_be()] = None
   prompt: Annotated[Any, _must_be()] = None
@@ -338,7 +340,7 @@ class ResponsesBody(SharedBody):
 
 
 class PoolingBody(_Body):
-  """The fields of all routes to a model that scores or embeds; `truncate_prompt_tokens` -1 cuts at its length."""
+  """The fields of all routes that score or embed; `truncate_prompt_tokens` -1 truncates to the model's length."""
 
   model: str | None = None
   truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
@@ -354,7 +356,7 @@ class EmbeddingBody(PoolingBody):
 
 
 class _ScoringBody(PoolingBody):
-  """`use_activation`: false asks for the scores as the model computes them."""
+  """`use_activation` false returns the model's raw scores."""
 
   use_activation: bool | None = None
 
@@ -367,7 +369,7 @@ class ScoreBody(_ScoringBody):
 
 
 class RerankBody(_ScoringBody):
-  """POST /v1/rerank; `top_n` 0 is all."""
+  """POST /v1/rerank; `top_n` 0 returns all documents."""
 
   query: str
   documents: _Texts
@@ -376,7 +378,7 @@ class RerankBody(_ScoringBody):
 
 
 class TokenizeBody(_Body):
-  """POST /tokenize; `add_special_tokens` puts before the prompt what completions put there."""
+  """POST /tokenize; `add_special_tokens` prepends the special tokens that completions have."""
 
   model: str | None = None
   prompt: str
@@ -418,9 +420,9 @@ _SENTENCES = {
   'literal_error': 'must be {expected}.',
 }
 _CODES = ('unknown_parameter', 'unsupported_parameter')
-# Fields of other servers -> what to do instead.
+# Fields of other servers, with what to use instead.
 _REMEDIES = {
-  'chat_template': "a template is the operator's: set the experiment's chat_template()",
+  'chat_template': "only the operator sets the template, by the experiment's chat_template()",
   'guided_choice': 'write structured_outputs.choice',
   'guided_grammar': 'write structured_outputs.grammar',
   'guided_json': 'write structured_outputs.json',
@@ -434,15 +436,16 @@ _Model = TypeVar('_Model', bound=_Body)
 
 
 def validate(body_class: type[_Model], fields: dict[str, Any]) -> _Model:
-  """Makes a body from the fields of a JSON object.
+  """Validates the fields of a JSON object.
 
-  Raises a RequestError: a field is wrong, missing or unknown; the error names the first such field.
+  Raises:
+    RequestError: a field is invalid, missing or unknown; the error names the first such field.
   """
   try:
     return body_class.model_validate(_without_nulls(fields))
   except ValidationError as error:
-    first = error.errors(include_url=False)[0]
-  raise _request_error(body_class, first)
+    first_error = error.errors(include_url=False)[0]
+  raise _request_error(body_class, first_error)
 
 
 def _request_error(body_class: type[_Body], error: ErrorDetails) -> RequestError:
@@ -453,10 +456,10 @@ def _request_error(body_class: type[_Body], error: ErrorDetails) -> RequestError
   if error['type'] == 'extra_forbidden':
     *parents, name = map(str, error['loc'])
     model: type[_Body] = _NESTED[parents[0]] if parents else body_class
-    near = difflib.get_close_matches(name[:100], model.model_fields, n=1)
-    remedy = f'; nearest: {near[0]!r}.' if near else ': leave it out.'
+    similar = difflib.get_close_matches(name[:100], model.model_fields, n=1)
+    remedy = f'; nearest: {similar[0]!r}.' if similar else ': leave it out.'
     remedy = f': {_REMEDIES[name]}.' if name in _REMEDIES else remedy
-    return RequestError(f'{path!r} is not a field that this server knows{remedy}', param=path, code='unknown_parameter')
+    return RequestError(f'{path!r} is not a known field{remedy}', param=path, code='unknown_parameter')
   sentence = _SENTENCES.get(error['type'], error['msg'])
   values = {name: _short(value) if isinstance(value, float) else value for name, value in error.get('ctx', {}).items()}
   values['value'] = repr(error['input']) if isinstance(error['input'], float) else _short(error['input'])
@@ -467,7 +470,7 @@ def _request_error(body_class: type[_Body], error: ErrorDetails) -> RequestError
 def _short(value: Any) -> str:
   if isinstance(value, bool) or not isinstance(value, int | float):
     return _kind(value)
-  return f'{value:g}' if isinstance(value, float) else f'{value}' if abs(value) < 10**20 else 'a number so large'
+  return f'{value:g}' if isinstance(value, float) else f'{value}' if abs(value) < 10**20 else 'a much larger number'
 
 
 def _kind(value: Any) -> str:

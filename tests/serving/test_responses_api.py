@@ -106,11 +106,11 @@ def test_reasoning_is_an_item(tokenizer):  # noqa: F811
   [
     ({'previous_response_id': 'resp_1'}, 'previous_response_id is not supported by this server'),
     ({'input': []}, 'input must be a string or an array of objects'),
-    ({'input': [{'type': 'item_reference', 'id': 'x'}]}, r"input\[0\] has the type 'item_reference'"),
+    ({'input': [{'type': 'item_reference', 'id': 'x'}]}, r"input\[0\] has type 'item_reference'"),
     ({'input': [{'role': 'user', 'content': [{'type': 'input_image', 'image_url': 'x'}]}]}, r'input\[0\] has a part'),
     ({'input': [{'role': 'king', 'content': 'x'}]}, r'input\[0\]\.role must be'),
     ({'tools': [{'type': 'web_search'}]}, r'tools\[0\] must be an object of type function'),
-    ({'reasoning': {'effort': 'high'}}, 'chat template has no reasoning.effort'),
+    ({'reasoning': {'effort': 'high'}}, 'chat template does not use reasoning.effort'),
     ({'max_output_tokens': 0}, 'max_output_tokens must be at least 1'),
     ({'text': {'format': {'type': 'json_schema', 'schema': {'type': 7}, 'name': 'x'}}}, r'text\.format\.schema'),
   ],
