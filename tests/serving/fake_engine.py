@@ -142,8 +142,8 @@ class FakeEngine:
     assert chunk.start < chunk.stop == min(chunk.start + self.prefill_chunk, len(request.ids))
     assert len(request.ids) <= self.max_len - request.max_tokens
     assert score_prompts == request.score_prompt
-    held = self.slots[chunk.slot]
-    is_next = held is not None and held.request is request and held.length == chunk.start
+    slot_state = self.slots[chunk.slot]
+    is_next = slot_state is not None and slot_state.request is request and slot_state.length == chunk.start
     assert chunk.start == 0 or is_next or (self.can_reuse and not score_prompts)
 
   def step(self, keep: np.ndarray, masks=None, grown=(), drafts=None) -> Launched:
@@ -154,26 +154,28 @@ class FakeEngine:
       self.blocks[slot].append(block)
     self.log.append(('step', tuple(keep.tolist())))
     for slot, kept in enumerate(keep):
-      held = self.slots[slot]
-      if not kept and held is not None and held.length == len(held.request.ids):
+      slot_state = self.slots[slot]
+      if not kept and slot_state is not None and slot_state.length == len(slot_state.request.ids):
         self.slots[slot] = None
     error, self.fail_next = self.fail_next, None
     outputs = self._outputs([self._next(slot, (masks or {}).get(slot)) for slot in range(self.num_slots)])
     return Launched(outputs, error)
 
   def _next(self, slot: int, mask=None):
-    held = self.slots[slot]
-    if held is None or held.length < len(held.request.ids) or not held.request.max_tokens:
+    slot_state = self.slots[slot]
+    if slot_state is None or slot_state.length < len(slot_state.request.ids) or not slot_state.request.max_tokens:
       return None
-    place = held.num_tokens % held.length
+    place = slot_state.num_tokens % slot_state.length
     token = token_of(self._cell(slot, place - 1), self._cell(slot, place))
     if mask is not None:  # the first allowed token from there on
       allowed = [other for other in range(TOKENIZER.vocab_size) if mask[other // 32] >> np.uint32(other % 32) & 1]
       token = min(allowed, key=lambda other: (other < token, other))
-    if held.num_tokens:  # a step writes the token before; it is in no chunk, so no other prompt may reuse its cell
-      self.pool[self._place(slot, held.length + held.num_tokens - 1)] = 0
-    held.num_tokens += 1
-    is_finished = token in held.request.stop_ids or held.num_tokens >= held.request.max_tokens
+    if (
+      slot_state.num_tokens
+    ):  # a step writes the token before; it is in no chunk, so no other prompt may reuse its cell
+      self.pool[self._place(slot, slot_state.length + slot_state.num_tokens - 1)] = 0
+    slot_state.num_tokens += 1
+    is_finished = token in slot_state.request.stop_ids or slot_state.num_tokens >= slot_state.request.max_tokens
     if is_finished:
       self.slots[slot] = None
     return token, is_finished

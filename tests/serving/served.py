@@ -1,4 +1,4 @@
-"""Runs a server on any free port, with a fake engine in a thread of the test process or by the binary, for clients."""
+"""Runs servers for tests: with a fake engine in a thread of the test process, or with the real binary."""
 
 from collections.abc import Iterator
 import contextlib
@@ -96,8 +96,10 @@ def serving(
 
   def run():
     try:
-      given = {'restore': restore, 'announce': lines.put, 'stop': stop, 'leave': leave, 'tracer': tracer}
-      codes.append(run_server(engine, model, limits, sock, **given))
+      code = run_server(
+        engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop, leave=leave, tracer=tracer
+      )
+      codes.append(code)
     except Exception as error:
       codes.append(error)
 

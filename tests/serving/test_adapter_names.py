@@ -1,4 +1,4 @@
-"""Names of adapters in requests: what they choose, what is said of them, and what is counted; by a fake engine."""
+"""Adapters selected by name, with a fake engine: answers, the list of models, errors and metrics."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,7 +35,7 @@ def text_of(client, **fields):
   return answer['choices'][0]['text'], answer['model']
 
 
-def test_requests_of_all_names_are_answered_at_once_each_by_its_own(client):
+def test_requests_for_all_names_run_together_and_use_their_own_adapter(client):
   def counted():
     return [metric(client, f'model_generated_tokens_total{{model="{name}"}}') for name in NAMES]
 
@@ -48,7 +48,7 @@ def test_requests_of_all_names_are_answered_at_once_each_by_its_own(client):
   assert metric(client, 'sequences_total{finish_reason="length",model="two"}') >= 4
 
 
-def test_the_list_of_models_names_all_and_their_parent(client):
+def test_models_lists_adapters_with_their_parent(client):
   cards = client.get('/v1/models').json()['data']
   assert [card['id'] for card in cards] == [*NAMES]
   assert [card['parent'] for card in cards] == [None, 'fake.Model', 'fake.Model']
@@ -56,7 +56,7 @@ def test_the_list_of_models_names_all_and_their_parent(client):
 
 
 @pytest.mark.parametrize('route', [COMPLETIONS, CHAT, '/tokenize'])
-def test_an_unknown_name_is_an_error_that_lists_those_that_are_served(client, route):
+def test_an_unknown_name_is_an_error_that_lists_the_served_names(client, route):
   answer = client.post(route, json=BODY | {'model': 'three'})
   assert answer.status_code == 404
   error = answer.json()['error']
@@ -70,7 +70,7 @@ def test_an_adapter_cannot_have_the_name_of_the_model():
     check_adapter_names(('folder', 'fake.Model'), ('one', 'fake.Model'))
 
 
-def test_other_processes_are_told_the_adapter():
+def test_the_adapter_is_sent_to_other_processes():
   chunk = Chunk(
     request=Request(ids=(1, 2), max_tokens=3, adapter=2, logit_bias=((5, 1.5),)), slot=0, start=0, stop=2, blocks=(3, 1)
   )

@@ -1,6 +1,6 @@
-"""A session of the openai client with folders of three families: what it sends and gets, calls and its own messages.
+"""Sessions of the openai client with model folders of three families: tool calls, reasoning, parsed answers.
 
-The engine says what a test gives it, as far as the grammar of the request allows it.
+The engine generates a script that the test sets, as far as the grammar of the request allows it.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ class ScriptedEngine(FakeEngine):
   script: tuple[int, ...] = ()
 
   def _next(self, slot, mask=None):
-    held = self.slots[slot]
-    if held is None or held.length < len(held.request.ids):
+    state = self.slots[slot]
+    if state is None or state.length < len(state.request.ids):
       return None
-    token = self.script[min(held.num_tokens, len(self.script) - 1)]
+    token = self.script[min(state.num_tokens, len(self.script) - 1)]
     if mask is not None and not mask[token // 32] >> np.uint32(token % 32) & 1:
       token = int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder='little'))[0])
-    held.num_tokens += 1
-    is_finished = token in held.request.stop_ids or held.num_tokens >= held.request.max_tokens
+    state.num_tokens += 1
+    is_finished = token in state.request.stop_ids or state.num_tokens >= state.request.max_tokens
     if is_finished:
       self.slots[slot] = None
     return token, is_finished
@@ -200,7 +200,7 @@ def test_a_forced_call_whole_and_streamed(session, choice):
   assert not ''.join(chunk.delta.content or '' for chunk in chunks)
 
 
-def test_only_the_languages_of_the_tools_are_allowed(session):
+def test_forced_calls_match_the_schema_of_their_tool(session):
   """One tool's `$defs` hold for no other tool, although their names are the same."""
   other = {'name': 'other', 'description': '', 'parameters': json.loads(json.dumps(TOOLS[0]['function']['parameters']))}
   other['parameters']['$defs']['City']['properties'] = {'zip': {'enum': [3000]}}
@@ -214,7 +214,7 @@ def test_only_the_languages_of_the_tools_are_allowed(session):
   assert calls_of(choice.message) == [('other', {'city': {'zip': 3000}})]
 
 
-def test_an_answer_in_a_form_or_a_call(session):
+def test_a_response_format_or_a_call(session):
   settings = {'tools': TOOLS, 'response_format': JSON_ANSWER}
   (choice,) = session.chat(says='{"n": 7}', **settings).choices
   assert (choice.message.content, choice.finish_reason) == ('{"n": 7}', 'stop')

@@ -1,6 +1,6 @@
-"""Nothing that a client sends takes the server down, by real sockets: random bodies, raw bytes, connections that break.
+"""No client can take the server down: random bodies, raw bytes and broken connections over real sockets.
 
-Those that are silent, slow or too many are closed, and nobody else waits for them.
+Silent, slow or excess connections are closed, and other clients do not wait for them.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ SLOW = {
 }
 
 
-def test_slow_bodies_are_given_up():
+def test_slow_bodies_time_out():
   with serving(FakeEngine(), body_timeout_s=1.0) as served, contextlib.ExitStack() as stack:
     started = time.monotonic()
     left = {}
@@ -120,7 +120,7 @@ def random_value(rng: np.random.Generator, depth: int = 0):
   return {str(rng.choice(names)): random_value(rng, depth + 1) for _ in range(int(rng.integers(0, 4)))}
 
 
-def test_random_fields_are_served_or_named(served, rng):
+def test_random_fields_are_served_or_rejected_by_name(served, rng):
   with served.client() as client:
     for number in range(300):
       path = '/v1/completions' if number % 2 else '/v1/chat/completions'
@@ -176,7 +176,7 @@ def test_raw_bytes_instead_of_http(served, rng, caplog):
     (b'Host: evil\r\nContent-Length: %d', 400),
   ],
 )
-def test_a_request_has_one_length_and_one_host(served, header, status):
+def test_ambiguous_lengths_and_hosts_are_rejected(served, header, status):
   """Otherwise a proxy in front may take another place for the begin of the next request."""
   body = json.dumps({'prompt': 'abc', 'max_tokens': 2}).encode()
   body = b'%x\r\n%s\r\n0\r\n\r\n' % (len(body), body)
@@ -194,14 +194,14 @@ def test_a_request_has_one_length_and_one_host(served, header, status):
     *((host, 403) for host in ('evil.example', 'localhost.evil', 'localhost:80@evil', '[::1]evil', '10.0.0.1', '')),
   ],
 )
-def test_a_server_on_localhost_has_no_other_name(served, host, status):
+def test_a_server_on_localhost_rejects_other_host_names(served, host, status):
   """A page of another site could have its own name resolved to 127.0.0.1 (DNS rebinding)."""
   with served.client() as client:
     assert client.get('/v1/models', headers={'host': host}).status_code == status
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason='no IPv6')
-def test_all_addresses_are_those_of_ipv4_too():
+def test_the_ipv6_wildcard_address_accepts_ipv4():
   with listen(ServerSettings(host='::', port=0)) as sock:
     socket.create_connection(('127.0.0.1', sock.getsockname()[1]), timeout=5).close()
 

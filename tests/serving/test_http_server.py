@@ -1,4 +1,4 @@
-"""The HTTP server over a fake engine: answers, streams, logprobs, tokens, wrong fields, limits, the API key."""
+"""The HTTP server with a fake engine: answers, streams, logprobs, tokens, invalid fields, limits, the API key."""
 
 import base64
 import json
@@ -96,19 +96,19 @@ def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tok
   assert [next(iter(top)) for top in logprobs['top_logprobs'][1:]] == list(text[1:])
   with client.stream('POST', COMPLETIONS, json=body | {'stream': True}) as response:
     choices = [chunk['choices'][0] for chunk in events(response)]
-  assert ''.join(each['text'] for each in choices) == choice['text']
-  streamed = [each['logprobs'] for each in choices if each['logprobs']]
-  assert {name: [entry for each in streamed for entry in each[name]] for name in logprobs} == logprobs
+  assert ''.join(chunk['text'] for chunk in choices) == choice['text']
+  streamed = [choice['logprobs'] for choice in choices if choice['logprobs']]
+  assert {name: [entry for chunk in streamed for entry in chunk[name]] for name in logprobs} == logprobs
 
 
-def test_what_was_read_before_is_counted_and_not_read_again(client):
+def test_cached_prompt_tokens_are_reused_and_counted(client):
   asked = HELLO | {'prompt': 'a system prompt that many requests share', 'n': 2}
   before = metric(client, 'reused_prompt_tokens_total')
   cached = [client.post(COMPLETIONS, json=asked).json()['usage']['prompt_tokens_details'] for _ in range(2)]
   assert cached == [{'cached_tokens': 0}, {'cached_tokens': 40}]
   assert metric(client, 'reused_prompt_tokens_total') == before + 3 * 40
   salted = [client.post(COMPLETIONS, json=asked | {'cache_salt': 'one'}).json() for _ in range(2)]
-  assert [each['usage']['prompt_tokens_details']['cached_tokens'] for each in salted] == [0, 40]
+  assert [body['usage']['prompt_tokens_details']['cached_tokens'] for body in salted] == [0, 40]
   assert salted[0]['choices'] == salted[1]['choices']
 
 
@@ -127,7 +127,7 @@ def test_logprobs_of_chats_in_both_forms(client):
 # --- the tokenizer ---
 
 
-def test_a_text_there_and_back(client):
+def test_tokenize_and_detokenize_round_trip(client):
   text = 'héllo'
   answer = client.post('/tokenize', json={'prompt': text, 'add_special_tokens': False, 'model': 'fake.Model'}).json()
   assert answer == {'tokens': TOKENIZER.encode(text), 'count': 6, 'max_model_len': 128}
@@ -146,7 +146,7 @@ def test_special_tokens_have_names(client):
   assert client.post('/tokenize', json={'prompt': '', 'add_special_tokens': False}).json()['tokens'] == []
 
 
-def test_those_of_a_folder_are_its_texts(tmp_path):
+def test_special_tokens_of_a_folder_are_named_by_their_text(tmp_path):
   tokenizer = FolderTokenizer(path=str(write_tokenizer(tmp_path)))
   with serving(tokenizer=tokenizer) as served, served.client() as client:
     info = client.get('/tokenizer_info').json()
@@ -180,7 +180,7 @@ BAD = [
 
 
 @pytest.mark.parametrize('path, change, status, param', BAD, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_is_named(client, path, change, status, param):
+def test_an_error_names_the_invalid_field(client, path, change, status, param):
   body = {COMPLETIONS: HELLO, CHAT: ASK}.get(path, {}) | change
   response = client.post(path, content=json.dumps(body), headers={'content-type': 'application/json'})
   error = response.json()['error']
@@ -199,7 +199,7 @@ def test_what_is_wrong_is_named(client, path, change, status, param):
   ],
   ids=lambda value: str(value)[:30],
 )
-def test_bodies_that_are_no_request(client, content, headers, status):
+def test_invalid_bodies_are_rejected(client, content, headers, status):
   response = client.post(COMPLETIONS, content=content, headers={'content-type': 'application/json'} | headers)
   assert response.status_code == status
   assert response.json()['error']['message']
@@ -222,7 +222,7 @@ def test_other_paths_and_methods_are_json_errors(client, method, path, status):
 # --- the key ---
 
 
-def test_the_key_is_wanted_on_every_route():
+def test_every_route_requires_the_key():
   right = base64.b64encode(b'anyone:secret').decode()
   with serving(api_key='secret') as served, served.client() as client:
     for path in ('/', '/health', '/metrics', '/nothing', COMPLETIONS):
@@ -245,7 +245,7 @@ def test_a_request_with_two_keys_is_refused():
       assert (response.status_code, response.json()['error']['code']) == (400, 'ambiguous_key')
 
 
-def test_no_salt_opens_what_the_prompts_of_another_client_left_in_the_cache(tmp_path):
+def test_no_salt_gives_access_to_another_clients_cached_prompts(tmp_path):
   (tmp_path / 'keys').write_text('secret\nk-own own own_cache=1\nk-one one\nk-two two\n')
   settings = server_settings(api_key_file=str(tmp_path / 'keys'))
   with (
@@ -282,7 +282,7 @@ def test_clients_have_keys_of_their_own(tmp_path):
     assert ask('k-one', priority=-1).json()['error']['param'] == 'priority'
     assert ask('k-one', priority=1).status_code == ask('secret', priority=-1).status_code == 200
     asked = [ask(key, prompt='a prompt of 16 or more tokens').json() for key in ('secret', 'secret', 'k-one', 'k-one')]
-    cached = [each['usage']['prompt_tokens_details']['cached_tokens'] for each in asked]
+    cached = [body['usage']['prompt_tokens_details']['cached_tokens'] for body in asked]
     assert cached == [0, cached[1], 0, cached[1]] != [0] * 4
     assert ask('k-two', max_tokens=100, ignore_eos=True).status_code == 200
     num_tokens = 100 + len(HELLO['prompt'][0])
@@ -300,7 +300,7 @@ def test_clients_have_keys_of_their_own(tmp_path):
     ('secret\nk-one one\nk-two one\n', 'same name twice'),
   ],
 )
-def test_files_of_keys_that_are_wrong(tmp_path, content, message):
+def test_invalid_key_files_are_rejected(tmp_path, content, message):
   (tmp_path / 'keys').write_text(content)
   with pytest.raises(UserError, match=message):
     server_settings(api_key_file=str(tmp_path / 'keys'))
@@ -331,7 +331,7 @@ def test_a_full_queue_is_429_at_once():
 
 
 @pytest.mark.parametrize('stream', [True, False])
-def test_a_client_that_goes_away_frees_its_slot(stream):
+def test_a_disconnected_client_frees_its_slot(stream):
   gate = threading.Event()
   body = json.dumps(HELLO | {'max_tokens': 90_000, 'stream': stream}).encode()
   head = f'POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
@@ -346,7 +346,7 @@ def test_a_client_that_goes_away_frees_its_slot(stream):
     assert client.post(COMPLETIONS, json=HELLO).json()['choices'][0]['text'] == 'hellohe'
 
 
-def test_a_failing_step_is_an_error_for_its_own_clients_only():
+def test_a_failed_step_is_an_error_only_for_its_own_clients():
   with serving(FakeEngine(num_slots=1)) as served, served.client() as client:
     served.engine.fail_next = RuntimeError('secret details')
     response = client.post(COMPLETIONS, json=HELLO)
@@ -359,7 +359,7 @@ def test_a_failing_step_is_an_error_for_its_own_clients_only():
     assert client.get('/health').status_code == 200
 
 
-def test_an_engine_that_fails_for_good_ends_the_server():
+def test_repeated_failures_end_the_server():
   engine = FakeEngine()
   engine.step = None  # a TypeError, each time
   with serving(engine) as served, served.client() as client:
@@ -369,7 +369,7 @@ def test_an_engine_that_fails_for_good_ends_the_server():
   assert isinstance(served.codes[0], TypeError)
 
 
-def test_a_step_that_does_not_end_makes_the_health_fail():
+def test_a_stuck_step_makes_health_fail():
   gate = threading.Event()
   with serving(FakeEngine(gate=gate), stuck_s=0.1) as served, served.client() as client:
     waiting = threading.Thread(target=client.post, args=(COMPLETIONS,), kwargs={'json': HELLO})
@@ -380,7 +380,7 @@ def test_a_step_that_does_not_end_makes_the_health_fail():
     assert client.get('/health').status_code == 200
 
 
-def test_what_fits_the_budget_is_finished_and_the_rest_is_told():
+def test_draining_finishes_requests_within_the_limit_and_cuts_the_rest():
   gate = threading.Event()
   engine = FakeEngine(num_slots=2, gate=gate, max_len=10_000_000)
   with serving(engine, drain_s=1.0) as served, served.client() as client:

@@ -1,4 +1,4 @@
-"""A leading and a following engine, over a real socket: the same operations in the same order, and every way to end."""
+"""A leading and a following engine over a real socket: the same operations in the same order, and every way to end."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
@@ -61,8 +61,8 @@ class Pair:
 
   def close(self):
     self.followers.dismiss(0, '')
-    for each in (*self.near, *self.far):
-      each.close()
+    for link in (*self.near, *self.far):
+      link.close()
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def settled(pair):
   assert pair.followed.result(10) == 0
 
 
-def test_token_masks_reach_the_others(pair):
+def test_token_masks_are_sent_to_followers(pair):
   grammars = Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, end_ids=())
   scheduler = Scheduler(pair.engine)
   free, bound = sequences(2)
@@ -125,7 +125,7 @@ def test_a_step_that_fails_ends_the_job(pair, culprit):
 
 
 @pytest.mark.parametrize('data', [b'GET / HTTP/1.1\r\n\r\n' * 9, b'\x00' * 8 + b'x' * 32], ids=['http', 'forged'])
-def test_what_is_not_from_the_other_process_ends_the_job_with_that_reason(pair, data):
+def test_foreign_bytes_on_a_link_end_the_job(pair, data):
   """Bytes that somebody has put into the connection; process 1 leaves as it does when process 0 is gone."""
   pair.far[0]._sock.sendall(data)
   assert pair.followers.stop.wait(5)

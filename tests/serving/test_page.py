@@ -1,4 +1,4 @@
-"""The page at / in a real browser: Debian's chromium, where it is installed (scripts/setup_browser)."""
+"""The page at / in a real browser: Debian's chromium, if it is installed (scripts/setup_browser)."""
 
 import re
 import shutil
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.skipif(
 class SlowEngine(FakeEngine):
   """Its texts can be seen to grow."""
 
-  def step(self, *given, **named):
+  def step(self, *args, **kwargs):
     time.sleep(0.02)
-    return super().step(*given, **named)
+    return super().step(*args, **kwargs)
 
 
 @pytest.fixture(scope='module')
@@ -112,7 +112,7 @@ def test_markup_is_shown_and_not_run(page):
   assert page.browser.title == 'fake.Model'
 
 
-def test_a_key_as_the_password_opens_the_page_and_answers(browser):
+def test_the_key_works_as_a_password_for_the_page(browser):
   with serving(api_key='secret') as served:
     at = urlsplit(served.url)
     browser.get(f'http://anyone:secret@{at.netloc}/')
@@ -135,7 +135,7 @@ def test_a_model_with_a_chat_template_chats(browser):
       page['go'].click()
       page.wait(page.is_idle)
       assert page['error'].text == ''
-    turns = [(each.get_attribute('class'), each.text) for each in page['given'].find_elements(By.TAG_NAME, 'div')]
+    turns = [(turn.get_attribute('class'), turn.text) for turn in page['given'].find_elements(By.TAG_NAME, 'div')]
     assert [role for role, _ in turns] == ['user', 'assistant'] * 2
     first, second = '[user]<b>hi</b>[assistant]', turns[1][1]
     assert turns[0][1] == '<b>hi</b>'
@@ -162,7 +162,7 @@ def test_reasoning_is_shown_and_not_sent_back(browser, tokenizer):  # noqa: F811
       page['go'].click()
       page.wait(page.is_idle)
       assert page['error'].text == ''
-    turns = [(each.get_attribute('class'), each.text) for each in page['given'].find_elements(By.TAG_NAME, 'div')]
+    turns = [(turn.get_attribute('class'), turn.text) for turn in page['given'].find_elements(By.TAG_NAME, 'div')]
   assert [turn for turn in turns if turn[0] != 'user'] == [
     ('thought', 'Hm <b>.'),
     ('assistant', '7 °C'),
@@ -224,7 +224,7 @@ def test_an_example_is_one_click_away_and_enter_sends_a_message(browser):
 
 
 @pytest.mark.parametrize('width', [1400, 500, 320])
-def test_the_input_is_below_the_text_and_fits(page, browser, width):
+def test_the_input_field_is_below_the_text_and_fits(page, browser, width):
   browser.execute_cdp_cmd(
     'Emulation.setDeviceMetricsOverride', {'width': width, 'height': 700, 'deviceScaleFactor': 1, 'mobile': width < 700}
   )

@@ -1,4 +1,4 @@
-"""Publishing other weights while requests run: no request is dropped, and none has tokens of two checkpoints."""
+"""Publishing weights while requests run: no request is dropped, and none mixes tokens of two checkpoints."""
 
 from concurrent.futures import ThreadPoolExecutor
 import threading
@@ -24,7 +24,7 @@ def text(response):
   return response.json()['choices'][0]['text']
 
 
-def test_what_has_begun_ends_with_its_weights_and_what_waits_gets_the_new_ones():
+def test_running_sequences_keep_their_weights_and_queued_ones_get_the_new():
   gate = threading.Event()
   engine = FakeEngine(num_slots=2, gate=gate)
   with serving(engine, restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
@@ -39,7 +39,7 @@ def test_what_has_begun_ends_with_its_weights_and_what_waits_gets_the_new_ones()
       gate.set()
       assert [choice['text'] for choice in begun.result().json()['choices']] == ['abcabc'] * 2
       assert published.result().json() == {'model': 'fake.Model', 'step': 2}
-      assert [text(each.result()) for each in waiting] == ['cdecde'] * 3
+      assert [text(future.result()) for future in waiting] == ['cdecde'] * 3
     assert client.get('/v1/models/fake.Model').json()['step'] == 2
 
 
@@ -57,7 +57,7 @@ def test_newest_unpublish_and_publish_again():
     assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'
 
 
-def test_what_cannot_be_published_changes_nothing():
+def test_failed_publishing_changes_nothing():
   with serving(restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
     for body, status in ({'step': 404}, 409), ({'step': -1}, 400), ({'step': '3'}, 400), ({'path': '/etc'}, 400):
       response = client.post('/admin/publish', json=body)
@@ -66,7 +66,7 @@ def test_what_cannot_be_published_changes_nothing():
       assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'
 
 
-def test_the_end_does_not_wait_for_a_checkpoint_that_is_being_read(monkeypatch):
+def test_shutdown_does_not_wait_for_a_checkpoint_being_read(monkeypatch):
   monkeypatch.setattr(server, '_CLOSE_LIMIT_S', 0.1)
   is_reading, may_end, left = threading.Event(), threading.Event(), []
 
@@ -89,7 +89,7 @@ def test_the_end_does_not_wait_for_a_checkpoint_that_is_being_read(monkeypatch):
   assert left == [exit_codes.OK]
 
 
-def test_without_a_key_nobody_publishes():
+def test_publishing_requires_an_api_key():
   with serving(restore=restore) as served, served.client() as client:
     for path in ('/admin/publish', '/admin/unpublish'):
       assert client.post(path, json={}).status_code == 403

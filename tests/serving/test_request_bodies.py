@@ -1,4 +1,4 @@
-"""Bodies, requests and settings without a server: sentences about wrong fields, defaults, costs of hostile bodies."""
+"""Bodies, requests and settings without a server: errors of invalid fields, defaults, the cost of hostile bodies."""
 
 import contextlib
 import dataclasses
@@ -59,7 +59,7 @@ def test_an_error_is_one_sentence_and_names_the_field(body_class, fields, messag
   assert error.body['error'] == {'message': message, 'type': 'invalid_request_error', 'param': param, 'code': code}
 
 
-def test_null_counts_as_absent_and_neutral_values_are_taken():
+def test_null_counts_as_absent_and_neutral_values_are_accepted():
   body = validate(CompletionBody, dict.fromkeys(CompletionBody.model_fields) | GOOD)
   assert (body.n, body.stop, body.stream, body.temperature) == (1, [], False, None)
   neutral = {'tools': [], 'tool_choice': 'auto', 'response_format': {'type': 'text'}, 'presence_penalty': 0.0}
@@ -75,7 +75,7 @@ def test_null_counts_as_absent_and_neutral_values_are_taken():
   ],
   ids=lambda fields: f'{next(iter(fields))}, {len(fields)} fields',
 )
-def test_a_body_with_many_mistakes_is_refused_at_the_first(fields):
+def test_only_the_first_of_many_mistakes_is_reported(fields):
   """An error for each would hold the interpreter for seconds, and the streams with it."""
   began = time.thread_time()
   error_of(ChatBody, CHAT | fields)
@@ -92,14 +92,14 @@ def test_a_body_with_many_mistakes_is_refused_at_the_first(fields):
   ],
   ids=lambda value: value[:20],
 )
-def test_what_is_no_json_object_is_refused_in_one_sentence(data, reason):
+def test_bodies_that_are_not_json_objects_are_rejected(data, reason):
   with pytest.raises(RequestError, match=reason) as raised:
     parse_json(data)
   assert raised.value.code == 'invalid_json'
 
 
 @pytest.mark.parametrize('field', sorted({*CompletionBody.model_fields, *ChatBody.model_fields}))
-def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
+def test_deeply_nested_or_large_values_are_accepted_or_rejected_by_name(field):
   """Up to the depth and the number of digits that the JSON parser accepts."""
   for value in ('[' * 190 + ']' * 190, '{"a":' * 190 + '1' + '}' * 190, '9' * 4000, '1e999', '-1e-4000'):
     for body_class, fields in ((CompletionBody, GOOD), (ChatBody, CHAT)):
@@ -110,26 +110,26 @@ def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
 
 
 @pytest.mark.parametrize('name, value', [('port', 65536), ('api_key', 'two\nlines'), ('drain_s', -1)])
-def test_settings_out_of_range_are_named(name, value):
+def test_settings_out_of_range_are_rejected(name, value):
   with pytest.raises(UserError, match='API key' if name == 'api_key' else name):
     ServerSettings(**{name: value})
 
 
 @pytest.mark.parametrize('left_out', [{}, {'model': None}])
-def test_a_request_may_leave_out_all_but_its_prompt_or_messages(left_out):
+def test_only_the_prompt_or_messages_are_required(left_out):
   assert completion_request({'prompt': 'abc'} | left_out, MODEL, SETTINGS).requests[0].ids
   messages = [{'role': 'user', 'content': 'hi'}, {'role': 'assistant'}, {'role': 'user', 'content': None}]
   assert chat_request({'messages': messages, 'top_logprobs': 0} | left_out, MODEL, SETTINGS).requests[0].ids
 
 
-def test_messages_that_the_template_refuses_are_the_clients_error():
+def test_messages_that_the_template_rejects_are_a_client_error():
   template = ChatTemplate(template="{{ raise_exception('the first message must be of the system') }}")
   with pytest.raises(RequestError, match='refuses the messages: the first message must be') as caught:
     chat_request(ASK, dataclasses.replace(MODEL, chat_template=template), SETTINGS)
   assert (caught.value.status, caught.value.param) == (400, 'messages')
 
 
-def test_what_a_request_leaves_out_is_the_experiments_default():
+def test_missing_fields_get_the_experiments_defaults():
   settings = dataclasses.replace(MODEL.settings, temperature=0.7, top_k=5, max_tokens=9)
   model = dataclasses.replace(MODEL, settings=settings)
   parsed = completion_request({'model': MODEL.name, 'prompt': ['a', 'b'], 'n': 2, 'top_k': 3}, model, SETTINGS)

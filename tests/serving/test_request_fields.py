@@ -1,6 +1,6 @@
-"""Fields of OpenAI's and vLLM's clients, by the real openai client; the fake engine repeats its prompt.
+"""Fields of OpenAI's and vLLM's APIs, sent by the real openai client; the fake engine repeats its prompt.
 
-Where a token may not come, the fake engine takes the next one of the vocabulary that may.
+If a token is not allowed, the fake engine generates the next allowed id of the vocabulary.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ def test_null_is_absent_on_the_other_routes(server):
 # --- which tokens may come ---
 
 
-def test_min_tokens_withholds_the_end_and_stop_strings(client):
+def test_min_tokens_suppresses_eos_and_stop_strings(client):
   ids = [[*TOKENIZER.encode('ab'), EOS]]
   assert text_of(client, ids) == ('ab', 'stop')
   text, reason = text_of(client, ids, min_tokens=4)
@@ -138,7 +138,7 @@ def test_bad_words_appear_in_no_text(client):
   assert refusal_of(text_of, client, 'a', bad_words=[''])[0] == 'bad_words'
 
 
-def test_limits_join_the_form_of_an_output(client):
+def test_token_limits_combine_with_a_grammar(client):
   form = {'structured_outputs': {'regex': '[a-c]{2,4}'}}
   assert text_of(client, [[*TOKENIZER.encode('ab'), EOS]], **form) == ('ab', 'stop')
   assert len(text_of(client, [[*TOKENIZER.encode('ab'), EOS]], min_tokens=4, **form)[0]) == 4
@@ -149,7 +149,7 @@ def test_limits_join_the_form_of_an_output(client):
 # --- ends ---
 
 
-def test_a_stop_stays_in_the_text_where_the_request_wants_that(client):
+def test_include_stop_str_in_output_keeps_the_stop_string(client):
   kept = {'include_stop_str_in_output': True}
   assert text_of(client, 'abc', stop=['b']) == ('a', 'stop')
   assert text_of(client, 'abc', stop=['b'], **kept) == ('ab', 'stop')
@@ -160,7 +160,7 @@ def test_a_stop_stays_in_the_text_where_the_request_wants_that(client):
   assert text_of(client, [[*TOKENIZER.encode('ab'), EOS]], 5, ignore_eos=True) == ('abab', 'length')
 
 
-def test_special_tokens_are_shown_where_the_request_wants_that(tmp_path):
+def test_skip_special_tokens_false_shows_special_tokens(tmp_path):
   tokenizer = FolderTokenizer(path=str(write_tokenizer(tmp_path)))
   ids = [[*tokenizer.encode('the'), 3, *tokenizer.encode('cat')]]
   with serving(tokenizer=tokenizer) as served, openai.OpenAI(base_url=f'{served.url}/v1', api_key='x') as client:
@@ -177,7 +177,7 @@ def test_special_tokens_are_shown_where_the_request_wants_that(tmp_path):
 # --- what is reported ---
 
 
-def test_tokens_of_prompts_and_choices(client):
+def test_token_ids_of_prompts_and_choices(client):
   answer = complete(client, 'abc', 5, n=2, return_token_ids=True)
   for choice in answer.choices:
     assert choice.prompt_token_ids == TOKENIZER.encode('abc')
@@ -193,7 +193,7 @@ def test_tokens_of_prompts_and_choices(client):
   assert len(streamed) == 5
 
 
-def test_prompt_logprobs_are_apart_from_those_of_the_text(client):
+def test_prompt_logprobs_are_separate_from_logprobs(client):
   prompt = TOKENIZER.encode('abc')
   choice = complete(client, 'abc', 2, prompt_logprobs=1, logprobs=1).choices[0]
   assert [logprob and list(logprob) for logprob in choice.prompt_logprobs] == [None, *([str(t)] for t in prompt[1:])]
@@ -226,7 +226,7 @@ def of_folder(request, tmp_path_factory):
 TEXT = 'the cat é 漢字 🙂 sat'
 
 
-def test_names_of_tokens_join_to_the_text_and_so_do_their_bytes(of_folder):
+def test_token_names_and_bytes_concatenate_to_the_text(of_folder):
   """Whole and streamed, in chats and completions; each token and each likely one has an entry of its own."""
   client, tokenizer = of_folder
   ids = [tokenizer.encode(TEXT)]
@@ -255,7 +255,7 @@ def test_names_of_tokens_join_to_the_text_and_so_do_their_bytes(of_folder):
   assert [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content] == entries
 
 
-def test_a_space_before_a_word_makes_another_entry(tmp_path):
+def test_tokens_with_and_without_leading_space_have_separate_entries(tmp_path):
   """As evaluation harnesses compare them; the decoder drops the space of a text's first token."""
   pieces = ['<unk>', '<s>', '</s>', '▁cat', 'cat', '▁', 'c', 'a', 't', 'ca']
   merges = [('c', 'a'), ('ca', 't'), ('▁', 'cat')]
@@ -279,7 +279,7 @@ def test_a_space_before_a_word_makes_another_entry(tmp_path):
     assert [(other.token, bytes(other.bytes)) for other in entry.top_logprobs] == [(' cat', b' cat'), ('cat', b'cat')]
 
 
-def test_names_by_number(client):
+def test_tokens_named_by_id(client):
   choice = complete(client, 'ab', 2, logprobs=1, return_tokens_as_token_ids=True).choices[0]
   assert choice.logprobs.tokens == [f'token_id:{token}' for token in TOKENIZER.encode('ab')]
   assert [list(top) for top in choice.logprobs.top_logprobs] == [[token] for token in choice.logprobs.tokens]
@@ -308,7 +308,7 @@ def model():
   return dataclasses.replace(MODEL, settings=settings, chat_template=ChatTemplate(template=ECHO, stop=()))
 
 
-def test_requests_of_the_fields(model):
+def test_fields_become_request_settings(model):
   limits = ServerSettings()
   parsed = completion_request({'prompt': ['a', 'a', 'b'], 'n': 2, 'seed': 7, 'top_k': -1}, model, limits)
   seeds = [request.seed for request in parsed.requests]
@@ -351,7 +351,7 @@ EFFORT = '{% if reasoning_effort is defined %}effort={{ reasoning_effort }};{% e
     (EFFORT, {'reasoning_effort': 'low', 'chat_template_kwargs': {'reasoning_effort': 'high'}}, None),
   ],
 )
-def test_reasoning_is_as_the_template_knows_it_or_refused(model, source, fields, text):
+def test_reasoning_fields_set_template_variables_or_are_rejected(model, source, fields, text):
   model = dataclasses.replace(model, chat_template=ChatTemplate(template=source + '.', stop=()))
   asked = {'messages': [{'role': 'user', 'content': 'hi'}]} | fields
   if text is None:
@@ -373,20 +373,20 @@ def test_reasoning_is_as_the_template_knows_it_or_refused(model, source, fields,
     ({'continue_final_message': True, 'add_generation_prompt': True}, 'set one to false'),
   ],
 )
-def test_what_cannot_be_had_names_the_remedy(model, fields, remedy):
+def test_unsupported_requests_name_the_remedy(model, fields, remedy):
   with pytest.raises(RequestError, match=remedy) as refused:
     chat_request({'messages': [{'role': 'user', 'content': 'hi'}]} | fields, model, ServerSettings())
   assert refused.value.param.rpartition('.')[2] in (*fields, 'function_call')
 
 
-def test_values_that_change_nothing_are_taken(model):
+def test_values_without_effect_are_accepted(model):
   neutral = {'best_of': 1, 'use_beam_search': False, 'length_penalty': 1.0, 'logits_processors': [], 'user': 'u'}
   neutral |= {'service_tier': 'auto', 'store': False, 'metadata': {}, 'modalities': ['text'], 'function_call': 'none'}
   assert chat_request({'messages': [{'role': 'user', 'content': 'hi'}]} | neutral, model, ServerSettings()).requests
 
 
 @pytest.mark.parametrize('body', [CompletionBody, ChatBody])
-def test_the_page_lists_all_fields(body):
+def test_the_documentation_lists_all_fields(body):
   page = (Path(__file__).parents[2] / 'docs' / 'serving.md').read_text()
   table = page[page.index('## Fields of a request') :].partition('\n## ')[0]
   names = {name for name in body.model_fields if name not in ('model', 'messages', 'prompt')}

@@ -1,4 +1,4 @@
-"""Answers read by a tokenizer's response_template, as transformers reads them, however the text is cut."""
+"""Answers parsed with a tokenizer's response_template match transformers, for any split of the text."""
 
 import json
 import time
@@ -101,7 +101,7 @@ def read(template, text, prompt, size, tools=SCHEMAS):
     (LIST_OF_CALLS, '<calls>[{"tool": "time", "with": {}}, {"tool": "weather", "with": {"days": 1}}]</calls>', PROMPT),
   ],
 )
-def test_answers_are_read_as_transformers_reads_them(template, text, prompt):
+def test_answers_are_parsed_like_transformers(template, text, prompt):
   from transformers.utils.chat_parsing import parse_response
 
   message = parse_response(text, template, prefix=prompt, tools=TOOLS)
@@ -112,13 +112,13 @@ def test_answers_are_read_as_transformers_reads_them(template, text, prompt):
 
 
 @pytest.mark.parametrize('text', [ONE.replace('{"name', '{name'), ONE.replace('weather', 'rm'), ONE.replace('}}', '}')])
-def test_what_is_no_call_of_a_tool_is_content(text):
+def test_invalid_calls_are_content(text):
   for size in (1, 1000):
     assert read(JSON_CALLS, text, PROMPT, size) == (text, '', [])
   assert read(JSON_CALLS, ONE, PROMPT, 7, tools=None) == (ONE, '', [])
 
 
-def test_texts_are_streamed_up_to_a_mark():
+def test_text_streams_up_to_a_possible_mark():
   template = {'start_anchor': '<|assistant|>', 'fields': {'thinking': THOUGHT, 'content': {}}}
   parser = ResponseTemplateParser(ResponseTemplate.from_json(json.dumps(template)), None)
   parts = [parser.push(piece, is_last=False) for piece in ('<think>a', ' b</th', 'ink>7', ' <x', '>')]
@@ -146,19 +146,19 @@ def changed(**field):
     (changed(open=''), 'texts of 1 to 128 characters'),
   ],
 )
-def test_a_template_that_cannot_be_used_is_refused_in_a_clause(template, message):
+def test_invalid_templates_are_rejected(template, message):
   with pytest.raises(ValueError, match=message):
     ResponseTemplate.from_json(json.dumps(template))
 
 
-def test_a_stranger_s_pattern_takes_no_time():
+def test_untrusted_patterns_run_in_linear_time():
   text = 'a' * 30_000
   began = time.monotonic()
   assert read(changed(open_pattern='(a+)+b'), text, PROMPT, 1000)[0] == text
   assert time.monotonic() - began < 5
 
 
-def test_a_folder_s_template_comes_before_the_form_of_its_chat_template(tmp_path):
+def test_a_response_template_overrides_the_format_of_the_chat_template(tmp_path):
   write_tokenizer(tmp_path, chat_template='<tool_call> tools', response_template=JSON_CALLS)
   template = ChatTemplate.from_folder(str(tmp_path))
   form = answer_format(template, None)

@@ -1,4 +1,4 @@
-"""/v1/responses over a fake engine that repeats its prompt, with the real client: items, events, errors."""
+"""/v1/responses with the real client and a fake engine that repeats its prompt: items, events, errors."""
 
 import openai
 import pytest
@@ -27,7 +27,7 @@ def client():
     yield client
 
 
-def test_a_text_whole_and_streamed(client):
+def test_text_whole_and_streamed(client):
   asked = {'model': 'fake.Model', 'input': 'hello#', 'instructions': 'Be kind.', 'max_output_tokens': 200}
   answer = client.responses.create(**asked)
   assert (answer.status, answer.output_text, answer.model) == ('completed', 'system:Be kind.;user:hello', 'fake.Model')
@@ -95,10 +95,10 @@ def test_reasoning_is_an_item(tokenizer):  # noqa: F811
     asked = {'model': 'fake.Model', 'input': HM + LOOK + HARMONY_CALL, 'tools': tools, 'max_output_tokens': 200}
     answer = client.responses.create(**asked)
     streamed = list(client.responses.create(**asked, stream=True))[-1].response
-  for each in (answer, streamed):
-    assert [item.type for item in each.output] == ['reasoning', 'message', 'function_call']
-    assert (each.output[0].content[0].text, each.output_text) == ('Hm <b>.', 'I look.')
-    assert each.output[2].arguments == ZURICH[1]
+  for response in (answer, streamed):
+    assert [item.type for item in response.output] == ['reasoning', 'message', 'function_call']
+    assert (response.output[0].content[0].text, response.output_text) == ('Hm <b>.', 'I look.')
+    assert response.output[2].arguments == ZURICH[1]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,6 @@ def test_reasoning_is_an_item(tokenizer):  # noqa: F811
     ({'text': {'format': {'type': 'json_schema', 'schema': {'type': 7}, 'name': 'x'}}}, r'text\.format\.schema'),
   ],
 )
-def test_what_is_not_supported_is_named(client, change, message):
+def test_unsupported_fields_are_rejected_by_name(client, change, message):
   with pytest.raises(openai.BadRequestError, match=message):
     client.responses.create(**{'model': 'fake.Model', 'input': 'hello#'} | change)

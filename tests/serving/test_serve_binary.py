@@ -1,7 +1,7 @@
-"""The real binary, a model trained for three steps, the real `openai` client; the job is in an object store.
+"""Serves a trained job from an object store with the real binary and the real `openai` client.
 
-The model is trained on eight devices and served on two, where its heads, hidden dims and vocabulary are padded
-otherwise. Prompts are read in chunks of 16 tokens.
+The model is trained for three steps on eight devices and served on two, where its heads, hidden dims and vocabulary
+have different padding. Prompts are prefilled in chunks of 16 tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +54,8 @@ def serving(url, key):
   key.write_text('secret\n')
   flags = ('--job_log_dir', url, '--api_key_file', key, '--drain_s', 20)  # config.json names the model
   sizes = ('num_slots=2', 'prefill_chunk=16', 'prefill_rows=2')
-  given = [word for size in sizes for word in ('--set', f'task.decode.{size}')]
-  with client_of_binary(*flags, *given, api_key='secret') as client:
+  overrides = [word for size in sizes for word in ('--set', f'task.decode.{size}')]
+  with client_of_binary(*flags, *overrides, api_key='secret') as client:
     assert re.fullmatch(
       r'Restoring the newest checkpoint of \S+/job\.\n'
       r'Restored step 3 in [\d.]+ s\. Compiling\.\n'
@@ -90,14 +90,14 @@ def complete(client, **body):
   return client.completions.create(**{'model': MODEL, 'prompt': 'def ', 'max_tokens': 12} | body)
 
 
-def test_a_request_has_its_tokens_alone_and_in_company(client):
-  body = [
+def test_a_request_generates_the_same_tokens_alone_and_in_a_batch(client):
+  bodies = [
     {'prompt': 'x' * (1 + 5 * i % 40), 'seed': i, 'temperature': i % 3 / 2, 'max_tokens': 3 + i, 'logprobs': 2}
     for i in range(12)
   ]
-  alone = [complete(client, **each).choices[0] for each in body]
+  alone = [complete(client, **body).choices[0] for body in bodies]
   with ThreadPoolExecutor(12) as pool:
-    together = list(pool.map(lambda each: complete(client, **each).choices[0], body))
+    together = list(pool.map(lambda body: complete(client, **body).choices[0], bodies))
   assert [choice.text for choice in together] == [choice.text for choice in alone]
   assert [choice.logprobs.tokens for choice in together] == [choice.logprobs.tokens for choice in alone]
 
@@ -135,7 +135,7 @@ def test_nothing_is_compiled_after_the_warm_up(client, rng):
   assert metric(client.url, 'late_compilations') == 0
 
 
-def test_a_job_in_an_object_store_is_loaded_and_served_as_on_a_disk(job, url, client):
+def test_a_job_in_an_object_store_is_served_like_one_on_disk(job, url, client):
   in_store, on_disk = (load(place, mesh=one_device()) for place in (url, job))
   assert jax.tree.all(jax.tree.map(np.array_equal, in_store.weights, on_disk.weights))
   ids = [TOKENIZER.bos_id, *TOKENIZER.encode('the cat')]
@@ -144,7 +144,7 @@ def test_a_job_in_an_object_store_is_loaded_and_served_as_on_a_disk(job, url, cl
   np.testing.assert_allclose(scored[1:], expected, atol=1e-4)  # float32, on another mesh
 
 
-def test_sigterm_lets_running_requests_end(client):
+def test_sigterm_lets_running_requests_finish(client):
   headers = {'authorization': 'Bearer secret'}
   body = {'model': MODEL, 'prompt': 'a', 'max_tokens': 55, 'n': 8, 'stream': True, 'ignore_eos': True}
   with httpx.stream('POST', f'{client.url}/v1/completions', json=body, headers=headers, timeout=60) as response:

@@ -1,6 +1,6 @@
-"""Several low-rank adapters over one base in one batch: each name answers as its merged model alone does.
+"""Several low-rank adapters of one base model in one batch: each name answers like its merged model.
 
-Folders of `peft` of different ranks, targets and kinds, and a job of ours; merged by numpy, or by our export.
+The adapters are peft folders of different ranks, targets and kinds, and a job; numpy or the export merges them.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -50,21 +50,21 @@ def base(tmp_path_factory):
 def adapters(base, tmp_path_factory):
   """Name -> the folder of the adapter; `job` is the directory of a job that has trained one, and serves its average."""
   directory = tmp_path_factory.mktemp('adapters')
-  made = {name: write_adapter(directory / name, base, **settings) for name, settings in KINDS.items()}
+  folders = {name: write_adapter(directory / name, base, **settings) for name, settings in KINDS.items()}
   flags = ('--exp', JOB, '--set', f'model={base}', '--num_train_steps', 2, '--set', 'learning_rate=0.3')
   flags += ('--set', 'task.learner.ema_decay=0.01', '--set', 'task.eval_with_ema=true')
   assert binary.run_in_process('--mode', 'train', '--job_log_dir', directory / 'job', *flags) == 0
-  return made | {'job': directory / 'job'}
+  return folders | {'job': directory / 'job'}
 
 
 @pytest.fixture(scope='module')
 def merged(base, adapters, tmp_path_factory):
   """Name -> a folder with the same model alone; '' is the base."""
   directory = tmp_path_factory.mktemp('merged')
-  made = {name: write_merged(directory / name, base, adapters[name]) for name in KINDS}
+  folders = {name: write_merged(directory / name, base, adapters[name]) for name in KINDS}
   flags = ('--mode', 'export', '--job_log_dir', adapters['job'], '--format', 'hf', '--out', directory / 'job')
   assert binary.run_in_process(*flags) == 0
-  return {'': base} | made | {'job': directory / 'job'}
+  return {'': base} | folders | {'job': directory / 'job'}
 
 
 class Together:
@@ -97,7 +97,7 @@ def expected(merged):
   """Name -> (completions of the requests, scores of the texts), by full forward passes of the merged models."""
   job = resolve('hf.Model', [f'model={merged[""]}']).build()
   model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1]))
-  apply, found = jax.jit(model.task.model.apply), {}
+  apply, answers = jax.jit(model.task.model.apply), {}
   for name, folder in merged.items():
     variables = variables_from_folder(model, open_folder(folder))
 
@@ -115,8 +115,8 @@ def expected(merged):
       while len(ids) < len(prompt) + NUM_TOKENS:
         ids.append(int(np.argmax(logprobs(ids)[-1])))
       completions.append(scored(ids, len(prompt)))
-    found[name] = completions, [scored([*context, *text], len(context)) for context, text in texts()]
-  return found
+    answers[name] = completions, [scored([*context, *text], len(context)) for context, text in texts()]
+  return answers
 
 
 # Float32: a mesh and a cache add in another order, and after two layers a few of the log probabilities, around -7,
@@ -144,20 +144,20 @@ def check_all(together, expected):
       np.testing.assert_allclose(score.logprobs, expected[name][1][text].logprobs, **SAME)
 
 
-def test_a_mixed_batch_on_eight_devices_answers_as_each_model_alone(on_eight, expected):
+def test_a_mixed_batch_on_eight_devices_matches_each_merged_model(on_eight, expected):
   kernel = on_eight.model.padded_state.weights['stack']['layers']['attention']['query']
   assert kernel['lora_a'].shape == (2, 5, 24, 4)
   assert kernel['lora_b'].shape == (2, 5, 4, 4, 8)  # 3 heads, padded
   check_all(on_eight, expected)
 
 
-def test_a_job_that_serves_its_average_alone_serves_it_here_too(on_eight, adapters):
+def test_a_job_with_averaged_weights_serves_the_average(on_eight, adapters):
   b = on_eight.variables['params']['stack']['layers']['attention']['query']['lora_b'][:, 4, :, :3]
   alone = load(adapters['job']).weights['stack']['layers']['attention']['query']['lora_b']
   np.testing.assert_allclose(b, 16 / 4 * np.asarray(alone), rtol=1e-6)
 
 
-def test_clients_choose_by_name_over_http(on_eight, expected):
+def test_clients_select_an_adapter_by_name(on_eight, expected):
   """All names at once, whole and streamed, with prefixes that one name must not take from another."""
   engine = ModelEngine(on_eight.steps, on_eight.variables)
   served = model_of(on_eight.steps, on_eight.job.tokenizer, name='hf.Model')
@@ -196,7 +196,7 @@ def test_clients_choose_by_name_over_http(on_eight, expected):
     ({'x': 'job'}, 'give the folder that they were trained on'),
   ],
 )
-def test_what_cannot_be_served_is_one_sentence(adapters_given, said, base, adapters, tmp_path):
+def test_unsupported_adapters_are_rejected(adapters_given, said, base, adapters, tmp_path):
   shutil.copytree(adapters['rslora'], tmp_path / 'wide')
   tensors = load_file(adapters['rslora'] / 'adapter_model.safetensors')
   wide = {key: np.pad(a, [(0, 0), (0, 1)]) if 'lora_A' in key else a for key, a in tensors.items()}
@@ -216,13 +216,13 @@ def test_what_cannot_be_served_is_one_sentence(adapters_given, said, base, adapt
 
 
 @pytest.mark.parametrize('mode', ['train', 'eval', 'export'])
-def test_other_modes_refuse_adapters(mode, base, adapters, tmp_path, capsys):
+def test_other_modes_reject_adapters(mode, base, adapters, tmp_path, capsys):
   flags = ('--set', f'model={base}', '--set', f'adapters={ {"x": str(adapters["all"])}!r}', '--job_log_dir', tmp_path)
   more = ('--out', tmp_path / 'out') if mode == 'export' else ()
   assert binary.run_in_process('--exp', 'hf.Model', '--mode', mode, *flags, *more) == 2
   assert f'are for --mode serve, decode and decode_once, not for --mode {mode}' in capsys.readouterr().err
 
 
-def test_adapters_lie_over_a_folder_alone(base, adapters):
+def test_adapters_require_a_folder_as_base(base, adapters):
   with pytest.raises(UserError, match=r'are served over a model alone: --exp hf.Model'):
     resolve(JOB, [f'model={base}', f'adapters={ {"x": str(adapters["all"])}!r}'])

@@ -1,6 +1,6 @@
-"""A folder in Hugging Face's format in an object store, served by the real binary in int8.
+"""Serves a Hugging Face folder from an object store with the real binary, in int8.
 
-With its tokenizer, its template and its defaults; as `load` generates, and exported to the store.
+Checks its tokenizer, chat template and defaults, that texts match `load`, and the export to the store.
 """
 
 import json
@@ -50,8 +50,8 @@ def client(url):
     'prefill_rows=1',
     'weights_dtype=int8',
   )
-  given = [word for setting in settings for word in ('--set', f'task.decode.{setting}')]
-  with client_of_binary('--exp', 'hf.Model', '--set', f'model={url}', '--job_log_dir', f'{url}_job', *given) as it:
+  overrides = [word for setting in settings for word in ('--set', f'task.decode.{setting}')]
+  with client_of_binary('--exp', 'hf.Model', '--set', f'model={url}', '--job_log_dir', f'{url}_job', *overrides) as it:
     yield it
 
 
@@ -59,13 +59,13 @@ def ask(client, messages, **settings):
   return client.chat.completions.create(**{'model': 'hf.Model', 'messages': messages} | settings)
 
 
-def test_the_folder_s_name_is_the_model_s(client, folder):
+def test_the_model_is_named_after_the_folder(client, folder):
   """The other tests ask by the experiment's name, which is understood too."""
   assert [card.id for card in client.models.list()] == [folder.name]
   assert client.completions.create(model=folder.name, prompt='the cat', max_tokens=1).model == folder.name
 
 
-def test_texts_are_those_of_load_and_an_export_goes_to_the_store(client, url):
+def test_texts_match_load_and_an_export_goes_to_the_store(client, url):
   text = client.completions.create(model='hf.Model', prompt='the cat', max_tokens=6, temperature=0).choices[0].text
   settings = ('max_len=64', 'min_bucket=64', 'num_slots=1', 'temperature=0', 'weights_dtype=int8')
   loaded = load(url, mesh=one_device(), overrides=[f'task.decode.{setting}' for setting in settings])
@@ -77,7 +77,7 @@ def test_texts_are_those_of_load_and_an_export_goes_to_the_store(client, url):
 
 
 @pytest.mark.parametrize('name', ['turns', 'tools', 'thinking off', 'called'])
-def test_the_prompt_is_the_template_s(client, folder, name):
+def test_the_chat_template_renders_the_prompt(client, folder, name):
   messages, settings = TALKS[name]
   template, tokenizer = ChatTemplate.from_folder(str(folder)), FolderTokenizer(path=str(folder))
   if name == 'thinking off':
@@ -89,7 +89,7 @@ def test_the_prompt_is_the_template_s(client, folder, name):
   assert answer.usage.completion_tokens <= 12
 
 
-def test_defaults_and_ends_are_those_of_generation_config(client):
+def test_defaults_and_eos_come_from_generation_config(client):
   texts = [ask(client, TALKS['one'][0], seed=seed).choices[0].message.content for seed in range(3)]
   assert len(set(texts)) == 3  # sampled
   greedy = [ask(client, TALKS['one'][0], seed=seed, temperature=0).choices[0].message.content for seed in range(2)]
@@ -100,7 +100,7 @@ def test_defaults_and_ends_are_those_of_generation_config(client):
     assert {choice.finish_reason for choice in answer.choices} == {reason}
 
 
-def test_streams_are_the_whole_and_forms_hold(client):
+def test_streams_match_whole_answers_and_grammars_hold(client):
   for settings in ({'temperature': 0.0}, {'seed': 3}, {'seed': 4, 'response_format': FORM}):
     whole = ask(client, TALKS['one'][0], logprobs=True, top_logprobs=2, **settings).choices[0]
     chunks = [chunk.choices[0] for chunk in ask(client, TALKS['one'][0], stream=True, **settings)]

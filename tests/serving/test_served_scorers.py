@@ -1,4 +1,4 @@
-"""Folders that score or embed texts: what the server answers is what transformers computes."""
+"""Folders that score or embed texts: the server's answers match transformers."""
 
 import json
 
@@ -52,13 +52,13 @@ def vectors_of(folder, texts, pooling):
   transformers = quiet_transformers()
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   model = transformers.AutoModel.from_pretrained(folder).eval()
-  made = []
+  vectors = []
   for text in texts:
     with torch.no_grad():
       hidden = model(**tokenizer(text, return_tensors='pt', return_token_type_ids=False)).last_hidden_state[0].numpy()
     vector = hidden.mean(axis=0) if pooling == 'mean' else hidden[-1]
-    made.append(vector / np.linalg.norm(vector))
-  return np.array(made)
+    vectors.append(vector / np.linalg.norm(vector))
+  return np.array(vectors)
 
 
 def test_an_embedding_is_trained_served_and_exported_for_sentence_transformers(tmp_path):
@@ -74,22 +74,22 @@ def test_an_embedding_is_trained_served_and_exported_for_sentence_transformers(t
   assert binary.run_in_process(*job, *directory, '--mode', 'train') == 0
   assert binary.run_in_process(*directory, '--mode', 'export', '--format', 'hf', '--out', out) == 0
   with client_of_binary(*LENGTH, *directory) as client:
-    found = [each.embedding for each in client.embeddings.create(model='finetune.FullEmbedding', input=TEXTS).data]
-  np.testing.assert_allclose(found, vectors_of(out, TEXTS, 'last'), rtol=1e-4, atol=1e-5)
+    embeddings = [item.embedding for item in client.embeddings.create(model='finetune.FullEmbedding', input=TEXTS).data]
+  np.testing.assert_allclose(embeddings, vectors_of(out, TEXTS, 'last'), rtol=1e-4, atol=1e-5)
   before = vectors_of(base, TEXTS, 'last')
-  assert np.abs(np.array(found) - before).max() > 0.1
+  assert np.abs(np.array(embeddings) - before).max() > 0.1
   modules = json.loads((out / 'modules.json').read_text())
-  assert [each['type'].rpartition('.')[2] for each in modules] == ['Transformer', 'Pooling', 'Normalize']
+  assert [module['type'].rpartition('.')[2] for module in modules] == ['Transformer', 'Pooling', 'Normalize']
   reading = read_text_reading(open_folder(out).with_head(0))
   assert (reading.pooling, reading.normalize) == ('last', True)
 
 
 @pytest.mark.exhaustive  # by default a job is served, and what a folder says is read
-def test_a_folder_of_sentence_transformers_is_served_as_it_is_there(tmp_path):
+def test_a_sentence_transformers_folder_is_served_as_transformers_computes_it(tmp_path):
   folder = write_pooling(write_llama(tmp_path / 'emb'), 'mean_tokens', ('Transformer', 'Pooling', 'Normalize'))
   with client_of_folder(folder, tmp_path / 'job') as client:
-    found = [each.embedding for each in client.embeddings.create(model='emb', input=TEXTS).data]
-  np.testing.assert_allclose(found, vectors_of(folder, TEXTS, 'mean'), rtol=1e-4, atol=1e-6)
+    embeddings = [item.embedding for item in client.embeddings.create(model='emb', input=TEXTS).data]
+  np.testing.assert_allclose(embeddings, vectors_of(folder, TEXTS, 'mean'), rtol=1e-4, atol=1e-6)
 
 
 def test_poolings_and_activations_of_old_and_new_folders(tmp_path):
@@ -136,7 +136,7 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path):
     body = {'query': TEXTS[0], 'documents': TEXTS[1:]}
     answer = client.post('/rerank', body=body, cast_to=object)
   results = answer['results']
-  assert [each['index'] for each in results] == np.argsort(-np.array(expected)).tolist()
+  assert [result['index'] for result in results] == np.argsort(-np.array(expected)).tolist()
   np.testing.assert_allclose(
-    [each['relevance_score'] for each in results], sorted(expected, reverse=True), rtol=1e-5, atol=1e-6
+    [result['relevance_score'] for result in results], sorted(expected, reverse=True), rtol=1e-5, atol=1e-6
   )

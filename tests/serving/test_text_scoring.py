@@ -1,4 +1,4 @@
-"""Servers of models that score or embed texts: batches, shapes of answers, errors; a fake scorer computes."""
+"""The scoring server with a fake scorer: batches, formats of answers, errors."""
 
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
@@ -58,7 +58,7 @@ def test_a_real_client_gets_vectors_in_either_encoding_and_shorter_ones():
     answer = client.embeddings.create(model=MODEL.name, input=texts)  # base64, which the client decodes
     plain = client.embeddings.create(model=MODEL.name, input=texts, encoding_format='float')
     short = client.embeddings.create(model=MODEL.name, input=[5, 6, 7], dimensions=2)
-  assert [each.embedding for each in answer.data] == [each.embedding for each in plain.data]
+  assert [item.embedding for item in answer.data] == [item.embedding for item in plain.data]
   assert answer.data[1].embedding == [0.125 * num_tokens(texts[1]) * (i + 1) for i in range(3)]
   assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(num_tokens, texts))
   np.testing.assert_allclose(short.data[0].embedding, np.array([1, 2]) / 5**0.5, rtol=1e-6)
@@ -77,7 +77,7 @@ def test_texts_that_wait_share_batches_of_their_length():
     asked = [pool.submit(ask, text) for text in ['a', 'b', 'c', 'd', 'e', 'x' * 20]]
     wait_for(lambda: metric(client, 'queued_sequences') == 6)  # those in the batch that waits, too
     scorer.gate.set()
-    assert [each.result() for each in asked] == [0.125 * num_tokens(text) for text in [*'abcde', 'x' * 20]]
+    assert [future.result() for future in asked] == [0.125 * num_tokens(text) for text in [*'abcde', 'x' * 20]]
     assert sorted(scorer.sizes[num_warm:]) in ([1, 1, 4], [1, 2, 3], [1, 1, 1, 3], [1, 1, 2, 2])
     assert metric(client, 'prompt_tokens_total') == 5 * num_tokens('a') + num_tokens('x' * 20)
     assert metric(client, 'sequences_total{finish_reason="stop",model="fake.Model"}') == 6
@@ -90,13 +90,13 @@ def test_scores_and_the_order_of_documents():
     probabilities = (1 / (1 + np.exp(-np.array(logits)))).tolist()
     body = {'text_1': 'ask', 'text_2': ['b', 'ccc', 'dd']}
     answer = client.post('/v1/score', json=body).json()
-    assert [each['index'] for each in answer['data']] == [0, 1, 2]
-    np.testing.assert_allclose([each['score'] for each in answer['data']], probabilities, rtol=1e-6)
+    assert [item['index'] for item in answer['data']] == [0, 1, 2]
+    np.testing.assert_allclose([item['score'] for item in answer['data']], probabilities, rtol=1e-6)
     raw = client.post('/score', json=body | {'use_activation': False}).json()
-    assert [each['score'] for each in raw['data']] == logits
+    assert [item['score'] for item in raw['data']] == logits
     documents = ['b', {'text': 'ccc'}, 'dd']
     ranked = client.post('/v1/rerank', json={'query': 'ask', 'documents': documents, 'top_n': 2}).json()
-    assert [(each['index'], each['document']['text']) for each in ranked['results']] == [(1, 'ccc'), (2, 'dd')]
+    assert [(result['index'], result['document']['text']) for result in ranked['results']] == [(1, 'ccc'), (2, 'dd')]
     assert ranked['results'][0]['relevance_score'] == answer['data'][1]['score']
     assert ranked['usage'] == answer['usage']
 
@@ -108,10 +108,10 @@ def test_classes_have_no_score_and_embeddings_are_scored_by_their_cosine():
   _, server = scored(TextReading())
   with server as served, served.client() as client:
     answer = client.post('/v1/score', json={'text_1': ['a', 'bb'], 'text_2': ['ccc', 'd']}).json()
-    np.testing.assert_allclose([each['score'] for each in answer['data']], [1, 1])
+    np.testing.assert_allclose([item['score'] for item in answer['data']], [1, 1])
 
 
-def test_what_cannot_be_scored_is_one_sentence_and_a_failure_ends_its_own_batch():
+def test_invalid_texts_are_rejected_and_a_failure_ends_only_its_own_batch():
   scorer, server = scored(TextReading())
   cases = [
     ('/v1/embeddings', {'input': 'x' * 40}, 400, 'input[0] has'),
@@ -120,7 +120,7 @@ def test_what_cannot_be_scored_is_one_sentence_and_a_failure_ends_its_own_batch(
     ('/v1/embeddings', {'input': ['a'] * 65}, 400, 'input must have 1 to 64 texts, not 65'),
     ('/v1/embeddings', {'input': 'a', 'encoding_format': 'hex'}, 400, "must be 'float' or 'base64'"),
     ('/v1/embeddings', {'input': 'a', 'model': 'other'}, 404, "'fake.Model' is"),
-    ('/v1/score', {'text_1': ['a', 'b'], 'text_2': ['a']}, 400, 'text_1 has 2 texts, but text_2 1'),
+    ('/v1/score', {'text_1': ['a', 'b'], 'text_2': ['a']}, 400, 'text_1 has 2 texts, but text_2 has 1'),
     ('/v1/rerank', {'query': 'a', 'documents': [5]}, 400, 'must be a string or an array of strings'),
     ('/v1/completions', {'prompt': 'a'}, 404, 'no such path'),
   ]

@@ -1,4 +1,4 @@
-"""Tool calls in and out, harmony's messages, and outputs of a fixed form; the fake engine repeats its prompt."""
+"""Parsing and forcing tool calls, the harmony format, constrained outputs; the fake engine repeats its prompt."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def hermes(arguments):
     (hermes(', "arguments": [1]'), hermes(', "arguments": [1]'), []),
   ],
 )
-def test_calls_are_found_however_the_text_is_cut(text, content, calls):
+def test_calls_are_parsed_for_any_split_of_the_text(text, content, calls):
   check_parser(read_by('hermes'), text, content, calls)
 
 
@@ -113,7 +113,7 @@ SEVEN = ('weather', '{"city": "7"}')
      [SEVEN, ('time', '{}')]),
   ],
 )  # fmt: skip
-def test_each_form_of_calls_is_read(form, text, content, calls):
+def test_each_call_format_is_parsed(form, text, content, calls):
   check_parser(read_by(form), text, content, calls)
 
 
@@ -126,7 +126,7 @@ def test_each_form_of_calls_is_read(form, text, content, calls):
     ('{"a": 1}', {'$ref': '#/$defs/A'}, {'a': 1}), ('[1', {'type': 'array'}, '[1'),
   ],
 )  # fmt: skip
-def test_bare_texts_get_the_type_of_their_schema(text, schema, value):
+def test_unquoted_arguments_get_the_type_of_their_schema(text, schema, value):
   assert json.loads(typed_json(text, schema, {'$defs': {'A': {'type': 'object'}}})) == value
 
 
@@ -142,7 +142,7 @@ def test_bare_texts_get_the_type_of_their_schema(text, schema, value):
     (f'<think>{CALL}</think>7', {}, CALL, '7', []),
   ],
 )
-def test_reasoning_is_apart_from_content(text, settings, reasoning, content, calls):
+def test_reasoning_is_separate_from_content(text, settings, reasoning, content, calls):
   check_parser(read_by('hermes', thinks=True, **settings), text, content, calls, reasoning)
 
 
@@ -161,11 +161,11 @@ def test_reasoning_is_apart_from_content(text, settings, reasoning, content, cal
     (HM + '<|start|>assis', 'Hm <b>.', '', []),
   ],
 )
-def test_messages_in_channels_are_found_however_the_text_is_cut(text, reasoning, content, calls):
+def test_messages_in_channels_are_parsed_for_any_split_of_the_text(text, reasoning, content, calls):
   check_parser(lambda: ChannelParser(SCHEMAS), text, content, calls, reasoning)
 
 
-def test_content_is_not_held_back():
+def test_content_is_not_buffered():
   parser = ChannelParser(None)
   pieces = [HM, '<|start|>assistant<|channel|>final<|message|>', '7 ', '<', 'b']
   assert [parser.push(piece, is_last=False).content for piece in pieces] == ['', '', '7 ', '', '<b']
@@ -176,7 +176,7 @@ def test_content_is_not_held_back():
   assert [part.content for part in parts] == ['', '', '', '', '7', ' ', '<x']
 
 
-def test_a_plain_object_is_not_held_back():
+def test_a_plain_object_is_not_buffered():
   parser = read_by('llama')()
   assert [parser.push(piece, is_last=False).content for piece in ('{', '"na', 'ms":', '1')] == ['', '', '{"nams":', '1']
 
@@ -238,7 +238,7 @@ def test_a_call_can_be_required(client, choice, names):
   assert call.function.name in names
   assert json.loads(call.function.arguments) == {'city': 'Bern'}
   chunks = [chunk.choices[0] for chunk in ask(client, 'no', stream=True, **settings)]
-  (streamed,) = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+  (streamed,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
   assert streamed.function == type(streamed.function)(**call.function.model_dump())
 
 
@@ -256,7 +256,7 @@ def test_without_tools_calls_are_text(client):
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, 'stop')
 
 
-def test_a_conversation_with_calls_goes_to_the_template():
+def test_earlier_calls_are_rendered_by_the_template():
   template = ChatTemplate(template='{{ tools | length }}{{ messages | tojson }}#{# tool_calls #}', stop=('#',))
   call = {'id': 'call_1', 'type': 'function', 'function': {'name': 'time', 'arguments': '{"zone": "é"}'}}
   turns = [
@@ -295,7 +295,7 @@ ARGUMENTS_OF = '{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].functi
     ('{"a": 1e400}', {'a': 1.7976931348623157e308}),
   ],
 )  # fmt: skip
-def test_arguments_come_back_as_clients_send_them(arguments, read):
+def test_arguments_of_earlier_calls_are_parsed_for_the_template(arguments, read):
   function = {'name': 'time', 'arguments': arguments}
   turns = [{'role': 'assistant', 'tool_calls': [{'id': 'c', 'type': 'function', 'function': function}]}]
   assert json.loads(rendered(ARGUMENTS_OF, messages=turns)[0]) == read
@@ -320,7 +320,7 @@ def test_a_template_that_reads_tools_in_the_system_message_gets_them_there():
 THINKING = '{{ messages[0].content }}<think>\n{# </think> tools #}'
 
 
-def test_a_prompt_may_begin_the_reasoning():
+def test_a_prompt_may_open_the_reasoning():
   _, parsed = rendered(THINKING)
   assert parsed.parser_settings.parser().push('Hm.\n</think>\n\n7', is_last=True) == ('7', 'Hm.', [])
   for settings, text in (
@@ -336,7 +336,7 @@ def test_a_prompt_may_begin_the_reasoning():
     assert (part.content, len(part.calls)) == (('', 1) if 'tools' in settings else (text, 0))
 
 
-def test_marks_are_read_that_are_special_tokens(tokenizer):
+def test_marks_that_are_special_tokens_are_parsed(tokenizer):
   form = answer_format(ChatTemplate(template='<|call|> </think>'), tokenizer)
   ids = tokenizer.encode('<|start|>a<think>b<|end|>')
   assert form.decoder(None)(ids) == 'a<think>b'  # which is no special token of this tokenizer
@@ -360,7 +360,7 @@ JSON_SCHEMA = {'type': 'json_schema', 'json_schema': {'name': 'n', 'schema': SCH
     ('{}', {'response_format': {'type': 'json_object'}}, r'\\{\\}'),
   ],
 )
-def test_the_output_has_the_form_that_was_asked_for(client, content, settings, pattern):
+def test_the_output_matches_the_requested_format(client, content, settings, pattern):
   whole = ask(client, content, n=2, **settings)
   for choice in whole.choices:
     assert re.fullmatch(pattern.replace('\\\\', '\\'), choice.message.content), choice
@@ -405,13 +405,13 @@ def allowed(mode, *names):
     ({'extra_body': {'structured_outputs': {'structural_tag': 'x'}}}, 'structured_outputs.structural_tag', 'not supp'),
   ],
 )
-def test_what_cannot_be_had_is_refused_in_a_sentence(client, settings, field, message):
+def test_unsupported_tools_and_formats_are_rejected(client, settings, field, message):
   with pytest.raises(openai.BadRequestError, match=re.escape(message)) as refused:
     ask(client, 'x', **settings)
   assert refused.value.param == field
 
 
-def test_a_template_without_tools_refuses_them():
+def test_a_template_without_tools_rejects_tools():
   with serving() as served, served.client() as client:
     answer = client.post('/v1/chat/completions', json={'messages': [{'role': 'user', 'content': 'x'}], 'tools': TOOLS})
   assert answer.status_code == 400
@@ -423,16 +423,16 @@ def tokenizer(tmp_path_factory):
   """Bytes, and the special tokens of gpt-oss."""
   folder = tmp_path_factory.mktemp('tokenizer')
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-  made = tokenizers.Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(alphabet)}, merges=[]))
-  made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  tokenizer = tokenizers.Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(alphabet)}, merges=[]))
+  tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
   markers = ('channel', 'message', 'start', 'end', 'call', 'return', 'constrain')
-  made.add_special_tokens([f'<|{name}|>' for name in markers])
-  made.save(str(folder / 'tokenizer.json'))
+  tokenizer.add_special_tokens([f'<|{name}|>' for name in markers])
+  tokenizer.save(str(folder / 'tokenizer.json'))
   (folder / 'tokenizer_config.json').write_text('{"eos_token": "<|return|>"}')
   return FolderTokenizer(path=str(folder))
 
 
-def test_a_client_gets_no_markers(tokenizer):
+def test_clients_do_not_see_markers(tokenizer):
   """The fake engine repeats the prompt, up to the end of text."""
   template = ChatTemplate(template=HARMONY_ECHO, writes_bos=True)
   with serving(max_len=512, chat_template=template, tokenizer=tokenizer) as served, served.client() as client:

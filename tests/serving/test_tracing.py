@@ -1,4 +1,4 @@
-"""Traces of requests: a span each in the client's trace, with its times in the queue, in prefill and in decode."""
+"""A request is a span in its client's trace, with child spans for queue, prefill and decode."""
 
 from http.server import BaseHTTPRequestHandler, HTTPServer
 import sys
@@ -33,10 +33,10 @@ def test_a_request_is_a_span_in_the_clients_trace_with_spans_of_its_phases():
     'gen_ai.usage.output_tokens': 7,
     'gen_ai.response.finish_reasons': ('length',),
   }
-  assert [each.name for each in phases] == ['queue', 'prefill', 'decode']
-  assert all(each.parent.span_id == whole.context.span_id for each in phases)
-  times = [whole.start_time, *(each.end_time for each in phases)]
-  assert [each.start_time for each in phases] == times[:-1]
+  assert [phase.name for phase in phases] == ['queue', 'prefill', 'decode']
+  assert all(phase.parent.span_id == whole.context.span_id for phase in phases)
+  times = [whole.start_time, *(phase.end_time for phase in phases)]
+  assert [phase.start_time for phase in phases] == times[:-1]
   assert times == sorted(times)
   assert times[-1] == whole.end_time
   of_stream = exporter.get_finished_spans()[-1]
