@@ -31,6 +31,10 @@ _SECOND = (
 )
 
 
+class PreemptedError(Exception):
+  """Ends a program after SIGTERM, from the point where the program noticed the signal."""
+
+
 class PreemptionGuard:
   """Tells whether the job should save and leave. A second SIGTERM or SIGHUP changes nothing.
 

@@ -6,11 +6,10 @@
 
 `train`, `eval`, `decode` and `preview` are modules. Each has one function that takes a built experiment (`Job`), runs
 it to its end and returns an exit code. Read `train.py` first, from top to bottom: it opens a job, restores or
-initialises its state, runs its steps and ends; all else is done by its hooks, in the order of `job_hooks`. Then read
-`hooks.py` (TrainHook and TrainRun), `interval_hooks.py` (what uses the state: checkpoints, evals by `evaluator.py`),
-`report_hooks.py` (what reports), `early_end.py`, `training_loop.py` (why the host launches a step before it knows how
-the last one ended), `restore.py` and `restored_weights.py` (what a program starts from) and `job_directory.py` (one
-running job a directory; a lost job never starts again unasked).
+initializes its state, makes its steps and ends; its hooks do everything else, in the order of `job_hooks`. Then read
+`hooks.py` (TrainHook, TrainRun, and the hooks: progress, metrics, checkpoints, evals) and `training_loop.py` (why the
+host launches a step before it knows how the last one ended). Beside them are `restore.py` and `restored_weights.py`
+(what a program starts from) and `job_directory.py` (one running job per directory; a lost job never restarts unasked).
 
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """

@@ -32,11 +32,11 @@ from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.comparison import refuse_differences
+from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import StorageError, absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
-from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import open_reader

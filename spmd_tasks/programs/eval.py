@@ -15,11 +15,11 @@ import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed import EmergencyExit, is_primary
+from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import make_directory, storage_errors, write_durably
 from spmd_tasks.programs.evaluator import Evaluator
-from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.restored_weights import open_reader
 

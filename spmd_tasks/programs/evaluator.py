@@ -13,13 +13,13 @@ import numpy as np
 
 from spmd_tasks.activity import doing
 from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Prefetcher, State
 from spmd_tasks.inputs.base import data_of, source_names
 from spmd_tasks.layers.losses import StepOutputs
-from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.compilation import StepsByShape
 from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MultiWriter, finish_metrics, make_writer, split_summaries

@@ -1,78 +1,96 @@
-"""Defines TrainHook, what a training job does beside its steps (checkpoints, evals, logs), and TrainRun, what it sees.
+"""The hooks of a training job: TrainHook, their base class, TrainRun, which they see, and all hooks of the core.
 
     class Watched(MyExperiment):
       def hooks(self):
         return [BestLoss()]              # docs/hooks.md has this one
 
-A job has its hooks in one declared order (`job_hooks` in train.py). The methods of TrainHook stand in the order of a
-job's life; each is called on all hooks in their order before the next one is called on any.
+`job_hooks` in train.py lists the hooks of a job in order. The methods of TrainHook are in the order of a job's life; a
+job calls each method on all hooks before it calls the next one.
 
-Several processes call the same hooks at the same steps. A hook that computes with the state, compiles or communicates
-does that on every process, after the same steps: it decides by the step, by metrics (all processes have the same) or by
+Several processes call the same hooks after the same steps. A hook that computes with the state, compiles or
+communicates does so on every process: it decides by the step, by metrics (all processes have the same) or by
 `distributed.primary_decides`. Only process 0 writes (`is_primary()`).
 """
 
+import abc
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
+import json
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+import tempfile
+import time
+from typing import Any, NamedTuple
 
 from etils import epath
+import jax
+import numpy as np
 
-from spmd_tasks.activity import doing
+from spmd_tasks.activity import doing, set_activity
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints.orbax_arrays import num_bytes
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
+from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
+from spmd_tasks.distributed.watchdog import StepWatchdog
+from spmd_tasks.errors import UserError, is_own
+from spmd_tasks.experiment import Experiment, Job, duration_s
+from spmd_tasks.files import is_remote, make_directory, read_text, storage_errors, write_durably
+from spmd_tasks.inputs import Batch, InputIterator, Prefetcher
+from spmd_tasks.inputs.base import progress_of, source_names
+from spmd_tasks.layers.losses import RESERVED_METRICS
+from spmd_tasks.programs.evaluator import Evaluator, refuse_other_data
+from spmd_tasks.programs.goodput import Goodput, steady_now
+from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, SavedSteps
+from spmd_tasks.programs.progress import Progress, format_metrics
+from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
+from spmd_tasks.runtime import PartitionedModel, TrainState, format_parameter_table
+from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.input_layout import InputSpec
+from spmd_tasks.runtime.metrics import Metric, Metrics, finish_metrics, make_writer, scalars, split_summaries
+from spmd_tasks.runtime.origin import saved_part
+from spmd_tasks.sharding import infer_partition_spec_based_on_rank
+from spmd_tasks.sharding.specs import even_spec, num_parts, spec_axes
+from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, is_quantized
 
-if TYPE_CHECKING:
-  import jax
-  import numpy as np
-
-  from spmd_tasks.checkpoints import Checkpointer
-  from spmd_tasks.distributed.preemption import PreemptionGuard
-  from spmd_tasks.distributed.watchdog import StepWatchdog
-  from spmd_tasks.experiment import Experiment, Job
-  from spmd_tasks.inputs import InputIterator, Prefetcher
-  from spmd_tasks.programs.goodput import Goodput
-  from spmd_tasks.programs.progress import Progress
-  from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
-  from spmd_tasks.runtime import PartitionedModel, TrainState
-  from spmd_tasks.runtime.metrics import Metrics
-
-
-class PreemptedError(Exception):
-  """Ends a program after SIGTERM, from the point where the program noticed the signal."""
+# A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
+# second. A larger one is written while training goes on.
+_WRITTEN_AT_ONCE_BYTES = 100_000_000
+_LOOK_S = 10.0
 
 
 class NewestEvals(NamedTuple):
-  """The newest evals of all eval sets of a job, after `step` (-1: there were none yet), and how long they took.
+  """The newest evals of all eval sets, after `step` (-1: none yet), and how long they took.
 
-  `metrics` and `examples` are by eval set; `examples` has one value of the loss's per example, by name, where a hook
+  `metrics` and `examples` are by eval set. `examples` has the loss's per-example outputs by name, if a hook
   `wants_examples`.
   """
 
   step: int = -1
-  metrics: 'Mapping[str, Metrics]' = {}
+  metrics: Mapping[str, Metrics] = {}
   seconds: float = 0.0
-  examples: 'Mapping[str, Mapping[str, np.ndarray]]' = {}
+  examples: Mapping[str, Mapping[str, np.ndarray]] = {}
 
 
 class Logged(NamedTuple):
-  """The newest metrics that were written: after which step (-1: none yet), and all of them by name."""
+  """The newest logged metrics, by name, and their step (-1: none yet)."""
 
   step: int = -1
-  metrics: 'Metrics' = {}
+  metrics: Metrics = {}
 
 
 class FirstState(NamedTuple):
-  """The state that a job goes on from after `step`, the input's position there, and a phrase about its origin."""
+  """The state to resume from after `step`, the input's position there, and a phrase about its origin."""
 
   step: int
-  state: 'TrainState'
+  state: TrainState
   input_state: Any
   origin: str
 
 
 class TrainHook:
-  """Base class of hooks, whose methods do nothing. An exception of a method ends the job, a UserError in one sentence.
+  """Base class of hooks; its methods do nothing. An exception in a method ends the job, a UserError in one sentence.
 
   Attributes:
     wants_examples: whether the hook reads the loss's per-example outputs (`outcome.outputs.examples()` of a step and
@@ -87,22 +105,22 @@ class TrainHook:
   def open(self, run: 'TrainRun') -> None:
     """Opens files, threads and connections in the claimed job directory; `run.stack` closes them when the job ends."""
 
-  def restore(self, run: 'TrainRun', newest_checkpoint: int) -> 'FirstState | None':
+  def restore(self, run: 'TrainRun', newest_checkpoint: int) -> FirstState | None:
     """Returns a state to resume from instead of the newest checkpoint (-1: none), or None. The first answer counts."""
     return None
 
   def start(self, run: 'TrainRun') -> None:
     """Called with the first state, after step `run.first_step`, which may be the last step."""
 
-  def batches(self, run: 'TrainRun', iterator: 'InputIterator') -> Any:
-    """Returns an iterator of batches in place of a Prefetcher of the input, or None. The first answer counts.
+  def batches(self, run: 'TrainRun') -> Any:
+    """Returns an iterator of batches in place of `run.read_ahead(...)`, or None. The first answer counts.
 
     It yields (placed batch, position after it) and has the attribute `seconds_waited`, like a Prefetcher.
     """
     return None
 
   def before_loop(self, run: 'TrainRun') -> None:
-    """Finishes what an earlier process of the job was stopped in. All is compiled; SIGTERM sets `run.should_stop()`.
+    """Redoes work that an earlier process of the job was interrupted in. Steps are compiled; SIGTERM no longer kills.
 
     Raises PreemptedError if `run.should_stop()` came first.
     """
@@ -115,60 +133,61 @@ class TrainHook:
     """
     return False
 
-  def before_step(self, run: 'TrainRun', batch: 'dict[str, jax.Array]') -> None:
+  def before_step(self, run: 'TrainRun', batch: dict[str, jax.Array]) -> None:
     """Called with the placed batch before a step. An exception cancels the step. `run.state` needs `needs_state`."""
 
   def after_first_step(self, run: 'TrainRun') -> None:
     """Called after this process's first step. Compile here what an interval needs later, so that it fails early."""
 
-  def after_step(self, run: 'TrainRun', outcome: 'Outcome') -> None:
+  def after_step(self, run: 'TrainRun', outcome: Outcome) -> None:
     """Called after a step that counts: `outcome.step` updates are applied, and its metrics are on the devices.
 
     Return early if `run.should_stop()`; the loop then ends after this step.
     """
 
-  def after_skipped_step(self, run: 'TrainRun', outcome: 'Outcome') -> None:
+  def after_skipped_step(self, run: 'TrainRun', outcome: Outcome) -> None:
     """Called after a skipped step, whose loss or gradients were not finite."""
 
   def after_loop(self, run: 'TrainRun') -> None:
-    """Called when the loop has ended, for whatever reason. `run.state` is the state after `run.step`."""
+    """Called when the loop has ended, for any reason. `run.state` is the state after `run.step`."""
 
   def finish(self, run: 'TrainRun') -> None:
-    """Called at the end of a complete training. Raises PreemptedError if `run.should_stop()` came first."""
+    """Called when training is complete. Raises PreemptedError if `run.should_stop()` came first."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class TrainRun:
-  """A running training job, as its hooks see it. Fields are in the order of the job's life."""
+  """A running training job, as its hooks see it. Fields are in the order in which they are set."""
 
-  job: 'Job'  # as it was built
+  job: Job
   job_log_dir: epath.Path
-  model: 'PartitionedModel'
-  hooks: tuple[TrainHook, ...]  # all of the job's, in their order
-  goodput: 'Goodput'  # counts where the time goes
-  guard: 'PreemptionGuard'
-  stack: contextlib.ExitStack  # closes at the job's end, newest first, what hooks have opened
+  model: PartitionedModel
+  iterator: InputIterator  # of this process's rows of the training input; `batches` reads from it
+  hooks: tuple[TrainHook, ...]  # all hooks of the job, in order
+  goodput: Goodput  # counts where the time goes
+  guard: PreemptionGuard
+  stack: contextlib.ExitStack  # closes what hooks have opened, newest first, when the job ends
   end_reason: str | None = None  # why the job ends before its last step
 
-  watchdog: 'StepWatchdog' = dataclasses.field(init=False)  # from `open` on: ends processes that make no progress
-  # Waits for what each checkpoint says about weights that it leaves out; a hook may set it in `open`.
+  watchdog: StepWatchdog = dataclasses.field(init=False)  # from `open` on: ends processes that make no progress
+  # Returns what each checkpoint records about weights that it leaves out; a hook may set it in `open`.
   base: Callable[[], Mapping[str, str]] | None = None
 
-  checkpointer: 'Checkpointer' = dataclasses.field(init=False)  # from `restore` on
+  checkpointer: Checkpointer = dataclasses.field(init=False)  # from `restore` on
 
-  progress: 'Progress' = dataclasses.field(init=False)  # from `start` on: shows steps, metrics and messages
-  first_step: int = -1  # after which this process goes on
-  origin: str = ''  # a phrase about where its state is from
-  is_saved: bool = True  # whether the first state needs no checkpoint: one of the job has it, or it is at step 0
-  loop: 'TrainingLoop' = dataclasses.field(init=False)  # launches the steps; has the state, the counts
+  progress: Progress = dataclasses.field(init=False)  # from `start` on: shows steps, metrics and messages
+  first_step: int = -1  # the step that this process resumes from
+  origin: str = ''  # a phrase about where the first state is from
+  is_saved: bool = True  # whether the first state needs no checkpoint: it is in one, or at step 0
+  loop: TrainingLoop = dataclasses.field(init=False)  # launches the steps; has the state and the counts
 
-  batches: 'Prefetcher' = dataclasses.field(init=False)  # from `before_loop` on
+  batches: Any = dataclasses.field(init=False)  # from `before_loop` on: a Prefetcher, or the iterator of a hook
   evals: NewestEvals = dataclasses.field(default_factory=NewestEvals)
-  logged: Logged = dataclasses.field(default_factory=Logged)  # the metrics that were written last
-  metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of hooks, written with the next logged step's
+  logged: Logged = dataclasses.field(default_factory=Logged)
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # from hooks, written with the next logged step
 
   @property
-  def experiment(self) -> 'Experiment':
+  def experiment(self) -> Experiment:
     """The experiment of the job, whose fields are its config."""
     return self.job.experiment
 
@@ -179,17 +198,19 @@ class TrainRun:
 
   @property
   def step(self) -> int:
-    """How many updates are applied: the step of the last outcome."""
+    """The number of updates so far: the step of the last outcome."""
     return self.loop.step
 
   @property
-  def state(self) -> 'TrainState':
-    """The live, padded state after `step`; the next step uses up its arrays.
+  def state(self) -> TrainState:
+    """The live, padded state after `step`; the next step donates its arrays.
 
-    Raises a RuntimeError: the device may be computing the next step already, as no hook `needs_state` after this one.
+    Raises a RuntimeError: no hook `needs_state` after this step, so the next step may have been launched already.
     """
     if self.loop.is_running and not self.is_awaited(self.step):
-      raise RuntimeError(f'the state of step {self.step} may be gone: needs_state({self.step}) is False of all hooks.')
+      raise RuntimeError(
+        f'the state of step {self.step} may be donated: return True from needs_state({self.step}) of a hook.'
+      )
     return self.loop.state
 
   def is_awaited(self, step: int) -> bool:
@@ -197,15 +218,23 @@ class TrainRun:
     return step >= self.experiment.num_train_steps or any(hook.needs_state(step) for hook in self.hooks)
 
   def should_stop(self) -> bool:
-    """Whether SIGTERM or Ctrl-C asks for an end. Every process asks at the same points, because calls are counted."""
+    """Whether SIGTERM or Ctrl-C asks the job to end. Every process must call this at the same points: calls are counted."""
     return self.guard.should_stop()
 
   def end_early(self, reason: str) -> None:
-    """Ends the job after this step, or after the next one if that is launched already.
+    """Ends the job after this step, or after the next one if it is launched already.
 
-    Every process calls it after the same step. The job ends like one that has made all its steps.
+    Every process must call it after the same step. The job ends as after its last step.
     """
     self.end_reason = reason
+
+  def read_ahead(self, place: Callable[[Batch], Any] | None = None) -> Prefetcher:
+    """Starts to read batches ahead until the job ends; `place` puts one on the devices (None: as the step takes it)."""
+    count, timeout_s = self.experiment.prefetch_batches, self.experiment.input_timeout_s
+    place = place or self.model.train_step.place
+    batches = Prefetcher(self.iterator, place, count, timeout_s, is_idle=self.loop.is_idle)
+    self.stack.callback(batches.close)
+    return batches
 
   def message(self, text: str) -> None:
     """Shows a line to the user, on process 0."""
@@ -227,3 +256,653 @@ class TrainRun:
     """Bounds and counts the time inside, in which `after_first_step` compiles."""
     with doing('compiling for evals and checkpoints'), self.timed('compile', 'compilation'):
       yield
+
+
+class CountGoodput(TrainHook):
+  """Counts the time spent in steps, and in everything else by cause (goodput.py)."""
+
+  def open(self, run: TrainRun) -> None:
+    run.stack.callback(run.goodput.close)
+
+  def start(self, run: TrainRun) -> None:
+    run.goodput.resume(run.first_step)
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    run.goodput.step(outcome.step, is_skipped=outcome.skipped, seconds_waited=run.batches.seconds_waited)
+
+  def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self.after_step(run, outcome)
+
+  def after_loop(self, run: TrainRun) -> None:
+    run.goodput.switch('program_end')
+
+
+class CompareInputs(TrainHook):
+  """Refuses a process whose training input has other files, or another tokenizer, than on process 0."""
+
+  def prepare(self, run: TrainRun) -> None:
+    if jax.process_count() > 1:
+      refuse_other_data('data files', {'train_input': run.iterator.get_state()}, run.limit_s)
+
+
+class ShowProgress(TrainHook):
+  """Describes the model, and reports the time until the first step, and each finished or skipped step."""
+
+  def start(self, run: TrainRun) -> None:
+    interval = describe_interval(run.experiment.checkpoint_every)
+    run.message(f'{_describe(run.model, run.origin)}; a checkpoint {interval}')
+    if is_primary():
+      with storage_errors(run.job_log_dir / PARAMETERS_FILE):
+        write_durably(run.job_log_dir / PARAMETERS_FILE, format_parameter_table(run.model) + '\n')
+
+  def after_first_step(self, run: TrainRun) -> None:
+    set_activity(None)
+    run.progress.step(run.step)
+    step, total = run.model.train_step, steady_now() - run.goodput.begun
+    phases = {'trace': step.trace_seconds, 'compile': step.compile_seconds, 'total': total}
+    run.message(
+      f'first step finished {total:.1f} s after the start, of which {step.trace_seconds:.1f} s traced and '
+      f'{step.compile_seconds:.1f} s compiled it'
+    )
+    if is_primary():
+      with storage_errors(run.job_log_dir / STARTUP_FILE):
+        write_durably(run.job_log_dir / STARTUP_FILE, json.dumps(phases) + '\n')
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    run.progress.step(outcome.step)
+
+  def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
+    run.message(
+      f'skipped an update after step {outcome.step}: loss {float(outcome.metrics["loss"])}, gradient norm '
+      f'{float(outcome.metrics["grad_norm"])}; weights and optimizer are unchanged'
+    )
+
+
+class Track(TrainHook):
+  """Sends metrics to the services of `trackers` (trackers.py), one step late. A service that fails ends no job."""
+
+  _logged_step = _eval_step = -1
+  _is_complete = False
+
+  def prepare(self, run: TrainRun) -> None:
+    """Raises a UserError for a tracker that is not known or not installed."""
+    from spmd_tasks.programs.trackers import tracker_classes
+
+    self._classes = tracker_classes(run.experiment.trackers)
+
+  def start(self, run: TrainRun) -> None:
+    self._trackers: dict[str, Any] = {}
+    if not is_primary():
+      return
+    self._eval_step = run.first_step
+    path = run.job_log_dir / 'trackers.json'
+    ids = json.loads(read_text(path)) if path.exists() else {}
+    config = json.loads(read_text(run.job_log_dir / 'config.json'))['config']
+    directory = tempfile.mkdtemp(prefix='spmd_tasks_') if is_remote(run.job_log_dir) else str(run.job_log_dir)
+    for name, tracker_class in self._classes.items():
+      with self._drop_if_it_fails(run, name):
+        tracker = self._trackers[name] = tracker_class(run.job.name, config, directory, ids.get(name))
+        ids[name] = tracker.id
+    write_durably(path, json.dumps(ids) + '\n')
+    run.stack.callback(self._close, run)
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    del outcome
+    self._report(run)
+
+  def finish(self, run: TrainRun) -> None:
+    self._is_complete = True
+
+  def _report(self, run: TrainRun) -> None:
+    if run.logged.step > self._logged_step:
+      self._logged_step = run.logged.step
+      self._log(run, run.logged.step, run.logged.metrics)
+    if run.evals.step > self._eval_step:
+      self._eval_step = run.evals.step
+      for name, metrics in run.evals.metrics.items():
+        self._log(run, run.evals.step, {f'eval/{name}/{metric}': value for metric, value in metrics.items()})
+
+  def _log(self, run: TrainRun, step: int, metrics: Mapping[str, Any]) -> None:
+    numbers = {name: float(value) for name, value in metrics.items() if not isinstance(value, list)}
+    for name in list(self._trackers):
+      with self._drop_if_it_fails(run, name):
+        self._trackers[name].log(step, numbers)
+
+  def _close(self, run: TrainRun) -> None:
+    self._report(run)  # the evals at the end
+    for name in list(self._trackers):
+      with self._drop_if_it_fails(run, name):
+        self._trackers[name].close(is_complete=self._is_complete)
+
+  @contextlib.contextmanager
+  def _drop_if_it_fails(self, run: TrainRun, name: str) -> Iterator[None]:
+    """Stops sending to a service that fails, with a message; the job continues."""
+    try:
+      yield
+    except Exception as error:
+      self._trackers.pop(name, None)
+      run.message(f'{name} gets no metrics from here on, metrics.jsonl has them all: {type(error).__name__}: {error}')
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepRates:
+  """Measures rates from one logged step to the next."""
+
+  counted: str  # 'tokens', or 'examples' if batches have no tokens
+  counted_per_step: int  # in a training batch
+  peak_steps_per_second: float | None  # at the devices' peak FLOP/s; None if the peak is unknown
+  goodput: Goodput  # counts the time in the loop
+  _last: tuple[int, float, float] = (-1, 0.0, 0.0)
+
+  def start(self, step: int) -> None:
+    """Starts to measure after `step`, one of the first, so that compilation is left out."""
+    self._last = step, *self.goodput.loop_seconds()
+
+  def since_last(self, step: int) -> dict[str, float]:
+    """Returns steps, tokens or examples per second, waiting and MFU since the last call; {} without a step since."""
+    last_step, last_seconds, last_waited = self._last
+    if step <= last_step:
+      return {}
+    self.start(step)
+    steps_per_second = (step - last_step) / (self._last[1] - last_seconds)
+    rates = {
+      'steps_per_second': steps_per_second,
+      f'{self.counted}_per_second': steps_per_second * self.counted_per_step,
+      'host_wait_fraction': (self._last[2] - last_waited) / (self._last[1] - last_seconds),
+    }
+    if self.peak_steps_per_second is not None:
+      rates['mfu'] = steps_per_second / self.peak_steps_per_second
+    return rates
+
+
+def count_batch(spec: InputSpec) -> tuple[str, int]:
+  """Returns ('tokens', the positions of a batch's largest integer input [B, T]), or else ('examples', its rows).
+
+  Positions of padding count, too.
+  """
+  texts = [each.shape for each in spec.values() if len(each.shape) == 2 and np.issubdtype(each.dtype, np.integer)]
+  return ('tokens', max(map(math.prod, texts))) if texts else ('examples', next(iter(spec.values())).shape[0])
+
+
+class LogMetrics(TrainHook):
+  """Writes and shows metrics of the first step, every `log_every_steps`, and of the last step.
+
+  Rates are over the steps since the last logged one; other metrics are the step's own.
+  """
+
+  def start(self, run: TrainRun) -> None:
+    """A collective call."""
+    loss = getattr(run.job.task, 'loss', None)  # None: one of Pax's tasks
+    self._is_own_loss = loss is not None and is_own(loss)
+    self._writer = make_writer(run.job_log_dir, trackers=run.experiment.trackers, primary=is_primary())
+    run.stack.callback(self._writer.close)
+    counted, number = count_batch(run.model.input_layout.spec)
+    peak, self._num_uneven = None, 1
+    if jax.devices()[0].platform != 'cpu':  # no CPU's peak is known
+      self._num_uneven = 2  # the second step runs while the hooks of the first one compile
+      from spmd_tasks.runtime.flops import peak_steps_per_second
+
+      peak = peak_steps_per_second(run.model)
+    self._rates = StepRates(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=run.goodput)
+
+  def before_loop(self, run: TrainRun) -> None:
+    self._compilations = run.stack.enter_context(CompilationCounter())
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    step, experiment = outcome.step, run.experiment
+    if run.first_step < step <= run.first_step + self._num_uneven:
+      self._rates.start(step)
+    if step == run.first_step + 1:  # everything is compiled now
+      self._num_programs = self._compilations.num_programs
+    if step % experiment.log_every_steps == 0 or step in (run.first_step + 1, experiment.num_train_steps):
+      metrics = self._metrics(run, outcome)
+      summaries, histograms = split_summaries([jax.device_get(outcome.outputs)] if outcome.outputs else [])
+      metrics |= summaries
+      self._writer.write(step, metrics)
+      run.logged = Logged(step, metrics)
+      self._writer.write_histograms(step, histograms)
+      run.progress.log(step, metrics, self._own_names(outcome.metrics))
+
+  def _own_names(self, step_metrics: Mapping[str, jax.Array]) -> list[str]:
+    """Returns the names of the metrics that a loss of the user's own returned."""
+    return [name for name in step_metrics if name not in (*RESERVED_METRICS, 'accuracy')] if self._is_own_loss else []
+
+  def _metrics(self, run: TrainRun, outcome: Outcome) -> dict[str, Metric]:
+    """Returns all metrics of a step; waits for the step. A collective call."""
+    metrics = finish_metrics(jax.device_get(outcome.metrics), source_names(run.job.train_input))
+    del metrics['skipped']
+    counts = {
+      'num_skipped_steps': run.loop.num_skipped,
+      'padding_waste': run.model.padding_waste,
+      'num_compilations': self._compilations.num_programs - self._num_programs,
+    }
+    progress = progress_of(run.job.train_input, run.loop.outcome_input_state)
+    return metrics | self._rates.since_last(outcome.step) | run.goodput.metrics() | progress | run.metrics | counts
+
+
+def is_multiple(step: int, every_steps: int | None) -> bool:
+  """Returns whether a step ends an interval. Step 0 does not, and without an interval no step does."""
+  return every_steps is not None and step > 0 and step % every_steps == 0
+
+
+class SaveCheckpoints(TrainHook):
+  """Saves a checkpoint as often as `checkpoint_every` says, and when the loop has ended.
+
+  If `checkpoint_every` is a time, process 0 decides when it has passed, and all processes save the step that ends next.
+  They agree on that step, and on the step at which they look again, at most `_LOOK_S` later. No save begins while an
+  earlier checkpoint is still being written.
+  """
+
+  def prepare(self, run: TrainRun) -> None:
+    every = run.experiment.checkpoint_every
+    self._every_s = duration_s(every, 'checkpoint_every') if isinstance(every, str) else None
+    self._every_steps = run.experiment.checkpoint_keep_every_steps if isinstance(every, str) else every
+    self._part = saved_part(run.model, run.experiment.origin())
+
+  def start(self, run: TrainRun) -> None:
+    self._last_saved = run.first_step if run.is_saved else -1
+    self._due: int | None = None  # the step to save because the time has passed
+
+  def before_loop(self, run: TrainRun) -> None:
+    self._saved_s = self._looked_s = time.monotonic()
+    self._looked, self._next_look = run.first_step, run.first_step + 1
+
+  def needs_state(self, step: int) -> bool:
+    return step == self._due or is_multiple(step, self._every_steps)
+
+  def after_first_step(self, run: TrainRun) -> None:
+    with run.compiling():
+      run.model.compile_conversions(self._part)
+      run.checkpointer.prepare()
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    if self.needs_state(outcome.step):
+      self._save(run)
+    if self._every_s is not None and outcome.step >= self._next_look:
+      look = functools.partial(self._look, run, outcome.step)
+      self._due, self._next_look = primary_decides(look, 'checkpoint_due', limit_s=run.limit_s)
+
+  def _look(self, run: TrainRun, step: int) -> tuple[int | None, int]:
+    """Returns the step to save if the time has passed, else None, and the step after which to look again."""
+    assert self._every_s is not None
+    now = time.monotonic()
+    step_s = (now - self._looked_s) / max(1, step - self._looked)
+    self._looked_s, self._looked = now, step
+    left_s = self._saved_s + self._every_s - now
+    if left_s <= step_s and not run.checkpointer.is_saving:
+      return step + 1, step + 2
+    # A single process looks after every step: it has nobody to agree with.
+    ahead_s = 0.0 if jax.process_count() == 1 else min(left_s / 2, _LOOK_S)
+    return None, step + max(1, int(ahead_s / max(step_s, 1e-6)))
+
+  def after_loop(self, run: TrainRun) -> None:
+    if run.step > self._last_saved:
+      self._save(run)
+    with run.timed('checkpoint', 'checkpoint_save'):
+      run.checkpointer.wait()
+
+  def _save(self, run: TrainRun) -> None:
+    """Saves a checkpoint; a large one is still being written when this returns."""
+    self._saved_s = time.monotonic()
+    with run.timed('checkpoint', 'checkpoint_save'):
+      run.checkpointer.save(run.step, run.model.to_canonical(run.state, self._part), run.loop.input_state)
+      if num_bytes(self._part(run.model.canonical_state)) < _WRITTEN_AT_ONCE_BYTES:
+        run.checkpointer.wait()
+    run.goodput.mark(run.step)
+    self._last_saved = run.step
+
+
+class Evaluate(TrainHook):
+  """Evaluates all eval sets every `eval_every_steps` and at the end of training; sets `run.evals`.
+
+  A resumed job repeats the evals of its first step if they were interrupted.
+  """
+
+  def prepare(self, run: TrainRun) -> None:
+    self._every_steps = run.experiment.eval_every_steps
+    keeps_examples = any(hook.wants_examples for hook in run.hooks)
+    self._evaluator = Evaluator(run.job, run.model, run.job_log_dir, keeps_examples=keeps_examples)
+    self._evaluator.refuse_other_data(run.limit_s)
+
+  def open(self, run: TrainRun) -> None:
+    run.stack.callback(self._evaluator.close)
+
+  def before_loop(self, run: TrainRun) -> None:
+    if self._evals_were_interrupted(run) and not self._evaluate(run):
+      raise PreemptedError
+
+  def needs_state(self, step: int) -> bool:
+    return is_multiple(step, self._every_steps)
+
+  def after_first_step(self, run: TrainRun) -> None:
+    with run.compiling():
+      self._evaluator.compile()
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    if is_multiple(outcome.step, self._every_steps):
+      self._evaluate(run)
+
+  def finish(self, run: TrainRun) -> None:
+    if run.evals.step != run.step and not self._evaluate(run):
+      raise PreemptedError
+
+  def _evals_were_interrupted(self, run: TrainRun) -> bool:
+    """Returns whether evals were due at the restored step, and some are not recorded."""
+    step, evaluator = run.first_step, self._evaluator
+    if step == 0 or not (step >= run.experiment.num_train_steps or is_multiple(step, self._every_steps)):
+      return False
+    return primary_decides(
+      lambda: not all(evaluator.is_recorded(name, step) for name in evaluator.names),
+      'missing_evals',
+      limit_s=run.limit_s,
+    )
+
+  def _evaluate(self, run: TrainRun) -> bool:
+    """Evaluates all sets; returns False if SIGTERM came before the last set was finished."""
+    evals, start = {}, time.perf_counter()
+    with run.timed('eval', 'evaluation'):
+      variables = run.model.task.evaluation_variables(run.state)
+      on_batch = functools.partial(run.watchdog.beat, run.step, 'eval')
+      for name, metrics in self._evaluator.evaluate(variables, run.step, on_batch, run.should_stop):
+        if run.step > run.first_step or not self._evaluator.is_recorded(name, run.step):
+          self._evaluator.record(name, run.step, metrics)
+        run.message(f'step {run.step}  eval {name}: ' + format_metrics(metrics))
+        evals[name] = metrics
+    if len(evals) < len(self._evaluator.names):
+      return False
+    run.evals = NewestEvals(run.step, evals, time.perf_counter() - start, dict(self._evaluator.examples))
+    return True
+
+
+class Sample(TrainHook):
+  """Writes texts that the model generates from the sample prompts, every `sample_every_steps` (samples.py)."""
+
+  def prepare(self, run: TrainRun) -> None:
+    from spmd_tasks.programs.samples import SampleWriter  # with all of decoding
+
+    self._every_steps = run.experiment.sample_every_steps
+    self._writer = SampleWriter(run.job, run.model, run.job_log_dir)
+
+  def start(self, run: TrainRun) -> None:
+    self._writer.open(run.first_step)
+    run.stack.callback(self._writer.close)
+
+  def before_loop(self, run: TrainRun) -> None:
+    self._sample_if_due(run)
+
+  def needs_state(self, step: int) -> bool:
+    return is_multiple(step, self._every_steps)
+
+  def after_first_step(self, run: TrainRun) -> None:
+    with run.compiling():
+      self._writer.compile()
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    with contextlib.suppress(PreemptedError):
+      self._sample_if_due(run)
+
+  def finish(self, run: TrainRun) -> None:
+    self._sample_if_due(run)
+
+  def _sample_if_due(self, run: TrainRun) -> None:
+    """Writes the texts of the step unless they are written. Raises PreemptedError if SIGTERM came first."""
+    if not is_multiple(run.step, self._every_steps) or self._writer.newest_step == run.step:
+      return
+
+    def on_step() -> None:
+      if run.should_stop():
+        raise PreemptedError
+
+    with run.timed('sample', 'evaluation'):
+      self._writer.sample(run.model.task.decoding_variables(run.state), run.step, on_step)
+    run.message(f'step {run.step}  samples: in {self._writer.path}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepReport:
+  """What is known after a training step."""
+
+  step: int  # updates applied
+  metrics: Mapping[str, jax.Array]  # on the devices; {} if a resumed job repeats an eval
+  evals: Mapping[str, Metrics]  # by eval set; {} if there was no eval after this step
+  eval_seconds: float  # how long the evals took
+
+
+class EarlyEnd(TrainHook, abc.ABC):
+  """Ends a job before its last step when a subclass finds a reason; the step is saved, as at the end.
+
+  Process 0 decides for all processes. The same command resumes the job until the next reason. An object lives as long
+  as its process, and may remember earlier steps.
+  """
+
+  every_step: bool = False  # whether to ask after every step, not only after evals; the next step then waits
+  _last_metrics: Mapping[str, jax.Array] = {}
+
+  @abc.abstractmethod
+  def reason(self, report: StepReport) -> str | None:
+    """Returns why the job ends after this step, as a phrase, or None to continue. Called on process 0 only."""
+
+  def prepare(self, run: TrainRun) -> None:
+    """Checks that evals will be made. Raises a UserError if not."""
+    if self.every_step or (run.job.eval_inputs and run.experiment.eval_every_steps is not None):
+      return
+    missing = 'eval_every_steps is None' if run.job.eval_inputs else 'the experiment has no eval sets'
+    raise UserError(
+      f'hooks() returns {self}, which is asked after evals, but {missing}: set eval_every_steps and return eval sets '
+      'from eval_inputs().'
+    )
+
+  def before_loop(self, run: TrainRun) -> None:
+    if run.evals.step == run.first_step < run.experiment.num_train_steps:  # evals that the job was interrupted in
+      self._ask_and_end(run, run.first_step)
+
+  def needs_state(self, step: int) -> bool:
+    return self.every_step
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self._last_metrics = outcome.metrics
+    if outcome.step < run.experiment.num_train_steps:
+      self._ask_and_end(run, outcome.step)
+
+  def finish(self, run: TrainRun) -> None:
+    if run.step >= run.experiment.num_train_steps:
+      self._ask(run, run.step)  # it sees the last evals, too; its answer changes nothing
+
+  def _ask_and_end(self, run: TrainRun, step: int) -> None:
+    if (reason := self._ask(run, step)) is not None:
+      run.end_early(reason)
+
+  def _ask(self, run: TrainRun, step: int) -> str | None:
+    evals = run.evals if run.evals.step == step else NewestEvals()
+    if not (evals.metrics or self.every_step):
+      return None
+    report = StepReport(step=step, metrics=self._last_metrics, evals=evals.metrics, eval_seconds=evals.seconds)
+    try:
+      return primary_decides(lambda: self.reason(report), 'early_end', limit_s=run.limit_s)
+    except PrimaryError as error:
+      raise UserError(str(error)) from error
+
+
+@dataclasses.dataclass(kw_only=True)
+class EvalTarget(EarlyEnd):
+  """Ends a job as soon as a metric of an eval set has reached an upper or a lower limit.
+
+  class UntilGood(MyExperiment):
+    def hooks(self):
+      return [EvalTarget(eval_set='valid', metric='loss', at_most=2.0)]
+  """
+
+  eval_set: str  # a name of `eval_inputs()`
+  metric: str = 'loss'  # a scalar, such as 'loss' or 'accuracy'
+  at_most: float | None = None
+  at_least: float | None = None
+
+  def __post_init__(self):
+    if (self.at_most is None) == (self.at_least is None):
+      raise UserError(
+        f'EvalTarget has at_most = {self.at_most} and at_least = {self.at_least}: give one of them, the value of '
+        f'{self.metric} at which the job ends.'
+      )
+
+  def reason(self, report: StepReport) -> str | None:
+    """Returns the metric and the limit that it has reached. Raises a UserError if there is no such metric."""
+    if self.eval_set not in report.evals:
+      raise UserError(
+        f'EvalTarget.eval_set = {self.eval_set!r} is not an eval set: choose one of {sorted(report.evals)}.'
+      )
+    metrics = scalars(report.evals[self.eval_set])
+    if self.metric not in metrics:
+      raise UserError(
+        f'EvalTarget.metric = {self.metric!r} is not a scalar metric of eval set {self.eval_set!r}: choose one of '
+        f'{sorted(metrics)}.'
+      )
+    value = metrics[self.metric]
+    reached = f'{self.metric} of {self.eval_set} is {value:.6g}'
+    if self.at_most is not None and value <= self.at_most:
+      return f'{reached}, at most {self.at_most:g}'
+    if self.at_least is not None and value >= self.at_least:
+      return f'{reached}, at least {self.at_least:g}'
+    return None
+
+
+class Profile(TrainHook):
+  """Captures steps with JAX's profiler: `profile_steps`, and the steps that a file in the job's directory asks for.
+
+  The file is read every two seconds (in an object store every minute):
+
+      echo 5 > runs/mine/profile_now          # the next five steps of a running job, as process 0 sees them
+      echo 5 3 > runs/mine/profile_now        # as process 3 does
+  """
+
+  _requested: tuple[int, int] | None = None
+  _is_running = False
+  _looked = 0.0
+
+  def prepare(self, run: TrainRun) -> None:
+    self._planned = run.experiment.profile_steps
+    self._directory = run.job_log_dir / 'profile'
+
+  def before_loop(self, run: TrainRun) -> None:
+    run.stack.callback(self._stop)
+    self._start_or_stop(run.first_step)
+
+  def needs_state(self, step: int) -> bool:
+    return step in (self._planned or ())  # no step may be in flight when the profiler starts or stops
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    if not self._is_running and time.monotonic() - self._looked > (60 if is_remote(run.job_log_dir) else 2):
+      self._looked = time.monotonic()
+      if (request := run.job_log_dir / 'profile_now').exists():
+        self._requested = take_request(run, request, outcome.step)
+    self._start_or_stop(outcome.step)
+
+  def _start_or_stop(self, step: int) -> None:
+    is_inside = any(steps and steps[0] <= step < steps[1] for steps in (self._planned, self._requested))
+    if not is_inside:
+      self._stop()
+    elif not self._is_running:
+      # JAX writes to local disks only.
+      self._local = tempfile.mkdtemp(prefix='spmd_tasks_profile_') if is_remote(self._directory) else self._directory
+      with storage_errors(self._directory), contextlib.suppress(RuntimeError):  # somebody else profiles this process
+        make_directory(self._directory)
+        jax.profiler.start_trace(str(self._local))
+        self._is_running = True
+
+  def _stop(self) -> None:
+    if self._is_running:
+      self._is_running = False
+      with storage_errors(self._directory):
+        jax.profiler.stop_trace()
+        if is_remote(self._directory):
+          from spmd_tasks.stores import upload
+
+          upload(self._local, self._directory)
+
+
+def take_request(run: TrainRun, request: epath.Path, step: int) -> tuple[int, int] | None:
+  """Returns the steps that a file asks this process to profile, and removes the file; None if it asks for none."""
+  try:
+    words = read_text(request).split()
+    words += ['5', '0'][len(words) :]
+    process = int(words[1][:9]) if words[1].isdecimal() else -1
+    if process != jax.process_index() and (process in range(jax.process_count()) or not is_primary()):
+      return None
+    request.unlink(missing_ok=True)
+  except FileNotFoundError:  # another process has just taken it
+    return None
+  except (OSError, ValueError) as error:  # another user's file, or not text: no reason to end the job
+    run.message(f'{request} cannot be read: {error}')
+    with contextlib.suppress(OSError):
+      request.unlink(missing_ok=True)
+    return None
+  is_number = words[0].isdecimal() and len(words[0]) < 10 and int(words[0]) > 0
+  if process != jax.process_index() or not is_number:
+    wanted = f'write a number of steps and a process, if not 0, of {jax.process_count()}'
+    run.message(f'{request} asks for {" ".join(words)!r}: {wanted}.')
+    return None
+  run.message(f'profiling {words[0]} steps of process {words[1]}: see {run.job_log_dir / "profile"}')
+  return step, step + int(words[0])
+
+
+class ReportEnd(TrainHook):
+  """Reports that training is complete, and why if it ended early."""
+
+  def finish(self, run: TrainRun) -> None:
+    if run.step < run.experiment.num_train_steps:
+      run.message(f'Ended after step {run.step} of {run.experiment.num_train_steps}: {run.end_reason}.')
+      if is_primary():
+        with storage_errors(run.job_log_dir):
+          SavedSteps(run.job_log_dir).record(run.step, is_last=True)
+    run.message(run.goodput.end())
+
+
+def _describe(model: PartitionedModel, origin: str) -> str:
+  axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
+  padding = f', {100 * model.padding_waste:.1f}% more stored as padding' if model.padding_waste else ''
+  trained = ''
+  if model.has_frozen_weights:
+    share = model.num_trained_params / model.total_num_params
+    trained = f', {model.num_trained_params:,} of them trained ({share:.2%})'
+  specs = [spec for spec in jax.tree.leaves(model.weight_specs, is_leaf=is_quantized) if not is_quantized(spec)]
+  whole = sum(math.prod(spec.shape) for spec in specs if len(spec.shape) > 1 and not any(spec.split_dims))
+  if whole and model.mesh.size > 1:
+    trained += f', {whole:,} of them in kernels without split dims, whole on every device'
+  by_default = [spec for spec in specs if SPLIT_BY_DEFAULT in spec.tags]
+  if by_default and model.mesh.size > 1:
+    count, name = sum(math.prod(spec.shape) for spec in by_default), next(filter(None, by_default[0].split_dims))
+    trained += f', {count:,} of them in kernels without split dims, whose largest dim is split as {name!r}'
+  devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
+  return (
+    f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{_uneven_rows(model)}'
+  )
+
+
+def _uneven_rows(model: PartitionedModel) -> str:
+  """Returns a remark if the rows of a batch, or of a microbatch, are not divisible by the devices that split them."""
+  mesh, true = model.mesh, next(iter(model.input_layout.spec.values()))
+  spec = infer_partition_spec_based_on_rank(
+    len(true.shape), model.inputs_split_mapping, mesh.axis_names, model.axis_rules
+  )
+  if spec is None:
+    return ''
+  num_microbatches = model.task.learner.num_microbatches
+  num_rows = true.shape[0] // num_microbatches
+  even = even_spec(spec, (num_rows,), mesh.shape)
+  wanted, used = (num_parts(spec_axes(each, len(each))[0], mesh.shape) for each in (spec, even))
+  if wanted == used:
+    return ''
+  part = 'microbatch' if num_microbatches > 1 else 'batch'
+  return (
+    f'; the {num_rows} rows of a {part} are not divisible by the {wanted} devices that split them, so each computes '
+    f'{num_rows // used}: a multiple of {wanted} is faster'
+  )
+
+
+def describe_interval(every: int | str | None) -> str:
+  """Returns `checkpoint_every` in words."""
+  if every is None:
+    return 'at the end only'
+  if isinstance(every, int):
+    return f'every {every:,} steps' if every > 1 else 'every step'
+  number, unit = int(every[:-1]), {'s': 'second', 'm': 'minute', 'h': 'hour', 'd': 'day'}[every[-1]]
+  return f'every {number} {unit}s' if number > 1 else f'every {unit}'

@@ -9,10 +9,10 @@ from spmd_tasks.activity import doing
 from spmd_tasks.decoding import DecodeSteps, Request
 from spmd_tasks.decoding.generation import complete_all
 from spmd_tasks.decoding.prompts import PromptTokenizer
+from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.layers.losses import StepOutputs
-from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.task import Variables
 

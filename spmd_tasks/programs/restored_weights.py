@@ -23,11 +23,10 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import primary_decides
-from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
 from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
-from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.job_directory import CONFIG_FILE, SavedSteps
 from spmd_tasks.programs.origins import origin_of, restore_variables
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step

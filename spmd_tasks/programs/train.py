@@ -1,13 +1,12 @@
-"""--mode=train: opens a job, restores or initialises its state, runs its steps, and ends.
+"""--mode=train: opens a job's directory, restores or initializes its state, makes its steps, and ends.
 
-The loop knows only steps. Everything that is done beside them is a TrainHook (hooks.py), in the order of `job_hooks`.
+The loop (training_loop.py) knows only steps. A TrainHook (hooks.py) does everything beside them, in the order of
+`job_hooks`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
-import math
-from typing import Any
 
 from etils import epath
 import jax
@@ -17,47 +16,52 @@ from spmd_tasks import exit_codes, extensions
 from spmd_tasks.activity import set_activity
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
-from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
 from spmd_tasks.files import storage_errors
-from spmd_tasks.inputs import Batch, InputIterator, Prefetcher
-from spmd_tasks.programs.evaluator import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
-from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
+from spmd_tasks.programs.hooks import (
+  CompareInputs,
+  CountGoodput,
+  Evaluate,
+  LogMetrics,
+  Profile,
+  ReportEnd,
+  Sample,
+  SaveCheckpoints,
+  ShowProgress,
+  Track,
+  TrainHook,
+  TrainRun,
+)
 from spmd_tasks.programs.job_directory import SavedSteps, claim, write_config
 from spmd_tasks.programs.progress import Progress
-from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, ProfileOnRequest, ReportEnd, ShowProgress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, origin_of, restore_or_init
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
-from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.origin import base_of
 from spmd_tasks.runtime.parameter_table import check_state_fits
 
 
 def job_hooks(job: Job) -> tuple[TrainHook, ...]:
   """Returns what a job does beside its steps, in the order in which each method of the hooks is called."""
+  experiment = job.experiment
   return (
-    CountGoodput(),  # first: the time of the others is not that of steps
+    CountGoodput(),  # first: time in the other hooks is not time in steps
+    CompareInputs(),
     ShowProgress(),
     *extensions.train_hooks(job),
-    *_if_asked({*job.experiment.trackers} - {'tensorboard'} or None, 'spmd_tasks.programs.trackers:Track'),
+    *([Track()] if {*experiment.trackers} - {'tensorboard'} else []),
     LogMetrics(),
-    SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and one that fails loses nothing
+    SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and an eval that fails loses nothing
     Evaluate(),
-    *_if_asked(job.experiment.sample_every_steps, 'spmd_tasks.programs.samples:Sample'),
-    *_own_hooks(job),  # these find the evals of the step in `run.evals`
-    *_if_asked(job.experiment.profile_steps, 'spmd_tasks.programs.profiling:Profile'),
-    ProfileOnRequest(),
-    ReportEnd(),  # last: all is done when it says so
+    *([Sample()] if experiment.sample_every_steps is not None else []),
+    *experiment.hooks(),  # these read the evals of the step in `run.evals`
+    Profile(),
+    ReportEnd(),  # last: everything is done when it says so
   )
-
-
-def _if_asked(setting: Any, hook: str) -> list[TrainHook]:
-  """Returns a hook that few jobs have, which is imported for those alone."""
-  return [] if setting is None else [extensions.load(hook)()]
 
 
 def train(
@@ -70,7 +74,7 @@ def train(
   hooks: Sequence[TrainHook] | None = None,
   mesh: Mesh | None = None,
 ) -> int:
-  """Runs a training job to its end; returns an exit code: OK, or that of PreemptionGuard with all saved.
+  """Runs a training job to its end; returns an exit code: OK, or PreemptionGuard's with everything saved.
 
   Args:
     job: the built experiment.
@@ -83,35 +87,58 @@ def train(
 
   Raises:
     UserError: the job does not fit the devices, its input or its directory; nothing is written then.
-    StorageError, TrainingDivergedError, TrainingInputEndedError: it cannot go on; what was complete is saved.
+    StorageError, TrainingDivergedError, TrainingInputEndedError: it cannot continue; complete steps are saved.
   """
   experiment, guard = job.experiment, PreemptionGuard()
   hooks = job_hooks(job) if hooks is None else tuple(hooks)
   goodput = Goodput(job_log_dir if is_primary() else None, begun=begun)
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
   with contextlib.ExitStack() as stack, emergency.on_failure(), refuse_exit():
-    # Open. Everything that can be refused is refused before anything is written.
-    keeps_examples = any(hook.wants_examples for hook in hooks)
-    model, iterator = _check(job, goodput, mesh, keeps_examples=keeps_examples)
+    # Check. Everything that can be refused is refused before anything is written.
+    _check_hooks(job, hooks)
+    check_vocabulary(job)
+    model = partition_job(job, mesh)
+    if any(hook.wants_examples for hook in hooks):
+      model = dataclasses.replace(model, keeps_examples=True)
+    check_state_fits(model)
+    iterator = make_training_iterator(job)
+    with goodput.spend('compilation'):
+      model.train_step.trace()  # a loss or an optimizer that fails is refused, too
     run = TrainRun(
-      job=job, job_log_dir=job_log_dir, model=model, hooks=hooks, goodput=goodput, guard=guard, stack=stack
+      job=job,
+      job_log_dir=job_log_dir,
+      model=model,
+      iterator=iterator,
+      hooks=hooks,
+      goodput=goodput,
+      guard=guard,
+      stack=stack,
     )
     for hook in hooks:
       hook.prepare(run)
+
+    # Open.
     saved = _claim(run)
-    limits = {'timeout_s': experiment.step_timeout_s, 'first_step_timeout_s': experiment.first_step_timeout_s}
-    run.watchdog = stack.enter_context(watch_steps(job_log_dir, emergency, **limits))
+    run.watchdog = stack.enter_context(
+      watch_steps(
+        run.job_log_dir,
+        emergency,
+        timeout_s=experiment.step_timeout_s,
+        first_step_timeout_s=experiment.first_step_timeout_s,
+      )
+    )
     stack.callback(guard.stop)
     if (base := base_of(model, experiment.origin())) is not None:
       run.base = base.identity
     for hook in hooks:
       hook.open(run)
 
-    # Restore.
-    _restore(run, saved, iterator, config_json)
+    # Restore or initialize.
+    _restore(run, saved, config_json)
     for hook in hooks:
       hook.start(run)
-    run.batches = _start_input(run, iterator)
+    of_hooks = (hook.batches(run) for hook in hooks)
+    run.batches = next((batches for batches in of_hooks if batches is not None), None) or run.read_ahead()
     is_done = run.first_step >= experiment.num_train_steps
     if not is_done:
       with goodput.spend('compilation'):
@@ -147,39 +174,15 @@ def train(
       return guard.exit_code
 
 
-def _own_hooks(job: Job) -> list[TrainHook]:
-  """Returns the hooks of the experiment."""
-  hooks = list(job.experiment.hooks())
+def _check_hooks(job: Job, hooks: Sequence[TrainHook]) -> None:
+  """Raises a UserError for an object that is not a hook."""
   for hook in hooks:
     if not isinstance(hook, TrainHook):
       raise UserError(f'hooks() of {job.name} returns {hook!r}, which is no TrainHook: see docs/hooks.md.')
-  return hooks
-
-
-def _check(
-  job: Job, goodput: Goodput, mesh: Mesh | None, *, keeps_examples: bool
-) -> tuple[PartitionedModel, InputIterator]:
-  """Returns the partitioned model and the training input's iterator. Raises UserError for what cannot be trained."""
-  check_vocabulary(job)
-  model = partition_job(job, mesh)
-  if keeps_examples:
-    model = dataclasses.replace(model, keeps_examples=True)
-  check_state_fits(model)
-  if (num_microbatches := job.task.learner.num_microbatches) > 1:
-    from spmd_tasks.learning.accumulation import check_num_microbatches
-
-    check_num_microbatches(next(iter(model.input_layout.spec.values())).shape[0], num_microbatches)
-  iterator = make_training_iterator(job)
-  if jax.process_count() > 1:
-    limit_s = math.ceil(job.experiment.first_step_timeout_s)
-    refuse_other_data('data files', {'train_input': iterator.get_state()}, limit_s)
-  with goodput.spend('compilation'):
-    model.train_step.trace()  # a loss or an optimizer that fails is refused, too
-  return model, iterator
 
 
 def _claim(run: TrainRun) -> SavedSteps:
-  """Claims the directory, on process 0 and until the job ends. Raises UserError on every process."""
+  """Claims the directory, on process 0 and until the job ends. Raises a UserError on every process."""
   saved = SavedSteps(run.job_log_dir)
 
   def claim_here() -> None:
@@ -192,9 +195,9 @@ def _claim(run: TrainRun) -> SavedSteps:
   return saved
 
 
-def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_json: str) -> None:
-  """Opens the checkpoints, gives `run` its first state, and records config and newest step now that nothing refuses."""
-  job, experiment = run.job, run.experiment
+def _restore(run: TrainRun, saved: SavedSteps, config_json: str) -> None:
+  """Opens the checkpoints, makes the loop with the first state, and records the config now that nothing is refused."""
+  experiment = run.experiment
   run.checkpointer = saved.open_checkpoints(
     base=run.base,
     max_to_keep=experiment.checkpoint_max_to_keep,
@@ -203,7 +206,7 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
   )
   run.stack.callback(run.checkpointer.close)
   with run.goodput.spend('checkpoint_restore'):
-    state, run.first_step, run.origin, run.is_saved = _first_state(run, iterator)
+    state = _first_state(run)
   if is_primary():
     with storage_errors(run.job_log_dir):
       write_config(run.job_log_dir, config_json)
@@ -219,7 +222,7 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
     train_step=run.model.train_step,
     state=state,
     num_train_steps=experiment.num_train_steps,
-    max_consecutive_skips=job.task.learner.max_consecutive_skips,
+    max_consecutive_skips=run.job.task.learner.max_consecutive_skips,
     is_awaited=run.is_awaited,
     platform=next(iter(state.step.devices())).platform,
     on_activity=run.watchdog.beat,
@@ -227,41 +230,24 @@ def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_j
     before_step=before_step,
   )
   if not run.is_saved:  # it may be saved before a step has taken a batch
-    run.loop.input_state = iterator.get_state()
+    run.loop.input_state = run.iterator.get_state()
 
 
-def _first_state(run: TrainRun, iterator: InputIterator) -> tuple[TrainState, int, str, bool]:
-  """Returns the first state: of a hook, the newest checkpoint, or a new one.
-
-  Returns (state, its step, a phrase about its origin, whether it needs no checkpoint).
-  """
+def _first_state(run: TrainRun) -> TrainState:
+  """Returns the first state: a hook's, the newest checkpoint's, or a new one; sets what `run` says about it."""
   newest = newest_step(run.checkpointer)
   for hook in run.hooks:
     if (restored := hook.restore(run, newest)) is not None:
       assert restored.input_state is not None
-      iterator.set_state(restored.input_state)
-      phrase = f'resuming after step {restored.step} from {restored.origin}'
-      return restored.state, restored.step, phrase, restored.step <= newest
+      run.iterator.set_state(restored.input_state)
+      run.first_step, run.is_saved = restored.step, restored.step <= newest
+      run.origin = f'resuming after step {restored.step} from {restored.origin}'
+      return restored.state
   if newest < 0 and origin_of(run.experiment) is None:
     run.model.train_step.start_compiling()  # while the new state is drawn
-  state, step, phrase = restore_or_init(run.model, run.checkpointer, run.job, iterator)
-  return state, step, phrase, newest >= 0 or step == 0
-
-
-def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:
-  """Starts to read batches ahead, or takes those of a hook."""
-  for hook in run.hooks:
-    if (made := hook.batches(run, iterator)) is not None:
-      return made
-  return read_ahead(run, iterator, run.model.train_step.place)
-
-
-def read_ahead(run: TrainRun, iterator: InputIterator, place: Callable[[Batch], Any]) -> Prefetcher:
-  """Starts to read batches ahead and to `place` them, as the experiment's settings say, until the job ends."""
-  settings = run.experiment
-  batches = Prefetcher(iterator, place, settings.prefetch_batches, settings.input_timeout_s, is_idle=run.loop.is_idle)
-  run.stack.callback(batches.close)
-  return batches
+  state, run.first_step, run.origin = restore_or_init(run.model, run.checkpointer, run.job, run.iterator)
+  run.is_saved = newest >= 0 or run.first_step == 0
+  return state
 
 
 def _run_steps(run: TrainRun) -> None:

@@ -30,9 +30,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.inputs.base import source_names
 from spmd_tasks.programs import train
-from spmd_tasks.programs.hooks import FirstState, TrainHook, TrainRun
+from spmd_tasks.programs.hooks import CompareInputs, CountGoodput, FirstState, TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import SavedSteps
-from spmd_tasks.programs.report_hooks import CountGoodput
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, saved_state
 from spmd_tasks.programs.training_loop import Outcome, TrainingDivergedError
 from spmd_tasks.replay.rows import describe_rows
@@ -164,7 +163,7 @@ def rerun(opened: OpenJob, watch: Watch) -> str | None:
         emergency=opened.emergency,
         begun=opened.begun,
         config_json=json.dumps(opened.config) + '\n',
-        hooks=(CountGoodput(), *extensions.train_hooks(opened.job), *own, watch),
+        hooks=(CountGoodput(), CompareInputs(), *extensions.train_hooks(opened.job), *own, watch),
       )
     except TrainingDivergedError as error:
       return str(error)

@@ -27,7 +27,6 @@ from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning.accumulation import compute_in_parts
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
-from spmd_tasks.programs.train import read_ahead
 from spmd_tasks.tuning.conversations import ConversationInput
 from spmd_tasks.tuning.instruction_tuning import InstructionTuning
 from spmd_tasks.tuning.reward_models import frozen_model, open_beside
@@ -217,9 +216,9 @@ class AskTeacher(TrainHook):
     """Places a batch on the mesh, without what the teacher adds."""
     return self.step.place({name: batch[name] for name in self.step.layout.spec})
 
-  def batches(self, run: TrainRun, iterator: Any) -> Any:
+  def batches(self, run: TrainRun) -> Any:
     self.load()
-    read = read_ahead(run, iterator, self.place)
+    read = run.read_ahead(self.place)
 
     def make() -> tuple[dict[str, jax.Array], State]:
       batch, state = next(read)
@@ -240,9 +239,9 @@ class MakeTaughtRollouts(MakeRollouts):
     self._teacher.prepare(run)
     super().prepare(run)
 
-  def batches(self, run: TrainRun, iterator: Any) -> Any:
+  def batches(self, run: TrainRun) -> Any:
     self._teacher.load()
-    return super().batches(run, iterator)
+    return super().batches(run)
 
   def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
     return self._teacher.answer(place(self._teacher.step, rollout, rows))

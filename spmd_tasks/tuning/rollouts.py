@@ -22,8 +22,7 @@ from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import State
-from spmd_tasks.programs.hooks import TrainHook, TrainRun
-from spmd_tasks.programs.interval_hooks import is_multiple
+from spmd_tasks.programs.hooks import TrainHook, TrainRun, is_multiple
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.runtime.metrics import METRICS_FILE, make_writer
@@ -108,7 +107,8 @@ class MakeRollouts(TrainHook):
       self._writer = make_writer(directory, trackers=run.experiment.trackers, primary=is_primary())
       run.stack.callback(self._writer.close)
 
-  def batches(self, run: TrainRun, iterator: Any) -> Any:
+  def batches(self, run: TrainRun) -> Any:
+    iterator: Any = run.iterator
     return MadeBatches(lambda: (self.next_batch(run, iterator), iterator.get_state()))
 
   def before_loop(self, run: TrainRun) -> None:

@@ -26,8 +26,7 @@ from spmd_tasks.distributed import EmergencyExit
 from spmd_tasks.errors import JobError
 from spmd_tasks.experiment import Job, make_training_iterator
 from spmd_tasks.programs import train
-from spmd_tasks.programs.hooks import TrainHook, TrainRun
-from spmd_tasks.programs.interval_hooks import Evaluate, SaveCheckpoints
+from spmd_tasks.programs.hooks import Evaluate, SaveCheckpoints, TrainHook, TrainRun
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.tuning.preferences import without_references
 from spmd_tasks.verification._agreement import (

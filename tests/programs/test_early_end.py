@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
-from spmd_tasks.programs.early_end import EvalTarget, StepReport
+from spmd_tasks.programs.hooks import EvalTarget, StepReport
 from tests import binary
 from tests.programs.small_jobs import Small
 

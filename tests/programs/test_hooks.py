@@ -23,7 +23,7 @@ class Needs(TrainHook):
 
 def test_the_state_is_there_only_where_a_hook_has_asked_for_it(tmp_path):
   job = types.SimpleNamespace(experiment=types.SimpleNamespace(num_train_steps=20))
-  given = dict.fromkeys(('model', 'goodput', 'guard', 'stack')) | {'hooks': (Needs(2), Needs(4))}
+  given = dict.fromkeys(('model', 'iterator', 'goodput', 'guard', 'stack')) | {'hooks': (Needs(2), Needs(4))}
   run = TrainRun(job=job, job_log_dir=tmp_path, **given)
   for step in (1, 2, 3, 4, 5, 20):
     run.loop = types.SimpleNamespace(step=step, state='a state', is_running=True)
@@ -108,7 +108,7 @@ def test_a_job_calls_the_hook_of_its_experiment_in_the_order_of_its_life(tmp_pat
 
 
 def job_with(hook, **settings):
-  own = dict.fromkeys(('sample_every_steps', 'profile_steps')) | {'trackers': ()}
+  own = dict.fromkeys(('sample_every_steps', 'profile_steps')) | {'trackers': ('tensorboard',)}
   experiment = types.SimpleNamespace(hooks=lambda: [hook], **own | settings)
   return types.SimpleNamespace(name='X', train_input=None, eval_inputs={}, experiment=experiment)
 
@@ -120,4 +120,4 @@ def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_repor
   assert names[-1] == 'ReportEnd'
   asked = job_hooks(job_with(Needs(), sample_every_steps=2, profile_steps=(0, 1)))
   few = [type(hook).__name__ for hook in asked if type(hook).__name__ not in names[:-3]]
-  assert few == ['Sample', 'Needs', 'Profile', 'ProfileOnRequest', 'ReportEnd']
+  assert few == ['Sample', 'Needs', 'Profile', 'ReportEnd']

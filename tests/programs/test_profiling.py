@@ -6,7 +6,7 @@ from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.programs.profiling import take_request
+from spmd_tasks.programs.hooks import take_request
 from tests.programs.small_runs import train
 
 

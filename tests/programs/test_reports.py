@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from spmd_tasks.programs.goodput import Goodput
+from spmd_tasks.programs.hooks import StepRates, count_batch
 from spmd_tasks.programs.progress import Progress, format_metrics
-from spmd_tasks.programs.report_hooks import StepRates, count_batch
 
 
 @pytest.fixture

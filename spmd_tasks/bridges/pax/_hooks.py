@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from paxml import tasks_lib, trainer_lib
 
+from spmd_tasks.distributed.preemption import PreemptedError
 from spmd_tasks.errors import UserError, naming_own_code
-from spmd_tasks.programs.early_end import EarlyEnd, StepReport
-from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
+from spmd_tasks.programs.hooks import EarlyEnd, StepReport, TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime.metrics import scalars
 
