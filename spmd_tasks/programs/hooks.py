@@ -120,7 +120,7 @@ class TrainHook:
     return None
 
   def before_loop(self, run: 'TrainRun') -> None:
-    """Redoes work that an earlier process of the job was interrupted in. Steps are compiled; SIGTERM no longer kills.
+    """Redoes work that was interrupted when an earlier process ended. From here on SIGTERM sets `run.should_stop()`.
 
     Raises PreemptedError if `run.should_stop()` came first.
     """
@@ -208,9 +208,7 @@ class TrainRun:
     Raises a RuntimeError: no hook `needs_state` after this step, so the next step may have been launched already.
     """
     if self.loop.is_running and not self.is_awaited(self.step):
-      raise RuntimeError(
-        f'the state of step {self.step} may be donated: return True from needs_state({self.step}) of a hook.'
-      )
+      raise RuntimeError(f'the state of step {self.step} may be donated: a hook must return True from needs_state.')
     return self.loop.state
 
   def is_awaited(self, step: int) -> bool:
@@ -218,7 +216,7 @@ class TrainRun:
     return step >= self.experiment.num_train_steps or any(hook.needs_state(step) for hook in self.hooks)
 
   def should_stop(self) -> bool:
-    """Whether SIGTERM or Ctrl-C asks the job to end. Every process must call this at the same points: calls are counted."""
+    """Whether SIGTERM or Ctrl-C asks the job to end. Calls are counted: processes must call it at the same points."""
     return self.guard.should_stop()
 
   def end_early(self, reason: str) -> None:
@@ -727,9 +725,10 @@ class EarlyEnd(TrainHook, abc.ABC):
 class EvalTarget(EarlyEnd):
   """Ends a job as soon as a metric of an eval set has reached an upper or a lower limit.
 
-  class UntilGood(MyExperiment):
-    def hooks(self):
-      return [EvalTarget(eval_set='valid', metric='loss', at_most=2.0)]
+  In an experiment:
+
+      def hooks(self):
+        return [EvalTarget(eval_set='valid', metric='loss', at_most=2.0)]
   """
 
   eval_set: str  # a name of `eval_inputs()`
@@ -747,9 +746,8 @@ class EvalTarget(EarlyEnd):
   def reason(self, report: StepReport) -> str | None:
     """Returns the metric and the limit that it has reached. Raises a UserError if there is no such metric."""
     if self.eval_set not in report.evals:
-      raise UserError(
-        f'EvalTarget.eval_set = {self.eval_set!r} is not an eval set: choose one of {sorted(report.evals)}.'
-      )
+      known = ', '.join(sorted(report.evals))
+      raise UserError(f'EvalTarget.eval_set = {self.eval_set!r} is not an eval set: choose one of {known}.')
     metrics = scalars(report.evals[self.eval_set])
     if self.metric not in metrics:
       raise UserError(
