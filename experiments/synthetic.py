@@ -1,4 +1,4 @@
-"""Experiments on made-up tokens, for tests and benchmarks: nothing is read, everything is a function of the seed.
+"""Experiments on made-up tokens, for tests and benchmarks: no file is read; the seed decides everything.
 
 spmd-tasks --exp synthetic.Tiny --mode train --job_log_dir runs/synthetic --num_train_steps 20
 """

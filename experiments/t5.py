@@ -67,19 +67,19 @@ class _Pretraining(EncoderDecoderLanguageModel):
 
 
 class Small(_Pretraining):
-  """T5 1.1's Small; that of 1.0 has 6 layers, 8 heads and 2,048 hidden dims."""
+  """T5 1.1's Small; T5 1.0's has 6 layers, 8 heads and 2,048 hidden dims."""
 
   model_dims, num_layers, num_encoder_layers, num_heads, hidden_dims = 512, 8, 8, 6, 1024
 
 
 class Base(_Pretraining):
-  """T5 1.1's Base; that of 1.0 has 3,072 hidden dims."""
+  """T5 1.1's Base; T5 1.0's has 3,072 hidden dims."""
 
   model_dims, num_layers, num_encoder_layers, num_heads, hidden_dims = 768, 12, 12, 12, 2048
 
 
 class Large(_Pretraining):
-  """T5 1.1's Large; that of 1.0 has 4,096 hidden dims."""
+  """T5 1.1's Large; T5 1.0's has 4,096 hidden dims."""
 
   model_dims, num_layers, num_encoder_layers, num_heads, hidden_dims = 1024, 24, 24, 16, 2816
 

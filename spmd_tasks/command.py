@@ -1,10 +1,10 @@
-"""One command of the binary: its flags, its experiment, and the job that they make together.
+"""Command: the flags of one command of the binary, its experiment, and the job that they give.
 
     def run(command: Command) -> int:                    # what a Mode names, see extensions.py
       with command.open_job() as opened:                 # processes connected, configs compared, experiment built
         return census(opened.job, opened.directory, step=command.flags.checkpoint_step)
 
-A mode that builds an experiment more than once, or for devices that are not there, calls `command.resolve` instead.
+A mode that builds an experiment more than once, or for absent devices, calls `command.resolve` instead.
 """
 
 import argparse
@@ -40,10 +40,10 @@ from spmd_tasks.runtime.origin import Base
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenJob:
-  """A job that a mode may run: this process is connected to the others, and all have the same config."""
+  """A job that a mode can run: this process is connected to the others, and all have the same config."""
 
   job: Job
-  directory: epath.Path  # the job's; of a model without a job, a temporary one for reports
+  directory: epath.Path  # the job's; for a model without a job, a temporary one for reports
   config: Mapping[str, Any]  # what config.json will hold
   emergency: EmergencyExit  # ends this process and tells the others when it fails
   begun: float  # when the job's command was started, in seconds since the epoch
@@ -72,7 +72,7 @@ class Command:
     return overrides_of(self.flags)
 
   def identity(self) -> list[str]:
-    """Returns the flags that name the experiment and the overrides, for another command about the same experiment."""
+    """Returns the flags of the experiment and its overrides, for another command about the same experiment."""
     flags = self.flags
     if flags.exp is not None:
       named = ['--exp', flags.exp]
@@ -82,7 +82,7 @@ class Command:
     return named + [flag for override in self.overrides for flag in ('--set', override)]
 
   def use_fake_devices(self, default: int | None = None) -> int | None:
-    """Gives this process the fake devices of --num_fake_devices, or a default number; returns how many."""
+    """Gives this process --num_fake_devices, or a default number, of fake devices; returns how many."""
     num_devices = default if self.flags.num_fake_devices is None else self.flags.num_fake_devices
     if num_devices is not None:
       use_fake_devices(num_devices)
@@ -91,11 +91,11 @@ class Command:
   def resolve(
     self, before: Sequence[str] = (), after: Sequence[str] = (), prepare: Prepare | None = None
   ) -> ResolvedConfig:
-    """Resolves the experiment that the flags name: a class, a saved config, or that of the job in --job_log_dir.
+    """Resolves the experiment that the flags name: a class, a saved config, or the config of the job in --job_log_dir.
 
     Args:
       before, after: overrides before and after the user's.
-      prepare: called with the experiment before its parts are made.
+      prepare: called with the experiment before its parts are built.
 
     Raises a UserError: no experiment is named, or its config is wrong.
     """
@@ -125,7 +125,7 @@ class Command:
   def open_job(self) -> Iterator[OpenJob]:
     """Connects the processes, resolves and builds the experiment, and compares its config with the directory's.
 
-    Raises a UserError: the config is wrong, differs between processes, or is not the one that the job was begun with.
+    Raises a UserError: the config is wrong, differs between processes, or is not the one that the job began with.
     """
 
     def connect(experiment: Experiment) -> None:
@@ -174,14 +174,14 @@ class Command:
     refuse_differences(topic, values, limit_s=self.flags.initialization_timeout_s, **how)
 
   def _keep_programs(self, directory: epath.Path) -> None:
-    """Has JAX keep what it compiles where --compilation_cache says, and read it there at the next start."""
+    """Sets the directory of JAX's compilation cache: --compilation_cache, or the job's own on accelerators."""
     asked, own = self.flags.compilation_cache, 'jax_compilation_cache_dir'
     if asked == 'none':
       jax.config.update('jax_enable_compilation_cache', False)
       return
     path = absolute_path(asked) if asked else None
     if path is None and self.flags.job_log_dir and jax.default_backend() != 'cpu':
-      # Process 0 decides for all: some must not read programs that others compile together.
+      # Process 0 decides for all: they compile together, so none may read a program that others do not.
       def decide() -> str:
         from spmd_tasks.programs.compiled_programs import programs_directory
 
@@ -195,11 +195,11 @@ class Command:
 
         path = mirror(path)
       elif path.exists() and not path.is_dir():
-        raise UserError(f'--compilation_cache {path} is no directory: name another one, or none.')
+        raise UserError(f'--compilation_cache {path} is not a directory: name another one, or none.')
       jax.config.update(own, str(path))
 
   def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:
-    """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""
+    """Returns the job's directory; for a model without a job, a temporary one for reports, which `stack` removes."""
     if self.flags.job_log_dir:
       directory = absolute_path(self.flags.job_log_dir)
       stay_inside(directory)

@@ -14,7 +14,7 @@
       def train_input(self):
         return fdl.Config(TextInput, batch_size=32)
 
-Subclass again and override to vary. Experiments are frozen: fields hold what varies, and nothing is assigned later.
+Subclass again and override to vary. Experiments are frozen: fields hold what varies and are never assigned later.
 """
 
 import abc
@@ -81,49 +81,49 @@ class Experiment(FrozenFields, abc.ABC):
   dcn_mesh_shape: tuple[int, ...] | None = None
   # Ordered (logical name, mesh axes) pairs, see sharding/specs.py.
   axis_rules: AxisRules = DEFAULT_AXIS_RULES
-  # A mesh layout, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4), fills the four fields above. A
-  # field of the four that is set later (in a subclass or by --set) wins over the layout. To change the layout of an
-  # experiment, write a subclass: dataclasses.replace sets all fields at once, so the four old ones would win.
+  # A mesh layout, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4), fills the four fields above. One
+  # of the four that is set later (in a subclass or by --set) wins over the layout. To change the layout of an
+  # experiment, write a subclass: dataclasses.replace sets all fields at once, so the four old values would win.
   mesh: MeshLayout | None = None
-  # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs stay sharded on batch.
+  # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs stay sharded on the batch.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
 
-  # The split dim (a name of the axis rules, or a mesh axis) of the largest dim of each kernel that names none itself,
-  # as those of Linen's own layers; None: such kernels lie whole on every device.
+  # Kernels without `split_dims`, such as in Linen's own layers, are sharded on their largest dim over this name of the
+  # axis rules, or mesh axis. None: they are replicated.
   default_split_dim: str | None = 'embed'
 
   seed: int = 0
-  # Where a new job takes its weights from: the job_log_dir of another job (its newest checkpoint, or that of
-  # `init_from_step`), or hf:FOLDER, a folder in Hugging Face's format. The other job has the same model, or a dense one
-  # whose feed-forward networks become experts (programs/upcycling.py). A job that has a checkpoint continues from that.
+  # The weights that a new job starts from: the job_log_dir of another job (its newest checkpoint, or `init_from_step`),
+  # or hf:FOLDER, a folder in Hugging Face's format. The other job has the same model, or a dense one whose feed-forward
+  # networks become experts (programs/upcycling.py). A job with a checkpoint of its own continues from its checkpoint.
   init_from: str | None = None
   init_from_step: int | None = None
   num_train_steps: int = 1000
   log_every_steps: int = 10
   eval_every_steps: int | None = None
-  # Of an eval set that has more batches, such as one without an end, only so many are evaluated, with a warning.
+  # The most batches that an eval set is evaluated on; a longer or endless set warns.
   eval_limit_batches: int = 10_000
-  # At this interval the job continues the sample prompts, as task.decode says, and writes the texts to
+  # At this interval the job generates text from the sample prompts, as task.decode says, and writes it to
   # <job_log_dir>/samples. With `sample_as_chat`, a prompt is the first message of a conversation (`chat_template()`).
   sample_every_steps: int | None = None
   sample_prompts: tuple[str, ...] = ()
   sample_max_tokens: int = 64
   sample_as_chat: bool = False
   # How often a checkpoint is saved: a number of steps, or a time ('90s', '10m', '2h', '1d') after which the next step
-  # boundary is saved. With a time, multiples of `checkpoint_keep_every_steps` are saved too.
+  # is saved. With a time, multiples of `checkpoint_keep_every_steps` are saved, too.
   checkpoint_every: int | str | None = '10m'
-  # How many of the newest checkpoints are kept. Kept for ever: those at multiples of `checkpoint_keep_every_steps`, and
-  # with `checkpoint_keep_every_hours` the first one and each one saved that long after the last one so kept.
+  # How many of the newest checkpoints are kept. Checkpoints at multiples of `checkpoint_keep_every_steps` are kept for
+  # ever, and so is one every `checkpoint_keep_every_hours`, beginning with the first.
   checkpoint_max_to_keep: int = 3
   checkpoint_keep_every_steps: int | None = None
   checkpoint_keep_every_hours: float | None = None
   # The steps [first, last) that JAX's profiler captures.
   profile_steps: tuple[int, int] | None = None
-  # Who gets the metrics beside metrics.jsonl, which is always written: 'tensorboard' (event files), 'wandb' (Weights &
+  # Where metrics go beside metrics.jsonl, which is always written: 'tensorboard' (event files), 'wandb' (Weights &
   # Biases) and 'mlflow'; see docs/operations.md.
   trackers: tuple[str, ...] = ('tensorboard',)
 
-  # How many batches are kept ready on the devices, and how long one may take before the job fails with a hung input.
+  # How many batches are read ahead onto the devices, and how long one may take before the job fails: the input hangs.
   prefetch_batches: int = 2
   input_timeout_s: float = 600.0
 
@@ -158,12 +158,12 @@ class Experiment(FrozenFields, abc.ABC):
       rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
       object.__setattr__(self, 'axis_rules', rules)
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
-    # The base's `embed` may be missing in rules of one's own: then there is no default.
+    # The default `embed` need not be in the user's own rules; then it has no effect.
     names = {*self.mesh_axis_names, *(name for name, _ in self.axis_rules), None, 'embed'}
     if self.default_split_dim not in names:
       raise UserError(
         f'default_split_dim = {self.default_split_dim!r} is neither a mesh axis {self.mesh_axis_names} nor a name of '
-        'the axis rules: correct it, or set None to leave kernels without split dims whole on every device.'
+        'the axis rules: correct it, or set None to replicate kernels without split dims.'
       )
 
   def _check_counts(self) -> None:
@@ -220,7 +220,7 @@ class Experiment(FrozenFields, abc.ABC):
         )
 
   def mesh_spec(self) -> MeshSpec:
-    """The mesh's axes and sizes."""
+    """Returns the mesh's axes and sizes."""
     return MeshSpec(
       axis_names=self.mesh_axis_names, ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape
     )
@@ -235,32 +235,32 @@ class Experiment(FrozenFields, abc.ABC):
 
   @abc.abstractmethod
   def task(self) -> Any:
-    """The task, or the `fdl.Config` of one: model, loss, learner."""
+    """Returns the task, or the `fdl.Config` of one: model, loss, learner."""
 
   @abc.abstractmethod
   def train_input(self) -> Any:
-    """The training input, or the `fdl.Config` of one: an Input, or batches as inputs/batches.py takes them."""
+    """Returns the training input, or the `fdl.Config` of one: an Input, or batches as inputs/batches.py takes them."""
 
   def eval_inputs(self) -> Mapping[str, Any]:
-    """Name -> an eval set, or its `fdl.Config`, as `train_input`; the name is also its directory of metrics."""
+    """Returns eval sets, or their `fdl.Config`s, by name, which is also the directory of their metrics."""
     return {}
 
   def decode_inputs(self) -> Mapping[str, Any]:
-    """Name -> the `fdl.Config` of prompts, such as a PromptFile; the name is also the directory of the outputs."""
+    """Returns `fdl.Config`s of prompts, such as a PromptFile, by name, which is also the directory of the outputs."""
     return {}
 
   def prompts_of_file(self, path: str, tokenizer: Tokenizer | None) -> 'PromptSource':
-    """Returns the prompts of --decode_input; `tokenizer` is that of the job's inputs."""
+    """Returns the prompts of --decode_input; `tokenizer` is the inputs'."""
     from spmd_tasks.decoding import PromptFile
 
     return PromptFile(path=path)
 
   def origin(self) -> Origin | None:
-    """Returns where a new job's weights are from, if no checkpoint of ours holds them; see runtime/origin.py."""
+    """Returns where a new job's weights come from, if not from a checkpoint of ours; see runtime/origin.py."""
     return origin_named(self.init_from, self.init_from_step)
 
   def hooks(self) -> Sequence[Any]:
-    """What a training job does beside its steps, after what every job does: TrainHooks of programs/hooks.py."""
+    """Returns TrainHooks (programs/hooks.py), which act beside the steps, after the hooks that every job has."""
     return ()
 
   def tpu_options(self) -> Mapping[str, str]:
@@ -271,7 +271,7 @@ class Experiment(FrozenFields, abc.ABC):
     return {}
 
   def chat_template(self) -> 'ChatTemplate':
-    """The template by which a conversation with the served model becomes text."""
+    """Returns the template that turns a conversation with the served model into text."""
     from spmd_tasks.inputs import ChatTemplate
 
     return ChatTemplate()
@@ -300,7 +300,7 @@ def _is_positive(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-  """A built experiment, the root object that is handed to the programs."""
+  """A built experiment, the root object that programs take."""
 
   name: str  # of the experiment
   experiment: Experiment
@@ -308,7 +308,7 @@ class Job:
   train_input: Input
   eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
   decode_inputs: 'Mapping[str, PromptSource]' = dataclasses.field(default_factory=dict)
-  code_directories: tuple[Path, ...] = ()  # below which the functions lie that its config may name (references.py)
+  code_directories: tuple[Path, ...] = ()  # of the functions that its config may name (references.py)
 
   def __post_init__(self):
     for field in ('eval_inputs', 'decode_inputs'):
@@ -316,31 +316,32 @@ class Job:
       for name in inputs:
         if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]{1,100}', name):
           raise UserError(
-            f'{field} has the name {name!r}, which is also a directory and a config path: use letters, digits, _ '
-            'and - only, at most 100 of them.'
+            f'{field} has the name {name!r}, which is also a directory and a config path: use at most 100 letters, '
+            'digits, _ and -.'
           )
       object.__setattr__(self, field, types.MappingProxyType(dict(inputs)))
 
   def check_parts(self) -> None:
     """Raises a UserError for a part that lacks methods."""
     _check_methods('task', self.task, ('train_step', 'init_variables'), 'return a Task, or the fdl.Config of one')
-    for path, each in self.inputs().items():
-      _check_methods(path, each, ('element_spec', 'make_iterator', 'reshard_states'))
+    for path, source in self.inputs().items():
+      _check_methods(path, source, ('element_spec', 'make_iterator', 'reshard_states'))
 
   def inputs(self) -> dict[str, Input]:
     """Returns the training input and the eval sets by their config paths."""
-    return {'train_input': self.train_input} | {f'eval_inputs.{name}': each for name, each in self.eval_inputs.items()}
+    evals = {f'eval_inputs.{name}': eval_set for name, eval_set in self.eval_inputs.items()}
+    return {'train_input': self.train_input} | evals
 
   @property
   def tokenizer(self) -> Tokenizer | None:
-    """The tokenizer of the training input, or else of an eval set or of the task; None where none has one."""
+    """The tokenizer of the training input, or else of an eval set or of the task; None if none has one."""
     sources = (self.train_input, *self.eval_inputs.values(), self.task)
     tokenizers = map(tokenizer_of, sources)
     return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
 
 
 def make_training_iterator(job: Job) -> InputIterator:
-  """Makes the iterator of this process's rows of the training input. Raises a UserError for what cannot be one."""
+  """Makes the iterator of this process's rows of the training input. Raises a UserError if it lacks methods."""
   with naming_own_code('train_input.make_iterator()', part=job.train_input):
     iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
   _check_methods('the iterator of train_input', iterator, ('__next__', 'get_state', 'set_state', 'close'))
@@ -348,15 +349,15 @@ def make_training_iterator(job: Job) -> InputIterator:
 
 
 def check_vocabulary(job: Job) -> None:
-  """Checks that the model's embedding has a row for every id that a tokenizer of the job's inputs gives.
+  """Checks that the model's embedding has a row for every id of the inputs' tokenizers.
 
-  Raises a UserError: a tokenizer has more ids; a text with one of them would make the loss nan.
+  Raises a UserError: a tokenizer has more ids, and a text with one of them would make the loss NaN.
   """
   vocab_size = getattr(getattr(job.task.model, 'embedding', None), 'vocab_size', None)
   if vocab_size is None:  # another kind of model
     return
-  for path, each in job.inputs().items():
-    tokenizer = tokenizer_of(each)
+  for path, source in job.inputs().items():
+    tokenizer = tokenizer_of(source)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
       raise UserError(
         f'{path}.tokenizer has {tokenizer.vocab_size} ids but the model only vocab_size={vocab_size}: set vocab_size '
@@ -380,7 +381,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   with naming_own_code('train_input.element_spec()', part=job.train_input):
     batch = job.train_input.element_spec()
   specs = [*batch.values()] if isinstance(batch, Mapping) else []
-  if not specs or not all(hasattr(each, 'shape') and hasattr(each, 'dtype') for each in specs):
+  if not specs or not all(hasattr(spec, 'shape') and hasattr(spec, 'dtype') for spec in specs):
     raise UserError(
       'train_input.element_spec() must return a dict of a jax.ShapeDtypeStruct(shape, dtype) by name, the shape with '
       f'the whole batch as its first dim; it returns {batch!r}.'

@@ -40,7 +40,7 @@ class Flag:
   type: Callable[[str], Any] = str
   choices: tuple[str, ...] | None = None
   is_switch: bool = False  # it takes no value and is True if it is given
-  repeats: bool = False  # its value is a list; `--NAME.KEY=VALUE` adds `KEY=VALUE` to it
+  repeats: bool = False  # it may be repeated: its value is a list, to which `--NAME.KEY=VALUE` adds `KEY=VALUE`
   may_differ: bool = False  # between the processes of a job, such as an address
 
 
@@ -52,24 +52,24 @@ ACCEPT_CONFIG_CHANGES = Flag(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mode:
-  """What `--mode NAME` runs; `help` says in a few words what that does."""
+  """What `--mode NAME` runs; `help` says in a few words what it does."""
 
   name: str
   help: str
   run: Reference  # `(Command) -> exit code`, see command.py
-  flags: tuple[Flag, ...] = ()  # that this mode reads, beside those that every mode reads; another mode refuses them
-  remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by other modes' flag: what to do instead
-  # `(argparse.Namespace) -> None`: raises a UserError for flags that do not go together; imports nothing heavy.
+  flags: tuple[Flag, ...] = ()  # of this mode alone; the flags of every mode are in flags.py
+  remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what to do instead, by other modes' flag
+  # `(argparse.Namespace) -> None`: raises a UserError for flags that contradict each other; imports nothing heavy.
   check: Reference | None = None
-  needs_directory: bool = False  # whether the mode cannot do without --job_log_dir
-  answers_on_stdout: bool = False  # what it prints is its result: it has failed where that cannot be written
-  extra: str | None = None  # of spmd-tasks, which installs `packages`
-  packages: tuple[str, ...] = ()  # that must be importable
+  needs_directory: bool = False  # whether the mode needs --job_log_dir
+  answers_on_stdout: bool = False  # its result is what it prints: a failed write to stdout is a failure
+  extra: str | None = None  # the extra of spmd-tasks that installs `packages`
+  packages: tuple[str, ...] = ()  # must be importable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-  """A format of weights that other programs read or write."""
+  """A format of weights that another program reads or writes."""
 
   name: str  # of `init_from = NAME:PLACE` and of `--mode export --format NAME`
   help: str
@@ -77,68 +77,68 @@ class Format:
   origin: Reference | None = None
   # `(OpenJob, target, *, step, mesh) -> exit code`: writes a checkpoint of a job to the path `target`.
   export: Reference | None = None
-  # `(directory) -> (experiment, overrides) or None`: as what `spmd_tasks.load` loads a directory that is no job's.
+  # `(directory) -> (experiment, overrides) or None`: how `spmd_tasks.load` loads a directory of this format.
   recognize: Reference | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentKind:
-  """A kind of experiments that are no subclasses of ours as they stand, such as those of another framework."""
+  """A kind of experiments that do not subclass Experiment, such as another framework's."""
 
   name: str  # for messages: 'an experiment of NAME'
-  base: str  # `module:Class`, the subclass of Experiment below which all adapted experiments are
+  base: str  # `module:Class`, the subclass of Experiment that all adapted experiments subclass
   recognizes: Reference  # `(object) -> bool`: whether it is the class of such an experiment
   adapt: Reference  # `(class) -> subclass of base`; it may ask JAX for its devices
   before_import: Reference | None = None  # `(module) -> None`, called before an experiment's module is imported
   # `(experiment, parts) -> built parts` by name, in place of Fiddle: of `task`, `train_input`, `eval_inputs` and
   # `decode_inputs` as the methods of the experiment return them.
   build: Reference | None = None
-  short_names: tuple[tuple[str, str], ...] = ()  # (beginning of a name that a user may give, what it stands for)
+  short_names: tuple[tuple[str, str], ...] = ()  # (prefix of a name that a user may give, what it abbreviates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extension:
-  """What a package adds to the core: modes, kinds of experiments, formats of weights, and what follows."""
+  """What a package adds to the core: modes, kinds of experiments, formats of weights, flags and hooks."""
 
   name: str
   modes: tuple[Mode, ...] = ()
   kinds: tuple[ExperimentKind, ...] = ()
   formats: tuple[Format, ...] = ()
-  # `(argparse.Namespace) -> exit code or None`, called for every command: says `flags`, which every mode then has, by
-  # those of the core, such as a setup's file by --exp and --set; an exit code ends the command.
+  # Flags of every mode, and `(argparse.Namespace) -> exit code or None`, called for every command, which translates
+  # them to the core's flags, such as a gin file to --exp and --set. An exit code ends the command.
   flags: tuple[Flag, ...] = ()
   expand: Reference | None = None
-  # By a flag of another program, without the dashes, or by FLAG=CHOICE: a sentence that says what to write instead. The
-  # error of an unknown flag ends in it.
+  # What to write instead of another program's flag, by its name without dashes, or by FLAG=CHOICE: a sentence at the
+  # end of the error about the unknown flag.
   foreign_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  unbuilt_configs: tuple[str, ...] = ()  # packages whose Fiddle configs inside a config their owner builds
-  keeps_numbers: Reference | None = None  # `(path) -> bool`: whether a config's field only decides how a job runs
-  fields_of_process: tuple[str, ...] = ()  # names of fields that each process of a job may have differently
-  # Fields that name modules to import or functions to call, `module:name`, which a saved config alone must not decide
+  unbuilt_configs: tuple[str, ...] = ()  # packages whose Fiddle configs the object that holds them builds itself
+  keeps_numbers: Reference | None = None  # `(path) -> bool`: whether a config's field leaves the numbers unchanged
+  fields_of_process: tuple[str, ...] = ()  # names of fields that may differ between the processes of a job
+  # Fields that name modules to import or functions to call, `module:name`; a saved config alone must not decide them
   # (references.py).
   fields_of_modules: tuple[str, ...] = ()
-  packages: tuple[str, ...] = ()  # installed ones whose modules a saved config may name, such as those of experiments
-  # `(Job, mode, directory) -> Job`: what a mode (its name) runs in place of a built job, the same if nothing is to be
-  # changed; raises a UserError for a job that the mode cannot run in the directory. Called for every job.
+  packages: tuple[str, ...] = ()  # installed packages whose modules, such as experiments, a saved config may name
+  # `(Job, mode, directory) -> Job`, called for every job: returns the job that a mode (its name) runs, changed or not;
+  # raises a UserError for a job that the mode cannot run in the directory.
   prepare_job: Reference | None = None
-  # `(Job) -> sequence of hooks` of the training loop (programs/train.py). Called for every training job, so it finds
-  # out quickly whether the job needs any, and imports what they need only then.
+  # `(Job) -> sequence of TrainHooks` (programs/hooks.py), called for every training job: it must decide quickly whether
+  # the job needs any, and import only then.
   train_hooks: Reference | None = None
 
 
 @functools.cache
 def extensions() -> tuple[Extension, ...]:
-  """The extensions of all installed packages. One whose declaration fails is named on stderr and left out."""
-  found = []
+  """Returns the extensions of all installed packages; one whose declaration fails is named on stderr and left out."""
+  loaded = []
   for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
     try:
       extension = point.load()
-      assert isinstance(extension, Extension), f'{extension!r} is no Extension'
+      assert isinstance(extension, Extension), f'{extension!r} is not an Extension'
     except Exception as error:  # one broken package must not take the others' modes away
       print(f'spmd-tasks: extension {point.name} ({point.value}) cannot be loaded: {error}', file=sys.stderr)
     else:
-      found.append(extension)
-  return tuple(found)
+      loaded.append(extension)
+  return tuple(loaded)
 
 
 def call(reference: Reference, *args: Any, **kwargs: Any) -> Any:
@@ -155,32 +155,32 @@ def load(reference: Reference) -> Any:
 
 
 def formats() -> tuple[Format, ...]:
-  """The formats of all extensions."""
-  return tuple(each for extension in extensions() for each in extension.formats)
+  """Returns the formats of all extensions."""
+  return tuple(fmt for extension in extensions() for fmt in extension.formats)
 
 
 def kinds() -> tuple[ExperimentKind, ...]:
-  """The kinds of experiments of all extensions."""
-  return tuple(each for extension in extensions() for each in extension.kinds)
+  """Returns the kinds of experiments of all extensions."""
+  return tuple(kind for extension in extensions() for kind in extension.kinds)
 
 
 def kind_of(cls: type) -> ExperimentKind | None:
-  """Returns the kind of an adapted experiment's class; imports nothing, for its base must be there."""
-  for each in kinds():
-    module, _, name = each.base.partition(':')
+  """Returns the kind of an adapted experiment's class; imports nothing, as its base is imported already."""
+  for kind in kinds():
+    module, _, name = kind.base.partition(':')
     if module in sys.modules and issubclass(cls, getattr(sys.modules[module], name)):
-      return each
+      return kind
   return None
 
 
 def expand(flags: Any) -> int | None:
-  """Lets each extension say its own flags by those of the core; returns an exit code if that was all."""
+  """Has each extension translate its own flags to the core's; returns an exit code if the command ends there."""
   codes = (call(extension.expand, flags) for extension in extensions() if extension.expand is not None)
   return next((code for code in codes if code is not None), None)
 
 
 def keeps_numbers(path: str) -> bool:
-  """Whether an extension says that a field only decides how a job runs."""
+  """Returns whether an extension says that a field leaves the numbers unchanged."""
   return any(call(extension.keeps_numbers, path) for extension in extensions() if extension.keeps_numbers is not None)
 
 

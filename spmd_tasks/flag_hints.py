@@ -1,4 +1,4 @@
-"""Says what to write in place of a wrong flag or argument: the nearest that is right. Used for an error alone.
+"""Says what to write in place of a wrong flag or argument: the nearest right one. Imported only for an error.
 
     hints = Hints(argv=argv, parsed=namespace, actions=actions, of_mode=names, modes=names, others=hints_by_flag)
     hints.unknown(['--num_step', '3'])   # ['unknown flag --num_step. Nearest: --num_train_steps.']
@@ -30,9 +30,9 @@ class Hints:
 
   Attributes:
     argv: the command's words.
-    parsed: the flags that are right.
+    parsed: the flags that were parsed.
     actions: argparse's actions by flag, without the dashes.
-    of_mode: the flags that the command's mode reads; without a mode, those of all modes.
+    of_mode: the flags that the command's mode reads; without a mode, the flags of all modes.
     modes: names of the modes.
     others: by flag of another program, or FLAG=CHOICE: a sentence that says what to write here.
   """
@@ -45,7 +45,7 @@ class Hints:
   others: Mapping[str, str]
 
   def unknown(self, words: Sequence[str]) -> list[str]:
-    """Returns a text for each flag and argument that argparse did not recognize."""
+    """Returns a sentence for each flag and argument that argparse did not recognize."""
     texts, index = [], 0
     while index < len(words):
       word, rest = words[index], words[index + 1 :]
@@ -156,7 +156,7 @@ class Hints:
       if flags.exp:
         return tuple(to_json(resolve(flags.exp, flags.overrides, None, flags.experiment_path))['config'])
       return tuple(read_saved_config(flags.config or f'{flags.job_log_dir}/config.json')['config'])
-    except (Exception, SystemExit):  # another mistake, which is answered when this one is mended
+    except (Exception, SystemExit):  # another mistake, which the next run answers
       return ()
 
 
@@ -167,12 +167,12 @@ def _form(name: str, action: argparse.Action, value: str = '') -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> tuple[str, float]:
-  """Returns the name that is most like one, and how like it is, at most 1; the first in the alphabet of several."""
+  """Returns the most similar name, and its likeness, at most 1; of equals the first in the alphabet."""
   return max(((other, _likeness(name, other)) for other in sorted(known)), key=lambda pair: pair[1], default=('', 0.0))
 
 
 def _likeness(name: str, other: str) -> float:
-  """Compares by words, which may be missing (num_step, num_train_steps), letters, and initials (lr, learning_rate)."""
+  """Compares words, some of which may be missing (num_step, num_train_steps), letters, and initials (lr)."""
   words, others = name[:100].split('_'), other.split('_')
   if 1 < len(name) <= 3 and len(others) > 1 and name == ''.join(word[:1] for word in others):
     return 1.0

@@ -1,4 +1,4 @@
-"""Defines the binary's flags: those of every mode, and those that the modes declare (extensions.py)."""
+"""Defines the binary's flags: the flags of every mode, and the flags that modes declare (extensions.py)."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from spmd_tasks.modes import CORE
 NO_DIRECTORY = 'nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.'
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 _FDL = '--fdl.'
-# Flags of every mode that may differ between processes: how one is reached, and what becomes part of the config.
+# Flags of every mode that may differ between processes: how to reach a process, and flags that are in the config.
 _MAY_DIFFER = {
   *('coordinator_address', 'num_processes', 'process_id', 'local_device_ids', 'coordinator_bind_address', 'cluster'),
   *('initialization_timeout_s', 'exp', 'config', 'experiment_path', 'overrides', *_SHORTCUTS),
@@ -21,28 +21,28 @@ _MAY_DIFFER = {
 
 
 class _Parser(argparse.ArgumentParser):
-  """Answers a wrong flag in one sentence, as the binary answers every mistake of the user."""
+  """Answers a wrong flag in one sentence, as the binary answers every mistake."""
 
   modes: Sequence[Mode] = ()
   _argv: Sequence[str] = ()
 
   def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-    """Reads all words of a command, or says what to write in place of the wrong ones."""
+    """Parses a command, or says what to write in place of wrong words."""
     parsed, unknown = self.parse_known_args(args, namespace)
     if unknown:
       self._refuse(' Also: '.join(self._hints(parsed).unknown(unknown)))
     return parsed
 
   def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-    """Reads `--fdl.PATH=VALUE`, as Paxml has it, as `--set PATH=VALUE`, and such flags of extensions."""
+    """Parses `--fdl.PATH=VALUE`, Paxml's form, as `--set PATH=VALUE`, and likewise the flags of extensions."""
     prefixes = {_FDL: '--set'} | {
       f'--{flag.name}.': f'--{flag.name}' for flag in _flags_of_extensions() if flag.repeats
     }
-    given = list(sys.argv[1:] if args is None else args)
+    words = list(sys.argv[1:] if args is None else args)
     for prefix, name in prefixes.items():
-      given = [f'{name}={flag.removeprefix(prefix)}' if flag.startswith(prefix) else flag for flag in given]
-    self._argv = given = [word for flag in given for word in _without_bool(flag)]
-    return super().parse_known_args(given, namespace)
+      words = [f'{name}={word.removeprefix(prefix)}' if word.startswith(prefix) else word for word in words]
+    self._argv = [part for word in words for part in _without_bool(word)]
+    return super().parse_known_args(self._argv, namespace)
 
   def error(self, message: str) -> NoReturn:
     self._refuse(f'{message.rstrip(".")}. {self._hints(argparse.Namespace()).wrong(message)}'.rstrip())
@@ -188,16 +188,16 @@ def _add_flag(group: Any, flag: Flag, text: str) -> None:
 
 
 def _flags_of(modes: Sequence[Mode]) -> dict[str, dict[str, Flag]]:
-  """Returns the flags that modes declare: by the flag's name, then by the mode's."""
-  found: dict[str, dict[str, Flag]] = {}
+  """Returns the flags that modes declare, by the flag's name, then by the mode's."""
+  flags: dict[str, dict[str, Flag]] = {}
   for mode in modes:
     for flag in mode.flags:
-      found.setdefault(flag.name, {})[mode.name] = flag
-  return found
+      flags.setdefault(flag.name, {})[mode.name] = flag
+  return flags
 
 
 def check_flags_of_mode(args: argparse.Namespace, mode: Mode, modes: Sequence[Mode]) -> None:
-  """Raises a UserError if a flag is given that the mode does not read, or flags do not go together."""
+  """Raises a UserError if the mode does not read a given flag, or flags contradict each other."""
   for name, flag_of_mode in _flags_of(modes).items():
     value = getattr(args, name)
     if value is not None and value is not False and mode.name not in flag_of_mode:
@@ -208,13 +208,13 @@ def check_flags_of_mode(args: argparse.Namespace, mode: Mode, modes: Sequence[Mo
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-  """`path=value` of the shortcuts and of every --set, in this order."""
+  """Returns `path=value` of the shortcuts, then of every --set."""
   shortcuts = [f'{name}={getattr(args, name)}' for name in _SHORTCUTS if getattr(args, name) is not None]
   return shortcuts + args.overrides
 
 
 def common_flags(args: argparse.Namespace, modes: Sequence[Mode]) -> dict[str, Any]:
-  """Returns the flags that all processes of a job must give alike, apart from those that become part of the config."""
+  """Returns the flags that all processes of a job must share, without the flags that are in the config."""
   flags = [*_flags_of_extensions(), *(flag for mode in modes for flag in mode.flags)]
   differing = _MAY_DIFFER | {flag.name for flag in flags if flag.may_differ}
   return {f'--{name}': value for name, value in vars(args).items() if name not in differing}

@@ -37,7 +37,7 @@ _hints_of = functools.cache(get_type_hints)  # each takes a millisecond, and a c
 
 
 def _field_type(cls: type, name: str) -> Any:
-  """The annotation of an inherited field, resolved in the module that wrote it where that is possible."""
+  """Returns the annotation of an inherited field, resolved in its own module if possible."""
   for base in cls.__mro__[1:]:
     annotations = inspect.get_annotations(base)
     if name in annotations:
@@ -49,7 +49,7 @@ def _field_type(cls: type, name: str) -> Any:
 
 
 def _is_plain_value(name: str, value: Any) -> bool:
-  """A public class attribute that is no method, property or nested class."""
+  """Returns whether a class attribute is public, and no method, property or nested class."""
   return not name.startswith('_') and not callable(value) and not hasattr(type(value), '__get__')
 
 
@@ -59,8 +59,8 @@ class FrozenFields:
 
   # Earlier names of fields, by which a class, an override or a saved config may still set them.
   _renamed: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
-  # Fields that are gone, and what to do instead, for the error of a class or an override that sets one. Saved values of
-  # them are ignored. A subclass may declare a field of the name.
+  # Removed fields, and what to do instead: a class or an override that sets one is refused, a saved value ignored. A
+  # subclass may declare a field of the same name.
   _removed: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
   _fields_set_here: ClassVar[frozenset[str]] = frozenset()
   _given: ClassVar[frozenset[str]]  # of each object: the fields that its constructor was given
@@ -131,8 +131,8 @@ class FrozenFields:
         setattr(cls, name, freeze(value))
     cls._fields_set_here = frozenset(annotations)
     if len(cls.__bases__) > 1:
-      # A dataclass takes all fields of its first base, also those that the base only inherits. Here, as anywhere in
-      # Python, the first class that sets one wins.
+      # A dataclass takes all fields of its first base, even inherited ones. Here, as elsewhere in Python, the first
+      # class in the method resolution order that sets a field wins.
       for name in sorted(inherited.difference(annotations)):
         setter = next(base for base in cls.__mro__[1:] if name in vars(base).get('_fields_set_here', ()))
         if name in vars(setter):

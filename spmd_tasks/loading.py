@@ -70,7 +70,7 @@ def load(
     job_log_dir: the job's directory, with its config.json and checkpoints; or a folder in Hugging Face's format.
     step: the checkpoint's step; None is the newest.
     mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. None is the mesh of
-      `overrides`; else the saved mesh if it has as many devices as there are; else all devices lie along one axis.
+      `overrides`; else the saved mesh if it fits the number of devices; else one axis of all devices.
     overrides: `path=value` changes of the saved config, such as 'task.decode.num_slots=2'.
     experiment_path: directories from which the experiment's own module may be imported, if it is neither registered nor
       imported already.
@@ -86,9 +86,10 @@ def load(
     raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
   if is_remote(directory) and 'experiment' not in json.loads(read_text(directory / 'config.json')):
     directory = local_folder(directory)  # no job, but a folder of another format
-  recognized = [found for each in formats() if each.recognize and (found := call(each.recognize, directory))]
-  if recognized:
-    name, own = recognized[0]
+  answers = (call(fmt.recognize, directory) for fmt in formats() if fmt.recognize)
+  recognized = next(filter(None, answers), None)
+  if recognized is not None:
+    name, own = recognized
     job = resolve(name, [*own, *overrides]).build()
   else:
     job = from_json(read_saved_config(directory / 'config.json'), overrides, experiment_path).build()
@@ -104,9 +105,9 @@ def load(
 
 
 def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
-  """Loads the model that `task.decode.draft_model` names onto the mesh of the job's model; None where it names none.
+  """Loads the model that `task.decode.draft_model` names onto the mesh of the job's model; None if it names none.
 
-  Raises a UserError: it cannot be loaded, or its tokens are others.
+  Raises a UserError: it cannot be loaded, or has other tokens.
   """
   path = getattr(job.task.decode, 'draft_model', None)
   if not path:
@@ -122,21 +123,21 @@ def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
 
 
 def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:
-  """Whether the tokens of two models have the same ids, though their files may differ; True where one is unknown."""
+  """Whether the tokens of two models have the same ids, though their files may differ; True if one is unknown."""
   if own is None or other is None or own.fingerprint() == other.fingerprint():
     return True
   if not (isinstance(own, FileTokenizer) and isinstance(other, FileTokenizer)):
     return False
-  vocabularies = [each._tokenizer.get_vocab(with_added_tokens=True) for each in (own, other)]
-  return vocabularies[0] == vocabularies[1]
+  vocabulary, others = (tokenizer._tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (own, other))
+  return vocabulary == others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoadedModel:
   """A model with a checkpoint's weights on a mesh; `load` makes it.
 
-  `padded_variables` are the model's variables as they are stored on the mesh, with the weights as `params`, averaged
-  ones if the task evaluates with them.
+  `padded_variables` are the model's variables as they are stored on the mesh; `params` are the weights, averaged if the
+  task evaluates with averages.
   """
 
   job: Job
@@ -160,7 +161,7 @@ class LoadedModel:
 
   @property
   def mesh(self) -> Mesh | AbstractMesh:
-    """The mesh on which the weights lie."""
+    """The mesh of the weights."""
     return self.partitioned.mesh
 
   @property
@@ -193,24 +194,26 @@ class LoadedModel:
   def logits(self, ids: npt.ArrayLike, encoder_ids: npt.ArrayLike | None = None) -> jax.Array:
     """Returns float32 logits [B, T, V] of tokens [B, T], by the forward pass of evaluation.
 
-    Each row is one document from its start, and its tokens are taken as they are: training rows begin with the
-    tokenizer's `bos_id`, so put it first. Logits at t are those of token t + 1. Each new [B, T] is compiled once.
+    Each row is one document from its start. Nothing is added: training rows begin with the tokenizer's `bos_id`, so put
+    it first. Logits at t predict token t + 1. Each new [B, T] is compiled once.
     An encoder-decoder's encoder reads `encoder_ids` [B, S], every token of them, and `ids` begin with its start token.
     A prefix language model reads a text without a prefix.
     """
-    given = {'ids': np.asarray(ids)} | ({} if encoder_ids is None else {'encoder_ids': np.asarray(encoder_ids)})
-    for name, array in given.items():
+    arrays = {'ids': np.asarray(ids)} | ({} if encoder_ids is None else {'encoder_ids': np.asarray(encoder_ids)})
+    for name, array in arrays.items():
       if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise UserError(
           f'{name} {array.dtype}{list(array.shape)} must be integers [batch, length]: wrap one text in a list.'
         )
     check_reads_tokens(self.job.train_input.element_spec(), self.job.task.decode)
     if isinstance(self.model, EncoderDecoderLm) != (encoder_ids is not None):
-      raise UserError('encoder_ids are for models with an encoder, which need them: leave them out, or give them.')
-    batch = {name: array.astype(np.int32) for name, array in given.items()}
+      remedy = 'give encoder_ids' if encoder_ids is None else 'leave encoder_ids out'
+      has = 'an encoder' if encoder_ids is None else 'no encoder'
+      raise UserError(f'{self.job.name} has {has}: {remedy}.')
+    batch = {name: array.astype(np.int32) for name, array in arrays.items()}
     step = self._forward_steps.of(batch)
     logits = step.with_variables(self.padded_variables, step.place(batch))['logits']
-    for name, array in given.items():
+    for name, array in arrays.items():
       if array.size and not 0 <= array.min() <= array.max() < logits.shape[-1]:
         raise UserError(
           f'{name} from {array.min()} to {array.max()} must lie in the vocabulary, [0, {logits.shape[-1]}).'
@@ -219,7 +222,7 @@ class LoadedModel:
 
   @property
   def max_len(self) -> int:
-    """The most tokens of a text that is generated or scored: `task.decode.max_len`, or else the training length."""
+    """The most tokens of a generated or scored text: `task.decode.max_len`, or else the training length."""
     return self._decoder[0].max_len
 
   def generate(
@@ -236,8 +239,7 @@ class LoadedModel:
     """Returns the text that follows each prompt, the same as --mode decode_once gives.
 
     Args:
-      prompts: texts, before each of which the token for the beginning of text is put; or Prompts, with settings of
-        their own.
+      prompts: texts, to which the token for the beginning of text is prepended; or Prompts, with their own settings.
       max_tokens, temperature, top_k, top_p: of the texts; None is the default of the task's DecodeSettings,
         `task.decode`.
       seed: of the sampling; None is the experiment's. Each prompt draws from its own noise, by its place in the list.
@@ -286,13 +288,13 @@ class LoadedModel:
     """
     check_reads_tokens(self.job.train_input.element_spec(), self.job.task.decode)
     if self.tokenizer is None:
-      raise UserError(f'{self.job.name} has no tokenizer in its inputs, so that it cannot chat: give them one.')
+      raise UserError(f'{self.job.name} cannot chat, because its inputs have no tokenizer: give them one.')
     conversations: Any = [messages] if isinstance(messages, str) else list(messages)
     if conversations and all(isinstance(message, Mapping) for message in conversations):
       conversations = [conversations]
     template = self.job.experiment.chat_template()
-    given: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'adapter': adapter}
-    given |= {'max_tokens': max_tokens, 'tools': tools, 'variables': template_variables}
+    settings: Any = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'adapter': adapter}
+    settings |= {'max_tokens': max_tokens, 'tools': tools, 'variables': template_variables}
     prompts = []
     for number, turns in enumerate(conversations):
       turns = [{'role': 'user', 'content': turns}] if isinstance(turns, str) else turns
@@ -302,7 +304,7 @@ class LoadedModel:
           f'{turns!r:.100}.'
         )
       own_seed = None if seed is None else prompt_seed(seed, number)
-      prompts.append(chat_prompt(turns, template, self.tokenizer, seed=own_seed, **given))
+      prompts.append(chat_prompt(turns, template, self.tokenizer, seed=own_seed, **settings))
     return self.generate(prompts)
 
   def complete(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
@@ -325,7 +327,7 @@ class LoadedModel:
 
     Args:
       texts: (tokens of a context, at least one; tokens of its continuation), taken as they are: put the
-        tokenizer's `bos_id` first where training rows have it.
+        tokenizer's `bos_id` first if training rows have it.
       num_rows: how many texts are read at once.
       adapter: as in `generate`.
 

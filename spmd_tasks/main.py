@@ -4,9 +4,9 @@
     spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --num_fake_devices 8 --set seq_len=64
     spmd-tasks --mode decode_once --job_log_dir runs/tiny --decode_input prompts.jsonl --num_fake_devices 8
 
---exp takes a registered name or any importable package.module.Class. Without --exp, a job goes on with the config
-that its directory holds; an experiment of one's own then needs --experiment_path, where its module lies. A mistake of
-the user is answered in one sentence and exit code 2; nothing is written then.
+--exp takes a registered name or any importable package.module.Class. Without --exp, a job continues with the config in
+its directory; your own experiment then needs --experiment_path, the directory of its module. A mistake of the user is
+answered in one sentence and exit code 2; nothing is written then.
 """
 
 if __name__ == '__main__':  # python -m spmd_tasks.main; else __main__.py has done it
@@ -39,8 +39,8 @@ _THREADS_LIMIT_S = 5.0
 
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
-  leave_on_signals()  # first of all: every other import is in a function, so that this line is reached in milliseconds
-  # The last of all: Python's own end, with nothing left to save or to interrupt, keeps the exit code.
+  leave_on_signals()  # first: all other imports are inside functions, so that this line runs within milliseconds
+  # At Python's own exit nothing is left to save: Ctrl-C then must not change the exit code.
   atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
   lose_output()
   with escaped_output():  # also the traceback of a bug
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       traceback.print_exc()
       code = exit_codes.FAILED
   sys.stdout.flush()
-  # Python's own end would wait for threads in native code, such as the compiler's, and for threads of Orbax, which wait
+  # Python's own exit would wait for threads in native code, such as the compiler's, and for Orbax's threads, which wait
   # for minutes for a save that has failed.
   if code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S):
     sys.stderr.flush()
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _threads_remain(limit_s: float) -> bool:
-  """Waits for the threads that keep a process alive; returns whether some run on after `limit_s` seconds."""
+  """Waits for the threads that keep a process alive; returns whether some still run after `limit_s` seconds."""
   end = time.monotonic() + limit_s
   while any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
     if time.monotonic() > end:
@@ -100,7 +100,7 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
     print(f'spmd-tasks: {sentence}', file=sys.stderr)
     traceback.print_exception(error)
     return exit_codes.FAILED
-  except KeyboardInterrupt:  # where the process was connected to others until just now
+  except KeyboardInterrupt:  # the process was connected to others until just now
     print(SENTENCE.decode().strip(), file=sys.stderr)
     return exit_codes.INTERRUPTED
   finally:
@@ -108,7 +108,7 @@ def _run(argv: Sequence[str] | None, *, called: float | None) -> int:
 
 
 def _print_version() -> int:
-  """Shows the versions that a report of a bug should name; imports none of the packages."""
+  """Shows the versions that a bug report should name; imports none of the packages."""
   from importlib import metadata
   import platform
 
@@ -133,7 +133,7 @@ def _print_list() -> int:
 
 
 def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
-  """Runs --print_config or a mode, after the checks that need no experiment."""
+  """Runs --print_config or a mode, after the checks that do not need an experiment."""
   from spmd_tasks.extensions import call, expand, require
   from spmd_tasks.flags import NO_DIRECTORY, all_modes, check_flags_of_mode
 
@@ -161,7 +161,7 @@ def _run_experiment(args: 'argparse.Namespace', called: float | None) -> int:
 
 
 def _answered() -> int:
-  """The exit code of a command whose answer was on stdout: FAILED if some of it was lost. A reader may leave early."""
+  """Returns the exit code of a command that answers on stdout: FAILED if output was lost. A reader may leave early."""
   sys.stdout.flush()
   if (lost := lost_output()) is None:
     return exit_codes.OK
@@ -170,11 +170,11 @@ def _answered() -> int:
 
 
 def _import_jax() -> None:
-  """Imports JAX, which reads its environment variables, and refuses those with which nothing would run."""
+  """Imports JAX, which reads its environment variables, and refuses values with which nothing would run."""
   try:
     import jax  # noqa: F401
   except ValueError as error:
-    raise UserError(f'an environment variable of JAX has a value that JAX does not take: {error}.') from error
+    raise UserError(f'an environment variable of JAX has a value that JAX does not accept: {error}.') from error
   from spmd_tasks.distributed.environment import refuse_unusable_environment
 
   refuse_unusable_environment()

@@ -1,4 +1,4 @@
-"""The modes of the core, declared as an extension declares its own: train, eval, decode, export, preview."""
+"""Declares the modes of the core, as an extension declares its own: train, eval, decode, export, preview."""
 
 import argparse
 import json
@@ -145,8 +145,8 @@ CORE = Extension(
         Flag(name='out', metavar='PATH', help='a new folder; of --format t5x, a MODEL_DIR'),
         Flag(
           name='format',
-          choices=tuple(each.name for each in formats() if each.export is not None),
-          help='; '.join(f'{each.name}: {each.help}' for each in formats() if each.export is not None),
+          choices=tuple(fmt.name for fmt in formats() if fmt.export is not None),
+          help='; '.join(f'{fmt.name}: {fmt.help}' for fmt in formats() if fmt.export is not None),
         ),
         CHECKPOINT_STEP,
         ACCEPT_CONFIG_CHANGES,

@@ -109,7 +109,7 @@ def test_chat_continues_what_the_chat_template_writes(saved, tmp_path):
     transcript = load(saved['moe'][0], overrides=['task.decode.max_len=32'])  # a transcript: no folder's template
     prompt = Prompt(prompt='user: d\nassistant: ', stop=('\nuser:', '\nsystem:'), **asked)
     assert transcript.chat('d', **asked) == transcript.generate([prompt])
-    with pytest.raises(UserError, match='has no tokenizer in its inputs, so that it cannot chat'):
+    with pytest.raises(UserError, match=r'cannot chat.*no tokenizer'):
       load(saved['dense'][0]).chat('a')
 
 

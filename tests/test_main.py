@@ -112,13 +112,13 @@ BAD_INPUT = {
     (*TINY, *TRAIN, '--set', 'task.learner.num_microbatches=3'),
     ['num_microbatches', '3', '8'],
   ),
-  'cache in a file': ((*TINY, *TRAIN, '--compilation_cache', 'HERE/file'), ['HERE/file is no directory']),
+  'cache in a file': ((*TINY, *TRAIN, '--compilation_cache', 'HERE/file'), ['HERE/file is not a directory']),
   'too many fake devices': ((*TINY, *TRAIN, '--num_fake_devices', '1000000000'), ['must be from 1 to 10,000']),
   'devices of one of several': ((*TINY, *TRAIN, '--local_device_ids', '0'), ['are for one of several processes']),
   'eval without batches': ((*TINY, *TRAIN, '--set', 'eval_batches=0'), ['num_batches 0 must be at least 1']),
   'experts in no block': (
     ('--exp', 't5.SwitchTiny', *TRAIN, '--set', 'mixture_every=0'),
-    ['2 layers are no multiple of mixture_every=0'],
+    ['2 layers are not divisible by mixture_every=0'],
   ),
   'no directory to write': (
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/file/job'),

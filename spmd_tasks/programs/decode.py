@@ -3,9 +3,9 @@
 Outputs go to `<job_log_dir>/decode/<name>/step_<N>.jsonl`, one line per prompt; metrics go to the same directory. A job
 that is started again continues after the last whole line. It gives the same outputs, because an output depends only on
 the weights, the prompt and the seed. A job without a checkpoint decodes with the weights that it would start from, such
-as those of `init_from`; their lines say the place.
+as `init_from`; each line then names their place.
 
-A task with `make_decoder`, as that of a Pax experiment, decodes batches of its own in its own way.
+A task with `make_decoder`, such as a Pax task, decodes its own batches in its own way.
 """
 
 import bisect
@@ -65,7 +65,7 @@ def decode(
   poll_s: float = 10.0,
   load_draft: Callable[[PartitionedModel], DraftModel | None] = lambda model: None,
 ) -> int:
-  """Decodes every decode input with one checkpoint (None: the newest); returns OK, or that of PreemptionGuard.
+  """Decodes every decode input with one checkpoint (None: the newest); returns OK, or PreemptionGuard's exit code.
 
   Args:
     job: the built experiment.
@@ -74,7 +74,7 @@ def decode(
     emergency: ends this process after a failure that the other processes must learn of.
     input_path: a file of prompts (PromptFile), instead of the experiment's decode inputs; its name names the outputs.
     output_path: a file for the outputs, instead of one below `decode/`.
-    step, watch, poll_s: as of `CheckpointReader.checkpoints`.
+    step, watch, poll_s: see `CheckpointReader.checkpoints`.
     load_draft: loads the model that `task.decode.draft_model` names.
 
   Raises:
@@ -121,7 +121,7 @@ def decode(
 
 
 def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict[str, Any]:
-  """Returns the named inputs to decode; raises a UserError where there are none, or not of the task's kind."""
+  """Returns the named inputs to decode; raises a UserError if there are none, or the task takes others."""
   if decodes_batches and input_path is not None:
     raise UserError(
       f'--decode_input {input_path} is a file of prompts, but {job.name} decodes batches of its own datasets: leave it '
@@ -143,7 +143,7 @@ class _PromptRequest(NamedTuple):
   prompt: Prompt
   request: Request  # the first sample
   num_outputs: int  # how many samples or beams are wanted
-  matcher: Matcher | None  # of the form of its outputs; None where that is open
+  matcher: Matcher | None  # constrains the form of its outputs; None: free text
 
 
 class Decoder:
@@ -173,20 +173,21 @@ class Decoder:
         matcher = self._tokenizer.matcher(prompt, where)
         self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher))
     digests = dict.fromkeys(self._wanted, 0)
-    for name, wanted in self._wanted.items():
-      for each in wanted:
-        digests[name] = zlib.crc32(json.dumps(self._record(each)).encode(), digests[name])
+    for name, prompts in self._wanted.items():
+      for prompt in prompts:
+        digests[name] = zlib.crc32(json.dumps(self._record(prompt)).encode(), digests[name])
     refuse_differences('prompts', digests, limit_s=LOOK_LIMIT_S)
 
-  def _record(self, each: _PromptRequest) -> dict[str, Any]:
-    """What outputs depend on beside the weights, as JSON; made anew each time, as a million are much memory."""
-    return request_record(each.prompt, each.request, each.num_outputs, self._steps.settings)
+  def _record(self, wanted: _PromptRequest) -> dict[str, Any]:
+    """Returns what outputs depend on beside the weights, as JSON; not kept, as a million records take much memory."""
+    return request_record(wanted.prompt, wanted.request, wanted.num_outputs, self._steps.settings)
 
   def compile(self) -> None:
     """Compiles the programs that these prompts need; does nothing the second time."""
-    every = [each for wanted in self._wanted.values() for each in wanted]
-    self._constrains = any(each.matcher is not None for each in every)
-    self._steps.compile(score_prompts=any(each.request.score_prompt for each in every), constrain=self._constrains)
+    prompts = [prompt for wanted in self._wanted.values() for prompt in wanted]
+    self._constrains = any(prompt.matcher is not None for prompt in prompts)
+    scores = any(prompt.request.score_prompt for prompt in prompts)
+    self._steps.compile(score_prompts=scores, constrain=self._constrains)
 
   def run(self, name: str, weights: Any, step: int, place: str | None = None) -> None:
     """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`.
@@ -206,14 +207,14 @@ class Decoder:
     with contextlib.closing(file), contextlib.closing(Progress(len(wanted), first, primary=is_primary())) as progress:
       title = f'step {step}{"" if place is None else f" of {place}"}  decode {name}:'
       progress.message(f'{title} {len(wanted)} prompts to {path}')
-      began, made = time.perf_counter(), collections.Counter[str]()
+      began, counts = time.perf_counter(), collections.Counter[str]()
       for number, completions in _in_order(self._complete(weights, wanted[first:])):
-        index, each = first + number, wanted[first + number]
+        index, prompt = first + number, wanted[first + number].prompt
         for text in completions:
-          made.update(outputs=1, tokens=len(text.ids), drafted=text.num_drafted, accepted=text.num_accepted)
+          counts.update(outputs=1, tokens=len(text.ids), drafted=text.num_drafted, accepted=text.num_accepted)
         if is_primary():
           outputs = outputs_record(completions, has_text=self._tokenizer.tokenizer is not None)
-          ids = {} if each.prompt.id is None else {'id': each.prompt.id}
+          ids = {} if prompt.id is None else {'id': prompt.id}
           file.append(begin(index) | ids | outputs)
         progress.step(index + 1)
       if is_primary() and not path.exists():
@@ -221,13 +222,13 @@ class Decoder:
       if first == len(wanted):
         progress.message(f'{title} all {first} prompts are done already, in {path}')
         return
-      metrics = _metrics(len(wanted) - first, made, time.perf_counter() - began)
+      metrics = _metrics(len(wanted) - first, counts, time.perf_counter() - began)
       lost = ''
       try:
         writer = make_writer(directory, trackers=self._trackers, primary=is_primary())
         writer.write(step, metrics, place)
         writer.close()
-      except StorageError as error:  # the outputs of another user's job are in a file of one's own
+      except StorageError as error:  # the job belongs to another user; the outputs are in --decode_output
         if self._output_path is None:
           raise
         lost = f' (its metrics are not recorded: {error.__cause__})'
@@ -243,18 +244,18 @@ class Decoder:
     """Yields (number of the prompt, its outputs), in the order in which prompts finish."""
     decode = self._tokenizer.decode
     if self._steps.settings.num_beams > 1:
-      requests = [each.request for each in wanted]
+      requests = [prompt.request for prompt in wanted]
       for number, beams in search(self._steps, weights, requests, decode=decode, on_step=self._on_step):
         yield number, beams[: wanted[number].num_outputs]
       return
-    ends = list(itertools.accumulate(each.num_outputs for each in wanted))  # of each prompt's samples
-    samples = (each.request.as_sample(sample) for each in wanted for sample in range(each.num_outputs))
+    ends = list(itertools.accumulate(prompt.num_outputs for prompt in wanted))  # of each prompt's samples
+    samples = (prompt.request.as_sample(i) for prompt in wanted for i in range(prompt.num_outputs))
     matchers = None
     if self._constrains:
-      matchers = [each.matcher and each.matcher.copy() for each in wanted for _ in range(each.num_outputs)]
+      matchers = [prompt.matcher and prompt.matcher.copy() for prompt in wanted for _ in range(prompt.num_outputs)]
     unfinished: dict[int, dict[int, Completion]] = {}
-    made = generate(self._steps, weights, samples, decode=decode, matchers=matchers, on_step=self._on_step)
-    for index, completion in made:
+    completions = generate(self._steps, weights, samples, decode=decode, matchers=matchers, on_step=self._on_step)
+    for index, completion in completions:
       number = bisect.bisect_right(ends, index)
       done = unfinished.setdefault(number, {})
       done[index] = completion
@@ -263,23 +264,23 @@ class Decoder:
         del unfinished[number]
 
 
-def _metrics(num_prompts: int, made: Mapping[str, int], seconds: float) -> dict[str, float]:
-  """The metrics of a finished set of prompts, from the counts of what was made of them."""
+def _metrics(num_prompts: int, counts: Mapping[str, int], seconds: float) -> dict[str, float]:
+  """Returns the metrics of a finished set of prompts."""
   metrics = {
     'num_prompts': float(num_prompts),
-    'num_tokens': float(made['tokens']),
-    'mean_length': made['tokens'] / made['outputs'],
-    'tokens_per_second': made['tokens'] / seconds,
+    'num_tokens': float(counts['tokens']),
+    'mean_length': counts['tokens'] / counts['outputs'],
+    'tokens_per_second': counts['tokens'] / seconds,
     'seconds': seconds,
   }
-  if made['drafted']:
-    share = made['accepted'] / made['drafted']
-    metrics |= {'drafted_tokens': float(made['drafted']), 'accepted_draft_share': share}
+  if counts['drafted']:
+    share = counts['accepted'] / counts['drafted']
+    metrics |= {'drafted_tokens': float(counts['drafted']), 'accepted_draft_share': share}
   return metrics
 
 
 def _in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-  """Yields the same pairs in the order of their numbers, 0, 1, 2, ...; pairs that come too early wait."""
+  """Yields the same pairs in the order of their numbers, 0, 1, 2, ...; later pairs wait."""
   waiting: dict[int, Any] = {}
   following = 0
   for number, item in numbered:

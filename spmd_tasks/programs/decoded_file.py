@@ -1,9 +1,9 @@
 """DecodedFile: a checkpoint's outputs for one set of prompts, one JSON line per prompt in their order.
 
 A line has the prompt's `index`, the checkpoint's `step`, the `request` (request_record) and its `outputs`
-(outputs_record); if no checkpoint of the job holds the weights, also `weights_from`, their place. Until the last line
-is written the file's name ends in `.partial`; a job that is started again keeps the whole lines and continues after
-them.
+(outputs_record); if the weights come from no checkpoint of the job, also `weights_from`, their place. Until the last
+line is written the file's name ends in `.partial`; a job that is started again keeps the whole lines and continues
+after them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,7 +110,7 @@ class DecodedFile:
     return len(lines)
 
   def append(self, record: Mapping[str, Any]) -> None:
-    """Writes the next line. A kill of the process loses no line of a disk, in a store those of the last second."""
+    """Writes the next line. A kill of the process loses no line on a disk, and the last second's lines in a store."""
     line = json.dumps(record, ensure_ascii=False) + '\n'
     with storage_errors(self._partial):
       make_directory(self._partial.parent)
@@ -150,7 +150,7 @@ def request_record(prompt: Prompt, request: Request, num_outputs: int, settings:
 
 
 def outputs_record(completions: Sequence[Completion], *, has_text: bool) -> dict[str, Any]:
-  """Makes the JSON object of a prompt's outputs, and of the prompt's log-probabilities where it was scored."""
+  """Makes the JSON object of a prompt's outputs, and of the prompt's log-probabilities if it was scored."""
   scores = completions[0].prompt_logprobs
   record: dict[str, Any] = {} if scores is None else {'prompt_logprobs': scores}
   return record | {'outputs': [_output_record(completion, has_text) for completion in completions]}

@@ -1,8 +1,8 @@
 """--mode=eval: evaluates a checkpoint on every eval set, once or again for each new checkpoint.
 
 Metrics go to the files that the training job's own evals write. A step that is recorded there already is shown and not
-recorded again: the file keeps one line of it, from whichever job was first. A job without a checkpoint evaluates the
-weights that it would start from, such as those of `init_from`; their lines say the place. evaluator.py does the work.
+recorded again: the file keeps one line per step, from whichever job was first. A job without a checkpoint evaluates the
+weights that it would start from, such as `init_from`; their lines name the place. evaluator.py does the work.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ def evaluate(
   poll_s: float = 10.0,
   writes_examples: bool = False,
 ) -> int:
-  """Evaluates one checkpoint, or every new one; returns an exit code: OK, or that of PreemptionGuard.
+  """Evaluates one checkpoint, or every new one; returns an exit code: OK, or PreemptionGuard's.
 
   Args:
     job: the built experiment.
     job_log_dir: a training job's directory, running or not, or a new one; only `eval/` below it is written.
-    emergency: the way out of a failure that other processes must hear of.
-    step, watch, poll_s: as of `CheckpointReader.checkpoints`.
+    emergency: ends this process and tells the others when it fails.
+    step, watch, poll_s: see `CheckpointReader.checkpoints`.
     writes_examples: write the loss's per-example outputs to `eval/<name>/step_<N>.jsonl`, one line for each example.
 
   Raises:

@@ -29,7 +29,7 @@ BatchMetrics = dict[str, Any]  # clu Metrics, and `outputs`
 
 
 def refuse_other_data(topic: str, states: Mapping[str, State], limit_s: int) -> None:
-  """Raises a UserError on a process whose inputs have other data than those of process 0, by their positions."""
+  """Raises a UserError on a process whose inputs read other data than on process 0; `states` are their positions."""
   from spmd_tasks.distributed.comparison import refuse_differences  # of several processes only
 
   data = {f'fingerprint of {name}.{path}': value for name in states for path, value in data_of(states[name]).items()}
@@ -43,9 +43,9 @@ class Evaluator:
   """
 
   def __init__(self, job: Job, model: PartitionedModel, job_log_dir: epath.Path, *, keeps_examples: bool = False):
-    """Makes an evaluator of a job's eval sets, each read from its start every time; nothing is compiled or written.
+    """Makes an evaluator of a job's eval sets; each evaluation reads a set from its start. Nothing is compiled yet.
 
-    With `keeps_examples`, `examples` has the loss's per-example outputs of each set that was evaluated.
+    With `keeps_examples`, `examples` has the loss's per-example outputs of each evaluated set.
     """
     self._inputs = job.eval_inputs
     self.names = list(self._inputs)  # of the eval sets
@@ -53,7 +53,7 @@ class Evaluator:
     self._trackers = job.experiment.trackers
     self._input_timeout_s = job.experiment.input_timeout_s
     self._limit_batches = job.experiment.eval_limit_batches
-    judges = {name: getattr(each, 'judge', None) for name, each in self._inputs.items()}
+    judges = {name: getattr(eval_set, 'judge', None) for name, eval_set in self._inputs.items()}
     self._judges = None
     if any(judges.values()):
       from spmd_tasks.programs.judges import Judges  # with all of decoding
@@ -63,15 +63,15 @@ class Evaluator:
     self.examples: dict[str, dict[str, np.ndarray]] = {}
     self._histograms: dict[str, dict[str, np.ndarray]] = {}
     self._steps_by_shape = StepsByShape(functools.partial(model.eval_step, keeps_examples=keeps_examples))
-    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in self._inputs.items()}
-    self._iterators: dict[str, Any] = {}  # made before the first evaluation, which takes them
+    self._steps = {name: self._steps_by_shape.of(eval_set.element_spec()) for name, eval_set in self._inputs.items()}
+    self._iterators: dict[str, Any] = {}  # made before the first evaluation, which uses them
     self._writers: dict[str, MultiWriter] = {}
 
   def refuse_other_data(self, limit_s: int) -> None:
-    """Raises a UserError on a process whose sets have other files, or another tokenizer, than those of process 0."""
+    """Raises a UserError on a process whose sets have other files, or another tokenizer, than on process 0."""
     if jax.process_count() > 1:
       self._iterators = {name: self._make_iterator(name) for name in self._inputs}
-      states = {f'eval_inputs.{name}': each.get_state() for name, each in self._iterators.items()}
+      states = {f'eval_inputs.{name}': iterator.get_state() for name, iterator in self._iterators.items()}
       refuse_other_data('data files of eval sets', states, limit_s)
 
   def compile(self) -> None:
@@ -91,8 +91,8 @@ class Evaluator:
     """Yields (eval set, its metrics) for each set. Ends early if `should_stop`: an unfinished set gives no metrics.
 
     Args:
-      variables: those of the model to evaluate with, padded, on the mesh.
-      step: their train step.
+      variables: the model's, padded, on the mesh.
+      step: the train step of the variables.
       on_batch: called after every launched batch.
       should_stop: asked before every batch.
     """
@@ -105,7 +105,7 @@ class Evaluator:
   def record(self, name: str, step: int, metrics: Mapping[str, Metric], place: str | None = None) -> None:
     """Appends a set's metrics of train step `step` to its file; the last line of a step counts.
 
-    `place` says where the weights come from, if from no checkpoint of the job.
+    `place` names where the weights come from, if not from a checkpoint of the job.
     """
     self._writer(name).write(step, metrics, place)
     self._writer(name).write_histograms(step, self._histograms.pop(name, {}))
@@ -120,7 +120,7 @@ class Evaluator:
     return False
 
   def close(self) -> None:
-    """Closes the metrics files, and iterators that no evaluation has taken."""
+    """Closes the metrics files, and the iterators that no evaluation has used."""
     for iterator in self._iterators.values():
       iterator.close()
     for writer in self._writers.values():
@@ -136,9 +136,9 @@ class Evaluator:
     return self._job_log_dir / 'eval' / name
 
   def _make_iterator(self, name: str) -> Any:
-    given = self._inputs[name]
-    is_whole = getattr(given, 'gives_whole_batches', False)  # of plain data (inputs/batches.py)
-    return given.make_iterator(*((0, 1) if is_whole else (jax.process_index(), jax.process_count())))
+    eval_set = self._inputs[name]
+    is_whole = getattr(eval_set, 'gives_whole_batches', False)  # of plain data (inputs/batches.py)
+    return eval_set.make_iterator(*((0, 1) if is_whole else (jax.process_index(), jax.process_count())))
 
   def _evaluate_set(
     self, name: str, variables: Any, step: int, on_batch: Callable[[], None], should_stop: Callable[[], bool]
@@ -173,7 +173,7 @@ class Evaluator:
       )
     finished.append(jax.device_get(in_flight))
     beside = [metrics.pop('outputs', None) for metrics in finished]
-    outputs: list[StepOutputs] = [each for each in beside if each is not None]
+    outputs: list[StepOutputs] = [output for output in beside if output is not None]
     means = _mean_over_batches(finished)
     if not np.isfinite(means['loss']):
       look = f'look for ids or labels outside [0, vocab_size) in eval_inputs.{name}.'
@@ -181,7 +181,7 @@ class Evaluator:
     metrics = finish_metrics(means, source_names(self._inputs[name])) | {'num_batches': len(finished)}
     scalars, self._histograms[name] = split_summaries(outputs)
     metrics |= scalars
-    parts = [each.examples() for each in outputs]
+    parts = [output.examples() for output in outputs]
     self.examples[name] = {key: np.concatenate([part[key] for part in parts]) for key in (parts[0] if parts else ())}
     if self._judges is None:
       return metrics
@@ -193,11 +193,11 @@ class Evaluator:
 
   def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[EvaluationStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""
-    step, given = self._steps[name], cast(Any, self._inputs[name])
-    if getattr(given, 'gives_whole_batches', False):
-      step = self._steps_by_shape.of(given.spec_of(batch))  # a smaller last batch has a step of its own
+    step, eval_set = self._steps[name], cast(Any, self._inputs[name])
+    if getattr(eval_set, 'gives_whole_batches', False):
+      step = self._steps_by_shape.of(eval_set.spec_of(batch))  # a smaller last batch has a step of its own
       return step, step.place(step.layout.own_rows(batch))
-    if getattr(given, 'shapes_may_vary', False):
+    if getattr(eval_set, 'shapes_may_vary', False):
       step = self._steps_by_shape.of(batch)
     return step, step.place(batch)
 
@@ -205,7 +205,7 @@ class Evaluator:
 def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
   """Computes the weighted means over all batches, scalars or [E]; 0 if no batch has any weight.
 
-  Metrics of other kinds than Average are merged; those whose value is no number and no vector are left out.
+  Metrics of other kinds than Average are merged; values that are neither a number nor a vector are left out.
   """
   means = {}
   for name, first in batches[0].items():

@@ -18,7 +18,7 @@ def run(command: Any) -> int:
   """Runs the mode export of a Command (command.py)."""
   flags = command.flags
   with command.open_job() as opened:
-    exporters = {each.name: each.export for each in formats() if each.export is not None}
+    exporters = {fmt.name: fmt.export for fmt in formats() if fmt.export is not None}
     name = flags.format or next(iter(exporters))
     mesh = mesh_of_all_devices(opened.job.experiment, command.overrides)
     target, settings = absolute_path(flags.out), {'step': flags.checkpoint_step, 'mesh': mesh}

@@ -32,13 +32,13 @@ FORMAT = 1
 CAUSES: Mapping[str, str] = {
   'program_startup': 'a process starts: imports, devices, sharding, a new state',
   'compilation': 'tracing and compiling the steps',
-  'checkpoint_restore': 'reading the state that a process goes on from',
+  'checkpoint_restore': 'reading the state that a process resumes from',
   'data_loading': 'no step was running, because the next batch was not there',
   'checkpoint_save': 'the loop waited for a checkpoint',
   'evaluation': 'evaluations and samples, during the training and at its end',
   'skipped_steps': 'steps whose loss or gradient was not finite',
-  'wasted_progress': 'steps that a restart made again',
-  'program_end': 'closing what a process has opened, and waiting for other processes',
+  'wasted_progress': 'steps that a restart repeated',
+  'program_end': 'closing files and connections, and waiting for other processes',
   'infrastructure_recovery': 'between the last sign of one process and the start of the next',
 }
 _STEPS = 'steps'
@@ -46,11 +46,10 @@ _MAX_MARKS = 200
 _COST = 0.01  # the share of the time that writing the record may take
 
 _OFFSET = time.time() - time.monotonic()
-woken: float | None = None  # when a process that had waited for it began its work; set by what waits
 
 
 def steady_now() -> float:
-  """Returns the time in seconds since the epoch, by a clock that is not set while the process runs."""
+  """Returns the time in seconds since the epoch, by a clock that nobody sets while the process runs."""
   return since_epoch(time.monotonic())
 
 
@@ -64,14 +63,14 @@ class _Record:
   """The record that a process leaves for the next one. Times are in seconds since the epoch."""
 
   written: float
-  has_ended: bool  # the job had made all its steps, so the time until somebody adds more is no loss
+  has_ended: bool  # the job was complete: the time until somebody adds steps is not lost
   seconds: dict[str, float]  # by cause, and in steps that counted
   undecided: float  # seconds in steps that were not finished, after the process's first
   step: int  # the last one that counted
   marks: dict[int, float]  # step -> seconds in steps that counted until then
 
   def productive_until(self, step: int) -> float:
-    """The seconds in steps that counted until `step`: marked, or between those of the marks around it."""
+    """Returns the seconds in steps that counted until `step`, interpolated between the marks around it."""
     known = sorted((self.marks | {self.step: self.seconds[_STEPS]}).items())
     before = max((mark for mark in known if mark[0] <= step), default=known[0])
     after = min((mark for mark in known if mark[0] >= step), default=known[-1])
@@ -98,7 +97,7 @@ class Goodput:
     self._is_recording = self._has_ended = self._has_stepped = False
 
   def resume(self, step: int) -> None:
-    """Adds what the record says of earlier processes, and begins to keep it; this process goes on after `step`."""
+    """Adds the record of earlier processes, and begins to keep it; this process resumes after `step`."""
     last = self._read()
     self._step = step
     if step == 0:  # the state is new: nothing was read
@@ -149,7 +148,7 @@ class Goodput:
     self._has_stepped = True
 
   def mark(self, step: int) -> None:
-    """Remembers the time until `step`, from which a later process may go on; writes the record."""
+    """Remembers the time until `step`, from which a later process may resume; writes the record."""
     self._marks[step] = self._seconds[_STEPS]
     for old in sorted(self._marks)[1:-_MAX_MARKS]:
       del self._marks[old]
@@ -165,13 +164,13 @@ class Goodput:
     return {'goodput': 1.0 - sum(shares.values())} | shares | {'wall_seconds': total}
 
   def loop_seconds(self) -> tuple[float, float]:
-    """Returns the seconds in the loop so far (steps, counted or not, and waits for batches), and those of the waits."""
+    """Returns the seconds in the loop so far (all steps, and waits for batches), and the seconds of the waits alone."""
     self.switch(self._cause)
     waits = self._seconds['data_loading']
     return self._seconds[_STEPS] + self._seconds['skipped_steps'] + waits + self._undecided, waits
 
   def end(self) -> str:
-    """Notes that the job has made all its steps; returns a line about its whole time for people."""
+    """Records that the job is complete; returns a line for people about its whole time."""
     self._has_ended = True
     metrics = self.metrics()
     losses = {cause: metrics[f'badput/{cause}'] for cause in CAUSES if metrics[f'badput/{cause}'] >= 0.001}
@@ -186,7 +185,7 @@ class Goodput:
   def _write(self) -> None:
     if self._path is None or not self._is_recording:
       return
-    # Until its first step is finished, a process has only started: there is no progress to waste.
+    # Until its first step is finished, a process has only started: it has no progress to waste.
     started_s = 0.0 if self._has_stepped else self._undecided
     record = _Record(
       written=self._now(),
@@ -228,8 +227,6 @@ def _decode(fields: Any) -> _Record:
 
 def process_start_time() -> float:
   """Returns when this process began, in seconds since the epoch; to about 10 ms, on Linux only (elsewhere: now)."""
-  if woken is not None:
-    return woken
   try:
     with open('/proc/self/stat', encoding='ascii') as stat, open('/proc/uptime', encoding='ascii') as uptime:
       ticks = float(stat.read().rpartition(')')[2].split()[19])

@@ -1,4 +1,4 @@
-"""Judges: eval sets that judge the model's texts or scores beside the loss, as SeqIO tasks by metric_fns."""
+"""Judges: eval sets with metrics of the model's texts or scores beside the loss, as SeqIO tasks have metric_fns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,10 +18,10 @@ from spmd_tasks.runtime.task import Variables
 
 
 class Judge(Protocol):
-  """Judges a model by what it makes of the examples of an eval set; an input may have one as its attribute `judge`.
+  """Judges a model by its texts or scores for the examples of an eval set. An input may have one as `judge`.
 
   Attributes:
-    wants_texts, wants_scores: what it reads.
+    wants_texts, wants_scores: what `metrics` reads.
   """
 
   wants_texts: bool
@@ -35,13 +35,14 @@ class Judge(Protocol):
 
     Args:
       step: the train step of the weights.
-      texts: the Completion of each prompt; None if it `wants_texts` not.
-      scores: float [rows], the log-probability of the loss tokens of each row, those of padding last; or None.
+      texts: the Completion of each prompt; None without `wants_texts`.
+      scores: float [rows], the log-probability of each row's loss tokens, rows of padding last; None without
+        `wants_scores`.
     """
 
 
 class Judges:
-  """Asks the judges of eval sets; where they want texts, generates them as `task.decode` says."""
+  """Asks the judges of eval sets, and generates the texts that they want, as `task.decode` says."""
 
   def __init__(self, job: Job, model: PartitionedModel, judges: Mapping[str, Judge]):
     """Reads the prompts; compiles nothing. Raises a UserError for one that does not fit the model."""
@@ -59,7 +60,7 @@ class Judges:
         ]
 
   def compile(self) -> None:
-    """Compiles what generates texts."""
+    """Compiles the steps that generate texts."""
     if self._requests:
       self._steps.compile()
 
@@ -72,9 +73,9 @@ class Judges:
     on_batch: Callable[[], None],
     should_stop: Callable[[], bool],
   ) -> dict[str, float]:
-    """Returns the metrics of a set's judge, {} without one; `variables` are padded, and left as they are.
+    """Returns the metrics of a set's judge, {} without one; `variables` are padded; they are not donated.
 
-    Raises PreemptedError if `should_stop`, which is asked after each step of the generation.
+    Raises PreemptedError if `should_stop`, called after each step of the generation, returns True.
     """
 
     def on_step() -> None:
@@ -96,7 +97,7 @@ class Judges:
           f"eval set {name!r} judges scores, and the task's loss gives no 'cross_entropy' per example: add it to the "
           'per_example of its LossOutput.'
         )
-      scores = -np.concatenate([each.per_example['cross_entropy'] for each in outputs])
+      scores = -np.concatenate([output.per_example['cross_entropy'] for output in outputs])
     metrics = judge.metrics(step, texts, scores)
     if unnamed := [key for key in metrics if not isinstance(key, str)]:
       raise UserError(f'the judge of eval set {name!r} returned a metric with the name {unnamed[0]!r}: give a string.')

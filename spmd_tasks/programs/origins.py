@@ -75,7 +75,7 @@ class OtherJob(Origin):
     directory = absolute_path(self.directory)
     with contextlib.closing(SavedSteps(directory).open_checkpoints(read_only=True)) as other:
       if primary_decides(other.latest_step, 'newest_checkpoint', limit_s=_LOOK_LIMIT_S) is None:
-        prefixes = ', '.join(f'{each.name}:PLACE' for each in formats() if each.origin is not None)
+        prefixes = ', '.join(f'{fmt.name}:PLACE' for fmt in formats() if fmt.origin is not None)
         raise CheckpointError(
           f'init_from = {self.directory!r}: {other.path} holds no checkpoint of a job: name the --job_log_dir of a job '
           f'that has saved one, or a place in another format as {prefixes}.'

@@ -1,7 +1,7 @@
 """--mode preview: prints the first examples of the training input as the model will read them.
 
-Each example is the text of one packed segment. What the loss is on is in colour; without colours (where the output is
-no terminal, or NO_COLOR is set) it stands between « and ». Nothing is compiled, and no weight is read.
+Each example is the text of one packed segment. Tokens that the loss counts are in colour; without colours (if the
+output is not a terminal, or NO_COLOR is set) they are between « and ». Nothing is compiled, and no weight is read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,17 +39,17 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
 
   Raises a UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
   """
-  out, given = out or unescaped(sys.stdout), job.train_input
-  is_pairs = 'reference_log_probs' in given.element_spec()
-  missing = sorted(set(BATCH_DTYPES) - set(given.element_spec()))
+  out, spec = out or unescaped(sys.stdout), job.train_input.element_spec()
+  names = ('rejected', 'chosen') if 'reference_log_probs' in spec else ()
+  missing = sorted(set(BATCH_DTYPES) - set(spec))
   if job.tokenizer is None or missing:
-    lacks = f'has {", ".join(sorted(given.element_spec()))} and no {missing[0]}' if missing else 'has no tokenizer'
+    lacks = f'has {", ".join(sorted(spec))} and no {missing[0]}' if missing else 'has no tokenizer'
     raise UserError(f'the training input {lacks}, so that its examples cannot be shown as text.')
   is_coloured = out.isatty() and 'NO_COLOR' not in os.environ
   shown = 0
-  with contextlib.closing(given.make_iterator()) as batches:
+  with contextlib.closing(job.train_input.make_iterator()) as batches:
     for batch in batches:
-      for title, pieces in examples_of(given, batch, job.tokenizer, ('rejected', 'chosen') if is_pairs else ()):
+      for title, pieces in examples_of(job.train_input, batch, job.tokenizer, names):
         if shown == num_examples:
           return exit_codes.OK
         shown += 1
@@ -60,13 +60,13 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
 
 
 def examples_of(
-  given: Input, batch: Mapping[str, np.ndarray], tokenizer: Tokenizer, names: Sequence[str] = ()
+  source: Input, batch: Mapping[str, np.ndarray], tokenizer: Tokenizer, names: Sequence[str] = ()
 ) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-  """Yields of each segment of a batch of an input a title, and its text in pieces (text, whether the loss is on it).
+  """Yields the title of each segment of a batch, and its text in pieces (text, whether the loss counts it).
 
-  With `names` segment s is called names[s % len(names)].
+  With `names`, segment s is called names[s % len(names)].
   """
-  sources = source_of_rows(given, batch)
+  sources = source_of_rows(source, batch)
   for row in range(batch['ids'].shape[0]):
     segment_ids = batch['segment_ids'][row]
     for segment in range(1, int(segment_ids.max(initial=0)) + 1):
@@ -81,7 +81,7 @@ def examples_of(
 
 
 def _pieces(ids: np.ndarray, is_learnt: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-  """The text of runs of tokens. Each is decoded together with all tokens before it, as decoders need."""
+  """Yields the text of runs of tokens. A run is decoded together with all tokens before it, as decoders need."""
   ends = [*(np.flatnonzero(np.diff(is_learnt)) + 1).tolist(), ids.size]
   start, before = 0, ''
   for end in ends:
@@ -91,11 +91,11 @@ def _pieces(ids: np.ndarray, is_learnt: np.ndarray, tokenizer: Tokenizer) -> Ite
 
 
 def format_example(title: str, pieces: Iterable[tuple[str, bool]], is_coloured: bool) -> str:
-  """An example with its title, in the colours of a terminal or between signs; what would steer one is escaped."""
+  """Formats an example, in colours or between signs; characters that would control a terminal are escaped."""
   title, pieces = escape(title), [(escape(text), is_learnt) for text, is_learnt in pieces]
   if not is_coloured:
     return f'--- {title}\n' + ''.join(f'«{text}»' if is_learnt else text for text, is_learnt in pieces)
-  # Of each line by itself, so that a pager which shows some of the lines has their colours.
+  # Each line has its own colour codes, so that a pager may start at any line.
   coloured = [_coloured(text, _LEARNT if is_learnt else _READ) for text, is_learnt in pieces]
   return f'{_TITLE}--- {title}{_OFF}\n' + ''.join(coloured)
 

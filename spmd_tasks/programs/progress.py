@@ -32,19 +32,19 @@ class Progress:
       self._bar = tqdm(total=total, initial=initial, file=self._stream, **settings)
 
   def step(self, step: int) -> None:
-    """Takes a finished step."""
+    """Shows a finished step."""
     if self._bar is not None:
       self._bar.update(step - self._bar.n)
 
   def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None:
-    """Takes a logged step's metrics; `own` names those that an own loss has returned."""
+    """Shows a logged step's metrics; `own` names the metrics that a loss of the user's own returned."""
     if self._bar is not None:
       self._bar.set_postfix_str(_summary(metrics, own), refresh=False)
     else:
       self.message(f'step {step}/{self._total}  {_summary(metrics, own)}')
 
   def message(self, text: str) -> None:
-    """Shows a line, with the time of day where there is no bar."""
+    """Shows a line, with the time of day if there is no bar."""
     if self._bar is not None:
       self._bar.write(text, file=self._stream)
     elif self._is_shown:
@@ -62,7 +62,7 @@ def format_metrics(metrics: Metrics) -> str:
 
 
 def _summary(all_metrics: Metrics, own: Sequence[str]) -> str:
-  """One line of metrics; of those named `own`, the first four that are one number."""
+  """Returns one line of metrics, with the first four scalars of `own`."""
   metrics = scalars(all_metrics)
   parts = [f'loss {metrics["loss"]:.4f}']
   if 'accuracy' in metrics:

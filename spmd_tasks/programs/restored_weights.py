@@ -4,7 +4,7 @@ with open_reader(job, model, job_log_dir, 'eval', emergency) as reader:
   for variables, step, place in reader.checkpoints(compile_steps, watch=True):
     ...
 
-A job without a checkpoint has the weights that it would start from: those of `init_from`, or of another Origin.
+A job without a checkpoint has the weights that it would start from: `init_from`, or another Origin.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ def restore_evaluation_variables(
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    UserError: the weights of the Origin cannot be read, or are those of another model.
+    UserError: the weights of the Origin cannot be read, or belong to another model.
   """
   select = model.task.evaluation_variables if part is None else part
   if experiment is None or not _is_fresh(checkpointer):
@@ -92,7 +92,7 @@ def _read_origin(
   select: Callable[[TrainState], Variables],
   storage: 'WeightStorage | None',
 ) -> RestoredVariables | None:
-  """Returns the variables that a job without a checkpoint starts from; None if they are drawn anew."""
+  """Returns the variables that a job without a checkpoint starts from; None if they are newly initialized."""
   origin = origin_of(experiment)
   if origin is not None and step:
     raise CheckpointError(
@@ -126,7 +126,7 @@ class CheckpointReader:
   checkpointer: Checkpointer  # read-only
   watchdog: StepWatchdog  # gets the beats of the mode's own steps
   guard: PreemptionGuard  # sees a signal from the first checkpoint on; before, SIGTERM loses nothing
-  stack: contextlib.ExitStack  # closes what it is given when the mode ends
+  stack: contextlib.ExitStack  # is closed when the mode ends
 
   def checkpoints(
     self,
@@ -141,13 +141,13 @@ class CheckpointReader:
     """Yields the variables of one checkpoint, or with `watch` of every new checkpoint of a running job.
 
     Args:
-      compile_steps: called before each is yielded.
+      compile_steps: called before variables are yielded.
       step: the checkpoint's step; None takes the newest.
       part, storage: as in `restore_evaluation_variables`; the variables are stored.
-      watch: wait for new checkpoints until that of the last train step, or until the job has ended early. Checkpoints
-        that a newer one has overtaken are left out. Before the first one come the weights of the Origin; if no
-        training job has begun in the directory by then, nothing is awaited.
-      poll_s: seconds between two looks for a new checkpoint.
+      watch: wait for new checkpoints until the last train step's, or until the job has ended early. Only the newest is
+        yielded if several are new. The weights of the Origin come first; if no training job has begun in the directory
+        by then, nothing is awaited.
+      poll_s: seconds between two checks for a new checkpoint.
 
     Raises:
       PreemptedError: a signal came while it waited.

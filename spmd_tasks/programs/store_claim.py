@@ -1,7 +1,7 @@
 """StoreClaim: one running job at a time in a directory of an object store, which has no locks.
 
     job.lock.000001      the holder (host, pid, since), a counter that it raises every 10 s, and whether it has released
-    job.lock.000002      the next one's; the highest number holds the directory
+    job.lock.000002      the next holder; the highest number holds the directory
 
 A claim is a conditional write of the next number: of several jobs one succeeds. A number follows another whose holder
 has released it, is a dead process of this machine, or has not raised its counter for a minute. A holder that was only
@@ -56,7 +56,7 @@ class StoreClaim:
     if exists(self._path(self._number + 1)):
       raise JobError(
         f'{self._job_log_dir} was taken by another job, because this one had shown no sign of life for '
-        f'{DEAD_AFTER_S:.0f} s: let that one go on.'
+        f'{DEAD_AFTER_S:.0f} s: let the other job continue.'
       )
 
   def close(self) -> None:
@@ -136,7 +136,7 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-  """Names this boot of this machine, and the container: within these a process has one pid."""
+  """Returns a name of this boot of this machine and container, within which a pid names one process."""
   try:
     with open('/proc/sys/kernel/random/boot_id') as file:
       return f'{file.read().strip()} {os.readlink("/proc/self/ns/pid")}'

@@ -178,7 +178,7 @@ def _check_hooks(job: Job, hooks: Sequence[TrainHook]) -> None:
   """Raises a UserError for an object that is not a hook."""
   for hook in hooks:
     if not isinstance(hook, TrainHook):
-      raise UserError(f'hooks() of {job.name} returns {hook!r}, which is no TrainHook: see docs/hooks.md.')
+      raise UserError(f'hooks() of {job.name} returns {hook!r}, which is not a TrainHook: see docs/hooks.md.')
 
 
 def _claim(run: TrainRun) -> SavedSteps:

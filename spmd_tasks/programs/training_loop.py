@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
   step: int  # updates applied so far; this one counts, unless it was skipped
   skipped: bool  # the loss or a gradient was not finite, so that the step changed nothing
   metrics: dict[str, jax.Array]
-  outputs: StepOutputs | None = None  # per-example outputs, where a hook `wants_examples`, and summaries
+  outputs: StepOutputs | None = None  # per-example outputs, if a hook `wants_examples`, and summaries
 
 
 class _Launched(NamedTuple):
@@ -131,7 +131,7 @@ class TrainingLoop:
       yield from self._outcome(last)
 
   def _launch(self, step: int, batches: Iterator[tuple[dict[str, jax.Array], Any]]) -> _Launched | None:
-    """Launches the step after `step`; returns None where the input has ended."""
+    """Launches the step after `step`; returns None if the input has ended."""
     self._on_activity(step, 'input')
     try:
       batch, self.input_state = next(batches)
@@ -144,7 +144,7 @@ class TrainingLoop:
     return _Launched(metrics, self.input_state)
 
   def _outcome(self, launched: _Launched) -> Iterator[Outcome]:
-    """Waits for a step, counts it and yields its outcome; raises where the job must not go on."""
+    """Waits for a step, counts it and yields its outcome; raises if the job must not continue."""
     metrics, self.outcome_input_state = launched
     outputs = metrics.pop('outputs', None)
     if float(metrics['skipped']):

@@ -1,4 +1,4 @@
-"""Initialises a new job with the weights of another job's checkpoint: copies them, or repeats them as experts.
+"""Initializes a new job with the weights of another job's checkpoint: copies them, or repeats them as experts.
 
 Shapes: L layers, D model, F ffn, E experts.
 
@@ -9,8 +9,8 @@ A dense feed-forward network becomes E equal experts (Komatsuzaki et al., "Spars
 
 and likewise `gate` and `down`. Layer g * n + i of a plain stack becomes layer g of `block_i` in a stack of BlockGroups
 of n blocks, so that every n-th layer of a dense model can become a mixture. Weights of the same name are copied, so
-that the same model can be trained further on other data. Routers and low-rank adapters are drawn anew.
-Any other weight without a source is an error, and so is any weight of the source that the new model has no use for.
+that the same model can be trained further on other data. Routers and low-rank adapters are newly initialized.
+Any other weight without a source is an error, and so is any weight of the source that the new model does not use.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -69,7 +69,7 @@ class WeightOrigin:
 
 
 def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, WeightOrigin]:
-  """Finds the origin of every weight of `target` (name -> shape), except those of routers and low-rank adapters.
+  """Finds the origin of every weight of `target` (name -> shape), except in routers and low-rank adapters.
 
   Raises a UserError: the source lacks a weight, has it in another shape, or has a weight without use; all are named.
   """
@@ -94,7 +94,7 @@ def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ..
   if problems:
     raise UserError(
       f'the experiment cannot start from the weights of that checkpoint:\n{describe_mismatches(problems)}\nGive it the '
-      'layers and sizes of the job that it starts from (config.json in that directory), or train that one anew.'
+      'layers and sizes of the job that it starts from (config.json in that directory), or train that job again.'
     )
   return origins
 
@@ -123,9 +123,9 @@ def initialize_from(
 
   def adopt(fresh: Any, weights: Any) -> Any:
     new = traverse_util.flatten_dict(fresh, sep='/')
-    given = traverse_util.flatten_dict(weights, sep='/')
+    source = traverse_util.flatten_dict(weights, sep='/')
     for name, origin in origins.items():
-      new[name] = origin.take(given[origin.name]).reshape(new[name].shape).astype(new[name].dtype)
+      new[name] = origin.take(source[origin.name]).reshape(new[name].shape).astype(new[name].dtype)
     return traverse_util.unflatten_dict(new, sep='/')
 
   return model.init_with(seed, adopt, restored.state), restored.step

@@ -19,7 +19,7 @@ from spmd_tasks.recipes.text_training import TextTraining
 
 
 class DenseLanguageModel(TextTraining):
-  """A decoder-only transformer on packed text, the standard library's source where `source` is not overridden."""
+  """A decoder-only transformer on packed text, by default the standard library's source."""
 
   vocab_size: int = 259  # ByteTokenizer: 256 bytes and 3 special tokens
   model_dims: int = 128
@@ -29,8 +29,8 @@ class DenseLanguageModel(TextTraining):
   hidden_dims: int = 384
   dtype: str = 'float32'  # of the computation; weights are float32
   remat_policy: str = 'none'
-  num_logit_chunks: int = 1  # of LanguageModel, as is the next
-  scatters_gradients: bool = False
+  num_logit_chunks: int = 1  # see LanguageModel
+  scatters_gradients: bool = False  # see LanguageModel
   num_nextn_predict_layers: int = 0  # heads that predict further tokens, as DeepSeek-V3 has one
 
   seq_len = 128
@@ -89,5 +89,5 @@ class DenseLanguageModel(TextTraining):
     return fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
 
   def tokenizer(self) -> fdl.Config:
-    """The tokenizer of all text: of inputs, prompts and generated tokens; its vocabulary must fit in `vocab_size`."""
+    """Returns the tokenizer of all text: inputs, prompts and generated tokens. Its ids must be below `vocab_size`."""
     return fdl.Config(ByteTokenizer)

@@ -31,7 +31,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
   """T5: RMS norms, relative position biases, attention without 1 / sqrt(K); on made-up pairs of texts by default.
 
   `num_layers` counts the decoder's layers. With `num_encoder_layers=0` the model is decoder-only, and a prefix language
-  model where the batch has `prefix_mask`. Any `mixture()` replaces the feed-forward sublayer of every
+  model if batches have `prefix_mask`. Any `mixture()` replaces the feed-forward sublayer of every
   `mixture_every`-th block of both stacks.
   """
 
@@ -130,7 +130,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     mixture, block = self.mixture(encodes=encodes), self.block(self.ffn(), encodes=encodes)
     if mixture is not None:
       if every < 1 or num_layers % every:
-        raise UserError(f'{num_layers} layers are no multiple of mixture_every={every}: change one of them.')
+        raise UserError(f'{num_layers} layers are not divisible by mixture_every={every}: change one of them.')
       blocks = [self.block(self.ffn(), encodes=encodes) for _ in range(every - 1)]
       blocks.append(self.mixture_block(mixture, encodes=encodes))
       block, num_layers = fdl.Config(BlockGroup, blocks=tuple(blocks)), num_layers // every
@@ -175,9 +175,9 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     return self.t5x_adafactor(schedule, scanned=self.has_bias_per_layer)
 
   def t5x_adafactor(self, rate: fdl.Config, **settings: Any) -> fdl.Config[Adafactor]:
-    """Adafactor.as_t5x: T5X's rules which dims are factored, and T5X's order of momentum and weight decay."""
-    made, default = Adafactor.as_t5x(learning_rate=1.0, **settings), Adafactor(learning_rate=1.0)
-    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    """Returns Adafactor.as_t5x: T5X's choice of factored dims, and T5X's order of momentum and weight decay."""
+    t5x, default = Adafactor.as_t5x(learning_rate=1.0, **settings), Adafactor(learning_rate=1.0)
+    fields = {field.name: getattr(t5x, field.name) for field in dataclasses.fields(t5x)}
     changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
     return fdl.Config(Adafactor, **changed, learning_rate=rate)
 
@@ -221,8 +221,8 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
 class MoeEncoderDecoderLanguageModel(EncoderDecoderLanguageModel):
   """T5 with experts in every `mixture_every`-th block, as Flaxformer has them: capacities, groups, padding, masks.
 
-  The number of groups is a multiple of `num_groups_multiple_of`: in Flaxformer the number of experts times their
-  replicas, on any mesh here.
+  The number of groups is a multiple of `num_groups_multiple_of`, on any mesh. In Flaxformer it is the number of experts
+  times their replicas.
   """
 
   num_experts: int = 8

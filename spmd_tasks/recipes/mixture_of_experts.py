@@ -10,8 +10,9 @@ from spmd_tasks.recipes.dense import DenseLanguageModel
 class MoeLanguageModel(DenseLanguageModel):
   """A decoder-only transformer whose feed-forward sublayers are dropless mixtures of gated experts.
 
-  `hidden_dims` is the hidden size of one expert, `shared_hidden_dims` that of a shared expert, which every token passes
-  (None: there is none). The first `num_dense_layers` layers have one network of `dense_hidden_dims` instead of experts.
+  `hidden_dims` is the hidden size of one expert, `shared_hidden_dims` the size of an expert that every token
+  passes (None: there is none). The first `num_dense_layers` layers have one network of `dense_hidden_dims` instead of
+  experts.
   """
 
   num_experts: int = 8

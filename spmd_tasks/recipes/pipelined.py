@@ -32,7 +32,7 @@ class Pipelined(TextTraining):
         f"a pipeline needs a mesh axis for its stages, but axis_rules split 'layers' over none of mesh_axis_names "
         f"{self.mesh_axis_names}: add the axis 'stage' and the rules of stage_axis_rules."
       )
-    # As many as a built mesh has, except where a size is -1, the devices left over.
+    # A size of -1, the remaining devices, is known only when the mesh is built.
     shapes = (self.ici_mesh_shape, self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape))
     ici, dcn = (shape[self.mesh_axis_names.index(axis)] for shape in shapes)
     if ici * dcn > 1:
@@ -40,10 +40,10 @@ class Pipelined(TextTraining):
       check_microbatches_divide(self.batch_size, self.num_microbatches)
 
   def pipelined(self, stack: fdl.Config) -> fdl.Config:
-    """Returns a stack as a pipeline; of several in sequence the longest, as the others are few layers at one end."""
+    """Returns a stack as a pipeline; of a StackSequence the longest stack, as the others have few layers."""
     stacks = getattr(stack, 'stacks', None) or (stack,)
-    longest = max(stacks, key=lambda each: each.num_layers)
-    made = fdl.Config(
+    longest = max(stacks, key=lambda stack: stack.num_layers)
+    pipeline = fdl.Config(
       PipelinedStack,
       block=longest.block,
       num_layers=longest.num_layers,
@@ -53,8 +53,8 @@ class Pipelined(TextTraining):
       remat_policy=longest.remat_policy,
     )
     if stack is longest:
-      return made
-    return fdl.copy_with(stack, stacks=tuple(made if each is longest else each for each in stacks))
+      return pipeline
+    return fdl.copy_with(stack, stacks=tuple(pipeline if part is longest else part for part in stacks))
 
 
 class PipelinedLanguageModel(Pipelined, DenseLanguageModel):

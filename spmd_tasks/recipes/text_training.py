@@ -1,4 +1,4 @@
-"""Defines TextTraining: everything of an experiment on packed text but the model. The base of all recipes here."""
+"""Defines TextTraining, the base of all recipes: an experiment on packed text that lacks only the model."""
 
 import abc
 
@@ -12,7 +12,7 @@ from spmd_tasks.runtime import Task
 
 
 class TextTraining(Experiment):
-  """Trains a language model on packed text by AdamW with a cosine schedule; subclasses give model and tokenizer."""
+  """Trains a language model on packed text by AdamW with a cosine schedule; subclasses define model and tokenizer."""
 
   seq_len: int = 512
   batch_size: int = 16
@@ -28,7 +28,7 @@ class TextTraining(Experiment):
 
   @abc.abstractmethod
   def tokenizer(self) -> fdl.Config:
-    """The tokenizer of all text: of inputs, prompts and generated tokens; its vocabulary must fit the model's."""
+    """Returns the tokenizer of all text: inputs, prompts and generated tokens."""
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:
     """The training loss."""
