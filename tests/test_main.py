@@ -97,7 +97,7 @@ BAD_INPUT = {
   'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once, export, ']),
   'no such host': (
     ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--host', '192.0.2.1'),
-    ['cannot listen on 192.0.2.1:8000', 'Name another --host or --port'],
+    ['cannot listen on 192.0.2.1:8000', 'Set another --host or --port'],
   ),
   'more ids than the vocabulary': (
     ('--exp', 'lm.StdlibTiny', '--set', 'vocab_size=258', *TRAIN),
