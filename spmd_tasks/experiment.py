@@ -34,7 +34,7 @@ from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, InputIterator, Tokenizer
 from spmd_tasks.inputs.tokenizers import tokenizer_of
-from spmd_tasks.runtime import Origin, PartitionedModel, Task, partition_spmd_model
+from spmd_tasks.runtime import BaseTask, Origin, PartitionedModel, partition_spmd_model
 from spmd_tasks.runtime.origin import origin_named
 from spmd_tasks.runtime.parameter_table import check_batch_fits
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims
@@ -304,7 +304,7 @@ class Job:
 
   name: str  # of the experiment
   experiment: Experiment
-  task: Task
+  task: BaseTask
   train_input: Input
   eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
   decode_inputs: 'Mapping[str, PromptSource]' = dataclasses.field(default_factory=dict)

@@ -109,7 +109,7 @@ def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
 
   Raises a UserError: it cannot be loaded, or has other tokens.
   """
-  path = getattr(job.task.decode, 'draft_model', None)
+  path = job.task.as_task('text generation').decode.draft_model
   if not path:
     return None
   assert isinstance(model.mesh, Mesh)
@@ -117,9 +117,8 @@ def load_draft(job: Job, model: PartitionedModel) -> DraftModel | None:
   draft = load(folder, mesh=model.mesh, overrides=overrides.split('&') if overrides else ())
   if not _same_tokens(job.tokenizer, draft.job.tokenizer):
     raise UserError(f'draft_model={path!r} has other tokens than {job.name}: name a model with the same tokenizer.')
-  return DraftModel(
-    model=draft.partitioned, variables=draft.padded_variables, weights_dtype=draft.job.task.decode.weights_dtype
-  )
+  dtype = draft.job.task.as_task('a draft model').decode.weights_dtype
+  return DraftModel(model=draft.partitioned, variables=draft.padded_variables, weights_dtype=dtype)
 
 
 def _same_tokens(own: Tokenizer | None, other: Tokenizer | None) -> bool:

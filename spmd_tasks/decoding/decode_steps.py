@@ -119,9 +119,10 @@ class DecodeSteps:
     Raises:
       UserError: the model cannot generate text.
     """
-    self.settings = model.task.decode if settings is None else settings
+    self._task = model.task.as_task('text generation')
+    self.settings = self._task.decode if settings is None else settings
     self.storage = WeightStorage(model, self.settings.weights_dtype)
-    self.adapter_names = adapter_choices(model.task.model) if isinstance(model.task, Task) else ()
+    self.adapter_names = adapter_choices(self._task.model)
     self._model = model
     self._temperature = temperature
     # Decoding runs the layers one after another; their weights stay sharded over the pipeline stages.
@@ -651,7 +652,7 @@ class DecodeSteps:
       batch = {'prefix_mask': batch['segment_ids'], **batch}
     is_known = {'adapters': bool(self.adapter_names), 'prefix_mask': self._has_prefix}
     batch = {name: each for name, each in batch.items() if is_known.get(name, True)}
-    logits, new = _read_tokens(self._model.task, variables, cache, batch)
+    logits, new = _read_tokens(self._task, variables, cache, batch)
     return logits if self._temperature == 1 else logits / self._temperature, unbox_weights(new)
 
   def _abstract_cache(self, num_rows: int, blocks: tuple[int, int] | None = None) -> tuple[Any, Any, int]:
@@ -668,7 +669,7 @@ class DecodeSteps:
       batch |= {f'encoder_{name}': text for name in ('ids', 'segment_ids', 'segment_pos')}
 
     def prefill(variables, batch):
-      forward, returned = functools.partial(_read_tokens, model.task), {'returns_hidden': True} if self.heads else {}
+      forward, returned = functools.partial(_read_tokens, self._task), {'returns_hidden': True} if self.heads else {}
       logits, new = forward(variables, None, batch | returned)
       if self.heads:
         given = {'following': batch['ids'], 'lengths': (first := batch['ids'][:, 0]), 'draw': lambda logits: first}
@@ -698,9 +699,7 @@ class DecodeSteps:
     return jax.tree.map(empty, *self._abstract_cache(num_rows)[:2])
 
   def _layer_scope(self):
-    task = self._model.task
-    facts = {'records_routing': getattr(task, 'records_routing', False)}
-    facts |= {'quantization': getattr(task, 'quantization', None)}
+    facts = self._task.layer_facts()
     facts |= {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
     return layer_scope(longest_text=self.max_len, **facts)
 

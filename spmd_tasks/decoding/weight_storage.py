@@ -39,16 +39,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.layers import Linear
 from spmd_tasks.layers.base import LAYER_KERNELS, current_layer_scope
-from spmd_tasks.runtime import PartitionedModel, Task
+from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.padding import pad, padded_shape, unpad
 from spmd_tasks.sharding.quantized import quantize, stored_spec
 from spmd_tasks.sharding.specs import current_platform, sharding_scope, spec_axes
-from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, is_quantized, leaf_name
+from spmd_tasks.sharding.weights import is_quantized, leaf_name
 
 _LEAST = 1 << 16  # numbers of a layer's kernel: copies of smaller ones stay in the CPU's cache
 
@@ -70,12 +69,10 @@ class WeightStorage:
     Raises:
       UserError: the model's layers cannot compute with quantized kernels.
     """
-    if dtype in QUANTIZED_DTYPES and not isinstance(model.task, Task):
-      raise UserError(f"weights_dtype={dtype!r} needs a model of this framework's layers: take bfloat16.")
     self._model = model
     self._is_plain = dtype is None
     with sharding_scope(model.mesh, model.axis_rules):
-      is_apart = dtype is not None and isinstance(model.task, Task) and current_platform() == 'gpu'
+      is_apart = dtype is not None and current_platform() == 'gpu'
     weights, true, specs = model.padded_state.weights, model.abstract_state.weights, model.weight_specs
     plan = functools.partial(_plan, dtype, is_apart)
     self._plans = jax.tree_util.tree_map_with_path(plan, weights, true, specs, is_leaf=is_quantized)

@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
     if self.loaded.tokenizer is None:
       raise UserError(f'{path} has no tokenizer in its inputs, so its model cannot be evaluated on texts.')
     self._tokenizer: Tokenizer = self.loaded.tokenizer
-    if self.loaded.job.task.decode.num_beams > 1:
+    if self.loaded.job.task.as_task('the harness').decode.num_beams > 1:
       raise UserError('the harness generates greedily or samples, without beams: give task.decode.num_beams=1.')
     self.max_length, self.max_gen_toks = self.loaded.max_len, max_gen_toks
     self._add_bos = add_bos_token

@@ -23,7 +23,7 @@ with lazy_exports(globals()):
   from spmd_tasks.layers.language_model import LanguageModel
   from spmd_tasks.layers.layer_patterns import BlockGroup, StackSequence
   from spmd_tasks.layers.linear import Linear
-  from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
+  from spmd_tasks.layers.losses import LanguageModelLoss, Loss, LossOutput, losses_by_source
   from spmd_tasks.layers.nextn import NextnHead, NextnLanguageModel
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
   from spmd_tasks.layers.quantized_products import QuantizedProduct

@@ -1,10 +1,17 @@
-"""Losses: what they return, and that of language models: cross-entropy with label smoothing, z-loss, auxiliary losses.
+"""The Loss protocol, LossOutput, and LanguageModelLoss: cross-entropy with label smoothing, z-loss, auxiliary losses.
+
+    def loss(predictions, batch):                                # a plain function is a loss: as_loss wraps it
+      return jnp.mean(jnp.square(predictions - batch['y']))
 
 Shapes: B batch, T sequence, V vocab, L layers, E experts. All results are float32.
 """
 
-from collections.abc import Mapping
+import abc
+from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
+import functools
+import inspect
 import math
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -13,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import describe
+from spmd_tasks.errors import UserError, is_own, naming_own_code
+from spmd_tasks.layers.base import describe, train_flags
 from spmd_tasks.layers.label_scores import predicted_label_scores
 
 
@@ -90,7 +97,7 @@ def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
   if not isinstance(returned, LossOutput):
     mean, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     output = LossOutput(loss=mean, weight=jnp.float32(num_rows), metrics=metrics)
-  name = getattr(loss, '__name__', type(loss).__name__)
+  name = _name_of(loss)
   mean = output.loss
   if not isinstance(mean, jax.Array) or mean.shape or not jnp.issubdtype(mean.dtype, jnp.floating):
     raise UserError(
@@ -133,16 +140,111 @@ def _as_metric(loss: str, name: str, value: Any, weight: jax.Array) -> tuple[jax
 
 
 @runtime_checkable
-class RunsModel(Protocol):
-  """A loss that runs the model on a batch beforehand, without gradients, as where it compares with a base."""
+class Loss(Protocol):
+  """A loss that a Task trains with: `loss(predictions, batch)`, and hooks whose defaults fit most losses.
 
-  def with_model(
-    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
-  ) -> Mapping[str, jax.Array]:
-    """Returns the batch with what it needs of the task's model; the loss is called with this batch."""
+  A user's loss is a plain function, which `as_loss` wraps. Subclass `Loss` to override a hook.
+
+  In the hooks, `task` is the Task that calls, `variables` are its model's by collection, and `batch` is a dict of
+  arrays [B, ...] by name.
+  """
+
+  @abc.abstractmethod
+  def __call__(self, predictions: Any, batch: Mapping[str, jax.Array]) -> Any:
+    """Returns the loss of a batch, or of a microbatch if the learner accumulates gradients.
+
+    The result is a LossOutput, or the mean over the rows, alone or as (mean, metrics): see `as_loss_output`. If the
+    method has an argument `train` (or another name of `layers.base.train_flags`), it is passed too.
+    """
+
+  def compute(self, predictions: Any, batch: Mapping[str, jax.Array], *, train: bool) -> LossOutput:
+    """Calls the loss in a train or eval step and returns a LossOutput of float32.
+
+    Raises a UserError if an experiment's own loss fails, or a loss returns something else.
+    """
+    return _call(self, predictions, batch, train)
+
+  @property
+  def shows_metrics(self) -> bool:
+    """Whether the progress line shows the metrics that the loss returns. Metric files always have them."""
+    return is_own(self)
 
   def check_weights(self, weight_specs: Any) -> None:
-    """Raises a UserError if weights are trained that must not be."""
+    """Called once, with a WeightSpec per weight. Raises a UserError if weights are trained that must stay frozen."""
+    del weight_specs
+
+  def prepare_batch(
+    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
+  ) -> Mapping[str, jax.Array]:
+    """Called before the model, in every train and eval step and for every microbatch. Returns the batch for the loss.
+
+    A loss that compares the model with a reference runs the reference here, without gradients, and adds an entry.
+    """
+    del task, variables
+    return batch
+
+  def prepare_whole_batch(
+    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array], num_microbatches: int
+  ) -> Mapping[str, jax.Array]:
+    """Called once per train step before the batch is split into microbatches. Adds entries that depend on all rows."""
+    del task, variables, num_microbatches
+    return batch
+
+  def fills_first_parts(self, batch: Mapping[str, jax.Array]) -> bool:
+    """Returns whether the last microbatches of a batch may be padding only, so that the step may skip them."""
+    del batch
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionLoss(Loss):
+  """A Loss that calls a function `(predictions, batch)`, as a user's own loss. `as_loss` makes it.
+
+  Attributes:
+    function: returns what `as_loss_output` takes. It may have an argument `train`, as Loss.__call__ has.
+  """
+
+  function: Callable[..., Any]
+
+  @property
+  def shows_metrics(self) -> bool:
+    return is_own(self.function)
+
+  def __call__(self, predictions: Any, batch: Mapping[str, jax.Array]) -> Any:
+    return self.function(predictions, batch)
+
+  def compute(self, predictions: Any, batch: Mapping[str, jax.Array], *, train: bool) -> LossOutput:
+    return _call(self.function, predictions, batch, train)
+
+
+def as_loss(loss: Loss | Callable[..., Any]) -> Loss:
+  """Returns a Loss as it is, and a function `(predictions, batch)` as a FunctionLoss."""
+  return loss if isinstance(loss, Loss) else FunctionLoss(loss)
+
+
+def _call(loss: Callable[..., Any], predictions: Any, batch: Mapping[str, jax.Array], train: bool) -> LossOutput:
+  with _naming(loss, batch):
+    returned = loss(predictions, batch, **_flags_of(loss, train))
+  return as_loss_output(loss, returned, max((len(rows) for rows in batch.values() if rows.ndim), default=1))
+
+
+def _flags_of(loss: Callable[..., Any], train: bool) -> dict[str, bool]:
+  """Returns the train flags that a loss has as arguments, except those that a functools.partial has bound."""
+  try:
+    parameters = inspect.signature(loss).parameters
+  except (TypeError, ValueError):  # some functions of C have none
+    return {}
+  bound = loss.keywords if isinstance(loss, functools.partial) else {}
+  return {name: value for name, value in train_flags(train).items() if name in parameters and name not in bound}
+
+
+def _naming(loss: Callable[..., Any], batch: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+  """Context in which an error of an experiment's own loss names the loss."""
+  return naming_own_code(f'the loss {_name_of(loss)}(predictions, batch)', keys=tuple(batch), part=loss)
+
+
+def _name_of(loss: Callable[..., Any]) -> str:
+  return getattr(loss, '__name__', type(loss).__name__)
 
 
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
@@ -168,7 +270,7 @@ def losses_by_source(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WithAuxLosses:
+class WithAuxLosses(Loss):
   """The part of a loss that layers report, such as the balance losses of routers.
 
   Fields:

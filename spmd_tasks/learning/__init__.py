@@ -17,10 +17,10 @@ from spmd_tasks.lazy_exports import lazy_exports
 with lazy_exports(globals()):
   from spmd_tasks.learning.adafactor import Adafactor
   from spmd_tasks.learning.from_optax import FromOptax
-  from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer
+  from spmd_tasks.learning.learner import BaseLearner, Learner, LearnerState
   from spmd_tasks.learning.momentum_optimizers import Lion, Sgd
   from spmd_tasks.learning.multi_optimizer import MultiOptimizer
   from spmd_tasks.learning.muon import Muon, MuonClip
-  from spmd_tasks.learning.optimizers import AdamW
+  from spmd_tasks.learning.optimizers import AdamW, Optimizer
   from spmd_tasks.learning.other_schedules import Constant, LinearWarmupRsqrt, ProductOfFactors
   from spmd_tasks.learning.schedules import LinearWarmupCosine, Schedule

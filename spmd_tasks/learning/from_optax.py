@@ -30,6 +30,7 @@ import optax
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.evaluation_weights import LookaheadWithSlow
 from spmd_tasks.learning.layerwise import layerwise
+from spmd_tasks.learning.optimizers import Optimizer
 from spmd_tasks.learning.schedules import LearningRate, check_learning_rate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
 from spmd_tasks.sharding.weights import leaves_by_name
@@ -38,7 +39,7 @@ _LEARNING_RATE = 'learning_rate'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FromOptax:
+class FromOptax(Optimizer):
   """An optax optimizer, built by `factory(learning_rate=..., **arguments)`.
 
   The learning rate is evaluated at the train state's step, which stands still when a step is skipped, and passed to the

@@ -4,9 +4,10 @@ The arithmetic is float32 whatever the dtype of the weights. A step whose loss o
 nothing but the counts of skipped steps. Frozen weights (frozen_weights.py) take no part in any of it.
 """
 
+import abc
 from collections.abc import Mapping
 import dataclasses
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from absl import logging
 from flax import struct
@@ -17,30 +18,10 @@ import optax
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
-from spmd_tasks.learning.optimizers import OptimizerSettings
+from spmd_tasks.learning.optimizers import Optimizer, OptimizerSettings
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding.reductions import sum_of_squares
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, leaves_by_name, replicated_spec
-
-
-class Optimizer(Protocol):
-  """The interface of an optimizer, as a config holds it; see `optimizers.py` and `from_optax.py`.
-
-  It may also have `applies_learning_rate`, a bool: if true, directions include the learning rate, and the
-  learner does not multiply them; and `needs_weight_factors`, a bool: whether the model must leave WEIGHT_FACTORS.
-  """
-
-  @property
-  def learning_rate(self) -> schedules.LearningRate | None:
-    """A number, or a schedule over the train state's step; None if only the optimizer itself knows it."""
-
-  def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
-    """Returns a transformation from gradients to a *direction*. The learner multiplies it by minus the learning rate.
-
-    Weight decay is part of the direction. The learning rate is a function of the train state's step, which stands still
-    when a step is skipped, and not of a count in optax's state. The learner makes the transformation skippable
-    (`skipping.py`). `update` gets the extra arguments `learning_rate`, a float32 scalar, `value`, the loss, and `step`.
-    """
 
 
 class LearnerState(struct.PyTreeNode):
@@ -88,8 +69,64 @@ def _warn_of_narrow_weights(weight_specs: Any) -> None:
     )
 
 
+@runtime_checkable
+class BaseLearner(Protocol):
+  """What turns a Task's gradients into new weights: `Learner`, or a subclass for another rule of learning.
+
+  All trees are congruent to the model's weights, of true shapes; `weight_specs` has a WeightSpec per weight.
+
+  Attributes:
+    ema_decay: of the averaged weights; None: there are none.
+    num_microbatches: into how many parts the task cuts a batch for differentiation; see `accumulation.py`.
+    accumulation: 'mean' or 'sum' of the parts' gradients, as in Learner.
+    max_consecutive_skips: the training program stops after this many consecutive skipped steps.
+  """
+
+  ema_decay: float | None = None
+  num_microbatches: int = 1
+  accumulation: Literal['mean', 'sum'] = 'mean'
+  max_consecutive_skips: int = 10
+
+  @abc.abstractmethod
+  def init(self, weights: Any, weight_specs: Any) -> LearnerState:
+    """Returns the state before the first step. `jax.eval_shape` traces it for the abstract state."""
+
+  @abc.abstractmethod
+  def update(
+    self,
+    grads: Any,
+    loss: jax.Array,
+    step: jax.Array,
+    state: LearnerState,
+    weights: Any,
+    weight_specs: Any,
+    factors: Any = None,
+  ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
+    """Computes one step, traced in the train step. Returns (new weights, new state, metrics).
+
+    The arguments are those of `Learner.update`. The metrics are float32 scalars, `skipped` (0 or 1) among them.
+    """
+
+  @abc.abstractmethod
+  def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
+    """Returns one WeightSpec per leaf of the abstract state, which says how the leaf is split."""
+
+  def check_variables(self, variables: Mapping[str, Any]) -> None:
+    """Called with a new model's variables by collection. Raises a UserError if one is missing."""
+    del variables
+
+  def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
+    """Returns whether `evaluation_weights` are the trained weights themselves; the state may be abstract."""
+    del state
+    return not averaged
+
+  def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
+    """Returns the weights to evaluate with: if `averaged`, the average, with frozen weights as they are."""
+    return fill_in(state.ema_weights, weights) if averaged else weights
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Learner:
+class Learner(BaseLearner):
   """Settings and pure functions of one optimizer step.
 
   Attributes:
@@ -118,10 +155,10 @@ class Learner:
       from spmd_tasks.learning.from_optax import FromOptax  # only for optimizers that are not ours
 
       object.__setattr__(self, 'optimizer', FromOptax.of(self.optimizer))
-    if not hasattr(self.optimizer, 'transformation') or not hasattr(self.optimizer, 'learning_rate'):
+    if not isinstance(self.optimizer, Optimizer):
       raise UserError(
-        f'learner.optimizer is {self.optimizer!r}; it must have a learning_rate and transformation(weight_specs): pass '
-        'one of ours such as AdamW(learning_rate=3e-4), or an optax optimizer such as optax.adam(3e-4).'
+        f'learner.optimizer is {self.optimizer!r}; it must be an Optimizer such as AdamW(learning_rate=3e-4), or an '
+        'optax optimizer such as optax.adam(3e-4).'
       )
     if self.expert_grad_scale != 1:
       from spmd_tasks.learning.expert_weights import check_expert_grad_scale
@@ -179,7 +216,7 @@ class Learner:
 
   def check_variables(self, variables: Mapping[str, Any]) -> None:
     """Raises a UserError if the optimizer needs factors of weights, and the model's variables have none."""
-    if getattr(self.optimizer, 'needs_weight_factors', False) and WEIGHT_FACTORS not in variables:
+    if self.optimizer.needs_weight_factors and WEIGHT_FACTORS not in variables:
       raise UserError(
         f'{type(self.optimizer).__name__} bounds the logits of attention, and no attention of the model computes how: '
         'set qk_clip=100.0 in its attention, or choose Muon.'
@@ -246,7 +283,7 @@ class Learner:
       optimized_grads = jax.tree.map(lambda g: g * scale, optimized_grads)
     directions, opt_state = direct(optimized_grads, state.opt_state, is_finite)
     steps = directions
-    if not getattr(self.optimizer, 'applies_learning_rate', False):
+    if not self.optimizer.applies_learning_rate:
       steps = jax.tree.map(lambda d: learning_rate * d, directions)
     if any(BALANCE_BIAS_TAG in spec.tags for spec in jax.tree.leaves(weight_specs)):
       from spmd_tasks.learning.expert_weights import with_balance_bias_steps
@@ -293,3 +330,10 @@ class Learner:
       num_skipped=replicated_spec(abstract_state.num_skipped),
       num_skipped_in_a_row=replicated_spec(abstract_state.num_skipped_in_a_row),
     )
+
+
+def as_learner(learner: Any) -> Any:
+  """Returns an optimizer, ours or of optax, as the Learner around it, and anything else as it is."""
+  if isinstance(learner, Optimizer | optax.GradientTransformation | optax.MultiSteps):
+    return Learner(optimizer=learner)
+  return learner

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.learning.optimizers import Optimizer
 from spmd_tasks.learning.schedules import LearningRate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, skippable
 from spmd_tasks.sharding.weight_names import check_pattern, compile_pattern
@@ -23,39 +24,37 @@ from spmd_tasks.sharding.weights import leaf_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultiOptimizer:
+class MultiOptimizer(Optimizer):
   """Trains each weight by the first optimizer whose pattern matches the beginning of its name; others rest.
 
   Each optimizer has its own learning rate, evaluated at the train state's step. The metric is that of the first.
 
   Attributes:
     optimizers: (regular expression, settings of an optimizer) pairs.
+    learning_rate: of the first optimizer.
   """
 
   applies_learning_rate: ClassVar[bool] = True
 
   optimizers: Sequence[tuple[str, Any]]
+  learning_rate: LearningRate = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self):
     if not self.optimizers:
       raise UserError('MultiOptimizer.optimizers is empty; give (pattern, optimizer) pairs.')
     for pattern, optimizer in self.optimizers:
       check_pattern(pattern, 'MultiOptimizer.optimizers')
-      if not hasattr(optimizer, 'transformation') or optimizer.learning_rate is None:
+      if not isinstance(optimizer, Optimizer) or optimizer.learning_rate is None:
         raise UserError(
           f'MultiOptimizer.optimizers has {optimizer!r} for {pattern!r}; it must be settings with a learning rate, '
           'such as AdamW(learning_rate=3e-4).'
         )
 
-  @property
-  def learning_rate(self) -> LearningRate:
-    """That of the first optimizer."""
-    return self.optimizers[0][1].learning_rate
+    object.__setattr__(self, 'learning_rate', self.optimizers[0][1].learning_rate)
 
   @property
   def needs_weight_factors(self) -> bool:
-    """Whether one of them does."""
-    return any(getattr(optimizer, 'needs_weight_factors', False) for _, optimizer in self.optimizers)
+    return any(optimizer.needs_weight_factors for _, optimizer in self.optimizers)
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to steps; its state is a tuple, of each optimizer one.
@@ -91,7 +90,7 @@ class MultiOptimizer:
         rate = learning_rate_at(optimizer.learning_rate, step)
         given = extra_args | {'step': step, 'learning_rate': rate}
         directions, new = each.update(part(grads, i), old, part(weights, i), **given)
-        if not getattr(optimizer, 'applies_learning_rate', False):
+        if not optimizer.applies_learning_rate:
           directions = jax.tree.map(lambda d, rate=rate: rate * d, directions)
         steps = jax.tree.map(lambda owner, s, d, i=i: d if owner == i else s, owners, steps, directions)
         states.append(new)

@@ -1,4 +1,4 @@
-"""Settings of optimizers, and AdamW. Others have files of their own; `from_optax.py` wraps those of optax.
+"""The Optimizer protocol, the settings that our optimizers share, and AdamW; `from_optax.py` wraps optimizers of optax.
 
 Weight decay is decoupled and part of the direction, `weights -= learning_rate * (direction + weight_decay * weights)`.
 Weights with one of `decay_exempt_tags` do not decay. Models of other layers, as Linen's own, have no tags: of these,
@@ -8,7 +8,7 @@ the weights that `decay_mask` describes count as `no_decay`.
 import abc
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,38 @@ from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, leaf_name
 
 
+@runtime_checkable
+class Optimizer(Protocol):
+  """An optimizer, as a config holds it: subclasses are in `optimizers.py` and `from_optax.py`.
+
+  Attributes:
+    learning_rate: a number, or a schedule over the train state's step; None if only the optimizer itself knows it.
+  """
+
+  learning_rate: LearningRate | None
+
+  @property
+  def applies_learning_rate(self) -> bool:
+    """Whether directions include the learning rate; the learner multiplies them by it otherwise."""
+    return False
+
+  @property
+  def needs_weight_factors(self) -> bool:
+    """Whether the model must have the collection WEIGHT_FACTORS."""
+    return False
+
+  @abc.abstractmethod
+  def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
+    """Returns a transformation from gradients to a *direction*. The learner multiplies it by minus the learning rate.
+
+    Weight decay is part of the direction. The learning rate is a function of the train state's step, which stands still
+    when a step is skipped, and not of a count in optax's state. The learner makes the transformation skippable
+    (`skipping.py`). `update` gets the extra arguments `learning_rate`, a float32 scalar, `value`, the loss, and `step`.
+    """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(abc.ABC):
+class OptimizerSettings(Optimizer):
   """Settings that all optimizers have.
 
   Attributes:

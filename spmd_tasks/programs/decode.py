@@ -81,10 +81,10 @@ def decode(
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: there are no prompts, they do not fit the model, or a file holds the outputs of other prompts.
   """
-  task: Any = job.task
-  if not hasattr(task, 'make_decoder'):
-    check_reads_tokens(job.train_input.element_spec(), getattr(task, 'decode', None))
-  sources = _sources(job, input_path, decodes_batches=hasattr(task, 'make_decoder'))
+  task = job.task
+  if task.decode is not None:
+    check_reads_tokens(job.train_input.element_spec(), task.decode)
+  sources = _sources(job, input_path)
   model = partition_job(job)
   with open_reader(job, model, job_log_dir, 'decode', emergency) as reader:
     restored = -1
@@ -96,7 +96,7 @@ def decode(
 
     decoder: Any  # with `compile` and `run`
     storage: WeightStorage | None = None
-    if not hasattr(task, 'make_decoder'):
+    if task.decode is not None:
       steps = DecodeSteps(model, draft=load_draft(model))
       decoder, storage = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage
     else:
@@ -120,9 +120,9 @@ def decode(
       return reader.guard.exit_code
 
 
-def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict[str, Any]:
-  """Returns the named inputs to decode; raises a UserError if there are none, or the task takes others."""
-  if decodes_batches and input_path is not None:
+def _sources(job: Job, input_path: str | None) -> dict[str, Any]:
+  """Returns the named inputs to decode. Raises a UserError if there are none, or prompts for a task of batches."""
+  if job.task.decode is None and input_path is not None:
     raise UserError(
       f'--decode_input {input_path} is a file of prompts, but {job.name} decodes batches of its own datasets: leave it '
       'out, and return the inputs from decode_datasets().'
@@ -131,7 +131,7 @@ def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict
     return {epath.Path(input_path).stem: job.experiment.prompts_of_file(input_path, job.tokenizer)}
   if not job.decode_inputs:
     remedy = 'return some from its decode_datasets()'
-    if not decodes_batches:
+    if job.task.decode is not None:
       remedy = 'give --decode_input FILE, or return some from its decode_inputs()'
     raise UserError(f'experiment {job.name} has no decode inputs: {remedy}.')
   return dict(job.decode_inputs)

@@ -34,7 +34,7 @@ from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
 from spmd_tasks.distributed.watchdog import StepWatchdog
-from spmd_tasks.errors import UserError, is_own
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, duration_s
 from spmd_tasks.files import is_remote, make_directory, read_text, storage_errors, write_durably
 from spmd_tasks.inputs import Batch, InputIterator, Prefetcher
@@ -430,8 +430,6 @@ class LogMetrics(TrainHook):
 
   def start(self, run: TrainRun) -> None:
     """A collective call."""
-    loss = getattr(run.job.task, 'loss', None)  # None: one of Pax's tasks
-    self._is_own_loss = loss is not None and is_own(loss)
     self._writer = make_writer(run.job_log_dir, trackers=run.experiment.trackers, primary=is_primary())
     run.stack.callback(self._writer.close)
     counted, number = count_batch(run.model.input_layout.spec)
@@ -459,11 +457,9 @@ class LogMetrics(TrainHook):
       self._writer.write(step, metrics)
       run.logged = Logged(step, metrics)
       self._writer.write_histograms(step, histograms)
-      run.progress.log(step, metrics, self._own_names(outcome.metrics))
-
-  def _own_names(self, step_metrics: Mapping[str, jax.Array]) -> list[str]:
-    """Returns the names of the metrics that a loss of the user's own returned."""
-    return [name for name in step_metrics if name not in (*RESERVED_METRICS, 'accuracy')] if self._is_own_loss else []
+      usual = (*RESERVED_METRICS, 'accuracy')
+      shown = [name for name in outcome.metrics if name not in usual] if run.job.task.shows_metrics else []
+      run.progress.log(step, metrics, shown)
 
   def _metrics(self, run: TrainRun, outcome: Outcome) -> dict[str, Metric]:
     """Returns all metrics of a step; waits for the step. A collective call."""
@@ -883,7 +879,7 @@ def _uneven_rows(model: PartitionedModel) -> str:
   )
   if spec is None:
     return ''
-  num_microbatches = model.task.learner.num_microbatches
+  num_microbatches = model.task.num_microbatches
   num_rows = true.shape[0] // num_microbatches
   even = even_spec(spec, (num_rows,), mesh.shape)
   wanted, used = (num_parts(spec_axes(each, len(each))[0], mesh.shape) for each in (spec, even))

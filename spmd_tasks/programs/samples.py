@@ -63,7 +63,7 @@ class SampleWriter:
     self._prompts, self._writes_events = experiment.sample_prompts, 'tensorboard' in experiment.trackers
     self.path = job_log_dir / SAMPLES_DIRECTORY / SAMPLES_FILE
     self._events: TensorBoardWriter | None = None
-    if hasattr(job.task, 'make_decoder') or job.tokenizer is None:
+    if job.task.decode is None or job.tokenizer is None:
       lacks = 'a tokenizer in its inputs' if job.tokenizer is None else 'a model that continues prompts'
       raise UserError(f'sample_every_steps = {experiment.sample_every_steps} needs {lacks}: set it to None.')
     num_prompts, decode = len(self._prompts), job.task.decode

@@ -222,7 +222,7 @@ def _restore(run: TrainRun, saved: SavedSteps, config_json: str) -> None:
     train_step=run.model.train_step,
     state=state,
     num_train_steps=experiment.num_train_steps,
-    max_consecutive_skips=run.job.task.learner.max_consecutive_skips,
+    max_consecutive_skips=run.job.task.max_consecutive_skips,
     is_awaited=run.is_awaited,
     platform=next(iter(state.step.devices())).platform,
     on_activity=run.watchdog.beat,

@@ -43,7 +43,7 @@ from spmd_tasks.replay.statistics import (
   gradient_model,
   gradient_state,
 )
-from spmd_tasks.runtime import PartitionedModel, Task
+from spmd_tasks.runtime import Task
 from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, Metrics, finish_metrics
 from spmd_tasks.runtime.origin import saved_part
@@ -219,10 +219,11 @@ class LookInto(Watch):
   def prepare(self, run: TrainRun) -> None:
     super().prepare(run)
     self._statistics = LayerStatistics(run.model)
-    # None: a task of another kind gives neither its gradients nor what its layers return.
-    self._gradients: PartitionedModel | None = None
-    if isinstance(run.job.task, Task):
-      self._gradients = gradient_model(run.model, run.experiment)
+    self._task: Task | None = None
+    with contextlib.suppress(UserError):  # a task of another framework gives neither gradients nor activations
+      self._task = run.job.task.as_task('--step')
+    if self._task is not None:
+      self._gradients = gradient_model(self._task, run.model, run.experiment)
     self._own_batches = any(type(hook).batches is not TrainHook.batches for hook in run.hooks)
 
   def look(self, run: TrainRun, batch: dict[str, jax.Array], position: Any) -> None:
@@ -233,11 +234,11 @@ class LookInto(Watch):
       self._before = gradient_state(run.state)
       # Skipped until it counts.
       attempt: dict[str, Any] = {'skipped': True, 'loss': None, 'rows': rows, 'weights': self._statistics(run.state)}
-      if self._gradients is not None:
+      if self._task is not None:
         gradients, metrics = self._gradients.train_step(gradient_state(run.state), batch)
         attempt['loss'] = float(metrics['loss'])
         attempt['gradients'] = self._statistics(gradients)
-        attempt['activations'] = activation_statistics(run.model, run.state, batch)
+        attempt['activations'] = activation_statistics(self._task, run.model, run.state, batch)
       self.attempts.append(attempt)
 
   def see(self, run: TrainRun, outcome: Outcome, metrics: Metrics) -> bool:

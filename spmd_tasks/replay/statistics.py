@@ -1,6 +1,6 @@
 """Looks into one step: norm, largest magnitude and NaNs of weights, gradients, activations and updates, by layer.
 
-    gradients, metrics = gradient_model(model, experiment).train_step(gradient_state(state), batch)
+    gradients, metrics = gradient_model(task, model, experiment).train_step(gradient_state(state), batch)
     LayerStatistics(model)(gradients)             # {'stack/ffn/kernel': {'norm': [L], 'max': [L], 'nan': [L]}, ...}
 
 Gradients come from a program of their own, which leaves the state as it is: the training step with a learner that
@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
 
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.learning import LearnerState
+from spmd_tasks.learning import BaseLearner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
-from spmd_tasks.runtime import PartitionedModel, TrainState, partition_spmd_model
+from spmd_tasks.runtime import PartitionedModel, Task, TrainState, partition_spmd_model
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.weights import leaves_by_name
 
@@ -29,24 +28,28 @@ from spmd_tasks.sharding.weights import leaves_by_name
 Statistics = dict[str, dict[str, float | list[float]]]
 
 
-class GradientLearner:
-  """A learner whose new weights are the gradients; it has no optimizer state. All else is that of another learner."""
+class GradientLearner(BaseLearner):
+  """A learner whose new weights are the gradients, accumulated as another learner does. It has no optimizer state."""
 
-  def __init__(self, learner: Any, **changes: Any):
-    self._learner, self._changes = learner, changes
-
-  def __getattr__(self, name: str) -> Any:
-    if name.startswith('_'):  # before __init__, when copied
-      raise AttributeError(name)
-    return self._changes[name] if name in self._changes else getattr(self._learner, name)
+  def __init__(self, learner: BaseLearner):
+    self.num_microbatches, self.accumulation = learner.num_microbatches, learner.accumulation
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     del weights, weight_specs
     zero = jnp.zeros((), jnp.int32)
     return LearnerState(opt_state=(), ema_weights=None, num_skipped=zero, num_skipped_in_a_row=zero)
 
-  def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, weights: Any, weight_specs: Any, **_: Any):
-    del loss, step
+  def update(
+    self,
+    grads: Any,
+    loss: Any,
+    step: Any,
+    state: LearnerState,
+    weights: Any,
+    weight_specs: Any,
+    factors: Any = None,
+  ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
+    del loss, step, factors
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, without_frozen(weights, weight_specs))
     return fill_in(grads, weights), state, {'skipped': jnp.zeros(())}
 
@@ -55,26 +58,12 @@ class GradientLearner:
     return jax.tree.map(lambda x: WeightSpec(shape=(), init=None, split_dims=(), dtype=x.dtype), abstract_state)
 
 
-def gradient_model(
-  model: PartitionedModel,
-  experiment: Experiment,
-  mesh: Mesh | None = None,
-  num_rows: int | None = None,
-  **learner: Any,
-) -> PartitionedModel:
-  """Returns a model whose train step gives the gradients of `model` in the place of new weights.
-
-  None stands for the same mesh, and for as many rows of a batch; `learner` has fields of the learner to change.
-  """
-  spec = model.input_layout.spec
-  if num_rows is not None:
-    spec = {
-      name: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]) if x.shape else (), x.dtype) for name, x in spec.items()
-    }
+def gradient_model(task: Task, model: PartitionedModel, experiment: Experiment) -> PartitionedModel:
+  """Returns a model whose train step gives the gradients of `model`, of which `task` is the task, as new weights."""
   return partition_spmd_model(
-    dataclasses.replace(model.task, learner=GradientLearner(model.task.learner, **learner)),
-    model.mesh if mesh is None else mesh,
-    spec,
+    dataclasses.replace(task, learner=GradientLearner(task.learner), eval_with_ema=False),
+    model.mesh,
+    model.input_layout.spec,
     axis_rules=model.axis_rules,
     inputs_split_mapping=model.inputs_split_mapping,
     default_split_dim=experiment.default_split_dim,
@@ -111,11 +100,13 @@ class LayerStatistics:
     return jax.jit(lambda leaves: [_of_leaf(*each) for each in zip(leaves, self._is_stacked, strict=True)])
 
 
-def activation_statistics(model: PartitionedModel, state: TrainState, batch: dict[str, jax.Array]) -> Statistics:
-  """Returns the statistics of what each block of layers gives, without dropout; {} of a pipeline, which keeps none."""
+def activation_statistics(
+  task: Task, model: PartitionedModel, state: TrainState, batch: dict[str, jax.Array]
+) -> Statistics:
+  """Returns the statistics of each block's output, without dropout; {} for a pipeline, which keeps none."""
 
   def forward(variables: Any, batch: Any) -> Any:
-    _, kept = model.task.predict(variables, batch, capture_intermediates=_is_block, mutable=['intermediates'])
+    _, kept = task.predict(variables, batch, capture_intermediates=_is_block, mutable=['intermediates'])
     leaves = leaves_by_name(kept.get('intermediates', {})).items()
     return {name: _of_leaf(x, x.ndim > 3) for name, x in leaves if x.ndim > 2}  # [B, T, D], or [L, B, T, D]
 

@@ -19,4 +19,4 @@ with lazy_exports(globals()):
   from spmd_tasks.runtime.origin import Origin
   from spmd_tasks.runtime.parameter_table import format_parameter_table
   from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
-  from spmd_tasks.runtime.task import Task, TrainState
+  from spmd_tasks.runtime.task import BaseTask, Task, TrainState

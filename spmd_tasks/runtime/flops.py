@@ -7,7 +7,6 @@ Model FLOPs are the FLOPs that the mathematics needs, whatever the implementatio
 """
 
 from collections.abc import Callable, Iterator, Mapping
-import functools
 import math
 import re
 from typing import Any
@@ -16,11 +15,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 import jax.numpy as jnp
 
-from spmd_tasks.layers import RunsModel
 from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.runtime.task import Task, Variables
+from spmd_tasks.runtime.task import BaseTask, Variables
 from spmd_tasks.sharding.quantized import numbers_spec
 from spmd_tasks.sharding.weights import is_quantized
 
@@ -66,35 +64,29 @@ def peak_steps_per_second(model: PartitionedModel) -> float | None:
 
 
 def model_flops_per_train_step(
-  task: Task,
+  task: BaseTask,
   batch_spec: Mapping[str, jax.ShapeDtypeStruct],
   abstract_variables: Variables,
   weight_specs: Any = None,
 ) -> int:
-  """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
+  """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times the FLOPs of the forward pass.
 
-  Attention counts in full, masked or not, an embedding lookup nothing, and of a mixture of experts only those that a
-  token chose. The products for gradients of frozen weights of `weight_specs` are left out. If the loss runs the
-  model itself, that forward pass alone counts. The forward pass of a task of another kind is its eval step.
+  Attention counts in full, masked or not, an embedding lookup nothing, and a mixture of experts only the experts that a
+  token chose. The products for gradients of frozen weights of `weight_specs` are left out. What `task.prepare_batch`
+  computes counts once, because it has no backward pass.
   """
-
-  def forward(variables, batch, rng):
-    if not isinstance(task, Task):
-      return task.eval_step(variables, batch, jnp.int32(0))
-    return task.compute_loss(variables, batch, train=True, rng=rng).loss
 
   def backward(trained, variables, batch, rng):
     def loss(trained):
-      return forward(variables | {'params': fill_in(trained, variables['params'])}, batch, rng)
+      return task.training_loss(variables | {'params': fill_in(trained, variables['params'])}, batch, rng)
 
     return jax.grad(loss)(trained)
 
   rng = jax.eval_shape(lambda: jax.random.key(0))
   arguments = (abstract_variables, dict(batch_spec), rng)
   with layer_scope(plain_products=True):
-    flops = 3 * count_matmul_flops(forward, *arguments)
-    if isinstance(loss := getattr(task, 'loss', None), RunsModel):  # which has no backward pass
-      flops -= 2 * count_matmul_flops(functools.partial(loss.with_model, task), abstract_variables, dict(batch_spec))
+    flops = 3 * count_matmul_flops(task.training_loss, *arguments)
+    flops -= 2 * count_matmul_flops(task.prepare_batch, abstract_variables, dict(batch_spec))
     if weight_specs is not None and are_frozen(weight_specs):  # quantized kernels count as if held in float32
       numbers = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_quantized(leaf) else leaf
       weights = jax.tree.map(numbers, abstract_variables['params'], is_leaf=is_quantized)

@@ -28,7 +28,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
-from spmd_tasks.runtime.task import Task, TrainState, Variables
+from spmd_tasks.runtime.task import BaseTask, TrainState, Variables
 from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import Quantized, is_quantized, leaf_name, replicated_spec, unbox_weights, weight_specs
@@ -59,7 +59,7 @@ class PartitionedModel:
     tpu_options: of the TPU's compiler for `train_step`, as Experiment has them.
   """
 
-  task: Task
+  task: BaseTask
   mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
   inputs_split_mapping: Mapping[str, SplitDims] | None
@@ -131,13 +131,13 @@ class PartitionedModel:
   @functools.cached_property
   def train_step(self) -> CompiledStep:
     """The step `(padded state, placed batch) -> (padded state, replicated float32 metrics)`; donates the state."""
-    layout, examples = self.input_layout, _examples_argument(self.task, self.keeps_examples)
+    layout = self.input_layout
 
     def train_step(padded_state, padded_batch):
       with self._scope():
         state = self._constrain(padding.unpad(padded_state, self.abstract_state))
         batch = self._true_batch(padded_batch, layout)
-        state, metrics = self.task.train_step(self.weight_specs, state, batch, **examples)
+        state, metrics = self.task.train_step(self.weight_specs, state, batch, keeps_examples=self.keeps_examples)
         new = padding.pad(self._constrain(state), self.padded_state)
         if self.has_frozen_weights:  # which stay where they are
           new = new.replace(weights=fill_in(self.trained_part(new).weights, padded_state.weights))
@@ -160,7 +160,7 @@ class PartitionedModel:
     takes variables without a state. With `keeps_examples` the loss's per-example outputs are among the averages
     (StepOutputs).
     """
-    function = functools.partial(self.task.eval_step, **_examples_argument(self.task, keeps_examples))
+    function = functools.partial(self.task.eval_step, keeps_examples=keeps_examples)
     return self._evaluation_step('eval_step', input_spec, function, jax.ShapeDtypeStruct((), jnp.int32))
 
   def forward_step(self, input_spec: InputSpec) -> 'EvaluationStep':
@@ -283,7 +283,7 @@ class EvaluationStep(CompiledStep):
 
 
 def partition_spmd_model(
-  task: Task,
+  task: BaseTask,
   mesh: Mesh | AbstractMesh,
   input_spec: InputSpec,
   *,
@@ -323,9 +323,7 @@ def partition_spmd_model(
     jitted_init = jax.jit(init_boxed)  # its trace is reused where `init_variables` calls it
     boxed = dict(jitted_init.trace(key).out_info)
   is_known = default_split_dim in {*mesh.axis_names, *(name for name, _ in axis_rules)}
-  specs = weight_specs(boxed.pop('params'), default_split_dim if is_known else None)
-  if isinstance(task, Task):
-    specs = task.mark_weights(specs)
+  specs = task.mark_weights(weight_specs(boxed.pop('params'), default_split_dim if is_known else None))
   non_trainable_specs = weight_specs(boxed)
 
   # 2. The same for the whole state: the learner says how its own leaves are split, given those of the weights.
@@ -378,16 +376,6 @@ def partition_spmd_model(
     input_layout=input_layout,
     _init_variables=init_variables,
   )
-
-
-def _examples_argument(task: Any, keeps_examples: bool) -> dict[str, Any]:
-  """Returns the named argument of a task's steps, which a task of another kind, as that of Pax, does not have."""
-  if keeps_examples and not isinstance(task, Task):
-    raise UserError(
-      f'per-example outputs are wanted, by a hook, an eval set or --write_examples, and a {type(task).__name__} gives '
-      'none: leave them out.'
-    )
-  return {'keeps_examples': True} if keeps_examples else {}
 
 
 def _cast(weight: jax.Array, spec: WeightSpec | Quantized) -> Any:

@@ -1,28 +1,28 @@
-"""Defines Task (a model, its loss, its learner, its decode settings), TrainState and the pure steps on it.
+"""Defines BaseTask, the protocol that the programs run, and Task: a Linen model, its loss, its learner; and TrainState.
 
-The steps are plain mathematics on whole arrays of true shapes. There is no mesh, no sharding and no padding here;
-`partition.py` wraps them into compiled steps.
+The steps of a task are pure functions of whole arrays of true shapes. There is no mesh, no sharding and no padding
+here; `partition.py` wraps them into compiled steps.
 """
 
-from collections.abc import Callable, Mapping
+import abc
+from collections.abc import Mapping
 import contextlib
 import dataclasses
-import inspect
-from typing import Any
+from typing import Any, Protocol
 
 from clu import metrics as clu_metrics
 from flax import struct
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
-from spmd_tasks.layers import LossOutput, RunsModel
+from spmd_tasks.layers import LossOutput
 from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of, train_flags, warn_of_default
-from spmd_tasks.layers.losses import StepOutputs, as_loss_output
-from spmd_tasks.learning import Learner, LearnerState
+from spmd_tasks.layers.losses import StepOutputs, as_loss
+from spmd_tasks.learning import LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
+from spmd_tasks.learning.learner import BaseLearner, as_learner
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.runtime.sown_values import of_state, sown_values, warn_of_sown, without_sown
@@ -55,18 +55,128 @@ class TrainState(struct.PyTreeNode):
     return {'params': self.weights, **self.non_trainable}
 
 
+class BaseTask(Protocol):
+  """What the programs train, evaluate and decode. `Task` is one for Linen models; the Pax bridge has another.
+
+  Subclass it to run another framework's steps on the mesh, and define its abstract methods. Those that compute are pure
+  functions, traced in compiled programs on arrays of true shapes, under the mesh's axis rules.
+
+  Attributes:
+    model: the model, in the form of its framework.
+    decode: how text is generated from prompts; None: decode jobs decode batches of `decode_inputs` by `make_decoder`.
+    num_microbatches: in how many parts `train_step` differentiates a batch.
+    max_consecutive_skips: the training program stops after this many consecutive skipped steps.
+  """
+
+  model: Any
+  decode: DecodeSettings | None
+
+  @property
+  def num_microbatches(self) -> int:
+    return 1
+
+  @property
+  def max_consecutive_skips(self) -> int:
+    return 1
+
+  @property
+  def shows_metrics(self) -> bool:
+    """Whether the progress line shows the metrics that an experiment's own loss returns; metric files always do."""
+    return False
+
+  @abc.abstractmethod
+  def make_key(self, seed: int) -> jax.Array:
+    """Returns the base key of a job with this seed: a PRNG key, scalar."""
+
+  @abc.abstractmethod
+  def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
+    """Draws the model's variables, each in the box of its WeightSpec. `batch` holds zeros of the input spec."""
+
+  def mark_weights(self, weight_specs: Any) -> Any:
+    """Returns the WeightSpecs of the weights with changed tags and dtypes, such as those of frozen weights."""
+    return weight_specs
+
+  @abc.abstractmethod
+  def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
+    """Returns the state at step 0. `rng` is the job's base key, from which every step derives its own."""
+
+  @abc.abstractmethod
+  def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
+    """Returns a WeightSpec per leaf of the learner's state, which says how the leaf is split."""
+
+  @abc.abstractmethod
+  def train_step(
+    self, weight_specs: Any, state: TrainState, batch: Batch, *, keeps_examples: bool = False
+  ) -> tuple[TrainState, dict[str, Any]]:
+    """Applies one update. Returns the new state, and metrics by name: float32 scalars or vectors.
+
+    The scalars `loss`, `loss_weight` and `skipped` (0 or 1) must be among the metrics. With `keeps_examples`, so must
+    `outputs`, the StepOutputs with the per-example outputs; a task without these raises a UserError.
+    """
+
+  @abc.abstractmethod
+  def eval_step(
+    self, variables: Variables, batch: Batch, step: jax.Array, *, keeps_examples: bool = False
+  ) -> dict[str, Any]:
+    """Evaluates one batch. Returns clu metrics by name, to be merged over the batches of the set; `loss` is one.
+
+    `step` is the train step of the variables, int32. `keeps_examples` is as in `train_step`.
+    """
+
+  @abc.abstractmethod
+  def predict(self, variables: Variables, batch: Batch) -> Any:
+    """Returns the model's predictions in evaluation mode, without dropout: a tree of arrays."""
+
+  def prepare_batch(self, variables: Variables, batch: Batch) -> Batch:
+    """Returns the batch with the entries that `training_loss` computes first, without gradients."""
+    del variables
+    return batch
+
+  def training_loss(self, variables: Variables, batch: Batch, rng: jax.Array) -> Any:
+    """Computes the loss of a training batch; --mode plan and the MFU count its FLOPs. By default an eval step."""
+    del rng
+    return self.eval_step(variables, batch, jnp.int32(0))
+
+  def evaluation_variables(self, state: TrainState) -> Variables:
+    """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
+    return state.variables
+
+  def evaluates_trained_weights(self, state: TrainState) -> bool:
+    """Returns whether `evaluation_variables` of a state, or of its shapes, are `state.variables`."""
+    del state
+    return True
+
+  def decoding_variables(self, state: TrainState) -> Variables:
+    """Returns the variables of a TrainState that generate text."""
+    return self.evaluation_variables(state)
+
+  def make_decoder(self, *arguments: Any, **named: Any) -> Any:
+    """Makes the decoder of a task whose `decode` is None; see programs/decode.py for its arguments and methods."""
+    raise UserError(f'a {type(self).__name__} continues prompts: set task.decode, which is None.')
+
+  def as_task(self, reader: str) -> 'Task':
+    """Returns the Task whose Linen model, loss and learner `reader`, such as '--mode serve', needs.
+
+    Raises a UserError if this is a task of another framework.
+    """
+    raise UserError(
+      f'{reader} needs the model, the loss and the learner of a Task, which a {type(self).__name__} does not have: '
+      'train, evaluate and decode it, or write the experiment with a Task of this project.'
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-  """A model with its loss, learner and decode settings; frozen. An experiment's `task()` returns a config of one.
+class Task(BaseTask):
+  """A Linen model with its loss, learner and decode settings; frozen. An experiment's `task()` returns a config of one.
 
   Attributes:
     model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads. If its first
       argument has the name of an entry of the batch, each argument gets the entry of its name in place of the batch.
       `train` may have another name of `layers.base.train_flags`, such as `deterministic`.
-    loss: `loss(predictions, batch)`, a mean over the batch's loss weights: a LossOutput, or what `as_loss_output`
-      makes one of: a scalar, the mean over rows, or (scalar, metrics). It may run the model itself (layers.RunsModel),
-      and take `train` as the model does.
-    learner: turns gradients into new weights: a Learner, or an optimizer, such as `optax.adamw(1e-3)`.
+    loss: `loss(predictions, batch)`: a function that returns the mean over rows, alone or as (mean, metrics), or a
+      LossOutput; it may take `train` as the model does. Or a Loss. Once the task is built, it is a Loss.
+    learner: turns gradients into new weights: an optimizer, such as `optax.adamw(1e-3)`, or a Learner around one. Once
+      the task is built, it is a BaseLearner.
     eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones; frozen ones as they are.
     decode: how text is generated.
     trained: patterns of the names of weights that are trained, such as ('lora_',); the others are frozen: they have no
@@ -81,8 +191,8 @@ class Task:
   """
 
   model: nn.Module
-  loss: Callable[[Any, Batch], Any]
-  learner: Any  # a Learner once it is built
+  loss: Any
+  learner: Any
   eval_with_ema: bool = False
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
   trained: tuple[str, ...] | None = None
@@ -90,28 +200,39 @@ class Task:
   quantization: str | Mapping[str, Any] | None = None
 
   def __post_init__(self):
-    is_optax = isinstance(self.learner, optax.GradientTransformation | optax.MultiSteps)
-    if is_optax or hasattr(self.learner, 'transformation'):
-      object.__setattr__(self, 'learner', Learner(optimizer=self.learner))
-    self._refuse_other_kinds()
+    object.__setattr__(self, 'learner', as_learner(self.learner))
+    for name, wanted, fits in (
+      ('model', 'an instance of a flax.linen.Module', isinstance(self.model, nn.Module)),
+      ('loss', 'a function (predictions, batch)', callable(self.loss)),
+      ('learner', 'a Learner(optimizer=...) or an optimizer', isinstance(self.learner, BaseLearner)),
+    ):
+      value = getattr(self, name)
+      if not fits or isinstance(value, type):
+        kind = f'the class {value.__name__} itself' if isinstance(value, type) else f'of type {type(value).__name__}'
+        raise UserError(f'{name} is {kind}: it must be {wanted}, or the fdl.Config of one.')
+    object.__setattr__(self, 'loss', as_loss(self.loss))
     if self.eval_with_ema and self.learner.ema_decay is None:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
     if self.frozen_dtype is not None and self.trained is None:
       raise UserError(f'frozen_dtype={self.frozen_dtype!r} needs frozen weights: set task.trained, such as ("lora_",).')
-    held = ('float32', 'bfloat16', *QUANTIZED_DTYPES)
-    if self.frozen_dtype not in (None, *held):
-      raise UserError(f'frozen_dtype={self.frozen_dtype!r} must be one of {held}.')
+    dtypes = ('float32', 'bfloat16', *QUANTIZED_DTYPES)
+    if self.frozen_dtype not in (None, *dtypes):
+      raise UserError(f'frozen_dtype={self.frozen_dtype!r} must be one of {dtypes}.')
 
-  def _refuse_other_kinds(self) -> None:
-    for name, wanted, fits in (
-      ('model', 'an instance of a flax.linen.Module', isinstance(self.model, nn.Module)),
-      ('loss', 'a function (predictions, batch)', callable(self.loss) and not isinstance(self.loss, type)),
-      ('learner', 'a Learner(optimizer=...) or an optimizer', hasattr(self.learner, 'state_split_dims')),
-    ):
-      value = getattr(self, name)
-      if not fits:
-        found = f'the class {value.__name__} itself' if isinstance(value, type) else f'of type {type(value).__name__}'
-        raise UserError(f'{name} is {found}: it must be {wanted}, or the fdl.Config of one.')
+  @property
+  def num_microbatches(self) -> int:
+    return self.learner.num_microbatches
+
+  @property
+  def max_consecutive_skips(self) -> int:
+    return self.learner.max_consecutive_skips
+
+  @property
+  def shows_metrics(self) -> bool:
+    return self.loss.shows_metrics
+
+  def as_task(self, reader: str) -> 'Task':
+    return self
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split.
@@ -119,7 +240,7 @@ class Task:
     Sown values are not among them, see sown_values.py. The log names arguments of the model that keep their defaults,
     once.
     """
-    with _naming(self.model, 'model', batch):
+    with self._naming(batch):
       positional, named = self.arguments(batch, train=False)
       for argument in () if positional else signature_of(self.model).parameters.values():
         if argument.name not in named and argument.default is not argument.empty:
@@ -137,8 +258,7 @@ class Task:
       from spmd_tasks.learning.trained_weights import mark_frozen
 
       weight_specs = mark_frozen(weight_specs, self.trained, self.frozen_dtype)
-    if isinstance(self.loss, RunsModel):
-      self.loss.check_weights(weight_specs)
+    self.loss.check_weights(weight_specs)
     if self.quantization is not None:
       from spmd_tasks.layers.quantized_products import check_patterns
 
@@ -147,12 +267,16 @@ class Task:
 
   def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
     """Returns the model's predictions, without dropout; `apply` are further arguments of Linen's `Module.apply`."""
-    given, named = self.arguments(batch, train=False)
-    return self._apply(variables | self.constants(variables, batch), *given, **named, **apply)
+    positional, named = self.arguments(batch, train=False)
+    return self._apply(variables | self.constants(variables, batch), *positional, **named, **apply)
 
-  def _apply(self, variables: Variables, *given: Any, **named: Any) -> Any:
-    with layer_scope(quantization=self.quantization):
-      return self.model.apply(variables, *given, **named)
+  def _apply(self, variables: Variables, *positional: Any, **named: Any) -> Any:
+    with layer_scope(**self.layer_facts()):
+      return self.model.apply(variables, *positional, **named)
+
+  def layer_facts(self) -> dict[str, Any]:
+    """Returns the facts of LayerScope under which the model's layers are called."""
+    return {'quantization': self.quantization}
 
   def constants(self, variables: Variables, batch: Batch) -> Variables:
     """Returns collections that a model reads and that are no state, made of the batch; of this class none."""
@@ -173,10 +297,18 @@ class Task:
         )
     return (), {each.name: entries[each.name] for each in (first, *others) if each.name in entries}
 
-  def _loss(self, predictions: Any, batch: Batch, train: bool) -> LossOutput:
-    with _naming(self.loss, 'loss', batch):
-      returned = self.loss(predictions, batch, **_flags_of(self.loss, train))
-    return as_loss_output(self.loss, returned, max((len(rows) for rows in batch.values() if rows.ndim), default=1))
+  def _naming(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Context in which an error of an experiment's own model names the model and what it is called with."""
+    name, keys = type(self.model).__name__, tuple(batch)
+    first = next(iter(signature_of(self.model).parameters))
+    what = f'the model {name}({first})'
+    if first not in ('batch', *keys):
+      what += f', which gets the whole batch because no entry ({", ".join(sorted(keys))}) is named {first},'
+      keys = ()
+    return naming_own_code(what, keys=keys, part=self.model)
+
+  def prepare_batch(self, variables: Variables, batch: Batch) -> Batch:
+    return dict(self.loss.prepare_batch(self, variables, batch))
 
   def compute_loss(
     self, variables: Variables, batch: Batch, *, train: bool, rng: jax.Array | None = None
@@ -185,16 +317,18 @@ class Task:
 
     `rng` feeds dropout and is needed only when `train`.
     """
-    if isinstance(self.loss, RunsModel):
-      batch = self.loss.with_model(self, variables, batch)
+    batch = self.prepare_batch(variables, batch)
     if not train:
-      return self._loss(self.predict(variables, batch), batch, train)
+      return self.loss.compute(self.predict(variables, batch), batch, train=False)
     positional, named = self.arguments(batch, train=True)
     rngs = {} if rng is None else {'dropout': rng}
     mutable = [name for name in variables if name != 'params']
     read = variables | self.constants(variables, batch)
     predictions, updated = self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
-    return self._loss(predictions, batch, train).replace(updated_variables=of_state(updated, variables))
+    return self.loss.compute(predictions, batch, train=True).replace(updated_variables=of_state(updated, variables))
+
+  def training_loss(self, variables: Variables, batch: Batch, rng: jax.Array) -> jax.Array:
+    return self.compute_loss(variables, batch, train=True, rng=rng).loss
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
@@ -250,11 +384,10 @@ class Task:
     else:
       from spmd_tasks.learning.accumulation import accumulate_gradients
 
-      if whole := getattr(self.loss, 'with_whole_batch', None):  # adds what depends on all rows, see PreferenceLoss
-        batch = dict(whole(self, state.variables, batch, learner.num_microbatches))
+      batch = dict(self.loss.prepare_whole_batch(self, state.variables, batch, learner.num_microbatches))
       settings = learner.num_microbatches, learner.accumulation
       is_sum = jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, trained_specs)
-      skips = getattr(self.loss, 'fills_first_parts', lambda batch: False)(batch)
+      skips = self.loss.fills_first_parts(batch)
       output, gradients = accumulate_gradients(
         loss_fn, trained, batch, rng, *settings, is_sum=is_sum, skips_empty=skips
       )
@@ -291,33 +424,3 @@ class Task:
     means = {'loss': (output.loss, jnp.float32(1) if output.is_sum else output.weight)} | output.metrics
     averages = {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
     return averages | StepOutputs.of(output, batch, keeps_examples=keeps_examples)
-
-
-def require_task(task: Any, what: str) -> None:
-  """Raises a UserError if `what`, such as '--mode serve', needs a Task and `task` is of another kind, as Pax's is."""
-  if not isinstance(task, Task):
-    raise UserError(
-      f'{what} reads the model, the loss and the learner of a Task, and a {type(task).__name__} keeps them to itself: '
-      'train, evaluate and decode it, or write the experiment with a Task of this project.'
-    )
-
-
-def _flags_of(loss: Any, train: bool) -> dict[str, bool]:
-  """Returns the train flags that a loss takes as arguments of these names, unless it has them already."""
-  try:
-    parameters = inspect.signature(loss).parameters
-  except (TypeError, ValueError):  # some functions of C have none
-    return {}
-  bound = getattr(loss, 'keywords', {})  # of a functools.partial
-  return {name: value for name, value in train_flags(train).items() if name in parameters and name not in bound}
-
-
-def _naming(part: Any, role: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
-  """Context in which an error of a model or loss of the experiment's own names it, and what it is called with."""
-  name, keys = getattr(part, '__name__', type(part).__name__), tuple(batch)
-  inputs = 'predictions, batch' if role == 'loss' else next(iter(signature_of(part).parameters))
-  what = f'the {role} {name}({inputs})'
-  if role == 'model' and inputs not in ('batch', *keys):
-    what += f', which gets the whole batch because no entry ({", ".join(sorted(keys))}) is named {inputs},'
-    keys = ()
-  return naming_own_code(what, keys=keys, part=part)

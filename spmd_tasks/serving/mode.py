@@ -36,7 +36,6 @@ from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.origin import Base
-from spmd_tasks.runtime.task import require_task
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.scoring import ScoringEngine
@@ -94,9 +93,9 @@ def serve(
       process 0 cannot listen.
     CheckpointError: the checkpoint does not exist or is damaged.
   """
-  require_task(job.task, '--mode serve')
+  task = job.task.as_task('--mode serve')
   tokenizer = job.tokenizer
-  check_reads_tokens(job.train_input.element_spec(), getattr(job.task, 'decode', None))
+  check_reads_tokens(job.train_input.element_spec(), task.decode)
   if tokenizer is None:
     raise UserError(
       f'experiment {job.name} cannot be served without a tokenizer: set the tokenizer of its training input.'
@@ -177,7 +176,7 @@ def serve(
 def _decode_steps(
   job: Job, model: PartitionedModel, tokenizer: Tokenizer, announce: Callable[[str], None]
 ) -> DecodeSteps:
-  decode = job.task.decode
+  decode = job.task.as_task('--mode serve').decode
   num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
   if decode.draft_model:
     announce(f'Loading the draft model {decode.draft_model}.')

@@ -185,7 +185,7 @@ class AskTeacher(TrainHook):
 
   def prepare(self, run: TrainRun) -> None:
     settings = next(each for each in sources_of(run.job.train_input) if isinstance(each, _WithTeacher))
-    task = run.job.task
+    task = run.job.task.as_task('distillation')
     self._folder = folder = open_beside(run, settings.teacher)
     is_decoder = not folder.decoder.num_encoder_layers and folder.decoder.num_labels is None
     if folder.decoder.vocab_size != settings.vocab_size or not is_decoder:
@@ -193,8 +193,8 @@ class AskTeacher(TrainHook):
         f'the teacher {settings.teacher} must be a decoder with logits and the vocabulary of the model, '
         f'{settings.vocab_size} tokens, but has {folder.decoder.vocab_size}: choose another teacher.'
       )
-    temperature = getattr(task.loss, 'temperature', 1.0)
-    added, number, top_k = settings.teacher_spec(), task.learner.num_microbatches, settings.teacher_top_k
+    temperature = task.loss.temperature if isinstance(task.loss, DistillationLoss) else 1.0
+    added, number, top_k = settings.teacher_spec(), task.num_microbatches, settings.teacher_top_k
     spec = {name: each for name, each in run.job.train_input.element_spec().items() if name not in added}
     self._model = frozen_model(run, folder, spec)
     teacher = self._model.task

@@ -134,14 +134,18 @@ class ReferenceLoss(WithAuxLosses):
   def compares_with_base(self) -> bool:
     return self.reference_from == 'base'
 
-  def with_model(
+  @property
+  def temperature(self) -> float:
+    """All log-probabilities are of logits / temperature."""
+    return 1.0
+
+  def prepare_batch(
     self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
   ) -> Mapping[str, jax.Array]:
     """Returns the batch with the log-probabilities of the model without its adapters, if the reference is that."""
     if not self.compares_with_base:
       return batch
-    temperature = getattr(self, 'temperature', 1.0)
-    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch, temperature)}
+    return {**batch, 'reference_log_probs': base_log_probs(task, variables, batch, self.temperature)}
 
   def check_weights(self, weight_specs: Any) -> None:
     """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
@@ -205,7 +209,7 @@ class PreferenceLoss(ReferenceLoss):
     if self.length_normalized and self.kind in ('orpo', 'kto'):
       raise UserError(f"length_normalized=True is of kind 'sigmoid' and 'ipo', not of {self.kind!r}: leave it out.")
 
-  def with_whole_batch(
+  def prepare_whole_batch(
     self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array], num_microbatches: int
   ) -> Mapping[str, jax.Array]:
     """Returns the batch with what depends on all its microbatches: z of kto, the weights of tokens of orpo."""
@@ -215,7 +219,7 @@ class PreferenceLoss(ReferenceLoss):
       return batch
 
     def sums_of(part: Mapping[str, jax.Array]) -> jax.Array:
-      part = self.with_model(task, variables, part)
+      part = self.prepare_batch(task, variables, part)
       return _divergence_sums(pair_log_probs(task.predict(variables, part), part))
 
     sums = jax.lax.map(sums_of, split_microbatches(batch, num_microbatches))

@@ -29,7 +29,7 @@ from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.inputs.mixture import map_sources, sources_of
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.tuning.preference_loss import pair_log_probs
+from spmd_tasks.tuning.preference_loss import ReferenceLoss, pair_log_probs
 from spmd_tasks.tuning.preferences import PreferenceInput
 
 _DIRECTORY = 'reference'
@@ -60,7 +60,8 @@ def name_references(job: Job, job_log_dir: epath.Path | None) -> Job:
       return each.without_reference()
     return dataclasses.replace(each, reference=str(job_log_dir / _DIRECTORY / f'{name}.npy'))
 
-  reads_base = getattr(getattr(job.task, 'loss', None), 'reference_from', None) == 'base'
+  loss = job.task.as_task('a comparison of answers').loss
+  reads_base = isinstance(loss, ReferenceLoss) and loss.reference_from == 'base'
   return dataclasses.replace(
     job,
     train_input=map_sources(named, job.train_input, 'train_input'),

@@ -9,7 +9,6 @@ Shapes: N calls, B rows of a batch, T tokens of a row.
 """
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import functools
 import os
 from typing import Any
@@ -24,12 +23,11 @@ from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 from spmd_tasks.inputs.base import language_model_spec
 from spmd_tasks.layers import LanguageModelLoss
 from spmd_tasks.programs.hooks import TrainRun
-from spmd_tasks.runtime import PartitionedModel, partition_spmd_model
+from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
 from spmd_tasks.store_files import local_folder
 from spmd_tasks.tuning.conversations import Renderer
 from spmd_tasks.tuning.preferences import encode_answer
 from spmd_tasks.tuning.reward_functions import Call
-from spmd_tasks.tuning.rollout_task import RolloutTask
 
 
 def open_beside(run: TrainRun, name: str) -> Folder:
@@ -40,17 +38,19 @@ def open_beside(run: TrainRun, name: str) -> Folder:
 
 def frozen_model(run: TrainRun, folder: Folder, spec: Mapping[str, Any]) -> PartitionedModel:
   """Returns the model of a folder on the mesh of a job, beside the job's own; its weights are not read yet."""
-  parts: dict[str, Any] = {
-    'model': folder.with_heads(0).build_model(),
-    'loss': LanguageModelLoss(),
-    'eval_with_ema': False,
-  }
+  own = run.job.task.as_task('a model beside the one that is trained')
+  parts: dict[str, Any] = {}
   if folder.dtype == 'bfloat16':  # then kernels are held in it; nothing is trained, but a pattern must name something
-    parts |= {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
-  if isinstance(run.job.task, RolloutTask):  # of the model that is trained
-    parts |= {'records_routing': False}
+    parts = {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
   return partition_spmd_model(
-    dataclasses.replace(run.job.task, **{'trained': None, 'frozen_dtype': None, **parts}),
+    Task(
+      model=folder.with_heads(0).build_model(),
+      loss=LanguageModelLoss(),
+      learner=own.learner,
+      decode=own.decode,
+      quantization=own.quantization,
+      **parts,
+    ),
     run.model.mesh,
     spec,
     axis_rules=run.experiment.axis_rules,

@@ -22,7 +22,7 @@ from spmd_tasks.decoding.prompts import PromptTokenizer
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import shard_rows
 from spmd_tasks.learning.accumulation import compute_in_parts
-from spmd_tasks.runtime import PartitionedModel, Task
+from spmd_tasks.runtime import BaseTask, PartitionedModel
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.tuning.conversations import tools_of
 from spmd_tasks.tuning.environments import Episode, Turns
@@ -68,7 +68,7 @@ class RolloutSampler:
       beat: called after each step of the scheduler.
       report: shows a sentence.
     """
-    given = model.task.decode
+    given = model.task.as_task('sampling').decode
     own: dict[str, Any] = {'num_top_logprobs': 0, 'num_beams': 1, 'weights_dtype': None}
     own |= {'max_len': settings.seq_len, 'num_slots': min(settings.num_slots, settings.num_rows)}
     own['prefill_rows'] = given.prefill_rows and min(given.prefill_rows, settings.num_rows)
@@ -176,7 +176,7 @@ class RolloutScorer:
 
   def __init__(self, settings: RolloutInput, model: PartitionedModel):
     """Compiles nothing yet."""
-    self._settings, self._num_parts = settings, model.task.learner.num_microbatches
+    self._settings, self._num_parts = settings, model.task.num_microbatches
     score = functools.partial(_score, model.task, settings.temperature, self._num_parts)
     self._step = model.batch_step('score_rollouts', settings.text_spec(), score)
 
@@ -203,7 +203,7 @@ class RolloutScorer:
     return jax.tree.map(unpacked, *made)
 
 
-def _score(task: Task, temperature: float, num_parts: int, variables: Any, batch: Any) -> Any:
+def _score(task: BaseTask, temperature: float, num_parts: int, variables: Any, batch: Any) -> Any:
   def of(part: Any) -> Any:
     predictions = task.predict(variables, part)
     return answer_log_probs(predictions, part, temperature), predictions.get('values')

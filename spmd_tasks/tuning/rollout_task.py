@@ -32,6 +32,9 @@ class RolloutTask(Task):
 
   records_routing: bool = False
 
+  def layer_facts(self) -> dict[str, Any]:
+    return super().layer_facts() | {'records_routing': self.records_routing}
+
   def constants(self, variables: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
     if not self.records_routing or 'expert_ids' not in batch:
       return {}

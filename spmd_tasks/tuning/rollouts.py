@@ -168,7 +168,7 @@ class MakeRollouts(TrainHook):
 
   def train_batch(self, run: TrainRun, rollout: Rollout, rows: np.ndarray) -> Any:
     """The placed batch of some rows."""
-    num_parts = run.model.task.learner.num_microbatches
+    num_parts = run.model.task.num_microbatches
     batch = self._input.batch_of({name: each[rows] for name, each in rollout.items()}, num_parts)
     return place(run.model.train_step, batch, np.arange(len(rows)))
 
@@ -222,7 +222,7 @@ class MakeRollouts(TrainHook):
     grid = self._rewards.total(drawn.groups, values)  # [P, G]
     is_failed = np.isnan(grid).reshape(-1)
     self._num_failed = self._num_failed + 1 if is_failed.all() else 0
-    if self._num_failed >= run.job.task.learner.max_consecutive_skips:
+    if self._num_failed >= run.job.task.max_consecutive_skips:
       raise JobError(
         f'all rewards of {self._num_failed} rollouts in a row failed, so that nothing was learnt from them: see the '
         'problems above, mend them, and start the same command again.'

@@ -34,7 +34,7 @@ from spmd_tasks.verification._settings import Batch, Setting, Source
 
 def why_not_by_hand(task: Any) -> str | None:
   """Returns why the steps of a task have no formulas here; None if they have."""
-  if getattr(type(task), 'train_step', None) is not Task.train_step:
+  if type(task).train_step is not Task.train_step:
     return f'{type(task).__name__} has a train step of its own'
   return None if type(task.learner) is Learner else f'{type(task.learner).__name__} is a learner of its own'
 
@@ -65,7 +65,7 @@ class ByHand:
   def __init__(self, source: Source, setting: Setting):
     self.setting = setting
     self._shapes = Runner(source, dataclasses.replace(setting, mesh=(), slices=None, by_hand=False))
-    self.job, self.model = self._shapes.job, self._shapes.model
+    self.job, self.task, self.model = self._shapes.job, self._shapes.task, self._shapes.model
     self._gradient = jax.jit(self._compute_gradient)
     self._program: Any = None
 
@@ -118,14 +118,14 @@ class ByHand:
   def evaluation_variables(self, state: TrainState) -> Any:
     """Returns the model's variables of a canonical state that are evaluated, in true shapes."""
     weights = state.weights
-    if self.job.task.eval_with_ema:
+    if self.task.eval_with_ema:
       weights = fill_in(state.learner.ema_weights, weights)
     true = self.model.abstract_state.variables
     return _reshaped(state.replace(weights=weights).variables, true)
 
   def evaluate(self, variables: Any, batches: Sequence[Batch]) -> Leaves:
     """Returns the metrics of an eval set: means over all tokens of weights other than 0."""
-    task, totals = self.job.task, dict[str, Any]()
+    task, totals = self.task, dict[str, Any]()
     for batch in batches:
       if not has_formula(task) and 'weights' in batch:  # what such a loss makes of other rows is its own
         is_example = np.any(batch['weights'] != 0, axis=tuple(range(1, batch['weights'].ndim)))
@@ -139,7 +139,7 @@ class ByHand:
 
   @functools.cached_property
   def _evaluate(self) -> Any:
-    task: Any = self.job.task
+    task = self.task
 
     def evaluate(variables, batch):
       with sharding_scope(self.model.mesh, self.model.axis_rules, self.model.inputs_split_mapping):
@@ -159,7 +159,7 @@ class ByHand:
     gradients = new.learner.opt_state['gradients']
     with sharding_scope(self.model.mesh, self.model.axis_rules):
       weights, learner, of_learner = _formulas.update(
-        self.job.task.learner,
+        self.task.learner,
         gradients,
         float(metrics['loss']),
         int(state.step),
@@ -181,10 +181,10 @@ class ByHand:
 
   def _of_batch(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[Leaves, Any, Any]:
     """Returns the metrics and the gradients of a batch, in float64, and its variables beside the weights."""
-    task = self.job.task
+    task = self.task
     learner, count = task.learner, task.learner.num_microbatches
-    if count > 1 and (whole := getattr(task.loss, 'with_whole_batch', None)):
-      batch = dict(whole(task, state.variables, batch, count))
+    if count > 1:
+      batch = dict(task.loss.prepare_whole_batch(task, state.variables, batch, count))
     rng = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(state.rng), impl='threefry2x32'), state.step)
     rngs = [rng] if count == 1 else [jax.random.fold_in(rng, m) for m in range(count)]
     rows = [{name: values[m::count] for name, values in batch.items()} for m in range(count)]
@@ -231,7 +231,7 @@ class ByHand:
     def total(trained):
       weights = fill_in(trained, variables['params'])
       with sharding_scope(self.model.mesh, self.model.axis_rules, self.model.inputs_split_mapping):
-        part = _forward(self.job.task, variables | {'params': weights}, batch, rng)
+        part = _forward(self.task, variables | {'params': weights}, batch, rng)
       return share * part.loss + aux_share * part.aux_loss, part
 
     gradients, part = jax.grad(total, has_aux=True)(trained)
@@ -244,7 +244,7 @@ def _forward(task: Any, variables: Any, batch: dict[str, Any], rng: jax.Array) -
 
   def predict(batch):
     positional, named = task.arguments(batch, train=True)
-    with layer_scope(quantization=task.quantization):
+    with layer_scope(**task.layer_facts()):
       predictions, updated = task.model.apply(
         variables | task.constants(variables, batch), *positional, **named, rngs={'dropout': rng}, mutable=beside
       )

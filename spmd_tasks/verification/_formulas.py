@@ -135,7 +135,7 @@ def update(
     scale = min(1.0, learner.clip_global_norm / grad_norm) if grad_norm else 1.0
     directed = jax.tree.map(lambda g: g * scale, directed)
   directions, opt_state = direct(directed)
-  if not getattr(learner.optimizer, 'applies_learning_rate', False):
+  if not learner.optimizer.applies_learning_rate:
     directions = jax.tree.map(lambda d: learning_rate * d, directions)
 
   def stepped(spec, weight, gradient, direction):

@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.layers import RunsModel
-from spmd_tasks.learning import Learner, LearnerState
+from spmd_tasks.learning import BaseLearner, LearnerState
 from spmd_tasks.learning.frozen_weights import without_frozen
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.runtime.task import require_task
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 from spmd_tasks.verification._settings import Setting, Source, build_job
@@ -26,16 +24,13 @@ from spmd_tasks.verification._settings import Setting, Source, build_job
 Leaves = dict[str, np.ndarray]  # name of a leaf, such as 'gradients/embedding/table' -> its values
 
 
-class _GradientRecorder:
-  """A learner that keeps the gradients of the last step in its state, beside the optimizer's."""
+class _GradientRecorder(BaseLearner):
+  """A learner that keeps the gradients of the last step in its state, beside the optimizer's state."""
 
-  def __init__(self, learner: Learner):
+  def __init__(self, learner: BaseLearner):
     self.learner = learner
-
-  def __getattr__(self, name: str) -> Any:
-    if name == 'learner':  # before __init__, when copied
-      raise AttributeError(name)
-    return getattr(self.learner, name)
+    self.ema_decay, self.max_consecutive_skips = learner.ema_decay, learner.max_consecutive_skips
+    self.num_microbatches, self.accumulation = learner.num_microbatches, learner.accumulation
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), without_frozen(weights, weight_specs))
@@ -45,6 +40,15 @@ class _GradientRecorder:
     own = state.replace(opt_state=state.opt_state['optimizer'])
     weights, new_state, metrics = self.learner.update(grads, loss, step, own, *arguments, **named)
     return weights, with_gradients(new_state, grads), metrics
+
+  def check_variables(self, variables: Mapping[str, Any]) -> None:
+    self.learner.check_variables(variables)
+
+  def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
+    return self.learner.evaluates_trained_weights(state, averaged=averaged)
+
+  def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
+    return self.learner.evaluation_weights(state, weights, averaged=averaged)
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
     own = abstract_state.replace(opt_state=abstract_state.opt_state['optimizer'])
@@ -83,17 +87,15 @@ class Runner:
   def __init__(self, source: Source, setting: Setting):
     self.setting = setting
     self.job = build_job(source, setting)
-    require_task(self.job.task, '--mode verify')
-    recorder: Any = _GradientRecorder(self.job.task.learner)
-    task = dataclasses.replace(self.job.task, learner=recorder)
+    self.task = self.job.task.as_task('--mode verify')
+    task = dataclasses.replace(self.task, learner=_GradientRecorder(self.task.learner))
     mesh = self.job.experiment.mesh_spec().build(jax.devices()[: setting.num_devices])
     self.model: PartitionedModel = partition_job(dataclasses.replace(self.job, task=task), mesh)
 
   def init(self) -> TrainState:
     """Returns the canonical state at step 0, in numpy."""
     state = self.to_numpy(self.model.init(self.job.experiment.seed))[0]
-    task = self.job.task
-    return _away_from_base(state) if isinstance(getattr(task, 'loss', None), RunsModel) else state
+    return _away_from_base(state)
 
   def start(self, state: TrainState) -> TrainState:
     """Returns the state from which steps are compared."""
@@ -174,12 +176,12 @@ class Runner:
 
   @functools.cached_property
   def _update(self) -> Callable[..., Any]:
-    model = self.model
+    model, learner = self.model, self.model.task.as_task('--mode verify').learner
 
     def update(gradients, loss, state):
       arguments = (gradients, loss, state.step, state.learner, state.weights, model.weight_specs)
       with sharding_scope(model.mesh, model.axis_rules):
-        return model.task.learner.update(*arguments)
+        return learner.update(*arguments)
 
     return jax.jit(update)
 

@@ -123,9 +123,8 @@ def build_job(source: Source, setting: Setting) -> Job:
 
 def with_quantization(quantization: Any, job: Job) -> Job:
   """Returns the job with this `task.quantization`."""
-  if getattr(job.task, 'quantization', None) == quantization:
-    return job
-  return dataclasses.replace(job, task=dataclasses.replace(job.task, quantization=quantization))
+  task = job.task.as_task('--mode verify')
+  return dataclasses.replace(job, task=dataclasses.replace(task, quantization=quantization))
 
 
 Mesh = tuple[tuple[str, int], ...]

@@ -134,7 +134,7 @@ def _record_masks(runner: Runner, state: Any, batch: Any, key: np.ndarray) -> li
   def forward(variables: Any, batch: Any, key: jax.Array) -> jax.Array:
     rng = jax.random.wrap_key_data(key, impl='threefry2x32')
     with nn.intercept_methods(record):
-      return runner.model.task.compute_loss(variables, batch, train=True, rng=rng).loss
+      return runner.model.task.training_loss(variables, batch, rng)
 
   spec = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name, values in batch.items()}
   step = runner.model.batch_step('dropout', spec, forward, jax.ShapeDtypeStruct(key.shape, key.dtype))

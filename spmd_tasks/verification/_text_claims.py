@@ -346,8 +346,9 @@ def _without_drops(job: Job) -> Job:
       return dataclasses.replace(part, capacity_factor=None, overflow='drop')
     return dataclasses.replace(part, capacity_factor=0.0, eval_capacity_factor=None)
 
-  model = map_parts(job.task.model, (CapacityGather, Dropless), change)
-  return dataclasses.replace(job, task=dataclasses.replace(job.task, model=model))
+  task = job.task.as_task('--mode verify')
+  model = map_parts(task.model, (CapacityGather, Dropless), change)
+  return dataclasses.replace(job, task=dataclasses.replace(task, model=model))
 
 
 @functools.lru_cache(maxsize=2)

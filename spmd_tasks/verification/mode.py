@@ -19,7 +19,6 @@ from spmd_tasks.command import Command
 from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.runtime.task import require_task
 from spmd_tasks.verification._cases import Bench, Case, Verdict
 from spmd_tasks.verification._job_claims import job_cases
 from spmd_tasks.verification._layout_claims import (
@@ -145,9 +144,8 @@ def run(command: Command) -> int:
     return with_quantization(None, resolved.build()), to_json(resolved)['config']
 
   started = time.monotonic()
-  quantization = getattr(command.resolve((), ()).build().task, 'quantization', None)
+  quantization = command.resolve((), ()).build().task.as_task('--mode verify').quantization
   job, values = resolve((), ())
-  require_task(job.task, '--mode verify')
   mesh = dict(scaled_mesh(job.experiment, num_devices))
   shrunk = shrink(job, values, mesh)
   lines = [f'{path} {values[path]} -> {value}' for path, value in shrunk.items()]

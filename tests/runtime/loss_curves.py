@@ -14,8 +14,8 @@ import pytest
 
 from spmd_tasks.config import registry, resolve, to_json
 from spmd_tasks.experiment import Experiment, partition_job
-from spmd_tasks.layers import RunsModel
 from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.tuning.preference_loss import ReferenceLoss
 from spmd_tasks.verification import Setting, Source
 from spmd_tasks.verification._agreement import Trajectory, agree
 from spmd_tasks.verification._runner import Runner
@@ -81,7 +81,7 @@ def first_state(alone: Runner) -> TrainState:
   """The canonical state at step 0, with weights of numpy where all are trained: to compile their init takes long."""
   model, specs = alone.model, jax.tree.leaves(alone.model.weight_specs)
   are_trained = not any('frozen' in spec.tags for spec in specs)
-  if not are_trained or model.canonical_state.non_trainable or isinstance(alone.job.task.loss, RunsModel):
+  if not are_trained or model.canonical_state.non_trainable or isinstance(alone.task.loss, ReferenceLoss):
     return alone.init()
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.canonical_state)
   weights = drawn_weights(zeros.weights)

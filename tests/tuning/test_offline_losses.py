@@ -65,7 +65,7 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(name):
   batch, loss = {name: jnp.asarray(values) for name, values in given('pairs').items()}, LOSSES[name]
   task = SimpleNamespace(predict=lambda variables, batch: {'logits': batch['logits'] + variables['shift'][None]})
   variables = {'shift': jnp.zeros(batch['logits'].shape[1:])}
-  batch = loss.with_whole_batch(task, variables, batch, 4)
+  batch = loss.prepare_whole_batch(task, variables, batch, 4)
 
   def loss_fn(variables, part, _):
     output = loss(task.predict(variables, part), part)

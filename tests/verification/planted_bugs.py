@@ -17,6 +17,7 @@ import optax
 
 from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, QuantizedProduct, declare_weight
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
+from spmd_tasks.learning import Optimizer
 from spmd_tasks.recipes import PipelinedLanguageModel, SyntheticLanguageModel
 from spmd_tasks.sharding import constrain, split_dims_to_partition_spec
 from spmd_tasks.sharding.padding import pad, padded_shape
@@ -249,7 +250,7 @@ class LostTick(PipelinedLanguageModel, Planted):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NormalizedMomentum:
+class NormalizedMomentum(Optimizer):
   """Momentum, divided by the root mean square of each weight's gradient."""
 
   bug: bool

@@ -53,7 +53,6 @@ from spmd_tasks.layers import EncoderDecoderLm
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
-from spmd_tasks.runtime.task import require_task
 
 _HEAD = 'embedding/softmax_kernel'
 _MORE_TEMPLATES = 'additional_chat_templates'
@@ -78,7 +77,7 @@ def export_model(
   """
   job, job_log_dir, emergency = opened.job, opened.directory, opened.emergency
   local = Path(os.fspath(target))
-  require_task(job.task, '--mode export')
+  task = job.task.as_task('--mode export')
   check_free(local)
   model = partition_job(job, mesh)
   start = job.experiment.origin()
@@ -93,7 +92,7 @@ def export_model(
     if only_adapters and origin is None:
       raise UserError(f'{job.name} starts from no folder, which adapters would belong to: use --format hf.')
     with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
-      is_changed = adapters_of(job.task.model) or job.task.frozen_dtype  # though nothing was trained yet
+      is_changed = adapters_of(task.model) or task.frozen_dtype  # though nothing was trained yet
       if origin is not None and not step and not is_changed and checkpointer.is_fresh():
         restored, weights = 0, origin.lazy_weights(job.task.model, model.canonical_state.weights)
       else:

@@ -36,7 +36,7 @@ from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.learning import LearnerState
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.runtime.input_layout import InputSpec
-from spmd_tasks.runtime.task import Batch, Variables
+from spmd_tasks.runtime.task import BaseTask, Batch, Variables
 from spmd_tasks.sharding.reductions import sums_of_squares
 from spmd_tasks.sharding.weights import replicated_spec
 
@@ -44,30 +44,27 @@ from spmd_tasks.sharding.weights import replicated_spec
 _LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'learning/lr'}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PaxLearner:
-  """The fields of a learner that our programs read; the update itself is Paxml's."""
-
-  num_microbatches: int = 1  # Paxml does not accumulate gradients in its step
-  max_consecutive_skips: int = 1  # no step is: Paxml counts one whose gradients are not finite as well
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PaxTask:
-  """A built `paxml.tasks_lib.SingleTask` with the methods of our Task.
+class PaxTask(BaseTask):
+  """A built `paxml.tasks_lib.SingleTask` as a BaseTask.
+
+  Its steps do not accumulate gradients, and no step is skipped: Paxml applies updates that are not finite, too.
 
   Attributes:
     task: the SingleTask, with its model and its learner.
     input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
     eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
     first_decoded_step: a decode job leaves out earlier checkpoints (`decode_start_after_n_steps`).
+    model: the Praxis model, `task.model`.
+    decode: None: a decode job decodes batches by the model's own `decode`, see `make_decoder`.
   """
 
   task: tasks_lib.SingleTask
   input_spec: InputSpec
   eval_with_ema: bool = False
-  learner: PaxLearner = PaxLearner()
   first_decoded_step: int = 0
+  model: Any = dataclasses.field(init=False, repr=False)
+  decode: None = dataclasses.field(init=False, default=None)
 
   def __post_init__(self):
     if self.eval_with_ema and not tasks_lib.has_ema(self.task):
@@ -76,16 +73,7 @@ class PaxTask:
         'task.train.learner.optimizer.ema_decay, for example to 0.9999.'
       )
     _check_loss_names(self.task.loss_aggregator_inst)
-
-  @property
-  def model(self) -> Any:
-    """The Praxis model."""
-    return self.task.model
-
-  @property
-  def decode(self) -> Any:
-    """Settings of our decoding engine, which cannot read these models: raises a UserError."""
-    raise UserError('only models of ours continue prompts: decode the datasets of a Pax experiment by --mode decode.')
+    object.__setattr__(self, 'model', self.task.model)
 
   @functools.cached_property
   def weight_hparams(self) -> Any:
@@ -159,8 +147,11 @@ class PaxTask:
     )
     return specs.replace(opt_state=opt_state)
 
-  def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+  def train_step(
+    self, weight_specs: Any, state: TrainState, batch: Batch, *, keeps_examples: bool = False
+  ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies Paxml's `train_step_single_learner`; returns the new state and its metrics (`_train_metrics`)."""
+    _refuse_examples(keeps_examples)
     with self._calling('the train step', batch):
       root, _ = jax.random.split(state.rng)
       train_key, _, _ = jax.random.split(root, 3)
@@ -187,11 +178,14 @@ class PaxTask:
     )
     return state, metrics
 
-  def eval_step(self, variables: Variables, batch: Batch, step: jax.Array) -> dict[str, clu_metrics.Average]:
+  def eval_step(
+    self, variables: Variables, batch: Batch, step: jax.Array, *, keeps_examples: bool = False
+  ) -> dict[str, clu_metrics.Metric]:
     """Evaluates one batch by Paxml's `eval_step_single_learner`; returns averages of its weighted scalars.
 
     What a model draws at random in evaluation, such as BERT's masks, depends on the train step, as Paxml's does.
     """
+    _refuse_examples(keeps_examples)
     with self._calling('the eval step', batch):
       root, _ = jax.random.split(jax.random.PRNGKey(self.task.train.random_seed))
       _, eval_key, _ = jax.random.split(root, 3)
@@ -277,6 +271,13 @@ class PaxTask:
     """Returns the variables of a TrainState, averaged by the optimizer where it averages them."""
     averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars  # those of batch normalization too
     return state.variables | {name: averaged[name] for name in state.variables if averaged.get(name) is not None}
+
+
+def _refuse_examples(keeps_examples: bool) -> None:
+  if keeps_examples:
+    raise UserError(
+      'a PaxTask has no per-example outputs, but a hook, an eval set or --write_examples needs them: leave it out.'
+    )
 
 
 def pax_state(state: TrainState) -> train_states.TrainState:

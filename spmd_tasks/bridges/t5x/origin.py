@@ -45,7 +45,7 @@ from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.runtime.origin import Base, RestoredVariables
 from spmd_tasks.runtime.partition import Part
-from spmd_tasks.runtime.task import Variables, require_task
+from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding.weights import leaf_name, leaves_by_name
 
 MOMENTS = ('v_row', 'v_col', 'v', 'm')
@@ -239,7 +239,7 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
     UserError: the model is none of T5X's, or the target has that step already.
   """
   job = opened.job
-  require_task(job.task, '--mode export')
+  task = job.task.as_task('--mode export')
   model = partition_job(job, mesh)
   limit_s = job.experiment.first_step_timeout_s
   with (
@@ -251,7 +251,7 @@ def export_checkpoint(opened: OpenJob, target: epath.Path, *, step: int | None, 
     if restored is None:
       raise CheckpointError(f'{opened.directory / "checkpoints"} has no checkpoint: train first.')
     origin = job.experiment.origin()
-    layout = layout_of(restored.state, model.task.learner.optimizer)
+    layout = layout_of(restored.state, task.learner.optimizer)
     if isinstance(origin, T5xOrigin):
       given = open_checkpoint(origin.path, origin.step)
       layout = Layout.of(given.weights, str(given.path))
