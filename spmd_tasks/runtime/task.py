@@ -20,9 +20,9 @@ from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of, train_flags, warn_of_default
 from spmd_tasks.layers.losses import StepOutputs, as_loss
-from spmd_tasks.learning import LearnerState
+from spmd_tasks.learning import BaseLearner, LearnerState
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
-from spmd_tasks.learning.learner import BaseLearner, as_learner
+from spmd_tasks.learning.learner import as_learner
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.runtime.sown_values import of_state, sown_values, warn_of_sown, without_sown

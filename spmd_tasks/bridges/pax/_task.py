@@ -34,9 +34,9 @@ from spmd_tasks.bridges.pax._variables import (
 )
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.learning import LearnerState
-from spmd_tasks.runtime import TrainState
+from spmd_tasks.runtime import BaseTask, TrainState
 from spmd_tasks.runtime.input_layout import InputSpec
-from spmd_tasks.runtime.task import BaseTask, Batch, Variables
+from spmd_tasks.runtime.task import Batch, Variables
 from spmd_tasks.sharding.reductions import sums_of_squares
 from spmd_tasks.sharding.weights import replicated_spec
 
