@@ -81,7 +81,8 @@ class FrozenFields:
   def fields_of_today(cls, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns saved values by the field names of today; removed fields are left out."""
     values = {cls._renamed.get(name, name): value for name, value in saved.items()}
-    removed = cls._removed.keys() - {field.name for field in dataclasses.fields(cls)}
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
+    removed = cls._removed.keys() - {field.name for field in fields}
     return {name: value for name, value in values.items() if name not in removed}
 
   @classmethod

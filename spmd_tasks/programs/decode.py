@@ -173,9 +173,9 @@ class Decoder:
         matcher = self._tokenizer.matcher(prompt, where)
         self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher))
     digests = dict.fromkeys(self._wanted, 0)
-    for name, prompts in self._wanted.items():
-      for prompt in prompts:
-        digests[name] = zlib.crc32(json.dumps(self._record(prompt)).encode(), digests[name])
+    for name, requests in self._wanted.items():
+      for wanted in requests:
+        digests[name] = zlib.crc32(json.dumps(self._record(wanted)).encode(), digests[name])
     refuse_differences('prompts', digests, limit_s=LOOK_LIMIT_S)
 
   def _record(self, wanted: _PromptRequest) -> dict[str, Any]:

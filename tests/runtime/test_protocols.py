@@ -176,7 +176,7 @@ def test_a_task_of_another_framework_is_refused_by_what_reads_a_linen_model():
     OtherTask().as_task('--mode serve')
 
 
-@pytest.mark.parametrize('learner', [object(), Learner], ids=str)
+@pytest.mark.parametrize('learner', [object(), Learner], ids=['object', 'class'])
 def test_what_is_no_learner_is_refused(learner):
   with pytest.raises(UserError, match=r'learner is .* optimizer'):
     Task(model=Linear(), loss=squared_error, learner=learner)
