@@ -63,7 +63,7 @@ def test_a_reference_from_the_base_is_the_model_before_its_adapters_were_trained
 
     return jax.jit(jax.value_and_grad(compute))(trained['params'])
 
-  own = jax.jit(lambda weights: task.loss.with_model(task, weights, batch))(trained)
+  own = jax.jit(lambda weights: task.loss.prepare_batch(task, weights, batch))(trained)
   pairs = pair_log_probs(jax.jit(lambda weights: task.predict(weights, batch))(at_start), own)
   np.testing.assert_allclose(pairs.chosen, pairs.reference_chosen, rtol=1e-6)  # of two programs
   noise = batch | {'reference_log_probs': batch['weights'] * 7}
