@@ -59,7 +59,7 @@ def measure(scheme: str, num_arrays: int, num_mib: int, num_rounds: int) -> dict
   import numpy as np
   import tensorstore as ts
 
-  from spmd_tasks.checkpoints import Checkpointer
+  from spmd_tasks.checkpoints import Checkpointer, Retention
   from spmd_tasks.files import absolute_path
   from spmd_tasks.runtime.metrics import JsonlWriter
   from spmd_tasks.stores import kvstore_spec
@@ -69,7 +69,7 @@ def measure(scheme: str, num_arrays: int, num_mib: int, num_rounds: int) -> dict
   rng = np.random.default_rng(0)
   state = {f'w{i}': jax.device_put(rng.random((num_mib, 1 << 18), np.float32), device) for i in range(num_arrays)}
   abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in state.items()}
-  checkpointer, step = Checkpointer(directory / 'ours', max_to_keep=2), 0
+  checkpointer, step = Checkpointer(directory / 'ours', retention=Retention(max_to_keep=2)), 0
 
   def open_alone(name: str, **how: object):
     spec = {'driver': 'zarr3', 'kvstore': kvstore_spec(directory / 'alone' / name)}

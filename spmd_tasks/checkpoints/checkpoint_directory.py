@@ -9,7 +9,7 @@ Other names, such as a user's copy `checkpoint_00000100.partial-backup`, are lef
 process 0 calls the methods that rename or delete.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import math
@@ -27,9 +27,9 @@ from spmd_tasks.checkpoints.manifest import (
   DamagedCheckpointError,
   LeafEntry,
   read_manifest,
-  write_digests,
   write_manifest,
 )
+from spmd_tasks.errors import UserError
 from spmd_tasks.files import sync_path
 
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
@@ -44,18 +44,47 @@ def input_file(process_index: int, num_processes: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointDirectory:
-  """The checkpoints below `path`.
+class Retention:
+  """Which checkpoints a job keeps: the newest ones, and those that either other rule keeps for good.
 
   Attributes:
-    path: the directory.
-    witness: asked where there is no checkpoint; says by what it is known that there was one, or None.
-    before_publishing: called before a checkpoint becomes one; raises if it must not.
+    max_to_keep: number of newest checkpoints; None keeps all.
+    keep_every_n_steps: keeps every checkpoint whose step is a multiple of this number.
+    keep_every_hours: keeps the oldest checkpoint, and each that was saved this many hours after the last one kept so.
   """
 
+  max_to_keep: int | None = 3
+  keep_every_n_steps: int | None = None
+  keep_every_hours: float | None = None
+
+  def __post_init__(self) -> None:
+    if self.keep_every_hours is not None and not self.keep_every_hours > 0:
+      raise UserError(f'keep_every_hours = {self.keep_every_hours} must be a positive number, or None.')
+    for name in ('max_to_keep', 'keep_every_n_steps'):
+      if (value := getattr(self, name)) is not None and value < 1:
+        raise UserError(f'{name} = {value} must be at least 1, or None.')
+
+
+class SaveRecord:
+  """What a job records about its checkpoints outside of their directory. Called on process 0."""
+
+  def evidence(self) -> str | None:
+    """Returns a phrase that names the file by which a checkpoint was saved here; None if there is none."""
+    return None
+
+  def before_publishing(self) -> None:
+    """Called before a checkpoint is published. Raises if it must not be: another job has taken the directory."""
+
+  def after_publishing(self, step: int) -> None:
+    """Called in the background with the step of each checkpoint that is complete."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointDirectory:
+  """The checkpoints below `path`, of a job that records what it saves in `record`."""
+
   path: epath.Path
-  witness: Callable[[], str | None] = lambda: None
-  before_publishing: Callable[[], None] = lambda: None
+  record: SaveRecord = dataclasses.field(default_factory=SaveRecord)
 
   @property
   def state_name(self) -> str:
@@ -106,9 +135,9 @@ class CheckpointDirectory:
   def open(self) -> None:
     """Creates the directory and removes checkpoints half-written or half-deleted by a killed job. Raises OSError.
 
-    Raises a CheckpointError before that if there is a `loss`.
+    Raises a CheckpointError before that if the checkpoints were lost.
     """
-    if not self.damaged():  # else they are named where one is chosen (verifying.py)
+    if not self.damaged():  # else verifying.py names them when it chooses one
       self.refuse_loss()
     self.path.mkdir(parents=True, exist_ok=True)
     for path in self._list():
@@ -117,19 +146,15 @@ class CheckpointDirectory:
         logging.info('Removing %s, left by an interrupted job.', path)
         path.rmtree()
 
-  def loss(self) -> str | None:
-    """Returns a sentence if there is no checkpoint although there is a witness that one was saved here; else None."""
-    if self.claimed_steps() or not (evidence := self.witness()) or self.claimed_steps():
-      return None  # asked again, as a job that is running may have saved its first one just now
+  def describe_loss(self) -> str | None:
+    """Returns a sentence if there is evidence of a saved checkpoint, but no checkpoint; else None."""
+    if self.claimed_steps() or not (evidence := self.record.evidence()) or self.claimed_steps():
+      return None  # listed twice, as a running job may just have saved its first checkpoint
     what = 'holds no complete checkpoint' if self.path.exists() else 'does not exist'
     return (
       f'{self.path} {what}, but {evidence}. Mount its storage, or put the checkpoints back; or begin at step 0 in '
       'another --job_log_dir.'
     )
-
-  def write_digests(self, step: int, process_index: int) -> None:
-    """Hashes the array files that a process wrote into a partial checkpoint, for `complete`. Raises OSError."""
-    write_digests(self.partial(step), process_index)
 
   def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
     """Writes the manifest of a partial checkpoint and gives it its final name. Raises OSError.
@@ -144,7 +169,7 @@ class CheckpointDirectory:
           'directory is perhaps not shared by all processes; choose one on storage that every machine mounts'
         )
     write_manifest(partial, step=step, num_processes=num_processes, leaves=leaves)
-    self.before_publishing()
+    self.record.before_publishing()
     partial.rename(self.final(step))
     sync_path(self.path)
 
@@ -156,16 +181,17 @@ class CheckpointDirectory:
     except OSError as error:
       logging.error('Could not remove %s: %s', self.partial(step), error)
 
-  def delete_old(
-    self, *, max_to_keep: int, keep_every_n_steps: int | None = None, keep_every_hours: float | None = None
-  ) -> None:
-    """Deletes all checkpoints but those that `Checkpointer` keeps. Raises OSError."""
+  def delete_old(self, retention: Retention) -> None:
+    """Deletes all checkpoints that `retention` does not keep. Raises OSError."""
+    if retention.max_to_keep is None:
+      return
+    every_steps, every_hours = retention.keep_every_n_steps, retention.keep_every_hours
     kept_at = -math.inf
-    for step in self.complete_steps()[:-max_to_keep]:
+    for step in self.complete_steps()[: -retention.max_to_keep]:
       _, saved_at = self.stamp(step)
-      if keep_every_hours is not None and saved_at - kept_at >= 3600 * keep_every_hours:
+      if every_hours is not None and saved_at - kept_at >= 3600 * every_hours:
         kept_at = saved_at
-      elif keep_every_n_steps is None or step % keep_every_n_steps:
+      elif every_steps is None or step % every_steps:
         self._delete(step)
 
   def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
@@ -180,11 +206,11 @@ class CheckpointDirectory:
 
   def is_unused(self) -> bool:
     """Whether the directory has never held a checkpoint."""
-    return not self.damaged() and self.loss() is None
+    return not self.damaged() and self.describe_loss() is None
 
   def refuse_loss(self) -> None:
-    """Raises a CheckpointError if there is a `loss`."""
-    if sentence := self.loss():
+    """Raises a CheckpointError if the checkpoints were lost."""
+    if sentence := self.describe_loss():
       raise CheckpointError(sentence)
 
   def damaged(self) -> list[str]:

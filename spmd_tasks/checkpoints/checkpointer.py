@@ -3,23 +3,24 @@
 One checkpoint is one directory:
 
     checkpoint_00000100/
-      state/                   the arrays, by Orbax (OCDBT), each under its key path
-      base.json                where the frozen weights are, if the checkpoint has only those that are trained
-      input/process_0_of_2.json   where each process stands in its input
+      state/                   the arrays, each under its key path (arrays.py)
+      base.json                the frozen weights' place, if the checkpoint has only the trained ones
+      input/process_0_of_2.json   the input position of each process
       manifest.json            size and digest of every file, the leaf table; written last
 
-A checkpoint is written as `checkpoint_00000100.partial` and renamed when it is complete, so a kill at any time leaves
-the earlier checkpoints and a `.partial`, which the next job removes. `save` returns when the arrays are copied to the
-host; Orbax's write, the hashing and the rename run in the background. The next `save` or `wait` waits for them first,
-and raises their error.
+A checkpoint is written as `checkpoint_00000100.partial` and renamed when it is complete (in object stores see
+store_directory.py). A kill at any time leaves the earlier checkpoints and a `.partial`, which the next job removes.
+`save` returns when the arrays are copied to the host; they are written in the background. The next `save` or `wait`
+waits for that first, and raises its error.
 
-A restore verifies every byte (verifying.py). A damaged checkpoint is renamed to `checkpoint_00000100.damaged-<file>`,
-and the one before it is used; a step requested by number raises instead.
+A restore compares every file with the manifest, and checks the CRC of each shard as it reads it. A damaged checkpoint
+is renamed to `checkpoint_00000100.damaged-<file>`, and the one before it is used; a step requested by number raises
+instead.
 
 With several processes (one shared directory), every process calls every method, in the same order, from its main
-thread. Each process hashes the array files that it wrote. Process 0 alone writes manifests, deletes, renames and
-decides which step is restored. An error is raised on the process that has it; the job's failure handling ends the
-others. Processes wait for each other, and for Orbax's write, for at most `timeout_secs` plus 10 s per GB.
+thread. Each process writes and reads its own shards. Process 0 alone writes manifests, deletes, renames and decides
+which step is restored. An error is raised on the process that has it; the job's failure handling ends the others.
+Processes wait for each other for at most `timeout_secs` plus 10 s per GB.
 
 The caller owns the directory (programs/job_directory.py). A second reader (eval, decode) passes `read_only=True`. If
 the owner deletes a checkpoint while the reader reads it, the reader takes the newest one that is left. It reads a
@@ -31,31 +32,35 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import dataclasses
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 from etils import epath
 import jax
 
-from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
+from spmd_tasks.checkpoints.arrays import copy_to_host, num_bytes, read_arrays
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Retention, SaveRecord, Stamp, input_file
 from spmd_tasks.checkpoints.manifest import (
-  STATE,
   CheckpointChoiceError,
   CheckpointError,
   CheckpointSaveError,
+  DamagedCheckpointError,
   LeafEntry,
   leaf_entries,
   read_manifest,
 )
-from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
+from spmd_tasks.checkpoints.store_directory import StoreDirectory
+from spmd_tasks.checkpoints.verifying import choose
 from spmd_tasks.distributed import barrier
-from spmd_tasks.distributed.agreement import PrimaryError, all_agree, primary_decides
+from spmd_tasks.distributed.agreement import PrimaryError, gather, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import is_remote, make_directory, read_text, write_durably
+from spmd_tasks.storage_problems import describe_storage_error
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 
 _BASE_FILE = 'base.json'
+_SLOWEST_BYTES_PER_S = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,7 @@ class Restored:
   """A restored checkpoint: `state` is the tree that was asked for, of jax.Arrays with its shardings.
 
   `input_states` are what the processes that saved it passed to `save`, in their order; `input_state` is this process's
-  own, None if the number of processes has changed. `base` is what the function `base` returned when it was saved.
+  own, None if the number of processes has changed. `base` is what was passed to `save`.
   """
 
   step: int
@@ -73,6 +78,14 @@ class Restored:
   base: dict[str, Any] | None = None
 
 
+class _Save(NamedTuple):
+  """A save that may still be running; `limit_s` is how long processes wait for each other at its end."""
+
+  step: int
+  done: Future[None]
+  limit_s: int
+
+
 class Checkpointer:
   """Saves and restores the checkpoints below one directory."""
 
@@ -80,58 +93,32 @@ class Checkpointer:
     self,
     directory: epath.PathLike,
     *,
-    max_to_keep: int | None = 3,
-    keep_every_n_steps: int | None = None,
-    keep_every_hours: float | None = None,
+    retention: Retention = Retention(),
+    record: SaveRecord | None = None,
     read_only: bool = False,
-    on_saved: Callable[[int], None] | None = None,
-    witness: Callable[[], str | None] = lambda: None,
-    before_publishing: Callable[[], None] = lambda: None,
-    base: Callable[[], Mapping[str, Any]] | None = None,
     timeout_secs: int = 1200,
   ):
     """Creates the directory and removes the incomplete checkpoint of an interrupted job.
 
     Args:
       directory: a directory for checkpoints only.
-      max_to_keep: number of newest checkpoints to keep; None keeps all.
-      keep_every_n_steps: also keeps every checkpoint whose step is a multiple of this number.
-      keep_every_hours: also keeps the oldest checkpoint, and the next one that was saved so many hours after the last
-        of those.
+      retention: which checkpoints are kept after each save.
+      record: what the job records about its checkpoints outside of the directory.
       read_only: saves, renames and removes nothing.
-      on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
-      witness, before_publishing: see CheckpointDirectory; called on process 0.
-      base: returns JSON that the checkpoint keeps: what its state is to be completed with. Every process calls it at
-        each save; it may wait, with all of them, for longer than the barriers of the save.
       timeout_secs: seconds that processes wait for each other around one save or restore of a small state.
 
     Raises:
-      CheckpointError: the directory cannot be created or written; or it is empty, and there is a witness of a save.
-      UserError: a setting is out of range.
+      CheckpointError: the directory cannot be created or written; or it is empty, and `record` has evidence of a save.
     """
-    if keep_every_hours is not None and not keep_every_hours > 0:
-      raise UserError(f'keep_every_hours = {keep_every_hours} must be a positive number, or None.')
-    for name, value in (('max_to_keep', max_to_keep), ('keep_every_n_steps', keep_every_n_steps)):
-      if value is not None and value < 1:
-        raise UserError(f'{name} = {value} must be at least 1, or None.')
     path = epath.Path(directory)
-    self._arrays: Any
-    kind: type[CheckpointDirectory] = CheckpointDirectory
-    if is_remote(path):
-      from spmd_tasks.checkpoints.store_checkpoints import StoreArrays, StoreDirectory
-
-      kind, self._arrays = StoreDirectory, StoreArrays(timeout_secs)
-    else:
-      self._arrays = OrbaxArrays(timeout_secs)
-    self._directory = kind(path=path, witness=witness, before_publishing=before_publishing)
-    self._max_to_keep = max_to_keep
-    self._kept_beside: dict[str, Any] = {'keep_every_n_steps': keep_every_n_steps, 'keep_every_hours': keep_every_hours}
+    kind = StoreDirectory if is_remote(path) else CheckpointDirectory
+    self._directory = kind(path=path, record=record or SaveRecord())
+    self._retention = retention
     self._read_only = read_only
-    self._base = base
-    self._on_saved = on_saved
+    self._timeout_secs = timeout_secs
     self._is_primary = jax.process_index() == 0
-    self._background = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_seal')
-    self._pending: tuple[int, Future[None]] | None = None
+    self._background = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_save')
+    self._pending: _Save | None = None
     self._rejected: set[Stamp] = set()
     if read_only:
       barrier('checkpoint_open', limit_s=timeout_secs)
@@ -146,9 +133,6 @@ class Checkpointer:
     except PrimaryError as error:
       raise CheckpointChoiceError(str(error)) from error
     except OSError as error:
-      from spmd_tasks.storage_problems import describe_storage_error
-
-      path = self._directory.path
       reason, remedy = describe_storage_error(error, path) or (str(error), 'check the storage')
       raise CheckpointError(f'checkpoint directory {path} cannot be used: {reason}. {remedy.capitalize()}.') from error
 
@@ -158,17 +142,25 @@ class Checkpointer:
 
   @property
   def is_saving(self) -> bool:
-    """Whether the last save is still being written by this process."""
-    return self._pending is not None and not self._pending[1].done()
+    """Whether this process still writes the last save."""
+    return self._pending is not None and not self._pending.done.done()
 
-  def prepare(self) -> None:
-    """Makes everything that the first `save` needs, such as the import of Orbax."""
-    self._arrays.prepare()
-
-  def save(self, step: int, state: Any, input_state: Mapping[str, Any] | None = None) -> None:
+  def save(
+    self,
+    step: int,
+    state: Any,
+    input_state: Mapping[str, Any] | None = None,
+    *,
+    base: Callable[[], Mapping[str, Any]] | None = None,
+  ) -> None:
     """Starts to save `state` as checkpoint `step`; returns when the arrays may be donated.
 
-    `step` is greater than every step in the directory; `input_state` is JSON, this process's own.
+    Args:
+      step: greater than every step in the directory.
+      state: the tree of jax.Arrays.
+      input_state: JSON, this process's own.
+      base: returns JSON, from which a restore completes the state. Every process calls it; it may wait, with all of
+        them, for longer than the barriers of the save.
 
     Raises a CheckpointError: the save before this one failed, or this one could not be started.
     """
@@ -181,44 +173,43 @@ class Checkpointer:
         f'step {step} cannot be saved: {self._directory.path} already holds step {max(steps)}. If '
         'training went back on purpose, move the later checkpoints away first.'
       )
-    leaves = leaf_entries(state)
+    leaves, limit_s = leaf_entries(state), self._limit_s(num_bytes(state))
     partial = self._directory.partial(step)
     try:
-      base = None if self._base is None else self._base()
+      base_state = None if base is None else base()
       own_input = partial / input_file(jax.process_index(), jax.process_count())
       make_directory(own_input.parent)
       write_durably(own_input, _to_json(input_state))
-      if base is not None and self._is_primary:
-        write_durably(partial / _BASE_FILE, _to_json(base))
-      self._arrays.write(partial / self._state_name, state)
+      if base_state is not None and self._is_primary:
+        write_durably(partial / _BASE_FILE, _to_json(base_state))
+      write = copy_to_host(partial / self._state_name, state)
     except Exception as error:
       raise self._save_error(step, error) from error
-    self._pending = step, self._background.submit(self._seal, step, leaves)
+    self._pending = _Save(step, self._background.submit(self._complete, step, leaves, write, limit_s), limit_s)
 
   def wait(self) -> None:
     """Returns when the last save is complete on disk, on every process. Raises a CheckpointError if it failed."""
     if self._pending is None:
       return
-    step, sealed = self._pending
+    step, done, limit_s = self._pending
     started = time.monotonic()
     try:
-      sealed.result()
+      done.result()
     except Exception as error:
       self._pending = None
       raise self._save_error(step, error) from error
-    self._pending = None  # not where the wait was interrupted: the next one waits again
-    barrier(f'checkpoint_sealed_{step}', limit_s=self._arrays.write_limit_s)
+    self._pending = None  # not if the wait was interrupted: the next one waits again
+    barrier(f'checkpoint_saved_{step}', limit_s=limit_s)
     waited = time.monotonic() - started
     if waited > 1:
       logging.info('Waited %.1f s for checkpoint %d to be complete.', waited, step)
 
   def close(self) -> None:
-    """Waits for the last save and ends the background threads. The object cannot be used afterwards."""
+    """Waits for the last save and ends the background thread. The object cannot be used afterwards."""
     try:
       self.wait()
     finally:
       self._background.shutdown()
-      self._arrays.close()
 
   def all_steps(self) -> list[int]:
     """The steps of the complete checkpoints, ascending (their files are not verified here)."""
@@ -227,7 +218,7 @@ class Checkpointer:
   def latest_step(self) -> int | None:
     """The newest of `all_steps` that this object has not found damaged; None if there is none."""
     steps = [step for step in self.all_steps() if self._directory.stamp(step) not in self._rejected]
-    if not steps and (loss := self._directory.loss()):
+    if not steps and (loss := self._directory.describe_loss()):
       logging.log_every_n_seconds(logging.WARNING, '%s', 60, loss)
     return max(steps, default=None)
 
@@ -247,15 +238,26 @@ class Checkpointer:
     was asked for is missing or damaged; there are checkpoints, and none that is whole; or there is none any more.
     """
     self.wait()
+    limit_s = self._limit_s(num_bytes(abstract_state))
+    unreadable: dict[int, DamagedCheckpointError] = {}
     while True:
-      chosen = self._choose(step, abstract_state, prefix=f'{subtree}/' if subtree else '')
+      chosen = self._choose(step, abstract_state, f'{subtree}/' if subtree else '', unreadable)
       if chosen is None:
         return None
-      restored = self._read(chosen, abstract_state, subtree)
-      limit_s = self._arrays.limit_s(num_bytes(abstract_state))
-      if all_agree(restored is not None, 'checkpoint_read', limit_s=limit_s):
+      restored: Restored | None = None
+      damage: list[str] | None = None
+      try:
+        restored = self._read(chosen, abstract_state, subtree)
+      except DamagedCheckpointError as error:
+        damage = [error.file, error.reason]
+      outcomes = gather((restored is not None, damage), 'checkpoint_read', limit_s=limit_s)
+      if all(was_read for was_read, _ in outcomes):
         return restored
-      logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
+      damages = [damage for _, damage in outcomes if damage]
+      if damages:
+        unreadable[chosen] = DamagedCheckpointError(*damages[0])
+      else:
+        logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
 
   def restore_weights(self, abstract_weights: Any, step: int | None = None, *, subtree: str = 'weights') -> Restored:
     """Restores one subtree: 'weights', or 'learner/ema_weights' for the averaged ones.
@@ -284,62 +286,68 @@ class Checkpointer:
     prefix = f'{subtree}/'
     return tuple(leaf._replace(name=leaf.name.removeprefix(prefix)) for leaf in leaves if leaf.name.startswith(prefix))
 
-  def _seal(self, step: int, leaves: tuple[LeafEntry, ...]) -> None:
-    """Runs in the background: waits for Orbax, hashes what this process wrote, and completes the checkpoint."""
-    # Returns when the arrays of all processes are written; each process wrote its input state before that.
-    self._arrays.wait_until_written()
-    if not self._is_primary:
-      self._directory.write_digests(step, jax.process_index())
-    barrier(f'checkpoint_hashed_{step}', limit_s=self._arrays.write_limit_s)
+  def _limit_s(self, num_bytes: int) -> int:
+    """Returns how long processes wait for each other around a write or read of `num_bytes`, in seconds."""
+    return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
+
+  def _complete(self, step: int, leaves: tuple[LeafEntry, ...], write: Callable[[], None], limit_s: int) -> None:
+    """Runs in the background: writes this process's shards; process 0 publishes the checkpoint when all have."""
+    write()
+    barrier(f'checkpoint_written_{step}', limit_s=limit_s)
     if not self._is_primary:
       return
     self._directory.complete(step, leaves, jax.process_count())
-    if self._on_saved is not None:
-      self._on_saved(step)
-    if self._max_to_keep is not None:
-      self._directory.delete_old(max_to_keep=self._max_to_keep, **self._kept_beside)
+    self._directory.record.after_publishing(step)
+    self._directory.delete_old(self._retention)
 
-  def _choose(self, step: int | None, abstract: Any, *, prefix: str) -> int | None:
-    """Returns the verified step that every process restores, and shares what process 0 found damaged."""
+  def _choose(
+    self, step: int | None, abstract: Any, prefix: str, unreadable: Mapping[int, DamagedCheckpointError]
+  ) -> int | None:
+    """Returns the step that every process restores, and shares which checkpoints process 0 found damaged."""
     wanted = [leaf._replace(name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
+    rejected = self._rejected if self._read_only else None
 
     def decide() -> tuple[int | None, list[Stamp]]:
-      rejected = self._rejected if self._read_only else None
       if step is None and self._directory.is_unused():
         return None, []
-      from spmd_tasks.checkpoints.verifying import choose
+      chosen = choose(self._directory, step, wanted, prefix=prefix, rejected=rejected, unreadable=unreadable)
+      return chosen, list(self._rejected)
 
-      return choose(self._directory, step, wanted, prefix=prefix, rejected=rejected), list(self._rejected)
-
-    limit_s = self._arrays.limit_s(self._directory.num_bytes() if jax.process_count() > 1 else 0)
+    limit_s = self._limit_s(self._directory.num_bytes() if jax.process_count() > 1 else 0)
     try:
-      chosen, rejected = primary_decides(decide, 'checkpoint_decided', limit_s=limit_s)
+      chosen, stamps = primary_decides(decide, 'checkpoint_decided', limit_s=limit_s)
     except PrimaryError as error:
       raise CheckpointChoiceError(str(error)) from error
-    self._rejected.update((step, time) for step, time in rejected)
+    self._rejected.update((step, time) for step, time in stamps)
     return chosen
 
   def _read(self, step: int, abstract: Any, subtree: str | None) -> Restored | None:
-    """Reads a verified checkpoint; returns None if its owner has deleted it in the meantime."""
+    """Reads a checkpoint; returns None if its owner has deleted it in the meantime.
+
+    Raises a DamagedCheckpointError if a shard that this process reads is missing, or its CRC does not match.
+    """
     path = self._directory.final(step)
     try:
       manifest = read_manifest(path)
-      num_processes, reader = manifest.num_processes, self._arrays
-      if manifest.state_name != STATE and not is_remote(path):  # copied from a store to this disk
-        from spmd_tasks.checkpoints.store_checkpoints import StoreArrays
-
-        reader = StoreArrays(1)
-      state = reader.read(path / manifest.state_name, abstract, subtree)
+      num_processes = manifest.num_processes
+      state = read_arrays(
+        path / manifest.state_name,
+        abstract,
+        prefix=f'{subtree}/' if subtree else '',
+        is_ocdbt=manifest.is_ocdbt,
+      )
       input_states = [json.loads(read_text(path / input_file(index, num_processes))) for index in range(num_processes)]
       has_base = any(entry.path == _BASE_FILE for entry in manifest.files)
       base = json.loads(read_text(path / _BASE_FILE)) if has_base else None
     except Exception as error:
       if self._read_only and not self._directory.holds(step):
         return None
+      if isinstance(error, DamagedCheckpointError):
+        raise
       raise CheckpointError(f'checkpoint {path} could not be read: {type(error).__name__}: {error}') from error
     if self._read_only and not self._directory.holds(step):
-      # Its files are deleted after its name: as long as that is there nothing was missing, and from then on TensorStore
-      # may have read chunks that are gone as zeros.
+      # Its files are deleted after its name: as long as that is there nothing was missing. From then on TensorStore may
+      # have read chunks of an OCDBT checkpoint that are gone as zeros.
       return None
     return Restored(
       step=step,
@@ -356,8 +364,6 @@ class Checkpointer:
     saved = step in self._directory.claimed_steps()
     what = 'was saved, but what follows a save failed' if saved else 'could not be saved'
     reason, remedy = f'{type(error).__name__}: {error}', ''
-    from spmd_tasks.storage_problems import describe_storage_error
-
     if problem := describe_storage_error(error, self._directory.path):
       reason, remedy = problem[0], f', all intact: {problem[1]}, and start the same command again'
     return CheckpointSaveError(

@@ -1,8 +1,13 @@
-"""Chooses the checkpoint to restore: compares its leaves with those that are asked for, and verifies every byte."""
+"""Chooses the checkpoint to restore: compares its leaves with the wanted ones, and every file with the manifest.
 
-from collections.abc import Sequence
+The shards of arrays are verified as they are read (arrays.py). The caller passes the checkpoints whose shards proved to
+be damaged then.
+"""
+
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import time
+import types
 
 from absl import logging
 from etils import epath
@@ -17,13 +22,14 @@ from spmd_tasks.checkpoints.manifest import (
   FileEntry,
   LeafEntry,
   Manifest,
-  hash_file,
+  digest_file,
   read_manifest,
 )
 from spmd_tasks.files import is_remote
 from spmd_tasks.storage_problems import describe_storage_error
 
 _MAX_LISTED = 10
+_MAX_SUFFIX_CHARS = 100  # a name of a file has 255 bytes
 
 
 def choose(
@@ -33,18 +39,20 @@ def choose(
   *,
   prefix: str,
   rejected: set[Stamp] | None = None,
+  unreadable: Mapping[int, DamagedCheckpointError] = types.MappingProxyType({}),
 ) -> int | None:
-  """Chooses the step to restore and verifies every byte of it; None if the directory has never held a checkpoint.
+  """Returns the step to restore; None if the directory has never held a checkpoint.
 
   Args:
     directory: the checkpoints.
     step: the requested step; None for the newest undamaged one (newer damaged ones are set aside).
     wanted: the leaves to restore.
     prefix: the checkpoint's leaves with this prefix must be exactly `wanted`.
-    rejected: given by a reader beside the job that owns the directory. Nothing is renamed; damaged checkpoints are
-      added to this set and not read again; after a deletion during the reading, the directory is listed again.
+    rejected: passed by a reader beside the job that owns the directory. Nothing is renamed; damaged checkpoints are
+      added to this set and not read again; if the owner deletes a checkpoint meanwhile, the directory is listed again.
+    unreadable: the damage that reading the arrays of a step has shown.
 
-  Raises a CheckpointError: see `Checkpointer.restore`; also if there is a `loss`.
+  Raises a CheckpointError: see `Checkpointer.restore`; also if checkpoints were lost (`describe_loss`).
   """
   steps = directory.claimed_steps()
   if step is not None and step not in steps:
@@ -54,12 +62,14 @@ def choose(
     if step is None and rejected and stamp in rejected:
       continue
     try:
+      if candidate in unreadable:
+        raise unreadable[candidate]
       _verify(path, wanted, prefix)
       return candidate
     except (DamagedCheckpointError, OSError) as problem:
       if rejected is not None and not directory.holds(candidate):
         logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
-        return choose(directory, step, wanted, prefix=prefix, rejected=rejected)
+        return choose(directory, step, wanted, prefix=prefix, rejected=rejected, unreadable=unreadable)
       if isinstance(problem, OSError):
         reason, remedy = describe_storage_error(problem, path) or (str(problem), 'check the storage')
         raise CheckpointError(f'checkpoint {path} cannot be read: {reason}. It may be whole: {remedy}.') from problem
@@ -73,7 +83,7 @@ def choose(
         rejected.add(stamp)
         logging.error('Checkpoint %s is damaged and skipped: %s.', path, problem)
       else:
-        aside = directory.set_aside(path, f'damaged-{problem.file.replace("/", "_")}')
+        aside = directory.set_aside(path, f'damaged-{problem.file.replace("/", "_")}'[:_MAX_SUFFIX_CHARS])
         logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
   if damaged := directory.damaged():
     raise CheckpointError(
@@ -85,7 +95,7 @@ def choose(
 
 
 def _verify(path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
-  """Compares the leaf table before reading any array; then reads and digests every file."""
+  """Compares the leaf table, then every file."""
   started = time.monotonic()
   manifest = read_manifest(path)
   if step_of(path) != manifest.step:
@@ -98,8 +108,7 @@ def _verify(path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
       'and settings that saved it (config.json beside it), or train in a new job_log_dir.'
     )
   verify_files(path, manifest)
-  num_bytes = sum(entry.num_bytes for entry in manifest.files)
-  logging.info('Verified %s: %.3f GB in %.1f s.', path, num_bytes / 1e9, time.monotonic() - started)
+  logging.info('Verified %d files of %s in %.1f s.', len(manifest.files), path, time.monotonic() - started)
 
 
 def leaf_mismatches(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[str]:
@@ -142,15 +151,16 @@ def verify_files(directory: epath.Path, manifest: Manifest) -> None:
         return 'missing'
       if num_bytes != entry.num_bytes:
         return f'has {num_bytes} bytes instead of {entry.num_bytes}'
-      if not entry.sha256:
+      is_shard = entry.digest.startswith('crc32c:')
+      if not entry.digest or (is_shard and sizes is not None):
         return None
-      _, digest = hash_file(path)
+      _, digest = digest_file(path, is_shard=is_shard)
     except OSError as error:
       if error.errno not in NO_FILE:
         raise
       return 'missing'
-    if digest != entry.sha256:
-      return f'its content has changed (SHA-256 {digest[:12]}..., was {entry.sha256[:12]}...)'
+    if digest != entry.digest:
+      return f'its content has changed (digest {digest[:15]}, was {entry.digest[:15]})'
     return None
 
   with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix='checkpoint_hash') as pool:

@@ -12,6 +12,8 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from spmd_tasks.distributed.initialization import coordination
+
 _MIN_BROADCAST_BYTES = 16384  # shorter answers share one compiled broadcast
 _MIN_GATHER_BYTES = 1024  # of each process
 
@@ -28,9 +30,7 @@ def is_primary() -> bool:
 def barrier(name: str, *, limit_s: int) -> None:
   """Waits until every process has called it. Raises a JaxRuntimeError after `limit_s` seconds."""
   if jax.process_count() > 1:
-    import orbax.checkpoint as ocp  # not above: its import takes a second or two of every start
-
-    ocp.multihost.get_barrier_sync_fn()(key=f'spmd_tasks_{name}', timeout_ms=limit_s * 1000)
+    coordination().client.wait_at_barrier(f'spmd_tasks_{name}', limit_s * 1000)
 
 
 def gather(value: Any, name: str, *, limit_s: int) -> list[Any]:
@@ -77,11 +77,3 @@ def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> An
   if 'error' in outcome:
     raise PrimaryError(outcome['error'])
   return outcome['value']
-
-
-def all_agree(vote: bool, name: str, *, limit_s: int) -> bool:
-  """Returns on every process whether all processes vote True."""
-  if jax.process_count() == 1:
-    return vote
-  barrier(name, limit_s=limit_s)
-  return bool(np.all(multihost_utils.process_allgather(np.asarray(vote))))

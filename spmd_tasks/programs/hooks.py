@@ -29,7 +29,7 @@ import numpy as np
 
 from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer
-from spmd_tasks.checkpoints.orbax_arrays import num_bytes
+from spmd_tasks.checkpoints.arrays import num_bytes
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
@@ -507,7 +507,6 @@ class SaveCheckpoints(TrainHook):
   def after_first_step(self, run: TrainRun) -> None:
     with run.compiling():
       run.model.compile_conversions(self._part)
-      run.checkpointer.prepare()
 
   def after_step(self, run: TrainRun, outcome: Outcome) -> None:
     if self.needs_state(outcome.step):
@@ -539,7 +538,8 @@ class SaveCheckpoints(TrainHook):
     """Saves a checkpoint; a large one is still being written when this returns."""
     self._saved_s = time.monotonic()
     with run.timed('checkpoint', 'checkpoint_save'):
-      run.checkpointer.save(run.step, run.model.to_canonical(run.state, self._part), run.loop.input_state)
+      state = run.model.to_canonical(run.state, self._part)
+      run.checkpointer.save(run.step, state, run.loop.input_state, base=run.base)
       if num_bytes(self._part(run.model.canonical_state)) < _WRITTEN_AT_ONCE_BYTES:
         run.checkpointer.wait()
     run.goodput.mark(run.step)
@@ -846,7 +846,7 @@ class ReportEnd(TrainHook):
       run.message(f'Ended after step {run.step} of {run.experiment.num_train_steps}: {run.end_reason}.')
       if is_primary():
         with storage_errors(run.job_log_dir):
-          SavedSteps(run.job_log_dir).record(run.step, is_last=True)
+          SavedSteps(run.job_log_dir).write(run.step, is_last=True)
     run.message(run.goodput.end())
 
 

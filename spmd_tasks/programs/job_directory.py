@@ -20,12 +20,12 @@ import json
 import os
 import shutil
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer, Retention, SaveRecord
 from spmd_tasks.checkpoints.manifest import MANIFEST_FILE
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import (
@@ -251,53 +251,54 @@ def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
   return lock_file
 
 
-class SavedSteps:
-  """Remembers outside of `checkpoints/` that a job has saved steps, so that no job begins again unasked.
+class SavedSteps(SaveRecord):
+  """Records the saved steps outside of `checkpoints/`, so that no job starts over by mistake.
 
-  A store that is not mounted looks like a new job: `checkpoints/` is gone or empty. The record tells the two apart:
-  `newest_checkpoint.json`, which process 0 replaces after each save. A job that was ended before its first save begins
-  again.
+  A store that is not mounted looks like a new job: `checkpoints/` is missing or empty. `newest_checkpoint.json`, which
+  process 0 replaces after each save, tells the two apart. A job that ended before its first save starts over.
   """
 
   def __init__(self, job_log_dir: epath.Path):
     self._job_log_dir = job_log_dir
     self._checkpoints = job_log_dir / 'checkpoints'
-    self._record = job_log_dir / NEWEST_CHECKPOINT_FILE
+    self._file = job_log_dir / NEWEST_CHECKPOINT_FILE
     self.claimed: JobDirectory | None = None  # on process 0 of the job that saves
 
-  def open_checkpoints(self, **settings: Any) -> Checkpointer:
-    """Returns the job's Checkpointer; `settings` are arguments of its constructor, which every process calls."""
-    own: dict[str, Any] = {'on_saved': self.record, 'witness': self.witness, 'before_publishing': self._check}
-    return Checkpointer(self._checkpoints, **own, **settings)
+  def open_checkpoints(self, *, retention: Retention = Retention(), read_only: bool = False) -> Checkpointer:
+    """Returns the job's Checkpointer; every process calls this."""
+    return Checkpointer(self._checkpoints, record=self, retention=retention, read_only=read_only)
 
-  def _check(self) -> None:
+  def before_publishing(self) -> None:
     if self.claimed is not None:
       self.claimed.check()
 
-  def record(self, step: int, *, is_last: bool = False) -> None:
+  def after_publishing(self, step: int) -> None:
+    self.write(step)
+
+  def write(self, step: int, *, is_last: bool = False) -> None:
     """Records that the checkpoint of `step` is complete; 0 records that nothing was saved yet. Raises OSError.
 
-    `is_last` says that the job has ended with it before its last step.
+    `is_last` records that the job has ended with this checkpoint, before its last step.
     """
-    write_durably(self._record, json.dumps({'step': step} | ({'is_last': True} if is_last else {})) + '\n')
+    write_durably(self._file, json.dumps({'step': step} | ({'is_last': True} if is_last else {})) + '\n')
 
   def has_ended_at(self, step: int) -> bool:
     """Returns whether the record says that the job has ended early, with the checkpoint of `step`."""
     try:
-      return json.loads(read_text(self._record)) == {'step': step, 'is_last': True}
+      return json.loads(read_text(self._file)) == {'step': step, 'is_last': True}
     except (OSError, ValueError, RecursionError):
       return False
 
-  def witness(self) -> str | None:
-    """Says by which file it is known that a checkpoint was saved; None if nothing speaks for it.
+  def evidence(self) -> str | None:
+    """Returns a phrase that names the file by which a checkpoint was saved here; None if there is none.
 
-    Raises a StorageError: the file is there, but cannot be read.
+    Raises a StorageError: the file exists, but cannot be read.
     """
     with storage_errors(self._job_log_dir):
       try:
-        step = int(json.loads(read_text(self._record))['step'])
+        step = int(json.loads(read_text(self._file))['step'])
       except FileNotFoundError:
         return None
       except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return f'{self._record}, which names the newest one, is damaged'
-    return f'{self._record} says that step {step} was saved' if step > 0 else None
+        return f'{self._file}, which names the newest one, is damaged'
+    return f'{self._file} says that step {step} was saved' if step > 0 else None

@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 
 from spmd_tasks import exit_codes, extensions
 from spmd_tasks.activity import set_activity
+from spmd_tasks.checkpoints import Retention
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
-from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
+from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
@@ -198,19 +199,19 @@ def _claim(run: TrainRun) -> SavedSteps:
 def _restore(run: TrainRun, saved: SavedSteps, config_json: str) -> None:
   """Opens the checkpoints, makes the loop with the first state, and records the config now that nothing is refused."""
   experiment = run.experiment
-  run.checkpointer = saved.open_checkpoints(
-    base=run.base,
+  retention = Retention(
     max_to_keep=experiment.checkpoint_max_to_keep,
     keep_every_n_steps=experiment.checkpoint_keep_every_steps,
     keep_every_hours=experiment.checkpoint_keep_every_hours,
   )
+  run.checkpointer = saved.open_checkpoints(retention=retention)
   run.stack.callback(run.checkpointer.close)
   with run.goodput.spend('checkpoint_restore'):
     state = _first_state(run)
   if is_primary():
     with storage_errors(run.job_log_dir):
       write_config(run.job_log_dir, config_json)
-      saved.record(run.checkpointer.latest_step() or 0)
+      saved.write(run.checkpointer.latest_step() or 0)
   run.progress = Progress(experiment.num_train_steps, run.first_step, primary=is_primary())
   run.stack.callback(run.progress.close)
 

@@ -15,10 +15,10 @@ from typing import Any
 from checkpoint_states import abstract_state, array_file, assert_restores, device_state, flip_bit, names
 from etils import epath
 import jax
-import orbax.checkpoint as ocp
 import pytest
 
-from spmd_tasks.checkpoints import Checkpointer, manifest, verifying
+from spmd_tasks.checkpoints import Checkpointer, Retention, manifest, verifying
+from spmd_tasks.checkpoints import checkpointer as checkpointing
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.checkpoints.manifest import CheckpointError, CheckpointSaveError
 
@@ -34,7 +34,15 @@ def replace(path: pathlib.Path, make: Callable[[pathlib.Path], None]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
-  'bit in array data': (lambda d: flip_bit(array_file(d)), 'state/.*content has changed'),
+  'bit in array data': (lambda d: flip_bit(array_file(d)), 'state/.*Digest mismatch'),
+  'shard of another step': (
+    lambda d: shutil.copy(array_file(d.parent / 'checkpoint_00000002'), array_file(d)),
+    'state/weights.ffn.kernel/c/.*content has changed',
+  ),
+  'arrays of another step': (
+    lambda d: (shutil.rmtree(d / 'state'), shutil.copytree(d.parent / 'checkpoint_00000002' / 'state', d / 'state')),
+    'state/.*content has changed',
+  ),
   'bit in manifest': (lambda d: flip_bit(d / 'manifest.json'), 'manifest.json: its own digest'),
   'truncated array file': (lambda d: array_file(d).write_bytes(array_file(d).read_bytes()[:-7]), 'bytes instead of'),
   'deleted array file': (lambda d: array_file(d).unlink(), 'state/.*: missing'),
@@ -106,7 +114,7 @@ def test_names_that_are_not_exactly_ours_are_neither_removed_nor_taken_for_check
   shutil.copytree(directory / 'checkpoint_00000003', directory / 'checkpoint_3')
   (directory / 'checkpoint_00000004.deleting-2').mkdir()  # of a job that was killed twice in the same deletion
   before = names(directory)
-  checkpointer = Checkpointer(directory, max_to_keep=1)
+  checkpointer = Checkpointer(directory, retention=Retention(max_to_keep=1))
   assert_restores(checkpointer.restore(abstract_state()), 3)
   checkpointer.save(4, device_state(4))
   checkpointer.close()
@@ -143,7 +151,7 @@ def test_a_full_disk_while_arrays_are_written_surfaces_at_the_next_call(director
     'File too large. Complete checkpoints: [1, 2, 3], all intact: raise the limit of file sizes (ulimit -f), and start '
     'the same command again.'
   )
-  assert 'Traceback' not in capfd.readouterr().err, "Orbax's threads need not say it again"
+  assert 'Traceback' not in capfd.readouterr().err
   assert names(directory) == [f'checkpoint_{step:08d}' for step in (1, 2, 3)], 'nothing is left to grow'
   assert_restores(checkpointer.restore(abstract_state()), 3)
   checkpointer.save(4, device_state(4))
@@ -194,16 +202,16 @@ def test_a_step_that_is_deleted_while_it_is_verified_gives_way_to_the_newest(dir
 
 @pytest.mark.parametrize('moment', ['before', 'after'])
 def test_a_step_that_is_deleted_while_it_is_read_gives_way_to_the_newest(directory, monkeypatch, moment):
-  owner, restore = Owner(directory), ocp.PyTreeCheckpointHandler.restore
+  owner, read_arrays = Owner(directory), checkpointing.read_arrays
 
-  def restore_beside_the_owner(*args, **kwargs):
+  def read_beside_the_owner(*args, **kwargs):
     if moment == 'before':
       owner.go_on()
-    arrays = restore(*args, **kwargs)
+    arrays = read_arrays(*args, **kwargs)
     owner.go_on()
     return arrays
 
-  monkeypatch.setattr(ocp.PyTreeCheckpointHandler, 'restore', restore_beside_the_owner)
+  monkeypatch.setattr(checkpointing, 'read_arrays', read_beside_the_owner)
   assert_restores(Checkpointer(directory, read_only=True).restore(abstract_state()), 3)
 
 

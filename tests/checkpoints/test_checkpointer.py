@@ -2,14 +2,23 @@
 
 import os
 
-from checkpoint_states import abstract_state, assert_restores, device_state, host_state, names, sharding
+from checkpoint_states import (
+  abstract_state,
+  assert_is_state,
+  assert_restores,
+  device_state,
+  host_state,
+  names,
+  sharding,
+)
 from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer, Retention
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.checkpoints.manifest import CheckpointError
 
@@ -27,7 +36,7 @@ def test_the_newest_step_comes_back_bit_exactly_on_any_mesh(directory, mesh_shap
 
 @pytest.mark.parametrize('name', ['a*b?[1]', os.fsdecode(b'\xff'), 'back\\slash ü %20#{x}\n'])
 def test_any_name_of_a_directory_will_do(tmp_path, name):
-  """Orbax takes its path for a pattern, which would match a neighbour's files or none; TensorStore wants UTF-8."""
+  """TensorStore takes UTF-8 only."""
   (tmp_path / name).mkdir()
   checkpointer = Checkpointer(tmp_path / name)
   checkpointer.save(3, device_state(3))
@@ -49,7 +58,7 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
   state = {'x': jax.device_put(values, sharding((2, 4), 'data', 'mdl'))}
   update = jax.jit(lambda tree: {'x': tree['x'] * 3 + 1}, donate_argnums=0)
   abstract = {'x': jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=state['x'].sharding)}
-  checkpointer = Checkpointer(tmp_path, max_to_keep=None)
+  checkpointer = Checkpointer(tmp_path, retention=Retention(max_to_keep=None))
   expected = {}
   for step in range(1, 4):
     expected[step] = values
@@ -63,6 +72,20 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
     update(restored.state)  # restored buffers may be donated too, and what is on disk stays
     np.testing.assert_array_equal(np.asarray(checkpointer.restore(abstract, step=step).state['x']), expected[step])
   checkpointer.close()
+
+
+def test_orbax_opens_the_arrays(directory):
+  path = directory / 'checkpoint_00000003' / 'state'
+  checkpointer = ocp.StandardCheckpointer()
+  without_target = checkpointer.restore(path)
+  assert_is_state(jax.tree.unflatten(jax.tree.structure(host_state(3)), jax.tree.leaves(without_target)), 3)
+
+  def target(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding((2, 4), *('data', 'mdl')[: leaf.ndim]))
+
+  emb = checkpointer.restore(path, jax.tree.map(target, without_target))['weights']['emb']
+  assert emb.sharding == sharding((2, 4), 'data', 'mdl')
+  np.testing.assert_array_equal(emb, host_state(3)['weights']['emb'])
 
 
 @pytest.mark.parametrize('subtree', ['weights', 'weights/ffn', 'learner/0/mu'])
@@ -109,7 +132,8 @@ def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothi
   'max_to_keep, keep_every_n_steps, kept', [(None, None, [1, 2, 3, 4]), (1, None, [4]), (1, 2, [2, 4])]
 )
 def test_kept_steps(tmp_path, max_to_keep, keep_every_n_steps, kept):
-  checkpointer = Checkpointer(tmp_path, max_to_keep=max_to_keep, keep_every_n_steps=keep_every_n_steps)
+  retention = Retention(max_to_keep=max_to_keep, keep_every_n_steps=keep_every_n_steps)
+  checkpointer = Checkpointer(tmp_path, retention=retention)
   for step in range(1, 5):
     checkpointer.save(step, {'x': jnp.full(3, step)})
   checkpointer.close()
@@ -123,9 +147,9 @@ def test_the_first_checkpoint_is_kept_and_each_that_is_hours_younger_than_the_la
     directory.final(step).mkdir()
     (manifest := directory.final(step) / 'manifest.json').write_text('')
     os.utime(manifest, (0, 3600 * hour))
-  directory.delete_old(max_to_keep=1, keep_every_hours=1)
+  directory.delete_old(Retention(max_to_keep=1, keep_every_hours=1))
   assert directory.complete_steps() == [0, 2, 4, 6, 7]
-  directory.delete_old(max_to_keep=1, keep_every_hours=1)  # the same again
+  directory.delete_old(Retention(max_to_keep=1, keep_every_hours=1))  # the same again
   assert directory.complete_steps() == [0, 2, 4, 6, 7]
 
 
@@ -136,7 +160,7 @@ def test_of_an_old_checkpoint_that_is_a_link_the_link_goes_and_the_checkpoint_st
     path.mkdir(parents=True)
     (path / 'manifest.json').write_text('')
   os.symlink(elsewhere, directory.final(1))
-  directory.delete_old(max_to_keep=1)
+  directory.delete_old(Retention(max_to_keep=1))
   assert names(directory.path) == ['checkpoint_00000002']
   assert (elsewhere / 'manifest.json').exists()
 

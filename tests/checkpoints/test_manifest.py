@@ -66,8 +66,10 @@ def rewrite(directory: epath.Path, **changes: object) -> None:
 
 
 def test_another_format_is_refused_and_is_no_damage(directory):
-  rewrite(directory, format=2, leaves='of a kind not known here', versions={'spmd_tasks': '9.1'})
-  with pytest.raises(CheckpointError, match=r'json has format 2, .* reads format 1.*written by spmd_tasks 9\.1; here'):
+  rewrite(directory, format=3, leaves='of a kind not known here', versions={'spmd_tasks': '9.1'})
+  with pytest.raises(
+    CheckpointError, match=r'has format 3, .* reads formats 1 and 2.*written by spmd_tasks 9\.1; here'
+  ):
     read_manifest(directory)
 
 

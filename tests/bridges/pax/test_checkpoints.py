@@ -18,7 +18,7 @@ import pytest
 import tensorstore as ts
 
 from spmd_tasks.bridges.pax import checkpoint_format, open_pax_checkpoint, pax_checkpoints, read_pax_checkpoint
-from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer, Retention
 from spmd_tasks.errors import UserError
 
 REAL = Path(__file__).parents[2] / 'data/paxml_1_4_0/dense_lm_ema.tar.xz'
@@ -175,7 +175,7 @@ def test_complete_checkpoints_are_found_and_told_from_ours(real, tmp_path):
   directory = epath.Path(tmp_path)
   assert checkpoint_format(directory / 'missing') is None
   assert checkpoint_format(directory) is None
-  own = Checkpointer(directory, max_to_keep=1)
+  own = Checkpointer(directory, retention=Retention(max_to_keep=1))
   own.save(5, {'w': jnp.zeros(2)}, input_state={})
   own.close()
   assert checkpoint_format(directory) == 'spmd_tasks'

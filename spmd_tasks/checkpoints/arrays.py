@@ -1,0 +1,218 @@
+"""Writes and reads the arrays of a checkpoint with TensorStore, on disks and in object stores.
+
+    state/weights.ffn.kernel/zarr.json     shape, dtype and chunks of one array (Zarr 3)
+    state/weights.ffn.kernel/c/0/1         one shard; its last four bytes are the CRC-32C of the others
+    state/_METADATA                        the tree, for Orbax: `orbax.checkpoint` restores `state` as a PyTree
+
+Each shard is one file (or object). One of the devices that hold a shard writes it; replicas take turns, so that all
+processes of a data-parallel job write. TensorStore checks the CRC of each shard that it reads.
+
+Checkpoints of earlier versions, which Orbax wrote as OCDBT, are read, too.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import json
+import os
+import re
+from typing import Any
+from urllib.parse import quote
+
+from etils import epath
+import jax
+import numpy as np
+
+from spmd_tasks.checkpoints.manifest import DamagedCheckpointError
+from spmd_tasks.files import is_remote
+from spmd_tasks.sharding.weights import leaves_by_name
+from spmd_tasks.stores import kvstore_spec
+
+# TensorStore is imported when arrays are written or read: it takes 0.3 s, which other starts need not wait for.
+
+_IN_FLIGHT_BYTES = 8_000_000_000  # of a restore, in the host's memory
+_CONCURRENT_REQUESTS = 128
+_UNSAFE = re.compile(r'[\\\ud800-\udfff]')
+
+
+def num_bytes(tree: Any) -> int:
+  """Returns the size in bytes of all arrays (or ShapeDtypeStructs) of a tree."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def copy_to_host(path: epath.Path, state: Any) -> Callable[[], None]:
+  """Copies this process's shards of a tree of jax.Arrays; returns the function that writes them below `path`.
+
+  The arrays may be donated as soon as this returns. The function returns when the shards are on the disk or in the
+  store, and raises a ValueError of TensorStore if one of them could not be written.
+  """
+  leaves = leaves_by_name(state)
+  shards = {name: _own_shards(leaf, turn) for turn, (name, leaf) in enumerate(leaves.items())}
+  for shard in (shard for shards_of_leaf in shards.values() for shard in shards_of_leaf):
+    shard.data.copy_to_host_async()
+  # On a CPU np.asarray returns a view of the memory that is donated.
+  to_host = np.array if jax.default_backend() == 'cpu' else np.asarray
+  specs = {name: _write_spec(leaf) for name, leaf in leaves.items()}
+  shapes = {name: leaf.shape for name, leaf in leaves.items()}
+  blocks = {name: [(shard.index, to_host(shard.data)) for shard in shards[name]] for name in leaves}
+
+  def write() -> None:
+    import tensorstore as ts
+
+    context = _context()
+    with _safe_name(path) as directory:
+      commits: list[Any] = []
+      if jax.process_index() == 0:
+        metadata = json.dumps(_orbax_metadata(shapes)).encode()
+        commits.append(ts.KvStore.open(kvstore_spec(directory)).result().write('_METADATA', metadata))
+      for name, spec in specs.items():
+        where = {'kvstore': _kvstore_spec(directory, name)}
+        store = ts.open(spec | where, context=context, open=True, assume_metadata=True).result()
+        if jax.process_index() == 0:
+          # Not by TensorStore's own conditional write: if its answer is lost, it takes its own object for another's.
+          metadata = json.dumps(store.spec(retain_context=False).to_json()['metadata']).encode()
+          assert store.kvstore is not None
+          commits.append(store.kvstore.write('zarr.json', metadata))
+        commits += [
+          store[index].write(block, can_reference_source_data_indefinitely=True).commit for index, block in blocks[name]
+        ]
+      errors = [error for commit in commits if (error := commit.exception()) is not None]
+    if errors:  # when no write is in flight any more: the caller deletes what was written
+      raise errors[0]
+
+  return write
+
+
+def read_arrays(path: epath.Path, abstract: Any, *, prefix: str = '', is_ocdbt: bool = False) -> Any:
+  """Reads the arrays of a tree of ShapeDtypeStructs onto their shardings (without one: this process's first device).
+
+  Args:
+    path: the directory of the arrays.
+    abstract: the tree; its leaves are named by their key paths.
+    prefix: precedes these names in the checkpoint.
+    is_ocdbt: whether Orbax wrote the directory, in its OCDBT format.
+
+  Raises:
+    DamagedCheckpointError: a shard is missing, or its CRC does not match.
+    ValueError: TensorStore could not read a shard for another reason.
+  """
+  import tensorstore as ts
+
+  context, spec_of = _context(), _ocdbt_spec if is_ocdbt else _read_spec
+  leaves = leaves_by_name(abstract)
+  arrays, waiting, in_flight = [], [], 0
+  with _safe_name(path) as directory, _damage_of(path):
+    opened = [ts.open(spec_of(directory, prefix + name), open=True, read=True, context=context) for name in leaves]
+    for leaf, store in zip(leaves.values(), opened):
+      waiting.append(_start_reading(leaf, store.result()))
+      in_flight += leaf.size * leaf.dtype.itemsize
+      if in_flight > _IN_FLIGHT_BYTES:
+        arrays += [finish() for finish in waiting]
+        waiting, in_flight = [], 0
+    arrays += [finish() for finish in waiting]
+  return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+
+
+@contextlib.contextmanager
+def _damage_of(path: epath.Path) -> Iterator[None]:
+  """Turns TensorStore's errors of damaged and missing shards below `path` into DamagedCheckpointErrors."""
+  try:
+    yield
+  except ValueError as error:
+    if not str(error).startswith(('DATA_LOSS: ', 'NOT_FOUND: ')):
+      raise
+    reason = ' '.join(str(error).partition(' [')[0].split())  # without the spec, which follows in brackets
+    file = re.match(rf'.*/({re.escape(path.name)}/[^":\s]+)', reason)
+    raise DamagedCheckpointError(file[1] if file else path.name, reason) from error
+
+
+def _own_shards(leaf: jax.Array, turn: int) -> list[Any]:
+  """Returns the shards of an array that this process writes."""
+  holders: dict[str, list[Any]] = {}
+  for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+    holders.setdefault(str(index), []).append(device)
+  writers = {devices[turn % len(devices)] for devices in holders.values()}
+  return [shard for shard in leaf.addressable_shards if shard.device in writers]
+
+
+def _start_reading(leaf: Any, store: Any) -> Callable[[], jax.Array]:
+  """Starts to read this process's shards of an array; returns the function that waits for them."""
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  if (tuple(store.shape), store.dtype.name) != (leaf.shape, leaf.dtype.name):
+    raise ValueError(f'{store.spec().url} is {store.dtype.name}{list(store.shape)}, not {leaf.dtype}{list(leaf.shape)}')
+  reads: dict[str, Any] = {}
+  for index in sharding.addressable_devices_indices_map(leaf.shape).values():
+    if str(index) not in reads:
+      reads[str(index)] = store[index].read()
+
+  def finish() -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: reads[str(index)].result())
+
+  return finish
+
+
+def _context() -> Any:
+  import tensorstore as ts
+
+  limit = {'limit': _CONCURRENT_REQUESTS}
+  return ts.Context({'gcs_request_concurrency': limit, 's3_request_concurrency': limit})
+
+
+def _kvstore_spec(directory: epath.Path, name: str) -> dict[str, Any]:
+  return kvstore_spec(directory / quote(name.replace('/', '.'), safe=''))
+
+
+def _write_spec(leaf: jax.Array) -> dict[str, Any]:
+  shard_shape = leaf.sharding.shard_shape(leaf.shape)
+  return {
+    'driver': 'zarr3',
+    'store_data_equal_to_fill_value': True,  # a missing shard is damage, not zeros
+    'metadata': {
+      'shape': leaf.shape,
+      'data_type': leaf.dtype.name,
+      'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': [max(size, 1) for size in shard_shape]}},
+      'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}],
+    },
+  }
+
+
+def _read_spec(directory: epath.Path, name: str) -> dict[str, Any]:
+  return {'driver': 'zarr3', 'kvstore': _kvstore_spec(directory, name), 'fill_missing_data_reads': False}
+
+
+def _ocdbt_spec(directory: epath.Path, name: str) -> dict[str, Any]:
+  key = f'{name.replace("/", ".")}/'
+  return {'driver': 'auto', 'kvstore': {'driver': 'ocdbt', 'base': kvstore_spec(directory), 'path': key}}
+
+
+def _orbax_metadata(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+  """Returns the content of Orbax's `_METADATA` for a tree of nested dicts in Zarr 3."""
+  tree = {}
+  for name, shape in shapes.items():
+    keys = tuple(name.split('/'))
+    tree[str(keys)] = {
+      'key_metadata': [{'key': key, 'key_type': 2} for key in keys],  # 2: a key of a dict
+      'value_metadata': {'value_type': 'np.ndarray', 'skip_deserialize': False, 'write_shape': list(shape)},
+    }
+  return {
+    'tree_metadata': tree,
+    'use_ocdbt': False,
+    'use_zarr3': True,
+    'store_array_data_equal_to_fill_value': True,
+    'custom_metadata': None,
+  }
+
+
+@contextlib.contextmanager
+def _safe_name(path: epath.Path) -> Iterator[epath.Path]:
+  """Yields a name of `path`, whose parent exists, that TensorStore accepts: UTF-8 without backslashes.
+
+  On Linux a directory with other characters in its name is reached by its descriptor.
+  """
+  if is_remote(path) or not _UNSAFE.search(os.fspath(path)) or not os.path.isdir('/proc/self/fd'):
+    yield path
+    return
+  descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    yield epath.Path(f'/proc/self/fd/{descriptor}') / path.name
+  finally:
+    os.close(descriptor)
