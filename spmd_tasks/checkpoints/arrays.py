@@ -10,7 +10,7 @@ processes of a data-parallel job write. TensorStore checks the CRC of each shard
 Checkpoints of earlier versions, which Orbax wrote as OCDBT, are read, too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import json
 import os
@@ -95,15 +95,12 @@ def read_arrays(path: epath.Path, abstract: Any, *, prefix: str = '', is_ocdbt: 
     DamagedCheckpointError: a shard is missing, or its CRC does not match.
     ValueError: TensorStore could not read a shard for another reason.
   """
-  import tensorstore as ts
-
-  context, spec_of = _context(), _ocdbt_spec if is_ocdbt else _read_spec
   leaves = leaves_by_name(abstract)
   arrays, waiting, in_flight = [], [], 0
-  with _safe_name(path) as directory, _damage_of(path):
-    opened = [ts.open(spec_of(directory, prefix + name), open=True, read=True, context=context) for name in leaves]
-    for leaf, store in zip(leaves.values(), opened):
-      waiting.append(_start_reading(leaf, store.result()))
+  with _safe_name(path) as directory, damage_of(path):
+    stores = open_arrays(directory, [prefix + name for name in leaves], is_ocdbt=is_ocdbt)
+    for leaf, store in zip(leaves.values(), stores):
+      waiting.append(_start_reading(leaf, store))
       in_flight += leaf.size * leaf.dtype.itemsize
       if in_flight > _IN_FLIGHT_BYTES:
         arrays += [finish() for finish in waiting]
@@ -112,8 +109,17 @@ def read_arrays(path: epath.Path, abstract: Any, *, prefix: str = '', is_ocdbt: 
   return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
 
+def open_arrays(path: epath.Path, names: Sequence[str], *, is_ocdbt: bool = False) -> list[Any]:
+  """Returns the tensorstore.TensorStores of arrays; reads metadata only."""
+  import tensorstore as ts
+
+  context, spec_of = _context(), _ocdbt_spec if is_ocdbt else _read_spec
+  opening = [ts.open(spec_of(path, name), open=True, read=True, context=context) for name in names]
+  return [store.result() for store in opening]
+
+
 @contextlib.contextmanager
-def _damage_of(path: epath.Path) -> Iterator[None]:
+def damage_of(path: epath.Path) -> Iterator[None]:
   """Turns TensorStore's errors of damaged and missing shards below `path` into DamagedCheckpointErrors."""
   try:
     yield

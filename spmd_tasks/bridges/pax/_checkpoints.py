@@ -121,8 +121,6 @@ class PaxCheckpoint:
         yield name
 
   def _true_shapes(self) -> dict[str, tuple[int, ...]]:
-    if not (self.path / _METADATA).exists():  # a checkpoint of ours
-      return {}
     described = json.loads(read_text(self.path / _METADATA)).get('train_state_metadata', {})
     arrays = jax.tree_util.tree_leaves_with_path(
       described, is_leaf=lambda node: isinstance(node, Mapping) and bool(node.get(_ARRAY_TAG))

@@ -34,7 +34,9 @@ from spmd_tasks.bridges.pax._checkpoints import (
   read_pax_checkpoint,
 )
 from spmd_tasks.bridges.pax._task import pax_state
+from spmd_tasks.checkpoints.arrays import damage_of, open_arrays
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.manifest import CheckpointError, DamagedCheckpointError, read_manifest
 from spmd_tasks.checkpoints.verifying import choose
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
@@ -234,7 +236,11 @@ def _read(
       f'init_from_checkpoint_rules asks for {missing[0]!r} and {len(missing) - 1} others that {source.path} does not '
       f'hold; it holds, for one, {min(source.variables, default=None)!r}. Correct the rules.'
     )
-  return read_arrays(stored, {name: targets[name] for name in stored}, str(source.path))
+  try:
+    with damage_of(source.path):
+      return read_arrays(stored, {name: targets[name] for name in stored}, str(source.path))
+  except DamagedCheckpointError as error:
+    raise CheckpointError(f'checkpoint {source.path} is damaged: {error}. Name another step of it.') from error
 
 
 def _overwritten(model: PartitionedModel, state: TrainState, part: Callable[[TrainState], Any], new: Any) -> Any:
@@ -247,10 +253,14 @@ def _open(directory: str, step: int | None) -> _Source:
   path = _checkpoints_of(absolute_path(directory))
   if checkpoint_format(path) == 'spmd_tasks':
     own = CheckpointDirectory(path=path)
-    step = choose(own, step, own.saved_leaves(step) or (), prefix='', rejected=set())  # and verify it
+    step = choose(own, step, own.saved_leaves(step) or (), prefix='', rejected=set())
     assert step is not None
-    arrays = PaxCheckpoint(own.final(step)).arrays
-    named = {_own_name(n): dataclasses.replace(each, true_shape=tuple(each.store.shape)) for n, each in arrays.items()}
+    path = own.final(step)
+    manifest = read_manifest(path)
+    names = [leaf.name for leaf in manifest.leaves]
+    stores = open_arrays(path / manifest.state_name, names, is_ocdbt=manifest.is_ocdbt)
+    arrays = [StoredArray(store=store, true_shape=tuple(store.shape)) for store in stores]
+    named = dict(zip(map(_own_name, names), arrays, strict=True))
   else:
     checkpoint = open_pax_checkpoint(path, step)
     path, step = checkpoint.path, checkpoint.step
@@ -263,7 +273,6 @@ def _open(directory: str, step: int | None) -> _Source:
 
 
 def _own_name(name: str) -> str:
-  name = name.replace('.', '/')
   return next((to + name.removeprefix(place) for place, to in _OWN_PLACES.items() if name.startswith(place)), name)
 
 
