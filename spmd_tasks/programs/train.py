@@ -17,7 +17,7 @@ from spmd_tasks.activity import set_activity
 from spmd_tasks.checkpoints import Retention
 from spmd_tasks.distributed import EmergencyExit, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
-from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.preemption import PreemptedError, PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError, refuse_exit
 from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
