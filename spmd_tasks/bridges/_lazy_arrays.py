@@ -1,12 +1,12 @@
-"""LazyArray: an array in a file, or one made of such arrays, of which any part can be read without the rest.
+"""Arrays that are read on demand, part by part: from a file, or computed from other lazy arrays.
 
     kernel = LazyArray((6, 4), np.dtype('float32'), read)     # read(index) reads a part, index = one slice per dim
-    heads = kernel.transpose((1, 0)).reshape((4, 3, 2))       # nothing is read
+    heads = kernel.transpose((1, 0)).reshape((4, 3, 2))       # reads nothing
     heads.read((slice(0, 4), slice(1, 2), slice(0, 2)))       # reads two rows of the kernel
 
-The methods and functions are those of numpy that the operations of _operations.py call, so that one table of rules
-converts whole arrays as well as parts of them: each device gets its shard of a weight, and no process holds more than
-its own shards and the tensor that it reads.
+The methods and functions have numpy's names, so the operations of _operations.py convert lazy arrays and numpy arrays
+alike. Each device reads only its shard of a weight, and a process never needs memory for more than its shards and the
+tensor that it is reading.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,10 @@ _TILE_ROWS, _TILE_SIZE = 16, 4096
 
 
 class LazyArray:
-  """An array whose values are read on demand; `np.asarray` reads all of it."""
+  """An array that is read on demand; `np.asarray` reads all of it."""
 
   def __init__(self, shape: Sequence[int], dtype: npt.DTypeLike, read: Callable[[Index], np.ndarray]):
-    """Makes an array; `read` returns the part at an index, in any dtype."""
+    """Initializes the array; `read(index)` returns a part of it in any dtype, which is cast to `dtype`."""
     self.shape: Shape = tuple(shape)
     self.dtype = np.dtype(dtype)
     self._read = read
@@ -42,23 +42,23 @@ class LazyArray:
     part = np.asarray(self._read(index))
     if part.dtype == self.dtype:
       return part
-    made = np.empty(part.shape, self.dtype)
-    copy_into(made, part)
-    return made
+    result = np.empty(part.shape, self.dtype)
+    copy_into(result, part)
+    return result
 
   def read_into(self, target: np.ndarray, index: Index) -> None:
-    """Writes the part of the array at the index into `target`, in the array's dtype or a wider one."""
+    """Writes the part of the array at the index into `target`, which has the array's dtype or a wider one."""
     copy_into(target, self._read(index) if target.dtype == self.dtype else self.read(index))
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     whole = self.read(tuple(slice(0, size) for size in self.shape))
     return whole if dtype is None else whole.astype(dtype)
 
-  def __getitem__(self, place: tuple[int, ...]) -> 'LazyArray':
-    """Returns the array at one place of the leading dims."""
-    first = tuple(slice(i, i + 1) for i in place)
+  def __getitem__(self, leading: tuple[int, ...]) -> 'LazyArray':
+    """Returns the array at an index into the leading dims."""
+    first = tuple(slice(i, i + 1) for i in leading)
     return LazyArray(
-      self.shape[len(place) :],
+      self.shape[len(leading) :],
       self.dtype,
       lambda index: self.read((*first, *index)).reshape([_length(part) for part in index]),
     )
@@ -77,35 +77,35 @@ class LazyArray:
     )
 
   def reshape(self, shape: Sequence[int]) -> 'LazyArray':
-    """Returns the array in another shape. A part of it is read as the smallest block that has it."""
+    """Returns the array in another shape. Reading a part of it reads the smallest enclosing block of the source."""
     size = math.prod(self.shape)
     if -1 in shape:
       rest = -math.prod(shape)
       shape = [size // rest if dim == -1 else dim for dim in shape]
     if math.prod(shape) != size:
-      raise ValueError(f'an array {list(self.shape)} cannot have the shape {list(shape)}')
+      raise ValueError(f'cannot reshape an array {list(self.shape)} to {list(shape)}')
     groups = list(_same_sized_groups(self.shape, tuple(shape)))
 
     def read(index: Index) -> np.ndarray:
       source: list[slice] = []
-      chosen: list[np.ndarray] = []  # of each group, the entries of the block that are wanted
-      sizes: list[int] = []  # of the groups in the block
+      selections: list[np.ndarray] = []  # per group, the requested entries of the block
+      sizes: list[int] = []  # per group, its size in the block
       rest = index
       for before, after in groups:
-        wanted, rest = rest[: len(after)], rest[len(after) :]
+        requested, rest = rest[: len(after)], rest[len(after) :]
         flat = np.zeros(1, np.int64)
-        for size, part in zip(after, wanted):
+        for size, part in zip(after, requested):
           flat = (flat[:, None] * size + np.arange(part.start, part.stop)).reshape(-1)
         entries = 0 * flat
         for i, size in enumerate(before):
-          place = flat // math.prod(before[i + 1 :]) % size
-          covered = slice(int(place.min()), int(place.max()) + 1)
-          entries = entries * _length(covered) + place - covered.start
+          coordinate = flat // math.prod(before[i + 1 :]) % size
+          covered = slice(int(coordinate.min()), int(coordinate.max()) + 1)
+          entries = entries * _length(covered) + coordinate - covered.start
           source.append(covered)
-        chosen.append(entries)
+        selections.append(entries)
         sizes.append(math.prod(map(_length, source[len(source) - len(before) :])))
       block = self.read(tuple(source)).reshape(sizes)
-      for axis, entries in enumerate(chosen):
+      for axis, entries in enumerate(selections):
         if len(entries) < sizes[axis]:
           block = block.take(entries, axis)
       return block.reshape([_length(part) for part in index])
@@ -128,11 +128,11 @@ def take(array: LazyArray, indices: np.ndarray, axis: int) -> LazyArray:
   axis %= array.ndim
 
   def read(index: Index) -> np.ndarray:
-    wanted = indices[index[axis]]
-    if not len(wanted):
+    requested = indices[index[axis]]
+    if not len(requested):
       return np.zeros([_length(part) for part in index], array.dtype)
-    low, high = int(wanted.min()), int(wanted.max())
-    return np.take(array.read((*index[:axis], slice(low, high + 1), *index[axis + 1 :])), wanted - low, axis=axis)
+    low, high = int(requested.min()), int(requested.max())
+    return np.take(array.read((*index[:axis], slice(low, high + 1), *index[axis + 1 :])), requested - low, axis=axis)
 
   return LazyArray((*array.shape[:axis], len(indices), *array.shape[axis + 1 :]), array.dtype, read)
 
@@ -150,20 +150,20 @@ def concatenate(arrays: Sequence[Any], axis: int) -> LazyArray:
   axis %= parts[0].ndim
   sizes = [part.shape[axis] for part in parts]
   if len({(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}) > 1:
-    raise ValueError(f'arrays of these shapes cannot be joined: {[list(part.shape) for part in parts]}')
+    raise ValueError(f'cannot concatenate arrays of shapes {[list(part.shape) for part in parts]}')
   ends = np.cumsum(sizes).tolist()
   dtype = np.result_type(*{part.dtype for part in parts})
 
   def read(index: Index) -> np.ndarray:
-    wanted = index[axis]
-    made = np.empty([_length(part) for part in index], dtype)
+    requested = index[axis]
+    result = np.empty([_length(part) for part in index], dtype)
     for part, end in zip(parts, ends):
       begin = end - part.shape[axis]
-      start, stop = max(wanted.start, begin), min(wanted.stop, end)
+      start, stop = max(requested.start, begin), min(requested.stop, end)
       if start < stop:
-        place = (slice(None),) * axis + (slice(start - wanted.start, stop - wanted.start),)
-        part.read_into(made[place], (*index[:axis], slice(start - begin, stop - begin), *index[axis + 1 :]))
-    return made
+        target = (slice(None),) * axis + (slice(start - requested.start, stop - requested.start),)
+        part.read_into(result[target], (*index[:axis], slice(start - begin, stop - begin), *index[axis + 1 :]))
+    return result
 
   return LazyArray((*parts[0].shape[:axis], ends[-1], *parts[0].shape[axis + 1 :]), dtype, read)
 
@@ -172,12 +172,12 @@ def split(array: LazyArray, points: Sequence[int], axis: int) -> list[LazyArray]
   """Splits an array along a dim, as numpy.split does."""
   ends = [*points, array.shape[axis]]
   if sorted(ends) != ends:
-    raise ValueError(f'a dim of {array.shape[axis]} cannot be cut at {list(points)}')
+    raise ValueError(f'cannot split a dim of {array.shape[axis]} at {list(points)}')
   return [array.cut(axis, start, stop) for start, stop in zip([0, *points], ends)]
 
 
 def lazy_array(array: Any) -> LazyArray:
-  """Returns an array that is there as a LazyArray; a LazyArray as it is."""
+  """Wraps an array as a LazyArray; returns a LazyArray unchanged."""
   if isinstance(array, LazyArray):
     return array
   return LazyArray(array.shape, array.dtype, lambda index: np.asarray(array[index]))
@@ -206,9 +206,9 @@ def _same_sized_groups(before: Shape, after: Shape) -> Iterator[tuple[Shape, Sha
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-  """Computes `target[...] = source` a few rows at a time: several times faster where the source is transposed.
+  """Computes `target[...] = source` in tiles, which is several times faster if the source is transposed.
 
-  Rows are what lies side by side in memory. A tile of 16 of them fits the cache, and fills lines of the target's.
+  A tile has rows that are contiguous in the source; 16 of them fit the cache and fill the target's cache lines.
   """
   source = np.asarray(source)
   dims = [dim for dim, size in enumerate(source.shape) if size > 1]
@@ -223,7 +223,8 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     row *= source.shape[dim]
   num_rows, most = source.size // row, max(_TILE_ROWS, _TILE_SIZE // row)
   if num_rows <= most:
-    target[...] = source.astype(target.dtype, copy=False)  # in the source's order, which is faster than while it turns
+    # Cast in the source's order first, which is faster than casting while transposing.
+    target[...] = source.astype(target.dtype, copy=False)
     return
   step = max(1, most * source.shape[outer] // num_rows)
   for start in range(0, source.shape[outer], step):
@@ -232,17 +233,17 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-  """Returns a contiguous copy, as numpy.ascontiguousarray does, made by `copy_into`."""
+  """Returns a contiguous array like numpy.ascontiguousarray, but copies with `copy_into`."""
   if array.flags.c_contiguous:
     return array
-  made = np.empty(array.shape, array.dtype)
-  copy_into(made, array)
-  return made
+  result = np.empty(array.shape, array.dtype)
+  copy_into(result, array)
+  return result
 
 
 def place_on_mesh(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
-  """Reads each device's part of an array onto it, padded with zeros to the shape of `padded`."""
-  shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # devices may hold the same part
+  """Reads each device's shard of an array onto the device, padded with zeros to the shape of `padded`."""
+  shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share a shard
 
   def read(index: Any) -> np.ndarray:
     bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded.shape))
@@ -251,20 +252,20 @@ def place_on_mesh(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
       if bounds == tuple((part.start, part.stop) for part in true):
         shards[bounds] = contiguous(array.read(true))
       else:
-        made = np.zeros([stop - start for start, stop in bounds], array.dtype)
+        shard = np.zeros([stop - start for start, stop in bounds], array.dtype)
         if all(part.start < part.stop for part in true):
-          array.read_into(made[tuple(slice(0, part.stop - part.start) for part in true)], true)
-        shards[bounds] = made
+          array.read_into(shard[tuple(slice(0, part.stop - part.start) for part in true)], true)
+        shards[bounds] = shard
     return shards[bounds]
 
   return jax.make_array_from_callback(padded.shape, padded.sharding, read)
 
 
 def device_array(array: jax.Array) -> LazyArray:
-  """Returns a sharded array as a LazyArray.
+  """Wraps a sharded jax.Array as a LazyArray.
 
-  Where this process does not hold all of it, or an accelerator does, reading a part of it is a computation in which all
-  processes take part.
+  If the array is not fully addressable or is on an accelerator, reading a part of it runs a computation that all
+  processes must join.
   """
   is_here = array.is_fully_addressable and all(shard.device.platform == 'cpu' for shard in array.addressable_shards)
   read = _read_from_memory if is_here else _read_by_computation
@@ -272,16 +273,16 @@ def device_array(array: jax.Array) -> LazyArray:
 
 
 def _read_from_memory(array: jax.Array, index: Index) -> np.ndarray:
-  made = np.empty([_length(part) for part in index], array.dtype)
+  result = np.empty([_length(part) for part in index], array.dtype)
   for shard in array.addressable_shards:
     if shard.replica_id == 0:
       bounds = [part.indices(size)[:2] for part, size in zip(shard.index, array.shape)]
       common = [(max(start, part.start), min(stop, part.stop)) for (start, stop), part in zip(bounds, index)]
       if all(start < stop for start, stop in common):
-        there = tuple(slice(start - part.start, stop - part.start) for (start, stop), part in zip(common, index))
-        here = tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(common, bounds))
-        made[there] = np.asarray(shard.data)[here]  # no copy before this one
-  return made
+        target = tuple(slice(start - part.start, stop - part.start) for (start, stop), part in zip(common, index))
+        source = tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(common, bounds))
+        result[target] = np.asarray(shard.data)[source]  # the only copy
+  return result
 
 
 def _read_by_computation(array: jax.Array, index: Index) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Operations of the rules that convert weights: each maps arrays to arrays and has an inverse.
+"""Invertible operations on arrays, of which the rules that convert weights are composed.
 
-They work on numpy arrays, on jax.Arrays, and on LazyArrays, of which parts are read later (_lazy_arrays.py). Dims are
-counted from the last one, so that an operation also converts a stack of weights at once. None changes values.
+They work on numpy arrays, jax.Arrays and LazyArrays (_lazy_arrays.py). Dims are counted from the last, so an operation
+also converts a stack of weights at once. No operation changes values.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Operation:
-  """Maps several arrays to several arrays: each by itself (`apply`), or all together (`__call__`)."""
+  """Maps arrays to arrays: one at a time (`apply`), or all together (`__call__`)."""
 
   def __call__(self, arrays: Arrays) -> Arrays:
     return tuple(self.apply(array) for array in arrays)
@@ -34,7 +34,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(Operation):
-  """Permutes the last `len(order)` dims: dim i of the result is dim `order[i]` of the input, counted among these."""
+  """Permutes the last `len(order)` dims: among these, dim i of the result is dim `order[i]` of the input."""
 
   order: tuple[int, ...]
 
@@ -48,7 +48,7 @@ class Transpose(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(Operation):
-  """Replaces the last dims `before` by `after`, in row-major order; one of each may be -1, which is what is left."""
+  """Reshapes the last dims from `before` to `after`, in row-major order; one dim of each may be -1 (inferred)."""
 
   before: Shape
   after: Shape
@@ -65,7 +65,7 @@ class Reshape(Operation):
 
 
 def split_heads(head_dim: int) -> Reshape:
-  """Returns what splits the last dim [H * K] into [H, K], for any H."""
+  """Returns the operation that splits the last dim [H * K] into [H, K], for any H."""
   return Reshape((-1,), (-1, head_dim))
 
 
@@ -85,7 +85,7 @@ class Take(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Split(Operation):
-  """Splits one array along dim `dim` (negative) into arrays that have these sizes there; with `joins` the inverse."""
+  """Splits one array along dim `dim` (negative) into arrays of these sizes; with `joins`, concatenates them instead."""
 
   dim: int
   sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""RuleTable: converts the weights of one model into those of another, by invertible rules.
+"""Converts the weights of one model to another by a table of invertible rules.
 
     table = RuleTable(
       rules=(
@@ -13,12 +13,12 @@
     weights = table.convert_lazily(lazy_source, abstract_target)
     source = table.inverse().convert_lazily(weights, abstract_source)
 
-A tree of weights is a flat mapping of names. A slot is a whole weight, or one place in its leading, stacked dims:
+Weights are a flat mapping from names to arrays. A slot is a whole weight, or an index into its leading, stacked dims:
 `('stack/norm', 3)` is layer 3 of a weight [L, D], and `('experts/up', 3, 7)` is expert 7 of that layer. A rule connects
-slots of both sides by operations, each of which has an inverse.
+slots of both sides by invertible operations.
 
-`check` needs shapes only and finds every weight without a rule. `convert_lazily` reads nothing: when a part of a target
-weight is read later, the parts of the source that it needs are read.
+`check` needs only shapes and reports every weight without a rule. `convert_lazily` reads nothing; reading a part of a
+target weight later reads the parts of the source that it needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ from spmd_tasks.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-  """A weight, or the place `index` in its leading dims."""
+  """A weight, or its slice at `index` in the leading dims."""
 
   name: str
   index: tuple[int, ...] = ()
@@ -51,9 +51,9 @@ SlotLike = Slot | str | tuple[Any, ...]
 
 
 class Rule:
-  """Connects slots of the source and slots of the target: applies the operations in turn to the former, in order.
+  """Connects slots of the source with slots of the target: the operations, applied in order, convert the former.
 
-  A slot may be written as a name, and a slot with an index as (name, *index). Several slots are a list.
+  A slot may be written as a name, a slot with an index as (name, *index), and several slots as a list.
   """
 
   def __init__(self, source: SlotLike | list[SlotLike], target: SlotLike | list[SlotLike], *operations: Operation):
@@ -84,11 +84,11 @@ def _slots(slots: SlotLike | list[SlotLike]) -> tuple[Slot, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleTable:
-  """The rules between two trees of weights.
+  """The rules between the weights of two models.
 
   Attributes:
-    rules: together they use every weight of both sides exactly once.
-    source, target: what the sides are called in errors.
+    rules: the rules, which together use every weight of both sides exactly once.
+    source, target: the names of the two sides in errors.
   """
 
   rules: tuple[Rule, ...]
@@ -96,14 +96,19 @@ class RuleTable:
   target: str
 
   def inverse(self) -> 'RuleTable':
-    """Returns the table that converts back."""
+    """Returns the table of the reverse conversion."""
     return RuleTable(rules=tuple(rule.inverse() for rule in self.rules), source=self.target, target=self.source)
 
   def check(self, source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Checks that the rules convert all of `source` into all of `target`, arrays or jax.ShapeDtypeStructs by name.
+    """Checks that the rules convert all of `source` to all of `target`.
+
+    Args:
+      source: arrays or jax.ShapeDtypeStructs, by name.
+      target: the same for the other side.
 
     Raises:
-      UserError: a weight is left over, missing, used twice, or has another shape than its rule gives; all are named.
+      UserError: a weight is unused, missing, used twice, or has a different shape than its rule computes. The message
+        lists all such weights.
     """
     problems = [
       *_misuses(self.source, source, [slot for rule in self.rules for slot in rule.source]),
@@ -112,33 +117,35 @@ class RuleTable:
     problems = problems or [problem for rule in self.rules for problem in self._mismatches(rule, source, target)]
     if problems:
       raise UserError(
-        f'the weights of {self.source} and of {self.target} do not fit each other:\n{describe_mismatches(problems)}\n'
+        f'the weights of {self.source} and {self.target} do not match:\n{describe_mismatches(problems)}\n'
         'Compare the settings of both models.'
       )
 
   def convert_lazily(self, source: Mapping[str, LazyArray], target: Mapping[str, Any]) -> dict[str, LazyArray]:
-    """Returns each weight of the target, in the dtype that it has there, as an array that is read part by part.
+    """Returns the weights of the target as lazy arrays.
 
-    `target` has arrays or jax.ShapeDtypeStructs.
+    Args:
+      source: the weights of the source.
+      target: arrays or jax.ShapeDtypeStructs with the dtypes of the target.
     """
     parts: dict[str, dict[tuple[int, ...], Any]] = {}
     for rule in self.rules:
       arrays = rule.apply(tuple(source[slot.name][slot.index] for slot in rule.source))
       for slot, array in zip(rule.target, arrays, strict=True):
-        # Cast before they are stacked: one part after the other, not all at once.
+        # Cast before stacking, so that one part is cast at a time.
         parts.setdefault(slot.name, {})[slot.index] = array.astype(target[slot.name].dtype)
-    return {name: _stack_lazily(found) for name, found in parts.items()}
+    return {name: _stack_lazily(parts_by_index) for name, parts_by_index in parts.items()}
 
   def _mismatches(self, rule: Rule, source: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[str]:
-    given = tuple(tuple(source[slot.name].shape[len(slot.index) :]) for slot in rule.source)
+    shapes = tuple(tuple(source[slot.name].shape[len(slot.index) :]) for slot in rule.source)
     try:
-      made = _result_shapes(rule.operations, given)
+      results = _result_shapes(rule.operations, shapes)
     except (ValueError, TypeError, IndexError) as error:
-      yield f'{rule} cannot be applied to {_text(given)}: {error}'
+      yield f'{rule} cannot be applied to {_text(shapes)}: {error}'
       return
-    wanted = tuple(tuple(target[slot.name].shape[len(slot.index) :]) for slot in rule.target)
-    if made != wanted:
-      yield f'{rule} gives {_text(made)}, but {self.target} has {_text(wanted)}'
+    expected = tuple(tuple(target[slot.name].shape[len(slot.index) :]) for slot in rule.target)
+    if results != expected:
+      yield f'{rule} gives {_text(results)}, but {self.target} has {_text(expected)}'
 
 
 def _misuses(side: str, weights: Mapping[str, Any], slots: list[Slot]) -> Iterator[str]:
@@ -151,18 +158,19 @@ def _misuses(side: str, weights: Mapping[str, Any], slots: list[Slot]) -> Iterat
   for name, weight in weights.items():
     shape = tuple(weight.shape)
     if name not in used:
-      yield f'{side} has {name} {list(shape)}, which nothing on the other side corresponds to'
+      yield f'{side} has {name} {list(shape)}, which has no counterpart on the other side'
       continue
-    places = list(itertools.product(*map(range, shape[: len(used[name][0])])))
-    if sorted(used[name]) != places:
-      yield f'{side} has {name} {list(shape)}, of which {len(set(used[name]) & set(places))} of {len(places)} are used'
+    indices = list(itertools.product(*map(range, shape[: len(used[name][0])])))
+    if sorted(used[name]) != indices:
+      num_used = len(set(used[name]) & set(indices))
+      yield f'{side} has {name} {list(shape)}, of which {num_used} of {len(indices)} are used'
 
 
 @functools.lru_cache(maxsize=4096)
 def _result_shapes(operations: tuple[Operation, ...], shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
   abstract = tuple(jax.ShapeDtypeStruct(shape, 'float32') for shape in shapes)
-  made = jax.eval_shape(lambda *arrays: Rule([], [], *operations).apply(arrays), *abstract)
-  return tuple(array.shape for array in made)
+  results = jax.eval_shape(lambda *arrays: Rule([], [], *operations).apply(arrays), *abstract)
+  return tuple(array.shape for array in results)
 
 
 def _text(shapes: tuple[Shape, ...]) -> str:
@@ -170,10 +178,10 @@ def _text(shapes: tuple[Shape, ...]) -> str:
 
 
 def _stack_lazily(parts: Mapping[tuple[int, ...], Any]) -> LazyArray:
-  """Stacks the parts by index, dim by dim, so that a part of any dim is read without the rest."""
+  """Stacks the parts by index, dim by dim."""
   if () in parts:
     return _lazy_arrays.lazy_array(parts[()])
-  places = sorted({index[0] for index in parts})
+  first_indices = sorted({index[0] for index in parts})
   return _lazy_arrays.stack(
-    [_stack_lazily({index[1:]: part for index, part in parts.items() if index[0] == i}) for i in places], 0
+    [_stack_lazily({index[1:]: part for index, part in parts.items() if index[0] == i}) for i in first_indices], 0
   )

@@ -189,7 +189,7 @@ class ScoreTuning(InstructionTuning):
     folder = self.open_folder()
     found = folder.decoder.num_labels
     if found is None and not folder.decoder.num_encoder_layers:
-      return folder.with_head(self.num_labels)
+      return folder.with_score_head(self.num_labels)
     if found != self.num_labels:
       raise UserError(f'num_labels = {self.num_labels}, but {self.model} has {found}: set num_labels, or take another.')
     return folder
@@ -239,7 +239,7 @@ class FolderScorer(ScoreTuning):
   @functools.cached_property
   def folder(self) -> Folder:
     folder = self.open_folder()
-    return folder if folder.decoder.num_labels is not None else folder.with_head(0)
+    return folder if folder.decoder.num_labels is not None else folder.with_score_head(0)
 
   def text_reading(self) -> TextReading:
     """As the folder's files say."""

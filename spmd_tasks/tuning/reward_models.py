@@ -44,7 +44,7 @@ def frozen_model(run: TrainRun, folder: Folder, spec: Mapping[str, Any]) -> Part
     parts = {'trained': ('final_norm/',), 'frozen_dtype': 'bfloat16'}
   return partition_spmd_model(
     Task(
-      model=folder.with_heads(0).build_model(),
+      model=folder.with_nextn_heads(0).build_model(),
       loss=LanguageModelLoss(),
       learner=own.learner,
       decode=own.decode,

@@ -80,7 +80,7 @@ def test_an_embedding_is_trained_served_and_exported_for_sentence_transformers(t
   assert np.abs(np.array(embeddings) - before).max() > 0.1
   modules = json.loads((out / 'modules.json').read_text())
   assert [module['type'].rpartition('.')[2] for module in modules] == ['Transformer', 'Pooling', 'Normalize']
-  reading = read_text_reading(open_folder(out).with_head(0))
+  reading = read_text_reading(open_folder(out).with_score_head(0))
   assert (reading.pooling, reading.normalize) == ('last', True)
 
 
@@ -97,13 +97,13 @@ def test_poolings_and_activations_of_old_and_new_folders(tmp_path):
 
   def read(mode, *kinds):
     write_pooling(folder, mode, ('Transformer', 'Pooling', *kinds))
-    reading = read_text_reading(open_folder(folder).with_head(0))
+    reading = read_text_reading(open_folder(folder).with_score_head(0))
     return reading.pooling, reading.normalize
 
   assert read('mean_tokens', 'Normalize') == ('mean', True)
   assert read('lasttoken') == ('last', False)
   (folder / '1_Pooling' / 'config.json').write_text('{"embedding_dimension": 24, "pooling_mode": "mean"}')
-  assert read_text_reading(open_folder(folder).with_head(0)).pooling == 'mean'
+  assert read_text_reading(open_folder(folder).with_score_head(0)).pooling == 'mean'
   with pytest.raises(UserError, match=r"pools by \['cls_token'\]: known are"):
     read('cls_token')
   with pytest.raises(UserError, match='Transformer, Pooling, Normalize in this order'):

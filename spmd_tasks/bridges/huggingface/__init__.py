@@ -1,19 +1,24 @@
-"""Models of Hugging Face's families: from a folder (config.json, safetensors) to a LanguageModel, and back.
+"""Imports and exports models of Hugging Face's families: a folder (config.json, safetensors) <-> a LanguageModel.
 
     folder = open_folder('models/llama')
     folder.build_model(dtype='bfloat16')           # LanguageModel(...), unbound
     folder.read_weights(partitioned_model)         # sharded and padded; each process reads the bytes of its shards
     export_folder(Path('out'), model, weights)     # a folder that `transformers` loads
 
-No code of a folder is run, and no pickle is read. A key of config.json or a tensor that is not understood is an error.
+No code of a folder is run, and no pickle is read. An unknown key of config.json or an unknown tensor is an error.
 
-Read `_families.py` (one table per family), then `_config_keys.py` and `_special_keys.py` (kinds of keys), `_decoder.py`
-(what a config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
-`_safetensors.py` (reading and writing), `_peft.py` (low-rank adapters in folders of `peft`), `adapter_stacks.py`
-(several adapters beside one model), `base_digest.py` (the base that a checkpoint of adapters belongs to),
-`sentence_transformers.py` (how token vectors are pooled). `experiments.py` has the bases of experiments that start from
-a folder, with its defaults of requests, `origin.py` reads its weights, `exporting.py` writes folders and runs
---mode export.
+Read `_families.py` first: it has one table per family. Then:
+
+    _config_keys.py, _special_keys.py   kinds of config keys
+    _decoder.py, _describe.py           the Decoder, a family-independent description, to a LanguageModel and back
+    _tensors.py                         rules between tensors and weights
+    _folder.py, _safetensors.py         reading and writing folders
+    _peft.py                            low-rank adapters in folders of `peft`
+    adapter_stacks.py                   several adapters of one model, selected per request
+    base_digest.py                      identifies the base model of a checkpoint of adapters
+    sentence_transformers.py            pooling of token vectors to embeddings
+    experiments.py, origin.py           experiments that start from a folder, and its weights
+    exporting.py                        --mode export
 """
 
 from spmd_tasks.extensions import Extension, Format
@@ -30,14 +35,14 @@ EXTENSION = Extension(
   formats=(
     Format(
       name='hf',
-      help="a folder of Hugging Face's format",
+      help='a Hugging Face model folder',
       origin='spmd_tasks.bridges.huggingface.origin:open_origin',
       export='spmd_tasks.bridges.huggingface.exporting:export_model',
       recognize='spmd_tasks.bridges.huggingface.origin:recognize',
     ),
     Format(
       name='peft',
-      help='a folder of peft, with the adapters alone',
+      help='a peft folder with only the adapters',
       export='spmd_tasks.bridges.huggingface.exporting:export_adapters',
     ),
   ),

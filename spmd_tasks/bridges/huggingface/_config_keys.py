@@ -1,12 +1,12 @@
-"""Keys of a config.json: each kind reads a setting into fields of a Decoder, and writes it back.
+"""Keys of a config.json: each kind of entry reads a setting into fields of a Decoder, and writes it back.
 
     Key('num_hidden_layers', 'num_layers', int, 32)   # one key, one field, the family's default
-    Only('hidden_act', 'silu')                        # a key of which one value is understood here
+    FixedKey('hidden_act', 'silu')                    # a key with only one supported value
 
-A key may be absent: then it has the default of its family in `transformers`. null counts as absent if that default is
-None, and is refused otherwise, as `transformers` refuses it. The entries of a family read every key that `transformers`
-reads to compute its logits. Published folders have others, too: one that is no setting of the computation, or whose
-value changes nothing, is left out; any other is an error, unless the user accepts it.
+An absent key has the default of its family in `transformers`. null counts as absent if this default is None, and is an
+error otherwise, as in `transformers`. The entries of a family cover every key that `transformers` reads to compute
+logits. Published folders have further keys: keys that do not affect the computation, or have a neutral value, are
+ignored; any other unknown key is an error, unless the user accepts it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,9 +20,8 @@ from spmd_tasks.errors import UserError
 
 Values = dict[str, Any]
 
-# Keys of every config.json that say nothing about what the model computes: files and versions, tokens, training,
-# generation, and how the computation is carried out. Dropout acts in training only, and is not used here; auxiliary
-# losses are the experiment's.
+# Keys that do not affect what the model computes: files and versions, tokens, training, generation, implementations.
+# Dropout acts only in training and is not imported; the experiment sets auxiliary losses.
 _INERT_NAMES = {
   *('model_type', 'architectures', 'auto_map', 'dtype', 'torch_dtype', 'prefix', 'finetuning_task', 'processor_class'),
   *('id2label', 'label2id', 'num_labels', 'problem_type', 'task_specific_params', 'sentence_transformers'),
@@ -42,7 +41,7 @@ _INERT_NAMES = {
 _INERT = re.compile(
   '|'.join(
     (
-      r'_.*|.*name_or_path',  # those with _ are private to transformers
+      r'_.*|.*name_or_path',  # keys with a leading _ are private to transformers
       r'(.*_)?token(_ids?|_index)?|.*_token_ids|tokenizer_.*|.*_version|transformers\.js_config',
       r'.*dropout.*|.*_pdrop|drop_path.*|(.*_)?loss(_.*)?|aux_loss.*|.*jitter.*|neftune_.*|unsloth_.*',
       r'initializer_.*|init_(std|range|method|device)|.*_init_std|gradient_checkpointing.*|train(ing)?_.*|warmup.*',
@@ -51,7 +50,7 @@ _INERT = re.compile(
     )
   )
 )
-# Keys that change what is computed, where they have another value than this.
+# Keys that affect the computation unless they have this value.
 _NEUTRAL = {
   'is_encoder_decoder': False,
   'add_cross_attention': False,
@@ -63,28 +62,29 @@ _JSON_TYPES = (str, int, float, bool, list, dict)
 
 
 def is_inert(key: str) -> bool:
-  """Whether no value of a key of config.json changes what the model computes."""
+  """Whether a key of config.json never affects what the model computes."""
   return key in _INERT_NAMES or _INERT.fullmatch(key) is not None
 
 
 def is_neutral(value: Any) -> bool:
-  """Whether a value switches nothing on, whatever its key: null, false, 0, 1 or empty."""
+  """Whether a value leaves a feature off for any key: null, false, 0, 1 or empty."""
   return not value or (type(value) in (int, float) and value == 1)
 
 
 class Config:
-  """A config.json that remembers which of its keys were read. `accepted` are keys that the user says change nothing."""
+  """A config.json that records which of its keys were read."""
 
   def __init__(self, values: Mapping[str, Any], path: str, accepted: Collection[str] = ()):
+    """Wraps the values of a config.json; unknown keys in `accepted` are ignored, as the user asked."""
     self.values = values
     self.path = path
     self.keys_read: set[str] = set()
     self._accepted = accepted
 
   def read(self, key: str, kind: Any, default: Any) -> Any:
-    """Returns a value of the type `kind` (one or a tuple of them), or the default where the key is absent or null.
+    """Returns the value of a key, or the default if the key is absent or null.
 
-    Raises a UserError if the value is of another type.
+    Raises a UserError if the value is not of type `kind`, a type or a tuple of types.
     """
     self.keys_read.add(key)
     value = self.values.get(key)
@@ -94,7 +94,7 @@ class Config:
     if float in kinds and type(value) is int:
       return float(value)
     if type(value) not in kinds:
-      raise self.error(key, f'must be of type {" or ".join(each.__name__ for each in kinds)}')
+      raise self.error(key, f'must be of type {" or ".join(kind.__name__ for kind in kinds)}')
     return value
 
   def error(self, key: str, reason: str) -> UserError:
@@ -107,19 +107,20 @@ class Config:
     return key in self.values and self.values[key] is None
 
   def expect(self, key: str, value: Any) -> None:
-    """Raises a UserError if a key is there and is not `value`, which other keys say."""
+    """Raises a UserError if a key is present and differs from `value`, which follows from other keys."""
     if self.read(key, type(value), value) != value:
       raise self.error(key, f'follows from other keys and must be {value!r}')
 
   def finish(self, inert: Collection[str]) -> None:
-    """Raises a UserError that names the keys that were not read and may change what the model computes.
+    """Raises a UserError if unread keys may affect what the model computes; the message lists them.
 
-    `inert` are keys of the family that do not, whatever their values.
+    Args:
+      inert: keys of the family that never affect the computation.
     """
     unread = {key: self.values[key] for key in self.values.keys() - self.keys_read - set(inert) if not is_inert(key)}
     for key, value in _NEUTRAL.items():
       if unread.pop(key, None) not in (value, None):
-        raise self.error(key, f'must be {value!r}, as nothing else is understood here')
+        raise self.error(key, f'must be {value!r}; other values are not supported')
     if set(unread.get('layer_types') or ()) == {'full_attention'} and not self.has('sliding_window'):
       del unread['layer_types']
     may_matter = {key for key, value in unread.items() if not is_neutral(value) and not self._is_repeated(key)}
@@ -127,12 +128,12 @@ class Config:
       values = ', '.join(f'{key} = {unread[key]!r:.60}' for key in unknown)
       accept = f'accept_config_keys={",".join(unknown)}'
       raise UserError(
-        f'{self.path} has settings that are unknown here and may change the outputs: {values}; if they do not, accept '
-        f'them with --set {accept}, or in init_from and draft_model with FOLDER?{accept}.'
+        f'{self.path} has unknown settings that may change the outputs: {values}. If they do not, accept them with '
+        f'--set {accept}, or in init_from and draft_model with FOLDER?{accept}.'
       )
 
   def _is_repeated(self, key: str) -> bool:
-    """Whether a key has the value of one that was read and whose name it extends: `sliding_window_size`."""
+    """Whether a key repeats the value of a key that was read and that it extends: `sliding_window_size`."""
     others = (
       name for name in self.keys_read & self.values.keys() if key.startswith(f'{name}_') or key.endswith(f'_{name}')
     )
@@ -143,10 +144,10 @@ MAX_LAYERS = 10_000
 
 
 class Entry(Protocol):
-  """One setting, in both directions."""
+  """One setting, convertible in both directions."""
 
   def read(self, config: Config, known: Values) -> Values:
-    """Returns fields of the Decoder. `known` are the fields that earlier entries have read."""
+    """Returns fields of the Decoder; `known` has the fields that earlier entries have read."""
 
   def write(self, decoder: Decoder) -> Values:
     """Returns keys of config.json."""
@@ -154,16 +155,17 @@ class Entry(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """A key that is a field of the Decoder, or several that are equal.
+  """A key that sets a field of the Decoder, or several fields to the same value.
 
   Attributes:
-    key, field, kind: its name, the field or fields, and the type of its values. `latent.kv_rank` is a field of a part.
-    default: the family's, or a function of the fields that are known.
-    aliases: other names of the key.
-    names: where the values have other names here, of all that are known; of two that mean the same, the first is
-      written.
+    key: the name of the key.
+    field: the field or fields; `latent.kv_rank` is a field of a nested dataclass.
+    kind: the type of the values.
+    default: the family's default, or a function that computes it from the known fields.
+    aliases: alternative names of the key.
+    names: maps each supported value to the Decoder's; if several mean the same, the first is written.
     nullable: whether null means None.
-    null: what null means if it is neither that nor the default: a function of the fields that are known.
+    null: computes the meaning of null from the known fields, if it is neither None nor the default.
   """
 
   key: str
@@ -185,7 +187,7 @@ class Key:
     if self.nullable and self.key in config.values:
       value = None
     elif value is not None and not callable(default) and config.is_null(self.key):
-      raise config.error(self.key, f'must have a value, such as the {value!r} of its family')
+      raise config.error(self.key, f'must have a value, such as {value!r}, the default of its family')
     for key in (self.key, *self.aliases):
       value = config.read(key, self.kind, value)
     if self.names is not None:
@@ -193,10 +195,10 @@ class Key:
         raise config.error(self.key, f'must be one of {", ".join(map(str, self.names))}')
       value = self.names[value]
     elif value is None and not self.nullable:
-      raise UserError(f'{config.path} has no {self.key}, which its family needs.')
+      raise UserError(f'{config.path} has no {self.key}, which its family requires.')
     if type(value) in (int, float) and not 0 < value < float('inf'):
       raise config.error(self.key, 'must be positive and finite')
-    if str(self.field).endswith('num_layers') and value > MAX_LAYERS:  # each has entries in fields of the Decoder
+    if str(self.field).endswith('num_layers') and value > MAX_LAYERS:  # bounds the tuples of the Decoder
       raise config.error(self.key, f'must be at most {MAX_LAYERS}')
     return dict.fromkeys(self._fields, value)
 
@@ -207,15 +209,15 @@ class Key:
     value = operator.attrgetter(self._fields[0])(decoder)
     if self.names is None:
       return {self.key: value}
-    same = [name for name, each in self.names.items() if each == value]
-    if not same:
+    synonyms = [name for name, field_value in self.names.items() if field_value == value]
+    if not synonyms:
       raise UserError(f'{self._fields[0]} = {value!r} has no name in transformers.')
-    return {self.key: self.default if self.default in same else same[0]}
+    return {self.key: self.default if self.default in synonyms else synonyms[0]}
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
-  """A key of which one value is understood; the first value is the family's default and what is written."""
+class FixedKey:
+  """A key with one supported value, which is the family's default and is written; values in `also` mean the same."""
 
   key: str
   value: Any
@@ -224,7 +226,7 @@ class Only:
   def read(self, config: Config, known: Values) -> Values:
     value = config.read(self.key, _JSON_TYPES, self.value)
     if value not in (self.value, *self.also):
-      raise config.error(self.key, f'must be {self.value!r}: nothing else is understood here')
+      raise config.error(self.key, f'must be {self.value!r}; other values are not supported')
     return {}
 
   def write(self, decoder: Decoder) -> Values:
@@ -244,18 +246,18 @@ ACTIVATIONS = {
 
 
 def activation(key: str = 'hidden_act', default: str = 'silu') -> Key:
-  """The activation of the feed-forward sublayers, by the names of `transformers`."""
+  """Returns the key of the activation of the feed-forward sublayers."""
   return Key(key, 'activation', str, default, names=ACTIVATIONS)
 
 
 def attention_bias(default: bool = False) -> Key:
-  """`attention_bias`: of all four projections."""
+  """Returns the key `attention_bias`, which covers all four projections."""
   return Key('attention_bias', ('qkv_bias', 'out_bias'), bool, default)
 
 
 @dataclasses.dataclass(frozen=True)
 class AllWindowed:
-  """`sliding_window` of every layer; null for none. With `use_key`, it counts only if `use_sliding_window` is true."""
+  """`sliding_window` for every layer; null for none. With `use_key`, it applies only if `use_sliding_window` is true."""
 
   default: int | None = None
   use_key: bool = False
@@ -268,16 +270,16 @@ class AllWindowed:
 
   def write(self, decoder: Decoder) -> Values:
     if len(set(decoder.windowed)) > 1:
-      raise UserError('some layers have a window and others have none.')
+      raise UserError('some layers have a window and others do not.')
     used = {'use_sliding_window': any(decoder.windowed)} if self.use_key else {}
     return {'sliding_window': decoder.window, **used}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTypes:
-  """`layer_types`, or without it the pattern of the family: `is_windowed(layer, config)`.
+  """`layer_types`; if absent, the family's pattern `is_windowed(layer, config)`.
 
-  With `use_key`, the window counts only if `use_sliding_window` is true.
+  With `use_key`, the window applies only if `use_sliding_window` is true.
   """
 
   is_windowed: Callable[[int, Config], bool]

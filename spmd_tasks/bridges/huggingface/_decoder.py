@@ -1,11 +1,11 @@
-"""Decoder: what a config.json says about a model of any family, in our terms; made into a LanguageModel and back.
+"""Decoder: a family-independent description of a model, and the LanguageModel that it builds.
 
     decoder = Decoder(vocab_size=32_000, embed_dim=512, num_layers=8, ...)
     model = build_model(decoder, dtype='bfloat16')
     describe_model(model) == decoder               # _describe.py
 
-A family (_families.py) is a table between keys of config.json and fields of Decoder. This module is the one place that
-says what a Decoder is as layers of ours.
+A family (_families.py) is a table between keys of config.json and fields of Decoder. Only this module maps a Decoder to
+layers.
 
 Shapes: L layers, D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E experts.
 """
@@ -47,7 +47,7 @@ from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRoute
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-  """The settings of TopKRouter that a config.json says, by its names; `use_bias` is of the experts, too."""
+  """The settings of TopKRouter that a config.json has, by TopKRouter's names; `use_bias` also applies to the experts."""
 
   num_experts: int
   num_selected: int
@@ -66,10 +66,10 @@ class Mixture:
   """The feed-forward sublayer of layers with experts.
 
   Attributes:
-    routing: of the router.
+    routing: the settings of the router.
     hidden_dim: F of one expert.
-    shared_dim: F of a gated network that every token passes too; None for none.
-    row_capacity: how many tokens of a row an expert computes; None: all that choose it.
+    shared_dim: F of the shared experts, one gated network for all tokens; None for no shared experts.
+    row_capacity: maximum number of tokens of a row per expert; None for no limit.
   """
 
   routing: Routing
@@ -80,7 +80,7 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-  """The sizes of LatentAttention by its names; `query_rank` may be None, for none."""
+  """The sizes of LatentAttention, by its names; `query_rank` None for full-rank queries."""
 
   query_rank: int | None
   kv_rank: int
@@ -91,35 +91,41 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-  """A decoder-only model, or T5's encoder and decoder, whose blocks differ in what attends to what.
+  """A decoder-only model, or T5's encoder and decoder, which share all settings except attention masks.
 
   Attributes:
-    vocab_size, embed_dim, num_layers: V, D, L.
-    num_heads, num_kv_heads, head_dim: H, G, K; 0 stands for H and for D / H.
-    hidden_dim: F of the layers without experts, or that of an expert if there are none.
-    activation, gated, mlp_bias: of the feed-forward sublayers.
-    norm, norm_eps: 'rms' or 'layer'.
-    tied: whether the logits use the embedding's table.
-    scaled_embedding, scale_logits: whether embeddings are multiplied by sqrt(D), and logits divided by it.
-    logits_cap, attention_cap: soft caps of the logits and of attention's.
+    vocab_size: V.
+    embed_dim: D.
+    num_layers: L.
+    num_heads: H.
+    num_kv_heads: G; 0 stands for H.
+    head_dim: K; 0 stands for D / H.
+    hidden_dim: F of the layers without experts; if there are none, F of an expert.
+    activation, gated, mlp_bias: settings of the feed-forward sublayers.
+    norm, norm_eps: the kind of norm, 'rms' or 'layer', and its epsilon.
+    tied: whether the logits use the embedding table.
+    scaled_embedding: whether embeddings are multiplied by sqrt(D).
+    scale_logits: whether logits are divided by sqrt(D).
+    logits_cap, attention_cap: soft caps of the logits and of the attention logits.
     norm_plus_one: whether norms multiply by 1 + scale.
-    pre_norm, post_norm: of the blocks.
-    positions: how many positions have a learned vector; None for rotary ones.
-    rotary: of the attention.
-    local_rotary: of the layers with the window; None: the same as of all others.
-    qkv_bias, out_bias: of the attention's projections.
-    qk_norm: 'head' normalizes queries and keys head by head, 'flat' all heads of a token together; None does not.
-    clip_qkv, softmax_scale, sinks: of the attention.
-    latent: of LatentAttention; None for Attention.
-    window: of the layers in `windowed`.
-    windowed: for each layer, whether it has the window; () for no layer.
-    mixture: of the layers in `mixed`.
-    mixed: for each layer, whether it has experts; () for all layers, if there is a mixture.
-    num_encoder_layers, encoder_mixed: the same of the encoder; 0 for a model without one.
-    num_buckets, max_distance, bias_per_layer: of T5's relative position biases, which an encoder-decoder has.
-    num_nextn: how many heads predict further tokens, each of one block like the last layer.
-    num_labels: of a head that scores texts in place of the logits, as of a reward model; 0: there is neither; None for
-      a language model. `tied` then says nothing and is true.
+    pre_norm, post_norm: whether blocks normalize the input and the output of sublayers.
+    positions: number of learned position embeddings; None for rotary positions.
+    rotary: the rotary positions.
+    local_rotary: the rotary positions of windowed layers; None for the same as `rotary`.
+    qkv_bias, out_bias: whether the attention projections have biases.
+    qk_norm: 'head' normalizes queries and keys per head, 'flat' over all heads of a token; None does not normalize.
+    clip_qkv, softmax_scale, sinks: settings of Attention.
+    latent: the sizes of LatentAttention; None for Attention.
+    window: the attention window of windowed layers.
+    windowed: per layer, whether it has the window; () for no layer.
+    mixture: the mixture of experts of mixed layers.
+    mixed: per layer, whether it has experts; () for all layers, if there is a mixture.
+    num_encoder_layers: number of encoder layers; 0 for a decoder-only model.
+    encoder_mixed: `mixed` of the encoder.
+    num_buckets, max_distance, bias_per_layer: T5's relative position biases.
+    num_nextn: number of multi-token prediction heads, each with one block like the last layer.
+    num_labels: number of labels of a score head in place of the logits, as in a reward model; 0 for no head at all;
+      None for a language model. If it is set, `tied` is true and has no meaning.
   """
 
   vocab_size: int
@@ -171,13 +177,13 @@ class Decoder:
     for name, num_layers in numbers.items():
       flags = tuple(getattr(self, name)) or (name == 'mixed' and self.mixture is not None,) * num_layers
       if len(flags) != num_layers:
-        raise UserError(f'{len(flags)} kinds of layers are given for {num_layers} layers.')
+        raise UserError(f'the kinds of {len(flags)} layers are set, but there are {num_layers} layers.')
       object.__setattr__(self, name, flags)
     for attribute, flags in (('window', self.windowed), ('mixture', self.encoder_mixed + self.mixed)):
       if not any(flags):
         object.__setattr__(self, attribute, None)
       elif getattr(self, attribute) is None:
-        raise UserError(f'layers with a {attribute} are named, but none is given.')
+        raise UserError(f'some layers have a {attribute}, but its settings are missing.')
     if self.latent is not None:
       object.__setattr__(self, 'num_kv_heads', self.num_heads)
       object.__setattr__(self, 'head_dim', self.latent.nope_head_dim + self.latent.rope_head_dim)
@@ -195,22 +201,24 @@ _PARTS = {'latent': Latent, 'mixture': Mixture, 'routing': Routing}
 
 
 def decoder_of(fields: Mapping[str, Any]) -> Decoder:
-  """Makes a Decoder of its fields; `latent.kv_rank` and `mixture.routing.num_experts` are fields of its parts."""
+  """Builds a Decoder from flat fields, such as `latent.kv_rank` and `mixture.routing.num_experts`."""
   return Decoder(**_nested(fields))
 
 
 def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-  made: dict[str, Any] = {name: value for name, value in fields.items() if '.' not in name}
+  nested: dict[str, Any] = {name: value for name, value in fields.items() if '.' not in name}
   for part in dict.fromkeys(name.partition('.')[0] for name in fields if '.' in name):
-    of_part = {name.removeprefix(f'{part}.'): value for name, value in fields.items() if name.startswith(f'{part}.')}
-    made[part] = _PARTS[part](**_nested(of_part))
-  return made
+    part_fields = {
+      name.removeprefix(f'{part}.'): value for name, value in fields.items() if name.startswith(f'{part}.')
+    }
+    nested[part] = _PARTS[part](**_nested(part_fields))
+  return nested
 
 
 def build_model(decoder: Decoder, *, dtype: str = 'float32') -> LanguageModel:
-  """Returns the unbound model, which computes in `dtype`."""
+  """Builds the unbound model; it computes in `dtype`."""
   norm = _norm(decoder, dtype)
-  kinds = list(zip(decoder.windowed, decoder.mixed, strict=True))  # what distinguishes a layer from others
+  kinds = list(zip(decoder.windowed, decoder.mixed, strict=True))  # layers of one kind are equal
   scores = {} if decoder.num_labels is None else {'num_labels': decoder.num_labels}
   embedding_class: Any = ScoreEmbedding if scores else TokenEmbedding
   parts: dict[str, Any] = {
@@ -256,13 +264,13 @@ def _block(
   decoder: Decoder, kind: tuple[bool, bool], norm: nn.Module, dtype: str, *, encodes: bool = False
 ) -> TransformerBlock:
   windowed, mixed = kind
-  given: dict[str, Any] = {'causal': not encodes}
+  settings: dict[str, Any] = {'causal': not encodes}
   if decoder.bias_per_layer:
-    given['position_bias'] = _position_bias(decoder, encodes=encodes)
+    settings['position_bias'] = _position_bias(decoder, encodes=encodes)
   latent = _latent_attention(decoder, dtype) if decoder.latent else None
   is_crossed = decoder.num_encoder_layers and not encodes
   return TransformerBlock(
-    attention=latent or _attention(decoder, windowed, dtype, **given),
+    attention=latent or _attention(decoder, windowed, dtype, **settings),
     cross_attention=_attention(decoder, False, dtype, cross=True) if is_crossed else None,
     ffn=_experts(decoder, dtype) if mixed else _feed_forward(decoder, decoder.hidden_dim, dtype),
     norm=norm,
@@ -271,7 +279,7 @@ def _block(
   )
 
 
-def _attention(decoder: Decoder, windowed: bool, dtype: str, **given: Any) -> Attention:
+def _attention(decoder: Decoder, windowed: bool, dtype: str, **settings: Any) -> Attention:
   return Attention(
     num_heads=decoder.num_heads,
     num_kv_heads=decoder.num_kv_heads,
@@ -286,7 +294,7 @@ def _attention(decoder: Decoder, windowed: bool, dtype: str, **given: Any) -> At
     use_bias=decoder.qkv_bias,
     out_bias=decoder.out_bias,
     dtype=dtype,
-    **given,
+    **settings,
   )
 
 
@@ -324,13 +332,12 @@ def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
 
 
 def _stack(blocks: Sequence[TransformerBlock], kinds: Sequence[Any]) -> nn.Module:
-  """Returns a stack of the blocks, in which equal ones, or the shortest pattern that repeats, are scanned.
+  """Returns a stack of the blocks that scans over the shortest repeating pattern.
 
-  Where the whole is no such repeat, as with a first dense layer or with a pattern that ends early, two stacks follow
-  each other.
+  Returns two stacks in sequence if these compile fewer blocks than one, as with a first dense layer or a pattern that
+  ends early.
   """
   period = _period(kinds)
-  # The fewer different blocks are compiled, the better; one stack rather than two that compile as many.
   cut = min(range(1, len(kinds)), key=lambda i: _period(kinds[:i]) + _period(kinds[i:]), default=0)
   if cut and _period(kinds[:cut]) + _period(kinds[cut:]) < period:
     return StackSequence(stacks=(_scanned(blocks[:cut], kinds[:cut]), _scanned(blocks[cut:], kinds[cut:])))
@@ -344,6 +351,6 @@ def _scanned(blocks: Sequence[TransformerBlock], kinds: Sequence[Any]) -> Transf
 
 
 def _period(kinds: Sequence[Any]) -> int:
-  """Returns the length of the shortest pattern whose repeats are the whole sequence."""
+  """Returns the length of the shortest pattern that repeats to form the whole sequence."""
   length = len(kinds)
   return next(n for n in range(1, length + 1) if length % n == 0 and [*kinds[:n]] * (length // n) == [*kinds])

@@ -61,12 +61,12 @@ def model_places(model: Any) -> list[Place]:
   Raises a UserError as `layer_places`.
   """
   encoder = layer_places(model.encoder_stack, 'encoder_stack/') if isinstance(model, EncoderDecoderLm) else []
-  heads = range(num_heads(model))
+  heads = range(num_nextn_heads(model))
   of_heads = [place for k in heads for place in layer_places(model.nextn_head.stack, f'nextn_{k}/stack/')]
   return encoder + layer_places(model.stack) + of_heads
 
 
-def num_heads(model: Any) -> int:
+def num_nextn_heads(model: Any) -> int:
   """Returns how many heads of a model predict further tokens."""
   return getattr(model, 'num_nextn_predict_layers', 0)
 
@@ -133,7 +133,7 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
     num_encoder_layers=num_encoder_layers,
     encoder_mixed=mixed[:num_encoder_layers],
     bias_per_layer=own_bias is not None,
-    num_nextn=num_heads(model),
+    num_nextn=num_nextn_heads(model),
     num_buckets=bias and bias.num_buckets,
     max_distance=bias and bias.max_distance,
     **_guess_attention(attentions, model.embedding.embed_dim),
@@ -178,7 +178,7 @@ def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
 
 
 # Settings that say how a model is computed, initialised or trained, and not what it computes.
-_NO_MATTER = {
+_IRRELEVANT_SETTINGS = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
   *('gradient_keys', 'qk_clip'),
   *('init_scale', 'query_init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
@@ -214,5 +214,5 @@ def _collect(value: Any, path: str, embed_dim: int, found: dict[str, Any]) -> No
     fields['out_bias'] = value.use_bias if value.out_bias is None else value.out_bias
     fields['qk_norm'] = RmsNorm() if value.qk_norm is True else value.qk_norm
   for name, item in fields.items():
-    if name not in _NO_MATTER and not name.endswith('split_dims'):
+    if name not in _IRRELEVANT_SETTINGS and not name.endswith('split_dims'):
       _collect(item, f'{path}.{name}', embed_dim, found)

@@ -14,9 +14,9 @@ from spmd_tasks.bridges.huggingface._config_keys import (
   AllWindowed,
   Config,
   Entry,
+  FixedKey,
   Key,
   LayerTypes,
-  Only,
   Values,
   activation,
   attention_bias,
@@ -136,18 +136,18 @@ class Family:
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
   @property
-  def has_heads(self) -> bool:
+  def has_nextn_heads(self) -> bool:
     """Whether models of the family may have heads that predict further tokens, in the layers behind the last one."""
     return any(isinstance(key, NextnHeads) for key in self.keys)
 
-  def is_aside(self, name: str, decoder: Decoder) -> bool:
+  def is_unused_nextn(self, name: str, decoder: Decoder) -> bool:
     """Whether a tensor is of a head that the model is without: it is not used, and exported as it was."""
-    if not self.has_heads:
+    if not self.has_nextn_heads:
       return False
     layer = re.match(re.escape(self.names.layer).replace(r'\{\}', r'(\d+)'), name)
     return layer is not None and int(layer[1]) >= decoder.num_layers + decoder.num_nextn
 
-  def head_copies(self, decoder: Decoder) -> dict[str, str]:
+  def nextn_copies(self, decoder: Decoder) -> dict[str, str]:
     """Returns names under which heads that predict further tokens may repeat the model's tensors, and theirs."""
     layers = [self.names.layer.format(decoder.num_layers + k) for k in range(decoder.num_nextn)]
     tables = {f'{layer}embed_tokens.weight': self.names.table for layer in layers}
@@ -192,7 +192,7 @@ def _llama(*sizes: Any, rope: Rope = Rope(), **settings: Any) -> tuple[Entry, ..
 def _latent_sizes(*sizes: Any) -> Iterator[Entry]:
   """The keys that DeepSeek's versions share, whose heads have no single size."""
   yield from (entry for entry in _sizes(*sizes) if getattr(entry, 'key', '') != 'head_dim')
-  yield from (*latent_keys(), activation(), Rope(), attention_bias(), Only('mlp_bias', False))
+  yield from (*latent_keys(), activation(), Rope(), attention_bias(), FixedKey('mlp_bias', False))
 
 
 def _gemma_is_windowed(layer: int, config: Config) -> bool:
@@ -217,7 +217,7 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
       Key('layer_norm_epsilon', 'norm_eps', float, 1e-6),
       Key('relative_attention_num_buckets', 'num_buckets', int, 32),
       Key('relative_attention_max_distance', 'max_distance', int, 128),
-      Only('is_encoder_decoder', True),
+      FixedKey('is_encoder_decoder', True),
       *keys,
     ),
     fixed={'softmax_scale': 1.0, **fixed},
@@ -256,7 +256,7 @@ FAMILIES: dict[str, Family] = {
       *_llama(32_000, 4096, 11_008, 32, 32),
       attention_bias(),
       Key('mlp_bias', 'mlp_bias', bool, False),
-      Only('activation', None, ('swiglu',)),  # Falcon 3 says again what `hidden_act` does
+      FixedKey('activation', None, ('swiglu',)),  # Falcon 3 says again what `hidden_act` does
     ),
   ),
   'mistral': Family(
@@ -296,8 +296,8 @@ FAMILIES: dict[str, Family] = {
       *_llama(151_936, 2048, 6144, 24, 32, 4),
       AllWindowed(4096, use_key=True),
       attention_bias(),
-      Only('decoder_sparse_step', 1),
-      Only('mlp_only_layers', []),
+      FixedKey('decoder_sparse_step', 1),
+      FixedKey('mlp_only_layers', []),
       *experts(num_experts_key('num_experts', 128, 'num_local_experts'), 8, ('moe_intermediate_size', 768)),
     ),
     fixed={'qk_norm': 'head'},
@@ -329,7 +329,7 @@ FAMILIES: dict[str, Family] = {
       QueryScale(),
       Key('final_logit_softcapping', 'logits_cap', float, 30.0, nullable=True),
       Key('attn_logit_softcapping', 'attention_cap', float, 50.0, nullable=True),
-      Only('use_bidirectional_attention', None, (False,)),
+      FixedKey('use_bidirectional_attention', None, (False,)),
     ),
     fixed=_GEMMA,
     inert=('hidden_act',),  # `hidden_activation` is read
@@ -346,7 +346,7 @@ FAMILIES: dict[str, Family] = {
       QueryScale(),
       Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
       Key('attn_logit_softcapping', 'attention_cap', float, None, nullable=True),
-      Only('use_bidirectional_attention', None, (False,)),
+      FixedKey('use_bidirectional_attention', None, (False,)),
     ),
     fixed=_GEMMA | {'qk_norm': 'head'},
     inert=('hidden_act',),  # `hidden_activation` is read
@@ -382,9 +382,9 @@ FAMILIES: dict[str, Family] = {
     architecture='GptOssForCausalLM',
     keys=(
       *_sizes(201_088, 2880, 2880, 36, 64, 8, 64, eps=1e-5),
-      Only('hidden_act', 'silu'),
-      Only('swiglu_alpha', 1.702),
-      Only('swiglu_limit', 7.0),
+      FixedKey('hidden_act', 'silu'),
+      FixedKey('swiglu_alpha', 1.702),
+      FixedKey('swiglu_limit', 7.0),
       Rope(150_000.0, default=_GPT_OSS_YARN),
       LayerTypes(lambda layer, config: layer % 2 == 0, default_window=128),
       attention_bias(True),
@@ -407,7 +407,7 @@ FAMILIES: dict[str, Family] = {
     architecture='DeepseekV3ForCausalLM',
     keys=(
       *_latent_sizes(129_280, 7168, 18_432, 61, 128),
-      Only('rope_interleave', True),
+      FixedKey('rope_interleave', True),
       *shared_experts(256, 8, 1, 2048, 3, 2.5, (8, 4), is_sigmoid=True),
       NextnHeads(),
     ),
@@ -436,9 +436,9 @@ FAMILIES: dict[str, Family] = {
       Key('layer_norm_epsilon', 'norm_eps', float, 1e-5),
       Key('tie_word_embeddings', 'tied', bool, True),
       activation('activation_function', 'gelu_new'),
-      Only('scale_attn_weights', True),
-      Only('scale_attn_by_inverse_layer_idx', False),
-      Only('reorder_and_upcast_attn', False, (True,)),
+      FixedKey('scale_attn_weights', True),
+      FixedKey('scale_attn_by_inverse_layer_idx', False),
+      FixedKey('reorder_and_upcast_attn', False, (True,)),
     ),
     fixed={'norm': 'layer', 'gated': False, 'mlp_bias': True, 'qkv_bias': True, 'out_bias': True},
     names=TensorNames(table='transformer.wte.weight', layer='transformer.h.{}.'),
@@ -458,8 +458,12 @@ FAMILIES: dict[str, Family] = {
   'switch_transformers': _t5(
     'SwitchTransformers',
     (32_128, 768, 2048, 12, 12),
-    *(activation('dense_act_fn', 'relu'), Only('is_gated_act', False), Only('feed_forward_proj', None, ('relu',))),
-    *(Only('router_bias', False), Only('router_dtype', 'float32'), num_experts_key('num_experts', 8)),
+    *(
+      activation('dense_act_fn', 'relu'),
+      FixedKey('is_gated_act', False),
+      FixedKey('feed_forward_proj', None, ('relu',)),
+    ),
+    *(FixedKey('router_bias', False), FixedKey('router_dtype', 'float32'), num_experts_key('num_experts', 8)),
     *(SwitchKeys(), T5Logits()),
     **{'gated': False, 'mixture.routing.num_selected': 1, 'mixture.routing.normalize_gates': None},
   ),

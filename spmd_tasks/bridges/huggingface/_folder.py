@@ -18,11 +18,11 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, lazy_array,
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Config, is_inert
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
-from spmd_tasks.bridges.huggingface._describe import describe_model, model_places, num_heads
+from spmd_tasks.bridges.huggingface._describe import describe_model, model_places, num_nextn_heads
 from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, SCORE_HEAD, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
-from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
+from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.layers import LanguageModel
@@ -72,12 +72,12 @@ def open_folder(path: os.PathLike | str, *, accept_config_keys: Collection[str] 
   folder = Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
   if family.tied_by_files and (names := tensor_names(path)):
     folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=family.names.head not in names))
-  elif decoder.tied and decoder.num_labels is None and folder.has_other_head():
+  elif decoder.tied and decoder.num_labels is None and folder.has_untied_head():
     folder = dataclasses.replace(folder, decoder=dataclasses.replace(decoder, tied=False))
   if decoder.num_nextn:
     names, layers = tensor_names(path), range(decoder.num_layers, decoder.num_layers + decoder.num_nextn)
     has_head = (decoder.num_labels is None and f'{family.names.layer.format(i)}eh_proj.weight' in names for i in layers)
-    folder = folder.with_heads(sum(itertools.takewhile(bool, has_head)))
+    folder = folder.with_nextn_heads(sum(itertools.takewhile(bool, has_head)))
   return folder
 
 
@@ -121,7 +121,7 @@ class Folder:
     config: the content of config.json.
     family, decoder: what that says.
     is_text_part: whether the files also have a model of images, which is left out.
-    has_new_head: the files have no head that scores; it is zeros.
+    has_new_score_head: the files have no head that scores; it is zeros.
   """
 
   path: Path
@@ -129,24 +129,24 @@ class Folder:
   family: Family
   decoder: Decoder
   is_text_part: bool = False
-  has_new_head: bool = False
+  has_new_score_head: bool = False
 
-  def with_head(self, num_labels: int) -> 'Folder':
+  def with_score_head(self, num_labels: int) -> 'Folder':
     """Returns the folder of a language model with zeros as a head that scores, in place of that of the logits."""
     decoder = dataclasses.replace(self.decoder, num_labels=num_labels, num_nextn=0)
-    return dataclasses.replace(self, decoder=decoder, has_new_head=num_labels > 0)
+    return dataclasses.replace(self, decoder=decoder, has_new_score_head=num_labels > 0)
 
-  def with_heads(self, num: int) -> 'Folder':
+  def with_nextn_heads(self, num: int) -> 'Folder':
     """Returns the folder of a model with the first `num` of the heads that predict further tokens."""
     if num == self.decoder.num_nextn:
       return self
     return dataclasses.replace(self, decoder=dataclasses.replace(self.decoder, num_nextn=num))
 
   @property
-  def num_missing_heads(self) -> int:
+  def num_missing_nextn_heads(self) -> int:
     """How many heads that predict further tokens the config names and the files lack, where the model has any."""
-    has_any = self.family.has_heads and self.decoder.num_labels is None
-    return (self.config.get(HEADS_KEY) or 0) - self.decoder.num_nextn if has_any else 0
+    has_any = self.family.has_nextn_heads and self.decoder.num_labels is None
+    return (self.config.get(NEXTN_KEY) or 0) - self.decoder.num_nextn if has_any else 0
 
   @property
   def dtype(self) -> str:
@@ -157,7 +157,7 @@ class Folder:
     """Returns the model, unbound; it computes in `dtype`, or in the folder's where that is None."""
     return build_model(self.decoder, dtype=dtype or self.dtype)
 
-  def has_other_head(self) -> bool:
+  def has_untied_head(self) -> bool:
     """Whether the files have a head beside the table that differs from it: then `transformers` does not tie them."""
     if not tensor_names(self.path):
       return False
@@ -172,9 +172,9 @@ class Folder:
 
     Raises a UserError as `read_tensors`, or where a head has an embedding or logits of its own.
     """
-    others = self.tensors_aside.keys() | self.head_copies.keys()
+    others = self.unused_nextn_tensors.keys() | self.nextn_copies.keys()
     tensors = {name: tensor for name, tensor in self._all_tensors[0].items() if name not in others}
-    for name, first in self.head_copies.items():
+    for name, first in self.nextn_copies.items():
       if first in tensors and not _are_equal(self._all_tensors[0][name], tensors[first]):
         raise UserError(
           f'{self.path} has {name}, which differs from {first}, but heads that predict further tokens share it here: '
@@ -183,16 +183,16 @@ class Folder:
     return tensors
 
   @property
-  def head_copies(self) -> dict[str, str]:
+  def nextn_copies(self) -> dict[str, str]:
     """The tensors of heads that repeat one of the model, and which one that is."""
-    copies = self.family.head_copies(self.decoder)
+    copies = self.family.nextn_copies(self.decoder)
     return {name: first for name, first in copies.items() if name in self._all_tensors[0]}
 
   @functools.cached_property
-  def tensors_aside(self) -> dict[str, LazyArray]:
+  def unused_nextn_tensors(self) -> dict[str, LazyArray]:
     """The tensors of heads that predict further tokens, which the model does not have."""
-    is_aside = self.family.is_aside
-    return {name: tensor for name, tensor in self._all_tensors[0].items() if is_aside(name, self.decoder)}
+    is_unused_nextn = self.family.is_unused_nextn
+    return {name: tensor for name, tensor in self._all_tensors[0].items() if is_unused_nextn(name, self.decoder)}
 
   def stored_dtype(self, name: str) -> str:
     """Returns the dtype in which a tensor is stored, or the folder's for one that is quantized or absent."""
@@ -214,7 +214,7 @@ class Folder:
     if self.is_text_part:
       found = {_TEXT_PREFIX.sub('', name, 1): each for name, each in found.items() if not _IMAGE_PART.match(name)}
     self._join_copies(found)
-    if self.has_new_head:
+    if self.has_new_score_head:
       found[SCORE_HEAD] = lazy_array(np.zeros((self.decoder.num_labels or 0, self.decoder.embed_dim), np.float32))
     return {self.family.full_name(name, self.decoder): tensor for name, tensor in found.items()}
 
@@ -243,9 +243,9 @@ class Folder:
     """
     num_labels = getattr(getattr(model, 'embedding', None), 'num_labels', None)
     if num_labels is not None and self.decoder.num_labels is None:
-      return self.with_head(num_labels).lazy_weights(model, abstract_weights)
-    if (num := num_heads(model)) < self.decoder.num_nextn:
-      return self.with_heads(num).lazy_weights(model, abstract_weights)
+      return self.with_score_head(num_labels).lazy_weights(model, abstract_weights)
+    if (num := num_nextn_heads(model)) < self.decoder.num_nextn:
+      return self.with_nextn_heads(num).lazy_weights(model, abstract_weights)
     self._check_model(model)
     wanted = traverse_util.flatten_dict(abstract_weights, sep='/')
     rules = self.family.rules(self.decoder, model_places(model))

@@ -112,7 +112,7 @@ class PeftModule:
 
 def peft_modules(folder: Folder) -> list[PeftModule]:
   """Returns the modules of a folder's model whose kernels can all have adapters."""
-  model = folder.with_heads(0).build_model()  # transformers, and so `peft`, knows no heads
+  model = folder.with_nextn_heads(0).build_model()  # transformers, and so `peft`, knows no heads
   adaptable, places = adaptable_weights(model), model_places(model)
   found = []
   for rule in folder.family.rules(folder.decoder, places):

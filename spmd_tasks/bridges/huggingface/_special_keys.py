@@ -16,8 +16,8 @@ from spmd_tasks.bridges.huggingface._config_keys import (
   MAX_LAYERS,
   Config,
   Entry,
+  FixedKey,
   Key,
-  Only,
   Values,
   is_neutral,
 )
@@ -32,7 +32,7 @@ from spmd_tasks.layers.attention import (
   YarnScaling,
 )
 
-HEADS_KEY = 'num_nextn_predict_layers'
+NEXTN_KEY = 'num_nextn_predict_layers'
 _UNBOUNDED = 2**31 - 1  # the `expert_capacity` that drops nothing
 
 
@@ -90,9 +90,9 @@ def shared_experts(
     Key('num_experts_per_tok', 'mixture.routing.num_selected', int, num_selected),
     Key('moe_intermediate_size', 'mixture.hidden_dim', int, hidden_dim),
     Key('routed_scaling_factor', 'mixture.routing.gate_scale', float, gate_scale),
-    Only('scoring_func', 'sigmoid' if is_sigmoid else 'softmax'),
-    Only('moe_layer_freq', 1),
-    normalized if is_sigmoid else Only('norm_topk_prob', False),
+    FixedKey('scoring_func', 'sigmoid' if is_sigmoid else 'softmax'),
+    FixedKey('moe_layer_freq', 1),
+    normalized if is_sigmoid else FixedKey('norm_topk_prob', False),
     ExpertGroups(*groups, ('noaux_tc',) if is_sigmoid else ('greedy', 'group_limited_greedy')),
     SharedAndDense(num_shared, num_dense),
   )
@@ -149,13 +149,13 @@ class NextnHeads:
   """`num_nextn_predict_layers`, which many folders have without the tensors; Folder counts these."""
 
   def read(self, config: Config, known: Values) -> Values:
-    num = config.read(HEADS_KEY, int, 0)
+    num = config.read(NEXTN_KEY, int, 0)
     if not 0 <= num <= MAX_LAYERS:
-      raise config.error(HEADS_KEY, f'must be from 0 to {MAX_LAYERS}')
+      raise config.error(NEXTN_KEY, f'must be from 0 to {MAX_LAYERS}')
     return {'num_nextn': num}
 
   def write(self, decoder: Decoder) -> Values:
-    return {HEADS_KEY: decoder.num_nextn}
+    return {NEXTN_KEY: decoder.num_nextn}
 
 
 def latent_keys() -> tuple[Entry, ...]:

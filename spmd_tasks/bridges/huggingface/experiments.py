@@ -79,7 +79,7 @@ class PretrainedLanguageModel(TextTraining):
     num_found = folder.decoder.num_nextn
     if num is not None and not 0 <= num <= num_found:
       raise UserError(f'num_nextn_predict_layers = {num} must be from 0 to {num_found}, the heads of {self.model}.')
-    model = _config_of(folder.with_heads(num_found if num is None else num).build_model(dtype=self.dtype))
+    model = _config_of(folder.with_nextn_heads(num_found if num is None else num).build_model(dtype=self.dtype))
     heads = (model.nextn_head.stack,) if hasattr(model, 'nextn_head') else ()
     for stack in (*stacks_of(model), *heads):
       stack.remat_policy = self.remat_policy

@@ -37,7 +37,7 @@ from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, check_free, dtype_of, new_folder, write_tensors
-from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
+from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
 from spmd_tasks.bridges.huggingface.base_digest import describe_base
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.bridges.huggingface.sentence_transformers import write_pooling
@@ -239,7 +239,7 @@ def export_folder(
   if is_writer:  # before anything is read
     check_free(target)
   decoder = describe_model(model)
-  origin = None if origin is None else origin.with_heads(decoder.num_nextn)
+  origin = None if origin is None else origin.with_nextn_heads(decoder.num_nextn)
   try:
     family, keys = _family_of(decoder, origin)
   except UserError:
@@ -291,9 +291,9 @@ def _tensors(
   table.check(weights, made)  # of the weights, each is used exactly once
   if family.writes_copies and not decoder.scale_logits:
     made |= dict.fromkeys(family.table_copies, made[family.names.table])
-  copies = family.head_copies(decoder) if origin is None else origin.head_copies
+  copies = family.nextn_copies(decoder) if origin is None else origin.nextn_copies
   made |= {name: made[first] for name, first in copies.items()}
-  return made if origin is None else made | origin.tensors_aside
+  return made if origin is None else made | origin.unused_nextn_tensors
 
 
 def _config(
@@ -305,8 +305,8 @@ def _config(
   kept = {key: origin_keys[key] for key in origin_keys if is_inert(key) and key not in ('auto_map', 'torch_dtype')}
   if len(kept.get('id2label') or ()) == len(keys.get('id2label', ())):  # the names of labels do not change
     keys = {key: value for key, value in keys.items() if key not in ('id2label', 'label2id')}
-  if origin is not None and origin.tensors_aside:  # heads that the model is without
-    keys = {key: origin.config[key] if key == HEADS_KEY and key in origin.config else keys[key] for key in keys}
+  if origin is not None and origin.unused_nextn_tensors:  # heads that the model is without
+    keys = {key: origin.config[key] if key == NEXTN_KEY and key in origin.config else keys[key] for key in keys}
   model_type = next(name for name, each in FAMILIES.items() if each is family)
   largest = max(tensors.values(), key=lambda tensor: np.prod(tensor.shape))
   return {**settings, **kept, **keys, 'model_type': model_type, 'dtype': largest.dtype.name}

@@ -27,7 +27,7 @@ from spmd_tasks.adapters.adapted_weights import adapters_of
 from spmd_tasks.adapters.merging import with_magnitudes
 from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
 from spmd_tasks.bridges.huggingface._peft import open_adapter
-from spmd_tasks.bridges.huggingface._special_keys import HEADS_KEY
+from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
 from spmd_tasks.bridges.huggingface.adapter_stacks import AdapterSource, stacked_adapters
 from spmd_tasks.bridges.huggingface.base_digest import check_base, check_base_of_folder, describe_base
 from spmd_tasks.checkpoints.checkpointer import Restored
@@ -176,9 +176,9 @@ def _read_both(
 def _read(
   model: PartitionedModel, folder: Folder, storage: WeightStorage | None = None, *, only_frozen: bool = False
 ) -> Any:
-  if folder.num_missing_heads:
+  if folder.num_missing_nextn_heads:
     text = '%s has num_nextn_predict_layers = %s, but no tensors of %d of these heads: the model is without them.'
-    logging.warning(text, folder.path, folder.config[HEADS_KEY], folder.num_missing_heads)
+    logging.warning(text, folder.path, folder.config[NEXTN_KEY], folder.num_missing_nextn_heads)
   specs = flat_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:

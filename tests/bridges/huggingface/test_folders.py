@@ -227,7 +227,7 @@ DAMAGES = {
   'a missing tensor': (lambda path: _with(path, NORM, None), f'has no {NORM}'),
   'a layer too many': (
     lambda path: _with(path, 'model.layers.7.mlp.up_proj.weight', np.zeros((44, 30), np.float32)),
-    'model.layers.7.mlp.up_proj.weight [44, 30], which nothing on the other side corresponds to',
+    'model.layers.7.mlp.up_proj.weight [44, 30], which has no counterpart on the other side',
   ),
   'a wrong shape': (lambda path: _with(path, NORM, np.zeros(7, np.float32)), 'gives [7], but the model has [30]'),
   'whole numbers': (lambda path: _with(path, NORM, np.zeros(30, np.int32)), f'{NORM} in int32'),

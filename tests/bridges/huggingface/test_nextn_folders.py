@@ -85,7 +85,7 @@ def test_logits_of_a_head_and_its_way_back_byte_for_byte(made, tmp_path):
   for ours, theirs in zip((predicted['logits'], predicted['nextn'][0]['logits']), logits, strict=True):
     assert_close(np.asarray(ours)[:, :-1], theirs, 1e-5)
 
-  plain = folder.with_heads(0).build_model()  # an export has the head as it was, too
+  plain = folder.with_nextn_heads(0).build_model()  # an export has the head as it was, too
   for place, given in (('with', model), ('without', plain)):
     export_folder(tmp_path / place, given, folder.lazy_weights(given, abstract_weights(given)), origin=folder)
     exported, before = tensors_of(tmp_path / place), tensors_of(path)
