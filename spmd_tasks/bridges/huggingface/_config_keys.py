@@ -257,7 +257,7 @@ def attention_bias(default: bool = False) -> Key:
 
 @dataclasses.dataclass(frozen=True)
 class AllWindowed:
-  """`sliding_window` for every layer; null for none. With `use_key`, it applies only if `use_sliding_window` is true."""
+  """`sliding_window` of all layers; null for none. With `use_key`, it applies only if `use_sliding_window` is true."""
 
   default: int | None = None
   use_key: bool = False

@@ -47,7 +47,7 @@ from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRoute
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-  """The settings of TopKRouter that a config.json has, by TopKRouter's names; `use_bias` also applies to the experts."""
+  """TopKRouter's settings that a config.json has, by TopKRouter's names; `use_bias` also applies to the experts."""
 
   num_experts: int
   num_selected: int
