@@ -49,7 +49,8 @@ class Shared:
 
 def _parts(value: Any) -> Any:
   if type(value).__name__ == 'PaxTask':  # tasks of Paxml are equal to themselves alone
-    return value.task.hparams.to_text(), value.input_spec, value.eval_with_ema, value.num_microbatches, value.max_consecutive_skips
+    task = value.task.hparams.to_text()
+    return task, value.input_spec, value.eval_with_ema, value.num_microbatches, value.max_consecutive_skips
   return (value.func, value.args, value.keywords) if isinstance(value, functools.partial) else value
 
 
