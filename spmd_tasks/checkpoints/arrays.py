@@ -164,7 +164,8 @@ def _context() -> Any:
 
 
 def _kvstore_spec(directory: epath.Path, name: str) -> dict[str, Any]:
-  return kvstore_spec(directory / quote(name.replace('/', '.'), safe=''))
+  directory_name = name.replace('/', '.')  # as Orbax has it; an object's name has no '#' or '?'
+  return kvstore_spec(directory / (quote(directory_name, safe='') if is_remote(directory) else directory_name))
 
 
 def _write_spec(leaf: jax.Array) -> dict[str, Any]:
