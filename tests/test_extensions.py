@@ -29,7 +29,7 @@ def installed(monkeypatch):
   [
     ('no_such_module:EXTENSION', "No module named 'no_such_module'"),
     (f'{__name__}:NO_SUCH_NAME', 'NO_SUCH_NAME'),
-    (f'{__name__}:NOT_A_EXTENSION', "'text' is no Extension"),
+    (f'{__name__}:NOT_A_EXTENSION', "'text' is not an Extension"),
   ],
 )
 def test_an_extension_that_fails_is_named_and_hides_no_other(value, reason, installed, capsys):

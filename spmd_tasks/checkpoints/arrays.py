@@ -31,6 +31,7 @@ from spmd_tasks.stores import kvstore_spec
 
 _IN_FLIGHT_BYTES = 8_000_000_000  # of a restore, in the host's memory
 _CONCURRENT_REQUESTS = 128
+_DIGESTS = re.compile(r'stored digest is (\w+) but computed digest is (\w+)')
 _UNSAFE = re.compile(r'[\\\ud800-\udfff]')
 
 
@@ -128,6 +129,8 @@ def damage_of(path: epath.Path) -> Iterator[None]:
       raise
     reason = ' '.join(str(error).partition(' [')[0].split())  # without the spec, which follows in brackets
     file = re.match(rf'.*/({re.escape(path.name)}/[^":\s]+)', reason)
+    if digests := _DIGESTS.search(reason):
+      reason = f'its content has changed (CRC-32C {digests[2]}, was {digests[1]})'
     raise DamagedCheckpointError(file[1] if file else path.name, reason) from error
 
 

@@ -96,7 +96,7 @@ def test_damage_is_found(store):
   shards = [name for name in sizes_below(store) if 'weights.emb/c/' in name and name.startswith('checkpoint_00000002')]
   whole = (store / shards[0]).read_bytes()
   (store / shards[0]).write_bytes(bytes([whole[0] ^ 4]) + whole[1:])
-  with pytest.raises(CheckpointError, match=r'damaged: state_\w+/weights.emb/c/.*Digest mismatch'):
+  with pytest.raises(CheckpointError, match=r'damaged: state_\w+/weights.emb/c/.*CRC-32C'):
     Checkpointer(store).restore(abstract_state(), 2)
   assert_restores(Checkpointer(store, read_only=True).restore(abstract_state()), 1)
   (store / shards[0]).unlink()

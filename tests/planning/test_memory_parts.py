@@ -42,7 +42,6 @@ class Offloaded(Tiny):
   """Three layers of width 128 on rows of 256 tokens, the remat policy `attention_offloaded`, data 4."""
 
   ici_mesh_shape = (1, 4, 1)
-  target = 'v5e:2x2'
   num_layers = 3  # libtpu unrolls loops of two, and 0.0.50 then writes a layer twice
   model_dims = 128
   hidden_dims = 128
