@@ -186,7 +186,19 @@ def _write_spec(leaf: jax.Array) -> dict[str, Any]:
 
 
 def _read_spec(directory: epath.Path, name: str) -> dict[str, Any]:
-  return {'driver': 'zarr3', 'kvstore': _kvstore_spec(directory, name), 'fill_missing_data_reads': False}
+  spec = _kvstore_spec(directory, name)
+  plain = name.replace('/', '.')
+  quoted = quote(plain, safe='')
+  if plain != quoted and not _has_metadata(spec):  # a copy from a store on a disk, or the other way round
+    others = (kvstore_spec(directory / other) for other in (plain, quoted))
+    spec = next((other for other in others if _has_metadata(other)), spec)
+  return {'driver': 'zarr3', 'kvstore': spec, 'fill_missing_data_reads': False}
+
+
+def _has_metadata(spec: dict[str, Any]) -> bool:
+  import tensorstore as ts
+
+  return ts.KvStore.open(spec).result().read('zarr.json').result().state == 'value'
 
 
 def _ocdbt_spec(directory: epath.Path, name: str) -> dict[str, Any]:

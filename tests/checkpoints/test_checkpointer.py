@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer, Retention
+from spmd_tasks.checkpoints.arrays import copy_to_host, read_arrays
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.checkpoints.manifest import CheckpointError
 
@@ -172,3 +173,11 @@ def test_a_step_that_is_not_newer_is_refused(directory):
     checkpointer.save(2, device_state(2))
   checkpointer.close()
   assert checkpointer.all_steps() == [1, 2, 3]
+
+
+def test_an_array_is_read_by_the_name_that_a_store_gives_it(tmp_path):
+  """On a disk a weight's directory has its own name; a copy from a store has the quoted one."""
+  directory, value = epath.Path(tmp_path), {'p#2': jnp.arange(4.0)}
+  copy_to_host(directory, value)()
+  (directory / 'p#2').rename(directory / 'p%232')
+  np.testing.assert_array_equal(read_arrays(directory, jax.eval_shape(lambda: value))['p#2'], value['p#2'])
