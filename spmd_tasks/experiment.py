@@ -94,8 +94,8 @@ class Experiment(FrozenFields, abc.ABC):
 
   seed: int = 0
   # The weights that a new job starts from: the job_log_dir of another job (its newest checkpoint, or `init_from_step`),
-  # or hf:FOLDER, a folder in Hugging Face's format. The other job has the same model, or a dense one whose feed-forward
-  # networks become experts (programs/upcycling.py). A job with a checkpoint of its own continues from its checkpoint.
+  # or hf:FOLDER, a folder in Hugging Face's format. The other job has the same model, or a dense model: then its
+  # feed-forward networks become experts (programs/upcycling.py). A job that has a checkpoint continues from it.
   init_from: str | None = None
   init_from_step: int | None = None
   num_train_steps: int = 1000

@@ -50,8 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       traceback.print_exc()
       code = exit_codes.FAILED
   sys.stdout.flush()
-  # Python's own exit would wait for threads in native code, such as the compiler's, and for Orbax's threads, which wait
-  # for minutes for a save that has failed.
+  # Python's own exit would wait for threads in native code, such as the compiler's, and for a save that cannot end.
   if code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S):
     sys.stderr.flush()
     os._exit(code)

@@ -66,7 +66,7 @@ def copy_to_host(path: epath.Path, state: Any) -> Callable[[], None]:
         metadata = json.dumps(_orbax_metadata(shapes)).encode()
         commits.append(ts.KvStore.open(kvstore_spec(directory)).result().write('_METADATA', metadata))
       for name, spec in specs.items():
-        where = {'kvstore': _kvstore_spec(directory, name)}
+        where = {'kvstore': kvstore_spec(directory / _directory_names(directory, name)[0])}
         store = ts.open(spec | where, context=context, open=True, assume_metadata=True).result()
         if jax.process_index() == 0:
           # Not by TensorStore's own conditional write: if its answer is lost, it takes its own object for another's.
@@ -166,9 +166,14 @@ def _context() -> Any:
   return ts.Context({'gcs_request_concurrency': limit, 's3_request_concurrency': limit})
 
 
-def _kvstore_spec(directory: epath.Path, name: str) -> dict[str, Any]:
-  directory_name = name.replace('/', '.')  # as Orbax has it; an object's name has no '#' or '?'
-  return kvstore_spec(directory / (quote(directory_name, safe='') if is_remote(directory) else directory_name))
+def _directory_names(directory: epath.Path, name: str) -> tuple[str, str]:
+  """Returns an array's directory name below `directory`, and its name in a copy from the other kind of storage.
+
+  On disks it is the name that Orbax looks for. In stores it is quoted, because `#` and `?` have a meaning in URLs.
+  """
+  plain = name.replace('/', '.')
+  quoted = quote(plain, safe='')
+  return (quoted, plain) if is_remote(directory) else (plain, quoted)
 
 
 def _write_spec(leaf: jax.Array) -> dict[str, Any]:
@@ -186,13 +191,9 @@ def _write_spec(leaf: jax.Array) -> dict[str, Any]:
 
 
 def _read_spec(directory: epath.Path, name: str) -> dict[str, Any]:
-  spec = _kvstore_spec(directory, name)
-  plain = name.replace('/', '.')
-  quoted = quote(plain, safe='')
-  if plain != quoted and not _has_metadata(spec):  # a copy from a store on a disk, or the other way round
-    others = (kvstore_spec(directory / other) for other in (plain, quoted))
-    spec = next((other for other in others if _has_metadata(other)), spec)
-  return {'driver': 'zarr3', 'kvstore': spec, 'fill_missing_data_reads': False}
+  own, copied = (kvstore_spec(directory / directory_name) for directory_name in _directory_names(directory, name))
+  is_copy = own != copied and not _has_metadata(own) and _has_metadata(copied)
+  return {'driver': 'zarr3', 'kvstore': copied if is_copy else own, 'fill_missing_data_reads': False}
 
 
 def _has_metadata(spec: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@
 
 A directory without a manifest is no checkpoint, and the next job deletes it. A checkpoint is deleted by deleting its
 manifest first. Each job writes arrays below a name of its own: a job that has lost its directory to another one
-(programs/job_lock.py), and still writes, changes no checkpoint. The manifest has no digests of the arrays' objects,
+(programs/store_claim.py), and still writes, changes no checkpoint. The manifest has no digests of the arrays' objects,
 whose CRCs are checked as they are read.
 """
 

@@ -65,7 +65,7 @@ class DraftRows(struct.PyTreeNode):
   rows: Any
 
   def tables_of_slots(self, tables: np.ndarray, none: int) -> np.ndarray:
-    """Returns the tables of the n slots, int32 [D, n/D, M], from those of the rows, on the host; `none` fills them."""
+    """Returns one block table per slot, int32 [D, n/D, M], on the host; slots without rows get `none`."""
     num_parts, _, size = tables.shape
     of_slots = np.full((num_parts * -(-len(self.rows) // num_parts), size), none, np.int32)
     (busy,) = np.nonzero(self.rows[:, 0] < len(self.owners))

@@ -103,8 +103,7 @@ def coordination() -> Any:
   """
   try:
     # No public name of JAX (0.10 to 0.12) reaches the client, whose key-value store and barriers need no backend:
-    # jax.distributed only starts and ends it, and jax.experimental.multihost_utils, which Orbax uses beside this, runs
-    # its collectives on devices.
+    # jax.distributed only starts and ends it, and jax.experimental.multihost_utils runs its collectives on devices.
     from jax._src import distributed
   except ImportError:
     return None

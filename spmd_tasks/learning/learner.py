@@ -104,7 +104,7 @@ class BaseLearner(Protocol):
   ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
     """Computes one step, traced in the train step. Returns (new weights, new state, metrics).
 
-    The arguments are those of `Learner.update`. The metrics are float32 scalars, `skipped` (0 or 1) among them.
+    Takes the arguments of `Learner.update`. The metrics are float32 scalars by name; `skipped` (0 or 1) is one of them.
     """
 
   @abc.abstractmethod

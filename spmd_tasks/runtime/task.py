@@ -93,7 +93,7 @@ class BaseTask(Protocol):
     """Draws the model's variables, each in the box of its WeightSpec. `batch` holds zeros of the input spec."""
 
   def mark_weights(self, weight_specs: Any) -> Any:
-    """Returns the WeightSpecs of the weights with changed tags and dtypes, such as those of frozen weights."""
+    """Returns the weights' WeightSpecs with the task's own tags and dtypes; a frozen weight has the tag `frozen`."""
     return weight_specs
 
   @abc.abstractmethod
