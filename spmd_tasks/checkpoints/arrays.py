@@ -1,7 +1,7 @@
 """Writes and reads the arrays of a checkpoint with TensorStore, on disks and in object stores.
 
     state/weights.ffn.kernel/zarr.json     shape, dtype and chunks of one array (Zarr 3)
-    state/weights.ffn.kernel/c/0/1         one shard; its last four bytes are the CRC-32C of the others
+    state/weights.ffn.kernel/c.0.1         one shard; its last four bytes are the CRC-32C of the others
     state/_METADATA                        the tree, for Orbax: `orbax.checkpoint` restores `state` as a PyTree
 
 Each shard is one file (or object). One of the devices that hold a shard writes it; replicas take turns, so that all
@@ -185,6 +185,8 @@ def _write_spec(leaf: jax.Array) -> dict[str, Any]:
       'shape': leaf.shape,
       'data_type': leaf.dtype.name,
       'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': [max(size, 1) for size in shard_shape]}},
+      # Not in nested directories, each of which would have to be flushed.
+      'chunk_key_encoding': {'name': 'default', 'configuration': {'separator': '.'}},
       'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}],
     },
   }

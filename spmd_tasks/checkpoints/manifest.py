@@ -110,15 +110,14 @@ def write_manifest(directory: epath.Path, *, step: int, num_processes: int, leav
   """Flushes and digests all files below `directory`, then writes the manifest atomically. Raises OSError."""
 
   def entry_of(path: str) -> FileEntry:
-    if not _is_shard(path):  # TensorStore has flushed the shards
+    if not path.startswith(STATE):  # TensorStore has flushed what it wrote
       sync_path(directory / path)
     return FileEntry(path, *digest_file(directory / path, is_shard=_is_shard(path)))
 
   paths = sorted(_files_below(directory))
   with ThreadPoolExecutor(NUM_HASH_THREADS, thread_name_prefix='checkpoint_hash') as pool:
     files = list(pool.map(entry_of, paths))
-  for subdirectory in sorted({(directory / path).parent for path in paths}):
-    sync_path(subdirectory)
+    list(pool.map(sync_path, {(directory / path).parent for path in paths}))
   text = manifest_text(step=step, num_processes=num_processes, leaves=leaves, files=files)
   write_durably(directory / MANIFEST_FILE, text)
 
@@ -215,5 +214,6 @@ def digest_file(path: epath.Path, *, is_shard: bool) -> tuple[int, str]:
 
 
 def _is_shard(path: str) -> bool:
-  """Whether a file of a checkpoint is a shard: `state/weights.ffn.kernel/c/0/1`."""
-  return path.startswith(STATE) and path.split('/')[2:3] == ['c']
+  """Whether a file of a checkpoint is a shard: `state/weights.ffn.kernel/c.0.1`, or `state/step/c` of a scalar."""
+  names = path.split('/')
+  return names[0].startswith(STATE) and len(names) == 3 and names[2].split('.')[0] == 'c'

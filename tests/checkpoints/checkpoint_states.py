@@ -69,7 +69,7 @@ def names(directory: pathlib.Path) -> list[str]:
 
 
 def array_file(step_directory: pathlib.Path) -> pathlib.Path:
-  return max((step_directory / 'state').glob('weights.ffn.kernel/c/*/*'), key=lambda path: path.stat().st_size)
+  return max((step_directory / 'state').glob('weights.ffn.kernel/c.*'), key=lambda path: path.stat().st_size)
 
 
 def flip_bit(path: pathlib.Path, position: float = 0.5) -> None:

@@ -37,7 +37,7 @@ DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
   'bit in array data': (lambda d: flip_bit(array_file(d)), 'state/.*CRC-32C'),
   'shard of another step': (
     lambda d: shutil.copy(array_file(d.parent / 'checkpoint_00000002'), array_file(d)),
-    'state/weights.ffn.kernel/c/.*content has changed',
+    r'state/weights.ffn.kernel/c\..*content has changed',
   ),
   'arrays of another step': (
     lambda d: (shutil.rmtree(d / 'state'), shutil.copytree(d.parent / 'checkpoint_00000002' / 'state', d / 'state')),

@@ -93,10 +93,10 @@ def test_a_job_that_is_late_removes_what_it_wrote_to_the_checkpoint_of_another(s
 @one_kind_of_store
 def test_damage_is_found(store):
   save(store, 1, 2)
-  shards = [name for name in sizes_below(store) if 'weights.emb/c/' in name and name.startswith('checkpoint_00000002')]
+  shards = [name for name in sizes_below(store) if 'weights.emb/c.' in name and name.startswith('checkpoint_00000002')]
   whole = (store / shards[0]).read_bytes()
   (store / shards[0]).write_bytes(bytes([whole[0] ^ 4]) + whole[1:])
-  with pytest.raises(CheckpointError, match=r'damaged: state_\w+/weights.emb/c/.*CRC-32C'):
+  with pytest.raises(CheckpointError, match=r'damaged: state_\w+/weights.emb/c\..*CRC-32C'):
     Checkpointer(store).restore(abstract_state(), 2)
   assert_restores(Checkpointer(store, read_only=True).restore(abstract_state()), 1)
   (store / shards[0]).unlink()
