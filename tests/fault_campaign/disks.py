@@ -60,7 +60,7 @@ def full_disk(scene: Scene) -> str:
 
 @kind('disk/no inodes', share=3)
 def no_inodes(scene: Scene) -> str:
-  return _fill(scene, 'size=16m,nr_inodes=400', 'inodes', (0, 0, 1, 2, 5, 10, 20), 'inodes')
+  return _fill(scene, 'size=16m,nr_inodes=2000', 'inodes', (0, 0, 1, 2, 5, 10, 20), 'inodes')
 
 
 @kind('disk/errors at some operation, or from there on', share=9)
