@@ -1,7 +1,7 @@
-"""Defines BaseTask, the protocol that the programs run, and Task: a Linen model, its loss, its learner; and TrainState.
+"""Task: a Linen model with its loss and its learner. BaseTask: the protocol that programs run. TrainState.
 
-The steps of a task are pure functions of whole arrays of true shapes. There is no mesh, no sharding and no padding
-here; `partition.py` wraps them into compiled steps.
+The steps of a task are pure functions of global arrays without padding. They know no mesh and no sharding;
+`partition.py` compiles them for a mesh.
 """
 
 import abc
@@ -25,7 +25,7 @@ from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.learner import as_learner
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.runtime.sown_values import of_state, sown_values, warn_of_sown, without_sown
+from spmd_tasks.runtime.sown_values import declared_updates, sown_values, warn_of_sown, without_sown
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, QUANTIZED_DTYPES, WEIGHT_FACTORS
 
 Batch = dict[str, jax.Array]
@@ -33,14 +33,14 @@ Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights
 
 
 class TrainState(struct.PyTreeNode):
-  """Everything that a training step changes. A pytree; shapes, specs and shardings come in trees of this class too.
+  """Everything that a train step changes. A pytree; trees of shapes, specs and shardings are of this class too.
 
   Attributes:
     step: int32 scalar, the number of updates applied so far (a skipped step does not count).
-    rng: uint32[2], the job's base key data; step s draws from `fold_in(rng, s)`.
+    rng: uint32[2], the data of the job's base key; step s uses the key `fold_in(rng, s)`.
     weights: the model's parameters, a tree of arrays.
-    learner: optimizer state, averaged weights and the counts of skipped steps.
-    non_trainable: the model's other variables by collection, such as `batch_stats`; they have no gradient.
+    learner: optimizer state, averaged weights and counts of skipped steps.
+    non_trainable: the model's other variables by collection, such as `batch_stats`; they have no gradients.
   """
 
   step: Any
@@ -56,15 +56,16 @@ class TrainState(struct.PyTreeNode):
 
 
 class BaseTask(Protocol):
-  """What the programs train, evaluate and decode. `Task` is one for Linen models; the Pax bridge has another.
+  """What the programs train, evaluate and decode. `Task` implements it for Linen models; the Pax bridge has another.
 
-  Subclass it to run another framework's steps on the mesh, and define its abstract methods. Those that compute are pure
-  functions, traced in compiled programs on arrays of true shapes, under the mesh's axis rules.
+  To run another framework's steps on the mesh, subclass it and implement its abstract methods. Methods that compute are
+  pure functions: a compiled program traces them on global arrays without padding, inside a `sharding_scope`.
 
   Attributes:
-    model: the model, in the form of its framework.
-    decode: how text is generated from prompts; None: decode jobs decode batches of `decode_inputs` by `make_decoder`.
-    num_microbatches: in how many parts `train_step` differentiates a batch.
+    model: the model, as its framework represents it.
+    decode: how text is generated from prompts; None if decode jobs pass the batches of `decode_inputs` to
+      `make_decoder`.
+    num_microbatches: the number of microbatches into which `train_step` splits a batch.
     max_consecutive_skips: the training program stops after this many consecutive skipped steps.
   """
 
@@ -81,28 +82,28 @@ class BaseTask(Protocol):
 
   @property
   def shows_metrics(self) -> bool:
-    """Whether the progress line shows the metrics that an experiment's own loss returns; metric files always do."""
+    """Whether the progress line shows the metrics that the loss returns; metric files always have them."""
     return False
 
   @abc.abstractmethod
   def make_key(self, seed: int) -> jax.Array:
-    """Returns the base key of a job with this seed: a PRNG key, scalar."""
+    """Returns the base key of a job with this seed: a scalar PRNG key."""
 
   @abc.abstractmethod
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
-    """Draws the model's variables, each in the box of its WeightSpec. `batch` holds zeros of the input spec."""
+    """Initializes the model's variables, boxed with their split dims. `batch` is zeros with the input spec's shapes."""
 
   def mark_weights(self, weight_specs: Any) -> Any:
-    """Returns the weights' WeightSpecs with the task's own tags and dtypes; a frozen weight has the tag `frozen`."""
+    """Returns the weights' WeightSpecs with the task's tags and dtypes; frozen weights have the tag `frozen`."""
     return weight_specs
 
   @abc.abstractmethod
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
-    """Returns the state at step 0. `rng` is the job's base key, from which every step derives its own."""
+    """Returns the state at step 0. `rng` is the job's base key, from which every step derives its key."""
 
   @abc.abstractmethod
   def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
-    """Returns a WeightSpec per leaf of the learner's state, which says how the leaf is split."""
+    """Returns a WeightSpec with split dims for each leaf of the learner's state."""
 
   @abc.abstractmethod
   def train_step(
@@ -110,44 +111,44 @@ class BaseTask(Protocol):
   ) -> tuple[TrainState, dict[str, Any]]:
     """Applies one update. Returns the new state, and metrics by name: float32 scalars or vectors.
 
-    The scalars `loss`, `loss_weight` and `skipped` (0 or 1) must be among the metrics. With `keeps_examples`, so must
-    `outputs`, the StepOutputs with the per-example outputs; a task without these raises a UserError.
+    The metrics include the scalars `loss`, `loss_weight` and `skipped` (0 or 1). With `keeps_examples` they also
+    include `outputs`, the StepOutputs with per-example outputs; a task that has none raises a UserError.
     """
 
   @abc.abstractmethod
   def eval_step(
     self, variables: Variables, batch: Batch, step: jax.Array, *, keeps_examples: bool = False
   ) -> dict[str, Any]:
-    """Evaluates one batch. Returns clu metrics by name, to be merged over the batches of the set; `loss` is one.
+    """Evaluates one batch. Returns clu metrics by name, including `loss`, which are merged over the evaluation set.
 
     `step` is the train step of the variables, int32. `keeps_examples` is as in `train_step`.
     """
 
   @abc.abstractmethod
   def predict(self, variables: Variables, batch: Batch) -> Any:
-    """Returns the model's predictions in evaluation mode, without dropout: a tree of arrays."""
+    """Returns the model's predictions without dropout: a tree of arrays."""
 
   def prepare_batch(self, variables: Variables, batch: Batch) -> Batch:
-    """Returns the batch with the entries that `training_loss` computes first, without gradients."""
+    """Returns the batch with the entries that `training_loss` needs and that have no gradient."""
     del variables
     return batch
 
   def training_loss(self, variables: Variables, batch: Batch, rng: jax.Array) -> Any:
-    """Computes the loss of a training batch; --mode plan and the MFU count its FLOPs. By default an eval step."""
+    """Computes the loss of a training batch, whose FLOPs --mode plan and the MFU count. The default is an eval step."""
     del rng
     return self.eval_step(variables, batch, jnp.int32(0))
 
   def evaluation_variables(self, state: TrainState) -> Variables:
-    """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
+    """Returns the variables to evaluate, with raw or averaged weights. `state` may be abstract."""
     return state.variables
 
   def evaluates_trained_weights(self, state: TrainState) -> bool:
-    """Returns whether `evaluation_variables` of a state, or of its shapes, are `state.variables`."""
+    """Returns whether `evaluation_variables(state)` is `state.variables`. `state` may be abstract."""
     del state
     return True
 
   def decoding_variables(self, state: TrainState) -> Variables:
-    """Returns the variables of a TrainState that generate text."""
+    """Returns the variables to generate text with."""
     return self.evaluation_variables(state)
 
   def make_decoder(self, *arguments: Any, **named: Any) -> Any:
@@ -155,39 +156,39 @@ class BaseTask(Protocol):
     raise UserError(f'a {type(self).__name__} continues prompts: set task.decode, which is None.')
 
   def as_task(self, reader: str) -> 'Task':
-    """Returns the Task whose Linen model, loss and learner `reader`, such as '--mode serve', needs.
+    """Returns self as a Task, for a `reader` such as '--mode serve' that needs its Linen model, loss or learner.
 
-    Raises a UserError if this is a task of another framework.
+    Raises a UserError if the task runs another framework's model.
     """
     raise UserError(
-      f'{reader} needs the model, the loss and the learner of a Task, which a {type(self).__name__} does not have: '
-      'train, evaluate and decode it, or write the experiment with a Task of this project.'
+      f'{reader} needs the Linen model, the loss and the learner of a Task, which a {type(self).__name__} does not '
+      'have: train, evaluate and decode it, or write the experiment with a Task.'
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(BaseTask):
-  """A Linen model with its loss, learner and decode settings; frozen. An experiment's `task()` returns a config of one.
+  """A Linen model with its loss, learner and decode settings. An experiment's `task()` returns a config of one.
 
   Attributes:
-    model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads. If its first
-      argument has the name of an entry of the batch, each argument gets the entry of its name in place of the batch.
-      `train` may have another name of `layers.base.train_flags`, such as `deterministic`.
-    loss: `loss(predictions, batch)`: a function that returns the mean over rows, alone or as (mean, metrics), or a
-      LossOutput; it may take `train` as the model does. Or a Loss. Once the task is built, it is a Loss.
-    learner: turns gradients into new weights: an optimizer, such as `optax.adamw(1e-3)`, or a Learner around one. Once
-      the task is built, it is a BaseLearner.
-    eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones; frozen ones as they are.
+    model: a Linen module. `model(batch, train=...)` returns the predictions that `loss` reads. If its first argument is
+      named like an entry of the batch, every argument is passed the entry of its name instead of the whole batch.
+      Instead of `train` it may take another flag of `layers.base.train_flags`, such as `deterministic`.
+    loss: a function `loss(predictions, batch)` that returns the mean over rows, a tuple (mean, metrics) or a
+      LossOutput, and may take `train` as the model does; or a Loss. The built task has a Loss.
+    learner: turns gradients into new weights: an optimizer, such as `optax.adamw(1e-3)`, or a Learner around one. The
+      built task has a BaseLearner.
+    eval_with_ema: evaluate, decode and serve averaged weights instead of raw ones; frozen weights have no average.
     decode: how text is generated.
-    trained: patterns of the names of weights that are trained, such as ('lora_',); the others are frozen: they have no
-      gradient and no optimizer state. None: all are trained.
-    frozen_dtype: in which frozen kernels are held: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (sharding/quantized.py);
-      None: float32.
+    trained: regular expressions that the names of trained weights match, such as ('lora_',). The other weights are
+      frozen: they have no gradients and no optimizer state. None trains all weights.
+    frozen_dtype: the dtype in which frozen kernels are stored: 'bfloat16', 'int8', 'nf4' or 'nf4_double'
+      (sharding/quantized.py); None: float32.
     quantization: which Linears multiply in int8 or fp8, and how: see layers/quantized_products.py; None: none.
 
   Raises (on construction):
-    UserError: a part is of another kind; `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen
-      ones.
+    UserError: a field has the wrong type; or `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen
+      weights.
   """
 
   model: nn.Module
@@ -201,15 +202,15 @@ class Task(BaseTask):
 
   def __post_init__(self):
     object.__setattr__(self, 'learner', as_learner(self.learner))
-    for name, wanted, fits in (
+    for name, expected, is_valid in (
       ('model', 'an instance of a flax.linen.Module', isinstance(self.model, nn.Module)),
       ('loss', 'a function (predictions, batch)', callable(self.loss)),
       ('learner', 'a Learner(optimizer=...) or an optimizer', isinstance(self.learner, BaseLearner)),
     ):
       value = getattr(self, name)
-      if not fits or isinstance(value, type):
+      if not is_valid or isinstance(value, type):
         kind = f'the class {value.__name__} itself' if isinstance(value, type) else f'of type {type(value).__name__}'
-        raise UserError(f'{name} is {kind}: it must be {wanted}, or the fdl.Config of one.')
+        raise UserError(f'{name} is {kind}: it must be {expected}, or the fdl.Config of one.')
     object.__setattr__(self, 'loss', as_loss(self.loss))
     if self.eval_with_ema and self.learner.ema_decay is None:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
@@ -235,12 +236,11 @@ class Task(BaseTask):
     return self
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
-    """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split.
+    """Initializes the model's variables, boxed with their split dims; a variable without a box is replicated.
 
-    Sown values are not among them, see sown_values.py. The log names arguments of the model that keep their defaults,
-    once.
+    Leaves out sown values (sown_values.py). Logs once which arguments of the model keep their defaults.
     """
-    with self._naming(batch):
+    with self._naming_model(batch):
       positional, named = self.arguments(batch, train=False)
       for argument in () if positional else signature_of(self.model).parameters.values():
         if argument.name not in named and argument.default is not argument.empty:
@@ -250,9 +250,9 @@ class Task(BaseTask):
     return without_sown(variables, sown)
 
   def mark_weights(self, weight_specs: Any) -> Any:
-    """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
+    """Returns the weights' WeightSpecs; frozen weights get the tag `frozen` and `frozen_dtype`.
 
-    Raises a UserError if a pattern of `trained` names no weight, or the loss refuses weights that are trained.
+    Raises a UserError if a pattern of `trained` matches no weight, or if the loss needs a trained weight to be frozen.
     """
     if self.trained is not None:
       from spmd_tasks.learning.trained_weights import mark_frozen
@@ -266,7 +266,7 @@ class Task(BaseTask):
     return weight_specs
 
   def predict(self, variables: Variables, batch: Batch, **apply: Any) -> Any:
-    """Returns the model's predictions, without dropout; `apply` are further arguments of Linen's `Module.apply`."""
+    """Returns the model's predictions without dropout; `apply` are further arguments of Linen's `Module.apply`."""
     positional, named = self.arguments(batch, train=False)
     return self._apply(variables | self.constants(variables, batch), *positional, **named, **apply)
 
@@ -279,26 +279,26 @@ class Task(BaseTask):
     return {'quantization': self.quantization}
 
   def constants(self, variables: Variables, batch: Batch) -> Variables:
-    """Returns collections that a model reads and that are no state, made of the batch; of this class none."""
+    """Returns collections that the model reads but that are not state, computed from the batch. By default none."""
     return {}
 
   def arguments(self, batch: Mapping[str, Any], *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns what the model is called with: the batch, or the entries that its arguments name, and its train flags."""
+    """Returns the model's positional and keyword arguments: the batch or entries by name, and its train flag."""
     first, *others = signature_of(self.model).parameters.values()
     if first.name not in batch:
       return (batch,), named_arguments('model', self.model, train=train)
     entries = {**batch, **train_flags(train)}
-    for each in others:
-      is_needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-      if each.name not in entries and is_needed:
+    for argument in others:
+      is_variadic = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+      if argument.name not in entries and argument.default is argument.empty and not is_variadic:
         raise UserError(
-          f'{type(self.model).__name__}.__call__ takes {each.name}, but the batch holds {sorted(batch)}: name entries '
-          'of the batch, or take the whole `batch`.'
+          f'{type(self.model).__name__}.__call__ takes {argument.name}, but the batch has {sorted(batch)}: name '
+          'entries of the batch, or take the whole `batch`.'
         )
-    return (), {each.name: entries[each.name] for each in (first, *others) if each.name in entries}
+    return (), {argument.name: entries[argument.name] for argument in (first, *others) if argument.name in entries}
 
-  def _naming(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
-    """Context in which an error of an experiment's own model names the model and what it is called with."""
+  def _naming_model(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Context in which errors of an experiment's own model name the model and its arguments."""
     name, keys = type(self.model).__name__, tuple(batch)
     first = next(iter(signature_of(self.model).parameters))
     what = f'the model {name}({first})'
@@ -313,9 +313,9 @@ class Task(BaseTask):
   def compute_loss(
     self, variables: Variables, batch: Batch, *, train: bool, rng: jax.Array | None = None
   ) -> LossOutput:
-    """Computes the loss of one batch, and when `train` the new values of all variables but the weights.
+    """Computes the loss of one batch, and if `train` the new values of all variables except the weights.
 
-    `rng` feeds dropout and is needed only when `train`.
+    `rng` seeds dropout and is needed only if `train`.
     """
     batch = self.prepare_batch(variables, batch)
     if not train:
@@ -325,49 +325,50 @@ class Task(BaseTask):
     mutable = [name for name in variables if name != 'params']
     read = variables | self.constants(variables, batch)
     predictions, updated = self._apply(read, *positional, **named, rngs=rngs, mutable=mutable)
-    return self.loss.compute(predictions, batch, train=True).replace(updated_variables=of_state(updated, variables))
+    output = self.loss.compute(predictions, batch, train=True)
+    return output.replace(updated_variables=declared_updates(updated, variables))
 
   def training_loss(self, variables: Variables, batch: Batch, rng: jax.Array) -> jax.Array:
     return self.compute_loss(variables, batch, train=True, rng=rng).loss
 
   def evaluation_variables(self, state: TrainState) -> Variables:
-    """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
+    """Returns the variables to evaluate, with raw or averaged weights. `state` may be abstract."""
     weights = self.learner.evaluation_weights(state.learner, state.weights, averaged=self.eval_with_ema)
     return state.variables | {'params': weights}
 
   def evaluates_trained_weights(self, state: TrainState) -> bool:
-    """Returns whether `evaluation_variables` of a state, or of its shapes, are `state.variables`."""
+    """Returns whether `evaluation_variables(state)` is `state.variables`. `state` may be abstract."""
     return self.learner.evaluates_trained_weights(state.learner, averaged=self.eval_with_ema)
 
   def decoding_variables(self, state: TrainState) -> Variables:
-    """Returns the variables of a TrainState that text is generated with."""
+    """Returns the variables to generate text with."""
     return self.evaluation_variables(state)
 
   def make_key(self, seed: int) -> jax.Array:
-    """Returns the seed's key, of one fixed generator: a job's numbers must not depend on JAX's default."""
+    """Returns the base key, always of threefry2x32: a job's numbers must not depend on JAX's default generator."""
     return jax.random.key(seed, impl='threefry2x32')
 
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
-    """Returns the state at step 0. `rng` is the job's base key, from which every step derives its own."""
+    """Returns the state at step 0. `rng` is the job's base key, from which every step derives its key."""
     self.learner.check_variables(variables)
     weights, others = variables['params'], {name: tree for name, tree in variables.items() if name != 'params'}
     learner = self.learner.init(weights, weight_specs)
     return TrainState(jnp.zeros((), jnp.int32), jax.random.key_data(rng), weights, learner, others)
 
   def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
-    """Returns one WeightSpec per leaf of the learner's state: the learner says how they are split."""
+    """Returns a WeightSpec with split dims for each leaf of the learner's state."""
     return self.learner.state_split_dims(abstract_learner, weight_specs)
 
   def train_step(
     self, weight_specs: Any, state: TrainState, batch: Batch, *, keeps_examples: bool = False
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Applies one update. If the loss or a gradient is not finite, variables, optimizer state and step stay unchanged.
+    """Applies one update. If the loss or a gradient is not finite, variables, optimizer state and step do not change.
 
     Returns:
-      The new state, and metrics: float32 scalars, or vectors with one value per expert. The scalars `loss`,
-      `loss_weight` and `skipped` (0 or 1) are always among them. Of a mixture of inputs, `loss_by_source` and its
-      weights `loss_weight_by_source` are among them. Where the loss gives summaries, or with `keeps_examples`,
-      `outputs` are its StepOutputs.
+      The new state, and metrics: float32 scalars, or vectors with one value per expert. They always include the scalars
+      `loss`, `loss_weight` and `skipped` (0 or 1); for a mixture of inputs also `loss_by_source` and its weights
+      `loss_weight_by_source`; and if the loss returns summaries, or with `keeps_examples`, also `outputs`, its
+      StepOutputs.
     """
     trained, trained_specs = (without_frozen(tree, weight_specs) for tree in (state.weights, weight_specs))
 
@@ -414,10 +415,10 @@ class Task(BaseTask):
   def eval_step(
     self, variables: Variables, batch: Batch, step: jax.Array, *, keeps_examples: bool = False
   ) -> dict[str, Any]:
-    """Evaluates one batch. Returns averages over its loss weights, to be merged over the batches of the set.
+    """Evaluates one batch. Returns averages weighted by its loss weights, which are merged over the evaluation set.
 
-    A metric with one value per expert has a vector as its total and a scalar as its count. `step`, int32, is that of
-    the variables, for evals that draw random numbers. `outputs` as in `train_step`.
+    A metric with one value per expert has a vector total and a scalar count. `step` is not used. `outputs` is as in
+    `train_step`.
     """
     del step
     output = self.compute_loss(variables, batch, train=False)

@@ -24,7 +24,7 @@ from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning import Learner
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.runtime import Task, TrainState
-from spmd_tasks.runtime.sown_values import of_state
+from spmd_tasks.runtime.sown_values import declared_updates
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 from spmd_tasks.verification import _formulas
@@ -248,7 +248,7 @@ def _forward(task: Any, variables: Any, batch: dict[str, Any], rng: jax.Array) -
       predictions, updated = task.model.apply(
         variables | task.constants(variables, batch), *positional, **named, rngs={'dropout': rng}, mutable=beside
       )
-    return predictions, of_state(updated, variables)
+    return predictions, declared_updates(updated, variables)
 
   predictions: Any = {'nextn': None}
   if has_formula(task):
