@@ -50,6 +50,12 @@ from spmd_tasks.experiment import MESH_FIELDS
 from spmd_tasks.experiments import is_own_module, modules_of_others
 from spmd_tasks.extensions import extensions
 
+# Removed classes by the symbols that saved configs of earlier versions have, and what to write instead.
+_REMOVED = {
+  'spmd_tasks.learning:Sgd': "fdl.Config(FromOptax, factory=optax.sgd, learning_rate=..., arguments={'momentum': 0.9})",
+  'spmd_tasks.learning:Lion': 'fdl.Config(FromOptax, factory=optax.lion, learning_rate=...)',
+}
+
 
 def from_json(
   saved: Mapping[str, Any],
@@ -122,6 +128,11 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[ConfigPath, Any]:
   changes: dict[ConfigPath, Any] = {}
   refused = []
   for path, value in saved.items():
+    if isinstance(value, dict) and (replacement := _REMOVED.get(value.get('symbol', ''))):
+      raise UserError(
+        f'the saved config has {show(value)} at {path}, a class that was removed: write {replacement} in the '
+        'experiment and run it with --exp and --accept_config_changes.'
+      )
     if path not in present:
       if value is None or value is False:  # a setting of an older version, which was off
         continue

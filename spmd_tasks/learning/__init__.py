@@ -18,7 +18,6 @@ with lazy_exports(globals()):
   from spmd_tasks.learning.adafactor import Adafactor
   from spmd_tasks.learning.from_optax import FromOptax
   from spmd_tasks.learning.learner import BaseLearner, Learner, LearnerState
-  from spmd_tasks.learning.momentum_optimizers import Lion, Sgd
   from spmd_tasks.learning.multi_optimizer import MultiOptimizer
   from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW, Optimizer

@@ -229,6 +229,13 @@ def test_what_does_not_exist_any_more_is_refused_by_name(monkeypatch):
   assert 'eval_inputs.gone.batch_size' in str(error.value)
 
 
+def test_a_removed_optimizer_names_its_replacement():
+  saved = through_text(to_json(resolve(Small)))
+  saved['config']['task.optimizer'] = {'symbol': 'spmd_tasks.learning:Sgd'}
+  with pytest.raises(ValueError, match=r'spmd_tasks.learning:Sgd at task.optimizer.*FromOptax.*optax.sgd'):
+    from_json(saved)
+
+
 def test_another_function_or_class_is_refused_with_both_sides(monkeypatch):
   saved = through_text(to_json(resolve(define(monkeypatch))))
   define(monkeypatch, LossOfAnotherFunction)

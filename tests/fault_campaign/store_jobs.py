@@ -9,8 +9,9 @@ import sys
 import traceback
 
 import fiddle as fdl
+import optax
 
-from spmd_tasks.learning import Sgd
+from spmd_tasks.learning import FromOptax
 from spmd_tasks.programs import store_claim
 from tests import binary
 from tests.fault_campaign import experiments
@@ -27,7 +28,7 @@ class Plain(experiments.Plain):
   def task(self):
     task = super().task()
     task.learner.ema_decay = None
-    task.learner.optimizer = fdl.Config(Sgd, learning_rate=0.01)
+    task.learner.optimizer = fdl.Config(FromOptax, factory=optax.sgd, learning_rate=0.01)
     return task
 
 

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from spmd_tasks.learning import Adafactor, AdamW, Learner, Sgd
+from spmd_tasks.learning import Adafactor, AdamW, Learner
 from spmd_tasks.sharding import WeightSpec
 
 OTHERS = {
@@ -63,7 +64,7 @@ def test_balanced_experts_and_rate_0_leave_it_alone(rng):
   start, grads = draw(rng), draw(rng)
   balanced = grads | {'router': grads['router'] | {'bias': jnp.zeros((2, 3))}}
   for rate, step_grads in [(1.0, balanced), (0.0, grads)]:
-    learner = Learner(optimizer=Sgd(learning_rate=1.0), balance_bias_rate=rate)
+    learner = Learner(optimizer=optax.sgd(1.0), balance_bias_rate=rate)
     weights, _, _ = run(learner, SPECS, start, [step_grads])
     np.testing.assert_array_equal(weights['router']['bias'], start['router']['bias'])
 

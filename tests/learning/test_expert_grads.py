@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 import numpy as np
+import optax
 import pytest
 
 from spmd_tasks.layers.losses import LossOutput
-from spmd_tasks.learning import Learner, Sgd
+from spmd_tasks.learning import Learner
 from spmd_tasks.learning.accumulation import accumulate_gradients
 from spmd_tasks.learning.expert_weights import scale_expert_grads
 from spmd_tasks.sharding import WeightSpec
@@ -39,7 +40,7 @@ def test_only_experts_are_scaled(scale, factor):
 def test_t5x_parity():
   """T5X's case: two steps on gradients {0, 1} and {2, 3} added up: 10 * 6 with 10 expert partitions, 6 for the rest."""
   specs = {name: SPECS[name] for name in ('expert', 'dense')}
-  learner = Learner(optimizer=Sgd(learning_rate=1.0), num_microbatches=2, accumulation='sum', expert_grad_scale=10)
+  learner = Learner(optimizer=optax.sgd(1.0), num_microbatches=2, accumulation='sum', expert_grad_scale=10)
 
   def loss_fn(weights, batch, rng):
     loss = batch['i'][0] * sum(jnp.sum(w) for w in weights.values())
@@ -57,4 +58,4 @@ def test_t5x_parity():
 @pytest.mark.parametrize('scale', [0, 'T5X'])
 def test_impossible_scales_are_refused(scale):
   with pytest.raises(ValueError, match='must be a number larger than 0'):
-    Learner(optimizer=Sgd(learning_rate=1.0), expert_grad_scale=scale)
+    Learner(optimizer=optax.sgd(1.0), expert_grad_scale=scale)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning import AdamW, Learner, Sgd
+from spmd_tasks.learning import AdamW, FromOptax, Learner
 from spmd_tasks.learning.learner import global_norm
 from spmd_tasks.sharding import WeightSpec
 
@@ -17,7 +17,7 @@ SPECS = {
   'kernel': WeightSpec(shape=(3, 4, 6), init=None, stacked=1),
   'scale': WeightSpec(shape=(6,), init=None, tags=('no_decay',)),
 }
-SGD = Sgd(learning_rate=1.0)
+SGD = FromOptax(factory=optax.sgd, learning_rate=1.0)
 
 
 def draw(rng, scale=1.0):
@@ -61,7 +61,10 @@ def test_weights_in_bfloat16_are_warned_of(monkeypatch):
   # Which is true: 50 steps of 1e-3 change nothing, and float32 weights by 0.05.
   for specs in (narrow, SPECS):
     weights = jax.tree.map(lambda spec: jnp.ones(spec.shape, spec.dtype), specs)
-    learner, state = Learner(optimizer=Sgd(learning_rate=1e-3)), Learner(optimizer=SGD).init(weights, specs)
+    learner, state = (
+      Learner(optimizer=FromOptax(factory=optax.sgd, learning_rate=1e-3)),
+      Learner(optimizer=SGD).init(weights, specs),
+    )
     for step in range(50):
       ones = jax.tree.map(lambda w: jnp.ones(w.shape), weights)
       weights, state, _ = learner.update(ones, jnp.float32(1), jnp.int32(step), state, weights, specs)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning import AdamW, Learner, MultiOptimizer, Sgd
+from spmd_tasks.learning import AdamW, FromOptax, Learner, MultiOptimizer
 from spmd_tasks.learning.unread_gradients import unread_gradients
 from spmd_tasks.sharding import WeightSpec
 
@@ -18,7 +18,7 @@ WEIGHTS = {name: jnp.ones(spec.shape) for name, spec in SPECS.items()}
 LABELS = {'a': 'trained', 'b': 'rests'}
 ZERO = optax.set_to_zero()
 OPTIMIZERS = {
-  'MultiOptimizer': MultiOptimizer(optimizers=(('a', Sgd(learning_rate=1.0)),)),
+  'MultiOptimizer': MultiOptimizer(optimizers=(('a', FromOptax(factory=optax.sgd, learning_rate=1.0)),)),
   'partition': optax.partition({'trained': optax.sgd(1.0), 'rests': ZERO}, LABELS),
   'labels of a function': optax.multi_transform({'trained': optax.sgd(1.0), 'rests': ZERO}, lambda tree: LABELS),
   'set to zero at last': optax.chain(optax.trace(0.0), optax.sgd(1.0), optax.masked(ZERO, {'a': False, 'b': True})),

@@ -7,11 +7,12 @@ import math
 
 import fiddle as fdl
 import jax
+import optax
 import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiments.synthetic import Tiny
-from spmd_tasks.learning import Sgd
+from spmd_tasks.learning import FromOptax
 from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.planning.chips import CHIPS
 from spmd_tasks.planning.memory import memory_parts
@@ -52,7 +53,7 @@ class Offloaded(Tiny):
   remat_policy = 'attention_offloaded'
 
   def optimizer(self):
-    return fdl.Config(Sgd, learning_rate=0.1)  # compiles sooner
+    return fdl.Config(FromOptax, factory=optax.sgd, learning_rate=0.1)  # compiles sooner
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import optax
 
 from spmd_tasks import Learner, Task
 from spmd_tasks.layers import Linear
-from spmd_tasks.learning import Sgd
+from spmd_tasks.learning import FromOptax
 from spmd_tasks.programs.hooks import TrainHook
 from spmd_tasks.recipes import SyntheticLanguageModel
 from tests.programs.own_experiments import Points, PointsIterator, Regression
@@ -114,7 +114,7 @@ class Mistaken(Regression):
       return self.widht
     model = fdl.Config(MODELS[self.model]) if self.model else super().task().model
     model = Plain if self.what == 'class' else model
-    learner = fdl.Config(Learner, optimizer=fdl.Config(Sgd, learning_rate=0.1))
+    learner = fdl.Config(Learner, optimizer=fdl.Config(FromOptax, factory=optax.sgd, learning_rate=0.1))
     return fdl.Config(Task, model=model, loss=LOSSES[self.loss], learner=learner)
 
   def train_input(self):
@@ -195,7 +195,7 @@ class Ending(Regression):
 
   def task(self):
     end_at('task')
-    learner = fdl.Config(Learner, optimizer=fdl.Config(Sgd, learning_rate=0.1))
+    learner = fdl.Config(Learner, optimizer=fdl.Config(FromOptax, factory=optax.sgd, learning_rate=0.1))
     return fdl.Config(Task, model=fdl.Config(EndingModel), loss=ending_loss, learner=learner)
 
   def train_input(self):

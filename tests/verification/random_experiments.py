@@ -29,7 +29,7 @@ from spmd_tasks.layers.moe import (
   TopKRouter,
 )
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.learning import Adafactor, AdamW, FromOptax, MultiOptimizer, Muon, Sgd
+from spmd_tasks.learning import Adafactor, AdamW, FromOptax, MultiOptimizer, Muon
 from spmd_tasks.recipes import SyntheticLanguageModel
 from tests.verification.formed_text import FORMS, FormedText
 from tests.verification.random_layouts import rules_of
@@ -194,7 +194,9 @@ class Drawn(SyntheticLanguageModel):
     one = {
       'adamw': fdl.Config(AdamW, learning_rate=rate, weight_decay=0.1),
       'adafactor': fdl.Config(Adafactor, learning_rate=rate, min_dim_size_to_factor=6, momentum=0.9),
-      'sgd': fdl.Config(Sgd, learning_rate=rate, momentum=0.9, nesterov=True),
+      'sgd': fdl.Config(
+        FromOptax, factory=optax.sgd, learning_rate=rate, arguments={'momentum': 0.9, 'nesterov': True}
+      ),
       'muon': fdl.Config(Muon, learning_rate=rate),
       'lamb': fdl.Config(FromOptax, factory=optax.lamb, learning_rate=rate),
       'clipped': fdl.Config(FromOptax, factory=_clipped_adam, learning_rate=rate),

@@ -11,6 +11,7 @@ from pathlib import Path
 import fiddle as fdl
 import jax
 import numpy as np
+import optax
 import pytest
 
 from spmd_tasks import load
@@ -21,7 +22,7 @@ from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import SyntheticText
-from spmd_tasks.learning import Sgd
+from spmd_tasks.learning import FromOptax
 from spmd_tasks.sharding import MeshSpec
 from tests.bridges.huggingface.reference_models import (
   LEARNING_RATE,
@@ -63,7 +64,7 @@ class OneStep(PretrainedLanguageModel):
 
   def task(self):
     task = super().task()
-    task.learner.optimizer = fdl.Config(Sgd, learning_rate=LEARNING_RATE)
+    task.learner.optimizer = fdl.Config(FromOptax, factory=optax.sgd, learning_rate=LEARNING_RATE)
     task.learner.clip_global_norm = None
     return task
 
