@@ -14,7 +14,7 @@ from spmd_tasks.adapters.adapted_weights import AdapterNames, adapters_of
 from spmd_tasks.adapters.low_rank import column_lengths, merge_low_rank
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
+from spmd_tasks.runtime.dequantized import dequantized_shapes, dequantized_specs
 from spmd_tasks.sharding.padding import pad, unpad
 from spmd_tasks.sharding.weights import is_quantized
 
@@ -28,7 +28,7 @@ def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
   """
   flat = traverse_util.flatten_dict(padded_weights, sep='/')
   weights = {name: _numbers(model, name, leaf) for name, leaf in flat.items()}
-  specs = flat_specs(model.weight_specs)
+  specs = dequantized_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     names, kernel = AdapterNames(kernel=name), weights[name]
     merge = functools.partial(merge_low_rank, adapter, num_stacked_dims=specs[name].num_separate_dims)
@@ -43,7 +43,7 @@ def _numbers(model: PartitionedModel, name: str, weight: Any) -> Any:
   if not is_quantized(weight):
     return weight
   true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')[name]
-  padded = padded_numbers(model)[name]
+  padded = dequantized_shapes(model)[name]
   return jax.jit(lambda held: pad(unpad(held, true).unbox(), padded), out_shardings=padded.sharding)(weight)
 
 
@@ -58,7 +58,7 @@ def with_magnitudes(model: PartitionedModel, weights: Any, *, only_missing: bool
     only_missing: magnitudes other than 0 stay; a layer for which a folder has no adapter has zeros.
   """
   flat = traverse_util.flatten_dict(weights, sep='/')
-  specs = flat_specs(model.weight_specs)
+  specs = dequantized_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     if adapter.use_dora:
       magnitude, stacked = AdapterNames(kernel=name).magnitude, specs[name].num_separate_dims

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import LINEAR_TAG, current_layer_scope
-from spmd_tasks.sharding.quantized import numbers_spec
+from spmd_tasks.sharding.quantized import dequantized_spec
 from spmd_tasks.sharding.weight_names import compile_pattern, matching_names
 from spmd_tasks.sharding.weights import is_quantized, leaf_name
 
@@ -114,7 +114,7 @@ def product_of(
 def check_patterns(setting: Setting, weight_specs: Any) -> None:
   """Raises a UserError if a pattern names no kernel of a Linear, or names experts. The specs are of all weights."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(weight_specs, is_leaf=is_quantized)
-  tags = {leaf_name(path): numbers_spec(spec).tags for path, spec in leaves}
+  tags = {leaf_name(path): dequantized_spec(spec).tags for path, spec in leaves}
   known = [name for name in tags if {LINEAR_TAG, 'expert'}.intersection(tags[name])]
   taken: set[str] = set()  # by an earlier pattern
   for pattern, how in rules_of(setting).items():

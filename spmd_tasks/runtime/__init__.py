@@ -7,7 +7,7 @@
 
 Read in this order: `task.py` (model, loss and learner, TrainState, and the pure train and eval step),
 `partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
-the hosts to the mesh), `compilation.py` and `weight_numbers.py` (what quantized weights stand for). What a job
+the hosts to the mesh), `compilation.py` and `dequantized.py` (what quantized weights stand for). What a job
 reports is made by `metrics.py` (files of metrics), `parameter_table.py` (also what memory cannot hold) and `flops.py`.
 `decode_settings.py` holds what a task says about generating text, `origin.py` where a new job's weights are from.
 """

@@ -19,7 +19,7 @@ from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.runtime.task import BaseTask, Variables
-from spmd_tasks.sharding.quantized import numbers_spec
+from spmd_tasks.sharding.quantized import dequantized_spec
 from spmd_tasks.sharding.weights import is_quantized
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
@@ -90,7 +90,7 @@ def model_flops_per_train_step(
     if weight_specs is not None and are_frozen(weight_specs):  # quantized kernels count as if held in float32
       numbers = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_quantized(leaf) else leaf
       weights = jax.tree.map(numbers, abstract_variables['params'], is_leaf=is_quantized)
-      weight_specs = jax.tree.map(numbers_spec, weight_specs, is_leaf=is_quantized)
+      weight_specs = jax.tree.map(dequantized_spec, weight_specs, is_leaf=is_quantized)
       arguments = (abstract_variables | {'params': weights}, *arguments[1:])
       trained = without_frozen(weights, weight_specs)
       flops -= count_matmul_flops(backward, weights, *arguments) - count_matmul_flops(backward, trained, *arguments)

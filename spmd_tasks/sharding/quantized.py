@@ -189,8 +189,8 @@ def _cut(array: jax.Array, dim: int, size: int) -> jax.Array:
   return jax.lax.slice_in_dim(array, 0, size, axis=dim)
 
 
-def numbers_spec(spec: WeightSpec | Quantized) -> WeightSpec:
-  """Returns the WeightSpec of the numbers that a quantized kernel stands for; another weight's as it is."""
+def dequantized_spec(spec: WeightSpec | Quantized) -> WeightSpec:
+  """Returns the WeightSpec of the dequantized kernel, float32; the WeightSpec itself if it is not quantized."""
   if not isinstance(spec, Quantized):
     return spec
   values = jax.tree.leaves(spec)[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.quantized import numbers_spec, quantize, quantized_spec
+from spmd_tasks.sharding.quantized import dequantized_spec, quantize, quantized_spec
 
 # Table of the paper's appendix E.
 NF4 = np.array(
@@ -76,7 +76,7 @@ def test_parts_have_the_split_dims_of_the_kernel_and_one_layer_is_read_like_a_st
   assert spec.values.split_dims == spec.scales.split_dims == ('layers', 'embed', 'heads', 'head_dim')
   assert (spec.values.shape, spec.scales.shape, spec.largest.shape) == ((2, 34, 3, 4), (2, 2, 3, 4), (2, 1, 3, 4))
   assert spec.largest.split_dims == ('layers', None, 'heads', 'head_dim')
-  numbers = numbers_spec(spec)
+  numbers = dequantized_spec(spec)
   assert (numbers.shape, numbers.dtype, numbers.tags, numbers.stacked) == ((2, 67, 3, 4), jnp.float32, ('frozen',), 1)
   held = quantize(drawn((2, 67, 3, 4)), spec)
   _, layers = jax.lax.scan(lambda carry, layer: (carry, layer.unbox()), 0, held)

@@ -28,7 +28,7 @@ from spmd_tasks.inputs.tokenizer_files import read_json_object
 from spmd_tasks.layers import LanguageModel
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
+from spmd_tasks.runtime.dequantized import dequantized_shapes, dequantized_specs
 from spmd_tasks.sharding.weights import is_quantized
 
 CONFIG_FILE = 'config.json'
@@ -278,12 +278,12 @@ class Folder:
 
     Raises a UserError: as `lazy_weights`; nothing has been read then.
     """
-    specs = flat_specs(model.weight_specs)
+    specs = dequantized_specs(model.weight_specs)
     canonical = _flat(model.canonical_state.weights)
     canonical = {name: leaf for name, leaf in canonical.items() if ADAPTER_TAG not in specs[name].tags}
     wanted = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)) for name, leaf in canonical.items()}
     lazy = self.lazy_weights(model.task.model, traverse_util.unflatten_dict(wanted, sep='/'))
-    true, padded = _flat(model.abstract_state.weights), padded_numbers(model)
+    true, padded = _flat(model.abstract_state.weights), dequantized_shapes(model)
     weights: dict[str, Any] = dict.fromkeys(padded)
     for name in canonical if names is None else names:
       weights[name] = store(name, place_on_mesh(lazy[name].reshape(true[name].shape), padded[name]))

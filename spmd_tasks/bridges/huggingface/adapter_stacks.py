@@ -35,7 +35,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.learning.evaluation_weights import names_evaluation_weights
 from spmd_tasks.programs.job_directory import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.runtime.weight_numbers import flat_specs
+from spmd_tasks.runtime.dequantized import dequantized_specs
 from spmd_tasks.store_files import place_to_read
 
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}')
@@ -141,7 +141,7 @@ def stacked_adapters(model: PartitionedModel, folder: Folder, sources: Mapping[s
     CheckpointError: a job has no checkpoint that can be read.
   """
   canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
-  specs = flat_specs(model.weight_specs)
+  specs = dequantized_specs(model.weight_specs)
   places = {name: AdapterNames(kernel=name) for name in adapters_of(model.task.model)}
   made: dict[str, np.ndarray] = {}
   for names in places.values():

@@ -38,9 +38,9 @@ from spmd_tasks.files import read_text
 from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG, fill_in
 from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime.dequantized import dequantized_specs
 from spmd_tasks.runtime.origin import Base
 from spmd_tasks.runtime.task import Variables
-from spmd_tasks.runtime.weight_numbers import flat_specs
 from spmd_tasks.sharding import padding
 from spmd_tasks.store_files import local_folder
 
@@ -179,7 +179,7 @@ def _read(
   if folder.num_missing_nextn_heads:
     text = '%s has num_nextn_predict_layers = %s, but no tensors of %d of these heads: the model is without them.'
     logging.warning(text, folder.path, folder.config[NEXTN_KEY], folder.num_missing_nextn_heads)
-  specs = flat_specs(model.weight_specs)
+  specs = dequantized_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:
     left_out |= {name for name, spec in specs.items() if FROZEN_TAG not in spec.tags}
