@@ -220,7 +220,7 @@ def test_a_mesh_layout_fills_what_was_not_set_later(experiment, axes):
 
 
 def test_a_layout_that_does_not_fit_is_refused():
-  with pytest.raises(ValueError, match='8 devices are not a multiple of the model parallelism 3'):
+  with pytest.raises(ValueError, match=r'num_devices=8 .* num_partitions=3'):
     Base(mesh=DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=3))
   with pytest.raises(ValueError, match='one size per axis'):
     WithLayout(ici_mesh_shape=(8, 1, 1))
@@ -234,7 +234,7 @@ def test_replicas_of_a_mesh_with_experts():
   assert (set(rules['batch']), rules['expert_embed']) == ({'replica', 'expert', 'data'}, 'data')
   staged = DataExpertModelMesh(num_devices=8, num_expert_partitions=1, num_stages=2, num_replicas=2).axes()
   assert staged.ici_mesh_shape == (2, 2, 2, 1, 1)
-  with pytest.raises(ValueError, match='num_replicas=3 must be at least 1 and divide what is left of the devices, 8'):
+  with pytest.raises(ValueError, match=r'num_replicas=3 must .*8 devices'):
     DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_replicas=3).axes()
 
 

@@ -5,28 +5,26 @@
     spec = split_dims_to_partition_spec(('embed', 'mlp'), mesh.axis_names, rules)  # PartitionSpec('data', 'mdl')
 
 A layer declares each weight with *split dims*: one mesh axis or logical name per dimension. The *axis rules* of an
-experiment map logical names to mesh axes. A dimension that its mesh axes do not divide is padded at the boundary of a
-step; the layers never see the padding. Inside a step, `constrain` lays out activations by the same rules.
+experiment map logical names to mesh axes. A dimension that its mesh axes do not divide is padded at the step boundary;
+layers never see the padding. Inside a step, `constrain` shards activations by the same rules.
 
-Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh; a mesh and its rules as one
-field of an experiment), weights.py (the declaration of a weight), padding.py (uneven shapes). Then expert_meshes.py
-(expert parallelism), axis_rules.py (the axis of stages), granules.py (which devices are near), reductions.py (norms of
-sharded trees), weight_names.py (patterns of names) and quantized.py (fewer bits).
+Start with specs.py (split dims and axis rules to PartitionSpecs), axis_rules.py (the default rules), mesh.py (axis
+sizes to a Mesh), weights.py (the declaration of a weight) and padding.py (uneven shapes). Then read expert_meshes.py
+(expert parallelism), granules.py (devices in slices and tori), reductions.py (norms of sharded trees), weight_names.py
+(weights by regular expressions) and quantized.py (8 and 4 bits).
 """
 
 from spmd_tasks.lazy_exports import lazy_exports
 
 with lazy_exports(globals()):
-  from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
-  from spmd_tasks.sharding.mesh import (
+  from spmd_tasks.sharding.axis_rules import (
     DEFAULT_AXIS_RULES,
-    MeshAxes,
-    MeshLayout,
-    MeshSpec,
     context_axis_rules,
     residual_axis_rules,
     stage_axis_rules,
   )
+  from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
+  from spmd_tasks.sharding.mesh import MeshAxes, MeshLayout, MeshSpec
   from spmd_tasks.sharding.padding import evenly_divided_spec
   from spmd_tasks.sharding.specs import (
     AxisRules,

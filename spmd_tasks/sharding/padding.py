@@ -1,8 +1,8 @@
 """Pads uneven shapes: a dim that its mesh axes do not divide is zero-padded outside of a step and sliced inside it.
 
-`jit` accepts and returns only arrays whose dims their mesh axes divide; inside `jit` any shape can be constrained. So
-live state is padded ([30] over 4 devices is stored as [32]), and a step computes on true shapes: `unpad` on entry,
-`pad` on exit, which writes zeros again. Pax did the same. No other part of the project sees padding.
+`jit` accepts and returns only arrays that are sharded evenly; inside `jit`, any shape can be constrained. So the stored
+state is padded ([30] over 4 devices is stored as [32]), and a step computes on true shapes: it calls `unpad` on entry
+and `pad` on exit, which writes zeros again. Pax did the same. No other part of the project sees padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def unpad(tree: Any, shapes: Any) -> Any:
-  """Slices every array, from the start of its dims, to the shape in the congruent tree `shapes`."""
+  """Slices every array from the start of its dims to the shape in the congruent tree `shapes`."""
 
   def unpad_leaf(x, target):
     return x if x.shape == target.shape else jax.lax.slice(x, (0,) * x.ndim, target.shape)
@@ -45,17 +45,17 @@ def unpad(tree: Any, shapes: Any) -> Any:
 
 
 def evenly_divided_spec(shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> PartitionSpec:
-  """Returns a spec that splits `shape` without padding, for arrays that leave the job (checkpoints).
+  """Returns a spec that splits `shape` without padding, for checkpoints.
 
-  A dim that its axes divide keeps them. The axes of an uneven dim move to the largest other dim that can be divided by
-  them together with its own axes. If there is none, the array is replicated over them.
+  A dim that its axes divide keeps them. The axes of an uneven dim move to the largest dim that they divide together
+  with its own axes. If there is none, the array is replicated over them.
   """
-  given = spec_axes(spec, len(shape))
-  is_even = [dim % num_parts(axes, axis_sizes) == 0 for dim, axes in zip(shape, given)]
-  kept = [axes if even else () for axes, even in zip(given, is_even)]
-  for before in [axes for axes, even in zip(given, is_even) if not even]:
+  all_axes = spec_axes(spec, len(shape))
+  is_even = [dim % num_parts(axes, axis_sizes) == 0 for dim, axes in zip(shape, all_axes)]
+  even_axes = [axes if even else () for axes, even in zip(all_axes, is_even)]
+  for uneven in [axes for axes, even in zip(all_axes, is_even) if not even]:
     for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
-      if shape[dim] % num_parts((*kept[dim], *before), axis_sizes) == 0:
-        kept[dim] = (*kept[dim], *before)
+      if shape[dim] % num_parts((*even_axes[dim], *uneven), axis_sizes) == 0:
+        even_axes[dim] = (*even_axes[dim], *uneven)
         break
-  return PartitionSpec(*map(spec_entry, kept))
+  return PartitionSpec(*map(spec_entry, even_axes))

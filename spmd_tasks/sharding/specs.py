@@ -2,25 +2,24 @@
 
     split_dims_to_partition_spec(('embed', 'mlp'), ('data', 'mdl'), (('embed', 'data'), ('mlp', 'mdl')))
 
-returns PartitionSpec('data', 'mdl'). The *split dims* of a tensor say for each dimension which mesh axes split it. An
-entry is
+returns PartitionSpec('data', 'mdl'). The *split dims* of a tensor name the mesh axes that split each of its dimensions.
+An entry is
 
 * a mesh axis (`'data'`), or several of them (`('replica', 'data')`);
 * a logical name (`'mlp'`), which the axis rules map to mesh axes;
 * None or -1: unsharded.
 
-The axis rules are resolved rule by rule, as in Flax's `logical_to_mesh_axes`: in the order of the list, a rule shards
-the dimension of its name if that dimension has no rule yet and the rule's mesh axes are all free in this tensor. So an
-earlier rule takes precedence, whatever the order of the dimensions, and a dimension to which no rule applies stays
-unsharded. What Flax does not have: mesh axes as split dims, which are assigned before all rules; several names for one
-dimension; a name that two dimensions of a tensor share (the first dimension takes precedence); and an error for a name
-without a rule, which Flax leaves unsharded.
+Axis rules are resolved rule by rule, as in Flax's `logical_to_mesh_axes`: in the order of the list, a rule shards the
+dimension with its name if no earlier rule did and all of its mesh axes are free in this tensor. So an earlier rule
+takes precedence, whatever the order of the dimensions, and a dimension to which no rule applies is unsharded. Beyond
+Flax, split dims may be mesh axes, which are assigned before all rules; one dimension may have several names; two
+dimensions may share a name (the first takes precedence); and a name without a rule is an error.
 
 `constrain` applies split dims to an activation inside a `sharding_scope`.
 
-No dim of rows or tokens is ever split unevenly (`activation_spec`): XLA (jaxlib 0.10.2 and 0.11.2) does not keep rows
-that fill up a device's part out of every sum, and the gradient of a look-up adds them to row 0 of a table. Features may
-be uneven: what fills them up has a place of its own, of which no sum over rows knows.
+Rows and tokens are never split unevenly (`activation_spec`): XLA (jaxlib 0.10.2 and 0.11.2) includes the rows with
+which it pads shards in some sums, and the gradient of a lookup adds them to row 0 of the table. Features may be uneven:
+sums over rows do not mix padded features with others.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,16 +41,10 @@ AxisRules = Sequence[tuple[str, SplitDim]]
 
 
 def axes_of(entry: SplitDim) -> tuple[str, ...]:
-  """Returns the names in one entry, () for unsharded."""
+  """Returns the names in an entry of split dims or of a PartitionSpec; () if it is unsharded."""
   if entry is None or entry == -1:
     return ()
-  if isinstance(entry, str):
-    return (entry,)
-  if isinstance(entry, int):
-    raise UserError(
-      f'split dim {entry} is not a mesh axis: write one or several axis names, a logical name, None or -1.'
-    )
-  return tuple(entry)
+  return (entry,) if isinstance(entry, str | int) else tuple(entry)  # type: ignore[return-value]  # no int is a name
 
 
 def spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
@@ -60,18 +53,15 @@ def spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> None:
-  """Raises a UserError if a rule maps to an unknown mesh axis or to one twice, or the first of a name to another axis.
-
-  The first rule with the name of a mesh axis maps to that axis; further ones may map to others.
-  """
+  """Raises a UserError if a rule maps to an unknown mesh axis, or a mesh axis's first rule does not map to itself."""
   seen: set[str] = set()
   for name, target in axis_rules:
     is_first = name not in seen
     seen.add(name)
     if is_first and name in mesh_axis_names and axes_of(target) != (name,):
       raise UserError(
-        f'axis rule ({name!r}, {target!r}) has the name of a mesh axis {tuple(mesh_axis_names)}, which it does not map '
-        'to itself: rename the rule.'
+        f'axis rule ({name!r}, {target!r}) has the name of a mesh axis but does not map to it: rename the rule; the '
+        f'mesh axes are {tuple(mesh_axis_names)}.'
       )
     for axis in axes_of(target):
       if axis not in mesh_axis_names:
@@ -79,18 +69,16 @@ def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> N
           f'axis rule ({name!r}, {target!r}) names {axis!r}, which is not one of the mesh axes '
           f'{tuple(mesh_axis_names)}: correct the rule or add the axis to mesh_axis_names.'
         )
-      if axes_of(target).count(axis) > 1:
-        raise UserError(f'axis rule ({name!r}, {target!r}) names mesh axis {axis!r} twice: name it once.')
 
 
 def split_dims_to_partition_spec(
   split_dims: SplitDims, mesh_axis_names: Sequence[str], axis_rules: AxisRules = ()
 ) -> PartitionSpec:
-  """Returns the PartitionSpec of a tensor, one entry per dimension; of None, an unsharded tensor's.
+  """Returns the PartitionSpec of a tensor, with one entry per dimension; PartitionSpec() if `split_dims` is None.
 
-  A rule with the name of a mesh axis, as `without_axis` makes it, replaces the axis.
+  A rule with the name of a mesh axis, as in `without_axis`, replaces the axis.
 
-  Raises a UserError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
+  Raises a UserError if a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
   """
   if split_dims is None:
     return PartitionSpec()
@@ -103,11 +91,11 @@ def split_dims_to_partition_spec(
     if name not in direct_names | rule_names:
       raise UserError(
         f'split dims {tuple(split_dims)} name {name!r}, which is neither a mesh axis {tuple(mesh_axis_names)} nor a '
-        f'logical name of the axis rules {sorted(rule_names)}: correct it or add a rule for it.'
+        f'logical name of the axis rules {sorted(rule_names)}: correct it or add a rule.'
       )
     if direct.count(name) > 1:
       raise UserError(
-        f'split dims {tuple(split_dims)} use mesh axis {name!r} twice; a mesh axis can split one dim of a tensor only.'
+        f'split dims {tuple(split_dims)} use mesh axis {name!r} twice: split only one dim of a tensor over it.'
       )
   assigned: list[tuple[str, ...] | None] = [(name,) if name in direct_names else None for name in names]
   used = set(direct)
@@ -117,12 +105,12 @@ def split_dims_to_partition_spec(
       if name == rule and assigned[i] is None and not used.intersection(axes):
         assigned[i] = axes
         used.update(axes)
-  of_names = iter(assigned)
-  return PartitionSpec(*(spec_entry([axis for _ in entry for axis in next(of_names) or ()]) for entry in entries))
+  axes_by_name = iter(assigned)
+  return PartitionSpec(*(spec_entry([axis for _ in entry for axis in next(axes_by_name) or ()]) for entry in entries))
 
 
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-  """Returns the mesh axes of each of `ndim` dimensions, () for an unsharded one."""
+  """Returns the mesh axes of each of `ndim` dimensions; () for an unsharded dimension."""
   entries = list(spec) + [None] * (ndim - len(spec))
   return [axes_of(entry) for entry in entries]
 
@@ -135,25 +123,25 @@ def num_parts(axes: Sequence[str], axis_sizes: Mapping[str, int]) -> int:
 def even_spec(
   spec: PartitionSpec, shape: Sequence[int], axis_sizes: Mapping[str, int], axes: Collection[str] | None = None
 ) -> PartitionSpec:
-  """Returns a spec whose dims keep, of their axes, those that split them evenly into the most parts.
+  """Returns a spec without uneven dims: a dim keeps the subset of its axes that splits it evenly into the most parts.
 
-  Dims that none of `axes` splits may be uneven; None: no dim may.
+  A dim that is split over none of `axes` may stay uneven; if `axes` is None, no dim may.
   """
 
-  def kept(size: int, given: tuple[str, ...]) -> tuple[str, ...]:
-    if axes is not None and not {*given}.intersection(axes):
-      return given
-    subsets = [each for n in range(len(given), -1, -1) for each in itertools.combinations(given, n)]
-    even = [each for each in subsets if size % num_parts(each, axis_sizes) == 0]
-    return max(even, key=lambda each: num_parts(each, axis_sizes))
+  def even_axes(size: int, dim_axes: tuple[str, ...]) -> tuple[str, ...]:
+    if axes is not None and not {*dim_axes}.intersection(axes):
+      return dim_axes
+    subsets = [subset for n in range(len(dim_axes), -1, -1) for subset in itertools.combinations(dim_axes, n)]
+    even = [subset for subset in subsets if size % num_parts(subset, axis_sizes) == 0]
+    return max(even, key=lambda subset: num_parts(subset, axis_sizes))
 
-  return PartitionSpec(*(spec_entry(kept(*each)) for each in zip(shape, spec_axes(spec, len(spec)))))
+  return PartitionSpec(*(spec_entry(even_axes(*dim)) for dim in zip(shape, spec_axes(spec, len(spec)))))
 
 
 def row_axes(
   mesh_axis_names: Sequence[str], axis_rules: AxisRules, inputs_split_mapping: Mapping[str, SplitDims] | None = None
 ) -> frozenset[str]:
-  """Returns the mesh axes that split rows or tokens: those of the inputs, and of the names `batch` and `seq`."""
+  """Returns the mesh axes that split rows or tokens: the axes of inputs, of `batch` and of `seq`."""
   mapped = [entry for split_dims in (inputs_split_mapping or {}).values() for entry in split_dims or ()]
   names = {'batch', 'seq', *(name for entry in mapped for name in axes_of(entry))}
   targets = {axis for name, axes in axis_rules if name in names for axis in axes_of(axes)}
@@ -161,7 +149,7 @@ def row_axes(
 
 
 def shard_on_batch_dim_partition_spec(mesh_axis_names: Sequence[str], ndim: int) -> PartitionSpec:
-  """Returns the spec of inputs of a step: the batch dim (the first) over the whole mesh; a scalar is replicated."""
+  """Returns a spec that splits the first dim, the batch, over the whole mesh; a scalar is replicated."""
   return PartitionSpec(tuple(mesh_axis_names), *[None] * (ndim - 1)) if ndim else PartitionSpec()
 
 
@@ -173,9 +161,9 @@ def infer_partition_spec_based_on_rank(
 ) -> PartitionSpec | None:
   """Returns an input's PartitionSpec by its rank: key `map_1d` for rank 1, `map_2d` for rank 2, ...
 
-  None ("leave as is") if there is no mapping, or if the key maps to None. A scalar is replicated.
+  Returns None ("leave as is") if there is no mapping, or if the key maps to None. A scalar is replicated.
 
-  Raises a UserError: the mapping has no key for the rank, or an entry with another length than the rank.
+  Raises a UserError if the mapping has no key for the rank, or an entry whose length is not the rank.
   """
   if inputs_split_mapping is None:
     return None
@@ -197,7 +185,7 @@ def infer_partition_spec_based_on_rank(
 
 @dataclasses.dataclass(frozen=True)
 class ShardingScope:
-  """The mesh and axis rules by which `constrain` resolves split dims of activations, and the mesh's `row_axes`."""
+  """The mesh and axis rules by which `constrain` resolves split dims, and the axes that split rows (`row_axes`)."""
 
   mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
@@ -207,39 +195,39 @@ class ShardingScope:
     return split_dims_to_partition_spec(split_dims, self.mesh.axis_names, self.axis_rules)
 
   def activation_spec(self, split_dims: SplitDims, shape: Sequence[int], *, is_even: bool = False) -> PartitionSpec:
-    """Returns the PartitionSpec of an activation, whose rows and tokens it splits evenly.
+    """Returns the PartitionSpec of an activation, which splits rows and tokens evenly.
 
-    A dim that an axis of rows splits, and that its axes do not divide, keeps those of them that split it evenly into
-    the most parts; the devices along the others compute the same. Other dims, of features, may be uneven.
+    A dim of rows or tokens that its axes do not divide keeps the subset of them that splits it evenly into the most
+    parts; devices along the other axes compute the same. Dims of features may be uneven.
 
     Args:
       split_dims: one entry per dim, or for the first dims.
-      shape: of the activation.
-      is_even: whether features must be even too, as for a `shard_map`.
+      shape: shape of the activation.
+      is_even: whether features must be split evenly too, as for a `shard_map`.
     """
     return even_spec(self.spec(split_dims), shape, self.mesh.shape, None if is_even else self.row_axes)
 
   @property
   def device(self) -> Any:
-    """A device of the mesh, or what stands for one, with its `platform` and `device_kind`; None for a mesh without.
+    """A device of the mesh, or an abstract device with `platform` and `device_kind`; None if the mesh has neither.
 
-    A step may be compiled for devices that this process does not have, so `jax.default_backend()` is another question.
+    Do not use `jax.default_backend()` instead: a step may be compiled for devices that this process does not have.
     """
     if isinstance(self.mesh, Mesh):
       return self.mesh.devices.flat[0]
-    return getattr(self.mesh, 'abstract_device', None)  # of a mesh inside a `shard_map`
+    return getattr(self.mesh, 'abstract_device', None)  # the mesh inside a `shard_map`
 
   def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns the `jax.shard_map` of a function over all axes that are free here, see `free_mesh`.
+    """Returns the `jax.shard_map` of a function over all axes that are not yet manual (`free_mesh`).
 
-    Kernels do not track over which axes their results vary, so that is not checked.
+    Sets check_vma=False, because kernels do not track over which axes their results vary.
     """
     mesh, axis_names = self.free_mesh()
     layout = {'in_specs': in_specs, 'out_specs': out_specs}
     return jax.shard_map(function, mesh=mesh, axis_names=axis_names, **layout, check_vma=False)
 
   def free_mesh(self) -> tuple[Any, frozenset[str]]:
-    """Returns the mesh for a `shard_map` at this place, and its axes that no enclosing `shard_map` has made manual."""
+    """Returns the mesh to use for a `shard_map` here, and the axes that no enclosing `shard_map` made manual."""
     context = jax.sharding.get_abstract_mesh()
     manual = {name for name, kind in zip(context.axis_names, context.axis_types) if kind == AxisType.Manual}
     return (context if manual else self.mesh), frozenset(self.mesh.axis_names) - manual
@@ -254,7 +242,7 @@ def sharding_scope(
 ) -> Iterator[ShardingScope]:
   """Context in which `constrain` uses this mesh and these axis rules; enter it while a step is traced.
 
-  The axes of rows are those of an enclosing scope, and those that `inputs_split_mapping` and the rules name.
+  Its `row_axes` include those of an enclosing scope.
   """
   previous = current_sharding_scope()
   outer = frozenset() if previous is None else previous.row_axes
@@ -267,25 +255,25 @@ def sharding_scope(
 
 
 def current_sharding_scope() -> ShardingScope | None:
-  """Returns the scope of the innermost `sharding_scope`, None outside of one."""
+  """Returns the innermost `sharding_scope`; None outside of any."""
   return getattr(_scopes, 'current', None)
 
 
 def current_device() -> Any:
-  """Returns a device as the current step is compiled for: one of the scope's mesh, else JAX's first."""
+  """Returns a device that the current step is compiled for: a device of the scope's mesh, or else JAX's first."""
   return getattr(current_sharding_scope(), 'device', None) or jax.devices()[0]
 
 
 def current_platform() -> str:
-  """Returns the platform that the current step is compiled for: that of the scope's mesh, else JAX's default."""
+  """Returns the platform that the current step is compiled for."""
   return current_device().platform
 
 
 def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
   """Constrains an activation to its split dims, one entry per dim; None leaves its layout to the compiler.
 
-  Outside a `sharding_scope` this is the identity. The mesh need not divide the dimensions: rows and tokens are then
-  split over fewer devices (`activation_spec`), and features are padded by the compiler.
+  Outside a `sharding_scope` this is the identity. If the mesh does not divide a dimension, rows and tokens are split
+  over fewer devices (`activation_spec`), and the compiler pads features.
   """
   scope = current_sharding_scope()
   if scope is None or split_dims is None:
@@ -296,27 +284,27 @@ def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
 
 
 def gathered_axes(split_dims: SplitDims, token_split_dims: SplitDims) -> set[str]:
-  """Returns the mesh axes over which `gather_for_tokens` gathers: those of both, if one of them has several devices."""
+  """Returns the mesh axes that split both weight and tokens, over which `gather_for_tokens` gathers the weight."""
   scope = current_sharding_scope()
   if scope is None or split_dims is None or token_split_dims is None:
     return set()
-  of_weight, of_tokens = (
-    set(itertools.chain(*spec_axes(scope.spec(each), len(each)))) for each in (split_dims, token_split_dims)
+  weight_axes, token_axes = (
+    set(itertools.chain(*spec_axes(scope.spec(entries), len(entries)))) for entries in (split_dims, token_split_dims)
   )
-  both = of_weight & of_tokens
-  return both if any(scope.mesh.shape[axis] > 1 for axis in both) else set()
+  shared = weight_axes & token_axes
+  return shared if any(scope.mesh.shape[axis] > 1 for axis in shared) else set()
 
 
 def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims: SplitDims) -> jax.Array:
   """Gathers a weight over the mesh axes that split the tokens it is multiplied with (fully sharded data parallelism).
 
-  Left alone, XLA may multiply by one device's part after another and add up the results, which is slow where parts are
-  small. Its gradient is reduced over the axes and scattered. `token_split_dims` are of the dims of the activations that
-  count tokens, such as ('batch', 'seq').
+  Left alone, XLA may multiply by one shard after another and add the results, which is slow if shards are small. The
+  weight's gradient is reduce-scattered over these axes. `token_split_dims` are the split dims of the activations' rows
+  and tokens, such as ('batch', 'seq').
   """
   scope, gathered = current_sharding_scope(), gathered_axes(split_dims, token_split_dims)
   if scope is None or not gathered:
     return weight
-  axes = spec_axes(scope.spec(split_dims), weight.ndim)
-  kept = [spec_entry([axis for axis in each if axis not in gathered]) for each in axes]
-  return jax.lax.with_sharding_constraint(weight, NamedSharding(scope.mesh, PartitionSpec(*kept)))
+  weight_axes = spec_axes(scope.spec(split_dims), weight.ndim)
+  entries = [spec_entry([axis for axis in axes if axis not in gathered]) for axes in weight_axes]
+  return jax.lax.with_sharding_constraint(weight, NamedSharding(scope.mesh, PartitionSpec(*entries)))

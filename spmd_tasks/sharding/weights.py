@@ -2,8 +2,8 @@
 
     kernel = self.param('kernel', WeightSpec(shape=(D, F), init=..., split_dims=('embed', 'mlp')))
 
-`self.param` returns the plain array. Linen stores it in a `WeightBox` with its split dims and tags; `nn.scan` extends
-the box by the dimension that it adds. `weight_specs` reads the specs back, also from abstract values.
+`self.param` returns the plain array. Linen stores it in a `WeightBox` with its split dims and tags; `nn.scan` adds an
+entry to the box for the dimension that it adds. `weight_specs` reads the specs back, also from abstract values.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 # Key in `metadata_params` of nn.scan for the split dim of the dimension that it adds: {STACK_DIM: 'layers'}.
 STACK_DIM = 'stack_dim'
-# Collection of variables by which layers ask for their weights to be multiplied after a step (attention/_qk_clip.py).
+# Collection of factors that multiply weights after a step (attention/_qk_clip.py).
 WEIGHT_FACTORS = 'weight_factors'
-# The dtypes in which kernels are held in few bits (quantized.py).
+# The formats of quantized kernels (quantized.py).
 QUANTIZED_DTYPES = ('int8', 'nf4', 'nf4_double')
-# Tag of a router's biases, which experts' load updates (learning/expert_weights.py), not the optimizer.
+# Tag of routers' biases, which are updated by expert load (learning/expert_weights.py), not by the optimizer.
 BALANCE_BIAS_TAG = 'balance_bias'
-# Tag of weights that were declared without split dims, and have those of `weight_specs`.
+# Tag of weights that were declared without split dims, and that `weight_specs` splits.
 SPLIT_BY_DEFAULT = 'split_by_default'
 
 
@@ -39,15 +39,14 @@ class WeightSpec:
 
   Attributes:
     shape: one entry per dim.
-    init: draws the initial value, init(rng, shape, dtype); None for a weight that exists already.
+    init: returns the initial value, init(rng, shape, dtype); None for a weight that exists already.
     split_dims: one entry per dim; None for a weight that is not sharded.
-    dtype: of the stored weight.
-    tags: names that other parts read: `no_decay` (no weight decay), `expert` (split by expert parallelism),
-      `balance_bias` (updated by expert load, not by the optimizer), `adapter` (of a low-rank adapter), `frozen` (not
-      trained).
-    stacked: how many leading dims count layers: one per `nn.scan`, two in a circular pipeline.
-    num_input_dims: of a layer's matrix, how many dims are inputs; the others are outputs: 1 for [D, F] and [D, H, K], 2
-      for [H, K, D]. 0 for a weight that is no matrix, such as a table; None where the layer does not say it.
+    dtype: dtype of the stored weight.
+    tags: properties of the weight: `no_decay` (no weight decay), `expert` (split by expert parallelism), `balance_bias`
+      (updated by expert load, not by the optimizer), `adapter` (part of a low-rank adapter), `frozen` (not trained).
+    stacked: the number of leading dims that count layers: one per `nn.scan`, two in a circular pipeline.
+    num_input_dims: the number of input dims of one layer's matrix; the others are outputs: 1 for [D, F] and [D, H, K],
+      2 for [H, K, D]. 0 for a weight that is not a matrix, such as a table; None if the layer does not declare it.
   """
 
   shape: tuple[int, ...]
@@ -63,31 +62,29 @@ class WeightSpec:
       raise UserError(
         f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: give one entry per dim.'
       )
-    if self.init is not None and min(self.shape, default=1) < 1:  # leaves of optimizers may be empty
-      raise UserError(f'a layer needs a weight of shape {self.shape}, which has no entries: raise the size that is 0.')
+    if self.init is not None and min(self.shape, default=1) < 1:  # optimizer state may be empty
+      raise UserError(f'a layer declares a weight of shape {self.shape}, which is empty: raise the size of 0.')
 
   @property
   def canonical_shape(self) -> tuple[int, ...]:
-    """The shape in checkpoints: all layers in one dim, in the order of execution."""
+    """The shape in checkpoints: all layers in one dim, in execution order."""
     if self.stacked < 2:
       return self.shape
     return (math.prod(self.shape[: self.stacked]), *self.shape[self.stacked :])
 
   @property
   def num_separate_dims(self) -> int:
-    """How many leading dims count separate weights: layers of a stack, then experts."""
+    """The number of leading dims that count separate matrices: layers of a stack, then experts."""
     return self.stacked + ('expert' in self.tags)
 
   @property
   def all_split_dims(self) -> tuple[SplitDim, ...]:
-    """An entry per dim also of a weight that is not sharded."""
+    """The split dims with one entry per dim, even if the weight is not sharded."""
     return (None,) * len(self.shape) if self.split_dims is None else self.split_dims
 
   def __call__(self, rng: jax.Array) -> 'WeightBox':
-    """Draws the weight; has the signature that `nn.Module.param` expects of an initializer."""
-    if self.init is None:
-      raise UserError('this WeightSpec has no initializer: pass init, or read the existing weight.')
-    value = self.init(rng, self.shape, self.dtype)
+    """Initializes the weight; has the signature of an initializer for `nn.Module.param`."""
+    value = self.init(rng, self.shape, self.dtype)  # type: ignore[misc]
     return WeightBox(value, self.all_split_dims, self.tags, num_input_dims=self.num_input_dims)
 
 
@@ -111,20 +108,20 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
     return self.replace(split_dims=split_dims, stacked=self.stacked + 1)
 
   def remove_axis(self, index: int, params: dict[Any, Any]) -> 'WeightBox':
-    split_dims = (*self.split_dims[:index], *self.split_dims[index:][1:])  # from the end, too
+    split_dims = (*self.split_dims[:index], *self.split_dims[index:][1:])  # `index` may be negative
     return self.replace(split_dims=split_dims, stacked=self.stacked - 1)
 
 
 class Quantized(struct.PyTreeNode, meta.AxisMetadata):
-  """A kernel held in few bits, in a form of quantized.py: arrays, their abstract values, or their WeightSpecs."""
+  """A quantized kernel in a format of quantized.py. Its leaves are arrays, their shapes, or their WeightSpecs."""
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """The shape of the kernel, if that of the parts is not padded."""
+    """The shape of the kernel, if the leaves are not padded."""
     raise NotImplementedError
 
   def unbox(self) -> Any:
-    """Returns the kernel, float32."""
+    """Returns the dequantized kernel, float32."""
     raise NotImplementedError
 
   def replace_boxed(self, val: Any) -> Any:
@@ -138,15 +135,15 @@ class Quantized(struct.PyTreeNode, meta.AxisMetadata):
 
 
 def is_quantized(leaf: Any) -> bool:
-  """Whether a leaf of a tree of weights is held in few bits."""
+  """Returns whether a leaf of a tree of weights is quantized."""
   return isinstance(leaf, Quantized)
 
 
 def weight_specs(boxed_weights: Any, largest_dim: SplitDim = None) -> Any:
-  """Returns a tree of WeightSpecs (without initializers) for a tree of variables in their boxes, abstract or not.
+  """Returns a tree of WeightSpecs (without initializers) for a tree of boxed variables, abstract or not.
 
-  Boxes of Linen's `nn.with_partitioning` count as well as our own. Of a variable without a box and with two dims or
-  more, such as a kernel of Linen's own `nn.Dense`, the largest dim has the split dim `largest_dim`.
+  Reads the boxes of Linen's `nn.with_partitioning` as well as our own. A variable without a box and with two dims or
+  more, such as the kernel of Linen's `nn.Dense`, is split on its largest dim by `largest_dim`.
   """
 
   def spec_of(leaf) -> WeightSpec:
@@ -175,17 +172,17 @@ def _as_box(leaf: Any) -> WeightBox | None:
 
 
 def replicated_spec(leaf: Any) -> WeightSpec:
-  """Returns the WeightSpec of an array, abstract or not, that every device holds as a whole."""
+  """Returns the WeightSpec of a replicated array, abstract or not."""
   return WeightSpec(shape=tuple(leaf.shape), init=None, split_dims=(None,) * len(leaf.shape), dtype=leaf.dtype)
 
 
 def leaf_name(path: Any) -> str:
-  """Returns the name of a leaf by its key path, such as `weights/embedding/table`."""
+  """Returns the name of a leaf from its key path, such as `weights/embedding/table`."""
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a tree by their names, in its order."""
+  """Returns the leaves of a tree by name, in its order."""
   return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -195,10 +192,10 @@ def unbox_weights(boxed_weights: Any) -> Any:
 
 
 def refuse_plain_weights(boxed_weights: Any) -> None:
-  """Raises a UserError if a weight of one layer of a stack has no box: no one would know which dim counts layers."""
+  """Raises a UserError if a weight of a stacked layer has no box, which would say which dim counts layers."""
   for path, leaf in jax.tree_util.tree_flatten_with_path(boxed_weights, is_leaf=_is_box)[0]:
     if not isinstance(leaf, WeightBox):
       raise UserError(
-        f'weight {leaf_name(path)} of a stacked layer was declared without split dims: use Linear or declare_weight of '
+        f'weight {leaf_name(path)} of a stacked layer has no split dims: use Linear or declare_weight of '
         'spmd_tasks.layers, or pass a WeightSpec to self.param.'
       )

@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, AdamW, Learner
 from spmd_tasks.learning.trained_weights import mark_frozen
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.weight_names import matching_names
-
-NAMES = ['stack/layers/attention/query/kernel', 'stack/layers/attention/out/kernel', 'embedding/table']
 
 
 def specs_of(weights):
@@ -46,16 +42,3 @@ def test_what_is_trained_is_trained_as_if_it_were_alone(optimizer):
   shapes = jax.eval_shape(lambda: learner.init(weights, specs))
   split = learner.state_split_dims(shapes, specs)
   assert len(jax.tree.leaves(split)) == len(jax.tree.leaves(state))
-
-
-def test_a_pattern_that_meets_no_weight_names_near_ones():
-  assert matching_names(['attention/(query|value)'], NAMES, setting='it') == NAMES[:1]
-  assert matching_names(['table', 'out'], NAMES, setting='it') == NAMES[1:]
-  with pytest.raises(
-    UserError, match=r"lora_targets has 'attention/querry'.*near are stack/layers/attention/query/ker"
-  ):
-    matching_names(['table', 'attention/querry'], NAMES, setting='lora_targets')
-  with pytest.raises(UserError, match='no regular expression'):
-    matching_names(['('], NAMES, setting='lora_targets')
-  with pytest.raises(UserError, match=r'tuple of patterns'):
-    matching_names('table', NAMES, setting='lora_targets')

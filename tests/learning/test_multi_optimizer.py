@@ -55,7 +55,7 @@ def test_each_weight_learns_as_under_its_optimizer(rng):
 def test_patterns_that_match_nothing_are_refused():
   with pytest.raises(UserError, match="pattern 'stak/', which matches no weight"):
     MultiOptimizer(optimizers=(('stak/', ADAM), ('', ADAFACTOR))).transformation(SPECS)
-  with pytest.raises(UserError, match=r"optimizers has '\(', which is no regular expression"):
+  with pytest.raises(UserError, match=r"'\('.*regular expression"):
     MultiOptimizer(optimizers=(('(', ADAM), ('', ADAFACTOR)))
   with pytest.raises(UserError, match='is empty'):
     MultiOptimizer(optimizers=())

@@ -1,13 +1,13 @@
-"""The meshes and rules of expert parallelism: T5X's two forms, as its own tests have them, and MegaBlocks' degrees."""
+"""Meshes and axis rules of expert parallelism agree with T5X's two meshes and MegaBlocks' degrees."""
 
 import itertools
-import re
 
 from flax.linen import logical_to_mesh_axes
 from jax.sharding import PartitionSpec as P
 import pytest
 
 from spmd_tasks.bridges.t5x import t5x_axis_rules
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import (
   DEFAULT_AXIS_RULES,
   DataExpertModelMesh,
@@ -32,10 +32,10 @@ T5X_RULES = (
 )
 
 
-def rules_of_t5x(activations, parameters, form):
-  """What T5X's `standard_logical_axis_rules` are, of t5x/partitioning.py and of contrib/moe, with our mesh axes.
+def t5x_rules(activations, parameters, form):
+  """The `standard_logical_axis_rules` of t5x/partitioning.py and of contrib/moe, with our mesh axes.
 
-  T5X's mesh has no `replica`; a PjitPartitioner with slices adds it to the batch in the same way.
+  T5X's mesh has no `replica`; its PjitPartitioner with slices adds the axis to the batch in the same way.
   """
   rules = [('batch', ('replica', 'data')), ('vocab', 'mdl'), ('mlp', 'mdl'), ('heads', 'mdl'), ('kv', None)]
   rules += [('joined_kv', 'mdl')]
@@ -50,7 +50,7 @@ def rules_of_t5x(activations, parameters, form):
     rules += [('expert', 'data'), ('expert_mlp', 'mdl'), ('expert_group', None), ('expert_replicas', None)]
     rules += [('unmodeled', None)]
   rules += additional_rules(form)
-  if form == 'two data axes':  # `model` splits rows and copies of experts, and no weights
+  if form == 'two data axes':  # `model` splits rows and replicas of experts, but no weights
     rules = [(name, None if axes == 'mdl' else axes) for name, axes in rules if name != 'expert_replicas']
     rules[0] = ('batch', ('replica', 'data', 'mdl'))
     rules += [('expert_replicas', 'mdl')]
@@ -62,7 +62,7 @@ ADDITIONAL = (
   ('expert_magic', 'data'),
   ('embed', 'replica'),
 )
-OF_EXPERTS = (  # whose names the forms have rules for
+ADDITIONAL_FOR_EXPERTS = (  # the meshes have their own rules for these names
   ('expert', 'mdl'),
   ('expert_mlp', 'data'),
   ('expert_replicas', 'replica'),
@@ -70,7 +70,8 @@ OF_EXPERTS = (  # whose names the forms have rules for
 
 
 def additional_rules(form):
-  return ADDITIONAL + (OF_EXPERTS if form != 'dense' else ())  # of no experts, ours has rules that T5X has not
+  # Without experts, DEFAULT_AXIS_RULES has rules for these names and T5X has not.
+  return ADDITIONAL + (ADDITIONAL_FOR_EXPERTS if form != 'dense' else ())
 
 
 FORMS = {
@@ -83,8 +84,8 @@ FORMS = {
   'data and model': lambda rules: DataModelMesh(num_devices=8, num_experts=4, num_partitions=2, base_rules=rules),
   'two data axes': lambda rules: DataModelMesh(num_devices=8, num_experts=4, base_rules=rules),
 }
-# Of weights and activations of T5X's and Flaxformer's models.
-SPLIT_DIMS_OF_T5X = [
+# Weights and activations of T5X's and Flaxformer's models.
+T5X_SPLIT_DIMS = [
   ('vocab', 'embed'),
   ('embed',),
   ('embed', 'mlp'),
@@ -101,7 +102,7 @@ SPLIT_DIMS_OF_T5X = [
   ('batch', 'length', 'heads', 'kv'),
   ('batch', 'length', 'vocab'),
 ]
-SPLIT_DIMS_OF_EXPERTS = [
+EXPERT_SPLIT_DIMS = [
   ('expert', 'embed', 'expert_mlp'),
   ('expert', 'expert_mlp', 'embed'),
   ('expert', 'unmodeled', 'expert_mlp'),
@@ -122,12 +123,12 @@ def test_split_dims_of_t5x_resolve_as_in_t5x(activations, parameters, form):
     parameter_partitioning_dims=parameters,
     additional_rules=additional_rules(form),
   )
-  axes, published = FORMS[form](rules).axes(), rules_of_t5x(activations, parameters, form)
-  names = dict.fromkeys(name for name, _ in published)
+  axes, expected_rules = FORMS[form](rules).axes(), t5x_rules(activations, parameters, form)
+  names = dict.fromkeys(name for name, _ in expected_rules)
   check_axis_rules(axes.axis_rules, axes.mesh_axis_names)
-  listed = SPLIT_DIMS_OF_T5X + ([] if form == 'dense' else SPLIT_DIMS_OF_EXPERTS)
-  for split_dims in [*listed, *itertools.permutations(names, 2)]:
-    expected = logical_to_mesh_axes(split_dims, published)
+  cases = T5X_SPLIT_DIMS + ([] if form == 'dense' else EXPERT_SPLIT_DIMS)
+  for split_dims in [*cases, *itertools.permutations(names, 2)]:
+    expected = logical_to_mesh_axes(split_dims, expected_rules)
     assert split_dims_to_partition_spec(split_dims, axes.mesh_axis_names, axes.axis_rules) == expected, split_dims
 
 
@@ -140,7 +141,7 @@ def test_split_dims_of_t5x_resolve_as_in_t5x(activations, parameters, form):
     (2, 2, P('data', 'mdl'), P('mdl', 'data'), P('mdl'), P('mdl', None), 'mdl'),
   ],
 )
-def test_what_the_dims_of_t5x_make_of_our_layers(activations, parameters, kernel, embedding, norm, router, residual):
+def test_partitioning_dims_of_t5x_split_our_layers(activations, parameters, kernel, embedding, norm, router, residual):
   dims = {'activation_partitioning_dims': activations, 'parameter_partitioning_dims': parameters}
   rules = t5x_axis_rules(DEFAULT_AXIS_RULES, **dims)
 
@@ -156,7 +157,7 @@ def test_what_the_dims_of_t5x_make_of_our_layers(activations, parameters, kernel
     t5x_axis_rules(DEFAULT_AXIS_RULES, activation_partitioning_dims=3)
 
 
-def test_stages_stay_where_they_are_under_the_rules_of_t5x():
+def test_t5x_rules_leave_the_stage_axis_alone():
   rules = t5x_axis_rules(stage_axis_rules(DEFAULT_AXIS_RULES), activation_partitioning_dims=2)
   spec = split_dims_to_partition_spec(('layers', 'embed', 'mlp'), ('replica', 'stage', 'data', 'mdl'), rules)
   assert spec == P('stage', None, 'mdl')
@@ -207,7 +208,7 @@ def test_when_mdl_becomes_a_second_data_axis(num_devices, num_experts, num_parti
   ],
   ids=['one data axis', 'two data axes', 'three axes', 'hidden sharding'],
 )
-def test_what_the_forms_make_of_our_own_rules(form, batch, up, kernel):
+def test_meshes_adapt_the_default_rules(form, batch, up, kernel):
   axes = form.axes()
 
   def spec_of(*split_dims):
@@ -230,16 +231,14 @@ def test_degrees_of_expert_and_hidden_sharding(world_size, num_experts, degrees)
 @pytest.mark.parametrize(
   'form, message',
   [
-    (DataModelMesh(num_devices=6, num_experts=4), '6 devices are not a multiple of 4 experts'),
-    (
-      DataModelMesh(num_devices=8, num_experts=4, num_partitions=3),
-      '8 devices are not a multiple of the model parallelism 3',
-    ),
-    (DataExpertModelMesh(num_devices=8, num_expert_partitions=3), 'over num_partitions=1, 8: choose 2'),
-    (DataExpertModelMesh(num_devices=8, num_expert_partitions=0), 'over num_partitions=1, 8: choose 1'),
+    (DataModelMesh(num_devices=6, num_experts=4), 'num_devices=6 .* num_experts=4: choose'),
+    (DataModelMesh(num_devices=8, num_experts=4, num_partitions=3), 'num_devices=8 .* num_partitions=3: choose'),
+    (DataExpertModelMesh(num_devices=8, num_expert_partitions=3), 'num_expert_partitions=3 .*: choose 2'),
+    (DataExpertModelMesh(num_devices=8, num_expert_partitions=0), 'num_expert_partitions=0 .*: choose 1'),
+    (DataExpertModelMesh(num_devices=8, num_expert_partitions=1, num_stages=3), 'num_stages=3 .*8 devices: choose'),
     (HiddenShardingMesh(num_devices=8, num_experts=2, hidden_dim=18), 'hidden_dim=18 must be a multiple of 4'),
   ],
 )
-def test_what_does_not_fit_is_refused(form, message):
-  with pytest.raises(ValueError, match=re.escape(message)):
+def test_sizes_that_do_not_divide_are_refused(form, message):
+  with pytest.raises(UserError, match=message):
     form.axes()

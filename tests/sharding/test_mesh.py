@@ -1,4 +1,4 @@
-"""Meshes: sizes from ICI x DCN, which device lands where, and errors that state the remedy."""
+"""Meshes have ICI x DCN sizes and place devices by granule; shapes that do not fit are refused with a remedy."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ from jax.sharding import AxisType
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.granules import device_array
 
@@ -33,7 +34,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize('ici, dcn', LAYOUTS)
-def test_every_device_lands_where_its_slice_says(ici, dcn):
+def test_devices_are_placed_by_slice(ici, dcn):
   mesh = spec(ici, dcn).build()
   dcn = dcn or (1, 1, 1)
   assert dict(mesh.shape) == {name: i * d for name, i, d in zip(AXES, ici, dcn)} == spec(ici, dcn).sizes(8)
@@ -44,7 +45,7 @@ def test_every_device_lands_where_its_slice_says(ici, dcn):
 
 
 def fake_devices(granule_of_id, attribute, platform='fake'):
-  """Devices of a platform that jax knows nothing about, in reverse order so that only their attributes can help."""
+  """Devices of an unknown platform, in reverse order, so that only their attributes tell where they belong."""
   other = {'slice_index': 'process_index', 'process_index': 'slice_index'}[attribute]
   neutral = None if other == 'slice_index' else 0
   return [
@@ -55,7 +56,7 @@ def fake_devices(granule_of_id, attribute, platform='fake'):
 
 @pytest.mark.parametrize('attribute', ['slice_index', 'process_index'])
 @pytest.mark.parametrize('ici, dcn', [((1, 2, 2), (2, 1, 1)), ((1, 2, 2), (1, 1, 2)), ((2, 1, 1), (1, 2, 2))])
-def test_real_slices_else_processes_are_what_the_dcn_axes_run_over(attribute, ici, dcn):
+def test_dcn_axes_run_over_slices_or_else_processes(attribute, ici, dcn):
   num_granules = int(np.prod(dcn))
   granule_of_id = {i: i % num_granules for i in range(8)}  # interleaved, not consecutive
   array = device_array(ici, dcn, fake_devices(granule_of_id, attribute))
@@ -67,17 +68,16 @@ def test_real_slices_else_processes_are_what_the_dcn_axes_run_over(attribute, ic
 
 
 @pytest.mark.parametrize(
-  'attribute, words', [('slice_index', '4 slice(s) and 1 process(es)'), ('process_index', 'belong to 4 process(es)')]
+  'attribute, counts', [('slice_index', '4 slice.* and 1 process'), ('process_index', 'belong to 4 process')]
 )
-def test_slices_that_are_not_those_of_the_mesh_are_refused(attribute, words):
+def test_a_wrong_number_of_slices_is_refused(attribute, counts):
   devices = fake_devices({i: i % 4 for i in range(8)}, attribute)
-  with pytest.raises(ValueError, match=r'dcn_mesh_shape \(2, 1, 1\) is for 2 slices') as error:
+  with pytest.raises(UserError, match=rf'dcn_mesh_shape \(2, 1, 1\) is for 2 slices.*{counts}.*: set'):
     device_array((1, 2, 2), (2, 1, 1), devices)
-  assert words in str(error.value)
 
 
 @pytest.mark.parametrize('granules, platform', [(4, 'cpu'), (1, 'fake')])
-def test_on_cpus_and_on_one_machine_runs_of_devices_stand_for_slices(granules, platform):
+def test_consecutive_devices_stand_for_slices_on_cpus_and_on_one_machine(granules, platform):
   devices = fake_devices({i: i % granules for i in range(8)}, 'process_index', platform)
   array = device_array((1, 2, 2), (2, 1, 1), devices)
   assert [device.id for device in array[0].flat] == [7, 6, 5, 4]
@@ -87,7 +87,7 @@ def test_on_cpus_and_on_one_machine_runs_of_devices_stand_for_slices(granules, p
   'ici, dcn, num_devices, sizes',
   [((1, -1, 2), None, 8, (1, 4, 2)), ((1, -1, 2), (2, 1, 1), 8, (2, 2, 2)), ((1, 1, -1), None, 1, (1, 1, 1))],
 )
-def test_one_size_may_be_the_devices_left_over(ici, dcn, num_devices, sizes):
+def test_a_size_of_minus_one_takes_the_remaining_devices(ici, dcn, num_devices, sizes):
   assert spec(ici, dcn).sizes(num_devices) == dict(zip(AXES, sizes))
 
 
@@ -101,34 +101,32 @@ def test_one_size_may_be_the_devices_left_over(ici, dcn, num_devices, sizes):
     ((1, -1, 3), None, 8, ['(1, -1, 3)', 'there are 8', 'product is 8']),
   ],
 )  # fmt: skip
-def test_a_mesh_that_does_not_match_the_devices_is_refused_with_the_remedy(ici, dcn, num_devices, words):
-  with pytest.raises(ValueError) as error:
+def test_a_mesh_that_does_not_match_the_devices_is_refused(ici, dcn, num_devices, words):
+  with pytest.raises(UserError) as error:
     spec(ici, dcn).sizes(num_devices)
   for word in words:
     assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
-  'names, ici, dcn, words',
+  'names, ici, dcn, message',
   [
-    (('data', 'data'), (1, 1), None, ["('data', 'data')", 'twice', 'its own name']),
-    (AXES, (1, 8), None, ['ici_mesh_shape (1, 8)', '2 entries', '3', 'one size per axis']),
-    (AXES, (1, 0, 8), None, ['ici_mesh_shape (1, 0, 8)', 'positive']),
-    (AXES, (-1, -1, 8), None, ['ici_mesh_shape (-1, -1, 8)', 'one ICI size may be -1']),
-    (AXES, (1, 8, 1), (0, 1, 1), ['dcn_mesh_shape (0, 1, 1)', 'positive']),
+    (('data', 'data'), (1, 1), None, r"\('data', 'data'\) .*its own name"),
+    (AXES, (1, 8), None, r'ici_mesh_shape \(1, 8\) .*one size per axis'),
+    (AXES, (1, 0, 8), None, r'ici_mesh_shape \(1, 0, 8\) .*positive'),
+    (AXES, (-1, -1, 8), None, r'ici_mesh_shape \(-1, -1, 8\) .*one ICI size may be -1'),
+    (AXES, (1, 8, 1), (0, 1, 1), r'dcn_mesh_shape \(0, 1, 1\) .*positive'),
   ],
 )
-def test_bad_shapes_are_refused_when_written(names, ici, dcn, words):
-  with pytest.raises(ValueError) as error:
+def test_bad_shapes_are_refused_on_construction(names, ici, dcn, message):
+  with pytest.raises(UserError, match=message):
     spec(ici, dcn, names)
-  for word in words:
-    assert word in str(error.value)
 
 
 @pytest.mark.parametrize('num_fake, hint', [(-1, True), (8, False)])
-def test_a_gpu_that_jax_does_not_see_is_named_where_devices_lack(monkeypatch, num_fake, hint):
+def test_too_few_devices_hint_at_a_gpu_that_jax_does_not_see(monkeypatch, num_fake, hint):
   monkeypatch.setattr('spmd_tasks.sharding.mesh.glob.glob', lambda pattern: ['/dev/nvidia0'])
   monkeypatch.setattr(type(jax.config), 'jax_num_cpu_devices', num_fake)
-  with pytest.raises(ValueError, match='--num_fake_devices 16') as raised:
+  with pytest.raises(UserError, match='--num_fake_devices 16') as raised:
     MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(4, 4)).build(jax.devices()[:8])
   assert ("pip install 'jax[cuda13]'" in str(raised.value)) == hint

@@ -1,4 +1,4 @@
-"""Padding rounds dims up to what their axes divide, costs no communication, and never shows inside a step."""
+"""Padding rounds dims up to sizes that their axes divide, needs no collective, and is not visible inside a step."""
 
 import re
 
@@ -64,12 +64,12 @@ def test_pad_and_unpad_are_inverse_and_the_padding_is_zero(dtype, rng):
   'shape, spec, expected',
   [
     ((8, 9), P('data', 'mdl'), P('data', 'mdl')),
-    # An uneven dim's axes move to the largest dim that they divide, beside what splits it already.
+    # An uneven dim's axes move to the largest dim that they divide together with its own axes.
     ((30, 9, 12), P('data', None, None), P(None, None, 'data')),
     ((30, 24), P('data', 'replica'), P(None, ('replica', 'data'))),
-    # Two uneven dims: one takes the axes of the other, or a third takes both.
+    # With two uneven dims, one may take the axes of the other.
     ((30, 257, 24), P('data', 'mdl', None), P('mdl', None, 'data')),
-    # Nowhere to go: replicated.
+    # No other dim is divisible: replicated.
     ((30, 257), P('data', None), P(None, None)),
   ],
 )
@@ -77,7 +77,7 @@ def test_evenly_divided_spec(shape, spec, expected):
   assert padding.evenly_divided_spec(shape, spec, SIZES) == expected
 
 
-def test_an_evenly_divided_spec_is_even_keeps_even_dims_and_names_no_axis_twice_or_anew(rng):
+def test_an_evenly_divided_spec_keeps_even_dims_and_moves_or_drops_other_axes(rng):
   moved = replicated = 0
   for _ in range(1000):
     shape, spec = random_tensor(rng)
@@ -92,7 +92,7 @@ def test_an_evenly_divided_spec_is_even_keeps_even_dims_and_names_no_axis_twice_
       if dim % num_parts(old, SIZES) == 0:
         assert new[: len(old)] == old, case
       elif not set(old) & set(used):
-        # Given up, so that no dim could have taken these axes beside the ones that it ended with.
+        # Replicated, so no dim could have taken these axes together with its own.
         assert all(d % num_parts((*axes, *old), SIZES) for d, axes in zip(shape, after)), case
         replicated += 1
       else:
@@ -106,7 +106,7 @@ def mesh():
 
 
 def compile_step(mesh, stored_cols, true_cols):
-  """A step on [16, stored_cols], split by columns, that computes on [16, true_cols] and stores the result again."""
+  """Compiles a step on [16, stored_cols], split by columns, that computes on [16, true_cols] and pads the result."""
   sharding = NamedSharding(mesh, P(None, 'data'))
   stored, true = (jax.ShapeDtypeStruct((16, cols), jnp.float32) for cols in (stored_cols, true_cols))
 
@@ -123,8 +123,8 @@ def test_unpadding_and_padding_again_need_no_collective(mesh):
 
 
 def test_a_sharded_round_trip_keeps_the_values_and_zeroes_the_padding(mesh, rng):
-  x = rng.normal(size=(16, 12)).astype(np.float32)  # what is in the padding must not matter
+  x = rng.normal(size=(16, 12)).astype(np.float32)  # nonzero padding must not matter
   y = compile_step(mesh, 12, 10)(jax.device_put(x, NamedSharding(mesh, P(None, 'data'))))
-  # Absolute: near sin(x) = -1 the sum cancels, and what stays is the float32 rounding of numbers near 1.
+  # Absolute: near sin(x) = -1 the sum cancels, which leaves the float32 rounding of numbers near 1.
   np.testing.assert_allclose(y[:, :10], np.sin(x[:, :10].astype(np.float64)) + 1, rtol=0, atol=3e-7)
   np.testing.assert_array_equal(y[:, 10:], 0)

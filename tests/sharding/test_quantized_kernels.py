@@ -1,4 +1,4 @@
-"""Kernels in 8 and 4 bits: the published formulas in float64, rows of any length, bytes, and any mesh."""
+"""Kernels in 8 and 4 bits agree with the published formulas in float64, for dims of any size."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import pytest
 from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.quantized import dequantized_spec, quantize, quantized_spec
 
-# Table of the paper's appendix E.
+# QLoRA, appendix E.
 NF4 = np.array(
   [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -18,7 +18,7 @@ NF4 = np.array(
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
   ]
 )
-# name -> shape, split dims, tags, layers; the dim along which blocks lie; the dims with one largest scale
+# name -> shape, split dims, tags, layers; the dim of the blocks; the contracted dims
 KERNELS = {
   'up, rows of 130': ((130, 5), ('embed', 'mlp'), (), 0, 0, (0,)),
   'odd rows': ((2, 67, 3, 4), ('layers', 'embed', 'heads', 'head_dim'), (), 1, 1, (1,)),
@@ -32,64 +32,65 @@ def spec_of(name):
   return WeightSpec(shape=shape, init=None, split_dims=split_dims, tags=tags, stacked=stacked)
 
 
-def drawn(shape):
+def random_kernel(shape):
   kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32)
   kernel[..., 0] = 0.0  # a channel of zeros has no scale
   return kernel
 
 
-def in_blocks(kernel, dim, is_double, channel_dims):
-  """The kernel as QLoRA holds it, float64, block by block."""
+def dequantized_reference(kernel, dim, is_double, contracted):
+  """Quantizes and dequantizes the kernel as in QLoRA, in float64, block by block."""
   rows = np.moveaxis(kernel.astype(np.float64), dim, -1)
   starts = range(0, rows.shape[-1], 64)
   scales = np.stack([np.abs(rows[..., start : start + 64]).max(-1) for start in starts], -1)
-  held = scales
+  stored_scales = scales
   if is_double:
     moved = np.moveaxis(scales, -1, dim)
-    largest = moved.max(channel_dims, keepdims=True)
+    largest = moved.max(contracted, keepdims=True)
     codes = np.round(255 * moved / np.where(largest > 0, largest, 1))
-    held = np.moveaxis(np.maximum(codes, 1) * largest / 255, dim, -1)
-  made = np.empty_like(rows)
+    stored_scales = np.moveaxis(np.maximum(codes, 1) * largest / 255, dim, -1)
+  result = np.empty_like(rows)
   for number, start in enumerate(starts):
     block = rows[..., start : start + 64] / np.where(scales, scales, 1)[..., number, None]
     nearest = np.abs(block[..., None] - NF4).argmin(-1)
-    made[..., start : start + 64] = NF4[nearest] * held[..., number, None]
-  return np.moveaxis(made, -1, dim)
+    result[..., start : start + 64] = NF4[nearest] * stored_scales[..., number, None]
+  return np.moveaxis(result, -1, dim)
 
 
 @pytest.mark.parametrize('dtype', [pytest.param('nf4', marks=pytest.mark.exhaustive), 'nf4_double'])
 @pytest.mark.parametrize('name', KERNELS)
-def test_a_kernel_in_four_bits_is_what_float64_makes_of_it(name, dtype):
-  shape, _, _, _, dim, channel_dims = KERNELS[name]
-  kernel = drawn(shape)
+def test_four_bits_agree_with_float64(name, dtype):
+  shape, _, _, _, dim, contracted = KERNELS[name]
+  kernel = random_kernel(shape)
   spec = quantized_spec(spec_of(name), dtype)
-  held = jax.jit(lambda kernel: quantize(kernel, spec))(kernel)
-  assert spec.shape == held.shape == shape
-  jax.tree.map(lambda part, own: np.testing.assert_equal((part.shape, part.dtype), (own.shape, own.dtype)), held, spec)
-  expected = in_blocks(kernel, dim, dtype == 'nf4_double', channel_dims)
-  np.testing.assert_allclose(jax.jit(lambda held: held.unbox())(held), expected, rtol=1e-6, atol=0)
-  assert not np.any(held.unbox()[..., 0])
+  quantized = jax.jit(lambda kernel: quantize(kernel, spec))(kernel)
+  assert spec.shape == quantized.shape == shape
+  jax.tree.map(lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)), quantized, spec)
+  expected = dequantized_reference(kernel, dim, dtype == 'nf4_double', contracted)
+  np.testing.assert_allclose(jax.jit(lambda x: x.unbox())(quantized), expected, rtol=1e-6, atol=0)
+  assert not np.any(quantized.unbox()[..., 0])
 
 
-def test_parts_have_the_split_dims_of_the_kernel_and_one_layer_is_read_like_a_stack():
+def test_quantized_arrays_have_the_kernels_split_dims_and_a_scan_reads_layers():
   spec = quantized_spec(dataclasses.replace(spec_of('odd rows'), tags=('frozen',)), 'nf4_double')
   assert spec.values.split_dims == spec.scales.split_dims == ('layers', 'embed', 'heads', 'head_dim')
   assert (spec.values.shape, spec.scales.shape, spec.largest.shape) == ((2, 34, 3, 4), (2, 2, 3, 4), (2, 1, 3, 4))
   assert spec.largest.split_dims == ('layers', None, 'heads', 'head_dim')
-  numbers = dequantized_spec(spec)
-  assert (numbers.shape, numbers.dtype, numbers.tags, numbers.stacked) == ((2, 67, 3, 4), jnp.float32, ('frozen',), 1)
-  held = quantize(drawn((2, 67, 3, 4)), spec)
-  _, layers = jax.lax.scan(lambda carry, layer: (carry, layer.unbox()), 0, held)
-  np.testing.assert_array_equal(layers, held.unbox())
+  kernel = dequantized_spec(spec)
+  assert (kernel.shape, kernel.dtype, kernel.tags, kernel.stacked) == ((2, 67, 3, 4), jnp.float32, ('frozen',), 1)
+  quantized = quantize(random_kernel((2, 67, 3, 4)), spec)
+  _, layers = jax.lax.scan(lambda carry, layer: (carry, layer.unbox()), 0, quantized)
+  np.testing.assert_array_equal(layers, quantized.unbox())
 
 
 @pytest.mark.parametrize('dtype, bits', [('int8', 8.04), ('nf4', 4.5), ('nf4_double', 4.16)])
-def test_the_bits_of_a_parameter(dtype, bits):
-  """On the device too: `nbytes` counts a packed byte as one."""
+def test_bits_per_parameter(dtype, bits):
+  """Compares the bytes on the device too: `nbytes` counts a packed byte as one."""
   kernel = jnp.asarray(np.random.default_rng(0).normal(size=(1024, 64)), jnp.float32)
   spec = WeightSpec(shape=kernel.shape, init=None, split_dims=('embed', 'mlp'))
-  held = quantize(kernel, quantized_spec(spec, dtype))
-  assert sum(part.nbytes for part in jax.tree.leaves(held)) * 8 / kernel.size == pytest.approx(bits, abs=0.01)
-  assert sum(part.on_device_size_in_bytes() for part in jax.tree.leaves(held)) * 8 <= 1.01 * bits * kernel.size
-  error = np.sqrt(np.mean(np.square(held.unbox() - kernel)))
+  quantized = quantize(kernel, quantized_spec(spec, dtype))
+  arrays = jax.tree.leaves(quantized)
+  assert sum(array.nbytes for array in arrays) * 8 / kernel.size == pytest.approx(bits, abs=0.01)
+  assert sum(array.on_device_size_in_bytes() for array in arrays) * 8 <= 1.01 * bits * kernel.size
+  error = np.sqrt(np.mean(np.square(quantized.unbox() - kernel)))
   assert error < {'int8': 0.012}.get(dtype, 0.1)

@@ -1,4 +1,4 @@
-"""The sum of squares of a sharded tree: the true one on every layout, by one all-reduce."""
+"""The sum of squares of a sharded tree is correct on every layout and needs one all-reduce."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ SPECS = {
 }
 
 
-def draw(rng):
+def random_tree(rng):
   return {name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in SPECS.items()}
 
 
@@ -34,17 +34,17 @@ def compiled_sum(mesh, specs, sum_squares=sum_of_squares):
 
 
 @pytest.mark.parametrize('shape', [(1, 2, 4), (2, 2, 2)])
-def test_is_the_true_sum_on_every_mesh(shape, rng):
-  tree = draw(rng)
+def test_the_sum_is_correct_on_every_mesh(shape, rng):
+  tree = random_tree(rng)
   mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=shape).build(jax.devices()[: np.prod(shape)])
   expected = sum(np.sum(np.square(x.astype(np.float64))) for x in tree.values())
   np.testing.assert_allclose(compiled_sum(mesh, SPECS)(tree), expected, rtol=1e-6)
   np.testing.assert_allclose(sum_of_squares(tree, SPECS), expected, rtol=1e-6)
-  for name, of_one in compiled_sum(mesh, SPECS, sums_of_squares)(tree).items():
-    np.testing.assert_allclose(of_one, np.sum(np.square(tree[name].astype(np.float64))), rtol=1e-6)
+  for name, leaf_sum in compiled_sum(mesh, SPECS, sums_of_squares)(tree).items():
+    np.testing.assert_allclose(leaf_sum, np.sum(np.square(tree[name].astype(np.float64))), rtol=1e-6)
 
 
-def test_replicated_leaves_need_no_all_reduce_and_others_one():
+def test_replicated_leaves_need_no_all_reduce_and_sharded_leaves_one():
   mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=(1, 4, 2)).build()
 
   def num_all_reduces(*names, sum_squares=sum_of_squares):

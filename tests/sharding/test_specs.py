@@ -1,4 +1,4 @@
-"""Split dims and axis rules resolve to the PartitionSpecs that the rules promise, and every misuse is named."""
+"""Split dims and axis rules resolve to PartitionSpecs as in Flax, and misuse is refused."""
 
 import itertools
 import random
@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import specs
 
 AXES = ('replica', 'data', 'mdl')
@@ -92,10 +93,10 @@ def _without_minus_one(rules):
 @pytest.mark.parametrize(
   'split_dims, expected',
   [
-    # A mesh axis named directly is taken before all rules, also where it comes later in the tensor.
+    # A mesh axis is assigned before all rules, even if it comes later in the tensor.
     (('embed', 'data'), P('replica', 'data')),
     (('mlp', 'mdl'), P(None, 'mdl')),
-    # A name of several dims: `embed` has two rules, data and replica; a rule of None leaves all of them unsharded.
+    # Several dims share a name: `embed` has two rules, data and replica; a rule of None leaves all of them unsharded.
     (('embed', 'embed', 'embed'), P('data', 'replica', None)),
     (('heads', 'mlp', 'heads'), P(None, 'mdl', None)),
     (('norm', 'norm'), P(None, None)),
@@ -104,39 +105,34 @@ def _without_minus_one(rules):
     (('heads', ('embed', 'mlp')), P(None, ('data', 'mdl'))),
   ],
 )
-def test_what_flax_does_not_have(split_dims, expected):
+def test_split_dims_beyond_flax(split_dims, expected):
   assert specs.split_dims_to_partition_spec(split_dims, AXES, RULES) == expected
 
 
 @pytest.mark.parametrize(
-  'split_dims, words',
+  'split_dims, message',
   [
-    (('data', 'data'), ["('data', 'data')", "'data' twice", 'one dim of a tensor only']),
-    (('nowhere', None), ["'nowhere'", 'neither a mesh axis', str(AXES), "'batch'", 'correct it or add a rule']),
-    ((2, None), ['split dim 2', 'axis name', 'None or -1']),
+    (('data', 'data'), "'data' twice: split only one dim"),
+    (('nowhere', None), "'nowhere', which is neither .*correct it or add a rule"),
+    ((2, None), '2, which is neither .*correct it'),
   ],
 )
-def test_a_bad_entry_is_refused_with_value_constraint_and_remedy(split_dims, words):
-  with pytest.raises(ValueError) as error:
+def test_bad_split_dims_are_refused(split_dims, message):
+  with pytest.raises(UserError, match=message):
     specs.split_dims_to_partition_spec(split_dims, AXES, RULES)
-  for word in words:
-    assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
-  'rules, words',
+  'rules, message',
   [
-    ((('data', 'mdl'),), ["('data', 'mdl')", 'name of a mesh axis', 'rename the rule']),
-    ((('data', ('data', 'mdl')),), ["('data', ('data', 'mdl'))", 'name of a mesh axis', 'rename the rule']),
-    ((('mlp', 'model'),), ["('mlp', 'model')", "'model'", str(AXES), 'correct the rule or add the axis']),
-    ((('mlp', ('mdl', 'mdl')),), ["('mlp', ('mdl', 'mdl'))", "'mdl' twice"]),
+    ((('data', 'mdl'),), r"\('data', 'mdl'\) .*rename"),
+    ((('data', ('data', 'mdl')),), r"\('data', \('data', 'mdl'\)\) .*rename"),
+    ((('mlp', 'model'),), "'model', .*correct the rule or add the axis"),
   ],
 )
-def test_bad_axis_rules_are_refused(rules, words):
-  with pytest.raises(ValueError) as error:
+def test_bad_axis_rules_are_refused(rules, message):
+  with pytest.raises(UserError, match=message):
     specs.check_axis_rules(rules, AXES)
-  for word in words:
-    assert word in str(error.value)
 
 
 MAPPING = {'map_1d': ('batch',), 'map_2d': ('batch', 'mdl'), 'map_3d': None}
@@ -145,22 +141,20 @@ MAPPING = {'map_1d': ('batch',), 'map_2d': ('batch', 'mdl'), 'map_3d': None}
 @pytest.mark.parametrize(
   'ndim, mapping, expected', [(1, MAPPING, P(('replica', 'data'))), (3, MAPPING, None), (2, None, None)]
 )
-def test_input_specs_go_by_rank(ndim, mapping, expected):
+def test_inputs_are_split_by_rank(ndim, mapping, expected):
   assert specs.infer_partition_spec_based_on_rank(ndim, mapping, AXES, RULES) == expected
 
 
 @pytest.mark.parametrize(
-  'ndim, mapping, words',
+  'ndim, mapping, message',
   [
-    (4, MAPPING, ["'map_4d'", 'rank 4', "'map_1d'", 'add', '4 split dims', 'None']),
-    (2, {'map_2d': ('batch',)}, ["['map_2d']", "('batch',)", '2 entries']),
+    (4, MAPPING, "'map_4d' .*'map_1d'.*: add .*4 split dims"),
+    (2, {'map_2d': ('batch',)}, r"\['map_2d'\] = \('batch',\) must have 2 entries"),
   ],
 )
-def test_a_bad_input_mapping_names_the_key(ndim, mapping, words):
-  with pytest.raises(ValueError) as error:
+def test_a_bad_input_mapping_is_refused(ndim, mapping, message):
+  with pytest.raises(UserError, match=message):
     specs.infer_partition_spec_based_on_rank(ndim, mapping, AXES, RULES)
-  for word in words:
-    assert word in str(error.value)
 
 
 @pytest.fixture
@@ -172,9 +166,9 @@ def mesh():
   'split_dims, shape, expected',
   [
     (('batch', 'mlp'), (8, 3), P(('replica', 'data'), 'mdl')),  # features may be uneven
-    (('batch', 'mlp'), (4, 3), P('data', 'mdl')),  # replica 2 x data 4: those that make the most parts
+    (('batch', 'mlp'), (4, 3), P('data', 'mdl')),  # replica 2 x data 4: the subset with the most parts
     (('batch', 'mlp'), (3, 4), P(None, 'mdl')),
-    (('mlp', 'data'), (3, 6), P('mdl', None)),  # by the axis, whatever dim it splits
+    (('mlp', 'data'), (3, 6), P('mdl', None)),  # `data` splits rows elsewhere, so no dim over it is uneven
   ],
 )
 def test_rows_are_split_evenly_or_over_fewer_devices(split_dims, shape, expected):
@@ -183,7 +177,7 @@ def test_rows_are_split_evenly_or_over_fewer_devices(split_dims, shape, expected
     assert scope.activation_spec(split_dims, shape) == expected
 
 
-def test_constrain_takes_dims_that_the_mesh_does_not_divide(mesh):
+def test_constrain_accepts_uneven_dims(mesh):
   @jax.jit
   def step(x):
     with specs.sharding_scope(mesh, RULES):

@@ -1,4 +1,4 @@
-"""What a layer declares about a weight arrives, through scans and without allocating anything."""
+"""weight_specs reads the boxes of Linen's own layers."""
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ def declared(spec):
   return spec.shape, spec.split_dims, np.dtype(spec.dtype), spec.tags, spec.stacked, spec.init
 
 
-def test_weights_of_linens_own_layers_are_split_by_their_partitioning_or_not_at_all():
+def test_linen_partitioning_is_read_and_plain_weights_are_replicated():
   class Outer(nn.Module):
     @nn.compact
     def __call__(self, x):
