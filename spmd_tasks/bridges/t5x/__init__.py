@@ -6,7 +6,7 @@
 
 Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
 goes on from a checkpoint of T5X, and T5X from one of ours). Then `_seqio.py` (SeqIO's tasks as inputs, as prompts, and
-their metric_fns), `_gin.py` (reads gin files), `_gin_files.py` (what those of T5X and Flaxformer say),
+their metric_fns), `_gin.py` (reads gin files, and those of T5X and Flaxformer from the folder `gin`),
 `_gin_translation.py` (what they mean here), `experiments.py` (which experiment they become) and `_gin_start.py`.
 """
 

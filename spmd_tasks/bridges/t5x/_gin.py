@@ -5,7 +5,8 @@
     setup.node('__main__.train').rest()                  # its bindings that nobody has asked for
 
 The library gin-config parses; names are resolved by the imports of the files (gin's dynamic registration), so T5X need
-not be installed. T5X's and Flaxformer's files that are not found are made of `_gin_files.py`.
+not be installed. The folder `gin` has the settings of T5X's and Flaxformer's own files that decide numbers: defaults of
+runs, sizes and parts of models. It is searched last, after an installed T5X.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,12 @@ from pathlib import Path
 import tokenize
 from typing import Any
 
-from spmd_tasks.bridges.t5x._gin_files import REQUIRED, flaxformer_file, shipped_file
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
 
 MISSING: Any = object()
+_REQUIRED = '%gin.REQUIRED'
+_OWN_FILES = Path(__file__).parent / 'gin'
 _MAX_FILES = 100
 
 
@@ -134,7 +136,7 @@ class Setup:
   def resolve(self, value: Any, where: str, within: tuple[str, ...] = ()) -> Any:
     """Replaces macros and references, within lists and dicts too; `within` are the macros whose value this is."""
     if isinstance(value, _Macro):
-      if f'%{value.name}' == REQUIRED:
+      if f'%{value.name}' == _REQUIRED:
         raise UserError(f'{where} is required: give --gin.{where.removeprefix("%")}=VALUE.')
       if value.name not in self.macros and '.' in value.name:  # a constant of a module
         return value.name
@@ -176,20 +178,20 @@ def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Seque
 
 
 def _read_file(name: str, setup: Setup, search: Sequence[str], included_by: str) -> None:
-  path = next((path for path in _places(name, search) if path.is_file()), None)
   if len(setup.files) > _MAX_FILES:
     raise UserError(f'more than {_MAX_FILES} gin files are included: {included_by} includes itself.')
-  try:
-    text = (shipped_file(name) or flaxformer_file(name)) if path is None else path.read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as error:
-    raise UserError(f'the gin file {path} cannot be read: {error}.') from error
-  if text is None:
+  path = next((path for path in _places(name, search) if path.is_file()), None)
+  if path is None:
     by = f', which {included_by} includes,' if included_by else ''
     raise UserError(
-      f'the gin file {name}{by} is not found: correct the name, or give --gin_search_paths DIR, the directory below '
-      'which it lies (it is none of the files of T5X whose content is known here).'
+      f'the gin file {name}{by} is not found: correct the name, or give --gin_search_paths DIR, the directory '
+      'that contains it (it is not among the files of T5X that are known here).'
     )
-  setup.files.append(name if path is None else str(path))
+  try:
+    text = path.read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f'the gin file {path} cannot be read: {error}.') from error
+  setup.files.append(name)
   _read_text(text, name, setup, search)
 
 
@@ -201,6 +203,7 @@ def _places(name: str, search: Sequence[str]) -> Iterator[Path]:
   spec = importlib.util.find_spec(top) if '/' in name and top.isidentifier() else None  # an installed t5x, as it is
   for location in (spec.submodule_search_locations or ()) if spec else ():
     yield Path(location).parent / name
+  yield _OWN_FILES / name
 
 
 def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> None:
