@@ -1,7 +1,7 @@
-"""describe_model: a LanguageModel as the Decoder that it is, whoever wrote it; and where its layers' weights are.
+"""Describes a LanguageModel as a Decoder, and locates the weights of its layers.
 
-The description is a guess that is checked: the model of the guessed Decoder is built, and any setting in which the two
-models differ is an error that names it.
+`describe_model` guesses a Decoder, builds its model, and compares the two models; an error names the settings that
+differ. So a user's own model is accepted if a family can express it.
 """
 
 from collections.abc import Sequence
@@ -27,76 +27,75 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-  """The place of a layer's weights in checkpoints: the `prefix` of their names, and the index in their stacked dims."""
+class LayerSlot:
+  """A layer's weights in a checkpoint: the prefix of their names, and the layer's index in their stacked dims."""
 
   prefix: str
   index: tuple[int, ...]
   block: TransformerBlock
 
 
-def layer_places(stack: Any, prefix: str = 'stack/') -> list[Place]:
-  """Returns the places of a stack's layers, in the order of execution.
+def layer_slots(stack: Any, prefix: str = 'stack/') -> list[LayerSlot]:
+  """Returns the slot of each layer of a stack, in the order of execution.
 
-  Raises a UserError if the stack is of another kind than those that are made here.
+  Raises a UserError if the stack is not one of this package's, or its blocks are not TransformerBlocks.
   """
   if isinstance(stack, StackSequence):
-    return [place for i, each in enumerate(stack.stacks) for place in layer_places(each, f'{prefix}stack_{i}/')]
+    return [slot for i, part in enumerate(stack.stacks) for slot in layer_slots(part, f'{prefix}stack_{i}/')]
   if not isinstance(stack, TransformerStack | PipelinedStack):
-    raise UserError(f'a {type(stack).__name__} has no counterpart in any family of Hugging Face.')
+    raise UserError(f'the stack is a {type(stack).__name__}, which no Hugging Face model has: use a TransformerStack.')
   blocks: dict[str, Any] = {'': stack.block}
   if isinstance(stack.block, BlockGroup):
     blocks = {f'block_{i}/': block for i, block in enumerate(stack.block.blocks)}
-  if not all(isinstance(block, TransformerBlock) for block in blocks.values()):
-    names = [type(block).__name__ for block in blocks.values()]
-    raise UserError(f'blocks {names} have no counterpart in any family of Hugging Face.')
+  if other := next((block for block in blocks.values() if not isinstance(block, TransformerBlock)), None):
+    raise UserError(f'a block is a {type(other).__name__}, which no Hugging Face model has: use TransformerBlock.')
   return [
-    Place(f'{prefix}layers/{name}', (i,), block) for i in range(stack.num_layers) for name, block in blocks.items()
+    LayerSlot(f'{prefix}layers/{name}', (i,), block) for i in range(stack.num_layers) for name, block in blocks.items()
   ]
 
 
-def model_places(model: Any) -> list[Place]:
-  """Returns the places of a model's layers: of an encoder, of the model, and of heads that predict further tokens.
+def model_slots(model: Any) -> list[LayerSlot]:
+  """Returns the slots of all layers of a model: the encoder, the decoder, and the multi-token prediction heads.
 
-  Raises a UserError as `layer_places`.
+  Raises a UserError like `layer_slots`.
   """
-  encoder = layer_places(model.encoder_stack, 'encoder_stack/') if isinstance(model, EncoderDecoderLm) else []
+  encoder = layer_slots(model.encoder_stack, 'encoder_stack/') if isinstance(model, EncoderDecoderLm) else []
   heads = range(num_nextn_heads(model))
-  of_heads = [place for k in heads for place in layer_places(model.nextn_head.stack, f'nextn_{k}/stack/')]
-  return encoder + layer_places(model.stack) + of_heads
+  nextn = [slot for k in heads for slot in layer_slots(model.nextn_head.stack, f'nextn_{k}/stack/')]
+  return encoder + layer_slots(model.stack) + nextn
 
 
 def num_nextn_heads(model: Any) -> int:
-  """Returns how many heads of a model predict further tokens."""
+  """Returns the number of multi-token prediction heads of a model."""
   return getattr(model, 'num_nextn_predict_layers', 0)
 
 
 def describe_model(model: Any) -> Decoder:
-  """Returns the Decoder whose model computes what this one does.
+  """Returns the Decoder that describes a model.
 
-  Raises a UserError if no Decoder says what the model is; the settings in question are named.
+  Raises a UserError that names the settings of the model that no Decoder can express.
   """
   if not isinstance(model, LanguageModel):
-    raise UserError(f'a {type(model).__name__} is no LanguageModel, so that no family of Hugging Face has it.')
+    raise UserError(f'the model is a {type(model).__name__}: only a LanguageModel can be a Hugging Face model.')
   try:
-    places = model_places(model)
-    decoder = _guess(model, [place.block for place in places if not place.prefix.startswith('nextn_')])
+    blocks = [slot.block for slot in model_slots(model) if not slot.prefix.startswith('nextn_')]
+    decoder = _guess(model, blocks)
   except (AttributeError, TypeError) as error:
-    raise UserError(f'the model has parts that no family of Hugging Face has ({error}).') from error
+    raise UserError(f'the model has layers that no Hugging Face model has ({error}).') from error
   expressible, actual = _settings(build_model(decoder)), _settings(model)
   pairs = {path: (actual.get(path), expressible.get(path)) for path in dict.fromkeys([*expressible, *actual])}
-  if differences := [f'{path} = {here!r}, not {there!r}' for path, (here, there) in pairs.items() if here != there]:
-    raise UserError(f'no family of Hugging Face has these settings of the model: {"; ".join(differences[:5])}.')
+  if differences := [f'{path} = {ours!r}, not {theirs!r}' for path, (ours, theirs) in pairs.items() if ours != theirs]:
+    raise UserError(f'no Hugging Face model has these settings: {"; ".join(differences[:5])}.')
   return decoder
 
 
 def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
-  """Returns the Decoder that the model is, if any is: nothing is checked here."""
+  """Returns the Decoder that describes the model if any does; unchecked."""
   mixed = tuple(isinstance(block.ffn, MixtureOfExperts) for block in blocks)
   dense = next((block.ffn for block, is_mixed in zip(blocks, mixed) if not is_mixed), None)
   experts = next((block.ffn for block, is_mixed in zip(blocks, mixed) if is_mixed), None)
   mixture = None
-  num_encoder_layers = len(blocks) - len(layer_places(model.stack))
+  num_encoder_layers = len(blocks) - len(layer_slots(model.stack))
   attentions = [block.attention for block in blocks[num_encoder_layers:]]
   hidden: Any = dense
   if experts is not None:
@@ -150,8 +149,8 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     latent = _same_fields(Latent, first)
     biases = {'qkv_bias': first.use_bias, 'out_bias': first.use_bias}
     return {'num_heads': first.num_heads, 'latent': latent, 'rotary': first.rotary, **biases}
-  local = next((each for each in attentions if each.window is not None), None)
-  full = next((each for each in attentions if each.window is None), first)
+  local = next((attention for attention in attentions if attention.window is not None), None)
+  full = next((attention for attention in attentions if attention.window is None), first)
   return {
     'num_heads': first.num_heads,
     'num_kv_heads': first.num_kv_heads or first.num_heads,
@@ -166,53 +165,53 @@ def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any
     'softmax_scale': first.softmax_scale,
     'sinks': first.sinks,
     'window': None if local is None else local.window,
-    'windowed': tuple(each.window is not None for each in attentions),
+    'windowed': tuple(attention.window is not None for attention in attentions),
   }
 
 
 def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
-  """Returns the rotary positions without what a config.json does not say: which factors of LongRoPE are in use."""
+  """Returns the rotary positions without LongRoPE's `is_long`, which config.json does not have."""
   if rotary is None or not isinstance(rotary.scaling, LongRopeScaling):
     return rotary
   return dataclasses.replace(rotary, scaling=dataclasses.replace(rotary.scaling, is_long=None))
 
 
-# Settings that say how a model is computed, initialised or trained, and not what it computes.
+# Settings that affect how a model is computed, initialised or trained, but not what it computes.
 _IRRELEVANT_SETTINGS = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
   *('gradient_keys', 'qk_clip'),
   *('init_scale', 'query_init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
   *('dropout_broadcast_dims', 'even_padding'),
   *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),
-  *('adapters', 'adapter'),  # weights of their own, beside those of the base
+  *('adapters', 'adapter'),  # not part of the base model
 }
 
 
 def _settings(model: Any) -> dict[str, Any]:
-  """Returns the settings that decide what a model computes, by path."""
+  """Returns the settings that affect what a model computes, by path."""
   names = ('embedding', 'final_norm', 'positions', 'position_bias', 'encoder_norm', 'encoder_position_bias')
   parts = {name: getattr(model, name, None) for name in names}
   parts['nextn_head.norm'] = getattr(getattr(model, 'nextn_head', None), 'norm', None)
-  parts |= {f'layer {i}': place.block for i, place in enumerate(model_places(model))}
-  found: dict[str, Any] = {}
+  parts |= {f'layer {i}': slot.block for i, slot in enumerate(model_slots(model))}
+  settings: dict[str, Any] = {}
   for name, part in parts.items():
-    _collect(part, name, model.embedding.embed_dim, found)
-  return found
+    _collect_settings(part, name, model.embedding.embed_dim, settings)
+  return settings
 
 
-def _collect(value: Any, path: str, embed_dim: int, found: dict[str, Any]) -> None:
+def _collect_settings(value: Any, path: str, embed_dim: int, settings: dict[str, Any]) -> None:
   if isinstance(value, Rotary):
     value = _canonical_rotary(value)
   if not dataclasses.is_dataclass(value) or isinstance(value, Rotary):
-    found[path] = value
+    settings[path] = value
     return
-  found[path] = getattr(value, 'counterpart', type(value)).__name__
+  settings[path] = getattr(value, 'counterpart', type(value)).__name__
   fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-  if isinstance(value, Attention):  # None stands for a number
+  if isinstance(value, Attention):  # resolve defaults
     fields['num_kv_heads'] = value.num_kv_heads or value.num_heads
     fields['head_dim'] = value.head_dim or embed_dim // value.num_heads
     fields['out_bias'] = value.use_bias if value.out_bias is None else value.out_bias
     fields['qk_norm'] = RmsNorm() if value.qk_norm is True else value.qk_norm
   for name, item in fields.items():
     if name not in _IRRELEVANT_SETTINGS and not name.endswith('split_dims'):
-      _collect(item, f'{path}.{name}', embed_dim, found)
+      _collect_settings(item, f'{path}.{name}', embed_dim, settings)

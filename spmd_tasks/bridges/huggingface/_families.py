@@ -1,6 +1,6 @@
-"""FAMILIES: one table per family of models: its keys in config.json, its tensors' names, and what it never varies.
+"""FAMILIES: one table per model family, with its keys of config.json, its tensor names, and its fixed settings.
 
-Defaults are those of the family in transformers 5.23: a key that is absent has them.
+An absent key has the family's default in transformers 5.23.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from spmd_tasks.bridges.huggingface._config_keys import (
   attention_bias,
 )
 from spmd_tasks.bridges.huggingface._decoder import Decoder, decoder_of
-from spmd_tasks.bridges.huggingface._describe import Place
+from spmd_tasks.bridges.huggingface._describe import LayerSlot
 from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._special_keys import (
   SIGMOID_ROUTING,
@@ -41,26 +41,27 @@ from spmd_tasks.bridges.huggingface._special_keys import (
 from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules, t5_rules
 from spmd_tasks.errors import UserError
 
-SCORE_HEAD = 'score.weight'  # of every ForSequenceClassification
-Rules = Callable[[Decoder, Sequence[Place], TensorNames], Iterator[Rule]]
+SCORE_HEAD = 'score.weight'  # in every ForSequenceClassification
+MakeRules = Callable[[Decoder, Sequence[LayerSlot], TensorNames], Iterator[Rule]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """A family of models.
+  """A model family.
 
   Attributes:
-    architecture: the class in `transformers`.
-    old_architectures: names that it has had.
-    keys: the settings that vary.
+    architecture: the name of its class in `transformers`.
+    old_architectures: former names of the class.
+    keys: the settings that vary between models of the family.
     fixed: fields of the Decoder, or of its parts, that are the same for all models of the family.
-    names, rules: of the tensors.
-    ignored: patterns of names in files that are no weights.
-    inert: keys of config.json that change nothing that is computed.
-    base: a prefix of all names but the head's, which old files leave out; '' if there is none.
-    table_copies: names under which files may have the table once more.
-    writes_copies: whether transformers ties these only where the logits are scaled, and needs them otherwise.
-    tied_by_files: whether a head in the files is a head of its own, whatever the config says.
+    names: the names of the tensors.
+    make_rules: returns the rules between tensors and weights.
+    ignored: patterns of tensor names that are not weights.
+    inert: keys of config.json that do not affect what the model computes.
+    base: the prefix of all tensor names but the head's, which old files leave out; '' for no prefix.
+    table_copies: names of further copies of the embedding table.
+    writes_copies: whether exports need the copies if logits are not scaled; `transformers` ties them only if they are.
+    tied_by_files: whether the head is untied if and only if the files have one, whatever config.json says.
   """
 
   architecture: str
@@ -68,7 +69,7 @@ class Family:
   keys: tuple[Entry, ...]
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   names: TensorNames = dataclasses.field(default_factory=TensorNames)
-  rule_maker: Rules = llama_rules
+  make_rules: MakeRules = llama_rules
   ignored: tuple[str, ...] = (r'.*rotary_emb\.inv_freq',)
   inert: tuple[str, ...] = ()
   base: str = ''
@@ -78,7 +79,7 @@ class Family:
 
   @property
   def architectures(self) -> Mapping[str, int | None]:
-    """The class with the logits, and those of a decoder with a head that scores and without any: their num_labels."""
+    """Maps class names in `transformers` to `num_labels` of the Decoder: None for logits, 1 for scores, 0 headless."""
     others: dict[str, int | None] = dict.fromkeys(self.old_architectures)
     if logits := re.search('(Gemma3)?(ForCausalLM|LMHeadModel)$', self.architecture):
       stem = self.architecture[: logits.start()] + ('Gemma3Text' if logits[1] else '')
@@ -86,12 +87,12 @@ class Family:
     return {self.architecture: None, **others}
 
   def architecture_of(self, decoder: Decoder) -> str:
-    """Returns the class in `transformers` of a Decoder."""
-    number = decoder.num_labels and 1
-    return next(name for name, each in self.architectures.items() if each == number)
+    """Returns the name of a Decoder's class in `transformers`."""
+    kind = decoder.num_labels and 1
+    return next(name for name, num_labels in self.architectures.items() if num_labels == kind)
 
   def read(self, config: Config) -> Decoder:
-    """Returns the Decoder of a config.json. Raises a UserError that names a key that cannot be understood."""
+    """Returns the Decoder that a config.json describes. Raises a UserError that names an unsupported key."""
     values: Values = {}
     for entry in self.keys:
       values |= entry.read(config, values)
@@ -103,9 +104,9 @@ class Family:
     return decoder_of({**values, **self.fixed, 'num_labels': num_labels})
 
   def write(self, decoder: Decoder) -> Values:
-    """Returns the keys of config.json that say what the Decoder is.
+    """Returns the keys of config.json that describe a Decoder.
 
-    Raises a UserError if no config.json of this family does.
+    Raises a UserError that names a field that this family cannot express.
     """
     written: Values = {'architectures': [self.architecture_of(decoder)]}
     if decoder.num_labels:
@@ -113,42 +114,42 @@ class Family:
       written |= {'id2label': dict(enumerate(names)), 'label2id': {name: i for i, name in enumerate(names)}}
     for entry in self.keys:
       written |= entry.write(decoder)
-    again = self.read(Config(written, 'the written config.json'))
-    for name, wanted in vars(decoder).items():
-      if wanted != (made := getattr(again, name)) and not (name == 'tied' and self.tied_by_files):
-        raise UserError(f'{self.architecture} has {name} = {made!r} and not {wanted!r}.')
+    reread = self.read(Config(written, 'the written config.json'))
+    for name, value in vars(decoder).items():
+      if value != (supported := getattr(reread, name)) and not (name == 'tied' and self.tied_by_files):
+        raise UserError(f'{self.architecture} has {name} = {supported!r}, not {value!r}.')
     return written
 
-  def rules(self, decoder: Decoder, places: Sequence[Place]) -> tuple[Rule, ...]:
-    """Returns the rules from the tensors in files to our weights, as checkpoints have them."""
+  def rules(self, decoder: Decoder, layers: Sequence[LayerSlot]) -> tuple[Rule, ...]:
+    """Returns the rules from the tensors in files to our weights in the checkpoint layout."""
     head = [Rule(SCORE_HEAD, 'embedding/score_kernel', Transpose((1, 0)))] if decoder.num_labels else []
-    return (*self.rule_maker(decoder, places, self.names), *head)
+    return (*self.make_rules(decoder, layers, self.names), *head)
 
   def full_name(self, name: str, decoder: Decoder) -> str:
-    """Returns a tensor's name with the prefix that old files leave out, and those of a model without any head."""
+    """Returns a tensor's name with the prefix that old files and headless models leave out."""
     base = self.base or ('model.' if decoder.num_labels == 0 else '')
     return name if name.startswith(base) or name in (self.names.head, SCORE_HEAD) else base + name
 
   def is_ignored(self, name: str, decoder: Decoder) -> bool:
-    """Whether a tensor in a file is no weight of the model. A head that is tied to the table is left out."""
+    """Whether a tensor in a file is not a weight of the model, such as a head that is tied to the table."""
     if decoder.tied and name == self.names.head:
       return True
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
   @property
   def has_nextn_heads(self) -> bool:
-    """Whether models of the family may have heads that predict further tokens, in the layers behind the last one."""
+    """Whether models of the family may have multi-token prediction heads, which files number after the last layer."""
     return any(isinstance(key, NextnHeads) for key in self.keys)
 
   def is_unused_nextn(self, name: str, decoder: Decoder) -> bool:
-    """Whether a tensor is of a head that the model is without: it is not used, and exported as it was."""
+    """Whether a tensor belongs to a multi-token prediction head that the model leaves out; exports copy it."""
     if not self.has_nextn_heads:
       return False
     layer = re.match(re.escape(self.names.layer).replace(r'\{\}', r'(\d+)'), name)
     return layer is not None and int(layer[1]) >= decoder.num_layers + decoder.num_nextn
 
   def nextn_copies(self, decoder: Decoder) -> dict[str, str]:
-    """Returns names under which heads that predict further tokens may repeat the model's tensors, and theirs."""
+    """Returns names of tensors in multi-token prediction heads that may repeat one of the model -> its name."""
     layers = [self.names.layer.format(decoder.num_layers + k) for k in range(decoder.num_nextn)]
     tables = {f'{layer}embed_tokens.weight': self.names.table for layer in layers}
     kernel = self.names.table if decoder.tied else self.names.head
@@ -170,7 +171,7 @@ def _sizes(
   eps: float = 1e-6,
   tied: bool = False,
 ) -> tuple[Entry, ...]:
-  """The keys that all families share; the arguments are the family's defaults."""
+  """Returns the keys that most families share; the arguments are the family's defaults."""
   return (
     Key('vocab_size', 'vocab_size', int, vocab_size),
     Key('hidden_size', 'embed_dim', int, hidden_size),
@@ -185,12 +186,12 @@ def _sizes(
 
 
 def _llama(*sizes: Any, rope: Rope = Rope(), **settings: Any) -> tuple[Entry, ...]:
-  """The keys of Llama and its relatives."""
+  """Returns the keys of Llama and similar families."""
   return (*_sizes(*sizes, **settings), activation(), rope)
 
 
 def _latent_sizes(*sizes: Any) -> Iterator[Entry]:
-  """The keys that DeepSeek's versions share, whose heads have no single size."""
+  """Yields the keys that all DeepSeek families share; they have no `head_dim`."""
   yield from (entry for entry in _sizes(*sizes) if getattr(entry, 'key', '') != 'head_dim')
   yield from (*latent_keys(), activation(), Rope(), attention_bias(), FixedKey('mlp_bias', False))
 
@@ -200,7 +201,14 @@ def _gemma_is_windowed(layer: int, config: Config) -> bool:
 
 
 def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed: Any) -> Family:
-  """A family of T5's, by its defaults (V, D, F, layers, heads), the keys of its own, and what it never varies."""
+  """Returns a family with the structure of T5.
+
+  Args:
+    name: the prefix of its classes in `transformers`.
+    sizes: the family's defaults (V, D, F, L, H).
+    *keys: further keys of the family.
+    **fixed: further fixed fields of the Decoder, or `bias_per_layer`.
+  """
   vocab_size, embed_dim, hidden_dim, num_layers, num_heads = sizes
   mlp = 'mlp' if name.startswith('Switch') else 'DenseReluDense'
   return Family(
@@ -231,7 +239,7 @@ def _t5(name: str, sizes: tuple[int, int, int, int, int], *keys: Entry, **fixed:
       expert_up='wi',
       expert_down='wo',
     ),
-    rule_maker=t5_rules,
+    make_rules=t5_rules,
     ignored=(r'decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight',),
     inert=(
       *('n_positions', 'scalable_attention', 'add_router_probs', 'router_ignore_padding_tokens', 'router_type'),
@@ -256,7 +264,7 @@ FAMILIES: dict[str, Family] = {
       *_llama(32_000, 4096, 11_008, 32, 32),
       attention_bias(),
       Key('mlp_bias', 'mlp_bias', bool, False),
-      FixedKey('activation', None, ('swiglu',)),  # Falcon 3 says again what `hidden_act` does
+      FixedKey('activation', None, ('swiglu',)),  # Falcon 3 repeats `hidden_act`
     ),
   ),
   'mistral': Family(
@@ -282,7 +290,7 @@ FAMILIES: dict[str, Family] = {
     architecture='Qwen2ForCausalLM',
     keys=(*_llama(151_936, 4096, 22_016, 32, 32, 32), _QWEN_WINDOW),
     fixed={'qkv_bias': True},
-    inert=('qkv_bias', 'attention_bias'),  # always of q, k and v
+    inert=('qkv_bias', 'attention_bias'),  # q, k and v always have a bias
   ),
   'qwen3': Family(
     architecture='Qwen3ForCausalLM',
@@ -442,7 +450,7 @@ FAMILIES: dict[str, Family] = {
     ),
     fixed={'norm': 'layer', 'gated': False, 'mlp_bias': True, 'qkv_bias': True, 'out_bias': True},
     names=TensorNames(table='transformer.wte.weight', layer='transformer.h.{}.'),
-    rule_maker=gpt2_rules,
+    make_rules=gpt2_rules,
     ignored=(r'.*\.attn\.(bias|masked_bias)',),
     inert=(
       *(f'summary_{name}' for name in ('type', 'use_proj', 'activation', 'proj_to_labels', 'first_dropout')),
@@ -469,7 +477,7 @@ FAMILIES: dict[str, Family] = {
   ),
 }
 
-# Families of transformers that are refused with a reason of their own.
+# Families of transformers that are not supported, with the reason.
 REFUSED = {
-  'longt5': 'its encoder attends to blocks of neighbours and to summaries of blocks, which no attention here does',
+  'longt5': 'its encoder attends to local blocks and block summaries',
 }

@@ -18,7 +18,7 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array, lazy_array,
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Config, is_inert
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
-from spmd_tasks.bridges.huggingface._describe import describe_model, model_places, num_nextn_heads
+from spmd_tasks.bridges.huggingface._describe import describe_model, model_slots, num_nextn_heads
 from spmd_tasks.bridges.huggingface._families import FAMILIES, REFUSED, SCORE_HEAD, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors, tensor_names
@@ -248,7 +248,7 @@ class Folder:
       return self.with_nextn_heads(num).lazy_weights(model, abstract_weights)
     self._check_model(model)
     wanted = traverse_util.flatten_dict(abstract_weights, sep='/')
-    rules = self.family.rules(self.decoder, model_places(model))
+    rules = self.family.rules(self.decoder, model_slots(model))
     table = RuleTable(rules=rules, source=str(self.path), target='the model')
     table.check(self.tensors, wanted)
     for name, tensor in self.tensors.items():

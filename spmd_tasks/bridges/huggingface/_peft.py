@@ -36,7 +36,7 @@ from spmd_tasks.adapters.adapted_weights import AdapterNames, adaptable_weights,
 from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array, place_on_mesh
 from spmd_tasks.bridges._operations import Operation
 from spmd_tasks.bridges._rules import Rule, Slot
-from spmd_tasks.bridges.huggingface._describe import model_places
+from spmd_tasks.bridges.huggingface._describe import model_slots
 from spmd_tasks.bridges.huggingface._folder import Folder, read_config
 from spmd_tasks.bridges.huggingface._patterns import NumberByPattern
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, new_folder, read_file, write_tensors
@@ -113,14 +113,14 @@ class PeftModule:
 def peft_modules(folder: Folder) -> list[PeftModule]:
   """Returns the modules of a folder's model whose kernels can all have adapters."""
   model = folder.with_nextn_heads(0).build_model()  # transformers, and so `peft`, knows no heads
-  adaptable, places = adaptable_weights(model), model_places(model)
+  adaptable, places = adaptable_weights(model), model_slots(model)
   found = []
   for rule in folder.family.rules(folder.decoder, places):
     name = rule.source[0].name
     if len(rule.source) != 1 or not name.endswith('.weight') or not all(slot.name in adaptable for slot in rule.target):
       continue
     settings: dict[str, Any] = {'slots': rule.target, 'operations': rule.operations}
-    settings |= {'is_transposed': folder.family.rule_maker is gpt2_rules, 'is_old': '/experts/' in rule.target[0].name}
+    settings |= {'is_transposed': folder.family.make_rules is gpt2_rules, 'is_old': '/experts/' in rule.target[0].name}
     found.append(PeftModule(name=name.removesuffix('.weight'), **settings))
   mixture = folder.decoder.mixture
   for i, place in enumerate(places):

@@ -1,6 +1,6 @@
-"""Quantized tensors, read as the numbers that they stand for, part by part: MXFP4 (gpt-oss) and fp8 blocks (DeepSeek).
+"""Dequantizes tensors lazily: MXFP4 (gpt-oss) and blockwise fp8 (DeepSeek).
 
-An export writes plain numbers: nothing is quantized here.
+Exports are not quantized.
 """
 
 from collections.abc import Mapping
@@ -13,64 +13,70 @@ from spmd_tasks.errors import UserError
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _MXFP4_BLOCK = 32
-# Of fp8, `scale_fmt` says which scales the quantizer chose, and the others what is computed in fp8 elsewhere.
+# Settings that do not affect the values of the weights.
 _IGNORED = {'quant_method', 'fmt', 'scale_fmt', 'weight_block_size', 'activation_scheme', 'dequantize'}
 _IGNORED |= {'modules_to_not_convert', 'ignored_layers'}
 
 
 def check_quantization(config: Config) -> None:
-  """Raises a UserError if a config's `quantization_config` is of a kind that is not read here."""
-  given = config.read('quantization_config', dict, {})
-  if given.get('quant_method', 'fp8') not in ('mxfp4', 'fp8') or (given.get('fmt') or 'e4m3') != 'e4m3':
-    raise config.error('quantization_config', 'must be mxfp4 or fp8 (e4m3): take the folder with unquantized weights')
-  unknown = sorted(key for key, value in given.items() if key not in _IGNORED and not is_neutral(value))
+  """Raises a UserError if the `quantization_config` of a config is not supported."""
+  quantization = config.read('quantization_config', dict, {})
+  method, fmt = quantization.get('quant_method', 'fp8'), quantization.get('fmt') or 'e4m3'
+  if method not in ('mxfp4', 'fp8') or fmt != 'e4m3':
+    raise config.error('quantization_config', 'must be mxfp4 or fp8 (e4m3): use the folder with unquantized weights')
+  unknown = sorted(key for key, value in quantization.items() if key not in _IGNORED and not is_neutral(value))
   if unknown:
     raise config.error('quantization_config', f'has the unknown setting {unknown[0]}')
 
 
 def dequantize(tensors: Mapping[str, LazyArray], block: tuple[int, int]) -> tuple[dict[str, LazyArray], set[str]]:
-  """Returns the tensors with quantized ones replaced by what they stand for, and the names of these.
+  """Replaces quantized tensors by float32 tensors.
+
+  MXFP4: `x_blocks` uint8 [..., rows, n, 16] and `x_scales` uint8 [..., rows, n] become `x` [..., 32 n, rows].
+  fp8: `x` float8 [rows, columns] is multiplied by `x_scale_inv` [rows / block, columns / block].
 
   Args:
-    tensors: by name. MXFP4: `x_blocks` uint8 [..., rows, n, 16] with `x_scales` uint8 [..., rows, n] is x, transposed:
-      [..., 32 n, rows]. fp8: `x_scale_inv` [rows / block, columns / block] belongs to `x` [rows, columns].
-    block: rows and columns that one number of an fp8 scale is for.
+    tensors: name -> tensor.
+    block: the number of rows and columns per fp8 scale.
 
-  Raises a UserError: a scale is missing, or has a shape that does not fit.
+  Returns:
+    The tensors, and the names of those that were quantized.
+
+  Raises:
+    UserError: a scale is missing or has a wrong shape.
   """
-  found, quantized = {}, set()
+  dequantized, quantized = {}, set()
   for name, tensor in tensors.items():
     if name.endswith('_blocks') and tensor.dtype == np.uint8:
       base = name.removesuffix('_blocks')
-      found[base] = _mxfp4(base, tensor, tensors.get(f'{base}_scales'))
+      dequantized[base] = _mxfp4(base, tensor, tensors.get(f'{base}_scales'))
       quantized.add(base)
     elif tensor.dtype.itemsize == 1 and tensor.dtype.name.startswith('float8'):
-      found[name] = _fp8(name, tensor, tensors.get(f'{name}_scale_inv'), block)
+      dequantized[name] = _fp8(name, tensor, tensors.get(f'{name}_scale_inv'), block)
       quantized.add(name)
     elif not (name.endswith('_scales') and name.replace('_scales', '_blocks') in tensors):
-      found[name] = tensor
+      dequantized[name] = tensor
   scales = {f'{name}_scale_inv' for name in quantized}
-  return {name: tensor for name, tensor in found.items() if name not in scales}, quantized
+  return {name: tensor for name, tensor in dequantized.items() if name not in scales}, quantized
 
 
 def _mxfp4(name: str, blocks: LazyArray, scales: LazyArray | None) -> LazyArray:
   *leading, rows, num_blocks, half = blocks.shape
   if scales is None or scales.shape != blocks.shape[:-1] or 2 * half != _MXFP4_BLOCK:
     shape = None if scales is None else list(scales.shape)
-    raise UserError(f'{name}_blocks {list(blocks.shape)} and {name}_scales {shape} do not belong together.')
+    raise UserError(f'{name}_blocks {list(blocks.shape)} and {name}_scales {shape} do not match: download them again.')
 
   def read(index: Index) -> np.ndarray:
-    *first, wanted, row = index
-    low, high = wanted.start // _MXFP4_BLOCK, -(-wanted.stop // _MXFP4_BLOCK)
-    block = (*first, row, slice(low, high))
+    *leading_index, column, row = index
+    low, high = column.start // _MXFP4_BLOCK, -(-column.stop // _MXFP4_BLOCK)
+    block = (*leading_index, row, slice(low, high))
     packed = blocks.read((*block, slice(0, half)))
-    values = np.stack([_FP4[packed & 15], _FP4[packed >> 4]], axis=-1)  # the low half of a byte comes first
+    values = np.stack([_FP4[packed & 15], _FP4[packed >> 4]], axis=-1)  # the low nibble comes first
     values = values.reshape((*packed.shape[:-1], _MXFP4_BLOCK))
     values = np.ldexp(values, scales.read(block).astype(np.int32)[..., None] - 127)
-    flat = values.reshape((*values.shape[:-2], -1))[
-      ..., wanted.start - low * _MXFP4_BLOCK : wanted.stop - low * _MXFP4_BLOCK
-    ]
-    return np.swapaxes(flat, -1, -2)
+    flat = values.reshape((*values.shape[:-2], -1))
+    first_column = low * _MXFP4_BLOCK
+    return np.swapaxes(flat[..., column.start - first_column : column.stop - first_column], -1, -2)
 
   return LazyArray((*leading, num_blocks * _MXFP4_BLOCK, rows), 'float32', read)
 
@@ -78,7 +84,7 @@ def _mxfp4(name: str, blocks: LazyArray, scales: LazyArray | None) -> LazyArray:
 def _fp8(name: str, values: LazyArray, scales: LazyArray | None, block: tuple[int, int]) -> LazyArray:
   if scales is None or scales.shape != tuple(-(-size // step) for size, step in zip(values.shape, block)):
     shape = None if scales is None else list(scales.shape)
-    raise UserError(f'{name} {list(values.shape)} in fp8 and {name}_scale_inv {shape} do not belong together.')
+    raise UserError(f'{name} {list(values.shape)} and {name}_scale_inv {shape} do not match: download them again.')
 
   def read(index: Index) -> np.ndarray:
     covered = tuple(slice(part.start // step, -(-part.stop // step)) for part, step in zip(index, block))

@@ -1,8 +1,8 @@
-"""Keys of a config.json that say several things at once: experts, latent attention, Gemma's, Phi's and T5's own, and
-rotary positions: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before).
+"""Keys of a config.json that map to several fields of the Decoder, or depend on other keys.
 
-Both styles of these are read, and the new one is written. Gemma 3 has one dict per type of layer; in the old style it
-had `rope_local_base_freq` for the layers with a window.
+These are experts, latent attention, rotary positions, and keys of Gemma, Phi and T5 alone. Rotary positions are
+`rope_parameters` since transformers 5, and were `rope_theta` and `rope_scaling` before. Both are read; the new form is
+written. Gemma 3 has one dict per type of layer; in the old form, it has `rope_local_base_freq` for windowed layers.
 """
 
 from collections.abc import Mapping
@@ -33,21 +33,24 @@ from spmd_tasks.layers.attention import (
 )
 
 NEXTN_KEY = 'num_nextn_predict_layers'
-_UNBOUNDED = 2**31 - 1  # the `expert_capacity` that drops nothing
-
-
-_GATES = {True: 1.0, False: None}  # whether gates are divided by their sum -> `normalize_gates`
+_UNBOUNDED = 2**31 - 1  # `expert_capacity` of Switch with dropless routing
+_NORMALIZE_GATES = {True: 1.0, False: None}  # `norm_topk_prob` -> `normalize_gates`
 
 
 def experts(
   num_experts: Key, num_selected: int, hidden_dim: tuple[str, int], normalized_key: str | None = 'norm_topk_prob'
 ) -> tuple[Entry, ...]:
-  """The keys of experts in every layer, all of one size: Mixtral, Qwen-MoE, OLMoE.
+  """Returns the keys of Mixtral, Qwen-MoE and OLMoE, which have experts in every layer and no shared experts.
 
-  `num_experts` is the key of E, `hidden_dim` that of F with the family's default, `normalized_key` the one that says
-  whether gates are divided by their sum; None: they are always.
+  Args:
+    num_experts: the key of E.
+    num_selected: the family's default of `num_experts_per_tok`.
+    hidden_dim: the name of the key of F, and its default.
+    normalized_key: the name of the key that says whether gates are divided by their sum; None if they always are.
   """
-  normalized = normalized_key and Key(normalized_key, 'mixture.routing.normalize_gates', bool, False, names=_GATES)
+  normalized = normalized_key and Key(
+    normalized_key, 'mixture.routing.normalize_gates', bool, False, names=_NORMALIZE_GATES
+  )
   return (
     num_experts,
     Key('num_experts_per_tok', 'mixture.routing.num_selected', int, num_selected),
@@ -57,10 +60,11 @@ def experts(
 
 
 def num_experts_key(key: str, default: int, *aliases: str) -> Key:
+  """Returns the key of E."""
   return Key(key, 'mixture.routing.num_experts', int, default, aliases=aliases)
 
 
-# What DeepSeek-V3 and GLM-4-MoE never vary: scores are sigmoids with a bias.
+# Fixed settings of DeepSeek-V3 and GLM-4-MoE.
 SIGMOID_ROUTING = {
   'mixture.routing.score_function': 'sigmoid',
   'mixture.routing.balance_bias': True,
@@ -79,12 +83,12 @@ def shared_experts(
   *,
   is_sigmoid: bool,
 ) -> tuple[Entry, ...]:
-  """The keys of experts beside shared ones, after some dense layers: DeepSeek and GLM-4-MoE.
+  """Returns the keys of DeepSeek and GLM-4-MoE, which have shared experts, and dense layers before the mixed ones.
 
-  The numbers are the family's defaults, `groups` those of `n_group` and `topk_group`. Scores are sigmoids, or a softmax
-  (DeepSeek-V2), where transformers ignores `norm_topk_prob`.
+  The arguments are the family's defaults; `groups` are those of `n_group` and `topk_group`. Without `is_sigmoid`, the
+  router has a softmax (DeepSeek-V2), and transformers ignores `norm_topk_prob`.
   """
-  normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, True, names=_GATES)
+  normalized = Key('norm_topk_prob', 'mixture.routing.normalize_gates', bool, True, names=_NORMALIZE_GATES)
   return (
     num_experts_key('n_routed_experts', num_experts, 'num_local_experts'),
     Key('num_experts_per_tok', 'mixture.routing.num_selected', int, num_selected),
@@ -100,7 +104,7 @@ def shared_experts(
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGroups:
-  """`n_group`, `topk_group` and `topk_method`, by the family's defaults and the methods that it has."""
+  """`n_group`, `topk_group` and `topk_method`; the attributes are the family's defaults and supported methods."""
 
   num_groups: int | None
   num_selected: int | None
@@ -117,7 +121,7 @@ class ExpertGroups:
     return {'mixture.routing.num_groups': num_groups, 'mixture.routing.num_selected_groups': num_selected}
 
   def write(self, decoder: Decoder) -> Values:
-    assert decoder.mixture is not None  # other keys are of it, too
+    assert decoder.mixture is not None  # the keys before this one require it
     routing = decoder.mixture.routing
     method = self.methods[0 if routing.num_selected_groups is None else -1]
     return {'n_group': routing.num_groups, 'topk_group': routing.num_selected_groups or 1, 'topk_method': method}
@@ -125,7 +129,7 @@ class ExpertGroups:
 
 @dataclasses.dataclass(frozen=True)
 class SharedAndDense:
-  """`n_shared_experts` of the size of the others, and `first_k_dense_replace`, by the family's defaults."""
+  """`n_shared_experts` and `first_k_dense_replace`; the attributes are the family's defaults."""
 
   num_shared: int
   num_dense: int
@@ -140,13 +144,13 @@ class SharedAndDense:
   def write(self, decoder: Decoder) -> Values:
     mixture = decoder.mixture
     if mixture is None or mixture.shared_dim is None or mixture.shared_dim % mixture.hidden_dim:
-      raise UserError('there are no experts beside shared ones whose size is a multiple of theirs.')
+      raise UserError("the model has no shared experts of a multiple of an expert's `hidden_dim`.")
     num_shared = mixture.shared_dim // mixture.hidden_dim
     return {'n_shared_experts': num_shared, 'first_k_dense_replace': decoder.mixed.index(True)}
 
 
 class NextnHeads:
-  """`num_nextn_predict_layers`, which many folders have without the tensors; Folder counts these."""
+  """`num_nextn_predict_layers`; many folders lack the tensors of these heads, so Folder counts them."""
 
   def read(self, config: Config, known: Values) -> Values:
     num = config.read(NEXTN_KEY, int, 0)
@@ -159,7 +163,7 @@ class NextnHeads:
 
 
 def latent_keys() -> tuple[Entry, ...]:
-  """The sizes of DeepSeek's latent attention."""
+  """Returns the keys of DeepSeek's latent attention."""
   return (
     Key('q_lora_rank', 'latent.query_rank', int, 1536, nullable=True),
     Key('kv_lora_rank', 'latent.kv_rank', int, 512),
@@ -171,7 +175,7 @@ def latent_keys() -> tuple[Entry, ...]:
 
 
 class LatentHeads:
-  """`head_dim` and `qk_head_dim`, which repeat what others say."""
+  """`head_dim` and `qk_head_dim`, which follow from other keys."""
 
   def read(self, config: Config, known: Values) -> Values:
     config.expect('head_dim', known['latent.rope_head_dim'])
@@ -183,7 +187,7 @@ class LatentHeads:
 
 
 class QueryScale:
-  """`query_pre_attn_scalar`: attention logits are divided by its root."""
+  """`query_pre_attn_scalar`: attention logits are divided by its square root."""
 
   def read(self, config: Config, known: Values) -> Values:
     return {'softmax_scale': config.read('query_pre_attn_scalar', float, 256.0) ** -0.5}
@@ -205,17 +209,17 @@ class OriginalLength:
     return {'original_max_position_embeddings': getattr(scaling, 'original_length', 4096)}
 
 
-# `feed_forward_proj`: the name -> activation and whether there is a gate.
+# `feed_forward_proj` -> (activation, gated).
 _T5_ACTIVATIONS = {
   **{name: (ours, False) for name, ours in ACTIVATIONS.items()},
   **{f'gated-{name}': (ours, True) for name, ours in ACTIVATIONS.items() if name != 'gelu'},
-  'gated-gelu': ('gelu', True),  # which is not the `gelu` of transformers there
+  'gated-gelu': ('gelu', True),  # unlike `gelu` elsewhere in transformers, the tanh approximation
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class T5FeedForward:
-  """`feed_forward_proj` of T5's families, by the family's default; `dense_act_fn` and `is_gated_act` repeat it."""
+  """`feed_forward_proj` of T5's families; `dense_act_fn` and `is_gated_act` must agree with it."""
 
   default: str
 
@@ -229,27 +233,28 @@ class T5FeedForward:
       ('is_gated_act', config.read('is_gated_act', bool, gated) == gated),
     ):
       if not is_same and config.has(key):
-        raise config.error(key, f'must be that of feed_forward_proj = {name!r}')
+        raise config.error(key, f'must agree with feed_forward_proj = {name!r}')
     return {'activation': activation, 'gated': gated}
 
   def write(self, decoder: Decoder) -> Values:
-    wanted = decoder.activation, decoder.gated
-    same = [name for name, each in _T5_ACTIVATIONS.items() if each == wanted]
-    if not same:
-      raise UserError(f'activation = {wanted[0]!r}, {"with" if wanted[1] else "without"} a gate, has no name in T5.')
-    return {'feed_forward_proj': 'gated-gelu' if 'gated-gelu' in same else same[0]}
+    activation, gated = decoder.activation, decoder.gated
+    names = [name for name, setting in _T5_ACTIVATIONS.items() if setting == (activation, gated)]
+    if not names:
+      raise UserError(f'T5 has no name for the activation {activation!r} {"with" if gated else "without"} a gate.')
+    return {'feed_forward_proj': 'gated-gelu' if 'gated-gelu' in names else names[0]}
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Logits:
-  """`tie_word_embeddings`, which the files overrule, and whether the logits are divided by sqrt(D).
+  """`tie_word_embeddings` and `scale_decoder_outputs`: whether logits are divided by sqrt(D).
 
-  transformers ties all of T5's families but Switch, whatever a config says, unless the files have both tensors.
+  Whether the weights are tied follows from the files (Family.tied_by_files): transformers ties the weights of T5's
+  families except Switch unless the files have both tensors.
 
   Attributes:
-    scaled: whether the family divides; None: as the keys say.
-    has_key: whether the key for that is `scale_decoder_outputs`; else it is `tie_word_embeddings`, which counts in any
-      case where the former is absent.
+    scaled: whether the family divides logits; None if keys of config.json say so.
+    has_key: whether `scale_decoder_outputs` is read; its default, and its value without `has_key`, is
+      `tie_word_embeddings`.
   """
 
   scaled: bool | None = None
@@ -270,7 +275,7 @@ class T5Logits:
 
 @dataclasses.dataclass(frozen=True)
 class SwitchKeys:
-  """The experts of Switch: in every n-th layer of a stack, each for at most `expert_capacity` tokens of a row."""
+  """`num_sparse_*_layers` and `expert_capacity` of Switch, which has experts in every n-th layer of a stack."""
 
   _SIDES = (('encoder', 'num_encoder_layers', 'encoder_mixed'), ('decoder', 'num_layers', 'mixed'))
 
@@ -288,7 +293,7 @@ class SwitchKeys:
   def write(self, decoder: Decoder) -> Values:
     mixture = decoder.mixture
     if mixture is None:
-      raise UserError('no layer has experts.')
+      raise UserError('the model has no experts.')
     return {
       'num_sparse_encoder_layers': sum(decoder.encoder_mixed),
       'num_sparse_decoder_layers': sum(decoder.mixed),
@@ -302,36 +307,42 @@ _SCALINGS: dict[str, type[RotaryScaling]] = {
   'yarn': YarnScaling,
   'longrope': LongRopeScaling,
 }
-_ORIGINAL = 'original_max_position_embeddings'
-# Fields of these that have another name in files.
+_ORIGINAL_LENGTH = 'original_max_position_embeddings'
+# Fields of the scalings -> their keys, if the names differ.
 _KEYS = {
-  'original_length': _ORIGINAL,
+  'original_length': _ORIGINAL_LENGTH,
   'low_frequency_factor': 'low_freq_factor',
   'high_frequency_factor': 'high_freq_factor',
   'short_factors': 'short_factor',
   'long_factors': 'long_factor',
 }
-_REQUIRED = ('low_freq_factor', 'high_freq_factor')  # by transformers, although they have defaults here
+_REQUIRED = ('low_freq_factor', 'high_freq_factor')  # in transformers; our fields have defaults
 _NUMBER = (int, float)
-_TYPES: dict[str, Any] = {_ORIGINAL: (int,), 'truncate': (bool,), 'short_factor': (list,), 'long_factor': (list,)}
+_TYPES: dict[str, Any] = {
+  _ORIGINAL_LENGTH: (int,),
+  'truncate': (bool,),
+  'short_factor': (list,),
+  'long_factor': (list,),
+}
 
 
 def _fields(cls: type[RotaryScaling]) -> dict[str, dataclasses.Field[Any]]:
-  """Returns the fields of a scaling that files have, by their keys."""
+  """Maps the keys of a scaling to its fields."""
   return {_KEYS.get(field.name, field.name): field for field in dataclasses.fields(cls) if field.name != 'is_long'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """The rotary positions.
+  """The keys of rotary positions.
 
   Attributes:
-    theta: the family's default.
-    local_theta: its default for layers with a window; None: they have the same positions as the others.
-    partial: the part of a head that rotates, where no key says it; None: all of it, as `transformers` ignores the key.
-    default: the `rope_parameters` of a config.json that has none.
+    theta: the family's default of `rope_theta`.
+    local_theta: its default for windowed layers; None if all layers have the same positions.
+    partial: the family's default of `partial_rotary_factor`; None if `transformers` ignores the key and rotates all
+      features.
+    default: the family's default of `rope_parameters`.
     max_length: the family's default of `max_position_embeddings`.
-    is_phi3: whether the original length is beside the dict, and `su` and `yarn` are old names of `longrope`.
+    is_phi3: whether the original length is a key of its own, and `su` and `yarn` mean `longrope`.
   """
 
   theta: float = 10_000.0
@@ -342,38 +353,40 @@ class Rope:
   is_phi3: bool = False
 
   def read(self, config: Config, known: Values) -> Values:
-    given = config.read('rope_parameters', dict, {})
-    old = config.read('rope_scaling', dict, {})
+    parameters = config.read('rope_parameters', dict, {})
+    old_parameters = config.read('rope_scaling', dict, {})
     partial = 1.0 if self.partial is None or config.is_null('partial_rotary_factor') else self.partial
-    implied = {
+    defaults = {
       'rope_theta': config.read('rope_theta', float, self.theta),
       'partial_rotary_factor': config.read('partial_rotary_factor', float, partial),
     }
-    own_length = config.read('original_max_position_embeddings', int, 4096) if self.is_phi3 else None
-    lengths = (own_length, config.read('max_position_embeddings', int, self.max_length))
+    original_length = config.read(_ORIGINAL_LENGTH, int, 4096) if self.is_phi3 else None
+    lengths = (original_length, config.read('max_position_embeddings', int, self.max_length))
     head_dim = known.get('latent.rope_head_dim') or known['head_dim']
     if self.local_theta is None:
-      if not old and not config.has('rope_parameters'):
-        given = self.default
-      given = old or given
-      if self.is_phi3 and (given.get('rope_type') or given.get('type')) in ('su', 'yarn'):
-        given = {**given, 'rope_type': 'longrope'}
-      rotary = read_rotary(implied | given, head_dim, lengths, config)
+      if not old_parameters and not config.has('rope_parameters'):
+        parameters = self.default
+      parameters = old_parameters or parameters
+      if self.is_phi3 and (parameters.get('rope_type') or parameters.get('type')) in ('su', 'yarn'):
+        parameters = {**parameters, 'rope_type': 'longrope'}
+      rotary = read_rotary(defaults | parameters, head_dim, lengths, config)
       if self.partial is None and rotary.num_features is not None:
-        raise UserError(f'{config.path} has a partial_rotary_factor, which transformers ignores in this family.')
+        raise UserError(
+          f'{config.path} has a partial_rotary_factor, which transformers ignores in this family: remove the key.'
+        )
       return {'rotary': rotary}
-    nested = given if {'full_attention', 'sliding_attention'} <= given.keys() else {}
-    if given and not nested:
+    if parameters and not {'full_attention', 'sliding_attention'} <= parameters.keys():
       raise config.error('rope_parameters', "must have the keys 'full_attention' and 'sliding_attention'")
-    local = implied | {'rope_theta': config.read('rope_local_base_freq', float, self.local_theta)}
+    local_defaults = defaults | {'rope_theta': config.read('rope_local_base_freq', float, self.local_theta)}
+    full, local = parameters.get('full_attention') or old_parameters, parameters.get('sliding_attention') or {}
     return {
-      'rotary': read_rotary(implied | (nested.get('full_attention') or old), head_dim, lengths, config),
-      'local_rotary': read_rotary(local | (nested.get('sliding_attention') or {}), head_dim, lengths, config),
+      'rotary': read_rotary(defaults | full, head_dim, lengths, config),
+      'local_rotary': read_rotary(local_defaults | local, head_dim, lengths, config),
     }
 
   def write(self, decoder: Decoder) -> Values:
     if self.partial is None and decoder.rotary is not None and decoder.rotary.num_features is not None:
-      raise UserError('only a part of each head has rotary positions.')
+      raise UserError('the rotary positions have num_features, which this family does not support.')
     if self.local_theta is None:
       return {'rope_parameters': write_rotary(decoder.rotary, decoder)}
     return {
@@ -384,58 +397,66 @@ class Rope:
     }
 
 
-def read_rotary(given: Mapping[str, Any], head_dim: int, lengths: tuple[int | None, int], config: Config) -> Rotary:
-  """Returns the rotary positions that a dict of `rope_parameters` says.
+def read_rotary(
+  parameters: Mapping[str, Any], head_dim: int, lengths: tuple[int | None, int], config: Config
+) -> Rotary:
+  """Returns the rotary positions that a dict of `rope_parameters` describes.
 
-  `head_dim` is K, or the part of a head that may rotate; `lengths` are the original one, if the config says it outside
-  of the dict, and the greatest one. Raises a UserError if the type or a setting is not known.
+  Args:
+    parameters: the dict.
+    head_dim: K, or the size of the rotary part of a head.
+    lengths: the original length if it is a key outside of the dict, and the maximum length.
+    config: the config, for errors.
+
+  Raises:
+    UserError: the type or a setting is not supported.
   """
-  values = dict(given)
+  values = dict(parameters)
   kind = values.pop('rope_type', None) or values.get('type') or 'default'
   values.pop('type', None)
   theta, partial = values.pop('rope_theta'), values.pop('partial_rotary_factor')
-  where = f'{config.path} has rotary positions'
+  subject = f'{config.path} has rotary positions'
   if not 0 < theta < float('inf'):
-    raise UserError(f'{where} with rope_theta = {theta!r}, which must be positive and finite.')
+    raise UserError(f'{subject} with rope_theta = {theta!r}, which must be positive and finite.')
   if kind not in ('default', *_SCALINGS):
-    raise UserError(f'{where} of type {kind!r}: known here are {", ".join(_SCALINGS)}.')
-  scaling = None if kind == 'default' else _read_scaling(kind, values, lengths, where)
+    raise UserError(f'{subject} of type {kind!r}, which must be one of {", ".join(_SCALINGS)}.')
+  scaling = None if kind == 'default' else _read_scaling(kind, values, lengths, subject)
   if kind == 'default':
-    values.pop(_ORIGINAL, None)  # which says nothing without a scaling
+    values.pop(_ORIGINAL_LENGTH, None)  # has no effect without a scaling
   ignored = ('finetuned', 'attn_factor')
   if values.get('attn_factor'):
-    logging.warning('%s with attn_factor = %s, which is ignored, as by transformers.', where, values['attn_factor'])
+    logging.warning('%s with attn_factor = %s, which transformers ignores, too.', subject, values['attn_factor'])
   if unknown := {key: value for key, value in values.items() if key not in ignored and not is_neutral(value)}:
-    raise UserError(f'{where} of type {kind!r} with {unknown}, which are not known here.')
+    raise UserError(f'{subject} of type {kind!r} with the unknown settings {unknown}.')
   num_features = None if int(head_dim * partial) == head_dim else int(head_dim * partial)
   return Rotary(max_wavelength=float(theta), num_features=num_features, scaling=scaling)
 
 
-def _read_scaling(kind: str, values: dict[str, Any], lengths: tuple[int | None, int], where: str) -> RotaryScaling:
-  """Takes the settings of a scaling out of the values."""
-  fields, (own_length, max_length) = _fields(_SCALINGS[kind]), lengths
-  if own_length is not None and _ORIGINAL in fields:
-    values[_ORIGINAL] = own_length
-  implied: dict[str, Any] = {_ORIGINAL: max_length, **dict.fromkeys(_REQUIRED, dataclasses.MISSING)}
+def _read_scaling(kind: str, values: dict[str, Any], lengths: tuple[int | None, int], subject: str) -> RotaryScaling:
+  """Removes the settings of a scaling from the values, and returns the scaling."""
+  fields, (original_length, max_length) = _fields(_SCALINGS[kind]), lengths
+  if original_length is not None and _ORIGINAL_LENGTH in fields:
+    values[_ORIGINAL_LENGTH] = original_length
+  defaults: dict[str, Any] = {_ORIGINAL_LENGTH: max_length, **dict.fromkeys(_REQUIRED, dataclasses.MISSING)}
   if kind in ('yarn', 'longrope'):
-    implied['factor'] = max_length / (values.get(_ORIGINAL) or max_length)
-  found: dict[str, Any] = {}
+    defaults['factor'] = max_length / (values.get(_ORIGINAL_LENGTH) or max_length)
+  settings: dict[str, Any] = {}
   for key, field in fields.items():
     value, types = values.pop(key, None), _TYPES.get(key, _NUMBER)
     if value is None:
-      value = implied.get(key, field.default)
+      value = defaults.get(key, field.default)
     elif type(value) not in types:
-      raise UserError(f'{where} with {key} = {value!r}, which is of another type.')
+      raise UserError(f'{subject} with {key} = {value!r}, which must be of type {types[-1].__name__}.')
     elif types is _NUMBER:
       value = float(value)
     if value is dataclasses.MISSING:
-      raise UserError(f'{where} of type {kind!r} without {key}.')
-    found[field.name] = tuple(map(float, value)) if isinstance(value, list) else value
-  return _SCALINGS[kind](**found)
+      raise UserError(f'{subject} of type {kind!r} without {key}, which it requires.')
+    settings[field.name] = tuple(map(float, value)) if isinstance(value, list) else value
+  return _SCALINGS[kind](**settings)
 
 
 def write_rotary(rotary: Rotary | None, decoder: Decoder) -> dict[str, Any]:
-  """Returns the dict of `rope_parameters`."""
+  """Returns the dict of `rope_parameters` that describes rotary positions."""
   if rotary is None:
     raise UserError('the model has no rotary positions.')
   written: dict[str, Any] = {'rope_type': 'default', 'rope_theta': rotary.max_wavelength}

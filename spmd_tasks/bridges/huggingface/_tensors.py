@@ -1,7 +1,7 @@
 """Rules between the tensors of a family's files and our weights.
 
-`torch.nn.Linear` is [out, in] and our kernels are [in, out]; heads are the outermost part of `out`. A family gives the
-names (TensorNames), and the rules follow from the Decoder and from where its layers are (layer_places).
+`torch.nn.Linear` is [out, in] and our kernels are [in, out]; heads are the outermost part of `out`. The rules are
+computed from the family's tensor names (TensorNames), the Decoder, and the slots of its layers (model_slots).
 
 Shapes: D model, F ffn, H heads, G key/value heads, K head dim, V vocab, E experts.
 """
@@ -13,17 +13,18 @@ from spmd_tasks.bridges._operations import Operation, Take, Transpose, split_hea
 from spmd_tasks.bridges._operations import Split as SplitDim
 from spmd_tasks.bridges._rules import Rule
 from spmd_tasks.bridges.huggingface._decoder import Decoder
-from spmd_tasks.bridges.huggingface._describe import Place
+from spmd_tasks.bridges.huggingface._describe import LayerSlot
 
 _TRANSPOSE = Transpose((1, 0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorNames:
-  """The names of a family's tensors; those of a layer are below `layer`, those of an expert below `expert`.
+  """The names of a family's tensors.
 
-  `qkv` and `gate_up` name fused projections, where a family has them. `interleaved`: the rotary positions turn the
-  features 2i and 2i + 1 of a head together, and ours i and i + d/2.
+  `layer` is the prefix of a layer's names, `expert` the prefix of an expert's. `qkv` and `gate_up` name fused
+  projections, None for separate ones. If `interleaved`, rotary positions rotate the features 2i and 2i + 1 of a head as
+  a pair; ours rotate i and i + d/2.
   """
 
   table: str = 'model.embed_tokens.weight'
@@ -54,14 +55,14 @@ class TensorNames:
   expert_down: str = 'down_proj'
 
 
-def llama_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> Iterator[Rule]:
-  """Yields the rules of models with the structure of Llama, Mixtral, Qwen and their relatives."""
+def llama_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
+  """Yields the rules of families with the structure of Llama, such as Mixtral and Qwen."""
   yield Rule(names.table, 'embedding/table')
   if not decoder.tied:
     yield Rule(names.head, 'embedding/softmax_kernel', _TRANSPOSE)
   yield Rule(f'{names.final_norm}.weight', 'final_norm/scale')
-  for i, place in enumerate(places):
-    layer = _Layer(names.layer.format(i), place)
+  for i, slot in enumerate(layers):
+    layer = _LayerRules(names.layer.format(i), slot)
     if decoder.pre_norm:
       yield layer.rule(f'{names.attention_norm}.weight', 'attention_norm/scale')
       yield layer.rule(f'{names.ffn_norm}.weight', 'ffn_norm/scale')
@@ -69,11 +70,11 @@ def llama_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -
       yield layer.rule(f'{names.attention_post_norm}.weight', 'attention_post_norm/scale')
       yield layer.rule(f'{names.ffn_post_norm}.weight', 'ffn_post_norm/scale')
     yield from (_attention if decoder.latent is None else _latent_attention)(layer, decoder, names)
-    # Heads that predict further tokens are the layers behind the last one, of its kind.
+    # Multi-token prediction heads follow the last layer, and are like it.
     is_mixed = decoder.mixed[min(i, decoder.num_layers - 1)]
     yield from _experts(layer, decoder, names) if is_mixed else _feed_forward(layer, decoder, names)
     if i >= decoder.num_layers:
-      head = dataclasses.replace(layer, place=Place(f'nextn_{i - decoder.num_layers}/', (), place.block))
+      head = dataclasses.replace(layer, slot=LayerSlot(f'nextn_{i - decoder.num_layers}/', (), slot.block))
       yield head.rule('enorm.weight', 'embedding_norm/scale')
       yield head.rule('hnorm.weight', 'hidden_norm/scale')
       yield head.rule('eh_proj.weight', 'projection/kernel', _TRANSPOSE)
@@ -81,19 +82,19 @@ def llama_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
-  """Makes rules between tensors below a prefix and our weights of a layer."""
+class _LayerRules:
+  """Builds rules between the tensors with a prefix and the weights of one layer."""
 
-  source: str
-  place: Place
+  prefix: str
+  slot: LayerSlot
 
   def rule(self, source: str, target: str | list[str], *operations: Operation, expert: int | None = None) -> Rule:
     targets = target if isinstance(target, list) else [target]
-    index = self.place.index if expert is None else (*self.place.index, expert)
-    return Rule(self.source + source, [(self.place.prefix + name, *index) for name in targets], *operations)
+    index = self.slot.index if expert is None else (*self.slot.index, expert)
+    return Rule(self.prefix + source, [(self.slot.prefix + name, *index) for name in targets], *operations)
 
 
-def _attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
+def _attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
   heads, rotary = split_heads(decoder.head_dim), decoder.rotary
   num_rotating = (rotary and rotary.num_features) or decoder.head_dim
   rotated = (pairs_to_halves(num_rotating, decoder.head_dim),) if names.interleaved else ()
@@ -119,7 +120,7 @@ def _attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[
     yield layer.rule(f'{names.key_norm}.weight', 'attention/key_norm/scale', *split)
 
 
-def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
+def _latent_attention(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
   latent = decoder.latent
   assert latent is not None
   heads, nope = split_heads(decoder.head_dim), latent.nope_head_dim
@@ -145,15 +146,18 @@ def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> It
 
 
 def pairs_to_halves(num_features: int, size: int, before: int = 0) -> Take:
-  """Returns the reordering of a last dim, of which some features rotate in pairs of neighbours, for our Rotary.
+  """Reorders the last dim from interleaved pairs of rotating features to two halves, as our Rotary expects.
 
-  `num_features` rotate of `size` that there are from the first one on, after `before` others.
+  Args:
+    num_features: the number of features that rotate; they come first.
+    size: the number of features of a head, or of its rotary part.
+    before: the number of features before these, which stay in place.
   """
   order = [*range(0, num_features, 2), *range(1, num_features, 2), *range(num_features, size)]
   return Take(-1, (*range(before), *(before + i for i in order)))
 
 
-def _feed_forward(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
+def _feed_forward(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
   if names.gate_up is not None:
     sizes = (decoder.hidden_dim, decoder.hidden_dim)
     yield layer.rule(f'{names.gate_up}.weight', ['ffn/gate/kernel', 'ffn/up/kernel'], SplitDim(-2, sizes), _TRANSPOSE)
@@ -165,7 +169,7 @@ def _feed_forward(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterat
       yield layer.rule(f'{theirs}.bias', f'ffn/{ours}/bias')
 
 
-def _experts(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
+def _experts(layer: _LayerRules, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
   mixture = decoder.mixture
   assert mixture is not None
   yield layer.rule(f'{names.router}.weight', 'ffn/router/kernel', _TRANSPOSE)
@@ -183,8 +187,8 @@ def _experts(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Ru
       yield layer.rule(f'{names.expert.format(e)}{theirs}.weight', f'ffn/experts/{ours}', _TRANSPOSE, expert=e)
 
 
-def _interleaved_experts(layer: _Layer, hidden_dim: int, names: TensorNames) -> Iterator[Rule]:
-  """gpt-oss: all experts in one tensor, [in, out], in which the columns of gate and up take turns."""
+def _interleaved_experts(layer: _LayerRules, hidden_dim: int, names: TensorNames) -> Iterator[Rule]:
+  """Yields the rules of gpt-oss: all experts in one tensor [E, in, out], with columns of gate and up interleaved."""
   halves = (pairs_to_halves(2 * hidden_dim, 2 * hidden_dim), SplitDim(-1, (hidden_dim, hidden_dim)))
   yield layer.rule(f'{names.router}.bias', 'ffn/router/bias')
   for kind in ('', '_bias'):
@@ -193,8 +197,8 @@ def _interleaved_experts(layer: _Layer, hidden_dim: int, names: TensorNames) -> 
     yield layer.rule(f'mlp.experts.down_proj{kind}', f'ffn/experts/down{kind}')
 
 
-def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> Iterator[Rule]:
-  """Yields the rules of GPT-2, whose kernels are [in, out], with queries, keys and values in one."""
+def gpt2_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
+  """Yields the rules of GPT-2, whose kernels are [in, out], with fused queries, keys and values."""
   heads = split_heads(decoder.head_dim)
   yield Rule(names.table, 'embedding/table')
   yield Rule('transformer.wpe.weight', 'positions/table')
@@ -202,11 +206,11 @@ def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) ->
     yield Rule(names.head, 'embedding/softmax_kernel', _TRANSPOSE)
   yield Rule('transformer.ln_f.weight', 'final_norm/scale')
   yield Rule('transformer.ln_f.bias', 'final_norm/bias')
-  for i, place in enumerate(places):
-    layer = _Layer(names.layer.format(i), place)
-    for theirs, mine in (('ln_1', 'attention_norm'), ('ln_2', 'ffn_norm')):
-      yield layer.rule(f'{theirs}.weight', f'{mine}/scale')
-      yield layer.rule(f'{theirs}.bias', f'{mine}/bias')
+  for i, slot in enumerate(layers):
+    layer = _LayerRules(names.layer.format(i), slot)
+    for theirs, ours in (('ln_1', 'attention_norm'), ('ln_2', 'ffn_norm')):
+      yield layer.rule(f'{theirs}.weight', f'{ours}/scale')
+      yield layer.rule(f'{theirs}.bias', f'{ours}/bias')
     for weight, ours in (('weight', 'kernel'), ('bias', 'bias')):
       qkv = [f'attention/{name}/{ours}' for name in ('query', 'key', 'value')]
       yield layer.rule(f'attn.c_attn.{weight}', qkv, SplitDim(-1, (decoder.embed_dim,) * 3), heads)
@@ -217,8 +221,8 @@ def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) ->
     yield layer.rule('attn.c_proj.bias', 'attention/out/bias')
 
 
-def t5_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> Iterator[Rule]:
-  """Yields the rules of T5 and its kin; `places` are those of the encoder, then those of the decoder."""
+def t5_rules(decoder: Decoder, layers: Sequence[LayerSlot], names: TensorNames) -> Iterator[Rule]:
+  """Yields the rules of T5's families; `layers` has the encoder's layers, then the decoder's."""
   heads, bias = split_heads(decoder.head_dim), 'SelfAttention.relative_attention_bias.weight'
   yield Rule(names.table, 'embedding/table')
   if not decoder.tied:
@@ -227,24 +231,24 @@ def t5_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> I
     names = dataclasses.replace(names, up=f'{names.up}_1')
   num, cross = decoder.num_encoder_layers, [('EncDecAttention', 'cross_attention')]
   sides = (
-    ('encoder', 'encoder_norm', 'encoder_position_bias', places[:num], decoder.encoder_mixed, cross[:0]),
-    ('decoder', 'final_norm', 'position_bias', places[num:], decoder.mixed, cross),
+    ('encoder', 'encoder_norm', 'encoder_position_bias', layers[:num], decoder.encoder_mixed, cross[:0]),
+    ('decoder', 'final_norm', 'position_bias', layers[num:], decoder.mixed, cross),
   )
-  for side, norm, shared_bias, blocks, mixed, more in sides:
+  for side, norm, shared_bias, slots, mixed, more in sides:
     yield Rule(f'{side}.final_layer_norm.weight', f'{norm}/scale')
     if not decoder.bias_per_layer:
       yield Rule(f'{side}.block.0.layer.0.{bias}', f'{shared_bias}/table', _TRANSPOSE)
-    for i, place in enumerate(blocks):
+    for i, slot in enumerate(slots):
       attentions = [('SelfAttention', 'attention'), *more]
       for j, (theirs, ours) in enumerate(attentions):
-        layer = _Layer(f'{side}.block.{i}.layer.{j}.', place)
+        layer = _LayerRules(f'{side}.block.{i}.layer.{j}.', slot)
         yield layer.rule('layer_norm.weight', f'{ours}_norm/scale')
         for name in ('query', 'key', 'value'):
           yield layer.rule(f'{theirs}.{name[0]}.weight', f'{ours}/{name}/kernel', _TRANSPOSE, heads)
         yield layer.rule(f'{theirs}.o.weight', f'{ours}/out/kernel', heads, Transpose((1, 2, 0)))
-      layer = _Layer(f'{side}.block.{i}.layer.{len(attentions)}.', place)
+      layer = _LayerRules(f'{side}.block.{i}.layer.{len(attentions)}.', slot)
       yield layer.rule('layer_norm.weight', 'ffn_norm/scale')
       yield from _experts(layer, decoder, names) if mixed[i] else _feed_forward(layer, decoder, names)
       if decoder.bias_per_layer:
-        layer = _Layer(f'{side}.block.{i}.layer.0.', place)
+        layer = _LayerRules(f'{side}.block.{i}.layer.0.', slot)
         yield layer.rule(bias, 'attention/position_bias/table', _TRANSPOSE)

@@ -32,7 +32,7 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Values, is_inert
 from spmd_tasks.bridges.huggingface._decoder import Decoder
-from spmd_tasks.bridges.huggingface._describe import describe_model, model_places
+from spmd_tasks.bridges.huggingface._describe import describe_model, model_slots
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
@@ -283,7 +283,7 @@ def _family_of(decoder: Decoder, origin: Folder | None) -> tuple[Family, Values]
 def _tensors(
   model: Any, weights: Mapping[str, Any], decoder: Decoder, family: Family, origin: Folder | None, dtype: str | None
 ) -> dict[str, LazyArray]:
-  table = RuleTable(rules=family.rules(decoder, model_places(model)), source='the folder', target='the model').inverse()
+  table = RuleTable(rules=family.rules(decoder, model_slots(model)), source='the folder', target='the model').inverse()
   names = [slot.name for rule in table.rules for slot in rule.target]
   stored = (lambda name: 'float32') if origin is None else origin.stored_dtype
   wanted = {name: jax.ShapeDtypeStruct((), dtype_of(dtype or stored(name))) for name in names}

@@ -13,7 +13,7 @@ from spmd_tasks import load
 from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface import open_folder
-from spmd_tasks.bridges.huggingface._describe import model_places
+from spmd_tasks.bridges.huggingface._describe import model_slots
 from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.decoding import Prompt
 from tests.bridges.huggingface.reference_models import assert_close, quiet_transformers, random_model, tensors_of
@@ -124,7 +124,7 @@ def test_logits_and_every_gradient(name, reference):
     (_, ours), our_gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
   assert_close(np.asarray(ours), logits, 1e-5)
   flat = {name: lazy_array(x) for name, x in traverse_util.flatten_dict(our_gradients, sep='/').items()}
-  rules = folder.family.rules(folder.decoder, model_places(model))
+  rules = folder.family.rules(folder.decoder, model_slots(model))
   back = RuleTable(rules=rules, source='theirs', target='ours').inverse()
   made = back.convert_lazily(flat, {key: np.zeros((), np.float32) for key in folder.tensors})
   assert made.keys() == gradients.keys()

@@ -318,7 +318,7 @@ def test_how_a_model_is_trained_and_computed_does_not_matter():
 def test_a_model_of_no_family_is_not_exported(tmp_path):
   model = build_model(decoder_of(CONFIGS['llama']))
   model = model.clone(embedding=model.embedding.clone(scale_logits=True))
-  with pytest.raises(UserError, match=r'LlamaForCausalLM has scale_logits = False and not True'):
+  with pytest.raises(UserError, match=r'LlamaForCausalLM has scale_logits = False, not True'):
     export_folder(tmp_path / 'out', model, {})
   assert not (tmp_path / 'out').exists()
 

@@ -70,7 +70,7 @@ def test_a_tensor_without_its_scale_is_refused(missing, rng):
   blocks, scales = mxfp4(rng)
   values = np.zeros((4, 4), ml_dtypes.float8_e4m3fn)
   tensors = {'up_blocks': blocks, 'up_scales': scales, 'up.weight': values, 'up.weight_scale_inv': np.ones((1, 1))}
-  with pytest.raises(UserError, match='do not belong together'):
+  with pytest.raises(UserError, match='do not match'):
     dequantize({name: lazy_array(value) for name, value in tensors.items() if name != missing}, (4, 4))
 
 
