@@ -104,7 +104,7 @@ def test_poolings_and_activations_of_old_and_new_folders(tmp_path):
   assert read('lasttoken') == ('last', False)
   (folder / '1_Pooling' / 'config.json').write_text('{"embedding_dimension": 24, "pooling_mode": "mean"}')
   assert read_text_reading(open_folder(folder).with_score_head(0)).pooling == 'mean'
-  with pytest.raises(UserError, match=r"pools by \['cls_token'\]: known are"):
+  with pytest.raises(UserError, match=r"modes \['cls_token'\]"):
     read('cls_token')
   with pytest.raises(UserError, match='Transformer, Pooling, Normalize in this order'):
     read('mean_tokens', 'Dense')

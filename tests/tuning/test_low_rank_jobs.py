@@ -78,7 +78,7 @@ def test_another_base_is_refused(base, job, tmp_path, capsys):
   assert run('eval', job, '--set', f'model={other}') == 2
   said = capsys.readouterr().err.strip().splitlines()[-1]
   assert f'has adapters of the base {base}' in said
-  assert 'give the folder that they were trained on' in said
+  assert 'use the folder' in said
 
 
 def test_what_is_merged_computes_the_same(base, job, logits, tmp_path):

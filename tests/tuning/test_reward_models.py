@@ -63,7 +63,7 @@ def test_what_is_no_reward_model_is_one_sentence(tmp_path):
 
 
 def test_a_model_of_scores_generates_no_text(folder):
-  with pytest.raises(UserError, match='scores texts and predicts no tokens: it is for'):
+  with pytest.raises(UserError, match=r'without logits: use hf\.Scorer'):
     resolve('hf.Model', [f'model={folder}'])
   job = resolve('finetune.FullReward', [f'model={folder}', 'data=pairs.jsonl']).build()
   with pytest.raises(UserError, match='predicts no tokens, which --mode decode_once needs'):

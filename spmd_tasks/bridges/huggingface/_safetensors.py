@@ -1,11 +1,10 @@
-"""Reads and writes safetensors files: lazily, by slices, without pickle.
+"""Reads slices of tensors from safetensors files, and writes such files.
 
-    tensors = read_tensors(folder)                      # name -> LazyArray, of model.safetensors or of its shards
+    tensors = read_tensors(folder)                      # name -> LazyArray, from model.safetensors or its shards
     writer = write_tensors(folder, {name: array})       # shards of at most 5 GB, and their index
 
 The format: 8 bytes with the length of the header, the header in JSON (name -> dtype, shape, offsets), the data. The
-`safetensors` library checks a file. A part of a tensor is read here, into the array that is asked for: the library's
-interface to numpy has no float8.
+`safetensors` library checks the header. The data is read here, because the library's numpy interface has no float8.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,24 +38,24 @@ _DTYPES = {
   'BOOL': np.dtype('bool'),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` writes them
+MAX_SHARD_BYTES = 5 * 10**9  # as in `transformers`
 SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
 
 
 def dtype_of(name: str) -> np.dtype:
-  """Returns the dtype of a name in a config.json, such as bfloat16. Raises a UserError if weights cannot have it."""
+  """Returns the dtype with this name, such as bfloat16. Raises a UserError if weights cannot have it."""
   for dtype in _NAMES:
     if dtype.name == name and (dtype.kind == 'f' or name == 'bfloat16'):
       return dtype
-  raise UserError(f'the dtype {name!r} is not one of weights: choose float32, bfloat16 or float16.')
+  raise UserError(f'weights cannot have the dtype {name!r}: use float32, bfloat16 or float16.')
 
 
 def read_tensors(folder: Path) -> dict[str, LazyArray]:
-  """Returns every tensor of a folder. Headers are read and checked against the sizes of the files, and no data.
+  """Returns all tensors of a folder. Reads only headers, and checks them against the sizes of the files.
 
-  As in `transformers`, a whole model.safetensors comes before an index, which an earlier save may have left there.
+  As in `transformers`, model.safetensors takes precedence over an index, which an earlier save may have left.
 
-  Raises a UserError if there is no safetensors file, or one is truncated, damaged or not as its index says.
+  Raises a UserError if there is no safetensors file, or a file is truncated, damaged or contradicts the index.
   """
   if os.path.lexists(folder / INDEX_FILE) and not os.path.isfile(folder / SINGLE_FILE):
     return _read_sharded(folder)
@@ -65,16 +64,16 @@ def read_tensors(folder: Path) -> dict[str, LazyArray]:
   pickles = sorted(path.name for pattern in ('*.bin', '*.pt', '*.pth') for path in folder.glob(pattern))
   if pickles:
     raise UserError(
-      f'{folder} has its weights as pickle ({pickles[0]}), which can run code and is not read here: convert them to '
-      'safetensors, as save_pretrained(...) of transformers does.'
+      f'{folder} has its weights in a pickle ({pickles[0]}), which can run code: convert them to safetensors with '
+      'save_pretrained of transformers.'
     )
-  raise UserError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give a folder with weights.')
+  raise UserError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: use a folder with weights.')
 
 
 def tensor_names(folder: Path) -> set[str]:
-  """Returns the names of a folder's tensors; none where it has no safetensors files. Raises as `read_tensors`."""
-  has_any = os.path.lexists(folder / INDEX_FILE) or os.path.lexists(folder / SINGLE_FILE)
-  return {*read_tensors(folder)} if has_any else set()
+  """Returns the names of a folder's tensors; none without safetensors files. Raises a UserError like `read_tensors`."""
+  has_files = os.path.lexists(folder / INDEX_FILE) or os.path.lexists(folder / SINGLE_FILE)
+  return {*read_tensors(folder)} if has_files else set()
 
 
 def _read_sharded(folder: Path) -> dict[str, LazyArray]:
@@ -85,38 +84,40 @@ def _read_sharded(folder: Path) -> dict[str, LazyArray]:
     raise UserError(f'{folder / INDEX_FILE} cannot be read ({error!r}): download it again.') from error
   for file in files:
     if not isinstance(file, str) or not re.fullmatch(r'[\w.-]+\.safetensors', file):
-      raise UserError(f'{folder / INDEX_FILE} names the file {file!r}: only safetensors files beside it are read.')
+      raise UserError(f'{folder / INDEX_FILE} names the file {file!r}, which must be a safetensors file beside it.')
     if not (folder / file).is_file():
       raise UserError(f'{folder} lacks {file}, which its {INDEX_FILE} names: download it again.')
   tensors: dict[str, LazyArray] = {}
   for file in files:
-    found = read_file(folder / file)
-    wrong = sorted({name for name, place in weight_map.items() if place == file} ^ found.keys())
-    if wrong:
-      raise UserError(f'{folder / file} and {INDEX_FILE} disagree about the tensor {wrong[0]}: download both again.')
-    tensors |= found
+    shard = read_file(folder / file)
+    indexed = {name for name, shard_file in weight_map.items() if shard_file == file}
+    if different := sorted(indexed ^ shard.keys()):
+      raise UserError(
+        f'{folder / file} and {INDEX_FILE} disagree about the tensor {different[0]}: download both again.'
+      )
+    tensors |= shard
   return tensors
 
 
 def read_file(path: Path) -> dict[str, LazyArray]:
-  """Returns every tensor of one file. Raises a UserError as `read_tensors`."""
+  """Returns all tensors of one file. Raises a UserError like `read_tensors`."""
   require('huggingface', 'safetensors', wants=path.name)
   import safetensors
 
   try:
     with open_bytes(path) as file:
-      safetensors.safe_open(path, 'np')  # checks shapes, dtypes and offsets against each other and the file
+      safetensors.safe_open(path, 'np')  # checks shapes, dtypes, offsets and the file's size
       (length,) = struct.unpack('<Q', file.read(8))
       entries = json.loads(file.read(length))
   except PermissionError as error:
-    raise UserError(f'{path} cannot be read: {error.strerror}. Give this user the right to read it.') from error
+    raise UserError(f'{path} cannot be read ({error.strerror}): make it readable for this user.') from error
   except (OSError, ValueError, safetensors.SafetensorError) as error:
-    raise UserError(f'{path} is no whole safetensors file ({error}): download it again.') from error
+    raise UserError(f'{path} is not a complete safetensors file ({error}): download it again.') from error
   entries.pop('__metadata__', None)
   tensors = {}
   for name, entry in entries.items():
     if entry['dtype'] not in _DTYPES:
-      raise UserError(f'{path} has {name} in the dtype {entry["dtype"]}: known here are {sorted(_DTYPES)}.')
+      raise UserError(f'{path} has {name} in the dtype {entry["dtype"]}, which must be one of {sorted(_DTYPES)}.')
     shape, dtype = tuple(entry['shape']), _DTYPES[entry['dtype']]
     tensors[name] = LazyArray(shape, dtype, _reader(path, 8 + length + entry['data_offsets'][0], shape, dtype))
   return tensors
@@ -125,40 +126,40 @@ def read_file(path: Path) -> dict[str, LazyArray]:
 def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Index], np.ndarray]:
   def read(index: Index) -> np.ndarray:
     sizes = [part.stop - part.start for part in index]
-    if sizes[1:] == list(shape[1:]):  # whole rows: one run of the file
+    if sizes[1:] == list(shape[1:]):  # whole rows are contiguous in the file
       row = math.prod(shape[1:]) * dtype.itemsize
-      made = np.empty(sizes, dtype)
+      result = np.empty(sizes, dtype)
       with path.open('rb', buffering=0) as file:
         file.seek(offset + (index[0].start * row if index else 0))
-        view: Any = made.reshape(-1).view(np.uint8).data
-        done = 0
-        while done < len(view):
-          if not (count := file.readinto(view[done:])):
-            raise UserError(f'{path} has become shorter while it was read: download it again.')
-          done += count
-      return made
+        view: Any = result.reshape(-1).view(np.uint8).data
+        num_read = 0
+        while num_read < len(view):
+          if not (count := file.readinto(view[num_read:])):
+            raise UserError(f'{path} was truncated while it was read: download it again.')
+          num_read += count
+      return result
     mapped = np.memmap(path, np.uint8, 'r', offset, (math.prod(shape) * dtype.itemsize,))
-    return np.array(mapped.view(dtype).reshape(shape)[index])  # a copy, so that the map can go
+    return np.array(mapped.view(dtype).reshape(shape)[index])  # a copy, so that the file is unmapped
 
   return read
 
 
 def check_free(target: Path) -> None:
-  """Raises a UserError if there is something at a path, or nothing can be made there."""
+  """Raises a UserError if a path exists, or a folder cannot be created there."""
   if target.exists():
-    raise UserError(f'{target} exists: name a folder that does not, or move it away.')
-  parent = next(each for each in target.absolute().parents if each.exists())
+    raise UserError(f'{target} exists: choose another folder, or move it away.')
+  parent = next(parent for parent in target.absolute().parents if parent.exists())
   if not (parent.is_dir() and os.access(parent, os.W_OK)):
-    raise UserError(f'{target} cannot be made: {parent} is no directory that this user can write; name another one.')
+    raise UserError(f'{target} cannot be created, because {parent} is not a writable directory: choose another folder.')
 
 
 @contextlib.contextmanager
 def new_folder(target: Path, is_writer: bool = True) -> Iterator[Path]:
-  """Yields the folder to write into; it appears as `target` when it is complete.
+  """Yields a temporary folder to write into, and renames it to `target` at the end.
 
   Raises:
-    UserError: there is something at the target, or another process writes it.
-    StorageError: it cannot be written. What was written is removed.
+    UserError: the target exists, or another process writes it.
+    StorageError: the folder cannot be written; it is removed.
   """
   partial = target.parent / f'.{target.name}.partial'
   if not is_writer:
@@ -172,12 +173,12 @@ def new_folder(target: Path, is_writer: bool = True) -> Iterator[Path]:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-      raise UserError(f'{target} is being written by another export: wait for its end, or name another one.') from None
+      raise UserError(f'{target} is being written by another export: wait for it, or choose another folder.') from None
     except OSError:  # a file system without locks
       pass
     stack.callback(shutil.rmtree, partial, ignore_errors=True)
-    for left in partial.iterdir():  # by a kill
-      shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for path in partial.iterdir():  # left by a process that was killed
+      shutil.rmtree(path) if path.is_dir() else path.unlink()
     yield partial
     os.replace(partial, target)
     sync_path(epath.Path(target.parent))
@@ -186,10 +187,10 @@ def new_folder(target: Path, is_writer: bool = True) -> Iterator[Path]:
 def write_tensors(
   folder: Path, tensors: Mapping[str, LazyArray], *, is_writer: bool = True, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Iterator[str]:
-  """Writes the tensors into one file, or into shards with an index; yields the name of each that is written.
+  """Writes tensors to one file, or to shards of at most `max_shard_bytes` and an index; yields each name once written.
 
-  Each is read once, whole, one after the other. Processes that do not write read too, where reading is a computation of
-  all of them. A shard is closed before it would be larger than `max_shard_bytes`.
+  Reads the tensors one at a time. Processes with `is_writer` false read them too, because reading may be a computation
+  that all processes must join.
   """
   shards = _shards(tensors, max_shard_bytes)
   weight_map: dict[str, str] = {}
@@ -228,7 +229,7 @@ def _num_bytes(tensor: Any) -> int:
 
 
 def _header(tensors: Mapping[str, LazyArray]) -> bytes:
-  entries: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # `transformers` asks for it
+  entries: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # `transformers` requires it
   start = 0
   for name, tensor in tensors.items():
     stop = start + _num_bytes(tensor)

@@ -1,13 +1,13 @@
-"""Several low-rank adapters beside the model of a folder, which requests choose by name: `adapters` of an experiment.
+"""Stacks several low-rank adapters of one model, so that each request can choose one by name.
 
     spmd-tasks --exp hf.Model --set model=FOLDER --mode serve --set 'adapters={"french": "peft/fr", "law": "runs/lora"}'
 
-An adapter is a folder of `peft`, or the directory of a job that trains adapters of the same folder. `open_sources`
-finds out what each is, `add_choices` makes room for all of them beside each kernel (adapters/choices.py), and
-`stacked_adapters` reads and stacks them on the mesh. Ranks are filled up with zeros, and each adapter's scale is
-multiplied into its B. A kernel that an adapter does not adapt has zeros.
+An adapter is a folder of `peft`, or the directory of a job that trained adapters of the same folder. `open_sources`
+reads their settings, `add_choices` adds weights for all of them to each kernel (adapters/choices.py), and
+`stacked_adapters` reads and stacks them on the mesh. Ranks are padded with zeros, and each adapter's scale is
+multiplied into its B. An adapter is zero for kernels that it does not adapt.
 
-Shapes: L layers, N adapters with the base as number 0, I and O the dims of a kernel, R rank.
+Shapes: L layers, N adapters (number 0 is the base), I and O the dims of a kernel, R rank.
 """
 
 from collections.abc import Mapping
@@ -39,18 +39,17 @@ from spmd_tasks.runtime.dequantized import dequantized_specs
 from spmd_tasks.store_files import place_to_read
 
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}')
-_Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterSource:
-  """The place that an adapter is read from, and its settings.
+  """The files and the settings of an adapter.
 
-  Fields:
-    path: a folder of `peft`, or the directory of a job that trains low-rank adapters.
-    is_job: which of the two.
-    adapters: its settings, by the names of the weights that it adapts.
-    is_averaged: whether the job evaluates and serves its averaged weights (`task.eval_with_ema`).
+  Attributes:
+    path: a folder of `peft`, or the directory of a job that trained low-rank adapters.
+    is_job: whether it is the directory of a job.
+    adapters: name of an adapted weight -> settings.
+    is_averaged: whether the job evaluates its averaged weights (`task.eval_with_ema`).
   """
 
   path: str
@@ -60,19 +59,22 @@ class AdapterSource:
 
 
 def open_sources(adapters: Mapping[str, str], folder: Folder) -> dict[str, AdapterSource]:
-  """Finds out what each adapter is, by name.
+  """Reads the settings of each adapter.
 
   Args:
     adapters: name -> a folder of `peft`, or the directory of a job.
-    folder: of the base.
+    folder: the folder of the base.
 
   Raises:
-    UserError: a name or a place cannot be used.
+    UserError: a name is invalid, or a path has no supported adapter.
   """
   sources = {}
   for name, path in adapters.items():
     if not _NAME.fullmatch(name):
-      raise UserError(f'adapters has the name {name!r}: use letters, digits and . _ : / - only, at most 100.')
+      raise UserError(
+        f'adapters has the name {name!r}, which must be at most 100 letters, digits and . _ : / -, and start with a '
+        'letter or digit.'
+      )
     place = place_to_read(path)
     if (place / 'adapter_config.json').exists():
       sources[name] = AdapterSource(path=str(place), is_job=False, adapters=open_adapter(place).adapters(folder))
@@ -80,22 +82,22 @@ def open_sources(adapters: Mapping[str, str], folder: Folder) -> dict[str, Adapt
       sources[name] = _source_of_job(place, folder)
     else:
       raise UserError(
-        f'adapters has {name!r} in {place}, where there is neither an adapter_config.json of peft nor the config.json '
-        'of a job: correct the path.'
+        f'adapters has {name!r} in {place}, which has neither an adapter_config.json of `peft` nor the config.json of '
+        'a job: correct the path.'
       )
     if any(adapter.use_dora for adapter in sources[name].adapters.values()):
       raise UserError(
-        f'the adapter {name!r} in {place} scales the columns of kernels (use_dora), which adapters beside others '
-        'cannot do: serve it alone, or merge it (--mode export --format hf).'
+        f'the adapter {name!r} in {place} has use_dora, which adapters chosen by name do not support: serve it alone, '
+        'or merge it (--mode export --format hf).'
       )
   return sources
 
 
 def add_choices(model: fdl.Config, sources: Mapping[str, AdapterSource]) -> None:
-  """Makes room beside each kernel of a model's config for the adapters of all sources.
+  """Adds the adapters of all sources to the kernels of a model's config.
 
   Raises:
-    UserError: a source adapts what the model does not have.
+    UserError: a source adapts a kernel that the model does not have.
   """
   known = adaptable_weights(model)
   for name, source in sources.items():
@@ -103,66 +105,70 @@ def add_choices(model: fdl.Config, sources: Mapping[str, AdapterSource]) -> None
       if kernel not in known:
         raise UserError(f'the adapter {name!r} in {source.path} adapts {kernel}, which this model does not have.')
   for kernel in sorted({kernel for source in sources.values() for kernel in source.adapters}):
-    own = [source.adapters[kernel] for source in sources.values() if kernel in source.adapters]
-    choice = AdapterChoices(rank=max(adapter.rank for adapter in own), choices=tuple(sources))
+    ranks = [source.adapters[kernel].rank for source in sources.values() if kernel in source.adapters]
+    choice = AdapterChoices(rank=max(ranks), choices=tuple(sources))
     add_adapters(model, [f'^{re.escape(kernel)}$'], choice, setting='adapters')
 
 
 def _source_of_job(directory: epath.Path, folder: Folder) -> AdapterSource:
   saved = read_saved_config(directory / 'config.json')
-  # The digest of the folder says whether it is the same; its path need not be.
+  # The folder may have moved since; `_read_job` compares digests.
   overrides = [f'model={folder.path}'] if 'model' in saved['config'] else []
   try:
     task = from_json(saved, overrides).parts['task']
-  except UserError as error:  # as where the job's experiment is a class of the user's own, which a file cannot import
+  except UserError as error:  # for example, the user's own experiment class cannot be imported from config.json
     raise UserError(
-      f'the job in {directory} cannot be read: {error} A folder of peft needs no experiment: --mode export '
-      '--format peft.'
+      f'the job in {directory} cannot be read: {error} Export its adapters (--mode export --format peft), and serve '
+      'that folder.'
     ) from error
-  built = {name: fdl.build(each) for name, each in adapters_of(task.model).items()}
-  found = {
-    name: dataclasses.replace(each, names=()) for name, each in built.items() if isinstance(each, LowRankAdapter)
+  adapters = {name: fdl.build(config) for name, config in adapters_of(task.model).items()}
+  low_rank = {
+    name: dataclasses.replace(adapter, names=())
+    for name, adapter in adapters.items()
+    if isinstance(adapter, LowRankAdapter)
   }
-  if not found:
+  if not low_rank:
     raise UserError(f'the job in {directory} has no low-rank adapters: serve it alone (--job_log_dir {directory}).')
-  return AdapterSource(path=str(directory), is_job=True, adapters=found, is_averaged=task.eval_with_ema)
+  return AdapterSource(path=str(directory), is_job=True, adapters=low_rank, is_averaged=task.eval_with_ema)
 
 
 def stacked_adapters(model: PartitionedModel, folder: Folder, sources: Mapping[str, AdapterSource]) -> Any:
-  """Returns the padded stacked adapters, a tree like all weights with None for those of the base.
+  """Returns the padded stacked adapters, as a tree like all weights with None for the base's.
 
   Args:
-    model: of a task whose model has the adapters of all sources as AdapterChoices.
-    folder: of the base.
-    sources: by name.
+    model: the partitioned model, which has AdapterChoices of all sources.
+    folder: the folder of the base.
+    sources: name -> source.
 
   Raises:
-    UserError: an adapter is of another model, has numbers that are not finite, or belongs to another base.
-    CheckpointError: a job has no checkpoint that can be read.
+    UserError: an adapter does not fit the model, belongs to another base, or has values that are not finite.
+    CheckpointError: a job has no readable checkpoint.
   """
   canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
   specs = dequantized_specs(model.weight_specs)
-  places = {name: AdapterNames(kernel=name) for name in adapters_of(model.task.model)}
-  made: dict[str, np.ndarray] = {}
-  for names in places.values():
-    made |= {part: np.zeros(canonical[part].shape, np.float32) for part in (names.a, names.b)}
+  weight_names = {kernel: AdapterNames(kernel=kernel) for kernel in adapters_of(model.task.model)}
+  stacks: dict[str, np.ndarray] = {}
+  for names in weight_names.values():
+    stacks |= {part: np.zeros(canonical[part].shape, np.float32) for part in (names.a, names.b)}
   for number, (choice, source) in enumerate(sources.items(), 1):
     shapes: dict[str, tuple[int, ...]] = {}
-    for kernel, adapter in source.adapters.items():  # without the dim that counts adapters, behind that of layers
-      names, dim = places[kernel], int(specs[kernel].stacked > 0)
-      (*a, _), b = (made[part].shape[:dim] + made[part].shape[dim + 1 :] for part in (names.a, names.b))
+    for kernel, adapter in source.adapters.items():  # without N, which follows L
+      names, dim = weight_names[kernel], int(specs[kernel].stacked > 0)
+      (*a, _), b = (stacks[part].shape[:dim] + stacks[part].shape[dim + 1 :] for part in (names.a, names.b))
       shapes |= {names.a: (*a, adapter.rank), names.b: (*b[:dim], adapter.rank, *b[dim + 1 :])}
-    arrays = _read(source, shapes, folder, model.mesh)
-    if amiss := sorted(name for name, array in arrays.items() if not np.isfinite(array).all()):
-      raise UserError(f'the adapter {choice!r} in {source.path} has numbers in {amiss[0]} that are not finite.')
+    arrays = _read_source(source, shapes, folder, model.mesh)
+    if nonfinite := sorted(name for name, array in arrays.items() if not np.isfinite(array).all()):
+      raise UserError(f'the adapter {choice!r} in {source.path} has values in {nonfinite[0]} that are not finite.')
     for kernel, adapter in source.adapters.items():
-      names, own = places[kernel], (slice(None),) * int(specs[kernel].stacked > 0) + (number,)
-      made[names.a][(*own, ..., slice(adapter.rank))] = arrays[names.a]
-      made[names.b][(*own, slice(adapter.rank))] = arrays[names.b] * adapter.scale
-  return _place(model, made)
+      names, index = weight_names[kernel], (slice(None),) * int(specs[kernel].stacked > 0) + (number,)
+      stacks[names.a][(*index, ..., slice(adapter.rank))] = arrays[names.a]
+      stacks[names.b][(*index, slice(adapter.rank))] = arrays[names.b] * adapter.scale
+  return _place_on_mesh(model, stacks)
 
 
-def _read(source: AdapterSource, shapes: _Shapes, folder: Folder, mesh: Any) -> dict[str, np.ndarray]:
+def _read_source(
+  source: AdapterSource, shapes: Mapping[str, tuple[int, ...]], folder: Folder, mesh: Any
+) -> dict[str, np.ndarray]:
   if source.is_job:
     return _read_job(source, shapes, str(folder.path), NamedSharding(mesh, PartitionSpec()))
   adapter = open_adapter(source.path)
@@ -170,41 +176,43 @@ def _read(source: AdapterSource, shapes: _Shapes, folder: Folder, mesh: Any) -> 
   return adapter.read_arrays(shapes, folder)
 
 
-def _read_job(source: AdapterSource, shapes: _Shapes, folder: str, everywhere: NamedSharding) -> dict[str, np.ndarray]:
-  """Reads the newest checkpoint of a job, which has these weights and no others: those that the job serves alone."""
+def _read_job(
+  source: AdapterSource, shapes: Mapping[str, tuple[int, ...]], folder: str, replicated: NamedSharding
+) -> dict[str, np.ndarray]:
+  """Reads the evaluation weights of a job's newest checkpoint, which must be adapters of these shapes."""
   path, subtree = source.path, 'learner/ema_weights' if source.is_averaged else 'weights'
   with contextlib.closing(SavedSteps(epath.Path(path)).open_checkpoints(read_only=True)) as checkpointer:
     saved = {leaf.name: tuple(leaf.shape) for leaf in checkpointer.saved_leaves(subtree=subtree)}
     state = checkpointer.saved_leaves(subtree='learner/opt_state')
     if not source.is_averaged and names_evaluation_weights(leaf.name for leaf in state):
       raise UserError(
-        f'the job in {path} trained other weights than those to evaluate with (schedule_free, lookahead or sam): merge '
-        'it (--mode export --format hf), and serve that folder.'
+        f'the job in {path} evaluates other weights than it trains (schedule_free, lookahead or sam): merge them '
+        '(--mode export --format hf), and serve that folder.'
       )
     if others := sorted(saved.keys() - shapes.keys()):
       raise UserError(
-        f'the job in {path} has trained {others[0]}, which is no adapter: merge it (--mode export --format hf), and '
-        'serve that folder.'
+        f'the job in {path} also trained {others[0]}, which is not an adapter: merge it (--mode export --format hf), '
+        'and serve that folder.'
       )
     if different := sorted(name for name, shape in shapes.items() if saved.get(name) != shape):
       name = different[0]
       raise UserError(
-        f'the job in {path} has {name} as {list(saved.get(name, ()))} and not as {list(shapes[name])}: it is of '
-        'another model.'
+        f'the job in {path} has {name} {list(saved.get(name, ()))}, but this model has {list(shapes[name])}: use '
+        'adapters of this model.'
       )
-    wanted = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=everywhere) for name, shape in shapes.items()}
-    restored = checkpointer.restore_weights(traverse_util.unflatten_dict(wanted, sep='/'), subtree=subtree)
+    abstract = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=replicated) for name, shape in shapes.items()}
+    restored = checkpointer.restore_weights(traverse_util.unflatten_dict(abstract, sep='/'), subtree=subtree)
     check_base(restored, describe_base(folder), checkpointer.path)
   return {name: np.asarray(leaf) for name, leaf in traverse_util.flatten_dict(restored.state, sep='/').items()}
 
 
-def _place(model: PartitionedModel, arrays: Mapping[str, np.ndarray]) -> Any:
-  """Puts stacks in the layout of checkpoints onto the mesh."""
+def _place_on_mesh(model: PartitionedModel, arrays: Mapping[str, np.ndarray]) -> Any:
+  """Pads and shards stacks, which are in the checkpoint layout."""
   true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
   padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
   weights: dict[str, Any] = dict.fromkeys(padded)
   for name, array in arrays.items():
     array, target = array.reshape(true[name].shape), padded[name]
-    array = np.pad(array, [(0, size - own) for own, size in zip(array.shape, target.shape, strict=True)])
+    array = np.pad(array, [(0, padded - size) for size, padded in zip(array.shape, target.shape, strict=True)])
     weights[name] = jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__)
   return traverse_util.unflatten_dict(weights, sep='/')

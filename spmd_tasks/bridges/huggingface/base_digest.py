@@ -1,10 +1,10 @@
-"""The digest of a job's base: tells the folder that a job's frozen weights are from, from any other.
+"""Digests the folder of a base model, and checks that adapters belong to it.
 
     base = describe_base(folder)                  # {'folder': ..., 'sha256': ...}
     check_base(restored, base, checkpoints)       # a checkpoint of adapters belongs to one base
 
-It is a SHA-256 over config.json and, of each safetensors file, the header (names, shapes, dtypes) and the first bytes
-of every tensor. So it costs no pass over the weights, and a folder with one tensor trained further has another one.
+The digest is a SHA-256 over config.json and, for each safetensors file, the header (names, shapes, dtypes) and the
+first bytes of every tensor. So it does not read all weights, yet differs if any tensor was trained further.
 """
 
 from collections.abc import Mapping
@@ -25,16 +25,16 @@ _BYTES_PER_TENSOR = 4096
 
 
 def describe_base(folder: str) -> Mapping[str, str]:
-  """Returns what a checkpoint of trained weights says about the folder with the others.
+  """Returns the folder of a base model and its digest, as saved in checkpoints of adapters.
 
   Raises:
-    UserError: a file is no safetensors file.
+    UserError: a file is not a safetensors file.
   """
   return {'folder': folder, 'sha256': folder_digest(folder)}
 
 
 def folder_digest(folder: str) -> str:
-  """Returns the SHA-256 of a folder in Hugging Face's format, in hexadecimal; see `describe_base`."""
+  """Returns the digest of a folder in hexadecimal; see the top of the file."""
   digest = hashlib.sha256()
   for path in sorted([*Path(folder).glob('config.json'), *Path(folder).glob('*.safetensors')]):
     digest.update(f'{path.name} {path.stat().st_size}\n'.encode())
@@ -46,37 +46,37 @@ def folder_digest(folder: str) -> str:
       digest.update(header)
       first = file.tell()
       try:
-        tensors = {name: each for name, each in json.loads(header).items() if name != '__metadata__'}
-        places = sorted(each['data_offsets'] for each in tensors.values())
+        entries = {name: entry for name, entry in json.loads(header).items() if name != '__metadata__'}
+        offsets = sorted(entry['data_offsets'] for entry in entries.values())
       except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f'{path} is no safetensors file, or damaged: {error}.') from error
-      for begin, end in places:
+        raise UserError(f'{path} is not a complete safetensors file ({error}): download it again.') from error
+      for begin, end in offsets:
         file.seek(first + begin)
         digest.update(file.read(min(_BYTES_PER_TENSOR, end - begin)))
   return digest.hexdigest()
 
 
 def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.PathLike | str) -> None:
-  """Raises a CheckpointError if a checkpoint belongs to another base than that of the job."""
-  if said := _another_base(restored.base or {}, base):
-    raise CheckpointError(f'the checkpoint of step {restored.step} in {checkpoints} {said}')
+  """Raises a CheckpointError if a checkpoint belongs to another base model."""
+  if mismatch := _describe_mismatch(restored.base or {}, base):
+    raise CheckpointError(f'the checkpoint of step {restored.step} in {checkpoints} {mismatch}')
 
 
 def check_base_of_folder(adapter: AdapterFolder, folder: str) -> None:
-  """Raises a UserError if a folder of `peft` says that it belongs to another base; all processes call it.
+  """Raises a UserError if the base.json of a `peft` folder names another base model; all processes must call it.
 
-  One without base.json, as `peft` writes them, belongs to any base that it fits.
+  Folders without base.json, which `peft` itself writes, are accepted.
   """
   saved = primary_decides(adapter.base, 'base_of_adapter', limit_s=_LIMIT_S)
-  if saved is not None and (said := _another_base(saved, describe_base(folder))):
-    raise UserError(f'{adapter.path} {said}')
+  if saved is not None and (mismatch := _describe_mismatch(saved, describe_base(folder))):
+    raise UserError(f'{adapter.path} {mismatch}')
 
 
-def _another_base(saved: Mapping[str, Any], base: Mapping[str, str]) -> str:
-  """Returns the rest of the sentence about adapters that belong to another base than this; '' if they do not."""
+def _describe_mismatch(saved: Mapping[str, Any], base: Mapping[str, str]) -> str:
+  """Returns the end of an error message if adapters of the base `saved` do not belong to `base`, or else ''."""
   if saved.get('sha256') == base['sha256']:
     return ''
   return (
     f'has adapters of the base {saved.get("folder")} with the digest {str(saved.get("sha256"))[:12]}, but '
-    f'{base["folder"]} has {base["sha256"][:12]}: give the folder that they were trained on, unchanged.'
+    f'{base["folder"]} has {base["sha256"][:12]}: use the folder on which the adapters were trained, unchanged.'
   )

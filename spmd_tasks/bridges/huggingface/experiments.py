@@ -1,4 +1,4 @@
-"""Language models that start from a folder in Hugging Face's format: the base of the registered `hf` experiments."""
+"""Experiments that start from a folder in Hugging Face's format: base classes of the registered `hf` experiments."""
 
 from collections.abc import Iterable, Mapping
 import dataclasses
@@ -25,61 +25,61 @@ from spmd_tasks.store_files import local_folder
 
 
 class PretrainedLanguageModel(TextTraining):
-  """Trains the model of a folder further on packed text; `source` gives the text.
+  """Continues training the model of a folder on packed text from `source`.
 
-  An encoder-decoder learns to fill in spans of that text. Without a checkpoint of its own, a job evaluates, decodes and
-  serves the folder's weights.
+  An encoder-decoder is trained on span corruption of the text. A job without checkpoints evaluates, decodes and serves
+  the folder's weights.
   """
 
-  # The folder: config.json, safetensors, tokenizer.json.
+  # A folder with config.json, safetensors and tokenizer.json.
   model: str = ''
-  # Keys of config.json that this project does not know and that do not change what the model computes: such a folder is
-  # read where it would be refused. Of the folders of a teacher or a reward model, too.
+  # Unknown keys of config.json to ignore, because they do not affect what the model computes. They also apply to the
+  # folders of a teacher or a reward model.
   accept_config_keys: tuple[str, ...] = ()
-  dtype: str | None = None  # of the computation; None: the folder's. Weights are float32 in training.
+  dtype: str | None = None  # of the computation; None for the folder's. Weights are float32 in training.
   remat_policy: str = 'none'
-  # Of the folder's heads that predict further tokens (DeepSeek-V3, GLM-4-MoE), how many the model has; None: all. They
-  # guess tokens in generation (task.decode.num_drafts) and are trained. An export has the others as they were.
+  # Number of the folder's multi-token prediction heads (DeepSeek-V3, GLM-4-MoE) that the model has; None for all. They
+  # are trained, and draft tokens in generation (task.decode.num_drafts). Exports copy the other heads.
   num_nextn_predict_layers: int | None = 0
-  encoder_len: int = 512  # of an encoder-decoder: the tokens that the encoder reads; seq_len are the decoder's
-  # Low-rank adapters that requests to a decoding job or a server choose by name: folders of `peft`, or directories of
-  # jobs that train adapters of this folder, such as {'french': 'peft/french', 'legal': 'runs/lora'}.
+  encoder_len: int = 512  # tokens that the encoder of an encoder-decoder reads; seq_len is the decoder's
+  # Low-rank adapters that requests choose by name: name -> a folder of `peft`, or the directory of a job that trained
+  # adapters of this folder, such as {'french': 'peft/french', 'legal': 'runs/lora'}.
   adapters: Mapping[str, str] = FrozenDict()
 
   learning_rate = 1e-5
 
   def origin(self) -> Origin | None:
-    """Returns the folder that `init_from` names, else `model`, with the adapters beside it."""
-    named = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
-    if not isinstance(named, FolderOrigin):
-      return named
-    accepted = (*named.accept_config_keys, *self.accept_config_keys)
-    return dataclasses.replace(named, accept_config_keys=accepted, sources=lambda: self.adapter_sources)
+    """Returns the folder of `init_from`, or else `model`, with the adapters."""
+    origin = super().origin() if self.init_from else FolderOrigin(path=str(local_folder(self.model)))
+    if not isinstance(origin, FolderOrigin):
+      return origin
+    keys = (*origin.accept_config_keys, *self.accept_config_keys)
+    return dataclasses.replace(origin, accept_config_keys=keys, sources=lambda: self.adapter_sources)
 
   @functools.cached_property
   def folder(self) -> Folder:
-    """The folder, its config read."""
+    """The folder of a language model. Raises a UserError if it is a reward or embedding model."""
     folder = self.open_folder()
     if folder.decoder.num_labels is not None:
       raise UserError(
-        f'{self.model} scores texts and predicts no tokens: it is for hf.Scorer, finetune.FullReward and its kin, or '
-        'a reward.'
+        f'{self.model} is a reward or embedding model without logits: use hf.Scorer or finetune.FullReward, or use it '
+        'as a reward.'
       )
     return folder
 
   def open_folder(self) -> Folder:
-    """Reads the folder, whatever its head is."""
+    """Opens the folder of any model."""
     if not self.model:
-      raise UserError("this experiment needs a folder in Hugging Face's format: --set model=FOLDER.")
+      raise UserError("model is not set: --set model=FOLDER, a folder in Hugging Face's format.")
     return open_folder(local_folder(self.model), accept_config_keys=self.accept_config_keys)
 
   def language_model(self) -> fdl.Config:
-    """The model of the folder, as a config whose every field can be set."""
+    """Returns the config of the folder's model, in which every field can be overridden."""
     folder, num = self.folder, self.num_nextn_predict_layers
-    num_found = folder.decoder.num_nextn
-    if num is not None and not 0 <= num <= num_found:
-      raise UserError(f'num_nextn_predict_layers = {num} must be from 0 to {num_found}, the heads of {self.model}.')
-    model = _config_of(folder.with_nextn_heads(num_found if num is None else num).build_model(dtype=self.dtype))
+    max_num = folder.decoder.num_nextn
+    if num is not None and not 0 <= num <= max_num:
+      raise UserError(f'num_nextn_predict_layers = {num} must be from 0 to {max_num}, the heads of {self.model}.')
+    model = _config_of(folder.with_nextn_heads(max_num if num is None else num).build_model(dtype=self.dtype))
     heads = (model.nextn_head.stack,) if hasattr(model, 'nextn_head') else ()
     for stack in (*stacks_of(model), *heads):
       stack.remat_policy = self.remat_policy
@@ -89,29 +89,30 @@ class PretrainedLanguageModel(TextTraining):
 
   @functools.cached_property
   def adapter_sources(self) -> Mapping[str, AdapterSource]:
-    """The adapters that `adapters` names, numbered from 1 on for requests."""
+    """The adapters by name; requests number them from 1 on."""
     return open_sources(self.adapters, self.folder) if self.adapters else {}
 
   def task(self) -> fdl.Config[Task]:
     return fdl.copy_with(super().task(), decode=self.decode())
 
   def decode(self) -> fdl.Config[DecodeSettings]:
-    """Generation as the folder's files say; its weights are held in bfloat16 where the model computes in it.
+    """Returns the generation settings of the folder.
 
-    Texts end at the folder's ends of text, and where the chat template ends a turn of the assistant.
+    Weights are stored in bfloat16 if the model computes in bfloat16. Generation stops at the folder's end-of-text
+    tokens, and at the token by which the chat template ends the assistant's turn.
     """
     defaults = generation_defaults(str(self.folder.path))
     if self.folder.decoder.num_encoder_layers:
       defaults['max_len'] = self.seq_len + 1
     elif ends := self._turn_ends:
-      own = defaults['eos_ids'] if 'eos_ids' in defaults else (fdl.build(self.tokenizer()).eos_id,)
-      defaults |= _ending_at((*own, *ends))
-    held = 'bfloat16' if (self.dtype or self.folder.dtype) == 'bfloat16' else None
-    return fdl.Config(DecodeSettings, weights_dtype=held, **defaults)
+      eos_ids = defaults['eos_ids'] if 'eos_ids' in defaults else (fdl.build(self.tokenizer()).eos_id,)
+      defaults |= _end_settings((*eos_ids, *ends))
+    weights_dtype = 'bfloat16' if (self.dtype or self.folder.dtype) == 'bfloat16' else None
+    return fdl.Config(DecodeSettings, weights_dtype=weights_dtype, **defaults)
 
   @functools.cached_property
   def _turn_ends(self) -> tuple[int, ...]:
-    """The tokens by which the chat template ends a turn of the assistant."""
+    """The tokens by which the chat template ends the assistant's turn."""
     tokenizer = fdl.build(self.tokenizer())
     if not isinstance(tokenizer, FileTokenizer):
       return ()
@@ -119,8 +120,8 @@ class PretrainedLanguageModel(TextTraining):
       template = self.chat_template()
       return () if template == ChatTemplate() else template.turn_ends(tokenizer)
     except UserError as error:
-      remedy = 'end turns by a token in the template, such as {{ eos_token }}, or set task.decode.eos_ids'
-      text = '%s: %s Generated texts end at the end of text alone: %s.'
+      remedy = 'end turns with a token in the template, such as {{ eos_token }}, or set task.decode.eos_ids'
+      text = '%s: %s Generation stops only at the end-of-text token: %s.'
       logging.log_first_n(logging.WARNING, text, 1, self.model, error, remedy)
       return ()
 
@@ -133,11 +134,11 @@ class PretrainedLanguageModel(TextTraining):
     return fdl.Config(SpanCorruption, text=text, seed=self.seed, **lengths)
 
   def chat_template(self) -> ChatTemplate:
-    """The folder's; without one, a plain transcript."""
+    """Returns the folder's chat template, or else a plain transcript."""
     return ChatTemplate.from_folder(str(self.folder.path)) or super().chat_template()
 
   def tokenizer(self) -> fdl.Config:
-    """The folder's tokenizer; without a tokenizer.json, ids written as numbers."""
+    """Returns the folder's tokenizer; without tokenizer.json, texts are ids written as numbers."""
     if (self.folder.path / 'tokenizer.json').exists():
       return fdl.Config(FolderTokenizer, path=str(self.folder.path))
     eos_id = self.folder.config.get('eos_token_id')
@@ -146,7 +147,7 @@ class PretrainedLanguageModel(TextTraining):
 
 
 class PipelinedPretrainedModel(Pipelined, PretrainedLanguageModel):
-  """PretrainedLanguageModel over the stages of a pipeline."""
+  """PretrainedLanguageModel with pipeline stages."""
 
   def language_model(self) -> fdl.Config:
     model = super().language_model()
@@ -155,27 +156,27 @@ class PipelinedPretrainedModel(Pipelined, PretrainedLanguageModel):
 
 
 def stacks_of(model: fdl.Config) -> tuple[fdl.Config, ...]:
-  """Returns the stacks of a model: those in sequence, or the one, and those of an encoder."""
+  """Returns the configs of all stacks of a model, the encoder's last."""
   sides = [model.stack, *([model.encoder_stack] if hasattr(model, 'encoder_stack') else [])]
   return tuple(stack for side in sides for stack in getattr(side, 'stacks', None) or (side,))
 
 
 def _config_of(value: Any) -> Any:
-  """Returns the config that builds an unbound module, or a frozen dataclass of settings."""
+  """Returns the config that builds an unbound module or a frozen dataclass."""
   if isinstance(value, tuple):
     return tuple(map(_config_of, value))
   if not dataclasses.is_dataclass(value):
     return value
   changed = {}
   for field in dataclasses.fields(value):
-    given = getattr(value, field.name)
-    is_changed = isinstance(given, nn.Module) or given != field.default
+    setting = getattr(value, field.name)
+    is_changed = isinstance(setting, nn.Module) or setting != field.default
     if field.init and field.name not in ('parent', 'name') and is_changed:
-      changed[field.name] = _config_of(given)
+      changed[field.name] = _config_of(setting)
   return fdl.Config(type(value), **changed)
 
 
-# Fields that change what is generated and have no counterpart here, and the values with which they change nothing.
+# Unsupported fields of generation_config.json -> values with which they have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
   **dict.fromkeys(('num_beams', 'typical_p', 'encoder_repetition_penalty', 'guidance_scale'), (1,)),
   **dict.fromkeys(('epsilon_cutoff', 'eta_cutoff', 'penalty_alpha', 'diversity_penalty'), (0,)),
@@ -184,27 +185,27 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
   'sequence_bias': ({},),
   **dict.fromkeys(('top_h', 'forced_bos_token_id', 'forced_eos_token_id', 'watermarking_config'), ()),
 }
-_TOP_K = 50  # transformers' default, where sampling is on
-_MIN_STOP_IDS = 8  # room for a request's own stop tokens beside the model's
+_TOP_K = 50  # the default in transformers if do_sample is true
+_MIN_STOP_IDS = 8  # so that requests can add stop tokens
 
 
 def generation_defaults(folder: str) -> dict[str, Any]:
   """Returns the fields of DecodeSettings that a folder sets.
 
-  Without `do_sample` requests are greedy unless they set a temperature. The ends of text are those of
-  generation_config.json, or else of config.json. Settings that have no counterpart here are logged.
+  Without `do_sample`, requests are greedy unless they set a temperature. `eos_token_id` is read from
+  generation_config.json, or else from config.json. Unsupported settings are ignored with a warning.
 
-  Raises a UserError: a file is not JSON, or a field has an impossible value.
+  Raises a UserError if a file is not JSON, or a field has an invalid value.
   """
   path = os.path.join(os.path.expanduser(folder), 'generation_config.json')
   config = {name: value for name, value in read_json_object(path).items() if value is not None}
   model = read_json_object(os.path.join(os.path.dirname(path), 'config.json'))
-  ends = config.get('eos_token_id', model.get('eos_token_id'))
-  if lost := {name: value for name, value in config.items() if value not in _UNSUPPORTED.get(name, (value,))}:
-    logging.warning('%s: these settings have no counterpart here and are left out: %s', path, lost)
+  eos_token_id = config.get('eos_token_id', model.get('eos_token_id'))
+  if unsupported := {name: value for name, value in config.items() if value not in _UNSUPPORTED.get(name, (value,))}:
+    logging.warning('%s: these settings are not supported and ignored: %s', path, unsupported)
 
-  given = [name for name in ('repetition_penalty', 'top_p', 'min_p') if name in config]
-  defaults: dict[str, Any] = {name: float(_number(config, name, path)) for name in given}
+  names = [name for name in ('repetition_penalty', 'top_p', 'min_p') if name in config]
+  defaults: dict[str, Any] = {name: float(_number(config, name, path)) for name in names}
   if 'top_k' in config or config.get('do_sample'):
     defaults['top_k'] = int(_number(config, 'top_k', path) if 'top_k' in config else _TOP_K)
   if config.get('do_sample'):
@@ -214,16 +215,16 @@ def generation_defaults(folder: str) -> dict[str, Any]:
     defaults['start_id'] = next(start for start in starts if start is not None)
   if 'max_new_tokens' in config:
     defaults['max_tokens'] = int(_number(config, 'max_new_tokens', path))
-  if ends is not None:
-    ids = np.atleast_1d(ends).tolist()
+  if eos_token_id is not None:
+    ids = np.atleast_1d(eos_token_id).tolist()
     if not all(type(token) is int and token >= 0 for token in ids):
-      raise UserError(f'{path}: eos_token_id = {ends!r} must be a token or a list of tokens.')
-    defaults |= _ending_at(ids)
+      raise UserError(f'{path}: eos_token_id = {eos_token_id!r} must be a token id or a list of token ids.')
+    defaults |= _end_settings(ids)
   return defaults
 
 
-def _ending_at(tokens: Iterable[int]) -> dict[str, Any]:
-  """Returns the fields of DecodeSettings for texts that end at these tokens."""
+def _end_settings(tokens: Iterable[int]) -> dict[str, Any]:
+  """Returns the fields of DecodeSettings with which generation stops at these tokens."""
   ids = tuple(dict.fromkeys(tokens))
   return {'eos_ids': ids, 'max_stop_ids': max(_MIN_STOP_IDS, len(ids) + 4)}
 

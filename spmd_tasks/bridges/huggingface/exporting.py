@@ -1,11 +1,11 @@
-"""Exports a model as a folder that `transformers` loads, or its adapters as one of `peft`.
+"""Exports a model as a folder that `transformers` loads, or its adapters as a folder that `peft` loads.
 
     spmd-tasks --mode export --format hf --job_log_dir runs/tuned --out models/tuned
     spmd-tasks --mode export --format hf --exp hf.Model --set model=models/llama --out models/again
     spmd-tasks --mode export --format peft --job_log_dir runs/lora --out models/adapter
 
-A folder has the weights that the job evaluates with, averaged ones if there are any, with low-rank adapters merged into
-the weights that they belong to; a folder of `peft` has the adapters alone. One tensor is in memory at a time.
+The folder has the job's evaluation weights (averaged, if the job averages), with low-rank adapters merged; with
+`--format peft`, only the adapters. One tensor is in memory at a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, weights_
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, check_free, dtype_of, new_folder, write_tensors
 from spmd_tasks.bridges.huggingface._special_keys import NEXTN_KEY
-from spmd_tasks.bridges.huggingface.base_digest import describe_base
+from spmd_tasks.bridges.huggingface.base_digest import folder_digest
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.bridges.huggingface.sentence_transformers import write_pooling
 from spmd_tasks.command import OpenJob
@@ -67,46 +67,51 @@ _COPIED = (
 def export_model(
   opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh, only_adapters: bool = False
 ) -> int:
-  """Writes the checkpoint of a step (None: the newest) as a folder of Hugging Face's format; returns exit code OK.
+  """Writes a checkpoint as a folder in Hugging Face's format; returns the exit code OK.
 
-  Every process reads its shards, process 0 writes. With `only_adapters`, the folder is one of `peft`.
+  Every process reads its shards, and process 0 writes.
+
+  Args:
+    opened: the job.
+    target: the folder to write, which must not exist.
+    step: the step of the checkpoint; None for the newest.
+    mesh: the mesh to read the checkpoint on.
+    only_adapters: whether to write only the adapters, as a folder of `peft`.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    UserError: the format cannot express the model, or the target has something already.
+    UserError: the format cannot express the model, or the target exists.
   """
   job, job_log_dir, emergency = opened.job, opened.directory, opened.emergency
   local = Path(os.fspath(target))
   task = job.task.as_task('--mode export')
   check_free(local)
   model = partition_job(job, mesh)
-  start = job.experiment.origin()
-  folder = start.path if isinstance(start, FolderOrigin) else None
+  origin = job.experiment.origin()
   limit_s = job.experiment.first_step_timeout_s
   with (
     emergency.on_failure(),
     watch_steps(job_log_dir / 'export', emergency, timeout_s=limit_s, first_step_timeout_s=limit_s) as watchdog,
     tqdm(unit='tensor', file=sys.stderr, disable=not is_primary() or not sys.stderr.isatty()) as bar,
   ):
-    origin = start.open() if isinstance(start, FolderOrigin) else None
-    if only_adapters and origin is None:
-      raise UserError(f'{job.name} starts from no folder, which adapters would belong to: use --format hf.')
+    folder = origin.open() if isinstance(origin, FolderOrigin) else None
+    if only_adapters and folder is None:
+      raise UserError(f'{job.name} does not start from a folder, which `peft` needs as the base: use --format hf.')
     with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
-      is_changed = adapters_of(task.model) or task.frozen_dtype  # though nothing was trained yet
-      if origin is not None and not step and not is_changed and checkpointer.is_fresh():
-        restored, weights = 0, origin.lazy_weights(job.task.model, model.canonical_state.weights)
+      is_changed = adapters_of(task.model) or task.frozen_dtype  # even before the first step
+      if folder is not None and not step and not is_changed and checkpointer.is_fresh():
+        restored, weights = 0, folder.lazy_weights(job.task.model, model.canonical_state.weights)
       else:
         variables, restored, _ = restore_evaluation_variables(model, checkpointer, step, experiment=job.experiment)
         params = variables['params']
-        if not only_adapters:  # quantized kernels become numbers, too
+        if not only_adapters:  # also dequantizes
           params = merge_adapters(model, params)
         weights = weights_on_mesh(model, params)
 
     if only_adapters:
       assert folder is not None
-      assert origin is not None
-      digest = describe_base(folder)['sha256']
-      num = export_adapter(local, job.task.model, weights, base=origin, digest=digest, is_writer=is_primary())
+      digest = folder_digest(str(folder.path))
+      num = export_adapter(local, job.task.model, weights, base=folder, digest=digest, is_writer=is_primary())
       if is_primary():
         print(f'exported step {restored} to {target}: adapters of {num} modules', flush=True)
       return exit_codes.OK
@@ -122,10 +127,10 @@ def export_model(
       local,
       job.task.model,
       weights,
-      origin=origin,
+      origin=folder,
       settings=_settings(job),
-      finish=functools.partial(_finish, job, model),
-      tokenizer_file=tokenizer_file if origin is None else None,
+      finish=functools.partial(_write_other_files, job, model),
+      tokenizer_file=tokenizer_file if folder is None else None,
       is_writer=is_primary(),
       on_tensor=on_tensor,
     )
@@ -138,11 +143,11 @@ export_adapters = functools.partial(export_model, only_adapters=True)
 
 
 def _settings(job: Job) -> Mapping[str, Any]:
-  """Returns the keys of config.json that the model does not decide."""
+  """Returns the keys of config.json that do not follow from the model."""
   lengths = [spec.shape[1] for spec in job.train_input.element_spec().values() if len(spec.shape) > 1]
   tokenizer = job.tokenizer
   ids = {} if tokenizer is None else {'bos_token_id': tokenizer.bos_id, 'eos_token_id': tokenizer.eos_id}
-  if isinstance(job.task.model, EncoderDecoderLm):  # which has no greatest length
+  if isinstance(job.task.model, EncoderDecoderLm):  # has no maximum length
     decode = job.task.decode or DecodeSettings()
     ends = {'eos_token_id': decode.eos_ids[0]} if decode.eos_ids else {}
     start = {'decoder_start_token_id': decode.start_id, 'pad_token_id': getattr(tokenizer, 'pad_id', 0)}
@@ -150,15 +155,15 @@ def _settings(job: Job) -> Mapping[str, Any]:
   return ids | {'max_position_embeddings': max(lengths)} if lengths else ids
 
 
-def _finish(job: Job, model: PartitionedModel, folder: Path) -> None:
-  """Writes the files beside the weights: the ends of text, the chat template, the pooling."""
-  _write_ends(job, folder)
+def _write_other_files(job: Job, model: PartitionedModel, folder: Path) -> None:
+  """Writes the end-of-text tokens, the chat template and the pooling."""
+  _write_eos_ids(job, folder)
   _write_chat_template(job, folder)
   _write_pooling(job, model, folder)
 
 
-def _write_ends(job: Job, folder: Path) -> None:
-  """Writes where generated texts end as `eos_token_id`, in generation_config.json and config.json."""
+def _write_eos_ids(job: Job, folder: Path) -> None:
+  """Writes the job's end-of-text tokens as `eos_token_id` to generation_config.json and config.json."""
   is_scorer = getattr(getattr(job.task.model, 'embedding', None), 'num_labels', None) is not None
   if is_scorer or isinstance(job.task.model, EncoderDecoderLm):
     return
@@ -178,7 +183,7 @@ def _write_ends(job: Job, folder: Path) -> None:
 
 
 def _write_chat_template(job: Job, folder: Path) -> None:
-  """Writes the chat template of a job, unless the folder has it already."""
+  """Writes the chat template of a job unless the folder already has it."""
   template, has_tokenizer = job.experiment.chat_template(), (folder / 'tokenizer.json').exists()
   if template == ChatTemplate() or not has_tokenizer:
     return
@@ -199,7 +204,7 @@ def _write_chat_template(job: Job, folder: Path) -> None:
 
 
 def _write_pooling(job: Job, model: PartitionedModel, folder: Path) -> None:
-  """Writes the files of sentence-transformers beside a model that gives texts vectors."""
+  """Writes the files of sentence-transformers if the job trains an embedding model."""
   embedding = getattr(job.task.model, 'embedding', None)
   if embedding is not None and getattr(embedding, 'num_labels', None) == 0 and hasattr(job.experiment, 'text_reading'):
     length = model.input_layout.spec['ids'].shape[1]
@@ -220,23 +225,24 @@ def export_folder(
   is_writer: bool = True,
   on_tensor: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
-  """Writes a folder; returns its architecture.
+  """Writes a folder; returns the name of the model's class in `transformers`.
 
   Args:
-    target: nothing is there yet.
-    model, weights: a LanguageModel, and its weights by name, as checkpoints have them.
-    origin: the folder that the model began from: its family, the settings that do not change the model, its tokenizer,
-      generation config and chat template are taken over.
-    tokenizer_file: a tokenizer.json, where there is no origin.
-    settings: keys of config.json that do not change the model, such as `eos_token_id`.
-    finish: writes further files, beside the tokenizer's.
-    dtype: of the tensors; None: of those of the origin, or float32.
-    max_shard_bytes, is_writer: as `write_tensors` takes them.
-    on_tensor: called after each tensor with the numbers of written and of all tensors.
+    target: the folder to write, which must not exist.
+    model: a LanguageModel.
+    weights: the model's weights by name, in the checkpoint layout.
+    origin: the folder from which the model was initialized. Its family is used, and its tokenizer, generation config,
+      chat template and inert settings are copied.
+    tokenizer_file: a tokenizer.json to copy if there is no origin.
+    settings: keys of config.json that do not affect the model, such as `eos_token_id`.
+    finish: called with the folder to write further files.
+    dtype: the dtype of the tensors; None for the origin's, or float32.
+    max_shard_bytes, is_writer: see `write_tensors`.
+    on_tensor: called after each tensor with the number of written tensors and of all tensors.
 
-  Raises a UserError: no family has this model, or there is something at the target.
+  Raises a UserError if no family can express the model, or the target exists.
   """
-  if is_writer:  # before anything is read
+  if is_writer:
     check_free(target)
   decoder = describe_model(model)
   origin = None if origin is None else origin.with_nextn_heads(decoder.num_nextn)
@@ -245,7 +251,7 @@ def export_folder(
   except UserError:
     if decoder.scale_logits or decoder.tied or not decoder.num_encoder_layers:
       raise
-    # Logits without T5's 1 / sqrt(D), which transformers has in all of UMT5: the head is multiplied by sqrt(D).
+    # In transformers, UMT5 always divides logits by sqrt(D); to express logits without that, scale the head by sqrt(D).
     decoder = dataclasses.replace(decoder, scale_logits=True)
     family, keys = _family_of(decoder, origin)
     weights = {**weights, _HEAD: weights[_HEAD] * decoder.embed_dim**0.5}
@@ -268,7 +274,7 @@ def export_folder(
 
 
 def _family_of(decoder: Decoder, origin: Folder | None) -> tuple[Family, Values]:
-  """Returns the family that has the Decoder, and its keys of config.json: the origin's if possible."""
+  """Returns the origin's family, or else the first that can express the Decoder, and the keys of config.json."""
   if origin is not None:
     return origin.family, origin.family.write(decoder)
   reasons = []
@@ -277,7 +283,7 @@ def _family_of(decoder: Decoder, origin: Folder | None) -> tuple[Family, Values]
       return family, family.write(decoder)
     except UserError as error:
       reasons.append(f'{family.architecture}: {error}')
-  raise UserError('no family of Hugging Face has this model:\n  ' + '\n  '.join(reasons))
+  raise UserError('no Hugging Face model is like this one:\n  ' + '\n  '.join(reasons))
 
 
 def _tensors(
@@ -285,28 +291,30 @@ def _tensors(
 ) -> dict[str, LazyArray]:
   table = RuleTable(rules=family.rules(decoder, model_slots(model)), source='the folder', target='the model').inverse()
   names = [slot.name for rule in table.rules for slot in rule.target]
-  stored = (lambda name: 'float32') if origin is None else origin.stored_dtype
-  wanted = {name: jax.ShapeDtypeStruct((), dtype_of(dtype or stored(name))) for name in names}
-  made = table.convert_lazily(weights, wanted)
-  table.check(weights, made)  # of the weights, each is used exactly once
+  stored_dtype = (lambda name: 'float32') if origin is None else origin.stored_dtype
+  dtypes = {name: jax.ShapeDtypeStruct((), dtype_of(dtype or stored_dtype(name))) for name in names}
+  tensors = table.convert_lazily(weights, dtypes)
+  table.check(weights, tensors)
   if family.writes_copies and not decoder.scale_logits:
-    made |= dict.fromkeys(family.table_copies, made[family.names.table])
+    tensors |= dict.fromkeys(family.table_copies, tensors[family.names.table])
   copies = family.nextn_copies(decoder) if origin is None else origin.nextn_copies
-  made |= {name: made[first] for name, first in copies.items()}
-  return made if origin is None else made | origin.unused_nextn_tensors
+  tensors |= {name: tensors[first] for name, first in copies.items()}
+  return tensors if origin is None else tensors | origin.unused_nextn_tensors
 
 
 def _config(
   family: Family, keys: Values, origin: Folder | None, settings: Mapping[str, Any], tensors: Mapping[str, LazyArray]
 ) -> Values:
-  if origin is None:  # without these keys, transformers would take tokens of the family's own vocabulary
+  if origin is None:  # without these keys, transformers uses the defaults of the family's own vocabulary
     settings = {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None, **settings}
-  origin_keys: Mapping[str, Any] = {} if origin is None else origin.config
-  kept = {key: origin_keys[key] for key in origin_keys if is_inert(key) and key not in ('auto_map', 'torch_dtype')}
-  if len(kept.get('id2label') or ()) == len(keys.get('id2label', ())):  # the names of labels do not change
+  origin_config: Mapping[str, Any] = {} if origin is None else origin.config
+  inert = {
+    key: value for key, value in origin_config.items() if is_inert(key) and key not in ('auto_map', 'torch_dtype')
+  }
+  if len(inert.get('id2label') or ()) == len(keys.get('id2label', ())):  # keep the names of the labels
     keys = {key: value for key, value in keys.items() if key not in ('id2label', 'label2id')}
-  if origin is not None and origin.unused_nextn_tensors:  # heads that the model is without
-    keys = {key: origin.config[key] if key == NEXTN_KEY and key in origin.config else keys[key] for key in keys}
-  model_type = next(name for name, each in FAMILIES.items() if each is family)
+  if origin is not None and origin.unused_nextn_tensors and NEXTN_KEY in origin_config:  # these heads are copied
+    keys = keys | {NEXTN_KEY: origin_config[NEXTN_KEY]}
+  model_type = next(name for name, known_family in FAMILIES.items() if known_family is family)
   largest = max(tensors.values(), key=lambda tensor: np.prod(tensor.shape))
-  return {**settings, **kept, **keys, 'model_type': model_type, 'dtype': largest.dtype.name}
+  return {**settings, **inert, **keys, 'model_type': model_type, 'dtype': largest.dtype.name}

@@ -1,10 +1,10 @@
-"""FolderOrigin: the weights of a folder in Hugging Face's format, which `init_from = hf:FOLDER` names.
+"""FolderOrigin: initializes a model from a folder in Hugging Face's format, as with `init_from = hf:FOLDER`.
 
     FolderOrigin(path='models/llama')                                 # what Experiment.origin() returns
     state = state_from_folder(model, open_folder(folder), seed)       # a new training state, at step 0
     variables = variables_from_folder(model, open_folder(folder))     # for eval, decode and serve
 
-Low-rank adapters start from a folder of `peft`, or are drawn.
+Low-rank adapters start from a folder of `peft`, or from their initializers.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,13 +47,13 @@ from spmd_tasks.store_files import local_folder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderOrigin(Base):
-  """The weights of a folder, and of adapters beside them.
+  """The weights of a folder, and of adapters.
 
   Attributes:
-    path: of the folder, absolute.
-    accept_config_keys: keys of its config.json that are unknown here and do not change what the model computes.
-    adapter: a folder of `peft` that the adapters of the model start from; None: they are drawn.
-    sources: adapters that requests choose by name; opened where they are needed.
+    path: the absolute path of the folder.
+    accept_config_keys: unknown keys of its config.json to ignore; see `open_folder`.
+    adapter: a folder of `peft` from which the model's adapters start; None for their initializers.
+    sources: returns the adapters that requests choose by name.
   """
 
   path: str
@@ -74,40 +74,40 @@ class FolderOrigin(Base):
     """Returns the padded variables, with adapters to choose from if there are any."""
     if sources := self.sources():
       folder = self.open()
-      held = _read(model, folder, storage)
-      return {'params': fill_in(held, stacked_adapters(model, folder, sources))}
+      weights = _read_base(model, folder, storage)
+      return {'params': fill_in(weights, stacked_adapters(model, folder, sources))}
     return variables_from_folder(model, self.open(), storage, self.adapter)
 
   def frozen(self, model: PartitionedModel, storage: WeightStorage | None = None) -> Any:
-    """Returns the padded frozen weights, with None for those that are trained."""
-    return _read(model, self.open(), storage, only_frozen=True)
+    """Returns the padded frozen weights, with None for trained weights."""
+    return _read_base(model, self.open(), storage, only_frozen=True)
 
   def identity(self) -> Mapping[str, str]:
-    """Returns the folder with its digest."""
+    """Returns the folder and its digest."""
     return describe_base(self.path)
 
   def check(self, restored: Restored, checkpoints: epath.Path) -> None:
-    """Raises a CheckpointError if the checkpoint belongs to a folder with another digest."""
+    """Raises a CheckpointError if the checkpoint was trained from a folder with another digest."""
     check_base(restored, self.identity(), checkpoints)
 
 
 def open_origin(place: str, step: int | None) -> FolderOrigin:
-  """Returns the origin that `init_from = hf:PLACE` or `hf:PLACE?accept_config_keys=KEY,KEY` names.
+  """Returns the origin of `init_from = hf:PLACE` or `hf:PLACE?accept_config_keys=KEY,KEY`.
 
-  Raises a UserError: there is a step, or another setting.
+  Raises a UserError if a step or another setting is given.
   """
   if step is not None:
-    raise UserError(f'init_from_step = {step} has no meaning for hf:{place}: leave it out.')
+    raise UserError(f'init_from_step = {step} does not apply to init_from = hf:{place}: leave it out.')
   folder, _, setting = place.partition('?')
   name, _, keys = setting.partition('=')
   if setting and (name != 'accept_config_keys' or not keys):
-    raise UserError(f'init_from = hf:{place} has {setting!r}, but a folder has one setting, accept_config_keys=KEY.')
+    raise UserError(f'init_from = hf:{place} has {setting!r}, but the only setting is accept_config_keys=KEY,KEY.')
   path = str(local_folder(f'hf:{folder}' if folder.startswith('//') else folder))
   return FolderOrigin(path=path, accept_config_keys=tuple(keys.split(',')) if keys else ())
 
 
 def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:
-  """Returns the experiment and its overrides for a directory that is a model's folder; None for any other."""
+  """Returns the experiment and its overrides for a directory that is a model folder, or else None."""
   try:
     if not isinstance(json.loads(read_text(Path(directory) / 'config.json'))['model_type'], str):
       return None
@@ -117,34 +117,38 @@ def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:
 
 
 def state_from_folder(model: PartitionedModel, folder: Folder, seed: int, adapter: str | None = None) -> TrainState:
-  """Returns a padded training state at step 0 with the weights of a folder, and of an adapter's; else those are drawn.
+  """Returns a padded training state at step 0 with the weights of a folder.
 
-  Raises a UserError if the folder cannot be read, or its model is not that of the task.
+  Adapters have the weights of the folder `adapter`, or initial values if it is None.
+
+  Raises a UserError if the folder cannot be read, or its model differs from the task's.
   """
-  weights, lacks_magnitudes = _read_both(model, folder, adapter)
+  weights, lacks_magnitudes = _read_base_and_adapter(model, folder, adapter)
 
-  def true(leaf: Any, shape: Any) -> Any:
+  def unpad(leaf: Any, shape: Any) -> Any:
     return None if leaf is None else padding.unpad(leaf, shape)
 
-  def adopt(drawn: Any, given: Any) -> Any:
-    unpadded = jax.tree.map(true, given, model.abstract_state.weights, is_leaf=lambda leaf: leaf is None)
-    adopted = fill_in(unpadded, drawn)
-    return with_magnitudes(model, adopted, only_missing=adapter is not None) if lacks_magnitudes else adopted
+  def replace_weights(initial: Any, read: Any) -> Any:
+    unpadded = jax.tree.map(unpad, read, model.abstract_state.weights, is_leaf=lambda leaf: leaf is None)
+    replaced = fill_in(unpadded, initial)
+    return with_magnitudes(model, replaced, only_missing=adapter is not None) if lacks_magnitudes else replaced
 
-  return model.init_with(seed, adopt, weights, donate=True)
+  return model.init_with(seed, replace_weights, weights, donate=True)
 
 
 def variables_from_folder(
   model: PartitionedModel, folder: Folder, storage: WeightStorage | None = None, adapter: str | None = None
 ) -> Variables:
-  """Returns the padded variables with the weights of a folder. Raises a UserError as `state_from_folder`.
+  """Returns the padded variables with the weights of a folder. Raises a UserError like `state_from_folder`.
 
-  Without an adapter's folder, adapters are zero, so that the model computes what its base does. With a storage, each
-  weight is converted as soon as it is read.
+  Without `adapter`, adapters are zero, so that the model computes what its base does. With `storage`, each weight is
+  converted as soon as it is read.
   """
-  if others := sorted(model.abstract_state.non_trainable):
-    raise UserError(f'the model has variables beside its weights, {others}, which no folder has.')
-  weights, lacks_magnitudes = _read_both(model, folder, adapter, storage)
+  if collections := sorted(model.abstract_state.non_trainable):
+    raise UserError(
+      f'the model has the variable collections {collections}, but a folder has only weights: start from a checkpoint.'
+    )
+  weights, lacks_magnitudes = _read_base_and_adapter(model, folder, adapter, storage)
   flat = traverse_util.flatten_dict(weights, sep='/')
   padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
   flat |= {
@@ -156,36 +160,36 @@ def variables_from_folder(
   return {'params': with_magnitudes(model, weights, only_missing=True) if lacks_magnitudes else weights}
 
 
-def _read_both(
+def _read_base_and_adapter(
   model: PartitionedModel, folder: Folder, adapter: str | None, storage: WeightStorage | None = None
 ) -> tuple[Any, bool]:
-  """Returns the weights of a folder and of an adapter's, and whether DoRA's magnitudes of some layers are in neither.
+  """Returns the weights of a folder and its adapter, and whether some layers lack DoRA's magnitudes.
 
-  They are then the lengths of the base's columns: of numbers, and not of what a storage holds of them.
+  Missing magnitudes are the norms of the base's columns, so the weights are then read without `storage`.
   """
-  opened = None if adapter is None else open_adapter(adapter)
-  has_dora = any(each.use_dora for each in adapters_of(model.task.model).values())
-  lacks_magnitudes = has_dora and (opened is None or opened.lacks_layers(folder))
-  weights = _read(model, folder, None if lacks_magnitudes else storage)
-  if opened is not None:
-    check_base_of_folder(opened, str(folder.path))
-    weights = fill_in(weights, opened.read_weights(model, folder))
+  adapter_folder = None if adapter is None else open_adapter(adapter)
+  has_dora = any(settings.use_dora for settings in adapters_of(model.task.model).values())
+  lacks_magnitudes = has_dora and (adapter_folder is None or adapter_folder.lacks_layers(folder))
+  weights = _read_base(model, folder, None if lacks_magnitudes else storage)
+  if adapter_folder is not None:
+    check_base_of_folder(adapter_folder, str(folder.path))
+    weights = fill_in(weights, adapter_folder.read_weights(model, folder))
   return weights, lacks_magnitudes
 
 
-def _read(
+def _read_base(
   model: PartitionedModel, folder: Folder, storage: WeightStorage | None = None, *, only_frozen: bool = False
 ) -> Any:
   if folder.num_missing_nextn_heads:
-    text = '%s has num_nextn_predict_layers = %s, but no tensors of %d of these heads: the model is without them.'
+    text = '%s has num_nextn_predict_layers = %s, but no tensors of %d of these heads: they are left out.'
     logging.warning(text, folder.path, folder.config[NEXTN_KEY], folder.num_missing_nextn_heads)
   specs = dequantized_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:
     left_out |= {name for name, spec in specs.items() if FROZEN_TAG not in spec.tags}
-  # The largest first, while memory is free: to store a stack as separate layers takes its memory twice.
+  # Largest first, while memory is free: storing a stack as separate layers takes its memory twice.
   names = sorted(specs.keys() - left_out, key=lambda name: (-math.prod(specs[name].shape), name))
-  storage = storage or WeightStorage(model, None)  # as in training, where frozen kernels may be in int8
+  storage = storage or WeightStorage(model, None)  # as in training, with frozen kernels possibly in int8
   is_shown = is_primary() and sys.stderr.isatty()
   bar = tqdm(names, unit=' weights', desc=f'Reading {folder.path.name}', file=sys.stderr, disable=not is_shown)
   return folder.read_weights(model, names=bar, dtypes=storage.dtypes, store=storage.store_one)

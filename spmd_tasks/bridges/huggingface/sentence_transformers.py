@@ -1,9 +1,9 @@
-"""The files of sentence-transformers beside a model: how the vectors of tokens become that of a text.
+"""Reads and writes the files of sentence-transformers: how a text's embedding is pooled from its tokens'.
 
-    reading = read_text_reading(folder)               # of modules.json, 1_Pooling/config.json, the head of config.json
-    write_pooling(Path('out'), reading, folder, 512)  # into a folder that `SentenceTransformer` loads
+    reading = read_text_reading(folder)           # from modules.json, 1_Pooling/config.json and config.json
+    write_pooling(Path('out'), reading, 768, 512)    # into a folder that `SentenceTransformer` loads
 
-`FolderScorer` reads them, and --mode export writes them beside a model that gives texts vectors.
+`FolderScorer` reads them, and --mode export writes them beside an embedding model.
 """
 
 from collections.abc import Mapping
@@ -27,59 +27,58 @@ _KINDS = ('Transformer', 'Pooling', 'Normalize')
 
 
 def label_names(config: Mapping[str, Any], num_labels: int) -> tuple[str, ...]:
-  """The names of labels in a config.json, or LABEL_0 and so on."""
-  named = config.get('id2label') or {}
-  named = named if len(named) == num_labels else {}
-  return tuple(str(named.get(str(i), f'LABEL_{i}')) for i in range(num_labels))
+  """Returns the names of the labels in a config.json, or LABEL_0 and so on."""
+  names = config.get('id2label') or {}
+  names = names if len(names) == num_labels else {}
+  return tuple(str(names.get(str(i), f'LABEL_{i}')) for i in range(num_labels))
 
 
 def read_text_reading(folder: Folder) -> TextReading:
-  """How a folder's texts are read.
+  """Returns how a folder's model scores or embeds texts.
 
-  One label without another `problem_type` than `regression` is a score from 0 to 1, as in sentence-transformers'
-  CrossEncoder. A folder without modules.json has the vector of the last token, of length 1.
+  One label means a score from 0 to 1, as in CrossEncoder of sentence-transformers, unless `problem_type` is
+  `regression`. A folder without modules.json embeds a text as the normalized vector of its last token.
 
   Raises:
-    UserError: the files have another part than a model, a pooling of the last or of all tokens, and a normalization.
+    UserError: the files have a module, a pooling mode or an activation that is not supported.
   """
   if num_labels := folder.decoder.num_labels or 0:
     kinds: dict[Any, Any] = {'regression': 'none', 'multi_label_classification': 'sigmoid'}
     activation = kinds.get(folder.config.get('problem_type'), 'softmax' if num_labels > 1 else 'sigmoid')
-    named = str((folder.config.get('sentence_transformers') or {}).get('activation_fn') or '')
-    activation = _ACTIVATIONS.get(named.rpartition('.')[2]) if named else activation
+    name = str((folder.config.get('sentence_transformers') or {}).get('activation_fn') or '')
+    activation = _ACTIVATIONS.get(name.rpartition('.')[2]) if name else activation
     if activation is None:
-      raise UserError(f'{folder.path} has the activation {named}: known are {", ".join(_ACTIVATIONS)}.')
+      raise UserError(f'{folder.path} has the activation_fn {name}, which must be one of {", ".join(_ACTIVATIONS)}.')
     return TextReading(labels=label_names(folder.config, num_labels), ends=False, activation=activation)
   if not (folder.path / MODULES).exists():
     return TextReading(normalize=True, ends=False)
   try:
-    listed = json.loads((folder.path / MODULES).read_text())
-    modules = [(each['type'].rpartition('.')[2], each['path']) for each in listed]
+    entries = json.loads((folder.path / MODULES).read_text())
+    modules = [(entry['type'].rpartition('.')[2], entry['path']) for entry in entries]
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-    raise UserError(f'{folder.path / MODULES} cannot be read: {error}.') from error
-  kinds_found = [kind for kind, _ in modules]
-  if kinds_found not in ([*_KINDS[:2]], [*_KINDS]) or modules[0][1]:
+    raise UserError(f'{folder.path / MODULES} cannot be read ({error!r}): download it again.') from error
+  if [kind for kind, _ in modules] not in ([*_KINDS[:2]], [*_KINDS]) or modules[0][1]:
     raise UserError(
-      f'{folder.path / MODULES} has the parts {modules}: known are {", ".join(_KINDS)} in this order, and the model in '
-      'the folder itself.'
+      f'{folder.path / MODULES} has the modules {modules}, which must be {", ".join(_KINDS)} in this order, where '
+      'Normalize is optional and the model is in the folder itself.'
     )
   pooling = read_config(folder.path / modules[1][1] / 'config.json', 'download the folder again')
   modes = {key.removeprefix('pooling_mode_') for key, value in pooling.items() if value is True and 'mode' in key}
   modes |= {pooling['pooling_mode']} if 'pooling_mode' in pooling else set()
   if len(modes) != 1 or not modes <= _MODES.keys():
-    raise UserError(f'{folder.path} pools by {sorted(modes)}: known are {sorted(_MODES)}, one of them.')
+    raise UserError(f'{folder.path} has the pooling modes {sorted(modes)}, which must be one of {sorted(_MODES)}.')
   settings = read_json_object(str(folder.path / _SETTINGS))
   prompt = (settings.get('prompts') or {}).get(settings.get('default_prompt_name')) or ''
   if prompt and pooling.get('include_prompt') is False:
-    raise UserError(f'{folder.path} leaves the prompt {prompt!r} out of the pooling, which is not known here.')
+    raise UserError(f'{folder.path} has include_prompt = false with the prompt {prompt!r}, which must be true.')
   (mode,) = modes
   return TextReading(pooling=_MODES[mode], normalize=len(modules) == 3, ends=False, prompt=prompt)  # type: ignore[arg-type]
 
 
 def write_pooling(target: Path, reading: TextReading, num_features: int, max_len: int) -> None:
-  """Writes the files beside a model whose vectors have `num_features` and whose texts at most `max_len` tokens.
+  """Writes the files of an embedding model with `num_features` features and texts of at most `max_len` tokens.
 
-  Where texts are written as in training, tokenizer.json gets a post-processor that writes them so.
+  If texts end with an end-of-text token, as in training, tokenizer.json gets a post-processor that adds it.
   """
   parts = [(kind, path) for kind, path in zip(_KINDS, ('', _POOLING, '2_Normalize'), strict=True)]
   modules = [
@@ -95,18 +94,21 @@ def write_pooling(target: Path, reading: TextReading, num_features: int, max_len
   }
   (target / _POOLING).mkdir(exist_ok=True)
   (target / '2_Normalize').mkdir(exist_ok=True)
-  written = {MODULES: modules, f'{_POOLING}/config.json': pooling, _SETTINGS: settings}
-  written['sentence_bert_config.json'] = {'max_seq_length': max_len, 'do_lower_case': False}
-  for name, value in written.items():
+  files = {MODULES: modules, f'{_POOLING}/config.json': pooling, _SETTINGS: settings}
+  files['sentence_bert_config.json'] = {'max_seq_length': max_len, 'do_lower_case': False}
+  for name, value in files.items():
     write_durably(target / name, json.dumps(value, indent=2) + '\n')
   if not reading.ends or not (target / 'tokenizer.json').exists():
     return
   from tokenizers import Tokenizer, processors
 
-  tokenizer = FolderTokenizer(path=str(target))
-  made = Tokenizer.from_file(str(target / 'tokenizer.json'))
-  ends = {str(made.id_to_token(i)): i for i in (*encode_prompt(tokenizer, ''), tokenizer.eos_id)}
-  *before, end = ends
-  single, pair = (' '.join([*before, *texts, end]) for texts in (('$A',), ('$A', '$B')))
-  made.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(ends.items()))
-  made.save(str(target / 'tokenizer.json'))
+  folder_tokenizer = FolderTokenizer(path=str(target))
+  tokenizer = Tokenizer.from_file(str(target / 'tokenizer.json'))
+  ids = (*encode_prompt(folder_tokenizer, ''), folder_tokenizer.eos_id)
+  special_tokens = {str(tokenizer.id_to_token(i)): i for i in ids}
+  *prefix, eos = special_tokens
+  single, pair = (' '.join([*prefix, *texts, eos]) for texts in (('$A',), ('$A', '$B')))
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single=single, pair=pair, special_tokens=list(special_tokens.items())
+  )
+  tokenizer.save(str(target / 'tokenizer.json'))

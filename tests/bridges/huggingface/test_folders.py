@@ -231,12 +231,12 @@ DAMAGES = {
   ),
   'a wrong shape': (lambda path: _with(path, NORM, np.zeros(7, np.float32)), 'gives [7], but the model has [30]'),
   'whole numbers': (lambda path: _with(path, NORM, np.zeros(30, np.int32)), f'{NORM} in int32'),
-  'a truncated file': (_truncate, 'is no whole safetensors file'),
-  'overlapping offsets': (lambda path: _lie(path, data_offsets=[8, 128]), 'is no whole safetensors file'),
-  'fractional offsets': (lambda path: _lie(path, data_offsets=[0.0, 120.0]), 'is no whole safetensors file'),
+  'a truncated file': (_truncate, 'not a complete safetensors file'),
+  'overlapping offsets': (lambda path: _lie(path, data_offsets=[8, 128]), 'not a complete safetensors file'),
+  'fractional offsets': (lambda path: _lie(path, data_offsets=[0.0, 120.0]), 'not a complete safetensors file'),
   'a FIFO': (_fifo, 'Not a regular file'),
   'a device as index': (_device, 'Not a regular file'),
-  'a pickle': (_pickle, 'as pickle (pytorch_model.bin)'),
+  'a pickle': (_pickle, 'a pickle (pytorch_model.bin)'),
   'an index of elsewhere': (lambda path: _index(path, '../model.safetensors'), "'../model.safetensors'"),
 }
 
@@ -303,7 +303,7 @@ def test_a_whole_file_comes_before_an_index_that_an_earlier_save_left(tmp_path, 
 def test_weights_of_another_model_are_refused(whole_folder):
   path, _ = whole_folder
   other = build_model(decoder_of(CONFIGS['llama3'] | {'rms_norm_eps': 1e-3}))
-  with pytest.raises(UserError, match=r'norm_eps = 0\.001 and not 1e-06'):
+  with pytest.raises(UserError, match=r'norm_eps = 0\.001, not 1e-06'):
     open_folder(path).lazy_weights(other, abstract_weights(other))
 
 

@@ -322,13 +322,13 @@ def test_inits_are_refused_just_where_peft_changes_the_base(init, reference, tmp
 def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
   theirs = reference('llama3')
   changes = [
-    ('peft_type', 'IA3', 'only .LORA.'),
+    ('peft_type', 'IA3', "peft_type = 'IA3'.*must be 'LORA'"),
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
-    ('lora_alpha', 'x', "lora_alpha = 'x': a number"),
-    ('use_rslora', 'false', "use_rslora = 'false': true or false"),
+    ('lora_alpha', 'x', "lora_alpha = 'x'.*number"),
+    ('use_rslora', 'false', "use_rslora = 'false'.*true or false"),
     ('rank_pattern', {'q_proj' * 999: 1}, 'name the modules'),
-    ('target_parameters', 5, 'a list of names'),
-    ('r', 77, r'of rank .* says 77'),
+    ('target_parameters', 5, 'list of names'),
+    ('r', 77, 'rank 77'),
     *(('init_lora_weights', init, f'{init}.*changes the base.*merge_and_unload') for init in CHANGING_INITS),
   ]
   for key, value, said in changes:
@@ -340,5 +340,5 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
   with pytest.raises(UserError, match='does not exist'):
     open_adapter(tmp_path)
   save_file({}, tmp_path / 'r' / 'adapter_model.safetensors')
-  with pytest.raises(UserError, match='has no tensors: save the adapter again'):
+  with pytest.raises(UserError, match='has no tensors'):
     open_adapter(tmp_path / 'r').adapters(open_folder(theirs.base.path))
