@@ -349,7 +349,7 @@ def test_accepted_keys_are_a_setting_of_every_job_from_the_folder(tmp_path):
   assert origin_named(f'hf:{folder}?{accept},other', None).open().decoder == accepted.job.experiment.folder.decoder
   with pytest.raises(UserError, match=f'logits_scaling .* or in init_from and draft_model with FOLDER.{accept}'):
     origin_named(f'hf:{folder}', None).open()
-  with pytest.raises(UserError, match="'accept=all', but .* accept_config_keys=KEY"):
+  with pytest.raises(UserError, match=r"'accept=all', but .* accept_config_keys=KEY"):
     origin_named(f'hf:{folder}?accept=all', None)
 
 
