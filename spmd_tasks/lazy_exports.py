@@ -3,7 +3,8 @@
     with lazy_exports(globals(), 'EXTENSION'):
       from spmd_tasks.layers.linear import Linear
 
-Here `__all__` becomes ['Linear', 'EXTENSION'].
+Here `__all__` becomes ['EXTENSION', 'Linear']. Packages declare extensions and export names without importing JAX:
+`spmd-tasks --help` takes 0.3 s instead of 10 s.
 """
 
 from collections.abc import Iterator

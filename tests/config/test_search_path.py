@@ -264,7 +264,6 @@ CHANGES = [
   (lambda job: edit(job, overrides={'seed': 1}), NOT_SIGNED),
   (lambda job: edit(job, origin=['/proc/self/cwd']), NOT_SIGNED),
   (lambda job: edit(job, signature=None), NOT_SIGNED),
-  (lambda job: edit(job, mark=job.stat().st_ino), NOT_SIGNED),
   (new_key, NOT_SIGNED),
   (lose_key, 'this user has no key to check it with'),
   (share_key, 'other users may read or write the key .*: delete'),
@@ -307,7 +306,7 @@ def test_a_job_of_another_user_does_not(directory, monkeypatch):
 
 def test_a_path_in_the_file_alone_says_nothing(directory):
   for origin in (str(directory), [str(directory)], ['/proc/self/cwd'], ['.'], [1], {}):
-    named = saved('labs.my_lab.notes.Mine') | {'origin': origin, 'mark': directory.stat().st_ino, 'signature': '0' * 64}
+    named = saved('labs.my_lab.notes.Mine') | {'origin': origin, 'signature': '0' * 64}
     (directory / 'config.json').write_text(json.dumps(named))
     for config in (named, read_saved_config('config.json')):
       with pytest.raises(UserError, match='not registered'):
