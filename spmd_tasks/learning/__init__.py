@@ -8,8 +8,8 @@
     weights, state, metrics = learner.update(grads, loss, step, state, weights, weight_specs)
 
 A learning rate is a number, one of the schedules here, or any callable of the step, such as an optax schedule.
-Optimizer state is laid out over the mesh like the weights. A step whose loss or gradients are not finite changes no
-weights. Read learner.py, then optimizers.py and schedules.py; the other files say by their first lines what they add.
+Optimizer state is sharded like the weights. A step with a non-finite loss or gradient does not change the weights.
+Start with learner.py, optimizers.py and schedules.py; each other file adds one feature.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports

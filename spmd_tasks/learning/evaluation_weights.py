@@ -1,10 +1,10 @@
-"""The weights to evaluate with, where an optimizer trains others and its state says how the two are related.
+"""Computes the weights to evaluate from optimizer state, for optimizers that do not evaluate the weights they train.
 
     optax.contrib.schedule_free   trains y, and evaluates the average x = (y - (1 - b1) z) / b1
     optax.lookahead               trains the fast weights, and evaluates the slow ones
-    optax.contrib.sam             between two of its updates trains weights that are moved uphill, and evaluates others
+    optax.contrib.sam             trains weights that are moved uphill between two updates, and evaluates the others
 
-Evaluation, generation and exports take these, or the learner's moving average (`ema_decay`) where the task says so.
+Evaluation, generation and exports use these weights, unless the task uses the learner's moving average (`ema_decay`).
 """
 
 from collections.abc import Iterable
@@ -16,41 +16,41 @@ import optax
 
 
 class LookaheadWithSlow(NamedTuple):
-  """The state of `optax.lookahead`, which leaves its slow weights to the caller, with these weights."""
+  """The state of `optax.lookahead` with the slow weights, which optax leaves to the caller."""
 
   lookahead: optax.LookaheadState
   slow: Any
 
 
-def _is_known(node: Any) -> bool:
+def _has_own_weights(node: Any) -> bool:
   if isinstance(node, optax.contrib.SAMState):
-    return node.cache is not None  # None: its steps uphill are inside one update
+    return node.cache is not None  # opaque_mode: all steps uphill are inside one update
   return isinstance(node, optax.contrib.ScheduleFreeState | LookaheadWithSlow)
 
 
-def _known_states(opt_state: Any) -> list[Any]:
-  return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_known) if _is_known(node)]
+def _states_with_weights(opt_state: Any) -> list[Any]:
+  return [node for node in jax.tree.leaves(opt_state, is_leaf=_has_own_weights) if _has_own_weights(node)]
 
 
 def has_evaluation_weights(opt_state: Any) -> bool:
-  """Returns whether an optimizer with that state, abstract or not, evaluates with other weights than it trains."""
-  return bool(_known_states(opt_state))
+  """Returns whether an optimizer with this state, abstract or not, evaluates other weights than it trains."""
+  return bool(_states_with_weights(opt_state))
 
 
 def names_evaluation_weights(names: Iterable[str]) -> bool:
-  """Returns whether one of the names of saved leaves of a state is of such an optimizer."""
+  """Returns whether a saved state with leaves of these names has evaluation weights."""
   return any({'weight_sum', 'steps_since_sync'} & set(name.split('/')) for name in names)
 
 
 def evaluation_weights(opt_state: Any, weights: Any) -> Any:
-  """Returns the weights to evaluate with, given those that are trained; abstract weights are returned unchanged."""
-  states = _known_states(opt_state)
+  """Returns the weights to evaluate, given the trained weights; returns abstract weights unchanged."""
+  states = _states_with_weights(opt_state)
   arrays = jax.tree.leaves(weights)
   if not states or not all(isinstance(x, jax.Array) for x in arrays):
     return weights
   if any(isinstance(x, jax.core.Tracer) for x in arrays):
     return _evaluation_weights(states, weights)
-  # Compiled, so that every process of a mesh can call it.
+  # jit: arrays may have shards on other processes.
   return jax.jit(_evaluation_weights, out_shardings=jax.tree.map(lambda x: x.sharding, weights))(states, weights)
 
 
@@ -68,13 +68,13 @@ def _evaluation_weights(states: list[Any], weights: Any) -> Any:
 
 
 def _map(function: Any, tree: Any, weights: Any) -> Any:
-  """Maps function(leaf, weight), float32, over the weights that the tree, one of a state, has; others stay as they are.
+  """Maps function(leaf, weight), in float32, over a tree of optimizer state; keeps weights that the tree lacks.
 
-  In the place of the others it has None, or optax.MaskedNode also for a whole subtree.
+  In place of a missing weight, or of a subtree of them, the tree has None or optax.MaskedNode.
   """
   is_missing = lambda node: node is None or isinstance(node, optax.MaskedNode)
 
-  def mapped(leaf: Any, own: Any) -> Any:
-    return own if is_missing(leaf) else function(leaf, own.astype(jnp.float32)).astype(own.dtype)
+  def map_leaf(leaf: Any, weight: Any) -> Any:
+    return weight if is_missing(leaf) else function(leaf, weight.astype(jnp.float32)).astype(weight.dtype)
 
-  return jax.tree.map(mapped, tree, weights, is_leaf=is_missing)
+  return jax.tree.map(map_leaf, tree, weights, is_leaf=is_missing)

@@ -1,18 +1,18 @@
-"""Two rules for the weights of mixtures of experts: a scale for experts' gradients, and steps of balance biases.
+"""Two rules for mixtures of experts: the scale of experts' gradients, and the update of balance biases.
 
 **Gradients of experts** (tag `expert`). T5X multiplies them by the number of expert partitions, "to account for
-implicit averaging". Here gradients are those of a mean over the global batch on every mesh, so that 1 is right, and
-T5X's factor exists for parity.
+implicit averaging". Here a gradient is always the gradient of the mean over the global batch, so the scale is 1; T5X's
+factor is for parity.
 
-**Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
-scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The
-gradient that the train step returns for such a bias is the load of its expert minus the mean load, a sum over tokens
-(layers/moe/_balance.py), and the update is a step of fixed size against it:
+**Balance biases** (tag `balance_bias`). A router that balances load without an auxiliary loss adds a bias per expert to
+its scores when it selects experts (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3).
+In place of a gradient, the train step returns the load violation: the expert's load minus the mean load, summed over
+tokens (layers/moe/_balance.py). The update is a step of fixed size:
 
     bias -= rate * sign(load violation)
 
-This is not a descent on the loss. The optimizer therefore keeps no state for balance biases, and gradient norm,
-clipping and weight decay exclude them.
+This is not gradient descent. So the optimizer has no state for balance biases, and gradient norm, clipping and weight
+decay exclude them.
 
 Shapes: E experts.
 """
@@ -22,7 +22,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG
@@ -32,31 +31,24 @@ EXPERT_TAG = 'expert'
 ExpertGradScale = float | Literal['t5x']
 
 
-def check_expert_grad_scale(scale: ExpertGradScale) -> None:
-  """Raises a UserError if the scale is neither a number above 0 nor 't5x'."""
-  if scale != 't5x' and not (isinstance(scale, int | float) and scale > 0):
-    raise UserError(
-      f"learner.expert_grad_scale is {scale!r}; it must be a number larger than 0 (1: the loss's own gradient), or "
-      "'t5x' for T5X's factor, the number of expert partitions of the mesh."
-    )
-
-
 def scale_expert_grads(grads: Any, weight_specs: Any, scale: ExpertGradScale) -> Any:
-  """Multiplies the gradients of weights tagged `expert`, float32; other gradients are returned unchanged.
+  """Multiplies the float32 gradients of weights with the tag `expert`; returns other gradients unchanged.
 
-  The scale is a number; or 't5x' for the number of parts into which the mesh of the `sharding_scope` splits the
-  experts, the weight's first dim after its `stacked` ones (T5X contrib/moe: `num_expert_partitions` of `MoeTrainer`).
+  `scale` is a number, or 't5x' for the number of parts into which the mesh of the `sharding_scope` splits the experts
+  (`num_expert_partitions` of `MoeTrainer` in T5X contrib/moe).
   """
   if scale == 1:
     return grads
 
-  def scaled(spec, grad):
-    return grad * float(_num_partitions(spec) if scale == 't5x' else scale) if EXPERT_TAG in spec.tags else grad
+  def scale_grad(spec, grad):
+    if EXPERT_TAG not in spec.tags:
+      return grad
+    return grad * float(_num_expert_partitions(spec) if scale == 't5x' else scale)
 
-  return jax.tree.map(scaled, weight_specs, grads)
+  return jax.tree.map(scale_grad, weight_specs, grads)
 
 
-def _num_partitions(spec: Any) -> int:
+def _num_expert_partitions(spec: Any) -> int:
   scope = current_sharding_scope()
   if scope is None or spec.split_dims is None:
     return 1
@@ -64,8 +56,8 @@ def _num_partitions(spec: Any) -> int:
   return num_parts(spec_axes(resolved, len(spec.shape))[spec.stacked], scope.mesh.shape)
 
 
-def with_balance_bias_steps(steps: Any, grads: Any, weight_specs: Any, rate: float) -> Any:
-  """Fills in the steps, float32, of the balance biases, None so far: `rate` times the sign of their load violation."""
+def fill_in_balance_bias_steps(steps: Any, grads: Any, weight_specs: Any, rate: float) -> Any:
+  """Fills in the float32 steps of balance biases, for which `steps` has None: `rate * sign(load violation)`."""
   return jax.tree.map(
     lambda spec, grad, step: rate * jnp.sign(grad) if BALANCE_BIAS_TAG in spec.tags else step,
     weight_specs,

@@ -2,24 +2,22 @@
 
   FromOptax(factory=optax.lamb, learning_rate=LinearWarmupCosine(...), arguments={'weight_decay': 0.1})
 
-An optimizer that is built already, as `optax.lamb(1e-3)`, is one too, but keeps its learning rate to itself: it is not
-among the metrics. Any other transformation, or a chain of several, becomes a function of the learning rate:
+A built optimizer, such as `optax.lamb(1e-3)`, can be given to a Learner directly, but then the learning rate is not
+among the metrics. For any other transformation, write a function of the learning rate:
 
   def clipped_yogi(learning_rate, max_delta):
     return optax.chain(optax.clip(max_delta), optax.scale_by_yogi(), optax.scale_by_learning_rate(learning_rate))
 
   FromOptax(factory=clipped_yogi, learning_rate=1e-3, arguments={'max_delta': 1.0})
 
-State of the optimizer is sharded, padded and checkpointed like the weights (`optimizer_specs.py`), and kept in a step
-that is not finite. The results are those of plain optax on the unsharded weights of single layers, each a matrix as
-its WeightSpec declares it (`layerwise.py`). Some optimizers train other weights than they evaluate
-(`evaluation_weights.py`).
+Optimizer state is sharded, padded and checkpointed like the weights (`optimizer_specs.py`), and does not change in a
+non-finite step. Results equal plain optax on the unsharded weights of single layers, with the matrices that WeightSpecs
+declare (`layerwise.py`). Some optimizers train other weights than they evaluate (`evaluation_weights.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import difflib
 import inspect
 from typing import Any, ClassVar
 
@@ -42,16 +40,16 @@ _LEARNING_RATE = 'learning_rate'
 class FromOptax(Optimizer):
   """An optax optimizer, built by `factory(learning_rate=..., **arguments)`.
 
-  The learning rate is evaluated at the train state's step, which stands still when a step is skipped, and passed to the
-  factory in every step. Weights decay as optax decides: pass a `mask` in `arguments` to exempt norms and biases.
+  The learning rate is evaluated at the train state's step, which does not advance when a step is skipped, and passed to
+  the factory in every step. Weight decay is optax's: pass a `mask` in `arguments` to exempt norms and biases.
 
   Attributes:
     factory: function of `learning_rate` that returns an optax transformation whose updates include the learning rate.
-    learning_rate: a number, or a schedule over the train state's step; None for a factory that does not take it.
+    learning_rate: a number, or a schedule over the train state's step; None for a factory without `learning_rate`.
     arguments: the factory's other keyword arguments.
   """
 
-  # The updates of optax include the learning rate: some optimizers apply momentum or decay after it.
+  # optax's updates include the learning rate, because some optimizers apply momentum or decay after it.
   applies_learning_rate: ClassVar[bool] = True
 
   factory: Callable[..., optax.GradientTransformation]
@@ -65,29 +63,23 @@ class FromOptax(Optimizer):
       )
     if self.learning_rate is not None:
       check_learning_rate('FromOptax.learning_rate', self.learning_rate)
-    if _LEARNING_RATE in self.arguments:
-      raise UserError('FromOptax.arguments has learning_rate: set FromOptax.learning_rate instead.')
-    parameters = inspect.signature(self.factory).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-      return
-    if self.learning_rate is not None and _LEARNING_RATE not in parameters:
+    rate = {} if self.learning_rate is None else {_LEARNING_RATE: self.learning_rate}
+    signature = inspect.signature(self.factory)
+    try:
+      signature.bind(**rate, **self.arguments)
+    except TypeError as error:
       raise UserError(
-        f'FromOptax.factory {self._name()} has no parameter learning_rate: pass a function of the learning rate that '
-        'returns optax.chain(..., optax.scale_by_learning_rate(learning_rate)). One that is built already keeps '
-        'its own: give fdl.Config(optax.adam, learning_rate=1e-3), and the argument can be set.'
-      )
-    for name in self.arguments:
-      if name not in parameters:
-        nearest = difflib.get_close_matches(name, parameters, n=1)
-        remedy = f'did you mean {nearest[0]!r}?' if nearest else f'choose from {sorted(parameters)}.'
-        raise UserError(f'FromOptax.arguments has {name!r}, but {self._name()} has no such parameter: {remedy}')
+        f'FromOptax cannot call {self._name()}({", ".join(signature.parameters)}) with its learning_rate and arguments '
+        f'({error}): correct the arguments, or pass a factory that takes learning_rate, such as a function that '
+        'returns optax.chain(..., optax.scale_by_learning_rate(learning_rate)).'
+      ) from error
 
   def _name(self) -> str:
     return getattr(self.factory, '__qualname__', repr(self.factory))
 
   @classmethod
   def of(cls, transformation: optax.GradientTransformation | optax.MultiSteps) -> 'FromOptax':
-    """Returns an optimizer that is built already as one of a config."""
+    """Wraps a built optax optimizer."""
 
     def optimizer() -> optax.GradientTransformation | optax.MultiSteps:
       return transformation
@@ -96,66 +88,62 @@ class FromOptax(Optimizer):
     return cls(factory=optimizer, learning_rate=None)
 
   def _build(self, learning_rate: jax.Array | None) -> optax.GradientTransformationExtraArgs:
-    given = {} if learning_rate is None else {_LEARNING_RATE: learning_rate}
-    transformation: Any = self.factory(**given, **self.arguments)
+    rate = {} if learning_rate is None else {_LEARNING_RATE: learning_rate}
+    transformation: Any = self.factory(**rate, **self.arguments)
     if isinstance(transformation, optax.MultiSteps):
       transformation = transformation.gradient_transformation()
-    if not isinstance(transformation, optax.GradientTransformation):
-      raise UserError(
-        f'FromOptax.factory {self._name()} returned {type(transformation).__name__}, not an optax transformation: '
-        'correct the factory.'
-      )
     return optax.with_extra_args_support(transformation)
 
   @contextlib.contextmanager
-  def _one_sentence(self) -> Iterator[None]:
-    """Context in which an error of the optimizer's update says what it is called with."""
+  def _explain_errors(self) -> Iterator[None]:
+    """Raises errors of the optimizer's update as a UserError that lists the arguments of `update`."""
     try:
       yield
     except UserError:
       raise
     except Exception as error:
       raise UserError(
-        f'{self._name()} cannot train here, because its update fails ({type(error).__name__}: {error}): a train step '
-        'gives it the gradients, its state, the weights, and the loss as `value`. Choose an optimizer that needs no '
-        'more, without a line search; optax.lookahead must be the outermost one, sam have opaque_mode=False.'
+        f'the update of {self._name()} fails ({type(error).__name__}: {error}): it gets only the gradients, its state, '
+        'the weights, and the loss as `value`. Choose an optimizer without a line search; optax.lookahead must be the '
+        'outermost transformation, and sam needs opaque_mode=False.'
       ) from error
 
-  def _check(self, what: str, returned: Any, like: str, given: Any) -> None:
-    """Raises a UserError if what the update returned has other leaves or shapes than what it was given."""
-    shapes, wanted = ({k: jnp.shape(x) for k, x in leaves_by_name(tree).items()} for tree in (returned, given))
-    if shapes != wanted:
-      name = next(name for name in (*wanted, *shapes) if shapes.get(name) != wanted.get(name))
-      shown = [str(list(x[name])) if name in x else 'none' for x in (shapes, wanted)]
+  def _check_shapes(self, what: str, returned: Any, expected: Any) -> None:
+    """Raises a UserError if a tree that `update` returned does not have the leaves and shapes of `expected`."""
+    shapes, expected_shapes = (
+      {name: list(jnp.shape(x)) for name, x in leaves_by_name(tree).items()} for tree in (returned, expected)
+    )
+    if shapes != expected_shapes:
+      name = next(name for name in (*expected_shapes, *shapes) if shapes.get(name) != expected_shapes.get(name))
       raise UserError(
-        f'{self._name()} returns {what} of another shape than {like}: {shown[0]} for {name}, which has {shown[1]}. '
-        'Correct it, or choose another optimizer.'
+        f'{self._name()} returns {what} with the shape {shapes.get(name)} for {name}, which has the shape '
+        f'{expected_shapes.get(name)}: correct it, or choose another optimizer.'
       )
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
-    """Returns the transformation from gradients to the direction to go against, for Learner.
+    """Returns the transformation from gradients to directions, for Learner.
 
-    `init` and `update` raise a UserError if the state has PRNG keys, the optimizer needs other arguments than
-    `learning_rate` and `value`, the loss, or its updates are not like the weights.
+    `init` and `update` raise a UserError if the state has PRNG keys, if the optimizer needs arguments other than
+    `learning_rate` and the loss as `value`, or if its updates do not have the shapes of the weights.
     """
 
-    def of_layers(names: Sequence[str]) -> Any:
+    def layerwise_functions(names: Sequence[str]) -> Any:
       def init(weights: Any) -> Any:
         rate = None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)
         state = self._build(rate).init(weights)
         return LookaheadWithSlow(state, slow=weights) if isinstance(state, optax.LookaheadState) else state
 
       def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
-        given = dict(zip(names, arguments))
-        transformation = self._build(given.pop(_LEARNING_RATE, None))
-        with self._one_sentence():
+        extra_args = dict(zip(names, arguments))
+        transformation = self._build(extra_args.pop(_LEARNING_RATE, None))
+        with self._explain_errors():
           if isinstance(state, LookaheadWithSlow):
             params = optax.LookaheadParams(fast=weights, slow=state.slow)
-            updates, new = transformation.update(grads, state.lookahead, params, **given)
+            updates, new = transformation.update(grads, state.lookahead, params, **extra_args)
             return updates.fast, LookaheadWithSlow(new, optax.apply_updates(state.slow, updates.slow))
           try:
-            updates, new = transformation.update(grads, state, weights, **given)
-          except TypeError as error:  # as sam, also within a chain, which passes every argument on
+            updates, new = transformation.update(grads, state, weights, **extra_args)
+          except TypeError as error:  # sam takes no extra arguments, alone or in a chain, which passes them on
             if 'unexpected keyword argument' not in str(error):
               raise
             updates, new = transformation.update(grads, state, weights)
@@ -164,14 +152,14 @@ class FromOptax(Optimizer):
       return layerwise(init, update, weight_specs, self._name())
 
     def init(weights: Any) -> Any:
-      state = of_layers(())[0](weights)
+      state = layerwise_functions(())[0](weights)
       for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
           raise UserError(
             f'the state of {self._name()} has a {leaf.dtype} at {jax.tree_util.keystr(path)}, which checkpoints cannot '
             'store: choose an optimizer without random numbers.'
           )
-      # Some states begin with the weights themselves. A train step donates both, so they must not share a buffer.
+      # Some initial states have the weights themselves. A train step donates both, so they must not share a buffer.
       return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
 
     def update(
@@ -183,11 +171,11 @@ class FromOptax(Optimizer):
       step: Any = None,
       **extra_args: Any,
     ) -> tuple[Any, Any]:
-      del step  # of the train state; optax's optimizers count for themselves
-      given = {name: x for name, x in extra_args.items() if x is not None}
-      updates, new_state = of_layers(tuple(given))[1](grads, state, weights, *given.values())
-      self._check('an update', updates, 'a weight', weights)
-      self._check('a new state', new_state, 'a state', state)
+      del step  # optax's optimizers count their own steps
+      arguments = {name: x for name, x in extra_args.items() if x is not None}
+      updates, new_state = layerwise_functions(tuple(arguments))[1](grads, state, weights, *arguments.values())
+      self._check_shapes('an update', updates, weights)
+      self._check_shapes('a state', new_state, state)
       # Optax adds updates to the weights; the learner subtracts directions.
       return jax.tree.map(jnp.negative, updates), keep_if_finite(is_finite, new_state, state)
 

@@ -1,4 +1,4 @@
-"""What one layer's weight is: a stacked weight [S..., I..., O...] is many matrices, and its WeightSpec says which.
+"""Views a stacked weight [S..., I..., O...] as the matrices of single layers, as its WeightSpec declares them.
 
 Shapes: S separate weights (layers of a stack, then experts; several dims), I inputs, O outputs.
 """
@@ -10,14 +10,15 @@ import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weights import leaf_name
 
-_VECTOR_TAG = 'no_decay'  # of norms and biases, whatever their rank
+_VECTOR_TAG = 'no_decay'  # norms and biases, whatever their rank
 
 
 def layer_matrix(weight: WeightSpec) -> tuple[int, ...]:
   """Returns the shape of one layer's weight as optimizers see it.
 
-  (I, O) with joined heads for a kernel, as declared; all elements in one dim for norms and biases; else as it is.
+  A kernel is (I, O) with merged heads, norms and biases have one dim, and other weights keep their shape.
   """
   shape = weight.shape[weight.num_separate_dims :]
   if _VECTOR_TAG in weight.tags:
@@ -27,15 +28,15 @@ def layer_matrix(weight: WeightSpec) -> tuple[int, ...]:
   return shape
 
 
-def as_layers(x: jax.Array, weight: WeightSpec) -> jax.Array:
-  """Reshapes a weight, or an array like it, to its layers' matrices: [S..., I, O]."""
+def as_matrices(x: jax.Array, weight: WeightSpec) -> jax.Array:
+  """Reshapes a weight, or an array of its shape, to matrices [S..., I, O]."""
   return x.reshape(*x.shape[: weight.num_separate_dims], *layer_matrix(weight))
 
 
 def are_matrices(weight_specs: Any, optimizer: str) -> Any:
-  """Returns a tree of bools congruent to the weights: which are matrices of hidden layers.
+  """Returns a tree of bools congruent to the weights: whether each weight is a matrix of a hidden layer.
 
-  Raises a UserError, which names the optimizer, if a weight has several dims and does not say which are inputs.
+  Raises a UserError, which names the optimizer, if a weight has several dims and does not declare its input dims.
   """
 
   def is_matrix(path: Any, spec: WeightSpec) -> bool:
@@ -44,9 +45,9 @@ def are_matrices(weight_specs: Any, optimizer: str) -> Any:
       return False
     if spec.num_input_dims is None or spec.num_input_dims > len(shape):
       raise UserError(
-        f'{optimizer} does not know which matrix weight {jax.tree_util.keystr(path, simple=True, separator="/")} of '
-        f'shape {shape} a layer is (num_input_dims is {spec.num_input_dims}): pass num_input_dims to declare_weight, 1 '
-        'for [inputs, outputs], or 0 for a weight that is no matrix.'
+        f'{optimizer} needs to know the input dims of weight {leaf_name(path)} of shape {shape} (num_input_dims is '
+        f'{spec.num_input_dims}): pass num_input_dims to declare_weight, such as 1 for [inputs, outputs], or 0 for a '
+        'weight that is not a matrix.'
       )
     return 0 < spec.num_input_dims < len(shape)
 

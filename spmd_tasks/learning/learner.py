@@ -1,7 +1,7 @@
-"""Learner: computes new weights and new state from gradients and state (optax underneath).
+"""Learner: computes new weights and a new state from gradients (optax underneath).
 
-The arithmetic is float32 whatever the dtype of the weights. A step whose loss or gradients are not finite changes
-nothing but the counts of skipped steps. Frozen weights (frozen_weights.py) take no part in any of it.
+The arithmetic is float32 whatever the dtype of the weights. A step with a non-finite loss or gradient changes only the
+counts of skipped steps. Frozen weights (frozen_weights.py) are ignored.
 """
 
 import abc
@@ -10,28 +10,33 @@ import dataclasses
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from absl import logging
-from flax import struct
+from flax import struct, traverse_util
 import jax
 import jax.numpy as jnp
 import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
+from spmd_tasks.learning.evaluation_weights import evaluation_weights, has_evaluation_weights
+from spmd_tasks.learning.expert_weights import fill_in_balance_bias_steps, scale_expert_grads
+from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
 from spmd_tasks.learning.optimizers import Optimizer, OptimizerSettings
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
+from spmd_tasks.learning.unread_gradients import unread_gradients
+from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, leaves_by_name, replicated_spec
+from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, WEIGHT_FACTORS, leaf_name, leaves_by_name, replicated_spec
 
 
 class LearnerState(struct.PyTreeNode):
   """The state of the learner between steps.
 
   Attributes:
-    opt_state: optax's state, float32 unless the optimizer says otherwise.
+    opt_state: optax's state, float32 unless the optimizer sets other dtypes.
     ema_weights: float32, congruent to the trained weights; None without `ema_decay`.
-    num_skipped: int32 scalar, how many steps were skipped since the start of the job.
-    num_skipped_in_a_row: int32 scalar, how many steps were skipped since the last good step.
+    num_skipped: int32 scalar, the number of steps skipped since the start of the job.
+    num_skipped_in_a_row: int32 scalar, the number of steps skipped since the last finite step.
   """
 
   opt_state: Any
@@ -41,12 +46,12 @@ class LearnerState(struct.PyTreeNode):
 
 
 def global_norm(tree: Any, weight_specs: Any) -> jax.Array:
-  """Returns the L2 norm over all leaves of a tree congruent to the weights, float32 and accumulated in float32."""
+  """Returns the L2 norm of a tree congruent to the weights, a float32 scalar accumulated in float32."""
   return jnp.sqrt(sum_of_squares(tree, weight_specs))
 
 
 def _optimized(tree: Any, weight_specs: Any) -> Any:
-  """Returns a tree like the weights with those alone that the optimizer updates."""
+  """Removes the weights that the optimizer does not update from a tree congruent to the weights."""
   return without_tag(tree, weight_specs, BALANCE_BIAS_TAG)
 
 
@@ -55,7 +60,7 @@ def _float32(tree: Any) -> Any:
 
 
 def _warn_of_narrow_weights(weight_specs: Any) -> None:
-  """Logs once if weights are stored in fewer bits than float32, in which small updates are lost."""
+  """Warns once if trained weights are stored in fewer bits than float32, which round small updates away."""
   dtypes = {name: jnp.dtype(spec.dtype) for name, spec in leaves_by_name(weight_specs).items()}
   narrow = [name for name, dtype in dtypes.items() if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4]
   if narrow:
@@ -71,14 +76,14 @@ def _warn_of_narrow_weights(weight_specs: Any) -> None:
 
 @runtime_checkable
 class BaseLearner(Protocol):
-  """What turns a Task's gradients into new weights: `Learner`, or a subclass for another rule of learning.
+  """Turns a Task's gradients into new weights: `Learner`, or a subclass with another update rule.
 
-  All trees are congruent to the model's weights, of true shapes; `weight_specs` has a WeightSpec per weight.
+  All trees are congruent to the model's weights and have true shapes; `weight_specs` has a WeightSpec per weight.
 
   Attributes:
-    ema_decay: of the averaged weights; None: there are none.
-    num_microbatches: into how many parts the task cuts a batch for differentiation; see `accumulation.py`.
-    accumulation: 'mean' or 'sum' of the parts' gradients, as in Learner.
+    ema_decay: decay of the averaged weights; None for no average.
+    num_microbatches: the number of microbatches into which the task splits a batch; see `accumulation.py`.
+    accumulation: whether to take the 'mean' or the 'sum' of microbatches' gradients, as in Learner.
     max_consecutive_skips: the training program stops after this many consecutive skipped steps.
   """
 
@@ -102,26 +107,26 @@ class BaseLearner(Protocol):
     weight_specs: Any,
     factors: Any = None,
   ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
-    """Computes one step, traced in the train step. Returns (new weights, new state, metrics).
+    """Computes one step, inside a compiled train step. Returns (new weights, new state, metrics).
 
-    Takes the arguments of `Learner.update`. The metrics are float32 scalars by name; `skipped` (0 or 1) is one of them.
+    Takes the arguments of `Learner.update`. The metrics are float32 scalars by name and include `skipped` (0 or 1).
     """
 
   @abc.abstractmethod
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
-    """Returns one WeightSpec per leaf of the abstract state, which says how the leaf is split."""
+    """Returns a WeightSpec with split dims for each leaf of the abstract state."""
 
   def check_variables(self, variables: Mapping[str, Any]) -> None:
-    """Called with a new model's variables by collection. Raises a UserError if one is missing."""
+    """Called with a new model's variables by collection. Raises a UserError if the learner lacks one."""
     del variables
 
   def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
-    """Returns whether `evaluation_weights` are the trained weights themselves; the state may be abstract."""
+    """Returns whether `evaluation_weights` returns the trained weights. The state may be abstract."""
     del state
     return not averaged
 
   def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
-    """Returns the weights to evaluate with: if `averaged`, the average, with frozen weights as they are."""
+    """Returns the weights to evaluate: trained weights, or if `averaged` their average, and frozen weights."""
     return fill_in(state.ema_weights, weights) if averaged else weights
 
 
@@ -130,15 +135,15 @@ class Learner(BaseLearner):
   """Settings and pure functions of one optimizer step.
 
   Attributes:
-    optimizer: such as `AdamW(learning_rate=3e-4)`, or an optax optimizer such as `optax.adam(3e-4)`.
+    optimizer: an optimizer such as `AdamW(learning_rate=3e-4)`, or of optax, such as `optax.adam(3e-4)`.
     expert_grad_scale: factor of the gradients of experts' weights, applied first; see `expert_weights.py`.
-    balance_bias_rate: the size of a step of routers' balance biases, by default DeepSeek-V3's; see `expert_weights.py`.
-    clip_global_norm: gradients whose global norm exceeds this are scaled down to it; None: off.
-    ema_decay: of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`, from the initial
-      weights on and without a warm-up; None: no average.
-    num_microbatches: into how many parts the batch is cut for differentiation; see `accumulation.py`.
+    balance_bias_rate: the step size of routers' balance biases, by default DeepSeek-V3's; see `expert_weights.py`.
+    clip_global_norm: gradients are scaled down to this global norm if theirs is larger; None: no clipping.
+    ema_decay: decay of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`, which starts at
+      the initial weights; None: no average.
+    num_microbatches: the number of microbatches into which a batch is split; see `accumulation.py`.
     accumulation: 'mean' gives the gradient of the full batch; 'sum' adds the microbatches' mean gradients, as T5X does.
-    max_consecutive_skips: the training program stops after this many consecutive steps that were not finite.
+    max_consecutive_skips: the training program stops after this many consecutive non-finite steps.
   """
 
   optimizer: Optimizer | optax.GradientTransformation | optax.MultiSteps
@@ -152,32 +157,28 @@ class Learner(BaseLearner):
 
   def __post_init__(self):
     if isinstance(self.optimizer, optax.GradientTransformation | optax.MultiSteps):
-      from spmd_tasks.learning.from_optax import FromOptax  # only for optimizers that are not ours
-
       object.__setattr__(self, 'optimizer', FromOptax.of(self.optimizer))
     if not isinstance(self.optimizer, Optimizer):
       raise UserError(
         f'learner.optimizer is {self.optimizer!r}; it must be an Optimizer such as AdamW(learning_rate=3e-4), or an '
         'optax optimizer such as optax.adam(3e-4).'
       )
-    if self.expert_grad_scale != 1:
-      from spmd_tasks.learning.expert_weights import check_expert_grad_scale
-
-      check_expert_grad_scale(self.expert_grad_scale)
-    clip, decay = self.clip_global_norm, self.ema_decay
-    for name, is_right, needed in (
-      ('balance_bias_rate', self.balance_bias_rate >= 0, '0 (biases rest) or more'),
+    scale, clip, decay = self.expert_grad_scale, self.clip_global_norm, self.ema_decay
+    is_scale = scale == 't5x' or (isinstance(scale, int | float) and scale > 0)
+    for name, is_valid, constraint in (
+      ('expert_grad_scale', is_scale, "larger than 0, or 't5x' for the number of expert partitions of the mesh"),
+      ('balance_bias_rate', self.balance_bias_rate >= 0, '0 (do not update biases) or more'),
       ('clip_global_norm', clip is None or clip > 0, 'larger than 0, or None to turn clipping off'),
       ('ema_decay', decay is None or 0 <= decay < 1, 'in [0, 1), or None to keep no average'),
       ('num_microbatches', self.num_microbatches >= 1, '1 (no accumulation) or more'),
       ('accumulation', self.accumulation in ('mean', 'sum'), "'mean' or 'sum'"),
       ('max_consecutive_skips', self.max_consecutive_skips >= 1, '1 (stop at the first) or more'),
     ):
-      if not is_right:
-        raise UserError(f'learner.{name} is {getattr(self, name)!r}; it must be {needed}.')
+      if not is_valid:
+        raise UserError(f'learner.{name} is {getattr(self, name)!r}; it must be {constraint}.')
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
-    """Returns the state before the first step. Traceable: `jax.eval_shape` of it gives the abstract state."""
+    """Returns the state before the first step. `jax.eval_shape` traces it for the abstract state."""
     weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (weights, weight_specs))
     _warn_of_narrow_weights(weight_specs)
     # copy=True: a train step donates the average and the weights, so they must not share a buffer.
@@ -193,33 +194,24 @@ class Learner(BaseLearner):
     )
 
   def evaluates_trained_weights(self, state: LearnerState, *, averaged: bool) -> bool:
-    """Returns whether `evaluation_weights` are the trained weights themselves; the state may be abstract."""
-    if averaged or isinstance(self.optimizer, OptimizerSettings):
-      return not averaged
-    from spmd_tasks.learning.evaluation_weights import has_evaluation_weights
-
-    return not has_evaluation_weights(state.opt_state)
+    """Returns whether `evaluation_weights` returns the trained weights. The state may be abstract."""
+    return not averaged and not has_evaluation_weights(state.opt_state)
 
   def evaluation_weights(self, state: LearnerState, weights: Any, *, averaged: bool) -> Any:
-    """Returns the weights to evaluate with: the moving average, or what the optimizer evaluates.
+    """Returns the weights to evaluate: if `averaged` the moving average, else the weights that the optimizer evaluates.
 
-    The tree of weights may lack those that are frozen. What an optimizer evaluates of abstract weights is returned as
-    the weights.
+    The tree of weights may lack frozen weights. If it is abstract and not averaged, it is returned unchanged.
     """
     if averaged:
       return fill_in(state.ema_weights, weights)
-    if isinstance(self.optimizer, OptimizerSettings):
-      return weights
-    from spmd_tasks.learning.evaluation_weights import evaluation_weights
-
     return evaluation_weights(state.opt_state, weights)
 
   def check_variables(self, variables: Mapping[str, Any]) -> None:
-    """Raises a UserError if the optimizer needs factors of weights, and the model's variables have none."""
+    """Raises a UserError if the optimizer needs weight factors, and the model does not compute any."""
     if self.optimizer.needs_weight_factors and WEIGHT_FACTORS not in variables:
       raise UserError(
-        f'{type(self.optimizer).__name__} bounds the logits of attention, and no attention of the model computes how: '
-        'set qk_clip=100.0 in its attention, or choose Muon.'
+        f'{type(self.optimizer).__name__} needs attention with qk_clip, which the model does not have: set '
+        'qk_clip=100.0 in its attention, or choose Muon.'
       )
 
   def update(
@@ -235,28 +227,25 @@ class Learner(BaseLearner):
     """Computes one optimizer step.
 
     Args:
-      grads: congruent to the weights; those of frozen weights may be None.
-      loss: scalar; a step whose loss is not finite is skipped.
+      grads: congruent to the weights; gradients of frozen weights may be None.
+      loss: scalar; a step with a non-finite loss is skipped.
       step: int32 scalar, the train state's step, at which the learning rate is evaluated.
-      state: as `init` or the previous step returned it.
-      weights, weight_specs: the weights of the gradients, and a tree of WeightSpec congruent to them.
+      state: the state that `init` or the previous step returned.
+      weights: all weights, including frozen ones.
+      weight_specs: a tree of WeightSpec congruent to the weights.
       factors: variables of the collection WEIGHT_FACTORS, by which new weights are multiplied; None for none.
 
     Returns:
       (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
       clipping and without balance biases; `weight_norm` of all trained weights after the step; `learning_rate`, if
-      it is known; and `skipped`, 1 if loss or gradients were not finite. Weights whose gradients the optimizer does not
-      read (unread_gradients.py) have no part in metrics, clipping and skipping; it gets zeros for these gradients. In a
-      skipped step, weights, optimizer state and average are bit for bit the old ones. A gradient norm that overflows
-      float32 counts as not finite: the optimizer's second moments would overflow with it.
+      it is known; and `skipped`, 1 if the loss or a gradient was not finite. Weights whose gradients the optimizer does
+      not read (unread_gradients.py) are excluded from metrics, clipping and skipping, and their gradients are set to 0.
+      In a skipped step, weights, optimizer state and average are bit for bit the old ones. A gradient norm that
+      overflows float32 counts as non-finite, because the optimizer's second moments would overflow too.
     """
     all_weights = weights
     grads, weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (grads, weights, weight_specs))
-    grads = _float32(grads)
-    if self.expert_grad_scale != 1:
-      from spmd_tasks.learning.expert_weights import scale_expert_grads
-
-      grads = scale_expert_grads(grads, weight_specs, self.expert_grad_scale)
+    grads = scale_expert_grads(_float32(grads), weight_specs, self.expert_grad_scale)
     optimized_grads, optimized_weights, optimized_specs = (
       _optimized(tree, weight_specs) for tree in (grads, weights, weight_specs)
     )
@@ -264,36 +253,29 @@ class Learner(BaseLearner):
     learning_rate = None if rate is None else schedules.learning_rate_at(rate, step)
     transformation = skippable(self.optimizer.transformation(optimized_specs))
 
-    def direct(grads: Any, opt_state: Any, is_finite: Any = True) -> tuple[Any, Any]:
+    def optimize(grads: Any, opt_state: Any, is_finite: Any = True) -> tuple[Any, Any]:
       extra_args = {'is_finite': is_finite, 'learning_rate': learning_rate, 'value': loss, 'step': step}
       return transformation.update(grads, opt_state, _float32(optimized_weights), **extra_args)
 
-    rests = jax.tree.map(lambda _: False, optimized_grads)
-    if not isinstance(self.optimizer, OptimizerSettings):  # which read all gradients
-      from spmd_tasks.learning.unread_gradients import unread_gradients
-
-      rests = unread_gradients(direct, optimized_grads, state.opt_state)
-    optimized_grads = jax.tree.map(lambda g, rests: jnp.zeros_like(g) if rests else g, optimized_grads, rests)
+    is_unread = jax.tree.map(lambda _: False, optimized_grads)
+    if not isinstance(self.optimizer, OptimizerSettings):  # these read all gradients
+      is_unread = unread_gradients(optimize, optimized_grads, state.opt_state)
+    optimized_grads = jax.tree.map(lambda g, unread: jnp.zeros_like(g) if unread else g, optimized_grads, is_unread)
     grad_norm = global_norm(optimized_grads, optimized_specs)
-    # The norm is finite only if every gradient element is: inf and nan propagate through the sum of squares.
+    # The norm is finite only if every gradient element is: inf and NaN propagate through the sum of squares.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if self.clip_global_norm is not None:
       # The scale is exactly 1 up to the threshold, and never divides by zero.
       scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
       optimized_grads = jax.tree.map(lambda g: g * scale, optimized_grads)
-    directions, opt_state = direct(optimized_grads, state.opt_state, is_finite)
+    directions, opt_state = optimize(optimized_grads, state.opt_state, is_finite)
     steps = directions
     if not self.optimizer.applies_learning_rate:
       steps = jax.tree.map(lambda d: learning_rate * d, directions)
-    if any(BALANCE_BIAS_TAG in spec.tags for spec in jax.tree.leaves(weight_specs)):
-      from spmd_tasks.learning.expert_weights import with_balance_bias_steps
-
-      steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
+    steps = fill_in_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
     new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
     if factors is not None:
-      from spmd_tasks.learning.muon import multiplied
-
-      new_weights = multiplied(new_weights, weight_specs, factors)
+      new_weights = multiply_by_factors(new_weights, weight_specs, factors)
     new_weights = keep_if_finite(is_finite, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
@@ -301,8 +283,8 @@ class Learner(BaseLearner):
       average = jax.tree.map(lambda e, w: decay * e + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights)
       ema_weights = keep_if_finite(is_finite, average, ema_weights)
 
-    def without_rest(tree: Any) -> Any:
-      return jax.tree.map(lambda _, leaf, rests: None if rests else leaf, weight_specs, tree, rests)
+    def without_unread(tree: Any) -> Any:
+      return jax.tree.map(lambda _, leaf, unread: None if unread else leaf, weight_specs, tree, is_unread)
 
     skipped = jnp.where(is_finite, 0, 1).astype(jnp.int32)
     new_state = LearnerState(
@@ -313,7 +295,7 @@ class Learner(BaseLearner):
     )
     metrics = {
       'grad_norm': grad_norm,
-      'weight_norm': global_norm(without_rest(new_weights), without_rest(weight_specs)),
+      'weight_norm': global_norm(without_unread(new_weights), without_unread(weight_specs)),
       'skipped': skipped.astype(jnp.float32),
     }
     if learning_rate is not None:
@@ -321,7 +303,7 @@ class Learner(BaseLearner):
     return fill_in(new_weights, all_weights), new_state, metrics
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
-    """Returns one WeightSpec per leaf of the abstract state: moments and averages have the layout of their weight."""
+    """Returns a WeightSpec per leaf of the abstract state: moments and averages are split like their weights."""
     weight_specs = without_frozen(weight_specs, weight_specs)
     optimized_specs = _optimized(weight_specs, weight_specs)
     return abstract_state.replace(
@@ -332,8 +314,23 @@ class Learner(BaseLearner):
     )
 
 
+def multiply_by_factors(weights: Any, weight_specs: Any, factors: Any) -> Any:
+  """Multiplies weights [..., H, K] by factors [stacked..., H, K], in whose names '.' replaces a weight's last '/'."""
+  factors_by_name = {name.replace('.', '/'): x for name, x in traverse_util.flatten_dict(factors, sep='/').items()}
+
+  def multiply(path: Any, spec: WeightSpec, weight: jax.Array) -> jax.Array:
+    factor = factors_by_name.get(leaf_name(path))
+    if factor is None:
+      return weight
+    stacked, head_dims = factor.shape[: spec.stacked], factor.shape[spec.stacked :]
+    factor = factor.reshape(*stacked, *(1,) * (weight.ndim - factor.ndim), *head_dims)
+    return (weight * factor).astype(weight.dtype)
+
+  return jax.tree_util.tree_map_with_path(multiply, weight_specs, weights)
+
+
 def as_learner(learner: Any) -> Any:
-  """Returns an optimizer, ours or of optax, as the Learner around it, and anything else as it is."""
+  """Wraps an optimizer, ours or optax's, in a Learner; returns anything else unchanged."""
   if isinstance(learner, Optimizer | optax.GradientTransformation | optax.MultiSteps):
     return Learner(optimizer=learner)
   return learner

@@ -1,4 +1,4 @@
-"""MultiOptimizer: several optimizers, each for the weights whose names match its pattern (T5X's MultiOptimizer).
+"""MultiOptimizer: different optimizers for different weights, by patterns of their names (T5X's MultiOptimizer).
 
 MultiOptimizer(
   optimizers=(
@@ -25,13 +25,14 @@ from spmd_tasks.sharding.weights import leaf_name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiOptimizer(Optimizer):
-  """Trains each weight by the first optimizer whose pattern matches the beginning of its name; others rest.
+  """Trains each weight with the first optimizer whose pattern matches the beginning of its name.
 
-  Each optimizer has its own learning rate, evaluated at the train state's step. The metric is that of the first.
+  Weights without a match are not trained. Each optimizer has its own learning rate, evaluated at the train state's
+  step.
 
   Attributes:
-    optimizers: (regular expression, settings of an optimizer) pairs.
-    learning_rate: of the first optimizer.
+    optimizers: (regular expression, optimizer) pairs.
+    learning_rate: the first optimizer's learning rate, which metrics report.
   """
 
   applies_learning_rate: ClassVar[bool] = True
@@ -40,16 +41,13 @@ class MultiOptimizer(Optimizer):
   learning_rate: LearningRate = dataclasses.field(init=False, repr=False)
 
   def __post_init__(self):
-    if not self.optimizers:
-      raise UserError('MultiOptimizer.optimizers is empty; give (pattern, optimizer) pairs.')
     for pattern, optimizer in self.optimizers:
       check_pattern(pattern, 'MultiOptimizer.optimizers')
       if not isinstance(optimizer, Optimizer) or optimizer.learning_rate is None:
         raise UserError(
-          f'MultiOptimizer.optimizers has {optimizer!r} for {pattern!r}; it must be settings with a learning rate, '
+          f'MultiOptimizer.optimizers has {optimizer!r} for {pattern!r}; it must be an optimizer with a learning rate, '
           'such as AdamW(learning_rate=3e-4).'
         )
-
     object.__setattr__(self, 'learning_rate', self.optimizers[0][1].learning_rate)
 
   @property
@@ -57,43 +55,44 @@ class MultiOptimizer(Optimizer):
     return any(optimizer.needs_weight_factors for _, optimizer in self.optimizers)
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
-    """Returns the transformation from gradients to steps; its state is a tuple, of each optimizer one.
+    """Returns the transformation from gradients to steps; its state is a tuple of the optimizers' states.
 
-    Raises a UserError if a pattern matches no weight that an earlier one has not taken.
+    Raises a UserError if a pattern matches no weight, or only weights that an earlier pattern matches.
     """
 
-    def owner(path: Any, spec: Any) -> int:
+    def optimizer_index(path: Any, spec: Any) -> int:
       name = leaf_name(path)
       return next((i for i, (pattern, _) in enumerate(self.optimizers) if compile_pattern(pattern).match(name)), -1)
 
-    owners = jax.tree_util.tree_map_with_path(owner, weight_specs)
+    indices = jax.tree_util.tree_map_with_path(optimizer_index, weight_specs)
     for i, (pattern, _) in enumerate(self.optimizers):
-      if i not in jax.tree.leaves(owners):
+      if i not in jax.tree.leaves(indices):
         raise UserError(
-          f'MultiOptimizer.optimizers has the pattern {pattern!r}, which matches no weight that an earlier one does '
-          'not: correct it, or leave it out.'
+          f'MultiOptimizer.optimizers has the pattern {pattern!r}, which matches no weight beyond those of earlier '
+          'patterns: correct or remove it.'
         )
 
-    def part(tree: Any, i: int) -> Any:
-      return jax.tree.map(lambda owner, leaf: leaf if owner == i else None, owners, tree)
+    def select(tree: Any, i: int) -> Any:
+      return jax.tree.map(lambda index, leaf: leaf if index == i else None, indices, tree)
 
     transformations = [
-      skippable(optimizer.transformation(part(weight_specs, i))) for i, (_, optimizer) in enumerate(self.optimizers)
+      skippable(optimizer.transformation(select(weight_specs, i))) for i, (_, optimizer) in enumerate(self.optimizers)
     ]
 
     def init(weights: Any) -> tuple[Any, ...]:
-      return tuple(each.init(part(weights, i)) for i, each in enumerate(transformations))
+      return tuple(transformation.init(select(weights, i)) for i, transformation in enumerate(transformations))
 
     def update(grads: Any, state: Any, weights: Any = None, *, step: Any, learning_rate: Any, **extra_args: Any) -> Any:
-      steps, states = jax.tree.map(jnp.zeros_like, grads), []
-      for i, (each, (_, optimizer), old) in enumerate(zip(transformations, self.optimizers, state, strict=True)):
+      steps, new_states = jax.tree.map(jnp.zeros_like, grads), []
+      for i, (_, optimizer) in enumerate(self.optimizers):
         rate = learning_rate_at(optimizer.learning_rate, step)
-        given = extra_args | {'step': step, 'learning_rate': rate}
-        directions, new = each.update(part(grads, i), old, part(weights, i), **given)
+        directions, new_state = transformations[i].update(
+          select(grads, i), state[i], select(weights, i), step=step, learning_rate=rate, **extra_args
+        )
         if not optimizer.applies_learning_rate:
           directions = jax.tree.map(lambda d, rate=rate: rate * d, directions)
-        steps = jax.tree.map(lambda owner, s, d, i=i: d if owner == i else s, owners, steps, directions)
-        states.append(new)
-      return steps, tuple(states)
+        steps = jax.tree.map(lambda index, s, d, i=i: d if index == i else s, indices, steps, directions)
+        new_states.append(new_state)
+      return steps, tuple(new_states)
 
     return SkippableTransformation(init, update)

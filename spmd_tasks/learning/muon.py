@@ -1,23 +1,22 @@
-"""Muon: the momentum of each layer's matrix, made nearly orthogonal, is the direction.
+"""Muon: the direction is the orthogonalized momentum of each layer's matrix.
 
-Momentum M = U S V^T is replaced by about U V^T, by Newton-Schulz steps on M / |M| (Jordan et al., "Muon: An optimizer
-for hidden layers in neural networks", 2024). A layer's matrix is [inputs, outputs], as its WeightSpec declares it:
-kernels of queries [D, H, K] are D x HK, those of the output [H, K, D] are HK x D. Layers of a stack, stages and experts
-are matrices of their own.
+Newton-Schulz steps on M / |M| replace the momentum M = U S V^T by about U V^T (Jordan et al., "Muon: An optimizer for
+hidden layers in neural networks", 2024). A layer's matrix is [inputs, outputs], as its WeightSpec declares it: a query
+kernel [D, H, K] is D x HK, an output kernel [H, K, D] is HK x D. Each layer of a stack, each stage and each expert is a
+separate matrix.
 
-On a mesh the stack of matrices is dealt out to the devices that share each matrix: [L, D, F], split as (None, 'data',
-'mdl'), is computed as (('data', 'mdl'), None, None), two all-to-alls for all of its products. Axes that have more
-devices than there are layers split the longer dim of a matrix instead, and the smaller products are summed over them.
+On a mesh, whole matrices of a stack are distributed over the devices that share each matrix: [L, D, F], split as (None,
+'data', 'mdl'), is computed as (('data', 'mdl'), None, None), which takes two all-to-alls for all products. If an axis
+has more devices than there are layers, it splits the longer dim of each matrix, and the smaller products are summed
+over it.
 
-Shapes: S separate matrices (layers, experts; several dims), I inputs, O outputs, R and C the smaller and the larger of
-the two.
+Shapes: S separate matrices (layers, experts; several dims), I inputs, O outputs.
 """
 
 import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,13 +24,13 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.frozen_weights import fill_in
-from spmd_tasks.learning.layer_weights import are_matrices, as_layers, layer_matrix
+from spmd_tasks.learning.layer_weights import are_matrices, as_matrices, layer_matrix
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite, scale_by_adam
 from spmd_tasks.sharding import WeightSpec, padding, split_dims_to_partition_spec
 from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes
 
-# The factor of a direction by (inputs, outputs), as torch.optim.Muon names them.
+# Factors of directions by (inputs, outputs), with the names of torch.optim.Muon.
 SCALES = {
   'original': lambda inputs, outputs: math.sqrt(max(1.0, outputs / inputs)),  # Jordan et al.
   'match_rms_adamw': lambda inputs, outputs: 0.2 * math.sqrt(max(inputs, outputs)),  # Moonshot, arXiv 2502.16982
@@ -41,23 +40,24 @@ SCALES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(OptimizerSettings):
-  """Momentum made orthogonal, matrix by matrix (Jordan et al., 2024).
+  """Orthogonalized momentum for matrices, AdamW for other weights (Jordan et al., 2024).
 
-  Kernels of hidden layers are matrices, with heads joined; a router's and adapters' too. Embeddings, the output head,
-  norms and biases are updated as by AdamW. Weights decay by the learning rate alone, without the scale, as in
-  `torch.optim.Muon`. Jordan et al. use no decay; Moonshot (arXiv 2502.16982) decays all weights by 0.1.
+  Kernels of hidden layers are matrices, with heads merged, as are kernels of routers and adapters. AdamW updates
+  embeddings, the output head, norms and biases. Weight decay is multiplied by the learning rate but not by the scale,
+  as in `torch.optim.Muon`. Jordan et al. use no decay; Moonshot (arXiv 2502.16982) decays all weights by 0.1.
 
   Attributes:
     momentum: decay of the average of gradients, which is not debiased.
     nesterov: whether the direction looks ahead by one more momentum step.
-    momentum_dtype: of the stored average, and of AdamW's first moment.
+    momentum_dtype: dtype of the stored average, and of AdamW's first moment.
     scale: factor of a matrix's direction, by torch's names: 'match_rms_adamw', 0.2 sqrt(max(inputs, outputs)), makes it
       as large as AdamW's (Moonshot), so that one learning rate suits all weights; 'original' is
       sqrt(max(1, outputs / inputs)) (Jordan et al.); 'spectral_unclamped' is sqrt(outputs / inputs) (Bernstein).
-    coefficients, num_iterations: of the Newton-Schulz steps a x + b x^3 + c x^5.
-    dtype: of their products. The publications use bfloat16, which is faster; float32 is the same on every mesh.
+    coefficients, num_iterations: the Newton-Schulz steps are a x + b x^3 + c x^5.
+    dtype: dtype of the Newton-Schulz products. The publications use bfloat16, which is faster; float32 gives the same
+      result on every mesh.
     beta1, beta2, epsilon: AdamW's.
-    adam_scale: factor of the learning rate of the weights that AdamW updates, and so of their decay.
+    adam_scale: factor of the learning rate, and so of the decay, of the weights that AdamW updates.
   """
 
   momentum: float = 0.95
@@ -74,40 +74,30 @@ class Muon(OptimizerSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    name = type(self).__name__
     if self.scale not in SCALES:
-      raise UserError(f'{name}.scale is {self.scale!r}; it must be one of {tuple(SCALES)}.')
-    if len(self.coefficients) != 3 or self.num_iterations < 1:
-      raise UserError(
-        f'{name}.coefficients are {self.coefficients} for num_iterations={self.num_iterations}: give three numbers, '
-        'and 1 step or more.'
-      )
-    if self.dtype not in ('float32', 'bfloat16'):
-      raise UserError(f'{name}.dtype is {self.dtype!r}; it must be float32 or bfloat16.')
-    if not self.adam_scale >= 0:
-      raise UserError(f'{name}.adam_scale is {self.adam_scale}; it must be 0 or more.')
+      raise UserError(f'{type(self).__name__}.scale is {self.scale!r}; it must be one of {tuple(SCALES)}.')
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     is_matrix = are_matrices(weight_specs, type(self).__name__)
 
-    def part(tree: Any, of_matrices: bool) -> Any:
-      return jax.tree.map(lambda matrix, leaf: leaf if matrix == of_matrices else None, is_matrix, tree)
+    def select(tree: Any, matrices: bool) -> Any:
+      return jax.tree.map(lambda matrix, leaf: leaf if matrix == matrices else None, is_matrix, tree)
 
     adam = scale_by_adam(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype)
-    muon = self._orthogonal_momentum(part(weight_specs, True))
+    muon = self._scale_by_muon(select(weight_specs, True))
 
     def update(grads: Any, state: Any, weights: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-      of_matrices, muon_state = muon.update(part(grads, True), state[0], **extra_args)
-      of_others, adam_state = adam.update(part(grads, False), state[1], **extra_args)
-      return fill_in(of_matrices, of_others), (muon_state, adam_state)
+      muon_directions, muon_state = muon.update(select(grads, True), state[0], **extra_args)
+      adam_directions, adam_state = adam.update(select(grads, False), state[1], **extra_args)
+      return fill_in(muon_directions, adam_directions), (muon_state, adam_state)
 
     def init(weights: Any) -> Any:
-      return muon.init(part(weights, True)), adam.init(part(weights, False))
+      return muon.init(select(weights, True)), adam.init(select(weights, False))
 
     return [SkippableTransformation(init, update)]
 
-  def _orthogonal_momentum(self, weight_specs: Any) -> SkippableTransformation:
-    """Returns the transformation of the gradients, float32, of weights that are all matrices."""
+  def _scale_by_muon(self, weight_specs: Any) -> SkippableTransformation:
+    """Returns the transformation from float32 gradients of matrices to directions."""
 
     def init(weights: Any) -> MuonState:
       return MuonState(jax.tree.map(lambda w: jnp.zeros(w.shape, self.momentum_dtype), weights))
@@ -118,29 +108,29 @@ class Muon(OptimizerSettings):
       old = jax.tree.map(lambda m: m.astype(jnp.float32), state.momentum)
       average = jax.tree.map(lambda m, g: m + (1 - self.momentum) * (g - m), old, grads)
       new = keep_if_finite(is_finite, average, old)
-      ahead = jax.tree.map(lambda m, g: g + self.momentum * (m - g), new, grads) if self.nesterov else new
+      lookahead = jax.tree.map(lambda m, g: g + self.momentum * (m - g), new, grads) if self.nesterov else new
 
       def direction(spec: WeightSpec, x: jax.Array) -> jax.Array:
-        layouts, shape = _dealings(spec)
+        shardings, shape = _matrix_shardings(spec)
         x = padding.pad(x, jax.ShapeDtypeStruct(shape, x.dtype))
-        for layout in layouts:
-          x = jax.lax.with_sharding_constraint(x, layout)
-        x = self._orthogonalized(as_layers(x, dataclasses.replace(spec, shape=shape))).reshape(shape)
-        for layout in reversed(layouts):
-          x = jax.lax.with_sharding_constraint(x, layout)
+        for sharding in shardings:
+          x = jax.lax.with_sharding_constraint(x, sharding)
+        x = self._orthogonalize(as_matrices(x, dataclasses.replace(spec, shape=shape))).reshape(shape)
+        for sharding in reversed(shardings):
+          x = jax.lax.with_sharding_constraint(x, sharding)
         return padding.unpad(x, spec) * SCALES[self.scale](*layer_matrix(spec))
 
       stored = jax.tree.map(lambda m, s: m.astype(s.dtype), new, state.momentum)
-      return jax.tree.map(direction, weight_specs, ahead), MuonState(stored)
+      return jax.tree.map(direction, weight_specs, lookahead), MuonState(stored)
 
     return SkippableTransformation(init, update)
 
-  def _orthogonalized(self, x: jax.Array) -> jax.Array:
-    """Returns float32 [S..., I, O] with singular values near 1, by Newton-Schulz steps in `dtype`; zeros stay zeros."""
+  def _orthogonalize(self, x: jax.Array) -> jax.Array:
+    """Moves the singular values of [S..., I, O] near 1 by Newton-Schulz steps; returns float32. Zeros stay zeros."""
     is_tall = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -1, -2) if is_tall else x
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    x = (x / jnp.maximum(norm, 1e-7)).astype(self.dtype)  # torch's bound
+    x = (x / jnp.maximum(norm, 1e-7)).astype(self.dtype)  # torch's epsilon
     a, b, c = (jnp.asarray(value, self.dtype) for value in self.coefficients)
 
     def step(_, x: jax.Array) -> jax.Array:
@@ -153,76 +143,62 @@ class Muon(OptimizerSettings):
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to the direction; see the base class."""
-    whole = super().transformation(weight_specs)
+    unscaled = super().transformation(weight_specs)
     if self.adam_scale == 1:
-      return whole
+      return unscaled
     is_matrix = are_matrices(weight_specs, type(self).__name__)
 
     def update(grads: Any, state: Any, weights: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-      directions, state = whole.update(grads, state, weights, **extra_args)
+      directions, state = unscaled.update(grads, state, weights, **extra_args)
       return jax.tree.map(lambda d, matrix: d if matrix else self.adam_scale * d, directions, is_matrix), state
 
-    return SkippableTransformation(whole.init, update)
+    return SkippableTransformation(unscaled.init, update)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonClip(Muon):
-  """Muon, for a model whose attention has `qk_clip`, which bounds its logits (Kimi K2, 2025)."""
+  """Muon for a model whose attention bounds its logits by `qk_clip` (Kimi K2, 2025)."""
 
   needs_weight_factors: ClassVar[bool] = True
 
 
-def multiplied(weights: Any, weight_specs: Any, factors: Any) -> Any:
-  """Multiplies weights [..., H, K] by factors [stacked..., H, K] under their names, with dots for the last slashes."""
-  flat = {name.replace('.', '/'): x for name, x in traverse_util.flatten_dict(factors, sep='/').items()}
-
-  def multiplied_one(path: Any, spec: WeightSpec, weight: jax.Array) -> jax.Array:
-    factor = flat.get(jax.tree_util.keystr(path, simple=True, separator='/'))
-    if factor is None:
-      return weight
-    stacked, of_heads = factor.shape[: spec.stacked], factor.shape[spec.stacked :]
-    factor = factor.reshape(*stacked, *(1,) * (weight.ndim - factor.ndim), *of_heads)
-    return (weight * factor).astype(weight.dtype)
-
-  return jax.tree_util.tree_map_with_path(multiplied_one, weight_specs, weights)
-
-
 class MuonState(NamedTuple):
-  """`momentum` is congruent to the weights, with None where a weight is no matrix."""
+  """`momentum` is congruent to the weights, with None for weights that are not matrices."""
 
   momentum: Any
 
 
-def _dealings(spec: WeightSpec) -> tuple[list[NamedSharding], tuple[int, ...]]:
-  """Returns the layouts from a weight's own to one of whole matrices, as far as there are enough, and a shape for them.
+def _matrix_shardings(spec: WeightSpec) -> tuple[list[NamedSharding], tuple[int, ...]]:
+  """Returns shardings that lead from the weight's own to one with whole matrices on devices, and a padded shape.
 
-  Each layout moves one mesh axis from one dim to another, which is one all-to-all; XLA replicates an array to move two,
-  or one unevenly. So the shape rounds up every dim to what divides it: zero rows, columns and matrices stay zero.
+  If there are fewer matrices than devices, the last sharding splits matrices. Between two shardings one mesh axis moves
+  from one dim to another, which is one all-to-all; XLA would replicate the array to move two axes, or an uneven one. So
+  all shardings divide the padded shape; padded rows, columns and matrices are zero and stay zero.
   """
   scope = current_sharding_scope()
   if scope is None or spec.split_dims is None:
     return [], spec.shape
   sizes, num_separate, ndim = scope.mesh.shape, spec.num_separate_dims, len(spec.shape)
   partition = split_dims_to_partition_spec(spec.split_dims, scope.mesh.axis_names, scope.axis_rules)
-  axes = [[*each] for each in spec_axes(partition, ndim)]
+  axes = [[*dim_axes] for dim_axes in spec_axes(partition, ndim)]
   inputs, outputs = layer_matrix(spec)
   longer = num_separate if inputs > outputs else num_separate + (spec.num_input_dims or 0)
-  layouts, parts = [], [1] * ndim
+  shardings, multiples = [], [1] * ndim
 
-  def keep_layout() -> None:
-    layouts.append(NamedSharding(scope.mesh, PartitionSpec(*[tuple(each) or None for each in axes])))
-    parts[:] = [math.lcm(old, num_parts(each, sizes)) for old, each in zip(parts, axes)]
+  def add_sharding() -> None:
+    shardings.append(NamedSharding(scope.mesh, PartitionSpec(*[tuple(dim_axes) or None for dim_axes in axes])))
+    multiples[:] = [math.lcm(multiple, num_parts(dim_axes, sizes)) for multiple, dim_axes in zip(multiples, axes)]
 
-  keep_layout()
+  add_sharding()
   for source in sorted(range(num_separate, ndim), key=lambda dim: dim != longer):
     for axis in reversed(list(axes[source])):
       counts = [num_parts([*axes[dim], axis], sizes) for dim in range(num_separate)]
       even = [dim for dim, count in enumerate(counts) if spec.shape[dim] % count == 0]
-      enough = [dim for dim, count in enumerate(counts) if spec.shape[dim] >= count]
-      target = (even or enough or [longer])[0]
+      large_enough = [dim for dim, count in enumerate(counts) if spec.shape[dim] >= count]
+      target = (even or large_enough or [longer])[0]
       if target == source:
         break
       axes[source].remove(axis)
       axes[target].append(axis)
-      keep_layout()
-  return layouts, tuple(-(-size // count) * count for size, count in zip(spec.shape, parts))
+      add_sharding()
+  return shardings, tuple(-(-size // multiple) * multiple for size, multiple in zip(spec.shape, multiples))

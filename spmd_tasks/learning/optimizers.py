@@ -1,12 +1,12 @@
-"""The Optimizer protocol, the settings that our optimizers share, and AdamW; `from_optax.py` wraps optimizers of optax.
+"""The Optimizer protocol, the settings that our optimizers share, and AdamW. `from_optax.py` wraps optax optimizers.
 
-Weight decay is decoupled and part of the direction, `weights -= learning_rate * (direction + weight_decay * weights)`.
-Weights with one of `decay_exempt_tags` do not decay. Models of other layers, as Linen's own, have no tags: of these,
-the weights that `decay_mask` describes count as `no_decay`.
+Weight decay is decoupled: `weights -= learning_rate * (direction + weight_decay * weights)`. Weights with one of
+`decay_exempt_tags` do not decay. Other layers, such as Linen's, do not tag their weights; `decay_mask` then exempts
+weights by name and rank.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,17 +23,17 @@ from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, leaf_name
 
 @runtime_checkable
 class Optimizer(Protocol):
-  """An optimizer, as a config holds it: subclasses are in `optimizers.py` and `from_optax.py`.
+  """The settings of an optimizer, which `transformation` turns into an optax transformation.
 
   Attributes:
-    learning_rate: a number, or a schedule over the train state's step; None if only the optimizer itself knows it.
+    learning_rate: a number, or a schedule over the train state's step; None if only the optax optimizer knows it.
   """
 
   learning_rate: LearningRate | None
 
   @property
   def applies_learning_rate(self) -> bool:
-    """Whether directions include the learning rate; the learner multiplies them by it otherwise."""
+    """Whether directions include the learning rate; if not, the learner multiplies them by it."""
     return False
 
   @property
@@ -43,21 +43,21 @@ class Optimizer(Protocol):
 
   @abc.abstractmethod
   def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
-    """Returns a transformation from gradients to a *direction*. The learner multiplies it by minus the learning rate.
+    """Returns a transformation from gradients to a *direction*, which the learner multiplies by -learning_rate.
 
-    Weight decay is part of the direction. The learning rate is a function of the train state's step, which stands still
-    when a step is skipped, and not of a count in optax's state. The learner makes the transformation skippable
+    The direction includes weight decay. The learning rate depends on the train state's step, which does not advance
+    when a step is skipped, and not on a count in optax's state. The learner makes the transformation skippable
     (`skipping.py`). `update` gets the extra arguments `learning_rate`, a float32 scalar, `value`, the loss, and `step`.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Optimizer):
-  """Settings that all optimizers have.
+  """Settings that all of our own optimizers have.
 
   Attributes:
     learning_rate: a number, or a schedule over the train state's step.
-    weight_decay: decoupled decay of the weights; the learning rate multiplies it too.
+    weight_decay: decoupled weight decay, which is multiplied by the learning rate.
     decay_exempt_tags: weights with one of these tags (`WeightSpec.tags`) do not decay; see `decay_mask` for weights
       without tags. (): all weights decay.
   """
@@ -69,37 +69,38 @@ class OptimizerSettings(Optimizer):
   def __post_init__(self):
     name = type(self).__name__
     check_learning_rate(f'{name}.learning_rate', self.learning_rate)
-    if isinstance(self.decay_exempt_tags, str):
-      raise UserError(f'{name}.decay_exempt_tags is {self.decay_exempt_tags!r}; it must be a tuple of tags.')
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.name in ('beta1', 'beta2', 'momentum') and value is not None and not 0 <= value < 1:
-        raise UserError(f'{name}.{field.name} is {value}; it must be in [0, 1).')
-      if field.name == 'weight_decay' and not value >= 0:
-        raise UserError(f'{name}.{field.name} is {value}; it must be 0 or more.')
-      if field.name == 'epsilon' and not value > 0:
-        raise UserError(f'{name}.epsilon is {value}; it must be more than 0: a gradient may be exactly 0.')
-      if field.name == 'momentum_dtype' and not jnp.issubdtype(jnp.dtype(value), jnp.floating):
-        raise UserError(f'{name}.momentum_dtype is {value}; it must be a floating dtype such as float32 or bfloat16.')
+    is_decay = lambda decay: decay is None or 0 <= decay < 1
+    constraints: dict[str, tuple[Callable[[Any], bool], str]] = {
+      'beta1': (is_decay, 'in [0, 1)'),
+      'beta2': (is_decay, 'in [0, 1)'),
+      'momentum': (is_decay, 'in [0, 1)'),
+      'weight_decay': (lambda decay: decay >= 0, '0 or more'),
+      'epsilon': (lambda epsilon: epsilon > 0, 'more than 0, because a gradient may be exactly 0'),
+      'momentum_dtype': (lambda dtype: jnp.issubdtype(jnp.dtype(dtype), jnp.floating), 'float32 or bfloat16'),
+      'decay_exempt_tags': (lambda tags: not isinstance(tags, str), 'a tuple of tags'),
+    }
+    for field, (is_valid, constraint) in constraints.items():
+      if hasattr(self, field) and not is_valid(getattr(self, field)):
+        raise UserError(f'{name}.{field} is {getattr(self, field)!r}; it must be {constraint}.')
 
   @abc.abstractmethod
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    """Returns transformations from gradients to the direction before weight decay."""
+    """Returns transformations from gradients to the direction without weight decay."""
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Returns the transformation from gradients to the direction, for a tree of WeightSpec congruent to the weights."""
-    pieces = self._direction(weight_specs)
+    transformations = self._direction(weight_specs)
     if self.weight_decay:
       mask = decay_mask(weight_specs, self.decay_exempt_tags)
-      pieces = [*pieces, optax.add_decayed_weights(self.weight_decay, mask)]
-    return chain(*pieces)
+      transformations = [*transformations, optax.add_decayed_weights(self.weight_decay, mask)]
+    return chain(*transformations)
 
 
 def decay_mask(weight_specs: Any, exempt_tags: Sequence[str]) -> Any:
-  """Returns a tree of bools congruent to the weights: which decay.
+  """Returns a tree of bools congruent to the weights: whether each weight decays.
 
-  A weight with one of the tags does not. A weight without tags of its layer has the tag `no_decay` if it is named
-  `bias` or `scale`, as in Linen's layers, or has fewer than two dims.
+  A weight with one of the exempt tags does not decay. A weight without tags counts as `no_decay` if it is named `bias`
+  or `scale`, as in Linen's layers, or has fewer than two dims.
   """
 
   def decays(path: Any, spec: WeightSpec) -> bool:
@@ -119,7 +120,7 @@ class AdamW(OptimizerSettings):
   Attributes:
     beta1, beta2: decays of the first and of the second moment.
     epsilon: added to the root of the second moment.
-    momentum_dtype: of the stored first moment.
+    momentum_dtype: dtype of the stored first moment.
   """
 
   beta1: float = 0.9

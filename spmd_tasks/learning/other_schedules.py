@@ -1,4 +1,4 @@
-"""Learning rate schedules beside that of schedules.py: Constant, LinearWarmupRsqrt, and ProductOfFactors of T5X."""
+"""More learning rate schedules: Constant, LinearWarmupRsqrt, and T5X's ProductOfFactors."""
 
 import dataclasses
 import math
@@ -25,9 +25,9 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupRsqrt:
-  """Linear warmup, then `peak * sqrt(warmup_steps / step)`, the schedule of the first Transformers.
+  """Linear warmup, then `peak * sqrt(warmup_steps / step)`, the schedule of the original Transformer.
 
-  T5 uses `peak = 1 / sqrt(warmup_steps)`, and a constant rate in place of the warmup. Optax has no such schedule.
+  T5 uses `peak = 1 / sqrt(warmup_steps)`, and a constant rate instead of the warmup.
   """
 
   peak: float
@@ -37,12 +37,12 @@ class LinearWarmupRsqrt:
     check_non_negative('peak', self.peak)
     if self.warmup_steps < 1:
       raise UserError(
-        f'warmup_steps is {self.warmup_steps}; it must be 1 or more, because the decay is relative to it.'
+        f'warmup_steps is {self.warmup_steps}; it must be 1 or more, because the decay is relative to the warmup.'
       )
 
   def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
     def after(num_since_warmup: jax.typing.ArrayLike) -> jax.Array:
-      # join_schedules evaluates both parts at every step; during the warmup this count is negative.
+      # join_schedules evaluates both schedules at every step; during the warmup this count is negative.
       steps = self.warmup_steps + jnp.maximum(num_since_warmup, 0)
       return self.peak * jnp.sqrt(self.warmup_steps / steps)
 
@@ -53,7 +53,7 @@ class LinearWarmupRsqrt:
 class ProductOfFactors:
   """T5X's schedules: a product of named factors, such as 'constant * linear_warmup * rsqrt_decay'.
 
-  The factors at step s, counted from `step_offset` and never negative, with w = `warmup_steps`:
+  The factors at step s = max(step - step_offset, 0), with w = `warmup_steps`, are
 
       constant                  base
       linear_warmup             min(1, s / w)
@@ -63,13 +63,13 @@ class ProductOfFactors:
       decay_every               decay_factor ** floor(s / steps_per_decay)
       cosine_decay              (1 + cos(pi * ((s - w) / steps_per_cycle mod 1))) / 2; 1 before w
 
-  So `constant * rsqrt_decay` is constant up to step w, and with `linear_warmup` the first step has `minimum`.
+  So `constant * rsqrt_decay` is constant up to step w, and with `linear_warmup` the first step has the rate `minimum`.
 
   Attributes:
-    factors: names, between them `*`.
+    factors: names separated by `*`.
     base: T5X's `base_learning_rate`.
     warmup_steps, decay_factor, steps_per_decay, steps_per_cycle, step_offset: see above.
-    minimum: the rate is never smaller; T5X's `min_learning_rate`.
+    minimum: lower bound of the rate, T5X's `min_learning_rate`.
   """
 
   factors: str = 'constant * linear_warmup * rsqrt_decay'
@@ -88,7 +88,7 @@ class ProductOfFactors:
         raise UserError(f'{name} is {getattr(self, name)}; it must be 1 or more, because factors divide by it.')
     known = self._values(jnp.zeros(()))
     if unknown := [name for name in self._names if name not in known]:
-      raise UserError(f'factors has {unknown[0]!r}; it must be a product of some of {", ".join(known)}.')
+      raise UserError(f'factors has {unknown[0]!r}; it must be a product of {", ".join(known)}.')
 
   @property
   def _names(self) -> list[str]:

@@ -1,9 +1,9 @@
-"""Learning rate schedules: frozen dataclasses that return a float32 scalar for a step, computed by optax's schedules.
+"""Learning rate schedules: frozen dataclasses that map a step to a float32 scalar, by optax's schedules.
 
     AdamW(learning_rate=LinearWarmupCosine(peak=3e-4, warmup_steps=100, total_steps=10_000))
 
 A learning rate is a number, a schedule, or any function of the step, such as an optax schedule. Step 0 is the first
-update. A warmup rises linearly from 0 at step 0 to `peak` at `step == warmup_steps`.
+update. A warmup is linear from 0 at step 0 to `peak` at `step == warmup_steps`.
 """
 
 from collections.abc import Callable
@@ -47,9 +47,9 @@ def after_warmup(peak: float, warmup_steps: int, after: optax.Schedule, step: ja
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupCosine:
-  """Linear warmup, then half a cosine down to `final_fraction * peak` at `total_steps`, then constant.
+  """Linear warmup, then cosine decay to `final_fraction * peak` at `total_steps`, then constant.
 
-  With `decay_start`, `peak` until there, and the cosine after it (Pax's LinearRampupCosineDecay).
+  With `decay_start`, the rate stays at `peak` until that step (Pax's LinearRampupCosineDecay).
   """
 
   peak: float
@@ -68,8 +68,8 @@ class LinearWarmupCosine:
       )
     if self.decay_start is not None and not self.warmup_steps <= self.decay_start < self.total_steps:
       raise UserError(
-        f'decay_start is {self.decay_start}; it must lie between warmup_steps {self.warmup_steps} and total_steps '
-        f'{self.total_steps}, or be None, for a decay that starts after the warmup.'
+        f'decay_start is {self.decay_start}; it must be between warmup_steps {self.warmup_steps} and total_steps '
+        f'{self.total_steps}, or None to start the decay after the warmup.'
       )
 
   def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:

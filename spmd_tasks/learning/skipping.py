@@ -1,8 +1,8 @@
-"""Skippable optax transformations: a step that is not finite leaves their state unchanged.
+"""Skippable optax transformations: a non-finite step does not change their state.
 
-`skippable` makes any optax transformation skippable by a choice between its new state and its old one. `scale_by_adam`
-makes the choice before it computes the direction, which is then a function of the stored moments only: otherwise two
-computations read the old moments, and XLA copies these before it overwrites them.
+`skippable` makes any optax transformation skippable by selecting its old or its new state. `scale_by_adam` selects
+before it computes the direction, so that the direction depends only on the stored moments: otherwise two computations
+would read the old moments, and XLA would copy them before it overwrites them.
 """
 
 from typing import Any
@@ -15,20 +15,20 @@ import optax
 class SkippableTransformation(optax.GradientTransformationExtraArgs):
   """An optax transformation whose `update` also takes `is_finite`, a bool scalar.
 
-  If `is_finite` is false, `update` returns the state that it was given, bit for bit, and a direction without meaning.
+  If `is_finite` is false, `update` returns the old state, bit for bit, and an arbitrary direction.
   """
 
 
 def keep_if_finite(is_finite: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
   """Returns `new` if `is_finite`, else `old`: two congruent trees.
 
-  A select instead of a `lax.cond`: it fuses into the update and writes in place, and no GPU's host waits for it.
+  A select, unlike a `lax.cond`, fuses into the update, writes in place, and does not make a GPU's host wait.
   """
   return jax.tree.map(lambda n, o: jnp.where(is_finite, n, o), new, old)
 
 
 def skippable(transformation: optax.GradientTransformation) -> SkippableTransformation:
-  """Makes a transformation skippable; returns it unchanged if it is."""
+  """Makes a transformation skippable; returns a skippable one unchanged."""
   if isinstance(transformation, SkippableTransformation):
     return transformation
   inner = optax.with_extra_args_support(transformation)
@@ -43,12 +43,12 @@ def skippable(transformation: optax.GradientTransformation) -> SkippableTransfor
 
 
 def chain(*transformations: optax.GradientTransformation) -> SkippableTransformation:
-  """Chains transformations as `optax.chain` does, each made skippable."""
+  """Makes transformations skippable and chains them as `optax.chain` does."""
   return SkippableTransformation(*optax.chain(*map(skippable, transformations)))
 
 
 def scale_by_adam(*, beta1: float, beta2: float, epsilon: float, momentum_dtype: str) -> SkippableTransformation:
-  """Computes what `optax.scale_by_adam` computes (Kingma and Ba, arXiv 1412.6980), with the same state, skippable.
+  """A skippable `optax.scale_by_adam` (Kingma and Ba, arXiv 1412.6980) with the same state.
 
   The arguments are AdamW's fields; the direction is always float32.
   """
@@ -62,7 +62,7 @@ def scale_by_adam(*, beta1: float, beta2: float, epsilon: float, momentum_dtype:
     new_mu = jax.tree.map(lambda old, g: beta1 * old + (1 - beta1) * g, old_mu, grads)
     new_nu = jax.tree.map(lambda old, g: beta2 * old + (1 - beta2) * jnp.square(g), old_nu, grads)
     mu, nu = keep_if_finite(is_finite, (new_mu, new_nu), (old_mu, old_nu))
-    # Incremented in a skipped step too: at count 0 the corrections would divide by zero.
+    # Use the incremented count in a skipped step too: at count 0 the corrections would divide by zero.
     count = optax.safe_increment(state.count)
     mu_correction, nu_correction = 1 - beta1**count, 1 - beta2**count
     directions = jax.tree.map(lambda m, v: (m / mu_correction) / (jnp.sqrt(v / nu_correction) + epsilon), mu, nu)

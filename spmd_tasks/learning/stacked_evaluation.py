@@ -1,7 +1,8 @@
-"""Evaluates a program that repeats itself for every layer of a stack as a program of stacks.
+"""Evaluates a jaxpr that repeats the same operations for every layer of a stack as operations on whole stacks.
 
-An operation that each layer of a weight has, on its own values and on values that are equal for all, is done once, by
-`jax.vmap` over the stack. What reads several layers is done with the values of each.
+If every layer of a weight has the same operation, on its own values and on values that all layers share, it is
+evaluated once by `jax.vmap` over the stack. An operation that reads several layers is evaluated on the values of single
+layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OfLayer:
-  """The value of one layer, `stack[index]`; the stack has those of all layers of the weight."""
+class LayerValue:
+  """The value of one layer, `stack[index]`; the stack has the values of all layers of a weight."""
 
   stack: jax.Array
   weight: int
@@ -25,7 +26,7 @@ class OfLayer:
 
   @property
   def key(self) -> Any:
-    """The same for all layers."""
+    """Identifies the stack: equal for all layers."""
     return 'stack', id(self.stack)
 
   @property
@@ -33,23 +34,23 @@ class OfLayer:
     return math.prod(self.stack.shape[: len(self.index)])
 
 
-def own_value(x: Any, known: dict[Any, Any]) -> Any:
-  """Returns the value of a layer as an array, the same one whenever it is asked for."""
-  if not isinstance(x, OfLayer):
+def layer_value(x: Any, cache: dict[Any, Any]) -> Any:
+  """Returns a LayerValue as an array, and any other value unchanged. The cache makes equal calls return one array."""
+  if not isinstance(x, LayerValue):
     return x
-  if (x.key, x.index) not in known:
+  if (x.key, x.index) not in cache:
     shape = x.stack.shape[len(x.index) :]
     ends = (*[i + 1 for i in x.index], *shape)
-    known[x.key, x.index] = jax.lax.reshape(jax.lax.slice(x.stack, (*x.index, *[0] * len(shape)), ends), shape)
-  return known[x.key, x.index]
+    cache[x.key, x.index] = jax.lax.reshape(jax.lax.slice(x.stack, (*x.index, *[0] * len(shape)), ends), shape)
+  return cache[x.key, x.index]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Operation:
-  """One operation of a program: `compute` is a function of its operands, values that have numbers, as its outputs do.
+  """One operation of a program: `compute` maps the values of `operands` to the values of `outputs`, both by number.
 
-  Operations with equal keys compute the same. The level is 1 + that of the operands; the same computation of several
-  layers has one level.
+  Operations with equal keys have the same `compute`. The level is 1 + the largest level of the operands, so equal
+  operations of several layers are on one level.
   """
 
   key: Any
@@ -60,7 +61,7 @@ class _Operation:
 
 
 class _Operations:
-  """The operations of a program, without calls and conditionals."""
+  """The operations of a jaxpr, with calls inlined and conditionals as selects."""
 
   def __init__(self, closed: ClosedJaxpr, inputs: Sequence[Any]):
     self.values: dict[int, Any] = {}
@@ -108,7 +109,7 @@ class _Operations:
       else:
         literals = tuple(isinstance(x, Literal) for x in equation.invars)
         key = (name, literals, *((k, _key(v)) for k, v in sorted(params.items())))
-        outputs = self._add(key, _function_of(jaxpr, equation), operands, len(equation.outvars))
+        outputs = self._add(key, _equation_function(jaxpr, equation), operands, len(equation.outvars))
       numbers.update(zip(equation.outvars, outputs, strict=True))
     return [number_of(x) for x in jaxpr.outvars]
 
@@ -117,63 +118,60 @@ def _select(*cases: Any) -> list[Any]:
   return [jax.lax.select_n(*cases)]
 
 
-def _function_of(jaxpr: Any, equation: Any) -> Callable[..., Sequence[Any]]:
-  """Returns the function that one equation of a jaxpr is."""
+def _equation_function(jaxpr: Any, equation: Any) -> Callable[..., Sequence[Any]]:
+  """Returns one equation of a jaxpr as a function."""
 
   def compute(*operands: Any) -> Sequence[Any]:
     is_variable = [not isinstance(x, Literal) for x in equation.invars]
-    alone = Jaxpr(
+    single = Jaxpr(
       constvars=(),
       invars=list(itertools.compress(equation.invars, is_variable)),
       outvars=equation.outvars,
       eqns=[equation],
       debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*itertools.compress(operands, is_variable))
+    return jaxpr_as_fun(ClosedJaxpr(single, ()))(*itertools.compress(operands, is_variable))
 
   return compute
 
 
 def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-  """Evaluates a jaxpr of which inputs may be values of layers.
-
-  An operation that every layer of a weight has, on values of its own and on equal ones of others, is one of stacks.
-  """
+  """Evaluates a jaxpr on inputs that may be LayerValues; so may be the results."""
   program = _Operations(closed, inputs)
   values: dict[int, Any] = program.values
-  known: dict[Any, Any] = {}
+  cache: dict[Any, Any] = {}
 
   def compute(operation: _Operation, operands: Sequence[Any]) -> None:
-    operands = [own_value(x, known) for x in operands]
+    operands = [layer_value(x, cache) for x in operands]
     key = operation.key, *map(id, operands)
-    if key not in known:
-      known[key] = operation.compute(*operands)
-    values.update(zip(operation.outputs, known[key]))
+    if key not in cache:
+      cache[key] = operation.compute(*operands)
+    values.update(zip(operation.outputs, cache[key]))
 
   for _, level in itertools.groupby(sorted(program.operations, key=_level), _level):
     by_key: dict[Any, list[Any]] = {}
     for operation in level:
       operands = [values[x] for x in operation.operands]
-      layers = {(x.weight, x.index) for x in operands if isinstance(x, OfLayer)}
+      layers = {(x.weight, x.index) for x in operands if isinstance(x, LayerValue)}
       if len(layers) == 1:
         [(weight, index)] = layers
-        key = weight, operation.key, *[x.key if isinstance(x, OfLayer) else id(x) for x in operands]
+        key = weight, operation.key, *[x.key if isinstance(x, LayerValue) else id(x) for x in operands]
         by_key.setdefault(key, []).append((index, operation, operands))
       else:
         compute(operation, operands)
-    for (weight, *_), alike in by_key.items():
-      index, operation, operands = alike[0]
-      num_layers = next(x.num_layers for x in operands if isinstance(x, OfLayer))
-      if len({index for index, *_ in alike}) < num_layers:
-        for _, operation, operands in alike:
+    for (weight, *_), layer_operations in by_key.items():
+      index, operation, operands = layer_operations[0]
+      num_layers = next(x.num_layers for x in operands if isinstance(x, LayerValue))
+      if len({index for index, *_ in layer_operations}) < num_layers:
+        for _, operation, operands in layer_operations:
           compute(operation, operands)
         continue
       function = operation.compute
       for _ in index:
-        function = jax.vmap(function, in_axes=[0 if isinstance(x, OfLayer) else None for x in operands])
-      stacks = function(*[x.stack if isinstance(x, OfLayer) else x for x in operands])
-      for index, operation, _ in alike:
-        values.update((x, OfLayer(stack, weight, index)) for x, stack in zip(operation.outputs, stacks))
+        function = jax.vmap(function, in_axes=[0 if isinstance(x, LayerValue) else None for x in operands])
+      stacks = function(*[x.stack if isinstance(x, LayerValue) else x for x in operands])
+      for index, operation, _ in layer_operations:
+        values.update((x, LayerValue(stack, weight, index)) for x, stack in zip(operation.outputs, stacks))
   return [values[x] for x in program.outputs]
 
 
@@ -182,7 +180,7 @@ def _level(operation: _Operation) -> int:
 
 
 def _key(param: Any) -> Any:
-  """Returns a hashable value that is equal for parameters of equal operations."""
+  """Returns a hashable value that is equal for the parameters of equal operations."""
   if isinstance(param, ClosedJaxpr):
     return param if param.consts else str(param)
   if isinstance(param, (tuple, list)):

@@ -1,7 +1,7 @@
-"""Finds the weights that an optimizer does not train: no update depends on their gradients.
+"""Finds gradients that an optimizer does not read.
 
-A weight that no optimizer of a MultiOptimizer has, or that optax labels `set_to_zero`, is such a weight. Its gradient
-then has no part in the norm of gradients, in clipping by it, or in the decision whether a step is finite.
+Examples are the gradients of a weight that matches no pattern of a MultiOptimizer, or that an optax label sets to zero.
+They are excluded from the gradient norm, from clipping, and from the decision whether a step is finite.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 
 def unread_gradients(update: Callable[[Any, Any], tuple[Any, Any]], grads: Any, state: Any) -> Any:
-  """Returns a tree of bools congruent to the gradients: whether no update of any weight depends on that gradient.
+  """Returns a tree of bools congruent to the gradients: true if no update of any weight depends on the gradient.
 
-  `update` is (grads, state) -> (updates, new state). A gradient that only changes the state is read if an update of a
-  later step depends on that part of the state. JAX's dead code elimination says what an update depends on.
+  `update` is (grads, state) -> (updates, new state). A gradient that only changes the state counts as read if a later
+  update depends on that part of the state. JAX's dead code elimination finds the dependencies.
   """
   closed, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state)
   num_grads, num_updates = len(jax.tree.leaves(grads)), len(jax.tree.leaves(updates))

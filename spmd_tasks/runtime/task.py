@@ -21,7 +21,8 @@ from spmd_tasks.layers import LossOutput
 from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of, train_flags, warn_of_default
 from spmd_tasks.layers.losses import StepOutputs, as_loss
 from spmd_tasks.learning import BaseLearner, LearnerState
-from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
+from spmd_tasks.learning.accumulation import accumulate_gradients
+from spmd_tasks.learning.frozen_weights import fill_in, mark_frozen, without_frozen
 from spmd_tasks.learning.learner import as_learner
 from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
@@ -255,8 +256,6 @@ class Task(BaseTask):
     Raises a UserError if a pattern of `trained` matches no weight, or if the loss needs a trained weight to be frozen.
     """
     if self.trained is not None:
-      from spmd_tasks.learning.trained_weights import mark_frozen
-
       weight_specs = mark_frozen(weight_specs, self.trained, self.frozen_dtype)
     self.loss.check_weights(weight_specs)
     if self.quantization is not None:
@@ -383,8 +382,6 @@ class Task(BaseTask):
       gradients, output = jax.grad(loss_fn, has_aux=True)(trained, batch, rng)
       gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
     else:
-      from spmd_tasks.learning.accumulation import accumulate_gradients
-
       batch = dict(self.loss.prepare_whole_batch(self, state.variables, batch, learner.num_microbatches))
       settings = learner.num_microbatches, learner.accumulation
       is_sum = jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, trained_specs)

@@ -19,7 +19,7 @@ from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.learning import AdamW, Learner, LearnerState, LinearWarmupCosine
 from spmd_tasks.learning.expert_weights import scale_expert_grads
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen, without_tag
-from spmd_tasks.learning.muon import multiplied
+from spmd_tasks.learning.learner import multiply_by_factors
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation
 from spmd_tasks.sharding.weights import BALANCE_BIAS_TAG, SPLIT_BY_DEFAULT
@@ -145,7 +145,7 @@ def update(
 
   new = jax.tree.map(stepped, specs, old, gradients, directions)
   if factors is not None:
-    new = jax.tree.map(np.asarray, multiplied(new, specs, factors))
+    new = jax.tree.map(np.asarray, multiply_by_factors(new, specs, factors))
   average = state.ema_weights
   if (decay := learner.ema_decay) is not None:
     average = jax.tree.map(lambda e, w: decay * np.float64(e) + (1 - decay) * np.float64(w), average, new)

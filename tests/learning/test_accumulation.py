@@ -1,4 +1,4 @@
-"""Accumulating over microbatches gives the full batch's gradient, without moving a row between devices.
+"""Accumulation over microbatches gives the full batch's gradient, without moving rows between devices.
 
 Shapes: B batch rows, T positions, V classes, M microbatches.
 """
@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LanguageModelLoss, LossOutput
 from spmd_tasks.learning.accumulation import accumulate_gradients, split_microbatches
 
@@ -16,7 +17,7 @@ B, T, V = 8, 5, 7
 
 
 def loss_fn(weights, batch, rng):
-  """Weighted mean cross entropy of a table of logits; `noise` shows which rng arrived."""
+  """Weighted mean cross entropy of a table of logits; the metric `noise` depends on rng."""
   logits = weights['table'][batch['ids']]
   loss_BxT = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch['labels'][..., None], axis=-1)[..., 0]
   weight = jnp.sum(batch['weights'])
@@ -44,7 +45,7 @@ def weights(rng):
 
 @pytest.fixture
 def batch(rng):
-  """Rows hold between 0 and T tokens; with M = 4, microbatch 1 (rows 1 and 5) holds none at all."""
+  """Rows have between 0 and T tokens; with M = 4, microbatch 1 (rows 1 and 5) has none."""
   num_tokens = np.array([5, 0, 1, 2, 4, 0, 3, 5])
   return {
     'ids': rng.integers(0, V, (B, T)).astype(np.int32),
@@ -54,7 +55,7 @@ def batch(rng):
 
 
 def full_batch(weights, batch):
-  """The loss and gradient of the whole batch in float64, by hand."""
+  """The loss and gradient of the full batch in float64."""
   table = np.asarray(weights['table'], np.float64)
   grad, loss, num_tokens = np.zeros_like(table), 0.0, 0
   for token, label, weight in zip(batch['ids'].ravel(), batch['labels'].ravel(), batch['weights'].ravel()):
@@ -81,7 +82,7 @@ def test_mean_equals_the_full_batch(num_microbatches, weights, batch):
     assert output.metrics[name][1] == weight
 
 
-def test_sum_adds_up_the_microbatches_mean_gradients(weights, batch):
+def test_sum_adds_the_microbatches_mean_gradients(weights, batch):
   output, grads = accumulate_gradients(loss_fn, weights, batch, None, 4, 'sum')
   expected = np.zeros((V, V))
   for m in range(4):
@@ -94,7 +95,7 @@ AUX_WEIGHTS = {'size': 0.3, 'mean_square': 0.2}
 
 
 def with_aux_losses(normalization):
-  """A loss function with two aux losses: one of the weights alone, one a mean over tokens."""
+  """A loss function with two aux losses: one of the weights only, and one that is a mean over tokens."""
   loss = LanguageModelLoss(normalization=normalization, aux_loss_weights=AUX_WEIGHTS)
 
   def compute(weights, batch, rng):
@@ -113,14 +114,14 @@ def with_aux_losses(normalization):
 def with_aux_losses_in_float64(weights, batch, normalization):
   """The loss, its gradient and the aux losses, token by token."""
   table, tokens = np.asarray(weights['table'], np.float64), batch['weights'].sum()
-  of_row = {'all_tokens': batch['ids'].size, 'tokens': tokens, 'sum': 1.0}.get(normalization, normalization)
+  batch_divisor = {'all_tokens': batch['ids'].size, 'tokens': tokens, 'sum': 1.0}.get(normalization, normalization)
   num_tokens = batch['weights'].sum(axis=1)
   aux = {'size': np.sum(table**2), 'mean_square': 0.0}
   loss, grad = AUX_WEIGHTS['size'] * aux['size'], AUX_WEIGHTS['size'] * 2 * table
   for b, t in zip(*np.nonzero(batch['weights']), strict=True):
     token, label = batch['ids'][b, t], batch['labels'][b, t]
     probs = np.exp(table[token]) / np.exp(table[token]).sum()
-    divisor = np.sum(num_tokens > 0) * num_tokens[b] if normalization == 'sequences' else of_row
+    divisor = np.sum(num_tokens > 0) * num_tokens[b] if normalization == 'sequences' else batch_divisor
     loss -= np.log(probs[label]) / divisor
     grad[token] += (probs - np.eye(V)[label]) / divisor
     aux['mean_square'] += np.sum(table[token] ** 2) / tokens
@@ -130,8 +131,8 @@ def with_aux_losses_in_float64(weights, batch, normalization):
 
 @pytest.mark.parametrize('normalization', ['tokens', 'all_tokens', 'sequences', 'sum', 10.0])
 @pytest.mark.parametrize('num_microbatches', [2, 4])
-def test_aux_losses_count_once_however_many_microbatches(normalization, num_microbatches, weights, batch):
-  """Of four microbatches one has no tokens."""
+def test_aux_losses_count_once_for_any_number_of_microbatches(normalization, num_microbatches, weights, batch):
+  """One of four microbatches has no tokens."""
   compute = with_aux_losses(normalization)
   loss, grad, aux = with_aux_losses_in_float64(weights, batch, normalization)
   output, grads = jax.jit(lambda w, b: accumulate_gradients(compute, w, b, None, num_microbatches))(weights, batch)
@@ -139,12 +140,12 @@ def test_aux_losses_count_once_however_many_microbatches(normalization, num_micr
   np.testing.assert_allclose(grads['table'], grad, rtol=1e-4, atol=1e-6)
   for name, value in aux.items():
     np.testing.assert_allclose(output.metrics[name][0], value, rtol=1e-5, err_msg=name)
-  (whole, _), of_whole = jax.value_and_grad(compute, has_aux=True)(weights, batch, None)
-  np.testing.assert_allclose(whole, loss, rtol=1e-5)
-  np.testing.assert_allclose(of_whole['table'], grad, rtol=1e-4, atol=1e-6)
+  (full_loss, _), full_grads = jax.value_and_grad(compute, has_aux=True)(weights, batch, None)
+  np.testing.assert_allclose(full_loss, loss, rtol=1e-5)
+  np.testing.assert_allclose(full_grads['table'], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_added_up_as_t5x_does_the_aux_losses_of_a_sum_count_once_per_microbatch(weights, batch):
+def test_aux_losses_of_a_sum_count_once_per_microbatch_in_mode_sum(weights, batch):
   output, grads = accumulate_gradients(with_aux_losses('sum'), weights, batch, None, 2, 'sum')
   halves = [with_aux_losses_in_float64(weights, {k: x[m::2] for k, x in batch.items()}, 'sum') for m in range(2)]
   np.testing.assert_allclose(output.loss, sum(half[0] for half in halves), rtol=1e-5)
@@ -181,7 +182,7 @@ def test_a_microbatch_of_weight_0_contributes_nothing(is_sum, mode, weights, bat
 
 @pytest.mark.parametrize('mode', ['mean', 'sum'])
 def test_a_gradient_that_is_a_sum_is_added_in_both_modes(mode, weights, batch):
-  """As the load of experts is, whatever the loss weights of the microbatches."""
+  """An example is the load of experts, which does not depend on loss weights."""
 
   def counting(weights, batch, rng):
     _, output = loss_fn({'table': weights['table']}, batch, rng)
@@ -195,8 +196,8 @@ def test_a_gradient_that_is_a_sum_is_added_in_both_modes(mode, weights, batch):
   np.testing.assert_array_equal(grads['table'], expected['table'])
 
 
-def test_microbatches_behind_the_last_token_are_not_computed(weights, batch):
-  """Rows 2, 3, 6 and 7 are microbatches 2 and 3, whose weights would count if they were."""
+def test_microbatches_after_the_last_token_are_not_computed(weights, batch):
+  """Microbatches 2 and 3 (rows 2, 3, 6 and 7) have no segments; their loss weights would count if computed."""
   has_text = np.isin(np.arange(B) % 4, (0, 1))
   segment_ids = np.broadcast_to(has_text[:, None], (B, T)).astype(np.int32)
   output, grads = accumulate_gradients(
@@ -209,14 +210,14 @@ def test_microbatches_behind_the_last_token_are_not_computed(weights, batch):
   assert output.metrics['accuracy'] == expected.metrics['accuracy']
 
 
-def test_each_microbatch_draws_its_own_noise(weights, batch):
+def test_each_microbatch_has_its_own_rng(weights, batch):
   rng = jax.random.key(3)
   expected = np.mean([jax.random.uniform(jax.random.fold_in(rng, m)) for m in range(4)])
   output, _ = accumulate_gradients(loss_fn, weights, batch, rng, 4)
   np.testing.assert_allclose(output.metrics['noise'][0], expected, rtol=1e-6)
 
 
-def test_rows_are_dealt_out_in_turn_and_stay_on_their_device():
+def test_rows_are_split_with_strides_and_stay_on_their_device():
   mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
   sharding = NamedSharding(mesh, PartitionSpec('data'))
   rows = np.arange(32 * 3, dtype=np.float32).reshape(32, 3)
@@ -230,9 +231,9 @@ def test_rows_are_dealt_out_in_turn_and_stay_on_their_device():
   np.testing.assert_array_equal(parts, np.stack([rows[0::2], rows[1::2]]))
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_tracing(weights, batch):
+def test_an_uneven_batch_is_refused_before_tracing(weights, batch):
   def never(weights, batch, rng):
     raise AssertionError('traced')
 
-  with pytest.raises(ValueError, match=r'8 rows cannot .* num_microbatches = 3 .* divisor .* \(2 is the nearest'):
+  with pytest.raises(UserError, match=r'8 rows .* num_microbatches=3: choose a divisor, such as 2'):
     accumulate_gradients(never, weights, batch, None, 3)

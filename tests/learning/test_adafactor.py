@@ -1,4 +1,4 @@
-"""Under Adafactor the layers of a scanned stack, and experts, learn exactly as they would as separate weights."""
+"""Adafactor updates the layers of a scanned stack, and experts, exactly as it would update separate weights."""
 
 import pathlib
 
@@ -16,14 +16,14 @@ D, F = 3, 5
 
 
 def adafactor_float64(weight, grads, rate):
-  """Adafactor on one expert's weight [D, F] or [F] by the paper's formulas (algorithm 4 to 6); all steps' grads."""
+  """Adafactor on one expert's weight [D, F] or [F] for all steps, by the paper's algorithms 4 to 6."""
   v_row, v_col, v, average = np.zeros(weight.shape[0]), np.zeros(weight.shape[-1]), 0.0, 0.0
   for t, grad in enumerate(grads, start=1):
-    kept = 1 - t**-0.8
+    decay = 1 - t**-0.8
     square = grad**2 + 1e-30
-    v = kept * v + (1 - kept) * square
-    v_row = kept * v_row + (1 - kept) * square.mean(axis=-1)
-    v_col = kept * v_col + (1 - kept) * square.mean(axis=0)
+    v = decay * v + (1 - decay) * square
+    v_row = decay * v_row + (1 - decay) * square.mean(axis=-1)
+    v_col = decay * v_col + (1 - decay) * square.mean(axis=0)
     update = grad / np.sqrt(v if grad.ndim == 1 else np.outer(v_row, v_col) / v_row.mean())
     update /= max(1.0, np.sqrt(np.mean(update**2)) / 0.7)
     average = 0.9 * average + 0.1 * max(1e-3, np.sqrt(np.mean(weight**2))) * update
@@ -32,27 +32,27 @@ def adafactor_float64(weight, grads, rate):
 
 
 def test_experts_have_their_own_factors_clipping_and_scale(rng):
-  """[E, D, F] and [L, E, D, F]; E is the largest dim. One expert is idle at first and has one loud step at the end."""
+  """[E, D, F] and [L, E, D, F]; E is the largest dim. Some experts have zero or large gradients in one step."""
   num_experts, specs = 6, {}
-  for name, leading in (('alone', ()), ('layers', (2,))):
-    same = {'init': None, 'tags': ('expert',), 'stacked': len(leading)}
-    specs[f'up {name}'] = WeightSpec(shape=(*leading, num_experts, D, F), **same)
-    specs[f'bias {name}'] = WeightSpec(shape=(*leading, num_experts, F), **same)
+  for name, leading in (('one layer', ()), ('layers', (2,))):
+    fields = {'init': None, 'tags': ('expert',), 'stacked': len(leading)}
+    specs[f'up {name}'] = WeightSpec(shape=(*leading, num_experts, D, F), **fields)
+    specs[f'bias {name}'] = WeightSpec(shape=(*leading, num_experts, F), **fields)
   settings = {'momentum': 0.9, 'clipping_threshold': 0.7, 'weight_decay': 0.5}
   learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2, **settings))
   sizes = 10.0 ** np.arange(-3, 3)
   start, all_grads = {}, {}
   for name, spec in specs.items():
-    of_experts = (num_experts, *[1] * (len(spec.shape) - spec.num_separate_dims))
-    start[name] = rng.normal(size=spec.shape) * sizes.reshape(of_experts)
+    expert_shape = (num_experts, *[1] * (len(spec.shape) - spec.num_separate_dims))
+    start[name] = rng.normal(size=spec.shape) * sizes.reshape(expert_shape)
     all_grads[name] = rng.normal(size=(3, *spec.shape))
     by_expert = np.moveaxis(all_grads[name], spec.num_separate_dims, 0)
     by_expert[1, :2], by_expert[1, 2] = 0, 100
-  weights = {name: jnp.asarray(each, jnp.float32) for name, each in start.items()}
+  weights = {name: jnp.asarray(weight, jnp.float32) for name, weight in start.items()}
   state = learner.init(weights, specs)
   update = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, specs))
   for step in range(3):
-    grads = {name: jnp.asarray(each[step], jnp.float32) for name, each in all_grads.items()}
+    grads = {name: jnp.asarray(steps[step], jnp.float32) for name, steps in all_grads.items()}
     weights, state, _ = update(grads, state, weights)
   moments = state.opt_state[0]
   for name, spec in specs.items():
@@ -61,7 +61,7 @@ def test_experts_have_their_own_factors_clipping_and_scale(rng):
     assert (moments.v if is_factored else moments.v_row)[name].shape == (*separate, 1)
     assert is_factored or moments.v[name].shape == spec.shape
     for index in np.ndindex(*separate):
-      grads = [each[index] for each in all_grads[name]]
+      grads = [grad[index] for grad in all_grads[name]]
       expected, v_row, v_col = adafactor_float64(start[name][index], grads, 0.1)
       atol = 1e-7 if is_factored else 1e-6
       np.testing.assert_allclose(weights[name][index], expected, rtol=2e-5, atol=atol, err_msg=f'{name} {index}')
@@ -70,7 +70,7 @@ def test_experts_have_their_own_factors_clipping_and_scale(rng):
         np.testing.assert_allclose(moments.v_col[name][index], v_col, rtol=1e-5)
 
 
-# T5X's weights as ours: (shape, fields of its WeightSpec, transposition).
+# T5X's weights as ours: (shape, other fields of the WeightSpec, transposition).
 _T5X_WEIGHTS = {
   'w2': ((6, 8), {'num_input_dims': 1}, (0, 1)),
   'q3': ((6, 2, 4), {'num_input_dims': 1}, (0, 1, 2)),
@@ -104,9 +104,9 @@ _T5X_SETTINGS = {
 
 @pytest.mark.parametrize('settings', _T5X_SETTINGS)
 def test_equals_100_steps_of_t5x(settings):
-  """Weights and moments of 100 steps that T5X's own adafactor.py took (cc342d4), with its logical factor rules.
+  """Compares with weights and moments after 100 steps of T5X's adafactor.py (cc342d4) and its logical factor rules.
 
-  2-D weights, 3-D kernels of attention, experts, and scanned layers of these, with T5X's stack in dim 1.
+  There are 2-D weights, 3-D kernels of attention, experts, and scanned layers of these; T5X stacks layers in dim 1.
   """
   with np.load(TESTDATA / 't5x' / 'adafactor.npz') as archive:
     expected = dict(archive)
@@ -128,14 +128,14 @@ def test_equals_100_steps_of_t5x(settings):
     grads = {name: np.tensordot(sizes, pattern, 1).astype(np.float32) for name, pattern in patterns.items()}
     weights, state = update(grads, jnp.int32(t), state, weights)
   for name in specs:
-    want = ours(expected[f'{settings}/{name}'], name)
-    np.testing.assert_allclose(weights[name], want, rtol=1e-6, atol=1e-6 * np.abs(want).max(), err_msg=name)
+    theirs = ours(expected[f'{settings}/{name}'], name)
+    np.testing.assert_allclose(weights[name], theirs, rtol=1e-6, atol=1e-6 * np.abs(theirs).max(), err_msg=name)
   stored = state.opt_state[0]
   for key in expected:
     if key.startswith(settings) and key.count('/') == 2 and not key.endswith('/m'):
       _, name, moment = key.split('/')
-      got, want = np.asarray(getattr(stored, moment)[name]), expected[key]
-      if name in ('e3', 'n1') or got.ndim == want.ndim == 1:  # what T5X and we have in one order
-        is_other = name == 'e3'  # E x 6 x 5: T5X's rows are 6, ours the smaller dim
-        got = getattr(stored, {'v_row': 'v_col', 'v_col': 'v_row'}[moment])[name] if is_other else got
-        np.testing.assert_allclose(got, want, rtol=2e-6, err_msg=key)
+      got, theirs = np.asarray(getattr(stored, moment)[name]), expected[key]
+      if name in ('e3', 'n1') or got.ndim == theirs.ndim == 1:  # moments whose dims have the same order in T5X
+        is_swapped = name == 'e3'  # E x 6 x 5: T5X's rows are 6, ours the smaller dim
+        got = getattr(stored, {'v_row': 'v_col', 'v_col': 'v_row'}[moment])[name] if is_swapped else got
+        np.testing.assert_allclose(got, theirs, rtol=2e-6, err_msg=key)

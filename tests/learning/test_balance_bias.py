@@ -1,4 +1,4 @@
-"""Balance biases follow the sign of their load violation; for everything else they might as well not be there."""
+"""Balance biases follow the sign of their load violation, and do not affect other weights."""
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ OPTIMIZERS = {
 }
 
 
-def draw(rng, specs=SPECS):
-  return jax.tree.map(lambda spec: jnp.asarray(rng.normal(size=spec.shape), jnp.float32), specs)
+def random_tree(rng):
+  return jax.tree.map(lambda spec: jnp.asarray(rng.normal(size=spec.shape), jnp.float32), SPECS)
 
 
 def without_bias(tree):
@@ -44,9 +44,9 @@ def run(learner, specs, start, all_grads, losses=None):
 
 
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_nothing_but_the_sign_of_its_own_gradient_matters(optimizer, rng):
+def test_only_the_sign_of_its_own_gradient_matters(optimizer, rng):
   learner = Learner(optimizer=OPTIMIZERS[optimizer], clip_global_norm=0.5, ema_decay=0.5)
-  start, all_grads = draw(rng), [draw(rng) for _ in range(3)]
+  start, all_grads = random_tree(rng), [random_tree(rng) for _ in range(3)]
   weights, state, metrics = run(learner, SPECS, start, all_grads)
   signs = sum(np.sign(grads['router']['bias']) for grads in all_grads)
   np.testing.assert_allclose(weights['router']['bias'], start['router']['bias'] - 1e-3 * signs, rtol=1e-6)
@@ -57,11 +57,11 @@ def test_nothing_but_the_sign_of_its_own_gradient_matters(optimizer, rng):
   jax.tree.map(np.testing.assert_array_equal, without_bias(weights), others)
   jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state.opt_state), jax.tree.leaves(other_state.opt_state))
   assert metrics['grad_norm'] == other_metrics['grad_norm']
-  assert metrics['weight_norm'] > other_metrics['weight_norm']  # that of all weights
+  assert metrics['weight_norm'] > other_metrics['weight_norm']  # includes the bias
 
 
-def test_balanced_experts_and_rate_0_leave_it_alone(rng):
-  start, grads = draw(rng), draw(rng)
+def test_balanced_load_and_rate_0_do_not_change_it(rng):
+  start, grads = random_tree(rng), random_tree(rng)
   balanced = grads | {'router': grads['router'] | {'bias': jnp.zeros((2, 3))}}
   for rate, step_grads in [(1.0, balanced), (0.0, grads)]:
     learner = Learner(optimizer=optax.sgd(1.0), balance_bias_rate=rate)
@@ -69,9 +69,9 @@ def test_balanced_experts_and_rate_0_leave_it_alone(rng):
     np.testing.assert_array_equal(weights['router']['bias'], start['router']['bias'])
 
 
-def test_a_skipped_step_does_not_move_it(rng):
+def test_a_skipped_step_does_not_change_it(rng):
   learner = Learner(optimizer=AdamW(learning_rate=0.1), ema_decay=0.5)
-  start, grads = draw(rng), draw(rng)
+  start, grads = random_tree(rng), random_tree(rng)
   weights, state, metrics = run(learner, SPECS, start, [grads], [np.nan])
   assert metrics['skipped'] == 1
   jax.tree.map(np.testing.assert_array_equal, (weights, state.ema_weights), (start, start))

@@ -1,6 +1,6 @@
-"""Evaluation takes the weights that optax says: x of schedule_free, slow ones of lookahead, those before a sam step.
+"""Evaluation uses x of schedule_free, the slow weights of lookahead, and the weights before sam moves them uphill.
 
-The reference is optax alone, in float32, on the weights of single layers.
+The reference is plain optax, in float32, on the weights of single layers.
 """
 
 import jax
@@ -31,7 +31,7 @@ def gradient(weights):
 
 
 def trained(optimizer, num_steps, start):
-  """(trained weights, weights to evaluate with) of our learner."""
+  """(trained weights, weights to evaluate) of our learner."""
   learner = Learner(optimizer=optimizer)
   state, weights = learner.init(start, SPECS), start
   learner.state_split_dims(jax.eval_shape(lambda: state), SPECS)
@@ -42,7 +42,7 @@ def trained(optimizer, num_steps, start):
 
 
 def plain(optimizer, num_steps, start):
-  """(trained weights, state) of optax alone."""
+  """(trained weights, state) of plain optax."""
   params = optax.LookaheadParams.init_synced(start) if optimizer is LOOKAHEAD else start
   state = optimizer.init(params)
   for _ in range(num_steps):
@@ -69,7 +69,7 @@ def test_schedule_free_evaluates_the_average(start):
   assert np.abs(x['kernel'] - y['kernel']).max() > 1e-3
 
 
-def test_schedule_free_of_a_group_evaluates_the_average_of_the_group(start):
+def test_schedule_free_in_a_partition_evaluates_the_average_of_its_group(start):
   labels = {'kernel': 'free', 'bias': 'plain'}
   y, x = trained(optax.partition({'free': FREE, 'plain': optax.sgd(0.1)}, labels), 5, start)
   params, state = plain(FREE, 5, layers(start)['kernel'])
@@ -86,23 +86,23 @@ def test_lookahead_evaluates_the_slow_weights(start, num_steps):
 
 @pytest.mark.parametrize('num_steps', [3, 4])
 @pytest.mark.parametrize('optimizer', [SAM, optax.chain(optax.identity(), SAM)], ids=['sam', 'in a chain'])
-def test_sam_evaluates_weights_that_are_not_moved_uphill(start, num_steps, optimizer):
+def test_sam_evaluates_weights_before_they_move_uphill(start, num_steps, optimizer):
   moved, weights = trained(optimizer, num_steps, start)
   params, state = plain(SAM, num_steps, layers(start))
   assert_equal(moved, params)
   assert_equal(weights, state.cache if num_steps % 2 else params)
 
 
-def test_several_steps_in_one_train_as_their_gradient_transformation(start):
-  several = optax.MultiSteps(optax.adam(0.1), 2)
-  params, _ = plain(several.gradient_transformation(), 5, layers(start))
-  for optimizer in (several, FromOptax(factory=lambda: several, learning_rate=None)):
-    weights, same = trained(optimizer, 5, start)
+def test_multi_steps_trains_like_its_gradient_transformation(start):
+  multi_steps = optax.MultiSteps(optax.adam(0.1), 2)
+  params, _ = plain(multi_steps.gradient_transformation(), 5, layers(start))
+  for optimizer in (multi_steps, FromOptax(factory=lambda: multi_steps, learning_rate=None)):
+    weights, evaluation_weights = trained(optimizer, 5, start)
     assert_equal(weights, params)
-    assert same is weights
+    assert evaluation_weights is weights
 
 
-def test_others_evaluate_what_they_train(start):
+def test_other_optimizers_evaluate_the_trained_weights(start):
   opaque = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
   for optimizer in (AdamW(learning_rate=0.1), optax.adam(0.1), opaque):
     state = Learner(optimizer=optimizer).init(start, SPECS)

@@ -1,4 +1,4 @@
-"""The factor of experts' gradients, T5X's for parity."""
+"""expert_grad_scale multiplies experts' gradients, for parity with T5X."""
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.losses import LossOutput
 from spmd_tasks.learning import Learner
 from spmd_tasks.learning.accumulation import accumulate_gradients
@@ -29,7 +30,7 @@ RULES = (('layers', None), ('embed', 'data'))
 
 @pytest.mark.parametrize('scale, factor', [(1.0, 1), (0.5, 0.5), ('t5x', 5)])
 def test_only_experts_are_scaled(scale, factor):
-  """By T5X with the 5 partitions of 10 experts."""
+  """'t5x' is the number of expert partitions, 5."""
   with sharding_scope(MESH, RULES):
     scaled = scale_expert_grads(GRADS, SPECS, scale)
   np.testing.assert_array_equal(scaled['expert'], np.full((10, 2), factor))
@@ -38,7 +39,7 @@ def test_only_experts_are_scaled(scale, factor):
 
 
 def test_t5x_parity():
-  """T5X's case: two steps on gradients {0, 1} and {2, 3} added up: 10 * 6 with 10 expert partitions, 6 for the rest."""
+  """T5X's own case: two steps with gradients 0 + 1 and 2 + 3 give 10 * 6 with 10 expert partitions, and 6 otherwise."""
   specs = {name: SPECS[name] for name in ('expert', 'dense')}
   learner = Learner(optimizer=optax.sgd(1.0), num_microbatches=2, accumulation='sum', expert_grad_scale=10)
 
@@ -57,5 +58,5 @@ def test_t5x_parity():
 
 @pytest.mark.parametrize('scale', [0, 'T5X'])
 def test_impossible_scales_are_refused(scale):
-  with pytest.raises(ValueError, match='must be a number larger than 0'):
+  with pytest.raises(UserError, match=r'expert_grad_scale .*larger than 0'):
     Learner(optimizer=optax.sgd(1.0), expert_grad_scale=scale)

@@ -1,4 +1,4 @@
-"""Under any optax transformation, a stack learns exactly as its layers would, one by one."""
+"""Any optax transformation updates a stack exactly as it would update single layers."""
 
 import re
 
@@ -25,8 +25,8 @@ SPECS = {
 }
 
 
-def of_layers(function):
-  """A tree with what the function returns for each layer and expert of each weight: function(name, index, shape)."""
+def map_layers(function):
+  """Maps function(name, index, shape) over the layers and experts of all weights."""
   return {
     name: {
       str(index): function(name, index, layer_matrix(spec))
@@ -36,11 +36,11 @@ def of_layers(function):
   }
 
 
-def cut(tree):
-  return of_layers(lambda name, index, shape: tree[name][index].reshape(shape))
+def unstack(tree):
+  return map_layers(lambda name, index, shape: tree[name][index].reshape(shape))
 
 
-def draw(rng):
+def random_tree(rng):
   size = lambda spec: 10.0 ** rng.integers(-2, 3, size=spec.shape[:1]).reshape(-1, *[1] * (len(spec.shape) - 1))
   return {name: jnp.asarray(rng.normal(size=s.shape) * size(s), jnp.float32) for name, s in SPECS.items()}
 
@@ -64,7 +64,7 @@ def several_dims(weights):
 
 
 def in_group(transformation, group, by_path=False):
-  """The transformation for the weights of a group, and plain gradients for the others."""
+  """Applies the transformation to a group of weights, and plain gradients to the others."""
 
   def by_name(tree):
     return {name: 'group' if name in group else 'rest' for name in tree}
@@ -79,8 +79,8 @@ def in_group(transformation, group, by_path=False):
   )
 
 
-def of_one_norm(tree):
-  """A user's own transformation: the largest norm of a weight, of all weights."""
+def scale_by_norms(tree):
+  """A user's own transformation, by the mean and the largest norm of all weights."""
   norms = jnp.stack([jnp.linalg.norm(x) for x in jax.tree.leaves(tree)])
   return jax.tree.map(lambda x: x * jnp.mean(norms) / jnp.max(norms), tree)
 
@@ -96,11 +96,11 @@ CASES = [  # fast ones first
   ('a norm over a group of one stack', chain(in_group(CLIP, ['query'])), {}),
   ('a norm over all weights before trust ratios', chain(CLIP, optax.scale_by_trust_ratio()), {}),
   ('a norm over all weights and a mask', chain(CLIP, optax.add_decayed_weights(0.1, several_dims)), {}),
-  ('a function of all norms', chain(optax.stateless(lambda updates, _: of_one_norm(updates))), {}),
+  ('a function of all norms', chain(optax.stateless(lambda updates, _: scale_by_norms(updates))), {}),
 ]
 SLOW = [
   (
-    'several steps in one',
+    'MultiSteps',
     lambda learning_rate: optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation(),
     {},
   ),
@@ -110,7 +110,7 @@ EXHAUSTIVE = [
   ('a group by paths', chain(in_group(optax.chain(CLIP, optax.scale_by_adam()), ['up', 'norms'], by_path=True)), {}),
   ('a group of a group', chain(in_group(in_group(optax.contrib.normalize(), ['up']), ['up', 'table'])), {}),
   ('rms of blocks in a group', chain(in_group(optax.chain(CLIP, optax.clip_by_block_rms(0.1)), ['experts'])), {}),
-  # these read what one of those above reads
+  # these read the same quantities as transformations above
   ('a vector of all weights', optax.lbfgs, {'linesearch': None}),
   ('norms of units', chain(optax.adaptive_grad_clip(0.1)), {}),
   ('norms of layers', optax.novograd, {}),
@@ -127,18 +127,18 @@ EXHAUSTIVE = [
   + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, *case in SLOW]
   + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, *case in EXHAUSTIVE],
 )
-def test_a_stack_learns_as_its_layers(factory, arguments, rng):
+def test_a_stack_is_updated_like_its_layers(factory, arguments, rng):
   optimizer = FromOptax(factory=factory, learning_rate=0.01, arguments=arguments)
-  start, grads = draw(rng), [draw(rng) for _ in range(2)]
-  got = cut(trained(optimizer, SPECS, start, grads))
-  specs = of_layers(lambda name, index, shape: WeightSpec(shape=shape, init=None, tags=SPECS[name].tags[1:]))
-  expected = trained(optimizer, specs, cut(start), [cut(g) for g in grads])
+  start, grads = random_tree(rng), [random_tree(rng) for _ in range(2)]
+  got = unstack(trained(optimizer, SPECS, start, grads))
+  specs = map_layers(lambda name, index, shape: WeightSpec(shape=shape, init=None, tags=SPECS[name].tags[1:]))
+  expected = trained(optimizer, specs, unstack(start), [unstack(g) for g in grads])
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
 def test_a_group_of_one_stack_has_one_norm():
-  """Gradients of norm 1, 10 and 100 in three layers: the step of all three has norm 1."""
+  """With gradients of norm 1, 10 and 100 in three layers, the step of all three has norm 1."""
   specs = {'kernel': WeightSpec(shape=(3, 2, 2), init=None, stacked=1, num_input_dims=1)}
   sizes = jnp.array([1.0, 10.0, 100.0])
   grads = {'kernel': jnp.broadcast_to(sizes[:, None, None] / 2, (3, 2, 2))}
@@ -149,14 +149,14 @@ def test_a_group_of_one_stack_has_one_norm():
     np.testing.assert_allclose(norms, np.array([1, 10, 100]) / np.sqrt(10101), rtol=1e-5)
 
 
-def test_all_layers_are_one_operation():
-  """The program of 20 layers has operations on whole stacks, and a few numbers of each layer for the norm."""
+def test_operations_are_on_whole_stacks():
+  """20 layers add to 2 layers only three scalar operations per layer, for the norm."""
   clipped = optax.chain(CLIP, optax.adamw(0.1, mask=several_dims))
   count = {}
   for num_layers in (2, 20):
     specs = {'kernel': WeightSpec(shape=(num_layers, 4, 2, 3), init=None, stacked=1, num_input_dims=1)}
     weights = {'kernel': jax.ShapeDtypeStruct((num_layers, 4, 2, 3), jnp.float32)}
-    init, update = layerwise(clipped.init, clipped.update, specs, 'it')
+    init, update = layerwise(clipped.init, clipped.update, specs, 'adamw')
     state = jax.eval_shape(init, weights)
     assert state[1][0].mu['kernel'].shape == (num_layers, 4, 2, 3)
     operations = jax.make_jaxpr(update)(weights, state, weights).jaxpr.eqns
@@ -177,7 +177,7 @@ def test_all_layers_are_one_operation():
   ids=['last key', 'all keys', 'flax', 'dict', 'tree'],
 )
 def test_masks_find_weights_of_stacks(label):
-  """A mask by the path of a weight or by a tree is true of all layers of the weight."""
+  """A mask by key paths or by a tree applies to all layers of a weight."""
   specs = {
     'a': {
       'bias': WeightSpec(shape=(2, 3), init=None, stacked=1, tags=('no_decay',)),
@@ -194,5 +194,5 @@ def test_masks_find_weights_of_stacks(label):
 def test_paths_and_dicts_at_once_are_refused():
   by_path = lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == 'query', tree)
   optimizer = optax.chain(optax.masked(CLIP, by_path), in_group(CLIP, ['up']))
-  with pytest.raises(UserError, match='tells weights apart by their key paths and by a tree of dicts'):
+  with pytest.raises(UserError, match=r'key paths and by a tree of dicts .*tree_map_with_path'):
     Learner(optimizer=optimizer).init({name: jnp.zeros(spec.shape) for name, spec in SPECS.items()}, SPECS)

@@ -1,4 +1,4 @@
-"""One learner step: clipping, averaging, metrics, and a step that is not finite changes nothing but its counts."""
+"""A learner step clips, averages and reports metrics; a non-finite step changes only the counts of skipped steps."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.learning import AdamW, FromOptax, Learner
 from spmd_tasks.learning.learner import global_norm
 from spmd_tasks.sharding import WeightSpec
@@ -20,8 +21,8 @@ SPECS = {
 SGD = FromOptax(factory=optax.sgd, learning_rate=1.0)
 
 
-def draw(rng, scale=1.0):
-  return {name: jnp.asarray(rng.normal(size=spec.shape) * scale, jnp.float32) for name, spec in SPECS.items()}
+def random_tree(rng):
+  return {name: jnp.asarray(rng.normal(size=spec.shape), jnp.float32) for name, spec in SPECS.items()}
 
 
 def numpy_norm(tree):
@@ -35,22 +36,22 @@ def step_once(learner, grads, weights, loss=1.0, step=0):
 
 @pytest.mark.parametrize('max_norm', [0.5, 1e6])
 def test_clip_by_global_norm(max_norm, rng):
-  weights, grads = draw(rng), draw(rng)
+  weights, grads = random_tree(rng), random_tree(rng)
   norm = numpy_norm(grads)
   new_weights, _, metrics = step_once(Learner(optimizer=SGD, clip_global_norm=max_norm), grads, weights)
   for name in SPECS:
     expected = np.asarray(weights[name], np.float64) - np.asarray(grads[name], np.float64) * min(1, max_norm / norm)
     np.testing.assert_allclose(new_weights[name], expected, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(metrics['grad_norm'], norm, rtol=1e-6)  # Before clipping.
+  np.testing.assert_allclose(metrics['grad_norm'], norm, rtol=1e-6)  # before clipping
 
 
 def test_norms_of_bfloat16_are_summed_in_float32():
-  # In bfloat16 a sum of ones stands still at 256.
+  # In bfloat16 a sum of ones does not grow beyond 256.
   specs = {'w': WeightSpec(shape=(1024,), init=None)}
   assert global_norm({'w': jnp.ones((1024,), jnp.bfloat16)}, specs) == 32.0
 
 
-def test_weights_in_bfloat16_are_warned_of(monkeypatch):
+def test_bfloat16_weights_are_warned_of(monkeypatch):
   logged = []
   monkeypatch.setattr(logging, 'log_first_n', lambda level, message, n, *args: logged.append(message % args))
   narrow = {name: dataclasses.replace(spec, dtype=jnp.bfloat16) for name, spec in SPECS.items()}
@@ -58,7 +59,7 @@ def test_weights_in_bfloat16_are_warned_of(monkeypatch):
   Learner(optimizer=SGD).init(weights, narrow)
   assert len(logged) == 1
   assert '2 trained weights, such as kernel, are stored in less than float32' in logged[0]
-  # Which is true: 50 steps of 1e-3 change nothing, and float32 weights by 0.05.
+  # 50 steps of 1e-3 do not change bfloat16 weights, and change float32 weights by 0.05.
   for specs in (narrow, SPECS):
     weights = jax.tree.map(lambda spec: jnp.ones(spec.shape, spec.dtype), specs)
     learner, state = (
@@ -72,24 +73,24 @@ def test_weights_in_bfloat16_are_warned_of(monkeypatch):
 
 
 def test_ema_follows_the_new_weights(rng):
-  weights = draw(rng)
+  weights = random_tree(rng)
   learner = Learner(optimizer=SGD, ema_decay=0.9)
   state = learner.init(weights, SPECS)
   assert all(a is not w for a, w in zip(jax.tree.leaves(state.ema_weights), jax.tree.leaves(weights)))
   average = {name: np.asarray(w, np.float64) for name, w in weights.items()}
   for step in range(3):
-    weights, state, _ = learner.update(draw(rng), jnp.float32(1), jnp.int32(step), state, weights, SPECS)
+    weights, state, _ = learner.update(random_tree(rng), jnp.float32(1), jnp.int32(step), state, weights, SPECS)
     average = {name: 0.9 * average[name] + 0.1 * np.asarray(w, np.float64) for name, w in weights.items()}
   for name in SPECS:
     np.testing.assert_allclose(state.ema_weights[name], average[name], rtol=1e-5, atol=1e-6)
 
 
-def test_skipped_steps_leave_no_trace_in_later_ones(rng):
-  """Good, bad, good equals good, good: the optimizer's own counts stand still, and the learning rate follows `step`."""
+def test_skipped_steps_do_not_affect_later_steps(rng):
+  """Skipped steps do not advance the optimizer's counts, and the learning rate follows `step`."""
   schedule = optax.warmup_constant_schedule(0.0, 0.1, 10)
   learner = Learner(optimizer=AdamW(learning_rate=schedule))
   update = jax.jit(lambda g, loss, step, state, w: learner.update(g, loss, step, state, w, SPECS))
-  first, second, start = draw(rng), draw(rng), draw(rng)
+  first, second, start = random_tree(rng), random_tree(rng), random_tree(rng)
   ends = []
   for losses in ([1.0, 1.0], [1.0, np.nan, np.nan, 1.0]):
     weights, state, step = start, learner.init(start, SPECS), 0
@@ -106,10 +107,10 @@ def test_skipped_steps_leave_no_trace_in_later_ones(rng):
   [
     ({'optimizer': 'adamw'}, "learner.optimizer is 'adamw'"),
     ({'ema_decay': 1.0}, r'learner.ema_decay is 1.0; it must be in \[0, 1\)'),
-    ({'accumulation': 'average'}, "learner.accumulation is 'average'; it must be 'mean' or 'sum'"),
-    ({'num_microbatches': 0}, 'learner.num_microbatches is 0; it must be 1'),
+    ({'accumulation': 'average'}, "learner.accumulation is 'average'; .*'sum'"),
+    ({'num_microbatches': 0}, 'learner.num_microbatches is 0'),
   ],
 )
 def test_impossible_settings_are_refused(settings, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(UserError, match=message):
     Learner(**({'optimizer': SGD} | settings))

@@ -1,4 +1,4 @@
-"""Optimizer state is laid out like the weights: moments have the split dims of the dims that they index."""
+"""Optimizer state is sharded like the weights: moments have the split dims of the dims that they keep."""
 
 import itertools
 
@@ -18,7 +18,7 @@ SPECS = {
   'query': WeightSpec(shape=(6, 2, 4), init=None, split_dims=('embed', 'heads', 'head_dim')),
   'scale': WeightSpec(shape=(4,), init=None, split_dims=None),
   'experts': {
-    # More experts than the kernel's largest dim has elements, and as many.
+    # The number of experts is larger than the kernel's largest dim, and equal to it.
     'up': WeightSpec(shape=(9, 4, 6), init=None, split_dims=('expert', 'expert_embed', 'expert_mlp'), tags=('expert',)),
     'down': WeightSpec(
       shape=(2, 6, 6, 4),
@@ -41,8 +41,8 @@ def specs_of(optimizer):
   return learner.state_split_dims(jax.eval_shape(lambda w: learner.init(w, SPECS), WEIGHTS), SPECS)
 
 
-def test_moments_of_experts_are_sharded_by_expert_without_a_name_filter():
-  """T5X derives no axes for these, and puts `expert` in front where a filter on names says so."""
+def test_moments_of_experts_are_sharded_by_expert():
+  """T5X needs a filter on names for this."""
   t5x_rules = (('expert', 'data'), ('expert_mlp', 'model'), ('expert_embed', None), ('layers', None))
   specs = specs_of(ADAFACTOR)
   factored = specs.opt_state[0]
@@ -63,14 +63,14 @@ def test_moments_of_experts_are_sharded_by_expert_without_a_name_filter():
 
 
 DIMS = ('first', 'second', 'third', 'fourth')
-FACTORED = {  # shape -> how many of its dims are stacked
+FACTORED = {  # shape -> number of stacked dims
   **{(3, 5): 0, (4, 4): 0, (3, 3, 3): 0, (5, 3, 5): 0, (4, 3, 4, 4): 0},
   **{(4, 4, 4): 1, (6, 4, 2, 4): 1},
 }
 
 
-def test_factored_split_dims_name_the_dims_that_the_moments_really_index():
-  """Ties included: a gradient that varies along one dim of the weight shows which dim of each moment that is."""
+def test_factored_moments_have_the_split_dims_of_the_dims_that_they_keep():
+  """A gradient that varies along one dim of the weight shows which dim of each moment this is; there are ties."""
   specs = {
     str(shape): WeightSpec(shape=shape, init=None, split_dims=DIMS[: len(shape)], stacked=stacked)
     for shape, stacked in FACTORED.items()
@@ -85,7 +85,7 @@ def test_factored_split_dims_name_the_dims_that_the_moments_really_index():
     moments = update({str(shape): ramp(shape).astype(np.float32) for shape in FACTORED})
     for shape, moment in itertools.product(FACTORED, ('v_row', 'v_col')):
       value = np.asarray(getattr(moments, moment)[str(shape)])
-      names = getattr(state_specs, moment)[str(shape)].split_dims
-      assert len(names) == value.ndim == len(shape) - 1
+      split_dims = getattr(state_specs, moment)[str(shape)].split_dims
+      assert len(split_dims) == value.ndim == len(shape) - 1
       varies = [bool(np.ptp(value, axis=i).max() > 0.1) for i in range(value.ndim)]
-      assert varies == [each == name for each in names], f'{moment} of {shape} has {names}, varied {name}'
+      assert varies == [entry == name for entry in split_dims], f'{moment} of {shape} has {split_dims}, varied {name}'

@@ -1,4 +1,4 @@
-"""A weight that the optimizer leaves as it is has no part in clipping, skipping or metrics, as a frozen one."""
+"""A weight that the optimizer does not train is excluded from clipping, skipping and metrics, like a frozen one."""
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,15 @@ SPECS = {
   'b': WeightSpec(shape=(2, 3, 2), init=None, stacked=1, num_input_dims=1),
 }
 WEIGHTS = {name: jnp.ones(spec.shape) for name, spec in SPECS.items()}
-LABELS = {'a': 'trained', 'b': 'rests'}
+LABELS = {'a': 'trained', 'b': 'untrained'}
 ZERO = optax.set_to_zero()
 OPTIMIZERS = {
   'MultiOptimizer': MultiOptimizer(optimizers=(('a', FromOptax(factory=optax.sgd, learning_rate=1.0)),)),
-  'partition': optax.partition({'trained': optax.sgd(1.0), 'rests': ZERO}, LABELS),
-  'labels of a function': optax.multi_transform({'trained': optax.sgd(1.0), 'rests': ZERO}, lambda tree: LABELS),
-  'set to zero at last': optax.chain(optax.trace(0.0), optax.sgd(1.0), optax.masked(ZERO, {'a': False, 'b': True})),
+  'partition': optax.partition({'trained': optax.sgd(1.0), 'untrained': ZERO}, LABELS),
+  'label function': optax.multi_transform({'trained': optax.sgd(1.0), 'untrained': ZERO}, lambda tree: LABELS),
+  'set to zero last': optax.chain(optax.trace(0.0), optax.sgd(1.0), optax.masked(ZERO, {'a': False, 'b': True})),
   'frozen first': optax.chain(optax.freeze({'a': False, 'b': True}), optax.sgd(1.0)),
-  'several steps in one': optax.MultiSteps(optax.partition({'trained': optax.sgd(1.0), 'rests': ZERO}, LABELS), 1),
+  'MultiSteps': optax.MultiSteps(optax.partition({'trained': optax.sgd(1.0), 'untrained': ZERO}, LABELS), 1),
 }
 
 
@@ -45,7 +45,7 @@ def test_norms_are_of_trained_weights(name):
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
-def test_a_gradient_that_is_not_finite_and_not_read_skips_no_step(name):
+def test_an_unread_non_finite_gradient_does_not_skip_the_step(name):
   grads = {'a': jnp.ones((2, 3, 2)), 'b': jnp.full((2, 3, 2), jnp.nan)}
   new, state, metrics = step(OPTIMIZERS[name], grads)
   assert metrics['skipped'] == 0
@@ -60,21 +60,21 @@ CLIP = optax.clip_by_global_norm(1.0)
   'transformation, expected',
   [
     (optax.adam(0.1), (False, False)),
-    (optax.masked(optax.sgd(1.0), {'a': True, 'b': False}), (False, False)),  # gradients of b are its updates
+    (optax.masked(optax.sgd(1.0), {'a': True, 'b': False}), (False, False)),  # the update of b is its gradient
     (OPTIMIZERS['partition'], (False, True)),
-    (optax.chain(CLIP, optax.freeze({'a': False, 'b': True})), (False, False)),  # b's are in the norm
+    (optax.chain(CLIP, optax.freeze({'a': False, 'b': True})), (False, False)),  # the norm includes b
     (optax.chain(optax.freeze({'a': False, 'b': True}), CLIP), (False, True)),
-    (optax.chain(optax.contrib.prodigy(), optax.freeze({'a': False, 'b': True})), (False, False)),  # by its state
+    (optax.chain(optax.contrib.prodigy(), optax.freeze({'a': False, 'b': True})), (False, False)),  # in its state
     (ZERO, (True, True)),
   ],
 )
-def test_what_is_read(transformation, expected):
+def test_gradients_that_no_update_depends_on_are_unread(transformation, expected):
   state = transformation.init(WEIGHTS)
-  read = unread_gradients(lambda grads, state: transformation.update(grads, state, WEIGHTS), WEIGHTS, state)
-  assert (read['a'], read['b']) == expected
+  unread = unread_gradients(lambda grads, state: transformation.update(grads, state, WEIGHTS), WEIGHTS, state)
+  assert (unread['a'], unread['b']) == expected
 
 
-def test_ours_read_all():
+def test_our_optimizers_read_all_gradients():
   transformation = AdamW(learning_rate=0.1, weight_decay=0.1).transformation(SPECS)
   update = lambda grads, state: transformation.update(grads, state, WEIGHTS, is_finite=jnp.bool_(True))
   assert unread_gradients(update, WEIGHTS, transformation.init(WEIGHTS)) == {'a': False, 'b': False}

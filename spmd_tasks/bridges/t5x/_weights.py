@@ -20,7 +20,7 @@ from typing import Any
 from spmd_tasks.bridges._operations import Operation, Reshape, Transpose
 from spmd_tasks.bridges._rules import Rule, RuleTable
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning.adafactor import factored_dims
+from spmd_tasks.learning.optimizer_specs import factored_dims
 
 Shapes = Mapping[str, Any]  # name -> array or jax.ShapeDtypeStruct
 
