@@ -1,7 +1,7 @@
 """Several low-rank adapters beside one kernel: each row of a batch has one of them, or none.
 
     adapter = AdapterChoices(rank=16, choices=('french', 'legal'))
-    linear = Linear(output_dims=64, adapter=adapter.of_rows(jnp.array([0, 2, 1])))    # none, 'legal', 'french'
+    linear = Linear(output_dims=64, product=adapter.of_rows(jnp.array([0, 2, 1])))    # none, 'legal', 'french'
     y = linear(x)                                                                     # x [B, T, I]
 
 The adapters are stacked, so that one compiled step computes every mix of them (Chen et al., "Punica", 2023; Sheng et

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA): a small trained product of two matrices beside a frozen kernel.
 
-    Linear(output_dims=64, adapter=LowRankAdapter(rank=8, alpha=16.0))    # y = x . W + alpha / rank * (x . A) . B
+    Linear(output_dims=64, product=LowRankAdapter(rank=8, alpha=16.0))    # y = x . W + alpha / rank * (x . A) . B
 
 After Hu et al., "LoRA" (arXiv 2106.09685); `use_rslora` after Kalajdzievski (arXiv 2312.03732); `use_dora` after Liu et
 al., "DoRA" (arXiv 2402.09353). B starts at zero, so that the model starts as the one that it adapts, bit for bit.

@@ -38,15 +38,17 @@ from spmd_tasks.decoding.group_sampling import Groups, Samples, sample_groups
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores, StepInputs
 from spmd_tasks.decoding.weight_storage import (
+  LAYER_KERNELS,
   WeightStorage,
   find_kernels,
   free_bytes,
   local_bytes,
+  multiplying_by_layer,
   with_layer_kernels,
 )
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import adapter_choices, map_adapters
-from spmd_tasks.layers.base import LAYER_KERNELS, layer_scope
+from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
@@ -698,10 +700,11 @@ class DecodeSteps:
 
     return jax.tree.map(empty, *self._abstract_cache(num_rows)[:2])
 
+  @contextlib.contextmanager
   def _layer_scope(self):
-    facts = self._task.layer_facts()
-    facts |= {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
-    return layer_scope(longest_text=self.max_len, **facts)
+    facts = {name: getattr(self.settings, name) for name in ('cache_dtype', 'cache_attention')}
+    with layer_scope(longest_text=self.max_len, **facts), self._task.layer_context():
+      yield
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)
@@ -718,7 +721,8 @@ def _read_tokens(task: Task, variables: Variables, cache: Any, batch: Mapping[st
   if numbers is not None:
     model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
   given, named = task.arguments(batch, train=False)
-  with layer_scope(**{f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'drafts')}):
+  facts = {f'cache_{name}': batch.get(name) for name in ('slots', 'tables', 'drafts')}
+  with layer_scope(**facts), multiplying_by_layer(variables) as variables:
     outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
   if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
     raise UserError(

@@ -13,15 +13,17 @@ the stored variables). There, programs that generate have no loop over layers (l
 left of the stacks that `true` makes: XLA reads each layer's array where it is, and compiles and tunes the products of
 one layer for all.
 
-    with find_kernels(found):                    # the model's forward is traced within
+    with find_kernels(found):                                    # the model's forward is traced within
       ...
     variables = with_layer_kernels(variables, found)
+    with multiplying_by_layer(variables) as variables:           # inside a compiled step
+      model.apply(variables, ...)
 
 A loop over layers slices each layer's part out of a stack. To a CPU that is a copy, which takes as long as a product
-with a few tokens. So the kernels of `Linear` move from `params` to a collection of their own, which the loop leaves
-whole, and `Linear` has a branch for each layer. The bits are the same. The arrays are views of the stacks where a
-layer begins at an address that JAX takes as it is, and copies elsewhere. While views live, the stacks keep their memory
-and cannot be donated.
+with a few tokens. So the kernels of `Linear` move from `params` to tuples of arrays, one per layer, and the loop has a
+branch for each layer where a `Linear` multiplies. The bits are the same. An array is a view of its stack if the layer
+begins at an address that JAX takes as it is, and a copy otherwise. While views live, the stacks keep their memory and
+cannot be donated.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -33,14 +35,14 @@ import os
 from typing import Any, NamedTuple
 
 from flax import traverse_util
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.layers import Linear
-from spmd_tasks.layers.base import LAYER_KERNELS, current_layer_scope
+from spmd_tasks.layers.base import current_layer_scope
+from spmd_tasks.layers.linear import Linear, intercept_products
+from spmd_tasks.layers.products import DeclaredKernel, Product
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import WeightSpec
@@ -49,6 +51,7 @@ from spmd_tasks.sharding.quantized import quantize, stored_spec
 from spmd_tasks.sharding.specs import current_platform, sharding_scope, spec_axes
 from spmd_tasks.sharding.weights import is_quantized, leaf_name
 
+LAYER_KERNELS = 'layer_kernels'  # the collection of kernels that are tuples of arrays, one per layer
 _LEAST = 1 << 16  # numbers of a layer's kernel: copies of smaller ones stay in the CPU's cache
 
 
@@ -213,15 +216,14 @@ def _converter(
 def find_kernels(found: set[tuple[str, ...]]) -> Iterator[None]:
   """Context in which a model is traced: adds the paths below `params` of kernels that can be one array per layer."""
 
-  def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    module = context.module
-    if type(module) is Linear and module.adapter is None and len(current_layer_scope().layers) == 1:
-      kernel = module.variables.get('params', {}).get('kernel')
+  def note(layer: Linear, multiply: Any, x: jax.Array, product: Product) -> jax.Array:
+    if type(layer) is Linear and layer.product is None and len(current_layer_scope().layers) == 1:
+      kernel = layer.variables.get('params', {}).get('kernel')
       if kernel is not None and not is_quantized(kernel) and math.prod(kernel.shape) >= _LEAST:
-        found.add((*module.path, 'kernel'))
-    return call(*args, **kwargs)
+        found.add((*layer.path, 'kernel'))
+    return multiply(x, product)
 
-  with nn.intercept_methods(note):
+  with intercept_products(note):
     yield
 
 
@@ -233,6 +235,27 @@ def with_layer_kernels(variables: Variables, found: Set[tuple[str, ...]]) -> Var
   kernels = {path: _split(params.pop(path)) for path in sorted(found)}
   moved = {'params': params, LAYER_KERNELS: kernels}
   return variables | {name: traverse_util.unflatten_dict(each) for name, each in moved.items()}
+
+
+@contextlib.contextmanager
+def multiplying_by_layer(variables: Variables) -> Iterator[Variables]:
+  """Context in which a model is called (traced) with kernels that `with_layer_kernels` moved; gives its variables."""
+  kernels = traverse_util.flatten_dict(variables.get(LAYER_KERNELS, {}))
+  if not kernels:
+    yield variables
+    return
+
+  def switch(layer: Linear, multiply: Any, x: jax.Array, product: Product) -> jax.Array:
+    if (of_layers := kernels.get((*layer.path, 'kernel'))) is None:
+      return multiply(x, product)
+    declared = functools.partial(
+      DeclaredKernel, module=layer, num_input_dims=layer.num_input_dims, split_dims=None, dtype=layer.dtype
+    )
+    branches = [lambda x, kernel=kernel: product(x, declared(value=kernel)) for kernel in of_layers]
+    return jax.lax.switch(current_layer_scope().layers[0], branches, x.astype(layer.dtype))
+
+  with intercept_products(switch):
+    yield {name: collection for name, collection in variables.items() if name != LAYER_KERNELS}
 
 
 def _split(stack: Any) -> tuple[Any, ...]:

@@ -1,10 +1,10 @@
-"""The seam by which an object changes what layers compute with their kernels, as adapters/low_rank.py (LoRA) does.
+"""Adapters: products with weights of their own beside a kernel, as adapters/low_rank.py (LoRA) has them.
 
-    Linear(output_dims=64, adapter=LowRankAdapter(rank=8, alpha=16.0))
+    Linear(output_dims=64, product=LowRankAdapter(rank=8, alpha=16.0))
 
-A layer with several projections has a field `adapters`, and a static method `adaptable` that says what the weights of
-its projections are called. It calls `adapter.adapt` where it declares a kernel, and then either `outputs`, which
-changes x . kernel, or `kernel`, where every product needs a whole kernel.
+A layer with several projections has a field `adapters`, and a static method `adaptable` that returns the names of their
+weights. A layer without a Linear calls `adapter.adapt` with the kernel that it declares, and then either `outputs`,
+which changes x . kernel, or `kernel`, if its products need a whole kernel.
 """
 
 import abc
@@ -15,35 +15,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from spmd_tasks.sharding import SplitDims
+from spmd_tasks.layers.products import DeclaredKernel, Product, plain_product
 
 # The tag of adapters' weights, which belong to no base.
 ADAPTER_TAG = 'adapter'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeclaredKernel:
-  """A kernel that a layer has declared.
-
-  Attributes:
-    module: the layer.
-    value: [E?, I..., O...]: E counts experts, I is contracted with an input.
-    prefix: of the names of weights beside it, for a kernel that is not called `kernel`.
-    num_input_dims, num_stacked_dims: how many dims I has, and how many count separate kernels, as E does.
-    split_dims, tags: of the kernel.
-    dtype: of the computation.
-    token_split_dims: of the dims of inputs that count tokens, such as ('batch', 'seq'); None: not known.
-  """
-
-  module: nn.Module
-  value: jax.Array
-  prefix: str = ''
-  num_input_dims: int = 1
-  num_stacked_dims: int = 0
-  split_dims: SplitDims
-  tags: tuple[str, ...] = ()
-  dtype: Any
-  token_split_dims: SplitDims = None
 
 
 class AdaptedKernel(abc.ABC):
@@ -59,7 +34,7 @@ class AdaptedKernel(abc.ABC):
 
 
 class WeightAdapter(abc.ABC):
-  """Settings of an adapter, a frozen dataclass.
+  """Settings of an adapter, a frozen dataclass. A Product, which adapts another.
 
   Attributes:
     names: the projections that have it, where a layer has several.
@@ -72,6 +47,11 @@ class WeightAdapter(abc.ABC):
   @abc.abstractmethod
   def adapt(self, kernel: DeclaredKernel) -> AdaptedKernel:
     """Declares the adapter's weights beside a kernel."""
+
+  def __call__(self, x: jax.Array, kernel: DeclaredKernel, product: Product = plain_product) -> jax.Array:
+    """Returns what takes the place of y = product(x, kernel)."""
+    y = product(x, kernel)
+    return self.adapt(kernel).outputs(x, y)
 
   def of_rows(self, numbers: jax.Array) -> 'WeightAdapter':
     """Returns this adapter for a batch of which row b chooses number numbers[b], int32 [B]; 0 chooses none."""

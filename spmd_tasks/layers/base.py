@@ -268,9 +268,7 @@ class LayerScope:
     cache_dtype: how keys and values are kept, see kv_cache.CACHE_DTYPES; None: as they are.
     cache_attention: what computes attention to a paged cache, see _paged.py; None: the best there is.
     records_routing: in generation, whether the cache also keeps which experts computed each token.
-    quantization: which Linears multiply in int8 or fp8, see quantized_products.py; None: none.
     balanced_tokens: tokens that are split over devices are in the order that balances attention, see _context.py.
-    path: of the module whose weights a pipeline's stage was given, below which its layers lie.
   """
 
   part: BatchPart = BatchPart()
@@ -285,9 +283,7 @@ class LayerScope:
   cache_dtype: str | None = None
   cache_attention: str | None = None
   records_routing: bool = False
-  quantization: Any = None
   balanced_tokens: bool = False
-  path: tuple[str, ...] = ()
 
 
 _OUTSIDE = LayerScope()
@@ -310,7 +306,6 @@ def current_layer_scope() -> LayerScope:
 
 
 CACHE = 'cache'  # the collection of what earlier calls of a text's layers left
-LAYER_KERNELS = 'layer_kernels'  # the collection of kernels that are in tuples, not stacked: decoding/weight_storage.py
 LINEAR_TAG = 'linear'  # of kernels of Linears
 REPLAYED = 'replayed'  # the collection of earlier choices of experts, which routers take in place of new ones
 NEW_CACHE = 'new_cache'  # the collection that a caller makes mutable to generate text (attention/kv_cache.py)

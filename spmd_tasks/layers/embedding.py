@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, float32_product, soft_cap
 from spmd_tasks.layers.label_scores import LabelScores, in_chunks, predicted_label_scores
-from spmd_tasks.layers.linear import adapted, adapter_of, multiply_gathered
+from spmd_tasks.layers.linear import adapted, adapter_of
+from spmd_tasks.layers.products import multiply_gathered
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.weights import Initializer
 
@@ -132,7 +133,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     kernel = self.table if self.tied else self.softmax_kernel
     equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
     split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
-    if self.logits_split_dims is not None and x.size >= kernel.size:  # see Linear
+    if self.logits_split_dims is not None and x.size >= kernel.size:  # see multiply_kernel
       token_split_dims = self.logits_split_dims[:2]
     multiply = float32_product(equation)
 

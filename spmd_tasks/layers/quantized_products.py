@@ -16,17 +16,20 @@ mesh gives the same numbers; those of rows that are summed in parts, as microbat
 Shapes: T... dims that count tokens, I... dims that are contracted, O... dims of the output.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.adapter import WeightAdapter
 from spmd_tasks.layers.base import LINEAR_TAG, current_layer_scope
+from spmd_tasks.layers.linear import Linear, intercept_products
+from spmd_tasks.layers.products import DeclaredKernel, Product, multiply_kernel, plain_product
 from spmd_tasks.sharding.quantized import dequantized_spec
 from spmd_tasks.sharding.weight_names import compile_pattern, matching_names
 from spmd_tasks.sharding.weights import is_quantized, leaf_name
@@ -38,7 +41,7 @@ _TINY = 2.0**-100  # a channel whose largest value is below becomes zeros: a quo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedProduct:
-  """How the products of a kernel are quantized.
+  """A Product of quantized operands, which a Linear can have as its `product`, and its settings.
 
   Attributes:
     dtype: of inputs and weights: 'int8', 'float8_e4m3fn' or 'float8_e5m2'.
@@ -70,6 +73,11 @@ class QuantizedProduct:
         'float8.'
       )
 
+  def __call__(self, x: jax.Array, kernel: DeclaredKernel) -> jax.Array:
+    if current_layer_scope().plain_products:
+      return plain_product(x, kernel)
+    return multiply_kernel(functools.partial(quantized_product, self, kernel.num_input_dims), x, kernel)
+
 
 _E4M3, _E5M2 = 'float8_e4m3fn', 'float8_e5m2'
 RECIPES: Mapping[str, QuantizedProduct] = {
@@ -99,16 +107,25 @@ def rules_of(setting: Setting) -> dict[str, QuantizedProduct | None]:
   return rules
 
 
-def product_of(
-  setting: Setting, layer: nn.Module, num_inputs: int, multiply: Callable[..., jax.Array]
-) -> Callable[..., jax.Array]:
-  """Returns the product (x [T..., I...], kernel [I..., O...]) -> [T..., O...] of a Linear, by default `multiply`."""
-  scope = current_layer_scope()
-  name = '/'.join((*scope.path, *layer.path, 'kernel'))
-  how = next((how for pattern, how in rules_of(setting).items() if compile_pattern(pattern).search(name)), None)
-  if how is None or scope.plain_products:
-    return multiply
-  return functools.partial(quantized_product, how, num_inputs)
+def quantizing(setting: Setting | None) -> contextlib.AbstractContextManager[None]:
+  """Context in which a model is called (traced): its Linears multiply as `setting` says, a value of Task.quantization.
+
+  An adapter then adapts the quantized product. A Linear with another product of its own keeps it.
+  """
+  if setting is None:
+    return contextlib.nullcontext()
+  rules = [(compile_pattern(pattern), product) for pattern, product in rules_of(setting).items()]
+
+  def quantize(layer: Linear, multiply: Any, x: jax.Array, product: Product) -> jax.Array:
+    name = '/'.join((*layer.path, 'kernel'))
+    quantized = next((product for pattern, product in rules if pattern.search(name)), None)
+    if quantized is not None and product is plain_product:
+      product = quantized
+    elif quantized is not None and isinstance(product, WeightAdapter):
+      product = functools.partial(product, product=quantized)
+    return multiply(x, product)
+
+  return intercept_products(quantize)
 
 
 def check_patterns(setting: Setting, weight_specs: Any) -> None:

@@ -28,7 +28,6 @@ from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
 from spmd_tasks.layers.base import (
   CACHE,
-  LAYER_KERNELS,
   NEW_CACHE,
   Statistics,
   WithSublayers,
@@ -257,8 +256,8 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     generates = block.is_mutable_collection(NEW_CACHE) and not block.is_initializing()
     layers = nn.scan(
       layer,
-      variable_axes={DenyList((CACHE, LAYER_KERNELS)): 0},  # of every other collection
-      variable_broadcast=(CACHE, LAYER_KERNELS),
+      variable_axes={DenyList(CACHE): 0},  # of every other collection
+      variable_broadcast=CACHE,
       split_rngs={'params': True, 'dropout': True},
       in_axes=(nn.broadcast, 0),
       length=num_layers,

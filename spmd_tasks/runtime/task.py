@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import LossOutput
-from spmd_tasks.layers.base import layer_scope, named_arguments, signature_of, train_flags, warn_of_default
+from spmd_tasks.layers.base import named_arguments, signature_of, train_flags, warn_of_default
 from spmd_tasks.layers.losses import StepOutputs, as_loss
+from spmd_tasks.layers.quantized_products import check_patterns, quantizing
 from spmd_tasks.learning import BaseLearner, LearnerState
 from spmd_tasks.learning.accumulation import accumulate_gradients
 from spmd_tasks.learning.frozen_weights import fill_in, mark_frozen, without_frozen
@@ -259,8 +260,6 @@ class Task(BaseTask):
       weight_specs = mark_frozen(weight_specs, self.trained, self.frozen_dtype)
     self.loss.check_weights(weight_specs)
     if self.quantization is not None:
-      from spmd_tasks.layers.quantized_products import check_patterns
-
       check_patterns(self.quantization, weight_specs)
     return weight_specs
 
@@ -270,12 +269,12 @@ class Task(BaseTask):
     return self._apply(variables | self.constants(variables, batch), *positional, **named, **apply)
 
   def _apply(self, variables: Variables, *positional: Any, **named: Any) -> Any:
-    with layer_scope(**self.layer_facts()):
+    with self.layer_context():
       return self.model.apply(variables, *positional, **named)
 
-  def layer_facts(self) -> dict[str, Any]:
-    """Returns the facts of LayerScope under which the model's layers are called."""
-    return {'quantization': self.quantization}
+  def layer_context(self) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which the model is called (traced): its Linears multiply as `quantization` says."""
+    return quantizing(self.quantization)
 
   def constants(self, variables: Variables, batch: Batch) -> Variables:
     """Returns collections that the model reads but that are not state, computed from the batch. By default none."""

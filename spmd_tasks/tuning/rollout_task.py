@@ -6,7 +6,8 @@ The chosen experts are flat: int32 [..., n], the choices of all layers in order.
 Shapes: B batch, T sequence, D model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers import LanguageModel, declare_weight
 from spmd_tasks.layers.adapter import ADAPTER_TAG
-from spmd_tasks.layers.base import REPLAYED
+from spmd_tasks.layers.base import REPLAYED, layer_scope
 from spmd_tasks.runtime import Task
 
 
@@ -32,8 +33,10 @@ class RolloutTask(Task):
 
   records_routing: bool = False
 
-  def layer_facts(self) -> dict[str, Any]:
-    return super().layer_facts() | {'records_routing': self.records_routing}
+  @contextlib.contextmanager
+  def layer_context(self) -> Iterator[None]:
+    with layer_scope(records_routing=self.records_routing), super().layer_context():
+      yield
 
   def constants(self, variables: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
     if not self.records_routing or 'expert_ids' not in batch:

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.layers.losses import WithAuxLosses
 from spmd_tasks.learning import Learner
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
@@ -244,7 +243,7 @@ def _forward(task: Any, variables: Any, batch: dict[str, Any], rng: jax.Array) -
 
   def predict(batch):
     positional, named = task.arguments(batch, train=True)
-    with layer_scope(**task.layer_facts()):
+    with task.layer_context():
       predictions, updated = task.model.apply(
         variables | task.constants(variables, batch), *positional, **named, rngs={'dropout': rng}, mutable=beside
       )

@@ -21,7 +21,7 @@ DRAWN = {name: (RNG.normal(size=shape) * 0.3).astype(np.float32) for name, shape
 
 
 def linear(adapter):
-  return Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None, adapter=adapter)
+  return Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None, product=adapter)
 
 
 def own_weights(number):
@@ -48,7 +48,7 @@ def stacked_weights(num_more=0):
 
 def apply(module, weights, x, numbers=None):
   if numbers is not None:
-    module = module.clone(adapter=module.adapter.of_rows(jnp.asarray(numbers)))
+    module = module.clone(product=module.product.of_rows(jnp.asarray(numbers)))
   with jax.default_matmul_precision('highest'):
     return np.asarray(module.apply({'params': weights}, x))
 

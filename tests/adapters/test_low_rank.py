@@ -39,7 +39,7 @@ def apply(module, weights, *inputs, **settings):
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_linear_computes_the_published_formula_and_so_does_its_merged_kernel(kind):
   adapter = KINDS[kind]
-  linear = Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None, adapter=adapter)
+  linear = Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None, product=adapter)
   weights = drawn(linear, X)
   kernel, a, b = (np.asarray(weights[name], np.float64) for name in ('kernel', 'lora_a', 'lora_b'))
   adapted = kernel + (6 / np.sqrt(2) if kind == 'rslora' else 6 / 2) * np.tensordot(a, b, 1)
@@ -57,7 +57,7 @@ def test_a_linear_computes_the_published_formula_and_so_does_its_merged_kernel(k
 
 
 def test_a_new_adapter_changes_no_bit_and_is_as_peft_draws_it():
-  plain, adapted = (Linear(output_dims=64, split_dims=None, adapter=each) for each in (None, KINDS['lora']))
+  plain, adapted = (Linear(output_dims=64, split_dims=None, product=each) for each in (None, KINDS['lora']))
   x = X.reshape(10, 12)
   y, before = plain.init_with_output(jax.random.key(0), x)
   z, after = adapted.init_with_output(jax.random.key(0), x)
@@ -70,7 +70,7 @@ def test_a_new_adapter_changes_no_bit_and_is_as_peft_draws_it():
 
 
 def test_dropout_is_of_the_adapters_input_and_in_training_only():
-  linear = Linear(output_dims=4, split_dims=None, adapter=LowRankAdapter(rank=12, alpha=12.0, dropout_rate=0.5))
+  linear = Linear(output_dims=4, split_dims=None, product=LowRankAdapter(rank=12, alpha=12.0, dropout_rate=0.5))
   x = np.ones((1000, 12), np.float32)
   weights = {'kernel': np.zeros((12, 4)), 'lora_a': np.eye(12), 'lora_b': np.full((12, 4), 1 / 12)}
   np.testing.assert_allclose(apply(linear, weights, x), 1.0, rtol=1e-6)

@@ -19,7 +19,6 @@ from spmd_tasks.decoding.generation import can_sample, complete_groups, search
 from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.layers import transformer
-from spmd_tasks.layers.base import LAYER_KERNELS
 from spmd_tasks.runtime.compilation import CompilationCounter
 from tests.decoding.runs import CHUNK, MAX_LEN, MESHES, SETTINGS, draw, make_run, place, short_blocks  # noqa: F401
 
@@ -77,10 +76,10 @@ def test_kernels_of_each_layer_give_the_bits_of_their_stacks(monkeypatch):
   monkeypatch.setattr(weight_storage, '_LEAST', 1)
   steps = run.few_programs(SETTINGS)
   kernel = run.variables['params']['stack']['layers']['ffn']['up']['kernel']
-  *_, last = steps.arrange(run.variables)[LAYER_KERNELS]['stack']['layers']['ffn']['up']['kernel']
+  *_, last = steps.arrange(run.variables)[weight_storage.LAYER_KERNELS]['stack']['layers']['ffn']['up']['kernel']
   np.testing.assert_array_equal(last, kernel[-1])
   program = steps.lower_step().as_text()
-  num_kernels = len(jax.tree.leaves(steps.arrange(run.variables)[LAYER_KERNELS]))
+  num_kernels = len(jax.tree.leaves(steps.arrange(run.variables)[weight_storage.LAYER_KERNELS]))
   assert program.count('stablehlo.case') == num_kernels // len(kernel) + 1
   done = dict(generate(steps, run.variables, requests, decode=lambda tokens: ''))
   assert [(done[index].ids, done[index].logprobs) for index in range(4)] == [(e.ids, e.logprobs) for e in expected]

@@ -7,7 +7,7 @@ import pytest
 
 from spmd_tasks.layers import Linear
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.layers.linear import multiply_gathered
+from spmd_tasks.layers.products import multiply_gathered
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs

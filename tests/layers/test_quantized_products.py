@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import Linear
+from spmd_tasks.adapters import LowRankAdapter
+from spmd_tasks.layers import Linear, plain_product
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.layers.quantized_products import RECIPES, QuantizedProduct, quantized_product
+from spmd_tasks.layers.quantized_products import RECIPES, QuantizedProduct, quantized_product, quantizing
 from spmd_tasks.sharding import MeshSpec
 from spmd_tasks.sharding.specs import current_sharding_scope, sharding_scope
 
@@ -96,12 +97,17 @@ def test_product_and_gradients_are_those_of_the_emulation(name, dtype):
 )
 def test_a_mesh_changes_no_bit(recipe, scatters):
   """Of a Linear whose tokens, inputs and outputs are all split: a channel's maximum is that of all devices."""
-  layer = Linear(output_dims=12, split_dims=('embed', 'mlp'), activation_split_dims=('batch', None, 'act_mlp'))
+  layer = Linear(
+    output_dims=12,
+    split_dims=('embed', 'mlp'),
+    activation_split_dims=('batch', None, 'act_mlp'),
+    product=RECIPES[recipe],
+  )
   rng = np.random.default_rng(1)
   x, kernel, g = draw(rng, (8, 3, 20)), draw(rng, (20, 12)), draw(rng, (8, 3, 12), powers=1)
 
   def product(x, kernel, g):
-    with layer_scope(quantization=recipe, scatters_gradients=scatters):
+    with layer_scope(scatters_gradients=scatters):
       y, backward = jax.vjp(lambda x, kernel: layer.apply({'params': {'kernel': kernel}}, x), x, kernel)
       return y, *backward(g)
 
@@ -116,3 +122,19 @@ def test_a_mesh_changes_no_bit(recipe, scatters):
     # Scattered gradients of weights are sums of the devices' products in float32, which round in another order.
     atol = 1e-6 * np.abs(whole).max() if scatters and i == 2 else 0
     np.testing.assert_allclose(np.asarray(of_mesh).reshape(whole.shape), whole, rtol=0, atol=atol)
+
+
+def test_a_setting_quantizes_below_adapters_and_leaves_other_products():
+  adapter = LowRankAdapter(rank=1, alpha=1.0)
+  rng = np.random.default_rng(2)
+  x = draw(rng, (3, 20))
+  weights = {'kernel': draw(rng, (20, 12)), 'lora_a': draw(rng, (20, 1)), 'lora_b': draw(rng, (1, 12))}
+
+  def apply(product, setting=None):
+    with quantizing(setting):
+      return Linear(output_dims=12, product=product).apply({'params': weights}, x)
+
+  added = apply(adapter) - apply(None)
+  np.testing.assert_array_equal(apply(None, {'^kernel$': 'int8'}), apply(RECIPES['int8']))
+  np.testing.assert_allclose(apply(adapter, 'int8') - apply(RECIPES['int8']), added, rtol=1e-4, atol=1e-3)
+  np.testing.assert_array_equal(apply(lambda x, kernel: 2 * plain_product(x, kernel), 'int8'), 2 * apply(None))

@@ -13,7 +13,7 @@ from tests.runtime.pipeline_experiments import PipelinedAdamW
 from tests.runtime.uneven_experiments import AdamW
 
 SIX = ('num_layers=6', 'batch_size=16')
-BOTH = ('task.quantization={"ffn/": "int8", "attention/out": None, "attention/": "fp8_full"}',)
+BOTH = ('task.quantization={"^stack/layers/ffn/": "int8", "attention/out": None, "attention/": "fp8_full"}',)
 CASES = [('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ('schedule=one_forward_one_backward',))]
 # By default tests/layers/test_quantized_products.py has these meshes for one product.
 ONE_BY_ONE = [

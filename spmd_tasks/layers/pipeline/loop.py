@@ -20,6 +20,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import flax
 import flax.linen as nn
 import jax
 from jax.flatten_util import ravel_pytree
@@ -58,6 +59,7 @@ class Stage:
 
   Attributes:
     block: unbound template of the layers.
+    path: of the block in the model.
     remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
     train: whether dropout is on.
     axis: the mesh axis of the stages.
@@ -67,6 +69,7 @@ class Stage:
   """
 
   block: nn.Module
+  path: tuple[str, ...]
   remat_policy: str
   train: bool
   axis: str
@@ -101,10 +104,10 @@ class Stage:
     has_identity_layers = num_layers * jax.lax.axis_size(self.axis) > self.layers_per_repeat
     segment_ids, segment_pos = microbatch.segment_ids, microbatch.segment_pos
 
-    def call(block, x, segment_ids, segment_pos):
+    def run_block(layer_weights, x, rngs):
+      scope = flax.core.Scope({'params': layer_weights}, rngs=rngs, path=self.path)
+      block = self.block.clone(parent=scope, _deep_clone=True)
       return run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=self.train)
-
-    run_block = nn.apply(call, self.block)
 
     def layer(x, weights_and_position):
       layer_weights, position = weights_and_position
@@ -119,7 +122,7 @@ class Stage:
       layer_weights, block_input = gate_gradient((layer_weights, x), is_true & is_work)
       part = BatchPart(index=index, count=self.num_microbatches, is_work=is_true & is_work)
       with layer_scope(part=part):
-        y, aux = run_block({'params': layer_weights}, block_input, segment_ids, segment_pos, rngs=rngs)
+        y, aux = run_block(layer_weights, block_input, rngs)
       return tree_where(is_true, y, x) if has_identity_layers else y, aux
 
     policy = remat_policy(self.remat_policy)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, layer_scope, run_layer, values_per_layer
+from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, run_layer, values_per_layer
 from spmd_tasks.layers.pipeline.loop import Stage, StageWeights, run_loop, run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, check_microbatches_divide, merge_rows, split_rows
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
@@ -145,6 +145,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
       )
     stage = Stage(
       block=self.block.clone(parent=None),
+      path=(*self.path, 'layers'),
       remat_policy=self.remat_policy,
       train=train,
       axis=axis,
@@ -177,8 +178,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
       in_specs=(StageWeights(layers_spec, PartitionSpec()), PartitionSpec(axis)),
       out_specs=(PartitionSpec(axis), PartitionSpec(None, axis)),
     )
-    with layer_scope(path=(*self.path, 'layers')):
-      x, aux = run_on_stages(StageWeights(weights, rng), microbatches)
+    x, aux = run_on_stages(StageWeights(weights, rng), microbatches)
 
     def by_layer(a):  # [V, P N, ...] to [L, ...]
       return a[:, : stage.layers_per_repeat].reshape(-1, *a.shape[2:])
