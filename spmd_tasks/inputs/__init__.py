@@ -2,14 +2,14 @@
 
     TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)
 
-An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` gives one host's InputIterator. The global
-batch is a function of the fields and the position alone, so the number of hosts may change between save and restore.
+An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` returns one host's InputIterator. The global
+batch depends only on the fields and the position, so the number of hosts may change between save and restore.
 
-Read base.py (the contract and the fields of a batch), batches.py (a user's own data), then text_input.py (packed text
-from any TextSource) with packing.py, row_order.py and epoch_rows.py (which text is in which row), text.py, sources
-(records.py, foreign_files.py) and tokenizers (tokenizers.py, tokenizer_files.py), synthetic.py (made-up tokens),
-mixture.py (rows of several inputs by weights), span_corruption.py (T5's objective), prefetch.py (reads ahead). Each
-module loads on first use.
+Start with base.py (the protocols and the arrays of a batch), then batches.py (a user's own data) or text_input.py
+(packed text). TextInput reads a source (text.py, records.py, foreign_files.py) through a tokenizer (tokenizers.py,
+tokenizer_files.py), assigns text to rows (row_order.py, epoch_rows.py) and packs it (packing.py). The others:
+synthetic.py (random tokens), mixture.py (rows from several inputs), span_corruption.py (T5's objective),
+chat_template.py (conversations as text), prefetch.py (reads batches ahead). Each module loads on first use.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports

@@ -2,9 +2,9 @@
 
     [(text, spans)] = render(source, [(variables, None)])
 
-A template comes with a model's folder. Jinja's immutable sandbox keeps it from Python's internals, and the text that it
-writes has a limit. transformers itself is not used: it takes seconds to import, cannot be told the date, and does not
-detect a `{% generation %}` block in a macro.
+Templates come with model folders and are not trusted: Jinja's immutable sandbox hides Python's internals from them, and
+the length of the text is limited. transformers itself is not used: it takes seconds to import, accepts no date, and
+does not detect a `{% generation %}` block in a macro.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,60 +37,59 @@ class _RefusedError(Exception):
 
 
 class _LimitError(Exception):
-  """A template makes too large a text."""
+  """A template writes too long a text."""
 
 
 @dataclasses.dataclass
 class _Rendering:
-  """What is known while a template is rendered."""
+  """The state of one rendering."""
 
-  now: datetime.datetime | None = None  # for `strftime_now`; None: the clock's
+  now: datetime.datetime | None = None  # the time for `strftime_now`; None: the current time
   num_chars: int = 0  # written so far
-  marks: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # where a `{% generation %}` begins, its text
+  marks: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # (start, text) of `{% generation %}` blocks
 
 
 _rendering: contextvars.ContextVar[_Rendering] = contextvars.ContextVar('rendering')
 
 
 def render(source: str, jobs: Sequence[Job] = ()) -> list[tuple[str, Spans | None]]:
-  """Renders a template once for each job: its variables, and the time for `strftime_now` (None: the clock's).
+  """Renders a template once for each job, (variables, the time for `strftime_now` or None for the current time).
 
   Without jobs the template is only compiled.
 
-  Returns for each job the text, and the (start, end) characters of its `{% generation %}` blocks, in order; None if a
-  block is in a macro or a variable, so that its place is not known.
+  Returns for each job the text, and the (start, end) characters of its `{% generation %}` blocks in order; None instead
+  if a block is in a macro or a variable, so that its position is unknown.
 
-  Raises a UserError: the template is not valid Jinja, refuses the messages, fails, or writes too long a text.
+  Raises a UserError if the template is not valid Jinja, refuses the messages, fails, or writes too long a text.
   """
   try:
     template = _compile(source)
-  except Exception as error:  # a template is a program, which may raise anything
-    raise UserError(f'the chat template is not valid Jinja{_line_of(error)}: {_sentence(error)}.') from error
+  except Exception as error:  # a template is a program and may raise anything
+    raise UserError(f'the chat template is not valid Jinja{_line_of(error)}: {_message_of(error)}.') from error
   try:
     return [_render(template, variables, now) for variables, now in jobs]
   except _RefusedError as error:
-    raise UserError(f'the chat template refuses the messages: {_sentence(error)}') from error
+    raise UserError(f'the chat template refuses the messages: {_message_of(error)}') from error
   except _LimitError as error:
-    raise UserError(f'the chat template is stopped: {error}: use a simpler template, or shorter messages.') from error
+    raise UserError(f'the chat template {error}: use a simpler template, or shorter messages.') from error
   except Exception as error:
-    raise UserError(
-      f'the chat template fails{_line_of(error)} for these messages: {_sentence(error).rstrip(".")}.'
-    ) from error
+    raise UserError(f'the chat template fails{_line_of(error)} for these messages: {_message_of(error)}.') from error
 
 
-def _sentence(error: Exception) -> str:
-  said = error.message if isinstance(error, jinja2.TemplateSyntaxError) else str(error)
+def _message_of(error: Exception) -> str:
+  """Returns the message of an error on one line, without a final period."""
+  message = error.message if isinstance(error, jinja2.TemplateSyntaxError) else str(error)
   if isinstance(error, RecursionError):
-    said = f'it is nested too deeply ({error})'
-  return _CONTROLS.sub(' ', (said or '')[:_MAX_CHARS_OF_ERROR]).rstrip('.') or type(error).__name__
+    message = f'it is nested too deeply ({error})'
+  return _CONTROLS.sub(' ', (message or '')[:_MAX_CHARS_OF_ERROR]).rstrip('.') or type(error).__name__
 
 
 def _line_of(error: Exception) -> str:
-  """The line of the template in which an error was raised: Jinja puts the template's lines into tracebacks."""
+  """Returns the line of the template that raised an error; Jinja's tracebacks have the template's lines."""
   if isinstance(error, jinja2.TemplateSyntaxError):
     return f' in line {error.lineno}'
-  places = [*traceback.walk_tb(error.__traceback__)]
-  lines = [line for frame, line in places if frame.f_code.co_filename == '<template>']
+  frames = traceback.walk_tb(error.__traceback__)
+  lines = [line for frame, line in frames if frame.f_code.co_filename == '<template>']
   return f' in line {lines[-1]}' if lines else ''
 
 
@@ -100,15 +99,15 @@ def _render(
   rendering = _Rendering(now)
   context = contextvars.copy_context()
   context.run(_rendering.set, rendering)
-  pieces, generated = [], template.generate(**variables)
-  while (piece := context.run(next, generated, None)) is not None:
+  pieces, stream = [], template.generate(**variables)
+  while (piece := context.run(next, stream, None)) is not None:
     rendering.num_chars += len(piece)
     if rendering.num_chars > _MAX_CHARS:
-      raise _LimitError(f'it writes more than {_MAX_CHARS:,} characters')
+      raise _LimitError(f'writes more than {_MAX_CHARS:,} characters')
     pieces.append(piece)
   text, marks = ''.join(pieces), rendering.marks
-  are_known = all(text.startswith(written, start) for start, written in marks)
-  return text, [(start, start + len(written)) for start, written in marks if written] if are_known else None
+  are_in_place = all(text.startswith(block, start) for start, block in marks)
+  return text, [(start, start + len(block)) for start, block in marks if block] if are_in_place else None
 
 
 @functools.lru_cache(32)
@@ -118,11 +117,9 @@ def _compile(source: str) -> jinja2.Template:
   )
   environment.filters['tojson'] = _to_json
   environment.globals['raise_exception'] = _refuse
-  environment.globals['strftime_now'] = lambda format: (_rendering.get().now or datetime.datetime.now()).strftime(
-    format
-  )
+  environment.globals['strftime_now'] = _strftime_now
   environment.globals['namespace'] = _Namespace
-  environment.globals['dict'] = lambda *args, **named: dict(*args, **named)  # not the class, whose attributes lead on
+  environment.globals['dict'] = lambda *args, **named: dict(*args, **named)  # the class has attributes, such as `mro`
   return environment.from_string(source)
 
 
@@ -144,11 +141,11 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-  """Jinja's namespace, without names that begin with an underscore."""
+  """Jinja's namespace without attributes that begin with an underscore."""
 
-  def __init__(*args, **kwargs):  # as Jinja's, so that an attribute may be called self
-    self, *given = args
-    attributes = dict(*given, **kwargs)
+  def __init__(*args, **kwargs):  # without a parameter self, like Jinja's, so that an attribute may have this name
+    self, *positional = args
+    attributes = dict(*positional, **kwargs)
     for name in attributes:
       _check_name(name)
     jinja2.utils.Namespace.__init__(self, attributes)
@@ -159,7 +156,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-  """Replaces Jinja's own filter, which escapes the characters of HTML."""
+  """Replaces Jinja's own filter, which escapes characters for HTML."""
   return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -167,10 +164,10 @@ def _strftime_now(format: str) -> str:
   return (_rendering.get().now or datetime.datetime.now()).strftime(format)
 
 
-def _refuse(sentence: str) -> NoReturn:
-  raise _RefusedError(sentence)
+def _refuse(message: str) -> NoReturn:
+  raise _RefusedError(message)
 
 
 def _check_name(name: Any) -> None:
   if isinstance(name, str) and name.startswith('_'):
-    raise jinja2.exceptions.SecurityError(f'a namespace has no attribute {name!r}: names begin with a letter')
+    raise jinja2.exceptions.SecurityError(f'attribute {name!r} of a namespace must not begin with an underscore')

@@ -1,12 +1,12 @@
-"""The contract of inputs: Input (a config that makes an iterator) and InputIterator (batches, with a saved position).
+"""The protocols of inputs: an Input makes InputIterators, which yield batches from a position that can be saved.
 
-Legend: B global batch size, T sequence length. A *shard* is the part of every batch that one host reads: rows
-[i * B/n, (i+1) * B/n).
+Legend: B global batch size, T sequence length, S sources of a mixture. A *shard* is the part of each batch that one
+host reads: shard i of n has the rows [i * B/n, (i+1) * B/n).
 
-A batch is a dict of [B, T] arrays: `ids` (int32, what the model reads), `labels` (int32, the next token), `weights`
-(float32, 0 where there is nothing to learn), `segment_ids` (int32, 0 is padding, documents count from 1), `segment_pos`
-(int32, position within the segment). One whose rows are from S sources, named by the attribute `source_names` of the
-input, has `row_sources` too: bool [B, S], from which source a row is.
+A language model's batch is a dict of [B, T] arrays: `ids` (int32, what the model reads), `labels` (int32, the next
+token), `weights` (float32, the weight in the loss), `segment_ids` (int32, 0 is padding, documents count from 1) and
+`segment_pos` (int32, position within the segment). A mixture's batch also has `row_sources`, bool [B, S]: which source
+each row comes from, in the order of the input's attribute `source_names`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,157 +31,147 @@ BATCH_DTYPES: Mapping[str, Any] = {
 
 @runtime_checkable
 class InputIterator(Protocol):
-  """Yields this shard's rows of each batch; the state alone determines the order."""
+  """Yields this shard's rows of each batch. The batches depend only on the input and the state."""
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   def __next__(self) -> Batch:
-    """The next batch, [B / shard_count, T] each; StopIteration when a finite input ends.
+    """Returns the next batch, arrays of B / shard_count rows. Raises StopIteration when a finite input ends.
 
-    Every shard of a finite input yields the same number of batches, the last one filled up with rows of weight 0.
+    All shards of a finite input yield the same number of batches; the last batch is padded with rows of weight 0.
     """
 
   def get_state(self) -> State:
-    """The position after the last batch returned: plain JSON data."""
+    """Returns the position after the last batch, as JSON data."""
 
   def set_state(self, state: State) -> None:
-    """Continues after the batch at which `state` was taken, bit for bit.
+    """Moves to a position; the batches that follow are bit for bit those that followed it before.
 
-    Raises a UserError: the state does not belong to this input; the message names both sides and the remedy. If only
-    reading shows that the data has changed, the following `next` raises the error.
+    Raises a UserError if the state was saved by a different input. If the data have changed in a way that only reading
+    reveals, the next call of `next` raises instead.
     """
 
   def close(self) -> None:
-    """Closes open files, here none. Idempotent."""
+    """Closes open files. May be called twice."""
     return None
 
 
-class OrderedIterator(InputIterator, Protocol):
-  """An iterator that may have its rows in one order, of which any can be picked; a Mixture then reads them in it."""
+class RowIterator(InputIterator, Protocol):
+  """An iterator over one sequence of rows, from which a Mixture can read any number of rows at a time."""
 
   @property
-  def in_order(self) -> bool:
-    """Whether `next_rows` may be called: the same on every shard. Another source is read by rows of its batches."""
+  def reads_rows(self) -> bool:
+    """Whether `next_rows` may be called; the same on all shards. If not, only whole batches can be read."""
 
-  def next_rows(self, count: int, places: Sequence[int]) -> Batch:
-    """Moves on by `count` rows, of all shards together, and returns those at `places` among them, [len(places), ...].
+  def next_rows(self, count: int, indices: Sequence[int]) -> Batch:
+    """Advances by `count` rows of the global sequence and returns the rows at `indices` in [0, count).
 
-    Raises StopIteration if fewer rows are left. `__next__` is the same with the B rows of a batch and this shard's own.
+    `__next__` is `next_rows(B, this shard's rows)`. Raises StopIteration if fewer than `count` rows are left.
     """
 
 
 @runtime_checkable
 class Input(Protocol):
-  """An input: frozen fields, from which iterators are made. `batch_size` is global: all hosts together."""
+  """A frozen dataclass that makes iterators. `batch_size` is global, for all hosts together."""
 
   @property
   def batch_size(self) -> int: ...
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """Global shapes and dtypes of a batch."""
+    """Returns the global shapes and dtypes of a batch."""
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> InputIterator: ...
 
   def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
-    """Converts the states that another number of shards saved at one step into the states of `shard_count` shards.
+    """Converts the states of all shards, saved at one step, into states for `shard_count` shards.
 
-    Raises a UserError: the conversion would not be exact.
+    Raises a UserError if the batches would not stay the same.
     """
 
 
-def is_input(given: Any) -> bool:
-  """Whether an object is an Input rather than plain data, of which `as_input` of batches.py makes one."""
-  return isinstance(given, type) or (hasattr(given, 'element_spec') and hasattr(given, 'make_iterator'))
+def is_input(value: Any) -> bool:
+  """Whether a value is an Input; plain data becomes one by `as_input` of batches.py."""
+  return isinstance(value, type) or (hasattr(value, 'element_spec') and hasattr(value, 'make_iterator'))
 
 
 def language_model_spec(
   batch_size: int, seq_len: int, dtypes: Mapping[str, Any] = BATCH_DTYPES
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """The element spec of a language model's batch: [B, T] each. Raises a UserError: a size is not positive."""
+  """Returns the element spec of a language model's batch, [B, T] each. Raises a UserError if a size is below 1."""
   if batch_size < 1 or seq_len < 1:
     raise UserError(f'batch_size {batch_size} and seq_len {seq_len} must be at least 1.')
   return {name: jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for name, dtype in dtypes.items()}
 
 
 def empty_batch(num_rows: int, seq_len: int, pad_id: int = 0, dtypes: Mapping[str, Any] = BATCH_DTYPES) -> Batch:
-  """A batch of padding, [num_rows, T] each: `pad_id` in ids and labels, zeros elsewhere."""
+  """Returns a batch of padding, [num_rows, T] each: `pad_id` in ids and labels, zeros elsewhere."""
   fill = {'ids': pad_id, 'labels': pad_id}
   return {name: np.full((num_rows, seq_len), fill.get(name, 0), dtype) for name, dtype in dtypes.items()}
 
 
 def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
-  """The rows of the global batch that a shard reads.
-
-  Raises a UserError: the batch does not divide by the shards, or there is no such shard.
-  """
-  if shard_count < 1 or not 0 <= shard_index < shard_count:
-    raise UserError(f'shard_index {shard_index} is not in [0, shard_count) with shard_count {shard_count}.')
+  """Returns the rows of the global batch that a shard reads. Raises a UserError if B is not divisible by the shards."""
+  assert 0 <= shard_index < shard_count, (shard_index, shard_count)
   if batch_size < 1 or batch_size % shard_count:
     above = -(-max(batch_size, 1) // shard_count) * shard_count
     raise UserError(
-      f'batch_size {batch_size} does not divide by shard_count {shard_count}, the number of hosts that read: '
-      f'set batch_size to a multiple of it, such as {above}.'
+      f'batch_size {batch_size} is not divisible by {shard_count}, the number of hosts that read: use a multiple, '
+      f'such as {above}.'
     )
   rows = batch_size // shard_count
   return range(shard_index * rows, (shard_index + 1) * rows)
 
 
-def source_names(given: Any) -> tuple[str, ...]:
+def source_names(source: Any) -> tuple[str, ...]:
   """Returns the names of a mixture's sources, also of a mixture within a SpanCorruption; () for other inputs."""
-  return getattr(given, 'source_names', ())
+  return getattr(source, 'source_names', ())
 
 
-def source_of_rows(given: Any, batch: Mapping[str, np.ndarray]) -> list[str]:
-  """Returns of each row of a mixture's batch the name of its source; [] for other inputs."""
-  names = source_names(given)
-  return [names[number] for number in batch['row_sources'].argmax(axis=1)] if names else []
+def source_of_rows(source: Any, batch: Mapping[str, np.ndarray]) -> list[str]:
+  """Returns the source name of each row of a mixture's batch; [] for other inputs."""
+  names = source_names(source)
+  return [names[index] for index in batch['row_sources'].argmax(axis=1)] if names else []
 
 
 def epochs_of(source: Any, state: State) -> float | None:
-  """Returns how often an input has been read at a position, by its method `epochs(state)`; None where it has none."""
+  """Returns how many epochs of an input lie before a position; None if the input has no method `epochs(state)`."""
   return source.epochs(state) if hasattr(source, 'epochs') else None
 
 
-def is_in_order(iterator: InputIterator) -> bool:
-  """Whether an iterator is an OrderedIterator that has its rows in one order."""
-  return getattr(iterator, 'in_order', False)
+def reads_rows(iterator: InputIterator) -> bool:
+  """Whether an iterator is a RowIterator whose `next_rows` may be called."""
+  return getattr(iterator, 'reads_rows', False)
 
 
 def progress_of(source: Any, state: State) -> dict[str, float]:
-  """Metrics of a position, by name, from an input's method `progress(state)`; {} where it has none."""
+  """Returns the metrics of a position by name; {} if the input has no method `progress(state)`."""
   return dict(source.progress(state)) if hasattr(source, 'progress') else {}
 
 
 def data_of(state: State) -> dict[str, Any]:
-  """The entries of a position that say which data it is of, by path: digests of sources, tokenizers and templates."""
-  found = {name: state[name] for name in ('source', 'tokenizer', 'template') if isinstance(state.get(name), str)}
+  """Returns the digests in a position, by path, of the sources, tokenizers and templates that it was saved with."""
+  digests = {name: state[name] for name in ('source', 'tokenizer', 'template') if isinstance(state.get(name), str)}
   for name, inner in state.items():
     if isinstance(inner, dict):
-      found |= {f'{name}.{path}': value for path, value in data_of(inner).items()}
-  return found
+      digests |= {f'{name}.{path}': value for path, value in data_of(inner).items()}
+  return digests
 
 
 def check_state(state: State, expected: Mapping[str, Any], source: Any = None) -> None:
-  """Checks that a saved state was taken from an input with the same fields; `source` is of files of a `pattern`.
-
-  Raises a UserError: a field differs or is missing; the message names it and both sides.
-  """
-  afresh = 'or start the input afresh from its beginning.'
+  """Raises a UserError unless a saved state has the `expected` fields; `source` names its files in the message."""
+  restart = 'or start the input from its beginning.'
   pattern = getattr(source, 'pattern', None)
   files = '' if pattern is None else f' than now match {pattern!r}'
   for name, value in expected.items():
-    if name not in state:
+    saved = state.get(name)
+    if saved != value and name == 'source':  # a digest, which tells a user nothing
       raise UserError(
-        f'the saved input state has no {name!r} (it has {sorted(state)}): restore with its own input, {afresh}'
+        f'the saved input state was taken from other data{files}: names or sizes of files, or fields of the source, '
+        f'have changed. Restore them, {restart}'
       )
-    if state[name] != value and name == 'source':  # digests, which say nothing to a person
+    if saved != value:
       raise UserError(
-        f'the saved input state was taken from other data{files}: files with other names or sizes, or another config '
-        f'of the source. Put the files and the config back, {afresh}'
-      )
-    if state[name] != value:
-      raise UserError(
-        f'the saved input state has {name} = {state[name]!r}, but this input has {name} = {value!r}: continuing '
-        f'would read other data. Restore with {name} = {state[name]!r}, {afresh}'
+        f'the saved input state has {name} = {saved!r}, but this input has {name} = {value!r}, which gives other '
+        f'batches. Restore with {name} = {saved!r}, {restart}'
       )

@@ -1,11 +1,10 @@
-"""Packs tokenized documents, one after another, into rows of T tokens without padding between them.
+"""Packs tokenized documents into rows of T tokens without padding between them.
 
-Rows are cut from *lanes*. A lane reads blocks one after another, and each row continues where the lane's last row
-ended. Which blocks these are, row_order.py says. A lane's position has a digest of its current block, so that a restore
-notices changed text.
+A *lane* reads a sequence of blocks, which row_order.py determines, and packs rows from it: each row continues where the
+lane's last row ended. A lane's position includes a digest of its current block, so that a restore notices changed text.
 
-Grain's ConcatThenSplitIterDataset is not used: it packs one stream per worker, so the data would depend on their
-number, and a batch would hold neighbouring text.
+Grain's ConcatThenSplitIterDataset is not used: it packs one stream per worker, so the data would depend on the number
+of workers, and a batch would consist of neighboring text.
 
 Legend: T sequence length, N tokens of a block.
 """
@@ -25,7 +24,7 @@ from spmd_tasks.inputs import base
 from spmd_tasks.inputs.text import Block
 from spmd_tasks.inputs.tokenizers import Tokenizer, encode_prompt
 
-_EARLY = 64
+_NUM_EMPTY_BEFORE_CHECK = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +33,9 @@ class TokenBlock:
 
   Fields:
     ids, labels: int32 [N].
-    ends: for each document, the offset in them at which it ends, increasing.
+    ends: the end offset of each document, increasing.
     arrays: further arrays of the batch by name, [N] each; without `weights` every token has weight 1.
-    num_truncated, num_skipped: documents of the block that were too long, and were cut or left out.
+    num_truncated, num_skipped: how many documents were too long and were truncated, or left out.
   """
 
   ids: np.ndarray
@@ -54,7 +53,7 @@ class TokenBlock:
     return digest
 
   def part(self, start: int, end: int, *, is_last: bool) -> 'TokenBlock':
-    """The tokens [start, end). The last part counts the documents that were too long."""
+    """Returns the tokens [start, end). The last part counts the documents that were too long."""
     inner = [stop - start for stop in self.ends if start < stop < end]
     ends = (*inner, end - start) if end > start else ()
     arrays = {name: values[start:end] for name, values in self.arrays.items()}
@@ -63,11 +62,11 @@ class TokenBlock:
 
 
 class BlockEncoder(Protocol):
-  """Makes tokens of a source's blocks. Picklable, because worker processes use it too.
+  """Tokenizes the blocks of a source. Picklable, because worker processes use it too.
 
   Attributes:
-    pad_id: the id in padding.
-    dtypes: the arrays of a batch, each [B, T], by name.
+    pad_id: the id of padding.
+    dtypes: the dtypes of a batch's arrays by name; each array is [B, T].
     keeps_whole: whether a block is never divided between two rows; then no block has more than T tokens.
   """
 
@@ -79,19 +78,19 @@ class BlockEncoder(Protocol):
   def keeps_whole(self) -> bool: ...
 
   def encode(self, block: Block) -> TokenBlock:
-    """The tokens of a block. Raises a UserError if its content cannot be used."""
+    """Returns the tokens of a block. Raises a UserError if its content is invalid."""
 
   def identity(self) -> dict[str, Any]:
-    """Plain data that differ where the same block would give other tokens."""
+    """Returns JSON data that change whenever the tokens of a block would change."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TextEncoder:
-  """The BlockEncoder of plain documents, texts or arrays of ids, which are cut where a row ends.
+  """The BlockEncoder of plain documents, texts or arrays of ids, which may continue in the next row.
 
-  A document `a b c` becomes ids `bos a b c` with labels `a b c eos`: every token is predicted once, from its
-  predecessors. Without a bos the first token is read but not predicted. A text that was cut off lacks the eos. Empty
-  texts are left out.
+  A document `a b c` becomes ids `bos a b c` with labels `a b c eos`: each token is predicted once, from the tokens
+  before it. Without a bos the first token is read but not predicted. A text that continues in another block has no eos.
+  Empty texts are left out.
   """
 
   tokenizer: Tokenizer
@@ -112,7 +111,7 @@ class TextEncoder:
     start = np.array(encode_prompt(tokenizer, ''), np.int32)
     end = np.array([tokenizer.eos_id], np.int32)
     for text, is_end in block.documents:
-      tokens = tokenizer.encode_array(text) if isinstance(text, str) else _checked_ids(text, is_end, tokenizer)
+      tokens = tokenizer.encode_array(text) if isinstance(text, str) else _without_eos(text, is_end, tokenizer)
       sequence = np.concatenate([start, tokens, end] if is_end else [start, tokens])
       if tokens.size and sequence.size > 1:
         ids.append(sequence[:-1])
@@ -121,27 +120,27 @@ class TextEncoder:
     return TokenBlock(np.concatenate(ids), np.concatenate(labels), tuple(ends))
 
 
-def _checked_ids(ids: np.ndarray, is_end: bool, tokenizer: Tokenizer) -> np.ndarray:
-  """Returns a document that is ids already, without its eos. Raises a UserError for one that the vocabulary lacks."""
+def _without_eos(ids: np.ndarray, is_end: bool, tokenizer: Tokenizer) -> np.ndarray:
+  """Returns the ids of a tokenized document without its eos. Raises a UserError if one is outside the vocabulary."""
   if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
     raise UserError(
-      f'the documents have ids from {ids.min()} to {ids.max()}, but the tokenizer has {tokenizer.vocab_size}: take the '
-      'one by which they were written.'
+      f'the documents have ids from {ids.min()} to {ids.max()}, outside the vocabulary of {tokenizer.vocab_size} '
+      'entries: use the tokenizer that wrote them.'
     )
   has_eos = is_end and ids.size > 0 and ids[-1] == tokenizer.eos_id
   return ids[: ids.size - has_eos].astype(np.int32)
 
 
 class Lane:
-  """A position in a sequence of blocks, from which rows are cut.
+  """A position in a sequence of blocks, from which rows are packed.
 
   Args:
-    read_block: returns the tokens of a block by its number in the sequence, or None behind the last one.
-    num_blocks: of a pass. The same blocks come again in the next one, in any order.
-    check_has_tokens: raises an error if no block of the whole source has a token. A lane asks that when it has met none
-      for long. If others have some, but none of this lane's blocks, its rows are padding from then on.
-    packing: False puts one document, or one piece of T tokens of it, in each row.
-    keeps_whole: as in BlockEncoder; a block that does not fit in what is left of a row begins the next.
+    read_block: returns a block by its index in the sequence; None after the last block.
+    num_blocks: the number of blocks in an epoch. Each epoch has the same blocks, in any order.
+    check_has_tokens: raises an error if no block of the whole source has a token; called after many empty blocks. If
+      only this lane's blocks are empty, its further rows are padding.
+    packing: False puts one document, or T tokens of a long document, in each row.
+    keeps_whole: see BlockEncoder; a block that does not fit in the rest of a row begins the next row.
   """
 
   def __init__(
@@ -155,63 +154,62 @@ class Lane:
     self._read_block, self._num_blocks, self._check_has_tokens = read_block, num_blocks, check_has_tokens
     self._packing, self._keeps_whole = packing, keeps_whole
     self._is_starved = False
-    self.num_too_long = np.zeros(2, np.int64)  # documents truncated and skipped in the blocks behind the current one
-    self.blocks_of_row: list[int] = []  # numbers of the blocks that the last row is from
+    self.num_too_long = np.zeros(2, np.int64)  # documents truncated and skipped in the blocks before the current one
+    self.blocks_of_row: list[int] = []  # indices of the blocks that the last row is packed from
     self._num_read = self._offset = self._next_document = 0
     self._block: TokenBlock | None = None
 
   @property
   def position(self) -> tuple[int, int, int]:
-    """(blocks behind the current one, tokens used of the current one, digest of the current one or 0 if unused)."""
+    """(index of the current block, offset in it, its digest, or 0 if the offset is 0)."""
     return self._num_read, self._offset, self._block.digest if self._block is not None and self._offset else 0
 
   def seek(self, num_read: int, offset: int, digest: int | None) -> None:
-    """Continues at a `position`; None for a digest asks for no comparison. Raises a UserError if there is none such."""
+    """Moves to a `position`. Raises a UserError if the block has another digest; None skips this comparison."""
     self._num_read, self._offset, self._next_document, self._block = num_read, offset, 0, None
     self._is_starved = False
     if offset == 0:
       return
     block = self._block = self._read_block(num_read)
-    if block is None or not 0 <= offset <= block.ids.size or digest not in (None, block.digest):
-      size = 'no such block' if block is None else f'{block.ids.size} tokens with digest {block.digest}'
+    if block is None or offset > block.ids.size or digest not in (None, block.digest):
       raise UserError(
-        f'the saved position is token {offset} of block {num_read} of a row with digest {digest}, but there it has '
-        f'{size}: the text or its tokenizer is not what it was when the state was saved.'
+        f'the text or its tokenizer has changed since the input state was saved (at token {offset} of block '
+        f'{num_read}): restore them, or start the input from its beginning.'
       )
     self._next_document = bisect.bisect_right(block.ends, offset)
 
-  def _current(self) -> TokenBlock | None:
-    """The block in which unused tokens remain, or None at the end."""
-    num_empty, begun = 0, self._num_read
+  def _current_block(self) -> TokenBlock | None:
+    """Returns the block of the next token; None at the end."""
+    num_empty, first = 0, self._num_read
     while True:
       if self._block is None:
         self._block = self._read_block(self._num_read)
       if self._block is None or self._offset < self._block.ids.size:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
-      # Asked early too: that no block has any text should not cost a whole pass to find out.
-      if num_empty in (_EARLY, self._num_blocks):
+      # Also checked early, so that a source without text does not take a whole epoch to detect.
+      if num_empty in (_NUM_EMPTY_BEFORE_CHECK, self._num_blocks):
         self._check_has_tokens()
-      if num_empty == 2 * self._num_blocks:  # of which some pass is whole, wherever it began
+      if num_empty == 2 * self._num_blocks:  # which include one whole epoch
         logging.warning(
-          'The %d blocks of text from which a row of each batch is read have no text, so that the row is padding: set '
-          'block_bytes to more than the longest record, or batch_size to less.',
+          'One row of each batch is padding, because the %d blocks that it reads have no text: set block_bytes to more '
+          'than the longest record, or reduce batch_size.',
           self._num_blocks,
         )
-        self._is_starved, self._num_read, self._block = True, begun, None
+        self._is_starved, self._num_read, self._block = True, first, None
         return None
       self.num_too_long += (self._block.num_truncated, self._block.num_skipped)
       self._num_read, self._offset, self._next_document, self._block = self._num_read + 1, 0, 0, None
 
   def fill_row(self, batch: base.Batch, row: int, positions: np.ndarray) -> bool:
-    """Writes the next row into `batch`; False if the lane had ended. `positions` is arange(T)."""
+    """Writes the next row into `batch`; returns False at the end of the lane. `positions` is arange(T)."""
     self.blocks_of_row = []
     if self._is_starved:
       return True
     seq_len = positions.size
     used, segment = 0, 0
     while used < seq_len:
-      block = self._current()
+      block = self._current_block()
       if block is None or (self._keeps_whole and block.ids.size > self._offset + seq_len - used):
         break
       if self._num_read not in self.blocks_of_row[-1:]:
@@ -219,14 +217,14 @@ class Lane:
       start, document_end = self._offset, block.ends[self._next_document]
       count = min(seq_len - used, document_end - start)
       segment += 1
-      here = slice(used, used + count)
-      batch['ids'][row, here] = block.ids[start : start + count]
-      batch['labels'][row, here] = block.labels[start : start + count]
-      batch['weights'][row, here] = 1
+      tokens = slice(used, used + count)
+      batch['ids'][row, tokens] = block.ids[start : start + count]
+      batch['labels'][row, tokens] = block.labels[start : start + count]
+      batch['weights'][row, tokens] = 1
       for name, values in block.arrays.items():
-        batch[name][row, here] = values[start : start + count]
-      batch['segment_ids'][row, here] = segment
-      batch['segment_pos'][row, here] = positions[:count]
+        batch[name][row, tokens] = values[start : start + count]
+      batch['segment_ids'][row, tokens] = segment
+      batch['segment_pos'][row, tokens] = positions[:count]
       used += count
       self._offset += count
       if self._offset == document_end:
@@ -239,7 +237,7 @@ class Lane:
 def pack_batch(
   lanes: Sequence[Lane], seq_len: int, pad_id: int = 0, dtypes: Mapping[str, Any] = base.BATCH_DTYPES
 ) -> base.Batch | None:
-  """One row from each lane, [len(lanes), T]; a lane may be named for several rows. None once every lane has ended."""
+  """Packs one row from each lane, [len(lanes), T]; a lane may occur several times. None if all lanes have ended."""
   batch = base.empty_batch(len(lanes), seq_len, pad_id, dtypes)
   positions = np.arange(seq_len, dtype=np.int32)
   filled = [lane.fill_row(batch, row, positions) for row, lane in enumerate(lanes)]

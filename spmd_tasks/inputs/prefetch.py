@@ -1,4 +1,4 @@
-"""Prefetcher: reads batches ahead in a thread and pairs each batch with the input position after it."""
+"""Prefetcher: reads batches ahead in a thread, and pairs each batch with the input's position after it."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -10,32 +10,31 @@ import time
 import traceback
 from typing import Any, Generic, TypeVar
 
-from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import base
 
 T = TypeVar('T')
 
-# How long close() waits for a thread that does not answer; it is a daemon thread, so the process can still end.
-_JOIN_TIMEOUT_S = 5.0
-_LOOK_PERIOD_S = 0.005
+_JOIN_TIMEOUT_S = 5.0  # how long close() waits for a stuck thread; it is a daemon thread, so the process can still exit
+_POLL_PERIOD_S = 0.005
 
 
 class Prefetcher(Generic[T]):
-  """Iterates over (transform(batch), state), where `state` is the input's position after exactly this batch.
+  """Iterates over (transform(batch), state) pairs; `state` is the input's position after exactly this batch.
 
-  `next` raises an error of the input or of `transform`, or StopIteration, after it has delivered the batches before.
-  The Prefetcher owns the iterator from now on.
+  If the input or `transform` raises an error, `next` first returns the batches before it and then raises the error. The
+  Prefetcher owns the iterator and closes it.
 
   Args:
-    iterator: an input iterator, already at the position from which to continue.
-    transform: called in the thread on each batch, such as the placement on devices; None leaves it as is.
-    depth: how many batches to keep ready.
-    timeout_s: seconds to wait for one batch; a longer wait raises a JobError that shows where the thread is stuck.
-      None waits without limit.
-    is_idle: tells whether the device has nothing else to do; only such waits count as `seconds_waited`.
+    iterator: an input iterator at the position from which to continue.
+    transform: called in the thread on each batch, for example to place it on devices.
+    depth: how many batches to read ahead.
+    timeout_s: how many seconds to wait for a batch before a JobError that shows where the thread is stuck; None waits
+      forever.
+    is_idle: whether the device has finished its work.
 
   Attributes:
-    seconds_waited: in `next`, while `is_idle`, all together: what the device has had to wait for the input.
+    seconds_waited: how long `next` has waited in total while `is_idle()`: how long the device waited for the input.
   """
 
   def __init__(
@@ -46,8 +45,6 @@ class Prefetcher(Generic[T]):
     timeout_s: float | None = None,
     is_idle: Callable[[], bool] = lambda: True,
   ):
-    if depth < 1:
-      raise UserError(f'depth {depth} must be at least 1.')
     self._input, self._transform = iterator, transform
     self._timeout_s, self._is_idle = timeout_s, is_idle
     self._queue: queue.Queue[tuple[Any, base.State | None, BaseException | None]] = queue.Queue(depth)
@@ -68,7 +65,7 @@ class Prefetcher(Generic[T]):
         self._put((None, None, e))
         return
       self._put(item)
-      del batch, item  # do not hold a batch's memory while the next one is read
+      del batch, item  # frees the batch's memory while the next one is read
 
   def _put(self, item: tuple[Any, base.State | None, BaseException | None]) -> None:
     while not self._stop.is_set():
@@ -80,9 +77,8 @@ class Prefetcher(Generic[T]):
     return self
 
   def __next__(self) -> tuple[T, base.State]:
-    """The next (transformed batch, state). Raises a JobError after timeout_s, or whatever the input raised."""
-    if self._closed:
-      raise UserError('this Prefetcher has been closed.')
+    """Returns the next (transformed batch, state). Raises a JobError after `timeout_s`, or the input's error."""
+    assert not self._closed, 'the Prefetcher is closed'
     if self._ended is not None:
       raise self._ended
     try:
@@ -100,13 +96,13 @@ class Prefetcher(Generic[T]):
     return value, state
 
   def _get(self) -> tuple[Any, base.State | None, BaseException | None]:
-    """Returns the next item; raises queue.Empty after `timeout_s`. Looks now and then whether the device is idle."""
+    """Returns the next item; raises queue.Empty after `timeout_s`. Times the wait once the device is idle."""
     end = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
     with contextlib.suppress(queue.Empty):
       return self._queue.get_nowait()
     while not self._is_idle() and time.monotonic() < end:
       with contextlib.suppress(queue.Empty):
-        return self._queue.get(timeout=_LOOK_PERIOD_S)
+        return self._queue.get(timeout=_POLL_PERIOD_S)
     start = time.monotonic()
     try:
       return self._queue.get(timeout=None if self._timeout_s is None else max(0.0, end - start))
@@ -118,12 +114,12 @@ class Prefetcher(Generic[T]):
     return 'no thread' if frame is None else ''.join(traceback.format_stack(frame))
 
   def close(self) -> None:
-    """Stops the thread and closes the input. Idempotent; bounded even when the input hangs."""
+    """Stops the thread and closes the input, within bounded time even if the input hangs. May be called twice."""
     if self._closed:
       return
     self._closed = True
     self._stop.set()
-    with contextlib.suppress(queue.Empty):  # let a thread that waits for room in the queue see the stop
+    with contextlib.suppress(queue.Empty):  # so that a thread that waits for room in the queue notices the stop
       while True:
         self._queue.get_nowait()
     self._thread.join(_JOIN_TIMEOUT_S)

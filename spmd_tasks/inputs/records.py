@@ -1,4 +1,4 @@
-"""Sources in files that a user names: text, JSON lines, Parquet and ArrayRecord. text.py defines sources and blocks."""
+"""Sources of text in files: plain text, JSON lines, Parquet and ArrayRecord. text.py defines sources and blocks."""
 
 import bisect
 from collections.abc import Sequence, Sized
@@ -20,81 +20,73 @@ from spmd_tasks.files import is_remote
 from spmd_tasks.inputs.text import (
   DEFAULT_BLOCK_BYTES,
   Block,
-  ListedFile,
+  FixedSizeFile,
   OpenFiles,
   OpenTextFiles,
   byte_sizes,
-  changed_file,
+  changed_file_error,
   cut_files,
   file_fingerprint,
   in_split,
 )
+from spmd_tasks.stores import local_copies
 
 OpenSourceT = TypeVar('OpenSourceT', bound=Sized)
 
 _MAX_LINE_BYTES, _PART_BYTES = 1 << 30, 1 << 20
-_SURROGATE = re.compile(rb'\\u[dD][89a-fA-F]')  # a half of a character beyond 16 bits
-_NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
+_SURROGATE = re.compile(rb'\\u[dD][89a-fA-F]')  # half of a character beyond 16 bits
+_NUM_OPENING_THREADS = 64  # how many ArrayRecord files are opened at a time
 
 
 def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
-  """The files that glob patterns match, sorted. Raises a UserError: one matches nothing, or what may not be read."""
+  """Returns the files that glob patterns match, sorted. Raises a UserError if one matches no readable file."""
   patterns = [patterns] if isinstance(patterns, str) else list(patterns)
   if not patterns:
-    raise UserError(f'no {kind} files are named: give a path or a glob pattern.')
+    raise UserError(f'the pattern of {kind} files is empty: set it to a path or a glob pattern.')
   files = set()
   for pattern in patterns:
     pattern = os.path.expanduser(pattern)
-    if is_remote(pattern):
-      from spmd_tasks.stores import local_copies
-
-      found = local_copies(pattern)
-    else:
-      # A file whose own name has the characters of a pattern is meant itself.
-      found = [path for path in (glob.glob(pattern, recursive=True) or [pattern]) if os.path.isfile(path)]
-    if not found:
+    # The name of an existing file may contain the characters of a pattern.
+    paths = local_copies(pattern) if is_remote(pattern) else glob.glob(pattern, recursive=True) or [pattern]
+    matches = [path for path in paths if os.path.isfile(path)]
+    if not matches:
       folder = next(filter(os.path.isdir, map(str, Path(pattern).absolute().parents)))
       if not os.access(folder, os.R_OK | os.X_OK):
-        raise UserError(f'{folder} may not be entered by this user: give the right (chmod), or correct the path.')
-      for path in glob.glob(pattern, recursive=True) or [pattern]:
-        if os.path.lexists(path):
-          is_what = 'a directory' if os.path.isdir(path) else 'a link to nothing' if os.path.islink(path) else 'no file'
-          raise UserError(f'{path!r} is {is_what}: name the {kind} files themselves, or a pattern such as DIRECTORY/*.')
+        raise UserError(f'{folder} is not readable: change its permissions, or correct the path.')
       raise UserError(
-        f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
+        f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct it, or use DIRECTORY/* for the '
+        'files of a directory.'
       )
-    files.update(found)
-  if denied := [path for path in sorted(files) if not os.access(path, os.R_OK)]:
-    raise UserError(
-      f'{denied[0]} may not be read by this user: give the right (chmod), or leave it out of the pattern.'
-    )
+    files.update(matches)
+  if unreadable := [path for path in sorted(files) if not os.access(path, os.R_OK)]:
+    raise UserError(f'{unreadable[0]} is not readable: change its permissions, or exclude it from the pattern.')
   return sorted(files)
 
 
 def common_root(paths: Sequence[str]) -> str:
-  """The directory that all files lie in."""
+  """Returns the directory that contains all files."""
   return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
 
-def not_empty(source: OpenSourceT, why: str) -> OpenSourceT:
-  """Returns an opened source. Raises a UserError, `why`, if it has no block."""
+def check_not_empty(source: OpenSourceT, message: str) -> OpenSourceT:
+  """Returns an opened source. Raises a UserError if it has no block."""
   if len(source) == 0:
-    raise UserError(why)
+    raise UserError(message)
   return source
 
 
-def refuse_changed_size(path: str, size: int) -> None:
-  """Raises a JobError if a file does not have the `size` that it had when its source was opened."""
+def check_size_unchanged(path: str, size: int) -> None:
+  """Raises a JobError unless a file still has the size that it had when its source was opened."""
   if (now := os.path.getsize(path)) != size:
-    raise changed_file(path, size, f'has {now} bytes')
+    raise changed_file_error(path, size, f'has {now} bytes')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles:
-  """UTF-8 text files, one document each: a glob pattern (`**` for any directories), or several.
+  """UTF-8 text files that match a glob pattern (`**` matches any directories) or several; each file is a document.
 
-  `split` 'train' and 'valid' divide the files by a hash of their path below the common directory: about
-  `valid_fraction` of them are 'valid'.
+  The splits 'train' and 'valid' divide the files by a hash of their path relative to the common directory; about
+  `valid_fraction` of the files are in 'valid'.
   """
 
   pattern: str | tuple[str, ...]
@@ -105,49 +97,53 @@ class TextFiles:
   def open(self) -> OpenTextFiles:
     paths = expand_globs(self.pattern, 'text')
     root = common_root(paths)
-    chosen = [p for p in paths if in_split(os.path.relpath(p, root), self.split, self.valid_fraction)]
-    source = OpenTextFiles(chosen, self.block_bytes, file_fingerprint(root, chosen, 'text', self.block_bytes))
-    why = (
+    in_this_split = [path for path in paths if in_split(os.path.relpath(path, root), self.split, self.valid_fraction)]
+    fingerprint = file_fingerprint(root, in_this_split, 'text', self.block_bytes)
+    source = OpenTextFiles(in_this_split, self.block_bytes, fingerprint)
+    message = (
       f'the {len(paths)} files of {self.pattern!r} have no text in split {self.split!r} (valid_fraction '
-      f'{self.valid_fraction}): name more files, or set valid_fraction nearer to 0.5, or split to "all".'
+      f'{self.valid_fraction}): add files, move valid_fraction towards 0.5, or set split to "all".'
     )
-    return not_empty(source, why)
+    return check_not_empty(source, message)
 
 
 def text_field(record: Any, field: str, where: str) -> str:
-  """The text in one field of a record. Raises a UserError that begins with `where` if the field has no text."""
+  """Returns the text in a field of a record. Raises a UserError, which begins with `where`, if there is none."""
   if not isinstance(record, dict):
-    raise UserError(f'{where} is of type {type(record).__name__}: it must be a JSON object with a field {field!r}.')
+    raise UserError(f'{where} is a {type(record).__name__}: it must be a JSON object with a field {field!r}.')
   if field not in record:
     raise UserError(f'{where} has no field {field!r}, only {sorted(record)[:20]}: correct `field`.')
   if not isinstance(record[field], str):
     kind = type(record[field]).__name__
-    raise UserError(f'{where} has a field {field!r} of type {kind}: it must be text; correct `field` or the record.')
+    raise UserError(f'{where} has field {field!r} of type {kind}, not text: correct `field` or the record.')
   return record[field]
 
 
 def parse_json(data: bytes, where: str, field: str | None = None) -> Any:
-  """Parses one JSON record, of which `field`, or else all, is read; an error names its place, `where`."""
+  """Parses a JSON record. Raises a UserError, which begins with `where`, if it is invalid.
+
+  Only `field`, or the whole record if None, must be valid Unicode.
+  """
   try:
     record = json.loads(data.decode('utf-8-sig'))
     if _SURROGATE.search(data):
-      read = record if field is None or not isinstance(record, dict) else record.get(field)
-      json.dumps(read, ensure_ascii=False).encode()  # raises where a half of a character stands alone
+      value = record if field is None or not isinstance(record, dict) else record.get(field)
+      json.dumps(value, ensure_ascii=False).encode()  # raises if half of a character is missing
     return record
   except json.JSONDecodeError as e:
     raise UserError(f'{where} is not JSON: {e.msg} at character {e.pos + 1}. Repair or remove the record.') from e
-  except (ValueError, RecursionError) as e:  # bad UTF-8, or a value nested too deeply
+  except (ValueError, RecursionError) as e:  # invalid UTF-8, or nested too deeply
     raise UserError(
-      f'{where} is not JSON in UTF-8: {e}. Repair or remove the record, or convert the file if it is of another kind '
-      '(compressed, UTF-16, ...).'
+      f'{where} is not JSON in UTF-8: {e}. Repair or remove the record, or convert the file if it is compressed or in '
+      'another encoding.'
     ) from e
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines:
-  """JSON lines files (a glob pattern or several): one object per line, its text in `field`. Blank lines are skipped.
+  """JSON lines files (a glob pattern or several): one object per line, with its text in `field`.
 
-  Blocks of about `block_bytes` are shuffled; a smaller value shuffles more finely.
+  Blank lines are skipped. Blocks of about `block_bytes` are shuffled; smaller blocks shuffle more finely.
   """
 
   pattern: str | tuple[str, ...]
@@ -156,11 +152,11 @@ class JsonLines:
 
   def open(self) -> 'OpenJsonLines':
     source = OpenJsonLines(expand_globs(self.pattern, 'JSON lines'), self.field, self.block_bytes)
-    return not_empty(source, f'the files of {self.pattern!r} are empty.')
+    return check_not_empty(source, f'the files of {self.pattern!r} are empty: correct the pattern.')
 
 
 class OpenJsonLines(OpenFiles):
-  """Opened JSON lines files: a block holds the lines whose first byte lies in its byte range."""
+  """Opened JSON lines files. A block has the lines whose first byte is in its byte range."""
 
   def __init__(self, paths: Sequence[str], field: str, block_bytes: int):
     super().__init__(paths, file_fingerprint(common_root(paths), paths, 'jsonl', field, block_bytes))
@@ -174,18 +170,19 @@ class OpenJsonLines(OpenFiles):
     file, start, end = self._blocks[index]
     path, size = self._paths[file], self._sizes[file]
     documents = []
-    with ListedFile(path, size) as f:
-      # The line that began in the block before; where it goes on behind this block, its rest is not read here.
+    with FixedSizeFile(path, size) as f:
+      # Skips the line that begins in the block before, at most to the end of this block.
       position = start and start - 1 + len(f.read(start - 1, end, to_line_end=True))
       while position < end:
         line = f.read(position, position + _MAX_LINE_BYTES, to_line_end=True)
         if len(line) == _MAX_LINE_BYTES and not line.endswith(b'\n'):
-          raise UserError(f'{path}: the line at byte {position} has more than {_MAX_LINE_BYTES:,} bytes: divide it.')
+          raise UserError(f'{path}: the line at byte {position} is longer than {_MAX_LINE_BYTES:,} bytes: split it.')
         if line.strip():
           try:
-            documents.append((text_field(parse_json(line, 'it', self._field), self._field, 'it'), True))
+            record = parse_json(line, 'the line', self._field)
+            documents.append((text_field(record, self._field, 'the line'), True))
           except ValueError as e:
-            # Counting lines means reading the file from its start: only for the message.
+            # The line number is only counted for the message, because that reads the file from its start.
             parts = (f.read(at, min(at + _PART_BYTES, position)) for at in range(0, position, _PART_BYTES))
             number = 1 + sum(part.count(b'\n') for part in parts)
             raise UserError(f'{path}:{number}: {e}') from e
@@ -195,7 +192,7 @@ class OpenJsonLines(OpenFiles):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parquet:
-  """Parquet files (a glob pattern or several) with the text in column `field`; `block_rows` rows are a block."""
+  """Parquet files (a glob pattern or several) with the text in column `field`. A block has `block_rows` rows."""
 
   pattern: str | tuple[str, ...]
   field: str = 'text'
@@ -204,17 +201,18 @@ class Parquet:
   def open(self) -> 'OpenParquet':
     require('parquet', 'pyarrow', wants=f'the input {self.pattern!r}')
     source = OpenParquet(expand_globs(self.pattern, 'Parquet'), self.field, self.block_rows)
-    return not_empty(source, f'the files of {self.pattern!r} have no rows.')
+    return check_not_empty(source, f'the files of {self.pattern!r} have no rows: correct the pattern.')
 
 
 class OpenParquet(OpenFiles):
-  """Opened Parquet files. Opening reads the footers; reading a block decodes its row group and keeps the last one."""
+  """Opened Parquet files. Opening reads the footers. Reading a block decodes its row group, and caches the last one."""
 
   def __init__(self, paths: Sequence[str], field: str, block_rows: int):
     if block_rows < 1:
       raise UserError(f'block_rows {block_rows} must be at least 1.')
     super().__init__(paths, file_fingerprint(common_root(paths), paths, 'parquet', field, block_rows))
-    self._field = field  # and blocks are (file, row group, first row in it, rows)
+    self._field = field
+    # Blocks are (file, row group, first row in the group, number of rows).
     for file, path in enumerate(self._paths):
       metadata = self._open_file(path).metadata
       for group in range(metadata.num_row_groups):
@@ -232,10 +230,11 @@ class OpenParquet(OpenFiles):
     try:
       file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as e:
-      raise UserError(f'{path} is not a readable Parquet file ({e}): write or copy it anew.') from e
-    if (number := file.schema_arrow.names.count(self._field)) != 1:
-      had = f'{number} columns {self._field!r}' if number else f'no column {self._field!r}'
-      raise UserError(f'{path} has {had} (it has {file.schema_arrow.names}): correct `field`, or the file.')
+      raise UserError(f'{path} is not a readable Parquet file ({e}): write or copy it again.') from e
+    if file.schema_arrow.names.count(self._field) != 1:
+      raise UserError(
+        f'{path} must have one column {self._field!r}, but has {file.schema_arrow.names}: correct `field`, or the file.'
+      )
     return file
 
   def __getstate__(self) -> dict[str, Any]:
@@ -255,9 +254,9 @@ class OpenParquet(OpenFiles):
         with self._open_file(path) as opened:
           column = opened.read_row_group(group, columns=[self._field]).column(0)
       except (pyarrow.ArrowException, OSError) as e:
-        raise UserError(f'{self.block_name(index)} cannot be read ({e}): write or copy the file anew.') from e
-      finally:  # also if nothing was raised: another file may have a row group of this number
-        refuse_changed_size(path, self._sizes[file])
+        raise UserError(f'{self.block_name(index)} cannot be read ({e}): write or copy the file again.') from e
+      finally:  # even if nothing was raised: a file that replaced this one may have the row group, too
+        check_size_unchanged(path, self._sizes[file])
       self._last_group = ((file, group), column)
     try:
       texts = self._last_group[1].slice(row, num_rows).to_pylist()
@@ -267,15 +266,15 @@ class OpenParquet(OpenFiles):
       if not isinstance(text, str):
         where = f'{self._paths[file]} row group {group} row {row + i}'
         kind = type(text).__name__
-        raise UserError(f'{where}: column {self._field!r} is {kind}, not text: correct `field`, or remove such rows.')
+        raise UserError(f'{where}: column {self._field!r} is {kind}, not text: correct `field`, or remove the row.')
     return Block(self.block_name(index), [(text, True) for text in texts])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecord:
-  """ArrayRecord files (a glob pattern or several); a record is UTF-8 text, or a JSON object with its text in `field`.
+  """ArrayRecord files (a glob pattern or several). A record is UTF-8 text, or a JSON object with its text in `field`.
 
-  A record is a block, so shuffling is by record.
+  Each record is a block, so single records are shuffled.
   """
 
   pattern: str | tuple[str, ...]
@@ -283,7 +282,7 @@ class ArrayRecord:
 
   def open(self) -> 'OpenArrayRecord':
     source = OpenArrayRecord(expand_globs(self.pattern, 'ArrayRecord'), self.field)
-    return not_empty(source, f'the files of {self.pattern!r} have no records.')
+    return check_not_empty(source, f'the files of {self.pattern!r} have no records: correct the pattern.')
 
 
 class OpenArrayRecord(OpenFiles):
@@ -293,8 +292,8 @@ class OpenArrayRecord(OpenFiles):
     super().__init__(paths, '')
     self._field = field
     self._readers: list[Any] | None = None
-    self._ends = list(itertools.accumulate(map(len, self._open_readers())))  # of each file's records
-    # The format pads files to whole blocks: their sizes say little.
+    self._ends = list(itertools.accumulate(map(len, self._open_readers())))  # the end of each file, in records
+    # Includes the number of records, because the format pads files to the same sizes.
     self._fingerprint = file_fingerprint(common_root(paths), paths, 'array_record', field, len(self))
 
   def _open_readers(self) -> list[Any]:
@@ -309,35 +308,35 @@ class OpenArrayRecord(OpenFiles):
   def __len__(self) -> int:
     return self._ends[-1]
 
-  def _place(self, index: int) -> tuple[int, int]:
-    """The file of record `index`, and the record's number in it."""
+  def _locate(self, index: int) -> tuple[int, int]:
+    """Returns the file of record `index`, and the record's number in the file."""
     file = bisect.bisect_right(self._ends, index)
     return file, index - (self._ends[file - 1] if file else 0)
 
   def block_name(self, index: int) -> str:
-    file, number = self._place(index)
+    file, number = self._locate(index)
     return f'record {number} of {self._paths[file]}'
 
   def __getitem__(self, index: int) -> Block:
     name = self.block_name(index)
-    file, number = self._place(index)
+    file, number = self._locate(index)
     try:
       record = self._open_readers()[file][number]
-    finally:  # also if nothing was raised: behind the end of a file that was cut, records read as empty
-      refuse_changed_size(self._paths[file], self._sizes[file])
+    finally:  # even if nothing was raised: records after the end of a truncated file are read as empty
+      check_size_unchanged(self._paths[file], self._sizes[file])
     if self._field is not None:
       return Block(name, [(text_field(parse_json(record, name, self._field), self._field, name), True)])
     try:
       return Block(name, [(record.decode('utf-8'), True)])
     except UnicodeDecodeError as e:
-      raise UserError(f'{name} is not UTF-8 text ({e}). If it is JSON, name the `field` that holds the text.') from e
+      raise UserError(f'{name} is not UTF-8 text ({e}): convert it, or set `field` if the records are JSON.') from e
 
 
 def _open_array_record(path: str, size: int) -> Any:
-  from array_record.python import array_record_data_source  # grain brings it
+  from array_record.python import array_record_data_source  # installed with Grain, except on Windows
 
-  refuse_changed_size(path, size)
+  check_size_unchanged(path, size)
   try:
     return array_record_data_source.ArrayRecordDataSource([path])
   except Exception as e:  # it raises bare RuntimeErrors and ValueErrors
-    raise UserError(f'{path} cannot be opened as an ArrayRecord file: {e}') from e
+    raise UserError(f'{path} cannot be opened as an ArrayRecord file ({e}): write or copy it again.') from e

@@ -1,12 +1,12 @@
-"""SpanCorruption: T5's denoising objective over any input of text, exact and resumable, without TensorFlow.
+"""SpanCorruption: T5's denoising objective for any text input, exactly resumable and without TensorFlow.
 
     tokens_length, targets_length = span_corruption_lengths(512)                 # 568 and 114
     text = TextInput(source=..., tokenizer=SentencePieceTokenizer(...), batch_size=128, seq_len=tokens_length)
     SpanCorruption(text=text, inputs_length=512)
 
-The encoder reads a row with a sentinel in place of each random span, the decoder learns the spans, each behind its
-sentinel: `Thank you <extra_id_0> me to` and `<extra_id_0> for inviting`. The masks depend on `seed` and on the number
-of the row in the data alone.
+The encoder reads a row in which a sentinel replaces each random span, and the decoder predicts the spans, each after
+its sentinel: `Thank you <extra_id_0> me to` and `<extra_id_0> for inviting`. The masks depend only on `seed` and on the
+number of the row in the data.
 
 Legend: B global batch size, N tokens of a row of text, S length of the inputs, T length of the targets.
 """
@@ -27,9 +27,9 @@ from spmd_tasks.inputs.tokenizers import Tokenizer, tokenizer_of
 def span_corruption_lengths(
   inputs_length: int, noise_density: float = 0.15, mean_span_length: float = 3.0
 ) -> tuple[int, int]:
-  """Returns (N, T): how many tokens of text fill inputs of this length, and how long their targets are, eos included.
+  """Returns (N, T): how many tokens of text fill inputs of this length, and the length of their targets with eos.
 
-  As T5's `random_spans_helper`.
+  The numbers are those of T5's `random_spans_helper`.
   """
 
   def lengths(num_tokens: int) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def span_corruption_lengths(
   while lengths(num_tokens + 1)[0] <= inputs_length:
     num_tokens += 1
   used, targets_length = lengths(num_tokens)
-  if noise_density == 0.5 and targets_length > used:  # as in T5, so that both have the same round length
+  if noise_density == 0.5 and targets_length > used:  # as in T5, which prefers inputs and targets of equal length
     return num_tokens - 1, targets_length - 1
   return num_tokens, targets_length
 
@@ -49,29 +49,29 @@ def span_corruption_lengths(
 def noise_mask(
   length: int, rng: np.random.Generator, noise_density: float = 0.15, mean_span_length: float = 3.0
 ) -> np.ndarray:
-  """Draws which tokens are noise: bool [length].
+  """Draws a mask of the noise tokens, bool [length].
 
-  As in T5, the length decides how many tokens and spans there are, and each such mask is as likely as any other. Spans
-  of text and of noise alternate, beginning with text.
+  As in T5, the length determines the numbers of noise tokens and spans, and all masks with these numbers are equally
+  likely. Spans of text and of noise alternate, beginning with text.
   """
   size = max(length, 2)
   num_noise = min(max(int(np.round(np.float32(size) * np.float32(noise_density))), 1), size - 1)
   num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_span_length))), 1)
   num_spans = min(num_spans, num_noise, size - num_noise)
-  ends = [_segment_lengths(num, num_spans, rng) for num in (size - num_noise, num_noise)]
-  lengths = np.stack(ends, axis=1).reshape(-1)
+  text_and_noise = [_segment_lengths(num, num_spans, rng) for num in (size - num_noise, num_noise)]
+  lengths = np.stack(text_and_noise, axis=1).reshape(-1)
   return np.repeat(np.arange(2 * num_spans) % 2 == 1, lengths)[:length]
 
 
 def _segment_lengths(num_items: int, num_segments: int, rng: np.random.Generator) -> np.ndarray:
-  """Divides items into segments that are not empty, each division as likely: their lengths, [num_segments]."""
-  # By the order of random numbers, which is the same with every version of NumPy.
+  """Draws lengths >= 1 of segments of `num_items` items, [num_segments]; all divisions are equally likely."""
+  # Sorts random numbers: Generator.permutation may change between versions of NumPy.
   starts = np.sort(np.argsort(rng.random(num_items - 1), kind='stable')[: num_segments - 1]) + 1
   return np.diff(starts, prepend=0, append=num_items)
 
 
 def replace_spans(tokens: np.ndarray, mask: np.ndarray, first_sentinel: int) -> np.ndarray:
-  """Puts a sentinel in place of each run of masked tokens: `first_sentinel`, the one below, and so on."""
+  """Replaces each run of masked tokens by a sentinel: `first_sentinel`, `first_sentinel - 1`, and so on."""
   begins = mask & ~np.concatenate([[False], mask[:-1]])
   replaced = np.where(begins, first_sentinel + 1 - np.cumsum(begins), tokens)
   return replaced[begins | ~mask]
@@ -79,15 +79,15 @@ def replace_spans(tokens: np.ndarray, mask: np.ndarray, first_sentinel: int) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanCorruption:
-  """Batches of an encoder-decoder that learns to fill in spans of text.
+  """Batches for an encoder-decoder that learns to fill in spans of text.
 
   Attributes:
-    text: an input whose rows are corrupted, such as a TextInput or a Mixture; documents that are packed in a row count
-      as one text. Its rows are `span_corruption_lengths(inputs_length)[0]` tokens long, or shorter.
-    inputs_length, targets_length: S and T; None: as long as the targets can be.
-    noise_density: the fraction of tokens that are cut out.
-    mean_span_length: of the spans, in tokens.
-    seed: of the masks.
+    text: the input whose rows are corrupted, such as a TextInput or a Mixture. Its rows have at most
+      `span_corruption_lengths(inputs_length)[0]` tokens; a row of packed documents counts as one text.
+    inputs_length, targets_length: S and T; T is the longest targets' length if None.
+    noise_density: the fraction of tokens that are noise.
+    mean_span_length: the mean length of noise spans, in tokens.
+    seed: the seed of the masks.
   """
 
   text: base.Input
@@ -104,19 +104,19 @@ class SpanCorruption:
         f'{self.mean_span_length} at least 1.'
       )
     if self.tokenizer is None:
-      raise UserError('the text has no tokenizer, whose last ids stand for the spans: give an input with one.')
+      raise UserError('`text` must have a tokenizer, whose last ids are the sentinels: use an input of text.')
     tokens, targets = span_corruption_lengths(self.inputs_length, self.noise_density, self.mean_span_length)
     width = self.text.element_spec()['ids'].shape[1]
     if width > tokens:
       raise UserError(
-        f'text has rows of {width} tokens, but inputs_length = {self.inputs_length} takes {tokens}: set '
+        f'text has rows of {width} tokens, of which inputs_length = {self.inputs_length} holds {tokens}: set '
         f'text.seq_len={tokens}.'
       )
     num_spans = round(round(width * self.noise_density) / self.mean_span_length)
     if 0 < (extra_ids := getattr(self.tokenizer, 'extra_ids', 0)) < num_spans:
       logging.warning(
-        'Rows of %d tokens have %d spans, but the tokenizer only extra_ids = %d: its last words stand for the others, '
-        'as in T5. Raise extra_ids, or mean_span_length, if that is not wanted.',
+        'Rows of %d tokens have %d spans, but the tokenizer only extra_ids = %d: its last words become sentinels, as '
+        'in T5. To avoid this, raise extra_ids or mean_span_length.',
         width,
         num_spans,
         extra_ids,
@@ -159,26 +159,29 @@ class SpanCorruption:
     return base.progress_of(self.text, state['text'])
 
   def corrupt(self, batch: base.Batch, numbers: Sequence[int]) -> base.Batch:
-    """Makes a batch of rows of `text`; `numbers` are those of the rows in the data, for the masks."""
+    """Corrupts rows of `text`; `numbers`, the numbers of the rows in the data, determine the masks."""
     tokenizer = self.tokenizer
     assert tokenizer is not None
     examples = []
     for number, ids, segments in zip(numbers, batch['ids'], batch['segment_ids'], strict=True):
       tokens = ids[segments > 0]
-      # The row is the highest word of the counter, so that no two rows have random numbers in common.
+      # The row's number is the highest word of the counter, so that rows share no random numbers.
       rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, number]))
       mask = noise_mask(tokens.size, rng, self.noise_density, self.mean_span_length)
       first = tokenizer.vocab_size - 1  # the sentinel of the first span
-      halves = [replace_spans(tokens, each, first) for each in (mask, ~mask)] if tokens.size else []
-      # Where T5's two ways to round a number of tokens differ, the targets are up to two tokens too long.
-      cut = [np.append(half[: width - 1], tokenizer.eos_id) for half, width in zip(halves, self._widths())]
-      examples.append(cut or [tokens, tokens])
+      if not tokens.size:
+        examples.append([tokens, tokens])
+        continue
+      inputs, targets = replace_spans(tokens, mask, first), replace_spans(tokens, ~mask, first)
+      # T5 rounds the number of noise tokens in two ways; if they differ, the targets are up to two tokens too long.
+      pair = zip((inputs, targets), self._widths(), strict=True)
+      examples.append([np.append(part[: width - 1], tokenizer.eos_id) for part, width in pair])
     extra = {name: rows for name, rows in batch.items() if name not in base.BATCH_DTYPES}
     return extra | encoder_decoder_batch(examples, *self._widths(), tokenizer.pad_id)
 
 
 def encoder_decoder_spec(batch_size: int, inputs_length: int, targets_length: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """The element spec of an encoder-decoder's batch: [B, S] of what the encoder reads, [B, T] otherwise."""
+  """Returns the element spec of an encoder-decoder's batch: [B, S] arrays for the encoder, [B, T] for the decoder."""
   encoder, decoder = (base.language_model_spec(batch_size, length) for length in (inputs_length, targets_length))
   return decoder | {f'encoder_{name}': encoder[name] for name in ('ids', 'segment_ids', 'segment_pos')}
 
@@ -186,7 +189,7 @@ def encoder_decoder_spec(batch_size: int, inputs_length: int, targets_length: in
 def encoder_decoder_batch(
   examples: Sequence[Sequence[np.ndarray]], inputs_length: int, targets_length: int, pad_id: int = 0
 ) -> base.Batch:
-  """Makes a batch of one (inputs, targets) pair in each row; the decoder reads `pad_id` and then the targets."""
+  """Makes a batch with one (inputs, targets) pair per row; the decoder reads `pad_id` and then the targets."""
   encoder, decoder = (base.empty_batch(len(examples), length, pad_id) for length in (inputs_length, targets_length))
   for row, example in enumerate(examples):
     for part, tokens in zip((encoder, decoder), example):
@@ -195,31 +198,32 @@ def encoder_decoder_batch(
       part['weights'][row, : tokens.size] = 1
       part['segment_ids'][row, : tokens.size] = 1
       part['segment_pos'][row, : tokens.size] = np.arange(tokens.size)
-  read = {'encoder_ids': 'labels', 'encoder_segment_ids': 'segment_ids', 'encoder_segment_pos': 'segment_pos'}
-  return decoder | {name: encoder[of] for name, of in read.items()}
+  # The encoder reads its tokens themselves, which are the labels of a decoder.
+  names = {'encoder_ids': 'labels', 'encoder_segment_ids': 'segment_ids', 'encoder_segment_pos': 'segment_pos'}
+  return decoder | {new: encoder[old] for new, old in names.items()}
 
 
 class SpanCorruptionIterator(base.InputIterator):
-  """The rows of one shard."""
+  """Yields the batches of one shard of a SpanCorruption."""
 
   def __init__(self, settings: SpanCorruption, text: base.InputIterator, rows: range):
     self._settings, self._text, self._rows = settings, text, rows
-    self._num_rows = 0  # behind the position, of all shards
+    self._num_rows = 0  # rows of all shards before the position
     names = ('inputs_length', 'noise_density', 'mean_span_length', 'seed')
     self._identity: Mapping[str, Any] = {'kind': 'span_corruption', **{name: getattr(settings, name) for name in names}}
 
   @property
-  def in_order(self) -> bool:
-    return base.is_in_order(self._text)
+  def reads_rows(self) -> bool:
+    return base.reads_rows(self._text)
 
   def __next__(self) -> base.Batch:
     return self._corrupt(next(self._text), self._settings.batch_size, self._rows)
 
-  def next_rows(self, count: int, places: Sequence[int]) -> base.Batch:
-    return self._corrupt(cast(base.OrderedIterator, self._text).next_rows(count, places), count, places)
+  def next_rows(self, count: int, indices: Sequence[int]) -> base.Batch:
+    return self._corrupt(cast(base.RowIterator, self._text).next_rows(count, indices), count, indices)
 
-  def _corrupt(self, batch: base.Batch, count: int, places: Sequence[int]) -> base.Batch:
-    batch = self._settings.corrupt(batch, [self._num_rows + int(place) for place in places])
+  def _corrupt(self, batch: base.Batch, count: int, indices: Sequence[int]) -> base.Batch:
+    batch = self._settings.corrupt(batch, [self._num_rows + int(index) for index in indices])
     self._num_rows += count
     return batch
 
@@ -229,8 +233,8 @@ class SpanCorruptionIterator(base.InputIterator):
   def set_state(self, state: base.State) -> None:
     base.check_state(state, self._identity)
     self._text.set_state(state['text'])
-    of_batches = state.get('num_batches', 0) * self._settings.batch_size  # in positions of earlier versions
-    self._num_rows = int(state.get('num_rows', of_batches))
+    num_rows = state.get('num_batches', 0) * self._settings.batch_size  # earlier versions saved `num_batches`
+    self._num_rows = int(state.get('num_rows', num_rows))
 
   def close(self) -> None:
     self._text.close()

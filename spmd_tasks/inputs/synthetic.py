@@ -1,9 +1,9 @@
-"""SyntheticText: random tokens that follow a rule which a model can learn; SyntheticPairs: texts and their beginnings.
+"""SyntheticText: random tokens that follow a learnable rule; SyntheticPairs: texts and their beginnings.
 
 Token t+1 is `rule[token t]`, a fixed random permutation, except that with probability `noise` it is drawn uniformly. A
-model that has learnt the rule reaches a loss of about `noise * log(vocab_size)` plus the entropy of the noise itself.
-A row is a function of (seed, stream, batch, row) alone, so any number of hosts reads the same global batch, and a
-position is one number.
+model that has learned the rule reaches a loss of about `noise * log(vocab_size)` plus the entropy of the noise itself.
+A row depends only on (seed, stream, batch, row), so any number of hosts reads the same global batch, and a position is
+one number.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,9 @@ from spmd_tasks.inputs.span_corruption import encoder_decoder_batch, encoder_dec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticText:
-  """Random learnable tokens; ends after `num_batches`, never if None.
+  """Random tokens that follow a learnable rule; ends after `num_batches`, or never if None.
 
-  The rule is a function of `seed`; another `stream` of the same seed holds other text under the same rule, for
-  evaluation.
+  `seed` determines the rule. Another `stream` of the same seed is other text with the same rule, for evaluation.
   """
 
   batch_size: int
@@ -37,9 +36,9 @@ class SyntheticText:
     if self.vocab_size < 2 or self.seq_len < 1:
       raise UserError(f'vocab_size {self.vocab_size} must be at least 2 and seq_len {self.seq_len} at least 1.')
     if self.num_batches is not None and self.num_batches < 1:
-      raise UserError(f'num_batches {self.num_batches} must be at least 1, or None for a source without end.')
+      raise UserError(f'num_batches {self.num_batches} must be at least 1, or None for an endless input.')
     if not 0 <= self.noise <= 1:
-      raise UserError(f'noise {self.noise} is a probability: set it in [0, 1].')
+      raise UserError(f'noise {self.noise} must be a probability in [0, 1].')
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return base.language_model_spec(self.batch_size, self.seq_len)
@@ -48,13 +47,12 @@ class SyntheticText:
     return SyntheticIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
 
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
-    if any(state != states[0] for state in states):
-      raise UserError(f'the shards were saved at different batches, {[s["next_batch"] for s in states]}.')
+    assert all(state == states[0] for state in states)
     return [dict(states[0]) for _ in range(shard_count)]
 
 
 class SyntheticIterator(base.InputIterator):
-  """The rows `rows` of each batch of a SyntheticText."""
+  """Yields the rows `rows` of each batch of a SyntheticText."""
 
   def __init__(self, settings: SyntheticText, rows: range):
     self._settings, self._rows = settings, rows
@@ -97,13 +95,14 @@ class SyntheticIterator(base.InputIterator):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticPairs(SyntheticText):
-  """A random text for the encoder, of tokens from 2 on, and for the decoder its beginning, which ends with token 1.
+  """Random texts for the encoder, whose beginnings the decoder learns to copy.
 
-  The decoder's first input is token 0. Texts have from half to all of `encoder_len` tokens.
+  Text tokens are 2 and above. The decoder's first input is token 0, and its last label token 1. A text has between half
+  of `encoder_len` and `encoder_len` tokens.
 
-  Fields, beside those of SyntheticText:
-    encoder_len: S, the length of the encoder's rows; None: both texts stand in one row, the first as its prefix, for a
-      prefix language model.
+  Fields, in addition to SyntheticText's:
+    encoder_len: S, the length of the encoder's rows. If None, each row has the text as a prefix and then its beginning,
+      for a prefix language model.
   """
 
   encoder_len: int | None = 128
@@ -119,27 +118,27 @@ class SyntheticPairs(SyntheticText):
 
 
 class SyntheticPairsIterator(SyntheticIterator):
-  """The rows `rows` of each batch of a SyntheticPairs."""
+  """Yields the rows `rows` of each batch of a SyntheticPairs."""
 
   def __init__(self, settings: SyntheticPairs, rows: range):
     self._pairs = settings
     names = ('batch_size', 'vocab_size', 'seed', 'stream', 'noise', 'num_batches')
     text = {name: getattr(settings, name) for name in names}
     text['vocab_size'] -= 2
-    # In one row stand token 0, a text, its beginning, and token 1.
+    # One row of a prefix language model: token 0, the text, its beginning, token 1.
     length = settings.encoder_len or (settings.seq_len - 1) // 2
     super().__init__(SyntheticText(**text, seq_len=length), rows)
 
   def __next__(self) -> base.Batch:
     number = self._next_batch
-    made = super().__next__()['ids'] + 2
-    length, seq_len, encoder_len = made.shape[1], self._pairs.seq_len, self._pairs.encoder_len
-    texts = [text[: length - (row + number) % (length // 2 + 1)] for row, text in zip(self._rows, made, strict=True)]
+    tokens = super().__next__()['ids'] + 2
+    length, seq_len, encoder_len = tokens.shape[1], self._pairs.seq_len, self._pairs.encoder_len
+    texts = [text[: length - (row + number) % (length // 2 + 1)] for row, text in zip(self._rows, tokens, strict=True)]
     if encoder_len is not None:
       examples = [(text, np.append(text[: seq_len - 1], 1)) for text in texts]
       return encoder_decoder_batch(examples, encoder_len, seq_len)
-    nothing = np.zeros(0, np.int32)
-    examples = [(nothing, np.concatenate([text, text[: seq_len - 1 - len(text)], [1]])) for text in texts]
+    no_inputs = np.zeros(0, np.int32)
+    examples = [(no_inputs, np.concatenate([text, text[: seq_len - 1 - len(text)], [1]])) for text in texts]
     batch = encoder_decoder_batch(examples, 0, seq_len)
     batch = {name: batch[name] for name in base.BATCH_DTYPES} | {'prefix_mask': np.zeros_like(batch['ids'])}
     for row, text in enumerate(texts):

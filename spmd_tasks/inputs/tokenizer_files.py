@@ -1,5 +1,6 @@
-"""Tokenizers in files: of the `tokenizers` library (Hugging Face's tokenizer.json, or a model's folder), SentencePiece
-models as T5 has them, T5's bytes, and IdTokenizer for a model whose tokenizer is elsewhere.
+"""Tokenizers that are read from files: Hugging Face's tokenizer.json, alone or in a model folder, and SentencePiece.
+
+Also T5's bytes, and IdTokenizer for models without a tokenizer.
 """
 
 import abc
@@ -12,7 +13,6 @@ import os
 import re
 from typing import Any
 
-from etils import epath
 import numpy as np
 
 from spmd_tasks.errors import UserError
@@ -22,12 +22,12 @@ from spmd_tasks.inputs.tokenizers import ByteTokenizer
 from spmd_tasks.store_files import local_folder
 
 _CONFIG = 'tokenizer_config.json'
-_BYTE = re.compile(r'<0x([0-9A-F]{2})>')  # the piece of one byte in SentencePiece's vocabularies
+_BYTE = re.compile(r'<0x([0-9A-F]{2})>')  # a piece of one byte in SentencePiece's vocabularies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ListTokenizer(abc.ABC):
-  """A tokenizer whose `encode` makes a list; pickled without what it has cached of files."""
+  """Base class of tokenizers whose `encode` returns a list. Pickled without cached files."""
 
   def __getstate__(self) -> dict[str, Any]:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -41,7 +41,7 @@ class _ListTokenizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTokenizer(_ListTokenizer):
-  """A tokenizer of the `tokenizers` library, which is read from the file or folder `path` on first use."""
+  """Base class of tokenizers of the `tokenizers` library, read from the file or folder `path` on first use."""
 
   path: str
 
@@ -58,59 +58,60 @@ class FileTokenizer(_ListTokenizer):
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of `ids`; special tokens and ids outside the vocabulary give nothing.
+    """Returns the text of `ids`; special tokens and ids outside the vocabulary have no text.
 
-    Some decoders drop a space before the first token, so decode a continuation together with tokens before it.
+    Some decoders drop a space before the first token: decode a continuation together with tokens before it.
     """
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
   def decode_all(self, ids: Sequence[int]) -> str:
-    """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
+    """Returns the text of `ids`, including the names of special tokens; ids outside the vocabulary have no text."""
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
   @functools.cached_property
   def added_tokens(self) -> dict[str, tuple[int, bool]]:
-    """The tokens that are never split, by their texts: the id, and whether `decode` leaves it out."""
+    """The tokens that are never split, by text: (id, whether `decode` omits it)."""
     added = self._tokenizer.get_added_tokens_decoder()
     return {token.content: (i, token.special) for i, token in added.items()}
 
   def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:
-    before, start = self._any_token
-    return [self._piece_bytes(token, self.decode([*before, token])[start:]) for token in ids]
+    prefix, length = self._decoding_prefix
+    return [self._piece_bytes(token, self.decode([*prefix, token])[length:]) for token in ids]
 
   @functools.cached_property
-  def _any_token(self) -> tuple[list[int], int]:
-    """A token, behind which decoders do not drop a space, and the length of its text."""
+  def _decoding_prefix(self) -> tuple[list[int], int]:
+    """A token after which decoders keep spaces, and the length of its text."""
     ids = self.encode('a')[-1:]
     return ids, len(self.decode(ids))
 
   def _piece_bytes(self, token: int, text: str) -> bytes:
-    """The bytes of a token that adds `text`, where U+FFFD may stand for a part of a character."""
+    """Returns the bytes of a token that adds `text`, in which U+FFFD may replace a part of a character."""
     if '\ufffd' not in text:
       return text.encode()
     piece = self._tokenizer.id_to_token(int(token))
     if byte := _BYTE.fullmatch(piece):
       return bytes([int(byte[1], 16)])
-    of_char = _bytes_of_chars()
-    return bytes([of_char[char] for char in piece]) if of_char.keys() >= set(piece) else text.encode()
+    byte_of_char = _byte_of_char()
+    return bytes([byte_of_char[char] for char in piece]) if byte_of_char.keys() >= set(piece) else text.encode()
 
   def added_tokens_in(self, text: str, *, only_special: bool = False) -> list[int]:
-    """The tokens of a text that were added to the vocabulary, such as <|im_end|>, but no white space; in order."""
+    """Returns the added tokens in a text, such as <|im_end|>, in order, except whitespace."""
     added = self._tokenizer.get_added_tokens_decoder()
     ids = [token for token in self.encode(text) if token in added and added[token].content.strip()]
     return [token for token in ids if added[token].special or not only_special]
 
   def to_json(self) -> str:
-    """The tokenizer as the text of a tokenizer.json."""
+    """Returns the text of a tokenizer.json."""
     return self._tokenizer.to_str()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BpeTokenizer(FileTokenizer):
-  """A vocabulary file of the `tokenizers` library (Hugging Face's tokenizer.json).
+  """Reads a tokenizer.json of the `tokenizers` library.
 
-  The special tokens are looked up by name on the first use of the file; a UserError names a missing one.
-  `bos_token=None` and `pad_token=None` mean that the vocabulary has none (pad is then id 0, in positions of weight 0).
+  Fields:
+    eos_token, bos_token, pad_token: the texts of the special tokens. None means that the vocabulary has no bos, or no
+      pad; padding is then id 0.
   """
 
   eos_token: str = '<eos>'
@@ -122,13 +123,13 @@ class BpeTokenizer(FileTokenizer):
     return load_tokenizer_file(self.path)
 
   def _special_id(self, token: str) -> int:
-    found = self._tokenizer.token_to_id(token)
-    if found is None:
+    token_id = self._tokenizer.token_to_id(token)
+    if token_id is None:
       raise UserError(
-        f'{self.path} has no token {token!r}: name the special tokens that it does have in eos_token, bos_token and '
-        'pad_token (None for no bos or no pad).'
+        f'{self.path} has no token {token!r}: set eos_token, bos_token and pad_token to its special tokens, or the '
+        'last two to None.'
       )
-    return found
+    return token_id
 
   @functools.cached_property
   def eos_id(self) -> int:
@@ -152,14 +153,13 @@ class BpeTokenizer(FileTokenizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderTokenizer(FileTokenizer):
-  """Reads `tokenizer.json` of a model's folder, and the names of its special tokens beside it.
+  """Reads the tokenizer of a Hugging Face model folder, like `transformers`: tokenizer.json and the configs beside it.
 
-  Tokens that only the files beside it name, such as `added_tokens_decoder` of tokenizer_config.json, are added to it as
-  `transformers` does: they take the next ids where tokenizer.json does not have them, and are never split.
-  What stands before a text (bos, or several tokens) is what the file's post-processor puts there; the `bos_token_id` of
-  config.json is not read, because models have one that use none. The end of text is the `eos_token` of
-  tokenizer_config.json or special_tokens_map.json, or else the first `eos_token_id` of generation_config.json or
-  config.json. Files are read on first use; nothing in them is run.
+  Tokens that only the configs list, such as `added_tokens_decoder` in tokenizer_config.json, are added: they are never
+  split, and take the next ids if tokenizer.json does not contain them. The post-processor of tokenizer.json determines
+  the tokens before a text (bos, or several tokens); `bos_token_id` in config.json is ignored, because models without a
+  bos have it, too. The end of text is `eos_token` in tokenizer_config.json or special_tokens_map.json, or else the
+  first `eos_token_id` in generation_config.json or config.json. Files are read on first use; nothing in them is run.
   """
 
   @functools.cached_property
@@ -167,17 +167,17 @@ class FolderTokenizer(FileTokenizer):
     path = self._file('tokenizer.json')
     if not os.path.exists(path) and os.path.isdir(local_folder(self.path)):
       raise UserError(
-        f"{self.path} has no tokenizer.json: write one by transformers' "
+        f"{self.path} has no tokenizer.json: write one with transformers' "
         'AutoTokenizer.from_pretrained(...).save_pretrained(...).'
       )
     tokenizer = load_tokenizer_file(path)
-    tokenizer.add_tokens(self._tokens_beside(tokenizer))
+    tokenizer.add_tokens(self._tokens_of_configs(tokenizer))
     tokenizer.no_padding()  # a file may have been saved with the settings of its training
     tokenizer.no_truncation()
     return tokenizer
 
-  def _tokens_beside(self, tokenizer: Any) -> list[Any]:
-    """Returns the tokens that are named beside a tokenizer.json and are no added tokens there."""
+  def _tokens_of_configs(self, tokenizer: Any) -> list[Any]:
+    """Returns the tokens that the configs list, but tokenizer.json does not have as added tokens."""
     from tokenizers import AddedToken
 
     config = read_json_object(self._file(_CONFIG))
@@ -187,9 +187,7 @@ class FolderTokenizer(FileTokenizer):
     try:
       listed = {int(i): AddedToken(**token) for i, token in (config.get('added_tokens_decoder') or {}).items()}
     except (AttributeError, TypeError, ValueError) as error:
-      raise UserError(
-        f'{self._file(_CONFIG)} has added_tokens_decoder with an entry that is no token: {error}.'
-      ) from error
+      raise UserError(f'{self._file(_CONFIG)} has an invalid token in added_tokens_decoder: {error}.') from error
     if 'added_tokens_decoder' not in config:  # older folders
       for text, i in read_json_object(self._file('added_tokens.json')).items():
         is_special = text in special
@@ -201,21 +199,21 @@ class FolderTokenizer(FileTokenizer):
 
   @functools.cached_property
   def special_tokens(self) -> dict[str, str]:
-    """The texts of special tokens by name, `bos_token`, `eos_token`, ...; those that the folder names."""
-    found = read_json_object(self._file('special_tokens_map.json')) | read_json_object(self._file(_CONFIG))
-    texts = {name: _token_text(value) for name, value in found.items() if name.endswith('_token')}
+    """The texts of the folder's special tokens by name: `bos_token`, `eos_token`, ..."""
+    config = read_json_object(self._file('special_tokens_map.json')) | read_json_object(self._file(_CONFIG))
+    texts = {name: _token_text(value) for name, value in config.items() if name.endswith('_token')}
     return {name: text for name, text in texts.items() if text is not None}
 
   @functools.cached_property
   def eos_id(self) -> int:
-    if (named := self._special_id('eos_token')) is not None:
-      return named
+    if (eos_id := self._special_id('eos_token')) is not None:
+      return eos_id
     for file in ('generation_config.json', 'config.json'):
       ids = read_json_object(self._file(file)).get('eos_token_id')
       first = ids[0] if isinstance(ids, list) and ids else ids
       if isinstance(first, int):
         return first
-    raise UserError(f'{self.path} names no end of text: set eos_token in its {_CONFIG}.')
+    raise UserError(f'{self.path} has no eos_token: set it in its {_CONFIG}.')
 
   @functools.cached_property
   def pad_id(self) -> int:
@@ -223,84 +221,79 @@ class FolderTokenizer(FileTokenizer):
 
   @functools.cached_property
   def prefix_ids(self) -> tuple[int, ...]:
-    """The tokens that the post-processor puts before a text."""
+    """The tokens that the post-processor puts before every text."""
     encoding = self._tokenizer.encode('a', add_special_tokens=True)
     num_added = encoding.special_tokens_mask.index(0) if 0 in encoding.special_tokens_mask else 0
     return tuple(encoding.ids[:num_added])
 
   @property
   def bos_id(self) -> int | None:
-    """The last token that is put before a text."""
+    """The last of `prefix_ids`."""
     return self.prefix_ids[-1] if self.prefix_ids else None
 
   @functools.cached_property
   def vocab_size(self) -> int:
-    """The largest id and one: ids need not be dense."""
+    """The largest id + 1; not all smaller ids need be in use."""
     return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
   def encode_prompt(self, text: str) -> tuple[int, ...]:
-    """Encodes as transformers' `tokenizer(text)`, without a second bos where `text` itself begins with one."""
+    """Encodes like transformers' `tokenizer(text)`, but adds no second bos if `text` itself begins with one."""
     ids = tuple(self.encode(text))
     if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
       return ids
     return (*self.prefix_ids, *ids)
 
   def encode_whole(self, text: str, pair: str | None = None) -> tuple[int, ...]:
-    """Encodes as transformers' `tokenizer(text, pair)`, with all that the post-processor puts around and between."""
+    """Encodes like transformers' `tokenizer(text, pair)`, with all tokens that the post-processor adds."""
     return tuple(self._tokenizer.encode(text, pair, add_special_tokens=True).ids)
 
   def fingerprint(self) -> str:
     path = self._file('tokenizer.json')
-    beside = [str(token) + repr(token) for token in self._tokens_beside(load_tokenizer_file(path))]
-    return f'folder {digest_of(path)}' + (f' and {beside}' if beside else '')
+    tokens = [str(token) + repr(token) for token in self._tokens_of_configs(load_tokenizer_file(path))]
+    return f'folder {digest_of(path)}' + (f' and {tokens}' if tokens else '')
 
   def _file(self, name: str) -> str:
     return os.path.join(local_folder(self.path), name)
 
   def _special_id(self, name: str) -> int | None:
     text = self.special_tokens.get(name)
-    found = None if text is None else self._tokenizer.token_to_id(text)
-    if text is not None and found is None:
-      raise UserError(f'{self.path}: its {name} {text!r} is no token of its tokenizer.json.')
-    return found
+    token_id = None if text is None else self._tokenizer.token_to_id(text)
+    if text is not None and token_id is None:
+      raise UserError(f'{self.path} has {name} {text!r}, which is not in its tokenizer.json: correct its {_CONFIG}.')
+    return token_id
 
 
 def load_tokenizer_file(path: str) -> Any:
-  """The `tokenizers.Tokenizer` of a tokenizer.json.
-
-  Raises a UserError: there is no such file, or it is of another kind.
-  """
+  """Returns the `tokenizers.Tokenizer` of a tokenizer.json. Raises a UserError if it cannot be read."""
   require('huggingface', 'tokenizers', wants=path)
   import tokenizers
 
-  if not os.path.exists(path):
-    raise UserError(f'there is no tokenizer file {path}: train one with train_bpe, or correct the path.')
   try:
     return tokenizers.Tokenizer.from_buffer(read_bytes(path))
   except Exception as e:  # the library raises a bare Exception
-    raise UserError(f'{path} is not a tokenizer.json of the tokenizers library: {e}') from e
+    raise UserError(
+      f'{path} cannot be read as a tokenizer.json ({e}): correct the path, or train a vocabulary with train_bpe.'
+    ) from e
 
 
 @functools.cache
-def _bytes_of_chars() -> dict[str, int]:
-  """The byte that each character stands for in the pieces of byte-level vocabularies, as GPT-2 has them."""
+def _byte_of_char() -> dict[str, int]:
+  """Returns the byte of each character in the pieces of a byte-level vocabulary, as GPT-2 maps them."""
   printable = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
   others = [byte for byte in range(256) if byte not in printable]
   return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def digest_of(path: str) -> str:
-  """A digest of a file's bytes."""
+  """Returns a digest of a file's bytes."""
   return hashlib.blake2b(read_bytes(path), digest_size=16).hexdigest()
 
 
 def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: int = 2) -> BpeTokenizer:
   """Trains a byte-level BPE vocabulary on `texts`, saves it at `path` and returns it.
 
-  All 256 bytes are in the alphabet, so that any text is encoded and decoded exactly. `<pad>`, `<bos>` and `<eos>` are
-  ids 0, 1 and 2. The result may have fewer than `vocab_size` entries when the texts have too few pairs to merge.
-
-  Raises a UserError: vocab_size has no room for the bytes and the special tokens.
+  All 256 bytes are in the alphabet, so any text is encoded and decoded exactly. `<pad>`, `<bos>` and `<eos>` are ids 0,
+  1 and 2. The result has fewer than `vocab_size` entries if the texts have too few pairs to merge.
   """
   require('huggingface', 'tokenizers', wants='train_bpe')
   import tokenizers
@@ -325,10 +318,7 @@ def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: i
 
 
 def read_json_object(path: str) -> dict[str, Any]:
-  """The object in a JSON file of a folder; empty where there is no such file.
-
-  Raises a UserError: the file is not a JSON object.
-  """
+  """Returns the object in a JSON file; {} if there is no such file. Raises a UserError if it is not a JSON object."""
   try:
     value = json.loads(read_text(path))
   except FileNotFoundError:
@@ -336,19 +326,19 @@ def read_json_object(path: str) -> dict[str, Any]:
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(f'{path} cannot be read as JSON: {error}.') from error
   if not isinstance(value, dict):
-    raise UserError(f'{path} must hold a JSON object, not {type(value).__name__}.')
+    raise UserError(f'{path} must be a JSON object, not a {type(value).__name__}.')
   return value
 
 
 def _token_text(value: Any) -> str | None:
-  """The text of a special token: a string, or an object with the key `content`."""
+  """Returns the text of a special token, which is a string, or an object with the key `content`."""
   text = value.get('content') if isinstance(value, dict) else value
   return text if isinstance(text, str) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5ByteTokenizer(ByteTokenizer):
-  """T5's and ByT5's bytes: ids 0, 1, 2 are pad, eos, unknown; byte b is id b + 3; `extra_ids` sentinels follow."""
+  """Bytes as in T5 and ByT5: ids 0, 1, 2 are pad, eos, unknown; byte b is id b + 3; `extra_ids` sentinels follow."""
 
   bos_id: None = dataclasses.field(default=None, init=False)  # type: ignore[assignment]
   eos_id: int = dataclasses.field(default=1, init=False)
@@ -367,9 +357,9 @@ class T5ByteTokenizer(ByteTokenizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentencePieceTokenizer(_ListTokenizer):
-  """A SentencePiece model file, as T5 has it: pad is id 0, and `extra_ids` sentinels follow the file's pieces.
+  """Reads a SentencePiece model file like T5: pad is id 0, and `extra_ids` sentinels follow the file's pieces.
 
-  The sentinels are `<extra_id_0>` and so on, from the last id downwards.
+  The sentinels `<extra_id_0>`, `<extra_id_1>`, ... count down from the last id.
   """
 
   path: str
@@ -382,15 +372,13 @@ class SentencePieceTokenizer(_ListTokenizer):
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as proto
 
-    if not epath.Path(self.path).exists():
-      raise UserError(f'there is no SentencePiece model {self.path}: correct the path.')
     try:
       model = proto.ModelProto.FromString(read_bytes(self.path))  # type: ignore[attr-defined]
       for number in reversed(range(self.extra_ids)):
         model.pieces.add(piece=f'▁<extra_id_{number}>', score=0.0, type=model.SentencePiece.USER_DEFINED)
       return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
-    except Exception as e:  # of protobuf or of the library, which raises a RuntimeError
-      raise UserError(f'{self.path} is not a model of SentencePiece: {e}') from e
+    except Exception as e:  # an OSError, an error of protobuf, or a RuntimeError of the library
+      raise UserError(f'{self.path} cannot be read as a SentencePiece model ({e}): correct the path.') from e
 
   @property
   def vocab_size(self) -> int:
@@ -427,7 +415,10 @@ class SentencePieceTokenizer(_ListTokenizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdTokenizer(_ListTokenizer):
-  """Ids written as numbers: '5 17 3'. Generated ids begin with a space each, so that texts can be joined."""
+  """Ids written as numbers, '5 17 3', for models without a tokenizer.
+
+  `decode` puts a space before each id, so that texts can be joined.
+  """
 
   vocab_size: int
   eos_id: int
@@ -435,13 +426,14 @@ class IdTokenizer(_ListTokenizer):
   bos_id: int | None = None
 
   def encode(self, text: str) -> list[int]:
-    """Raises UserError where the text holds anything but ids of the vocabulary."""
+    """Raises a UserError unless the text consists of ids of the vocabulary."""
     words = text.split()
     for word in words:
-      if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+      is_number = word.isascii() and word.isdigit() and len(word) < 20  # int() refuses thousands of digits
+      if not is_number or int(word) >= self.vocab_size:
         raise UserError(
-          f'{word[:40]!r} is no id: this model has no tokenizer; write its ids, below {self.vocab_size}, with spaces '
-          'between them.'
+          f'{word[:40]!r} is not an id: this model has no tokenizer, so write ids below {self.vocab_size}, separated '
+          'by spaces.'
         )
     return [int(word) for word in words]
 

@@ -1,4 +1,4 @@
-"""What a tokenizer is, and ByteTokenizer, the one that needs no file: raw UTF-8 bytes."""
+"""The Tokenizer protocol, and ByteTokenizer, which encodes UTF-8 bytes and needs no file."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -11,11 +11,11 @@ from spmd_tasks.errors import UserError
 
 @runtime_checkable
 class Tokenizer(Protocol):
-  """Text to ids and back. `bos_id` is None where the vocabulary has none.
+  """Encodes text to ids and decodes ids to text. `bos_id` is None if the vocabulary has no bos.
 
-  Some have more: `encode_prompt(text)`, ids behind those with which every text begins; `decode_all(ids)`, which shows
-  special tokens; `encode_with_offsets(text)`, also each token's characters [start, end), int64 [num_tokens, 2];
-  `bytes_of_tokens(ids)`, the bytes that each token adds to a text.
+  Optional methods: `encode_prompt(text)` encodes a prompt with the ids that begin every text; `decode_all(ids)` decodes
+  special tokens too; `encode_with_offsets(text)` also returns the characters [start, end) of each token,
+  int64 [num_tokens, 2]; `bytes_of_tokens(ids)` returns the bytes that each token adds to a text.
   """
 
   @property
@@ -28,30 +28,30 @@ class Tokenizer(Protocol):
   def eos_id(self) -> int: ...
 
   def encode(self, text: str) -> list[int]:
-    """The ids of `text`, without bos and eos."""
+    """Returns the ids of `text`, without bos and eos."""
 
   def encode_array(self, text: str) -> np.ndarray:
-    """Returns the ids of `encode` as an array, int32 [num_tokens]."""
+    """Returns the ids of `text` as an array, int32 [num_tokens]."""
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of `ids`; pad, bos and eos give nothing."""
+    """Returns the text of `ids`; pad, bos and eos have no text."""
 
   def fingerprint(self) -> str:
-    """A digest that changes whenever the encoding of any text changes."""
+    """Returns a digest that changes whenever the encoding of any text changes."""
 
 
 def tokenizer_of(source: object) -> Tokenizer | None:
-  """The tokenizer of an input or a task; None where it has none."""
+  """Returns the tokenizer of an input or a task; None if it has none."""
   return getattr(source, 'tokenizer', None)
 
 
 def decode_all(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-  """The text of `ids`, with special tokens by their names where the tokenizer has such."""
+  """Returns the text of `ids`, including the names of special tokens if the tokenizer has names for them."""
   return getattr(tokenizer, 'decode_all', tokenizer.decode)(ids)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-  """The ids of a prompt: they begin with bos where the vocabulary has one, also where `text` does not contain it."""
+  """Returns the ids of a prompt, which begin with one bos if the vocabulary has one."""
   if hasattr(tokenizer, 'encode_prompt'):
     return tokenizer.encode_prompt(text)
   ids = tuple(tokenizer.encode(text))
@@ -61,25 +61,25 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def decode_generated(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-  """The text of generated ids; ids outside the vocabulary, which a model with a larger one may sample, give no text."""
+  """Returns the text of generated ids; ids outside the vocabulary, which a model may sample, have no text."""
   vocab_size = tokenizer.vocab_size
   return tokenizer.decode([token for token in ids if token < vocab_size])
 
 
 def bytes_of_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bytes]:
-  """Returns the UTF-8 bytes that each token adds to a text behind other tokens, such as one byte of a character.
+  """Returns the UTF-8 bytes that each token adds to a text, such as one byte of a character.
 
   Special tokens and ids outside the vocabulary add none.
   """
   known = [token for token in ids if token < tokenizer.vocab_size]
-  of_known = getattr(tokenizer, 'bytes_of_tokens', lambda ids: [tokenizer.decode([token]).encode() for token in ids])
-  added = dict(zip(known, of_known(known), strict=True))
-  return [added.get(token, b'') for token in ids]
+  to_bytes = getattr(tokenizer, 'bytes_of_tokens', lambda ids: [tokenizer.decode([token]).encode() for token in ids])
+  bytes_of_token = dict(zip(known, to_bytes(known), strict=True))
+  return [bytes_of_token.get(token, b'') for token in ids]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteTokenizer:
-  """UTF-8 bytes: ids 0, 1 and 2 are pad, bos and eos; byte b is id b + 3, so that a vocabulary has 259 entries."""
+  """UTF-8 bytes: ids 0, 1 and 2 are pad, bos and eos, and byte b is id b + 3. The vocabulary has 259 entries."""
 
   pad_id: int = dataclasses.field(default=0, init=False)
   bos_id: int = dataclasses.field(default=1, init=False)
@@ -103,13 +103,13 @@ class ByteTokenizer:
     return self.encode_array(text), np.stack([starts, starts + 1], axis=1)
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Exact for what `encode` made; a sequence of bytes that is not UTF-8, as a model may sample, gives U+FFFD."""
+    """Inverts `encode`; bytes that are not UTF-8, which a model may sample, become U+FFFD."""
     first = self.num_special
     ids = ids if isinstance(ids, (list, tuple)) else np.asarray(ids, np.int64).reshape(-1).tolist()
     try:
       text = bytes([token - first for token in ids if not 0 <= token < first])
     except ValueError:
-      raise UserError(f'ids {min(ids)} to {max(ids)} are not all in the bytes [0, {self.vocab_size}).') from None
+      raise UserError(f'ids {min(ids)} to {max(ids)} must be in the vocabulary, [0, {self.vocab_size}).') from None
     return text.decode('utf-8', errors='replace')
 
   def bytes_of_tokens(self, ids: Sequence[int]) -> list[bytes]:

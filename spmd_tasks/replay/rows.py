@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_tasks.experiment import Job, make_training_iterator
 from spmd_tasks.inputs import Batch, Input, InputIterator, Mixture, State
-from spmd_tasks.inputs.base import OrderedIterator, is_in_order, source_of_rows
+from spmd_tasks.inputs.base import RowIterator, reads_rows, source_of_rows
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.inputs.tokenizers import decode_all
 
@@ -84,9 +84,9 @@ def _places_of_mixture(given: Mixture, before: State, batch: Batch) -> list[list
     saved = before['sources'][name]
     with contextlib.closing(source.make_iterator(index, count)) as iterator:
       iterator.set_state(saved['position'])
-      if is_in_order(iterator):
+      if reads_rows(iterator):
         begin, ranks = iterator.get_state(), np.cumsum(of_all == number)[own][rows] - 1
-        part = cast(OrderedIterator, iterator).next_rows(int((of_all == number).sum()), ranks.tolist())
+        part = cast(RowIterator, iterator).next_rows(int((of_all == number).sum()), ranks.tolist())
         for row, found in zip(rows, _places(source, iterator, begin, part), strict=True):
           places[row] = found
         continue

@@ -47,7 +47,7 @@ def render_turns(
       f'the conversation has no turn of the assistant (its roles are {roles}): name its role assistant, or remove the '
       'conversation.'
     )
-  if template.has_marks(tools):
+  if template.marks_generation(tools):
     ((text, marked),) = template.render_each([(messages, False)], tools=tools, variables=variables, now=now)
     if not marked:
       raise UserError("the chat template marks nothing of this conversation as the assistant's: correct its marks.")

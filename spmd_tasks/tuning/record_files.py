@@ -16,8 +16,8 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import require
 from spmd_tasks.inputs import Block
-from spmd_tasks.inputs.records import common_root, expand_globs, parse_json, refuse_changed_size
-from spmd_tasks.inputs.text import ListedFile, OpenFiles, file_fingerprint
+from spmd_tasks.inputs.records import check_size_unchanged, common_root, expand_globs, parse_json
+from spmd_tasks.inputs.text import FixedSizeFile, OpenFiles, file_fingerprint
 
 _JSON_LINES, _PARQUET, _ARROW = ('.jsonl', '.json', '.ndjson'), ('.parquet', '.pq'), ('.arrow', '.feather', '.ipc')
 _CHUNK = 1 << 20
@@ -100,7 +100,7 @@ class _JsonLinesFile:
 
   def read(self, number: int) -> Mapping[str, Any]:
     start = int(self._starts[number])
-    with ListedFile(self._path, self._size) as f:
+    with FixedSizeFile(self._path, self._size) as f:
       record = parse_json(f.read(start, self._size, to_line_end=True), 'it')
     if not isinstance(record, dict):
       raise UserError(f'it is {_kind_of(record)}, not a JSON object: write one object per line.')
@@ -134,7 +134,7 @@ class _TableFile:
       except (pyarrow.ArrowException, OSError) as e:
         raise UserError(f'{self._path} is not a readable Parquet or Arrow file ({e}): write or copy it anew.') from e
       finally:
-        refuse_changed_size(self._path, self._size)
+        check_size_unchanged(self._path, self._size)
       if missing := [name for name in self._required if name not in table.column_names]:
         raise UserError(
           f'{self._path} has no column {missing[0]!r} (it has {table.column_names}): name the right field.'

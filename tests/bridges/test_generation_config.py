@@ -88,5 +88,5 @@ def test_a_template_whose_end_is_no_token_is_warned_of(tmp_path, caplog):
   folder, template = write_llama(tmp_path / 'base'), tmp_path / 'other.jinja'
   template.write_text(CHATML.replace('<|im_end|>', '<eot>'))
   assert tuned_settings(folder, f'chat_template_file={template}').end_ids(END) == (END,)
-  assert "the chat template ends a turn by '<eot>\\n'" in caplog.text
+  assert "the chat template ends a turn with '<eot>\\n'" in caplog.text
   assert 'set task.decode.eos_ids' in caplog.text

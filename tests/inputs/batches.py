@@ -1,4 +1,4 @@
-"""What tests of inputs do with batches: take some, compare them, join those of shards."""
+"""Helpers for tests of inputs: read batches, compare them, concatenate the batches of shards."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def take(settings, count=None, state=None, shard=(0, 1)):
-  """Returns (batches of a new iterator, its position); from `state` on, as JSON has it; all batches without a count."""
+  """Reads `count` batches, or all, of a new iterator, from `state` (through JSON); returns them and the position."""
   iterator = settings.make_iterator(*shard)
   if state is not None:
     iterator.set_state(json.loads(json.dumps(state)))
@@ -27,32 +27,32 @@ def assert_same(batches, others):
 
 
 def documents(source):
-  """The documents of all blocks of an opened source, their pieces joined."""
-  found, piece = [], []
+  """Returns the documents of an opened source, with their pieces concatenated."""
+  whole, pieces = [], []
   for index in range(len(source)):
     for text, is_end in source[index].documents:
-      piece.append(text)
+      pieces.append(text)
       if is_end:
-        found.append(np.concatenate(piece).tolist() if isinstance(text, np.ndarray) else ''.join(piece))
-        piece = []
-  assert not piece
-  return found
+        whole.append(np.concatenate(pieces).tolist() if isinstance(text, np.ndarray) else ''.join(pieces))
+        pieces = []
+  assert not pieces
+  return whole
 
 
-def join(shards):
-  """Returns the global batches of the batches of all shards."""
+def concatenate_shards(shards):
+  """Returns the global batches from the lists of batches of all shards."""
   return [{name: np.concatenate([batch[name] for batch in step]) for name in step[0]} for step in zip(*shards)]
 
 
 def check_positions(settings):
-  """Asserts that two shards have the batches of one, and that one goes on from theirs; returns its fourth batch."""
+  """Asserts that two shards read the batches of one, which can resume from their states; returns the fourth batch."""
   one = settings.make_iterator()
   two = [settings.make_iterator(i, 2) for i in range(2)]
   for _ in range(3):
     batch = next(one)
-    halves = [next(each) for each in two]
+    halves = [next(shard) for shard in two]
     assert all((np.concatenate([half[name] for half in halves]) == rows).all() for name, rows in batch.items())
-  states = json.loads(json.dumps([each.get_state() for each in two]))
+  states = json.loads(json.dumps([shard.get_state() for shard in two]))
   [state] = settings.reshard_states(states, 1)
   again = settings.make_iterator()
   again.set_state(state)

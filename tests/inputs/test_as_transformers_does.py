@@ -1,4 +1,4 @@
-"""Prompts of a folder, as transformers makes them: tokens of texts, and conversations by ten families' templates."""
+"""Tokens and rendered conversations agree with transformers, for ten families' chat templates."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def reference(folder):
 
 
 def rendered_by(tokenizer, messages, source, settings):
-  """(the text of a conversation, '') or ('', what the template says against it)."""
+  """Returns (the rendered conversation, ''), or ('', the template's error)."""
   try:
     return tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, **settings), ''
   except Exception as error:
@@ -76,7 +76,7 @@ def test_tokens(folders, kind):
     assert list(encode_prompt(ours, text)) == ids
     assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    for split in range(1, len(ids)):  # a stream's pieces, after every beginning
+    for split in range(1, len(ids)):  # a streamed continuation after each prefix
       if theirs.decode(ids[:split], skip_special_tokens=True).endswith('\ufffd'):
         continue
       pieces = IncrementalText(ours.decode, before=ids[:split])
@@ -85,28 +85,29 @@ def test_tokens(folders, kind):
 
 
 @pytest.mark.parametrize('kind', PREFIXES)
-def test_bytes_of_tokens_are_those_of_llguidance_and_join_to_the_text(folders, kind):
+def test_bytes_of_tokens_agree_with_llguidance_and_concatenate_to_the_text(folders, kind):
   import llguidance
 
   ours = FolderTokenizer(path=str(folders[kind]))
   theirs = llguidance.LLTokenizer(ours.to_json(), n_vocab=ours.vocab_size, eos_token=ours.eos_id)
-  of_tokens = bytes_of_tokens(ours, range(ours.vocab_size + 2))
-  assert of_tokens[ours.vocab_size :] == [b'', b'']
-  for token, content in enumerate(of_tokens[: ours.vocab_size]):
-    if token in ours._tokenizer.get_added_tokens_decoder():  # with the space that the normalizer prepends
+  contents = bytes_of_tokens(ours, range(ours.vocab_size + 2))
+  assert contents[ours.vocab_size :] == [b'', b'']
+  added = {token for token, _ in ours.added_tokens.values()}
+  for token, content in enumerate(contents[: ours.vocab_size]):
+    if token in added:  # with the space that the normalizer prepends
       assert content.decode() == ours.decode([*ours.encode('a'), token])[len(ours.decode(ours.encode('a'))) :]
-    else:  # llguidance drops the byte 0xff, its mark of special tokens
+    else:  # llguidance drops the byte 0xff, which marks special tokens
       assert content.removeprefix(b'\xff') == theirs.decode_bytes([token]), token
   for text in (*TEXTS, ' 漢<tool_call>é'):
     ids = ours.encode(f'the {text}')
-    assert b''.join(of_tokens[token] for token in ids).removeprefix(b' ') == f'the {text}'.encode()
+    assert b''.join(contents[token] for token in ids).removeprefix(b' ') == f'the {text}'.encode()
 
 
 def _token(text, **flags):
   return {'content': text, 'lstrip': False, 'normalized': False, 'rstrip': False, 'single_word': False} | flags
 
 
-BESIDE = {  # settings of tokenizer_config.json, and the added_tokens.json of older folders
+CONFIGS = {  # settings of tokenizer_config.json, and the added_tokens.json of older folders
   'listed': ({'added_tokens_decoder': {'5': _token('[GMASK]', special=True), '1': _token('<s>', special=True)}}, {}),
   'out of order': (
     {'added_tokens_decoder': {'990': _token('<b>', special=True), '900': _token('<a>', lstrip=True, special=False)}},
@@ -118,9 +119,9 @@ BESIDE = {  # settings of tokenizer_config.json, and the added_tokens.json of ol
 }
 
 
-@pytest.mark.parametrize('case', BESIDE)
-def test_tokens_that_only_the_files_beside_name(case, tmp_path):
-  config, added = BESIDE[case]
+@pytest.mark.parametrize('case', CONFIGS)
+def test_tokens_that_only_the_configs_list(case, tmp_path):
+  config, added = CONFIGS[case]
   folder = write_tokenizer(tmp_path / 'new', **config)
   plain = FolderTokenizer(path=str(write_tokenizer(tmp_path / 'plain')))
   if added:
@@ -141,7 +142,7 @@ def test_the_end_of_text_may_be_id_0(folders, tmp_path):
   assert FolderTokenizer(path=str(tmp_path)).eos_id == 0
 
 
-def test_every_conversation_by_every_template(folders, tmp_path):
+def test_all_templates_render_all_conversations(folders, tmp_path):
   shutil.copytree(folders['byte_level'], tmp_path, dirs_exist_ok=True)
   theirs, ours = reference(tmp_path), FolderTokenizer(path=str(tmp_path))
   num_rendered = 0

@@ -1,4 +1,4 @@
-"""Plain data as an input: lists, functions, Grain and tf.data give the same batches at a saved position."""
+"""Plain data as an input: lists, functions, Grain and tf.data resume exactly at a saved position."""
 
 import json
 
@@ -20,7 +20,7 @@ def batch(number, num_rows=NUM_ROWS):
 
 
 LIST = [batch(number) for number in range(NUM_BATCHES)]
-BFLOAT16 = [{'x': each['x'].astype(jax.numpy.bfloat16)} for each in LIST]
+BFLOAT16 = [{'x': batch['x'].astype(jax.numpy.bfloat16)} for batch in LIST]
 
 
 def generator():
@@ -29,20 +29,21 @@ def generator():
 
 def rows_of_a_shard(shard_index, shard_count):
   size = NUM_ROWS // shard_count
-  for each in LIST:
-    yield {name: rows[shard_index * size : (shard_index + 1) * size] for name, rows in each.items()}
+  for batch in LIST:
+    yield {name: rows[shard_index * size : (shard_index + 1) * size] for name, rows in batch.items()}
 
 
 def random_access():
-  return grain.MapDataset.source([{'x': rows} for each in LIST for rows in each['x']]).seed(3).shuffle().batch(NUM_ROWS)
+  rows = [{'x': row} for batch in LIST for row in batch['x']]
+  return grain.MapDataset.source(rows).seed(3).shuffle().batch(NUM_ROWS)
 
 
 def stream():
-  return random_access().to_iter_dataset().map(lambda each: each | {'y': 2 * each['x']})
+  return random_access().to_iter_dataset().map(lambda batch: batch | {'y': 2 * batch['x']})
 
 
 def data_loader():
-  return grain.load([{'x': rows} for each in LIST for rows in each['x']], num_epochs=1, batch_size=NUM_ROWS)
+  return grain.load([{'x': row} for batch in LIST for row in batch['x']], num_epochs=1, batch_size=NUM_ROWS)
 
 
 def tf_data():
@@ -61,43 +62,43 @@ def take(iterator, num):
 
 @pytest.mark.parametrize('source', SOURCES, ids=lambda source: getattr(source, '__name__', type(source).__name__))
 @pytest.mark.parametrize('num_before', [1, 7])
-def test_an_iterator_goes_on_exactly_at_a_saved_position_also_in_a_later_pass(source, num_before):
-  given = as_input('train_input', source, repeats=True)
-  first = given.make_iterator()
+def test_an_iterator_resumes_exactly_in_any_epoch(source, num_before):
+  data = as_input('train_input', source, repeats=True)
+  first = data.make_iterator()
   take(first, num_before)
   state = json.loads(json.dumps(first.get_state()))
-  wanted = take(first, 6)
-  again = as_input('train_input', source, repeats=True).make_iterator()
-  take(again, 2)
-  again.set_state(state)
-  assert_same(take(again, 6), wanted)
+  expected = take(first, 6)
+  resumed = as_input('train_input', source, repeats=True).make_iterator()
+  take(resumed, 2)
+  resumed.set_state(state)
+  assert_same(take(resumed, 6), expected)
 
 
 @pytest.mark.parametrize('source', [generator, rows_of_a_shard])
 @pytest.mark.parametrize('shard_count', [1, 2, 3])
 def test_shards_have_rows_of_the_same_batches(source, shard_count):
-  given = as_input('train_input', source, repeats=True)
-  shards = [given.make_iterator(index, shard_count) for index in range(shard_count)]
+  data = as_input('train_input', source, repeats=True)
+  shards = [data.make_iterator(index, shard_count) for index in range(shard_count)]
   for whole in LIST:
     parts = [next(shard) for shard in shards]
     np.testing.assert_array_equal(np.concatenate([part['row'] for part in parts]), whole['row'])
-  assert {name: (spec.shape, spec.dtype) for name, spec in given.element_spec().items()} == {
+  assert {name: (spec.shape, spec.dtype) for name, spec in data.element_spec().items()} == {
     'x': ((NUM_ROWS, 3), np.float32),
     'row': ((NUM_ROWS,), np.int32),
   }
 
 
-def test_whole_batches_may_go_on_on_another_number_of_processes():
-  given = as_input('train_input', generator, repeats=True)
-  shards = [given.make_iterator(index, 2) for index in range(2)]
+def test_global_batches_resume_on_another_number_of_processes():
+  data = as_input('train_input', generator, repeats=True)
+  shards = [data.make_iterator(index, 2) for index in range(2)]
   for shard in shards:
     take(shard, 2)
-  (state,) = given.reshard_states([shard.get_state() for shard in shards], 1)
-  one = given.make_iterator()
+  (state,) = data.reshard_states([shard.get_state() for shard in shards], 1)
+  one = data.make_iterator()
   one.set_state(state)
   assert_same([next(one)], [LIST[2]])
   own_rows = as_input('train_input', rows_of_a_shard, repeats=True)
-  with pytest.raises(ValueError, match='saved by 2 processes: go on with as many'):
+  with pytest.raises(ValueError, match='saved by 2 processes, not 1: resume with 2'):
     own_rows.reshard_states([{}, {}], 1)
 
 
@@ -106,15 +107,15 @@ def test_an_eval_set_is_read_once_with_its_smaller_last_batch():
     assert len(list(as_input('eval_inputs.valid', source, repeats=False).make_iterator())) == NUM_BATCHES
   small = [*LIST, batch(9, num_rows=2)]
   eval_set = as_input('eval_inputs.valid', small, repeats=False)
-  assert [len(each['row']) for each in eval_set.make_iterator()] == [NUM_ROWS] * NUM_BATCHES + [2]
-  assert eval_set.spec_of(small[-1])['row'] == jax.ShapeDtypeStruct((2,), np.int32)  # numpy's int64 is checked later
+  assert [len(read['row']) for read in eval_set.make_iterator()] == [NUM_ROWS] * NUM_BATCHES + [2]
+  assert eval_set.spec_of(small[-1])['row'] == jax.ShapeDtypeStruct((2,), np.int32)
   other = as_input('eval_inputs.valid', [LIST[0], {'x': LIST[1]['x']}], repeats=False).make_iterator()
-  with pytest.raises(ValueError, match=r"eval_inputs.valid has the arrays \['x'\], but the first one \['row', 'x'\]"):
+  with pytest.raises(ValueError, match=r"eval_inputs.valid has the arrays \['x'\], .* \['row', 'x'\].*same names"):
     list(other)
 
 
 def numbered(*sizes):
-  """Batches of so many rows, which are numbered through."""
+  """Returns batches of these sizes, with consecutive row numbers."""
   ends = np.cumsum(sizes)
   return [{'row': np.arange(end - size, end), 'half': np.arange(end - size, end) / 2} for size, end in zip(sizes, ends)]
 
@@ -141,7 +142,7 @@ RAGGED_SOURCES = [RAGGED, ragged_generator, ragged_grain, ragged_tf_data]
 
 @pytest.mark.parametrize('source', RAGGED_SOURCES, ids=lambda source: getattr(source, '__name__', 'list'))
 def test_every_row_of_batches_of_any_size_is_read(source, caplog):
-  """Training goes on over their borders and those of passes; an eval set has its own batches."""
+  """Training regroups the rows of all batches and epochs; an eval set keeps its batches."""
   eval_set = as_input('eval_inputs.valid', source, repeats=False)
   read = list(eval_set.make_iterator())
   assert [len(batch['row']) for batch in read] == [4, 7, 3, 13, 1]
@@ -151,42 +152,42 @@ def test_every_row_of_batches_of_any_size_is_read(source, caplog):
   batches = take(train.make_iterator(), len(rows))
   np.testing.assert_array_equal([batch['row'] for batch in batches], rows)
   np.testing.assert_array_equal([batch['half'] for batch in batches], rows / 2)
-  (warning,) = [record.getMessage() for record in caplog.records if 'where the first has' in record.getMessage()]
-  assert 'Batch 2 of train_input has 7 rows where the first has 4' in warning
+  (warning,) = [record.getMessage() for record in caplog.records if 'regroups' in record.getMessage()]
+  assert 'Batch 2 of train_input has 7 rows, but the first has 4' in warning
   for num_before in (1, 2, 3, 5, 7, 12):
     hosts = [train.make_iterator(index, 2) for index in range(2)]
     for host in hosts:
       take(host, num_before)
     (state,) = train.reshard_states(json.loads(json.dumps([host.get_state() for host in hosts])), 1)
-    again = as_input('train_input', source, repeats=True).make_iterator()
-    again.set_state(state)
-    assert_same(take(again, 4), batches[num_before : num_before + 4])
+    resumed = as_input('train_input', source, repeats=True).make_iterator()
+    resumed.set_state(state)
+    assert_same(take(resumed, 4), batches[num_before : num_before + 4])
 
 
-def test_each_process_reads_every_row_of_its_own():
+def test_each_process_reads_all_its_own_rows():
   def rows_of_a_process(shard_index, shard_count):
     for batch in RAGGED:
       yield {'row': 100 * shard_index + batch['row']}
 
-  given = as_input('train_input', rows_of_a_process, repeats=True)
-  given._spec = {'row': jax.ShapeDtypeStruct((8,), np.int32)}  # of two processes
+  data = as_input('train_input', rows_of_a_process, repeats=True)
+  data._spec = {'row': jax.ShapeDtypeStruct((8,), np.int32)}  # as in a job of two processes
   for index in range(2):
-    batches = take(given.make_iterator(index, 2), 14)
+    batches = take(data.make_iterator(index, 2), 14)
     np.testing.assert_array_equal([batch['row'] for batch in batches], 100 * index + np.arange(56).reshape(14, 4) % 28)
 
 
 @pytest.mark.parametrize(
-  'second, words',
+  'second, message',
   [
-    ({'x': np.ones((3, 5)), 'scale': 1.0}, r"'x' has rows of the shapes \[\[5\], \[2\]\]"),
-    ({'x': np.ones((3, 2)), 'scale': 2.0}, r"'scale' has one number each, \[2.0, 1.0\]"),
+    ({'x': np.ones((3, 5)), 'scale': 1.0}, r"'x' .* \[\[5\], \[2\]\].* batches of 2 rows"),
+    ({'x': np.ones((3, 2)), 'scale': 2.0}, r"'scale' .* \[2.0, 1.0\].* batches of 2 rows"),
   ],
 )
-def test_rows_that_cannot_go_together_are_refused(second, words):
+def test_rows_that_cannot_be_regrouped_are_refused(second, message):
   data = [{'x': np.ones((2, 2)), 'scale': 1.0}, second]
   iterator = as_input('train_input', data, repeats=True).make_iterator()
-  take(iterator, 2)  # the second batch is cut, which needs no other
-  with pytest.raises(UserError, match='other numbers of rows than the first, 2, .*' + words):
+  take(iterator, 2)  # the second batch needs only rows of `second`
+  with pytest.raises(UserError, match=message):
     next(iterator)
   eval_set = as_input('eval_inputs.valid', data, repeats=False).make_iterator()
   assert [len(batch['x']) for batch in eval_set] == [2, 3]
@@ -194,31 +195,31 @@ def test_rows_that_cannot_go_together_are_refused(second, words):
 
 def test_numbers_in_another_byte_order_are_the_same_numbers():
   x, row = np.linspace(0, 1, 24, dtype='>f8').reshape(8, 3), np.arange(8, dtype='>i2')
-  given = as_input('train_input', [{'x': x, 'row': row}], repeats=True)
-  layout = make_input_layout(given.element_spec(), jax.make_mesh((1,), ('data',)), None, ())
-  placed = layout.place(next(given.make_iterator()))
+  data = as_input('train_input', [{'x': x, 'row': row}], repeats=True)
+  layout = make_input_layout(data.element_spec(), jax.make_mesh((1,), ('data',)), None, ())
+  placed = layout.place(next(data.make_iterator()))
   assert (placed['x'].dtype, placed['row'].dtype) == (np.float32, np.int16)
   np.testing.assert_array_equal(placed['x'], x.astype(np.float32))
   np.testing.assert_array_equal(placed['row'], row)
 
 
-def test_data_that_have_changed_do_not_go_on():
+def test_changed_data_are_refused():
   rng = np.random.default_rng(0)
-  given = as_input('train_input', lambda: iter([{'x': rng.normal(size=4)} for _ in range(9)]), repeats=True)
-  iterator = given.make_iterator()
+  data = as_input('train_input', lambda: iter([{'x': rng.normal(size=4)} for _ in range(9)]), repeats=True)
+  iterator = data.make_iterator()
   take(iterator, 3)
-  with pytest.raises(ValueError, match=r'batch 3 of train_input is not what it was.*a seed'):
-    given.make_iterator().set_state(iterator.get_state())
+  with pytest.raises(ValueError, match=r'batch 3 of train_input has changed.*seed'):
+    data.make_iterator().set_state(iterator.get_state())
 
 
 @pytest.mark.parametrize(
-  'source, words',
+  'source, message',
   [
-    ([], 'train_input has no batch'),
-    ([{'x': np.array(['a'])}], "'x' in a batch of train_input is of dtype <U1"),
+    ([], 'train_input is empty'),
+    ([{'x': np.array(['a'])}], "'x' in a batch of train_input has dtype <U1"),
     ([{'x': np.ones(3), 'y': np.ones(4)}], r"have \{'x': 3, 'y': 4\} rows"),
   ],
 )
-def test_what_is_no_batch_is_refused(source, words):
-  with pytest.raises(ValueError, match=words):
+def test_invalid_batches_are_refused(source, message):
+  with pytest.raises(ValueError, match=message):
     as_input('train_input', source, repeats=True).element_spec()

@@ -16,7 +16,7 @@ MESSAGES = [
 ]
 
 
-def test_the_default_is_a_transcript_and_content_is_never_taken_for_the_template():
+def test_the_default_is_a_transcript_and_content_is_never_parsed_as_a_template():
   expected = 'system: be brief\nuser: {role} {{ x }} {% if %}\nassistant: é <b>\nuser:  more \n'
   assert ChatTemplate().render(MESSAGES) == expected + 'assistant: '
   assert ChatTemplate().render(MESSAGES, add_generation_prompt=False) == expected
@@ -38,7 +38,7 @@ def test_turns_with_any_characters_around_them():
     ('\n{{ messages | fancy }}', 2, "No filter named 'fancy'"),
   ],
 )
-def test_what_is_not_jinja_is_named_with_its_line(template, line, message):
+def test_invalid_jinja_is_reported_with_its_line(template, line, message):
   with pytest.raises(ValueError, match=rf'not valid Jinja in line {line}: .*{message}[^.]*\.$'):
     ChatTemplate(template=template)
 
@@ -66,12 +66,12 @@ def test_messages_that_a_template_cannot_render(template, message):
     ("{{ raise_exception('a\n\x1b[31mb') }}", 'refuses the messages: a \\[31mb$'),
   ],
 )
-def test_a_template_that_is_stopped_or_refuses(template, message):
+def test_templates_that_exceed_a_limit_or_refuse_the_messages(template, message):
   with pytest.raises(ValueError, match=message):
     ChatTemplate(template=template).render(MESSAGES)
 
 
-def test_threads_render_at_the_same_time():
+def test_threads_render_concurrently():
   template = ChatTemplate(template='{{ messages[0].content * 1000 }}')
   with ThreadPoolExecutor(4) as pool:
     texts = pool.map(lambda number: template.render([{'role': 'user', 'content': f'{number},'}]), range(40))
@@ -83,7 +83,7 @@ ENDS = {
   'chatml': ['<|im_end|>'],
   'deepseek': ['</s>'],
   'gemma': ['<end_of_turn>'],
-  'glm4': ['<|user|>', '<|observation|>'],  # which begin the next message: turns have no end of their own
+  'glm4': ['<|user|>', '<|observation|>'],  # which begin the next message: nothing ends a turn
   'harmony': ['<|return|>', '<|call|>'],
   'llama3': ['<|eot_id|>'],
   'mistral': ['</s>'],
@@ -95,7 +95,7 @@ ENDS = {
 
 @pytest.fixture(scope='module')
 def tokenizer(tmp_path_factory):
-  """A tokenizer with the special tokens of all these templates, and added tokens that are not special."""
+  """A tokenizer with the special tokens of all published templates, and added tokens that are not special."""
   special = ['<|start|>', '<|message|>', '<|channel|>', '<|end|>', '<start_of_turn>', '<|im_start|>', '<|assistant|>']
   special = sorted({*special, *(end for ends in ENDS.values() for end in ends)})
   built = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -119,10 +119,13 @@ def test_turns_end_where_the_template_ends_them(tokenizer):
 @pytest.mark.parametrize(
   'source, message',
   [
-    ('{% for m in messages %}{{ m.role }}: {{ m.content }}<eot>\n{% endfor %}', r"ends a turn by '<eot>\\n', which"),
-    ('{{ raise_exception("no talk today") }}', 'the end of a turn is not found: .*no talk today'),
+    (
+      '{% for m in messages %}{{ m.role }}: {{ m.content }}<eot>\n{% endfor %}',
+      r"'<eot>\\n', which has no added token",
+    ),
+    ('{{ raise_exception("no talk today") }}', 'end of a turn cannot be determined: .*no talk today'),
   ],
 )
-def test_an_end_that_is_no_token_is_said(tokenizer, source, message):
+def test_turns_without_an_end_token_are_refused(tokenizer, source, message):
   with pytest.raises(ValueError, match=message):
     ChatTemplate(template=source).turn_ends(tokenizer)

@@ -1,6 +1,6 @@
-"""Data of Megatron-LM, WebDataset and Hugging Face's datasets, read as they were written, and resumed exactly.
+"""Data written by Megatron-LM, WebDataset and Hugging Face's datasets are read completely and resumed exactly.
 
-tests/data/megatron is written by IndexedDatasetBuilder of megatron-core 0.16.1: document d has the tokens of
+tests/data/megatron was written by IndexedDatasetBuilder of megatron-core 0.16.1: document d has the tokens
 `tokens(d)`, in one sequence, or in two if d is odd.
 """
 
@@ -27,14 +27,15 @@ def tokens(document: int) -> list[int]:
 
 
 def assert_resumes(settings, num_batches: int) -> None:
-  """A position after a batch gives the rest of the batches, for one shard and for two."""
+  """Asserts that one and two shards can resume after any batch."""
   batches, _ = take(settings, num_batches)
   for at in (1, num_batches // 2 + 1):
     for shards in (1, 2):
       resumed = settings.reshard_states([take(settings, at)[1]], shards)
       for index in range(shards):
         rest, _ = take(settings, num_batches - at, resumed[index], (index, shards))
-        assert_same(rest, [{key: np.split(rows, shards)[index] for key, rows in each.items()} for each in batches[at:]])
+        expected = [{key: np.split(rows, shards)[index] for key, rows in batch.items()} for batch in batches[at:]]
+        assert_same(rest, expected)
 
 
 @pytest.mark.parametrize('dtype', ['uint16', 'int32'])
@@ -45,7 +46,7 @@ def test_documents_that_megatron_wrote(dtype, block_tokens):
   parts = [dataclasses.replace(source, part=part) for part in ((0.0, 0.9), (0.9, 1.0))]
   assert [document for part in parts for document in documents(part.open())] == documents(source.open())
   assert len(documents(parts[1].open())) == 6
-  with pytest.raises(UserError, match='matches 4 files: name one prefix'):
+  with pytest.raises(UserError, match='matches 4 files: use one prefix'):
     MegatronTokens(prefix=str(MEGATRON / '*')).open()
 
 
@@ -60,24 +61,24 @@ def test_ids_of_megatron_are_packed_without_a_second_eos_and_resumed():
   labels = [label for batch in whole for label, weight in zip(batch['labels'].flat, batch['weights'].flat) if weight]
   assert labels.count(EOD) == NUM_DOCUMENTS
   assert_resumes(text_input(source, tokenizer), 6)
-  with pytest.raises(UserError, match='but the tokenizer has 900'):
+  with pytest.raises(UserError, match='outside the vocabulary of 900 entries'):
     list(text_input(source, IdTokenizer(vocab_size=900, eos_id=EOD), num_epochs=1).make_iterator())
 
 
 @pytest.mark.parametrize(
   'change, message',
   [
-    (lambda index, data: (b'MMIDIDY' + index[7:], data), 'is no index of Megatron-LM'),
-    (lambda index, data: (b'', data), 'is no index of Megatron-LM'),
-    (lambda index, data: (index[:-8], data), 'has 1594 bytes, but its header says 1602'),
-    (lambda index, data: (index, data[:-2]), 'the tokens in its index are more'),
-    (lambda index, data: (index[:-16] + struct.pack('<2q', 10**6, 10**6), data), 'among its 90 sequences'),
-    (lambda index, data: (index[:-8] + struct.pack('<q', -1), data), 'among its 90 sequences'),
-    (lambda index, data: (index[:34] + struct.pack('<i', -1) + index[38:], data), 'a sequence of negative length'),
-    (lambda index, data: (index[:18] + struct.pack('<Q', 2**62) + index[26:], data), 'its header says 5534'),
+    (lambda index, data: (b'MMIDIDY' + index[7:], data), 'is not a Megatron-LM index'),
+    (lambda index, data: (b'', data), 'is not a Megatron-LM index'),
+    (lambda index, data: (index[:-8], data), 'has 1594 bytes, but needs 1602'),
+    (lambda index, data: (index, data[:-2]), 'but needs .* according to its index'),
+    (lambda index, data: (index[:-16] + struct.pack('<2q', 10**6, 10**6), data), 'is damaged'),
+    (lambda index, data: (index[:-8] + struct.pack('<q', -1), data), 'is damaged'),
+    (lambda index, data: (index[:34] + struct.pack('<i', -1) + index[38:], data), 'is damaged'),
+    (lambda index, data: (index[:18] + struct.pack('<Q', 2**62) + index[26:], data), 'but needs 5534'),
   ],
 )
-def test_damaged_files_of_megatron_are_refused(tmp_path, change, message):
+def test_damaged_megatron_files_are_refused(tmp_path, change, message):
   index, data = change(*((MEGATRON / f'uint16.{kind}').read_bytes() for kind in ('idx', 'bin')))
   (tmp_path / 'x.idx').write_bytes(index)
   (tmp_path / 'x.bin').write_bytes(data)
@@ -109,32 +110,32 @@ def test_samples_of_tar_shards_as_webdataset_reads_them(shards, field, key):
   assert texts == [sample['txt'] for sample in webdataset.WebDataset(paths, shardshuffle=False).decode()]
 
 
-def test_tar_shards_are_resumed_and_bad_ones_refused(shards):
+def test_tar_shards_are_resumed_and_damaged_shards_refused(shards):
   source = TarShards(pattern=f'{shards}/*.tar', block_samples=4)
   assert_resumes(text_input(source, ByteTokenizer()), 6)
   with pytest.raises(UserError, match=r'have no file \.png'):
     dataclasses.replace(source, field='png').open()
   (shards / 'web-3.tar').write_bytes(b'\x1f\x8b' + bytes(2000))
-  with pytest.raises(UserError, match=r'web-3\.tar is no uncompressed tar file'):
+  with pytest.raises(UserError, match=r'web-3\.tar is not an uncompressed tar file'):
     source.open()
 
 
 @pytest.mark.parametrize('shuffles', [False, True])
-@pytest.mark.filterwarnings('default')  # of the library
+@pytest.mark.filterwarnings('default')  # the library's own
 def test_a_stream_of_hugging_face_datasets_is_resumed(shuffles, caplog):
   datasets = pytest.importorskip('datasets')
   stream = datasets.Dataset.from_dict({'x': list(range(100)), 'y': [[i, -i] for i in range(100)]})
   stream = stream.to_iterable_dataset(num_shards=5)
   stream = (stream.shuffle(seed=3, buffer_size=16) if shuffles else stream).batch(8, drop_last_batch=True)
-  given = as_input('train_input', stream, repeats=True)
-  assert given.element_spec()['y'].shape == (8, 2)
-  assert_resumes(given, 16)  # beyond a pass of 12 batches
-  # What a shuffle had read ahead is lost in the library's state, so the batches are read again.
-  assert ('is read from its beginning' in caplog.text) == shuffles
+  data = as_input('train_input', stream, repeats=True)
+  assert data.element_spec()['y'].shape == (8, 2)
+  assert_resumes(data, 16)  # an epoch has 12 batches
+  # The library's state does not include the shuffle buffer, so the batches are read again.
+  assert ('to reach the saved position' in caplog.text) == shuffles
 
 
 class TorchLike:
-  """Batches whose state is no JSON, as that of torch's loaders, which has the bytes of a random generator."""
+  """Batches whose state is not JSON, like that of torch's loaders, which has the bytes of a random generator."""
 
   def __init__(self):
     self._next = 0
@@ -153,7 +154,7 @@ class TorchLike:
 
 
 class Counting(TorchLike):
-  """The same, whose position is a number."""
+  """The same batches, with a number as the state."""
 
   state_dict = None
 
@@ -166,8 +167,8 @@ class Counting(TorchLike):
 
 def test_an_iterable_with_state_and_restore_is_resumed(caplog):
   assert_resumes(as_input('train_input', Counting(), repeats=True), 16)
-  assert 'is read from its beginning' not in caplog.text
+  assert 'to reach the saved position' not in caplog.text
 
 
-def test_data_whose_state_is_no_json_are_read_again():
+def test_data_whose_state_is_not_json_are_read_again():
   assert_resumes(as_input('train_input', TorchLike(), repeats=True), 16)

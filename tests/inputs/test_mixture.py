@@ -1,6 +1,6 @@
-"""A mixture reads the same examples in the same order on any number of hosts, killed and resumed anywhere.
+"""A mixture reads the same examples in the same order on any number of hosts, even if it is killed and resumed.
 
-Wrong settings get one sentence, and so does a position that another mixture saved.
+Invalid settings, and positions that another mixture saved, are refused in one sentence.
 """
 
 import collections
@@ -44,13 +44,13 @@ def shards(settings: Mixture, count: int) -> list[InputIterator]:
 
 
 def identities(batches) -> list[tuple[int, ...]]:
-  """A hash of every row of a step, from the batches of its shards: everything that the rows hold."""
+  """Returns a hash of each row of a step, over all its arrays, from the batches of all shards."""
   whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
   return [tuple(zlib.crc32(b''.join(whole[name][row].tobytes() for name in sorted(whole))) for row in range(B))]
 
 
 def read(iterators, count=None) -> list[tuple[int, ...]]:
-  """The identities of the next `count` steps; fewer where the mixture ends, on all shards at once."""
+  """Returns the identities of the next `count` steps, fewer if the mixture ends; all shards must end together."""
   steps = []
   while count is None or len(steps) < count:
     batches = [next(iterator, None) for iterator in iterators]
@@ -80,7 +80,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def write(tmp_path):
-  """Writes `count` documents that differ in every piece, as JSON lines or Parquet; returns their source."""
+  """Returns a function that writes `count` documents without common pieces as a file, and returns its source."""
 
   def write(name, count, kind='jsonl'):
     texts = [f'{name}{i}:' + ''.join(f'{name}{i},{j};' for j in range(i % 9)) for i in range(count)]
@@ -96,7 +96,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def write_records(tmp_path):
-  """Writes `count` conversations or pairs of answers, some longer than a row; returns their file."""
+  """Returns a function that writes `count` conversations or pairs, some longer than a row, and returns the file."""
 
   def write_records(kind, count):
     if kind == 'pairs':
@@ -164,7 +164,7 @@ KINDS = ('endless', 'changing', 'ending', 'nested', 'conversations', 'pairs')
 
 
 def run_with_kills(settings: Mixture, seed: int, count: int, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-  """Reads steps, saves, goes on, is killed, and goes on from what was saved, on another number of hosts."""
+  """Reads steps, saves, reads on, is killed, and resumes from the saved position on another number of hosts."""
   rng = random.Random(seed)
   steps: list[tuple[int, ...]] = []
   states: list = []
@@ -174,10 +174,9 @@ def run_with_kills(settings: Mixture, seed: int, count: int, counts: tuple[int, 
     if states:
       for iterator, state in zip(iterators, settings.reshard_states(states, num_hosts)):
         iterator.set_state(state)
-    read_now = read(iterators, rng.choice((0, 1, 2, 5, 9)))
-    steps += read_now
+    steps += read(iterators, rng.choice((0, 1, 2, 5, 9)))
     states = json.loads(json.dumps([iterator.get_state() for iterator in iterators]))
-    ended = not read(iterators, rng.choice((1, 3)))  # read but not saved, and so read again
+    ended = not read(iterators, rng.choice((1, 3)))  # not saved, and therefore read again
     close(iterators)
     if ended:
       break
@@ -203,12 +202,12 @@ def test_every_row_of_a_source_is_used_once_and_in_order(mixtures, kind):
       used[names[source]].append((row, batch['ids'][row]))
   for name, source in settings.sources.items():
     iterator = source.make_iterator()
-    is_in_order = base.is_in_order(iterator)
-    assert is_in_order == isinstance(source, TextInput)
+    assert base.reads_rows(iterator) == isinstance(source, TextInput)
     alone = np.array([batch['ids'] for batch in itertools.islice(iterator, 30)])  # [30, B, T]
     numbers = collections.Counter()
     for number, (row, ids) in enumerate(used[name]):
-      np.testing.assert_array_equal(ids, alone.reshape(-1, T)[number] if is_in_order else alone[numbers[row], row])
+      expected = alone.reshape(-1, T)[number] if isinstance(source, TextInput) else alone[numbers[row], row]
+      np.testing.assert_array_equal(ids, expected)
       numbers[row] += 1
 
 
@@ -224,7 +223,7 @@ def source_counts(settings, count=None) -> np.ndarray:
 @pytest.mark.parametrize(
   'weights', [(1, 1), (99, 1), (0.6180339, 0.2360679, 0.1458982), (1000, 1, 1, 1, 1), tuple(range(1, 13))]
 )
-def test_every_source_gives_its_weight_to_less_than_a_row_and_all_rows_of_the_batch_keep_pace(weights, batch_size):
+def test_sources_match_their_weights_within_one_row_and_all_rows_keep_pace(weights, batch_size):
   names = [f'source_{i}' for i in range(len(weights))]
   sources = {name: SyntheticText(batch_size=batch_size, seq_len=1, seed=i) for i, name in enumerate(names)}
   iterator = Mixture(sources=sources, weights=dict(zip(names, weights)), seed=3).make_iterator()
@@ -235,12 +234,12 @@ def test_every_source_gives_its_weight_to_less_than_a_row_and_all_rows_of_the_ba
   assert (read.max(axis=1) - read.min(axis=1)).max() <= 2
 
 
-def test_stop_ends_it_before_the_first_batch_that_a_source_cannot_fill(write):
+def test_it_ends_before_the_first_batch_that_a_source_cannot_fill():
   settings = Mixture(
     sources={'long': synthetic(), 'short': synthetic(num_batches=3, seed=1)}, weights={'long': 3, 'short': 1}
   )
   counts = source_counts(settings)
-  assert len(counts) == 12  # 3 batches of 12 rows, 3 rows in each of the mixture's
+  assert len(counts) == 12  # the short source has 3 batches of 12 rows, and gets 3 rows of each batch
   iterator = settings.make_iterator()
   assert len(list(iterator)) == 12
   assert next(iterator, None) is None
@@ -263,7 +262,7 @@ def test_progress_counts_rows_and_epochs_per_source(mixtures):
   assert progress['epochs/web'] > 0.2
 
 
-def test_numbers_beyond_the_dtype_of_the_spec_are_kept_so_that_they_can_be_refused():
+def test_numbers_beyond_the_dtype_of_the_spec_are_not_truncated():
   sources = {name: [{'x': np.full(4, number)}] for name, number in {'a': 1, 'b': 2**40}.items()}
   mixture = Mixture(sources=sources, weights={'a': 1, 'b': 1})
   assert mixture.element_spec()['x'].dtype == np.int32
@@ -273,7 +272,7 @@ def test_numbers_beyond_the_dtype_of_the_spec_are_kept_so_that_they_can_be_refus
 def test_rows_of_another_size_are_refused():
   ragged = Mixture(sources={'a': [{'x': np.ones((4, 3))}, {'x': np.ones((4, 1))}]}, weights={'a': 1}).make_iterator()
   next(ragged)
-  with pytest.raises(ValueError, match=r"source 'a' of the mixture has 'x' of the shape \[4, 1\] in a batch, and not"):
+  with pytest.raises(ValueError, match=r"source 'a' of the mixture .* \[1\] in 'x', .* \[3\]: give all rows one shape"):
     next(ragged)
 
 
@@ -284,15 +283,17 @@ EVEN = {'a': 1, 'b': 1}
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'sources': {}, 'weights': {}}, r'sources = \{\} of the mixture must be a dict of at least one'),
-    ({'sources': {'a/b': synthetic()}, 'weights': {'a/b': 1}}, "source name 'a/b'.*use letters"),
-    ({'weights': {'a': 1, 'c': 1}}, r"must be a dict .* \['a', 'b'\], 0.*: \['b'\] missing and \['c'\] too many\.$"),
-    ({'weights': 3}, r"weights = 3 must be a dict .*: \['a', 'b'\] missing\.$"),
-    ({'weights': {'a': 1, 'b': -1}}, "weight -1 of source 'b' in weights must be a finite number of at least 0"),
+    ({'sources': {}, 'weights': {}}, r'sources = \{\} of the mixture must be a dict'),
+    ({'sources': {'a/b': synthetic()}, 'weights': {'a/b': 1}}, "source name 'a/b'.*only letters"),
+    ({'weights': {'a': 1, 'c': 1}}, r"weights = \{'a': 1, 'c': 1\} must .* weight for each source, \['a', 'b'\]"),
+    ({'weights': 3}, r"weights = 3 must be a dict .* \['a', 'b'\]"),
+    ({'weights': {'a': 1, 'b': -1}}, "weights = {'a': 1, 'b': -1} must be finite and at least 0"),
+    ({'weights': {'a': 0, 'b': 0}}, 'one of them positive'),
     ({'weight_changes': ((5, {'a': 1}),)}, r"the weights after 5 batches = \{'a': 1\} must be a dict"),
+    ({'weight_changes': ((5, EVEN), (5, EVEN))}, 'a number of at least 6: list the changes in ascending order'),
   ],
 )
-def test_wrong_settings_get_one_sentence(settings, message):
+def test_invalid_settings_are_refused_in_one_sentence(settings, message):
   with pytest.raises(ValueError, match=message) as caught:
     Mixture(**{'sources': SOURCES, 'weights': EVEN, **settings})
   assert '\n' not in str(caught.value)
@@ -308,7 +309,7 @@ def test_wrong_settings_get_one_sentence(settings, message):
     (dataclasses.replace(synthetic(), seq_len=8), r"differ in 'ids', int32\[12, 16\] and int32\[12, 8\]"),
   ],
 )
-def test_ragged_specs_get_one_sentence(other, message):
+def test_different_specs_are_refused_in_one_sentence(other, message):
   with pytest.raises(ValueError, match=message) as caught:
     Mixture(sources={'a': synthetic(), 'b': other}, weights=EVEN).element_spec()
   assert '\n' not in str(caught.value)

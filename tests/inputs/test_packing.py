@@ -1,4 +1,4 @@
-"""Packing loses and repeats nothing; compared with a reference that packs token by token in plain Python."""
+"""Packing neither drops nor repeats a token: it agrees with a reference that packs token by token in plain Python."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ class NoBos(ByteTokenizer):
 
 
 def make_blocks(rng, num_blocks=7):
-  """Blocks of 0 to 4 documents of 0 to 30 characters, some of them cut off."""
+  """Makes blocks of 0 to 4 documents of 0 to 30 characters, some of which continue in another block."""
   return [
     [
       (''.join(chr(c) for c in rng.integers(97, 123, size=rng.integers(31))), bool(rng.integers(2)))
@@ -30,7 +30,7 @@ def make_blocks(rng, num_blocks=7):
 
 
 def reference_rows(blocks, tokenizer, seq_len, packing):
-  """One stream of blocks as rows, one token at a time. Independent of the code under test."""
+  """Packs blocks into rows, one token at a time."""
   rows, row, segment = [], [], 0
 
   def end_row():
@@ -77,10 +77,10 @@ def test_rows_equal_the_reference(seed, seq_len, tokenizer, packing):
   blocks = make_blocks(np.random.default_rng(seed))
   expected = reference_rows(blocks, tokenizer, seq_len, packing)
   lane = lane_over(blocks, tokenizer, packing=packing)
-  found = []
+  rows = []
   while (batch := pack_batch([lane], seq_len, tokenizer.pad_id)) is not None:
-    found.append(list(zip(*(batch[name][0].tolist() for name in NAMES))))
-  assert found == expected
+    rows.append(list(zip(*(batch[name][0].tolist() for name in NAMES))))
+  assert rows == expected
 
 
 @pytest.mark.parametrize('packing', [True, False])
@@ -97,19 +97,19 @@ def test_a_lane_continues_at_every_position(packing):
     resumed.seek(*position)
     assert resumed.position == position
     for expected in rows[i : i + 3]:
-      found = pack_batch([resumed], 7)
+      batch = pack_batch([resumed], 7)
       for name in NAMES:
-        np.testing.assert_array_equal(found[name], expected[name])
+        np.testing.assert_array_equal(batch[name], expected[name])
   assert pack_batch([resumed], 7) is None
 
 
 @pytest.mark.parametrize('position', [(0, 100, 0), (9, 1, 0), (0, 1, 12345)])
-def test_a_position_that_is_not_there_is_refused(position):
-  with pytest.raises(ValueError, match='not what it was'):
+def test_a_position_that_does_not_exist_is_refused(position):
+  with pytest.raises(ValueError, match='has changed'):
     lane_over([[('abc', True)]], BYTES).seek(*position)
 
 
-def test_a_lane_that_will_never_get_text_gives_padding_and_keeps_its_position():
+def test_a_lane_without_text_yields_padding_and_keeps_its_position():
   block, empty = (TextEncoder(BYTES).encode(Block('', [(text, True)])) for text in ('abc', ''))
   lanes = [Lane(lambda index, own=own: own, 2, lambda: None) for own in (block, empty)]
   for _ in range(3):

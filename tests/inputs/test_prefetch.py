@@ -1,4 +1,4 @@
-"""The Prefetcher hands out each batch with its own state, passes errors on, and never waits for ever."""
+"""The Prefetcher returns each batch with its own state, raises the input's errors, and never waits forever."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ SETTINGS = SyntheticText(batch_size=2, seq_len=4, num_batches=7)
 
 
 class Scripted:
-  """An input iterator that counts, and does `at[n]()` instead of giving batch n."""
+  """An input iterator that counts, and calls `at[n]()` before batch n."""
 
   def __init__(self, at=None):
     self.at = at or {}
@@ -45,7 +45,7 @@ def raise_here():
 
 
 @pytest.mark.parametrize('consumed', [1, 6, 7])
-def test_the_state_is_that_of_the_consumed_batch_however_far_it_has_read_ahead(consumed):
+def test_the_state_belongs_to_the_consumed_batch_however_far_it_has_read_ahead(consumed):
   expected = list(SETTINGS.make_iterator())
   with Prefetcher(SETTINGS.make_iterator(), depth=5) as prefetcher:
     for _ in range(consumed):
@@ -69,7 +69,7 @@ def test_an_error_comes_after_the_batches_before_it_with_its_traceback():
   assert 'raise_here' in ''.join(traceback.format_tb(caught.value.__traceback__))
 
 
-def test_a_hung_input_is_an_error_in_bounded_time_that_says_where(monkeypatch):
+def test_a_hung_input_raises_an_error_that_shows_where(monkeypatch):
   monkeypatch.setattr('spmd_tasks.inputs.prefetch._JOIN_TIMEOUT_S', 0.2)
   release = threading.Event()
 

@@ -55,7 +55,7 @@ KINDS = ['jsonl', 'jsonl_blocks', 'parquet', 'array_record', 'array_record_json'
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_every_document_once_and_in_order_in_workers_too_and_by_random_access(sources, kind):
+def test_documents_come_once_and_in_order_also_in_workers_and_by_random_access(sources, kind):
   assert isinstance(sources[kind], TextSource)
   source = sources[kind].open()
   assert isinstance(source, OpenSource)
@@ -81,42 +81,42 @@ def test_fingerprints_follow_files_and_settings(sources, tmp_path):
 @pytest.mark.parametrize(
   'line, message',
   [
-    ('{"text": "cut o', r'bad\.jsonl:31: it is not JSON'),
-    ('{"text": "\\ud800"}', r'bad\.jsonl:31: it is not JSON in UTF-8: .* surrogates'),
-    ('{"text": "\ud800"}', r'bad\.jsonl:31: it is not JSON in UTF-8'),  # three bytes that no UTF-8 has
-    ('[' * 100_000, r'bad\.jsonl:31: it is not JSON'),  # nested too deeply
-    ('["text"]', r'bad\.jsonl:31: it is of type list: it must be a JSON object'),
-    ('{"body": "x"}', r"bad\.jsonl:31: it has no field 'text', only \['body'\]: correct"),
-    ('{"text": 3}', r"bad\.jsonl:31: it has a field 'text' of type int: it must be text"),
+    ('{"text": "cut o', r'bad\.jsonl:31: .* not JSON'),
+    ('{"text": "\\ud800"}', r'bad\.jsonl:31: .* not JSON in UTF-8: .* surrogates'),
+    ('{"text": "\ud800"}', r'bad\.jsonl:31: .* not JSON in UTF-8'),  # three bytes that are not valid UTF-8
+    ('[' * 100_000, r'bad\.jsonl:31: .* not JSON'),  # nested too deeply
+    ('["text"]', r'bad\.jsonl:31: .* list: it must be a JSON object'),
+    ('{"body": "x"}', r"bad\.jsonl:31: .* no field 'text', only \['body'\]: correct"),
+    ('{"text": 3}', r"bad\.jsonl:31: .* field 'text' of type int, not text"),
   ],
 )
 @pytest.mark.parametrize('block_bytes', [64, 1 << 16])
-def test_a_damaged_json_line_is_named(tmp_path, line, message, block_bytes):
+def test_the_error_names_a_damaged_json_line(tmp_path, line, message, block_bytes):
   lines = [json.dumps({'text': 'ä' * i}, ensure_ascii=False) for i in range(40)]
   lines[10], lines[30] = '', line
-  lines[20] = r'{"text": "fine", "title": "\ud83d"}'  # half a character in a field that is not read
+  lines[20] = r'{"text": "fine", "title": "\ud83d"}'  # half of a character, in a field that is not read
   (tmp_path / 'bad.jsonl').write_text('\n'.join(lines), encoding='utf-8', errors='surrogatepass')
   source = JsonLines(pattern=f'{tmp_path}/bad.jsonl', block_bytes=block_bytes).open()
   with pytest.raises(ValueError, match=message):
     [source[i] for i in range(len(source))]
 
 
-def test_a_json_line_that_is_not_utf8_is_named(tmp_path):
+def test_the_error_names_a_json_line_that_is_not_utf8(tmp_path):
   (tmp_path / 'bad.jsonl').write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
   with pytest.raises(ValueError, match=r'bad\.jsonl:2: '):
     JsonLines(pattern=f'{tmp_path}/bad.jsonl').open()[0]
 
 
-def test_damaged_parquet_is_named(tmp_path):
+def test_the_error_names_a_damaged_parquet_file(tmp_path):
   path = tmp_path / 'bad.parquet'
   path.write_bytes(b'PAR1 nothing of the kind')
   with pytest.raises(ValueError, match=r'bad\.parquet is not a readable Parquet file'):
     Parquet(pattern=str(path)).open()
   write_parquet(path, TEXTS)
-  with pytest.raises(ValueError, match=r"no column 'body' \(it has \['id', 'text'\]\)"):
+  with pytest.raises(ValueError, match=r"one column 'body', but has \['id', 'text'\]: correct"):
     Parquet(pattern=str(path), field='body').open()
   pq.write_table(pa.Table.from_arrays([pa.array(['a'])] * 2, ['text'] * 2), path)
-  with pytest.raises(ValueError, match="has 2 columns 'text'"):
+  with pytest.raises(ValueError, match=r"one column 'text', but has \['text', 'text'\]"):
     Parquet(pattern=str(path)).open()
   write_parquet(path, ['a'] * 7 + [None])
   source = Parquet(pattern=str(path), block_rows=2).open()
@@ -129,7 +129,7 @@ def test_damaged_parquet_is_named(tmp_path):
     Parquet(pattern=str(path), block_rows=0).open()
 
 
-def test_damaged_array_record_is_named(tmp_path):
+def test_the_error_names_a_damaged_array_record(tmp_path):
   path = tmp_path / 'bad.arecord'
   write_array_record(path, [b'fine', b'\xff\xfe'])
   source = ArrayRecord(pattern=str(path)).open()
@@ -146,7 +146,7 @@ LAST_FILES = {'jsonl': 'b.jsonl', 'parquet': 'b.parquet', 'array_record': 'b.arr
 @pytest.mark.parametrize('is_pickled', [False, True], ids=['here', 'in a worker'])
 @pytest.mark.parametrize('share', [0, 0.98])
 @pytest.mark.parametrize('kind', LAST_FILES)
-def test_a_file_that_is_cut_while_it_is_read_is_named(sources, tmp_path, kind, share, is_pickled):
+def test_the_error_names_a_file_that_is_truncated_while_it_is_read(sources, tmp_path, kind, share, is_pickled):
   source, path = sources[kind].open(), tmp_path / LAST_FILES[kind]
   last, size = len(source) - 1, path.stat().st_size
   source[last], source[0]
@@ -157,7 +157,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(sources, tmp_path, kind, s
     source[last]
 
 
-def test_a_parquet_file_that_is_replaced_while_it_is_read_is_named(tmp_path):
+def test_the_error_names_a_parquet_file_that_is_replaced_while_it_is_read(tmp_path):
   path = tmp_path / 'a.parquet'
   write_parquet(path, TEXTS)
   source = Parquet(pattern=str(path)).open()
@@ -173,7 +173,7 @@ def test_a_long_line_is_read_once(tmp_path):
   started = time.monotonic()
   lengths = [len(text) for i in range(len(source)) for text, _ in source[i].documents]
   assert lengths == [30_000_000, 5]
-  assert time.monotonic() - started < 5  # 7,300 blocks; each read to the end of the line takes a minute
+  assert time.monotonic() - started < 5  # reading to the end of the line for each of 7,300 blocks takes a minute
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_long_line_is_read_once(tmp_path):
   [([8], 0, 4, True), ([8], 0, 8, False), ([8] * 3, 0, 8, True), ([64], 100, 4, True), ([8], 0, 1, False)],
 )
 def test_records_far_longer_than_a_block_are_read_epoch_after_epoch(tmp_path, long, short, batch_size, shuffle):
-  """A long record leaves all blocks but its first one empty, and yet no row of a batch is."""
+  """A long record leaves the blocks after its first one empty, but no row of a batch is empty."""
   texts = ['x' * (16 * blocks) for blocks in long] + [f'text {number}' for number in range(short)]
   (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
   source = JsonLines(pattern=str(tmp_path / 'a.jsonl'), block_bytes=16)
@@ -194,8 +194,8 @@ def test_records_far_longer_than_a_block_are_read_epoch_after_epoch(tmp_path, lo
   assert_same(first + take(settings, 7, state)[0], batches)
 
 
-def test_a_source_without_any_text_is_an_error_instead_of_a_search_for_ever(tmp_path):
+def test_a_source_without_text_is_refused_instead_of_searched_forever(tmp_path):
   (tmp_path / 'a.jsonl').write_text('{"text": ""}\n' * 9)
   source = JsonLines(pattern=str(tmp_path / 'a.jsonl'), block_bytes=16)
-  with pytest.raises(UserError, match='none of the 8 blocks of text has any'):
+  with pytest.raises(UserError, match='the 8 blocks of the source have no text'):
     take(TextInput(source=source, tokenizer=ByteTokenizer(), batch_size=2, seq_len=4), 1)

@@ -1,6 +1,6 @@
-"""No row of a batch is a copy of another one, and all text comes equally often, whatever the source and its size.
+"""No row of a batch copies another, and all text is read equally often, for sources of all kinds and sizes.
 
-Each test gives every token a number of its own, so that equal tokens are the same text.
+In most tests all tokens differ, so that equal tokens are the same text.
 """
 
 import collections
@@ -34,14 +34,14 @@ from spmd_tasks.inputs import (
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.inputs.row_order import order_of_epoch
 from spmd_tasks.tuning import ConversationInput, Conversations
-from tests.inputs.batches import assert_same, check_positions, join, take
+from tests.inputs.batches import assert_same, check_positions, concatenate_shards, take
 
 NUMBERS = IdTokenizer(vocab_size=1_000_000, eos_id=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Numbered:
-  """Blocks of documents, given by their lengths, whose tokens count through all blocks from 1 on."""
+  """Blocks of documents of these lengths, whose tokens count from 1 through all blocks."""
 
   blocks: tuple[tuple[int, ...], ...]
   tells_sizes: bool = True
@@ -82,7 +82,7 @@ def numbered(*blocks, **settings):
 
 
 def texts(num, num_rows):
-  """Texts of so many rows of 24 tokens, each a row's own."""
+  """Returns texts of `num_rows` rows of 24 tokens; all rows differ."""
   return [''.join(f'{i:02}{chr(48 + j)}.' for j in range(6 * num_rows))[:-1] for i in range(num)]
 
 
@@ -118,14 +118,14 @@ def write_chats(path):
 
 
 def keys(batch):
-  """Rows as what all arrays hold of them."""
+  """Returns the bytes of each row over all arrays."""
   return [b''.join(batch[name][row].tobytes() for name in sorted(batch)) for row in range(len(batch['ids']))]
 
 
 @pytest.mark.parametrize('packing', [True, False])
 @pytest.mark.parametrize('shuffle', [True, False])
 @pytest.mark.parametrize('write', [write_text_files, write_json_lines, write_parquet, write_tar, write_chats])
-def test_no_row_is_a_copy_of_another_of_its_batch_and_each_comes_once_an_epoch(tmp_path, write, shuffle, packing):
+def test_rows_of_a_batch_differ_and_come_once_per_epoch(tmp_path, write, shuffle, packing):
   source = write(tmp_path)
   settings = {'source': source, 'tokenizer': ByteTokenizer(), 'seq_len': 24, 'shuffle': shuffle, 'packing': packing}
   if isinstance(source, Conversations):
@@ -142,9 +142,9 @@ def test_no_row_is_a_copy_of_another_of_its_batch_and_each_comes_once_an_epoch(t
     assert all(len({*batch}) == batch_size for batch in read)
     in_order = [*itertools.chain(*read)]
     for epoch in range(2):
-      of_epoch = in_order[epoch * len(rows) : (epoch + 1) * len(rows)]
-      assert len({*of_epoch}) == len(rows)
-      assert (packing and shuffle) or {*of_epoch} == {*rows}  # packed, the blocks are shuffled before
+      rows_of_epoch = in_order[epoch * len(rows) : (epoch + 1) * len(rows)]
+      assert len({*rows_of_epoch}) == len(rows)
+      assert (packing and shuffle) or {*rows_of_epoch} == {*rows}  # with both, blocks are shuffled before packing
     if not shuffle:
       assert in_order[: len(rows)] == in_order[len(rows) : 2 * len(rows)] == rows
     check_positions(make(batch_size=batch_size))
@@ -152,19 +152,19 @@ def test_no_row_is_a_copy_of_another_of_its_batch_and_each_comes_once_an_epoch(t
 
 @pytest.mark.parametrize('batch_size', [1, 5, 16])
 @pytest.mark.parametrize('num_rows', [1, 2, 5, 16, 23, 47, 48, 49, 200])
-def test_neighbouring_rows_of_all_epochs_differ(num_rows, batch_size):
+def test_consecutive_rows_of_all_epochs_differ(num_rows, batch_size):
   orders = [order_of_epoch(num_rows, batch_size, 7, epoch) for epoch in range(20)]
   assert all(sorted(order) == list(range(num_rows)) for order in orders)
   sequence = np.concatenate(orders)
   last = {}
-  for place, row in enumerate(sequence.tolist()):
-    assert place - last.get(row, -num_rows) >= min(num_rows, batch_size)
-    last[row] = place
+  for position, row in enumerate(sequence.tolist()):
+    assert position - last.get(row, -num_rows) >= min(num_rows, batch_size)
+    last[row] = position
   if num_rows > max(2, batch_size):
     assert any((orders[0] != order).any() for order in orders[1:])
 
 
-def test_a_megabyte_of_text_has_as_many_rows_as_a_batch(tmp_path):
+def test_a_megabyte_of_text_fills_batches_with_distinct_rows(tmp_path):
   rng = np.random.default_rng(0)
   (tmp_path / 'a.txt').write_bytes(rng.integers(97, 123, 1_115_394).astype(np.uint8).tobytes())  # as tiny Shakespeare
   for batch_size in (64, 128):
@@ -174,23 +174,23 @@ def test_a_megabyte_of_text_has_as_many_rows_as_a_batch(tmp_path):
     assert [len({*keys(batch)}) for batch in take(settings, 75)[0]] == [batch_size] * 75
 
 
-def test_an_epoch_of_fewer_rows_than_a_batch_is_named_once(caplog):
+def test_an_epoch_of_fewer_rows_than_a_batch_is_logged_once(caplog):
   settings = numbered((5, 30), (12,), batch_size=8, seq_len=10)
   batches, _ = take(settings, 10)
   (warning,) = [record.getMessage() for record in caplog.records]
-  assert 'An epoch has 5 rows, but a batch takes 8 of them' in warning
+  assert 'An epoch has 5 rows, but a batch takes 8' in warning
   counts = collections.Counter(itertools.chain(*map(keys, batches)))
   assert sorted(counts.values()) == [16] * 5  # 80 rows
 
 
-def test_rows_longer_than_all_text_hold_it_once():
+def test_rows_longer_than_all_text_contain_it_once():
   (batch,), _ = take(numbered((5, 30), (12,), batch_size=2, seq_len=100), 1)
   for labels, weights in zip(batch['labels'], batch['weights']):
     assert sorted(labels[weights > 0]) == [0, 0, 0, *({*range(1, 48)} - {1, 6, 36})]
 
 
 @pytest.mark.parametrize('num_epochs', [2, 3])
-def test_a_few_epochs_have_each_row_as_often(num_epochs):
+def test_each_row_comes_once_in_each_of_several_epochs(num_epochs):
   settings = numbered((70,), (25, 31), batch_size=8, seq_len=6, num_epochs=num_epochs, packing=False)
   batches, _ = take(settings)
   rows = [batch['ids'][row].tobytes() for batch in batches for row in range(8) if batch['weights'][row].any()]
@@ -202,16 +202,16 @@ def test_a_few_epochs_have_each_row_as_often(num_epochs):
 
 @pytest.fixture
 def large(monkeypatch):
-  """Takes every source for a large one."""
-  monkeypatch.setattr('spmd_tasks.inputs.text_input.small_tokens', lambda *sizes: -1)
+  """Treats every source as a larger one."""
+  monkeypatch.setattr('spmd_tasks.inputs.text_input.small_source_tokens', lambda *sizes: -1)
 
 
 @pytest.mark.parametrize('tells_sizes', [True, False])
 @pytest.mark.parametrize('shuffle', [True, False])
 @pytest.mark.parametrize('packing', [True, False])
 @pytest.mark.parametrize('batch_size', [1, 3, 8, 40])
-def test_rows_of_a_large_source_have_equal_parts_of_their_own(large, batch_size, packing, shuffle, tells_sizes):
-  """Fewer blocks than rows as well as more; the documents are longer and shorter than rows."""
+def test_rows_of_a_large_source_read_equal_shares(large, batch_size, packing, shuffle, tells_sizes):
+  """With fewer and with more blocks than rows, and documents that are longer and shorter than rows."""
   blocks = tuple((40 + i % 7, 25, 90 - i % 5) for i in range(30))
   source = Numbered(blocks, tells_sizes)
   settings = TextInput(
@@ -220,7 +220,7 @@ def test_rows_of_a_large_source_have_equal_parts_of_their_own(large, batch_size,
   total = sum(map(sum, blocks))
   num_batches = 6 * total // (10 * batch_size)
   batches, _ = take(settings, num_batches)
-  owners = collections.defaultdict(set)  # of each token, the rows that read it
+  owners = collections.defaultdict(set)  # token -> the rows that read it
   counts = np.zeros(total + 1, int)
   for batch in batches:
     for row, (ids, weights) in enumerate(zip(batch['ids'], batch['weights'])):
@@ -229,18 +229,18 @@ def test_rows_of_a_large_source_have_equal_parts_of_their_own(large, batch_size,
         owners[token].add(row)
   assert {len(rows) for rows in owners.values()} == {1}
   assert len(owners) == total
-  often = counts[1:]
-  assert often.max() <= often.min() + 2 + (often.min() // 3 if not packing and batch_size > 8 else 1)
+  least, most = counts[1:].min(), counts[1:].max()
+  assert most <= least + 2 + (least // 3 if not packing and batch_size > 8 else 1)
   if batch_size == 8:
     check_positions(settings)
 
 
-def test_parts_of_a_large_source_are_read_in_another_order_each_time(large):
+def test_shares_of_a_large_source_are_reshuffled_in_each_epoch(large):
   settings = numbered(*[(10,)] * 64, batch_size=2, seq_len=10)
   batches, _ = take(settings, 96)
-  passes = np.array([batch['ids'][:, 0] for batch in batches]).reshape(3, 32, 2)
+  epochs = np.array([batch['ids'][:, 0] for batch in batches]).reshape(3, 32, 2)
   for row in range(2):
-    orders = passes[:, :, row].tolist()
+    orders = epochs[:, :, row].tolist()
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert orders[0] != orders[1] != orders[2] != orders[0] != sorted(orders[0])
 
@@ -259,8 +259,8 @@ def test_records_of_a_large_source_stay_whole(large, tmp_path):
 
 
 @pytest.mark.parametrize('num_documents', [20, 40, 64, 300])
-def test_a_few_epochs_of_a_large_source_have_no_copies_at_their_borders(large, num_documents):
-  """Every third document is empty."""
+def test_epochs_of_a_large_source_have_no_copies_at_their_boundaries(large, num_documents):
+  """Of many documents, every third is empty."""
   documents = [(0 if i % 3 == 2 and num_documents > 64 else 10,) for i in range(num_documents)]
   settings = numbered(*documents, batch_size=16, seq_len=10, packing=False, num_epochs=40)
   batches, _ = take(settings)
@@ -273,11 +273,11 @@ def test_a_few_epochs_of_a_large_source_have_no_copies_at_their_borders(large, n
 
 
 @pytest.mark.parametrize('keeps_whole, packing', [(False, True), (False, False), (True, True)])
-def test_parts_of_a_block_are_all_of_it(keeps_whole, packing):
+def test_slices_concatenate_to_the_block(keeps_whole, packing):
   ids = np.arange(53, dtype=np.int32)
   block = TokenBlock(ids, ids + 1, (7, 40, 53), {'weights': np.ones(53)}, num_truncated=1)
-  borders = [Fraction(0), Fraction(2, 7), Fraction(1, 2), Fraction(2, 3), Fraction(9, 10), Fraction(1)]
-  parts = [row_order.cut(block, a, b, 8, packing, keeps_whole) for a, b in itertools.pairwise(borders)]
+  boundaries = [Fraction(0), Fraction(2, 7), Fraction(1, 2), Fraction(2, 3), Fraction(9, 10), Fraction(1)]
+  parts = [row_order.slice_block(block, a, b, 8, packing, keeps_whole) for a, b in itertools.pairwise(boundaries)]
   np.testing.assert_array_equal(np.concatenate([part.ids for part in parts]), ids)
   np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), ids + 1)
   assert sum(part.num_truncated for part in parts) == 1
@@ -293,8 +293,8 @@ PLAIN = [{'ids': np.arange(12)}, {'ids': np.arange(12, 15)}]
 @pytest.mark.parametrize(
   'sources, num_few', [({'few': FEW, 'many': MANY}, 10), ({'few': PLAIN, 'many': [{'ids': np.arange(100, 112)}]}, 15)]
 )
-def test_the_rows_of_a_mixture_are_no_copies(sources, num_few):
-  """Of a source with as many rows as a batch takes, or hardly more."""
+def test_rows_of_a_mixture_differ(sources, num_few):
+  """With a source that has as many rows as a batch takes, or hardly more."""
   mixture = Mixture(sources=sources, weights={'few': 0.8, 'many': 0.2})
   counts = collections.Counter()
   for batch in take(mixture, 60)[0]:
@@ -306,8 +306,8 @@ def test_the_rows_of_a_mixture_are_no_copies(sources, num_few):
   check_positions(mixture)
 
 
-def test_the_rows_of_a_mixture_within_a_mixture_are_no_copies():
-  """Its sources have the products of the weights; behind 5 of its batches, 6 2/3 of the whole, it has other weights."""
+def test_rows_of_a_mixture_within_a_mixture_differ():
+  """Its weights change after 5 of its batches, which are 6 2/3 batches of the outer mixture."""
   inner = Mixture(
     sources={'few': PLAIN, 'many': [{'ids': np.arange(100, 112)}]},
     weights={'few': 0.8, 'many': 0.2},
@@ -326,7 +326,7 @@ def test_the_rows_of_a_mixture_within_a_mixture_are_no_copies():
   check_positions(mixture)
 
 
-def test_corrupted_rows_come_in_order_from_a_mixture():
+def test_a_mixture_reads_corrupted_rows_in_order():
   text = TextInput(source=Bytes(), tokenizer=T5ByteTokenizer(extra_ids=9), batch_size=4, seq_len=9)
   spans = SpanCorruption(text=text, inputs_length=16, seed=3)
   mixture = Mixture(sources={'a': spans, 'b': dataclasses.replace(spans, seed=4)}, weights={'a': 3, 'b': 1})
@@ -340,7 +340,7 @@ def test_corrupted_rows_come_in_order_from_a_mixture():
 
 @pytest.mark.parametrize('is_large', [False, True])
 @pytest.mark.parametrize('num_hosts', [1, 2])
-def test_a_position_of_an_earlier_version_goes_on_as_far_in_the_new_order(request, caplog, is_large, num_hosts):
+def test_a_position_of_an_earlier_version_continues_after_as_many_batches(request, caplog, is_large, num_hosts):
   if is_large:
     request.getfixturevalue('large')
   settings = numbered(*[(10,)] * 64, batch_size=4, seq_len=10)
@@ -350,10 +350,10 @@ def test_a_position_of_an_earlier_version_goes_on_as_far_in_the_new_order(reques
     state = host.get_state()
     for name in ('num_rows', 'num_rows_of_epoch', 'digest', 'num_parts'):
       state.pop(name, None)
-    # Four lanes have read 24 blocks each of an endless order, a pass and a half.
+    # Each of four lanes has read 24 blocks of one endless order: together, an epoch and a half.
     host.set_state(state | {'num_batches': 24, 'lanes': [[24, 0, 0]] * (4 // num_hosts)})
-  (batch,) = join([[next(host)] for host in hosts])
-  assert 'was saved by an earlier version, which read rows in another order' in caplog.text
+  (batch,) = concatenate_shards([[next(host)] for host in hosts])
+  assert 'was saved by an earlier version' in caplog.text
   state = settings.reshard_states([host.get_state() for host in hosts], 1)[0]
   assert settings.epochs(state) == pytest.approx(1.5, abs=0.1)
   whole, _ = take(settings, 25)

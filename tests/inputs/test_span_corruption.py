@@ -1,4 +1,4 @@
-"""SpanCorruption: T5's layout, the numbers of its spans, and exact positions."""
+"""SpanCorruption has T5's layout and numbers of spans, and resumes exactly."""
 
 import collections
 
@@ -32,7 +32,7 @@ def test_lengths_are_those_of_t5(settings, lengths):
 
 
 @pytest.mark.parametrize('length', [1, 2, 7, 100, 568])
-def test_masks_have_the_number_of_tokens_and_spans_that_t5_gives(length):
+def test_masks_have_as_many_tokens_and_spans_as_t5(length):
   mask = noise_mask(length, np.random.default_rng(0))
   num_noise = min(max(round(length * 0.15), 1), max(length, 2) - 1)
   assert mask.shape == (length,)
@@ -42,27 +42,27 @@ def test_masks_have_the_number_of_tokens_and_spans_that_t5_gives(length):
     assert not mask[0]
 
 
-def test_every_mask_is_as_likely():
+def test_all_masks_are_equally_likely():
   rng = np.random.default_rng(0)
   counts = collections.Counter(tuple(noise_mask(8, rng, 0.5, 2.0)) for _ in range(9000))
-  assert len(counts) == 9  # 4 tokens of noise and 4 of text, each in 2 runs: 3 * 3 masks
+  assert len(counts) == 9  # 4 tokens of noise and 4 of text, both in 2 spans: 3 * 3 masks
   assert max(counts.values()) < 1150
   assert min(counts.values()) > 850
 
 
-def test_sentinels_stand_in_place_of_the_spans():
+def test_sentinels_replace_the_spans():
   tokens, mask = np.arange(10, 18), np.array([0, 0, 1, 1, 0, 0, 1, 0], bool)
   assert replace_spans(tokens, mask, 99).tolist() == [10, 11, 99, 14, 15, 98, 17]
   assert replace_spans(tokens, ~mask, 99).tolist() == [99, 12, 13, 98, 16, 97]
 
 
-def test_a_batch_holds_the_text_once(tmp_path):
+def test_inputs_and_targets_together_are_the_text(tmp_path):
   settings = SpanCorruption(text=text_input(tmp_path), inputs_length=32)
   text = next(settings.text.make_iterator())
   batch = next(settings.make_iterator())
   spec = settings.element_spec()
   assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
-    name: (each.shape, each.dtype) for name, each in spec.items()
+    name: (entry.shape, entry.dtype) for name, entry in spec.items()
   }
   sentinel = settings.tokenizer.vocab_size - 1
   for row in range(4):
@@ -77,15 +77,15 @@ def test_a_batch_holds_the_text_once(tmp_path):
     assert restored == text['ids'][row].tolist()
 
 
-def test_targets_that_t5_rounds_to_two_lengths_are_cut(tmp_path):
-  """Of 190 tokens 28.5 are noise: 28 by T5's lengths of rows, 29 by its masks."""
+def test_targets_whose_length_t5_rounds_in_two_ways_are_truncated(tmp_path):
+  """28.5 of 190 tokens are noise: T5's lengths round to 28, its masks to 29."""
   settings = SpanCorruption(text=text_input(tmp_path, seq_len=190), inputs_length=172)
   labels = next(settings.make_iterator())['labels']
   assert labels.shape == (4, 38)
   assert (labels[:, -1] == 1).all()
 
 
-def test_of_more_spans_than_sentinels_is_warned(tmp_path, monkeypatch):
+def test_more_spans_than_sentinels_are_logged(tmp_path, monkeypatch):
   lines = []
   monkeypatch.setattr('absl.logging.warning', lambda line, *values: lines.append(line % values))
   SpanCorruption(text=text_input(tmp_path, seq_len=568), inputs_length=512)
@@ -93,18 +93,18 @@ def test_of_more_spans_than_sentinels_is_warned(tmp_path, monkeypatch):
 
 
 def _spans(tokens, sentinel):
-  """Yields (number of the sentinel, tokens behind it); None for those before the first."""
-  name, held = None, []
+  """Yields (sentinel, the tokens after it); the sentinel is None for the tokens before the first one."""
+  name, span = None, []
   for token in tokens.tolist():
     if sentinel - 20 < token <= sentinel:
-      yield name, held
-      name, held = token, []
+      yield name, span
+      name, span = token, []
     else:
-      held.append(token)
-  yield name, held
+      span.append(token)
+  yield name, span
 
 
-def test_positions_are_exact_and_independent_of_the_processes(tmp_path):
+def test_it_resumes_exactly_on_any_number_of_processes(tmp_path):
   settings = SpanCorruption(text=text_input(tmp_path), inputs_length=32, seed=3)
   following = check_positions(settings)
   assert (next(settings.make_iterator())['labels'] != following['labels']).any()
