@@ -165,9 +165,7 @@ def test_a_conversation_longer_than_a_row(training, caplog):
   nothing, state = take(once(training, seq_len=9, too_long='truncate'))
   assert all(learnt for _, learnt in segments(nothing))
   assert state['num_too_long'][0][1] > 0
-  with pytest.raises(
-    ValueError, match=r'none of the \d+ records fits in a row: raise seq_len'
-  ):
+  with pytest.raises(ValueError, match=r'none of the \d+ records fits in a row: raise seq_len'):
     take(dataclasses.replace(training, seq_len=2, too_long='skip'), 1)
 
 
