@@ -1,5 +1,6 @@
-"""Says what is wrong with the storage, and what to do about it; imported when something is."""
+"""Describes errors of the storage and their remedies; imported only when there is one."""
 
+import contextlib
 import errno
 import os
 import re
@@ -28,22 +29,23 @@ _NATIVE_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def describe_storage_error(error: BaseException, path: epath.PathLike) -> tuple[str, str] | None:
-  """Returns the reason and the remedy, as two phrases, of an error of the storage; None for any other error.
+  """Returns the reason and the remedy of a storage error, as two phrases; None for any other error.
 
   Args:
     error: an OSError, or what a native library raised because of one.
     path: where it happened.
   """
-  if '://' in os.fspath(path) and _system_error(error) is None:
+  system_error, is_store = _system_error(error), '://' in os.fspath(path)
+  if system_error is None and is_store:
     from spmd_tasks.stores import describe_store_error
 
     return describe_store_error(error, path)
-  found = _system_error(error)
-  if found is None or (found[0] not in _REMEDIES and not isinstance(error, OSError)):
+  if system_error is None or (system_error[0] not in _REMEDIES and not isinstance(error, OSError)):
     return None
-  code, reason = found
-  if code == errno.ENOSPC and _has_no_inodes(epath.Path(path)):
-    return f'{reason} for another file (inodes)', f'remove files there (df -i {os.fspath(path)})'
+  code, reason = system_error
+  if code == errno.ENOSPC and not is_store:
+    with contextlib.suppress(OSError):
+      return _describe_full_disk(reason, epath.Path(path))
   return reason, _REMEDIES.get(code, 'check the path and the storage')
 
 
@@ -52,19 +54,19 @@ def _system_error(error: BaseException | None) -> tuple[int, str] | None:
   while error is not None:
     if isinstance(error, OSError) and error.errno is not None:
       return error.errno, error.strerror or os.strerror(error.errno)
-    if found := _NATIVE_ERROR.search(str(error)):
-      return int(found[1]), os.strerror(int(found[1]))
+    if match := _NATIVE_ERROR.search(str(error)):
+      return int(match[1]), os.strerror(int(match[1]))
     error = error.__cause__ or error.__context__
   return None
 
 
-def _has_no_inodes(path: epath.Path) -> bool:
-  if '://' in os.fspath(path):
-    return False
+def _describe_full_disk(reason: str, path: epath.Path) -> tuple[str, str]:
+  """Says whether bytes or inodes are missing. Few of them may be free again, as the failed write has been undone."""
   while not path.exists() and path != path.parent:
     path = path.parent
-  try:
-    system = os.statvfs(path)
-  except OSError:
-    return False
-  return system.f_files > 0 and system.f_favail == 0
+  disk = os.statvfs(path)
+  if disk.f_favail * disk.f_blocks < disk.f_bavail * disk.f_files:  # a smaller part of the inodes is free
+    free = f'{disk.f_favail:,} of {disk.f_files:,} inodes free'
+    return f'{reason} ({free})', f'remove files there (df -i {os.fspath(path)})'
+  free = f'{disk.f_bavail * disk.f_frsize / 1e6:,.1f} of {disk.f_blocks * disk.f_frsize / 1e6:,.0f} MB free'
+  return f'{reason} ({free})', _REMEDIES[errno.ENOSPC]

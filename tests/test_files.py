@@ -1,4 +1,4 @@
-"""Files of a job are written whole; where that cannot be, one sentence names the file, the reason and the remedy."""
+"""Files of a job are written atomically; a StorageError names the file, the reason and the remedy."""
 
 import datetime
 import errno
@@ -15,7 +15,7 @@ from spmd_tasks import exit_codes, files, stores
 from spmd_tasks.errors import UserError, user_error_code
 
 
-def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path):
+def test_a_file_is_replaced_atomically_and_no_temporary_file_remains(tmp_path):
   path = epath.Path(tmp_path) / 'file'
   files.write_durably(path, 'old')
   files.write_durably(path, 'new é')
@@ -38,8 +38,8 @@ def make_socket(path) -> None:
     lambda path: files.write_durably(path.parent / path.name.removeprefix('.').removesuffix('.partial'), 'x'),
   ],
 )
-def test_what_is_no_file_is_refused_at_once_and_stays(tmp_path, monkeypatch, make, use):
-  """A plain open of a FIFO would wait for ever for its other end."""
+def test_something_else_in_place_of_a_file_is_refused_at_once_and_kept(tmp_path, monkeypatch, make, use):
+  """A plain open of a FIFO would wait forever for its other end."""
   monkeypatch.chdir(tmp_path)  # the path of a socket must be short
   path = epath.Path('.file.partial')
   make(path)
@@ -51,7 +51,6 @@ def test_what_is_no_file_is_refused_at_once_and_stays(tmp_path, monkeypatch, mak
 
 
 REASONS = {
-  errno.ENOSPC: 'No space left on device.*free space',
   errno.EROFS: 'Read-only file system.*make the file system writable',
   errno.EACCES: 'Permission denied.*the right to read and write',
 }
@@ -66,23 +65,31 @@ def sentence_of(error: Exception, path: os.PathLike | str) -> str:
 
 
 @pytest.mark.parametrize('code', REASONS)
-def test_an_error_of_the_storage_is_a_sentence(code):
+def test_a_storage_error_has_its_reason_and_remedy(code):
   assert re.match(f'/a/b cannot be used: {REASONS[code]}', sentence_of(OSError(code, os.strerror(code)), '/a/b'))
 
 
-def test_the_cause_of_an_error_is_looked_for_also_in_the_words_of_native_code():
+def test_the_errno_in_a_message_of_native_code_is_recognized():
   error = RuntimeError('save failed')
   error.__cause__ = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
   assert sentence_of(error, '/a').startswith('/a cannot be used: No space left on device')
 
 
-def test_a_file_without_inodes_left_is_told_from_one_without_space(tmp_path, monkeypatch):
-  monkeypatch.setattr(os, 'statvfs', lambda path: os.statvfs_result((1, 1, 9, 9, 9, 100, 0, 0, 0, 255)))
-  sentence = sentence_of(OSError(errno.ENOSPC, 'No space left on device'), tmp_path / 'a' / 'b')
-  assert re.search(rf'inodes.*remove files there \(df -i {tmp_path}', sentence)
+@pytest.mark.parametrize(
+  'free_blocks, free_inodes, expected',
+  [
+    (90, 2, r'\(2 of 1,000 inodes free\)\..*: remove files there \(df -i '),
+    (1, 900, r'\(1\.0 of 100 MB free\)\..*: free space there'),
+    (0, 0, r'\(0\.0 of 100 MB free\)\..*: free space there'),
+  ],
+)
+def test_a_full_disk_lacks_inodes_or_space(tmp_path, monkeypatch, free_blocks, free_inodes, expected):
+  disk = os.statvfs_result((4096, 10**6, 100, free_blocks, free_blocks, 1000, free_inodes, free_inodes, 0, 255))
+  monkeypatch.setattr(os, 'statvfs', lambda path: disk)
+  assert re.search(expected, sentence_of(OSError(errno.ENOSPC, 'No space left on device'), tmp_path / 'a' / 'b'))
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new_one(tmp_path):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_partial_one(tmp_path):
   path = epath.Path(tmp_path) / 'file'
   files.write_durably(path, 'old')
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -96,7 +103,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new_one(tmp_p
   assert os.listdir(tmp_path) == ['file']
 
 
-def test_a_pattern_is_looked_for_below_a_directory_of_any_name(tmp_path):
+def test_a_directory_may_have_special_characters_of_patterns_in_its_name(tmp_path):
   for name in ('run[1]', 'run1'):
     (tmp_path / name / 'eval' / 'valid').mkdir(parents=True)
   directory = epath.Path(tmp_path / 'run[1]')
@@ -104,13 +111,13 @@ def test_a_pattern_is_looked_for_below_a_directory_of_any_name(tmp_path):
 
 
 @pytest.mark.parametrize('url', ['file:///tmp/x', 'HTTP://h/x', 'gs:/bucket/x', 's3:bucket'])
-def test_a_url_of_another_kind_is_refused_and_a_colon_is_not(url):
-  with pytest.raises(UserError, match='is a URL of a kind that is not known: gs:// and s3:// are'):
+def test_a_url_of_another_kind_is_refused_but_a_colon_is_not(url):
+  with pytest.raises(UserError, match='unknown kind: give gs://'):
     files.absolute_path(url)
   assert files.absolute_path('a:b/c').name == 'c'
 
 
-def test_a_file_that_another_user_hides_is_not_missing_and_a_home_that_is_not_there_is_refused(tmp_path):
+def test_a_file_in_a_private_directory_is_not_missing_and_an_unknown_home_is_refused(tmp_path):
   assert files.is_missing(epath.Path(tmp_path / 'none'))
   (tmp_path / 'loop').symlink_to('loop')  # as a directory without the right to enter, which root has
   assert not files.is_missing(epath.Path(tmp_path / 'loop'))
@@ -119,7 +126,7 @@ def test_a_file_that_another_user_hides_is_not_missing_and_a_home_that_is_not_th
   assert files.absolute_path('./~x').parts[-2:] == (os.path.basename(os.getcwd()), '~x')
 
 
-def test_a_current_directory_that_is_gone_is_one_sentence(tmp_path, monkeypatch):
+def test_a_deleted_current_directory_is_reported(tmp_path, monkeypatch):
   (tmp_path / 'gone').mkdir()
   monkeypatch.chdir(tmp_path / 'gone')
   (tmp_path / 'gone').rmdir()
@@ -127,7 +134,7 @@ def test_a_current_directory_that_is_gone_is_one_sentence(tmp_path, monkeypatch)
     files.absolute_path('runs/x')
 
 
-def test_an_object_whose_name_leads_out_of_its_folder_is_not_copied_to_this_disk(tmp_path, monkeypatch):
+def test_an_object_whose_name_leaves_its_folder_is_not_downloaded(tmp_path, monkeypatch):
   """A stranger's bucket may have `models/../../../key`, which would replace a file of the user's."""
   name = 'bucket/models/../../../key'
   store = SimpleNamespace(
@@ -137,7 +144,7 @@ def test_an_object_whose_name_leads_out_of_its_folder_is_not_copied_to_this_disk
   monkeypatch.setattr(stores, '_file_system', lambda scheme: store)
   monkeypatch.setattr(stores, 'check_store', lambda url: None)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  with pytest.raises(UserError, match=r'gs://bucket/models/../../../key has a \.\. in its name'):
+  with pytest.raises(UserError, match=r'gs://bucket/models/../../../key has .*rename it'):
     stores.local_copies('gs://bucket/models')
   assert not list(tmp_path.iterdir())
 
@@ -194,7 +201,7 @@ def test_nothing_is_written_below_a_link_out_of_the_job(tmp_path, monkeypatch):
   assert os.listdir(elsewhere) == ['x']
 
 
-def test_a_file_with_another_name_elsewhere_is_not_changed_there(tmp_path):
+def test_the_other_hard_link_of_a_file_is_not_changed(tmp_path):
   original, copy = tmp_path / 'original', epath.Path(tmp_path / 'copy')
   original.write_bytes(b'one\n')
   os.link(original, copy)

@@ -1,13 +1,13 @@
 """Writes and reads the arrays of a checkpoint with TensorStore, on disks and in object stores.
 
     state/weights.ffn.kernel/zarr.json     shape, dtype and chunks of one array (Zarr 3)
-    state/weights.ffn.kernel/c.0.1         one shard; its last four bytes are the CRC-32C of the others
+    state/weights.ffn.kernel/c.0.1         one shard; its last four bytes are the CRC-32C of the rest
     state/_METADATA                        the tree, for Orbax: `orbax.checkpoint` restores `state` as a PyTree
 
 Each shard is one file (or object). One of the devices that hold a shard writes it; replicas take turns, so that all
 processes of a data-parallel job write. TensorStore checks the CRC of each shard that it reads.
 
-Checkpoints of earlier versions, which Orbax wrote as OCDBT, are read, too.
+Checkpoints of earlier versions, which Orbax wrote as OCDBT, can be read as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +27,9 @@ from spmd_tasks.files import is_remote
 from spmd_tasks.sharding.weights import leaves_by_name
 from spmd_tasks.stores import kvstore_spec
 
-# TensorStore is imported when arrays are written or read: it takes 0.3 s, which other starts need not wait for.
+# TensorStore takes 0.3 s to import, so it is imported only when arrays are written or read.
 
-_IN_FLIGHT_BYTES = 8_000_000_000  # of a restore, in the host's memory
+_IN_FLIGHT_BYTES = 8_000_000_000  # that a restore holds in the host's memory
 _CONCURRENT_REQUESTS = 128
 _DIGESTS = re.compile(r'stored digest is (\w+) but computed digest is (\w+)')
 _UNSAFE = re.compile(r'[\\\ud800-\udfff]')
@@ -41,16 +41,16 @@ def num_bytes(tree: Any) -> int:
 
 
 def copy_to_host(path: epath.Path, state: Any) -> Callable[[], None]:
-  """Copies this process's shards of a tree of jax.Arrays; returns the function that writes them below `path`.
+  """Copies this process's shards of a tree of jax.Arrays; returns a function that writes the copies below `path`.
 
-  The arrays may be donated as soon as this returns. The function returns when the shards are on the disk or in the
-  store, and raises a ValueError of TensorStore if one of them could not be written.
+  The arrays may be donated as soon as this returns. The function returns once all shards are stored, and raises
+  TensorStore's ValueError if a shard could not be written.
   """
   leaves = leaves_by_name(state)
   shards = {name: _own_shards(leaf, turn) for turn, (name, leaf) in enumerate(leaves.items())}
   for shard in (shard for shards_of_leaf in shards.values() for shard in shards_of_leaf):
     shard.data.copy_to_host_async()
-  # On a CPU np.asarray returns a view of the memory that is donated.
+  # On a CPU np.asarray returns a view of the array's memory, which may be donated.
   to_host = np.array if jax.default_backend() == 'cpu' else np.asarray
   specs = {name: _write_spec(leaf) for name, leaf in leaves.items()}
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
@@ -69,7 +69,7 @@ def copy_to_host(path: epath.Path, state: Any) -> Callable[[], None]:
         where = {'kvstore': kvstore_spec(directory / _directory_names(directory, name)[0])}
         store = ts.open(spec | where, context=context, open=True, assume_metadata=True).result()
         if jax.process_index() == 0:
-          # Not by TensorStore's own conditional write: if its answer is lost, it takes its own object for another's.
+          # TensorStore itself would write this conditionally, and fail on its own object if a response is lost.
           metadata = json.dumps(store.spec(retain_context=False).to_json()['metadata']).encode()
           assert store.kvstore is not None
           commits.append(store.kvstore.write('zarr.json', metadata))
@@ -77,20 +77,21 @@ def copy_to_host(path: epath.Path, state: Any) -> Callable[[], None]:
           store[index].write(block, can_reference_source_data_indefinitely=True).commit for index, block in blocks[name]
         ]
       errors = [error for commit in commits if (error := commit.exception()) is not None]
-    if errors:  # when no write is in flight any more: the caller deletes what was written
+    if errors:  # raised after all writes have ended, as the caller deletes the files
       raise errors[0]
 
   return write
 
 
 def read_arrays(path: epath.Path, abstract: Any, *, prefix: str = '', is_ocdbt: bool = False) -> Any:
-  """Reads the arrays of a tree of ShapeDtypeStructs onto their shardings (without one: this process's first device).
+  """Reads a tree of arrays.
 
   Args:
     path: the directory of the arrays.
-    abstract: the tree; its leaves are named by their key paths.
-    prefix: precedes these names in the checkpoint.
-    is_ocdbt: whether Orbax wrote the directory, in its OCDBT format.
+    abstract: a tree of ShapeDtypeStructs, whose key paths name the arrays. Without a sharding, an array is read onto
+      this process's first device.
+    prefix: precedes the names in the checkpoint.
+    is_ocdbt: whether Orbax wrote the directory as OCDBT.
 
   Raises:
     DamagedCheckpointError: a shard is missing, or its CRC does not match.
@@ -111,7 +112,7 @@ def read_arrays(path: epath.Path, abstract: Any, *, prefix: str = '', is_ocdbt: 
 
 
 def open_arrays(path: epath.Path, names: Sequence[str], *, is_ocdbt: bool = False) -> list[Any]:
-  """Returns the tensorstore.TensorStores of arrays; reads metadata only."""
+  """Opens arrays as tensorstore.TensorStores; reads only metadata."""
   import tensorstore as ts
 
   context, spec_of = _context(), _ocdbt_spec if is_ocdbt else _read_spec
@@ -121,7 +122,7 @@ def open_arrays(path: epath.Path, names: Sequence[str], *, is_ocdbt: bool = Fals
 
 @contextlib.contextmanager
 def damage_of(path: epath.Path) -> Iterator[None]:
-  """Turns TensorStore's errors of damaged and missing shards below `path` into DamagedCheckpointErrors."""
+  """Turns TensorStore's errors about damaged and missing shards below `path` into DamagedCheckpointErrors."""
   try:
     yield
   except ValueError as error:
@@ -144,7 +145,7 @@ def _own_shards(leaf: jax.Array, turn: int) -> list[Any]:
 
 
 def _start_reading(leaf: Any, store: Any) -> Callable[[], jax.Array]:
-  """Starts to read this process's shards of an array; returns the function that waits for them."""
+  """Starts to read this process's shards of an array; returns a function that waits for them."""
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   if (tuple(store.shape), store.dtype.name) != (leaf.shape, leaf.dtype.name):
     raise ValueError(f'{store.spec().url} is {store.dtype.name}{list(store.shape)}, not {leaf.dtype}{list(leaf.shape)}')
@@ -167,9 +168,9 @@ def _context() -> Any:
 
 
 def _directory_names(directory: epath.Path, name: str) -> tuple[str, str]:
-  """Returns an array's directory name below `directory`, and its name in a copy from the other kind of storage.
+  """Returns an array's directory name below `directory`, and its name in a checkpoint copied between disk and store.
 
-  On disks it is the name that Orbax looks for. In stores it is quoted, because `#` and `?` have a meaning in URLs.
+  On disks it is the name that Orbax expects. In stores it is quoted, because `#` and `?` have a meaning in URLs.
   """
   plain = name.replace('/', '.')
   quoted = quote(plain, safe='')
@@ -185,7 +186,7 @@ def _write_spec(leaf: jax.Array) -> dict[str, Any]:
       'shape': leaf.shape,
       'data_type': leaf.dtype.name,
       'chunk_grid': {'name': 'regular', 'configuration': {'chunk_shape': [max(size, 1) for size in shard_shape]}},
-      # Not in nested directories, each of which would have to be flushed.
+      # A dot instead of nested directories, each of which would have to be flushed.
       'chunk_key_encoding': {'name': 'default', 'configuration': {'separator': '.'}},
       'codecs': [{'name': 'bytes', 'configuration': {'endian': 'little'}}, {'name': 'crc32c'}],
     },
@@ -229,9 +230,9 @@ def _orbax_metadata(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _safe_name(path: epath.Path) -> Iterator[epath.Path]:
-  """Yields a name of `path`, whose parent exists, that TensorStore accepts: UTF-8 without backslashes.
+  """Yields a path to `path` that TensorStore accepts: UTF-8 without backslashes. The parent of `path` must exist.
 
-  On Linux a directory with other characters in its name is reached by its descriptor.
+  On Linux, a parent whose name has other characters is opened, and named by its descriptor.
   """
   if is_remote(path) or not _UNSAFE.search(os.fspath(path)) or not os.path.isdir('/proc/self/fd'):
     yield path

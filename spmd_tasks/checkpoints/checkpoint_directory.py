@@ -1,12 +1,12 @@
 """CheckpointDirectory: names, renames and deletes the checkpoints below one directory.
 
-    checkpoint_00000100                       complete: renamed to this name with its manifest already in it
+    checkpoint_00000100                       complete: gets this name once its manifest is written
     checkpoint_00000200.partial               being written, or left by a kill: removed by the next job
     checkpoint_00000100.deleting              being deleted, or left by a kill: removed by the next job
     checkpoint_00000100.damaged-<file>        set aside by a restore; never read or deleted again
 
-Other names, such as a user's copy `checkpoint_00000100.partial-backup`, are left alone. Nothing here communicates:
-process 0 calls the methods that rename or delete.
+Other names, such as a user's copy `checkpoint_00000100.partial-backup`, are ignored. Nothing here communicates between
+processes; only process 0 calls the methods that rename or delete.
 """
 
 from collections.abc import Sequence
@@ -39,18 +39,18 @@ Stamp = tuple[int, int]
 
 
 def input_file(process_index: int, num_processes: int) -> str:
-  """The path, below a checkpoint's directory, of a process's position in its input."""
+  """Returns the path, below a checkpoint, of a process's position in its input."""
   return f'input/process_{process_index}_of_{num_processes}.json'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-  """Which checkpoints a job keeps: the newest ones, and those that either other rule keeps for good.
+  """Which checkpoints a job keeps.
 
   Attributes:
-    max_to_keep: number of newest checkpoints; None keeps all.
-    keep_every_n_steps: keeps every checkpoint whose step is a multiple of this number.
-    keep_every_hours: keeps the oldest checkpoint, and each that was saved this many hours after the last one kept so.
+    max_to_keep: number of newest checkpoints to keep; None keeps all.
+    keep_every_n_steps: also keeps checkpoints whose step is a multiple of this number.
+    keep_every_hours: also keeps the oldest checkpoint, and then one checkpoint per this many hours.
   """
 
   max_to_keep: int | None = 3
@@ -69,75 +69,75 @@ class SaveRecord:
   """What a job records about its checkpoints outside of their directory. Called on process 0."""
 
   def evidence(self) -> str | None:
-    """Returns a phrase that names the file by which a checkpoint was saved here; None if there is none."""
+    """Returns a phrase that names the record of a saved checkpoint; None if there is no record."""
     return None
 
   def before_publishing(self) -> None:
-    """Called before a checkpoint is published. Raises if it must not be: another job has taken the directory."""
+    """Called before a checkpoint is published. Raises to prevent it, such as if another job has taken over."""
 
   def after_publishing(self, step: int) -> None:
-    """Called in the background with the step of each checkpoint that is complete."""
+    """Called in the background after the checkpoint of `step` is published."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointDirectory:
-  """The checkpoints below `path`, of a job that records what it saves in `record`."""
+  """The checkpoints below `path`; `record` is what the job records about them."""
 
   path: epath.Path
   record: SaveRecord = dataclasses.field(default_factory=SaveRecord)
 
   @property
   def state_name(self) -> str:
-    """The name, below a checkpoint, of the arrays that this job saves."""
+    """The directory, below a checkpoint, of the arrays that this job saves."""
     return STATE
 
-  def final(self, step: int) -> epath.Path:
+  def step_path(self, step: int) -> epath.Path:
     return self.path / f'checkpoint_{step:08d}'
 
-  def partial(self, step: int) -> epath.Path:
+  def partial_path(self, step: int) -> epath.Path:
     return self.path / f'checkpoint_{step:08d}.partial'
 
-  def claimed_steps(self) -> dict[int, epath.Path]:
-    """Every directory with the name of a complete checkpoint, whole or not, by ascending step."""
+  def listed_steps(self) -> dict[int, epath.Path]:
+    """Returns every directory named as a complete checkpoint, even if it has no manifest, by ascending step."""
     return dict(sorted((step, path) for path in self._list() if (step := step_of(path)) is not None))
 
   def complete_steps(self) -> list[int]:
-    """The steps that have a manifest, ascending; nothing is verified."""
-    return [step for step, path in self.claimed_steps().items() if (path / MANIFEST_FILE).exists()]
+    """Returns the steps that have a manifest, ascending; verifies nothing."""
+    return [step for step, path in self.listed_steps().items() if (path / MANIFEST_FILE).exists()]
 
-  def holds(self, step: int) -> bool:
-    """Whether the checkpoint of `step` is there, whole or not; it is the first thing that a deletion takes away."""
-    return self.final(step).exists() or os.path.islink(self.final(step))  # a link to nothing is there, too
+  def has_step(self, step: int) -> bool:
+    """Returns whether the checkpoint of `step` exists, damaged or not. Its deletion makes this false first."""
+    return self.step_path(step).exists() or os.path.islink(self.step_path(step))  # also a link to nothing
 
   def saved_leaves(self, step: int | None) -> tuple[LeafEntry, ...] | None:
-    """The leaf table of a step (None: of the newest checkpoint that has one), or None. Reads nothing else."""
-    for candidate, path in reversed(self.claimed_steps().items()):
+    """Returns the leaves in the manifest of a step (None: of the newest readable manifest), or None."""
+    for candidate, path in reversed(self.listed_steps().items()):
       if step in (None, candidate):
         with contextlib.suppress(DamagedCheckpointError):
           return read_manifest(path).leaves
     return None
 
   def stamp(self, step: int) -> Stamp:
-    """Identifies the checkpoint of `step` by its manifest's time (0: none), as a later job may save the step again."""
+    """Returns a step and the time of its manifest (0: none), as a later job may save the step again."""
     try:
-      return step, int((self.final(step) / MANIFEST_FILE).stat().mtime)
+      return step, int((self.step_path(step) / MANIFEST_FILE).stat().mtime)
     except OSError:
       return step, 0
 
   def num_bytes(self) -> int:
-    """About the bytes of all checkpoints, from the newest manifest that can be read; 0 without one."""
-    steps = self.claimed_steps()
+    """Estimates the size of all checkpoints by the newest readable manifest; 0 without one."""
+    steps = self.listed_steps()
     for path in reversed(steps.values()):
       with contextlib.suppress(DamagedCheckpointError, CheckpointError, OSError):
         return len(steps) * sum(entry.num_bytes for entry in read_manifest(path).files)
     return 0
 
   def open(self) -> None:
-    """Creates the directory and removes checkpoints half-written or half-deleted by a killed job. Raises OSError.
+    """Creates the directory and removes partial checkpoints of a killed job. Raises OSError.
 
     Raises a CheckpointError before that if the checkpoints were lost.
     """
-    if not self.damaged():  # else verifying.py names them when it chooses one
+    if not self.damaged():  # otherwise verifying.py names the damaged ones when it chooses
       self.refuse_loss()
     self.path.mkdir(parents=True, exist_ok=True)
     for path in self._list():
@@ -147,55 +147,55 @@ class CheckpointDirectory:
         path.rmtree()
 
   def describe_loss(self) -> str | None:
-    """Returns a sentence if there is evidence of a saved checkpoint, but no checkpoint; else None."""
-    if self.claimed_steps() or not (evidence := self.record.evidence()) or self.claimed_steps():
+    """Returns a sentence if the record says that a checkpoint was saved, but there is none; else None."""
+    if self.listed_steps() or not (evidence := self.record.evidence()) or self.listed_steps():
       return None  # listed twice, as a running job may just have saved its first checkpoint
-    what = 'holds no complete checkpoint' if self.path.exists() else 'does not exist'
+    state = 'holds no complete checkpoint' if self.path.exists() else 'does not exist'
     return (
-      f'{self.path} {what}, but {evidence}. Mount its storage, or put the checkpoints back; or begin at step 0 in '
-      'another --job_log_dir.'
+      f'{self.path} {state}, but {evidence}. Mount its storage, put the checkpoints back, or start in another '
+      '--job_log_dir.'
     )
 
-  def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
-    """Writes the manifest of a partial checkpoint and gives it its final name. Raises OSError.
+  def publish(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
+    """Writes the manifest of a partial checkpoint and renames the checkpoint. Raises OSError.
 
-    Raises a CheckpointSaveError if a process has written nothing here, so that its part would be missing.
+    Raises a CheckpointSaveError if a process has written nothing here.
     """
-    partial = self.partial(step)
+    partial = self.partial_path(step)
     for index in range(num_processes):
       if not (partial / input_file(index, num_processes)).exists():
         raise CheckpointSaveError(
-          f'process {index} of {num_processes} has written no {input_file(index, num_processes)} into {partial}: that '
-          'directory is perhaps not shared by all processes; choose one on storage that every machine mounts'
+          f'process {index} of {num_processes} has not written {partial / input_file(index, num_processes)}: choose a '
+          'job_log_dir on storage that all processes share'
         )
     write_manifest(partial, step=step, num_processes=num_processes, leaves=leaves)
     self.record.before_publishing()
-    partial.rename(self.final(step))
+    partial.rename(self.step_path(step))
     sync_path(self.path)
 
   def discard_partial(self, step: int) -> None:
-    """Removes the files of a failed save; only logs an error of doing so."""
+    """Removes the files of a failed save; errors are only logged."""
     try:
-      if _is_own_directory(self.partial(step)):  # rmtree of a FIFO would block
-        self.partial(step).rmtree()
+      if _is_own_directory(self.partial_path(step)):  # rmtree of a FIFO would block
+        self.partial_path(step).rmtree()
     except OSError as error:
-      logging.error('Could not remove %s: %s', self.partial(step), error)
+      logging.error('Could not remove %s: %s', self.partial_path(step), error)
 
   def delete_old(self, retention: Retention) -> None:
     """Deletes all checkpoints that `retention` does not keep. Raises OSError."""
     if retention.max_to_keep is None:
       return
     every_steps, every_hours = retention.keep_every_n_steps, retention.keep_every_hours
-    kept_at = -math.inf
+    last_kept_s = -math.inf
     for step in self.complete_steps()[: -retention.max_to_keep]:
-      _, saved_at = self.stamp(step)
-      if every_hours is not None and saved_at - kept_at >= 3600 * every_hours:
-        kept_at = saved_at
+      _, saved_s = self.stamp(step)
+      if every_hours is not None and saved_s - last_kept_s >= 3600 * every_hours:
+        last_kept_s = saved_s
       elif every_steps is None or step % every_steps:
         self._delete(step)
 
   def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
-    """Renames `path` to `path.suffix` (`-2`, ... where that is taken); returns the new path. Raises OSError."""
+    """Renames `path` to `path.suffix`, or `path.suffix-2`, ... if that exists; returns the new path. Raises OSError."""
     target, count = path.parent / f'{path.name}.{suffix}', 1
     while target.exists():
       count += 1
@@ -205,7 +205,7 @@ class CheckpointDirectory:
     return target
 
   def is_unused(self) -> bool:
-    """Whether the directory has never held a checkpoint."""
+    """Returns whether the directory has never held a checkpoint."""
     return not self.damaged() and self.describe_loss() is None
 
   def refuse_loss(self) -> None:
@@ -214,16 +214,16 @@ class CheckpointDirectory:
       raise CheckpointError(sentence)
 
   def damaged(self) -> list[str]:
-    """The names of checkpoints that are set aside as damaged, and of those that have not been looked at."""
+    """Returns the names of checkpoints that were set aside as damaged, and of those that were not verified yet."""
     return sorted(path.name for path in self._list() if step_of(path) is not None or '.damaged-' in path.name)
 
   def _delete(self, step: int) -> None:
-    path = self.final(step)
+    path = self.step_path(step)
     if os.path.islink(path):
-      logging.info('Removing the link %s; the checkpoint that it leads to stays.', path)
+      logging.info('Removing the link %s; the checkpoint behind it is kept.', path)
       path.unlink()
       return
-    # Renamed first: a half-deleted checkpoint must never look like a damaged one.
+    # Renamed first, so that a half-deleted checkpoint never looks like a damaged one.
     self.set_aside(path, 'deleting').rmtree()
 
   def _list(self) -> list[epath.Path]:
@@ -234,11 +234,11 @@ class CheckpointDirectory:
 
 
 def step_of(path: epath.Path) -> int | None:
-  """The step of a directory with the very name that a checkpoint is given; None for any other path."""
+  """Returns the step of a directory with exactly the name of a checkpoint; None for any other path."""
   match = _STEP_DIRECTORY.fullmatch(path.name)
   return int(match[1]) if match and path.name == f'checkpoint_{int(match[1]):08d}' else None
 
 
 def _is_own_directory(path: epath.Path) -> bool:
-  """Whether it is a directory and no link to one: links are made by people."""
+  """Returns whether a path is a directory, and not a user's link to one."""
   return path.is_dir() and not os.path.islink(path)

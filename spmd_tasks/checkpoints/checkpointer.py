@@ -4,27 +4,27 @@ One checkpoint is one directory:
 
     checkpoint_00000100/
       state/                   the arrays, each under its key path (arrays.py)
-      base.json                the frozen weights' place, if the checkpoint has only the trained ones
+      base.json                where the frozen weights are, if the checkpoint holds only the trained weights
       input/process_0_of_2.json   the input position of each process
       manifest.json            size and digest of every file, the leaf table; written last
 
-A checkpoint is written as `checkpoint_00000100.partial` and renamed when it is complete (in object stores see
+A checkpoint is written as `checkpoint_00000100.partial` and renamed when it is complete (for object stores see
 store_directory.py). A kill at any time leaves the earlier checkpoints and a `.partial`, which the next job removes.
-`save` returns when the arrays are copied to the host; they are written in the background. The next `save` or `wait`
-waits for that first, and raises its error.
+`save` returns once the arrays are copied to the host; they are written in the background. The next `save` or `wait`
+first waits for that, and raises its error.
 
 A restore compares every file with the manifest, and checks the CRC of each shard as it reads it. A damaged checkpoint
-is renamed to `checkpoint_00000100.damaged-<file>`, and the one before it is used; a step requested by number raises
-instead.
+is renamed to `checkpoint_00000100.damaged-<file>`, and the previous one is restored. If a damaged step was requested by
+number, the restore raises instead.
 
 With several processes (one shared directory), every process calls every method, in the same order, from its main
-thread. Each process writes and reads its own shards. Process 0 alone writes manifests, deletes, renames and decides
-which step is restored. An error is raised on the process that has it; the job's failure handling ends the others.
+thread. Each process writes and reads its own shards. Only process 0 writes manifests, deletes, renames and decides
+which step is restored. An error is raised on the process where it happens; the job's failure handling ends the others.
 Processes wait for each other for at most `timeout_secs` plus 10 s per GB.
 
-The caller owns the directory (programs/job_directory.py). A second reader (eval, decode) passes `read_only=True`. If
-the owner deletes a checkpoint while the reader reads it, the reader takes the newest one that is left. It reads a
-damaged checkpoint once, and does not report it as `latest_step`.
+The training job owns the directory (programs/job_directory.py). Other readers (eval, decode) pass `read_only=True`. If
+the owner deletes a checkpoint during a read, the reader restores the newest remaining one. A reader reads a damaged
+checkpoint only once, and `latest_step` ignores it from then on.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,10 +65,14 @@ _SLOWEST_BYTES_PER_S = 100_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-  """A restored checkpoint: `state` is the tree that was asked for, of jax.Arrays with its shardings.
+  """A restored checkpoint.
 
-  `input_states` are what the processes that saved it passed to `save`, in their order; `input_state` is this process's
-  own, None if the number of processes has changed. `base` is what was passed to `save`.
+  Attributes:
+    step: its step.
+    state: the tree of jax.Arrays, with the shardings of `abstract_state`.
+    input_state: what this process passed to `save`; None if the number of processes has changed.
+    input_states: what each process passed to `save`.
+    base: what `base` of `save` returned.
   """
 
   step: int
@@ -79,7 +83,7 @@ class Restored:
 
 
 class _Save(NamedTuple):
-  """A save that may still be running; `limit_s` is how long processes wait for each other at its end."""
+  """A save that may still be running; processes wait for each other at most `limit_s` at its end."""
 
   step: int
   done: Future[None]
@@ -105,10 +109,11 @@ class Checkpointer:
       retention: which checkpoints are kept after each save.
       record: what the job records about its checkpoints outside of the directory.
       read_only: saves, renames and removes nothing.
-      timeout_secs: seconds that processes wait for each other around one save or restore of a small state.
+      timeout_secs: how long processes wait for each other in a save or restore of a small state, in seconds.
 
     Raises:
-      CheckpointError: the directory cannot be created or written; or it is empty, and `record` has evidence of a save.
+      CheckpointError: the directory cannot be created or written; or it is empty, although `record` says that a
+        checkpoint was saved.
     """
     path = epath.Path(directory)
     kind = StoreDirectory if is_remote(path) else CheckpointDirectory
@@ -142,7 +147,7 @@ class Checkpointer:
 
   @property
   def is_saving(self) -> bool:
-    """Whether this process still writes the last save."""
+    """Whether this process is still writing the last save."""
     return self._pending is not None and not self._pending.done.done()
 
   def save(
@@ -153,28 +158,28 @@ class Checkpointer:
     *,
     base: Callable[[], Mapping[str, Any]] | None = None,
   ) -> None:
-    """Starts to save `state` as checkpoint `step`; returns when the arrays may be donated.
+    """Starts to save `state` as checkpoint `step`; returns once the arrays may be donated.
 
     Args:
       step: greater than every step in the directory.
-      state: the tree of jax.Arrays.
-      input_state: JSON, this process's own.
-      base: returns JSON, from which a restore completes the state. Every process calls it; it may wait, with all of
-        them, for longer than the barriers of the save.
+      state: a tree of jax.Arrays.
+      input_state: JSON, of this process.
+      base: returns JSON from which the caller completes a restored state. Every process calls it; as a collective, it
+        may take longer than the barriers of the save.
 
-    Raises a CheckpointError: the save before this one failed, or this one could not be started.
+    Raises a CheckpointError: the previous save failed, or this one could not be started.
     """
     self.wait()
     if self._read_only:
       raise CheckpointError(f'{self._directory.path} was opened read-only: no checkpoint can be saved.')
-    steps = self._directory.claimed_steps()
+    steps = self._directory.listed_steps()
     if steps and step <= max(steps):
       raise CheckpointError(
-        f'step {step} cannot be saved: {self._directory.path} already holds step {max(steps)}. If '
-        'training went back on purpose, move the later checkpoints away first.'
+        f'step {step} cannot be saved: {self._directory.path} already holds step {max(steps)}. If training restarted '
+        'from an earlier step on purpose, move the later checkpoints away first.'
       )
     leaves, limit_s = leaf_entries(state), self._limit_s(num_bytes(state))
-    partial = self._directory.partial(step)
+    partial = self._directory.partial_path(step)
     try:
       base_state = None if base is None else base()
       own_input = partial / input_file(jax.process_index(), jax.process_count())
@@ -188,7 +193,7 @@ class Checkpointer:
     self._pending = _Save(step, self._background.submit(self._complete, step, leaves, write, limit_s), limit_s)
 
   def wait(self) -> None:
-    """Returns when the last save is complete on disk, on every process. Raises a CheckpointError if it failed."""
+    """Waits until the last save is complete on every process. Raises a CheckpointError if it failed."""
     if self._pending is None:
       return
     step, done, limit_s = self._pending
@@ -198,44 +203,44 @@ class Checkpointer:
     except Exception as error:
       self._pending = None
       raise self._save_error(step, error) from error
-    self._pending = None  # not if the wait was interrupted: the next one waits again
+    self._pending = None  # kept if the wait is interrupted, so that the next call waits again
     barrier(f'checkpoint_saved_{step}', limit_s=limit_s)
     waited = time.monotonic() - started
     if waited > 1:
       logging.info('Waited %.1f s for checkpoint %d to be complete.', waited, step)
 
   def close(self) -> None:
-    """Waits for the last save and ends the background thread. The object cannot be used afterwards."""
+    """Waits for the last save and ends the background thread; nothing can be saved afterwards."""
     try:
       self.wait()
     finally:
       self._background.shutdown()
 
   def all_steps(self) -> list[int]:
-    """The steps of the complete checkpoints, ascending (their files are not verified here)."""
+    """Returns the steps of the complete checkpoints, ascending; their files are not verified."""
     return self._directory.complete_steps()
 
   def latest_step(self) -> int | None:
-    """The newest of `all_steps` that this object has not found damaged; None if there is none."""
+    """Returns the newest of `all_steps` that no restore of this object found damaged; None if there is none."""
     steps = [step for step in self.all_steps() if self._directory.stamp(step) not in self._rejected]
     if not steps and (loss := self._directory.describe_loss()):
       logging.log_every_n_seconds(logging.WARNING, '%s', 60, loss)
     return max(steps, default=None)
 
   def is_fresh(self) -> bool:
-    """Whether there is no checkpoint, whole or damaged, and nothing says that one was ever saved."""
+    """Returns whether there is no checkpoint, not even a damaged one, and no record of one."""
     return self._directory.is_unused()
 
   def restore(self, abstract_state: Any, step: int | None = None, *, subtree: str | None = None) -> Restored | None:
     """Restores a state, bit-exactly, onto the shardings of `abstract_state`.
 
     Args:
-      abstract_state: a tree of ShapeDtypeStructs with shardings (none: this process's first device).
-      step: None restores the newest checkpoint that is not damaged; then None is returned if there has never been one.
-      subtree: the key path of `abstract_state` in the saved state, of which nothing else is read; None: the whole.
+      abstract_state: a tree of ShapeDtypeStructs with shardings (default: this process's first device).
+      step: None restores the newest undamaged checkpoint, and returns None if no checkpoint was ever saved.
+      subtree: the key path of `abstract_state` in the saved state; nothing else is read. None is the whole state.
 
-    Raises a CheckpointError: the state differs from the checkpoint in any leaf's name, shape or dtype; the step that
-    was asked for is missing or damaged; there are checkpoints, and none that is whole; or there is none any more.
+    Raises a CheckpointError: the checkpoint has a leaf of another name, shape or dtype; the requested step is missing
+    or damaged; all checkpoints are damaged; or the checkpoints were lost.
     """
     self.wait()
     limit_s = self._limit_s(num_bytes(abstract_state))
@@ -260,9 +265,9 @@ class Checkpointer:
         logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
 
   def restore_weights(self, abstract_weights: Any, step: int | None = None, *, subtree: str = 'weights') -> Restored:
-    """Restores one subtree: 'weights', or 'learner/ema_weights' for the averaged ones.
+    """Restores one subtree: 'weights', or 'learner/ema_weights' for the averaged weights.
 
-    Raises a CheckpointError: as `restore`; also if the directory has no checkpoint.
+    Raises a CheckpointError: as `restore`, and if the directory has no checkpoint.
     """
     restored = self.restore(abstract_weights, step, subtree=subtree)
     if restored is None:
@@ -272,38 +277,38 @@ class Checkpointer:
     return restored
 
   def saved_leaves(self, step: int | None = None, *, subtree: str = 'weights') -> tuple[LeafEntry, ...]:
-    """The names (below `subtree`), shapes and dtypes of one checkpoint; nothing is verified.
+    """Returns the names (below `subtree`), shapes and dtypes in one checkpoint; verifies nothing.
 
-    Raises a CheckpointError: there is no such checkpoint, or none that can be read.
+    Raises a CheckpointError: there is no such checkpoint, or no readable one.
     """
     leaves = self._directory.saved_leaves(step)
     if leaves is None:
-      which = 'that can be read' if step is None else f'of step {step}'
+      which = 'with a readable manifest' if step is None else f'of step {step}'
       raise CheckpointError(
-        f'{self._directory.path} has no checkpoint {which}; it has those of {self.all_steps()}: correct the path or '
-        'the step, or train first.'
+        f'{self._directory.path} has no checkpoint {which}, only steps {self.all_steps()}: correct the path or the '
+        'step, or train first.'
       )
     prefix = f'{subtree}/'
     return tuple(leaf._replace(name=leaf.name.removeprefix(prefix)) for leaf in leaves if leaf.name.startswith(prefix))
 
   def _limit_s(self, num_bytes: int) -> int:
-    """Returns how long processes wait for each other around a write or read of `num_bytes`, in seconds."""
+    """Returns how long processes wait for each other in a write or read of `num_bytes`, in seconds."""
     return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
 
   def _complete(self, step: int, leaves: tuple[LeafEntry, ...], write: Callable[[], None], limit_s: int) -> None:
-    """Runs in the background: writes this process's shards; process 0 publishes the checkpoint when all have."""
+    """Runs in the background: writes this process's shards; process 0 publishes the checkpoint after all processes."""
     write()
     barrier(f'checkpoint_written_{step}', limit_s=limit_s)
     if not self._is_primary:
       return
-    self._directory.complete(step, leaves, jax.process_count())
+    self._directory.publish(step, leaves, jax.process_count())
     self._directory.record.after_publishing(step)
     self._directory.delete_old(self._retention)
 
   def _choose(
     self, step: int | None, abstract: Any, prefix: str, unreadable: Mapping[int, DamagedCheckpointError]
   ) -> int | None:
-    """Returns the step that every process restores, and shares which checkpoints process 0 found damaged."""
+    """Returns the step that every process restores; shares which checkpoints process 0 has rejected as damaged."""
     wanted = [leaf._replace(name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
     rejected = self._rejected if self._read_only else None
 
@@ -322,11 +327,11 @@ class Checkpointer:
     return chosen
 
   def _read(self, step: int, abstract: Any, subtree: str | None) -> Restored | None:
-    """Reads a checkpoint; returns None if its owner has deleted it in the meantime.
+    """Reads a checkpoint; returns None if its owner deletes it meanwhile.
 
-    Raises a DamagedCheckpointError if a shard that this process reads is missing, or its CRC does not match.
+    Raises a DamagedCheckpointError if a shard of this process is missing or its CRC does not match.
     """
-    path = self._directory.final(step)
+    path = self._directory.step_path(step)
     try:
       manifest = read_manifest(path)
       num_processes = manifest.num_processes
@@ -340,14 +345,14 @@ class Checkpointer:
       has_base = any(entry.path == _BASE_FILE for entry in manifest.files)
       base = json.loads(read_text(path / _BASE_FILE)) if has_base else None
     except Exception as error:
-      if self._read_only and not self._directory.holds(step):
+      if self._read_only and not self._directory.has_step(step):
         return None
       if isinstance(error, DamagedCheckpointError):
         raise
       raise CheckpointError(f'checkpoint {path} could not be read: {type(error).__name__}: {error}') from error
-    if self._read_only and not self._directory.holds(step):
-      # Its files are deleted after its name: as long as that is there nothing was missing. From then on TensorStore may
-      # have read chunks of an OCDBT checkpoint that are gone as zeros.
+    if self._read_only and not self._directory.has_step(step):
+      # Its files are deleted after its name. Since then TensorStore may have read deleted chunks of an OCDBT checkpoint
+      # as zeros.
       return None
     return Restored(
       step=step,
@@ -359,15 +364,16 @@ class Checkpointer:
 
   def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
     """Removes the files of the failed save and describes the failure."""
-    if self._is_primary:
-      self._directory.discard_partial(step)
-    saved = step in self._directory.claimed_steps()
-    what = 'was saved, but what follows a save failed' if saved else 'could not be saved'
     reason, remedy = f'{type(error).__name__}: {error}', ''
+    # Before the files are removed, which frees space and inodes.
     if problem := describe_storage_error(error, self._directory.path):
       reason, remedy = problem[0], f', all intact: {problem[1]}, and start the same command again'
+    if self._is_primary:
+      self._directory.discard_partial(step)
+    is_saved = step in self._directory.listed_steps()
+    outcome = 'was saved, but recording it or deleting old ones failed' if is_saved else 'could not be saved'
     return CheckpointSaveError(
-      f'checkpoint of step {step} {what} in {self._directory.path}: {reason}. '
+      f'checkpoint of step {step} {outcome} in {self._directory.path}: {reason}. '
       f'Complete checkpoints: {self.all_steps()}{remedy}.'
     )
 

@@ -1,11 +1,12 @@
-"""The manifest of a checkpoint: the size and digest of every file, and the name, shape and dtype of every array.
+"""Manifest: lists the size and digest of every file of a checkpoint, and the name, shape and dtype of every array.
 
-`manifest.json` is written last; a directory without it is no checkpoint. The manifest carries a digest of itself, and
-the versions of the packages that wrote it. A manifest that is intact but of another format is refused, not damaged.
+`manifest.json` is written last; a directory without it is not a checkpoint. The manifest has a digest of itself, and
+the versions of the packages that wrote it. An intact manifest of another format is refused, and does not count as
+damaged.
 
 A shard of an array ends with its CRC-32C (arrays.py), which TensorStore checks as it reads the shard. On a disk the
-manifest repeats the CRC, so that a whole shard of another checkpoint is noticed, too. All other files have a SHA-256.
-Format 1, of earlier versions, has a SHA-256 of every file.
+manifest repeats the CRC, which detects a shard from another checkpoint. All other files have a SHA-256. Format 1, of
+earlier versions, has a SHA-256 of every file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,8 @@ _PACKAGES = ('spmd_tasks', 'jax', 'tensorstore')
 _CRC = 'crc32c:'
 _CRC_BYTES = 4
 _CHUNK_BYTES = 1 << 22
-NUM_HASH_THREADS = 8  # files that are hashed at a time
-# Nothing is there, or a directory or a FIFO is.
+NUM_HASH_THREADS = 8
+# The errors of opening a path without a regular file: nothing, a directory or a FIFO.
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
 
@@ -42,7 +43,7 @@ class CheckpointError(UserError):
 
 
 class CheckpointChoiceError(CheckpointError):
-  """Process 0 found no checkpoint to restore; raised on every process, before any has read arrays."""
+  """Process 0 finds no checkpoint to restore; raised on every process before arrays are read."""
 
 
 class CheckpointSaveError(CheckpointError, JobError):
@@ -59,10 +60,12 @@ class DamagedCheckpointError(Exception):
 
 
 class FileEntry(NamedTuple):
-  """One file: its path below the checkpoint's directory, its size in bytes, and its digest.
+  """One file of a checkpoint.
 
-  The digest is a SHA-256 in hexadecimal, `crc32c:` with the CRC at the end of a shard, or '' for an array's objects in
-  a store.
+  Attributes:
+    path: relative to the checkpoint.
+    num_bytes: its size.
+    digest: a SHA-256 in hexadecimal; `crc32c:` and the CRC at the end of a shard; '' for an array's objects in a store.
   """
 
   path: str
@@ -83,7 +86,7 @@ class LeafEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-  """The content of a checkpoint, which `num_processes` processes wrote."""
+  """The content of a checkpoint that `num_processes` processes wrote."""
 
   step: int
   num_processes: int
@@ -97,7 +100,7 @@ class Manifest:
 
   @property
   def is_ocdbt(self) -> bool:
-    """Whether Orbax wrote the arrays, as OCDBT."""
+    """Whether Orbax wrote the arrays as OCDBT."""
     return any(file.path == f'{STATE}/manifest.ocdbt' for file in self.files)
 
 
@@ -110,7 +113,7 @@ def write_manifest(directory: epath.Path, *, step: int, num_processes: int, leav
   """Flushes and digests all files below `directory`, then writes the manifest atomically. Raises OSError."""
 
   def entry_of(path: str) -> FileEntry:
-    if not path.startswith(STATE):  # TensorStore has flushed what it wrote
+    if not path.startswith(STATE):  # TensorStore has flushed its files
       sync_path(directory / path)
     return FileEntry(path, *digest_file(directory / path, is_shard=_is_shard(path)))
 
@@ -137,11 +140,11 @@ def manifest_text(*, step: int, num_processes: int, leaves: Sequence[LeafEntry],
 
 
 def read_manifest(directory: epath.Path) -> Manifest:
-  """Reads and checks the manifest itself, not the files that it lists.
+  """Reads the manifest and checks its own digest, but not the files that it lists.
 
   Raises:
-    DamagedCheckpointError: the manifest is missing or has changed since it was written.
-    CheckpointError: the manifest is intact, but of another format.
+    DamagedCheckpointError: the manifest is missing, or has changed since it was written.
+    CheckpointError: the manifest is intact, but has another format.
   """
   try:
     data = read_bytes(directory / MANIFEST_FILE)
@@ -151,7 +154,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
     raise DamagedCheckpointError(MANIFEST_FILE, 'missing') from None
   try:
     body = json.loads(data)['body']
-    # The encoding is canonical: the file must equal what this body is written as, digest included.
+    # The encoding is canonical: the file must equal the encoded body, digest included.
     if _encode(body).encode() != data:
       raise ValueError('the manifest has changed')
     if body['format'] in _READABLE_FORMATS:
@@ -166,8 +169,8 @@ def read_manifest(directory: epath.Path) -> Manifest:
   raise CheckpointError(
     f'{directory / MANIFEST_FILE} has format {body["format"]}, but this version of spmd_tasks reads formats '
     f'{" and ".join(map(str, _READABLE_FORMATS))}; the checkpoint is not damaged. It was written by '
-    f'{_describe(body.get("versions"))}; here is {_describe(_versions())}. Restore it with the version that wrote it, '
-    'or train in a new job_log_dir.'
+    f'{_describe(body.get("versions"))}; installed are {_describe(_versions())}. Restore it with the version that '
+    'wrote it, or train in a new job_log_dir.'
   )
 
 
@@ -200,7 +203,7 @@ def _files_below(directory: epath.Path, prefix: str = '') -> Iterator[str]:
 
 
 def digest_file(path: epath.Path, *, is_shard: bool) -> tuple[int, str]:
-  """Returns the size of a file and its digest; of a shard of an array, the CRC-32C at its end."""
+  """Returns the size and the digest of a file; the digest of a shard is the CRC-32C at its end."""
   digest, num_bytes = hashlib.sha256(), 0
   with open_bytes(path) as file:
     if is_shard:
@@ -214,6 +217,6 @@ def digest_file(path: epath.Path, *, is_shard: bool) -> tuple[int, str]:
 
 
 def _is_shard(path: str) -> bool:
-  """Whether a file of a checkpoint is a shard: `state/weights.ffn.kernel/c.0.1`, or `state/step/c` of a scalar."""
+  """Returns whether a file is a shard: `state/weights.ffn.kernel/c.0.1`, or `state/step/c` of a scalar."""
   names = path.split('/')
   return names[0].startswith(STATE) and len(names) == 3 and names[2].split('.')[0] == 'c'

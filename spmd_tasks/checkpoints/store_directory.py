@@ -1,14 +1,14 @@
-"""StoreDirectory: the checkpoints of a directory in an object store, which has no renames.
+"""StoreDirectory: names and deletes the checkpoints in an object store, which has no renames.
 
     checkpoint_00000100/
       state_3f2a.../           the arrays (arrays.py)
       input/process_0_of_2.json, base.json
-      manifest.json            written last, by a conditional write: from then on there is a checkpoint
-      manifest.damaged-<file>.json   instead: set aside by a restore; never read or deleted again
+      manifest.json            written last, by a conditional write; the checkpoint is then complete
+      manifest.damaged-<file>.json   in its place if a restore set the checkpoint aside; never read or deleted again
 
-A directory without a manifest is no checkpoint, and the next job deletes it. A checkpoint is deleted by deleting its
-manifest first. Each job writes arrays below a name of its own: a job that has lost its directory to another one
-(programs/store_claim.py), and still writes, changes no checkpoint. The manifest has no digests of the arrays' objects,
+A directory without a manifest is not a checkpoint, and the next job deletes it. To delete a checkpoint, its manifest is
+deleted first. Each job writes its arrays below a random name: a job that lost its lock to another one
+(programs/job_lock.py) and is still writing changes no checkpoint. The manifest has no digests of the arrays' objects,
 whose CRCs are checked as they are read.
 """
 
@@ -49,63 +49,65 @@ class StoreDirectory(CheckpointDirectory):
   def state_name(self) -> str:
     return f'{STATE}_{secrets.token_hex(6)}'
 
-  def partial(self, step: int) -> epath.Path:
-    return self.final(step)
+  def partial_path(self, step: int) -> epath.Path:
+    return self.step_path(step)
 
-  def claimed_steps(self) -> dict[int, epath.Path]:
-    paths = super().claimed_steps()
+  def listed_steps(self) -> dict[int, epath.Path]:
+    paths = super().listed_steps()
     with ThreadPoolExecutor(NUM_HASH_THREADS) as pool:
       has_manifest = pool.map(lambda path: exists(path / MANIFEST_FILE), paths.values())
       return {step: path for (step, path), is_complete in zip(paths.items(), has_manifest) if is_complete}
 
   def complete_steps(self) -> list[int]:
-    return list(self.claimed_steps())
+    return list(self.listed_steps())
 
-  def holds(self, step: int) -> bool:
-    return exists(self.final(step) / MANIFEST_FILE)
+  def has_step(self, step: int) -> bool:
+    return exists(self.step_path(step) / MANIFEST_FILE)
 
   def stamp(self, step: int) -> Stamp:
     try:
-      return step, int(modified_s(self.final(step) / MANIFEST_FILE))
+      return step, int(modified_s(self.step_path(step) / MANIFEST_FILE))
     except FileNotFoundError:
       return step, 0
 
   def open(self) -> None:
-    complete = self.claimed_steps()
-    others = self._without_manifest(complete)
-    left = [path for path in others if not glob_below(path, _DAMAGED)]
-    if not complete and left == others:
+    complete = self.listed_steps()
+    incomplete = self._without_manifest(complete)
+    leftovers = [path for path in incomplete if not glob_below(path, _DAMAGED)]
+    if not complete and leftovers == incomplete:
       self.refuse_loss()
-    for path in left:
+    for path in leftovers:
       logging.info('Removing %s, left by an interrupted job.', path)
       path.rmtree(missing_ok=True)
 
   def is_unused(self) -> bool:
-    return not self.claimed_steps() and super().is_unused()
+    return not self.listed_steps() and super().is_unused()
 
-  def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
-    path = self.final(step)
+  def publish(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
+    path = self.step_path(step)
     sizes = sizes_below(path)
     missing = [name for i in range(num_processes) if (name := input_file(i, num_processes)) not in sizes]
     if missing:
-      self.record.before_publishing()  # another job that has taken the directory has deleted it
-      raise CheckpointSaveError(f'there is no {missing[0]} in {path}: that process writes elsewhere')
+      self.record.before_publishing()  # raises if another job has taken over and deleted the file
+      raise CheckpointSaveError(
+        f'{path / missing[0]} is missing: choose a job_log_dir that all processes share, in one bucket'
+      )
     entries = []
     for name in sorted(sizes):
       if name.startswith(f'{STATE}_') and not name.startswith(f'{self.state_name}/'):
-        continue  # another job has lost the directory, and still writes
+        continue  # of a job that lost its lock and is still writing
       digest = '' if name.startswith(f'{STATE}_') else hashlib.sha256(read(path / name)).hexdigest()
       entries.append(FileEntry(path=name, num_bytes=sizes[name], digest=digest))
     text = manifest_text(step=step, num_processes=num_processes, leaves=leaves, files=entries)
-    flush()  # the rows of the steps before it would be missing for ever
+    flush()  # the metrics of earlier steps, which no later job writes again
     self.record.before_publishing()
     if not create(path / MANIFEST_FILE, text.encode()):
       raise CheckpointSaveError(f'another job has saved step {step} in {self.path}')
 
   def discard_partial(self, step: int) -> None:
-    arrays = self.final(step) / self.state_name  # the rest may be another job's, which has taken the directory
+    arrays = self.step_path(step) / self.state_name  # other files may be of a job that has taken over
     try:
-      if not self.holds(step) or read_manifest(self.final(step)).state_name != self.state_name:
+      if not self.has_step(step) or read_manifest(self.step_path(step)).state_name != self.state_name:
         arrays.rmtree(missing_ok=True)
     except (OSError, CheckpointError) as error:
       logging.error('Could not remove %s: %s', arrays, error)
@@ -113,11 +115,11 @@ class StoreDirectory(CheckpointDirectory):
   def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
     aside = path / f'manifest.{suffix}.json'
     write(aside, read(path / MANIFEST_FILE))
-    (path / MANIFEST_FILE).unlink(missing_ok=True)  # an answer may have been lost
+    (path / MANIFEST_FILE).unlink(missing_ok=True)  # missing if an earlier attempt's response was lost
     return aside
 
   def damaged(self) -> list[str]:
-    complete = self.claimed_steps()
+    complete = self.listed_steps()
     aside = [manifest for path in self._without_manifest(complete) for manifest in glob_below(path, _DAMAGED)]
     return sorted([path.name for path in complete.values()] + [f'{path.parent.name}/{path.name}' for path in aside])
 
@@ -125,8 +127,8 @@ class StoreDirectory(CheckpointDirectory):
     return glob_below(self.path, '*')
 
   def _without_manifest(self, complete: Mapping[int, epath.Path]) -> list[epath.Path]:
-    return [path for step, path in super().claimed_steps().items() if step not in complete]
+    return [path for step, path in super().listed_steps().items() if step not in complete]
 
   def _delete(self, step: int) -> None:
-    (self.final(step) / MANIFEST_FILE).unlink(missing_ok=True)
-    self.final(step).rmtree(missing_ok=True)
+    (self.step_path(step) / MANIFEST_FILE).unlink(missing_ok=True)
+    self.step_path(step).rmtree(missing_ok=True)

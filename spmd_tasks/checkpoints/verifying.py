@@ -1,7 +1,7 @@
 """Chooses the checkpoint to restore: compares its leaves with the wanted ones, and every file with the manifest.
 
-The shards of arrays are verified as they are read (arrays.py). The caller passes the checkpoints whose shards proved to
-be damaged then.
+The shards of arrays are verified later, as they are read (arrays.py). If that fails, the caller chooses again and
+passes the damage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from spmd_tasks.files import is_remote
 from spmd_tasks.storage_problems import describe_storage_error
 
 _MAX_LISTED = 10
-_MAX_SUFFIX_CHARS = 100  # a name of a file has 255 bytes
+_MAX_SUFFIX_CHARS = 100  # a file name has at most 255 bytes
 
 
 def choose(
@@ -45,16 +45,16 @@ def choose(
 
   Args:
     directory: the checkpoints.
-    step: the requested step; None for the newest undamaged one (newer damaged ones are set aside).
+    step: the requested step; None for the newest undamaged checkpoint. Newer damaged ones are set aside.
     wanted: the leaves to restore.
     prefix: the checkpoint's leaves with this prefix must be exactly `wanted`.
-    rejected: passed by a reader beside the job that owns the directory. Nothing is renamed; damaged checkpoints are
-      added to this set and not read again; if the owner deletes a checkpoint meanwhile, the directory is listed again.
-    unreadable: the damage that reading the arrays of a step has shown.
+    rejected: of a reader that does not own the directory. Nothing is renamed then: damaged checkpoints are added to
+      this set and not read again, and the directory is listed again if its owner deletes a checkpoint.
+    unreadable: the damage of steps whose arrays could not be read.
 
-  Raises a CheckpointError: see `Checkpointer.restore`; also if checkpoints were lost (`describe_loss`).
+  Raises a CheckpointError: see `Checkpointer.restore`.
   """
-  steps = directory.claimed_steps()
+  steps = directory.listed_steps()
   if step is not None and step not in steps:
     raise CheckpointError(f'{directory.path} has no checkpoint of step {step}; it has {list(steps)}.')
   for candidate in reversed(steps) if step is None else [step]:
@@ -67,17 +67,17 @@ def choose(
       _verify(path, wanted, prefix)
       return candidate
     except (DamagedCheckpointError, OSError) as problem:
-      if rejected is not None and not directory.holds(candidate):
+      if rejected is not None and not directory.has_step(candidate):
         logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
         return choose(directory, step, wanted, prefix=prefix, rejected=rejected, unreadable=unreadable)
       if isinstance(problem, OSError):
         reason, remedy = describe_storage_error(problem, path) or (str(problem), 'check the storage')
-        raise CheckpointError(f'checkpoint {path} cannot be read: {reason}. It may be whole: {remedy}.') from problem
+        raise CheckpointError(f'checkpoint {path} cannot be read: {reason}. It may be intact: {remedy}.') from problem
       if step is not None:
-        whole = [other for other in directory.complete_steps() if other != step]
+        others = [other for other in directory.complete_steps() if other != step]
         raise CheckpointError(
-          f'checkpoint {path} is damaged: {problem}. Other steps: {whole}. Restore one of them, or give no step '
-          'to use the newest that is whole.'
+          f'checkpoint {path} is damaged: {problem}. Other steps: {others}. Restore one of them, or give no step to '
+          'restore the newest intact one.'
         ) from problem
       if rejected is not None:
         rejected.add(stamp)
@@ -87,15 +87,15 @@ def choose(
         logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
   if damaged := directory.damaged():
     raise CheckpointError(
-      f'{directory.path} has no checkpoint that is whole; damaged: {damaged}. Repair one and remove the suffix from '
-      'its name, or train in a new directory.'
+      f'{directory.path} has no intact checkpoint; damaged: {damaged}. Repair one and remove the suffix from its name, '
+      'or train in a new directory.'
     )
   directory.refuse_loss()
   return None
 
 
 def _verify(path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
-  """Compares the leaf table, then every file."""
+  """Compares the leaves, then every file, with the manifest."""
   started = time.monotonic()
   manifest = read_manifest(path)
   if step_of(path) != manifest.step:
@@ -112,7 +112,7 @@ def _verify(path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
 
 
 def leaf_mismatches(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> list[str]:
-  """Compares two leaf tables: returns one line for each leaf that differs, with both sides; [] if they agree."""
+  """Returns one line for each leaf that differs, with both sides; [] if all agree."""
   ours, theirs = ({leaf.name: leaf for leaf in leaves} for leaves in (wanted, saved))
   none = 'no such leaf'
   return [
@@ -123,7 +123,7 @@ def leaf_mismatches(saved: Sequence[LeafEntry], wanted: Sequence[LeafEntry]) -> 
 
 
 def describe_mismatches(lines: Sequence[str]) -> str:
-  """Formats the first ten mismatches, one per line, and the number of further ones."""
+  """Formats the first ten mismatches, one per line, and the number of the rest."""
   shown = [f'  {line}' for line in lines[:_MAX_LISTED]]
   if len(lines) > _MAX_LISTED:
     shown.append(f'  ... and {len(lines) - _MAX_LISTED} more')
@@ -131,11 +131,11 @@ def describe_mismatches(lines: Sequence[str]) -> str:
 
 
 def verify_files(directory: epath.Path, manifest: Manifest) -> None:
-  """Compares the size and digest of every file that the manifest lists; ignores other files.
+  """Compares the size and digest of every file in the manifest; ignores other files.
 
   Raises:
-    DamagedCheckpointError: names the first file, in the manifest's order, that is missing or differs.
-    OSError: a file exists but cannot be read (permission, I/O), so that nothing is known about damage.
+    DamagedCheckpointError: a file is missing or differs; names the first in the manifest's order.
+    OSError: a file exists, but cannot be read (permission, I/O), so it may be intact.
   """
   sizes: dict[str, int] | None = None
   if is_remote(directory):

@@ -42,7 +42,7 @@ from spmd_tasks.inputs.base import progress_of, source_names
 from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.evaluator import Evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput, steady_now
-from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, SavedSteps
+from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE, SavedSteps
 from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
 from spmd_tasks.runtime import PartitionedModel, TrainState, format_parameter_table
@@ -333,7 +333,7 @@ class Track(TrainHook):
     if not is_primary():
       return
     self._eval_step = run.first_step
-    path = run.job_log_dir / 'trackers.json'
+    path = run.job_log_dir / TRACKERS_FILE
     ids = json.loads(read_text(path)) if path.exists() else {}
     config = json.loads(read_text(run.job_log_dir / 'config.json'))['config']
     directory = tempfile.mkdtemp(prefix='spmd_tasks_') if is_remote(run.job_log_dir) else str(run.job_log_dir)

@@ -1,28 +1,20 @@
-"""Claims a job_log_dir for one experiment, and for one running job at a time; remembers that steps were saved.
+"""Claims a job_log_dir for one experiment and one running job, and records that steps were saved.
 
     with claim(job_log_dir, experiment_name='lm.StdlibTiny'):
       ...
 
-A directory belongs to the experiment that its config.json names. The claim is a kernel lock (`flock`) on `job.lock`.
-The kernel releases the lock when the process ends, kill -9 included, so nothing has to be cleaned up. The file also
-names the holder. Object stores (`gs://...`) have no locks: store_claim.py claims there. Only process 0 claims.
+A directory belongs to the experiment that its config.json names. While a job runs, it holds the lock of the directory
+(job_lock.py). Only process 0 claims.
 """
 
 import contextlib
 import dataclasses
-import datetime
-import errno
-import fcntl
 import fnmatch
-import io
 import itertools
 import json
 import os
 import shutil
-import socket
-from typing import TYPE_CHECKING
 
-from absl import logging
 from etils import epath
 
 from spmd_tasks.checkpoints import Checkpointer, Retention, SaveRecord
@@ -33,78 +25,72 @@ from spmd_tasks.files import (
   is_inside,
   is_remote,
   make_directory,
-  open_descriptor,
   read_text,
   storage_errors,
   write_durably,
 )
+from spmd_tasks.programs.job_lock import LOCK_FILE, JobLock, lock_directory
 from spmd_tasks.runtime.metrics import METRICS_FILE
 from spmd_tasks.signatures import signed
 
-if TYPE_CHECKING:
-  from spmd_tasks.programs.store_claim import StoreClaim
-
 CONFIG_FILE = 'config.json'
-LOCK_FILE = 'job.lock'
 NEWEST_CHECKPOINT_FILE = 'newest_checkpoint.json'
 GOODPUT_FILE = 'goodput.json'
 PARAMETERS_FILE = 'parameters.txt'
 STARTUP_FILE = 'startup.json'
-# What a job reads or writes, by kind; a path below may be missing.
-_CHANGED = (LOCK_FILE, METRICS_FILE, f'eval/*/{METRICS_FILE}', 'samples/samples.txt')  # all others are replaced
-_FILES = (CONFIG_FILE, NEWEST_CHECKPOINT_FILE, GOODPUT_FILE, PARAMETERS_FILE, STARTUP_FILE, *_CHANGED)
+TRACKERS_FILE = 'trackers.json'
 PROGRAMS_DIRECTORY = 'compiled'
-_DIRECTORIES = ['checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY]
-# The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+# Every file and directory that a job reads or writes. Files are replaced, except those that are changed in place.
+_CHANGED_IN_PLACE = (LOCK_FILE, METRICS_FILE, f'eval/*/{METRICS_FILE}', 'samples/samples.txt')
+_REPLACED = (CONFIG_FILE, NEWEST_CHECKPOINT_FILE, GOODPUT_FILE, PARAMETERS_FILE, STARTUP_FILE, TRACKERS_FILE)
+_FILES = (*_REPLACED, *_CHANGED_IN_PLACE)
+_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks', 'samples', PROGRAMS_DIRECTORY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobDirectory:
-  """A claimed directory. Leaving it as a context releases the claim.
+  """A claimed directory; a context manager that releases the lock.
 
-  A UserError before the first step of a new job refuses it: what the job has written by then is removed again.
+  If a UserError ends a new job before its first step, the files that the job has written are removed.
+
+  Attributes:
+    path: the directory.
+    lock: held until the context ends.
+    existing: the job's paths that existed before a new job; None for a resumed job.
+    created: the directories that the claim created, innermost first.
   """
 
   path: epath.Path
-  lock_file: 'io.FileIO | StoreClaim | None'  # open and locked; None on a file system without locks
-  earlier: frozenset[epath.Path] | None = None  # what a new job found; None for a job that has been here before
-  made: tuple[epath.Path, ...] = ()  # the directories that the claim has made, innermost first
-
-  def release(self) -> None:
-    """Frees the directory for another job; the end of the process does the same."""
-    if self.lock_file is not None:
-      self.lock_file.close()
-
-  def check(self) -> None:
-    """Raises a JobError if another job has taken the directory; asked before a checkpoint is published."""
-    if self.lock_file is not None and not isinstance(self.lock_file, io.FileIO):
-      self.lock_file.check()
+  lock: JobLock
+  existing: frozenset[epath.Path] | None = None
+  created: tuple[epath.Path, ...] = ()
 
   def __enter__(self) -> 'JobDirectory':
     return self
 
   def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-    if isinstance(error, UserError) and self.earlier is not None and not (self.path / STARTUP_FILE).exists():
-      self._remove_what_is_new(self.earlier)
-    self.release()
+    if isinstance(error, UserError) and self.existing is not None and not (self.path / STARTUP_FILE).exists():
+      self._remove_all_but(self.existing)
+    self.lock.release()
 
-  def _remove_what_is_new(self, earlier: frozenset[epath.Path]) -> None:
-    for path in sorted(_own_paths(self.path) - earlier, key=lambda path: path.name == LOCK_FILE):  # the lock comes last
+  def _remove_all_but(self, existing: frozenset[epath.Path]) -> None:
+    for path in sorted(
+      _job_paths(self.path) - existing, key=lambda path: path.name == LOCK_FILE
+    ):  # the lock comes last
       if is_remote(path):
-        if not path.name.startswith(LOCK_FILE):  # the claim is released, which keeps its object
+        if not path.name.startswith(LOCK_FILE):  # a released lock keeps its object
           path.rmtree(missing_ok=True)
       elif path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
       else:
         path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others may have put something there
-      for path in self.made:
+    with contextlib.suppress(OSError):  # others may have written files there
+      for path in self.created:
         path.rmdir()
 
 
 def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
-  """Creates the directory if need be, and locks it.
+  """Locks a directory, which is created if it does not exist.
 
   Raises a UserError: the directory belongs to another experiment or another running job (nothing is written then), or
   it cannot be created or written.
@@ -113,28 +99,27 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   try:
     _check_kinds(path)
     _check_experiment(path, experiment_name)
-    earlier = frozenset(_own_paths(path))
-    made: tuple[epath.Path, ...] = ()
+    existing = frozenset(_job_paths(path))
+    created: tuple[epath.Path, ...] = ()
     if not is_remote(path):
-      made = tuple(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
+      created = tuple(itertools.takewhile(lambda directory: not directory.exists(), (path, *path.parents)))
     make_directory(path)
-    lock_file = _lock(path)
+    lock = lock_directory(path)
     try:
-      # Again, now that nobody else can write: two first jobs may have passed the first check together.
-      is_known = _check_experiment(path, experiment_name)
+      # Again, now that no other job can write: two new jobs may both have passed the first check.
+      is_resumed = _check_experiment(path, experiment_name)
     except BaseException:
-      if lock_file is not None:
-        lock_file.close()
+      lock.release()
       raise
   except OSError as error:
-    where = error.filename or path
-    is_link = os.path.islink(where) and not os.path.exists(where)
+    failed = error.filename or path
+    is_link = os.path.islink(failed) and not os.path.exists(failed)
     raise UserError(
       f'job_log_dir {os.fspath(path)!r} cannot be used: {"a link to nothing" if is_link else error.strerror or error} '
-      f'({where}). Choose a directory that this user can create and write.'
+      f'({failed}). Choose a directory that this user can create and write.'
     ) from error
-  is_new = not is_known and lock_file is not None  # without a lock, what is new may be another job's
-  return JobDirectory(path=path, lock_file=lock_file, earlier=earlier if is_new else None, made=made)
+  is_new = not is_resumed and lock.is_exclusive  # otherwise the new files may be another job's
+  return JobDirectory(path=path, lock=lock, existing=existing if is_new else None, created=created)
 
 
 def write_config(job_log_dir: epath.Path, config_json: str) -> None:
@@ -144,59 +129,59 @@ def write_config(job_log_dir: epath.Path, config_json: str) -> None:
 
 
 def has_trained(job_log_dir: epath.Path) -> bool:
-  """Whether a job has left a checkpoint in the directory."""
+  """Returns whether a job has saved a checkpoint in the directory."""
   return (job_log_dir / CONFIG_FILE).exists() and bool(glob_below(job_log_dir, 'checkpoints/checkpoint_*'))
 
 
 def refuse_lost_config(job_log_dir: epath.Path) -> None:
-  """Raises a UserError if there are checkpoints of a job without the config that says what they are of."""
+  """Raises a UserError if there are checkpoints, but no config of the job that saved them."""
   path = job_log_dir / CONFIG_FILE
-  if not path.exists() and (left := glob_below(job_log_dir, f'checkpoints/checkpoint_*/{MANIFEST_FILE}')):
-    what = 'is a link to nothing' if not is_remote(path) and os.path.islink(path) else 'is missing'
+  if not path.exists() and (manifests := glob_below(job_log_dir, f'checkpoints/checkpoint_*/{MANIFEST_FILE}')):
+    state = 'is a link to nothing' if not is_remote(path) and os.path.islink(path) else 'is missing'
     raise UserError(
-      f'{path} {what}, but a job has left {left[-1].parent}, and without it nothing says with which settings: put the '
-      'file back, choose another job_log_dir, or go on with the settings of this command: --accept_config_changes.'
+      f'{path} {state}, but there is {manifests[-1].parent}, saved with settings that only this file records: put the '
+      'file back, choose another job_log_dir, or resume with the settings of this command: --accept_config_changes.'
     )
 
 
-def _own_paths(job_log_dir: epath.Path) -> set[epath.Path]:
-  """Returns the files and directories of a job that are in its directory."""
+def _job_paths(job_log_dir: epath.Path) -> set[epath.Path]:
+  """Returns the existing files and directories of a job."""
   patterns = (*_DIRECTORIES, *_FILES, 'events.out.tfevents.*')
   if is_remote(job_log_dir):
     parts = tuple(f'{name}.*' for name in (METRICS_FILE, LOCK_FILE))
-    found = glob_below(job_log_dir, '*')
-    return {path for path in found if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns + parts)}
+    paths = glob_below(job_log_dir, '*')
+    return {path for path in paths if any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns + parts)}
   return {path for pattern in patterns if '/' not in pattern for path in glob_below(job_log_dir, pattern)}
 
 
 def _check_kinds(job_log_dir: epath.Path) -> None:
-  """Raises a UserError if something else is in the place of a file of the job (a FIFO would block) or a directory."""
+  """Raises a UserError if a file of the job is not a regular file (a FIFO would block), or a directory not one."""
   if is_remote(job_log_dir):
     return
   for kind, is_kind, patterns in (('file', os.path.isfile, _FILES), ('directory', os.path.isdir, _DIRECTORIES)):
     for path in (path for pattern in patterns for path in glob_below(job_log_dir, pattern)):
       if path.exists() and not is_kind(path):
         raise UserError(f'{os.fspath(path)!r} is not a {kind}, but the job needs one there: move it away.')
-  links = [path for pattern in _CHANGED for path in glob_below(job_log_dir, pattern) if os.path.islink(path)]
+  links = [path for pattern in _CHANGED_IN_PLACE for path in glob_below(job_log_dir, pattern) if os.path.islink(path)]
   directories = (path for pattern in _DIRECTORIES for path in glob_below(job_log_dir, pattern))
   for path in (*links, *(path for path in directories if os.path.islink(path) and _leads_away(path, job_log_dir))):
     raise UserError(
-      f'{os.fspath(path)!r} is a symbolic link to {os.path.realpath(path)!r}, but a job writes into its own directory '
-      f'alone: put a {"file" if path in links else "directory"} in its place. The directory and its checkpoints may be '
-      "links, but not to another job's."
+      f'{os.fspath(path)!r} is a symbolic link to {os.path.realpath(path)!r}, but a job writes only into its own '
+      f'directory: put a {"file" if path in links else "directory"} in its place. The directory and its checkpoints '
+      "may be links, but not to another job's."
     )
 
 
 def _leads_away(path: epath.Path, job_log_dir: epath.Path) -> bool:
-  """Whether a directory of the job is a link to where it must not write; checkpoints may lie on another disk."""
+  """Returns whether a directory of the job links to another job's; checkpoints may be on another disk."""
   if is_inside(path, job_log_dir):
     return False
-  around = os.path.dirname(os.path.realpath(path))
-  return path.name != 'checkpoints' or os.path.exists(os.path.join(around, CONFIG_FILE))
+  parent = os.path.dirname(os.path.realpath(path))
+  return path.name != 'checkpoints' or os.path.exists(os.path.join(parent, CONFIG_FILE))
 
 
 def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
-  """Returns whether an experiment owns the directory by its config.json; raises UserError if another one does."""
+  """Returns whether the experiment owns the directory by its config.json; raises UserError if another one does."""
   try:
     owner = json.loads(read_text(path / CONFIG_FILE))['experiment']
   except FileNotFoundError:
@@ -214,47 +199,10 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   return True
 
 
-def _lock(path: epath.Path) -> 'io.FileIO | StoreClaim | None':
-  """Locks the lock file and writes the holder into it; returns None on a file system without locks."""
-  if is_remote(path):
-    from spmd_tasks.programs.store_claim import claim_store
-
-    return claim_store(path, LOCK_FILE)
-  # Close-on-exec: a subprocess must not keep the lock after this process has died.
-  lock_file = io.FileIO(open_descriptor(path / LOCK_FILE, os.O_RDWR | os.O_CREAT), 'r+')
-  try:
-    fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if not os.path.samestat(os.fstat(lock_file.fileno()), os.stat(path / LOCK_FILE)):
-      raise BlockingIOError  # a job that was refused has just removed the file, and another one has made it anew
-    if os.fstat(lock_file.fileno()).st_nlink > 1:  # of a job's copy by hard links, whose lock stays as it is
-      write_durably(path / LOCK_FILE, b'')
-      lock_file.close()
-      return _lock(path)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
-    lock_file.truncate(0)
-    lock_file.write(f'host {socket.gethostname()}, pid {os.getpid()}, since {now}\n'.encode())
-  except (BlockingIOError, FileNotFoundError):
-    holder = lock_file.read(1000).decode(errors='replace').strip()
-    is_shared = os.fstat(lock_file.fileno()).st_nlink > 1
-    lock_file.close()
-    copied = f', or, if it runs in a directory that this one is a copy of, remove {path / LOCK_FILE}'
-    raise UserError(
-      f'job_log_dir {os.fspath(path)!r} is in use by another running job ({holder or "no name left"}): stop that job '
-      f'first{copied if is_shared else ""}, or choose another job_log_dir.'
-    ) from None
-  except OSError as error:
-    lock_file.close()
-    if error.errno not in _NO_LOCKS:
-      raise
-    logging.warning('%s is on a file system without locks: a second job in it will not be noticed.', path)
-    return None
-  return lock_file
-
-
 class SavedSteps(SaveRecord):
-  """Records the saved steps outside of `checkpoints/`, so that no job starts over by mistake.
+  """Records the newest saved step outside of `checkpoints/`, so that no job starts over by mistake.
 
-  A store that is not mounted looks like a new job: `checkpoints/` is missing or empty. `newest_checkpoint.json`, which
+  If the disk with `checkpoints/` is not mounted, a resumed job looks like a new one. `newest_checkpoint.json`, which
   process 0 replaces after each save, tells the two apart. A job that ended before its first save starts over.
   """
 
@@ -262,7 +210,7 @@ class SavedSteps(SaveRecord):
     self._job_log_dir = job_log_dir
     self._checkpoints = job_log_dir / 'checkpoints'
     self._file = job_log_dir / NEWEST_CHECKPOINT_FILE
-    self.claimed: JobDirectory | None = None  # on process 0 of the job that saves
+    self.claimed: JobDirectory | None = None  # on process 0 of a training job
 
   def open_checkpoints(self, *, retention: Retention = Retention(), read_only: bool = False) -> Checkpointer:
     """Returns the job's Checkpointer; every process calls this."""
@@ -270,7 +218,7 @@ class SavedSteps(SaveRecord):
 
   def before_publishing(self) -> None:
     if self.claimed is not None:
-      self.claimed.check()
+      self.claimed.lock.check()
 
   def after_publishing(self, step: int) -> None:
     self.write(step)
@@ -278,21 +226,21 @@ class SavedSteps(SaveRecord):
   def write(self, step: int, *, is_last: bool = False) -> None:
     """Records that the checkpoint of `step` is complete; 0 records that nothing was saved yet. Raises OSError.
 
-    `is_last` records that the job has ended with this checkpoint, before its last step.
+    `is_last` records that the job ended with this checkpoint, before `num_train_steps`.
     """
     write_durably(self._file, json.dumps({'step': step} | ({'is_last': True} if is_last else {})) + '\n')
 
   def has_ended_at(self, step: int) -> bool:
-    """Returns whether the record says that the job has ended early, with the checkpoint of `step`."""
+    """Returns whether the job has ended early, with the checkpoint of `step`."""
     try:
       return json.loads(read_text(self._file)) == {'step': step, 'is_last': True}
     except (OSError, ValueError, RecursionError):
       return False
 
   def evidence(self) -> str | None:
-    """Returns a phrase that names the file by which a checkpoint was saved here; None if there is none.
+    """Returns a phrase that names the record of a saved checkpoint; None if there is no record.
 
-    Raises a StorageError: the file exists, but cannot be read.
+    Raises a StorageError: the record exists, but cannot be read.
     """
     with storage_errors(self._job_log_dir):
       try:
@@ -300,5 +248,5 @@ class SavedSteps(SaveRecord):
       except FileNotFoundError:
         return None
       except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return f'{self._file}, which names the newest one, is damaged'
+        return f'{self._file}, which names the newest checkpoint, is damaged'
     return f'{self._file} says that step {step} was saved' if step > 0 else None

@@ -1,4 +1,4 @@
-"""The states that the checkpoint tests save, a function of the step alone; how to compare and how to damage them."""
+"""States for the tests of checkpoints, which depend only on the step, and functions to compare and damage them."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ def sharding(mesh_shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
 
 
 def host_state(step: int) -> Any:
-  """What a state of `step` holds: every kind of container and dtype that a train state has."""
+  """Returns the state of `step`, with every kind of container and dtype of a train state."""
   rng = np.random.default_rng(step)
   weights = {
     'ffn': {'kernel': rng.normal(size=(8, 16)).astype(np.float32), 'bias': rng.normal(size=16).astype(jnp.bfloat16)},

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: bit-exact on any mesh, mismatches refused, the newest kept."""
+"""Checkpoints in one process are bit-exact on any mesh, refuse mismatches, and keep the newest."""
 
 import os
 
@@ -25,7 +25,7 @@ from spmd_tasks.checkpoints.manifest import CheckpointError
 
 
 @pytest.mark.parametrize('mesh_shape', [(4, 2), (1, 1), (2,)])
-def test_the_newest_step_comes_back_bit_exactly_on_any_mesh(directory, mesh_shape):
+def test_the_newest_step_is_restored_bit_exactly_on_any_mesh(directory, mesh_shape):
   abstract = abstract_state(mesh_shape)
   restored = Checkpointer(directory).restore(abstract)
   assert_restores(restored, 3)
@@ -36,8 +36,8 @@ def test_the_newest_step_comes_back_bit_exactly_on_any_mesh(directory, mesh_shap
 
 
 @pytest.mark.parametrize('name', ['a*b?[1]', os.fsdecode(b'\xff'), 'back\\slash ü %20#{x}\n'])
-def test_any_name_of_a_directory_will_do(tmp_path, name):
-  """TensorStore takes UTF-8 only."""
+def test_a_directory_may_have_any_name(tmp_path, name):
+  """TensorStore itself accepts only UTF-8."""
   (tmp_path / name).mkdir()
   checkpointer = Checkpointer(tmp_path / name)
   checkpointer.save(3, device_state(3))
@@ -45,7 +45,7 @@ def test_any_name_of_a_directory_will_do(tmp_path, name):
   assert_restores(Checkpointer(tmp_path / name).restore(abstract_state()), 3)
 
 
-def test_a_step_that_is_asked_for_by_number(directory):
+def test_a_step_is_restored_by_number(directory):
   checkpointer = Checkpointer(directory)
   assert checkpointer.all_steps() == [1, 2, 3]
   assert_restores(checkpointer.restore(abstract_state(), step=2), 2)
@@ -54,7 +54,7 @@ def test_a_step_that_is_asked_for_by_number(directory):
 
 
 def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
-  """Large enough for the write to be still running when the donated step overwrites the buffers."""
+  """The state is large enough for the write to be still running when the buffers are overwritten."""
   values = np.arange(2_000_000, dtype=np.uint32).reshape(2000, 1000)
   state = {'x': jax.device_put(values, sharding((2, 4), 'data', 'mdl'))}
   update = jax.jit(lambda tree: {'x': tree['x'] * 3 + 1}, donate_argnums=0)
@@ -90,7 +90,7 @@ def test_orbax_opens_the_arrays(directory):
 
 
 @pytest.mark.parametrize('subtree', ['weights', 'weights/ffn', 'learner/0/mu'])
-def test_weights_alone(directory, subtree):
+def test_weights_are_restored_without_the_optimizer(directory, subtree):
   def pick(tree):
     parts = {'weights': tree['weights'], 'weights/ffn': tree['weights']['ffn'], 'learner/0/mu': tree['learner'][0].mu}
     return parts[subtree]
@@ -116,7 +116,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize('kind', MISMATCHES)
-def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothing(directory, kind):
+def test_a_mismatch_is_refused_with_both_sides_and_the_remedy(directory, kind):
   edit, message = MISMATCHES[kind]
   abstract = abstract_state()
   edit(abstract['weights'])
@@ -141,12 +141,12 @@ def test_kept_steps(tmp_path, max_to_keep, keep_every_n_steps, kept):
   assert names(tmp_path) == [f'checkpoint_{step:08d}' for step in kept]
 
 
-def test_the_first_checkpoint_is_kept_and_each_that_is_hours_younger_than_the_last_kept(tmp_path):
-  """Of checkpoints that were saved half an hour apart, and one late."""
+def test_one_checkpoint_per_interval_of_hours_is_kept(tmp_path):
+  """Checkpoints are saved every half hour, and one late."""
   directory = CheckpointDirectory(path=epath.Path(tmp_path))
   for step, hour in enumerate((0, 0.5, 1, 1.5, 2.4, 2.9, 3.4, 3.9)):
-    directory.final(step).mkdir()
-    (manifest := directory.final(step) / 'manifest.json').write_text('')
+    directory.step_path(step).mkdir()
+    (manifest := directory.step_path(step) / 'manifest.json').write_text('')
     os.utime(manifest, (0, 3600 * hour))
   directory.delete_old(Retention(max_to_keep=1, keep_every_hours=1))
   assert directory.complete_steps() == [0, 2, 4, 6, 7]
@@ -154,13 +154,13 @@ def test_the_first_checkpoint_is_kept_and_each_that_is_hours_younger_than_the_la
   assert directory.complete_steps() == [0, 2, 4, 6, 7]
 
 
-def test_of_an_old_checkpoint_that_is_a_link_the_link_goes_and_the_checkpoint_stays(tmp_path):
+def test_deleting_a_linked_checkpoint_removes_only_the_link(tmp_path):
   elsewhere = tmp_path / 'elsewhere'
   directory = CheckpointDirectory(path=epath.Path(tmp_path / 'checkpoints'))
-  for path in (elsewhere, directory.final(2)):
+  for path in (elsewhere, directory.step_path(2)):
     path.mkdir(parents=True)
     (path / 'manifest.json').write_text('')
-  os.symlink(elsewhere, directory.final(1))
+  os.symlink(elsewhere, directory.step_path(1))
   directory.delete_old(Retention(max_to_keep=1))
   assert names(directory.path) == ['checkpoint_00000002']
   assert (elsewhere / 'manifest.json').exists()
@@ -175,8 +175,8 @@ def test_a_step_that_is_not_newer_is_refused(directory):
   assert checkpointer.all_steps() == [1, 2, 3]
 
 
-def test_an_array_is_read_by_the_name_that_a_store_gives_it(tmp_path):
-  """On a disk a weight's directory has its own name; a copy from a store has the quoted one."""
+def test_a_copy_from_a_store_is_restored_on_a_disk(tmp_path):
+  """A weight's directory has a quoted name in a store, and so in the copy."""
   directory, value = epath.Path(tmp_path), {'p#2': jnp.arange(4.0)}
   copy_to_host(directory, value)()
   (directory / 'p#2').rename(directory / 'p%232')

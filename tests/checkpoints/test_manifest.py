@@ -1,4 +1,4 @@
-"""Any change to any file of a checkpoint is found; any difference between leaf tables is told with both sides."""
+"""Manifests detect every change of a checkpoint's files and of themselves."""
 
 import hashlib
 import json
@@ -33,14 +33,14 @@ def verify(directory: epath.Path) -> None:
   verify_files(directory, read_manifest(directory))
 
 
-def test_an_untouched_checkpoint_is_whole_and_its_manifest_reads_back(directory):
+def test_an_unchanged_checkpoint_is_intact(directory):
   verify(directory)
   manifest = read_manifest(directory)
   assert (manifest.step, manifest.num_processes, manifest.leaves) == (7, 2, LEAVES)
   assert {entry.path: entry.num_bytes for entry in manifest.files} == {name: len(data) for name, data in FILES.items()}
 
 
-def test_every_single_flipped_bit_of_the_manifest_is_found(directory):
+def test_every_flipped_bit_of_the_manifest_is_detected(directory):
   path = directory / MANIFEST_FILE
   original = path.read_bytes()
   for position in range(len(original)):
@@ -52,27 +52,25 @@ def test_every_single_flipped_bit_of_the_manifest_is_found(directory):
 
 
 @pytest.mark.parametrize('data', [b'', b'[' * 100_000, b'{"body": {"step": 7}}'])
-def test_a_manifest_that_is_none_is_damaged(directory, data):
+def test_other_content_is_a_damaged_manifest(directory, data):
   (directory / MANIFEST_FILE).write_bytes(data)
   with pytest.raises(DamagedCheckpointError, match='digest'):
     read_manifest(directory)
 
 
 def rewrite(directory: epath.Path, **changes: object) -> None:
-  """Another manifest, its digest computed here: by the rule, not by the code under test."""
+  """Writes a changed manifest, with its digest computed here rather than by the code under test."""
   body = json.loads((directory / MANIFEST_FILE).read_text())['body'] | changes
   digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
   (directory / MANIFEST_FILE).write_text(json.dumps({'body': body, 'sha256': digest}, indent=1) + '\n')
 
 
-def test_another_format_is_refused_and_is_no_damage(directory):
-  rewrite(directory, format=3, leaves='of a kind not known here', versions={'spmd_tasks': '9.1'})
-  with pytest.raises(
-    CheckpointError, match=r'has format 3, .* reads formats 1 and 2.*written by spmd_tasks 9\.1; here'
-  ):
+def test_another_format_is_refused_but_not_damaged(directory):
+  rewrite(directory, format=3, leaves='of an unknown kind', versions={'spmd_tasks': '9.1'})
+  with pytest.raises(CheckpointError, match=r'has format 3, .* formats 1 and 2.* spmd_tasks 9\.1'):
     read_manifest(directory)
 
 
-def test_what_a_later_version_of_the_same_format_adds_is_ignored(directory):
+def test_unknown_fields_of_a_later_version_are_ignored(directory):
   rewrite(directory, added={'x': 1})
   verify(directory)

@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: bit-exact, published by one object, whole or refused."""
+"""Checkpoints in object stores are bit-exact, published by one object, and verified."""
 
 from concurrent.futures import ThreadPoolExecutor
 import json
@@ -26,7 +26,7 @@ def save(directory: epath.Path, *steps: int, **settings) -> None:
   checkpointer.close()
 
 
-def test_the_newest_step_comes_back_bit_exactly_on_any_mesh_and_old_ones_are_deleted(store, tmp_path):
+def test_the_newest_step_is_restored_bit_exactly_and_old_ones_are_deleted(store, tmp_path):
   save(store, 1, 2, 3, retention=Retention(max_to_keep=2))
   for mesh_shape in ((2, 4), (1, 1)):
     restored = Checkpointer(store).restore(abstract_state(mesh_shape))
@@ -44,16 +44,16 @@ def test_the_newest_step_comes_back_bit_exactly_on_any_mesh_and_old_ones_are_del
 
 
 @one_kind_of_store
-def test_a_copy_of_a_directory_on_a_disk_is_read(directory, store):
+def test_a_copy_from_a_disk_is_restored_in_a_store(directory, store):
   for path in (path for path in directory.rglob('*') if path.is_file() and 'checkpoint_00000003' in str(path)):
     (store / str(path.relative_to(directory))).write_bytes(path.read_bytes())
   assert_restores(Checkpointer(store).restore(abstract_state()), 3)
 
 
 @one_kind_of_store
-def test_a_checkpoint_without_its_manifest_is_none_and_is_removed(store, monkeypatch):
+def test_a_checkpoint_without_a_manifest_is_ignored_and_removed(store, monkeypatch):
   save(store, 1)
-  monkeypatch.setattr(StoreDirectory, 'complete', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+  monkeypatch.setattr(StoreDirectory, 'publish', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
   monkeypatch.setattr(StoreDirectory, 'discard_partial', lambda *_: None)  # killed
   broken = Checkpointer(store)
   broken.save(2, device_state(2))
@@ -71,16 +71,16 @@ def test_a_checkpoint_without_its_manifest_is_none_and_is_removed(store, monkeyp
 
 
 @one_kind_of_store
-def test_a_job_that_is_late_removes_what_it_wrote_to_the_checkpoint_of_another(store, monkeypatch):
-  complete = StoreDirectory.complete
+def test_a_late_job_removes_its_files_from_the_checkpoint_of_another(store, monkeypatch):
+  publish = StoreDirectory.publish
 
-  def be_late(*arguments):
+  def publish_late(*arguments):
     monkeypatch.undo()
-    monkeypatch.setattr(StoreDirectory, 'open', lambda _: None)  # it had looked before the late one wrote
+    monkeypatch.setattr(StoreDirectory, 'open', lambda _: None)  # the other job opened the directory before
     save(store, 1)
-    complete(*arguments)
+    publish(*arguments)
 
-  monkeypatch.setattr(StoreDirectory, 'complete', be_late)
+  monkeypatch.setattr(StoreDirectory, 'publish', publish_late)
   late = Checkpointer(store)
   late.save(1, jax.tree.map(jnp.zeros_like, device_state(1)), {'position': 10})
   with pytest.raises(CheckpointSaveError, match='another job has saved step 1'):
@@ -91,7 +91,7 @@ def test_a_job_that_is_late_removes_what_it_wrote_to_the_checkpoint_of_another(s
 
 
 @one_kind_of_store
-def test_damage_is_found(store):
+def test_damage_is_detected(store):
   save(store, 1, 2)
   shards = [name for name in sizes_below(store) if 'weights.emb/c.' in name and name.startswith('checkpoint_00000002')]
   whole = (store / shards[0]).read_bytes()
@@ -105,11 +105,11 @@ def test_damage_is_found(store):
   assert Checkpointer(store).all_steps() == [1]
   assert any('manifest.damaged-' in name for name in Checkpointer(store)._directory.damaged())
   (store / 'checkpoint_00000001' / 'input' / 'process_0_of_1.json').write_text('{"position": 11}')
-  with pytest.raises(CheckpointError, match='no checkpoint that is whole'):
+  with pytest.raises(CheckpointError, match='no intact checkpoint'):
     Checkpointer(store).restore(abstract_state())
 
 
-def test_of_several_callers_one_creates_an_object(store):
+def test_one_of_several_concurrent_calls_creates_an_object(store):
   won: list[int] = []
 
   def race(number: int) -> None:
@@ -119,10 +119,10 @@ def test_of_several_callers_one_creates_an_object(store):
   with ThreadPoolExecutor(8) as pool:
     list(pool.map(race, range(8)))
   assert won == [json.loads((store / 'object').read_text())]
-  assert create(store / 'object', json.dumps(won[0]).encode()), 'its own, after an answer was lost'
+  assert create(store / 'object', json.dumps(won[0]).encode()), 'the own object, after a lost response'
 
 
-def test_faults_of_a_store_are_waited_out(gcs_emulator):
+def test_temporary_faults_of_a_store_are_retried(gcs_emulator):
   directory = absolute_path('gs://bucket/faults')
   faults = {3: 503, 4: 'lost', 5: 429, 9: 503, 14: 'lost', 20: 'lost', 25: 503, 31: 429}
   first = len(gcs_emulator.requests)
@@ -137,13 +137,13 @@ def test_faults_of_a_store_are_waited_out(gcs_emulator):
 @pytest.mark.parametrize(
   'url, sentence',
   [
-    ('gs:///job', 'names no bucket'),
-    ('ftp://host/job', 'of a kind that is not known: gs:// and s3:// are'),
+    ('gs:///job', 'has no bucket'),
+    ('ftp://host/job', 'unknown kind: give gs://'),
     ('gs://no-such-bucket/job', 'there is no such bucket; gcloud storage buckets create gs://no-such-bucket'),
     ('s3://no-such-bucket/job', 'there is no such bucket; aws s3 mb s3://no-such-bucket'),
   ],
 )
-def test_what_is_missing_is_one_sentence(gcs_emulator, s3_emulator, url, sentence):
+def test_an_unusable_url_is_refused(gcs_emulator, s3_emulator, url, sentence):
   with pytest.raises(UserError, match=sentence):
     absolute_path(url)
 
@@ -151,7 +151,7 @@ def test_what_is_missing_is_one_sentence(gcs_emulator, s3_emulator, url, sentenc
 @pytest.mark.parametrize(
   'status, remedy', [(401, 'log in: gcloud auth application-default login'), (403, 'give this user the right to list')]
 )
-def test_a_login_or_a_right_that_is_missing_is_one_sentence(gcs_emulator, caplog, status, remedy):
+def test_missing_credentials_and_permissions_are_reported(gcs_emulator, caplog, status, remedy):
   gcs_emulator.fault = lambda request, number: status
   try:
     with pytest.raises(UserError, match=f'gs://closed cannot be used: .*{remedy}'):

@@ -12,12 +12,12 @@ import fiddle as fdl
 import optax
 
 from spmd_tasks.learning import FromOptax
-from spmd_tasks.programs import store_claim
+from spmd_tasks.programs import job_lock
 from tests import binary
 from tests.fault_campaign import experiments
 
 DEAD_AFTER_S = 3.0  # in place of a minute
-store_claim.BEAT_S, store_claim.DEAD_AFTER_S = DEAD_AFTER_S / 8, DEAD_AFTER_S
+job_lock.HEARTBEAT_PERIOD_S, job_lock.HEARTBEAT_TIMEOUT_S = DEAD_AFTER_S / 8, DEAD_AFTER_S
 
 
 class Plain(experiments.Plain):

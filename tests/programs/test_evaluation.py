@@ -213,7 +213,7 @@ def test_weights_of_two_places_are_two_records_of_a_step(finished_job, tmp_path)
       'has no checkpoint to restore weights from: correct the path, train first, or name weights by --set init_from',
     ),
     (('--set', 'init_from={job}/nowhere'), 'nowhere/checkpoints holds no checkpoint of a job: name the --job_log_dir'),
-    (('--set', 'init_from={job}', '--set', 'init_from_step=7'), 'no checkpoint of step 7; it has those of [2, 4'),
+    (('--set', 'init_from={job}', '--set', 'init_from_step=7'), 'no checkpoint of step 7, only steps [2, 4'),
     (('--set', 'init_from={job}', '--checkpoint_step', 8), '--checkpoint_step names one of the job itself, init_from'),
     (('--set', 'init_from={job}', '--set', 'num_layers=2'), 'Give it the layers and sizes of the job'),
   ],

@@ -1,4 +1,4 @@
-"""A job_log_dir has one experiment for ever and one running job at a time."""
+"""A job_log_dir belongs to one experiment and to one running job at a time."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def contents(path: pathlib.Path) -> dict[str, bytes]:
 
 
 def claim_and_begin(directory: pathlib.Path, experiment_name: str) -> None:
-  """As a job that has restored its state, or has a new one."""
+  """As a job that has restored or initialized its state."""
   with claim(directory, experiment_name=experiment_name) as job:
     job_directory.write_config(job.path, json.dumps({'experiment': experiment_name}))
 
@@ -58,6 +58,7 @@ def test_a_new_job_that_is_refused_leaves_nothing_and_what_was_there_stays(tmp_p
     with contextlib.suppress(type(error)), claim(directory, experiment_name='lm.A'):
       (directory / 'checkpoints' / 'x').mkdir(parents=True, exist_ok=True)
       (directory / 'metrics.jsonl').write_text('')
+      (directory / 'trackers.json').write_text('{}')
       if not isinstance(error, UserError):
         job_directory.write_config(directory, '{"experiment": "lm.A"}')
       raise error
@@ -72,7 +73,7 @@ def test_a_new_job_that_is_refused_leaves_nothing_and_what_was_there_stays(tmp_p
 
 
 @pytest.mark.parametrize('kind', ['deleted', 'a link to nothing'])
-def test_checkpoints_without_the_config_are_not_gone_on_with(tmp_path, kind, capsys):
+def test_a_job_with_checkpoints_but_without_its_config_is_not_resumed(tmp_path, kind, capsys):
   flags = ('--exp', 'tests.programs.own_experiments.Regression', '--ici_mesh_shape', '1,8,1')
   flags += ('--job_log_dir', tmp_path, '--num_train_steps')
   config = tmp_path / 'config.json'
@@ -85,7 +86,7 @@ def test_checkpoints_without_the_config_are_not_gone_on_with(tmp_path, kind, cap
     capsys.readouterr()
     assert binary.run_in_process('--mode', mode, *flags, 2) == exit_codes.USAGE
     message = capsys.readouterr().err
-    assert f'{config} is {"missing" if kind == "deleted" else kind}, but a job has left' in message
+    assert f'{config} is {"missing" if kind == "deleted" else kind}, but there is' in message
     assert message.count('\n') == 1
   assert contents(tmp_path) == before
   assert binary.run_in_process('--mode', 'train', *flags, 2, '--accept_config_changes') == exit_codes.OK
@@ -96,7 +97,7 @@ def test_checkpoints_without_the_config_are_not_gone_on_with(tmp_path, kind, cap
 def test_another_experiment_is_refused_and_nothing_is_written(tmp_path):
   claim_and_begin(tmp_path, 'lm.A')
   before = contents(tmp_path)
-  with pytest.raises(ValueError, match=r"belongs to experiment 'lm\.A', not to 'lm\.B': choose another job_log_dir"):
+  with pytest.raises(ValueError, match=r"'lm\.A', not to 'lm\.B': choose another job_log_dir"):
     claim(tmp_path, experiment_name='lm.B')
   assert contents(tmp_path) == before
 
@@ -107,10 +108,10 @@ def test_a_second_running_job_is_refused_by_name_and_nothing_is_written(tmp_path
     with pytest.raises(ValueError, match=rf'in use by another running job \(host .*, pid {os.getpid()}, since 20'):
       claim(tmp_path, experiment_name='lm.A')
     assert contents(tmp_path) == before
-  claim(tmp_path, experiment_name='lm.A').release()
+  claim(tmp_path, experiment_name='lm.A').lock.release()
 
 
-def test_the_claim_ends_with_kill_9(tmp_path):
+def test_kill_9_releases_the_lock(tmp_path):
   process = binary.start_process(['-c', CLAIM_AND_WAIT, tmp_path], stdout=subprocess.PIPE, text=True)
   assert process.stdout is not None
   assert process.stdout.readline() == 'claimed\n'
@@ -118,24 +119,24 @@ def test_the_claim_ends_with_kill_9(tmp_path):
     claim(tmp_path, experiment_name='lm.A')
   process.send_signal(signal.SIGKILL)
   process.communicate()
-  claim(tmp_path, experiment_name='lm.A').release()
+  claim(tmp_path, experiment_name='lm.A').lock.release()
 
 
 @pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl', 'eval/valid/metrics.jsonl'])
-def test_what_is_no_file_in_the_place_of_a_file_is_refused_at_once(tmp_path, make, name):
+def test_something_else_in_place_of_a_file_is_refused_at_once(tmp_path, make, name):
   path = tmp_path / name
   path.parent.mkdir(parents=True, exist_ok=True)
   make(path)
-  with pytest.raises(ValueError, match=f'{name}. is not a file, but the job needs one there: move it away'):
+  with pytest.raises(ValueError, match=f'{name}. is not a file.*move it away'):
     claim(tmp_path, experiment_name='lm.A')
 
 
 @pytest.mark.parametrize('make', [os.mkfifo])
 @pytest.mark.parametrize('name', ['checkpoints', 'ranks'])
-def test_what_is_no_directory_in_the_place_of_a_directory_is_refused_at_once(tmp_path, make, name):
+def test_something_else_in_place_of_a_directory_is_refused_at_once(tmp_path, make, name):
   make(tmp_path / name)
-  with pytest.raises(ValueError, match=f'{name}. is not a directory, but the job needs one there: move it away'):
+  with pytest.raises(ValueError, match=f'{name}. is not a directory.*move it away'):
     claim(tmp_path, experiment_name='lm.A')
 
 
@@ -205,7 +206,7 @@ def test_a_copy_by_hard_links_has_a_lock_of_its_own(tmp_path):
   before = contents(original)
   with claim(copy, experiment_name='lm.A'):
     assert contents(original) == before
-    claim(original, experiment_name='lm.A').release()
+    claim(original, experiment_name='lm.A').lock.release()
   link_all()
   with claim(original, experiment_name='lm.A'):
-    claim(copy, experiment_name='lm.A').release()
+    claim(copy, experiment_name='lm.A').lock.release()

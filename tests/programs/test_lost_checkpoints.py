@@ -48,7 +48,7 @@ def test_a_job_whose_checkpoints_are_gone_stops_and_changes_nothing(lost_job, lo
   sentence = capfd.readouterr().err.splitlines()[-1]
   assert sentence.startswith(f'spmd-tasks: {lost_job}/checkpoints ')
   assert re.search(reason, sentence)
-  assert 'begin at step 0 in another --job_log_dir' in sentence
+  assert 'start in another --job_log_dir' in sentence
   after = binary.snapshot(lost_job)
   assert {path for path in after if after[path] != before.get(path)} <= {str(lost_job / 'job.lock'), str(lost_job)}
 

@@ -9,7 +9,7 @@ from spmd_tasks import files
 from spmd_tasks.append_objects import _writer
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import TextFiles
-from spmd_tasks.programs import store_claim
+from spmd_tasks.programs import job_lock
 from spmd_tasks.programs.job_directory import claim
 from spmd_tasks.runtime.metric_files import read_jsonl
 from spmd_tasks.store_files import local_folder, read_appended, replace_appended
@@ -46,37 +46,35 @@ def test_a_job_in_a_store_is_that_on_a_disk(store, finished_job, tmp_path, monke
 
 
 def test_one_job_at_a_time_has_a_directory(store, monkeypatch):
-  monkeypatch.setattr(store_claim, 'BEAT_S', 0.2)
-  monkeypatch.setattr(store_claim, 'DEAD_AFTER_S', 2.0)
-  first = claim(store, experiment_name='a')
+  monkeypatch.setattr(job_lock, 'HEARTBEAT_PERIOD_S', 0.2)
+  monkeypatch.setattr(job_lock, 'HEARTBEAT_TIMEOUT_S', 2.0)
+  first = claim(store, experiment_name='a').lock
   with pytest.raises(UserError, match='in use by another running job'):
     claim(store, experiment_name='a')
   first.release()
-  second = claim(store, experiment_name='a')  # at once
+  second = claim(store, experiment_name='a').lock  # without waiting
   second.check()
-  # It is kept from running, and taken for dead.
-  second.lock_file._ended.set()
-  third = claim(store, experiment_name='a')
-  with pytest.raises(JobError, match='was taken by another job'):
+  second._stopped.set()  # as if the process were suspended
+  third = claim(store, experiment_name='a').lock
+  with pytest.raises(JobError, match='another job'):
     second.check()
   third.check()
   third.release()
 
 
 def test_a_dead_process_of_this_machine_holds_nothing(store):
-  with claim(store, experiment_name='a') as held:
-    path = held.lock_file._path(1)
-    held.lock_file._ended.set()
+  claim(store, experiment_name='a').lock._stopped.set()
+  path = store / 'job.lock.000001'
   holder = json.loads(files.read_bytes(path))
   write(path, json.dumps(holder | {'pid': 2**22 + 1}).encode())
-  claim(store, experiment_name='a').release()
+  claim(store, experiment_name='a').lock.release()
 
 
 def test_a_file_grows_by_parts(store):
   path, content = store / 'log.txt', b''
   for number in range(6):
-    if number == 3:  # another process goes on
-      _writer.forget(path)
+    if number == 3:  # as if another process continued
+      _writer.end_part(path)
     line = b'%d ' % number * 100_000
     files.append(path, line)
     files.sync_path(path)

@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_lies(finished_job
 @pytest.mark.parametrize(
   'flags, message',
   [
-    (['--set', 'init_from_step=3'], 'has no checkpoint of step 3; it has those of [2, 4, 6'),
+    (['--set', 'init_from_step=3'], 'has no checkpoint of step 3, only steps [2, 4, 6'),
     (['--set', 'hidden_dims=10'], 'needs stack/layers/ffn/up/kernel [1, 6, 10], but the checkpoint has [1, 6, 9]'),
   ],
 )

@@ -36,7 +36,7 @@ from spmd_tasks.sharding import AxisRules
 class PaxExperiment(Experiment):
   """The base of the classes that `as_experiment` makes."""
 
-  _names_of_start: ClassVar[tuple[str, ...]] = ('init_from', 'continue_from')
+  _origin_fields: ClassVar[tuple[str, ...]] = ('init_from', 'continue_from')
   axis_rules: AxisRules = ()
   # Paxml's flags of these names: whether training evaluates every `eval_interval_steps` of task.train, which is then
   # `eval_every_steps`, and decodes every `decode_interval_steps`.

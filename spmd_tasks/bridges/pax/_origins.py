@@ -255,7 +255,7 @@ def _open(directory: str, step: int | None) -> _Source:
     own = CheckpointDirectory(path=path)
     step = choose(own, step, own.saved_leaves(step) or (), prefix='', rejected=set())
     assert step is not None
-    path = own.final(step)
+    path = own.step_path(step)
     manifest = read_manifest(path)
     names = [leaf.name for leaf in manifest.leaves]
     stores = open_arrays(path / manifest.state_name, names, is_ocdbt=manifest.is_ocdbt)
