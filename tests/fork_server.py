@@ -65,7 +65,7 @@ def preload(others: Sequence[str]) -> None:
 
   from spmd_tasks.distributed.environment import refuse_unusable_environment
 
-  refuse_unusable_environment()  # the answer about XLA_FLAGS is kept, which each child would ask for again
+  refuse_unusable_environment()
   assert not xla_bridge._backends, 'an import started a JAX backend, which does not outlive a fork'
   assert 'tensorflow' not in sys.modules, 'an import of spmd_tasks imported TensorFlow'
   for name in others:  # `module:name`

@@ -1,4 +1,4 @@
-"""Processes: starts a job of several processes, lets them agree, and ends them when one fails.
+"""Starts a job of several processes, synchronizes them, and ends them all when one fails.
 
     emergency = EmergencyExit()
     with emergency.on_failure():
@@ -7,10 +7,10 @@
         ...
 
 Read initialization.py (launchers, fake devices) and rendezvous.py (how processes connect), environment.py and
-comparison.py (what all must have alike), agreement.py (decisions of process 0, barriers), preemption.py (SIGTERM,
-Ctrl-C), links.py (authenticated messages), then the parts of failure handling: watchdog.py (no progress),
-rank_records.py and shutdown.py (what processes tell each other), emergency_exit.py (how a process ends).
-docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
+comparison.py (settings that must be equal on all processes), agreement.py (barriers, decisions of process 0) and
+preemption.py (SIGTERM, Ctrl-C). Then failure handling: watchdog.py (no progress), rank_records.py and shutdown.py
+(what processes tell each other), emergency_exit.py (how a process ends). docs/multi_host.md explains the behaviour,
+docs/design/0004-failure-handling.md the reasons.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports

@@ -1,7 +1,7 @@
-"""Lets the processes of a job wait for each other and agree on values; with one process, every call returns at once.
+"""Barriers and exchanges of values between the processes of a job; with one process, every call returns at once.
 
-Long waits happen at the coordination service, with a limit for each wait, never inside a device collective. Every
-process must call these functions in the same order.
+Long waits happen in a barrier of the coordination service, which has a time limit, never inside a device collective.
+Every process must call these functions in the same order.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,27 @@ import numpy as np
 
 from spmd_tasks.distributed.initialization import coordination
 
-_MIN_BROADCAST_BYTES = 16384  # shorter answers share one compiled broadcast
-_MIN_GATHER_BYTES = 1024  # of each process
+_MIN_BROADCAST_BYTES = 16384  # shorter values share one compiled broadcast
+_MIN_GATHER_BYTES = 1024  # per process
 
 
 class PrimaryError(Exception):
-  """Process 0 raised while it decided; the message is that of its error."""
+  """Process 0 raised in `primary_decides`; has the message of its error."""
 
 
 def is_primary() -> bool:
-  """Returns whether this is process 0, the only one that writes and prints."""
+  """Returns whether this is process 0, the only process that writes and prints."""
   return jax.process_index() == 0
 
 
 def barrier(name: str, *, limit_s: int) -> None:
-  """Waits until every process has called it. Raises a JaxRuntimeError after `limit_s` seconds."""
+  """Waits until every process has called this. Raises a JaxRuntimeError after `limit_s` seconds."""
   if jax.process_count() > 1:
     coordination().client.wait_at_barrier(f'spmd_tasks_{name}', limit_s * 1000)
 
 
 def gather(value: Any, name: str, *, limit_s: int) -> list[Any]:
-  """Returns on every process the values (JSON, of any length) that all processes gave, by their index."""
+  """Returns the `value` (JSON, of any length) of every process, in order of their indices, on every process."""
   data = json.dumps(value).encode()
   if jax.process_count() == 1:
     return [json.loads(data)]
@@ -47,9 +47,9 @@ def gather(value: Any, name: str, *, limit_s: int) -> list[Any]:
 
 
 def _broadcast(data: bytes) -> bytes:
-  """Returns on every process the bytes of process 0.
+  """Returns the bytes of process 0 on every process.
 
-  The length goes first, as the buffer of a collective must have one shape on all processes.
+  Sends the length first, as the buffer of a collective must have one shape on all processes.
   """
   length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(data), np.int32)))
   buffer = np.zeros(max(_MIN_BROADCAST_BYTES, 1 << (length - 1).bit_length()), np.uint8)
@@ -62,7 +62,7 @@ def _broadcast(data: bytes) -> bytes:
 def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> Any:
   """Calls `decide` on process 0 and returns its value (JSON, of any length) on every process.
 
-  Raises PrimaryError on every process of several, if `decide` raised on process 0; with one, what `decide` raised.
+  Raises a PrimaryError on every process if `decide` raises on process 0; a single process just calls `decide`.
   """
   if jax.process_count() == 1:
     return decide()

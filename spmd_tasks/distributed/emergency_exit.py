@@ -1,13 +1,13 @@
-"""EmergencyExit: ends a process that cannot go on, without waiting for the other processes.
+"""EmergencyExit: ends a process that cannot continue, without waiting for the other processes.
 
     emergency = EmergencyExit()
     with emergency.on_failure():  # around everything from the start of jax.distributed on
       initialize(settings)
-      emergency.watch_departures()
+      emergency.watch_peers()
 
-An exception that unwinds one of several processes would end in JAX's shutdown barrier and wait there for processes that
-wait for it. Therefore the failing process reports the exception, tells the others (shutdown.py), and leaves by
-`os._exit`.
+If an exception simply unwound one of several processes, that process would end in JAX's shutdown barrier and wait there
+for the others, which wait for it. So the failing process reports the exception, tells the others (shutdown.py), and
+leaves by `os._exit`.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,21 +30,21 @@ from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.streams import escape
 
 if TYPE_CHECKING:
-  from spmd_tasks.distributed.shutdown import Departures  # of several processes only
+  from spmd_tasks.distributed.shutdown import ExitNotices  # of several processes only
 
-STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
+STDERR = 2  # the descriptor: sys.stderr may be replaced, buffered, or locked by the stuck thread
 
-# Seconds for each part of leaving; in all well below the 30 s within which every process must have ended.
-_TELL_LIMIT_S = 5.0
+# Seconds for each part of leaving; together well below the 30 s within which every process must have ended.
+_PUBLISH_LIMIT_S = 5.0
 _FLUSH_LIMIT_S = 5.0
-_LINGER_LIMIT_S = 5.0
+_PEERS_LIMIT_S = 5.0
 _CHILDREN_LIMIT_S = 1.0
 _TOTAL_LIMIT_S = 18.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-  """A process's position: its step, and the number of watchdog beats that it has made in that step.
+  """A process's position: its step, and the number of watchdog beats in that step.
 
   All processes run the same loop, so the others wait for the process with the smallest (step, beat).
   """
@@ -64,42 +64,42 @@ class EmergencyExit:
   """Ends the process on a failure. Only the first failure is reported; later ones wait for the end of the process."""
 
   def __init__(self):
-    self._departures: Departures | None = None  # while they are watched
+    self._notices: ExitNotices | None = None  # while peers are watched
     self._position: Callable[[], Position] = Position
     self._first_to_leave = threading.Lock()
     self._deadline_lock = threading.Lock()
     self._is_leaving = False
 
-  def watch_departures(self):
-    """Until `attach(None)`: tells the other processes when this one leaves, and ends this one when another leaves.
+  def watch_peers(self):
+    """Tells the other processes when this one leaves, and ends this one when another leaves, until `attach(None)`.
 
-    Else they would wait until JAX aborts them at the heartbeat's limit.
+    Otherwise they would wait until JAX aborts them after its heartbeat timeout.
     """
-    from spmd_tasks.distributed.shutdown import Departures
+    from spmd_tasks.distributed.shutdown import ExitNotices
 
-    self._departures = Departures(coordination(), leave=self.leave, within=_within)
-    threading.Thread(target=self._departures.watch, name='departures', daemon=True).start()
+    self._notices = ExitNotices(coordination(), leave=self.leave, within=_within)
+    threading.Thread(target=self._notices.watch, name='exit-notices', daemon=True).start()
 
   def attach(self, describe: Callable[..., tuple[str, str]] | None):
-    """Makes later reports include what RankRecords.describe says; departures are watched, if they were not before.
+    """Adds what RankRecords.describe returns to later reports, and watches the peers if they are not watched yet.
 
-    With None the caller tells the others of the end.
+    None stops the watch: the caller itself tells the other processes that the job ends.
     """
-    if self._departures is None and describe is not None:  # somebody else has initialized jax.distributed
-      self.watch_departures()
-    if self._departures is not None:
-      self._departures.describe, self._departures.is_over = describe, describe is None
+    if self._notices is None and describe is not None:  # the caller's own code has initialized jax.distributed
+      self.watch_peers()
+    if self._notices is not None:
+      self._notices.describe, self._notices.is_over = describe, describe is None
     if describe is None:
-      self._departures = None
+      self._notices = None
 
   def set_position_source(self, position: Callable[[], Position]):
-    """Sets the function that gives this process's position for reports (the watchdog's)."""
+    """Sets the function that returns this process's position for reports, usually the watchdog's."""
     self._position = position
 
   def set_deadline(self, limit_s: float | None):
     """Ends the process `limit_s` seconds from now, with stacks, even if no Python thread can run; None cancels.
 
-    A process has one such deadline. A process that is already leaving keeps the deadline of leaving.
+    A later call replaces the deadline, unless the process is already leaving.
     """
     with self._deadline_lock:
       if self._is_leaving:
@@ -113,9 +113,9 @@ class EmergencyExit:
   def on_failure(self) -> Iterator[None]:
     """Leaves at once if the body raises or exits nonzero while jax.distributed runs; a single process just raises.
 
-    `sys.exit(PREEMPTED)`, or INTERRUPTED, passes: all processes exit so at the same step.
+    `sys.exit(PREEMPTED)` and `sys.exit(INTERRUPTED)` pass, as all processes exit with them at the same step.
     """
-    # For aborts of JAX, too, such as after a lost heartbeat.
+    # Prints stacks also when JAX aborts, such as after a lost heartbeat.
     faulthandler.enable(file=STDERR, all_threads=True)
     try:
       yield
@@ -123,11 +123,11 @@ class EmergencyExit:
       if jax.distributed.is_initialized():
         from spmd_tasks.distributed.shutdown import leave_after
 
-        leave_after(error, self.leave, self._departures)
+        leave_after(error, self.leave, self._notices)
       raise
 
   def leave(
-    self, code: int, reason: str, *, details: str = '', has_stacks: bool = True, is_own: bool = True
+    self, code: int, reason: str, *, details: str = '', has_stacks: bool = True, is_cause: bool = True
   ) -> NoReturn:
     """Reports, tells the others, flushes, and ends the process with `code`, within 18 s. Never returns.
 
@@ -137,17 +137,17 @@ class EmergencyExit:
       code: one of exit_codes.
       reason: one line for the report, and for the other processes' reports.
       details: such as a traceback, for this process's report only.
-      has_stacks: whether to report what every thread is doing.
-      is_own: false if this process leaves because another process has recorded a failure.
+      has_stacks: whether to report the stacks of all threads.
+      is_cause: false if this process leaves because another process has failed.
     """
     if not self._first_to_leave.acquire(blocking=False):
-      time.sleep(_TOTAL_LIMIT_S * 2)  # Another thread is leaving, and takes this one with it.
-      os._exit(code)  # It has not, nor has its deadline.
-    # From a thread that needs no interpreter lock: leaving must not depend on who holds it.
+      time.sleep(_TOTAL_LIMIT_S * 2)  # another thread is ending the process
+      os._exit(code)  # it is stuck, and so is its deadline
+    # The deadline runs in a native thread: leaving must not depend on who holds the interpreter lock.
     with self._deadline_lock:
       self._is_leaving = True
       faulthandler.dump_traceback_later(_TOTAL_LIMIT_S, exit=True, file=STDERR)
-    position, job, departures = self._position(), coordination(), self._departures
+    position, job, notices = self._position(), coordination(), self._notices
     name = f'process with pid {os.getpid()}' if job is None else f'process {job.process_id} of {job.num_processes}'
     _report(
       f'*** {name}, in {position}: {reason}\n*** leaving with exit code {code} ({exit_codes.NAMES.get(code, "?")})'
@@ -157,11 +157,11 @@ class EmergencyExit:
     if has_stacks:
       _report(f'*** all threads of {name}, the most recent call first:')
       faulthandler.dump_traceback(file=STDERR, all_threads=True)
-    if departures is not None:
-      _within(_TELL_LIMIT_S, lambda: _report(departures.tell(position, code, reason, is_own=is_own)))
+    if notices is not None:
+      _within(_PUBLISH_LIMIT_S, lambda: _report(notices.publish(position, code, reason, is_cause=is_cause)))
     _within(_FLUSH_LIMIT_S, _flush)
-    if departures is not None:
-      _within(_LINGER_LIMIT_S, departures.wait_for_peers)
+    if notices is not None:
+      _within(_PEERS_LIMIT_S, notices.wait_for_peers)
     _within(_CHILDREN_LIMIT_S, _end_children)
     os._exit(code)
 
@@ -175,20 +175,19 @@ def _flush():
 
 
 def _end_children():
-  """Ends the children of this process: os._exit leaves them running, although they are daemons."""
+  """Kills the children of this process; os._exit would leave even daemons running."""
   for child in multiprocessing.active_children():
-    child.kill()  # SIGTERM would not end one that is stopped
+    child.kill()  # SIGTERM would not end a stopped child
 
 
 def _report(text: str):
-  # A closed or full stderr must not keep the process alive.
   if text:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a closed or full stderr must not keep the process alive
       os.write(STDERR, (escape(text) + '\n').encode())
 
 
 def _within(limit_s: float, action: Callable[[], object]):
-  """Runs `action` in a thread for at most `limit_s` seconds, as it may hang with the file system."""
+  """Runs `action` in a thread and waits at most `limit_s` seconds, as the file system may hang."""
 
   def run():
     try:

@@ -1,10 +1,11 @@
 """RankRecords: small files that tell the processes of a job about each other's progress.
 
     <job_log_dir>/ranks/start.txt           a random token of this start: a process that reads it shares the directory
-    <job_log_dir>/ranks/progress/<i>.json   where process i is, written every few seconds
+    <job_log_dir>/ranks/progress/<i>.json   the position of process i, written every few seconds
 
-All processes of a job share the job_log_dir, because they checkpoint there. Records explain; they never end a process,
-as a network file system may show a file a minute late. Why a process leaves is told by emergency_exit.py.
+All processes of a job share the job_log_dir, because they checkpoint there. Records only explain a failure; they never
+end a process, because a network file system may show a file a minute late. Exit notices (shutdown.py) say why a
+process left.
 """
 
 from collections.abc import Sequence
@@ -21,21 +22,21 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from spmd_tasks.distributed.emergency_exit import Position
-from spmd_tasks.distributed.shutdown import Departure
+from spmd_tasks.distributed.shutdown import ExitNotice
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import make_directory, read_text, storage_errors, write_durably
 
-# How long a directory may take to show process 0's file. NFS keeps what it has seen of a directory for up to a minute.
+# How long a directory may take to show process 0's file. NFS caches a directory for up to a minute.
 _VISIBLE_LIMIT_S = 90.0
 _VISIBLE_PERIOD_S = 0.5
 
 _GONE = 'is gone from this host'
-_MAX_DESCRIBED = 16  # A longer list would hide the process that matters.
+_MAX_DESCRIBED = 16  # a longer list would hide the process that matters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-  """The position of process `process_index` at time `written`, reached at time `since`; in seconds since the epoch."""
+  """A process's position, `since` when it is there, and when that was `written`; times in seconds since the epoch."""
 
   process_index: int
   host: str
@@ -52,12 +53,12 @@ class Progress:
 
 
 class RankRecords:
-  """Writes the records of one process, and reads those of the others."""
+  """Writes the record of one process, and reads the records of the others."""
 
   def __init__(self, job_log_dir: epath.PathLike, *, process_index: int, num_processes: int):
-    """Opens the records and removes those that this process left in an earlier run.
+    """Removes the record that this process left in an earlier run.
 
-    Records of other processes may still be from that earlier run; `open_rank_records` waits until they are removed.
+    Other processes may not have removed theirs yet; `open_rank_records` waits until they have.
     """
     self.process_index = process_index
     self.num_processes = num_processes
@@ -68,22 +69,22 @@ class RankRecords:
       (self._progress_dir / f'{process_index}.json').unlink(missing_ok=True)
 
   def write_progress(self, position: Position, *, since: float):
-    """Records where this process is, and since when (seconds since the epoch)."""
-    about = {'process_index': self.process_index, 'host': self._host, 'pid': os.getpid()}
-    about |= dataclasses.asdict(position) | {'since': since, 'written': time.time()}
-    write_durably(self._progress_dir / f'{self.process_index}.json', json.dumps(about), survives_power_failure=False)
+    """Records this process's position, and since when it is there (seconds since the epoch)."""
+    record = {'process_index': self.process_index, 'host': self._host, 'pid': os.getpid()}
+    record |= dataclasses.asdict(position) | {'since': since, 'written': time.time()}
+    write_durably(self._progress_dir / f'{self.process_index}.json', json.dumps(record), survives_power_failure=False)
 
-  def describe(self, position: Position, departures: Sequence[Departure] = (), *, is_waiting: bool) -> tuple[str, str]:
-    """Describes the processes, one per line, and names the likely culprits ('' if there is no sign of one).
+  def describe(self, position: Position, notices: Sequence[ExitNotice] = (), *, is_waiting: bool) -> tuple[str, str]:
+    """Returns a description of the processes, one per line, and the likely culprits ('' if none is apparent).
 
     Args:
       position: the position of this process.
-      departures: of other processes.
-      is_waiting: this process has been there for longer than the records' period, so positions can be compared.
+      notices: the exit notices of other processes.
+      is_waiting: whether this process has waited for longer than the records' period, so that positions compare.
     """
     now = time.time()
     lines, suspects = [f'processes, by their last records under {self._progress_dir.parent}:'], []
-    told, silent = {each.process_index for each in departures}, []
+    exited, silent = {notice.process_index for notice in notices}, []
     for index in range(self.num_processes):
       progress = _read(self._progress_dir / f'{index}.json')
       is_self = index == self.process_index
@@ -100,18 +101,18 @@ class RankRecords:
         )
       if remark:
         suspects.append(f'process {index} {remark}')
-        if remark == _GONE and index not in told:
+        if remark == _GONE and index not in exited:
           silent.append(suspects[-1])
       if is_self or remark or self.num_processes <= _MAX_DESCRIBED:
         lines.append(f'  {where}' + (f'  <- {"this process" if is_self else remark}' if is_self or remark else ''))
-    lines += [f'  process {each.process_index} reported at step {each.step}: {each.reason}' for each in departures]
-    # A reason may be the end of a process that could tell nothing, as a broken connection: so that one is named, too.
-    reasons = [f'process {each.process_index}: {each.reason}' for each in departures if each.is_own]
+    lines += [f'  process {notice.process_index} reported at step {notice.step}: {notice.reason}' for notice in notices]
+    # The reason may be a lost connection to a process that was killed without a notice: name that process, too.
+    reasons = [f'process {notice.process_index}: {notice.reason}' for notice in notices if notice.is_cause]
     suspects = [*reasons, *silent] if reasons else suspects
     return '\n'.join(lines), ', '.join(suspects[:_MAX_DESCRIBED])
 
   def _condition(self, progress: Progress) -> str:
-    """The state of a process of this host in the process table; '' if it runs normally or on another host."""
+    """Returns the state of a process of this host; '' if it runs normally, or on another host."""
     if progress.host != self._host or not os.path.isdir('/proc/self'):
       return ''
     try:
@@ -123,12 +124,12 @@ class RankRecords:
 
 
 def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
-  """Opens the records of every process; a collective call that returns when no record of an earlier run is left.
+  """Opens the records of every process. A collective call, which returns once all earlier records are removed.
 
-  No process touches the directory before process 0 has made the call: if a running job owns the directory, process 0
-  has been refused before, and the running job keeps its records.
+  No process touches the directory before process 0 calls this. Process 0 has locked the directory by then, so the
+  records of another running job are safe.
 
-  Raises a UserError: on all processes, if one of them does not see the file that process 0 writes there.
+  Raises a UserError: one of the processes does not see the file that process 0 writes; raised on all of them.
   """
   process_index, num_processes = jax.process_index(), jax.process_count()
   if num_processes == 1:
@@ -144,10 +145,10 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
   records = RankRecords(job_log_dir, process_index=process_index, num_processes=num_processes) if is_visible else None
   all_visible = multihost_utils.process_allgather(np.array(is_visible)).reshape(-1)
   if not all_visible.all():
-    blind = ', '.join(str(index) for index in np.flatnonzero(~all_visible)[:_MAX_DESCRIBED])
+    others = ', '.join(str(index) for index in np.flatnonzero(~all_visible)[:_MAX_DESCRIBED])
     raise UserError(
-      f'{os.fspath(job_log_dir)} is not shared by the processes of the job: what process 0 wrote there is not seen by '
-      f'process {blind} (of {num_processes}); choose a directory on a file system or in a bucket that they all share.'
+      f'job_log_dir {os.fspath(job_log_dir)} is not shared: process {others} (of {num_processes}) does not see the '
+      'file that process 0 wrote there. Choose a directory on a file system or in a bucket that all processes share.'
     )
   assert records is not None
   return records
@@ -157,7 +158,7 @@ def _becomes_visible(path: epath.Path, text: str) -> bool:
   """Waits until `path` holds `text`; returns False after the time limit."""
   limit = time.monotonic() + _VISIBLE_LIMIT_S
   while time.monotonic() <= limit:
-    with contextlib.suppress(OSError, ValueError):  # Not there yet; or another file, of which nothing is known.
+    with contextlib.suppress(OSError, ValueError):  # not visible yet, or not text
       if read_text(path) == text:
         return True
     time.sleep(_VISIBLE_PERIOD_S)
@@ -165,7 +166,7 @@ def _becomes_visible(path: epath.Path, text: str) -> bool:
 
 
 def _read(path: epath.Path) -> Progress | None:
-  """Reads a record; returns None if there is none or it cannot be read. Records only explain, so this never raises."""
+  """Returns a record, or None if there is no valid one; never raises, as records only explain."""
   try:
     values = json.loads(read_text(path))
     fields = {field.name: field.type for field in dataclasses.fields(Progress)}

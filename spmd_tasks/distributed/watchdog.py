@@ -1,12 +1,12 @@
-"""StepWatchdog: ends a process whose loop makes no progress, and reports where it stood.
+"""StepWatchdog: ends a process whose loop makes no progress, and reports where it is stuck.
 
     with StepWatchdog(timeout_s=600, emergency=emergency, records=records) as watchdog:
       watchdog.beat(step, 'input')                      # before each part of each step
       with watchdog.allow('checkpoint', limit_s=1800):  # around what may take longer
         save(state)
 
-Nothing else finds a process that is alive but stuck: its heartbeats continue, and the others wait for it in a
-collective until their own watchdogs fire. Their reports name the stuck process, whose records are behind.
+Nothing else detects a process that is alive but stuck: its heartbeats continue, and the other processes wait for it in
+a collective until their own watchdogs fire. Their reports name the stuck process, whose records are behind.
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ from spmd_tasks.files import is_remote
 if TYPE_CHECKING:
   from spmd_tasks.distributed.rank_records import RankRecords  # of several processes only
 
-# How much longer than the limit the watchdog's own thread may be kept from running, by a native call that holds the
-# interpreter lock, before the process ends without it.
+# A native call that holds the interpreter lock keeps the watchdog's thread from running. So long after the limit, the
+# process ends without that thread.
 _NATIVE_MARGIN_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Mark:
-  """The last beat of the loop. Replaced as a whole, so that the watching threads need no lock."""
+  """The last beat of the loop; replaced as a whole, so that the watching threads need no lock."""
 
   position: Position
   limit_s: float
@@ -54,14 +54,14 @@ class StepWatchdog:
     records: 'RankRecords | None' = None,
     record_period_s: float = 2.0,
   ):
-    """Makes a watchdog; enter it as a context manager.
+    """Creates a watchdog; enter it as a context manager.
 
     Args:
-      timeout_s: seconds without a beat after which the process ends. The limit must exceed the longest normal step,
-        including the wait for the slowest process.
+      timeout_s: seconds without a beat after which the process ends. Must exceed the longest normal step, including the
+        wait for the slowest process.
       first_step_timeout_s: the limit until the second step begins, as the first step compiles.
       emergency: ends the process.
-      records: get this process's progress every `record_period_s` seconds; None for a single process.
+      records: receive this process's progress every `record_period_s` seconds; None for a single process.
     """
     self._timeout_s = timeout_s
     self._first_step_timeout_s = first_step_timeout_s
@@ -77,7 +77,7 @@ class StepWatchdog:
     self._emergency.set_position_source(lambda: self._mark.position)
     self._threads = [threading.Thread(target=self._watch, name='step-watchdog', daemon=True)]
     if self._records is not None:
-      # A thread of its own: the watch must fire even while the file system hangs.
+      # In a thread of its own, as the watchdog must fire even if the file system hangs.
       self._threads.append(threading.Thread(target=self._record, name='rank-records', daemon=True))
     for thread in self._threads:
       thread.start()
@@ -90,7 +90,7 @@ class StepWatchdog:
     self._emergency.set_deadline(None)
 
   def beat(self, step: int, activity: str = 'step'):
-    """Begins `activity` of `step`; costs microseconds. Call it in the same order in every process."""
+    """Begins `activity` of `step`; costs microseconds. Call this in the same order in every process."""
     if self._first_step is None:
       self._first_step = step
     limit_s = self._first_step_timeout_s if step == self._first_step else self._timeout_s
@@ -98,7 +98,7 @@ class StepWatchdog:
 
   @contextlib.contextmanager
   def allow(self, activity: str, limit_s: float) -> Iterator[None]:
-    """Allows `limit_s` seconds for an activity longer than a step; the limit of the step then starts again."""
+    """Allows `limit_s` seconds for an activity longer than a step; then the step's own limit starts again."""
     before = self._mark
     self._mark = _Mark(position=self._next_position(before.position.step, activity), limit_s=limit_s)
     try:
@@ -132,8 +132,8 @@ class StepWatchdog:
         self._records.write_progress(mark.position, since=since)
         is_failing = False
       except Exception as error:  # any error of the file system's library
-        if not is_failing:  # one warning per outage: the job can go on without its records
-          logging.warning('the records of the processes cannot be kept: %s', error)
+        if not is_failing:  # one warning per outage: the job can continue without its records
+          logging.warning('the progress of this process cannot be recorded: %s', error)
         is_failing = True
       if self._done.wait(self._record_period_s):
         return
@@ -143,9 +143,9 @@ class StepWatchdog:
 def watch_steps(
   directory: epath.Path, emergency: EmergencyExit, *, timeout_s: float, first_step_timeout_s: float
 ) -> Iterator[StepWatchdog]:
-  """Runs a StepWatchdog over a whole job; its processes record their progress in `directory`/ranks.
+  """Runs a StepWatchdog over a whole job, whose processes record their progress in `directory`/ranks.
 
-  On leaving the context, every process waits for the others, at most `timeout_s`: an early end would end them too.
+  On exit every process waits for the others, at most `timeout_s`, as the first process to end would end them too.
   """
   records = None
   if jax.process_count() > 1:

@@ -26,7 +26,6 @@ from spmd_tasks.decoding.text_scorer import TextScorer, text_reading
 from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.emergency_exit import Position
-from spmd_tasks.distributed.links import connect_to_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.inputs import Tokenizer
@@ -36,6 +35,7 @@ from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.programs.restored_weights import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel
 from spmd_tasks.runtime.origin import Base
+from spmd_tasks.serving.links import connect_to_primary
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.scoring import ScoringEngine
@@ -196,7 +196,7 @@ def _serve_together(
   """Serves with several processes; `run` runs the server on process 0, the only one with a socket."""
   links = connect_to_primary(limit_s=limit_s, bind_address=bind_address, silence_limit_s=_SILENCE_LIMIT_S)
   emergency.attach(None)  # from here on, links detect lost processes
-  leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
+  leave = functools.partial(emergency.leave, has_stacks=False, is_cause=False)
   if sock is None:
     code = follow(engine, links[0], restore=restore, leave=leave)
   else:

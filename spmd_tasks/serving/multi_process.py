@@ -1,6 +1,6 @@
 """Serves a model that spans several processes: process 0 leads, all other processes follow.
 
-    links = connect_to_primary(limit_s=600)   # distributed/links.py; every process calls it
+    links = connect_to_primary(limit_s=600)   # serving/links.py; every process calls it
     if jax.process_index() == 0:
       with lead(engine, links, restore=restore, leave=leave) as leader:
         code = run_server(leader, ..., stop=leader.stop, leave=leader.leave)
@@ -43,9 +43,9 @@ from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding import Request, SamplingParams
 from spmd_tasks.decoding.engine_contract import Engine, Launched, TokenMasks
 from spmd_tasks.decoding.requests import Chunk
-from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.distributed.shutdown import is_lost_connection
 from spmd_tasks.errors import JobError
+from spmd_tasks.serving.links import Link, LinkError
 from spmd_tasks.sigterm import ending_signals
 
 _NOTICE_S = 2.0  # for the link of a dead process to close, after a collective failed

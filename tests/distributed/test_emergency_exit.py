@@ -1,4 +1,4 @@
-"""How a process leaves in trouble: in subprocesses, since it is the process that ends; jax.distributed is pretended."""
+"""EmergencyExit ends its process, so each test runs it in a subprocess; jax.distributed is faked."""
 
 import faulthandler
 import sys
@@ -39,7 +39,7 @@ def test_a_single_process_just_raises():
   assert '***' not in result.stderr
 
 
-def test_one_of_several_reports_flushes_and_leaves_without_exit_handlers():
+def test_one_of_several_processes_reports_flushes_and_leaves_without_exit_handlers():
   result = run(
     MULTI_PROCESS
     + textwrap.dedent("""
@@ -64,7 +64,7 @@ def test_one_of_several_reports_flushes_and_leaves_without_exit_handlers():
   'code, expected',
   [(0, None), (None, None), (exit_codes.PREEMPTED, None), (exit_codes.USAGE, exit_codes.USAGE), ('no such thing', 1)],
 )
-def test_sys_exit_leaves_the_usual_way_only_where_all_processes_do(monkeypatch, code, expected):
+def test_sys_exit_passes_only_if_all_processes_exit(monkeypatch, code, expected):
   calls = []
   emergency = EmergencyExit()
   monkeypatch.setattr(emergency, 'leave', lambda code, reason: calls.append((code, reason)))
@@ -75,7 +75,7 @@ def test_sys_exit_leaves_the_usual_way_only_where_all_processes_do(monkeypatch, 
   assert calls == ([] if expected is None else [(expected, f'exit with {code!r}')])
 
 
-def test_neither_a_hanging_flush_nor_a_second_caller_holds_it_up():
+def test_neither_a_hanging_flush_nor_a_second_caller_delays_the_exit():
   result = run("""
     emergency_exit._FLUSH_LIMIT_S = 0.3
     class Hanging(logging.Handler):
@@ -91,8 +91,8 @@ def test_neither_a_hanging_flush_nor_a_second_caller_holds_it_up():
   assert 'second' not in result.stderr
 
 
-def test_child_processes_are_ended():
-  # They hold stdout open: `run` returns only once they are gone.
+def test_child_processes_are_killed():
+  # They hold stdout open, so `run` returns only once they have ended.
   result = run("""
     for _ in range(2):
       multiprocessing.get_context('spawn').Process(target=time.sleep, args=(3600,), daemon=True).start()
@@ -111,49 +111,47 @@ def test_an_abort_shows_the_stacks():
   assert 'Fatal Python error: Aborted' in result.stderr
 
 
-# Process 1 of 2, and what process 0 has said to the coordination service.
+# Process 1 of 2, and a fake coordination service with process 0's notice.
 SERVICE = """
 import dataclasses, json, types
 from spmd_tasks.checkpoints.manifest import CheckpointSaveError
 from spmd_tasks.distributed import shutdown
-from spmd_tasks.distributed.shutdown import Departure
+from spmd_tasks.distributed.shutdown import ExitNotice
 from spmd_tasks.distributed.rank_records import RankRecords
 from spmd_tasks.errors import UserError
-said = {}
-client = types.SimpleNamespace(key_value_set=said.__setitem__, key_value_dir_get=lambda prefix: list(said.items()))
+values = {}
+client = types.SimpleNamespace(key_value_set=values.__setitem__, key_value_dir_get=lambda prefix: list(values.items()))
 emergency_exit.coordination = lambda: types.SimpleNamespace(client=client, process_id=1, num_processes=2)
 def interrupted():
-  left = Departure(process_index=0, host='a', pid=1, step=3, code=130, reason='interrupted', is_own=True)
-  said['spmd_tasks/left/0'] = json.dumps(dataclasses.asdict(left))
+  notice = ExitNotice(process_index=0, host='a', pid=1, step=3, code=130, reason='interrupted', is_cause=True)
+  values['spmd_tasks/exits/0'] = json.dumps(dataclasses.asdict(notice))
 """
 GLOO = "ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer')"
 
 
 @pytest.mark.parametrize(
-  'error, peer_told, code',
+  'error, has_notice, code',
   [
     (f'CheckpointSaveError("step 4 could not be saved") from {GLOO}', True, exit_codes.PEER_FAILED),
     (f'CheckpointSaveError("step 4 could not be saved") from {GLOO}', False, exit_codes.FAILED),
     ('UserError("a setting of all processes")', True, exit_codes.USAGE),
   ],
 )
-def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failure_here(
-  tmp_path, error, peer_told, code
-):
-  """Such as Ctrl-C to one process while all of them save: that one ends with 130, the others with 44."""
+def test_a_connection_lost_to_a_process_with_a_notice_is_not_a_failure_here(tmp_path, error, has_notice, code):
+  """After Ctrl-C in one process during a save, that process ends with 130 and the others with 44."""
   result = run(
     MULTI_PROCESS
     + SERVICE
     + textwrap.dedent(f"""
     shutdown._PERIOD_S = 3600
-    emergency.watch_departures()
+    emergency.watch_peers()
     time.sleep(0.2)
     emergency.attach(RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).describe)
-    if {peer_told}:
+    if {has_notice}:
       interrupted()
     with emergency.on_failure():
       raise {error}
     """)
   )
   assert result.returncode == code, result.stderr
-  assert ('process 0: interrupted' in result.stderr) == peer_told
+  assert ('process 0: interrupted' in result.stderr) == has_notice

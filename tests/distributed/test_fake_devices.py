@@ -1,4 +1,4 @@
-"""Fake devices do not starve each other of threads."""
+"""Fake devices have enough threads, and XLA gets only flags that it knows."""
 
 import os
 import tomllib
@@ -11,8 +11,7 @@ from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.xla_flags import UNKNOWN_FROM
 from tests import binary
 
-# Two collectives that do not wait for one another, one of them in a loop: with a thread per device this stands still
-# within some steps.
+# Two independent collectives, one of them in a loop: with one thread per device this hangs within a few steps.
 PROGRAM = """
 import jax, jax.numpy as jnp
 from spmd_tasks.distributed.initialization import use_fake_devices
@@ -42,15 +41,15 @@ def test_a_device_may_be_in_two_collectives_at_once():
   assert (done.returncode, done.stdout.split()) == (0, ['8', '2.0']), done.stderr
 
 
-@pytest.mark.parametrize('given', ['', '--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_abc=1'])
-def test_collectives_are_scheduled_as_data_flows_unless_flags_say_otherwise(given, monkeypatch):
-  monkeypatch.setenv('XLA_FLAGS', given)
+@pytest.mark.parametrize('flags', ['', '--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_abc=1'])
+def test_the_concurrency_optimized_scheduler_is_off_unless_flags_name_it(flags, monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', flags)
   use_fake_devices(jax.device_count())
-  assert os.environ['XLA_FLAGS'] == (given or '--xla_cpu_enable_concurrency_optimized_scheduler=false')
+  assert os.environ['XLA_FLAGS'] == (flags or '--xla_cpu_enable_concurrency_optimized_scheduler=false')
 
 
 @pytest.mark.parametrize('jaxlib, known', [((0, 10, 2), (1, 1, 0)), ((0, 11, 0), (0, 1, 1)), (UNKNOWN_FROM, (0, 0, 0))])
-def test_a_flag_is_set_where_the_version_of_jaxlib_is_known_to_have_it(jaxlib, known, monkeypatch):
+def test_a_flag_is_set_only_if_this_jaxlib_has_it(jaxlib, known, monkeypatch):
   flags = (
     '--xla_cpu_use_fusion_emitters=false', '--xla_backend_optimization_level=0', '--xla_cpu_opt_preset=FAST_COMPILE'
   )  # fmt: skip
@@ -61,6 +60,6 @@ def test_a_flag_is_set_where_the_version_of_jaxlib_is_known_to_have_it(jaxlib, k
   assert os.environ['XLA_FLAGS'].split() == [flag for flag, is_known in zip(flags, known, strict=True) if is_known]
 
 
-def test_the_bound_of_known_flags_is_that_of_jax_in_pyproject():
+def test_flags_are_known_for_the_jax_versions_of_pyproject():
   project = tomllib.loads((binary.REPOSITORY / 'pyproject.toml').read_text())['project']
   assert f'jax>=0.10.2,<{UNKNOWN_FROM[0]}.{UNKNOWN_FROM[1]}' in project['dependencies']

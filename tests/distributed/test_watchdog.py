@@ -1,4 +1,4 @@
-"""When the watchdog fires, when it does not, and what it then says."""
+"""When the watchdog fires, and what it reports."""
 
 import textwrap
 import threading
@@ -13,7 +13,7 @@ from tests import binary
 
 
 class RecordingExit(EmergencyExit):
-  """Notes the calls instead of ending the test; unlike the real one it returns, and is called again."""
+  """Records the calls instead of ending the process, so it is called more than once."""
 
   def __init__(self):
     super().__init__()
@@ -72,7 +72,7 @@ with watchdog.StepWatchdog(timeout_s=0.5, first_step_timeout_s=0.5, emergency=Em
   'call, returncode, message',
   [
     ('time.sleep(3600)', exit_codes.STUCK, " s in 'step' of step 1 (limit 0.5 s)"),
-    # A native call that holds the interpreter lock: no Python thread runs any more.
+    # A native call that holds the interpreter lock, so that no Python thread runs.
     ('ctypes.PyDLL(None).sleep(3600)', exit_codes.FAILED, 'Timeout (0:00:01.500000)!'),
   ],
 )

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, barrier, initialize
-from spmd_tasks.distributed.links import connect_to_primary
+from spmd_tasks.serving.links import connect_to_primary
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, emergency: EmergencyExit) -> int:
     )
   )
   links = connect_to_primary(limit_s=60, silence_limit_s=args.silence_limit_s)
-  leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
+  leave = functools.partial(emergency.leave, has_stacks=False, is_cause=False)
   if jax.process_index() > 0:
     code = follow(Engine(max_len=MAX_LEN), links[0], restore=restore, leave=leave)
   else:

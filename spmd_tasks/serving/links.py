@@ -5,12 +5,12 @@
     for message in links[0]:                  # until the other end closes
       ...
 
-Unlike a collective, a read from a link may wait without cost. If a process ends, however it ends, the kernel closes its
-link, and the other end notices at once; `silence_limit_s` also detects a process that is stopped.
+Unlike a collective, a read from a link may wait without cost. When a process ends, even by kill -9, the kernel closes
+its link and the other end notices at once; `silence_limit_s` also detects a suspended process.
 
 Security: a connection needs a secret of 256 random bits, which the processes exchange by a collective
 (`multiprocessing.connection` proves it by HMAC). Messages are bytes, never pickles. Like JAX's own traffic they are
-neither encrypted nor authenticated one by one (docs/security.md).
+neither encrypted nor authenticated individually (docs/security.md).
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 from absl import logging
 import jax
 
-from spmd_tasks.distributed import rendezvous
 from spmd_tasks.distributed.agreement import gather
 from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.errors import JobError, UserError
@@ -41,7 +40,7 @@ _MAX_MESSAGE_BYTES = 1 << 30
 
 
 class LinkError(JobError):
-  """A link was closed: a message broke off, or none came for too long."""
+  """A link was closed: a message was cut off, or none arrived for too long."""
 
 
 class Link:
@@ -50,8 +49,8 @@ class Link:
   Args:
     connection: an authenticated connection, which the link owns.
     process_index: the index of the process at the other end.
-    silence_limit_s: seconds without a message, or for one message to be taken, after which the other process counts as
-      stopped; None waits for ever. Both ends need the same limit, since each sends an empty message often enough.
+    silence_limit_s: seconds without a message, or for sending one message, after which the other process counts as
+      stopped; None waits forever. Both ends need the same limit, as each sends empty messages more often than that.
   """
 
   def __init__(self, connection: Connection, process_index: int, *, silence_limit_s: float | None = None):
@@ -62,15 +61,16 @@ class Link:
     self._is_closed = threading.Event()
     self._send_lock = threading.Lock()
     self._sock = socket.socket(fileno=os.dup(connection.fileno()))
-    self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a message waits for the last one's ACK
-    _limit(self._sock, silence_limit_s or 0.0)
+    # Otherwise a message waits for the acknowledgement of the previous one.
+    self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _set_timeout(self._sock, silence_limit_s or 0.0)
     if silence_limit_s is not None:
-      threading.Thread(target=self._say_alive, args=(silence_limit_s / 5,), name='link-alive', daemon=True).start()
+      threading.Thread(target=self._send_heartbeats, args=(silence_limit_s / 5,), name='link', daemon=True).start()
 
   def send(self, message: bytes) -> None:
-    """Sends a message; not from a signal handler, which may interrupt a send.
+    """Sends a message. Do not call this from a signal handler, which may interrupt a send.
 
-    Raises an OSError: the other end is known to be closed, or has not taken the message in time.
+    Raises an OSError: the other end is closed, or has not received the message in time.
     """
     with self._send_lock:
       try:
@@ -80,16 +80,16 @@ class Link:
         raise
 
   def __iter__(self) -> Iterator[bytes]:
-    """Yields what `receive` returns, until that is None."""
+    """Yields messages until the other end closes."""
     return iter(self.receive, None)
 
   def receive(self) -> bytes | None:
     """Returns the next message; None if the other end has closed or died, or this end is closed.
 
     Raises:
-      LinkError: a message breaks off, or the other end is silent for too long.
+      LinkError: a message is cut off, or the other end is silent for too long.
     """
-    message = b''  # the other end's sign of life
+    message = b''  # a heartbeat
     while not message:
       try:
         message = self._connection.recv_bytes(_MAX_MESSAGE_BYTES)
@@ -100,7 +100,7 @@ class Link:
       except OSError as error:
         if self._is_closed.is_set():
           return None
-        self._fail(f'is gone: its link broke off at message {self._num_received} ({error})')
+        self._fail(f'has ended: its message {self._num_received} was cut off ({error})')
     self._num_received += 1
     return message
 
@@ -109,7 +109,7 @@ class Link:
     logging.error('closed the link to process %d: it %s', self.process_index, reason)
     raise LinkError(reason)
 
-  def _say_alive(self, interval_s: float) -> None:
+  def _send_heartbeats(self, interval_s: float) -> None:
     with contextlib.suppress(OSError):
       while not self._is_closed.wait(interval_s):
         self.send(b'')
@@ -128,8 +128,8 @@ def connect_to_primary(
   """Links every other process with process 0. A collective call.
 
   Args:
-    limit_s: how many seconds the processes wait for the slowest one to call it.
-    bind_address: HOST:PORT; process 0 listens on HOST, at any free port. None is the coordinator's address.
+    limit_s: how many seconds a process waits for the slowest process to call this.
+    bind_address: HOST:PORT; process 0 listens on HOST, at any free port. Default: the coordinator's address.
     silence_limit_s: see Link.
 
   Returns on process 0 the links to processes 1, 2, ..., in order; on the others the link to process 0.
@@ -139,21 +139,21 @@ def connect_to_primary(
     JobError: a process did not connect.
   """
   with contextlib.ExitStack() as stack:
-    said: list[Any] = []
+    offer: dict[str, Any] = {}
     if jax.process_index() == 0:
+      host = coordination().coordinator_address.rpartition(':')[0].strip('[]')
       try:
-        host = coordinator_host()
         listener = stack.enter_context(listen((bind_address or '').rpartition(':')[0].strip('[]') or host))
-        said = [secrets.token_hex(32), host, listener.getsockname()[1]]
-      except (OSError, UserError) as error:
-        said = [str(error)]
-    said = gather(said, 'links_connect', limit_s=limit_s)[0]
-    if len(said) == 1:
+        offer = {'secret': secrets.token_hex(32), 'host': host, 'port': listener.getsockname()[1]}
+      except OSError as error:
+        offer = {'error': str(error)}
+    offer = gather(offer, 'links_connect', limit_s=limit_s)[0]
+    if 'error' in offer:
       raise UserError(
-        f'process 0 cannot listen for the other processes: {said[0]}. Name an address of its host with '
+        f'process 0 cannot listen for the other processes: {offer["error"]}. Give an address of its host as '
         '--coordinator_bind_address.'
       )
-    secret, host, port = said
+    secret, host, port = offer['secret'], offer['host'], offer['port']
     key = bytes.fromhex(secret)
     if jax.process_index() == 0:
       return admit(listener, key, jax.process_count() - 1, silence_limit_s=silence_limit_s)
@@ -169,7 +169,7 @@ def listen(host: str) -> socket.socket:
 def admit(
   listener: socket.socket, secret: bytes, num_others: int, *, silence_limit_s: float | None = None
 ) -> list[Link]:
-  """Accepts a link from each of the processes 1 to `num_others`, which call `join`; returns the links in that order.
+  """Accepts a link from each of the processes 1 to `num_others`, which call `join`; returns the links in order.
 
   Raises a JobError: a process did not connect in time.
   """
@@ -183,14 +183,14 @@ def admit(
       accepted.put((int.from_bytes(connection.recv_bytes(8), 'big'), connection))
     except (AuthenticationError, AssertionError, EOFError, OSError) as error:
       connection.close()
-      logging.log_every_n_seconds(logging.WARNING, 'closed a connection that is not of this job: %s', 1, error)
+      logging.log_every_n_seconds(logging.WARNING, 'closed a connection of another program: %s', 1, error)
 
   links: dict[int, Link] = {}
   end = time.monotonic() + _CONNECT_LIMIT_S
   listener.settimeout(0.05)
   while len(links) < num_others and time.monotonic() < end:
-    with contextlib.suppress(TimeoutError, OSError):  # OSError: strangers hold all files that may be open
-      # A thread for each, since a stranger may stay silent.
+    with contextlib.suppress(TimeoutError, OSError):  # OSError: other programs' connections use all file descriptors
+      # In its own thread, because another program may send nothing.
       threading.Thread(target=greet, args=(listener.accept()[0],), name='link-greet', daemon=True).start()
     with contextlib.suppress(queue.Empty):
       index, connection = accepted.get_nowait()
@@ -200,16 +200,16 @@ def admit(
       link.close()
     missing = ', '.join(str(index) for index in range(1, num_others + 1) if index not in links)
     raise JobError(
-      f'process {missing} did not connect to process 0 within {_CONNECT_LIMIT_S:g} s: see its log, and check that no '
-      'firewall keeps the processes from reaching each other on any port.'
+      f'process {missing} did not connect to process 0 within {_CONNECT_LIMIT_S:g} s: see its log, and check that the '
+      'processes can reach each other on any port.'
     )
   return [links[index] for index in sorted(links)]
 
 
 def join(address: tuple[str, int], secret: bytes, own: int, *, silence_limit_s: float | None = None) -> Link:
-  """Connects process `own` to process 0, which calls `admit` and listens at an address; returns the link.
+  """Connects process `own` to process 0, which calls `admit`, and returns the link.
 
-  Raises a JobError: process 0 cannot be reached, or does not know the secret.
+  Raises a JobError: process 0 cannot be reached, or has another secret.
   """
   host, port = address
   try:
@@ -220,8 +220,8 @@ def join(address: tuple[str, int], secret: bytes, own: int, *, silence_limit_s: 
   except (AuthenticationError, AssertionError, EOFError, OSError) as error:
     raise JobError(
       f'process {own} cannot connect to process 0 at {host}:{port}: {error or type(error).__name__}. The processes '
-      'must reach each other on any port. If the host of process 0 resolves its name to another address (such as '
-      '127.0.1.1 in /etc/hosts), name the address to listen on with --coordinator_bind_address.'
+      'must reach each other on any port. If the host of process 0 resolves its own name to another address (such as '
+      '127.0.1.1 in /etc/hosts), give the address to listen on as --coordinator_bind_address.'
     ) from error
   return Link(connection, 0, silence_limit_s=silence_limit_s)
 
@@ -229,26 +229,12 @@ def join(address: tuple[str, int], secret: bytes, own: int, *, silence_limit_s: 
 def _connection(sock: socket.socket, limit_s: float = _GREETING_LIMIT_S) -> Connection:
   """Returns a connection that owns the socket; a read or write that takes longer than `limit_s` raises an OSError."""
   sock.setblocking(True)
-  _limit(sock, limit_s)
+  _set_timeout(sock, limit_s)
   return Connection(sock.detach())
 
 
-def _limit(sock: socket.socket, limit_s: float) -> None:
-  """Sets how long a read or a write of the socket may take; 0: for ever."""
+def _set_timeout(sock: socket.socket, limit_s: float) -> None:
+  """Sets how long a read or a write of the socket may take; 0 is forever."""
   limit = struct.pack('ll', int(limit_s), int(limit_s % 1 * 1e6))
   for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
     sock.setsockopt(socket.SOL_SOCKET, option, limit)
-
-
-def coordinator_host() -> str:
-  """The host of process 0 as the other processes reach it, in a job of several processes.
-
-  Raises a UserError: a launcher chose the address, and this version of JAX does not tell it.
-  """
-  address = rendezvous.explicit_coordinator or getattr(coordination(), 'coordinator_address', None)
-  if address is None:
-    raise UserError(
-      f'jax {jax.__version__} does not tell the address of process 0, which serving needs: give --coordinator_address, '
-      '--num_processes and --process_id.'
-    )
-  return address.rpartition(':')[0].strip('[]')

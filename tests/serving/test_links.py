@@ -1,4 +1,4 @@
-"""Links over loopback: messages arrive whole and in order, strangers are refused, a stopped process is noticed."""
+"""Links over loopback: messages arrive whole and in order, other programs are refused, stopped processes noticed."""
 
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from spmd_tasks.distributed.links import LinkError, admit, join, listen
+from spmd_tasks.serving.links import LinkError, admit, join, listen
 
 SECRET = bytes(range(32))
 
@@ -23,7 +23,7 @@ def linked(**settings):
     yield near, far
 
 
-def test_messages_of_any_length_come_whole_and_in_order_both_ways():
+def test_messages_of_any_length_arrive_whole_and_in_order_both_ways():
   messages = [b'a', bytes(range(256)), b'\n' * 70_000, os.urandom(3_000_000), b'end']
   with linked() as (near, far), ThreadPoolExecutor(1) as pool:
     assert (near.process_index, far.process_index) == (1, 0)
@@ -33,7 +33,7 @@ def test_messages_of_any_length_come_whole_and_in_order_both_ways():
       sent.result(5)
 
 
-def test_an_end_is_an_end():
+def test_a_closed_link_ends_the_iteration_and_refuses_messages():
   with linked() as (near, far):
     far.send(b'last')
     far.close()
@@ -42,15 +42,15 @@ def test_an_end_is_an_end():
       far.send(b'more')
 
 
-def test_a_message_that_breaks_off_is_an_error():
+def test_a_message_that_is_cut_off_is_an_error():
   with linked() as (near, far):
     far._sock.sendall((1000).to_bytes(4, 'big') + b'not a thousand bytes')
     far.close()
-    with pytest.raises(LinkError, match='broke off at message 0'):
+    with pytest.raises(LinkError, match='message 0 was cut off'):
       near.receive()
 
 
-def test_strangers_are_refused_and_keep_nobody_out(caplog):
+def test_other_programs_are_refused_and_delay_no_process(caplog):
   with listen('127.0.0.1') as listener, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
     address = listener.getsockname()
     admitted = pool.submit(admit, listener, SECRET, 2)
@@ -68,11 +68,11 @@ def test_strangers_are_refused_and_keep_nobody_out(caplog):
     assert time.monotonic() - started < 10
     for link in (*admitted.result(), *(link.result() for link in joined)):
       link.close()
-  assert 'not of this job' in caplog.text
-  assert len(caplog.records) < 20  # not a line for each
+  assert 'another program' in caplog.text
+  assert len(caplog.records) < 20  # not one per connection
 
 
-def test_an_idle_process_is_alive_and_a_stopped_one_is_noticed():
+def test_an_idle_process_is_kept_and_a_stopped_process_is_noticed():
   with linked(silence_limit_s=0.5) as (near, far), ThreadPoolExecutor(1) as pool:
     received = pool.submit(near.receive)
     time.sleep(1.2)
