@@ -1,19 +1,19 @@
-"""Configuration: from an experiment's name and `path=value` overrides to a built Job, and to JSON and back.
+"""Resolves an experiment and `path=value` overrides to a config, builds the Job, and saves the config as JSON.
 
     resolved = resolve('lm.StdlibTiny', ['num_layers=4', 'task.learner.clip_global_norm=0.5'])
     job = resolved.build()
-    saved = to_json(resolved)                    # every field by path, as config.json has it
+    saved = to_json(resolved)                    # every field by path: the content of config.json
 
 Read in this order:
-  registry.py      names to experiment classes; listing.py: --list
-  resolution.py    overrides and defaults to one resolved config; refusals.py: what is said about a wrong one
-  from_saved.py    the same of a saved config, and which modules it may have imported
-  values.py        the type of a field, and the value of a text (pydantic)
+  registry.py      finds experiment classes by name; listing.py: --list
+  resolution.py    applies overrides; refusals.py: the errors about wrong overrides
+  from_saved.py    resolves a saved config, and decides which modules it may import
+  values.py        parses the text of an override by the type of its field (pydantic)
   tree.py          configs, dataclasses and Linen modules as one tree of fields
-  encoding.py, saved_config.py    values as JSON, the file's form
-  changes.py       whether a resumed job computes the same numbers
+  encoding.py, saved_config.py    encode values as JSON, and check the file
+  changes.py       checks that a resumed job computes the same numbers
 
-A name below is imported when it is first used, because --list must wait for neither JAX nor Fiddle.
+The names below are imported on first use, because --list must not import JAX or Fiddle.
 """
 
 from spmd_tasks.lazy_exports import lazy_exports

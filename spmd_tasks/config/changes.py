@@ -1,7 +1,7 @@
-"""Checks that a resumed job computes the same numbers as before, and lists what differs between two configs.
+"""Checks that a resumed job computes the same numbers as before, and lists the differences between two configs.
 
-A step's numbers follow from the seed, the task and the training input. Mesh, intervals and limits only decide how and
-how long a job runs. The experiment's other fields matter through the task and the inputs that are made from them.
+A step's numbers depend on the seed, the task and the training input. Mesh, intervals and limits only decide how and how
+long a job runs. The experiment's other fields matter through the task and the inputs that they define.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,31 +18,31 @@ from spmd_tasks.files import read_text
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
-# Fields of inputs and learners that decide how a job runs, not what it computes. Extensions may know more.
-_HOW_IT_RUNS = ('read_timeout_s', 'max_consecutive_skips')
-# The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
+# Fields of inputs and learners that do not change numbers. Extensions may declare others.
+_WITHOUT_EFFECT = ('read_timeout_s', 'max_consecutive_skips')
+# The order in which a pipeline computes. The number of microbatches does change numbers: the noise of dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
-_GENERATION = 'task.decode'  # training does not depend on it
-_OFF = (': absent -> None', ': absent -> False', ': None -> absent', ': False -> absent')  # of another version
+_GENERATION = 'task.decode'  # does not affect training
+_OFF = (': absent -> None', ': absent -> False', ': None -> absent', ': False -> absent')  # fields of another version
 
 
 def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *, mode: str) -> None:
-  """Compares `config` with the one that the directory's job was begun with.
+  """Compares `config` with the config of the job in a directory.
 
   Args:
     job_log_dir: a directory in which a job has trained (programs/job_directory.py).
-    config: JSON, as `to_json` gives it; 'environment' beside it, if given, has JAX's settings that decide numbers.
-    mode: 'train', where everything that a step depends on must be the same, or 'eval': model, loss and experiment.
+    config: JSON from `to_json`, with JAX's settings that change numbers as 'environment'.
+    mode: 'train' compares everything that a step depends on, 'eval' only experiment, model and loss.
 
-  Raises a UserError: another experiment, or a config that gives other numbers; the message lists them.
+  Raises a UserError: the experiment differs, or fields that change numbers; the message lists them.
   """
   path = job_log_dir / 'config.json'
   try:
     previous = checked_config(json.loads(read_text(path)))
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(
-      f'{path} is not the config of the job that began there ({type(error).__name__}: {error}): put it back, or go on '
-      'without comparing: --accept_config_changes.'
+      f'{path} is not a valid config ({type(error).__name__}: {error}): put the original back, or resume without '
+      'comparing: --accept_config_changes.'
     ) from error
   if previous['experiment'] != config['experiment']:
     raise UserError(
@@ -62,16 +62,15 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   changes += environment
   if changes:
     resizes = any(line.startswith('task.model') and line.rpartition(' -> ')[2].isdigit() for line in changes)
-    accept = 'if the weights keep their shapes, go on with the new one' if resizes else 'go on with the new one'
+    accept = 'if the weights keep their shapes, accept the new one' if resizes else 'accept the new one'
     raise UserError(
       f'job_log_dir {str(job_log_dir)!r} was begun with another config:\n  ' + '\n  '.join(changes[:20]) + '\n'
-      f'Start a new job_log_dir, go back to the saved config (--config {path}), or {accept}: '
-      '--accept_config_changes.'
+      f'Use another job_log_dir or the saved config (--config {path}), or {accept}: --accept_config_changes.'
     )
 
 
 def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-  """`path: old -> new` of every path at which two saved configs differ, sorted; the experiment's name first."""
+  """Returns `path: old -> new` for every path at which two saved configs differ, sorted; the experiment comes first."""
   lines = []
   if old['experiment'] != new['experiment']:
     lines.append(f'experiment: {one_line(old["experiment"])} -> {new["experiment"]}')
@@ -87,5 +86,6 @@ def _matters(path: str, parts: Sequence[str]) -> bool:
   def is_within(part: str) -> bool:
     return path == part or path.startswith(f'{part}.')
 
-  is_numbers = path.rpartition('.')[2] not in _HOW_IT_RUNS and path not in _PIPELINE and not is_within(_GENERATION)
-  return is_numbers and any(is_within(part) for part in parts) and not keeps_numbers(path)
+  if path.rpartition('.')[2] in _WITHOUT_EFFECT or path in _PIPELINE or is_within(_GENERATION):
+    return False
+  return any(is_within(part) for part in parts) and not keeps_numbers(path)

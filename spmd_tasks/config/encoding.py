@@ -1,9 +1,9 @@
-"""Writes the values of a config as strict JSON and reads them back exactly.
+"""Encodes the values of a config as strict JSON.
 
-None, bool, int, str and finite floats are JSON values, and a tuple is a JSON array. Every other value is an object
-whose key says its kind: `float` (inf, nan), `list`, `dict`, `dtype`, `enum`, `object` or `symbol`, a function or class.
-Functions, classes and objects can be compared and shown but are not read back, so a saved file never decides which
-code is imported.
+None, bool, int, str and finite floats are JSON values, and a tuple is a JSON array. Any other value is an object with
+the key `float` (inf, nan), `list`, `dict`, `dtype`, `enum`, `object` or `symbol` (a function or class). Values are
+decoded exactly (from_saved.py), except functions, classes and objects, which can only be compared and shown: so a saved
+file never decides which code is imported.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ _MAX_CLOSURE_DEPTH = 8
 
 
 def encode_field(value: Any) -> Any:
-  """The JSON value that stands at the path of a leaf or a node; a node shows what it is, not what is in it."""
+  """Returns the JSON of a leaf, or the kind of a node (without its fields)."""
   if isinstance(value, fdl.Buildable):
-    shown = {'symbol': symbol_of(fdl.get_callable(value))}
-    return shown if isinstance(value, fdl.Config) else shown | {'buildable': type(value).__name__}
+    symbol = {'symbol': symbol_of(fdl.get_callable(value))}
+    return symbol if isinstance(value, fdl.Config) else symbol | {'buildable': type(value).__name__}
   if not is_node(value):
     return encode(value)
   if isinstance(value, Mapping):
@@ -37,7 +37,7 @@ def encode_field(value: Any) -> Any:
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-  """A leaf value as JSON."""
+  """Returns a leaf value as JSON."""
   if value is None or type(value) in (bool, int, str):
     return value
   if type(value) is float:
@@ -65,12 +65,12 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def one_line(name: str) -> str:
-  """A path or a name of a file as a part of a line: newlines in it are escaped, so that it begins none of its own."""
+  """Returns a path or a name from a file with its newlines escaped."""
   return name.replace('\n', '\\n')
 
 
 def show(encoded: Any) -> str:
-  """An encoded value for people, in one line: what `--set` accepts, where it can be set at all."""
+  """Returns an encoded value in one line, as `--set` accepts it if it can be set."""
   return one_line(_show(encoded))
 
 
@@ -103,6 +103,6 @@ def _closure_of(function: Any, depth: int) -> dict[str, Any]:
   for name, cell in zip(function.__code__.co_freevars, cells):
     try:
       captured[name] = encode(cell.cell_contents, depth + 1)
-    except ValueError:  # a cell that is still empty
+    except ValueError:  # the cell is still empty
       continue
   return {'closure': captured}

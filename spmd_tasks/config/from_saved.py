@@ -47,7 +47,7 @@ from spmd_tasks.config.tree import DROP, UNSET, apply_changes, is_node, walk
 from spmd_tasks.config.values import is_dtype, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS
-from spmd_tasks.experiments import is_own_module, modules_of_others
+from spmd_tasks.experiments import is_own_module, modules_by_entry_point
 from spmd_tasks.extensions import extensions
 
 # Removed classes by the symbols that saved configs of earlier versions have, and what to write instead.
@@ -90,7 +90,7 @@ def from_json(
   config = fdl.Config(cls)
   of_parts = {path: value for path, value in saved['config'].items() if path.split('.')[0] in PARTS}
   fields = {path: value for path, value in saved['config'].items() if path not in of_parts}
-  of_experiment = cls.fields_of_today(fields)
+  of_experiment = cls.current_fields(fields)
   config = apply_changes(config, checked(_changes_to(config, of_experiment)))
   for name in MESH_FIELDS:
     if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
@@ -105,8 +105,8 @@ def from_json(
     config,
     changes,
     overrides,
-    earlier=cls.fields_of_today(saved['overrides']),
-    checked=checked,
+    earlier=cls.current_fields(saved['overrides']),
+    check=checked,
     code_directories=[*directories, *references.directories_of(cls)],
   )
 
@@ -221,7 +221,7 @@ def get_saved(name: str, directories: Sequence[Path] = (), why_not: str = '') ->
     return cls
   module_name, _ = registry.split_name(name)
   registered = registry.registered_modules()
-  if not is_own_module(module_name) and module_name not in modules_of_others():
+  if not is_own_module(module_name) and module_name not in modules_by_entry_point():
     top = module_name.partition('.')[0]
     for module in sorted(registered):
       if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name

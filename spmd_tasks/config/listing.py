@@ -1,6 +1,4 @@
-"""Lists the registered experiments, from their source: neither JAX nor an experiment is imported. For --list, and to
-name those that are most like an unknown one.
-"""
+"""Lists the registered experiments from their source, without importing JAX, and suggests names for unknown ones."""
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,37 +10,40 @@ from pathlib import Path
 import pkgutil
 import sys
 
-from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
+from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_by_entry_point
+
+_MAX_NAME_CHARS = 100  # the search for similar names takes time quadratic in the length
 
 
 def list_experiments() -> list[tuple[str, str]]:
-  """(name, first line of the docstring) of every registered experiment, ours first; nothing is imported."""
-  found: dict[str, str] = {}
+  """Returns (name, first line of the docstring) of every registered experiment, ours first; imports nothing."""
+  lines: dict[str, str] = {}
   for path in sorted(DIRECTORY.glob('*.py')):
-    found.update(_registered_in(path, path.stem))
-  for name, modules in sorted(modules_of_others().items()):
+    lines.update(_registered_in(path, path.stem))
+  for name, modules in sorted(modules_by_entry_point().items()):
     for module in sorted(modules):
       source = _source_of(module)
       if source is None:
-        found[f'{name}.*'] = f'cannot be listed: the source of {module}, an entry point, is not found'
+        lines[f'{name}.*'] = f'cannot be listed: the source of {module}, an entry point, is not found'
         continue
       try:
-        found.update(_registered_in(source, name if len(modules) == 1 and not is_own_module(name) else module))
+        lines.update(_registered_in(source, name if len(modules) == 1 and not is_own_module(name) else module))
       except (OSError, SyntaxError, ValueError) as error:  # one broken package must not hide the others
-        found[f'{name}.*'] = f'cannot be listed: {source}, an entry point, cannot be read ({error})'
-  return list(found.items())
+        lines[f'{name}.*'] = f'cannot be listed: {source}, an entry point, cannot be read ({error})'
+  return list(lines.items())
 
 
 def _registered_in(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
-  """(name, first line of the docstring) of every class with @register in a source file."""
+  """Yields (name, first line of the docstring) of every class with @register in a source file."""
   for node in ast.parse(path.read_text(encoding='utf-8'), filename=str(path)).body:
-    names = [getattr(each, 'attr', getattr(each, 'id', '')) for each in getattr(node, 'decorator_list', ())]
+    decorators = getattr(node, 'decorator_list', ())
+    names = [getattr(decorator, 'attr', getattr(decorator, 'id', '')) for decorator in decorators]
     if isinstance(node, ast.ClassDef) and 'register' in names:
       yield f'{prefix}.{node.name}', (ast.get_docstring(node) or '').partition('\n')[0]
 
 
 def _source_of(module: str) -> Path | None:
-  """A module's source file, found without importing the packages around it."""
+  """Returns a module's source file, without importing its parent packages."""
   top, *rest = module.split('.')
   try:
     spec = importlib.util.find_spec(top)
@@ -52,18 +53,19 @@ def _source_of(module: str) -> Path | None:
     return None
   if not rest:
     return Path(spec.origin) if spec.origin and Path(spec.origin).suffix == '.py' else None
-  below = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
-  files = [file for path in below for file in (path.with_suffix('.py'), path / '__init__.py')]
+  paths = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+  files = [file for path in paths for file in (path.with_suffix('.py'), path / '__init__.py')]
   return next((file for file in files if file.is_file()), None)
 
 
 def unknown_sentence(name: str, near: Sequence[str], registered: Iterable[str]) -> str:
-  """Says that there is no experiment of a name: `near` are the nearest ones; if empty, they are looked for."""
+  """Returns the error for an unknown name, with the nearest names: `near`, or else among `registered` and the list."""
+  name = name[:_MAX_NAME_CHARS]
   module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
   is_file = module != name and module[:1] != '.' and module.isprintable()
-  if is_file or os.path.isfile(f'{name}.py'):  # a file, no module, or a module alone
+  if is_file or os.path.isfile(f'{name}.py'):  # the path of a file, or a module without a class
     near = [f'{module}.CLASS' if name.endswith('.py') or '.' not in module else module]
-  near = [*near] or _nearest(name, sorted({each for each, _ in list_experiments()} | set(registered)))
+  near = [*near] or _nearest(name, sorted({listed for listed, _ in list_experiments()} | set(registered)))
   nearest = f' Nearest: {", ".join(near)}.' if near else ''
   return (
     f'unknown experiment {name!r}.{nearest} Use a registered name (--list shows them) or package.module.Class, '
@@ -72,25 +74,28 @@ def unknown_sentence(name: str, near: Sequence[str], registered: Iterable[str]) 
 
 
 def with_other_part(name: str, index: int) -> list[str]:
-  """The name with the nearest modules that exist in place of a part that does not; the parts before it are imported."""
+  """Replaces the part at `index`, a module that does not exist, by the nearest existing ones."""
   parts = name.split('.')
-  around = sys.modules['.'.join(parts[:index])] if index else None
-  modules = pkgutil.iter_modules([str(Path.cwd())] if around is None else getattr(around, '__path__', []))
+  parent = sys.modules['.'.join(parts[:index])] if index else None
+  modules = pkgutil.iter_modules([str(Path.cwd())] if parent is None else getattr(parent, '__path__', []))
   siblings = [module.name for module in modules] + ['spmd_tasks'] * (index == 0)
-  near = difflib.get_close_matches(parts[index], siblings, n=2, cutoff=0.6)
-  return ['.'.join((*parts[:index], each, *parts[index + 1 :])) for each in near]
+  near = difflib.get_close_matches(parts[index][:_MAX_NAME_CHARS], siblings, n=2, cutoff=0.6)
+  return ['.'.join((*parts[:index], sibling, *parts[index + 1 :])) for sibling in near]
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:
-  """The known names that are most like a wrong one: in all, else of the module most like its own, else by class."""
+  """Returns the known names most similar to a wrong one: of the nearest module, else as a whole, else by class."""
   module, _, cls = name.rpartition('.')
+
+  def module_of(other: str) -> str:
+    return other.rpartition('.')[0]
 
   def likeness(other: str) -> float:
     return difflib.SequenceMatcher(None, cls, other.rpartition('.')[2]).ratio()
 
-  modules = difflib.get_close_matches(module, sorted({each.rpartition('.')[0] for each in known}), n=1, cutoff=0.6)
+  modules = difflib.get_close_matches(module, sorted(set(map(module_of, known))), n=1, cutoff=0.6)
   if modules and modules != [module]:
-    return sorted((each for each in known if each.rpartition('.')[0] == modules[0]), key=likeness, reverse=True)[:3]
+    return sorted((other for other in known if module_of(other) == modules[0]), key=likeness, reverse=True)[:3]
   near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-  near = near or sorted((each for each in known if likeness(each) >= 0.8), key=likeness, reverse=True)[:3]
-  return near or difflib.get_close_matches(name, known, n=3, cutoff=0.3)  # not very near, but names that exist
+  near = near or sorted((other for other in known if likeness(other) >= 0.8), key=likeness, reverse=True)[:3]
+  return near or difflib.get_close_matches(name, known, n=3, cutoff=0.3)  # not very similar, but existing

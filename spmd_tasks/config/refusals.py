@@ -1,4 +1,4 @@
-"""What the errors of overrides say: the nearest names, types as a person writes them, examples. For an error alone."""
+"""Raises the errors about wrong overrides, with the nearest names, readable types and examples."""
 
 from collections.abc import Mapping, Sequence
 import difflib
@@ -27,17 +27,17 @@ from spmd_tasks.errors import UserError
 
 
 def refuse_node(node: Any, name: str, text: str) -> NoReturn:
-  """Raises the UserError for a text that is given to a node of the config, which has fields."""
+  """Raises the UserError for an override of a node of the config, which has fields."""
   fields = [f'{name}.{child}' for child in fields_of(node)]
   remedy = f'set one of its fields: {_list(fields)}' if fields else "change that in the experiment's code"
   raise UserError(f'{name}={_shorten(text)} cannot be set: {name} is a {_shorten(show(encode_field(node)))}; {remedy}.')
 
 
 def refuse_value(field: Field, kind: Any, name: str, text: str) -> NoReturn:
-  """Raises the UserError for a text that is no value of the type."""
+  """Raises the UserError for a text that is not a value of the field's type."""
   example, described = example_of(kind), describe_type(kind)
   if isinstance(field.value, tuple) and all(type(item) is int for item in field.value):
-    example = ','.join(map(str, field.value)) or example  # of the right length, such as one size per axis of the mesh
+    example = ','.join(map(str, field.value)) or example  # has the right length, such as one size per mesh axis
   now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
   if example is None:
     raise UserError(
@@ -48,30 +48,30 @@ def refuse_value(field: Field, kind: Any, name: str, text: str) -> NoReturn:
 
 
 def refuse_path(root: Any, node: Any, path: Sequence[str], depth: int) -> NoReturn:
-  """Raises the UserError for a path of `root` whose name at `depth` is none of the fields of `node`, which is there."""
+  """Raises the UserError for a path of `root` whose name at `depth` is not a field of `node`, the object there."""
   names = list(fields_of(node))
   parent = '.'.join(path[:depth])
   prefix = f'{parent}.' if parent else ''
   full = _shorten('.'.join(path))
   if not names and show(encode_field(node)).startswith('optax:GradientTransformation'):
     raise UserError(
-      f'unknown config path {full!r}: {parent} is an optax optimizer that is built already, without fields: give '
-      'fdl.Config(optax.adam, learning_rate=1e-3) in place of optax.adam(1e-3), and its arguments can be set.'
+      f'unknown config path {full!r}: {parent} is a built optax optimizer, without fields: to set its arguments, write '
+      'fdl.Config(optax.adam, learning_rate=1e-3) in place of optax.adam(1e-3).'
     )
   if not names:
     raise UserError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
   near = [prefix + name for name in difflib.get_close_matches(path[depth][:100], names, n=3, cutoff=0.5)]
-  if not near:  # The name exists elsewhere: `learning_rate` as `task.learner.learning_rate`.
+  if not near:  # the name may exist elsewhere, such as `learning_rate` as `task.learner.learning_rate`
     known = [known for known, _ in walk(root)]
     last = difflib.get_close_matches(path[-1][:100], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
     near = [name for name in known if name.rpartition('.')[2] in last][:3]
-  where = parent or 'the experiment'
+  owner = parent or 'the experiment'
   choice = f'Nearest: {", ".join(near)}.' if near else f'It has {_list(names)}.'
-  raise UserError(f'unknown config path {full!r}: {where} has no {_shorten(path[depth])!r}. {choice}')
+  raise UserError(f'unknown config path {full!r}: {owner} has no {_shorten(path[depth])!r}. {choice}')
 
 
 def describe_type(kind: Any) -> str:
-  """Returns a type as a person writes it: `int`, `tuple[int, ...]`, `int | None`."""
+  """Returns a type as it is written in code: `int`, `tuple[int, ...]`, `int | None`."""
   kind = unwrap(kind)
   if typing.get_origin(kind) in (Union, types.UnionType):
     return ' | '.join(dict.fromkeys(map(describe_type, typing.get_args(kind))))
@@ -85,7 +85,7 @@ def describe_type(kind: Any) -> str:
 
 
 def example_of(kind: Any) -> str | None:
-  """Returns a text that `parse_value` accepts; None where only `None` is one: functions, classes, objects."""
+  """Returns a text that `parse_value` accepts; None for functions, classes and objects, which no text denotes."""
   kind = unwrap(kind)
   if typing.get_origin(kind) in (Union, types.UnionType):
     examples = [example_of(member) for member in typing.get_args(kind) if member is not NONE]

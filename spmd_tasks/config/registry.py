@@ -1,6 +1,6 @@
 """Finds experiment classes by name.
 
-A name is one of three:
+A name has one of three forms:
 
 * `lm.StdlibTiny`: class StdlibTiny of our experiments/lm.py.
 * `vision.Tiny`: class Tiny of a module that another package registers under the name `vision`, in its pyproject.toml:
@@ -8,11 +8,11 @@ A name is one of three:
       [project.entry-points."spmd_tasks.experiments"]
       vision = "their_package.experiments.vision"
 
-* `package.module.Class`: any importable class; the current directory counts. It may be an experiment of another
-  framework, of a kind that an extension recognizes (extensions.py).
+* `package.module.Class`: any importable class; the current directory is searched as well. It may be an experiment of
+  another framework, if an extension recognizes it (extensions.py).
 
-A saved config names other classes and functions as `package:QualName` of the nearest package that exports them
-(`symbol_of`), so that files can move inside a package. Its experiment's name may have less imported than one that the
+In a saved config, other classes and functions are named `package:QualName` by the nearest package that exports them
+(`symbol_of`), so that files can move within a package. The name of its experiment may import less than a name that the
 user types: from_saved.py.
 """
 
@@ -29,27 +29,26 @@ from typing import Any, TypeVar
 
 from spmd_tasks import extensions
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_of_others
+from spmd_tasks.experiments import DIRECTORY, is_own_module, modules_by_entry_point
 
 _EXPERIMENTS = 'spmd_tasks.experiments'
-_MAX_NAME_LENGTH = 500
 
 T = TypeVar('T', bound=type)
 _registry: dict[str, type] = {}
 
 
 class UnknownExperimentError(UserError):
-  """There is no experiment of a name; the message has the nearest names."""
+  """There is no experiment of this name; the message has the nearest names."""
 
 
 def register(cls: T) -> T:
-  """Registers an experiment class, so that --list shows its name and its docstring's first line.
+  """Registers an experiment class, so that --list shows its name and the first line of its docstring.
 
   Raises a UserError: there is no docstring, or another class has the name.
   """
   name = name_of(cls)
   doc = vars(cls).get('__doc__') or ''
-  if not doc.strip() or doc.startswith(f'{cls.__name__}('):  # dataclasses fill a missing one with the signature
+  if not doc.strip() or doc.startswith(f'{cls.__name__}('):  # the signature, which dataclasses use as a default
     raise UserError(f'experiment {name} has no docstring: describe it in one line, which --list shows.')
   other = _registry.get(name, cls)
   if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -61,19 +60,19 @@ def register(cls: T) -> T:
 
 
 def known(name: str) -> type | None:
-  """The experiment class that a module imported already has registered by this name."""
+  """Returns the experiment class that an imported module has registered by this name, or None."""
   return _registry.get(name)
 
 
 def get(name: str) -> type:
-  """The experiment class of a name that the user typed; the current directory is put in front of sys.path.
+  """Returns the experiment class of a name that the user typed; prepends the current directory to sys.path.
 
-  It is a subclass of Experiment, or one that an extension recognizes and adapts.
+  It is a subclass of Experiment, or a class that an extension recognizes and adapts.
 
   Raises:
     UnknownExperimentError: there is no such module or class; the message has the nearest names.
-    UserError: the class is not an experiment, its module fails when it is imported (the message has the module's own
-      error and line), or two packages register the module's name.
+    UserError: the class is not an experiment, importing its module fails (the message has the error and its line), or
+      two packages register the module's name.
   """
   try:
     return _registry.get(name) or find_class(name, is_typed=True)
@@ -85,12 +84,7 @@ def get(name: str) -> type:
 
 
 def split_name(name: str) -> tuple[str, str]:
-  """The module and the class of a name."""
-  if len(name) > _MAX_NAME_LENGTH:  # to look for the nearest name takes time that is quadratic in the length
-    raise UnknownExperimentError(
-      f'unknown experiment {name[:60]!r}...: a name has at most {_MAX_NAME_LENGTH} characters, and this one '
-      f'{len(name)}.'
-    )
+  """Returns the module and the class of a name."""
   module_name, _, class_name = name.rpartition('.')
   if not module_name or not all(part.isidentifier() for part in name.split('.')):
     raise _unknown(name)
@@ -98,27 +92,25 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def find_class(name: str, *, is_typed: bool) -> type:
-  """Imports what `get` or a saved config (not `is_typed`) names."""
+  """Imports the experiment class that the user (`is_typed`) or a saved config names."""
   module_name, class_name = split_name(name)
   module = _find_module(name, module_name, in_current_directory=is_typed)
-  # A name in a file meets no module's own __getattr__, which might import others, except for our lazy exports.
+  # For a name in a file no module's __getattr__ is called, which might import others, except for our lazy exports.
   may_be_lazy = is_typed or module_name.partition('.')[0] == 'spmd_tasks'
   cls = getattr(module, class_name, None) if may_be_lazy else vars(module).get(class_name)
   if cls is None:
     near = difflib.get_close_matches(class_name, _experiment_names(module), n=3, cutoff=0.5)
-    if is_typed and hasattr(module, '__path__') and importlib.util.find_spec(name):  # its class is missing
+    if is_typed and hasattr(module, '__path__') and importlib.util.find_spec(name):  # the name has no class
       module_name, near = name, _experiment_names(import_module(name, name))[:3]
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
   if not is_experiment(cls) and foreign_kind(cls) is None:
     others = ''.join(f', or of an experiment of {kind.name}' for kind in extensions.kinds())
-    raise UserError(
-      f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment{others}.'
-    )
+    raise UserError(f'{name} is not an experiment: name a subclass of spmd_tasks.experiment.Experiment{others}.')
   return cls
 
 
 def name_of(cls: type) -> str:
-  """The name under which `get` finds the class in a new process, whichever of its names it was asked for by."""
+  """Returns the one name under which `get` finds the class in a new process."""
   package, _, module = cls.__module__.rpartition('.')
   if package == _EXPERIMENTS:
     return f'{module}.{cls.__name__}'
@@ -127,10 +119,10 @@ def name_of(cls: type) -> str:
 
 
 def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> ModuleType:
-  if '.' not in module_name:  # a registered name, which nothing in the current directory shadows
+  if '.' not in module_name:  # a registered name, which the current directory cannot shadow
     if is_own_module(module_name):
       return import_module(name, f'{_EXPERIMENTS}.{module_name}')
-    modules = sorted(modules_of_others().get(module_name, []))
+    modules = sorted(modules_by_entry_point().get(module_name, []))
     if len(modules) > 1:
       raise UserError(
         f'experiment {name} is ambiguous: {" and ".join(modules)} are both registered as {module_name!r}: write for '
@@ -140,7 +132,7 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
       return import_module(name, modules[0])
   if in_current_directory and '' not in sys.path:
     add_to_search_path([Path.cwd()])
-  # Parents are imported one by one: a parent that is missing means "no such name", one that fails means a bug in it.
+  # Parents are imported one by one: a missing parent means an unknown name, and a failing import a bug in the parent.
   parts = module_name.split('.')
   for end in range(1, len(parts) + 1):
     prefix = '.'.join(parts[:end])
@@ -159,19 +151,19 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
 
 
 def is_registered(name: str) -> bool:
-  """Whether a new process finds the experiment without being told where, as one of this or an installed package."""
+  """Returns whether the experiment is of this package, or registered by another installed package."""
   module = name.rpartition('.')[0]
-  known = is_own_module(module) or module in modules_of_others() or module in registered_modules()
-  return known or module.startswith('spmd_tasks.')
+  is_listed = is_own_module(module) or module in modules_by_entry_point() or module in registered_modules()
+  return is_listed or module.startswith('spmd_tasks.')
 
 
 def registered_modules() -> set[str]:
-  """The modules that other packages register."""
-  return {module.partition(':')[0] for modules in modules_of_others().values() for module in modules}
+  """Returns the modules that other packages register."""
+  return {module.partition(':')[0] for modules in modules_by_entry_point().values() for module in modules}
 
 
 def import_module(name: str, module_name: str) -> ModuleType:
-  """Imports the module of an experiment `name`; a UserError has the module's own error and line."""
+  """Imports the module of an experiment `name`. Raises a UserError with the module's own error and its line."""
   try:
     for kind in extensions.kinds() if not module_name.startswith('spmd_tasks.') else ():
       if kind.before_import is not None:
@@ -188,14 +180,14 @@ def import_module(name: str, module_name: str) -> ModuleType:
 
 
 def is_experiment(value: object) -> bool:
-  """Whether a value is a subclass of Experiment."""
+  """Returns whether a value is a subclass of Experiment."""
   from spmd_tasks.experiment import Experiment  # imports JAX
 
   return inspect.isclass(value) and issubclass(value, Experiment)
 
 
 def foreign_kind(value: object) -> extensions.ExperimentKind | None:
-  """The kind of experiments that a value is a class of; None for our own, and for all else."""
+  """Returns the kind of another framework's experiment class; None for any other value."""
   return next((kind for kind in extensions.kinds() if extensions.call(kind.recognizes, value)), None)
 
 
@@ -214,7 +206,7 @@ def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
 
 
 def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
-  """Puts directories in front of sys.path, the first one first; returns them as absolute paths.
+  """Prepends directories to sys.path, in their order; returns them as absolute paths.
 
   Raises a UserError: there is no such directory.
   """
@@ -222,7 +214,7 @@ def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Pa
   for directory in directories:
     path = Path(directory).expanduser()
     if not path.is_dir():
-      raise UserError(f'--experiment_path {directory} is not a directory: name the one that holds your modules.')
+      raise UserError(f'--experiment_path {directory} is not a directory: give the directory of your modules.')
     resolved.append(path.resolve())
   missing = [str(path) for path in resolved if str(path) not in sys.path]
   if missing:
@@ -232,51 +224,51 @@ def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Pa
 
 
 def is_origin(directory: Path) -> bool:
-  """Whether a directory always means the same one: absolute, without links, and none of a process or a device."""
-  is_kernels = str(directory).startswith(('/proc/', '/dev/', '/sys/'))
-  return directory.is_absolute() and directory.is_dir() and directory.resolve() == directory and not is_kernels
+  """Returns whether a path always names the same directory: absolute, without links, not in /proc, /dev or /sys."""
+  is_virtual = str(directory).startswith(('/proc/', '/dev/', '/sys/'))
+  return directory.is_absolute() and directory.is_dir() and directory.resolve() == directory and not is_virtual
 
 
 def symbol_of(value: Any) -> str:
-  """The name of a class or function as `package:QualName`, such as `jax:relu`, whatever private module defines it."""
+  """Returns the public name of a class or function, `package:QualName`, such as `jax:relu`."""
   return f'{public_module_of(value)}:{value.__qualname__}'
 
 
 def current_symbol(symbol: str) -> str:
-  """Returns today's name of a class of ours that has moved and is still exported by its former package."""
+  """Returns the current name of a class of ours that has moved, if its former package still exports it."""
   module, _, name = symbol.partition(':')
   if not module.startswith('spmd_tasks.') or name not in _loaded(module).get('__all__', ()):
     return symbol
   try:
     return symbol_of(getattr(sys.modules[module], name))
-  except ImportError:  # it needs an extra, and whatever needs the class says so
+  except ImportError:  # it needs an extra, which the user of the class reports
     return symbol
 
 
 def public_module_of(value: Any) -> str:
-  """The nearest package around a class or function that exports it by its own name, else its module.
+  """Returns the innermost parent package that exports a class or function by its name, else its module.
 
-  Of the module all up to the first private part counts.
+  A module's name is cut before its first private part.
   """
   module = value.__module__ or 'builtins'
   name = value.__qualname__.partition('.')[0]
   public = module.partition('._')[0]
-  outermost = _loaded(module).get(name)
+  definition = _loaded(module).get(name)  # for a nested class or a method, the outermost class
   packages = public.split('.') if public != module else public.split('.')[:-1]
   for end in range(len(packages), 0, -1):
     package = '.'.join(packages[:end])
-    if outermost is not None and _exports(package, name, outermost):
+    if definition is not None and _exports(package, name, definition):
       return package
   return public
 
 
 def _exports(package: str, name: str, value: Any) -> bool:
-  found = _loaded(package)
-  if name in found:
-    return found[name] is value
-  return name in found.get('__all__', ()) and getattr(sys.modules[package], name, None) is value  # a lazy export
+  names = _loaded(package)
+  if name in names:
+    return names[name] is value
+  return name in names.get('__all__', ()) and getattr(sys.modules[package], name, None) is value  # a lazy export
 
 
 def _loaded(module: str) -> dict[str, Any]:
-  """The names in a module that was imported already; nothing is imported."""
+  """Returns the names in an imported module; {} if it is not imported."""
   return vars(sys.modules[module]) if module in sys.modules else {}

@@ -1,11 +1,11 @@
-"""Resolves an experiment and its overrides to one config, writes that as JSON, and builds the Job.
+"""Resolves an experiment and its overrides to one config, encodes it as JSON, and builds the Job.
 
     resolved = resolve('lm.StdlibTiny', ['num_layers=4', 'task.learner.clip_global_norm=0.5'])
     job = resolved.build()
 
-An override of an experiment's field applies before `task()`, `train_input()` and the other methods are called, so that
-they see the new value. An override of `task`, `train_input`, `eval_inputs.<name>` or `decode_inputs.<name>` changes the
-config that the method returned.
+Overrides of an experiment's fields are applied before `task()`, `train_input()` and the other methods are called, so
+they see the new values. Overrides of `task`, `train_input`, `eval_inputs.<name>` and `decode_inputs.<name>` change the
+configs that the methods returned.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ from spmd_tasks.inputs.base import is_input
 ConfigPath = tuple[str, ...]
 Prepare = Callable[[Experiment], None]
 PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
-# Fields that connecting the processes reads, before an experiment of another framework is adapted.
+# The fields that are needed to connect the processes, before an experiment of another framework is adapted.
 TIMEOUTS = ('first_step_timeout_s',)
 
 
@@ -55,12 +55,12 @@ class ResolvedConfig:
 
   name: str
   experiment: Experiment
-  parts: dict[str, Any]  # by PARTS: Fiddle configs or built objects; of the last two dicts by name
-  overrides: dict[str, Any]  # what the user set, by path, as JSON
-  code_directories: tuple[Path, ...] = ()  # below which the functions lie that it may name (references.py)
+  parts: dict[str, Any]  # by PARTS: Fiddle configs or built objects; for the last two, dicts of them by name
+  overrides: dict[str, Any]  # the user's overrides by path, as JSON
+  code_directories: tuple[Path, ...] = ()  # where the functions are that the config may name (references.py)
 
   def build(self) -> Job:
-    """Builds the parts, once and together: a config that is shared between them gives one shared object.
+    """Builds all parts together, so that a config that they share gives one shared object.
 
     Raises a UserError: a part refuses its fields, or its own code fails; the message begins with its config path.
     """
@@ -74,17 +74,19 @@ class ResolvedConfig:
           built = call(kind.build, self.experiment, self.parts)
     except UserError as error:
       raise _without_fiddle_context(error, str(error)) from error
-    except _OF_VALUES as error:  # a value of a type or size that no check of the part knows
+    except _VALUE_ERRORS as error:  # from a value whose type or size the part does not check
       if 'Fiddle context:' not in str(error) or _wants_tracebacks():
         raise
       raise _without_fiddle_context(error, f'its fields give {_describe(error)}') from error
 
-    def as_input(path: str, cfg: Any, built: Any) -> Any:  # which may be plain data
-      return _as_input(path, built, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
+    def as_input(path: str, cfg: Any, data: Any) -> Any:
+      return _as_input(path, data, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
 
     built['train_input'] = as_input('train_input', self.parts['train_input'], built['train_input'])
-    evals, configs = built['eval_inputs'], self.parts['eval_inputs']
-    built['eval_inputs'] = {name: as_input(f'eval_inputs.{name}', configs[name], each) for name, each in evals.items()}
+    configs = self.parts['eval_inputs']
+    built['eval_inputs'] = {
+      name: as_input(f'eval_inputs.{name}', configs[name], data) for name, data in built['eval_inputs'].items()
+    }
     return Job(name=self.name, experiment=self.experiment, code_directories=self.code_directories, **built)
 
 
@@ -94,16 +96,20 @@ def resolve(
   prepare: Prepare | None = None,
   experiment_path: Sequence[str | os.PathLike[str]] = (),
 ) -> ResolvedConfig:
-  """Resolves an experiment, given by name or class, with `path=value` overrides; the later one of a path wins.
+  """Resolves an experiment with `path=value` overrides.
 
-  `prepare` is called with the experiment before its parts are made, which may ask JAX for the number of devices. If an
-  extension adapts the experiment, which may ask as well, it is called before with one that has only its timeouts, and
-  with the experiment again. `experiment_path` are directories of modules, which are put in front of sys.path.
+  Args:
+    experiment: its name or class.
+    overrides: of two overrides of a path, the later one wins.
+    prepare: called with the experiment before its methods are called, which may ask JAX for its devices. If an
+      extension adapts the experiment, which may ask as well, `prepare` is first called with an experiment that has only
+      the timeouts, and then again.
+    experiment_path: directories of modules, which are prepended to sys.path.
 
   Raises a UserError: the experiment or a path is unknown, a value has another type, or fields contradict each other.
   """
   directories = registry.add_to_search_path(experiment_path)
-  with contextlib.suppress(OSError):  # there is no current directory
+  with contextlib.suppress(OSError):  # the current directory was deleted
     directories.append(Path.cwd().resolve())
   cls = registry.get(experiment) if isinstance(experiment, str) else experiment
 
@@ -118,7 +124,7 @@ def resolve(
 
 
 def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
-  """Returns strict JSON of the experiment's name, its overrides, and every field's value by path, with defaults."""
+  """Returns, as strict JSON, the experiment's name, its overrides, and the value of every field by path."""
   config = {path: encode_field(field.value) for path, field in walk(_root_of(resolved.experiment, resolved.parts))}
   saved = {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
   origin = _origins(resolved)
@@ -126,7 +132,7 @@ def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
 
 
 def _origins(resolved: ResolvedConfig) -> list[str]:
-  """The directories from which a later command imports the modules of a job, if it is this user's own."""
+  """Returns the directories from which a later command of the same user may import the job's modules."""
   names = [] if registry.is_registered(resolved.name) else [type(resolved.experiment).__module__]
   origins = [root for name in names if (root := references.import_root(name)) is not None]
   for path, field in walk(_root_of(resolved.experiment, resolved.parts)):
@@ -138,23 +144,23 @@ def _origins(resolved: ResolvedConfig) -> list[str]:
 
 
 def modules_in(path: ConfigPath, value: Any) -> Iterator[str]:
-  """Yields the modules, and the references to functions (`module:name`), that a value at a path of a config names.
+  """Yields the modules and functions (`module:name`) that the value of a field names.
 
-  Only fields of which an extension says so name any. A text without a colon is a module only inside of a list.
+  Only the `fields_of_modules` of extensions name any. A text without a colon is a module only if it is in a list.
   """
   fields = {name for extension in extensions() for name in extension.fields_of_modules}
   if path[-1] not in fields:
     return
-  waiting = [(value, False)]
-  while waiting:
-    value, is_listed = waiting.pop()
+  stack = [(value, False)]
+  while stack:
+    value, is_listed = stack.pop()
     if isinstance(value, str):
       if '://' not in value and (':' in value or is_listed):
         yield value
     elif isinstance(value, Mapping):
-      waiting += [(item, False) for pair in value.items() for item in pair]
+      stack += [(item, False) for pair in value.items() for item in pair]
     elif isinstance(value, tuple | list | set | frozenset):
-      waiting += [(item, True) for item in value]
+      stack += [(item, True) for item in value]
 
 
 def resolve_changed(
@@ -165,49 +171,49 @@ def resolve_changed(
   *,
   earlier: Mapping[str, Any] = types.MappingProxyType({}),
   prepare: Prepare | None = None,
-  checked: Callable[[dict[ConfigPath, Any]], dict[ConfigPath, Any]] = dict,
+  check: Callable[[dict[ConfigPath, Any]], dict[ConfigPath, Any]] = dict,
   code_directories: Sequence[Path] = (),
 ) -> ResolvedConfig:
-  """Applies overrides to an experiment's `config`, makes its parts, and applies `part_changes` and overrides to them.
+  """Applies overrides to an experiment's `config`, and `part_changes` and overrides to the parts that it returns.
 
   Args:
-    earlier: the overrides of the saved config, as JSON.
+    earlier: the overrides in the saved config, as JSON.
     prepare: as in `resolve`.
-    checked: returns the values of overrides, or raises a UserError for one of them.
-    code_directories: of the ResolvedConfig.
+    check: returns the values of overrides, or raises a UserError for one of them.
+    code_directories: for the ResolvedConfig.
   """
   split = [((cls._renamed.get(path[0], path[0]), *path[1:]), text) for path, text in map(split_override, overrides)]
   for path, _ in split:
     cls.refuse_removed(path[0], fields_of(config))
   on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
   on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
-  changes = checked({path: parse_override(config, path, text) for path, text in on_experiment})
+  changes = check({path: parse_override(config, path, text) for path, text in on_experiment})
   experiment = build_experiment(cls, apply_changes(config, changes))
   if prepare is not None:
     prepare(experiment)
   parts = parts_of(experiment, config.__arguments__)
   parts = apply_changes(parts, _check_paths(parts, part_changes))
-  # The experiment's fields are in the tree too, for the nearest names.
+  # The tree includes the experiment's fields, for the nearest names in errors.
   root = _root_of(experiment, parts)
-  changed_parts = checked({path: parse_override(root, path, text) for path, text in on_parts})
+  changed_parts = check({path: parse_override(root, path, text) for path, text in on_parts})
   parts = apply_changes(parts, changed_parts)
-  # A subclass's own fields may be any numbers, such as how many tokens to train on; where a part has them, it counts.
+  # Without a subclass's own fields, whose seeds may have any size.
   check_numbers({field.name: getattr(experiment, field.name) for field in dataclasses.fields(Experiment)} | parts)
   kind = kind_of(cls)
   if kind is None or kind.build is None:
     check_buildable(parts)
-  given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}
+  set_now = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}
   return ResolvedConfig(
     name=registry.name_of(cls),
     experiment=experiment,
     parts=parts,
-    overrides=dict(earlier) | given,
+    overrides=dict(earlier) | set_now,
     code_directories=tuple(dict.fromkeys(code_directories)),
   )
 
 
 def adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepare | None) -> type[Experiment]:
-  """Returns a subclass of Experiment: the class itself, or what an extension makes of it after `prepare`."""
+  """Returns the class itself, or the subclass of Experiment to which an extension adapts it, after `prepare`."""
   kind = None if registry.is_experiment(cls) else registry.foreign_kind(cls)
   if kind is None:
     return cls
@@ -219,20 +225,20 @@ def adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepa
 def build_experiment(cls: type, config: fdl.Config) -> Experiment:
   if inspect.isabstract(cls):
     missing = ', '.join(f'{name}()' for name in sorted(getattr(cls, '__abstractmethods__', ())))
-    raise UserError(f'experiment {registry.name_of(cls)} does not define {missing}: define it, or name a subclass.')
+    raise UserError(f'experiment {registry.name_of(cls)} does not define {missing}: define it, or choose a subclass.')
   for name, field in fields_of(config).items():
     if field.value is UNSET:
       raise UserError(
         f'experiment {registry.name_of(cls)} has no value for its field {name}: give it one in the class, or '
         f'--set {name}=...'
       )
-  what = f'making {registry.name_of(cls)}'
+  what = f'creating {registry.name_of(cls)}'
   with _naming_fields(what, config.__arguments__), naming_own_code(what):
     return cls(**config.__arguments__)
 
 
 def parts_of(experiment: Experiment, changed: Iterable[str]) -> dict[str, Any]:
-  """Returns what the methods of an experiment return; `changed` are the fields that have been set."""
+  """Returns the parts from the methods of an experiment; `changed` are the fields that have been set."""
   parts = {}
   for name in PARTS:
     what = f'{name}() of {registry.name_of(type(experiment))}'
@@ -245,54 +251,57 @@ def parts_of(experiment: Experiment, changed: Iterable[str]) -> dict[str, Any]:
         )
       parts[name] = dict(parts[name])
       if name == 'eval_inputs':
-        parts[name] = {key: _unbuilt_input(experiment, f'{name}.{key}', each) for key, each in parts[name].items()}
+        parts[name] = {key: _unbuilt_input(experiment, f'{name}.{key}', data) for key, data in parts[name].items()}
     elif parts[name] is None:
       raise UserError(f'{name}() of {registry.name_of(type(experiment))} returned None: return it, or its fdl.Config.')
   parts['train_input'] = _unbuilt_input(experiment, 'train_input', parts['train_input'])
   return copy_config(parts)
 
 
-def _unbuilt_input(experiment: Experiment, path: str, given: Any) -> Any:
-  """Returns a config, or an Input; data that can be read only once are asked of the experiment again."""
+def _unbuilt_input(experiment: Experiment, path: str, data: Any) -> Any:
+  """Returns a config unchanged, and anything else as an Input."""
   method, _, key = path.partition('.')
 
-  def again() -> Any:
-    made = getattr(experiment, method)()
-    return made[key] if key else made
+  def again() -> Any:  # for data that can be read only once
+    returned = getattr(experiment, method)()
+    return returned[key] if key else returned
 
-  if isinstance(given, fdl.Buildable):
-    return given
-  return _as_input(path, given, repeats=not key, again=again)
+  if isinstance(data, fdl.Buildable):
+    return data
+  return _as_input(path, data, repeats=not key, again=again)
 
 
-def _as_input(path: str, given: Any, **how: Any) -> Any:
-  return given if is_input(given) else inputs.as_input(path, given, **how)  # a lazy export: plain data are rare
+def _as_input(path: str, data: Any, *, repeats: bool, again: Callable[[], Any]) -> Any:
+  """Returns data as an Input; `again` returns the data once more."""
+  if is_input(data):
+    return data
+  return inputs.as_input(path, data, repeats=repeats, again=again)  # a lazy export: plain data are rare
 
 
 def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]:
   return {name: field.value for name, field in fields_of(experiment).items()} | dict(parts)
 
 
-_OF_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @contextlib.contextmanager
 def _naming_fields(what: str, changed: Iterable[str]) -> Iterator[None]:
-  """Turns an error of this package's code over values that no check knows into a UserError that names the fields.
+  """Turns an error from an unchecked value into a UserError that names the fields.
 
-  `changed` are those that another value was set for than the code has. Without any the error is a bug.
+  `changed` are the fields that have been set; if there are none, the error is a bug and is raised unchanged.
   """
   try:
     yield
   except (UserError, JobError):
     raise
-  except _OF_VALUES as error:
+  except _VALUE_ERRORS as error:
     names = sorted(changed)
     if not names or _wants_tracebacks():
       raise
     more = f' and {len(names) - 8} more' if len(names) > 8 else ''
     raise UserError(
-      f'{what} fails with {_describe(error)}: correct what was set ({", ".join(names[:8])}{more}).'
+      f'{what} fails with {_describe(error)}: correct the fields that were set ({", ".join(names[:8])}{more}).'
     ) from error
 
 
@@ -306,7 +315,7 @@ def _wants_tracebacks() -> bool:
 
 
 def _without_fiddle_context(error: Exception, message: str) -> UserError:
-  """Returns an error with the message `task.model: <message of the part>`, without Fiddle's context."""
+  """Returns a UserError with the message `task.model: <message>`, without Fiddle's context."""
   message = message.partition('\n\nFiddle context:')[0]
   context = f'{error}{error.__cause__}'.partition('\n\nFiddle context:')[2]
   _, _, path = context.partition(' at <root>')
@@ -316,20 +325,20 @@ def _without_fiddle_context(error: Exception, message: str) -> UserError:
 
 
 def _check_paths(root: Any, changes: Mapping[ConfigPath, Any]) -> dict[ConfigPath, Any]:
-  """Returns the changes whose paths exist in `root`; only a key that is to be dropped may be missing."""
+  """Returns the changes whose paths exist in `root`; a missing path is an error, unless the change is DROP."""
   present = dict(walk(root))
   missing = [path for path, value in changes.items() if '.'.join(path) not in present]
   lost = ['.'.join(path) for path in missing if changes[path] is not DROP]
   if lost:
     raise UserError(
-      f'the overrides remove {", ".join(lost)}, which the saved config sets to another value than the default: leave '
-      'those overrides out or start a new run.'
+      f'the overrides remove {", ".join(lost)}, which the saved config sets: leave these overrides out, or start a new '
+      'run.'
     )
   return {path: value for path, value in changes.items() if path not in missing}
 
 
 def split_override(override: str) -> tuple[ConfigPath, str]:
-  """Splits `path=value` into the path's names and the text of the value. Raises a UserError for another form."""
+  """Splits `path=value` into the names in the path and the text of the value. Raises a UserError for other forms."""
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
     example = 'num_train_steps=100' if equals else f'{override[:80].strip().lstrip("-") or "num_train_steps"}=100'
@@ -338,7 +347,7 @@ def split_override(override: str) -> tuple[ConfigPath, str]:
 
 
 def parse_override(root: Any, path: ConfigPath, text: str) -> Any:
-  """Returns the value that `text` denotes for the field of `root` at `path`, or raises a UserError with the remedy."""
+  """Parses `text` as a value for the field of `root` at `path`. Raises a UserError with the remedy."""
   field = find_field(root, path)
   name = '.'.join(path)
   present = None if field.value is UNSET else field.value

@@ -1,9 +1,9 @@
-"""Reads saved configs, checks their form, and prints them.
+"""Reads saved configs, checks their form, and formats them.
 
     {"experiment": "lm.StdlibTiny", "overrides": {"num_layers": 4}, "config": {"num_layers": 4, ...}}
 
-`config` has every field by its path, defaults included. Values are those of encoding.py. A file may have been edited by
-hand, so its form is checked before anything is made of it.
+`config` has every field by its path, including defaults, encoded as in encoding.py. A file may have been edited by
+hand, so its form is checked first.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,11 @@ _MAX_DEPTH = 50
 
 
 class SavedConfig(dict[str, Any]):
-  """A saved config that was read from the file `path`.
+  """A saved config from a file.
 
   Attributes:
-    why_unsigned: why it does not count as written by this user for the directory of the file; '' if it does.
+    path: the file.
+    why_unsigned: why the config does not count as written by this user for the directory of the file, or ''.
   """
 
   def __init__(self, saved: Mapping[str, Any], path: epath.PathLike):
@@ -35,7 +36,7 @@ class SavedConfig(dict[str, Any]):
 
 
 def read_saved_config(path: epath.PathLike) -> SavedConfig:
-  """The saved config in a file, such as <job_log_dir>/config.json. Raises a UserError if it holds none."""
+  """Reads a saved config, such as <job_log_dir>/config.json. Raises a UserError if the file is not one."""
   try:
     saved = json.loads(read_text(absolute_path(path)))
   except (OSError, ValueError, RecursionError) as error:
@@ -47,22 +48,22 @@ def read_saved_config(path: epath.PathLike) -> SavedConfig:
 
 
 def checked_config(saved: Any) -> dict[str, Any]:
-  """`saved`, if it has the form that `to_json` gives. Raises a UserError that says where it has not."""
+  """Returns `saved` with current names. Raises a UserError if it does not have the form of `to_json`."""
   if not isinstance(saved, Mapping) or not {'experiment', 'overrides', 'config'} <= set(saved):
     remedy = 'give the config.json of a job_log_dir'
     if isinstance(saved, Mapping) and 'model_type' in saved:
-      remedy = "of a model's folder it takes --exp hf.Model --set model=FOLDER, or that of a job that tunes it"
-    raise UserError(f"this is no saved config, an object with 'experiment', 'overrides' and 'config': {remedy}.")
+      remedy = "to run a model's folder, use --exp hf.Model --set model=FOLDER"
+    raise UserError(f"not a saved config, which has 'experiment', 'overrides' and 'config': {remedy}.")
   if not isinstance(saved['experiment'], str):
-    raise UserError(f"this is no saved config: its 'experiment' must be a name, not {_shown(saved['experiment'])}.")
+    raise UserError(f"not a saved config: its 'experiment' must be a name, not {_shorten(saved['experiment'])}.")
   for part in ('overrides', 'config'):
     if not isinstance(saved[part], Mapping):
-      raise UserError(f'this is no saved config: its {part!r} must be an object, not {_shown(saved[part])}.')
+      raise UserError(f'not a saved config: its {part!r} must be an object, not {_shorten(saved[part])}.')
     for path, value in saved[part].items():
       if not _is_encoded(value, _MAX_DEPTH):
         raise UserError(
-          f'this is no saved config: {one_line(path)} in its {part!r} is {_shown(value)}, which stands for no value: '
-          'give the config.json of a job_log_dir as it was written, and change fields by --set.'
+          f'not a saved config: {one_line(path)} in its {part!r} is {_shorten(value)}, which encodes no value: give '
+          'the unedited config.json of a job_log_dir, and change fields by --set.'
         )
   config = {path: _with_current_symbol(value) for path, value in saved['config'].items()}
   environment = saved.get('environment')
@@ -70,7 +71,7 @@ def checked_config(saved: Any) -> dict[str, Any]:
 
 
 def _with_current_symbol(value: Any) -> Any:
-  """Returns the encoded value with today's name of its class."""
+  """Returns the encoded value with the current name of its class."""
   match value:
     case {'symbol': symbol}:
       return {**value, 'symbol': current_symbol(symbol)}
@@ -78,7 +79,7 @@ def _with_current_symbol(value: Any) -> Any:
 
 
 def format_config(saved: Mapping[str, Any]) -> str:
-  """`path = value` lines, sorted: the experiment's own fields, then its parts; a class stands above its fields."""
+  """Returns sorted `path = value` lines: the experiment's fields, then its parts, each class before its fields."""
   config, parts = saved['config'], ('task', 'train_input', 'eval_inputs', 'decode_inputs')
   own = sorted(path for path in config if path.split('.')[0] not in parts)
   others = sorted((path for path in config if path.split('.')[0] in parts), key=lambda path: path.split('.'))
@@ -89,7 +90,7 @@ def format_config(saved: Mapping[str, Any]) -> str:
 
 
 def _is_encoded(value: Any, depth: int) -> bool:
-  """Whether it is what `encoding.encode` or `encode_field` gives, nested at most `depth` deep."""
+  """Returns whether a value has the form of `encode` or `encode_field`, nested at most `depth` deep."""
   if value is None or isinstance(value, (bool, int, float, str)):
     return True
   if depth == 0:
@@ -118,6 +119,6 @@ def _is_encoded(value: Any, depth: int) -> bool:
   return False
 
 
-def _shown(value: Any, limit: int = 80) -> str:
+def _shorten(value: Any, limit: int = 80) -> str:
   text = repr(value)
   return text if len(text) <= limit else f'{text[:limit]}...'

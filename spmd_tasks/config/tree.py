@@ -1,14 +1,13 @@
 """Reads and changes a config as a tree of named fields: Fiddle configs, dataclasses, Linen modules, dicts and tuples.
 
-A node has fields; every other value is a leaf. A dict or tuple that contains nodes is a node, any other one is a leaf
-(`--set` reaches the keys of a dict leaf all the same). A path joins field names, keys and indices by dots.
+A node has fields; every other value is a leaf. A dict or tuple is a node if it contains nodes, and otherwise a leaf
+(`--set` can still set the keys of a dict). A path joins field names, keys and indices by dots.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 import dataclasses
 import functools
 import inspect
-import math
 import types
 import typing
 from typing import Any
@@ -23,21 +22,21 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.extensions import extensions
 
-UNSET = types.SimpleNamespace()  # a parameter without a default that has no value yet
-DROP = types.SimpleNamespace()  # as a change: leave this key of a dict out
+UNSET = types.SimpleNamespace()  # the value of a field without a default that was not set
+DROP = types.SimpleNamespace()  # as a change: drop this key of a dict
 _NOT_FIELDS_OF_MODULES = ('parent', 'name')  # Linen's own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-  """One field of a node: the value that was set, else the default, else UNSET; and the annotation."""
+  """One field of a node: its value, default or UNSET, and its annotation."""
 
   value: Any
   annotation: Any = Any
 
 
 def copy_config(root: Any) -> Any:
-  """Copies the Fiddle configs and containers but not the leaves; a config that occurs twice is copied once."""
+  """Copies Fiddle configs and containers, but not leaves; a shared config stays shared."""
 
   def copy(value: Any, state: daglish.State) -> Any:
     return state.map_children(value) if state.is_traversable(value) else value
@@ -46,9 +45,9 @@ def copy_config(root: Any) -> Any:
 
 
 def without_foreign_configs(root: Any) -> Any:
-  """Returns a config in which `fdl.build` leaves configs that an extension names as they are: their owner builds them.
+  """Wraps the `unbuilt_configs` of extensions so that `fdl.build` leaves them unbuilt.
 
-  Those of Praxis hold templates, which it leaves unbuilt and Fiddle would build.
+  Praxis's configs, for example, contain templates that Praxis itself builds later.
   """
   packages = {package for extension in extensions() for package in extension.unbuilt_configs}
 
@@ -65,7 +64,7 @@ def _unbuilt(config: fdl.Buildable) -> Callable[[], fdl.Buildable]:
 
 
 def is_node(value: Any) -> bool:
-  """Tells whether a value has fields of its own."""
+  """Returns whether a value has fields."""
   if isinstance(value, fdl.Buildable) or _is_dataclass(value):
     return True
   if isinstance(value, Mapping):
@@ -105,56 +104,49 @@ def check_buildable(root: Any) -> None:
   _check_reach(root, '', None)
   for path, field in walk(root):
     if field.value is UNSET:
-      raise UserError(f'{path} has no value and no default: give it one in the experiment, or --set {path}=...')
+      raise UserError(f'{path} has no value: set it in the experiment, or --set {path}=...')
 
 
 def check_numbers(root: Any, prefix: str = '') -> None:
-  """Raises a UserError for numbers that nothing can compute with: nan, integers that int32 and uint32 seeds lack.
-
-  Integers of classes that are not of this package, such as a user's own model, may be of any size.
-  """
+  """Raises a UserError for seeds of more than 32 bits, and for dtypes of this package's classes that are not floats."""
   cls = fdl.get_callable(root) if isinstance(root, fdl.Buildable) else type(root)
-  is_counted = isinstance(root, Mapping | tuple | list) or (cls.__module__ or '').startswith('spmd_tasks.')
+  is_ours = isinstance(root, Mapping | tuple | list) or (cls.__module__ or '').startswith('spmd_tasks.')
   for name, field in fields_of(root).items():
     value, path = field.value, f'{prefix}{name}'
     if is_node(value):
       check_numbers(value, f'{path}.')
-    if isinstance(value, float) and math.isnan(value):
-      raise UserError(f'{path} = nan is no number to compute with: set another one.')
-    if is_counted and name == 'dtype' and field.annotation is Any and not _computes(value):
+    if is_ours and name == 'dtype' and field.annotation is Any and not _is_compute_dtype(value):
       raise UserError(
-        f'{path} = {value} is no dtype to compute in: set float32, bfloat16 or float16 (float64 with JAX_ENABLE_X64=1).'
+        f'{path} = {value} is not a dtype of activations: set float32, bfloat16 or float16 (float64 with '
+        'JAX_ENABLE_X64=1).'
       )
     is_seed = name == 'seed' or name.endswith('_seed')
     if is_seed and isinstance(value, int) and not 0 <= value < 2**32:
-      raise UserError(f'{path} = {value} must be in [0, {2**32:,}), as random numbers are drawn from 32 bits.')
-    is_32_bits = is_counted and not is_seed and not name.endswith('_bytes')
-    if isinstance(value, int) and is_32_bits and abs(value) >= 2**31:
-      raise UserError(f'{path} = {value} must be less than {2**31:,}, which is what JAX counts with: lower it.')
+      raise UserError(f'{path} = {value} must be in [0, {2**32:,}).')
 
 
-def _computes(dtype: Any) -> bool:
-  """Whether activations may have a dtype: JAX has it as it is, and it is of real numbers, not of integers."""
+def _is_compute_dtype(dtype: Any) -> bool:
+  """Returns whether JAX can compute activations in a dtype: a float dtype that it does not truncate."""
   if dtype is None or dtype is UNSET:
     return True
   try:
     return jnp.issubdtype(dtype, jnp.floating) and jax.dtypes.canonicalize_dtype(dtype) == jnp.dtype(dtype)
-  except TypeError:  # it is none
+  except TypeError:  # not a dtype
     return False
 
 
 def apply_changes(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-  """Returns `node` with the values at the given paths replaced; Fiddle configs change in place, other nodes are copied.
+  """Returns `node` with the values at some paths replaced; changes Fiddle configs in place, and copies other nodes.
 
-  All fields of one built object change together, so that the checks of its class see all changes.
+  All fields of a built object change together, so that the checks of its class see all changes.
   """
   if () in changes:
     return changes[()]
   fields = fields_of(node)
-  grouped: dict[str, dict[tuple[str, ...], Any]] = {}
+  by_field: dict[str, dict[tuple[str, ...], Any]] = {}
   for (name, *rest), value in changes.items():
-    grouped.setdefault(name, {})[tuple(rest)] = value
-  return _replace(node, {name: apply_changes(fields[name].value, below) for name, below in grouped.items()})
+    by_field.setdefault(name, {})[tuple(rest)] = value
+  return _replace(node, {name: apply_changes(fields[name].value, below) for name, below in by_field.items()})
 
 
 def _replace(node: Any, new: Mapping[str, Any]) -> Any:
@@ -208,7 +200,7 @@ _signature = functools.cache(inspect.signature)
 
 @functools.cache
 def _type_hints(target: Hashable) -> dict[str, Any]:
-  """Returns the resolved annotations; {} if one of them names a type that only type checkers import."""
+  """Returns the resolved annotations; {} if one of them cannot be resolved, such as a type-checking import."""
   is_plain_class = isinstance(target, type) and not dataclasses.is_dataclass(target)
   try:
     return typing.get_type_hints(getattr(target, '__init__') if is_plain_class else target)  # noqa: B009
@@ -217,10 +209,10 @@ def _type_hints(target: Hashable) -> dict[str, Any]:
 
 
 def _check_reach(node: Any, path: str, built: str | None) -> None:
-  """Checks below `node`; `built` names the object around `node` in which Fiddle does not search for configs."""
+  """Raises a UserError for configs below `node` inside a built object (of class `built`), where Fiddle finds none."""
   if isinstance(node, fdl.Buildable) and built is not None:
     raise UserError(
-      f'{path} is a config inside a {built}, where it would never be built: make that a fdl.Config (or a dict) as well.'
+      f'{path} is a config inside a built {built}, so it would never be built: make the {built} a fdl.Config as well.'
     )
   if not isinstance(node, fdl.Buildable) and type(node) not in (dict, list, tuple):
     built = type(node).__name__

@@ -1,7 +1,7 @@
-"""Reads the text of `--set path=value` as a value of the field's type, and checks saved values.
+"""Parses the text of `--set path=value` as a value of the field's type, and checks saved values.
 
-The type is the field's annotation or, where that says nothing (`Any`, unresolvable), the type of the present value.
-pydantic checks values against types; this file adds how a text is spelled. Nothing in a text is ever evaluated.
+The type is the field's annotation. If that is `Any` or cannot be resolved, the type of the current value is used.
+pydantic checks values against types; this file adds how values are written as text. No text is ever evaluated as code.
 """
 
 import ast
@@ -19,81 +19,81 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, TypeAdapter
 
 NONE = type(None)
-_SAYS_NOTHING = (Any, object, inspect.Parameter.empty)
+_UNKNOWN_TYPES = (Any, object, inspect.Parameter.empty)
 
 
 class DtypeName(str):
-  """The type of a field that holds a dtype by its name, as `dtype: str = 'float32'` does."""
+  """The type of a field that holds the name of a dtype, such as `dtype: str = 'float32'`."""
 
 
 class _Text(str):
-  """A text that still has to be read; every other value, a plain str too, is checked only."""
+  """A text to parse; other values, including plain strings, are only checked."""
 
 
 def parse_value(text: str, kind: Any) -> Any:
-  """Returns the value of type `kind` that a text denotes.
+  """Parses a text as a value of type `kind`.
 
   bool `true`; int `4`, `1_000`, `1e6`; float `1e-3`, `inf`; str bare or quoted; `None`; tuples `1,2`, `(1, 2)`,
   `[1, 2]` or `4,`; enums, literals and dtypes by name; mappings as Python literals.
 
-  Raises a ValueError: the text is no value of the type. The message is not for users; the caller knows the config path.
+  Raises a ValueError: the text is not a value of the type. The message is not for users; the caller knows the path.
   """
-  return TypeAdapter(_readable(kind)).validate_python(_Text(text.strip()))
+  return TypeAdapter(_parser_type(kind)).validate_python(_Text(text.strip()))
 
 
 def is_of_type(value: Any, kind: Any) -> bool:
-  """Tells whether a plain value may stand in a field of the type; an int counts as a float, and a list as a tuple."""
+  """Returns whether a field of a type may have a value; an int counts as a float, and a list as a tuple."""
   try:
-    TypeAdapter(_readable(kind)).validate_python(value)
+    TypeAdapter(_parser_type(kind)).validate_python(value)
   except ValueError:
     return False
   return True
 
 
-def type_of_field(name: str, annotation: Any, present: Any) -> Any:
-  """Returns the type by which a field's text is read."""
-  if is_dtype(present):
+def type_of_field(name: str, annotation: Any, current: Any) -> Any:
+  """Returns the type by which a field's text is parsed."""
+  if is_dtype(current):
     return np.dtype
   is_named_dtype = name == 'dtype' or name.endswith('_dtype')
-  if is_named_dtype and isinstance(present, str):
+  if is_named_dtype and isinstance(current, str):
     return DtypeName
   kind = unwrap(annotation)
   if kind is not Any:
     return kind
-  if isinstance(present, (tuple, list)):
-    kinds = {type(item) for item in present}
+  if isinstance(current, (tuple, list)):
+    kinds = {type(item) for item in current}
     item = kinds.pop() if len(kinds) == 1 else Any
-    return types.GenericAlias(type(present), (item,) if isinstance(present, list) else (item, ...))
-  if present is not None:
-    return type(present)
+    return types.GenericAlias(type(current), (item,) if isinstance(current, list) else (item, ...))
+  if current is not None:
+    return type(current)
   return np.dtype | None if is_named_dtype else Any
 
 
 def unwrap(kind: Any) -> Any:
-  """Returns the type behind Annotated, NewType and aliases; Any for an annotation that says nothing."""
+  """Returns the type behind Annotated, NewType and aliases; Any for an unknown type."""
   if typing.get_origin(kind) in (Annotated, typing.Final):
     return unwrap(typing.get_args(kind)[0])
   if isinstance(kind, typing.NewType):
     return unwrap(kind.__supertype__)
   if type(kind).__name__ == 'TypeAliasType':
     return unwrap(kind.__value__)
-  if kind in _SAYS_NOTHING or isinstance(kind, (str, typing.TypeVar, typing.ForwardRef)):
+  if kind in _UNKNOWN_TYPES or isinstance(kind, (str, typing.TypeVar, typing.ForwardRef)):
     return Any
   return NONE if kind is None else kind
 
 
 def is_dtype(value: Any) -> bool:
-  """Tells whether a value is a dtype: `np.dtype('float32')`, `np.float32` or `jnp.bfloat16`."""
+  """Returns whether a value is a dtype: `np.dtype('float32')`, `np.float32` or `jnp.bfloat16`."""
   if isinstance(value, np.dtype) or type(value) is type(jnp.float32):
     return True
   return isinstance(value, type) and issubclass(value, np.generic)
 
 
-def _readable(kind: Any, is_beside_str: bool = False) -> Any:
-  """Returns the type for pydantic: each part of the type reads a `_Text` and checks every other value strictly."""
+def _parser_type(kind: Any, has_str_alternative: bool = False) -> Any:
+  """Returns the type for pydantic, which parses a `_Text` at every level and checks other values strictly."""
   kind = unwrap(kind)
   if typing.get_origin(kind) in (Union, types.UnionType):
-    return _readable_union(kind)
+    return _parser_union(kind)
   read, _ = LEAVES.get(kind, (_refuse, None))
   checked: Any = Annotated[Any, AfterValidator(functools.partial(_check, kind=kind))]
   if kind in (bool, int, float, str):
@@ -101,16 +101,16 @@ def _readable(kind: Any, is_beside_str: bool = False) -> Any:
   elif choices := choices_of(kind):
     read = functools.partial(_read_choice, choices)
   elif is_sequence(kind):
-    read = functools.partial(_split, needs_comma=is_beside_str)
-    items = tuple(item if item is ... else _readable(item) for item in item_types(kind))
+    read = functools.partial(_split, needs_comma=has_str_alternative)
+    items = tuple(item if item is ... else _parser_type(item) for item in item_types(kind))
     checked = types.GenericAlias(list, items[:1]) if is_a(kind, list) else types.GenericAlias(tuple, items)
   elif is_a(kind, Mapping):
     read = functools.partial(_read_literal, kind=dict)
-    checked = types.GenericAlias(Mapping, tuple(map(_readable, key_and_item_types(kind))))
+    checked = types.GenericAlias(Mapping, tuple(map(_parser_type, key_and_item_types(kind))))
   return Annotated[checked, BeforeValidator(lambda value: read(value) if isinstance(value, _Text) else value)]
 
 
-def _readable_union(kind: Any) -> Any:
+def _parser_union(kind: Any) -> Any:
   """Orders the members from the narrowest to the widest, because almost every text is a str."""
   order = (NONE, bool, int, float)
 
@@ -120,13 +120,12 @@ def _readable_union(kind: Any) -> Any:
     return 5 if is_sequence(member) else 6 if member is str else 7 if member is Any else 4
 
   members = sorted(dict.fromkeys(map(unwrap, typing.get_args(kind))), key=width)
-  readable = [_readable(member, is_beside_str=str in members) for member in members]
-  union = functools.reduce(operator.or_, readable)
+  union = functools.reduce(operator.or_, [_parser_type(member, str in members) for member in members])
   return Annotated[union, Field(union_mode='left_to_right')] if len(members) > 1 else union
 
 
 def _check(value: Any, kind: Any) -> Any:
-  """Checks dtypes and instances, and choices too, because for pydantic True is a value of Literal[1]."""
+  """Checks dtypes, instances, and choices, because pydantic accepts True for Literal[1]."""
   cls = typing.get_origin(kind) or kind
   if choices := choices_of(kind):
     is_one = any(type(value) is type(choice) and value == choice for choice in choices)
@@ -142,7 +141,7 @@ def _check(value: Any, kind: Any) -> Any:
 
 
 def _refuse(value: Any) -> Never:
-  raise ValueError(f'{value} is no value of the type')
+  raise ValueError(f'{value} is not a value of the type')
 
 
 def _read_bool(text: str) -> bool:
@@ -158,7 +157,7 @@ def _read_int(text: str) -> int:
 
 
 def _read_str(text: str) -> str:
-  if text == 'None':  # nearly always meant as the value None, which this field does not take
+  if text == 'None':  # nearly always means the value None, which this field does not accept
     _refuse(text)
   return _read_literal(text, str) if text[:1] in ('"', "'") else str(text)
 
@@ -204,12 +203,12 @@ def _split(text: str, *, needs_comma: bool) -> list[_Text]:
 
 
 def _split_at_commas(text: str) -> list[str]:
-  """Splits at the commas outside of brackets and quotes."""
+  """Splits at commas outside of brackets and quotes."""
   items, closers, quote = [''], '', ''
   for char in text:
     if quote:
       quote = quote.replace(char, '')
-    elif char in '\'"' and items[-1].rstrip()[-1:] in ('', *'([{:,'):  # not the apostrophe of a word
+    elif char in '\'"' and items[-1].rstrip()[-1:] in ('', *'([{:,'):  # not an apostrophe in a word
       quote = char
     elif char in _CLOSER_OF:
       closers += _CLOSER_OF[char]
@@ -256,7 +255,7 @@ def is_a(kind: Any, base: type) -> bool:
 
 _CLOSER_OF = {'(': ')', '[': ']', '{': '}'}
 
-LEAVES: dict[Any, tuple[Callable[[str], Any], str]] = {  # how a text is read, and an example
+LEAVES: dict[Any, tuple[Callable[[str], Any], str]] = {  # by type: a function that parses a text, and an example
   Any: (_read_untyped, '1'),
   NONE: (lambda text: _read_choice((None,), text), 'None'),
   bool: (_read_bool, 'true'),

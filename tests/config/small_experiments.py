@@ -87,7 +87,7 @@ class Small(Experiment):
 
 
 class Built(Small):
-  """Gives built objects, not configs."""
+  """Returns built objects instead of configs."""
 
   def task(self):
     return Task(model=Model(num_layers=self.num_layers, ffn=FeedForward()))
@@ -97,7 +97,7 @@ class Built(Small):
 
 
 class Incomplete(Small):
-  """Has a hyperparameter without a value, and an input without a batch size."""
+  """An experiment with a hyperparameter without a value, and an input without a batch size."""
 
   width: int
 
@@ -111,7 +111,7 @@ class Incomplete(Small):
 
 
 class Raising(Small):
-  """Raises in task() an error of the class that `error` names."""
+  """An experiment whose task() raises the error that `error` names."""
 
   error: str = 'ValueError'
 

@@ -1,4 +1,4 @@
-"""A saved config that somebody has edited, or that is something else, is refused in a sentence or is a config."""
+"""A saved config that was edited, or another file, is resolved or refused in one sentence."""
 
 import contextlib
 import json
@@ -33,8 +33,8 @@ SMALL = {'experiment': 'small_experiments.Small', 'overrides': {}, 'config': {}}
   ],
   ids=str,
 )
-def test_what_is_no_saved_config_is_refused(saved):
-  with pytest.raises(ValueError, match='this is no saved config'):
+def test_other_json_is_refused(saved):
+  with pytest.raises(ValueError, match='not a saved config'):
     from_json(saved)
 
 
@@ -61,17 +61,17 @@ def test_a_value_of_another_type_is_refused_by_its_path(path, value, message):
     from_json(saved)
 
 
-def test_the_binary_answers_in_a_sentence(tmp_path, capsys):
+def test_the_binary_prints_one_sentence(tmp_path, capsys):
   for text in ('{"experiment": ', '[]', json.dumps(SMALL | {'config': []}), '[' * 100_000):
     file = tmp_path / 'config.json'
     file.write_text(text)
     assert binary.run_in_process('--config', file, '--print_config') == exit_codes.USAGE
-    answer = capsys.readouterr().err
-    assert answer.startswith('spmd-tasks: ')
-    assert answer.count('\n') == 1
+    message = capsys.readouterr().err
+    assert message.startswith('spmd-tasks: ')
+    assert message.count('\n') == 1
 
 
-def test_names_of_a_stranger_begin_no_line_of_their_own_and_steer_no_terminal(tmp_path, capsys):
+def test_names_in_a_file_cannot_forge_lines_or_control_the_terminal(tmp_path, capsys):
   base, evil = to_json(resolve(Small)), '\x1b[2J\r\u202ex\nspmd-tasks: all is well'
   changes = [
     {'experiment': evil},
@@ -86,16 +86,16 @@ def test_names_of_a_stranger_begin_no_line_of_their_own_and_steer_no_terminal(tm
   for change in changes:
     (tmp_path / 'config.json').write_text(json.dumps(base | change))
     assert binary.run_in_process('--config', tmp_path / 'config.json', '--print_config') == exit_codes.USAGE
-    said = capsys.readouterr().err
-    assert said.count('\n') == 1, said
-    assert said.strip().isprintable(), said
+    message = capsys.readouterr().err
+    assert message.count('\n') == 1, message
+    assert message.strip().isprintable(), message
 
 
-OF_VALUES = [
+BAD_VALUES = [
   (
     'warmup_fraction',
     {'float': 'nan'},
-    r'task\(\) of .* fails with ValueError: .*NaN.*correct what was set \(.*warmup',
+    r'task\(\) of .* fails with ValueError: .*NaN.*correct the fields .*warmup',
   ),
   ('warmup_fraction', {'float': 'inf'}, r'task\(\) of .* fails with OverflowError: .*\(.*warmup_fraction\)'),
   ('decode_inputs', -1, r'decode_inputs was -1 and is \{\} now'),
@@ -109,15 +109,15 @@ OF_VALUES = [
 ]
 
 
-@pytest.mark.parametrize('path, value, message', OF_VALUES)
-def test_a_value_that_nothing_can_be_built_from_is_refused_by_its_path(path, value, message):
+@pytest.mark.parametrize('path, value, message', BAD_VALUES)
+def test_a_value_that_fails_in_the_build_is_refused_by_its_path(path, value, message):
   saved = to_json(resolve('lm.StdlibTiny'))
   saved['config'][path] = value
   with pytest.raises(UserError, match=message):
     from_json(saved).build()
 
 
-def test_any_value_at_any_place_of_a_published_experiment_is_a_config_or_a_sentence():
+def test_any_value_in_any_field_is_resolved_or_refused():
   rng, base = random.Random(0), to_json(resolve('lm.StdlibTiny'))
   values = [None, -1, 0, {'float': 'nan'}, {'float': '-inf'}, 10**30, '', 'x' * 1000, [], [[]], {'dict': {}}, 'float33']
   for path in rng.sample(sorted(base['config']), 60):
@@ -133,7 +133,7 @@ JUNK += [{'symbol': 'builtins:dict', 'keys': ['a']}, {'symbol': 'a:b', 'keys': [
 
 
 def mutated(saved: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-  """The saved config with one place anywhere in it replaced, removed or added."""
+  """The saved config with one value replaced, removed or added."""
   saved = json.loads(json.dumps(saved))
 
   def containers(value):
@@ -154,16 +154,16 @@ def mutated(saved: dict[str, Any], rng: random.Random) -> dict[str, Any]:
   return saved
 
 
-def test_one_wrong_place_anywhere_never_gives_a_traceback():
+def test_one_wrong_value_anywhere_is_resolved_or_refused():
   saved = to_json(resolve(Small))
   rng = random.Random(0)
-  codes, of_its_own = [], []
+  codes, other_errors = [], []
   for _ in range(200):
     try:
       from_json(mutated(saved, rng)).build()
       codes.append(exit_codes.OK)
     except ValueError as error:
       codes.append(user_error_code(error))
-      of_its_own += [str(error)] if codes[-1] is None else []
-  assert all('must not be above' in message for message in of_its_own)  # the experiment's own: `low` above `high`
+      other_errors += [str(error)] if codes[-1] is None else []
+  assert all('must not be above' in message for message in other_errors)  # the experiment's own check of `low`
   assert {exit_codes.OK, exit_codes.USAGE} <= set(codes)

@@ -1,4 +1,4 @@
-"""A resolved config goes to JSON and back exactly, also after the code's defaults have changed; or is refused."""
+"""A resolved config is saved as JSON and restored exactly, even if the code's defaults have changed."""
 
 from collections.abc import Callable
 import dataclasses
@@ -30,7 +30,7 @@ def through_text(saved):
 
 
 def name(value):
-  """An id that every pytest process gives the same test: no addresses."""
+  """Returns an id without addresses, so that every pytest process has the same ids."""
   return re.sub(r' at 0x[0-9a-f]+', '', repr(value))
 
 
@@ -39,21 +39,21 @@ VALUES += [{'a': (1,), 'b': {'c': math.inf}}, jnp.bfloat16]
 
 
 @pytest.mark.parametrize('value', VALUES, ids=name)
-def test_a_leaf_value_comes_back_exactly(value):
+def test_a_leaf_value_is_restored_exactly(value):
   back = decode(through_text(encode(value)))
   assert back == value
   assert type(back) is type(value)
   assert repr(back) == repr(value)  # -0.0, and 1 against 1.0 inside tuples
 
 
-def test_nan_comes_back():
+def test_nan_is_restored():
   assert math.isnan(decode(through_text(encode(math.nan))))
 
 
 @pytest.mark.parametrize(
   'value', [FrozenDict({'a': (1, 2)}), np.dtype('float32'), Reduction.SUM], ids=['FrozenDict', 'dtype', 'enum']
 )
-def test_the_kind_of_value_that_stands_there_now_is_kept(value):
+def test_the_kind_of_the_current_value_is_kept(value):
   back = decode(through_text(encode(value)), value)
   assert back == value
   assert type(back) is type(value)
@@ -85,7 +85,7 @@ def test_code_and_objects_are_never_read_back(value):
     decode(through_text(encode(value)))
 
 
-def test_a_saved_name_of_a_dtype_cannot_name_anything_else():
+def test_a_saved_dtype_cannot_name_anything_else():
   with pytest.raises(ValueError, match='cannot be read back'):
     decode({'dtype': 'load'})
 
@@ -107,7 +107,7 @@ OVERRIDES = [
 
 @pytest.mark.parametrize('cls', [Small, Built])
 @pytest.mark.parametrize('overrides', [[], OVERRIDES, ['task.optimizer=None', 'inputs_split_mapping=None']])
-def test_a_config_comes_back_from_its_json(cls, overrides):
+def test_a_config_is_restored_from_its_json(cls, overrides):
   resolved = resolve(cls, overrides)
   saved = through_text(to_json(resolved))
   again = from_json(saved)
@@ -118,7 +118,7 @@ def test_a_config_comes_back_from_its_json(cls, overrides):
   assert repr(job.task) == repr(expected.task)
 
 
-def test_further_overrides_apply_on_top_of_a_saved_config():
+def test_overrides_apply_on_top_of_a_saved_config():
   saved = through_text(to_json(resolve(Small, ['task.optimizer.learning_rate=0.5', 'seed=3'])))
   again = from_json(saved, ['num_layers=9', 'train_input.batch_size=1'])
   job = again.build()
@@ -161,7 +161,7 @@ for cls in (LossAfter, LossWithout, LossOfAnotherFunction):
 
 
 def define(monkeypatch, loss=Loss, **fields):
-  """The experiment small_experiments.Changing as it is in one version of the code."""
+  """Defines small_experiments.Changing as in one version of the code."""
 
   class Changing(Small):
     batch_size: int = fields.get('batch_size', 4)
@@ -182,7 +182,7 @@ def define(monkeypatch, loss=Loss, **fields):
   return Changing
 
 
-def test_an_override_and_a_saved_config_may_have_the_earlier_name_of_a_field():
+def test_overrides_and_saved_configs_may_use_earlier_names_of_fields():
   saved = through_text(to_json(resolve(Small, ['checkpoint_every_steps=9'])))
   assert saved['config']['checkpoint_every'] == saved['overrides']['checkpoint_every'] == 9
   for part in ('config', 'overrides'):
@@ -196,7 +196,7 @@ def test_an_override_and_a_saved_config_may_have_the_earlier_name_of_a_field():
   'old, trackers',
   [({'tensorboard': True}, ('tensorboard',)), ({'tensorboard': False, 'trackers': ['wandb']}, ('wandb',))],
 )
-def test_fields_that_are_gone_are_read_from_a_save_and_refused_as_overrides(old, trackers):
+def test_removed_fields_are_ignored_in_saved_configs_and_refused_as_overrides(old, trackers):
   saved = through_text(to_json(resolve(Small)))
   del saved['config']['trackers']
   saved['config'] |= {'heartbeat_timeout_s': 30, 'target': 'h200:8', 'tpu_options': {'dict': {'a': 'b'}}} | old
@@ -208,7 +208,7 @@ def test_fields_that_are_gone_are_read_from_a_save_and_refused_as_overrides(old,
     from_json(saved, ['heartbeat_timeout_s=9'])
 
 
-def test_defaults_that_changed_since_are_taken_from_the_save(monkeypatch):
+def test_saved_values_replace_changed_defaults(monkeypatch):
   saved = through_text(to_json(resolve(define(monkeypatch))))
   now = define(monkeypatch, LossAfter, batch_size=32, num_layers=6)
   changed = to_json(resolve(now))['config']
@@ -221,7 +221,7 @@ def test_defaults_that_changed_since_are_taken_from_the_save(monkeypatch):
   assert diff(saved, to_json(again)) == ['task.added: absent -> 1']
 
 
-def test_what_does_not_exist_any_more_is_refused_by_name(monkeypatch):
+def test_fields_that_no_longer_exist_are_refused_by_name(monkeypatch):
   saved = through_text(to_json(resolve(define(monkeypatch, eval_names=('dev', 'gone')), ['task.z_loss=0.5'])))
   define(monkeypatch, LossWithout)
   with pytest.raises(ValueError, match=r'task.z_loss \(saved as 0.5\) does not exist any more') as error:
@@ -274,7 +274,7 @@ def test_the_printed_config_has_one_line_per_path_and_its_values_can_be_set():
   assert to_json(again)['config'] == saved['config']
 
 
-def test_a_class_that_moved_to_another_package_is_the_same_class():
+def test_a_class_may_move_to_another_package():
   saved = {
     'experiment': 'a.B',
     'overrides': {},

@@ -1,6 +1,6 @@
-"""A config.json may come from anyone: what it names is imported only where the user or an installed package says so.
+"""A config.json may come from a stranger: it imports only modules that the user or an installed package allows.
 
-The files of an attacker write a line to the file `ran` when they are imported.
+An attacker's modules write a line to the file `ran` when they are imported.
 """
 
 import json
@@ -31,7 +31,7 @@ class Mine(Tiny):
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-  """The current directory, with modules of one's own and of others; what is imported is forgotten afterwards."""
+  """The current directory, with the user's modules and an attacker's, which are unloaded afterwards."""
   for folder in ('labs/my_lab', 'labs/other_lab', 'evil/pack', 'nest/inner'):
     (tmp_path / folder).mkdir(parents=True)
   attack = ATTACK.format(ran=str(tmp_path / 'ran'))
@@ -54,7 +54,7 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def own_key(tmp_path_factory, monkeypatch):
-  """A key of this test alone."""
+  """A key of this test only."""
   monkeypatch.setenv('XDG_CONFIG_HOME', str(tmp_path_factory.mktemp('configuration')))
 
 
@@ -80,29 +80,30 @@ ATTACKS = [
 
 @pytest.mark.parametrize('experiment_path', [(), ('labs',)], ids=['no path', 'a path'])
 @pytest.mark.parametrize('name', ATTACKS)
-def test_a_file_has_nothing_imported(directory, name, experiment_path):
+def test_a_file_imports_nothing(directory, name, experiment_path):
   before, path = set(sys.modules), list(sys.path)
   with pytest.raises(UserError) as error:
     from_json(saved(name), experiment_path=experiment_path)
   assert not (directory / 'ran').exists()
   imported = set(sys.modules) - before
-  assert not [module for module in imported if not module.startswith('spmd_tasks.')]  # whose extensions are asked
+  assert not [module for module in imported if not module.startswith('spmd_tasks.')]
   assert '\n' not in str(error.value)
   assert sys.path[-len(path) :] == path
 
 
 @pytest.mark.parametrize('name', ['antigravity.Mine', 'webbrowser.Mine', 'pty.Mine'])
-def test_the_search_path_is_all_that_may_be_imported(directory, name, monkeypatch):
+def test_only_modules_on_the_search_path_may_be_imported(directory, name, monkeypatch):
   monkeypatch.delitem(sys.modules, name.partition('.')[0], raising=False)  # another test's import
   with pytest.raises(UserError, match='not registered'):
     from_json(saved(name), experiment_path=('.',))
   assert name.partition('.')[0] not in sys.modules
 
 
-def test_modules_of_an_installed_paxml_may_be_imported_and_not_those_of_a_folder_of_that_name(tmp_path, monkeypatch):
+def test_an_installed_paxml_may_be_imported_but_not_a_folder_of_that_name(tmp_path, monkeypatch):
   name = 'paxml.tasks.vision.params.mnist'
-  for module in [each for each in sys.modules if each.partition('.')[0] == 'paxml']:
-    monkeypatch.delitem(sys.modules, module)
+  for module in [*sys.modules]:
+    if module.partition('.')[0] == 'paxml':
+      monkeypatch.delitem(sys.modules, module)
   assert from_saved.may_be_imported(name, (), [])
   folder = tmp_path.joinpath(*name.split('.'))
   folder.mkdir(parents=True)
@@ -113,27 +114,25 @@ def test_modules_of_an_installed_paxml_may_be_imported_and_not_those_of_a_folder
   assert not from_saved.may_be_imported(name, (), [])
 
 
-def test_ones_own_experiment_goes_on_with_the_path_that_the_message_names(directory):
-  sys.path.insert(0, str(directory / 'labs'))  # as the first command found it
+def test_the_users_own_experiment_needs_the_path_in_the_message(directory):
+  sys.path.insert(0, str(directory / 'labs'))
   config = to_json(resolve('my_lab.notes.Mine', ['num_layers=3']))
   (directory / 'config.json').write_text(json.dumps(config))
   del sys.modules['my_lab.notes'], sys.modules['my_lab']
   read = read_saved_config('config.json')
   with pytest.raises(UserError) as error:
     from_json(read)
-  assert str(error.value) == (
-    'the saved config names the experiment my_lab.notes.Mine, which is not registered, and a file alone never decides '
-    'what is imported (the directories that config.json names do not count, because it is not signed): if you trust '
-    f'the code in {directory}/labs, add --experiment_path {directory}/labs (in Python, import my_lab.notes first).'
-  )
+  assert 'my_lab.notes.Mine, which is not registered' in str(error.value)
+  assert 'it is not signed' in str(error.value)
+  assert f'add --experiment_path {directory}/labs' in str(error.value)
   assert 'my_lab.notes' not in sys.modules
   job = from_json(read, experiment_path=('labs',)).build()
   assert (job.name, job.experiment.num_layers, job.experiment.model_dims) == ('my_lab.notes.Mine', 3, 32)
   assert from_json(read).name == 'my_lab.notes.Mine'  # imported by now
 
 
-def test_without_a_place_the_message_says_what_to_name(directory):
-  with pytest.raises(UserError, match='add --experiment_path DIR, the directory that holds gone_lab'):
+def test_without_a_directory_the_message_asks_for_one(directory):
+  with pytest.raises(UserError, match='add --experiment_path DIR, the directory of gone_lab'):
     from_json(saved('gone_lab.notes.Mine'))
   with pytest.raises(UserError, match='--experiment_path nowhere is not a directory'):
     from_json(saved('gone_lab.notes.Mine'), experiment_path=['nowhere'])
@@ -180,7 +179,7 @@ PATHS = ('task', 'task.model.stack.block.ffn.activation', 'dtype')
 
 @pytest.mark.parametrize('path', PATHS)
 @pytest.mark.parametrize('value', SYMBOLS, ids=str)
-def test_a_symbol_in_a_file_is_compared_and_neither_imported_nor_called(directory, path, value):
+def test_a_symbol_in_a_file_is_only_compared(directory, path, value):
   config = to_json(resolve('synthetic.Tiny'))
   before = set(sys.modules)
   with pytest.raises(UserError, match=path):
@@ -190,8 +189,8 @@ def test_a_symbol_in_a_file_is_compared_and_neither_imported_nor_called(director
 
 
 def begin_job(directory):
-  """A job of labs/my_lab/notes.py that has written its config, with nothing of it imported any more."""
-  sys.path.insert(0, str(directory / 'labs'))  # as the first command found it
+  """Returns the directory of a job of labs/my_lab/notes.py, whose modules are unloaded again."""
+  sys.path.insert(0, str(directory / 'labs'))
   config = to_json(resolve('my_lab.notes.Mine'))
   sys.path.remove(str(directory / 'labs'))
   for name in ('my_lab.notes', 'my_lab'):
@@ -204,7 +203,7 @@ def begin_job(directory):
   return job
 
 
-def test_ones_own_job_finds_its_module_again(directory):
+def test_the_users_own_job_finds_its_module_again(directory):
   job = begin_job(directory)
   assert from_json(read_saved_config(job / 'config.json')).name == 'my_lab.notes.Mine'
 
@@ -214,7 +213,7 @@ def others_may_write(path):
 
 
 def copy_job(job):
-  """Into an archive that is unpacked in another place."""
+  """As an archive that is unpacked in another place."""
   job.rename(job.with_name('first'))
   shutil.copytree(job.with_name('first'), job.with_name('second'))
   return job.with_name('second')
@@ -226,14 +225,14 @@ def edit(job, **changes):
 
 
 def link_config(job):
-  """A stranger's directory whose config.json is a link to a signed one."""
+  """A stranger's directory with a link to a signed config.json."""
   (job.parent / 'linked').mkdir()
   (job.parent / 'linked/config.json').symlink_to(job / 'config.json')
   return job.parent / 'linked'
 
 
 def new_key(job):
-  """As on another machine, or of another user."""
+  """As on another machine, or for another user."""
   signatures.key_file().write_bytes(b'k' * 32)
 
 
@@ -265,7 +264,7 @@ CHANGES = [
   (lambda job: edit(job, origin=['/proc/self/cwd']), NOT_SIGNED),
   (lambda job: edit(job, signature=None), NOT_SIGNED),
   (new_key, NOT_SIGNED),
-  (lose_key, 'this user has no key to check it with'),
+  (lose_key, 'this user has no key'),
   (share_key, 'other users may read or write the key .*: delete'),
   (rename_package, 'is not registered'),
   (rename_labs, 'labs, where its modules were, is no'),
@@ -273,7 +272,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize('change, words', CHANGES)
-def test_a_job_that_others_may_have_made_does_not(directory, own_key, change, words):
+def test_a_job_that_others_may_have_changed_imports_nothing(directory, own_key, change, words):
   job = begin_job(directory)
   job = change(job) or job
   with pytest.raises(UserError, match=words) as error:
@@ -282,40 +281,40 @@ def test_a_job_that_others_may_have_made_does_not(directory, own_key, change, wo
   assert 'my_lab.notes' not in sys.modules
 
 
-def test_what_is_around_the_values_of_a_signed_config_may_change(directory):
+def test_the_formatting_of_a_signed_config_may_change(directory):
   job = begin_job(directory)
-  edit(job)  # another indentation
+  edit(job)  # changes the indentation
   job.chmod(0o777)
   for _ in range(2):
     assert from_json(read_saved_config(job / 'config.json'), ['seed=3']).experiment.seed == 3
   shutil.copytree(job, job.with_name('copy'))
   again = from_json(read_saved_config(job.with_name('copy') / 'config.json'), experiment_path=['labs'])
-  write_config(epath.Path(job.with_name('copy')), json.dumps(to_json(again)))  # as a job that goes on there does
+  write_config(epath.Path(job.with_name('copy')), json.dumps(to_json(again)))  # as a job that resumes there
   for name in ('my_lab.notes', 'my_lab'):
     del sys.modules[name]
   registry._registry.clear()
   assert from_json(read_saved_config(job.with_name('copy') / 'config.json')).name == 'my_lab.notes.Mine'
 
 
-def test_a_job_of_another_user_does_not(directory, monkeypatch):
+def test_a_job_of_another_user_imports_nothing(directory, monkeypatch):
   job = begin_job(directory)
   monkeypatch.setattr(signatures.os, 'geteuid', lambda: 12345)
   with pytest.raises(UserError, match=r'key .* belongs to another user'):
     from_json(read_saved_config(job / 'config.json'))
 
 
-def test_a_path_in_the_file_alone_says_nothing(directory):
+def test_a_directory_in_an_unsigned_file_is_ignored(directory):
   for origin in (str(directory), [str(directory)], ['/proc/self/cwd'], ['.'], [1], {}):
-    named = saved('labs.my_lab.notes.Mine') | {'origin': origin, 'signature': '0' * 64}
-    (directory / 'config.json').write_text(json.dumps(named))
-    for config in (named, read_saved_config('config.json')):
+    forged = saved('labs.my_lab.notes.Mine') | {'origin': origin, 'signature': '0' * 64}
+    (directory / 'config.json').write_text(json.dumps(forged))
+    for config in (forged, read_saved_config('config.json')):
       with pytest.raises(UserError, match='not registered'):
         from_json(config)
 
 
 @pytest.mark.parametrize('origin', ['/proc/self/cwd', '/dev/fd', '.', 'labs', 'LINK'])
-def test_a_signed_directory_of_modules_must_always_mean_the_same_one(directory, origin):
-  """Also if a command of an older version has recorded it."""
+def test_a_signed_directory_of_modules_must_always_be_the_same_directory(directory, origin):
+  """Even if an older version recorded another one."""
   (directory / 'LINK').symlink_to(directory / 'labs')
   origin = str(directory / origin) if origin == 'LINK' else origin
   job = begin_job(directory)
@@ -325,8 +324,8 @@ def test_a_signed_directory_of_modules_must_always_mean_the_same_one(directory, 
     from_json(read_saved_config(job / 'config.json'))
 
 
-def test_what_is_installed_below_a_directory_is_no_part_of_it(directory, monkeypatch):
-  """A virtual environment in the directory of one's project."""
+def test_packages_installed_below_a_directory_do_not_count(directory, monkeypatch):
+  """Such as in a virtual environment in the project's directory."""
   monkeypatch.setattr(references, '_INSTALLED', {directory / 'labs'})
   sys.path.insert(0, str(directory / 'labs'))
   with pytest.raises(UserError, match='not registered'):

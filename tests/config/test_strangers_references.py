@@ -1,6 +1,6 @@
-"""A function that a stranger's config names is not called, nor its module imported, in any mode and from any field.
+"""Functions that a stranger's config names are neither called nor imported, in any mode and from any field.
 
-The archive of the stranger is the current directory, and on sys.path; its module writes the file `ran` when imported.
+The stranger's archive is the current directory, and on sys.path; its module writes the file `ran` when imported.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.tuning import reward_experiments
 PAYLOAD = "open({ran!r}, 'w').close()\ndef score(*call):\n  return 1.0\n"
 REFERENCES = ['pty:spawn', 'os:system', 'builtins:eval', 'payload:score', 'spmd_tasks.command:os.system', 'numpy:save']
 OWN = 'tests.tuning.rewards:share_of_a'
-JOB = 'tests.tuning.reward_experiments.Job'  # imported above: what its code names counts, and nothing else
+JOB = 'tests.tuning.reward_experiments.Job'  # imported above, so its own code may name functions
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def values(reference):
 
 @pytest.mark.parametrize('reference', REFERENCES)
 @pytest.mark.parametrize('experiment', ['tune.Grpo', 'tune.LoraGrpo', 'tune.Distill'])
-def test_no_field_of_a_file_names_a_function(archive, experiment, reference):
+def test_no_field_of_a_file_may_name_a_function(archive, experiment, reference):
   for config in values(reference):
     with pytest.raises(UserError, match='a saved config alone never decides what is imported'):
       from_json(saved(experiment, **config))
 
 
 @pytest.mark.parametrize('reference', REFERENCES)
-def test_neither_does_an_override_beside_a_file(archive, reference):
+def test_no_override_of_a_saved_config_may_name_a_function(archive, reference):
   for override in (f'reward={reference}', f'reward={{"{reference}": 1.0}}', f'environment={reference}'):
     with pytest.raises(UserError, match='a saved config alone never decides what is imported'):
       from_json(saved(JOB), [override])
@@ -71,7 +71,7 @@ def test_neither_does_an_override_beside_a_file(archive, reference):
 
 @pytest.mark.parametrize('value', [['payload'], [['payload'], ['antigravity']], {'list': ['payload']}, 'payload:score'])
 @pytest.mark.parametrize('path', ['task_modules', 'train_data.modules'])
-def test_no_field_of_a_file_names_a_module(archive, path, value):
+def test_no_field_of_a_file_may_name_a_module(archive, path, value):
   with pytest.raises(UserError):
     from_json({'experiment': 'spmd_tasks.bridges.t5x.T5xExperiment', 'overrides': {}, 'config': {path: value}})
 
@@ -83,7 +83,7 @@ PARTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize('path', PARTS)
-def test_the_parts_of_an_experiment_name_none_either(archive, path):
+def test_no_part_of_an_experiment_may_name_a_function(archive, path):
   with pytest.raises(UserError, match=path):
     from_json(saved(JOB, **{path: PARTS[path]}))
   value = PARTS[path]
@@ -96,7 +96,7 @@ def test_the_parts_of_an_experiment_name_none_either(archive, path):
 
 
 @pytest.mark.parametrize('mode', [*(mode.name for mode in all_modes()), '--print_config', 'load'])
-def test_in_no_mode(archive, mode, capsys):
+def test_no_mode_calls_a_function_of_a_file(archive, mode, capsys):
   (archive / 'config.json').write_text(json.dumps(saved(reward='payload:score')))
   (archive / 'checkpoints/checkpoint_00000001').mkdir(parents=True)
   if mode == 'load':
@@ -113,23 +113,23 @@ def test_in_no_mode(archive, mode, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('field', ['reward', 'environment'])
-def test_in_no_real_process(archive, field):
+def test_the_binary_calls_no_function_of_a_file(archive, field):
   (archive / 'config.json').write_text(json.dumps(saved(**{field: 'pty:spawn'})))
   flags = ('--mode', 'train', '--job_log_dir', archive, '--num_fake_devices', 1)
   ended = binary.run_binary(*flags, cwd=archive, fresh=True)
   assert ended.returncode == exit_codes.USAGE
   assert ended.stderr.count('\n') == 1
-  assert 'pty:spawn names code of Python itself, which a config may not name' in ended.stderr
+  assert 'pty:spawn names code of Python itself' in ended.stderr
 
 
-def test_ones_own_command_names_functions_and_later_commands_find_them(archive, tmp_path, monkeypatch):
+def test_functions_of_the_users_own_command_are_found_by_later_commands(archive, tmp_path, monkeypatch):
   (archive / 'my_rewards.py').write_text('def score(*call):\n  return 1.0\n')
   resolved = resolve(reward_experiments.Job, ['reward=my_rewards:score', 'data=prompts.jsonl'])
   config = to_json(resolved)
   assert config['origin'] == [str(binary.REPOSITORY), str(archive)]
   write_config(epath.Path(tmp_path), json.dumps(config))
   monkeypatch.chdir('/')  # a later command
-  monkeypatch.setattr(sys, 'path', [each for each in sys.path if each != str(archive)])
+  monkeypatch.setattr(sys, 'path', [path for path in sys.path if path != str(archive)])
   job = from_json(read_saved_config(tmp_path / 'config.json'), ['data=prompts.jsonl']).build()
   assert load_reward('my_rewards:score', job.code_directories)('p', 'c', {}) == 1.0
   del sys.modules['my_rewards']

@@ -1,4 +1,4 @@
-"""A text becomes a value of the field's type or is refused; a refusal has an example of the type."""
+"""A text is parsed as a value of the field's type, or refused with an example."""
 
 from collections.abc import Callable, Mapping
 import enum
@@ -74,7 +74,7 @@ BAD = [
 
 
 @pytest.mark.parametrize('text, kind, expected', GOOD)
-def test_a_text_is_read_by_its_type(text, kind, expected):
+def test_a_text_is_parsed_by_its_type(text, kind, expected):
   value = parse_value(text, kind)
   assert value == expected
   assert type(value) is type(expected)
@@ -87,7 +87,7 @@ def test_a_text_of_another_type_is_refused(text, kind):
 
 
 @pytest.mark.parametrize('kind', [kind for _, kind, _ in GOOD if example_of(kind) is not None])
-def test_the_example_of_a_type_is_a_value_of_it(kind):
+def test_the_example_of_a_type_can_be_parsed(kind):
   parse_value(example_of(kind), kind)
 
 
